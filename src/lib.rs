@@ -1,0 +1,16 @@
+//! The answer key and the bench for GRPO loss kernels.
+//!
+//! One road runs through the crate:
+//!
+//! ```text
+//! fixture file ─┐
+//! generator  ───┼─▶ Problem ─▶ Implementation::run(LossSpec, Problem) ─▶ Outcome ─▶ judge ─▶ Verdict ─▶ report
+//! YAML config ──┘                        ▲                                   ▲
+//!                                    registry()                   Reference + tolerances.toml
+//! ```
+//!
+//! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
+//! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
+
+pub mod problem;
+pub mod spec;

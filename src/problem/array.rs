@@ -1,0 +1,207 @@
+//! Arrays whose element type is chosen at run time.
+
+use std::fmt;
+use std::str::FromStr;
+
+use half::{bf16, f16};
+use ndarray::{Array, Array1, ArrayView1, Axis, Dimension, Ix0, Ix2, Ix3};
+use serde::{Deserialize, Serialize};
+
+/// Floating-point element types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE binary64; inputs of the reference only.
+    F64,
+    /// IEEE binary32.
+    #[serde(alias = "float32")]
+    F32,
+    /// bfloat16: f32's exponent, 8 bits of significand.
+    #[serde(alias = "bfloat16")]
+    Bf16,
+    /// IEEE binary16.
+    #[serde(alias = "float16")]
+    F16,
+}
+
+impl Dtype {
+    /// The dtypes that a kernel may be given, widest first.
+    pub const KERNEL: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+
+    /// Bytes an element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::F64 => 8,
+            Dtype::F32 => 4,
+            Dtype::Bf16 | Dtype::F16 => 2,
+        }
+    }
+
+    /// `x` rounded to this dtype, to nearest even, and widened again.
+    pub fn round(self, x: f64) -> f64 {
+        match self {
+            Dtype::F64 => x,
+            Dtype::F32 => f64::from(x as f32),
+            Dtype::Bf16 => f64::from(bf16::from_f64(x)),
+            Dtype::F16 => f64::from(f16::from_f64(x)),
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Dtype::F64 => "f64",
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+            Dtype::F16 => "f16",
+        })
+    }
+}
+
+impl FromStr for Dtype {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "f64" => Ok(Dtype::F64),
+            "f32" => Ok(Dtype::F32),
+            "bf16" => Ok(Dtype::Bf16),
+            "f16" => Ok(Dtype::F16),
+            _ => Err(format!("dtype: got `{name}`, expected f64, f32, bf16 or f16")),
+        }
+    }
+}
+
+/// An element type that [`FloatArray`] can hold. Widening to f64 is exact for all of them.
+pub trait Float: Copy + Send + Sync + 'static {
+    /// This type's name.
+    const DTYPE: Dtype;
+    /// Exact value.
+    fn to_f64(self) -> f64;
+}
+
+macro_rules! float {
+    ($type:ty, $dtype:ident) => {
+        impl Float for $type {
+            const DTYPE: Dtype = Dtype::$dtype;
+            fn to_f64(self) -> f64 {
+                f64::from(self)
+            }
+        }
+    };
+}
+float!(f64, F64);
+float!(f32, F32);
+float!(bf16, Bf16);
+float!(f16, F16);
+
+/// A dense row-major array of one of four float types, of static rank.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FloatArray<D: Dimension> {
+    /// f64 elements.
+    F64(Array<f64, D>),
+    /// f32 elements.
+    F32(Array<f32, D>),
+    /// bf16 elements.
+    Bf16(Array<bf16, D>),
+    /// f16 elements.
+    F16(Array<f16, D>),
+}
+
+/// Evaluates `$body` with `$array` bound to the `ndarray` array inside, whatever its element type.
+macro_rules! with_array {
+    ($float_array:expr, $array:ident => $body:expr) => {
+        match $float_array {
+            $crate::problem::FloatArray::F64($array) => $body,
+            $crate::problem::FloatArray::F32($array) => $body,
+            $crate::problem::FloatArray::Bf16($array) => $body,
+            $crate::problem::FloatArray::F16($array) => $body,
+        }
+    };
+}
+
+impl<D: Dimension> FloatArray<D> {
+    /// The element type.
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            FloatArray::F64(_) => Dtype::F64,
+            FloatArray::F32(_) => Dtype::F32,
+            FloatArray::Bf16(_) => Dtype::Bf16,
+            FloatArray::F16(_) => Dtype::F16,
+        }
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> &[usize] {
+        with_array!(self, array => array.shape())
+    }
+
+    /// Whether elements lie densely in row-major order, as every kernel expects.
+    pub fn is_standard_layout(&self) -> bool {
+        with_array!(self, array => array.is_standard_layout())
+    }
+
+    /// `values` rounded to `dtype`, to nearest even.
+    pub fn rounded_from(values: &Array<f64, D>, dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F64 => FloatArray::F64(values.clone()),
+            Dtype::F32 => FloatArray::F32(values.mapv(|x| x as f32)),
+            Dtype::Bf16 => FloatArray::Bf16(values.mapv(bf16::from_f64)),
+            Dtype::F16 => FloatArray::F16(values.mapv(f16::from_f64)),
+        }
+    }
+
+    /// Every element, exactly.
+    pub fn to_f64(&self) -> Array<f64, D> {
+        with_array!(self, array => array.mapv(Float::to_f64))
+    }
+}
+
+impl FloatArray<Ix0> {
+    /// The one value.
+    pub fn value(&self) -> f64 {
+        with_array!(self, array => array[()].to_f64())
+    }
+}
+
+impl FloatArray<Ix2> {
+    /// Element `[b,t]`, exactly.
+    pub fn at(&self, b: usize, t: usize) -> f64 {
+        with_array!(self, array => array[[b, t]].to_f64())
+    }
+}
+
+impl FloatArray<Ix3> {
+    /// Row `[b,t,:]`, exactly.
+    pub fn row(&self, b: usize, t: usize) -> Array1<f64> {
+        fn widen<F: Float>(row: ArrayView1<F>) -> Array1<f64> {
+            row.mapv(F::to_f64)
+        }
+        with_array!(self, array => widen(array.index_axis(Axis(0), b).index_axis(Axis(0), t)))
+    }
+}
+
+impl<D: Dimension> From<Array<f64, D>> for FloatArray<D> {
+    fn from(array: Array<f64, D>) -> Self {
+        FloatArray::F64(array)
+    }
+}
+
+impl<D: Dimension> From<Array<f32, D>> for FloatArray<D> {
+    fn from(array: Array<f32, D>) -> Self {
+        FloatArray::F32(array)
+    }
+}
+
+impl<D: Dimension> From<Array<bf16, D>> for FloatArray<D> {
+    fn from(array: Array<bf16, D>) -> Self {
+        FloatArray::Bf16(array)
+    }
+}
+
+impl<D: Dimension> From<Array<f16, D>> for FloatArray<D> {
+    fn from(array: Array<f16, D>) -> Self {
+        FloatArray::F16(array)
+    }
+}

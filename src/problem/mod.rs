@@ -1,0 +1,252 @@
+//! One batch, and what an implementation makes of it.
+//!
+//! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff.
+
+mod array;
+mod outcome;
+
+use std::fmt;
+use std::str::FromStr;
+
+use ndarray::{Array1, Array2, Ix3};
+
+pub use array::{Dtype, Float, FloatArray};
+pub use outcome::{Metrics, Outcome};
+
+use crate::spec::{AdvantageLevel, LossSpec, OldLogp, SpecError};
+
+/// One GRPO batch: position `[b,t]` of `logits` scores token `ids[b,t]`.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    /// `[B,T,V]`, in nats before the temperature.
+    pub logits: FloatArray<Ix3>,
+    /// `[B,T]`, the sampled tokens; anything may stand where `mask` is false.
+    pub ids: Array2<i64>,
+    /// `[B,T]`, true for the tokens that count.
+    pub mask: Array2<bool>,
+    /// `[B]` or `[B,T]`, as the spec says.
+    pub advantages: Advantages,
+    /// `[B,T]`, nats: log-probability under the policy that sampled, or that the last epoch left.
+    pub old_logp: Option<Array2<f64>>,
+    /// `[B,T]`, nats: log-probability under the reference policy of the KL penalty.
+    pub ref_logp: Option<Array2<f64>>,
+}
+
+/// Advantages, dimensionless.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Advantages {
+    /// One a sequence, `[B]`.
+    Sequence(Array1<f64>),
+    /// One a token, `[B,T]`.
+    Token(Array2<f64>),
+}
+
+impl Advantages {
+    /// The advantage of token `[b,t]`.
+    pub fn at(&self, b: usize, t: usize) -> f64 {
+        match self {
+            Advantages::Sequence(a) => a[b],
+            Advantages::Token(a) => a[[b, t]],
+        }
+    }
+
+    /// The extents, `[B]` or `[B,T]`.
+    pub fn shape(&self) -> &[usize] {
+        match self {
+            Advantages::Sequence(a) => a.shape(),
+            Advantages::Token(a) => a.shape(),
+        }
+    }
+}
+
+/// Extents of a batch, written `BxTxV`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// `B`, sequences.
+    pub batch: usize,
+    /// `T`, tokens a sequence.
+    pub tokens: usize,
+    /// `V`, vocabulary.
+    pub vocab: usize,
+}
+
+impl Shape {
+    /// `B·T·V`, or `None` where that does not fit.
+    pub fn elements(self) -> Option<usize> {
+        self.batch.checked_mul(self.tokens)?.checked_mul(self.vocab)
+    }
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}x{}x{}", self.batch, self.tokens, self.vocab)
+    }
+}
+
+impl FromStr for Shape {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let expected = || format!("shape: got `{text}`, expected BxTxV with integers ≥ 1, such as 2x16x151936");
+        let extents: Vec<usize> =
+            text.split('x').map(|n| n.parse().map_err(|_| expected())).collect::<Result<_, _>>()?;
+        match extents[..] {
+            [batch, tokens, vocab] if batch > 0 && tokens > 0 && vocab > 0 => Ok(Shape { batch, tokens, vocab }),
+            _ => Err(expected()),
+        }
+    }
+}
+
+/// A [`Problem`] that cannot be evaluated under its spec.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ProblemError {
+    /// The spec itself is out of range.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// An array is missing that the spec needs.
+    #[error("`{field}`: not given, expected shape {expected:?} because the spec has {because}")]
+    Missing {
+        /// Name of the array.
+        field: &'static str,
+        /// Shape it should have.
+        expected: Vec<usize>,
+        /// The setting that needs it.
+        because: &'static str,
+    },
+    /// An array has the wrong shape.
+    #[error("`{field}`: got shape {given:?}, expected {expected}")]
+    Shape {
+        /// Name of the array.
+        field: &'static str,
+        /// Shape found.
+        given: Vec<usize>,
+        /// Shape wanted, in words.
+        expected: String,
+    },
+    /// An array is not dense and row-major.
+    #[error("`{field}`: got a strided array, expected dense row-major (use `as_standard_layout`)")]
+    Strided {
+        /// Name of the array.
+        field: &'static str,
+    },
+    /// A token id lies outside the vocabulary on an unmasked token.
+    #[error("`ids[{b},{t}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token")]
+    IdOutOfRange {
+        /// Sequence.
+        b: usize,
+        /// Token.
+        t: usize,
+        /// The id found.
+        id: i64,
+        /// `V`.
+        vocab: usize,
+    },
+    /// A NaN or infinity on an unmasked token.
+    #[error("`{field}[{b},{t}]`: got {given}, expected a finite number on an unmasked token")]
+    NotFinite {
+        /// Name of the array.
+        field: &'static str,
+        /// Sequence.
+        b: usize,
+        /// Token.
+        t: usize,
+        /// The value found.
+        given: f64,
+    },
+    /// A mask value other than 0 and 1.
+    #[error("`mask[{b},{t}]`: got {given}, expected 0 or 1")]
+    Mask {
+        /// Sequence.
+        b: usize,
+        /// Token.
+        t: usize,
+        /// The value found.
+        given: f64,
+    },
+}
+
+impl Problem {
+    /// `(B, T, V)` of the logits.
+    pub fn shape(&self) -> Shape {
+        let [batch, tokens, vocab] = self.logits.shape() else { unreachable!("logits have rank 3") };
+        Shape { batch: *batch, tokens: *tokens, vocab: *vocab }
+    }
+
+    /// Checks that this batch can be evaluated under `spec`: every range, shape and unmasked value. Values under the
+    /// mask are not looked at.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
+    pub fn check(&self, spec: &LossSpec) -> Result<Shape, ProblemError> {
+        spec.check()?;
+        let shape = self.shape();
+        if shape.elements().is_none_or(|n| n == 0) {
+            return Err(ProblemError::Shape {
+                field: "logits",
+                given: self.logits.shape().to_vec(),
+                expected: "[B,T,V] with B, T, V ≥ 1".into(),
+            });
+        }
+        if !self.logits.is_standard_layout() {
+            return Err(ProblemError::Strided { field: "logits" });
+        }
+        let per_token = [shape.batch, shape.tokens];
+        let expect_shape = |field, given: &[usize], expected: &[usize], meaning: &str| {
+            if given == expected {
+                return Ok(());
+            }
+            Err(ProblemError::Shape { field, given: given.to_vec(), expected: format!("{expected:?} ({meaning})") })
+        };
+        expect_shape("ids", self.ids.shape(), &per_token, "[B,T] of the logits")?;
+        expect_shape("mask", self.mask.shape(), &per_token, "[B,T] of the logits")?;
+        match spec.advantages {
+            AdvantageLevel::Sequence => {
+                let meaning = "[B] of the logits, as the spec has `advantages: sequence`";
+                expect_shape("advantages", self.advantages.shape(), &per_token[..1], meaning)?;
+            }
+            AdvantageLevel::Token => {
+                let meaning = "[B,T] of the logits, as the spec has `advantages: token`";
+                expect_shape("advantages", self.advantages.shape(), &per_token, meaning)?;
+            }
+        }
+        let old_logp = (spec.old_logp == OldLogp::Given).then_some(("old_logp", &self.old_logp, "`old_logp: given`"));
+        let ref_logp = spec.kl.is_some().then_some(("ref_logp", &self.ref_logp, "a `kl` term"));
+        for (field, array, because) in [old_logp, ref_logp].into_iter().flatten() {
+            let Some(array) = array else {
+                return Err(ProblemError::Missing { field, expected: per_token.to_vec(), because });
+            };
+            expect_shape(field, array.shape(), &per_token, "[B,T] of the logits")?;
+            self.expect_finite(field, |b, t| array[[b, t]])?;
+        }
+        self.expect_finite("advantages", |b, t| self.advantages.at(b, t))?;
+        for ((b, t), &id) in self.ids.indexed_iter() {
+            if self.mask[[b, t]] && usize::try_from(id).map_or(true, |id| id >= shape.vocab) {
+                return Err(ProblemError::IdOutOfRange { b, t, id, vocab: shape.vocab });
+            }
+        }
+        Ok(shape)
+    }
+
+    fn expect_finite(&self, field: &'static str, value: impl Fn(usize, usize) -> f64) -> Result<(), ProblemError> {
+        for ((b, t), &counts) in self.mask.indexed_iter() {
+            let given = value(b, t);
+            if counts && !given.is_finite() {
+                return Err(ProblemError::NotFinite { field, b, t, given });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads a mask from numbers.
+///
+/// # Errors
+/// [`ProblemError::Mask`] at the first value other than 0 and 1.
+pub fn mask_from(values: &Array2<f64>) -> Result<Array2<bool>, ProblemError> {
+    for ((b, t), &given) in values.indexed_iter() {
+        if given != 0.0 && given != 1.0 {
+            return Err(ProblemError::Mask { b, t, given });
+        }
+    }
+    Ok(values.mapv(|x| x == 1.0))
+}

@@ -1,0 +1,41 @@
+use ndarray::{Ix0, Ix2, Ix3};
+use serde::Serialize;
+
+use super::FloatArray;
+
+/// What an implementation returns for one [`super::Problem`]. Arrays keep the dtype that the implementation computed
+/// them in, so that a judge knows how they were rounded.
+///
+/// Masked tokens hold 0 in every array.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The loss, a scalar.
+    pub loss: FloatArray<Ix0>,
+    /// `[B,T]`, nats: log-probability of each sampled token.
+    pub logp: FloatArray<Ix2>,
+    /// `[B,T]`, nats: entropy of each token's distribution.
+    pub entropy: FloatArray<Ix2>,
+    /// `[B,T]`: policy term plus `beta · kl`, before mask and normaliser, without the entropy bonus.
+    pub token_loss: FloatArray<Ix2>,
+    /// `[B,T,V]`: `∂loss / ∂logits`, entropy bonus included.
+    pub dlogits: FloatArray<Ix3>,
+    /// What trainers log.
+    pub metrics: Metrics,
+}
+
+/// Means over unmasked tokens; all 0 where there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Metrics {
+    /// Share of tokens with `r < 1 − epsilon_low` and `A < 0`.
+    pub clip_low: f64,
+    /// Share of tokens with `r > 1 + epsilon_high` and `A > 0`.
+    pub clip_high: f64,
+    /// Share of tokens with either.
+    pub clip_region: f64,
+    /// Mean KL estimate, without `beta`; `None` without a KL term.
+    pub kl_mean: Option<f64>,
+    /// Mean entropy, nats.
+    pub entropy_mean: f64,
+    /// Mean ratio `r`.
+    pub ratio_mean: f64,
+}
