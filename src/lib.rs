@@ -13,4 +13,5 @@
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
 pub mod problem;
+pub mod reference;
 pub mod spec;

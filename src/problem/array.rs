@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ndarray::{Array, Array1, ArrayView1, Axis, Dimension, Ix0, Ix2, Ix3};
+use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, s};
 use serde::{Deserialize, Serialize};
 
 /// Floating-point element types.
@@ -174,11 +174,8 @@ impl FloatArray<Ix2> {
 
 impl FloatArray<Ix3> {
     /// Row `[b,t,:]`, exactly.
-    pub fn row(&self, b: usize, t: usize) -> Array1<f64> {
-        fn widen<F: Float>(row: ArrayView1<F>) -> Array1<f64> {
-            row.mapv(F::to_f64)
-        }
-        with_array!(self, array => widen(array.index_axis(Axis(0), b).index_axis(Axis(0), t)))
+    pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
+        with_array!(self, array => array.slice(s![b, t, ..]).iter().map(|x| x.to_f64()).collect())
     }
 }
 

@@ -1,0 +1,78 @@
+//! Softmax of one row, its log-probability and its entropy.
+
+use super::sum::Sum;
+
+/// Softmax statistics of a row `z[0..V]` of scaled logits.
+///
+/// With `m = max z` and the *gaps* `a_j = m − z_j ≥ 0`:
+///
+/// ```text
+/// e_j = exp(−a_j)          S = Σ_j e_j          p_j = e_j / S          ā = Σ_j p_j a_j
+/// ```
+///
+/// A logit of −∞ has `e_j = 0` and contributes nothing. A NaN or +∞ logit, or a row all −∞, makes every statistic NaN.
+#[derive(Clone, Copy, Debug)]
+pub struct Softmax {
+    /// `m`, nats.
+    pub max: f64,
+    /// `S`, between 1 and `V`.
+    pub sum: f64,
+    /// `ln S`, nats.
+    pub log_sum: f64,
+    /// `ā`, nats.
+    pub mean_gap: f64,
+}
+
+impl Softmax {
+    /// Statistics of `z`.
+    pub fn of(z: &[f64]) -> Self {
+        let max = z.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m || x.is_nan() { x } else { m });
+        if !max.is_finite() {
+            return Self { max, sum: f64::NAN, log_sum: f64::NAN, mean_gap: f64::NAN };
+        }
+        // One maximal term is exactly 1. Kept out of the sum it leaves ln S = ln(1 + rest), which is exact however
+        // small the rest is.
+        let mut rest = Sum::default();
+        let mut weighted_gaps = Sum::default();
+        let mut peak_seen = false;
+        for &x in z {
+            let gap = max - x;
+            let e = (-gap).exp();
+            if gap == 0.0 && !peak_seen {
+                peak_seen = true;
+            } else if e > 0.0 {
+                rest.add(e);
+                weighted_gaps.add(e * gap);
+            }
+        }
+        let sum = 1.0 + rest.value();
+        Self { max, sum, log_sum: rest.value().ln_1p(), mean_gap: weighted_gaps.value() / sum }
+    }
+
+    /// `p = exp(z − m) / S`.
+    pub fn probability(&self, z: f64) -> f64 {
+        (z - self.max).exp() / self.sum
+    }
+
+    /// `log p = −a − ln S`, nats.
+    pub fn log_probability(&self, z: f64) -> f64 {
+        (z - self.max) - self.log_sum
+    }
+
+    /// `1 − p_y` as the sum of the other probabilities: correct to the last bits even where `p_y` rounds to 1.
+    pub fn probability_of_others(&self, z: &[f64], y: usize) -> f64 {
+        let others = z[..y].iter().chain(&z[y + 1..]);
+        others.map(|&x| (x - self.max).exp()).collect::<Sum>().value() / self.sum
+    }
+
+    /// `H = −Σ p_j log p_j = ln S + ā`, nats: two non-negative terms, so nothing cancels.
+    pub fn entropy(&self) -> f64 {
+        self.log_sum + self.mean_gap
+    }
+
+    /// `∂H/∂z_j = −p_j (log p_j + H) = p_j (a_j − ā)`; 0 where `p_j` is 0.
+    pub fn entropy_gradient(&self, z: f64) -> f64 {
+        let p = self.probability(z);
+        if p == 0.0 { 0.0 } else { p * ((self.max - z) - self.mean_gap) }
+    }
+}
