@@ -11,7 +11,7 @@ use std::str::FromStr;
 use ndarray::{Array1, Array2, Ix3};
 
 pub use array::{Dtype, Float, FloatArray};
-pub use outcome::{Metrics, Outcome};
+pub use outcome::{Candidate, Metrics, Outcome};
 
 use crate::spec::{AdvantageLevel, LossSpec, OldLogp, SpecError};
 

@@ -39,3 +39,33 @@ pub struct Metrics {
     /// Mean ratio `r`.
     pub ratio_mean: f64,
 }
+
+/// Outputs to be judged, from one of our implementations or from a file that somebody's kernel wrote.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// The loss, a scalar.
+    pub loss: FloatArray<Ix0>,
+    /// `[B,T,V]`: `∂loss / ∂logits`.
+    pub dlogits: FloatArray<Ix3>,
+    /// `[B,T]`, nats.
+    pub logp: Option<FloatArray<Ix2>>,
+    /// `[B,T]`, nats.
+    pub entropy: Option<FloatArray<Ix2>>,
+    /// `[B,T]`.
+    pub token_loss: Option<FloatArray<Ix2>>,
+    /// What trainers log.
+    pub metrics: Option<Metrics>,
+}
+
+impl From<Outcome> for Candidate {
+    fn from(outcome: Outcome) -> Self {
+        Self {
+            loss: outcome.loss,
+            dlogits: outcome.dlogits,
+            logp: Some(outcome.logp),
+            entropy: Some(outcome.entropy),
+            token_loss: Some(outcome.token_loss),
+            metrics: Some(outcome.metrics),
+        }
+    }
+}
