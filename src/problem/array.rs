@@ -41,9 +41,9 @@ impl Dtype {
     pub fn round(self, x: f64) -> f64 {
         match self {
             Dtype::F64 => x,
-            Dtype::F32 => f64::from(x as f32),
-            Dtype::Bf16 => f64::from(bf16::from_f64(x)),
-            Dtype::F16 => f64::from(f16::from_f64(x)),
+            Dtype::F32 => f32::from_f64(x).to_f64(),
+            Dtype::Bf16 => Float::to_f64(<bf16 as Float>::from_f64(x)),
+            Dtype::F16 => Float::to_f64(<f16 as Float>::from_f64(x)),
         }
     }
 }
@@ -79,22 +79,27 @@ pub trait Float: Copy + Send + Sync + 'static {
     const DTYPE: Dtype;
     /// Exact value.
     fn to_f64(self) -> f64;
+    /// `x` rounded to nearest even.
+    fn from_f64(x: f64) -> Self;
 }
 
 macro_rules! float {
-    ($type:ty, $dtype:ident) => {
+    ($type:ty, $dtype:ident, $round:expr) => {
         impl Float for $type {
             const DTYPE: Dtype = Dtype::$dtype;
             fn to_f64(self) -> f64 {
                 f64::from(self)
             }
+            fn from_f64(x: f64) -> Self {
+                $round(x)
+            }
         }
     };
 }
-float!(f64, F64);
-float!(f32, F32);
-float!(bf16, Bf16);
-float!(f16, F16);
+float!(f64, F64, |x| x);
+float!(f32, F32, |x| x as f32);
+float!(bf16, Bf16, bf16::from_f64);
+float!(f16, F16, f16::from_f64);
 
 /// A dense row-major array of one of four float types, of static rank.
 #[derive(Clone, Debug, PartialEq)]
@@ -146,9 +151,9 @@ impl<D: Dimension> FloatArray<D> {
     pub fn rounded_from(values: &Array<f64, D>, dtype: Dtype) -> Self {
         match dtype {
             Dtype::F64 => FloatArray::F64(values.clone()),
-            Dtype::F32 => FloatArray::F32(values.mapv(|x| x as f32)),
-            Dtype::Bf16 => FloatArray::Bf16(values.mapv(bf16::from_f64)),
-            Dtype::F16 => FloatArray::F16(values.mapv(f16::from_f64)),
+            Dtype::F32 => FloatArray::F32(values.mapv(Float::from_f64)),
+            Dtype::Bf16 => FloatArray::Bf16(values.mapv(Float::from_f64)),
+            Dtype::F16 => FloatArray::F16(values.mapv(Float::from_f64)),
         }
     }
 
@@ -161,21 +166,26 @@ impl<D: Dimension> FloatArray<D> {
 impl FloatArray<Ix0> {
     /// The one value.
     pub fn value(&self) -> f64 {
-        with_array!(self, array => array[()].to_f64())
+        with_array!(self, array => Float::to_f64(array[()]))
     }
 }
 
 impl FloatArray<Ix2> {
     /// Element `[b,t]`, exactly.
     pub fn at(&self, b: usize, t: usize) -> f64 {
-        with_array!(self, array => array[[b, t]].to_f64())
+        with_array!(self, array => Float::to_f64(array[[b, t]]))
     }
 }
 
 impl FloatArray<Ix3> {
     /// Row `[b,t,:]`, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
-        with_array!(self, array => array.slice(s![b, t, ..]).iter().map(|x| x.to_f64()).collect())
+        with_array!(self, array => array.slice(s![b, t, ..]).iter().map(|&x| Float::to_f64(x)).collect())
+    }
+
+    /// Sets every element of row `[b,t,:]` to `x`, rounded.
+    pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
+        with_array!(self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));
     }
 }
 

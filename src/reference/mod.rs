@@ -166,6 +166,11 @@ impl Reference<'_> {
         self.spec
     }
 
+    /// `logits[b,t,:]`, exactly.
+    pub fn logits_row(&self, b: usize, t: usize) -> Vec<f64> {
+        self.logits.row(b, t)
+    }
+
     /// Token `[b,t]`, or `None` where it is masked.
     pub fn token(&self, b: usize, t: usize) -> Option<&Token> {
         self.tokens[[b, t]].as_ref()

@@ -39,7 +39,7 @@ pub struct Term {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Branch {
     surrogate: Surrogate,
-    /// `sign(ref_logp − ℓ)`: the `|d|` estimator has its kink at 0.
+    /// `sign(ref_logp − ℓ)` for the estimator `|d|`, which has its kink at 0; 0 for the others.
     kl_sign: f64,
 }
 
@@ -58,7 +58,10 @@ impl Branch {
         let Objective::PpoClip(clip) = &spec.objective;
         Self {
             surrogate: ppo_clip(clip, inputs.ratio(), inputs.advantage),
-            kl_sign: inputs.ref_logp.map_or(0.0, |ref_logp| sign(ref_logp - inputs.logp)),
+            kl_sign: match (&spec.kl, inputs.ref_logp) {
+                (Some(Kl { estimator: KlEstimator::Abs, .. }), Some(ref_logp)) => sign(ref_logp - inputs.logp),
+                _ => 0.0,
+            },
         }
     }
 

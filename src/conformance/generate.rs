@@ -1,0 +1,225 @@
+//! Problems made from a seed, in the regimes where kernels go wrong.
+
+use ndarray::{Array1, Array2, Array3, Axis, Zip};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
+use serde::{Deserialize, Serialize};
+
+use crate::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError, Shape};
+use crate::reference;
+use crate::spec::{AdvantageLevel, LossSpec, OldLogp, Reduction};
+
+/// How logits are drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum Regime {
+    /// Uniform in ±0.1: every column counts alike, so a padded or dropped one shows.
+    Small,
+    /// Normal, σ = 1.
+    Normal,
+    /// Normal, σ = 8: as peaked as a trained model.
+    Peaked,
+    /// Normal, σ = 1, around 10⁴.
+    ShiftedUp,
+    /// Normal, σ = 1, around −10⁴.
+    ShiftedDown,
+    /// Normal, σ = 1, around −120: `exp` without the maximum subtracted is 0, and a maximum started at 0 is wrong.
+    Negative,
+    /// One column 30 to 60 nats above the rest, most often the sampled one.
+    Confident,
+    /// Normal, σ = 2, with a quarter of the other columns at −∞.
+    Holes,
+    /// Each logit −1, 0 or 1: maxima and probabilities tie.
+    Ties,
+}
+
+impl Regime {
+    /// All of them.
+    pub const ALL: [Regime; 9] = [
+        Regime::Small,
+        Regime::Normal,
+        Regime::Peaked,
+        Regime::ShiftedUp,
+        Regime::ShiftedDown,
+        Regime::Negative,
+        Regime::Confident,
+        Regime::Holes,
+        Regime::Ties,
+    ];
+}
+
+/// A recipe for a [`Problem`]: the same recipe and spec give the same problem, bit for bit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// `[B, T, V]`.
+    pub shape: [usize; 3],
+    /// Dtype of the logits.
+    pub dtype: Dtype,
+    /// How logits are drawn.
+    pub regime: Regime,
+    /// Seed of every draw.
+    #[serde(default)]
+    pub seed: u64,
+    /// `old_logp = logp + scale · N(0,1)`, and `ref_logp` likewise.
+    #[serde(default = "default_noise")]
+    pub old_logp_noise_scale: f64,
+    /// Whether NaN logits, advantages and log-probabilities and the id −100 stand under the mask.
+    #[serde(default)]
+    pub masked_garbage: bool,
+}
+
+/// The seed project's own choice.
+fn default_noise() -> f64 {
+    0.3
+}
+
+/// A recipe that makes no problem.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RecipeError {
+    /// A zero or unreasonable extent.
+    #[error("`shape`: got {given:?}, expected [B,T,V] with every extent ≥ 1 and at most 2³¹ elements")]
+    Shape {
+        /// The shape asked for.
+        given: [usize; 3],
+    },
+    /// A noise scale that is not a number ≥ 0.
+    #[error("`old_logp_noise_scale`: got {given}, expected a finite number ≥ 0")]
+    Noise {
+        /// The scale asked for.
+        given: f64,
+    },
+    /// The spec is out of range.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+}
+
+impl Recipe {
+    /// Makes the problem. Masks are ragged, with at least one token; a tenth of the advantages are 0; every value fits
+    /// f32 exactly.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+        let [batch, tokens, vocab] = self.shape;
+        let shape = Shape { batch, tokens, vocab };
+        if shape.elements().is_none_or(|n| n == 0 || n > 1 << 31) {
+            return Err(RecipeError::Shape { given: self.shape });
+        }
+        if !(self.old_logp_noise_scale >= 0.0 && self.old_logp_noise_scale.is_finite()) {
+            return Err(RecipeError::Noise { given: self.old_logp_noise_scale });
+        }
+        spec.check().map_err(ProblemError::from)?;
+
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        let sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        let mut logits = Array3::zeros((batch, tokens, vocab));
+        for (mut row, &id) in logits.lanes_mut(Axis(2)).into_iter().zip(&sampled) {
+            draw_row(self.regime, &mut rng, row.as_slice_mut().expect("lanes of the last axis are dense"), id);
+        }
+        let mask = ragged_mask(&mut rng, batch, tokens);
+        let mut advantage = || if rng.random_bool(0.1) { 0.0 } else { f32_value(rng.sample(StandardNormal)) };
+        let advantages = match spec.advantages {
+            AdvantageLevel::Sequence => Advantages::Sequence(Array1::from_shape_fn(batch, |_| advantage())),
+            AdvantageLevel::Token => Advantages::Token(Array2::from_shape_fn((batch, tokens), |_| advantage())),
+        };
+        let mut problem = Problem {
+            logits: FloatArray::rounded_from(&logits, self.dtype),
+            ids: sampled.mapv(|id| i64::try_from(id).expect("at most 2³¹")),
+            mask,
+            advantages,
+            old_logp: None,
+            ref_logp: None,
+        };
+        drop(logits);
+
+        // The policy's own log-probabilities, which need nothing but its softmax.
+        let policy = LossSpec { old_logp: OldLogp::Current, kl: None, reduction: Reduction::TokenMean, ..spec.clone() };
+        let reference = reference::evaluate(&policy, &problem)?;
+        let logp = |b, t| reference.token(b, t).map_or(0.0, |token| token.inputs.logp);
+        let mut noisy = || {
+            Array2::from_shape_fn((batch, tokens), |(b, t)| {
+                let noise: f64 = rng.sample(StandardNormal);
+                f32_value(logp(b, t) + self.old_logp_noise_scale * noise)
+            })
+        };
+        let (old_logp, ref_logp) = (noisy(), noisy());
+        (problem.old_logp, problem.ref_logp) = (Some(old_logp), Some(ref_logp));
+        if self.masked_garbage {
+            put_garbage_under_the_mask(&mut problem);
+        }
+        Ok(problem)
+    }
+}
+
+fn f32_value(x: f64) -> f64 {
+    f64::from(x as f32)
+}
+
+fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
+    let normal = |mean, deviation| Normal::new(mean, deviation).expect("finite and positive");
+    let mut fill = |distribution: &dyn Fn(&mut ChaCha8Rng) -> f64| row.iter_mut().for_each(|x| *x = distribution(rng));
+    match regime {
+        Regime::Small => {
+            let uniform = Uniform::new(-0.1, 0.1).expect("a non-empty range");
+            fill(&|rng| uniform.sample(rng));
+        }
+        Regime::Normal | Regime::Confident => fill(&|rng| normal(0.0, 1.0).sample(rng)),
+        Regime::Peaked => fill(&|rng| normal(0.0, 8.0).sample(rng)),
+        Regime::ShiftedUp => fill(&|rng| normal(1e4, 1.0).sample(rng)),
+        Regime::ShiftedDown => fill(&|rng| normal(-1e4, 1.0).sample(rng)),
+        Regime::Negative => fill(&|rng| normal(-120.0, 1.0).sample(rng)),
+        Regime::Holes => {
+            fill(&|rng| if rng.random_bool(0.25) { f64::NEG_INFINITY } else { normal(0.0, 2.0).sample(rng) });
+        }
+        Regime::Ties => fill(&|rng| f64::from(rng.random_range(-1..=1))),
+    }
+    match regime {
+        Regime::Confident => {
+            let peak = if rng.random_bool(0.8) { id } else { rng.random_range(0..row.len()) };
+            row[peak] += rng.random_range(30.0..60.0);
+        }
+        Regime::Holes => row[id] = normal(0.0, 2.0).sample(rng),
+        _ => {}
+    }
+}
+
+/// Completions end at random lengths, some rows are empty, and a few tokens inside are left out, as tool calls are.
+fn ragged_mask(rng: &mut ChaCha8Rng, batch: usize, tokens: usize) -> Array2<bool> {
+    let mut mask = Array2::from_elem((batch, tokens), false);
+    for mut row in mask.rows_mut() {
+        let length = rng.random_range(0..=tokens);
+        row.iter_mut().take(length).for_each(|counts| *counts = !rng.random_bool(0.1));
+    }
+    mask[[rng.random_range(0..batch), 0]] = true;
+    mask
+}
+
+fn put_garbage_under_the_mask(problem: &mut Problem) {
+    let mask = &problem.mask;
+    Zip::from(&mut problem.ids).and(mask).for_each(|id, &counts| {
+        if !counts {
+            *id = -100;
+        }
+    });
+    let garbage = |array: &mut Array2<f64>| {
+        Zip::from(array).and(mask).for_each(|x, &counts| {
+            if !counts {
+                *x = f64::NAN;
+            }
+        });
+    };
+    for array in [&mut problem.old_logp, &mut problem.ref_logp].into_iter().flatten() {
+        garbage(array);
+    }
+    if let Advantages::Token(advantages) = &mut problem.advantages {
+        garbage(advantages);
+    }
+    for ((b, t), &counts) in mask.indexed_iter() {
+        if !counts {
+            problem.logits.fill_row(b, t, f64::NAN);
+        }
+    }
+}

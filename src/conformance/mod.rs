@@ -1,0 +1,15 @@
+//! The judge: derived tolerances, comparators, verdicts, and the problems to judge on.
+//!
+//! The only layer, with [`crate::cli`], that meets both the reference and the kernels. What each gate allows, and why, is
+//! derived in `docs/tolerances.md`; the numbers are in `tolerances.toml`.
+
+pub mod condition;
+pub mod generate;
+pub mod judge;
+pub mod metric;
+pub mod recorded;
+pub mod report;
+pub mod tolerance;
+
+/// Unit roundoff of f32, the arithmetic that kernels are expected to work in: 2⁻²⁴.
+pub const U: f64 = 1.0 / 16_777_216.0;

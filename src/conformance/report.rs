@@ -1,0 +1,210 @@
+//! Verdicts as a table, as JSON, and, where one failed, in words.
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::judge::{Status, Verdict};
+use super::metric::{ULP_EDGES, hex};
+use crate::problem::Problem;
+use crate::reference::Reference;
+
+/// One line of a report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    /// What was evaluated: a fixture with its logits and old log-probabilities, or a generated problem.
+    pub fixture: String,
+    /// Id of the implementation.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// The output and how it was compared.
+    pub output: String,
+    /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
+    pub worst: Option<f64>,
+    /// Its limit.
+    pub limit: Option<f64>,
+    /// Where it stands.
+    pub at: String,
+    /// The decision.
+    pub verdict: Status,
+    /// The first token that is rightly NaN or ∞.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nonfinite_as_in_reference: Option<String>,
+}
+
+impl Check {
+    /// The line for `verdict`.
+    pub fn new(fixture: &str, implementation: &str, output: &str, verdict: &Verdict) -> Self {
+        let tally = &verdict.tally;
+        let odd = tally.nonfinite.or(tally.silent).map(|(at, _)| at);
+        let worst = if odd.is_some() { None } else { tally.worst };
+        Self {
+            fixture: fixture.into(),
+            implementation: implementation.into(),
+            output: output.into(),
+            worst: worst.map(|worst| worst.error),
+            limit: worst.map(|worst| worst.limit),
+            at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
+            verdict: verdict.status,
+            nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
+        }
+    }
+
+    /// `limit / error`: how many times smaller the error is than it may be.
+    fn margin(&self) -> String {
+        match (self.worst, self.limit) {
+            (Some(0.0), _) => "exact".into(),
+            (Some(worst), Some(limit)) if worst > limit => format!("{:.3}×", limit / worst),
+            (Some(worst), Some(limit)) => format!("{:.1}×", limit / worst),
+            _ => "–".into(),
+        }
+    }
+}
+
+/// All checks of one command.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Whether every check passed.
+    pub pass: bool,
+    /// The checks, in the order they were made.
+    pub checks: Vec<Check>,
+    /// What was not checked, and why.
+    pub ignored: Vec<Ignored>,
+}
+
+/// Something that was not checked.
+#[derive(Clone, Debug, Serialize)]
+pub struct Ignored {
+    /// What it would have been.
+    pub what: String,
+    /// Why it was not.
+    pub why: String,
+}
+
+impl Report {
+    /// A report over `checks`. One without a check does not pass.
+    pub fn new(checks: Vec<Check>, ignored: Vec<Ignored>) -> Self {
+        Self { pass: !checks.is_empty() && checks.iter().all(|check| check.verdict == Status::Pass), checks, ignored }
+    }
+
+    /// The table, the ignored checks and the total line.
+    pub fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(["fixture", "impl", "output", "worst error", "limit", "margin", "at", "verdict"]);
+        for column in 3..6 {
+            table.column_mut(column).expect("eight columns").set_cell_alignment(CellAlignment::Right);
+        }
+        let number = |x: Option<f64>| x.map_or("–".into(), |x| format!("{x:.2e}"));
+        for check in &self.checks {
+            table.add_row([
+                check.fixture.clone(),
+                check.implementation.clone(),
+                check.output.clone(),
+                number(check.worst),
+                number(check.limit),
+                check.margin(),
+                check.at.clone(),
+                status_word(check.verdict).into(),
+            ]);
+        }
+        let mut text = format!("{table}\n");
+        for Ignored { what, why } in &self.ignored {
+            let _ = writeln!(text, "ignored  {what}: {why}");
+        }
+        let _ = writeln!(text, "{}", self.total());
+        text
+    }
+
+    /// One line: how many checks there were and how they ended.
+    pub fn total(&self) -> String {
+        let failed = self.checks.iter().filter(|check| check.verdict != Status::Pass).count();
+        let verdict = if self.pass { "PASS" } else { "FAIL" };
+        let passed = self.checks.len() - failed;
+        format!("{verdict}  {passed} checks passed, {failed} failed, {} ignored", self.ignored.len())
+    }
+}
+
+fn status_word(status: Status) -> &'static str {
+    match status {
+        Status::Pass => "pass",
+        Status::Fail => "FAIL",
+        Status::Nonfinite => "NONFINITE",
+    }
+}
+
+/// A failed verdict in words: where, from what inputs, expected and actual in decimal and hexadecimal, the error against
+/// its limit, the histogram of all errors in ulp, and the command that shows it again.
+pub fn explain(
+    verdict: &Verdict,
+    reference: &Reference,
+    problem: &Problem,
+    implementation: &str,
+    replay: &str,
+) -> String {
+    let Verdict { gate, dtype, tally, .. } = verdict;
+    let mut text = format!("{} {implementation}: {gate}, {dtype}\n", status_word(verdict.status));
+    let mut line = |name: &str, value: &str| {
+        let _ = writeln!(text, "  {name:<9} {value}");
+    };
+    let both = |x: f64| format!("{x:.17e}  {}", hex(x, *dtype));
+    let odd =
+        tally.nonfinite.map(|odd| (odd, "finite")).or(tally.silent.map(|odd| (odd, "NaN or ∞, as the reference")));
+    let at = match (odd, tally.worst) {
+        (Some(((at, actual), expected)), _) => {
+            line("at", &at.to_string());
+            line("expected", expected);
+            line("actual", &both(actual));
+            Some(at)
+        }
+        (None, Some(worst)) => {
+            line("at", &worst.at.to_string());
+            line("expected", &both(worst.expected));
+            line("actual", &both(worst.actual));
+            line("error", &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.share(), worst.limit));
+            Some(worst.at)
+        }
+        (None, None) => None,
+    };
+    if let Some((b, t)) = at.and_then(|at| at.b.zip(at.t)) {
+        line("inputs", &inputs(reference, problem, b, t, at.and_then(|at| at.v)));
+    }
+    if let Some(kappa) = verdict.kappa {
+        line("κ", &format!("{:.3} needed, {kappa} allowed", tally.kappa_seen));
+    }
+    line("ulp", &histogram(&tally.histogram));
+    line("replay", replay);
+    text
+}
+
+/// The inputs of token `[b,t]`, and of column `v`.
+fn inputs(reference: &Reference, problem: &Problem, b: usize, t: usize, v: Option<usize>) -> String {
+    let mut text = format!(
+        "mask {}, id {}, advantage {:e}",
+        problem.mask[[b, t]],
+        problem.ids[[b, t]],
+        problem.advantages.at(b, t)
+    );
+    for (name, array) in [("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)] {
+        if let Some(array) = array {
+            let _ = write!(text, ", {name} {:e}", array[[b, t]]);
+        }
+    }
+    if let Some(v) = v {
+        let _ = write!(text, ", logit {:e}", problem.logits.row(b, t)[v]);
+    }
+    if let Some(token) = reference.token(b, t) {
+        let _ = write!(text, "; in the reference logp {:e}, ratio {:e}", token.inputs.logp, token.inputs.ratio());
+    }
+    text
+}
+
+/// `≤½: 120  ≤1: 3  …`, without the empty tail.
+fn histogram(counts: &[u64]) -> String {
+    let filled = counts.iter().rposition(|&n| n > 0).map_or(0, |last| last + 1);
+    let bucket =
+        |(edge, n): (&f64, &u64)| if edge.is_finite() { format!("≤{edge}: {n}") } else { format!("more: {n}") };
+    let buckets: Vec<String> = ULP_EDGES.iter().zip(counts).take(filled).map(bucket).collect();
+    if buckets.is_empty() { "nothing compared".into() } else { buckets.join("  ") }
+}
