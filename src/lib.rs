@@ -13,6 +13,7 @@
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
 pub mod conformance;
+pub mod fixture;
 pub mod implementation;
 pub mod native;
 pub mod problem;

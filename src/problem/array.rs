@@ -125,6 +125,7 @@ macro_rules! with_array {
         }
     };
 }
+pub(crate) use with_array;
 
 impl<D: Dimension> FloatArray<D> {
     /// The element type.
