@@ -5,14 +5,14 @@
 
 use std::collections::BTreeMap;
 
-use ndarray::{Array1, Array2};
+use ndarray::{Array1, Array2, Array3};
 
 use super::condition::Condition;
 use super::judge::{Status, Verdict};
 use super::metric::{Allowance, Position, Tally};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
-use crate::problem::Dtype;
-use crate::reference::{Reference, Token};
+use crate::problem::{Dtype, Problem};
+use crate::reference::{Reference, Sum, Token};
 use crate::spec::{LossSpec, Objective, PpoClip};
 
 /// The loss that every recorded scalar belongs to: PPO-clip at 0.2/0.3, temperature 1, mean over the batch's tokens.
@@ -80,15 +80,16 @@ pub fn scalars(reference: &Reference, head: Option<&SubVocabulary>) -> BTreeMap<
     scalars
 }
 
+/// A sum over all elements, compensated: a million plain additions would lose more than the limit allows.
 #[derive(Clone, Copy, Default)]
 struct Total {
-    value: f64,
+    value: Sum,
     scale: f64,
 }
 
 impl Total {
     fn add(&mut self, value: f64, scale: f64) {
-        self.value += value;
+        self.value.add(value);
         self.scale += scale;
     }
 }
@@ -120,7 +121,7 @@ impl Sums {
         let (low, high) = (1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high);
         let count = |holds: &dyn Fn(f64) -> bool| self.ratios.iter().filter(|r| holds(**r)).count() as f64;
         let exact = |value: f64| Scalar { value, scale: 0.0 };
-        let scalar = |total: Total| Scalar { value: total.value, scale: total.scale };
+        let scalar = |total: Total| Scalar { value: total.value.value(), scale: total.scale };
         let of_ratio = |value: f64| Scalar { value, scale: self.ratio_scale };
         let margin = |r: &f64| (r - low).abs().min((r - high).abs());
         BTreeMap::from([
@@ -141,16 +142,64 @@ impl Sums {
     }
 }
 
-/// Judges a recorded value against the reference's.
+/// `logp`, or entropy, of every unmasked token.
+pub fn token_values<'r>(
+    reference: &'r Reference,
+    entropy: bool,
+) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
+    let shape = reference.shape();
+    (0..shape.batch * shape.tokens).filter_map(move |i| {
+        let (b, t) = (i / shape.tokens, i % shape.tokens);
+        let token = reference.token(b, t)?;
+        let condition = Condition::of(reference, token, &reference.logits_row(b, t), 0.0);
+        let (value, scale) =
+            if entropy { (token.entropy, condition.entropy) } else { (token.inputs.logp, condition.logp) };
+        Some(((b, t), Scalar { value, scale }))
+    })
+}
+
+/// The problem over a part of the vocabulary, its logits `hidden · lm_head_rowsᵀ` in f64, and `hidden` as `[B·T, H]`.
 ///
 /// # Errors
-/// [`ToleranceError::Absent`] where `tolerances` has no entry for recorded scalars.
-pub fn judge_recorded(scalar: Scalar, recorded: f64, tolerances: &Tolerances) -> Result<Verdict, ToleranceError> {
+/// A message naming the tensor whose shape, or the id, that does not fit.
+pub fn sub_vocabulary_problem(
+    whole: Problem,
+    hidden: Array3<f64>,
+    lm_head_rows: &Array2<f64>,
+    row_ids: &Array1<i64>,
+) -> Result<(Problem, Array2<f64>), String> {
+    let (batch, tokens, width) = hidden.dim();
+    if (batch, tokens) != whole.ids.dim() {
+        return Err(format!("`hidden`: got shape {:?}, expected [B,T] = {:?}", hidden.shape(), whole.ids.shape()));
+    }
+    if lm_head_rows.dim() != (row_ids.len(), width) {
+        let expected = [row_ids.len(), width];
+        return Err(format!("`lm_head_rows`: got shape {:?}, expected {expected:?}", lm_head_rows.shape()));
+    }
+    let index: BTreeMap<i64, i64> = row_ids.iter().copied().zip(0..).collect();
+    if let Some(((b, t), id)) = whole.ids.indexed_iter().find(|(at, id)| whole.mask[*at] && !index.contains_key(id)) {
+        return Err(format!("`ids[{b},{t}]`: got {id}, expected one of `lm_head_row_ids`"));
+    }
+    let hidden = hidden.into_shape_with_order((batch * tokens, width)).map_err(|error| format!("`hidden`: {error}"))?;
+    let logits = hidden.dot(&lm_head_rows.t());
+    let logits =
+        logits.into_shape_with_order((batch, tokens, row_ids.len())).map_err(|error| format!("`hidden`: {error}"))?;
+    let ids = whole.ids.mapv(|id| index.get(&id).copied().unwrap_or(-1));
+    Ok((Problem { logits: logits.into(), ids, ..whole }, hidden))
+}
+
+/// Judges recorded values against the reference's.
+///
+/// # Errors
+/// [`ToleranceError::Absent`] where `tolerances` has no entry for recorded values.
+pub fn judge_recorded(pairs: &[(Scalar, f64)], tolerances: &Tolerances) -> Result<Verdict, ToleranceError> {
     let gate = Gate { output: Output::Recorded, model: Model::Elementwise };
     let kappa = tolerances.kappa(gate, Dtype::F64, "reference")?;
     let mut tally = Tally::default();
-    let allowance = Allowance { rounding: 0.0, unit: f64::EPSILON / 2.0, scale: scalar.scale, floor: 0.0 };
-    tally.compare(Position::default(), scalar.value, recorded, kappa, allowance, Dtype::F64);
+    for (scalar, recorded) in pairs {
+        let allowance = Allowance { rounding: 0.0, unit: f64::EPSILON / 2.0, scale: scalar.scale, floor: 0.0 };
+        tally.compare(Position::default(), scalar.value, *recorded, kappa, allowance, Dtype::F64);
+    }
     let status = if tally.passes() { Status::Pass } else { Status::Fail };
     Ok(Verdict { gate, dtype: Dtype::F64, status, kappa: Some(kappa), tally })
 }

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::judge::{Status, Verdict};
 use super::metric::{ULP_EDGES, hex};
+use super::tolerance::Output;
 use crate::problem::Problem;
 use crate::reference::Reference;
 
@@ -28,6 +29,9 @@ pub struct Check {
     pub at: String,
     /// The decision.
     pub verdict: Status,
+    /// Checks of one family share a row of the table while they pass.
+    #[serde(skip)]
+    family: Option<&'static str>,
     /// The first token that is rightly NaN or ∞.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nonfinite_as_in_reference: Option<String>,
@@ -47,7 +51,16 @@ impl Check {
             limit: worst.map(|worst| worst.limit),
             at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
             verdict: verdict.status,
+            family: family(verdict.gate.output),
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
+        }
+    }
+
+    /// `error / limit`; 0 where nothing was compared or the comparison was exact.
+    fn share(&self) -> f64 {
+        match (self.worst, self.limit) {
+            (Some(worst), Some(limit)) if worst > 0.0 => worst / limit,
+            _ => 0.0,
         }
     }
 
@@ -97,11 +110,16 @@ impl Report {
             table.column_mut(column).expect("eight columns").set_cell_alignment(CellAlignment::Right);
         }
         let number = |x: Option<f64>| x.map_or("–".into(), |x| format!("{x:.2e}"));
-        for check in &self.checks {
+        for (check, count) in self.rows() {
+            let output = if count == 1 {
+                check.output.clone()
+            } else {
+                format!("{count} {}", check.family.unwrap_or("outputs"))
+            };
             table.add_row([
                 check.fixture.clone(),
                 check.implementation.clone(),
-                check.output.clone(),
+                output,
                 number(check.worst),
                 number(check.limit),
                 check.margin(),
@@ -117,12 +135,42 @@ impl Report {
         text
     }
 
+    /// The checks as the table shows them: those of one family that passed in a row become one, the closest to its limit.
+    fn rows(&self) -> Vec<(&Check, usize)> {
+        let joins = |a: &Check, b: &Check| {
+            let same = |of: fn(&Check) -> (&str, &str)| of(a) == of(b);
+            a.family.is_some()
+                && a.family == b.family
+                && same(|check| (&check.fixture, &check.implementation))
+                && [a, b].iter().all(|check| check.verdict == Status::Pass)
+        };
+        let closest = |checks: &'_ [Check]| {
+            checks.iter().enumerate().max_by(|(_, a), (_, b)| a.share().total_cmp(&b.share())).map_or(0, |(i, _)| i)
+        };
+        let groups = self.checks.chunk_by(joins);
+        groups.map(|group| (&group[closest(group)], group.len())).collect()
+    }
+
     /// One line: how many checks there were and how they ended.
     pub fn total(&self) -> String {
         let failed = self.checks.iter().filter(|check| check.verdict != Status::Pass).count();
         let verdict = if self.pass { "PASS" } else { "FAIL" };
         let passed = self.checks.len() - failed;
         format!("{verdict}  {passed} checks passed, {failed} failed, {} ignored", self.ignored.len())
+    }
+}
+
+/// What a table calls outputs that it shows together.
+fn family(output: Output) -> Option<&'static str> {
+    match output {
+        Output::Recorded => Some("recorded values"),
+        Output::EntropyMean
+        | Output::KlMean
+        | Output::RatioMean
+        | Output::ClipLow
+        | Output::ClipHigh
+        | Output::ClipRegion => Some("metrics"),
+        Output::Loss | Output::Logp | Output::Entropy | Output::TokenLoss | Output::Dlogits => None,
     }
 }
 

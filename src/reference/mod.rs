@@ -1,6 +1,6 @@
 //! The oracle: the GRPO loss, entropy and dlogits in f64, written to be read beside the formulas.
 //!
-//! Inputs are widened exactly, sums are compensated ([`sum`]), gradients are in closed form. Nothing here is shared
+//! Inputs are widened exactly, sums are compensated ([`Sum`]), gradients are in closed form. Nothing here is shared
 //! with any kernel, and nothing outside [`crate::spec`] and [`crate::problem`] is used.
 //!
 //! A masked token is never looked at: it is absent from every sum, whatever stands in its logits, id, advantage or
@@ -18,6 +18,7 @@ use rayon::prelude::*;
 
 pub use log_softmax::Softmax;
 pub use objective::{Branch, Term, TokenInputs, clipped};
+pub use sum::Sum;
 
 use crate::problem::{FloatArray, Metrics, Outcome, Problem, ProblemError, Shape};
 use crate::spec::{LossSpec, TemperatureDivides};

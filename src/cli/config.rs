@@ -1,0 +1,41 @@
+//! Specs and other settings in YAML, TOML or JSON files.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+
+use super::CliError;
+use crate::spec::LossSpec;
+
+/// No settings file is longer; a larger one is something else.
+const LONGEST: u64 = 1 << 20;
+
+/// Reads `path` as its extension says, YAML where it says nothing.
+pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, CliError> {
+    let io = |reason| CliError::Io { path: path.into(), action: "read", reason };
+    let invalid = |reason: String| CliError::Config { path: path.into(), reason: one_line(&reason) };
+    let mut text = String::new();
+    let read = File::open(path).map_err(io)?.take(LONGEST + 1).read_to_string(&mut text).map_err(io)?;
+    if read as u64 > LONGEST {
+        return Err(invalid(format!("got more than {LONGEST} bytes, expected a settings file")));
+    }
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("toml") => toml::from_str(&text).map_err(|error| invalid(error.to_string())),
+        Some("json") => serde_json::from_str(&text).map_err(|error| invalid(error.to_string())),
+        _ => serde_saphyr::from_str(&text).map_err(|error| invalid(error.without_snippet().to_string())),
+    }
+}
+
+/// The spec in `path`, or the default one.
+pub(super) fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, CliError> {
+    let Some(path) = path else { return Ok(None) };
+    let spec: LossSpec = read(path)?;
+    spec.check().map_err(|error| CliError::Problem { path: path.into(), reason: error.into() })?;
+    Ok(Some(spec))
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,216 @@
+//! `assay gradcheck`: one implementation against the reference on one batch.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::{CliError, Passed, Printing, config};
+use crate::conformance::generate::Recipe;
+use crate::conformance::judge::{Status, judge};
+use crate::conformance::report::{Check, Report, explain};
+use crate::conformance::tolerance::Tolerances;
+use crate::fixture::{ProblemFile, verify};
+use crate::implementation::{Implementation, find, registry};
+use crate::problem::{Outcome, Problem};
+use crate::reference::{self, Reference};
+use crate::spec::LossSpec;
+
+/// What `kernel.enabled: false` runs, the first that this machine can.
+const BASELINES: [&str; 2] = ["xla", "native"];
+
+#[derive(Args)]
+pub(super) struct Gradcheck {
+    /// The batch, the loss and the kernel, in YAML, TOML or JSON
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// A gradcheck file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Config {
+    /// Why the case is kept, for the cases that are.
+    #[serde(default, rename = "reason")]
+    _reason: String,
+    batch: Batch,
+    #[serde(default)]
+    spec: LossSpec,
+    #[serde(default)]
+    kernel: Kernel,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Batch {
+    Generate(Recipe),
+    Fixture(FixtureBatch),
+}
+
+/// A problem from a file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FixtureBatch {
+    /// Relative to the folder of the config.
+    path: PathBuf,
+    #[serde(default = "default_logits")]
+    logits: String,
+    #[serde(default = "default_old_logp")]
+    old_logp: Option<String>,
+}
+
+fn default_logits() -> String {
+    "logits".into()
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "serde's default has the field's type")]
+fn default_old_logp() -> Option<String> {
+    Some("old_logps".into())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Kernel {
+    enabled: bool,
+    #[serde(rename = "impl", default = "default_implementation")]
+    implementation: String,
+}
+
+impl Default for Kernel {
+    fn default() -> Self {
+        Self { enabled: true, implementation: default_implementation() }
+    }
+}
+
+fn default_implementation() -> String {
+    "native".into()
+}
+
+/// The seed project's keys, and the verdicts.
+#[derive(Serialize)]
+struct Outcomes {
+    #[serde(rename = "impl")]
+    implementation: &'static str,
+    loss_ref: f64,
+    loss_kernel: f64,
+    abs_diff_loss: f64,
+    max_abs_diff_dlogits: f64,
+    max_rel_diff_dlogits: f64,
+    mean_abs_diff_dlogits: f64,
+    #[serde(flatten)]
+    report: Report,
+}
+
+impl Gradcheck {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let config: Config = config::read(&self.config)?;
+        let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
+        let problem = config.batch.problem(&config.spec, &self.config)?;
+        let implementation = config.kernel.implementation()?;
+        let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
+        implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
+        let outcome = implementation.run(&config.spec, problem.clone())?;
+        let differences = Differences::between(&reference, &outcome);
+        let (loss_ref, loss_kernel) = (reference.loss(), outcome.loss.value());
+
+        let command = format!("assay gradcheck --config {}", self.config.display());
+        let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
+        let mut checks = Vec::new();
+        for verdict in judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
+            if verdict.status != Status::Pass {
+                super::print(&format!("{}\n", explain(&verdict, &reference, &problem, implementation.id(), &command)))?;
+            }
+            checks.push(Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict));
+        }
+        let result = Outcomes {
+            implementation: implementation.id(),
+            loss_ref,
+            loss_kernel,
+            abs_diff_loss: (loss_ref - loss_kernel).abs(),
+            max_abs_diff_dlogits: differences.max_abs,
+            max_rel_diff_dlogits: differences.max_rel,
+            mean_abs_diff_dlogits: differences.mean_abs,
+            report: Report::new(checks, Vec::new()),
+        };
+        self.printing.finish(&result.text(), &result)?;
+        Ok(result.report.pass.into())
+    }
+}
+
+impl Batch {
+    fn problem(&self, spec: &LossSpec, config: &Path) -> Result<Problem, CliError> {
+        match self {
+            Batch::Generate(recipe) => Ok(recipe.problem(spec)?),
+            Batch::Fixture(batch) => {
+                let path = config.parent().unwrap_or(Path::new("")).join(&batch.path);
+                verify(&path)?;
+                Ok(ProblemFile::open(&path)?.problem(&batch.logits, batch.old_logp.as_deref())?)
+            }
+        }
+    }
+}
+
+impl Kernel {
+    fn implementation(&self) -> Result<&'static dyn Implementation, CliError> {
+        if self.enabled {
+            return find(&self.implementation).map_err(CliError::Usage);
+        }
+        let baseline = |id: &&str| registry().iter().find(|i| i.id() == *id && i.available().is_ok()).copied();
+        BASELINES.iter().find_map(baseline).ok_or_else(|| CliError::Usage("kernel: no baseline runs here".into()))
+    }
+}
+
+/// Plain differences of dlogits over unmasked tokens, as the seed project reports them.
+#[derive(Default)]
+struct Differences {
+    max_abs: f64,
+    /// Over the elements with `|reference| > 1e-6`.
+    max_rel: f64,
+    mean_abs: f64,
+}
+
+impl Differences {
+    fn between(reference: &Reference, outcome: &Outcome) -> Self {
+        const SMALLEST: f64 = 1e-6;
+        let shape = reference.shape();
+        let mut all = Self::default();
+        let mut total = 0.0;
+        for b in 0..shape.batch {
+            for t in 0..shape.tokens {
+                for (x, y) in reference.dlogits_row(b, t).into_iter().zip(outcome.dlogits.row(b, t)) {
+                    let error = (x - y).abs();
+                    // `max` would pass over a NaN.
+                    let worse = |max: f64, x: f64| if x > max || x.is_nan() { x } else { max };
+                    all.max_abs = worse(all.max_abs, error);
+                    if x.abs() > SMALLEST {
+                        all.max_rel = worse(all.max_rel, error / x.abs());
+                    }
+                    total += error;
+                }
+            }
+        }
+        all.mean_abs = total / shape.elements().map_or(1.0, |n| n as f64);
+        all
+    }
+}
+
+impl Outcomes {
+    fn text(&self) -> String {
+        let mut text = self.report.table();
+        let lines = [
+            ("loss_ref", self.loss_ref),
+            ("loss_kernel", self.loss_kernel),
+            ("abs_diff_loss", self.abs_diff_loss),
+            ("max_abs_diff_dlogits", self.max_abs_diff_dlogits),
+            ("max_rel_diff_dlogits", self.max_rel_diff_dlogits),
+            ("mean_abs_diff_dlogits", self.mean_abs_diff_dlogits),
+        ];
+        for (name, value) in lines {
+            let _ = writeln!(text, "{name:<22} {value:e}");
+        }
+        text
+    }
+}

@@ -1,0 +1,119 @@
+//! `assay list`: the implementations, what they support, and why one cannot run here.
+
+use clap::Args;
+use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::{CliError, Passed, Printing};
+use crate::implementation::{Implementation, registry};
+use crate::problem::{Dtype, Shape};
+use crate::spec::{
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+};
+
+/// The shape that support is asked for: one token of Qwen's vocabulary.
+const SHAPE: Shape = Shape { batch: 1, tokens: 1, vocab: 151_936 };
+const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
+
+#[derive(Args)]
+pub(super) struct List {
+    #[command(flatten)]
+    printing: Printing,
+}
+
+#[derive(Serialize)]
+struct Listed {
+    id: &'static str,
+    class: &'static str,
+    summary: &'static str,
+    available: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    why_not: Option<String>,
+    dtypes: Vec<Dtype>,
+    devices: Vec<usize>,
+    /// Spec options that it does not compute.
+    unsupported: Vec<&'static str>,
+}
+
+impl Listed {
+    fn of(implementation: &dyn Implementation) -> Self {
+        let supports = |spec: &LossSpec, dtype, devices| implementation.supports(spec, SHAPE, dtype, devices).is_ok();
+        let spec = LossSpec::default();
+        let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype, 1)).collect();
+        let some_dtype = dtypes.first().copied().unwrap_or(Dtype::F32);
+        let available = implementation.available();
+        Self {
+            id: implementation.id(),
+            class: implementation.class(),
+            summary: implementation.summary(),
+            available: available.is_ok(),
+            why_not: available.err().map(|why| why.reason),
+            devices: DEVICE_COUNTS.into_iter().filter(|&n| supports(&spec, some_dtype, n)).collect(),
+            unsupported: options()
+                .into_iter()
+                .filter(|(_, spec)| !supports(spec, some_dtype, 1))
+                .map(|(name, _)| name)
+                .collect(),
+            dtypes,
+        }
+    }
+}
+
+/// Every option of the spec, alone.
+fn options() -> Vec<(&'static str, LossSpec)> {
+    let plain = LossSpec::default;
+    let clip = |clip| LossSpec { objective: Objective::PpoClip(clip), ..plain() };
+    let kl = |estimator| LossSpec { kl: Some(Kl { beta: 0.04, estimator }), ..plain() };
+    let reduction = |reduction| LossSpec { reduction, ..plain() };
+    vec![
+        ("ppo_clip", plain()),
+        ("delta", clip(PpoClip { delta: Some(2.0), ..PpoClip::default() })),
+        ("dual_clip", clip(PpoClip { dual_clip: Some(3.0), ..PpoClip::default() })),
+        ("advantages: token", LossSpec { advantages: AdvantageLevel::Token, ..plain() }),
+        ("old_logp: current", LossSpec { old_logp: OldLogp::Current, ..plain() }),
+        ("temperature on logits", LossSpec { temperature: 0.7, ..plain() }),
+        (
+            "temperature on logp",
+            LossSpec { temperature: 0.7, temperature_divides: TemperatureDivides::Logp, ..plain() },
+        ),
+        ("kl k1", kl(KlEstimator::K1)),
+        ("kl k2", kl(KlEstimator::K2)),
+        ("kl k3", kl(KlEstimator::K3)),
+        ("kl abs", kl(KlEstimator::Abs)),
+        ("entropy_coef", LossSpec { entropy_coef: 0.01, ..plain() }),
+        ("sequence_mean", reduction(Reduction::SequenceMean { count_empty_rows: true })),
+        ("token_sum", reduction(Reduction::TokenSum { max_length: 1024 })),
+        ("normalizer", reduction(Reduction::Normalizer(1024.0))),
+    ]
+}
+
+impl List {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let listed: Vec<Listed> = registry().iter().map(|implementation| Listed::of(*implementation)).collect();
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(["impl", "runs here", "dtypes", "devices", "spec options", "what it is"]);
+        for entry in &listed {
+            let runs = entry.why_not.as_ref().map_or("yes".to_string(), |why| format!("no: {why}"));
+            let options = if entry.unsupported.is_empty() {
+                "all".into()
+            } else {
+                format!("not {}", entry.unsupported.join(", "))
+            };
+            table.add_row([
+                entry.id.into(),
+                runs,
+                join(&entry.dtypes),
+                join(&entry.devices),
+                options,
+                entry.summary.into(),
+            ]);
+        }
+        self.printing.finish(&format!("{table}\n"), &listed)?;
+        Ok(Passed::Yes)
+    }
+}
+
+fn join(items: &[impl ToString]) -> String {
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,148 @@
+//! The `assay` command. Exit codes: 0 every verdict passed, 1 one failed, 2 bad usage or input.
+
+mod config;
+mod generate;
+mod gradcheck;
+mod judge;
+mod list;
+mod replay;
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+use crate::conformance::generate::RecipeError;
+use crate::conformance::judge::JudgeError;
+use crate::conformance::tolerance::ToleranceError;
+use crate::fixture::FixtureError;
+use crate::implementation::RunError;
+use crate::problem::ProblemError;
+
+/// Judges GRPO loss kernels against an f64 reference.
+#[derive(Parser)]
+#[command(name = "assay", version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Evaluate recorded problems with every implementation and judge the results
+    Replay(replay::Replay),
+    /// Check one implementation's loss and gradient on one batch
+    Gradcheck(gradcheck::Gradcheck),
+    /// Write a problem for a kernel of your own
+    Generate(generate::Generate),
+    /// Judge the outputs of a kernel of your own
+    Judge(judge::Judge),
+    /// Show the implementations and what they support
+    List(list::List),
+}
+
+/// What every command takes.
+#[derive(Args)]
+struct Printing {
+    /// Write the result as JSON to PATH
+    #[arg(long, value_name = "PATH")]
+    json: Option<PathBuf>,
+    /// Print nothing but failures
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Why a command could not do its work: one line that names the file or field.
+#[derive(Debug, thiserror::Error)]
+enum CliError {
+    #[error(transparent)]
+    Fixture(#[from] FixtureError),
+    #[error("{path}: {reason}")]
+    Problem { path: PathBuf, reason: ProblemError },
+    #[error("{path}: {reason}")]
+    Config { path: PathBuf, reason: String },
+    #[error("{path}: cannot {action}: {reason}")]
+    Io { path: PathBuf, action: &'static str, reason: io::Error },
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    #[error(transparent)]
+    Run(#[from] RunError),
+    #[error(transparent)]
+    Judge(#[from] JudgeError),
+    #[error(transparent)]
+    Tolerance(#[from] ToleranceError),
+    #[error("{0}")]
+    Usage(String),
+}
+
+/// Whether every verdict passed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Passed {
+    Yes,
+    No,
+}
+
+impl From<bool> for Passed {
+    fn from(pass: bool) -> Self {
+        if pass { Passed::Yes } else { Passed::No }
+    }
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Replay(command) => command.run(),
+        Command::Gradcheck(command) => command.run(),
+        Command::Generate(command) => command.run(),
+        Command::Judge(command) => command.run(),
+        Command::List(command) => command.run(),
+    };
+    match result {
+        Ok(Passed::Yes) => ExitCode::SUCCESS,
+        Ok(Passed::No) => ExitCode::from(1),
+        Err(error) => {
+            // Nothing is left to do where even stderr is closed.
+            let _ = writeln!(io::stderr(), "assay: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+impl Printing {
+    /// Prints `text` unless quiet, and writes `json` where asked to.
+    fn finish(&self, text: &str, json: &impl Serialize) -> Result<(), CliError> {
+        if !self.quiet {
+            print(text)?;
+        }
+        self.json.as_deref().map_or(Ok(()), |path| write_json(path, json))
+    }
+
+    /// A bar over `steps` on a terminal; nothing in a pipe or when quiet.
+    fn progress(&self, steps: usize) -> ProgressBar {
+        let target = if self.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+        let style = ProgressStyle::with_template("{bar:32} {pos}/{len}  {msg}").expect("a valid template");
+        ProgressBar::with_draw_target(Some(steps as u64), target).with_style(style)
+    }
+}
+
+/// Prints to stdout; a reader that has gone away is no error.
+fn print(text: &str) -> Result<(), CliError> {
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(CliError::Io { path: "stdout".into(), action: "write", reason: error })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes `value` to `path` whole or not at all.
+fn write_json(path: &Path, value: &impl Serialize) -> Result<(), CliError> {
+    crate::fixture::persist(path, |out| {
+        serde_json::to_writer_pretty(&mut *out, value)?;
+        out.write_all(b"\n")
+    })
+    .map_err(|reason| CliError::Io { path: path.into(), action: "write", reason })
+}

@@ -1,0 +1,290 @@
+//! `assay replay`: recorded problems through every implementation.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use ndarray::{Array2, Ix1, Ix2, Ix3};
+
+use super::{CliError, Passed, Printing, config};
+use crate::conformance::judge::{Status, judge};
+use crate::conformance::recorded::{
+    Scalar, SubVocabulary, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
+};
+use crate::conformance::report::{Check, Ignored, Report, explain};
+use crate::conformance::tolerance::Tolerances;
+use crate::fixture::{ProblemFile, manifest_files, verify};
+use crate::implementation::{Implementation, find, registry};
+use crate::problem::Problem;
+use crate::reference::{self, Reference};
+use crate::spec::{LossSpec, OldLogp};
+
+/// Where fixtures are looked for when none is named.
+const DEFAULT_FOLDER: &str = "fixtures";
+
+#[derive(Args)]
+pub(super) struct Replay {
+    /// Problem files; all that `fixtures/manifest.toml` lists if none is named
+    #[arg(value_name = "FIXTURE.safetensors")]
+    fixtures: Vec<PathBuf>,
+    /// Run only these implementations
+    #[arg(long = "impl", value_name = "ID")]
+    implementations: Vec<String>,
+    /// The loss, in YAML, TOML or JSON, instead of the one that the recorded scalars belong to
+    #[arg(long, value_name = "FILE")]
+    spec: Option<PathBuf>,
+    /// Use only this logits tensor
+    #[arg(long, value_name = "NAME")]
+    logits: Option<String>,
+    /// Use only these old log-probabilities
+    #[arg(long, value_name = "NAME")]
+    old_logp: Option<String>,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Replay {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let spec = config::read_spec(self.spec.as_deref())?;
+        let implementations = self.implementations()?;
+        let fixtures = if self.fixtures.is_empty() { manifest_files(DEFAULT_FOLDER)? } else { self.fixtures.clone() };
+        let mut session = Session { spec, implementations, ..Session::default() };
+        let progress = self.printing.progress(fixtures.len());
+        for path in &fixtures {
+            progress.set_message(path.display().to_string());
+            session.replay(self, path)?;
+            progress.inc(1);
+        }
+        progress.finish_and_clear();
+
+        let report = Report::new(session.checks, session.ignored);
+        for failure in &session.failures {
+            super::print(&format!("{failure}\n"))?;
+        }
+        self.printing.finish(&report.table(), &report)?;
+        Ok(report.pass.into())
+    }
+
+    fn implementations(&self) -> Result<Vec<&'static dyn Implementation>, CliError> {
+        if self.implementations.is_empty() {
+            return Ok(registry().to_vec());
+        }
+        self.implementations.iter().map(|id| find(id).map_err(CliError::Usage)).collect()
+    }
+
+    /// The names to replay: the one asked for, or all.
+    fn chosen<'n>(asked: Option<&'n String>, held: Vec<&'n str>) -> Vec<&'n str> {
+        asked.map_or(held, |name| vec![name.as_str()])
+    }
+
+    /// The command that shows one check again.
+    fn command(&self, path: &Path, logits: &str, old_logp: Option<&str>, id: &str) -> String {
+        let mut command = format!("assay replay {} --logits {logits} --impl {id}", path.display());
+        if let Some(old_logp) = old_logp {
+            command += &format!(" --old-logp {old_logp}");
+        }
+        if let Some(spec) = &self.spec {
+            command += &format!(" --spec {}", spec.display());
+        }
+        command
+    }
+}
+
+#[derive(Default)]
+struct Session {
+    /// `None` means the recorded one, and that recorded scalars are compared.
+    spec: Option<LossSpec>,
+    implementations: Vec<&'static dyn Implementation>,
+    checks: Vec<Check>,
+    ignored: Vec<Ignored>,
+    failures: Vec<String>,
+}
+
+impl Session {
+    fn replay(&mut self, args: &Replay, path: &Path) -> Result<(), CliError> {
+        verify(path)?;
+        let file = ProblemFile::open(path)?;
+        let spec = self.spec.clone().unwrap_or_else(recorded_spec);
+        let mut expected = Expected::of(&file);
+        let logits_names = Replay::chosen(args.logits.as_ref(), file.logits_names());
+        let old_logps: Vec<Option<&str>> = match spec.old_logp {
+            OldLogp::Given => {
+                Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
+            }
+            OldLogp::Current => vec![None],
+        };
+        if logits_names.is_empty() || old_logps.is_empty() {
+            let wanted = if logits_names.is_empty() { "logits… [B,T,V]" } else { "old_logps… [B,T]" };
+            return Err(CliError::Config {
+                path: path.into(),
+                reason: format!("got no tensor named {wanted}, expected one"),
+            });
+        }
+        for logits in &logits_names {
+            for old_logp in &old_logps {
+                let label = label(path, logits, *old_logp);
+                let problem = file.problem(logits, *old_logp)?;
+                let reference = evaluate(&spec, &problem, path)?;
+                if self.spec.is_none() {
+                    let values = scalars(&reference, None);
+                    self.check_recorded(&label, &mut expected, logits, *old_logp, &values)?;
+                    self.check_recorded_tokens(&label, &file, logits, &reference)?;
+                }
+                for implementation in self.implementations.clone() {
+                    let command = args.command(path, logits, *old_logp, implementation.id());
+                    self.check(&label, implementation, &problem, &reference, &command)?;
+                }
+            }
+        }
+        if self.spec.is_none() && args.logits.is_none() && args.old_logp.is_none() {
+            for old_logp in &old_logps {
+                self.replay_sub_vocabulary(&file, path, *old_logp, &mut expected)?;
+            }
+            let why = "this version computes no scalar of that name";
+            self.ignored.extend(expected.rest().map(|key| Ignored { what: key.into(), why: why.into() }));
+        }
+        Ok(())
+    }
+
+    /// One implementation on one problem.
+    fn check(
+        &mut self,
+        label: &str,
+        implementation: &dyn Implementation,
+        problem: &Problem,
+        reference: &Reference,
+        command: &str,
+    ) -> Result<(), CliError> {
+        let supports = || implementation.supports(reference.spec(), problem.shape(), problem.logits.dtype(), 1);
+        let hindrance = implementation
+            .available()
+            .map_err(|why| why.to_string())
+            .and_then(|()| supports().map_err(|why| why.to_string()));
+        if let Err(why) = hindrance {
+            self.ignored.push(Ignored { what: format!("{label} with {}", implementation.id()), why });
+            return Ok(());
+        }
+        let outcome = implementation.run(reference.spec(), problem.clone())?;
+        for verdict in judge(reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
+            if verdict.status != Status::Pass {
+                self.failures.push(explain(&verdict, reference, problem, implementation.id(), command));
+            }
+            self.checks.push(Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict));
+        }
+        Ok(())
+    }
+
+    /// The reference against the scalars recorded for `<source>` and `<source>.<old_logp>`.
+    fn check_recorded(
+        &mut self,
+        label: &str,
+        expected: &mut Expected,
+        source: &str,
+        old_logp: Option<&str>,
+        values: &BTreeMap<&str, Scalar>,
+    ) -> Result<(), CliError> {
+        for (&name, &scalar) in values {
+            let keys =
+                [Some(format!("{source}.{name}")), old_logp.map(|old_logp| format!("{source}.{old_logp}.{name}"))];
+            for key in keys.into_iter().flatten() {
+                let Some(recorded) = expected.take(&key)? else { continue };
+                let verdict = judge_recorded(&[(scalar, recorded)], Tolerances::builtin())?;
+                self.checks.push(Check::new(label, "reference", &format!("recorded {name}"), &verdict));
+            }
+        }
+        Ok(())
+    }
+
+    /// The reference against the `[B,T]` arrays recorded for `logits`.
+    fn check_recorded_tokens(
+        &mut self,
+        label: &str,
+        file: &ProblemFile,
+        logits: &str,
+        reference: &Reference,
+    ) -> Result<(), CliError> {
+        for name in ["logp", "entropy"] {
+            let tensor = format!("expected_{name}_of_{logits}");
+            if !file.file().names().any(|held| held == tensor) {
+                continue;
+            }
+            let recorded: Array2<f64> = file.file().numbers::<Ix2>(&tensor)?;
+            let shape = reference.shape();
+            file.file().expect_shape(&tensor, &[shape.batch, shape.tokens], "[B,T] of the logits")?;
+            let pairs: Vec<_> =
+                token_values(reference, name == "entropy").map(|(at, scalar)| (scalar, recorded[at])).collect();
+            let verdict = judge_recorded(&pairs, Tolerances::builtin())?;
+            self.checks.push(Check::new(label, "reference", &format!("recorded {name}"), &verdict));
+        }
+        Ok(())
+    }
+
+    /// The scalars recorded for a head with a part of the vocabulary, where the file has one.
+    fn replay_sub_vocabulary(
+        &mut self,
+        file: &ProblemFile,
+        path: &Path,
+        old_logp: Option<&str>,
+        expected: &mut Expected,
+    ) -> Result<(), CliError> {
+        const SOURCE: &str = "subvocab";
+        let tensors = file.file();
+        if !tensors.names().any(|name| name == "lm_head_rows") {
+            return Ok(());
+        }
+        let hidden = tensors.numbers::<Ix3>("hidden")?;
+        let lm_head_rows = tensors.numbers::<Ix2>("lm_head_rows")?;
+        let row_ids = tensors.integers::<Ix1>("lm_head_row_ids")?;
+        let whole = file.problem("logits", old_logp)?;
+        let (problem, hidden) = sub_vocabulary_problem(whole, hidden, &lm_head_rows, &row_ids)
+            .map_err(|reason| CliError::Config { path: path.into(), reason })?;
+        let spec = recorded_spec();
+        let reference = evaluate(&spec, &problem, path)?;
+        let values = scalars(&reference, Some(&SubVocabulary { hidden: &hidden, lm_head_rows: &lm_head_rows }));
+        self.check_recorded(&label(path, SOURCE, old_logp), expected, SOURCE, old_logp, &values)
+    }
+}
+
+fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem, path: &Path) -> Result<Reference<'p>, CliError> {
+    reference::evaluate(spec, problem).map_err(|reason| CliError::Problem { path: path.into(), reason })
+}
+
+/// `qwen_tiny logits old_logps`
+fn label(path: &Path, logits: &str, old_logp: Option<&str>) -> String {
+    let stem = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy();
+    format!("{stem} {logits} {}", old_logp.unwrap_or("current"))
+}
+
+/// The `expected.…` entries of a file's metadata, ticked off as they are compared.
+struct Expected<'f> {
+    path: &'f Path,
+    entries: BTreeMap<&'f str, &'f str>,
+    taken: BTreeSet<String>,
+}
+
+impl<'f> Expected<'f> {
+    fn of(file: &'f ProblemFile) -> Self {
+        let entries =
+            file.metadata().iter().filter_map(|(key, value)| Some((key.strip_prefix("expected.")?, value.as_str())));
+        Self { path: file.file().path(), entries: entries.collect(), taken: BTreeSet::new() }
+    }
+
+    fn take(&mut self, key: &str) -> Result<Option<f64>, CliError> {
+        let Some(text) = self.entries.get(key) else { return Ok(None) };
+        // A scalar of the logits alone is compared once, not once for each array of old log-probabilities.
+        if !self.taken.insert(key.into()) {
+            return Ok(None);
+        }
+        let number = text.parse().map_err(|_| {
+            let reason = format!("metadata `expected.{key}`: got `{text}`, expected a number");
+            CliError::Config { path: self.path.into(), reason }
+        });
+        number.map(Some)
+    }
+
+    /// The keys of numbers that were never compared; the other entries are text.
+    fn rest(&self) -> impl Iterator<Item = &'f str> {
+        let numbers = self.entries.iter().filter(|(_, text)| text.parse::<f64>().is_ok());
+        numbers.map(|(key, _)| *key).filter(|key| !self.taken.contains(*key))
+    }
+}
