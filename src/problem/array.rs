@@ -125,7 +125,6 @@ macro_rules! with_array {
         }
     };
 }
-pub(crate) use with_array;
 
 impl<D: Dimension> FloatArray<D> {
     /// The element type.

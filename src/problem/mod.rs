@@ -10,7 +10,6 @@ use std::str::FromStr;
 
 use ndarray::{Array1, Array2, Ix3};
 
-pub(crate) use array::with_array;
 pub use array::{Dtype, Float, FloatArray};
 pub use outcome::{Candidate, Metrics, Outcome};
 

@@ -23,36 +23,6 @@ pub struct Outcome {
     pub metrics: Metrics,
 }
 
-/// What a judge is given: an [`Outcome`], or as much of one as somebody's kernel put out.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Candidate {
-    /// The loss, a scalar.
-    pub loss: FloatArray<Ix0>,
-    /// `[B,T,V]`: `∂loss / ∂logits`, entropy bonus included.
-    pub dlogits: FloatArray<Ix3>,
-    /// `[B,T]`, nats: log-probability of each sampled token.
-    pub logp: Option<FloatArray<Ix2>>,
-    /// `[B,T]`, nats: entropy of each token's distribution.
-    pub entropy: Option<FloatArray<Ix2>>,
-    /// `[B,T]`: policy term plus `beta · kl`, as in [`Outcome`].
-    pub token_loss: Option<FloatArray<Ix2>>,
-    /// What trainers log.
-    pub metrics: Option<Metrics>,
-}
-
-impl From<Outcome> for Candidate {
-    fn from(outcome: Outcome) -> Self {
-        Candidate {
-            loss: outcome.loss,
-            dlogits: outcome.dlogits,
-            logp: Some(outcome.logp),
-            entropy: Some(outcome.entropy),
-            token_loss: Some(outcome.token_loss),
-            metrics: Some(outcome.metrics),
-        }
-    }
-}
-
 /// Means over unmasked tokens; all 0 where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Metrics {
@@ -68,4 +38,34 @@ pub struct Metrics {
     pub entropy_mean: f64,
     /// Mean ratio `r`.
     pub ratio_mean: f64,
+}
+
+/// Outputs to be judged, from one of our implementations or from a file that somebody's kernel wrote.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// The loss, a scalar.
+    pub loss: FloatArray<Ix0>,
+    /// `[B,T,V]`: `∂loss / ∂logits`.
+    pub dlogits: FloatArray<Ix3>,
+    /// `[B,T]`, nats.
+    pub logp: Option<FloatArray<Ix2>>,
+    /// `[B,T]`, nats.
+    pub entropy: Option<FloatArray<Ix2>>,
+    /// `[B,T]`.
+    pub token_loss: Option<FloatArray<Ix2>>,
+    /// What trainers log.
+    pub metrics: Option<Metrics>,
+}
+
+impl From<Outcome> for Candidate {
+    fn from(outcome: Outcome) -> Self {
+        Self {
+            loss: outcome.loss,
+            dlogits: outcome.dlogits,
+            logp: Some(outcome.logp),
+            entropy: Some(outcome.entropy),
+            token_loss: Some(outcome.token_loss),
+            metrics: Some(outcome.metrics),
+        }
+    }
 }
