@@ -400,6 +400,23 @@ fn outcome_f64_excluded_id_has_no_probability_entropy_or_gradient() {
 }
 
 #[test]
+fn dlogits_f64_excluded_id_stays_zero_under_an_infinite_loss() {
+    let mut problem = with_row([0.0, 0.0, f64::NEG_INFINITY, 0.0], -2.0);
+    problem.old_logp.as_mut().unwrap()[[0, 1]] = -800.0;
+    let spec = ppo(PpoClip::default());
+    let row = evaluate(&spec, &problem).unwrap().dlogits_row(0, 1);
+    assert_eq!(row, [f64::INFINITY, f64::NEG_INFINITY, 0.0, f64::NEG_INFINITY]);
+}
+
+#[test]
+fn dlogits_f64_zero_advantage_stays_zero_on_an_unusable_row() {
+    let (spec, problem) = (ppo(PpoClip::default()), with_row([0.0, f64::NAN, 0.0, 0.0], 0.0));
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
+    assert_eq!(reference.first_nonfinite(), Some((0, 1)), "its log-probability is NaN all the same");
+}
+
+#[test]
 fn logp_f64_excluded_target_is_minus_infinity_and_named() {
     for advantage in [2.0, 0.0, -2.0] {
         let (spec, problem) = (ppo(PpoClip::default()), with_row([f64::NEG_INFINITY, 0.0, 0.0, 0.0], advantage));

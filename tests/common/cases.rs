@@ -134,8 +134,8 @@ fn logp(spec: &LossSpec, logits: &[f64], id: usize) -> f64 {
 }
 
 fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
-    // Most ratios near the clip bounds, some far out.
-    let log_ratio = || prop_oneof![4 => -0.6..0.6, 2 => -3.0..3.0, 1 => -30.0..30.0];
+    // Most near the clip bounds, some far out, some so near 0 that exp(d) − 1 − d would cancel.
+    let log_ratio = || prop_oneof![4 => -0.6..0.6, 2 => -3.0..3.0, 1 => -30.0..30.0, 2 => -1e-4..1e-4];
     let advantage = prop_oneof![4 => -2.0..2.0, 1 => Just(0.0), 1 => Just(1.0)];
     (0..vocab).prop_flat_map(move |id| {
         (Just(id), regime.row(vocab, id), prop::bool::weighted(0.8), advantage.clone(), log_ratio(), log_ratio())
