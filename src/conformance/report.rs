@@ -29,6 +29,10 @@ pub struct Check {
     pub at: String,
     /// The decision.
     pub verdict: Status,
+    /// The `κ` that the output needed.
+    pub kappa_needed: f64,
+    /// The `κ` it is allowed; `None` where no tolerance applies.
+    pub kappa_allowed: Option<f64>,
     /// Checks of one family share a row of the table while they pass.
     #[serde(skip)]
     family: Option<&'static str>,
@@ -51,6 +55,8 @@ impl Check {
             limit: worst.map(|worst| worst.limit),
             at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
             verdict: verdict.status,
+            kappa_needed: tally.kappa_seen,
+            kappa_allowed: verdict.kappa,
             family: family(verdict.gate.output),
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
         }

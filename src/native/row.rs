@@ -144,7 +144,8 @@ impl<'s> RowKernel<'s> {
             Some(term) => (Objective::kl(term, token.ref_logp.expect("checked: given") - logp), term.beta),
             None => (Objective::default(), 0.0),
         };
-        let with_kl = |policy: f64, kl: f64| if self.spec.kl.is_some() { policy + beta * kl } else { policy };
+        // A weight of 0 leaves the term out, even where it overflows.
+        let with_kl = |policy: f64, kl: f64| if beta == 0.0 { policy } else { policy + beta * kl };
         let grad_logp = token.weight * with_kl(policy.grad, kl.grad);
 
         let entropy_exps = if self.two_softmaxes() { &scratch.entropy } else { &scratch.logp };

@@ -141,9 +141,12 @@ fn token(spec: &LossSpec, problem: &Problem, b: usize, t: usize) -> Token {
     }
 }
 
-/// `policy + beta · kl`, and `policy` alone without a KL term.
+/// `policy + beta · kl`; `policy` alone where `beta` is 0, even if the KL estimate overflows.
 fn add_kl(spec: &LossSpec, policy: f64, kl: f64) -> f64 {
-    spec.kl.as_ref().map_or(policy, |term| policy + term.beta * kl)
+    match &spec.kl {
+        Some(term) if term.beta != 0.0 => policy + term.beta * kl,
+        _ => policy,
+    }
 }
 
 impl Reference<'_> {
