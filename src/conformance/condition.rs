@@ -71,8 +71,8 @@ impl Condition {
         let d = token.inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - token.inputs.logp);
         let kl_terms = if spec.kl.is_some() { 1.0 + token.kl.value.abs() + d.abs() } else { 0.0 };
         let token_loss = branches.iter().map(|branch| {
-            let total = |inputs: &TokenInputs| branch.policy(inputs).value + beta * kl_of(branch, inputs);
-            branch.policy(&token.inputs).value.abs() + beta * kl_terms + respond(&total)
+            let response = respond(&|inputs| reference.token_loss(inputs, branch));
+            branch.policy(&token.inputs).value.abs() + weighted(beta, kl_terms) + response
         });
 
         let largest = f64::from(f32::MAX) / 2.0;
@@ -102,7 +102,7 @@ impl Condition {
         let on_branch = |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch);
         let beta = spec.kl.as_ref().map_or(0.0, |kl| kl.beta);
         let kl_grad = spec.kl.as_ref().map_or(0.0, |kl| branch.kl(kl, &token.inputs).grad);
-        let grad = token.weight * (branch.policy(&token.inputs).grad.abs() + beta * kl_grad.abs());
+        let grad = token.weight * (branch.policy(&token.inputs).grad.abs() + weighted(beta, kl_grad.abs()));
         let grad_response = response(spec, &token.inputs, self.combined, &on_branch);
         let grad_entropy = reference.grad_entropy().abs();
 
@@ -131,6 +131,11 @@ impl Condition {
         };
         row.iter().enumerate().map(column).collect()
     }
+}
+
+/// `beta · term`; 0 where `beta` is, even if the term overflows.
+fn weighted(beta: f64, term: f64) -> f64 {
+    if beta == 0.0 { 0.0 } else { beta * term }
 }
 
 /// `p_j` and `a_j`; a column of probability 0 has no gap worth speaking of.

@@ -8,7 +8,7 @@ use super::condition::Condition;
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
-use crate::reference::{Branch, Reference, Token};
+use crate::reference::{Reference, Token};
 
 /// How a gate was decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -157,11 +157,7 @@ fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> Allowance {
 }
 
 fn token_losses(reference: &Reference, case: &Case) -> Vec<(f64, f64)> {
-    let spec = reference.spec();
-    let value = |branch: &Branch| {
-        let policy = branch.policy(&case.token.inputs).value;
-        spec.kl.as_ref().map_or(policy, |kl| policy + kl.beta * branch.kl(kl, &case.token.inputs).value)
-    };
+    let value = |branch| reference.token_loss(&case.token.inputs, branch);
     case.condition.branches.iter().map(|branch| (value(branch), case.condition.token_loss)).collect()
 }
 

@@ -185,6 +185,12 @@ impl Reference<'_> {
         self.tokens.iter().flatten().count()
     }
 
+    /// `policy + beta · kl` at `inputs`, on `branch`.
+    pub fn token_loss(&self, inputs: &TokenInputs, branch: &Branch) -> f64 {
+        let kl = self.spec.kl.as_ref().map_or(0.0, |kl| branch.kl(kl, inputs).value);
+        add_kl(self.spec, branch.policy(inputs).value, kl)
+    }
+
     /// `∂loss/∂ℓ` of a token, were it on `branch`: `w_b · (policy + beta · kl)′`.
     pub fn grad_logp(&self, token: &Token, branch: &Branch) -> f64 {
         let policy = branch.policy(&token.inputs).grad;

@@ -1,0 +1,41 @@
+# The README's two commands are `make replay` and `make test`.
+.PHONY: setup replay test test-extensive measure bench
+
+CARGO ?= cargo
+FUZZ_SECONDS ?= 60
+
+# Idempotent: says what it does only where something is missing.
+setup:
+	@command -v $(CARGO) >/dev/null || { echo "cargo is missing: install Rust 1.95 or newer from https://rustup.rs"; exit 1; }
+	@$(CARGO) fmt --version >/dev/null 2>&1 || rustup component add rustfmt
+	@$(CARGO) clippy --version >/dev/null 2>&1 || rustup component add clippy
+
+# Every recorded fixture through every implementation that this machine can run.
+replay: setup
+	$(CARGO) build --release --locked --quiet
+	@mkdir -p target/assay
+	./target/release/assay replay --json target/assay/report.json
+
+# Everything that CI runs.
+test: setup
+	$(CARGO) fmt --check
+	$(CARGO) clippy --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --quiet
+	$(CARGO) bench --no-run --locked --quiet
+	$(CARGO) test --locked
+
+# Hours of machine time for what minutes cannot find.
+test-extensive: test
+	PROPTEST_CASES=5000 $(CARGO) test --release --locked
+	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
+	mkdir -p fuzz/corpus/fixture_reader
+	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
+	RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run fixture_reader fuzz/corpus/fixture_reader fuzz/seeds/fixture_reader -- \
+		-dict=fuzz/fixture_reader.dict -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -malloc_limit_mb=8 -timeout=5
+
+# The figures behind `worst_seen` in tolerances.toml.
+measure: setup
+	$(CARGO) test --release --locked --test measure -- --ignored --nocapture
+
+bench: setup
+	$(CARGO) bench --locked

@@ -1,0 +1,177 @@
+//! Every implementation in the registry against the reference, through the judge, over random specs and problems.
+
+#[path = "common/recipes.rs"]
+mod recipes;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::Mutex;
+
+use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::judge::judge;
+use assay::conformance::report::explain;
+use assay::conformance::tolerance::Tolerances;
+use assay::implementation::{Implementation, registry};
+use assay::problem::{Dtype, FloatArray, Problem};
+use assay::reference;
+use assay::spec::LossSpec;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, FileFailurePersistence};
+
+/// Ids of the implementations that a check has exercised.
+static EXERCISED: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
+
+fn expect_right(spec: &LossSpec, recipe: &Recipe) {
+    let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
+    for implementation in registry() {
+        expect_implementation_right(*implementation, spec, &problem, recipe);
+    }
+}
+
+fn expect_implementation_right(
+    implementation: &dyn Implementation,
+    spec: &LossSpec,
+    problem: &Problem,
+    recipe: &Recipe,
+) {
+    if implementation.available().is_err()
+        || implementation.supports(spec, problem.shape(), problem.logits.dtype(), 1).is_err()
+    {
+        return;
+    }
+    EXERCISED.lock().expect("no check panics while it holds the lock").insert(implementation.id());
+    let reference = reference::evaluate(spec, problem).expect("a valid problem");
+    let outcome = implementation.run(spec, problem.clone()).expect("supported");
+    for verdict in judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin()).expect("judged") {
+        let config = serde_json::json!({
+            "reason": "…",
+            "batch": { "generate": recipe },
+            "spec": spec,
+            "kernel": { "enabled": true, "impl": implementation.id() },
+        });
+        let replay =
+            format!("save as fixtures/regressions/NAME.json and run `assay gradcheck --config` on it: {config}");
+        assert!(verdict.passed(), "{}", explain(&verdict, &reference, problem, implementation.id(), &replay));
+    }
+}
+
+/// Failures of one run are the first cases of the next.
+fn config(cases: u32) -> Config {
+    let persistence = FileFailurePersistence::Direct("fixtures/regressions/proptest-seeds.txt");
+    let wanted = Config::default();
+    let cases = if std::env::var_os("PROPTEST_CASES").is_some() { wanted.cases } else { cases };
+    Config { cases, failure_persistence: Some(Box::new(persistence)), ..wanted }
+}
+
+proptest! {
+    #![proptest_config(config(1500))]
+
+    #[test]
+    fn all_outputs_any_spec_any_regime_match_reference(spec in recipes::any_spec(), recipe in recipes::any_recipe()) {
+        expect_right(&spec, &recipe);
+    }
+}
+
+/// Qwen's vocabulary, 151,936 = 128 × 1187: no tile divides it evenly.
+fn qwen_vocabulary(dtype: Dtype) {
+    for (regime, seed) in [(Regime::Small, 1), (Regime::Peaked, 2), (Regime::Confident, 3)] {
+        let recipe =
+            Recipe { shape: [1, 3, 151_936], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+        let spec = LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() };
+        expect_right(&spec, &recipe);
+        expect_right(&LossSpec::default(), &recipe);
+    }
+}
+
+#[test]
+fn all_outputs_f32_qwen_vocabulary_match_reference() {
+    qwen_vocabulary(Dtype::F32);
+}
+
+#[test]
+fn all_outputs_bf16_qwen_vocabulary_match_reference() {
+    qwen_vocabulary(Dtype::Bf16);
+}
+
+#[test]
+fn all_outputs_f16_qwen_vocabulary_match_reference() {
+    qwen_vocabulary(Dtype::F16);
+}
+
+#[test]
+fn every_available_implementation_is_exercised() {
+    let recipe = Recipe {
+        shape: [2, 3, 33],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 5,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    };
+    expect_right(&LossSpec::default(), &recipe);
+    let exercised = EXERCISED.lock().unwrap();
+    for implementation in registry().iter().filter(|implementation| implementation.available().is_ok()) {
+        assert!(exercised.contains(implementation.id()), "{} ran in no check", implementation.id());
+    }
+}
+
+#[test]
+fn outputs_any_thread_count_have_the_same_bits() {
+    let recipe = Recipe {
+        shape: [4, 7, 1025],
+        dtype: Dtype::Bf16,
+        regime: Regime::Peaked,
+        seed: 9,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: true,
+    };
+    let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+    let problem = recipe.problem(&spec).unwrap();
+    for implementation in registry().iter().filter(|implementation| implementation.available().is_ok()) {
+        let run = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| implementation.run(&spec, problem.clone()).unwrap())
+        };
+        let one = run(1);
+        for threads in [2, 3, 8] {
+            let many = run(threads);
+            assert_eq!(one.loss, many.loss, "{} with {threads} threads", implementation.id());
+            assert_eq!(one.logp, many.logp);
+            assert_eq!(one.entropy, many.entropy);
+            assert_eq!(one.dlogits, many.dlogits);
+            assert_eq!(one.metrics, many.metrics);
+        }
+    }
+}
+
+#[test]
+fn f64_logits_are_refused_by_name() {
+    let recipe = Recipe {
+        shape: [1, 1, 3],
+        dtype: Dtype::F64,
+        regime: Regime::Normal,
+        seed: 0,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    };
+    let problem = recipe.problem(&LossSpec::default()).unwrap();
+    assert!(matches!(problem.logits, FloatArray::F64(_)));
+    let error = assay::implementation::find("native").unwrap().run(&LossSpec::default(), problem).unwrap_err();
+    assert_eq!(error.to_string(), "native does not support logits dtype f64; it supports f32, bf16 and f16");
+}
+
+/// The cases that once failed, each with its reason, through the command that a user replays them with.
+#[test]
+fn regressions_stay_mended() {
+    let mut seen = 0;
+    for entry in fs::read_dir("fixtures/regressions").unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "yaml") {
+            let text = fs::read_to_string(&path).unwrap();
+            assert!(text.starts_with("reason: "), "{} says why it is kept", path.display());
+            assert_cmd::cargo::cargo_bin_cmd!("assay").args(["gradcheck", "--config"]).arg(&path).assert().success();
+            seen += 1;
+        }
+    }
+    assert!(seen > 0, "fixtures/regressions holds no case");
+}
