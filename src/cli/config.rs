@@ -24,7 +24,7 @@ pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, CliError> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("toml") => toml::from_str(&text).map_err(|error| invalid(error.to_string())),
         Some("json") => serde_json::from_str(&text).map_err(|error| invalid(error.to_string())),
-        _ => serde_saphyr::from_str(&text).map_err(|error| invalid(error.without_snippet().to_string())),
+        _ => serde_saphyr::from_str(&text).map_err(|error| invalid(yaml_reason(&error, &text))),
     }
 }
 
@@ -34,6 +34,13 @@ pub(super) fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, CliErro
     let spec: LossSpec = read(path)?;
     spec.check().map_err(|error| CliError::Problem { path: path.into(), reason: error.into() })?;
     Ok(Some(spec))
+}
+
+/// The parser's message, and the line it speaks of: the message does not name the field.
+fn yaml_reason(error: &serde_saphyr::Error, text: &str) -> String {
+    let line = error.location().and_then(|at| text.lines().nth(usize::try_from(at.line()).ok()?.checked_sub(1)?));
+    let message = error.without_snippet();
+    line.map_or(message.to_string(), |line| format!("{message}, in `{}`", line.trim()))
 }
 
 fn one_line(text: &str) -> String {

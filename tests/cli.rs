@@ -1,0 +1,364 @@
+//! The `assay` command as a user meets it: results, exit codes, and one line for every bad input.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use assay::fixture::{ProblemFile, write_candidate};
+use assay::implementation::find;
+use assay::problem::{Candidate, FloatArray};
+use assay::spec::LossSpec;
+use assert_cmd::cargo::cargo_bin_cmd;
+use serde_json::Value;
+use tempfile::TempDir;
+
+struct Output {
+    code: i32,
+    stdout: String,
+    stderr: String,
+}
+
+fn assay(args: &[&str]) -> Output {
+    let output = cargo_bin_cmd!("assay").args(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Output { code: output.status.code().expect("not killed"), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+/// Bad input: exit code 2, nothing on stdout, and one line that says all of `parts`.
+#[track_caller]
+fn assert_refused(args: &[&str], parts: &[&str]) {
+    let output = assay(args);
+    assert_eq!((output.code, output.stdout.as_str()), (2, ""), "{args:?}: {}", output.stderr);
+    assert_eq!(output.stderr.lines().count(), 1, "{args:?}: {}", output.stderr);
+    for part in parts {
+        assert!(output.stderr.contains(part), "{args:?}: `{part}` not in: {}", output.stderr);
+    }
+}
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// A generated problem and the native kernel's answer to it, in files.
+struct Workplace {
+    folder: TempDir,
+}
+
+impl Workplace {
+    fn new() -> Self {
+        let workplace = Self { folder: TempDir::new().unwrap() };
+        let problem = workplace.path("problem.safetensors");
+        let output = assay(&["generate", "--shape", "2x3x129", "--regime", "normal", "--seed", "4", "-o", &problem]);
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        workplace.write_candidate(|_| {});
+        workplace
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().into()
+    }
+
+    fn write(&self, name: &str, text: &str) -> String {
+        let path = self.path(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// The native kernel's answer, changed by `break_it`.
+    fn write_candidate(&self, break_it: impl FnOnce(&mut Candidate)) {
+        let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
+        let problem = file.problem("logits", Some("old_logps")).unwrap();
+        let outcome = find("native").unwrap().run(&LossSpec::default(), problem).unwrap();
+        let mut candidate = Candidate::from(outcome);
+        break_it(&mut candidate);
+        write_candidate(self.path("candidate.safetensors"), &candidate, &std::collections::BTreeMap::new()).unwrap();
+    }
+
+    fn judge(&self, more: &[&str]) -> Output {
+        let (problem, candidate) = (self.path("problem.safetensors"), self.path("candidate.safetensors"));
+        assay(&[&["judge", "--problem", &problem, "--candidate", &candidate], more].concat())
+    }
+}
+
+#[test]
+fn replay_of_a_recorded_fixture_passes_and_reports_every_output() {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("report.json");
+    let output = assay(&["replay", "fixtures/qwen_tiny.safetensors", "--json", json.to_str().unwrap()]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.lines().last().unwrap().starts_with("PASS"), "{}", output.stdout);
+
+    let report = read_json(&json);
+    assert_eq!(report["pass"], true);
+    assert_eq!(report["ignored"], serde_json::json!([]));
+    let checks = report["checks"].as_array().unwrap();
+    for implementation in assay::implementation::registry().iter().filter(|i| i.available().is_ok()) {
+        for output in ["loss", "logp", "entropy", "token_loss", "dlogits", "dlogits row_l2", "dlogits row_sum"] {
+            let of = |check: &&Value| check["impl"] == implementation.id() && check["output"] == output;
+            // Two logits tensors, each with two arrays of old log-probabilities.
+            assert_eq!(checks.iter().filter(of).count(), 4, "{} {output}", implementation.id());
+        }
+    }
+    // Every number that the file's metadata records, and the two arrays of both logits under both old_logps.
+    let file = ProblemFile::open("fixtures/qwen_tiny.safetensors").unwrap();
+    let is_number = |(key, text): &(&String, &String)| key.starts_with("expected.") && text.parse::<f64>().is_ok();
+    let numbers = file.metadata().iter().filter(is_number).count();
+    let recorded = checks.iter().filter(|check| check["output"].as_str().unwrap().starts_with("recorded ")).count();
+    assert_eq!(recorded, numbers + 2 * 4);
+    for key in ["fixture", "worst", "limit", "verdict"] {
+        assert!(checks.iter().all(|check| check.get(key).is_some()), "{key}");
+    }
+}
+
+#[test]
+fn replay_under_another_spec_judges_without_recorded_scalars() {
+    let workplace = Workplace::new();
+    let spec = workplace.write("spec.toml", "temperature = 0.7\nkl = { beta = 0.1 }\nold_logp = \"current\"\n");
+    let output = assay(&["replay", "fixtures/qwen_tiny.safetensors", "--spec", &spec, "--logits", "logits"]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("qwen_tiny logits current") && !output.stdout.contains("recorded"));
+}
+
+#[test]
+fn a_changed_recorded_scalar_fails_the_replay() {
+    let workplace = Workplace::new();
+    let bytes = fs::read("fixtures/qwen_tiny.safetensors").unwrap();
+    // The same length, so that the header's prefix stays true: 0.14044… becomes 0.15044….
+    let (old, new) = (b"\"0.14044979862887758\"", b"\"0.15044979862887758\"");
+    let at = bytes.windows(old.len()).position(|window| window == old).expect("the loss of logits with old_logps");
+    let mut changed = bytes;
+    changed[at..at + new.len()].copy_from_slice(new);
+    let path = workplace.path("changed.safetensors");
+    fs::write(&path, changed).unwrap();
+    let output = assay(&["replay", &path, "--logits", "logits", "--old-logp", "old_logps"]);
+    assert_eq!(output.code, 1, "{}", output.stdout);
+    assert!(output.stdout.contains("recorded loss") && output.stdout.contains("FAIL"), "{}", output.stdout);
+}
+
+#[test]
+fn a_changed_fixture_that_the_manifest_lists_is_refused() {
+    let workplace = Workplace::new();
+    let mut bytes = fs::read("fixtures/qwen_tiny.safetensors").unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    let path = workplace.path("qwen_tiny.safetensors");
+    fs::write(&path, bytes).unwrap();
+    fs::copy("fixtures/manifest.toml", workplace.path("manifest.toml")).unwrap();
+    assert_refused(&["replay", &path], &["qwen_tiny.safetensors", "sha256", "got", "expected"]);
+}
+
+#[test]
+fn gradcheck_writes_the_keys_of_the_seed_project() {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("gradcheck.json");
+    let output = assay(&["gradcheck", "--config", "configs/gradcheck_qwen.yaml", "--json", json.to_str().unwrap()]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    let result = read_json(&json);
+    let number = |key: &str| result[key].as_f64().unwrap_or_else(|| panic!("{key} is a number"));
+    assert!((number("loss_ref") - 0.320_339_144_479_898_5).abs() < 1e-12, "the recorded loss");
+    assert!((number("loss_ref") - number("loss_kernel")).abs() - number("abs_diff_loss") < 1e-15);
+    assert!(number("max_abs_diff_dlogits") > 0.0 && number("max_abs_diff_dlogits") < 1e-3);
+    assert!(number("max_rel_diff_dlogits") > 0.0 && number("max_rel_diff_dlogits") < 4e-3, "half an ulp of bf16");
+    assert!(number("mean_abs_diff_dlogits") > 0.0);
+    assert_eq!((&result["pass"], &result["impl"]), (&Value::from(true), &Value::from("native")));
+}
+
+#[test]
+fn gradcheck_of_the_baseline_runs_the_best_one_here() {
+    let workplace = Workplace::new();
+    let config = "batch: {generate: {shape: [2, 3, 65], dtype: f32, regime: small}}\nkernel: {enabled: false}\n";
+    let output = assay(&["gradcheck", "--config", &workplace.write("c.yaml", config)]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+}
+
+#[test]
+fn shipped_configs_are_valid() {
+    for entry in fs::read_dir("configs").unwrap() {
+        let path: PathBuf = entry.unwrap().path();
+        let output = assay(&["gradcheck", "--quiet", "--config", path.to_str().unwrap()]);
+        assert_eq!((output.code, output.stdout.as_str()), (0, ""), "{}: {}", path.display(), output.stderr);
+    }
+}
+
+#[test]
+fn generated_problems_are_the_same_bytes_for_the_same_seed() {
+    let workplace = Workplace::new();
+    for (name, seed) in [("a", "1"), ("b", "1"), ("c", "2")] {
+        let path = workplace.path(name);
+        let output = assay(&["generate", "--shape", "2x3x65", "--dtype", "f16", "--seed", seed, "-o", &path]);
+        assert_eq!(output.code, 0, "{}", output.stderr);
+    }
+    let bytes = |name| fs::read(workplace.path(name)).unwrap();
+    assert_eq!(bytes("a"), bytes("b"));
+    assert_ne!(bytes("a"), bytes("c"));
+}
+
+#[test]
+fn judge_passes_a_right_candidate() {
+    let workplace = Workplace::new();
+    let output = workplace.judge(&[]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.ends_with("PASS  7 checks passed, 0 failed, 0 ignored\n"), "{}", output.stdout);
+}
+
+#[test]
+fn judge_reads_a_candidate_with_only_loss_and_dlogits_and_says_what_it_lacks() {
+    let workplace = Workplace::new();
+    workplace
+        .write_candidate(|candidate| (candidate.logp, candidate.entropy, candidate.token_loss) = (None, None, None));
+    let output = workplace.judge(&[]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("ignored  entropy: not in the candidate"), "{}", output.stdout);
+}
+
+#[test]
+fn judge_rejects_a_wrong_candidate_and_shows_where() {
+    let workplace = Workplace::new();
+    workplace.write_candidate(|candidate| {
+        let FloatArray::Bf16(dlogits) = &mut candidate.dlogits else { panic!("generate writes bf16") };
+        let (at, _) = dlogits.indexed_iter().find(|(_, x)| x.to_f32() != 0.0).expect("some token learns");
+        dlogits[at] = -dlogits[at];
+    });
+    let output = workplace.judge(&["--quiet"]);
+    assert_eq!(output.code, 1);
+    for part in [
+        "FAIL candidate: dlogits, bf16",
+        "at  ",
+        "expected  ",
+        "actual  ",
+        "0x",
+        "limit",
+        "inputs  ",
+        "ulp  ",
+        "assay judge --problem",
+    ] {
+        assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
+    }
+}
+
+#[test]
+fn judge_under_another_spec_rejects() {
+    let workplace = Workplace::new();
+    let spec = workplace.write("spec.yaml", "reduction: {sequence_mean: {count_empty_rows: true}}\ntemperature: 2.0\n");
+    assert_eq!(workplace.judge(&["--spec", &spec, "-q"]).code, 1);
+}
+
+#[test]
+fn list_shows_every_implementation() {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("list.json");
+    let output = assay(&["list", "--json", json.to_str().unwrap()]);
+    assert_eq!(output.code, 0);
+    let listed = read_json(&json);
+    for implementation in assay::implementation::registry() {
+        assert!(output.stdout.contains(implementation.id()));
+        assert!(listed.as_array().unwrap().iter().any(|entry| entry["id"] == implementation.id()));
+    }
+}
+
+#[test]
+fn bad_usage_exits_with_2() {
+    for args in [&["frobnicate"][..], &["replay", "--frob"], &["generate"], &["judge", "--problem", "p"]] {
+        assert_eq!(assay(args).code, 2, "{args:?}");
+    }
+    assert_eq!(assay(&["--help"]).code, 0);
+}
+
+#[test]
+fn bad_shapes_dtypes_and_names_are_refused() {
+    let out = ["-o", "/nonexistent/problem.safetensors"];
+    for shape in ["0x3x5", "2x3x0", "2x3", "2x3x5x7", "axbxc", "-1x2x3", "99999999999999999999x1x1"] {
+        let output = assay(&[&["generate", "--shape", shape], &out[..]].concat());
+        assert_eq!(output.code, 2);
+        assert!(
+            output.stderr.contains("expected BxTxV") || output.stderr.contains("unexpected argument"),
+            "{}",
+            output.stderr
+        );
+    }
+    assert_refused(&[&["generate", "--shape", "99999x99999x99999"], &out[..]].concat(), &["`shape`", "2³¹"]);
+    assert_refused(
+        &[&["generate", "--shape", "2x3x5"], &out[..]].concat(),
+        &["/nonexistent/problem.safetensors", "write"],
+    );
+    assert_refused(
+        &[&["generate", "--shape", "2x3x5", "--old-logp-noise-scale", "NaN"], &out[..]].concat(),
+        &["`old_logp_noise_scale`", "got NaN", "≥ 0"],
+    );
+    assert_refused(&["replay", "--impl", "cuda", "fixtures/qwen_tiny.safetensors"], &["got `cuda`", "native"]);
+    assert_refused(&["replay", "no/such.safetensors"], &["no/such.safetensors", "cannot"]);
+    assert_refused(&["replay", "Cargo.toml"], &["Cargo.toml", "expected"]);
+    assert_refused(
+        &["replay", "fixtures/qwen_tiny.safetensors", "--logits", "nothing"],
+        &["`nothing`", "not in the file"],
+    );
+}
+
+#[test]
+fn bad_specs_are_refused_by_file_and_field() {
+    let workplace = Workplace::new();
+    let cases: [(&str, &str, &[&str]); 12] = [
+        ("unknown.yaml", "temprature: 1.0\n", &["temprature", "temperature"]),
+        ("unknown.toml", "temprature = 1.0\n", &["temprature", "temperature"]),
+        ("unknown.json", "{\"temprature\": 1.0}", &["temprature", "temperature"]),
+        ("typed.yaml", "temperature: warm\n", &["floating point", "`temperature: warm`"]),
+        ("nested.yaml", "objective: {ppo_clip: {epsilon: 0.2}}\n", &["epsilon", "epsilon_low"]),
+        ("cold.yaml", "temperature: 0.0\n", &["`temperature`", "got 0", "> 0"]),
+        ("hot.yaml", "temperature: .inf\n", &["`temperature`", "got inf", "finite"]),
+        ("clip.yaml", "objective: {ppo_clip: {epsilon_low: -0.1}}\n", &["epsilon_low", "got -0.1", "≥ 0"]),
+        ("dual.yaml", "objective: {ppo_clip: {dual_clip: 1.0}}\n", &["dual_clip", "got 1", "> 1"]),
+        ("kl.yaml", "kl: {beta: .nan}\n", &["kl.beta", "got NaN", "≥ 0"]),
+        ("norm.yaml", "reduction: {normalizer: 0.0}\n", &["reduction.normalizer", "got 0", "> 0"]),
+        ("length.yaml", "reduction: {token_sum: {max_length: 0}}\n", &["max_length", "got 0", "≥ 1"]),
+    ];
+    for (name, text, parts) in cases {
+        let path = workplace.write(name, text);
+        let args = ["generate", "--spec", &path, "--shape", "1x2x3", "-o", &workplace.path("never.safetensors")];
+        assert_refused(&args, &[&[name][..], parts].concat());
+    }
+    assert!(!Path::new(&workplace.path("never.safetensors")).exists());
+}
+
+#[test]
+fn bad_gradcheck_configs_are_refused() {
+    let workplace = Workplace::new();
+    let batch = "batch: {generate: {shape: [1, 2, 3], dtype: f32, regime: small}}\n";
+    let cases: [(&str, String, &[&str]); 6] = [
+        ("unknown.yaml", format!("{batch}kernels: {{}}\n"), &["kernels", "kernel"]),
+        ("implementation.yaml", format!("{batch}kernel: {{enabled: true, impl: cuda}}\n"), &["`cuda`", "native"]),
+        ("regime.yaml", batch.replace("small", "smalll"), &["smalll", "small"]),
+        ("empty.yaml", batch.replace("[1, 2, 3]", "[1, 0, 3]"), &["`shape`", "[1, 0, 3]", "≥ 1"]),
+        ("nothing.yaml", String::new(), &["nothing.yaml", "end of input"]),
+        ("fixture.yaml", "batch: {fixture: {path: gone.safetensors}}\n".into(), &["gone.safetensors"]),
+    ];
+    for (name, text, parts) in cases {
+        let path = workplace.write(name, &text);
+        assert_refused(&["gradcheck", "--config", &path], parts);
+    }
+}
+
+#[test]
+fn problems_that_do_not_fit_their_spec_are_refused_by_file_and_index() {
+    let workplace = Workplace::new();
+    let problem = workplace.path("problem.safetensors");
+    let file = ProblemFile::open(&problem).unwrap();
+    let mut right = file.problem("logits", Some("old_logps")).unwrap();
+    right.mask.fill(true);
+    let spec = workplace.write("spec.yaml", "temperature: 1.0\n");
+    let refused = |change: fn(&mut assay::problem::Problem), parts: &[&str]| {
+        let mut wrong = right.clone();
+        change(&mut wrong);
+        let path = workplace.path("wrong.safetensors");
+        assay::fixture::write_problem(&path, &wrong, &std::collections::BTreeMap::new()).unwrap();
+        assert_refused(&["replay", &path, "--spec", &spec], &[&["wrong.safetensors"], parts].concat());
+    };
+    refused(|problem| problem.ids[[1, 2]] = 129, &["`ids[1,2]`", "got 129", "V = 129"]);
+    refused(|problem| problem.ids[[0, 1]] = -100, &["`ids[0,1]`", "got -100"]);
+    refused(
+        |problem| problem.advantages = assay::problem::Advantages::Sequence(ndarray::arr1(&[1.0, f64::NAN])),
+        &["`advantages[1,0]`", "got NaN", "finite"],
+    );
+    refused(
+        |problem| problem.advantages = assay::problem::Advantages::Token(ndarray::Array2::zeros((2, 3))),
+        &["`advantages`", "[2, 3]", "[2]"],
+    );
+    refused(|problem| problem.old_logp.as_mut().unwrap()[[0, 2]] = f64::NAN, &["`old_logp[0,2]`", "got NaN"]);
+}
