@@ -20,3 +20,8 @@ pub mod native;
 pub mod problem;
 pub mod reference;
 pub mod spec;
+
+/// The README's example is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

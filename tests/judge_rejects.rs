@@ -3,6 +3,7 @@
 
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::{Status, Verdict, judge};
+use assay::conformance::recorded::recorded_spec;
 use assay::conformance::tolerance::{Gate, Model, Output, Tolerances};
 use assay::implementation::find;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem};
@@ -182,6 +183,29 @@ fn non_target_gradients_set_to_zero_are_rejected_by_every_dlogits_gate() {
         for gate in [DLOGITS, ROW_L2, ROW_SUM] {
             assert_rejected(&verdict, gate, Status::Fail);
         }
+    }
+}
+
+/// What README says of one fixed tolerance, on the recorded group: `atol = 5e-2, rtol = 5e-1`, Liger's for bf16, accepts
+/// dlogits without a single non-target gradient. The judge does not.
+#[test]
+fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() {
+    let file = assay::fixture::ProblemFile::open("fixtures/qwen_gsm8k.safetensors").unwrap();
+    let (spec, problem) = (recorded_spec(), file.problem("logits", Some("old_logps")).unwrap());
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let mut candidate = Candidate::from(reference.outcome());
+    let FloatArray::F64(dlogits) = &mut candidate.dlogits else { panic!("the reference gives f64") };
+    for ((b, t, v), x) in dlogits.indexed_iter_mut() {
+        if reference.token(b, t).is_some_and(|token| token.id != v) {
+            assert!(x.abs() <= 5e-2 + 5e-1 * x.abs(), "[{b},{t},{v}]");
+            *x = 0.0;
+        }
+    }
+    candidate.dlogits = FloatArray::rounded_from(&candidate.dlogits.to_f64(), Dtype::Bf16);
+    candidate.metrics = None;
+    let verdicts = judge(&reference, &candidate, "external", Tolerances::builtin());
+    for gate in [DLOGITS, ROW_L2, ROW_SUM] {
+        assert_rejected(verdicts.as_ref().unwrap(), gate, Status::Fail);
     }
 }
 
