@@ -63,7 +63,7 @@ pub struct Recipe {
     /// Seed of every draw.
     #[serde(default)]
     pub seed: u64,
-    /// `old_logp = logp + scale · N(0,1)`, and `ref_logp` likewise.
+    /// `old_logp = logp + scale · N(0,1)`, and `ref_logp` likewise; either may exceed 0, as no kernel should mind.
     #[serde(default = "default_noise")]
     pub old_logp_noise_scale: f64,
     /// Whether NaN logits, advantages and log-probabilities and the id −100 stand under the mask.
