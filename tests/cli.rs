@@ -119,6 +119,18 @@ fn replay_under_another_spec_judges_without_recorded_scalars() {
 }
 
 #[test]
+fn replay_of_a_generated_problem_uses_the_spec_it_carries() {
+    let workplace = Workplace::new();
+    let problem = workplace.path("token.safetensors");
+    let spec = workplace.write("spec.yaml", "advantages: token\n");
+    let generated = assay(&["generate", "--spec", &spec, "--shape", "2x3x65", "-o", &problem]);
+    assert_eq!(generated.code, 0, "{}", generated.stderr);
+    // The recorded spec has one advantage a sequence and would refuse the file.
+    let output = assay(&["replay", &problem]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+}
+
+#[test]
 fn a_changed_recorded_scalar_fails_the_replay() {
     let workplace = Workplace::new();
     let bytes = fs::read("fixtures/qwen_tiny.safetensors").unwrap();

@@ -7,7 +7,11 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 
 use super::CliError;
+use crate::fixture::ProblemFile;
 use crate::spec::LossSpec;
+
+/// The metadata key under which a generated problem carries its spec, as JSON.
+pub(super) const SPEC_KEY: &str = "spec";
 
 /// No settings file is longer; a larger one is something else.
 const LONGEST: u64 = 1 << 20;
@@ -34,6 +38,17 @@ pub(super) fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, CliErro
     let spec: LossSpec = read(path)?;
     spec.check().map_err(|error| CliError::Problem { path: path.into(), reason: error.into() })?;
     Ok(Some(spec))
+}
+
+/// The spec that a generated problem carries, if it does.
+pub(super) fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, CliError> {
+    let parse = |json: &String| {
+        serde_json::from_str(json).map_err(|error| CliError::Config {
+            path: file.file().path().into(),
+            reason: format!("metadata `{SPEC_KEY}`: {}", one_line(&error.to_string())),
+        })
+    };
+    file.metadata().get(SPEC_KEY).map(parse).transpose()
 }
 
 /// The parser's message, and the line it speaks of: the message does not name the field.

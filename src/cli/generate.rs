@@ -67,7 +67,7 @@ impl Generate {
         };
         let problem = recipe.problem(&spec)?;
         let metadata = BTreeMap::from([
-            (super::judge::SPEC_KEY.to_string(), json(&spec)),
+            (config::SPEC_KEY.to_string(), json(&spec)),
             ("recipe".to_string(), json(&recipe)),
             ("generator".to_string(), format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))),
         ]);

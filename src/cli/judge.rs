@@ -13,9 +13,6 @@ use crate::problem::Candidate;
 use crate::reference;
 use crate::spec::{LossSpec, OldLogp};
 
-/// The metadata key under which a generated problem carries its spec, as JSON.
-pub(super) const SPEC_KEY: &str = "spec";
-
 /// The class whose limits hold for kernels that are not ours.
 const CLASS: &str = "external";
 
@@ -70,12 +67,8 @@ impl Judge {
         if let Some(spec) = config::read_spec(self.spec.as_deref())? {
             return Ok(spec);
         }
-        let Some(json) = file.metadata().get(SPEC_KEY) else {
+        config::spec_within(file)?.ok_or_else(|| {
             let reason = "metadata `spec`: not in the file, expected --spec FILE to say which loss is meant".into();
-            return Err(CliError::Config { path: self.problem.clone(), reason });
-        };
-        serde_json::from_str(json).map_err(|error| {
-            let reason = format!("metadata `{SPEC_KEY}`: {error}");
             CliError::Config { path: self.problem.clone(), reason }
         })
     }

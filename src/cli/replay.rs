@@ -30,7 +30,8 @@ pub(super) struct Replay {
     /// Run only these implementations
     #[arg(long = "impl", value_name = "ID")]
     implementations: Vec<String>,
-    /// The loss, in YAML, TOML or JSON, instead of the one that the recorded scalars belong to
+    /// The loss, in YAML, TOML or JSON, instead of the problem's own: the one it was generated with, or that its recorded
+    /// scalars belong to
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
     /// Use only this logits tensor
@@ -92,7 +93,7 @@ impl Replay {
 
 #[derive(Default)]
 struct Session {
-    /// `None` means the recorded one, and that recorded scalars are compared.
+    /// `None` means each problem's own.
     spec: Option<LossSpec>,
     implementations: Vec<&'static dyn Implementation>,
     checks: Vec<Check>,
@@ -104,7 +105,9 @@ impl Session {
     fn replay(&mut self, args: &Replay, path: &Path) -> Result<(), CliError> {
         verify(path)?;
         let file = ProblemFile::open(path)?;
-        let spec = self.spec.clone().unwrap_or_else(recorded_spec);
+        let other_spec = self.spec.clone().map_or_else(|| config::spec_within(&file), |spec| Ok(Some(spec)))?;
+        let has_recorded = other_spec.is_none();
+        let spec = other_spec.unwrap_or_else(recorded_spec);
         let mut expected = Expected::of(&file);
         let logits_names = Replay::chosen(args.logits.as_ref(), file.logits_names());
         let old_logps: Vec<Option<&str>> = match spec.old_logp {
@@ -125,7 +128,7 @@ impl Session {
                 let label = label(path, logits, *old_logp);
                 let problem = file.problem(logits, *old_logp)?;
                 let reference = evaluate(&spec, &problem, path)?;
-                if self.spec.is_none() {
+                if has_recorded {
                     let values = scalars(&reference, None);
                     self.check_recorded(&label, &mut expected, logits, *old_logp, &values)?;
                     self.check_recorded_tokens(&label, &file, logits, &reference)?;
@@ -136,7 +139,7 @@ impl Session {
                 }
             }
         }
-        if self.spec.is_none() && args.logits.is_none() && args.old_logp.is_none() {
+        if has_recorded && args.logits.is_none() && args.old_logp.is_none() {
             for old_logp in &old_logps {
                 self.replay_sub_vocabulary(&file, path, *old_logp, &mut expected)?;
             }
