@@ -166,7 +166,7 @@ fn gradcheck_writes_the_keys_of_the_seed_project() {
     let result = read_json(&json);
     let number = |key: &str| result[key].as_f64().unwrap_or_else(|| panic!("{key} is a number"));
     assert!((number("loss_ref") - 0.320_339_144_479_898_5).abs() < 1e-12, "the recorded loss");
-    assert!((number("loss_ref") - number("loss_kernel")).abs() - number("abs_diff_loss") < 1e-15);
+    assert_eq!((number("loss_ref") - number("loss_kernel")).abs(), number("abs_diff_loss"));
     assert!(number("max_abs_diff_dlogits") > 0.0 && number("max_abs_diff_dlogits") < 1e-3);
     assert!(number("max_rel_diff_dlogits") > 0.0 && number("max_rel_diff_dlogits") < 4e-3, "half an ulp of bf16");
     assert!(number("mean_abs_diff_dlogits") > 0.0);
