@@ -3,6 +3,7 @@
 
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::{Status, Verdict, judge};
+use assay::conformance::metric::half_ulp;
 use assay::conformance::recorded::recorded_spec;
 use assay::conformance::tolerance::{Gate, Model, Output, Tolerances};
 use assay::implementation::find;
@@ -319,4 +320,18 @@ fn outputs_of_the_wrong_shape_or_dtype_are_refused_by_name() {
         error(&narrow).to_string(),
         "`logp`: got dtype bf16, for which tolerances.toml has no limit in class `native`; expected f32"
     );
+}
+
+#[test]
+fn half_ulp_is_half_the_distance_to_the_next_number() {
+    let power = |n: i32| 2.0_f64.powi(n);
+    for (dtype, at_one, below_normal) in [(Dtype::F32, -24, -150), (Dtype::Bf16, -8, -134), (Dtype::F16, -11, -25)] {
+        assert_eq!(half_ulp(1.0, dtype), power(at_one), "{dtype}");
+        assert_eq!(half_ulp(-1.99, dtype), power(at_one), "{dtype}");
+        assert_eq!(half_ulp(0.99, dtype), power(at_one - 1), "{dtype}");
+        assert_eq!(half_ulp(0.0, dtype), power(below_normal), "{dtype}");
+        // A number that far off 1 is the last that rounds to it.
+        assert_eq!(dtype.round(1.0 + 0.999 * half_ulp(1.0, dtype)), 1.0);
+        assert!(dtype.round(1.0 + 1.001 * half_ulp(1.0, dtype)) > 1.0);
+    }
 }
