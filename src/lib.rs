@@ -14,11 +14,15 @@
 
 pub mod cli;
 pub mod conformance;
+#[cfg(feature = "pjrt")]
+pub mod element;
 pub mod fixture;
 pub mod implementation;
 pub mod native;
 pub mod problem;
 pub mod reference;
+#[cfg(feature = "pjrt")]
+pub mod runtime;
 pub mod spec;
 
 /// The README's example is compiled and run.

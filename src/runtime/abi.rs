@@ -1,0 +1,199 @@
+//! One table of functions for every version of the C API.
+//!
+//! A plugin checks that each argument struct is at least as long as the one it was built with. The structs only ever
+//! grow at their end, and a zero there means *not set*. `pjrt-sys` is built on C API 0.54, so newer plugins refuse its
+//! structs. Here the plugin's table is copied and every entry replaced by a function that hands the plugin a longer,
+//! zero-filled copy of the struct, and copies the caller's part back. That holds for any later version.
+//!
+//! Such a function gets no context, so each loaded plugin has a slot and functions of its own.
+
+use std::ffi::{c_char, c_void};
+use std::mem::{offset_of, transmute};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_LoadedExecutable_Execute_Args};
+
+/// The oldest minor version whose table `pjrt-sys` can read.
+pub(super) const OLDEST_MINOR: i32 = 54;
+
+/// How many plugins one process may load.
+pub(super) const SLOTS: usize = 8;
+
+/// Bytes of the struct that a plugin is handed. The longest of 0.54 takes 200, and they grow by tens.
+const ROOM: usize = 1024;
+
+/// An argument struct with room behind it.
+#[repr(C, align(16))]
+struct Roomy([u8; ROOM]);
+
+type Entry = unsafe extern "C" fn(*mut c_void) -> *mut PJRT_Error;
+
+/// The plugins' own tables.
+static TABLES: [AtomicPtr<PJRT_Api>; SLOTS] = [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS];
+
+/// The bytes that a plugin points to; none where it points nowhere.
+///
+/// # Safety
+/// `start` is null, or `length` bytes from it are readable for `'a`.
+pub(super) unsafe fn bytes_from<'a>(start: *const c_char, length: usize) -> &'a [u8] {
+    // SAFETY: the caller's promise.
+    unsafe { slice_from(start.cast(), length) }
+}
+
+/// The elements that a plugin points to; none where it points nowhere.
+///
+/// # Safety
+/// `start` is null, or `length` elements from it are readable for `'a`.
+pub(super) unsafe fn slice_from<'a, T>(start: *const T, length: usize) -> &'a [T] {
+    if start.is_null() || length == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(start, length) }
+}
+
+/// Calls `call` with a copy of `*args` that has room behind it, then copies the caller's part back.
+///
+/// # Safety
+/// `args` points to a struct that begins with its own size and is writable over that size.
+unsafe fn with_room<R>(args: *mut c_void, call: impl FnOnce(*mut c_void) -> R) -> R {
+    let mut roomy = Roomy([0; ROOM]);
+    let copy = ptr::from_mut(&mut roomy).cast::<c_void>();
+    // SAFETY: both ranges hold `size` bytes, `roomy` is aligned for any field, and the two do not overlap.
+    unsafe {
+        let size = *args.cast::<usize>();
+        assert!(size <= ROOM, "an argument struct of {size} bytes");
+        ptr::copy_nonoverlapping(args.cast::<u8>(), copy.cast::<u8>(), size);
+        *copy.cast::<usize>() = ROOM;
+        let result = call(copy);
+        ptr::copy_nonoverlapping(copy.cast::<u8>(), args.cast::<u8>(), size);
+        *args.cast::<usize>() = size;
+        result
+    }
+}
+
+/// The entry at byte `OFFSET` of the table in `SLOT`, given room.
+unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args: *mut c_void) -> *mut PJRT_Error {
+    let table = TABLES[SLOT].load(Ordering::Acquire);
+    // SAFETY: `table_with_room` put a table there before it handed out this function, and only for an entry that the
+    // table has. PJRT's argument structs begin with their size.
+    unsafe {
+        let entry = *table.byte_add(OFFSET).cast::<Entry>();
+        with_room(args, |args| entry(args))
+    }
+}
+
+/// The same for the one call whose argument struct points to another that has grown.
+unsafe extern "C" fn with_room_for_execute<const SLOT: usize>(
+    args: *mut PJRT_LoadedExecutable_Execute_Args,
+) -> *mut PJRT_Error {
+    const EXECUTE: usize = offset_of!(PJRT_Api, PJRT_LoadedExecutable_Execute);
+    // SAFETY: the options are a struct like any other; the caller's pointer to them is put back.
+    unsafe {
+        let options = (*args).options;
+        let error = with_room(options.cast(), |roomy| {
+            (*args).options = roomy.cast();
+            with_room_for::<SLOT, EXECUTE>(args.cast())
+        });
+        (*args).options = options;
+        error
+    }
+}
+
+/// Puts functions with room in place of the entries named.
+macro_rules! give_room {
+    ($table:ident, $slot:ident: $($entry:ident)*) => {$(
+        if $table.$entry.is_some() {
+            let entry: Entry = with_room_for::<$slot, { offset_of!(PJRT_Api, $entry) }>;
+            // SAFETY: both are C functions from one pointer to one pointer.
+            $table.$entry = Some(unsafe { transmute::<Entry, _>(entry) });
+        }
+    )*};
+}
+
+/// A copy of `plugin_table` in which every entry that takes arguments and may fail has room.
+fn table_with_room<const SLOT: usize>(plugin_table: *const PJRT_Api) -> PJRT_Api {
+    TABLES[SLOT].store(plugin_table.cast_mut(), Ordering::Release);
+    // SAFETY: `Plugin::load` has checked that the table is at least as long as this struct.
+    let mut table = unsafe { *plugin_table };
+    give_room!(table, SLOT:
+        PJRT_Error_GetCode PJRT_Plugin_Initialize PJRT_Plugin_Attributes
+        PJRT_Event_Destroy PJRT_Event_IsReady PJRT_Event_Error PJRT_Event_Await PJRT_Event_OnReady
+        PJRT_Client_Create PJRT_Client_Destroy PJRT_Client_PlatformName PJRT_Client_ProcessIndex
+        PJRT_Client_PlatformVersion PJRT_Client_Devices PJRT_Client_AddressableDevices PJRT_Client_LookupDevice
+        PJRT_Client_LookupAddressableDevice PJRT_Client_AddressableMemories PJRT_Client_Compile
+        PJRT_Client_DefaultDeviceAssignment PJRT_Client_BufferFromHostBuffer PJRT_Client_TopologyDescription
+        PJRT_DeviceDescription_Id PJRT_DeviceDescription_ProcessIndex PJRT_DeviceDescription_Attributes
+        PJRT_DeviceDescription_Kind PJRT_DeviceDescription_DebugString PJRT_DeviceDescription_ToString
+        PJRT_Device_GetDescription PJRT_Device_IsAddressable PJRT_Device_LocalHardwareId
+        PJRT_Device_AddressableMemories PJRT_Device_DefaultMemory PJRT_Device_MemoryStats
+        PJRT_Memory_Id PJRT_Memory_Kind PJRT_Memory_DebugString PJRT_Memory_ToString PJRT_Memory_AddressableByDevices
+        PJRT_Executable_Destroy PJRT_Executable_Name PJRT_Executable_NumReplicas PJRT_Executable_NumPartitions
+        PJRT_Executable_NumOutputs PJRT_Executable_SizeOfGeneratedCodeInBytes PJRT_Executable_GetCostAnalysis
+        PJRT_Executable_OutputMemoryKinds PJRT_Executable_OutputElementTypes PJRT_Executable_OutputDimensions
+        PJRT_Executable_OptimizedProgram PJRT_Executable_Serialize PJRT_Executable_Fingerprint
+        PJRT_Executable_GetCompiledMemoryStats PJRT_Executable_DeserializeAndLoad
+        PJRT_LoadedExecutable_Destroy PJRT_LoadedExecutable_GetExecutable PJRT_LoadedExecutable_AddressableDevices
+        PJRT_LoadedExecutable_Delete PJRT_LoadedExecutable_IsDeleted PJRT_LoadedExecutable_Fingerprint
+        PJRT_Buffer_Destroy PJRT_Buffer_ElementType PJRT_Buffer_Dimensions PJRT_Buffer_UnpaddedDimensions
+        PJRT_Buffer_DynamicDimensionIndices PJRT_Buffer_GetMemoryLayout PJRT_Buffer_OnDeviceSizeInBytes
+        PJRT_Buffer_Device PJRT_Buffer_Memory PJRT_Buffer_Delete PJRT_Buffer_IsDeleted PJRT_Buffer_CopyToDevice
+        PJRT_Buffer_CopyToMemory PJRT_Buffer_ToHostBuffer PJRT_Buffer_IsOnCpu PJRT_Buffer_ReadyEvent
+        PJRT_TopologyDescription_Create PJRT_TopologyDescription_Destroy PJRT_TopologyDescription_PlatformName
+        PJRT_TopologyDescription_PlatformVersion PJRT_TopologyDescription_GetDeviceDescriptions
+        PJRT_TopologyDescription_Serialize PJRT_TopologyDescription_Attributes PJRT_Compile
+    );
+    if table.PJRT_LoadedExecutable_Execute.is_some() {
+        table.PJRT_LoadedExecutable_Execute = Some(with_room_for_execute::<SLOT>);
+    }
+    table
+}
+
+/// [`table_with_room`] for a slot known at run time. Each slot is used once.
+pub(super) fn adapt(slot: usize, plugin_table: *const PJRT_Api) -> PJRT_Api {
+    let adapt = [
+        table_with_room::<0>,
+        table_with_room::<1>,
+        table_with_room::<2>,
+        table_with_room::<3>,
+        table_with_room::<4>,
+        table_with_room::<5>,
+        table_with_room::<6>,
+        table_with_room::<7>,
+    ];
+    const { assert!(SLOTS == 8) };
+    adapt[slot](plugin_table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A struct that a newer plugin would take: two fields longer than the caller's.
+    #[repr(C)]
+    struct Grown {
+        struct_size: usize,
+        given: usize,
+        answered: usize,
+        added: usize,
+    }
+
+    #[test]
+    fn a_plugin_sees_zeros_behind_the_callers_struct_and_its_answer_comes_back() {
+        let mut args = Grown { struct_size: 24, given: 7, answered: 0, added: 99 };
+        // SAFETY: `args` begins with its size and is longer than that.
+        unsafe {
+            with_room(ptr::from_mut(&mut args).cast(), |roomy| {
+                let roomy = roomy.cast::<Grown>();
+                assert_eq!((*roomy).struct_size, ROOM);
+                assert_eq!((*roomy).given, 7);
+                assert_eq!((*roomy).added, 0, "what lies behind the caller's struct is not read");
+                (*roomy).answered = 5;
+                (*roomy).added = 6;
+            });
+        }
+        assert_eq!((args.struct_size, args.given, args.answered), (24, 7, 5));
+        assert_eq!(args.added, 99, "what lies behind the caller's struct is not written");
+    }
+}

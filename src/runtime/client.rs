@@ -1,0 +1,174 @@
+//! A plugin's devices.
+
+use std::collections::BTreeMap;
+use std::ffi::c_char;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pjrt_sys::{
+    PJRT_Client, PJRT_Client_AddressableDevices_Args, PJRT_Client_Create_Args, PJRT_Client_Destroy_Args,
+    PJRT_Client_PlatformName_Args, PJRT_Client_PlatformVersion_Args, PJRT_Device, PJRT_NamedValue,
+    PJRT_NamedValue_Type_PJRT_NamedValue_kInt64,
+};
+
+use super::abi::{bytes_from, slice_from};
+use super::error::RuntimeError;
+use super::plugin::{Plugin, call};
+
+/// Devices that a CPU plugin is asked for. They share the machine's cores; a device costs next to nothing until used.
+const CPU_DEVICES: usize = 8;
+
+/// A plugin's devices. A clone is the same client.
+#[derive(Clone)]
+pub struct Client(Arc<Inner>);
+
+struct Inner {
+    plugin: &'static Plugin,
+    raw: NonNull<PJRT_Client>,
+    devices: Vec<*mut PJRT_Device>,
+    platform: String,
+    platform_version: String,
+}
+
+// SAFETY: PJRT clients and devices may be used from any thread; nothing else here is shared or changes.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let mut args = PJRT_Client_Destroy_Args::new();
+        args.client = self.raw.as_ptr();
+        // A destructor has nobody to tell: a client that cannot be freed is leaked.
+        let _ = call!(self.plugin, PJRT_Client_Destroy, args, "free a client");
+    }
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} × {} of {:?}", self.device_count(), self.platform(), self.plugin())
+    }
+}
+
+/// The clients of this process, by plugin.
+static SHARED: Mutex<BTreeMap<PathBuf, Client>> = Mutex::new(BTreeMap::new());
+
+impl Client {
+    /// The one client of the plugin at `path` in this process. Most plugins can serve only one.
+    ///
+    /// # Errors
+    /// As [`Plugin::load`] and [`Client::create`].
+    pub fn shared(path: &Path) -> Result<Client, RuntimeError> {
+        let plugin = Plugin::load(path)?;
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(client) = shared.get(plugin.path()) {
+            return Ok(client.clone());
+        }
+        let client = Client::create(plugin)?;
+        shared.insert(plugin.path().to_path_buf(), client.clone());
+        Ok(client)
+    }
+
+    /// A client with all the plugin's devices; a CPU plugin is asked for eight.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Plugin`] with the plugin's own message, or [`RuntimeError::Answer`] where it has no device.
+    pub fn create(plugin: &'static Plugin) -> Result<Client, RuntimeError> {
+        // Only a CPU plugin knows the option, and only a client knows its platform.
+        let client = Self::create_with(plugin, &[])?;
+        if client.platform() != "cpu" || client.device_count() >= CPU_DEVICES {
+            return Ok(client);
+        }
+        drop(client);
+        let name = b"cpu_device_count";
+        let mut option = PJRT_NamedValue::new();
+        option.name = name.as_ptr().cast::<c_char>();
+        option.name_size = name.len();
+        option.type_ = PJRT_NamedValue_Type_PJRT_NamedValue_kInt64;
+        option.__bindgen_anon_1.int64_value = CPU_DEVICES as i64;
+        option.value_size = 1;
+        Self::create_with(plugin, &[option])
+    }
+
+    fn create_with(plugin: &'static Plugin, options: &[PJRT_NamedValue]) -> Result<Client, RuntimeError> {
+        let what = || format!("create a client of {}", plugin.path().display());
+        let mut args = PJRT_Client_Create_Args::new();
+        args.create_options = options.as_ptr();
+        args.num_options = options.len();
+        call!(plugin, PJRT_Client_Create, args, what())?;
+        let Some(raw) = NonNull::new(args.client) else {
+            return Err(RuntimeError::Answer { what: what(), given: "null".into(), expected: "a client".into() });
+        };
+        let mut inner =
+            Inner { plugin, raw, devices: Vec::new(), platform: String::new(), platform_version: String::new() };
+
+        let mut name = PJRT_Client_PlatformName_Args::new();
+        name.client = raw.as_ptr();
+        call!(plugin, PJRT_Client_PlatformName, name, "read the platform's name")?;
+        // SAFETY: the client owns the text.
+        let text = unsafe { bytes_from(name.platform_name, name.platform_name_size) };
+        inner.platform = String::from_utf8_lossy(text).into_owned();
+
+        let mut version = PJRT_Client_PlatformVersion_Args::new();
+        version.client = raw.as_ptr();
+        call!(plugin, PJRT_Client_PlatformVersion, version, "read the platform's version")?;
+        // SAFETY: the client owns the text.
+        let text = unsafe { bytes_from(version.platform_version, version.platform_version_size) };
+        inner.platform_version = String::from_utf8_lossy(text).trim().to_string();
+
+        let mut devices = PJRT_Client_AddressableDevices_Args::new();
+        devices.client = raw.as_ptr();
+        call!(plugin, PJRT_Client_AddressableDevices, devices, "list the devices")?;
+        // SAFETY: the client owns the list and the devices.
+        inner.devices = unsafe { slice_from(devices.addressable_devices, devices.num_addressable_devices) }.to_vec();
+        if inner.devices.is_empty() || inner.devices.iter().any(|device| device.is_null()) {
+            let given = format!("{} devices, some of them null", inner.devices.len());
+            return Err(RuntimeError::Answer { what: what(), given, expected: "at least one device".into() });
+        }
+        Ok(Client(Arc::new(inner)))
+    }
+
+    /// The plugin.
+    pub fn plugin(&self) -> &'static Plugin {
+        self.0.plugin
+    }
+
+    /// `cpu`, `cuda`, `tpu`, …
+    pub fn platform(&self) -> &str {
+        &self.0.platform
+    }
+
+    /// The plugin's own words on its version.
+    pub fn platform_version(&self) -> &str {
+        &self.0.platform_version
+    }
+
+    /// Devices that this process can use.
+    pub fn device_count(&self) -> usize {
+        self.0.devices.len()
+    }
+
+    /// Checks that there are `devices`.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Devices`].
+    pub fn expect_devices(&self, devices: usize) -> Result<(), RuntimeError> {
+        let available = self.device_count();
+        if (1..=available).contains(&devices) {
+            return Ok(());
+        }
+        Err(RuntimeError::Devices { given: devices, available, platform: self.platform().into() })
+    }
+
+    pub(super) fn raw(&self) -> *mut PJRT_Client {
+        self.0.raw.as_ptr()
+    }
+
+    /// The device with this index.
+    pub(super) fn device(&self, index: usize) -> Result<*mut PJRT_Device, RuntimeError> {
+        self.expect_devices(index + 1)?;
+        Ok(self.0.devices[index])
+    }
+}

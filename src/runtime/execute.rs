@@ -1,0 +1,177 @@
+//! Compiled programs.
+
+use std::ptr::{self, NonNull};
+
+use pjrt::CompileOptions;
+use pjrt_sys::{
+    PJRT_Buffer, PJRT_Client_Compile_Args, PJRT_Event, PJRT_Executable, PJRT_Executable_Destroy_Args,
+    PJRT_Executable_NumOutputs_Args, PJRT_ExecuteOptions, PJRT_LoadedExecutable, PJRT_LoadedExecutable_Destroy_Args,
+    PJRT_LoadedExecutable_Execute_Args, PJRT_LoadedExecutable_GetExecutable_Args, PJRT_Program,
+};
+
+use super::buffers::{Buffer, wait};
+use super::client::Client;
+use super::error::RuntimeError;
+use super::plugin::call;
+
+/// A program to compile.
+#[derive(Clone, Copy, Debug)]
+pub struct Program<'p> {
+    /// StableHLO, as MLIR text or bytecode.
+    pub code: &'p [u8],
+    /// How many copies of it run side by side, each on a device of its own, joined by collectives.
+    pub replicas: usize,
+    /// The same, for programs that count their devices as partitions (what `jax.export` writes).
+    pub partitions: usize,
+}
+
+impl<'p> Program<'p> {
+    /// A program for `replicas` devices.
+    pub fn replicated(code: &'p [u8], replicas: usize) -> Self {
+        Self { code, replicas, partitions: 1 }
+    }
+
+    /// Devices that it runs on.
+    pub fn devices(&self) -> usize {
+        self.replicas * self.partitions
+    }
+}
+
+/// A program compiled for the first devices of a client. Freed when dropped.
+#[derive(Debug)]
+pub struct Executable {
+    client: Client,
+    raw: NonNull<PJRT_LoadedExecutable>,
+    devices: usize,
+    outputs: usize,
+}
+
+// SAFETY: PJRT executables may be used from any thread.
+unsafe impl Send for Executable {}
+// SAFETY: as above.
+unsafe impl Sync for Executable {}
+
+impl Drop for Executable {
+    fn drop(&mut self) {
+        let mut args = PJRT_LoadedExecutable_Destroy_Args::new();
+        args.executable = self.raw.as_ptr();
+        // A destructor has nobody to tell: an executable that cannot be freed is leaked.
+        let _ = call!(self.client.plugin(), PJRT_LoadedExecutable_Destroy, args, "free an executable");
+    }
+}
+
+impl Client {
+    /// Compiles a program for devices `0 .. program.devices()`.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Devices`]; the plugin's own error where the program does not compile.
+    pub fn compile(&self, program: &Program) -> Result<Executable, RuntimeError> {
+        let devices = program.devices();
+        self.expect_devices(devices)?;
+        let mut options = CompileOptions::new();
+        if let Some(build) = &mut options.proto_mut().executable_build_options {
+            build.num_replicas = program.replicas as i64;
+            build.num_partitions = program.partitions as i64;
+            build.use_spmd_partitioning = program.partitions > 1;
+        }
+        let options = options.encode();
+        let format = b"mlir";
+        let mut code = PJRT_Program::new();
+        code.code = program.code.as_ptr().cast_mut().cast();
+        code.code_size = program.code.len();
+        code.format = format.as_ptr().cast();
+        code.format_size = format.len();
+        let mut args = PJRT_Client_Compile_Args::new();
+        args.client = self.raw();
+        args.program = &raw const code;
+        args.compile_options = options.as_ptr().cast();
+        args.compile_options_size = options.len();
+        call!(self.plugin(), PJRT_Client_Compile, args, "compile")?;
+        let Some(raw) = NonNull::new(args.executable) else {
+            let (given, expected) = ("null".into(), "an executable".into());
+            return Err(RuntimeError::Answer { what: "compile".into(), given, expected });
+        };
+        let mut executable = Executable { client: self.clone(), raw, devices, outputs: 0 };
+        executable.outputs = executable.read(|unloaded| {
+            let mut args = PJRT_Executable_NumOutputs_Args::new();
+            args.executable = unloaded;
+            call!(self.plugin(), PJRT_Executable_NumOutputs, args, "count outputs").map(|()| args.num_outputs)
+        })?;
+        Ok(executable)
+    }
+}
+
+impl Executable {
+    /// Devices that it runs on.
+    pub fn devices(&self) -> usize {
+        self.devices
+    }
+
+    /// The client that it was compiled by.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Calls `read` with the executable's description, and frees that.
+    pub(super) fn read<R>(
+        &self,
+        read: impl FnOnce(*mut PJRT_Executable) -> Result<R, RuntimeError>,
+    ) -> Result<R, RuntimeError> {
+        let plugin = self.client.plugin();
+        let mut args = PJRT_LoadedExecutable_GetExecutable_Args::new();
+        args.loaded_executable = self.raw.as_ptr();
+        call!(plugin, PJRT_LoadedExecutable_GetExecutable, args, "describe an executable")?;
+        let result = read(args.executable);
+        let mut destroy = PJRT_Executable_Destroy_Args::new();
+        destroy.executable = args.executable;
+        let freed = call!(plugin, PJRT_Executable_Destroy, destroy, "free an executable's description");
+        result.and_then(|value| freed.map(|()| value))
+    }
+
+    /// Runs on every device and returns when all have finished: `outputs[device][output]` from
+    /// `arguments[device][argument]`. An argument that the program aliases to an output is donated: its buffer is gone,
+    /// and using it again is an error.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Arguments`] where the lists do not have one entry a device; the plugin's own error, from the
+    /// call or from any device.
+    pub fn execute(&self, arguments: &[Vec<&Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+        let counts: Vec<usize> = arguments.iter().map(Vec::len).collect();
+        if counts.len() != self.devices || counts.iter().any(|&count| count != counts[0]) {
+            let given = format!("argument counts {counts:?}");
+            let expected = format!("the same number of arguments for each of {} devices", self.devices);
+            return Err(RuntimeError::Arguments { given, expected });
+        }
+        let inputs: Vec<Vec<*mut PJRT_Buffer>> =
+            arguments.iter().map(|list| list.iter().map(|buffer| buffer.raw()).collect()).collect();
+        let input_lists: Vec<*const *mut PJRT_Buffer> = inputs.iter().map(Vec::as_ptr).collect();
+        let mut outputs = vec![vec![ptr::null_mut::<PJRT_Buffer>(); self.outputs]; self.devices];
+        let mut output_lists: Vec<*mut *mut PJRT_Buffer> = outputs.iter_mut().map(Vec::as_mut_ptr).collect();
+        let mut events = vec![ptr::null_mut::<PJRT_Event>(); self.devices];
+
+        let mut options = PJRT_ExecuteOptions::new();
+        let mut args = PJRT_LoadedExecutable_Execute_Args::new();
+        args.executable = self.raw.as_ptr();
+        args.options = &raw mut options;
+        args.argument_lists = input_lists.as_ptr();
+        args.num_devices = self.devices;
+        args.num_args = counts[0];
+        args.output_lists = output_lists.as_mut_ptr();
+        args.device_complete_events = events.as_mut_ptr();
+        let launched = call!(self.client.plugin(), PJRT_LoadedExecutable_Execute, args, "execute");
+
+        // Every event is awaited and every buffer owned before the first error is returned.
+        let finished: Vec<Result<(), RuntimeError>> = events
+            .into_iter()
+            .enumerate()
+            .map(|(device, event)| wait(self.client.plugin(), event, &format!("execute on device {device}")))
+            .collect();
+        let owned: Vec<Vec<_>> = outputs
+            .iter()
+            .map(|list| list.iter().map(|&raw| Buffer::own(&self.client, raw, "execute")).collect())
+            .collect();
+        launched?;
+        finished.into_iter().collect::<Result<(), _>>()?;
+        owned.into_iter().map(|list| list.into_iter().collect()).collect()
+    }
+}

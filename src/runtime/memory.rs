@@ -1,0 +1,103 @@
+//! Bytes: what a compiled program takes, what a device and this machine have.
+
+use std::fs;
+
+use pjrt_sys::{PJRT_Device_MemoryStats_Args, PJRT_Executable_GetCompiledMemoryStats_Args};
+use serde::Serialize;
+
+use super::client::Client;
+use super::error::RuntimeError;
+use super::execute::Executable;
+use super::plugin::call;
+
+/// Bytes that one run of a compiled program takes on each device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct CompiledMemory {
+    /// Inputs.
+    pub argument_bytes: i64,
+    /// Outputs, those that lie over an input included.
+    pub output_bytes: i64,
+    /// Scratch.
+    pub temp_bytes: i64,
+    /// Outputs that lie over a donated input.
+    pub alias_bytes: i64,
+    /// The program itself.
+    pub code_bytes: i64,
+}
+
+impl CompiledMemory {
+    /// `argument + output + temp − alias`: what is held while it runs.
+    pub fn peak_bytes(&self) -> i64 {
+        self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+    }
+}
+
+/// What a device's allocator says of itself; `None` where it does not say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DeviceMemory {
+    /// Bytes allocated now.
+    pub bytes_in_use: i64,
+    /// The most that were.
+    pub peak_bytes_in_use: Option<i64>,
+    /// The most that were reserved from the device.
+    pub peak_bytes_reserved: Option<i64>,
+    /// Bytes that may be allocated.
+    pub bytes_limit: Option<i64>,
+}
+
+impl Executable {
+    /// What one run takes on each device, as the compiler counted.
+    ///
+    /// # Errors
+    /// The plugin's own, `UNIMPLEMENTED` where it does not count.
+    pub fn memory(&self) -> Result<CompiledMemory, RuntimeError> {
+        self.read(|unloaded| {
+            let mut args = PJRT_Executable_GetCompiledMemoryStats_Args::new();
+            args.executable = unloaded;
+            let plugin = self.client().plugin();
+            call!(plugin, PJRT_Executable_GetCompiledMemoryStats, args, "read a program's memory")?;
+            Ok(CompiledMemory {
+                argument_bytes: args.argument_size_in_bytes,
+                output_bytes: args.output_size_in_bytes,
+                temp_bytes: args.temp_size_in_bytes,
+                alias_bytes: args.alias_size_in_bytes,
+                code_bytes: args.generated_code_size_in_bytes,
+            })
+        })
+    }
+}
+
+impl Client {
+    /// What the allocator of a device says.
+    ///
+    /// # Errors
+    /// The plugin's own, `UNIMPLEMENTED` where it has no such figures (the CPU plugins have none).
+    pub fn device_memory(&self, device: usize) -> Result<DeviceMemory, RuntimeError> {
+        let mut args = PJRT_Device_MemoryStats_Args::new();
+        args.device = self.device(device)?;
+        call!(self.plugin(), PJRT_Device_MemoryStats, args, format!("read the memory of device {device}"))?;
+        Ok(DeviceMemory {
+            bytes_in_use: args.bytes_in_use,
+            peak_bytes_in_use: args.peak_bytes_in_use_is_set.then_some(args.peak_bytes_in_use),
+            peak_bytes_reserved: args.peak_bytes_reserved_is_set.then_some(args.peak_bytes_reserved),
+            bytes_limit: args.bytes_limit_is_set.then_some(args.bytes_limit),
+        })
+    }
+
+    /// Bytes that may still be allocated on a device: the allocator's limit less what is in use, or, for a plugin
+    /// without such figures whose devices are this machine, what this machine has left. `None` where neither is known.
+    pub fn available_bytes(&self, device: usize) -> Option<usize> {
+        if let Ok(DeviceMemory { bytes_in_use, bytes_limit: Some(limit), .. }) = self.device_memory(device) {
+            return usize::try_from(limit - bytes_in_use).ok();
+        }
+        (self.platform() == "cpu").then(available_host_bytes).flatten()
+    }
+}
+
+/// Bytes of memory that this machine could give now, without swapping; `None` where it does not say.
+pub fn available_host_bytes() -> Option<usize> {
+    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kibibytes.checked_mul(1024)
+}

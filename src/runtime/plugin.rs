@@ -1,0 +1,149 @@
+//! A PJRT plugin: a shared library that exports `GetPjrtApi`.
+
+use std::env;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use libloading::Library;
+use pjrt_sys::{PJRT_Api, PJRT_Plugin_Initialize_Args};
+
+use super::abi::{self, OLDEST_MINOR, SLOTS};
+use super::error::{RuntimeError, check};
+
+/// Names a plugin library to use instead of the one that set-up installs.
+pub const PLUGIN_VARIABLE: &str = "ASSAY_PJRT_PLUGIN";
+
+/// Where `make setup` puts the CPU plugin, below the project's folder.
+const INSTALLED: &str = ".plugins/pjrt_cpu.so";
+
+/// The plugin to use: `given`, else the one that [`PLUGIN_VARIABLE`] names, else the one that `make setup` installed,
+/// looked for in the working directory and in the folders that hold this executable.
+///
+/// # Errors
+/// [`RuntimeError::NoPlugin`], saying where was looked.
+pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
+    if let Some(path) = given {
+        return Ok(path.to_path_buf());
+    }
+    if let Some(path) = env::var_os(PLUGIN_VARIABLE).filter(|path| !path.is_empty()) {
+        return Ok(path.into());
+    }
+    let executable = env::current_exe().unwrap_or_default();
+    // target/release/assay and target/debug/deps/test-…: the project is at most three folders up.
+    let folders = env::current_dir().into_iter().chain(executable.ancestors().skip(1).take(4).map(Path::to_path_buf));
+    let looked: Vec<PathBuf> = folders.map(|folder| folder.join(INSTALLED)).collect();
+    looked.iter().find(|path| path.is_file()).cloned().ok_or(RuntimeError::NoPlugin { looked })
+}
+
+/// A loaded plugin. It stays loaded until the process ends.
+pub struct Plugin {
+    path: PathBuf,
+    table: PJRT_Api,
+    version: (i32, i32),
+}
+
+// SAFETY: the table is read-only, and PJRT's functions may be called from any thread.
+unsafe impl Send for Plugin {}
+// SAFETY: as above.
+unsafe impl Sync for Plugin {}
+
+impl fmt::Debug for Plugin {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} (C API {}.{})", self.path.display(), self.version.0, self.version.1)
+    }
+}
+
+/// The plugins of this process, in the order of their slots.
+static LOADED: Mutex<Vec<&'static Plugin>> = Mutex::new(Vec::new());
+
+impl Plugin {
+    /// Loads and initialises the plugin at `path`, once a process. Loading a library runs its code: name only
+    /// libraries that you trust.
+    ///
+    /// # Errors
+    /// [`RuntimeError`] where the file is missing, is no shared library or no PJRT plugin, speaks a C API older than
+    /// 0.54, or fails to initialise.
+    pub fn load(path: &Path) -> Result<&'static Plugin, RuntimeError> {
+        let path =
+            fs::canonicalize(path).map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string() })?;
+        let mut loaded = LOADED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(plugin) = loaded.iter().find(|plugin| plugin.path == path) {
+            return Ok(plugin);
+        }
+        if loaded.len() == SLOTS {
+            return Err(RuntimeError::TooManyPlugins { path, limit: SLOTS });
+        }
+        let plugin: &Plugin = Box::leak(Box::new(Self::load_into(loaded.len(), path)?));
+        loaded.push(plugin);
+        drop(loaded);
+        Ok(plugin)
+    }
+
+    fn load_into(slot: usize, path: PathBuf) -> Result<Plugin, RuntimeError> {
+        // SAFETY: the library's initialisers run; the user has named it as a plugin.
+        let library = unsafe { Library::new(&path) }
+            .map_err(|error| RuntimeError::Load { path: path.clone(), reason: error.to_string() })?;
+        // SAFETY: the symbol's type is fixed by PJRT.
+        let entry = unsafe { library.get::<unsafe extern "C" fn() -> *const PJRT_Api>(b"GetPjrtApi\0") };
+        let Ok(get_api) = entry else {
+            return Err(RuntimeError::NotAPlugin { path, found: "it does not export `GetPjrtApi`".into() });
+        };
+        // SAFETY: the function takes nothing and returns a table that lives as long as the library.
+        let plugin_table = unsafe { get_api() };
+        if plugin_table.is_null() {
+            return Err(RuntimeError::NotAPlugin { path, found: "its `GetPjrtApi` returned null".into() });
+        }
+        // SAFETY: every version of the table begins with its size, then a pointer, then its version.
+        let (size, version) = unsafe { ((*plugin_table).struct_size, (*plugin_table).pjrt_api_version) };
+        let (major, minor) = (version.major_version, version.minor_version);
+        if major != 0 || minor < OLDEST_MINOR {
+            return Err(RuntimeError::Version { path, major, minor, oldest: OLDEST_MINOR });
+        }
+        if size < size_of::<PJRT_Api>() {
+            let found = format!("its table of functions takes {size} bytes, less than {}", size_of::<PJRT_Api>());
+            return Err(RuntimeError::NotAPlugin { path, found });
+        }
+        // The table, and the threads that the library has started, outlive any owner.
+        std::mem::forget(library);
+        let table = abi::adapt(slot, plugin_table);
+        if let Some(initialize) = table.PJRT_Plugin_Initialize {
+            let mut args = PJRT_Plugin_Initialize_Args::new();
+            // SAFETY: the struct is alive over the call, and the status is freed by `check`.
+            unsafe { check(&table, initialize(&raw mut args), || format!("initialise {}", path.display()))? };
+        }
+        Ok(Plugin { path, table, version: (major, minor) })
+    }
+
+    /// The library's file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `(major, minor)` of its C API.
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// Its functions, each with room for longer arguments.
+    pub(super) fn table(&self) -> &PJRT_Api {
+        &self.table
+    }
+}
+
+/// Calls the plugin's function `$entry` with `$args`, and turns a missing function or a bad status into an error.
+macro_rules! call {
+    ($plugin:expr, $entry:ident, $args:expr, $what:expr) => {{
+        let table = $plugin.table();
+        match table.$entry {
+            None => Err($crate::runtime::RuntimeError::Missing { what: $what.into() }),
+            // SAFETY: the struct and everything it points to are alive over the call, and what it points to was made
+            // by this plugin; the status is freed by `check`.
+            Some(entry) => unsafe {
+                $crate::runtime::error::check(table, entry(&raw mut $args), || $what.into())
+            },
+        }
+    }};
+}
+pub(super) use call;
