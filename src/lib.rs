@@ -18,6 +18,7 @@ pub mod conformance;
 pub mod element;
 pub mod fixture;
 pub mod implementation;
+mod kernels;
 pub mod native;
 pub mod problem;
 pub mod reference;

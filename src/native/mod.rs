@@ -4,7 +4,6 @@
 //! a token in f64, outputs rounded once. Extra memory: one or two rows of f32 a thread. Rows are independent and the
 //! loss is summed in row order, so results have the same bits for any number of threads.
 
-mod objective;
 mod reduction;
 mod row;
 

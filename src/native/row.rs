@@ -11,7 +11,8 @@
 
 use half::{bf16, f16};
 
-use super::objective::{self, Objective};
+use crate::kernels::arithmetic::Immediate;
+use crate::kernels::objective::{Numbers, Token, TokenLoss, token_loss};
 use crate::problem::Float;
 use crate::spec::{LossSpec, OldLogp, TemperatureDivides};
 
@@ -72,6 +73,7 @@ pub(super) struct RowResult {
 /// The settings that all rows share.
 pub(super) struct RowKernel<'s> {
     spec: &'s LossSpec,
+    numbers: Numbers<f64>,
     /// `1/T`.
     inverse_temperature: f64,
     /// `∂loss/∂H` of every token.
@@ -107,7 +109,7 @@ struct Softmax {
 impl<'s> RowKernel<'s> {
     pub(super) fn new(spec: &'s LossSpec, count: usize) -> Self {
         let grad_entropy = if spec.entropy_coef == 0.0 { 0.0 } else { -spec.entropy_coef / count as f64 };
-        Self { spec, inverse_temperature: 1.0 / spec.temperature, grad_entropy }
+        Self { spec, numbers: Numbers::of(spec), inverse_temperature: 1.0 / spec.temperature, grad_entropy }
     }
 
     /// Whether entropy needs a softmax of its own.
@@ -138,28 +140,15 @@ impl<'s> RowKernel<'s> {
             OldLogp::Given => token.old_logp.expect("checked: given"),
             OldLogp::Current => logp,
         };
-        let ratio = (logp - old_logp).exp();
-        let policy = Objective::policy(self.spec, ratio, token.advantage);
-        let (kl, beta) = match &self.spec.kl {
-            Some(term) => (Objective::kl(term, token.ref_logp.expect("checked: given") - logp), term.beta),
-            None => (Objective::default(), 0.0),
-        };
-        // A weight of 0 leaves the term out, even where it overflows.
-        let with_kl = |policy: f64, kl: f64| if beta == 0.0 { policy } else { policy + beta * kl };
-        let grad_logp = token.weight * with_kl(policy.grad, kl.grad);
+        let kl = self.spec.kl.as_ref().map(|kl| (kl.estimator, token.ref_logp.expect("checked: given")));
+        let token_inputs = Token { logp, old_logp, advantage: token.advantage, kl };
+        let TokenLoss { loss, grad, ratio, kl, clipped_low, clipped_high } =
+            token_loss(&mut Immediate, &self.numbers, &token_inputs);
+        let grad_logp = token.weight * grad;
 
         let entropy_exps = if self.two_softmaxes() { &scratch.entropy } else { &scratch.logp };
         self.write_dlogits(row, token.id, (&logp_softmax, &scratch.logp, grad_logp), (&entropy_softmax, entropy_exps));
-        let (clipped_low, clipped_high) = objective::clipped(self.spec, ratio, token.advantage);
-        RowResult {
-            logp,
-            entropy,
-            token_loss: with_kl(policy.loss, kl.loss),
-            ratio,
-            kl: kl.loss,
-            clipped_low,
-            clipped_high,
-        }
+        RowResult { logp, entropy, token_loss: loss, ratio, kl: kl.unwrap_or(0.0), clipped_low, clipped_high }
     }
 
     /// Pass 3. A factor of 0 leaves its term out, so that nothing multiplies it into a NaN.

@@ -1,0 +1,80 @@
+//! The arithmetic that a per-token formula needs, over whatever a kernel computes with: numbers, or values of a program
+//! that is being written.
+
+/// Arithmetic on one kind of value.
+pub(crate) trait Arithmetic {
+    /// A real number.
+    type Value: Copy;
+    /// A truth value.
+    type Truth: Copy;
+
+    /// The number `x`.
+    fn constant(&mut self, x: f64) -> Self::Value;
+    /// `a + b`
+    fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    /// `a − b`
+    fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    /// `a · b`
+    fn mul(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    /// `−a`
+    fn neg(&mut self, a: Self::Value) -> Self::Value;
+    /// `e^a`
+    fn exp(&mut self, a: Self::Value) -> Self::Value;
+    /// `e^a − 1`, accurate near 0
+    fn exp_m1(&mut self, a: Self::Value) -> Self::Value;
+    /// `a < b`; false where either is NaN
+    fn less(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth;
+    /// `a = b`; false where either is NaN
+    fn equal(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth;
+    /// `a ∧ b`
+    fn and(&mut self, a: Self::Truth, b: Self::Truth) -> Self::Truth;
+    /// `a ∨ b`
+    fn or(&mut self, a: Self::Truth, b: Self::Truth) -> Self::Truth;
+    /// `yes` where `condition` holds, else `no`
+    fn select(&mut self, condition: Self::Truth, yes: Self::Value, no: Self::Value) -> Self::Value;
+}
+
+/// f64, computed at once.
+pub(crate) struct Immediate;
+
+impl Arithmetic for Immediate {
+    type Value = f64;
+    type Truth = bool;
+
+    fn constant(&mut self, x: f64) -> f64 {
+        x
+    }
+    fn add(&mut self, a: f64, b: f64) -> f64 {
+        a + b
+    }
+    fn sub(&mut self, a: f64, b: f64) -> f64 {
+        a - b
+    }
+    fn mul(&mut self, a: f64, b: f64) -> f64 {
+        a * b
+    }
+    fn neg(&mut self, a: f64) -> f64 {
+        -a
+    }
+    fn exp(&mut self, a: f64) -> f64 {
+        a.exp()
+    }
+    fn exp_m1(&mut self, a: f64) -> f64 {
+        a.exp_m1()
+    }
+    fn less(&mut self, a: f64, b: f64) -> bool {
+        a < b
+    }
+    fn equal(&mut self, a: f64, b: f64) -> bool {
+        a == b
+    }
+    fn and(&mut self, a: bool, b: bool) -> bool {
+        a && b
+    }
+    fn or(&mut self, a: bool, b: bool) -> bool {
+        a || b
+    }
+    fn select(&mut self, condition: bool, yes: f64, no: f64) -> f64 {
+        if condition { yes } else { no }
+    }
+}
