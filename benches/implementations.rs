@@ -34,17 +34,17 @@ fn implementations(criterion: &mut Criterion) {
             let [b, t, v] = shape;
             let mut group = criterion.benchmark_group(format!("{b}x{t}x{v} {dtype}"));
             group.throughput(Throughput::Bytes((2 * b * t * v * dtype.size()) as u64));
-            for implementation in registry() {
+            for implementation in registry(None) {
                 let supported = implementation.supports(&spec, problem.shape(), dtype, 1).is_ok();
                 if implementation.available().is_err() || !supported {
                     println!("{}: ignored, not supported here", implementation.id());
                     continue;
                 }
-                expect_right(*implementation, &spec, &problem);
+                expect_right(&*implementation, &spec, &problem);
                 group.bench_function(BenchmarkId::from_parameter(implementation.id()), |bencher| {
                     bencher.iter_batched(
                         || problem.clone(),
-                        |problem| black_box(implementation.run(&spec, problem).expect("supported")),
+                        |problem| black_box(implementation.run(&spec, problem, 1).expect("supported")),
                         BatchSize::PerIteration,
                     );
                 });
@@ -55,7 +55,7 @@ fn implementations(criterion: &mut Criterion) {
 
 fn expect_right(implementation: &dyn Implementation, spec: &LossSpec, problem: &Problem) {
     let reference = reference::evaluate(spec, problem).expect("a valid problem");
-    let outcome = implementation.run(spec, problem.clone()).expect("supported");
+    let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
     let verdicts = judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin());
     for verdict in verdicts.expect("every output has a tolerance") {
         assert!(verdict.passed(), "{} fails {}: {verdict:?}", implementation.id(), verdict.gate);

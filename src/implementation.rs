@@ -2,20 +2,25 @@
 //!
 //! The reference is not among them: it is what they are judged against.
 
+use std::path::Path;
+use std::sync::Arc;
+
 use crate::native::Native;
 use crate::problem::{Dtype, Outcome, Problem, ProblemError, Shape};
 use crate::spec::LossSpec;
+#[cfg(feature = "pjrt")]
+use crate::{runtime::RuntimeError, xla::Xla};
 
 /// A kernel under test.
 pub trait Implementation: Send + Sync {
     /// The name that commands and reports use.
-    fn id(&self) -> &'static str;
+    fn id(&self) -> &str;
 
     /// One line on what it is and where it runs.
-    fn summary(&self) -> &'static str;
+    fn summary(&self) -> &str;
 
     /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
-    fn class(&self) -> &'static str;
+    fn class(&self) -> &str;
 
     /// Whether this machine can run it.
     ///
@@ -23,17 +28,23 @@ pub trait Implementation: Send + Sync {
     /// [`Unavailable`], saying what is absent.
     fn available(&self) -> Result<(), Unavailable>;
 
+    /// The device counts that it can be run on here, ascending; empty where it is not available.
+    fn device_counts(&self) -> Vec<usize> {
+        vec![1]
+    }
+
     /// Whether it computes `spec` on logits of `shape` and `dtype` over `devices` devices.
     ///
     /// # Errors
     /// [`Unsupported`], naming the first thing it does not do.
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
 
-    /// Computes the loss. Takes the problem by value, so that dlogits may be written over the logits.
+    /// Computes the loss on `devices` devices. Takes the problem by value, so that dlogits may be written over the
+    /// logits.
     ///
     /// # Errors
-    /// [`RunError`] where the problem is wrong or not supported.
-    fn run(&self, spec: &LossSpec, problem: Problem) -> Result<Outcome, RunError>;
+    /// [`RunError`] where the problem is wrong or not supported, or a device fails.
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError>;
 }
 
 /// Why this machine cannot run an implementation.
@@ -49,13 +60,13 @@ pub struct Unavailable {
 #[error("{implementation} does not support {field} {given}; it supports {supported}")]
 pub struct Unsupported {
     /// The implementation's id.
-    pub implementation: &'static str,
+    pub implementation: String,
     /// The option or property.
     pub field: &'static str,
     /// Its value.
     pub given: String,
     /// What would do.
-    pub supported: &'static str,
+    pub supported: String,
 }
 
 /// Why an implementation returned nothing.
@@ -67,20 +78,33 @@ pub enum RunError {
     /// The implementation does not do this.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
+    /// A plugin or its devices failed.
+    #[cfg(feature = "pjrt")]
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
 }
 
-/// Every implementation there is. Tests, benches and commands iterate over it.
-pub fn registry() -> &'static [&'static dyn Implementation] {
-    &[&Native]
+/// Every implementation there is; those that need a PJRT plugin use `plugin`, or where that is `None` the one that the
+/// environment names or set-up installed. Tests, benches and commands iterate over it.
+pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
+    #[allow(unused_mut, reason = "without PJRT there is but one")]
+    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native)];
+    #[cfg(feature = "pjrt")]
+    all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
+    #[cfg(not(feature = "pjrt"))]
+    let _ = plugin;
+    all
 }
 
-/// The implementation called `id`.
+/// The implementation called `id` in [`registry`].
 ///
 /// # Errors
 /// A message that lists the ids there are.
-pub fn find(id: &str) -> Result<&'static dyn Implementation, String> {
-    registry().iter().copied().find(|implementation| implementation.id() == id).ok_or_else(|| {
-        let ids: Vec<_> = registry().iter().map(|implementation| implementation.id()).collect();
-        format!("implementation: got `{id}`, expected one of: {}", ids.join(", "))
-    })
+pub fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    let mut all = registry(plugin);
+    let Some(at) = all.iter().position(|implementation| implementation.id() == id) else {
+        let ids: Vec<_> = all.iter().map(|implementation| implementation.id()).collect();
+        return Err(format!("implementation: got `{id}`, expected one of: {}", ids.join(", ")));
+    };
+    Ok(all.swap_remove(at))
 }

@@ -25,6 +25,8 @@ pub mod reference;
 #[cfg(feature = "pjrt")]
 pub mod runtime;
 pub mod spec;
+#[cfg(feature = "pjrt")]
+pub mod xla;
 
 /// The README's example is compiled and run.
 #[cfg(doctest)]

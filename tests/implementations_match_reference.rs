@@ -19,12 +19,12 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, FileFailurePersistence};
 
 /// Ids of the implementations that a check has exercised.
-static EXERCISED: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
+static EXERCISED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 fn expect_right(spec: &LossSpec, recipe: &Recipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
-    for implementation in registry() {
-        expect_implementation_right(*implementation, spec, &problem, recipe);
+    for implementation in registry(None) {
+        expect_implementation_right(&*implementation, spec, &problem, recipe);
     }
 }
 
@@ -39,9 +39,9 @@ fn expect_implementation_right(
     {
         return;
     }
-    EXERCISED.lock().expect("no check panics while it holds the lock").insert(implementation.id());
+    EXERCISED.lock().expect("no check panics while it holds the lock").insert(implementation.id().into());
     let reference = reference::evaluate(spec, problem).expect("a valid problem");
-    let outcome = implementation.run(spec, problem.clone()).expect("supported");
+    let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
     for verdict in judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin()).expect("judged") {
         let config = serde_json::json!({
             "reason": "…",
@@ -110,7 +110,7 @@ fn every_available_implementation_is_exercised() {
     };
     expect_right(&LossSpec::default(), &recipe);
     let exercised = EXERCISED.lock().unwrap();
-    for implementation in registry().iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
         assert!(exercised.contains(implementation.id()), "{} ran in no check", implementation.id());
     }
 }
@@ -127,10 +127,10 @@ fn outputs_any_thread_count_have_the_same_bits() {
     };
     let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
     let problem = recipe.problem(&spec).unwrap();
-    for implementation in registry().iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| implementation.run(&spec, problem.clone()).unwrap())
+            pool.install(|| implementation.run(&spec, problem.clone(), 1).unwrap())
         };
         let one = run(1);
         for threads in [2, 3, 8] {
@@ -156,7 +156,7 @@ fn f64_logits_are_refused_by_name() {
     };
     let problem = recipe.problem(&LossSpec::default()).unwrap();
     assert!(matches!(problem.logits, FloatArray::F64(_)));
-    let error = assay::implementation::find("native").unwrap().run(&LossSpec::default(), problem).unwrap_err();
+    let error = assay::implementation::find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap_err();
     assert_eq!(error.to_string(), "native does not support logits dtype f64; it supports f32, bf16 and f16");
 }
 

@@ -60,8 +60,8 @@ impl Seen {
     fn run(&mut self, spec: &LossSpec, recipe: &Recipe) {
         let problem = recipe.problem(spec).expect("a valid recipe");
         let reference = reference::evaluate(spec, &problem).expect("a valid problem");
-        for implementation in registry() {
-            let outcome = implementation.run(spec, problem.clone()).expect("supported");
+        for implementation in registry(None) {
+            let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
             let verdicts = judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin());
             for verdict in verdicts.expect("every output has a tolerance") {
                 let gate = format!("{} {} {}", implementation.class(), verdict.gate, verdict.dtype);

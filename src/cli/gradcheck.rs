@@ -2,11 +2,12 @@
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::conformance::generate::Recipe;
 use crate::conformance::judge::{Status, judge};
 use crate::conformance::report::{Check, Report, explain};
@@ -25,6 +26,8 @@ pub(super) struct Gradcheck {
     /// The batch, the loss and the kernel, in YAML, TOML or JSON
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
+    #[command(flatten)]
+    plugin: PluginChoice,
     #[command(flatten)]
     printing: Printing,
 }
@@ -77,11 +80,17 @@ struct Kernel {
     enabled: bool,
     #[serde(rename = "impl", default = "default_implementation")]
     implementation: String,
+    #[serde(default = "one_device")]
+    devices: usize,
+}
+
+fn one_device() -> usize {
+    1
 }
 
 impl Default for Kernel {
     fn default() -> Self {
-        Self { enabled: true, implementation: default_implementation() }
+        Self { enabled: true, implementation: default_implementation(), devices: one_device() }
     }
 }
 
@@ -93,7 +102,8 @@ fn default_implementation() -> String {
 #[derive(Serialize)]
 struct Outcomes {
     #[serde(rename = "impl")]
-    implementation: &'static str,
+    implementation: String,
+    devices: usize,
     loss_ref: f64,
     loss_kernel: f64,
     abs_diff_loss: f64,
@@ -109,10 +119,10 @@ impl Gradcheck {
         let config: Config = config::read(&self.config)?;
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let problem = config.batch.problem(&config.spec, &self.config)?;
-        let implementation = config.kernel.implementation()?;
+        let implementation = config.kernel.implementation(self.plugin.path())?;
         let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
         implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
-        let outcome = implementation.run(&config.spec, problem.clone())?;
+        let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let differences = Differences::between(&reference, &outcome);
         let (loss_ref, loss_kernel) = (reference.loss(), outcome.loss.value());
 
@@ -126,7 +136,8 @@ impl Gradcheck {
             checks.push(Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict));
         }
         let result = Outcomes {
-            implementation: implementation.id(),
+            implementation: implementation.id().into(),
+            devices: config.kernel.devices,
             loss_ref,
             loss_kernel,
             abs_diff_loss: (loss_ref - loss_kernel).abs(),
@@ -154,11 +165,12 @@ impl Batch {
 }
 
 impl Kernel {
-    fn implementation(&self) -> Result<&'static dyn Implementation, CliError> {
+    fn implementation(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
         if self.enabled {
-            return find(&self.implementation).map_err(CliError::Usage);
+            return find(&self.implementation, plugin).map_err(CliError::Usage);
         }
-        let baseline = |id: &&str| registry().iter().find(|i| i.id() == *id && i.available().is_ok()).copied();
+        let all = registry(plugin);
+        let baseline = |id: &&str| all.iter().find(|i| i.id() == *id && i.available().is_ok()).cloned();
         BASELINES.iter().find_map(baseline).ok_or_else(|| CliError::Usage("kernel: no baseline runs here".into()))
     }
 }

@@ -4,7 +4,7 @@ use clap::Args;
 use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
-use super::{CliError, Passed, Printing};
+use super::{CliError, Passed, PluginChoice, Printing};
 use crate::implementation::{Implementation, registry};
 use crate::problem::{Dtype, Shape};
 use crate::spec::{
@@ -13,19 +13,20 @@ use crate::spec::{
 
 /// The shape that support is asked for: one token of Qwen's vocabulary.
 const SHAPE: Shape = Shape { batch: 1, tokens: 1, vocab: 151_936 };
-const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
 
 #[derive(Args)]
 pub(super) struct List {
+    #[command(flatten)]
+    plugin: PluginChoice,
     #[command(flatten)]
     printing: Printing,
 }
 
 #[derive(Serialize)]
 struct Listed {
-    id: &'static str,
-    class: &'static str,
-    summary: &'static str,
+    id: String,
+    class: String,
+    summary: String,
     available: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     why_not: Option<String>,
@@ -37,21 +38,23 @@ struct Listed {
 
 impl Listed {
     fn of(implementation: &dyn Implementation) -> Self {
-        let supports = |spec: &LossSpec, dtype, devices| implementation.supports(spec, SHAPE, dtype, devices).is_ok();
+        let devices = implementation.device_counts();
+        let fewest = devices.first().copied().unwrap_or(1);
+        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, SHAPE, dtype, fewest).is_ok();
         let spec = LossSpec::default();
-        let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype, 1)).collect();
+        let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype)).collect();
         let some_dtype = dtypes.first().copied().unwrap_or(Dtype::F32);
         let available = implementation.available();
         Self {
-            id: implementation.id(),
-            class: implementation.class(),
-            summary: implementation.summary(),
+            id: implementation.id().into(),
+            class: implementation.class().into(),
+            summary: implementation.summary().into(),
             available: available.is_ok(),
             why_not: available.err().map(|why| why.reason),
-            devices: DEVICE_COUNTS.into_iter().filter(|&n| supports(&spec, some_dtype, n)).collect(),
+            devices,
             unsupported: options()
                 .into_iter()
-                .filter(|(_, spec)| !supports(spec, some_dtype, 1))
+                .filter(|(_, spec)| !supports(spec, some_dtype))
                 .map(|(name, _)| name)
                 .collect(),
             dtypes,
@@ -89,7 +92,7 @@ fn options() -> Vec<(&'static str, LossSpec)> {
 
 impl List {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let listed: Vec<Listed> = registry().iter().map(|implementation| Listed::of(*implementation)).collect();
+        let listed: Vec<Listed> = registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation)).collect();
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header(["impl", "runs here", "dtypes", "devices", "spec options", "what it is"]);
@@ -101,12 +104,12 @@ impl List {
                 format!("not {}", entry.unsupported.join(", "))
             };
             table.add_row([
-                entry.id.into(),
+                entry.id.clone(),
                 runs,
                 join(&entry.dtypes),
                 join(&entry.devices),
                 options,
-                entry.summary.into(),
+                entry.summary.clone(),
             ]);
         }
         self.printing.finish(&format!("{table}\n"), &listed)?;

@@ -55,6 +55,20 @@ struct Printing {
     quiet: bool,
 }
 
+/// Which PJRT plugin the device implementations use.
+#[derive(Args)]
+struct PluginChoice {
+    /// PJRT plugin library; the one that `ASSAY_PJRT_PLUGIN` names, or that `make setup` installed, if none is given
+    #[arg(long = "plugin", value_name = "FILE.so")]
+    path: Option<PathBuf>,
+}
+
+impl PluginChoice {
+    fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+}
+
 /// Why a command could not do its work: one line that names the file or field.
 #[derive(Debug, thiserror::Error)]
 enum CliError {

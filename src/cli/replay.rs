@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::conformance::judge::{Status, judge};
 use crate::conformance::recorded::{
     Scalar, SubVocabulary, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
@@ -30,6 +31,11 @@ pub(super) struct Replay {
     /// Run only these implementations
     #[arg(long = "impl", value_name = "ID")]
     implementations: Vec<String>,
+    /// Run on these device counts; each implementation's largest if none is given
+    #[arg(long, value_name = "D,…", value_delimiter = ',')]
+    devices: Vec<usize>,
+    #[command(flatten)]
+    plugin: PluginChoice,
     /// The loss, in YAML, TOML or JSON, instead of the problem's own: the one it was generated with, or that its recorded
     /// scalars belong to
     #[arg(long, value_name = "FILE")]
@@ -49,7 +55,7 @@ impl Replay {
         let spec = config::read_spec(self.spec.as_deref())?;
         let implementations = self.implementations()?;
         let fixtures = if self.fixtures.is_empty() { manifest_files(DEFAULT_FOLDER)? } else { self.fixtures.clone() };
-        let mut session = Session { spec, implementations, ..Session::default() };
+        let mut session = Session { spec, implementations, devices: self.devices.clone(), ..Session::default() };
         let progress = self.printing.progress(fixtures.len());
         for path in &fixtures {
             progress.set_message(path.display().to_string());
@@ -66,11 +72,11 @@ impl Replay {
         Ok(report.pass.into())
     }
 
-    fn implementations(&self) -> Result<Vec<&'static dyn Implementation>, CliError> {
+    fn implementations(&self) -> Result<Vec<Arc<dyn Implementation>>, CliError> {
         if self.implementations.is_empty() {
-            return Ok(registry().to_vec());
+            return Ok(registry(self.plugin.path()));
         }
-        self.implementations.iter().map(|id| find(id).map_err(CliError::Usage)).collect()
+        self.implementations.iter().map(|id| find(id, self.plugin.path()).map_err(CliError::Usage)).collect()
     }
 
     /// The names to replay: the one asked for, or all.
@@ -87,6 +93,9 @@ impl Replay {
         if let Some(spec) = &self.spec {
             command += &format!(" --spec {}", spec.display());
         }
+        if let Some(plugin) = self.plugin.path() {
+            command += &format!(" --plugin {}", plugin.display());
+        }
         command
     }
 }
@@ -95,7 +104,8 @@ impl Replay {
 struct Session {
     /// `None` means each problem's own.
     spec: Option<LossSpec>,
-    implementations: Vec<&'static dyn Implementation>,
+    implementations: Vec<Arc<dyn Implementation>>,
+    devices: Vec<usize>,
     checks: Vec<Check>,
     ignored: Vec<Ignored>,
     failures: Vec<String>,
@@ -135,7 +145,7 @@ impl Session {
                 }
                 for implementation in self.implementations.clone() {
                     let command = args.command(path, logits, *old_logp, implementation.id());
-                    self.check(&label, implementation, &problem, &reference, &command)?;
+                    self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
                 }
             }
         }
@@ -149,8 +159,8 @@ impl Session {
         Ok(())
     }
 
-    /// One implementation on one problem.
-    fn check(
+    /// One implementation on one problem, on the device counts asked for, or on the most that it supports.
+    fn check_on_devices(
         &mut self,
         label: &str,
         implementation: &dyn Implementation,
@@ -158,21 +168,32 @@ impl Session {
         reference: &Reference,
         command: &str,
     ) -> Result<(), CliError> {
-        let supports = || implementation.supports(reference.spec(), problem.shape(), problem.logits.dtype(), 1);
-        let hindrance = implementation
-            .available()
-            .map_err(|why| why.to_string())
-            .and_then(|()| supports().map_err(|why| why.to_string()));
-        if let Err(why) = hindrance {
-            self.ignored.push(Ignored { what: format!("{label} with {}", implementation.id()), why });
-            return Ok(());
-        }
-        let outcome = implementation.run(reference.spec(), problem.clone())?;
-        for verdict in judge(reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
-            if verdict.status != Status::Pass {
-                self.failures.push(explain(&verdict, reference, problem, implementation.id(), command));
+        let supports = |devices| {
+            implementation.supports(reference.spec(), problem.shape(), problem.logits.dtype(), devices)
+        };
+        let most = || {
+            let counts = implementation.device_counts();
+            counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
+        };
+        let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
+        for devices in asked {
+            let hindrance = implementation
+                .available()
+                .map_err(|why| why.to_string())
+                .and_then(|()| supports(devices).map_err(|why| why.to_string()));
+            let name = on_devices(implementation.id(), devices);
+            if let Err(why) = hindrance {
+                self.ignored.push(Ignored { what: format!("{label} with {name}"), why });
+                continue;
             }
-            self.checks.push(Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict));
+            let outcome = implementation.run(reference.spec(), problem.clone(), devices)?;
+            let command = format!("{command} --devices {devices}");
+            for verdict in judge(reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
+                if verdict.status != Status::Pass {
+                    self.failures.push(explain(&verdict, reference, problem, &name, &command));
+                }
+                self.checks.push(Check::new(label, &name, &verdict.gate.to_string(), &verdict));
+            }
         }
         Ok(())
     }
@@ -250,6 +271,11 @@ impl Session {
 
 fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem, path: &Path) -> Result<Reference<'p>, CliError> {
     reference::evaluate(spec, problem).map_err(|reason| CliError::Problem { path: path.into(), reason })
+}
+
+/// `xla-rows on 4`
+fn on_devices(id: &str, devices: usize) -> String {
+    if devices == 1 { id.into() } else { format!("{id} on {devices}") }
 }
 
 /// `qwen_tiny logits old_logps`

@@ -20,15 +20,15 @@ use row::{Element, RowKernel, RowResult};
 pub struct Native;
 
 impl Implementation for Native {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "native"
     }
 
-    fn summary(&self) -> &'static str {
+    fn summary(&self) -> &str {
         "CPU, f32 elements and f64 sums, rows over threads, dlogits in place"
     }
 
-    fn class(&self) -> &'static str {
+    fn class(&self) -> &str {
         "native"
     }
 
@@ -37,8 +37,9 @@ impl Implementation for Native {
     }
 
     fn supports(&self, _: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        let unsupported =
-            |field, given, supported| Err(Unsupported { implementation: self.id(), field, given, supported });
+        let unsupported = |field, given, supported: &str| {
+            Err(Unsupported { implementation: self.id().into(), field, given, supported: supported.into() })
+        };
         if dtype == Dtype::F64 {
             return unsupported("logits dtype", dtype.to_string(), "f32, bf16 and f16");
         }
@@ -48,9 +49,9 @@ impl Implementation for Native {
         Ok(())
     }
 
-    fn run(&self, spec: &LossSpec, problem: Problem) -> Result<Outcome, RunError> {
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
         let shape = problem.check(spec)?;
-        self.supports(spec, shape, problem.logits.dtype(), 1)?;
+        self.supports(spec, shape, problem.logits.dtype(), devices)?;
         let Problem { logits, ids, mask, advantages, old_logp, ref_logp } = problem;
         let batch = Batch { ids, mask, advantages, old_logp, ref_logp };
         match logits {

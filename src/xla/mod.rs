@@ -1,0 +1,273 @@
+//! The XLA baseline: the GRPO loss as plain XLA operations, on one device or cut over several.
+//!
+//! | id | what a device holds of `[B,T,V]` |
+//! |---|---|
+//! | `xla` | all of it |
+//! | `xla-rows` | some sequences; where the devices outnumber them, some tokens of some sequences |
+//! | `xla-vocab` | some columns of every row, as a tensor-parallel head leaves them |
+//! | `xla-mesh` | some columns of some rows |
+//!
+//! An extent that the devices do not divide is padded: with tokens that the mask leaves out, and with columns that hold
+//! NaN and that the program sets to −∞ before it looks at them. [`stablehlo`] writes the program.
+//!
+//! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
+//! rounded once. dlogits lie over the logits on every device.
+
+mod baseline;
+mod shards;
+pub mod stablehlo;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ndarray::{Array2, arr0};
+
+use crate::element::Element;
+use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
+use crate::problem::{Dtype, Metrics, Outcome, Problem, Shape};
+use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
+use crate::spec::LossSpec;
+use baseline::{Output, Scalars, Structure};
+use shards::Shards;
+
+/// How the logits are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sharding {
+    Whole,
+    Rows,
+    Vocab,
+    RowsAndVocab,
+}
+
+/// The baseline program under one sharding. See [the module](self).
+pub struct Xla {
+    sharding: Sharding,
+    /// The plugin; `None` means the one that [`locate`] finds.
+    plugin: Option<PathBuf>,
+}
+
+impl Xla {
+    /// One for each sharding, on the devices of `plugin`, or of the one that [`locate`] finds.
+    pub fn all(plugin: Option<&Path>) -> Vec<Xla> {
+        [Sharding::Whole, Sharding::Rows, Sharding::Vocab, Sharding::RowsAndVocab]
+            .map(|sharding| Xla { sharding, plugin: plugin.map(Path::to_path_buf) })
+            .into()
+    }
+
+    fn client(&self) -> Result<Client, RuntimeError> {
+        Client::shared(&locate(self.plugin.as_deref())?)
+    }
+
+    fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
+        Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
+    }
+
+    /// The mesh that `devices` make for a batch of `shape`.
+    fn mesh(&self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
+        // Sequences stay whole as far as the devices divide the batch; the rest of them cut the tokens.
+        let rows = |devices: usize| {
+            let batch = greatest_common_divisor(shape.batch, devices);
+            (batch, devices / batch)
+        };
+        let counts = |supported| self.unsupported("device count", devices, supported);
+        let power_of_two = devices.is_power_of_two();
+        match self.sharding {
+            Sharding::Whole if devices == 1 => Ok(Mesh::ONE),
+            Sharding::Whole => Err(counts("1")),
+            Sharding::Rows | Sharding::Vocab if !power_of_two => Err(counts("powers of two")),
+            Sharding::Rows => {
+                let (batch, tokens) = rows(devices);
+                if tokens > shape.tokens {
+                    let most = batch * shape.tokens;
+                    return Err(self.unsupported("device count", devices, format!("at most {most} for {shape}")));
+                }
+                Ok(Mesh { batch, tokens, vocab: 1 })
+            }
+            Sharding::Vocab if devices > shape.vocab => {
+                Err(self.unsupported("device count", devices, format!("at most {} for {shape}", shape.vocab)))
+            }
+            Sharding::Vocab => Ok(Mesh { batch: 1, tokens: 1, vocab: devices }),
+            Sharding::RowsAndVocab if !power_of_two || devices < 4 => Err(counts("4, 8 and larger powers of two")),
+            Sharding::RowsAndVocab => {
+                let (batch, tokens) = rows(devices / 2);
+                if tokens > shape.tokens || shape.vocab < 2 {
+                    let supported = format!("at most {} for {shape}", batch * shape.tokens * shape.vocab.min(2));
+                    return Err(self.unsupported("device count", devices, supported));
+                }
+                Ok(Mesh { batch, tokens, vocab: 2 })
+            }
+        }
+    }
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+/// The largest device count that is tried of itself.
+const MOST_DEVICES: usize = 8;
+
+/// Executables by plugin and program: the program's text holds its shapes, and its numbers are run-time inputs.
+static COMPILED: Mutex<BTreeMap<(PathBuf, String), Arc<Executable>>> = Mutex::new(BTreeMap::new());
+
+/// The executable of a program, compiled once a process.
+fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executable>, RuntimeError> {
+    let key = (client.plugin().path().to_path_buf(), code);
+    let found = COMPILED.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+    if let Some(executable) = found {
+        return Ok(executable);
+    }
+    // Not under the lock: others may compile meanwhile.
+    let executable = Arc::new(client.compile(&Program::replicated(key.1.as_bytes(), devices))?);
+    COMPILED.lock().unwrap_or_else(PoisonError::into_inner).insert(key, Arc::clone(&executable));
+    Ok(executable)
+}
+
+impl Implementation for Xla {
+    fn id(&self) -> &str {
+        match self.sharding {
+            Sharding::Whole => "xla",
+            Sharding::Rows => "xla-rows",
+            Sharding::Vocab => "xla-vocab",
+            Sharding::RowsAndVocab => "xla-mesh",
+        }
+    }
+
+    fn summary(&self) -> &str {
+        match self.sharding {
+            Sharding::Whole => "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place",
+            Sharding::Rows => "the same, rows over devices",
+            Sharding::Vocab => "the same, vocabulary over devices",
+            Sharding::RowsAndVocab => "the same, rows × vocabulary over devices",
+        }
+    }
+
+    fn class(&self) -> &str {
+        "xla"
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        let client = self.client().map_err(|error| Unavailable { reason: error.to_string() })?;
+        if self.device_counts().is_empty() {
+            let reason = format!("{} device(s) of {}, fewer than it cuts over", client.device_count(), client.platform());
+            return Err(Unavailable { reason });
+        }
+        Ok(())
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        let Ok(client) = self.client() else { return Vec::new() };
+        // A shape that any number of devices can cut.
+        let roomy = Shape { batch: MOST_DEVICES, tokens: MOST_DEVICES, vocab: MOST_DEVICES };
+        let most = client.device_count().min(MOST_DEVICES);
+        (1..=most).filter(|&devices| self.mesh(roomy, devices).is_ok()).collect()
+    }
+
+    fn supports(&self, _: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        if dtype == Dtype::F64 {
+            return Err(self.unsupported("logits dtype", dtype, "f32, bf16 and f16"));
+        }
+        // Columns and ids are i32 on the device.
+        if i32::try_from(shape.vocab).is_err() {
+            return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
+        }
+        self.mesh(shape, devices).map(|_| ())
+    }
+
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
+        let shape = problem.check(spec)?;
+        let dtype = problem.logits.dtype();
+        self.supports(spec, shape, dtype, devices)?;
+        let mesh = self.mesh(shape, devices)?;
+        let client = self.client()?;
+        client.expect_devices(devices)?;
+        let structure = Structure::of(spec);
+        let executable = compiled(&client, baseline::program(structure, shape, dtype, mesh), devices)?;
+        let shards = Shards { shape, mesh, client: &client };
+        shards.expect_room(&executable)?;
+        let inputs = upload(&shards, spec, structure, &problem)?;
+        let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
+        let outputs = executable.execute(&arguments)?;
+        download(&shards, spec, problem, &outputs)
+    }
+}
+
+/// Each device's arguments, in the program's order.
+fn upload(
+    shards: &Shards,
+    spec: &LossSpec,
+    structure: Structure,
+    problem: &Problem,
+) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+    let numbers = baseline::numbers(spec, shards.shape.batch);
+    // What the mask hides may be anything; the program never uses it.
+    let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
+    let mask = problem.mask.mapv(u8::from);
+    let (b, t) = problem.mask.dim();
+    let advantages = Array2::from_shape_fn((b, t), |(b, t)| problem.advantages.at(b, t) as f32);
+    let to_f32 = |values: &Option<Array2<f64>>| values.as_ref().map(|values| values.mapv(|x| x as f32));
+    let old_logp = structure.old_logp_given.then(|| to_f32(&problem.old_logp)).flatten();
+    let ref_logp = structure.kl.and_then(|_| to_f32(&problem.ref_logp));
+
+    (0..shards.mesh.devices())
+        .map(|device| {
+            let mut buffers = vec![
+                shards.upload_logits(device, &problem.logits)?,
+                shards.upload_per_token(device, Element::I32, &ids, 0)?,
+                shards.upload_per_token(device, Element::Pred, &mask, 0)?,
+                shards.upload_per_token(device, Element::F32, &advantages, f32::NAN)?,
+            ];
+            for values in [&old_logp, &ref_logp].into_iter().flatten() {
+                buffers.push(shards.upload_per_token(device, Element::F32, values, f32::NAN)?);
+            }
+            let bytes = bytemuck::cast_slice(&numbers);
+            buffers.push(shards.client.upload(device, Element::F32, &[numbers.len()], bytes)?);
+            if shards.mesh.vocab > 1 {
+                let first = shards.part(device).vocab.start as i32;
+                buffers.push(shards.client.upload(device, Element::I32, &[], bytemuck::bytes_of(&first))?);
+            }
+            Ok(buffers)
+        })
+        .collect()
+}
+
+/// The outcome, from each device's outputs. dlogits take the memory of the problem's logits.
+fn download(
+    shards: &Shards,
+    spec: &LossSpec,
+    problem: Problem,
+    outputs: &[Vec<Buffer>],
+) -> Result<Outcome, RunError> {
+    let output = |device: usize, output: Output| -> Result<&Buffer, RuntimeError> {
+        outputs[device].get(output as usize).ok_or_else(|| RuntimeError::Answer {
+            what: "execute".into(),
+            given: format!("{} outputs", outputs[device].len()),
+            expected: "five".into(),
+        })
+    };
+    let mut dlogits = problem.logits;
+    for device in 0..shards.mesh.devices() {
+        shards.download_logits(device, output(device, Output::Dlogits)?, &mut dlogits)?;
+    }
+    let per_token = |which| shards.download_per_token(|device| output(device, which));
+    let mut scalars = [0.0_f32; Scalars::COUNT];
+    let bytes = bytemuck::cast_slice_mut(&mut scalars);
+    output(0, Output::Scalars)?.download(Element::F32, &[Scalars::COUNT], bytes)?;
+    let scalar = |place: usize| f64::from(scalars[place]);
+    Ok(Outcome {
+        loss: arr0(scalars[Scalars::LOSS]).into(),
+        logp: per_token(Output::Logp)?.into(),
+        entropy: per_token(Output::Entropy)?.into(),
+        token_loss: per_token(Output::TokenLoss)?.into(),
+        dlogits,
+        metrics: Metrics {
+            clip_low: scalar(Scalars::CLIP_LOW),
+            clip_high: scalar(Scalars::CLIP_HIGH),
+            clip_region: scalar(Scalars::CLIP_REGION),
+            kl_mean: spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
+            entropy_mean: scalar(Scalars::ENTROPY_MEAN),
+            ratio_mean: scalar(Scalars::RATIO_MEAN),
+        },
+    })
+}
