@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup replay test test-extensive measure bench
+.PHONY: setup setup-tpu replay test test-extensive measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -9,6 +9,11 @@ setup:
 	@command -v $(CARGO) >/dev/null || { echo "cargo is missing: install Rust 1.95 or newer from https://rustup.rs"; exit 1; }
 	@$(CARGO) fmt --version >/dev/null 2>&1 || rustup component add rustfmt
 	@$(CARGO) clippy --version >/dev/null 2>&1 || rustup component add clippy
+	@setup/install.sh build-tools cpu
+
+# libtpu, 205 MB to fetch: only what compiles for a TPU needs it.
+setup-tpu: setup
+	@setup/install.sh tpu
 
 # Every recorded fixture through every implementation that this machine can run.
 replay: setup
