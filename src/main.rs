@@ -3,5 +3,7 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    #[cfg(feature = "pjrt")]
+    assay::runtime::quiet_plugins();
     assay::cli::main()
 }

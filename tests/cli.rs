@@ -67,7 +67,7 @@ impl Workplace {
     fn write_candidate(&self, break_it: impl FnOnce(&mut Candidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.problem("logits", Some("old_logps")).unwrap();
-        let outcome = find("native").unwrap().run(&LossSpec::default(), problem).unwrap();
+        let outcome = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         let mut candidate = Candidate::from(outcome);
         break_it(&mut candidate);
         write_candidate(self.path("candidate.safetensors"), &candidate, &std::collections::BTreeMap::new()).unwrap();
@@ -91,7 +91,7 @@ fn replay_of_a_recorded_fixture_passes_and_reports_every_output() {
     assert_eq!(report["pass"], true);
     assert_eq!(report["ignored"], serde_json::json!([]));
     let checks = report["checks"].as_array().unwrap();
-    for implementation in assay::implementation::registry().iter().filter(|i| i.available().is_ok()) {
+    for implementation in assay::implementation::registry(None).iter().filter(|i| i.available().is_ok()) {
         for output in ["loss", "logp", "entropy", "token_loss", "dlogits", "dlogits row_l2", "dlogits row_sum"] {
             let of = |check: &&Value| check["impl"] == implementation.id() && check["output"] == output;
             // Two logits tensors, each with two arrays of old log-probabilities.
@@ -260,7 +260,7 @@ fn list_shows_every_implementation() {
     let output = assay(&["list", "--json", json.to_str().unwrap()]);
     assert_eq!(output.code, 0);
     let listed = read_json(&json);
-    for implementation in assay::implementation::registry() {
+    for implementation in assay::implementation::registry(None) {
         assert!(output.stdout.contains(implementation.id()));
         assert!(listed.as_array().unwrap().iter().any(|entry| entry["id"] == implementation.id()));
     }

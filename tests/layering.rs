@@ -5,17 +5,21 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 9] = [
+const ALLOWED: [(&str, &[&str]); 13] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
     ("reference", &["spec", "problem"]),
-    ("native", &["spec", "problem", "implementation"]),
-    ("implementation", &["spec", "problem", "native"]),
+    ("kernels", &["spec"]),
+    ("native", &["spec", "problem", "implementation", "kernels"]),
+    ("element", &["problem"]),
+    ("runtime", &["element"]),
+    ("xla", &["spec", "problem", "implementation", "kernels", "element", "runtime"]),
+    ("implementation", &["spec", "problem", "native", "xla", "runtime"]),
     ("fixture", &["problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     ("cli", &["spec", "problem", "reference", "implementation", "conformance", "fixture"]),
-    ("main", &["cli"]),
+    ("main", &["cli", "runtime"]),
 ];
 
 /// Layers where `unsafe` may stand, each block with its reason.

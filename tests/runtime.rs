@@ -117,8 +117,7 @@ fn a_client_serves_several_threads() {
             let (client, executable) = (&client, &executable);
             scope.spawn(move || {
                 for i in 0..50 {
-                    let upload =
-                        |x: f32| client.upload(0, Element::F32, &[4], &to_bytes([x; 4])).unwrap();
+                    let upload = |x: f32| client.upload(0, Element::F32, &[4], &to_bytes([x; 4])).unwrap();
                     let (x, y) = (upload(thread as f32), upload(i as f32));
                     let outputs = executable.execute(&[vec![&x, &y]]).unwrap();
                     assert_eq!(download_f32(&outputs[0][0]), [(thread + i) as f32; 4]);
@@ -151,7 +150,10 @@ fn a_program_that_does_not_compile_is_the_plugins_own_message() {
     for client in plugins::cpu_clients() {
         let compile = |code: &str| client.compile(&Program::replicated(code.as_bytes(), 1)).unwrap_err();
         let syntax = compile("module { func.func public @main( }");
-        assert!(matches!(&syntax, RuntimeError::Plugin { message, .. } if message.contains("error: expected")), "{syntax}");
+        assert!(
+            matches!(&syntax, RuntimeError::Plugin { message, .. } if message.contains("error: expected")),
+            "{syntax}"
+        );
         let unknown = compile("module { func.func public @main() { \"no.such_op\"() : () -> () return } }");
         assert!(matches!(&unknown, RuntimeError::Plugin { what, .. } if what == "compile"), "{unknown}");
     }

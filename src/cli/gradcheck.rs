@@ -133,7 +133,8 @@ impl Gradcheck {
             if verdict.status != Status::Pass {
                 super::print(&format!("{}\n", explain(&verdict, &reference, &problem, implementation.id(), &command)))?;
             }
-            checks.push(Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict));
+            let check = Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
+            checks.push(check.on_devices(config.kernel.devices));
         }
         let result = Outcomes {
             implementation: implementation.id().into(),

@@ -92,7 +92,8 @@ fn options() -> Vec<(&'static str, LossSpec)> {
 
 impl List {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let listed: Vec<Listed> = registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation)).collect();
+        let listed: Vec<Listed> =
+            registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation)).collect();
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header(["impl", "runs here", "dtypes", "devices", "spec options", "what it is"]);

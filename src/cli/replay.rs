@@ -12,7 +12,7 @@ use crate::conformance::judge::{Status, judge};
 use crate::conformance::recorded::{
     Scalar, SubVocabulary, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
-use crate::conformance::report::{Check, Ignored, Report, explain};
+use crate::conformance::report::{Check, Ignored, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, find, registry};
@@ -168,9 +168,8 @@ impl Session {
         reference: &Reference,
         command: &str,
     ) -> Result<(), CliError> {
-        let supports = |devices| {
-            implementation.supports(reference.spec(), problem.shape(), problem.logits.dtype(), devices)
-        };
+        let supports =
+            |devices| implementation.supports(reference.spec(), problem.shape(), problem.logits.dtype(), devices);
         let most = || {
             let counts = implementation.device_counts();
             counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
@@ -192,7 +191,8 @@ impl Session {
                 if verdict.status != Status::Pass {
                     self.failures.push(explain(&verdict, reference, problem, &name, &command));
                 }
-                self.checks.push(Check::new(label, &name, &verdict.gate.to_string(), &verdict));
+                let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
+                self.checks.push(check.on_devices(devices));
             }
         }
         Ok(())
@@ -271,11 +271,6 @@ impl Session {
 
 fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem, path: &Path) -> Result<Reference<'p>, CliError> {
     reference::evaluate(spec, problem).map_err(|reason| CliError::Problem { path: path.into(), reason })
-}
-
-/// `xla-rows on 4`
-fn on_devices(id: &str, devices: usize) -> String {
-    if devices == 1 { id.into() } else { format!("{id} on {devices}") }
 }
 
 /// `qwen_tiny logits old_logps`

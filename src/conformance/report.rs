@@ -19,6 +19,8 @@ pub struct Check {
     /// Id of the implementation.
     #[serde(rename = "impl")]
     pub implementation: String,
+    /// Devices that it ran on.
+    pub devices: usize,
     /// The output and how it was compared.
     pub output: String,
     /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
@@ -50,6 +52,7 @@ impl Check {
         Self {
             fixture: fixture.into(),
             implementation: implementation.into(),
+            devices: 1,
             output: output.into(),
             worst: worst.map(|worst| worst.error),
             limit: worst.map(|worst| worst.limit),
@@ -60,6 +63,12 @@ impl Check {
             family: family(verdict.gate.output),
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
         }
+    }
+
+    /// The same check of a run on `devices` devices.
+    #[must_use]
+    pub fn on_devices(self, devices: usize) -> Self {
+        Self { devices, ..self }
     }
 
     /// `error / limit`; 0 where nothing was compared or the comparison was exact.
@@ -79,6 +88,11 @@ impl Check {
             _ => "–".into(),
         }
     }
+}
+
+/// `xla-rows ×4`; one device goes without saying.
+pub fn on_devices(id: &str, devices: usize) -> String {
+    if devices == 1 { id.into() } else { format!("{id} ×{devices}") }
 }
 
 /// All checks of one command.
@@ -124,7 +138,7 @@ impl Report {
             };
             table.add_row([
                 check.fixture.clone(),
-                check.implementation.clone(),
+                on_devices(&check.implementation, check.devices),
                 output,
                 number(check.worst),
                 number(check.limit),

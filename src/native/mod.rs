@@ -20,15 +20,15 @@ use row::{Element, RowKernel, RowResult};
 pub struct Native;
 
 impl Implementation for Native {
-    fn id(&self) -> &str {
+    fn id(&self) -> &'static str {
         "native"
     }
 
-    fn summary(&self) -> &str {
+    fn summary(&self) -> &'static str {
         "CPU, f32 elements and f64 sums, rows over threads, dlogits in place"
     }
 
-    fn class(&self) -> &str {
+    fn class(&self) -> &'static str {
         "native"
     }
 

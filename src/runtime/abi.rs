@@ -107,7 +107,7 @@ macro_rules! give_room {
         if $table.$entry.is_some() {
             let entry: Entry = with_room_for::<$slot, { offset_of!(PJRT_Api, $entry) }>;
             // SAFETY: both are C functions from one pointer to one pointer.
-            $table.$entry = Some(unsafe { transmute::<Entry, _>(entry) });
+            $table.$entry = unsafe { transmute::<Option<Entry>, pjrt_sys::$entry>(Some(entry)) };
         }
     )*};
 }

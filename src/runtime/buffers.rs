@@ -9,8 +9,8 @@ use pjrt_sys::{
     PJRT_Buffer_Type_PJRT_Buffer_Type_BF16, PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
     PJRT_Buffer_Type_PJRT_Buffer_Type_F32, PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
     PJRT_Buffer_Type_PJRT_Buffer_Type_PRED, PJRT_Buffer_Type_PJRT_Buffer_Type_S32,
-    PJRT_Buffer_Type_PJRT_Buffer_Type_S64, PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
-    PJRT_Client_BufferFromHostBuffer_Args, PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_S64, PJRT_Buffer_Type_PJRT_Buffer_Type_U8, PJRT_Client_BufferFromHostBuffer_Args,
+    PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
     PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes,
 };
 
@@ -99,8 +99,7 @@ impl Client {
         args.type_ = buffer_type(element);
         args.dims = dims.as_ptr();
         args.num_dims = dims.len();
-        args.host_buffer_semantics =
-            PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes;
+        args.host_buffer_semantics = PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes;
         args.device = self.device(device)?;
         call!(self.plugin(), PJRT_Client_BufferFromHostBuffer, args, what())?;
         let buffer = Buffer::own(self, args.buffer, &what());
@@ -170,8 +169,7 @@ impl Buffer {
     /// of the computation that was to fill the buffer.
     pub fn download(&self, element: Element, shape: &[usize], bytes: &mut [u8]) -> Result<(), RuntimeError> {
         let what = || format!("download {element} {shape:?}");
-        let answer =
-            |given: String, expected: String| Err(RuntimeError::Answer { what: what(), given, expected });
+        let answer = |given: String, expected: String| Err(RuntimeError::Answer { what: what(), given, expected });
         let (own_element, own_shape) = (self.element()?, self.shape()?);
         if (own_element, &own_shape[..]) != (element, shape) {
             return answer(format!("{own_element} {own_shape:?}"), format!("{element} {shape:?}"));

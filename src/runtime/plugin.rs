@@ -15,6 +15,19 @@ use super::error::{RuntimeError, check};
 /// Names a plugin library to use instead of the one that set-up installs.
 pub const PLUGIN_VARIABLE: &str = "ASSAY_PJRT_PLUGIN";
 
+/// What XLA reads to decide which of its messages go to stderr.
+const LOG_LEVEL: &str = "TF_CPP_MIN_LOG_LEVEL";
+
+/// Keeps plugins from writing notices and warnings to stderr, unless the environment says what they should write: every
+/// error also comes back as a value. To be called first in `main`; once there are threads it does nothing.
+pub fn quiet_plugins() {
+    let alone = fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1);
+    if alone && env::var_os(LOG_LEVEL).is_none() {
+        // SAFETY: no other thread can be reading the environment, for there is none.
+        unsafe { env::set_var(LOG_LEVEL, "3") };
+    }
+}
+
 /// Where `make setup` puts the CPU plugin, below the project's folder.
 const INSTALLED: &str = ".plugins/pjrt_cpu.so";
 
@@ -66,8 +79,8 @@ impl Plugin {
     /// [`RuntimeError`] where the file is missing, is no shared library or no PJRT plugin, speaks a C API older than
     /// 0.54, or fails to initialise.
     pub fn load(path: &Path) -> Result<&'static Plugin, RuntimeError> {
-        let path =
-            fs::canonicalize(path).map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string() })?;
+        let path = fs::canonicalize(path)
+            .map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string() })?;
         let mut loaded = LOADED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(plugin) = loaded.iter().find(|plugin| plugin.path == path) {
             return Ok(plugin);
@@ -140,9 +153,7 @@ macro_rules! call {
             None => Err($crate::runtime::RuntimeError::Missing { what: $what.into() }),
             // SAFETY: the struct and everything it points to are alive over the call, and what it points to was made
             // by this plugin; the status is freed by `check`.
-            Some(entry) => unsafe {
-                $crate::runtime::error::check(table, entry(&raw mut $args), || $what.into())
-            },
+            Some(entry) => unsafe { $crate::runtime::error::check(table, entry(&raw mut $args), || $what.into()) },
         }
     }};
 }

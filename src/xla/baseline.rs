@@ -129,7 +129,7 @@ pub(super) fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
 
 /// The program for logits of `shape` and `dtype`, cut over `mesh`.
 ///
-/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then old_logp and ref_logp f32 where the structure
+/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then `old_logp` and `ref_logp` f32 where the structure
 /// has them, all `[b,t]`; the numbers f32; and where the vocabulary is cut, the device's first column as a scalar i32.
 pub(super) fn program(structure: Structure, shape: Shape, dtype: Dtype, mesh: Mesh) -> String {
     let local = local_shape(shape, mesh);
@@ -183,8 +183,7 @@ pub(super) fn program(structure: Structure, shape: Shape, dtype: Dtype, mesh: Me
         beta: spread(&mut on, beta),
     };
     let token = Token { logp, old_logp: old_logp.unwrap_or(logp), advantage, kl: structure.kl.zip(ref_logp) };
-    let TokenLoss { loss, grad, ratio, kl, clipped_low, clipped_high } =
-        token_loss(&mut on, &spread_numbers, &token);
+    let TokenLoss { loss, grad, ratio, kl, clipped_low, clipped_high } = token_loss(&mut on, &spread_numbers, &token);
 
     let (weight, count) = on.weights(structure.denominator, mask, denominator);
     let grad_logp = on.builder.multiply(weight, grad);

@@ -125,7 +125,7 @@ fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executa
 }
 
 impl Implementation for Xla {
-    fn id(&self) -> &str {
+    fn id(&self) -> &'static str {
         match self.sharding {
             Sharding::Whole => "xla",
             Sharding::Rows => "xla-rows",
@@ -134,7 +134,7 @@ impl Implementation for Xla {
         }
     }
 
-    fn summary(&self) -> &str {
+    fn summary(&self) -> &'static str {
         match self.sharding {
             Sharding::Whole => "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place",
             Sharding::Rows => "the same, rows over devices",
@@ -143,14 +143,15 @@ impl Implementation for Xla {
         }
     }
 
-    fn class(&self) -> &str {
+    fn class(&self) -> &'static str {
         "xla"
     }
 
     fn available(&self) -> Result<(), Unavailable> {
         let client = self.client().map_err(|error| Unavailable { reason: error.to_string() })?;
         if self.device_counts().is_empty() {
-            let reason = format!("{} device(s) of {}, fewer than it cuts over", client.device_count(), client.platform());
+            let reason =
+                format!("{} device(s) of {}, fewer than it cuts over", client.device_count(), client.platform());
             return Err(Unavailable { reason });
         }
         Ok(())
@@ -233,12 +234,7 @@ fn upload(
 }
 
 /// The outcome, from each device's outputs. dlogits take the memory of the problem's logits.
-fn download(
-    shards: &Shards,
-    spec: &LossSpec,
-    problem: Problem,
-    outputs: &[Vec<Buffer>],
-) -> Result<Outcome, RunError> {
+fn download(shards: &Shards, spec: &LossSpec, problem: Problem, outputs: &[Vec<Buffer>]) -> Result<Outcome, RunError> {
     let output = |device: usize, output: Output| -> Result<&Buffer, RuntimeError> {
         outputs[device].get(output as usize).ok_or_else(|| RuntimeError::Answer {
             what: "execute".into(),

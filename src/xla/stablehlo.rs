@@ -132,7 +132,9 @@ impl Builder {
             Element::F32 if x.is_infinite() => if x > 0.0 { "0x7F800000" } else { "0xFF800000" }.to_string(),
             element if element.is_float() => {
                 assert!(x.is_finite(), "constant: {x} in {element}");
-                format!("{x:e}")
+                // MLIR wants a point in every float.
+                let text = format!("{x:?}");
+                if text.contains('.') { text } else { text.replacen('e', ".0e", 1) }
             }
             Element::Pred => (if x == 0.0 { "false" } else { "true" }).to_string(),
             _ => {
@@ -277,8 +279,7 @@ impl Builder {
         assert!(from.shape.len() == 1 && index < from.shape[0], "element {index} of {from}");
         let ty = Type::new(from.element, &[1]);
         let end = index + 1;
-        let one =
-            self.define(ty.clone(), format_args!("stablehlo.slice {vector} [{index}:{end}] : ({from}) -> {ty}"));
+        let one = self.define(ty.clone(), format_args!("stablehlo.slice {vector} [{index}:{end}] : ({from}) -> {ty}"));
         self.reshape(one, &[])
     }
 
