@@ -1,6 +1,9 @@
 //! Measures `worst_seen`: the largest `κ` that each gate needs over fixed seeds. `make measure` runs it; its output goes
 //! into `tolerances.toml` by hand, with the limit at no more than 4 times as much.
 
+#[cfg(feature = "pjrt")]
+#[path = "common/device_cases.rs"]
+mod device_cases;
 #[path = "common/recipes.rs"]
 mod recipes;
 
@@ -9,7 +12,7 @@ use std::collections::BTreeMap;
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::tolerance::Tolerances;
-use assay::implementation::registry;
+use assay::implementation::{Implementation, find};
 use assay::problem::Dtype;
 use assay::reference;
 use assay::spec::LossSpec;
@@ -21,13 +24,14 @@ const RANDOM_CASES: usize = 20_000;
 #[test]
 #[ignore = "a measurement of minutes, not a check: run by `make measure`"]
 fn kappa_of_every_gate() {
+    let native = find("native", None).expect("in every build");
     let mut seen = Seen::default();
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     let cases = (recipes::any_spec(), recipes::any_recipe());
     let mut next = || cases.new_tree(&mut runner).expect("no filter rejects").current();
     for _ in 0..RANDOM_CASES {
         let (spec, recipe) = next();
-        seen.run(&spec, &recipe);
+        seen.run(&*native, 1, &spec, &recipe);
     }
     for dtype in Dtype::KERNEL {
         // One non-target column: an error there is the whole row's, with nothing to average it away.
@@ -36,20 +40,53 @@ fn kappa_of_every_gate() {
             for seed in 0..100 {
                 let (spec, recipe) = next();
                 let narrow = Recipe { shape: [64, 64, vocab], dtype, seed, ..recipe };
-                seen.run(&spec, &narrow);
-                seen.run(&spec, &Recipe { regime: Regime::Ties, ..narrow });
+                seen.run(&*native, 1, &spec, &narrow);
+                seen.run(&*native, 1, &spec, &Recipe { regime: Regime::Ties, ..narrow });
             }
         }
         for regime in Regime::ALL {
             for seed in 0..3 {
                 let (spec, recipe) = next();
-                seen.run(&spec, &Recipe { shape: [1, 4, 151_936], dtype, regime, seed, ..recipe });
+                let wide = Recipe { shape: [1, 4, 151_936], dtype, regime, seed, ..recipe };
+                seen.run(&*native, 1, &spec, &wide);
             }
         }
     }
-    for (gate, (kappa, case)) in seen.0 {
-        println!("{gate:40} {kappa:8.4}   {case}");
+    seen.print();
+}
+
+/// The same for what compiles a program for each shape: the shapes and device counts of `devices_match_reference`, narrow
+/// vocabularies, and Qwen's.
+#[cfg(feature = "pjrt")]
+#[test]
+#[ignore = "a measurement of minutes, not a check: run by `make measure`"]
+fn kappa_of_every_device_gate() {
+    const STRUCTURES: usize = 8;
+    let mut seen = Seen::default();
+    for plugin in [".plugins/pjrt_cpu.so", ".plugins/pjrt_cpu_0_81.so"] {
+        let all = assay::implementation::registry(Some(plugin.as_ref()));
+        for implementation in all.iter().filter(|implementation| implementation.id() != "native") {
+            for devices in implementation.device_counts().into_iter().filter(|devices| devices.is_power_of_two()) {
+                for dtype in Dtype::KERNEL {
+                    for (spec, recipe) in device_cases::cases(dtype, STRUCTURES, devices as u64) {
+                        seen.run(&**implementation, devices, &spec, &recipe);
+                    }
+                    let specs = [
+                        LossSpec { entropy_coef: 0.02, temperature: 0.6, ..LossSpec::default() },
+                        LossSpec { entropy_coef: 0.0, ..LossSpec::default() },
+                    ];
+                    for (spec, regime) in specs.iter().flat_map(|spec| Regime::ALL.map(|regime| (spec, regime))) {
+                        for shape in [[64, 64, 2], [64, 64, 5], [1, 8, 151_936]] {
+                            let (seed, old_logp_noise_scale, masked_garbage) = (devices as u64, 0.3, false);
+                            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage };
+                            seen.run(&**implementation, devices, spec, &recipe);
+                        }
+                    }
+                }
+            }
+        }
     }
+    seen.print();
 }
 
 /// The largest `κ` by gate, and the case that needed it.
@@ -57,18 +94,27 @@ fn kappa_of_every_gate() {
 struct Seen(BTreeMap<String, (f64, String)>);
 
 impl Seen {
-    fn run(&mut self, spec: &LossSpec, recipe: &Recipe) {
+    fn print(&self) {
+        for (gate, (kappa, case)) in &self.0 {
+            println!("{gate:40} {kappa:8.4}   {case}");
+        }
+    }
+
+    /// Judges one case, where it is supported.
+    fn run(&mut self, implementation: &dyn Implementation, devices: usize, spec: &LossSpec, recipe: &Recipe) {
         let problem = recipe.problem(spec).expect("a valid recipe");
+        if implementation.supports(spec, problem.shape(), recipe.dtype, devices).is_err() {
+            return;
+        }
         let reference = reference::evaluate(spec, &problem).expect("a valid problem");
-        for implementation in registry(None) {
-            let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
-            let verdicts = judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin());
-            for verdict in verdicts.expect("every output has a tolerance") {
-                let gate = format!("{} {} {}", implementation.class(), verdict.gate, verdict.dtype);
-                let worst = self.0.entry(gate).or_default();
-                if verdict.tally.kappa_seen > worst.0 {
-                    *worst = (verdict.tally.kappa_seen, format!("{recipe:?} {spec:?}"));
-                }
+        let outcome = implementation.run(spec, problem.clone(), devices).expect("supported");
+        let verdicts = judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin());
+        for verdict in verdicts.expect("every output has a tolerance") {
+            let gate = format!("{} {} {}", implementation.class(), verdict.gate, verdict.dtype);
+            let worst = self.0.entry(gate).or_default();
+            if verdict.tally.kappa_seen > worst.0 {
+                let id = implementation.id();
+                *worst = (verdict.tally.kappa_seen, format!("{id} on {devices}, {recipe:?} {spec:?}"));
             }
         }
     }

@@ -18,6 +18,9 @@ use super::U;
 use crate::reference::{Branch, Reference, ScaledSoftmax, Token, TokenInputs, clipped};
 use crate::spec::{LossSpec, OldLogp};
 
+/// What is lost of a number below f32's normal ones where the device flushes it to 0.
+pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
+
 /// The conditions of one unmasked token.
 #[derive(Clone, Debug)]
 pub struct Condition {
@@ -27,6 +30,9 @@ pub struct Condition {
     pub entropy: f64,
     /// Scale of the token loss, the largest over `branches`.
     pub token_loss: f64,
+    /// What of the token loss may be lost where f32 flushes numbers below its normal ones: the ratio, times `A`, and the
+    /// loss itself.
+    pub token_loss_floor: f64,
     /// Scale of the KL estimate.
     pub kl: f64,
     /// Scale of the ratio.
@@ -86,6 +92,7 @@ impl Condition {
             logp: tame(logp),
             entropy: tame(entropy),
             token_loss: token_loss.map(tame).fold(0.0, f64::max),
+            token_loss_floor: (1.0 + token.inputs.advantage.abs()) * FLUSHED,
             kl: tame(kl_terms + respond(&|inputs| kl_of(&token.branch, inputs))),
             ratio: tame(token.inputs.ratio() + respond(&TokenInputs::ratio)),
             branches,
@@ -120,14 +127,14 @@ impl Condition {
             // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
             let flushed = if j == token.id { row.len() as f64 } else { 1.0 };
             let mut scale = if grad == 0.0 { 0.0 } else { policy };
-            let mut floor = 1.0 + grad * flushed;
+            let mut floor = 1.0 + grad * flushed + token.weight * token.inputs.advantage.abs();
             if grad_entropy > 0.0 {
                 let (q, gap) = probability_and_gap(entropy, x);
                 let span = gap + entropy.stats.mean_gap;
                 scale += grad_entropy * q * (span * (1.0 + span) + self.second_moment);
                 floor += grad_entropy * (1.0 + span);
             }
-            (scale / spec.temperature, floor / spec.temperature.min(1.0) * f64::from(f32::MIN_POSITIVE))
+            (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
         };
         row.iter().enumerate().map(column).collect()
     }

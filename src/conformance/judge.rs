@@ -4,7 +4,7 @@ use ndarray::Ix2;
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::Condition;
+use super::condition::{Condition, FLUSHED};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
@@ -99,8 +99,8 @@ pub fn judge(
 
     let mut verdicts = vec![judge_loss(reference, candidate, &cases, &limits)?];
     let per_token: [(Output, &Option<FloatArray<Ix2>>, Judged); 3] = [
-        (Output::Logp, &candidate.logp, |_, case| vec![(case.token.inputs.logp, case.condition.logp)]),
-        (Output::Entropy, &candidate.entropy, |_, case| vec![(case.token.entropy, case.condition.entropy)]),
+        (Output::Logp, &candidate.logp, |_, case| vec![(case.token.inputs.logp, case.condition.logp, 0.0)]),
+        (Output::Entropy, &candidate.entropy, |_, case| vec![(case.token.entropy, case.condition.entropy, 0.0)]),
         (Output::TokenLoss, &candidate.token_loss, token_losses),
     ];
     for (output, values, expected) in per_token {
@@ -115,8 +115,8 @@ pub fn judge(
     Ok(verdicts)
 }
 
-/// The values that are right for a token, each with its scale: one for every branch it may be on.
-type Judged = fn(&Reference, &Case) -> Vec<(f64, f64)>;
+/// The values that are right for a token, each with its scale and floor: one for every branch it may be on.
+type Judged = fn(&Reference, &Case) -> Vec<(f64, f64, f64)>;
 
 struct Limits<'t> {
     tolerances: &'t Tolerances,
@@ -156,9 +156,10 @@ fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> Allowance {
     Allowance { rounding: half_ulp(expected, dtype), unit: U, scale: scale.max(min_normal(dtype)), floor }
 }
 
-fn token_losses(reference: &Reference, case: &Case) -> Vec<(f64, f64)> {
+fn token_losses(reference: &Reference, case: &Case) -> Vec<(f64, f64, f64)> {
     let value = |branch| reference.token_loss(&case.token.inputs, branch);
-    case.condition.branches.iter().map(|branch| (value(branch), case.condition.token_loss)).collect()
+    let Condition { token_loss: scale, token_loss_floor: floor, .. } = case.condition;
+    case.condition.branches.iter().map(|branch| (value(branch), scale, floor)).collect()
 }
 
 fn judge_tokens(
@@ -174,12 +175,12 @@ fn judge_tokens(
     let mut tally = Tally::default();
     for case in cases {
         let actual = values.at(case.b, case.t);
-        let candidates = expected(reference, case).into_iter().map(|(expected, scale)| {
+        let candidates = expected(reference, case).into_iter().map(|(expected, scale, floor)| {
             let mut tally = Tally::default();
             if case.condition.overflows && !actual.is_finite() {
                 tally.report(case.at());
             } else {
-                tally.compare(case.at(), expected, actual, kappa, allowance(expected, scale, 0.0, dtype), dtype);
+                tally.compare(case.at(), expected, actual, kappa, allowance(expected, scale, floor, dtype), dtype);
             }
             tally
         });
@@ -193,7 +194,7 @@ fn best(tallies: impl Iterator<Item = Tally>) -> Tally {
     tallies.min_by(|a, b| a.badness().total_cmp(&b.badness())).expect("the reference's own branch is always there")
 }
 
-/// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band may change.
+/// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band, or flushing, may change.
 fn judge_loss(
     reference: &Reference,
     candidate: &Candidate,
@@ -204,18 +205,19 @@ fn judge_loss(
     let kappa = limits.kappa(Output::Loss, Model::Elementwise, dtype)?;
     let bonus = reference.spec().entropy_coef.abs() / reference.count().max(1) as f64;
     let mut scale = 0.0;
-    let mut kinks = 0.0;
+    let mut floor = FLUSHED;
     for case in cases {
         scale += case.token.weight * case.condition.token_loss + bonus * case.condition.entropy;
         let losses = token_losses(reference, case);
-        kinks += case.token.weight * losses.iter().map(|(loss, _)| (loss - losses[0].0).abs()).fold(0.0, f64::max);
+        let kink = losses.iter().map(|(loss, ..)| (loss - losses[0].0).abs()).fold(0.0, f64::max);
+        floor += case.token.weight * (kink + case.condition.token_loss_floor);
     }
     let (expected, actual) = (reference.loss(), candidate.loss.value());
     let mut tally = Tally::default();
     if !actual.is_finite() && cases.iter().any(|case| case.condition.overflows || !case.finite) {
         tally.report(Position::default());
     } else {
-        tally.compare(Position::default(), expected, actual, kappa, allowance(expected, scale, kinks, dtype), dtype);
+        tally.compare(Position::default(), expected, actual, kappa, allowance(expected, scale, floor, dtype), dtype);
     }
     Ok(verdict(Output::Loss, Model::Elementwise, dtype, Some(kappa), tally))
 }
@@ -360,11 +362,11 @@ fn judge_metrics(
         let kappa = limits.kappa(output, Model::Elementwise, Dtype::F64)?;
         let actual = actual.unwrap_or(f64::NAN);
         let mut tally = Tally::default();
-        // A ratio may overflow f32 on a token that the clip holds, and whose loss is finite.
-        if !actual.is_finite() && (open || expected > f64::from(f32::MAX)) {
+        // A ratio may overflow f32 on a token that the clip holds, and whose loss is finite; and so may their sum.
+        if !actual.is_finite() && (open || expected * count > f64::from(f32::MAX) / 2.0) {
             tally.report(Position::default());
         } else {
-            let allowance = allowance(expected, scale, 0.0, Dtype::F64);
+            let allowance = allowance(expected, scale, FLUSHED, Dtype::F64);
             tally.compare(Position::default(), expected, actual, kappa, allowance, Dtype::F64);
         }
         verdicts.push(verdict(output, Model::Elementwise, Dtype::F64, Some(kappa), tally));

@@ -5,7 +5,7 @@ use std::ffi::c_char;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pjrt_sys::{
     PJRT_Client, PJRT_Client_AddressableDevices_Args, PJRT_Client_Create_Args, PJRT_Client_Destroy_Args,
@@ -30,6 +30,8 @@ struct Inner {
     devices: Vec<*mut PJRT_Device>,
     platform: String,
     platform_version: String,
+    /// Held while a program runs on several devices.
+    collective: Mutex<()>,
 }
 
 // SAFETY: PJRT clients and devices may be used from any thread; nothing else here is shared or changes.
@@ -101,8 +103,14 @@ impl Client {
         let Some(raw) = NonNull::new(args.client) else {
             return Err(RuntimeError::Answer { what: what(), given: "null".into(), expected: "a client".into() });
         };
-        let mut inner =
-            Inner { plugin, raw, devices: Vec::new(), platform: String::new(), platform_version: String::new() };
+        let mut inner = Inner {
+            plugin,
+            raw,
+            devices: Vec::new(),
+            platform: String::new(),
+            platform_version: String::new(),
+            collective: Mutex::new(()),
+        };
 
         let mut name = PJRT_Client_PlatformName_Args::new();
         name.client = raw.as_ptr();
@@ -160,6 +168,12 @@ impl Client {
             return Ok(());
         }
         Err(RuntimeError::Devices { given: devices, available, platform: self.platform().into() })
+    }
+
+    /// Keeps other programs of several devices out. Two that started on their devices in different orders would wait for
+    /// each other for ever.
+    pub(super) fn alone(&self) -> MutexGuard<'_, ()> {
+        self.0.collective.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn raw(&self) -> *mut PJRT_Client {

@@ -158,6 +158,7 @@ impl Executable {
         args.num_args = counts[0];
         args.output_lists = output_lists.as_mut_ptr();
         args.device_complete_events = events.as_mut_ptr();
+        let alone = (self.devices > 1).then(|| self.client.alone());
         let launched = call!(self.client.plugin(), PJRT_LoadedExecutable_Execute, args, "execute");
 
         // Every event is awaited and every buffer owned before the first error is returned.
@@ -166,6 +167,7 @@ impl Executable {
             .enumerate()
             .map(|(device, event)| wait(self.client.plugin(), event, &format!("execute on device {device}")))
             .collect();
+        drop(alone);
         let owned: Vec<Vec<_>> = outputs
             .iter()
             .map(|list| list.iter().map(|&raw| Buffer::own(&self.client, raw, "execute")).collect())

@@ -468,16 +468,15 @@ impl Program {
         bonus: Option<&Part>,
         inverse_temperature: Option<Value>,
     ) -> Value {
-        let per_sum = |program: &mut Self, part: &Part| {
-            let factor = match inverse_temperature {
-                Some(inverse) => program.times(part.factor, inverse),
-                None => part.factor,
-            };
-            program.builder.divide(factor, part.softmax.sum)
+        let tempered = |program: &mut Self, part: &Part| match inverse_temperature {
+            Some(inverse) => program.times(part.factor, inverse),
+            None => part.factor,
         };
         let zero = self.constant_elements(0.0);
-        let factor = per_sum(self, policy);
-        let target = self.builder.multiply(factor, policy.softmax.others);
+        let factor = tempered(self, policy);
+        let share_of_others = self.builder.divide(policy.softmax.others, policy.softmax.sum);
+        let target = self.builder.multiply(factor, share_of_others);
+        let factor = self.builder.divide(factor, policy.softmax.sum);
         let minus_factor = self.builder.negate(factor);
         let minus_factor = self.per_element(minus_factor);
         let others = self.builder.multiply(minus_factor, policy.softmax.exp);
@@ -491,12 +490,14 @@ impl Program {
         let mut dlogits = self.builder.select(idle, zero, term);
 
         if let Some(bonus) = bonus {
-            let factor = per_sum(self, bonus);
+            let factor = tempered(self, bonus);
+            let factor = self.builder.divide(factor, bonus.softmax.sum);
             let factor = self.per_element(factor);
             let mean_gap = self.per_element(bonus.softmax.mean_gap);
             let above_mean = self.builder.subtract(bonus.softmax.gap, mean_gap);
-            let factor_exp = self.builder.multiply(factor, bonus.softmax.exp);
-            let term = self.builder.multiply(factor_exp, above_mean);
+            // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
+            let exp_above_mean = self.builder.multiply(bonus.softmax.exp, above_mean);
+            let term = self.builder.multiply(exp_above_mean, factor);
             let nothing = self.builder.compare(Comparison::Equal, bonus.softmax.exp, zero);
             let term = self.builder.select(nothing, zero, term);
             dlogits = self.builder.add(dlogits, term);

@@ -1,0 +1,232 @@
+//! Every implementation that runs on devices against the reference, through the judge: shapes, dtypes, device counts,
+//! on every PJRT plugin that set-up installs, or on the one that `ASSAY_PJRT_PLUGIN` names.
+//!
+//! A plugin that is absent, or has too few devices, reads *ignored*.
+
+#[path = "common/device_cases.rs"]
+mod device_cases;
+#[path = "common/recipes.rs"]
+mod recipes;
+
+use std::env;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::judge::judge;
+use assay::conformance::report::{explain, on_devices};
+use assay::conformance::tolerance::Tolerances;
+use assay::implementation::{Implementation, registry};
+use assay::problem::{Dtype, Outcome};
+use assay::reference;
+use assay::runtime::{Client, PLUGIN_VARIABLE, Plugin};
+use assay::spec::{
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
+
+/// Random specs a shape. `ASSAY_DEVICE_CASES` asks for more.
+const STRUCTURES: usize = 3;
+
+fn structures() -> usize {
+    env::var("ASSAY_DEVICE_CASES").ok().map_or(STRUCTURES, |text| text.parse().expect("a number of specs a shape"))
+}
+
+/// Whether there is nothing to run on, and why.
+type Hindrance = Option<String>;
+
+/// A plugin under test.
+struct Under {
+    path: PathBuf,
+    /// `C API 0.115`
+    name: String,
+    hindrance: Hindrance,
+}
+
+fn plugins() -> Vec<Under> {
+    let given = env::var_os(PLUGIN_VARIABLE).map(PathBuf::from);
+    let paths = given
+        .map_or_else(|| vec![".plugins/pjrt_cpu.so".into(), ".plugins/pjrt_cpu_0_81.so".into()], |path| vec![path]);
+    paths
+        .into_iter()
+        .map(|path: PathBuf| match Plugin::load(&path).and_then(|plugin| Client::shared(&path).map(|_| plugin)) {
+            Ok(plugin) => {
+                let (major, minor) = plugin.version();
+                Under { name: format!("C API {major}.{minor}"), path, hindrance: None }
+            }
+            Err(error) => Under { name: path.display().to_string(), path, hindrance: Some(error.to_string()) },
+        })
+        .collect()
+}
+
+fn main() {
+    let arguments = Arguments::from_args();
+    let mut trials = Vec::new();
+    for (first, plugin) in plugins().iter().enumerate().map(|(i, plugin)| (i == 0, plugin)) {
+        let implementations = registry(Some(&plugin.path)).into_iter().filter(|i| i.id() != "native");
+        for implementation in implementations {
+            let counts = implementation.device_counts();
+            // Counts that this implementation never takes have no test; those that the plugin cannot give are ignored.
+            for devices in DEVICE_COUNTS.into_iter().filter(|&devices| takes(&*implementation, devices)) {
+                let hindrance = plugin.hindrance.clone().or_else(|| {
+                    let few = format!("{devices} devices, of {counts:?}");
+                    (!counts.contains(&devices)).then_some(few)
+                });
+                let on = Run { implementation: Arc::clone(&implementation), devices, plugin: plugin.path.clone() };
+                let name = format!("{} {}", on_devices(implementation.id(), devices), plugin.name);
+                for dtype in Dtype::KERNEL {
+                    let on = on.clone();
+                    let check = move || on.small_shapes(dtype);
+                    trials.push(trial(
+                        format!("all_outputs_{dtype}_any_spec_match_reference: {name}"),
+                        &hindrance,
+                        check,
+                    ));
+                }
+                let check = {
+                    let on = on.clone();
+                    move || on.qwen_vocabulary()
+                };
+                trials.push(trial(format!("all_outputs_qwen_vocabulary_match_reference: {name}"), &hindrance, check));
+                if first && implementation.id() == "xla" {
+                    let check = move || on.every_structure();
+                    trials.push(trial(
+                        format!("all_outputs_every_structure_match_reference: {name}"),
+                        &hindrance,
+                        check,
+                    ));
+                }
+            }
+        }
+    }
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// Whether an implementation takes so many devices for some shape, were they there.
+fn takes(implementation: &dyn Implementation, devices: usize) -> bool {
+    let shape = "8x8x64".parse().expect("a shape");
+    implementation.supports(&LossSpec::default(), shape, Dtype::F32, devices).is_ok()
+}
+
+fn trial(name: String, hindrance: &Hindrance, check: impl FnOnce() -> Result<(), Failed> + Send + 'static) -> Trial {
+    let ignored = hindrance.is_some();
+    let name = hindrance.as_ref().map_or(name.clone(), |why| format!("{name} ({why})"));
+    Trial::test(name, check).with_ignored_flag(ignored)
+}
+
+/// One implementation on one device count.
+#[derive(Clone)]
+struct Run {
+    implementation: Arc<dyn Implementation>,
+    devices: usize,
+    plugin: PathBuf,
+}
+
+impl Run {
+    /// Judges one case; `None` where it is not supported.
+    fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Option<Outcome>, Failed> {
+        let problem = recipe.problem(spec).expect("a valid recipe");
+        let shape = problem.shape();
+        if self.implementation.supports(spec, shape, recipe.dtype, self.devices).is_err() {
+            return Ok(None);
+        }
+        let reference = reference::evaluate(spec, &problem).expect("a valid problem");
+        let outcome =
+            self.implementation.run(spec, problem.clone(), self.devices).map_err(|error| error.to_string())?;
+        let id = self.implementation.id();
+        let verdicts = judge(&reference, &outcome.clone().into(), self.implementation.class(), Tolerances::builtin());
+        for verdict in verdicts.expect("every output has a tolerance") {
+            if !verdict.passed() {
+                let config = serde_json::json!({
+                    "reason": "…",
+                    "batch": { "generate": recipe },
+                    "spec": spec,
+                    "kernel": { "enabled": true, "impl": id, "devices": self.devices },
+                });
+                let plugin = self.plugin.display();
+                let replay =
+                    format!("save as NAME.json and run `assay gradcheck --plugin {plugin} --config` on it: {config}");
+                let name = on_devices(id, self.devices);
+                return Err(explain(&verdict, &reference, &problem, &name, &replay).into());
+            }
+        }
+        Ok(Some(outcome))
+    }
+
+    fn small_shapes(&self, dtype: Dtype) -> Result<(), Failed> {
+        let mut judged = 0;
+        // Each sharding and count begins at another shape.
+        for (spec, recipe) in device_cases::cases(dtype, structures(), self.seed()) {
+            judged += usize::from(self.judge(&spec, &recipe)?.is_some());
+        }
+        // Of any three shapes in turn, every count can cut one.
+        if judged == 0 { Err("no case was supported".into()) } else { Ok(()) }
+    }
+
+    fn seed(&self) -> u64 {
+        self.implementation.id().bytes().map(u64::from).sum::<u64>() + self.devices as u64
+    }
+
+    /// Qwen's vocabulary, 151,936 = 128 × 1187.
+    fn qwen_vocabulary(&self) -> Result<(), Failed> {
+        let spec = LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() };
+        let mut judged = 0;
+        for regime in [Regime::Small, Regime::Peaked, Regime::Confident] {
+            let recipe = Recipe {
+                shape: [1, 8, 151_936],
+                dtype: Dtype::Bf16,
+                regime,
+                seed: 1,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            judged += usize::from(self.judge(&spec, &recipe)?.is_some());
+        }
+        if judged == 0 { Err("no case was supported".into()) } else { Ok(()) }
+    }
+
+    /// Every choice in a spec that shapes the program, with every other choice of another kind.
+    fn every_structure(&self) -> Result<(), Failed> {
+        let estimators = [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs];
+        let reductions = [
+            Reduction::TokenMean,
+            Reduction::SequenceMean { count_empty_rows: true },
+            Reduction::SequenceMean { count_empty_rows: false },
+            Reduction::TokenSum { max_length: 7 },
+        ];
+        let temperatures =
+            [(1.0, TemperatureDivides::Logits), (0.8, TemperatureDivides::Logits), (1.3, TemperatureDivides::Logp)];
+        let others =
+            [(OldLogp::Given, 0.0), (OldLogp::Given, 0.03), (OldLogp::Current, 0.0), (OldLogp::Current, -0.02)];
+        // 5 estimators or none, 4 reductions and 3 temperatures have no common factor: 60 steps take each of all three.
+        for step in 0..60 {
+            let estimator = estimators.get(step % 5).copied();
+            let (temperature, temperature_divides) = temperatures[step % 3];
+            // Every fourth step holds the reduction; the quotient moves this choice past it.
+            let (old_logp, entropy_coef) = others[(step + step / 4) % 4];
+            let clip = PpoClip { delta: Some(1.7), dual_clip: Some(3.0), ..PpoClip::default() };
+            let spec = LossSpec {
+                objective: Objective::PpoClip(clip),
+                advantages: if step % 2 == 0 { AdvantageLevel::Sequence } else { AdvantageLevel::Token },
+                old_logp,
+                temperature,
+                temperature_divides,
+                kl: estimator.map(|estimator| Kl { beta: 0.07, estimator }),
+                entropy_coef,
+                reduction: reductions[step % 4],
+            };
+            let recipe = Recipe {
+                shape: [3, 4, 33],
+                dtype: Dtype::F32,
+                regime: Regime::ALL[step % Regime::ALL.len()],
+                seed: step as u64,
+                old_logp_noise_scale: 0.5,
+                masked_garbage: true,
+            };
+            self.judge(&spec, &recipe)?;
+        }
+        Ok(())
+    }
+}
