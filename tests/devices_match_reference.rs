@@ -5,6 +5,8 @@
 
 #[path = "common/device_cases.rs"]
 mod device_cases;
+#[path = "common/implementations.rs"]
+mod implementations;
 #[path = "common/recipes.rs"]
 mod recipes;
 
@@ -16,7 +18,7 @@ use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::report::{explain, on_devices};
 use assay::conformance::tolerance::Tolerances;
-use assay::implementation::{Implementation, registry};
+use assay::implementation::Implementation;
 use assay::problem::{Dtype, Outcome};
 use assay::reference;
 use assay::runtime::{Client, PLUGIN_VARIABLE, Plugin};
@@ -65,8 +67,7 @@ fn main() {
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();
     for (first, plugin) in plugins().iter().enumerate().map(|(i, plugin)| (i == 0, plugin)) {
-        let implementations = registry(Some(&plugin.path)).into_iter().filter(|i| i.id() != "native");
-        for implementation in implementations {
+        for implementation in implementations::compiled(&plugin.path) {
             let counts = implementation.device_counts();
             // Counts that this implementation never takes have no test; those that the plugin cannot give are ignored.
             for devices in DEVICE_COUNTS.into_iter().filter(|&devices| takes(&*implementation, devices)) {

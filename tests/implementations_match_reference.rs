@@ -1,5 +1,8 @@
-//! Every implementation in the registry against the reference, through the judge, over random specs and problems.
+//! Every implementation that runs any shape at once against the reference, through the judge, over random specs and
+//! problems. Those that compile a program for each shape are in `devices_match_reference`.
 
+#[path = "common/implementations.rs"]
+mod implementations;
 #[path = "common/recipes.rs"]
 mod recipes;
 
@@ -11,7 +14,7 @@ use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::report::explain;
 use assay::conformance::tolerance::Tolerances;
-use assay::implementation::{Implementation, registry};
+use assay::implementation::Implementation;
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::reference;
 use assay::spec::LossSpec;
@@ -23,7 +26,7 @@ static EXERCISED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 fn expect_right(spec: &LossSpec, recipe: &Recipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
-    for implementation in registry(None) {
+    for implementation in implementations::immediate() {
         expect_implementation_right(&*implementation, spec, &problem, recipe);
     }
 }
@@ -110,7 +113,9 @@ fn every_available_implementation_is_exercised() {
     };
     expect_right(&LossSpec::default(), &recipe);
     let exercised = EXERCISED.lock().unwrap();
-    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in
+        implementations::immediate().iter().filter(|implementation| implementation.available().is_ok())
+    {
         assert!(exercised.contains(implementation.id()), "{} ran in no check", implementation.id());
     }
 }
@@ -127,7 +132,9 @@ fn outputs_any_thread_count_have_the_same_bits() {
     };
     let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
     let problem = recipe.problem(&spec).unwrap();
-    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in
+        implementations::immediate().iter().filter(|implementation| implementation.available().is_ok())
+    {
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| implementation.run(&spec, problem.clone(), 1).unwrap())

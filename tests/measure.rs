@@ -4,15 +4,18 @@
 #[cfg(feature = "pjrt")]
 #[path = "common/device_cases.rs"]
 mod device_cases;
+#[path = "common/implementations.rs"]
+mod implementations;
 #[path = "common/recipes.rs"]
 mod recipes;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::tolerance::Tolerances;
-use assay::implementation::{Implementation, find};
+use assay::implementation::Implementation;
 use assay::problem::Dtype;
 use assay::reference;
 use assay::spec::LossSpec;
@@ -24,14 +27,14 @@ const RANDOM_CASES: usize = 20_000;
 #[test]
 #[ignore = "a measurement of minutes, not a check: run by `make measure`"]
 fn kappa_of_every_gate() {
-    let native = find("native", None).expect("in every build");
+    let immediate = implementations::immediate();
     let mut seen = Seen::default();
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     let cases = (recipes::any_spec(), recipes::any_recipe());
     let mut next = || cases.new_tree(&mut runner).expect("no filter rejects").current();
     for _ in 0..RANDOM_CASES {
         let (spec, recipe) = next();
-        seen.run(&*native, 1, &spec, &recipe);
+        seen.run_all(&immediate, &spec, &recipe);
     }
     for dtype in Dtype::KERNEL {
         // One non-target column: an error there is the whole row's, with nothing to average it away.
@@ -40,15 +43,15 @@ fn kappa_of_every_gate() {
             for seed in 0..100 {
                 let (spec, recipe) = next();
                 let narrow = Recipe { shape: [64, 64, vocab], dtype, seed, ..recipe };
-                seen.run(&*native, 1, &spec, &narrow);
-                seen.run(&*native, 1, &spec, &Recipe { regime: Regime::Ties, ..narrow });
+                seen.run_all(&immediate, &spec, &narrow);
+                seen.run_all(&immediate, &spec, &Recipe { regime: Regime::Ties, ..narrow });
             }
         }
         for regime in Regime::ALL {
             for seed in 0..3 {
                 let (spec, recipe) = next();
                 let wide = Recipe { shape: [1, 4, 151_936], dtype, regime, seed, ..recipe };
-                seen.run(&*native, 1, &spec, &wide);
+                seen.run_all(&immediate, &spec, &wide);
             }
         }
     }
@@ -64,12 +67,11 @@ fn kappa_of_every_device_gate() {
     const STRUCTURES: usize = 8;
     let mut seen = Seen::default();
     for plugin in [".plugins/pjrt_cpu.so", ".plugins/pjrt_cpu_0_81.so"] {
-        let all = assay::implementation::registry(Some(plugin.as_ref()));
-        for implementation in all.iter().filter(|implementation| implementation.id() != "native") {
+        for implementation in implementations::compiled(plugin.as_ref()) {
             for devices in implementation.device_counts().into_iter().filter(|devices| devices.is_power_of_two()) {
                 for dtype in Dtype::KERNEL {
                     for (spec, recipe) in device_cases::cases(dtype, STRUCTURES, devices as u64) {
-                        seen.run(&**implementation, devices, &spec, &recipe);
+                        seen.run(&*implementation, devices, &spec, &recipe);
                     }
                     let specs = [
                         LossSpec { entropy_coef: 0.02, temperature: 0.6, ..LossSpec::default() },
@@ -79,7 +81,7 @@ fn kappa_of_every_device_gate() {
                         for shape in [[64, 64, 2], [64, 64, 5], [1, 8, 151_936]] {
                             let (seed, old_logp_noise_scale, masked_garbage) = (devices as u64, 0.3, false);
                             let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage };
-                            seen.run(&**implementation, devices, spec, &recipe);
+                            seen.run(&*implementation, devices, spec, &recipe);
                         }
                     }
                 }
@@ -97,6 +99,12 @@ impl Seen {
     fn print(&self) {
         for (gate, (kappa, case)) in &self.0 {
             println!("{gate:40} {kappa:8.4}   {case}");
+        }
+    }
+
+    fn run_all(&mut self, implementations: &[Arc<dyn Implementation>], spec: &LossSpec, recipe: &Recipe) {
+        for implementation in implementations {
+            self.run(&**implementation, 1, spec, recipe);
         }
     }
 

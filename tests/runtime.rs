@@ -203,3 +203,41 @@ fn arguments_that_do_not_fit_the_program_are_refused() {
         assert!(matches!(wrong, RuntimeError::Plugin { .. }), "{wrong}");
     }
 }
+
+/// 2⁴⁵ numbers of four bytes are more than an address space holds.
+#[test]
+fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
+    let huge = "module { func.func public @main(%x: tensor<f32>) -> tensor<35184372088832xf32> {
+        %y = stablehlo.broadcast_in_dim %x, dims = [] : (tensor<f32>) -> tensor<35184372088832xf32>
+        return %y : tensor<35184372088832xf32>
+    } }";
+    for client in plugins::cpu_clients() {
+        let executable = client.compile(&Program::replicated(huge.as_bytes(), 1)).unwrap();
+        let x = client.upload(0, Element::F32, &[], &[0; 4]).unwrap();
+        let error = executable.execute(&[vec![&x]]).unwrap_err();
+        assert!(matches!(&error, RuntimeError::Plugin { code: "RESOURCE_EXHAUSTED", .. }), "{error}");
+        let program = add_and_all_reduce(1);
+        let small = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
+        let x = client.upload(0, Element::F32, &[4], &to_bytes([1.0; 4])).unwrap();
+        assert_eq!(download_f32(&small.execute(&[vec![&x, &x]]).unwrap()[0][0]), [2.0; 4]);
+    }
+}
+
+/// One device's mistake in a program of two: an id out of range of a custom call that no plugin has.
+#[test]
+fn an_error_while_running_names_what_failed() {
+    let program = "module { func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+        %y = stablehlo.custom_call @no_such_target(%x) : (tensor<4xf32>) -> tensor<4xf32>
+        return %y : tensor<4xf32>
+    } }";
+    for client in plugins::cpu_clients() {
+        let x: Vec<_> =
+            (0..2).map(|device| client.upload(device, Element::F32, &[4], &to_bytes([1.0; 4])).unwrap()).collect();
+        let error = client
+            .compile(&Program::replicated(program.as_bytes(), 2))
+            .and_then(|executable| executable.execute(&[vec![&x[0]], vec![&x[1]]]))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("no_such_target"), "{error}");
+    }
+}

@@ -8,15 +8,16 @@ use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
 use super::{CliError, Passed, PluginChoice, Printing, config};
+use crate::conformance::invariance::Invariance;
 use crate::conformance::judge::{Status, judge};
 use crate::conformance::recorded::{
     Scalar, SubVocabulary, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
-use crate::conformance::report::{Check, Ignored, Report, explain, on_devices};
+use crate::conformance::report::{Check, Compared, Ignored, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, find, registry};
-use crate::problem::Problem;
+use crate::problem::{Outcome, Problem};
 use crate::reference::{self, Reference};
 use crate::spec::{LossSpec, OldLogp};
 
@@ -64,7 +65,7 @@ impl Replay {
         }
         progress.finish_and_clear();
 
-        let report = Report::new(session.checks, session.ignored);
+        let report = Report { invariance: session.invariance, ..Report::new(session.checks, session.ignored) };
         for failure in &session.failures {
             super::print(&format!("{failure}\n"))?;
         }
@@ -108,6 +109,7 @@ struct Session {
     devices: Vec<usize>,
     checks: Vec<Check>,
     ignored: Vec<Ignored>,
+    invariance: Vec<Compared>,
     failures: Vec<String>,
 }
 
@@ -175,6 +177,7 @@ impl Session {
             counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
         };
         let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
+        let mut first: Option<(usize, Outcome)> = None;
         for devices in asked {
             let hindrance = implementation
                 .available()
@@ -186,6 +189,15 @@ impl Session {
                 continue;
             }
             let outcome = implementation.run(reference.spec(), problem.clone(), devices)?;
+            match &first {
+                None => first = Some((devices, outcome.clone())),
+                Some((first_devices, first)) => self.invariance.push(Compared {
+                    fixture: label.into(),
+                    implementation: implementation.id().into(),
+                    devices: [*first_devices, devices],
+                    invariance: Invariance::between(first, &outcome),
+                }),
+            }
             let command = format!("{command} --devices {devices}");
             for verdict in judge(reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
                 if verdict.status != Status::Pass {

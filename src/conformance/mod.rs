@@ -5,6 +5,7 @@
 
 pub mod condition;
 pub mod generate;
+pub mod invariance;
 pub mod judge;
 pub mod metric;
 pub mod recorded;

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
+use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
 use super::metric::{ULP_EDGES, hex};
 use super::tolerance::Output;
@@ -104,6 +105,24 @@ pub struct Report {
     pub checks: Vec<Check>,
     /// What was not checked, and why.
     pub ignored: Vec<Ignored>,
+    /// Runs on one device count against runs on another.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub invariance: Vec<Compared>,
+}
+
+/// Two runs of one implementation on different device counts.
+#[derive(Clone, Debug, Serialize)]
+pub struct Compared {
+    /// What was evaluated.
+    pub fixture: String,
+    /// Id of the implementation.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// Devices of the two runs.
+    pub devices: [usize; 2],
+    /// Which outputs have the same bits.
+    #[serde(flatten)]
+    pub invariance: Invariance,
 }
 
 /// Something that was not checked.
@@ -118,7 +137,12 @@ pub struct Ignored {
 impl Report {
     /// A report over `checks`. One without a check does not pass.
     pub fn new(checks: Vec<Check>, ignored: Vec<Ignored>) -> Self {
-        Self { pass: !checks.is_empty() && checks.iter().all(|check| check.verdict == Status::Pass), checks, ignored }
+        Self {
+            pass: !checks.is_empty() && checks.iter().all(|check| check.verdict == Status::Pass),
+            checks,
+            ignored,
+            invariance: Vec::new(),
+        }
     }
 
     /// The table, the ignored checks and the total line.
@@ -150,6 +174,14 @@ impl Report {
         let mut text = format!("{table}\n");
         for Ignored { what, why } in &self.ignored {
             let _ = writeln!(text, "ignored  {what}: {why}");
+        }
+        for Compared { fixture, implementation, devices: [one, many], invariance } in &self.invariance {
+            let list = |names: &[&str]| if names.is_empty() { "nothing".into() } else { names.join(", ") };
+            let (same, other) = (list(&invariance.same), list(&invariance.other));
+            let _ = writeln!(
+                text,
+                "bits     {fixture} with {implementation}: ×{many} has those of ×{one} in {same}; others in {other}"
+            );
         }
         let _ = writeln!(text, "{}", self.total());
         text

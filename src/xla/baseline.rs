@@ -550,3 +550,70 @@ impl Arithmetic for Program {
         self.builder.select(condition, yes, no)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{Kl, Objective, PpoClip};
+
+    const SHAPE: Shape = Shape { batch: 4, tokens: 6, vocab: 13 };
+
+    fn text(spec: &LossSpec, mesh: Mesh) -> String {
+        program(Structure::of(spec), SHAPE, Dtype::Bf16, mesh)
+    }
+
+    fn spec(x: f64) -> LossSpec {
+        LossSpec {
+            objective: Objective::PpoClip(PpoClip {
+                epsilon_low: 0.1 * x,
+                epsilon_high: 0.3 * x,
+                delta: (x > 1.0).then_some(2.0),
+                dual_clip: (x > 1.0).then_some(3.0),
+            }),
+            temperature: 0.5 * x,
+            kl: Some(Kl { beta: 0.1 * x, estimator: KlEstimator::K3 }),
+            entropy_coef: 0.01 * x,
+            reduction: Reduction::Normalizer(7.0 * x),
+            ..LossSpec::default()
+        }
+    }
+
+    #[test]
+    fn every_number_of_a_spec_is_a_run_time_input() {
+        assert_eq!(text(&spec(1.0), Mesh::ONE), text(&spec(1.5), Mesh::ONE));
+        let sum = LossSpec { reduction: Reduction::TokenSum { max_length: 9 }, ..spec(1.0) };
+        assert_eq!(text(&spec(1.0), Mesh::ONE), text(&sum, Mesh::ONE), "both divide by a given number");
+        let plain = LossSpec { kl: None, ..spec(1.0) };
+        assert_ne!(text(&spec(1.0), Mesh::ONE), text(&plain, Mesh::ONE));
+    }
+
+    #[test]
+    fn numbers_hold_what_the_program_divides_by() {
+        let denominator = |reduction| *numbers(&LossSpec { reduction, ..spec(1.0) }, 4).last().unwrap();
+        assert_eq!(denominator(Reduction::Normalizer(7.0)), 7.0);
+        assert_eq!(denominator(Reduction::TokenSum { max_length: 9 }), 36.0);
+        assert_eq!(denominator(Reduction::SequenceMean { count_empty_rows: true }), 4.0);
+    }
+
+    #[test]
+    fn collectives_stand_only_where_the_mesh_is_cut() {
+        let count = |mesh| text(&spec(1.0), mesh).matches("stablehlo.all_reduce").count();
+        assert_eq!(count(Mesh::ONE), 0);
+        assert_eq!(count(Mesh { batch: 2, tokens: 1, vocab: 1 }), 2, "the count of tokens, the sums");
+        // Maximum, target logit, Σ e of the others, Σ e·a.
+        assert_eq!(count(Mesh { batch: 1, tokens: 1, vocab: 2 }), 4);
+    }
+
+    #[test]
+    fn columns_are_masked_only_where_the_vocabulary_is_padded() {
+        let padded =
+            |vocab| text(&spec(1.0), Mesh { batch: 1, tokens: 1, vocab }).contains("dense<0xFF800000> : tensor<4x6x");
+        assert!(padded(2), "13 columns over 2 devices");
+        assert!(!padded(13) && !padded(1));
+    }
+
+    #[test]
+    fn logits_are_read_and_written_in_place() {
+        assert!(text(&spec(1.0), Mesh::ONE).contains("@main(%0: tensor<4x6x13xbf16> {tf.aliasing_output = 0 : i32}"));
+    }
+}

@@ -363,3 +363,86 @@ impl Builder {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn f32s(shape: &[usize]) -> Type {
+        Type::new(Element::F32, shape)
+    }
+
+    #[test]
+    fn a_small_program_reads_as_written() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(f32s(&[2, 3]), Some(0));
+        let max = builder.reduce(Fold::Max, x, &[1]);
+        let max = builder.broadcast(max, &[0], &[2, 3]);
+        let gap = builder.subtract(x, max);
+        let text = builder.finish(&[gap]);
+        assert_eq!(
+            text,
+            "module @grpo {
+  func.func public @main(%0: tensor<2x3xf32> {tf.aliasing_output = 0 : i32}) -> (tensor<2x3xf32>) {
+    %1 = stablehlo.constant dense<0xFF800000> : tensor<f32>
+    %2 = stablehlo.reduce(%0 init: %1) applies stablehlo.maximum across dimensions = [1] : (tensor<2x3xf32>, tensor<f32>) -> tensor<2xf32>
+    %3 = stablehlo.broadcast_in_dim %2, dims = [0] : (tensor<2xf32>) -> tensor<2x3xf32>
+    %4 = stablehlo.subtract %0, %3 : tensor<2x3xf32>
+    return %4 : tensor<2x3xf32>
+  }
+}
+"
+        );
+    }
+
+    #[test]
+    fn constants_are_written_as_mlir_reads_them() {
+        let mut builder = Builder::default();
+        for (x, text) in [(0.0, "0.0"), (-1.5, "-1.5"), (1e-30, "1.0e-30"), (f64::INFINITY, "0x7F800000")] {
+            builder.constant(x, f32s(&[]));
+            let line = builder.body.lines().last().unwrap();
+            assert!(line.ends_with(&format!("dense<{text}> : tensor<f32>")), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_group_of_one_needs_no_collective() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(f32s(&[4]), None);
+        assert_eq!(builder.all_reduce(Fold::Add, x, &[vec![0], vec![1]]), x);
+        assert_ne!(builder.all_reduce(Fold::Add, x, &[vec![0, 1]]), x);
+    }
+
+    #[test]
+    #[should_panic(expected = "add: operands of different types")]
+    fn operands_of_different_shapes_are_refused() {
+        let mut builder = Builder::default();
+        let (x, y) = (builder.parameter(f32s(&[2, 3]), None), builder.parameter(f32s(&[3, 2]), None));
+        builder.add(x, y);
+    }
+
+    #[test]
+    #[should_panic(expected = "exponential: got tensor<2xi32>, expected a float type")]
+    fn operations_of_real_numbers_refuse_integers() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(Type::new(Element::I32, &[2]), None);
+        builder.exponential(x);
+    }
+
+    #[test]
+    #[should_panic(expected = "broadcast: tensor<3xf32> to [3, 2] along [1]")]
+    fn a_broadcast_along_the_wrong_dimension_is_refused() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(f32s(&[3]), None);
+        builder.broadcast(x, &[1], &[3, 2]);
+    }
+
+    #[test]
+    #[should_panic(expected = "output 0 over a parameter of another type")]
+    fn an_output_over_a_parameter_of_another_type_is_refused() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(Type::new(Element::Bf16, &[2]), Some(0));
+        let wide = builder.convert(x, Element::F32);
+        builder.finish(&[wide]);
+    }
+}
