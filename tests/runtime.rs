@@ -5,7 +5,8 @@
 mod plugins;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use assay::element::Element;
 use assay::runtime::{Plugin, Program, RuntimeError};
@@ -239,5 +240,40 @@ fn an_error_while_running_names_what_failed() {
             .unwrap_err()
             .to_string();
         assert!(error.contains("no_such_target"), "{error}");
+    }
+}
+
+/// Builds a library whose `GetPjrtApi` returns `table`.
+fn fake_plugin(folder: &Path, name: &str, table: &str) -> PathBuf {
+    let source = format!(
+        "#[repr(C)] pub struct Table {{ size: usize, extension: usize, version_size: usize, version_extension: usize,
+             major: i32, minor: i32, functions: [usize; 8] }}
+         static TABLE: Table = Table {{ size: {table}, functions: [0; 8] }};
+         #[unsafe(no_mangle)] pub extern \"C\" fn GetPjrtApi() -> *const Table {{
+             if TABLE.size == 0 {{ std::ptr::null() }} else {{ &TABLE }}
+         }}"
+    );
+    let (source_path, library) = (folder.join(format!("{name}.rs")), folder.join(format!("{name}.so")));
+    fs::write(&source_path, source).unwrap();
+    let rustc = std::env::var_os("RUSTC").unwrap_or("rustc".into());
+    let arguments = ["--edition", "2024", "--crate-type", "cdylib", "-o"];
+    let built = Command::new(rustc).args(arguments).arg(&library).arg(&source_path).status().unwrap();
+    assert!(built.success());
+    library
+}
+
+#[test]
+fn a_table_that_is_old_short_or_missing_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let version =
+        |major, minor| format!("extension: 0, version_size: 24, version_extension: 0, major: {major}, minor: {minor}");
+    for (name, size, major, minor, wanted) in [
+        ("old", 512, 0, 53, "C API 0.53; expected 0.54 or newer"),
+        ("other", 2048, 1, 60, "C API 1.60; expected 0.54 or newer"),
+        ("short", 96, 0, 115, "its table of functions takes 96 bytes, less than"),
+        ("null", 0, 0, 0, "its `GetPjrtApi` returned null"),
+    ] {
+        let library = fake_plugin(folder.path(), name, &format!("{size}, {}", version(major, minor)));
+        expect_load_error(&library, wanted);
     }
 }

@@ -119,7 +119,7 @@ impl Gradcheck {
         let config: Config = config::read(&self.config)?;
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let problem = config.batch.problem(&config.spec, &self.config)?;
-        let implementation = config.kernel.implementation(self.plugin.path())?;
+        let implementation = config.kernel.implementation(self.plugin.checked_path()?)?;
         let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
         implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;

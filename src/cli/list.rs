@@ -11,8 +11,8 @@ use crate::spec::{
     AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
 };
 
-/// The shape that support is asked for: one token of Qwen's vocabulary.
-const SHAPE: Shape = Shape { batch: 1, tokens: 1, vocab: 151_936 };
+/// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
+const SHAPE: Shape = Shape { batch: 8, tokens: 8, vocab: 151_936 };
 
 #[derive(Args)]
 pub(super) struct List {
@@ -38,10 +38,10 @@ struct Listed {
 
 impl Listed {
     fn of(implementation: &dyn Implementation) -> Self {
-        let devices = implementation.device_counts();
-        let fewest = devices.first().copied().unwrap_or(1);
-        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, SHAPE, dtype, fewest).is_ok();
         let spec = LossSpec::default();
+        let takes = |devices: &usize| implementation.supports(&spec, SHAPE, Dtype::F32, *devices).is_ok();
+        let fewest = [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1);
+        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, SHAPE, dtype, fewest).is_ok();
         let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype)).collect();
         let some_dtype = dtypes.first().copied().unwrap_or(Dtype::F32);
         let available = implementation.available();
@@ -51,7 +51,7 @@ impl Listed {
             summary: implementation.summary().into(),
             available: available.is_ok(),
             why_not: available.err().map(|why| why.reason),
-            devices,
+            devices: implementation.device_counts(),
             unsupported: options()
                 .into_iter()
                 .filter(|(_, spec)| !supports(spec, some_dtype))

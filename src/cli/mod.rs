@@ -67,6 +67,22 @@ impl PluginChoice {
     fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
+
+    /// The path, once a plugin that was asked for has been seen to work: what nobody asked for may be absent.
+    #[cfg(feature = "pjrt")]
+    fn checked_path(&self) -> Result<Option<&Path>, CliError> {
+        if let Some(path) = crate::runtime::asked_for(self.path()) {
+            crate::runtime::Client::shared(&path).map_err(RunError::from)?;
+        }
+        Ok(self.path())
+    }
+
+    #[cfg(not(feature = "pjrt"))]
+    fn checked_path(&self) -> Result<Option<&Path>, CliError> {
+        self.path().map_or(Ok(None), |path| {
+            Err(CliError::Usage(format!("--plugin {}: this build has no PJRT (feature `pjrt`)", path.display())))
+        })
+    }
 }
 
 /// Why a command could not do its work: one line that names the file or field.

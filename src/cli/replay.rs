@@ -74,10 +74,16 @@ impl Replay {
     }
 
     fn implementations(&self) -> Result<Vec<Arc<dyn Implementation>>, CliError> {
+        let plugin = self.plugin.checked_path()?;
         if self.implementations.is_empty() {
-            return Ok(registry(self.plugin.path()));
+            return Ok(registry(plugin));
         }
-        self.implementations.iter().map(|id| find(id, self.plugin.path()).map_err(CliError::Usage)).collect()
+        let asked_for = |id: &String| {
+            let implementation = find(id, plugin).map_err(CliError::Usage)?;
+            implementation.available().map_err(|why| CliError::Usage(format!("{id}: {why}")))?;
+            Ok(implementation)
+        };
+        self.implementations.iter().map(asked_for).collect()
     }
 
     /// The names to replay: the one asked for, or all.

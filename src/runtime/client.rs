@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pjrt_sys::{
     PJRT_Client, PJRT_Client_AddressableDevices_Args, PJRT_Client_Create_Args, PJRT_Client_Destroy_Args,
-    PJRT_Client_PlatformName_Args, PJRT_Client_PlatformVersion_Args, PJRT_Device, PJRT_NamedValue,
-    PJRT_NamedValue_Type_PJRT_NamedValue_kInt64,
+    PJRT_Client_PlatformName_Args, PJRT_Client_PlatformVersion_Args, PJRT_Device, PJRT_Device_GetDescription_Args,
+    PJRT_DeviceDescription_Id_Args, PJRT_NamedValue, PJRT_NamedValue_Type_PJRT_NamedValue_kInt64,
 };
 
 use super::abi::{bytes_from, slice_from};
@@ -28,6 +28,8 @@ struct Inner {
     plugin: &'static Plugin,
     raw: NonNull<PJRT_Client>,
     devices: Vec<*mut PJRT_Device>,
+    /// The plugin's numbers for them.
+    device_ids: Vec<i64>,
     platform: String,
     platform_version: String,
     /// Held while a program runs on several devices.
@@ -56,6 +58,17 @@ impl fmt::Debug for Client {
 
 /// The clients of this process, by plugin.
 static SHARED: Mutex<BTreeMap<PathBuf, Client>> = Mutex::new(BTreeMap::new());
+
+fn device_id(plugin: &Plugin, device: *mut PJRT_Device) -> Result<i64, RuntimeError> {
+    let what = "read a device's number";
+    let mut description = PJRT_Device_GetDescription_Args::new();
+    description.device = device;
+    call!(plugin, PJRT_Device_GetDescription, description, what)?;
+    let mut args = PJRT_DeviceDescription_Id_Args::new();
+    args.device_description = description.device_description;
+    call!(plugin, PJRT_DeviceDescription_Id, args, what)?;
+    Ok(args.id.into())
+}
 
 impl Client {
     /// The one client of the plugin at `path` in this process. Most plugins can serve only one.
@@ -107,6 +120,7 @@ impl Client {
             plugin,
             raw,
             devices: Vec::new(),
+            device_ids: Vec::new(),
             platform: String::new(),
             platform_version: String::new(),
             collective: Mutex::new(()),
@@ -135,6 +149,7 @@ impl Client {
             let given = format!("{} devices, some of them null", inner.devices.len());
             return Err(RuntimeError::Answer { what: what(), given, expected: "at least one device".into() });
         }
+        inner.device_ids = inner.devices.iter().map(|&device| device_id(plugin, device)).collect::<Result<_, _>>()?;
         Ok(Client(Arc::new(inner)))
     }
 
@@ -168,6 +183,11 @@ impl Client {
             return Ok(());
         }
         Err(RuntimeError::Devices { given: devices, available, platform: self.platform().into() })
+    }
+
+    /// The plugin's number for a device.
+    pub(super) fn device_id(&self, index: usize) -> i64 {
+        self.0.device_ids[index]
     }
 
     /// Keeps other programs of several devices out. Two that started on their devices in different orders would wait for

@@ -3,6 +3,7 @@
 use std::ptr::{self, NonNull};
 
 use pjrt::CompileOptions;
+use pjrt::protos::xla::{DeviceAssignmentProto, device_assignment_proto::ComputationDevice};
 use pjrt_sys::{
     PJRT_Buffer, PJRT_Client_Compile_Args, PJRT_Event, PJRT_Executable, PJRT_Executable_Destroy_Args,
     PJRT_Executable_NumOutputs_Args, PJRT_ExecuteOptions, PJRT_LoadedExecutable, PJRT_LoadedExecutable_Destroy_Args,
@@ -61,6 +62,19 @@ impl Drop for Executable {
 }
 
 impl Client {
+    /// Copy `r`, partition `p` of a program on device `r · partitions + p`.
+    fn in_order(&self, program: &Program) -> DeviceAssignmentProto {
+        let on = |partition| {
+            let device = |replica| self.device_id(replica * program.partitions + partition);
+            ComputationDevice { replica_device_ids: (0..program.replicas).map(device).collect() }
+        };
+        DeviceAssignmentProto {
+            replica_count: program.replicas as i32,
+            computation_count: program.partitions as i32,
+            computation_devices: (0..program.partitions).map(on).collect(),
+        }
+    }
+
     /// Compiles a program for devices `0 .. program.devices()`.
     ///
     /// # Errors
@@ -73,6 +87,8 @@ impl Client {
             build.num_replicas = program.replicas as i64;
             build.num_partitions = program.partitions as i64;
             build.use_spmd_partitioning = program.partitions > 1;
+            // Without this the plugin chooses an order of its own, and arguments would lie on the wrong devices.
+            build.device_assignment = Some(self.in_order(program));
         }
         let options = options.encode();
         let format = b"mlir";

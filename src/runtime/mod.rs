@@ -26,4 +26,4 @@ pub use error::RuntimeError;
 pub use execute::{Executable, Program};
 pub use memory::{CompiledMemory, DeviceMemory, available_host_bytes};
 pub use mesh::{Axis, Mesh, shard};
-pub use plugin::{PLUGIN_VARIABLE, Plugin, locate, quiet_plugins};
+pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, locate, quiet_plugins};

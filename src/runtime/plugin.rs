@@ -31,17 +31,20 @@ pub fn quiet_plugins() {
 /// Where `make setup` puts the CPU plugin, below the project's folder.
 const INSTALLED: &str = ".plugins/pjrt_cpu.so";
 
-/// The plugin to use: `given`, else the one that [`PLUGIN_VARIABLE`] names, else the one that `make setup` installed,
-/// looked for in the working directory and in the folders that hold this executable.
+/// The plugin that somebody asked for: `given`, else the one that [`PLUGIN_VARIABLE`] names.
+pub fn asked_for(given: Option<&Path>) -> Option<PathBuf> {
+    let variable = || env::var_os(PLUGIN_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    given.map(Path::to_path_buf).or_else(variable)
+}
+
+/// The plugin to use: the one [`asked_for`], else the one that `make setup` installed, looked for in the working
+/// directory and in the folders that hold this executable.
 ///
 /// # Errors
 /// [`RuntimeError::NoPlugin`], saying where was looked.
 pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
-    if let Some(path) = given {
-        return Ok(path.to_path_buf());
-    }
-    if let Some(path) = env::var_os(PLUGIN_VARIABLE).filter(|path| !path.is_empty()) {
-        return Ok(path.into());
+    if let Some(path) = asked_for(given) {
+        return Ok(path);
     }
     let executable = env::current_exe().unwrap_or_default();
     // target/release/assay and target/debug/deps/test-…: the project is at most three folders up.

@@ -17,7 +17,7 @@ mod baseline;
 mod shards;
 pub mod stablehlo;
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -108,19 +108,39 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 /// The largest device count that is tried of itself.
 const MOST_DEVICES: usize = 8;
 
-/// Executables by plugin and program: the program's text holds its shapes, and its numbers are run-time inputs.
-static COMPILED: Mutex<BTreeMap<(PathBuf, String), Arc<Executable>>> = Mutex::new(BTreeMap::new());
+/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
+/// a spec are run-time inputs.
+struct Compiled {
+    plugin: PathBuf,
+    code: String,
+    executable: Arc<Executable>,
+}
 
-/// The executable of a program, compiled once a process.
+/// The programs used last, the latest at the end.
+static COMPILED: Mutex<VecDeque<Compiled>> = Mutex::new(VecDeque::new());
+
+/// How many are kept: each takes megabytes.
+const KEPT: usize = 64;
+
+/// The executable of a program, compiled unless it is one of those used last.
 fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executable>, RuntimeError> {
-    let key = (client.plugin().path().to_path_buf(), code);
-    let found = COMPILED.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
-    if let Some(executable) = found {
+    let plugin = client.plugin().path();
+    let lock = || COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut kept = lock();
+    if let Some(at) = kept.iter().position(|entry| entry.code == code && entry.plugin == plugin) {
+        let entry = kept.remove(at).expect("just found");
+        let executable = Arc::clone(&entry.executable);
+        kept.push_back(entry);
         return Ok(executable);
     }
-    // Not under the lock: others may compile meanwhile.
-    let executable = Arc::new(client.compile(&Program::replicated(key.1.as_bytes(), devices))?);
-    COMPILED.lock().unwrap_or_else(PoisonError::into_inner).insert(key, Arc::clone(&executable));
+    // Others may compile meanwhile.
+    drop(kept);
+    let executable = Arc::new(client.compile(&Program::replicated(code.as_bytes(), devices))?);
+    let mut kept = lock();
+    if kept.len() == KEPT {
+        kept.pop_front();
+    }
+    kept.push_back(Compiled { plugin: plugin.to_path_buf(), code, executable: Arc::clone(&executable) });
     Ok(executable)
 }
 
