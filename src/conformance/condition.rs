@@ -132,7 +132,7 @@ impl Condition {
                 let (q, gap) = probability_and_gap(entropy, x);
                 let span = gap + entropy.stats.mean_gap;
                 scale += grad_entropy * q * (span * (1.0 + span) + self.second_moment);
-                floor += grad_entropy * (1.0 + span);
+                floor += 1.0 + grad_entropy * (1.0 + span);
             }
             (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
         };
