@@ -5,6 +5,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::native::Native;
 use crate::problem::{Dtype, Outcome, Problem, ProblemError, Shape};
 use crate::spec::LossSpec;
@@ -45,6 +46,91 @@ pub trait Implementation: Send + Sync {
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError>;
+
+    /// Makes ready to evaluate problems of `shape` and `dtype` again and again: what can be done before there is a
+    /// problem, such as compiling, is done here. A step of an implementation that does not say otherwise is a
+    /// [`run`](Self::run).
+    ///
+    /// # Errors
+    /// [`RunError`] where the problem would not be supported, or a device fails.
+    fn prepare<'s>(
+        &'s self,
+        spec: &'s LossSpec,
+        shape: Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<Box<dyn Prepared + 's>, RunError> {
+        self.supports(spec, shape, dtype, devices)?;
+        Ok(Box::new(Runs { implementation: self, spec, devices }))
+    }
+}
+
+/// An implementation made ready for one shape, to be timed.
+pub trait Prepared {
+    /// Puts a problem where a step reads it: on the devices, or in a copy that dlogits may be written over. The step
+    /// holds that memory.
+    ///
+    /// # Errors
+    /// [`RunError`] where the problem is wrong or of another shape or dtype, or a device fails.
+    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError>;
+
+    /// Bytes of this machine's memory that a step takes beside the problem and its outcome.
+    fn host_bytes(&self) -> usize;
+
+    /// What a step takes on each device, as the compiler counted.
+    ///
+    /// # Errors
+    /// [`Unavailable`], saying why nobody counted.
+    fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable>;
+
+    /// What the allocator of the first device says now.
+    ///
+    /// # Errors
+    /// [`Unavailable`], saying why it says nothing.
+    fn device_memory(&self) -> Result<DeviceMemory, Unavailable>;
+}
+
+/// Evaluates a loaded problem, and returns when every output is there: what a bench times.
+pub type Step<'p> = Box<dyn FnOnce() -> Result<Answer<'p>, RunError> + 'p>;
+
+/// Fetches the outputs of a step, which hold memory until then.
+pub type Answer<'p> = Box<dyn FnOnce() -> Result<Outcome, RunError> + 'p>;
+
+/// Steps that are whole runs, each on a copy of the problem.
+struct Runs<'s, I: ?Sized> {
+    implementation: &'s I,
+    spec: &'s LossSpec,
+    devices: usize,
+}
+
+impl<I: Implementation + ?Sized> Runs<'_, I> {
+    fn uncounted(&self) -> Unavailable {
+        Unavailable { reason: format!("{} runs no program whose memory is counted", self.implementation.id()) }
+    }
+}
+
+impl<I: Implementation + ?Sized> Prepared for Runs<'_, I> {
+    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
+        let problem = problem.clone();
+        Ok(Box::new(move || {
+            let outcome = self.implementation.run(self.spec, problem, self.devices)?;
+            let answer: Answer<'p> = Box::new(move || Ok(outcome));
+            Ok(answer)
+        }))
+    }
+
+    /// The copy becomes the outcome.
+    fn host_bytes(&self) -> usize {
+        0
+    }
+
+    fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
+        Err(self.uncounted())
+    }
+
+    fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
+        Err(self.uncounted())
+    }
 }
 
 /// Why this machine cannot run an implementation.

@@ -19,6 +19,7 @@ pub mod element;
 pub mod fixture;
 pub mod implementation;
 mod kernels;
+pub mod memory;
 pub mod native;
 pub mod problem;
 pub mod reference;

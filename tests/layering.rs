@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 13] = [
+const ALLOWED: [(&str, &[&str]); 14] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -13,12 +13,13 @@ const ALLOWED: [(&str, &[&str]); 13] = [
     ("kernels", &["spec"]),
     ("native", &["spec", "problem", "implementation", "kernels"]),
     ("element", &["problem"]),
-    ("runtime", &["element"]),
-    ("xla", &["spec", "problem", "implementation", "kernels", "element", "runtime"]),
-    ("implementation", &["spec", "problem", "native", "xla", "runtime"]),
+    ("memory", &[]),
+    ("runtime", &["element", "memory"]),
+    ("xla", &["spec", "problem", "implementation", "kernels", "element", "memory", "runtime"]),
+    ("implementation", &["spec", "problem", "memory", "native", "xla", "runtime"]),
     ("fixture", &["problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
-    ("cli", &["spec", "problem", "reference", "implementation", "conformance", "fixture"]),
+    ("cli", &["spec", "problem", "reference", "implementation", "memory", "conformance", "fixture"]),
     ("main", &["cli", "runtime"]),
 ];
 

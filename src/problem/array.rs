@@ -7,6 +7,8 @@ use half::{bf16, f16};
 use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, s};
 use serde::{Deserialize, Serialize};
 
+use super::Shape;
+
 /// Floating-point element types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -178,6 +180,17 @@ impl FloatArray<Ix2> {
 }
 
 impl FloatArray<Ix3> {
+    /// `[B,T,V]` zeros of `dtype`.
+    pub fn zeros(shape: Shape, dtype: Dtype) -> Self {
+        let extents = (shape.batch, shape.tokens, shape.vocab);
+        match dtype {
+            Dtype::F64 => FloatArray::F64(Array::zeros(extents)),
+            Dtype::F32 => FloatArray::F32(Array::zeros(extents)),
+            Dtype::Bf16 => FloatArray::Bf16(Array::from_elem(extents, bf16::ZERO)),
+            Dtype::F16 => FloatArray::F16(Array::from_elem(extents, f16::ZERO)),
+        }
+    }
+
     /// Row `[b,t,:]`, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
         with_array!(self, array => array.slice(s![b, t, ..]).iter().map(|&x| Float::to_f64(x)).collect())

@@ -6,6 +6,7 @@ use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_Error_Destroy_Args, PJRT_Error_GetCode
 
 use super::abi::bytes_from;
 use crate::element::Element;
+use crate::memory::Shortage;
 
 /// Why the runtime did not do what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -115,15 +116,8 @@ pub enum RuntimeError {
         expected: String,
     },
     /// It would not fit.
-    #[error("memory: {what} needs {needed} bytes, {available} are available")]
-    Memory {
-        /// What was to be allocated.
-        what: String,
-        /// Bytes it takes.
-        needed: usize,
-        /// Bytes there are.
-        available: usize,
-    },
+    #[error(transparent)]
+    Memory(#[from] Shortage),
 }
 
 /// Turns a PJRT status into a `Result`, and frees it.

@@ -1,49 +1,12 @@
-//! Bytes: what a compiled program takes, what a device and this machine have.
-
-use std::fs;
+//! What plugins say of memory.
 
 use pjrt_sys::{PJRT_Device_MemoryStats_Args, PJRT_Executable_GetCompiledMemoryStats_Args};
-use serde::Serialize;
 
 use super::client::Client;
 use super::error::RuntimeError;
 use super::execute::Executable;
 use super::plugin::call;
-
-/// Bytes that one run of a compiled program takes on each device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct CompiledMemory {
-    /// Inputs.
-    pub argument_bytes: i64,
-    /// Outputs, those that lie over an input included.
-    pub output_bytes: i64,
-    /// Scratch.
-    pub temp_bytes: i64,
-    /// Outputs that lie over a donated input.
-    pub alias_bytes: i64,
-    /// The program itself.
-    pub code_bytes: i64,
-}
-
-impl CompiledMemory {
-    /// `argument + output + temp − alias`: what is held while it runs.
-    pub fn peak_bytes(&self) -> i64 {
-        self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
-    }
-}
-
-/// What a device's allocator says of itself; `None` where it does not say.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct DeviceMemory {
-    /// Bytes allocated now.
-    pub bytes_in_use: i64,
-    /// The most that were.
-    pub peak_bytes_in_use: Option<i64>,
-    /// The most that were reserved from the device.
-    pub peak_bytes_reserved: Option<i64>,
-    /// Bytes that may be allocated.
-    pub bytes_limit: Option<i64>,
-}
+use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes};
 
 impl Executable {
     /// What one run takes on each device, as the compiler counted.
@@ -92,12 +55,4 @@ impl Client {
         }
         (self.platform() == "cpu").then(available_host_bytes).flatten()
     }
-}
-
-/// Bytes of memory that this machine could give now, without swapping; `None` where it does not say.
-pub fn available_host_bytes() -> Option<usize> {
-    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kibibytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
 }

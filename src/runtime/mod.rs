@@ -24,6 +24,5 @@ pub use buffers::Buffer;
 pub use client::Client;
 pub use error::RuntimeError;
 pub use execute::{Executable, Program};
-pub use memory::{CompiledMemory, DeviceMemory, available_host_bytes};
 pub use mesh::{Axis, Mesh, shard};
 pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, locate, quiet_plugins};

@@ -21,11 +21,12 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ndarray::{Array2, arr0};
+use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
-use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use crate::problem::{Dtype, Metrics, Outcome, Problem, Shape};
+use crate::implementation::{Answer, Implementation, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::memory::{CompiledMemory, DeviceMemory};
+use crate::problem::{Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
 use baseline::{Output, Scalars, Structure};
@@ -57,6 +58,19 @@ impl Xla {
 
     fn client(&self) -> Result<Client, RuntimeError> {
         Client::shared(&locate(self.plugin.as_deref())?)
+    }
+
+    /// Compiles the program for logits of `shape` and `dtype`, and checks that a run of it fits.
+    fn compile(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<Compiled, RunError> {
+        self.supports(spec, shape, dtype, devices)?;
+        let mesh = self.mesh(shape, devices)?;
+        let client = self.client()?;
+        client.expect_devices(devices)?;
+        let structure = Structure::of(spec);
+        let executable = compiled(&client, baseline::program(structure, shape, dtype, mesh), devices)?;
+        let shards = Shards { shape, mesh, client };
+        shards.expect_room(&executable)?;
+        Ok(Compiled { shards, structure, executable })
     }
 
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
@@ -198,19 +212,77 @@ impl Implementation for Xla {
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
         let shape = problem.check(spec)?;
-        let dtype = problem.logits.dtype();
-        self.supports(spec, shape, dtype, devices)?;
-        let mesh = self.mesh(shape, devices)?;
-        let client = self.client()?;
-        client.expect_devices(devices)?;
-        let structure = Structure::of(spec);
-        let executable = compiled(&client, baseline::program(structure, shape, dtype, mesh), devices)?;
-        let shards = Shards { shape, mesh, client: &client };
-        shards.expect_room(&executable)?;
-        let inputs = upload(&shards, spec, structure, &problem)?;
+        let compiled = self.compile(spec, shape, problem.logits.dtype(), devices)?;
+        let inputs = upload(&compiled.shards, spec, compiled.structure, &problem)?;
+        let outputs = compiled.execute(&inputs)?;
+        download(&compiled.shards, spec, problem.logits, &outputs)
+    }
+
+    fn prepare<'s>(
+        &'s self,
+        spec: &'s LossSpec,
+        shape: Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<Box<dyn Prepared + 's>, RunError> {
+        Ok(Box::new(Ready { compiled: self.compile(spec, shape, dtype, devices)?, spec, dtype }))
+    }
+}
+
+/// The program of one shape, and how a batch is cut for it.
+struct Compiled {
+    shards: Shards,
+    structure: Structure,
+    executable: Arc<Executable>,
+}
+
+impl Compiled {
+    /// `outputs[device][output]` from `inputs[device][argument]`; the logits among the inputs are gone afterwards.
+    fn execute(&self, inputs: &[Vec<Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
         let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
-        let outputs = executable.execute(&arguments)?;
-        download(&shards, spec, problem, &outputs)
+        self.executable.execute(&arguments)
+    }
+}
+
+/// A compiled program and the spec whose numbers it is given.
+struct Ready<'s> {
+    compiled: Compiled,
+    spec: &'s LossSpec,
+    dtype: Dtype,
+}
+
+impl Prepared for Ready<'_> {
+    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
+        let Self { compiled, spec, dtype } = self;
+        let of = |dtype, shape| format!("{dtype} logits of {shape}");
+        let (given, expected) = (of(problem.logits.dtype(), problem.check(spec)?), of(*dtype, compiled.shards.shape));
+        if given != expected {
+            return Err(RuntimeError::Arguments { given, expected }.into());
+        }
+        let inputs = upload(&compiled.shards, spec, compiled.structure, problem)?;
+        Ok(Box::new(move || {
+            let outputs = compiled.execute(&inputs)?;
+            let answer: Answer<'p> = Box::new(move || {
+                // The inputs live until here, so that nothing is freed while a step is timed.
+                drop(inputs);
+                let logits = FloatArray::zeros(problem.shape(), *dtype);
+                download(&compiled.shards, spec, logits, &outputs)
+            });
+            Ok(answer)
+        }))
+    }
+
+    fn host_bytes(&self) -> usize {
+        let Compiled { shards, executable, .. } = &self.compiled;
+        if shards.on_host() { shards.bytes_needed(executable) } else { 0 }
+    }
+
+    fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
+        self.compiled.executable.memory().map_err(|error| Unavailable { reason: error.to_string() })
+    }
+
+    fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
+        self.compiled.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
     }
 }
 
@@ -253,8 +325,13 @@ fn upload(
         .collect()
 }
 
-/// The outcome, from each device's outputs. dlogits take the memory of the problem's logits.
-fn download(shards: &Shards, spec: &LossSpec, problem: Problem, outputs: &[Vec<Buffer>]) -> Result<Outcome, RunError> {
+/// The outcome, from each device's outputs. dlogits are written over `logits`, whatever they hold.
+fn download(
+    shards: &Shards,
+    spec: &LossSpec,
+    logits: FloatArray<Ix3>,
+    outputs: &[Vec<Buffer>],
+) -> Result<Outcome, RunError> {
     let output = |device: usize, output: Output| -> Result<&Buffer, RuntimeError> {
         outputs[device].get(output as usize).ok_or_else(|| RuntimeError::Answer {
             what: "execute".into(),
@@ -262,7 +339,7 @@ fn download(shards: &Shards, spec: &LossSpec, problem: Problem, outputs: &[Vec<B
             expected: "five".into(),
         })
     };
-    let mut dlogits = problem.logits;
+    let mut dlogits = logits;
     for device in 0..shards.mesh.devices() {
         shards.download_logits(device, output(device, Output::Dlogits)?, &mut dlogits)?;
     }

@@ -7,14 +7,15 @@ use ndarray::{Array2, Ix3};
 
 use super::baseline::local_shape;
 use crate::element::Element;
+use crate::memory::expect_room;
 use crate::problem::{FloatArray, Shape};
 use crate::runtime::{Axis, Buffer, Client, Executable, Mesh, RuntimeError, shard};
 
 /// A batch of `shape` over the devices of `mesh`.
-pub(super) struct Shards<'c> {
+pub(super) struct Shards {
     pub(super) shape: Shape,
     pub(super) mesh: Mesh,
-    pub(super) client: &'c Client,
+    pub(super) client: Client,
 }
 
 /// What one device holds; the rest of its local shape is padding.
@@ -52,7 +53,7 @@ impl LogitsBytes for FloatArray<Ix3> {
     }
 }
 
-impl Shards<'_> {
+impl Shards {
     /// What `device` holds.
     pub(super) fn part(&self, device: usize) -> Part {
         let along = |axis, extent| shard(extent, self.mesh.extent(axis), self.mesh.coordinate(device, axis));
@@ -63,18 +64,23 @@ impl Shards<'_> {
         }
     }
 
-    /// Checks that one run fits in what every device has left. Devices of a CPU plugin share this machine's memory.
+    /// Whether the devices share this machine's memory.
+    pub(super) fn on_host(&self) -> bool {
+        self.client.platform() == "cpu"
+    }
+
+    /// Bytes that one run takes of a device's memory, or of all devices' where they share it; 0 where the plugin does
+    /// not count.
+    pub(super) fn bytes_needed(&self, executable: &Executable) -> usize {
+        let sharers = if self.on_host() { self.mesh.devices() } else { 1 };
+        let peak = executable.memory().map_or(0, |memory| memory.peak_bytes());
+        usize::try_from(peak).unwrap_or(0).saturating_mul(sharers)
+    }
+
+    /// Checks that one run fits in what every device has left.
     pub(super) fn expect_room(&self, executable: &Executable) -> Result<(), RuntimeError> {
-        let Ok(memory) = executable.memory() else { return Ok(()) };
-        let shared = if self.client.platform() == "cpu" { self.mesh.devices() } else { 1 };
-        let needed = usize::try_from(memory.peak_bytes()).unwrap_or(0).saturating_mul(shared);
-        match self.client.available_bytes(0) {
-            Some(available) if needed > available => {
-                let what = format!("the program for {} on {} device(s)", self.shape, self.mesh.devices());
-                Err(RuntimeError::Memory { what, needed, available })
-            }
-            _ => Ok(()),
-        }
+        let what = || format!("the program for {} on {} device(s)", self.shape, self.mesh.devices());
+        Ok(expect_room(what, self.bytes_needed(executable), self.client.available_bytes(0))?)
     }
 
     /// The runs of consecutive elements that a part shares with the whole: `(offset in the whole, offset in the part,
