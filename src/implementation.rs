@@ -2,6 +2,7 @@
 //!
 //! The reference is not among them: it is what they are judged against.
 
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -61,7 +62,7 @@ pub trait Implementation: Send + Sync {
         devices: usize,
     ) -> Result<Box<dyn Prepared + 's>, RunError> {
         self.supports(spec, shape, dtype, devices)?;
-        Ok(Box::new(Runs { implementation: self, spec, devices }))
+        Ok(Box::new(Runs { implementation: self, spec, logits: Logits { shape, dtype }, devices }))
     }
 }
 
@@ -96,10 +97,34 @@ pub type Step<'p> = Box<dyn FnOnce() -> Result<Answer<'p>, RunError> + 'p>;
 /// Fetches the outputs of a step, which hold memory until then.
 pub type Answer<'p> = Box<dyn FnOnce() -> Result<Outcome, RunError> + 'p>;
 
+/// The logits that an implementation was made ready for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Logits {
+    /// Extents.
+    pub shape: Shape,
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+impl Logits {
+    /// Checks `problem`, and that its logits are these.
+    pub(crate) fn expect(self, spec: &LossSpec, problem: &Problem) -> Result<(), RunError> {
+        let given = Logits { shape: problem.check(spec)?, dtype: problem.logits.dtype() };
+        if given == self { Ok(()) } else { Err(RunError::NotPrepared { given, expected: self }) }
+    }
+}
+
+impl fmt::Display for Logits {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} logits of {}", self.dtype, self.shape)
+    }
+}
+
 /// Steps that are whole runs, each on a copy of the problem.
 struct Runs<'s, I: ?Sized> {
     implementation: &'s I,
     spec: &'s LossSpec,
+    logits: Logits,
     devices: usize,
 }
 
@@ -111,6 +136,7 @@ impl<I: Implementation + ?Sized> Runs<'_, I> {
 
 impl<I: Implementation + ?Sized> Prepared for Runs<'_, I> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
+        self.logits.expect(self.spec, problem)?;
         let problem = problem.clone();
         Ok(Box::new(move || {
             let outcome = self.implementation.run(self.spec, problem, self.devices)?;
@@ -164,6 +190,14 @@ pub enum RunError {
     /// The implementation does not do this.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
+    /// It was made ready for other logits.
+    #[error("load: got {given}, expected {expected}, which the implementation was prepared for")]
+    NotPrepared {
+        /// The logits of the problem.
+        given: Logits,
+        /// Those prepared for.
+        expected: Logits,
+    },
     /// A plugin or its devices failed.
     #[cfg(feature = "pjrt")]
     #[error(transparent)]

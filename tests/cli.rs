@@ -182,9 +182,12 @@ fn gradcheck_of_the_baseline_runs_the_best_one_here() {
 }
 
 #[test]
-fn shipped_configs_are_valid() {
+fn shipped_gradcheck_configs_pass() {
     for entry in fs::read_dir("configs").unwrap() {
         let path: PathBuf = entry.unwrap().path();
+        if !path.file_name().unwrap().to_string_lossy().starts_with("gradcheck_") {
+            continue;
+        }
         let output = assay(&["gradcheck", "--quiet", "--config", path.to_str().unwrap()]);
         assert_eq!((output.code, output.stdout.as_str()), (0, ""), "{}: {}", path.display(), output.stderr);
     }

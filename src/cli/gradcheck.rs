@@ -1,25 +1,18 @@
 //! `assay gradcheck`: one implementation against the reference on one batch.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
 use clap::Args;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
+use super::case::Case;
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::conformance::generate::Recipe;
 use crate::conformance::judge::{Status, judge};
 use crate::conformance::report::{Check, Report, explain};
 use crate::conformance::tolerance::Tolerances;
-use crate::fixture::{ProblemFile, verify};
-use crate::implementation::{Implementation, find, registry};
-use crate::problem::{Outcome, Problem};
+use crate::problem::Outcome;
 use crate::reference::{self, Reference};
-use crate::spec::LossSpec;
-
-/// What `kernel.enabled: false` runs, the first that this machine can.
-const BASELINES: [&str; 2] = ["xla", "native"];
 
 #[derive(Args)]
 pub(super) struct Gradcheck {
@@ -30,72 +23,6 @@ pub(super) struct Gradcheck {
     plugin: PluginChoice,
     #[command(flatten)]
     printing: Printing,
-}
-
-/// A gradcheck file.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Config {
-    /// Why the case is kept, for the cases that are.
-    #[serde(default, rename = "reason")]
-    _reason: String,
-    batch: Batch,
-    #[serde(default)]
-    spec: LossSpec,
-    #[serde(default)]
-    kernel: Kernel,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Batch {
-    Generate(Recipe),
-    Fixture(FixtureBatch),
-}
-
-/// A problem from a file.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FixtureBatch {
-    /// Relative to the folder of the config.
-    path: PathBuf,
-    #[serde(default = "default_logits")]
-    logits: String,
-    #[serde(default = "default_old_logp")]
-    old_logp: Option<String>,
-}
-
-fn default_logits() -> String {
-    "logits".into()
-}
-
-#[expect(clippy::unnecessary_wraps, reason = "serde's default has the field's type")]
-fn default_old_logp() -> Option<String> {
-    Some("old_logps".into())
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Kernel {
-    enabled: bool,
-    #[serde(rename = "impl", default = "default_implementation")]
-    implementation: String,
-    #[serde(default = "one_device")]
-    devices: usize,
-}
-
-fn one_device() -> usize {
-    1
-}
-
-impl Default for Kernel {
-    fn default() -> Self {
-        Self { enabled: true, implementation: default_implementation(), devices: one_device() }
-    }
-}
-
-fn default_implementation() -> String {
-    "native".into()
 }
 
 /// The seed project's keys, and the verdicts.
@@ -116,12 +43,11 @@ struct Outcomes {
 
 impl Gradcheck {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let config: Config = config::read(&self.config)?;
+        let config: Case = config::read(&self.config)?;
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let problem = config.batch.problem(&config.spec, &self.config)?;
         let implementation = config.kernel.implementation(self.plugin.checked_path()?)?;
         let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
-        implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let differences = Differences::between(&reference, &outcome);
         let (loss_ref, loss_kernel) = (reference.loss(), outcome.loss.value());
@@ -149,30 +75,6 @@ impl Gradcheck {
         };
         self.printing.finish(&result.text(), &result)?;
         Ok(result.report.pass.into())
-    }
-}
-
-impl Batch {
-    fn problem(&self, spec: &LossSpec, config: &Path) -> Result<Problem, CliError> {
-        match self {
-            Batch::Generate(recipe) => Ok(recipe.problem(spec)?),
-            Batch::Fixture(batch) => {
-                let path = config.parent().unwrap_or(Path::new("")).join(&batch.path);
-                verify(&path)?;
-                Ok(ProblemFile::open(&path)?.problem(&batch.logits, batch.old_logp.as_deref())?)
-            }
-        }
-    }
-}
-
-impl Kernel {
-    fn implementation(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
-        if self.enabled {
-            return find(&self.implementation, plugin).map_err(CliError::Usage);
-        }
-        let all = registry(plugin);
-        let baseline = |id: &&str| all.iter().find(|i| i.id() == *id && i.available().is_ok()).cloned();
-        BASELINES.iter().find_map(baseline).ok_or_else(|| CliError::Usage("kernel: no baseline runs here".into()))
     }
 }
 

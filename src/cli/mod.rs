@@ -1,5 +1,7 @@
 //! The `assay` command. Exit codes: 0 every verdict passed, 1 one failed, 2 bad usage or input.
 
+mod bench;
+mod case;
 mod config;
 mod generate;
 mod gradcheck;
@@ -20,6 +22,7 @@ use crate::conformance::judge::JudgeError;
 use crate::conformance::tolerance::ToleranceError;
 use crate::fixture::FixtureError;
 use crate::implementation::RunError;
+use crate::memory::Shortage;
 use crate::problem::ProblemError;
 
 /// Judges GRPO loss kernels against an f64 reference.
@@ -36,6 +39,8 @@ enum Command {
     Replay(replay::Replay),
     /// Check one implementation's loss and gradient on one batch
     Gradcheck(gradcheck::Gradcheck),
+    /// Time one implementation on one batch, after judging its answer
+    Bench(bench::Bench),
     /// Write a problem for a kernel of your own
     Generate(generate::Generate),
     /// Judge the outputs of a kernel of your own
@@ -104,6 +109,8 @@ enum CliError {
     Judge(#[from] JudgeError),
     #[error(transparent)]
     Tolerance(#[from] ToleranceError),
+    #[error(transparent)]
+    Memory(#[from] Shortage),
     #[error("{0}")]
     Usage(String),
 }
@@ -126,6 +133,7 @@ pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Replay(command) => command.run(),
         Command::Gradcheck(command) => command.run(),
+        Command::Bench(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Judge(command) => command.run(),
         Command::List(command) => command.run(),

@@ -97,29 +97,55 @@ pub enum RecipeError {
 }
 
 impl Recipe {
-    /// Makes the problem. Masks are ragged, with at least one token; a tenth of the advantages are 0; every value fits
-    /// f32 exactly.
+    /// Checks the recipe and the spec that it would be made for.
     ///
     /// # Errors
     /// [`RecipeError`] naming the field that is out of range.
-    pub fn problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+    pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
         let [batch, tokens, vocab] = self.shape;
-        let shape = Shape { batch, tokens, vocab };
-        if shape.elements().is_none_or(|n| n == 0 || n > 1 << 31) {
+        if (Shape { batch, tokens, vocab }).elements().is_none_or(|n| n == 0 || n > 1 << 31) {
             return Err(RecipeError::Shape { given: self.shape });
         }
         if !(self.old_logp_noise_scale >= 0.0 && self.old_logp_noise_scale.is_finite()) {
             return Err(RecipeError::Noise { given: self.old_logp_noise_scale });
         }
-        spec.check().map_err(ProblemError::from)?;
+        Ok(spec.check().map_err(ProblemError::from)?)
+    }
 
+    /// Makes the problem. Masks are ragged, with at least one token; a tenth of the advantages are 0; every value fits
+    /// f32 exactly.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+        let mut problem = self.draw(spec, Tokens::Ragged)?;
+        if self.masked_garbage {
+            put_garbage_under_the_mask(&mut problem);
+        }
+        Ok(problem)
+    }
+
+    /// The same draws, but every token counts: a problem to be timed, since masked rows cost nothing to read.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn unmasked_problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+        self.draw(spec, Tokens::All)
+    }
+
+    fn draw(&self, spec: &LossSpec, tokens_that_count: Tokens) -> Result<Problem, RecipeError> {
+        self.check(spec)?;
+        let [batch, tokens, vocab] = self.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         let sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
         let mut logits = Array3::zeros((batch, tokens, vocab));
         for (mut row, &id) in logits.lanes_mut(Axis(2)).into_iter().zip(&sampled) {
             draw_row(self.regime, &mut rng, row.as_slice_mut().expect("lanes of the last axis are dense"), id);
         }
-        let mask = ragged_mask(&mut rng, batch, tokens);
+        let mut mask = ragged_mask(&mut rng, batch, tokens);
+        if tokens_that_count == Tokens::All {
+            mask.fill(true);
+        }
         let mut advantage = || if rng.random_bool(0.1) { 0.0 } else { f32_value(rng.sample(StandardNormal)) };
         let advantages = match spec.advantages {
             AdvantageLevel::Sequence => Advantages::Sequence(Array1::from_shape_fn(batch, |_| advantage())),
@@ -147,11 +173,15 @@ impl Recipe {
         };
         let (old_logp, ref_logp) = (noisy(), noisy());
         (problem.old_logp, problem.ref_logp) = (Some(old_logp), Some(ref_logp));
-        if self.masked_garbage {
-            put_garbage_under_the_mask(&mut problem);
-        }
         Ok(problem)
     }
+}
+
+/// Which tokens of a problem count.
+#[derive(PartialEq, Eq)]
+enum Tokens {
+    Ragged,
+    All,
 }
 
 fn f32_value(x: f64) -> f64 {

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
-use crate::implementation::{Answer, Implementation, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::problem::{Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
@@ -225,7 +225,8 @@ impl Implementation for Xla {
         dtype: Dtype,
         devices: usize,
     ) -> Result<Box<dyn Prepared + 's>, RunError> {
-        Ok(Box::new(Ready { compiled: self.compile(spec, shape, dtype, devices)?, spec, dtype }))
+        let compiled = self.compile(spec, shape, dtype, devices)?;
+        Ok(Box::new(Ready { compiled, spec, logits: Logits { shape, dtype } }))
     }
 }
 
@@ -248,25 +249,20 @@ impl Compiled {
 struct Ready<'s> {
     compiled: Compiled,
     spec: &'s LossSpec,
-    dtype: Dtype,
+    logits: Logits,
 }
 
 impl Prepared for Ready<'_> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
-        let Self { compiled, spec, dtype } = self;
-        let of = |dtype, shape| format!("{dtype} logits of {shape}");
-        let (given, expected) = (of(problem.logits.dtype(), problem.check(spec)?), of(*dtype, compiled.shards.shape));
-        if given != expected {
-            return Err(RuntimeError::Arguments { given, expected }.into());
-        }
+        let Self { compiled, spec, logits } = self;
+        logits.expect(spec, problem)?;
         let inputs = upload(&compiled.shards, spec, compiled.structure, problem)?;
         Ok(Box::new(move || {
             let outputs = compiled.execute(&inputs)?;
             let answer: Answer<'p> = Box::new(move || {
                 // The inputs live until here, so that nothing is freed while a step is timed.
                 drop(inputs);
-                let logits = FloatArray::zeros(problem.shape(), *dtype);
-                download(&compiled.shards, spec, logits, &outputs)
+                download(&compiled.shards, spec, FloatArray::zeros(logits.shape, logits.dtype), &outputs)
             });
             Ok(answer)
         }))

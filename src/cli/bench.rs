@@ -1,0 +1,487 @@
+//! `assay bench`: how long one implementation takes for one batch, and how much memory.
+//!
+//! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again: for
+//! PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends when
+//! all of them are there. The logits have to be put back, because dlogits lie over them, and the last step's dlogits
+//! would be another problem: all but uniform, with clipped ratios and rows of zeros, which a kernel may leave early.
+//!
+//! Every token of a bench counts, whatever mask the recipe draws.
+//!
+//! The outputs of the first step are judged, whole, before any other is made. A wrong answer is not timed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::case::{Batch, Case, Counts};
+use super::{CliError, Passed, PluginChoice, Printing, config};
+use crate::conformance::generate::Recipe;
+use crate::conformance::judge::{Status, Verdict, judge};
+use crate::conformance::report::{Check, Report, explain, on_devices};
+use crate::conformance::tolerance::Tolerances;
+use crate::implementation::{Answer, Implementation, RunError, Step, Unavailable};
+use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
+use crate::problem::{Dtype, Outcome, Problem, Shape};
+use crate::reference;
+use crate::spec::LossSpec;
+
+#[derive(Args)]
+pub(super) struct Bench {
+    /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    #[command(flatten)]
+    plugin: PluginChoice,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Bench {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let case: Case = config::read(&self.config)?;
+        let invalid = |reason: &str| CliError::Config { path: self.config.clone(), reason: reason.into() };
+        let Batch::Generate(recipe) = &case.batch else {
+            return Err(invalid("`batch`: got `fixture`, expected `generate`: a bench is of a shape"));
+        };
+        if recipe.masked_garbage {
+            return Err(invalid(
+                "`batch.generate.masked_garbage`: got true, expected false: every token of a bench counts",
+            ));
+        }
+        if case.bench.steps == 0 {
+            return Err(invalid("`bench.steps`: got 0, expected at least 1"));
+        }
+        let implementation = case.kernel.implementation(self.plugin.path())?;
+        let subject =
+            Subject { implementation: &*implementation, spec: &case.spec, recipe, devices: case.kernel.devices };
+        let command = format!("assay bench --config {}", self.config.display());
+        match subject.measure(case.bench, available_host_bytes(), &command, &self.printing)? {
+            Measured::Right(figures) => {
+                self.printing.finish(&figures.table(), &figures)?;
+                Ok(Passed::Yes)
+            }
+            Measured::Wrong { report, failures } => {
+                for failure in failures {
+                    super::print(&format!("{failure}\n"))?;
+                }
+                self.printing.finish(&report.table(), &report)?;
+                Ok(Passed::No)
+            }
+        }
+    }
+}
+
+/// What is measured.
+struct Subject<'s> {
+    implementation: &'s dyn Implementation,
+    spec: &'s LossSpec,
+    recipe: &'s Recipe,
+    devices: usize,
+}
+
+enum Measured {
+    Right(Box<Figures>),
+    /// The verdicts on the first step, and those that failed in words.
+    Wrong {
+        report: Report,
+        failures: Vec<String>,
+    },
+}
+
+impl Subject<'_> {
+    /// `available` are the bytes that this machine has left.
+    fn measure(
+        &self,
+        counts: Counts,
+        available: Option<usize>,
+        command: &str,
+        printing: &Printing,
+    ) -> Result<Measured, CliError> {
+        let Self { implementation, spec, recipe, devices } = *self;
+        let ([batch, tokens, vocab], dtype) = (recipe.shape, recipe.dtype);
+        let shape = Shape { batch, tokens, vocab };
+        self.expect_room(shape, 0, available)?;
+        recipe.check(spec)?;
+
+        let progress = printing.progress(counts.warmup + counts.steps + 1);
+        progress.set_message("compiling");
+        let started = Instant::now();
+        let prepared = implementation.prepare(spec, shape, dtype, devices)?;
+        let compiling = started.elapsed();
+        self.expect_room(shape, prepared.host_bytes(), available)?;
+
+        progress.set_message("generating");
+        let problem = recipe.unmasked_problem(spec)?;
+        progress.set_message("the first step");
+        let step = prepared.load(&problem)?;
+        let after_alloc = prepared.device_memory();
+        let (answer, first) = timed(step)?;
+        progress.set_message("judging");
+        let outcome = answer()?;
+        if let Some(wrong) = self.judge(&problem, outcome, command)? {
+            return Ok(wrong);
+        }
+        progress.inc(1);
+
+        progress.set_message("steps");
+        for _ in 0..counts.warmup {
+            drop(timed(prepared.load(&problem)?)?);
+            progress.inc(1);
+        }
+        let mut steps = Vec::new();
+        let mut after_run = after_alloc.clone();
+        for _ in 0..counts.steps {
+            let (answer, took) = timed(prepared.load(&problem)?)?;
+            steps.push(took);
+            after_run = prepared.device_memory();
+            drop(answer);
+            progress.inc(1);
+        }
+        progress.finish_and_clear();
+        let times = Times { first: compiling + first, steps };
+        let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
+        Ok(Measured::Right(Box::new(self.figures(shape, counts, times, memory))))
+    }
+
+    /// Checks that this machine holds the problem while it is made, in f64 and in its dtype, and then with its outcome and
+    /// `beside` bytes.
+    fn expect_room(&self, shape: Shape, beside: usize, available: Option<usize>) -> Result<(), CliError> {
+        let dtype = self.recipe.dtype;
+        let arrays = |bytes: usize| shape.elements().unwrap_or(usize::MAX).saturating_mul(bytes);
+        let generating = arrays(Dtype::F64.size() + dtype.size());
+        let running = arrays(2 * dtype.size()).saturating_add(beside);
+        let what = || format!("a bench of {shape} {dtype} with {}", on_devices(self.implementation.id(), self.devices));
+        Ok(expect_room(what, generating.max(running), available)?)
+    }
+
+    /// The verdicts, if one of them failed.
+    fn judge(&self, problem: &Problem, outcome: Outcome, command: &str) -> Result<Option<Measured>, CliError> {
+        let id = self.implementation.id();
+        let reference = reference::evaluate(self.spec, problem).map_err(RunError::from)?;
+        let verdicts = judge(&reference, &outcome.into(), self.implementation.class(), Tolerances::builtin())?;
+        let failed = verdicts.iter().filter(|verdict| verdict.status != Status::Pass);
+        let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
+        if failures.is_empty() {
+            return Ok(None);
+        }
+        let label = format!("{} {}", problem.shape(), problem.logits.dtype());
+        let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
+        let checks = verdicts.iter().map(|verdict| check(verdict).on_devices(self.devices)).collect();
+        Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
+    }
+
+    fn figures(&self, shape: Shape, counts: Counts, times: Times, memory: MemorySeen) -> Figures {
+        let mut steps: Vec<f64> = times.steps.iter().map(Duration::as_secs_f64).collect();
+        let mean = steps.iter().sum::<f64>() / steps.len() as f64;
+        steps.sort_by(f64::total_cmp);
+        let mut why_null = BTreeMap::new();
+        let mut keep =
+            |key, figure: Result<i64, Unavailable>| figure.map_err(|why| why_null.insert(key, why.reason)).ok();
+        let unreported = || Unavailable { reason: "the device's allocator does not report it".into() };
+        let in_use = |memory: &Result<DeviceMemory, Unavailable>| memory.clone().map(|memory| memory.bytes_in_use);
+        let peak = |of: fn(DeviceMemory) -> Option<i64>| {
+            memory.after_run.clone().and_then(|memory| of(memory).ok_or_else(unreported))
+        };
+        let compiled = |of: fn(CompiledMemory) -> i64| memory.compiled.clone().map(of);
+        Figures {
+            implementation: self.implementation.id().into(),
+            devices: self.devices,
+            shape: [shape.batch, shape.tokens, shape.vocab],
+            dtype: self.recipe.dtype,
+            warmup: counts.warmup,
+            steps: counts.steps,
+            first_call_s: times.first.as_secs_f64(),
+            avg_step_ms: mean * 1e3,
+            step_s_mean: mean,
+            step_s_p50: quantile(&steps, 0.5),
+            step_s_p90: quantile(&steps, 0.9),
+            step_s_min: quantile(&steps, 0.0),
+            step_s_max: quantile(&steps, 1.0),
+            mem_after_alloc: keep("mem_after_alloc", in_use(&memory.after_alloc)),
+            mem_after_run: keep("mem_after_run", in_use(&memory.after_run)),
+            peak_bytes_in_use: keep("peak_bytes_in_use", peak(|memory| memory.peak_bytes_in_use)),
+            peak_bytes_reserved: keep("peak_bytes_reserved", peak(|memory| memory.peak_bytes_reserved)),
+            argument_bytes: keep("argument_bytes", compiled(|memory| memory.argument_bytes)),
+            output_bytes: keep("output_bytes", compiled(|memory| memory.output_bytes)),
+            temp_bytes: keep("temp_bytes", compiled(|memory| memory.temp_bytes)),
+            alias_bytes: keep("alias_bytes", compiled(|memory| memory.alias_bytes)),
+            why_null,
+        }
+    }
+}
+
+/// Makes a step, and says how long it took.
+fn timed(step: Step) -> Result<(Answer, Duration), CliError> {
+    let started = Instant::now();
+    let answer = step()?;
+    Ok((answer, started.elapsed()))
+}
+
+struct Times {
+    first: Duration,
+    steps: Vec<Duration>,
+}
+
+struct MemorySeen {
+    /// The arguments lie on the devices.
+    after_alloc: Result<DeviceMemory, Unavailable>,
+    /// The last step's outputs do.
+    after_run: Result<DeviceMemory, Unavailable>,
+    compiled: Result<CompiledMemory, Unavailable>,
+}
+
+/// The smallest of `sorted` that a share `q` of them do not exceed.
+fn quantile(sorted: &[f64], q: f64) -> f64 {
+    let rank = (q * sorted.len() as f64).ceil() as usize;
+    sorted[rank.max(1) - 1]
+}
+
+/// What was measured, under the seed project's keys.
+#[derive(Serialize)]
+struct Figures {
+    #[serde(rename = "impl")]
+    implementation: String,
+    devices: usize,
+    /// `[B, T, V]`.
+    shape: [usize; 3],
+    dtype: Dtype,
+    warmup: usize,
+    steps: usize,
+    /// Compiling, where the implementation does, and the first step.
+    first_call_s: f64,
+    avg_step_ms: f64,
+    step_s_mean: f64,
+    step_s_p50: f64,
+    step_s_p90: f64,
+    step_s_min: f64,
+    step_s_max: f64,
+    /// Of the first device, as is every figure of memory: bytes in use when the arguments lie there.
+    mem_after_alloc: Option<i64>,
+    /// Bytes in use when the outputs of the last step lie there.
+    mem_after_run: Option<i64>,
+    peak_bytes_in_use: Option<i64>,
+    peak_bytes_reserved: Option<i64>,
+    /// Of the compiled program, as are the next three.
+    argument_bytes: Option<i64>,
+    output_bytes: Option<i64>,
+    temp_bytes: Option<i64>,
+    alias_bytes: Option<i64>,
+    /// Why a figure is absent.
+    why_null: BTreeMap<&'static str, String>,
+}
+
+impl Figures {
+    fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        let [batch, tokens, vocab] = self.shape;
+        let name = on_devices(&self.implementation, self.devices);
+        table.set_header([name, format!("{batch}x{tokens}x{vocab} {}", self.dtype)]);
+        table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
+        table.add_row(["avg_step_ms".into(), format!("{:.3}", self.avg_step_ms)]);
+        let seconds = [
+            ("first_call_s", self.first_call_s),
+            ("step_s_mean", self.step_s_mean),
+            ("step_s_p50", self.step_s_p50),
+            ("step_s_p90", self.step_s_p90),
+            ("step_s_min", self.step_s_min),
+            ("step_s_max", self.step_s_max),
+        ];
+        for (key, seconds) in seconds {
+            table.add_row([key.into(), format!("{seconds:.6}")]);
+        }
+        let bytes = [
+            ("mem_after_alloc", self.mem_after_alloc),
+            ("mem_after_run", self.mem_after_run),
+            ("peak_bytes_in_use", self.peak_bytes_in_use),
+            ("peak_bytes_reserved", self.peak_bytes_reserved),
+            ("argument_bytes", self.argument_bytes),
+            ("output_bytes", self.output_bytes),
+            ("temp_bytes", self.temp_bytes),
+            ("alias_bytes", self.alias_bytes),
+        ];
+        for (key, bytes) in bytes {
+            table.add_row([key.into(), bytes.map_or("–".into(), |bytes| bytes.to_string())]);
+        }
+        let mut text = format!("{table}\n");
+        let reasons: BTreeSet<&String> = self.why_null.values().collect();
+        for reason in reasons {
+            let keys = self.why_null.iter().filter(|(_, why)| *why == reason).map(|(key, _)| *key);
+            let _ = writeln!(text, "ignored  {}: {reason}", keys.collect::<Vec<_>>().join(", "));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::conformance::generate::Regime;
+    use crate::implementation::{Prepared, Unsupported, find};
+
+    const QUIET: Printing = Printing { json: None, quiet: true };
+
+    fn recipe(shape: [usize; 3]) -> Recipe {
+        Recipe {
+            shape,
+            dtype: Dtype::Bf16,
+            regime: Regime::Normal,
+            seed: 1,
+            old_logp_noise_scale: 0.3,
+            masked_garbage: false,
+        }
+    }
+
+    /// The native kernel, with a loss that is off by `error`; its first device has an allocator that counts.
+    #[derive(Default)]
+    struct Counting {
+        error: f32,
+        steps: AtomicUsize,
+    }
+
+    impl Implementation for Counting {
+        fn id(&self) -> &'static str {
+            "counting"
+        }
+        fn summary(&self) -> &'static str {
+            "for tests"
+        }
+        fn class(&self) -> &'static str {
+            "native"
+        }
+        fn available(&self) -> Result<(), Unavailable> {
+            Ok(())
+        }
+        fn supports(&self, _: &LossSpec, _: Shape, _: Dtype, _: usize) -> Result<(), Unsupported> {
+            Ok(())
+        }
+        fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
+            assert!(problem.mask.iter().all(|&counts| counts), "every token counts");
+            self.steps.fetch_add(1, Ordering::Relaxed);
+            let mut outcome = find("native", None).unwrap().run(spec, problem, devices)?;
+            outcome.loss = ndarray::arr0(outcome.loss.value() as f32 + self.error).into();
+            Ok(outcome)
+        }
+        fn prepare<'s>(
+            &'s self,
+            spec: &'s LossSpec,
+            _: Shape,
+            _: Dtype,
+            devices: usize,
+        ) -> Result<Box<dyn Prepared + 's>, RunError> {
+            Ok(Box::new(CountingReady { implementation: self, spec, devices }))
+        }
+    }
+
+    struct CountingReady<'s> {
+        implementation: &'s Counting,
+        spec: &'s LossSpec,
+        devices: usize,
+    }
+
+    impl Prepared for CountingReady<'_> {
+        fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
+            let problem = problem.clone();
+            Ok(Box::new(move || {
+                let outcome = self.implementation.run(self.spec, problem, self.devices)?;
+                let answer: Answer<'p> = Box::new(move || Ok(outcome));
+                Ok(answer)
+            }))
+        }
+        fn host_bytes(&self) -> usize {
+            1000
+        }
+        fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
+            Ok(CompiledMemory { argument_bytes: 1, output_bytes: 2, temp_bytes: 3, alias_bytes: 4, code_bytes: 5 })
+        }
+        fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
+            let steps = self.implementation.steps.load(Ordering::Relaxed) as i64;
+            Ok(DeviceMemory { bytes_in_use: steps, peak_bytes_in_use: Some(7), ..DeviceMemory::default() })
+        }
+    }
+
+    fn measure(subject: &Counting, shape: [usize; 3], available: Option<usize>) -> Result<Measured, CliError> {
+        let (spec, recipe) = (LossSpec::default(), recipe(shape));
+        let subject = Subject { implementation: subject, spec: &spec, recipe: &recipe, devices: 1 };
+        subject.measure(Counts { warmup: 2, steps: 4 }, available, "again", &QUIET)
+    }
+
+    #[test]
+    fn every_step_is_made_and_every_figure_stands_under_its_key() {
+        let subject = Counting::default();
+        let Ok(Measured::Right(figures)) = measure(&subject, [2, 3, 65], None) else { panic!("a right answer") };
+        assert_eq!(subject.steps.load(Ordering::Relaxed), 1 + 2 + 4);
+        assert_eq!((figures.mem_after_alloc, figures.mem_after_run), (Some(0), Some(7)), "before any step, after all");
+        assert_eq!((figures.peak_bytes_in_use, figures.peak_bytes_reserved), (Some(7), None));
+        assert_eq!(figures.why_null.keys().copied().collect::<Vec<_>>(), ["peak_bytes_reserved"]);
+        let program = [figures.argument_bytes, figures.output_bytes, figures.temp_bytes, figures.alias_bytes];
+        assert_eq!(program, [1, 2, 3, 4].map(Some));
+    }
+
+    #[test]
+    fn a_wrong_answer_is_reported_and_not_timed() {
+        let subject = Counting { error: 1e-3, ..Counting::default() };
+        let Ok(Measured::Wrong { report, failures }) = measure(&subject, [2, 3, 65], None) else {
+            panic!("a wrong answer")
+        };
+        assert_eq!(subject.steps.load(Ordering::Relaxed), 1, "the one that was judged");
+        assert!(!report.pass && failures.len() == 1 && failures[0].contains("FAIL counting: loss"), "{failures:?}");
+        assert!(failures[0].contains("replay    again"), "{failures:?}");
+    }
+
+    /// 2·3·65 elements: 10 bytes each while they are made, then 4 and the 1000 of the implementation.
+    #[test]
+    fn a_batch_that_does_not_fit_is_refused_before_it_is_made() {
+        for (available, fits) in [(3899, false), (3900, true)] {
+            let subject = Counting::default();
+            match measure(&subject, [2, 3, 65], Some(available)) {
+                Ok(_) => assert!(fits),
+                Err(error) => {
+                    assert!(!fits, "{error}");
+                    let message = "memory: a bench of 2x3x65 bf16 with counting needs 3900 bytes, 3899 are available";
+                    assert_eq!(error.to_string(), message);
+                    assert_eq!(subject.steps.load(Ordering::Relaxed), 0);
+                }
+            }
+        }
+        let error = measure(&Counting::default(), [1, 2, 3], Some(1023)).err().expect("1024 bytes do not fit");
+        assert!(error.to_string().contains("needs 1024 bytes, 1023 are"), "{error}");
+        let error = measure(&Counting::default(), [usize::MAX, 2, 3], Some(usize::MAX - 1)).err().expect("too many");
+        assert!(error.to_string().contains("needs 18446744073709551615 bytes"), "{error}");
+    }
+
+    #[test]
+    fn quantiles_are_samples() {
+        let sorted = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0];
+        assert_eq!([0.0, 0.5, 0.9, 1.0].map(|q| quantile(&sorted, q)), [1.0, 5.0, 9.0, 10.0]);
+        assert_eq!([0.0, 0.5, 0.9, 1.0].map(|q| quantile(&[3.0], q)), [3.0; 4]);
+        assert_eq!([0.5, 0.9].map(|q| quantile(&[1.0, 2.0, 3.0], q)), [2.0, 3.0]);
+    }
+
+    /// The large ones are too large to run here.
+    #[test]
+    fn shipped_bench_configs_are_valid() {
+        let mut shapes = Vec::new();
+        for entry in fs::read_dir("configs").unwrap() {
+            let path = entry.unwrap().path();
+            if path.file_name().unwrap().to_string_lossy().starts_with("bench_") {
+                let case: Case = config::read(&path).unwrap_or_else(|error| panic!("{error}"));
+                let Batch::Generate(recipe) = case.batch else { panic!("{}: a bench is of a shape", path.display()) };
+                recipe.check(&case.spec).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                assert!(case.bench.steps > 0 && !recipe.masked_garbage, "{}", path.display());
+                shapes.push(recipe.shape);
+            }
+        }
+        for shape in [[1, 2048, 151_643], [4, 1024, 151_643], [1, 4096, 151_936]] {
+            assert!(shapes.contains(&shape), "the seed project's {shape:?} is shipped");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The file that `assay gradcheck` and `assay bench` take: one batch, one loss, one kernel.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+use super::CliError;
+use crate::conformance::generate::Recipe;
+use crate::fixture::{ProblemFile, verify};
+use crate::implementation::{Implementation, find, registry};
+use crate::problem::Problem;
+use crate::spec::LossSpec;
+
+/// What `kernel.enabled: false` runs, the first that this machine can.
+const BASELINES: [&str; 2] = ["xla", "native"];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Case {
+    /// Why the case is kept, for the cases that are.
+    #[serde(default, rename = "reason")]
+    _reason: String,
+    pub(super) batch: Batch,
+    #[serde(default)]
+    pub(super) spec: LossSpec,
+    #[serde(default)]
+    pub(super) kernel: Kernel,
+    /// What `assay bench` does beside; `assay gradcheck` leaves it alone.
+    #[serde(default)]
+    pub(super) bench: Counts,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Batch {
+    Generate(Recipe),
+    Fixture(FixtureBatch),
+}
+
+/// A problem from a file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct FixtureBatch {
+    /// Relative to the folder of the case.
+    path: PathBuf,
+    #[serde(default = "default_logits")]
+    logits: String,
+    #[serde(default = "default_old_logp")]
+    old_logp: Option<String>,
+}
+
+fn default_logits() -> String {
+    "logits".into()
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "serde's default has the field's type")]
+fn default_old_logp() -> Option<String> {
+    Some("old_logps".into())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Kernel {
+    enabled: bool,
+    #[serde(rename = "impl", default = "default_implementation")]
+    implementation: String,
+    #[serde(default = "one_device")]
+    pub(super) devices: usize,
+}
+
+fn one_device() -> usize {
+    1
+}
+
+impl Default for Kernel {
+    fn default() -> Self {
+        Self { enabled: true, implementation: default_implementation(), devices: one_device() }
+    }
+}
+
+fn default_implementation() -> String {
+    "native".into()
+}
+
+/// How many steps a bench makes.
+#[derive(Clone, Copy, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Counts {
+    /// After the first, before any is timed.
+    pub(super) warmup: usize,
+    /// Timed.
+    pub(super) steps: usize,
+}
+
+impl Default for Counts {
+    fn default() -> Self {
+        Self { warmup: 2, steps: 10 }
+    }
+}
+
+impl Batch {
+    /// The problem; `case` is the file that this batch stands in.
+    pub(super) fn problem(&self, spec: &LossSpec, case: &Path) -> Result<Problem, CliError> {
+        match self {
+            Batch::Generate(recipe) => Ok(recipe.problem(spec)?),
+            Batch::Fixture(batch) => {
+                let path = case.parent().unwrap_or(Path::new("")).join(&batch.path);
+                verify(&path)?;
+                Ok(ProblemFile::open(&path)?.problem(&batch.logits, batch.old_logp.as_deref())?)
+            }
+        }
+    }
+}
+
+impl Kernel {
+    /// The implementation, once it is known to run here.
+    pub(super) fn implementation(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
+        let implementation = self.chosen(plugin)?;
+        implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
+        Ok(implementation)
+    }
+
+    fn chosen(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
+        if self.enabled {
+            return find(&self.implementation, plugin).map_err(CliError::Usage);
+        }
+        let all = registry(plugin);
+        let baseline = |id: &&str| all.iter().find(|i| i.id() == *id && i.available().is_ok()).cloned();
+        BASELINES.iter().find_map(baseline).ok_or_else(|| CliError::Usage("kernel: no baseline runs here".into()))
+    }
+}

@@ -1,0 +1,220 @@
+//! `assay bench`: its keys, figures that agree with each other and with the shape, and what it refuses. No test looks at
+//! how long a step takes.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use assay::implementation::{find, registry};
+use assay::problem::{Dtype, Shape};
+use assay::spec::LossSpec;
+use assert_cmd::cargo::cargo_bin_cmd;
+use serde_json::Value;
+use tempfile::TempDir;
+
+const KEYS: [&str; 22] = [
+    "impl",
+    "devices",
+    "shape",
+    "dtype",
+    "warmup",
+    "steps",
+    "first_call_s",
+    "avg_step_ms",
+    "step_s_mean",
+    "step_s_p50",
+    "step_s_p90",
+    "step_s_min",
+    "step_s_max",
+    "mem_after_alloc",
+    "mem_after_run",
+    "peak_bytes_in_use",
+    "peak_bytes_reserved",
+    "argument_bytes",
+    "output_bytes",
+    "temp_bytes",
+    "alias_bytes",
+    "why_null",
+];
+
+/// Exit code, stdout and stderr of a bench of `config`, and its JSON where it wrote one.
+fn bench(config: &str, args: &[&str]) -> (i32, String, String, Option<Value>) {
+    let folder = TempDir::new().unwrap();
+    let (path, json) = (folder.path().join("bench.yaml"), folder.path().join("bench.json"));
+    fs::write(&path, config).unwrap();
+    let mut command = cargo_bin_cmd!("assay");
+    command.args(["bench", "--config"]).arg(&path).arg("--json").arg(&json).args(args);
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    let json = fs::read_to_string(&json).ok().map(|text| serde_json::from_str(&text).unwrap());
+    (output.status.code().expect("not killed"), text(output.stdout), text(output.stderr), json)
+}
+
+fn config(implementation: &str, devices: usize, shape: [usize; 3], dtype: Dtype) -> String {
+    format!(
+        "batch: {{generate: {{shape: {shape:?}, dtype: {dtype}, regime: peaked}}}}\n\
+         spec: {{kl: {{beta: 0.04, estimator: k3}}}}\n\
+         kernel: {{enabled: true, impl: {implementation}, devices: {devices}}}\n\
+         bench: {{warmup: 1, steps: 3}}\n"
+    )
+}
+
+#[track_caller]
+fn assert_refused(config: &str, parts: &[&str]) {
+    let (code, stdout, stderr, json) = bench(config, &[]);
+    assert_eq!((code, stdout.as_str(), json), (2, "", None), "{stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "`{part}` not in: {stderr}");
+    }
+}
+
+#[test]
+fn every_implementation_gives_the_seeds_keys_and_figures_that_agree() {
+    let (shape, dtype) = ([2, 4, 130], Dtype::Bf16);
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+        let devices = *implementation.device_counts().last().expect("it is available");
+        let (code, stdout, stderr, json) = bench(&config(implementation.id(), devices, shape, dtype), &[]);
+        assert_eq!(code, 0, "{stdout}{stderr}");
+        assert_eq!(stderr, "", "nothing but the table, in a pipe");
+        let result = json.expect("it was asked for");
+        let object = result.as_object().unwrap();
+        assert_eq!(object.keys().map(String::as_str).collect::<Vec<_>>(), KEYS, "in this order");
+        assert_eq!((&result["impl"], &result["devices"]), (&implementation.id().into(), &devices.into()));
+        assert_eq!((&result["warmup"], &result["steps"]), (&1.into(), &3.into()));
+
+        let number = |key: &str| result[key].as_f64().unwrap_or_else(|| panic!("{key} is a number"));
+        let sorted = ["step_s_min", "step_s_p50", "step_s_p90", "step_s_max"].map(number);
+        assert!(sorted.is_sorted() && sorted[0] > 0.0, "{sorted:?}");
+        let mean = number("step_s_mean");
+        assert!((number("step_s_min")..=number("step_s_max")).contains(&mean), "{mean} of {sorted:?}");
+        assert!((number("avg_step_ms") - mean * 1e3).abs() <= 1e-12 * mean * 1e3);
+        assert!(number("first_call_s") > 0.0);
+
+        let null: BTreeSet<&str> = object.iter().filter(|(_, value)| value.is_null()).map(|(key, _)| &**key).collect();
+        let reasons = result["why_null"].as_object().unwrap();
+        assert_eq!(null, reasons.keys().map(String::as_str).collect(), "a reason for each, and no other");
+        assert!(reasons.values().all(|why| !why.as_str().unwrap().is_empty()));
+        assert!(null.iter().all(|key| stdout.contains(key)), "{stdout}");
+    }
+}
+
+#[cfg(feature = "pjrt")]
+#[test]
+fn program_bytes_are_those_of_the_shape() {
+    let [b, t, v] = [2, 4, 130];
+    for dtype in Dtype::KERNEL {
+        let (code, _, stderr, json) = bench(&config("xla", 1, [b, t, v], dtype), &["-q"]);
+        assert_eq!(code, 0, "{stderr}");
+        let result = json.unwrap();
+        let logits = (b * t * v * dtype.size()) as i64;
+        let tokens = (b * t) as i64;
+        // ids i32, mask, advantages, old_logp and ref_logp f32, and the spec's eight numbers.
+        assert_eq!(result["argument_bytes"], logits + tokens * (4 + 1 + 4 + 4 + 4) + 8 * 4);
+        assert_eq!(result["alias_bytes"], logits, "dlogits lie over the logits");
+        // logp, entropy and token_loss f32, seven scalars, and a pointer to each of the five outputs.
+        let per_token = 3 * 4 * tokens + 7 * 4;
+        let beyond = result["output_bytes"].as_i64().unwrap() - logits - per_token;
+        assert!((0..=5 * 8).contains(&beyond), "{beyond}");
+        assert!(result["temp_bytes"].as_i64().unwrap() > 0);
+    }
+}
+
+#[test]
+fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
+    let [b, t, v] = [64, 8192, 151_936];
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+        let devices = implementation.device_counts()[0];
+        let text = config(implementation.id(), devices, [b, t, v], Dtype::Bf16);
+        // Logits in f64 and in bf16.
+        let needed = format!("needs {} bytes, ", b * t * v * (8 + 2));
+        assert_refused(
+            &text,
+            &["memory: a bench of 64x8192x151936 bf16", implementation.id(), &needed, "are available"],
+        );
+    }
+}
+
+#[test]
+fn bad_bench_configs_are_refused_by_file_and_field() {
+    let right = config("native", 1, [1, 2, 3], Dtype::F32);
+    let with = |from: &str, to: &str| {
+        assert!(right.contains(from), "{from}");
+        right.replace(from, to)
+    };
+    assert_refused(&with("steps: 3", "steps: 0"), &["bench.yaml", "`bench.steps`", "got 0", "at least 1"]);
+    assert_refused(&with("steps: 3", "steps: -1"), &["bench.yaml", "steps: -1"]);
+    assert_refused(&with("steps: 3", "stepps: 3"), &["bench.yaml", "stepps", "expected", "steps"]);
+    assert_refused(&with("bench:", "benches:"), &["bench.yaml", "benches", "expected", "bench"]);
+    assert_refused(&with("regime: peaked", "regime: peaky"), &["bench.yaml", "peaky", "peaked"]);
+    assert_refused(
+        &with("regime: peaked", "regime: peaked, masked_garbage: true"),
+        &["`batch.generate.masked_garbage`"],
+    );
+    assert_refused(&with("shape: [1, 2, 3]", "shape: [1, 0, 3]"), &["`shape`", "[1, 0, 3]", "≥ 1"]);
+    assert_refused(&with("impl: native", "impl: cuda"), &["got `cuda`", "native"]);
+    assert_refused(&with("devices: 1", "devices: 3"), &["native does not support device count 3", "supports 1"]);
+    assert_refused(&with("dtype: f32", "dtype: f64"), &["native does not support logits dtype f64"]);
+    assert_refused(&with("beta: 0.04", "beta: -1.0"), &["kl.beta", "got -1", "≥ 0"]);
+    assert_refused(
+        "batch: {fixture: {path: fixtures/qwen_tiny.safetensors}}\n",
+        &["bench.yaml", "`batch`", "got `fixture`", "expected `generate`"],
+    );
+}
+
+#[test]
+fn quiet_prints_nothing_and_counts_have_defaults() {
+    let text = "batch: {generate: {shape: [1, 2, 33], dtype: f16, regime: small}}\n";
+    let (code, stdout, stderr, json) = bench(text, &["--quiet"]);
+    assert_eq!((code, stdout.as_str(), stderr.as_str()), (0, "", ""));
+    let result = json.unwrap();
+    assert_eq!((&result["impl"], &result["warmup"], &result["steps"]), (&"native".into(), &2.into(), &10.into()));
+}
+
+/// A step of an implementation without an entry of its own is a run, and leaves the problem as it was.
+#[test]
+fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
+    let spec = LossSpec::default();
+    let recipe = assay::conformance::generate::Recipe {
+        shape: [2, 4, 130],
+        dtype: Dtype::Bf16,
+        regime: assay::conformance::generate::Regime::Normal,
+        seed: 3,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: true,
+    };
+    let problem = recipe.problem(&spec).unwrap();
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+        let devices = *implementation.device_counts().last().expect("it is available");
+        let run = implementation.run(&spec, problem.clone(), devices).unwrap();
+        let prepared = implementation.prepare(&spec, problem.shape(), Dtype::Bf16, devices).unwrap();
+        for step in 0..3 {
+            let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
+            assert_eq!(outcome.dlogits, run.dlogits, "{} step {step}", implementation.id());
+            assert_eq!((outcome.loss, outcome.logp), (run.loss.clone(), run.logp.clone()));
+        }
+    }
+}
+
+#[test]
+fn a_problem_of_another_shape_or_dtype_is_refused() {
+    let spec = LossSpec::default();
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+        let devices = implementation.device_counts()[0];
+        let prepared =
+            implementation.prepare(&spec, Shape { batch: 2, tokens: 4, vocab: 130 }, Dtype::Bf16, devices).unwrap();
+        let other = assay::conformance::generate::Recipe {
+            shape: [2, 4, 130],
+            dtype: Dtype::F16,
+            regime: assay::conformance::generate::Regime::Normal,
+            seed: 3,
+            old_logp_noise_scale: 0.3,
+            masked_garbage: false,
+        };
+        let problem = other.problem(&spec).unwrap();
+        let Err(error) = prepared.load(&problem) else { panic!("{}: f16 for bf16", implementation.id()) };
+        assert!(error.to_string().contains("got f16 logits of 2x4x130"), "{error}");
+    }
+    assert!(
+        find("native", None).unwrap().prepare(&spec, Shape { batch: 1, tokens: 1, vocab: 1 }, Dtype::F64, 1).is_err()
+    );
+}
