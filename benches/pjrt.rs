@@ -1,5 +1,5 @@
 //! The implementations that run through a PJRT plugin, on a few shapes and on one to eight devices. The devices of a CPU
-//! plugin share the machine's cores: there, more of them show what cutting a batch costs, not what it gains.
+//! plugin share the machine's cores and memory: there, more of them compute the same on smaller arrays.
 
 #[path = "common/steps.rs"]
 mod steps;

@@ -198,10 +198,10 @@ impl Subject<'_> {
             first_call_s: times.first.as_secs_f64(),
             avg_step_ms: mean * 1e3,
             step_s_mean: mean,
-            step_s_p50: quantile(&steps, 0.5),
-            step_s_p90: quantile(&steps, 0.9),
-            step_s_min: quantile(&steps, 0.0),
-            step_s_max: quantile(&steps, 1.0),
+            step_s_p50: percentile(&steps, 50),
+            step_s_p90: percentile(&steps, 90),
+            step_s_min: percentile(&steps, 0),
+            step_s_max: percentile(&steps, 100),
             mem_after_alloc: keep("mem_after_alloc", in_use(&memory.after_alloc)),
             mem_after_run: keep("mem_after_run", in_use(&memory.after_run)),
             peak_bytes_in_use: keep("peak_bytes_in_use", peak(|memory| memory.peak_bytes_in_use)),
@@ -235,9 +235,9 @@ struct MemorySeen {
     compiled: Result<CompiledMemory, Unavailable>,
 }
 
-/// The smallest of `sorted` that a share `q` of them do not exceed.
-fn quantile(sorted: &[f64], q: f64) -> f64 {
-    let rank = (q * sorted.len() as f64).ceil() as usize;
+/// The smallest of `sorted` that so many percent of them do not exceed.
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
+    let rank = (percent * sorted.len()).div_ceil(100);
     sorted[rank.max(1) - 1]
 }
 
@@ -459,11 +459,11 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_samples() {
+    fn percentiles_are_samples() {
         let sorted = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0];
-        assert_eq!([0.0, 0.5, 0.9, 1.0].map(|q| quantile(&sorted, q)), [1.0, 5.0, 9.0, 10.0]);
-        assert_eq!([0.0, 0.5, 0.9, 1.0].map(|q| quantile(&[3.0], q)), [3.0; 4]);
-        assert_eq!([0.5, 0.9].map(|q| quantile(&[1.0, 2.0, 3.0], q)), [2.0, 3.0]);
+        assert_eq!([0, 50, 90, 100].map(|percent| percentile(&sorted, percent)), [1.0, 5.0, 9.0, 10.0]);
+        assert_eq!([0, 50, 90, 100].map(|percent| percentile(&[3.0], percent)), [3.0; 4]);
+        assert_eq!([50, 90].map(|percent| percentile(&[1.0, 2.0, 3.0], percent)), [2.0, 3.0]);
     }
 
     /// The large ones are too large to run here.
