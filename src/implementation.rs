@@ -9,9 +9,11 @@ use std::sync::Arc;
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::native::Native;
 use crate::problem::{Dtype, Outcome, Problem, ProblemError, Shape};
+#[cfg(feature = "pjrt")]
+use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
-use crate::{runtime::RuntimeError, xla::Xla};
+use crate::xla::Xla;
 
 /// A kernel under test.
 pub trait Implementation: Send + Sync {

@@ -119,6 +119,21 @@ fn program_bytes_are_those_of_the_shape() {
     }
 }
 
+#[cfg(feature = "pjrt")]
+#[test]
+fn host_bytes_are_those_of_every_device_that_shares_the_host() {
+    let (spec, shape) = (LossSpec::default(), Shape { batch: 2, tokens: 4, vocab: 130 });
+    for (id, devices) in [("xla", 1), ("xla-rows", 4), ("xla-vocab", 8)] {
+        let implementation = find(id, None).unwrap();
+        if implementation.device_counts().last().is_none_or(|&most| most < devices) {
+            continue;
+        }
+        let prepared = implementation.prepare(&spec, shape, Dtype::F32, devices).unwrap();
+        let one = prepared.compiled_memory().unwrap().peak_bytes();
+        assert_eq!(prepared.host_bytes() as i64, one * devices as i64, "{id} on {devices}");
+    }
+}
+
 #[test]
 fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
     let [b, t, v] = [64, 8192, 151_936];
@@ -170,7 +185,6 @@ fn quiet_prints_nothing_and_counts_have_defaults() {
     assert_eq!((&result["impl"], &result["warmup"], &result["steps"]), (&"native".into(), &2.into(), &10.into()));
 }
 
-/// A step of an implementation without an entry of its own is a run, and leaves the problem as it was.
 #[test]
 fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
     let spec = LossSpec::default();
