@@ -136,7 +136,7 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
 
 #[test]
 fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
-    let [b, t, v] = [64, 8192, 151_936];
+    let [b, t, v] = [4096, 65_536, 151_936];
     for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = implementation.device_counts()[0];
         let text = config(implementation.id(), devices, [b, t, v], Dtype::Bf16);
@@ -144,7 +144,7 @@ fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
         let needed = format!("needs {} bytes, ", b * t * v * (8 + 2));
         assert_refused(
             &text,
-            &["memory: a bench of 64x8192x151936 bf16", implementation.id(), &needed, "are available"],
+            &["memory: a bench of 4096x65536x151936 bf16", implementation.id(), &needed, "are available"],
         );
     }
 }
