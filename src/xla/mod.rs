@@ -61,7 +61,7 @@ impl Xla {
     }
 
     /// Compiles the program for logits of `shape` and `dtype`, and checks that a run of it fits.
-    fn compile(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<Compiled, RunError> {
+    fn plan(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<Plan, RunError> {
         self.supports(spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
         let client = self.client()?;
@@ -70,7 +70,7 @@ impl Xla {
         let executable = compiled(&client, baseline::program(structure, shape, dtype, mesh), devices)?;
         let shards = Shards { shape, mesh, client };
         shards.expect_room(&executable)?;
-        Ok(Compiled { shards, structure, executable })
+        Ok(Plan { shards, structure, executable })
     }
 
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
@@ -212,10 +212,10 @@ impl Implementation for Xla {
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
         let shape = problem.check(spec)?;
-        let compiled = self.compile(spec, shape, problem.logits.dtype(), devices)?;
-        let inputs = upload(&compiled.shards, spec, compiled.structure, &problem)?;
-        let outputs = compiled.execute(&inputs)?;
-        download(&compiled.shards, spec, problem.logits, &outputs)
+        let plan = self.plan(spec, shape, problem.logits.dtype(), devices)?;
+        let inputs = upload(&plan.shards, spec, plan.structure, &problem)?;
+        let outputs = plan.execute(&inputs)?;
+        download(&plan.shards, spec, problem.logits, &outputs)
     }
 
     fn prepare<'s>(
@@ -225,19 +225,19 @@ impl Implementation for Xla {
         dtype: Dtype,
         devices: usize,
     ) -> Result<Box<dyn Prepared + 's>, RunError> {
-        let compiled = self.compile(spec, shape, dtype, devices)?;
-        Ok(Box::new(Ready { compiled, spec, logits: Logits { shape, dtype } }))
+        let plan = self.plan(spec, shape, dtype, devices)?;
+        Ok(Box::new(Ready { plan, spec, logits: Logits { shape, dtype } }))
     }
 }
 
 /// The program of one shape, and how a batch is cut for it.
-struct Compiled {
+struct Plan {
     shards: Shards,
     structure: Structure,
     executable: Arc<Executable>,
 }
 
-impl Compiled {
+impl Plan {
     /// `outputs[device][output]` from `inputs[device][argument]`; the logits among the inputs are gone afterwards.
     fn execute(&self, inputs: &[Vec<Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
         let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
@@ -247,38 +247,38 @@ impl Compiled {
 
 /// A compiled program and the spec whose numbers it is given.
 struct Ready<'s> {
-    compiled: Compiled,
+    plan: Plan,
     spec: &'s LossSpec,
     logits: Logits,
 }
 
 impl Prepared for Ready<'_> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
-        let Self { compiled, spec, logits } = self;
+        let Self { plan, spec, logits } = self;
         logits.expect(spec, problem)?;
-        let inputs = upload(&compiled.shards, spec, compiled.structure, problem)?;
+        let inputs = upload(&plan.shards, spec, plan.structure, problem)?;
         Ok(Box::new(move || {
-            let outputs = compiled.execute(&inputs)?;
+            let outputs = plan.execute(&inputs)?;
             let answer: Answer<'p> = Box::new(move || {
                 // The inputs live until here, so that nothing is freed while a step is timed.
                 drop(inputs);
-                download(&compiled.shards, spec, FloatArray::zeros(logits.shape, logits.dtype), &outputs)
+                download(&plan.shards, spec, FloatArray::zeros(logits.shape, logits.dtype), &outputs)
             });
             Ok(answer)
         }))
     }
 
     fn host_bytes(&self) -> usize {
-        let Compiled { shards, executable, .. } = &self.compiled;
+        let Plan { shards, executable, .. } = &self.plan;
         if shards.on_host() { shards.bytes_needed(executable) } else { 0 }
     }
 
     fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
-        self.compiled.executable.memory().map_err(|error| Unavailable { reason: error.to_string() })
+        self.plan.executable.memory().map_err(|error| Unavailable { reason: error.to_string() })
     }
 
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
-        self.compiled.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
+        self.plan.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
     }
 }
 
