@@ -56,7 +56,7 @@ fn implementations(criterion: &mut Criterion) {
 fn expect_right(implementation: &dyn Implementation, spec: &LossSpec, problem: &Problem) {
     let reference = reference::evaluate(spec, problem).expect("a valid problem");
     let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
-    let verdicts = judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin());
+    let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin());
     for verdict in verdicts.expect("every output has a tolerance") {
         assert!(verdict.passed(), "{} fails {}: {verdict:?}", implementation.id(), verdict.gate);
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::native::Native;
-use crate::problem::{Dtype, Outcome, Problem, ProblemError, Shape};
+use crate::problem::{Candidate, Dtype, Problem, ProblemError, Shape};
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
 use crate::{runtime::RuntimeError, xla::Xla};
@@ -44,7 +44,7 @@ pub trait Implementation: Send + Sync {
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError>;
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError>;
 }
 
 /// Why this machine cannot run an implementation.

@@ -67,8 +67,7 @@ impl Workplace {
     fn write_candidate(&self, break_it: impl FnOnce(&mut Candidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.problem("logits", Some("old_logps")).unwrap();
-        let outcome = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
-        let mut candidate = Candidate::from(outcome);
+        let mut candidate = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         write_candidate(self.path("candidate.safetensors"), &candidate, &std::collections::BTreeMap::new()).unwrap();
     }

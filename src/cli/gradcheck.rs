@@ -14,7 +14,7 @@ use crate::conformance::report::{Check, Report, explain};
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, verify};
 use crate::implementation::{Implementation, find, registry};
-use crate::problem::{Outcome, Problem};
+use crate::problem::{Candidate, Problem};
 use crate::reference::{self, Reference};
 use crate::spec::LossSpec;
 
@@ -129,7 +129,7 @@ impl Gradcheck {
         let command = format!("assay gradcheck --config {}", self.config.display());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
+        for verdict in judge(&reference, &outcome, implementation.class(), Tolerances::builtin())? {
             if verdict.status != Status::Pass {
                 super::print(&format!("{}\n", explain(&verdict, &reference, &problem, implementation.id(), &command)))?;
             }
@@ -186,7 +186,7 @@ struct Differences {
 }
 
 impl Differences {
-    fn between(reference: &Reference, outcome: &Outcome) -> Self {
+    fn between(reference: &Reference, outcome: &Candidate) -> Self {
         const SMALLEST: f64 = 1e-6;
         let shape = reference.shape();
         let mut all = Self::default();

@@ -25,7 +25,7 @@ use ndarray::{Array2, arr0};
 
 use crate::element::Element;
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use crate::problem::{Dtype, Metrics, Outcome, Problem, Shape};
+use crate::problem::{Candidate, Dtype, Metrics, Outcome, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
 use baseline::{Output, Scalars, Structure};
@@ -196,7 +196,7 @@ impl Implementation for Xla {
         self.mesh(shape, devices).map(|_| ())
     }
 
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         let dtype = problem.logits.dtype();
         self.supports(spec, shape, dtype, devices)?;
@@ -210,7 +210,7 @@ impl Implementation for Xla {
         let inputs = upload(&shards, spec, structure, &problem)?;
         let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
         let outputs = executable.execute(&arguments)?;
-        download(&shards, spec, problem, &outputs)
+        Ok(download(&shards, spec, problem, &outputs)?.into())
     }
 }
 
