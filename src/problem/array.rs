@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, s};
+use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, ShapeBuilder, s};
 use serde::{Deserialize, Serialize};
 
 /// Floating-point element types.
@@ -145,6 +145,16 @@ impl<D: Dimension> FloatArray<D> {
     /// Whether elements lie densely in row-major order, as every kernel expects.
     pub fn is_standard_layout(&self) -> bool {
         with_array!(self, array => array.is_standard_layout())
+    }
+
+    /// Zeros.
+    pub fn zeros(shape: impl ShapeBuilder<Dim = D>, dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F64 => FloatArray::F64(Array::from_elem(shape, 0.0)),
+            Dtype::F32 => FloatArray::F32(Array::from_elem(shape, 0.0)),
+            Dtype::Bf16 => FloatArray::Bf16(Array::from_elem(shape, bf16::ZERO)),
+            Dtype::F16 => FloatArray::F16(Array::from_elem(shape, f16::ZERO)),
+        }
     }
 
     /// `values` rounded to `dtype`, to nearest even.
