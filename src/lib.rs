@@ -16,6 +16,8 @@ pub mod cli;
 pub mod conformance;
 #[cfg(feature = "pjrt")]
 pub mod element;
+#[cfg(feature = "pjrt")]
+pub mod exported;
 pub mod fixture;
 pub mod implementation;
 mod kernels;

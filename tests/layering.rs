@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 13] = [
+const ALLOWED: [(&str, &[&str]); 14] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -15,7 +15,8 @@ const ALLOWED: [(&str, &[&str]); 13] = [
     ("element", &["problem"]),
     ("runtime", &["element"]),
     ("xla", &["spec", "problem", "implementation", "kernels", "element", "runtime"]),
-    ("implementation", &["spec", "problem", "native", "xla", "runtime"]),
+    ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
+    ("implementation", &["spec", "problem", "native", "xla", "exported", "runtime"]),
     ("fixture", &["problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     ("cli", &["spec", "problem", "reference", "implementation", "conformance", "fixture"]),

@@ -13,7 +13,7 @@ use crate::conformance::judge::{Status, judge};
 use crate::conformance::report::{Check, Report, explain};
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, verify};
-use crate::implementation::{Implementation, find, registry};
+use crate::implementation::{FILE_PREFIX, Implementation, find, registry};
 use crate::problem::{Candidate, Problem};
 use crate::reference::{self, Reference};
 use crate::spec::LossSpec;
@@ -78,6 +78,7 @@ fn default_old_logp() -> Option<String> {
 #[serde(deny_unknown_fields)]
 struct Kernel {
     enabled: bool,
+    /// An id; the path of a manifest in it is relative to the folder of the config.
     #[serde(rename = "impl", default = "default_implementation")]
     implementation: String,
     #[serde(default = "one_device")]
@@ -119,7 +120,7 @@ impl Gradcheck {
         let config: Config = config::read(&self.config)?;
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let problem = config.batch.problem(&config.spec, &self.config)?;
-        let implementation = config.kernel.implementation(self.plugin.checked_path()?)?;
+        let implementation = config.kernel.implementation(&self.config, self.plugin.checked_path()?)?;
         let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
         implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
@@ -157,7 +158,7 @@ impl Batch {
         match self {
             Batch::Generate(recipe) => Ok(recipe.problem(spec)?),
             Batch::Fixture(batch) => {
-                let path = config.parent().unwrap_or(Path::new("")).join(&batch.path);
+                let path = beside(config, &batch.path);
                 verify(&path)?;
                 Ok(ProblemFile::open(&path)?.problem(&batch.logits, batch.old_logp.as_deref())?)
             }
@@ -165,10 +166,19 @@ impl Batch {
     }
 }
 
+/// `path`, relative to the folder of the config.
+fn beside(config: &Path, path: impl AsRef<Path>) -> PathBuf {
+    config.parent().unwrap_or(Path::new("")).join(path)
+}
+
 impl Kernel {
-    fn implementation(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
+    fn implementation(&self, config: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
         if self.enabled {
-            return find(&self.implementation, plugin).map_err(CliError::Usage);
+            let id = match self.implementation.strip_prefix(FILE_PREFIX) {
+                Some(manifest) => format!("{FILE_PREFIX}{}", beside(config, manifest).display()),
+                None => self.implementation.clone(),
+            };
+            return find(&id, plugin).map_err(CliError::Usage);
         }
         let all = registry(plugin);
         let baseline = |id: &&str| all.iter().find(|i| i.id() == *id && i.available().is_ok()).cloned();

@@ -29,7 +29,7 @@ pub(super) struct Replay {
     /// Problem files; all that `fixtures/manifest.toml` lists if none is named
     #[arg(value_name = "FIXTURE.safetensors")]
     fixtures: Vec<PathBuf>,
-    /// Run only these implementations
+    /// Run only these implementations; `file:MANIFEST.toml` is a program of your own
     #[arg(long = "impl", value_name = "ID")]
     implementations: Vec<String>,
     /// Run on these device counts; each implementation's largest if none is given
