@@ -2,9 +2,10 @@
 
 use std::fmt;
 
+use ndarray::Dimension;
 use serde::{Deserialize, Serialize};
 
-use crate::problem::Dtype;
+use crate::problem::{Dtype, FloatArray};
 
 /// An element type that buffers and programs can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -88,6 +89,34 @@ impl From<Dtype> for Element {
             Dtype::F32 => Element::F32,
             Dtype::Bf16 => Element::Bf16,
             Dtype::F16 => Element::F16,
+        }
+    }
+}
+
+const DENSE: &str = "checked: dense row-major";
+
+/// The bytes of a dense row-major array, as a device is sent them.
+pub(crate) trait ArrayBytes {
+    fn bytes(&self) -> &[u8];
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+impl<D: Dimension> ArrayBytes for FloatArray<D> {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            FloatArray::F64(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
+            FloatArray::F32(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
+            FloatArray::Bf16(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
+            FloatArray::F16(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            FloatArray::F64(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
+            FloatArray::F32(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
+            FloatArray::Bf16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
+            FloatArray::F16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
         }
     }
 }

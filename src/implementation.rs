@@ -8,12 +8,14 @@ use std::sync::Arc;
 
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::native::Native;
-use crate::problem::{Dtype, Outcome, Problem, ProblemError, Shape};
-#[cfg(feature = "pjrt")]
-use crate::runtime::RuntimeError;
+use crate::problem::{Candidate, Dtype, Problem, ProblemError, Shape};
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
-use crate::xla::Xla;
+use crate::{
+    exported::{Exported, ExportedError},
+    runtime::RuntimeError,
+    xla::Xla,
+};
 
 /// A kernel under test.
 pub trait Implementation: Send + Sync {
@@ -48,7 +50,7 @@ pub trait Implementation: Send + Sync {
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError>;
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError>;
 
     /// Makes ready to evaluate problems of `shape` and `dtype` again and again: what can be done before there is a
     /// problem, such as compiling, is done here. A step of an implementation that does not say otherwise is a
@@ -97,7 +99,7 @@ pub trait Prepared {
 pub type Step<'p> = Box<dyn FnOnce() -> Result<Answer<'p>, RunError> + 'p>;
 
 /// Fetches the outputs of a step, which hold memory until then.
-pub type Answer<'p> = Box<dyn FnOnce() -> Result<Outcome, RunError> + 'p>;
+pub type Answer<'p> = Box<dyn FnOnce() -> Result<Candidate, RunError> + 'p>;
 
 /// The logits that an implementation was made ready for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,6 +206,10 @@ pub enum RunError {
     #[cfg(feature = "pjrt")]
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
+    /// A user's program does not do what its manifest says.
+    #[cfg(feature = "pjrt")]
+    #[error(transparent)]
+    Exported(#[from] ExportedError),
 }
 
 /// Every implementation there is; those that need a PJRT plugin use `plugin`, or where that is `None` the one that the
@@ -218,15 +224,35 @@ pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
     all
 }
 
-/// The implementation called `id` in [`registry`].
+/// What the id of a user's own program begins with; the path of its manifest follows.
+pub const FILE_PREFIX: &str = "file:";
+
+/// The implementation called `id` in [`registry`]; for `file:MANIFEST.toml` the program that the manifest describes.
 ///
 /// # Errors
-/// A message that lists the ids there are.
+/// A message that lists the ids there are, or says what is wrong with the manifest.
 pub fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
+        return from_manifest(manifest, plugin);
+    }
     let mut all = registry(plugin);
     let Some(at) = all.iter().position(|implementation| implementation.id() == id) else {
         let ids: Vec<_> = all.iter().map(|implementation| implementation.id()).collect();
-        return Err(format!("implementation: got `{id}`, expected one of: {}", ids.join(", ")));
+        return Err(format!(
+            "implementation: got `{id}`, expected one of: {}, {FILE_PREFIX}MANIFEST.toml",
+            ids.join(", ")
+        ));
     };
     Ok(all.swap_remove(at))
+}
+
+#[cfg(feature = "pjrt")]
+fn from_manifest(manifest: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    let exported = Exported::read(manifest, plugin).map_err(|error| error.to_string())?;
+    Ok(Arc::new(exported))
+}
+
+#[cfg(not(feature = "pjrt"))]
+fn from_manifest(manifest: &str, _: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    Err(format!("implementation: got `{FILE_PREFIX}{manifest}`, expected a build with the feature `pjrt`"))
 }

@@ -4,9 +4,9 @@
 //!
 //! ```text
 //! fixture file ─┐
-//! generator  ───┼─▶ Problem ─▶ Implementation::run(LossSpec, Problem) ─▶ Outcome ─▶ judge ─▶ Verdict ─▶ report
-//! YAML config ──┘                        ▲                                   ▲
-//!                                    registry()                   Reference + tolerances.toml
+//! generator  ───┼─▶ Problem ─▶ Implementation::run(LossSpec, Problem) ─▶ Candidate ─▶ judge ─▶ Verdict ─▶ report
+//! YAML config ──┘                        ▲                                     ▲
+//!                                    registry()                     Reference + tolerances.toml
 //! ```
 //!
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
@@ -16,6 +16,8 @@ pub mod cli;
 pub mod conformance;
 #[cfg(feature = "pjrt")]
 pub mod element;
+#[cfg(feature = "pjrt")]
+pub mod exported;
 pub mod fixture;
 pub mod implementation;
 mod kernels;

@@ -1,5 +1,8 @@
 //! The `assay` command as a user meets it: results, exit codes, and one line for every bad input.
 
+#[path = "common/command.rs"]
+mod command;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -7,32 +10,9 @@ use assay::fixture::{ProblemFile, write_candidate};
 use assay::implementation::find;
 use assay::problem::{Candidate, FloatArray};
 use assay::spec::LossSpec;
-use assert_cmd::cargo::cargo_bin_cmd;
+use command::{Output, assay, assert_refused};
 use serde_json::Value;
 use tempfile::TempDir;
-
-struct Output {
-    code: i32,
-    stdout: String,
-    stderr: String,
-}
-
-fn assay(args: &[&str]) -> Output {
-    let output = cargo_bin_cmd!("assay").args(args).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    Output { code: output.status.code().expect("not killed"), stdout: text(output.stdout), stderr: text(output.stderr) }
-}
-
-/// Bad input: exit code 2, nothing on stdout, and one line that says all of `parts`.
-#[track_caller]
-fn assert_refused(args: &[&str], parts: &[&str]) {
-    let output = assay(args);
-    assert_eq!((output.code, output.stdout.as_str()), (2, ""), "{args:?}: {}", output.stderr);
-    assert_eq!(output.stderr.lines().count(), 1, "{args:?}: {}", output.stderr);
-    for part in parts {
-        assert!(output.stderr.contains(part), "{args:?}: `{part}` not in: {}", output.stderr);
-    }
-}
 
 fn read_json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
@@ -67,8 +47,7 @@ impl Workplace {
     fn write_candidate(&self, break_it: impl FnOnce(&mut Candidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.problem("logits", Some("old_logps")).unwrap();
-        let outcome = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
-        let mut candidate = Candidate::from(outcome);
+        let mut candidate = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         write_candidate(self.path("candidate.safetensors"), &candidate, &std::collections::BTreeMap::new()).unwrap();
     }

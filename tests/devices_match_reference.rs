@@ -19,7 +19,7 @@ use assay::conformance::judge::judge;
 use assay::conformance::report::{explain, on_devices};
 use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
-use assay::problem::{Dtype, Outcome};
+use assay::problem::{Candidate, Dtype};
 use assay::reference;
 use assay::runtime::{Client, PLUGIN_VARIABLE, Plugin};
 use assay::spec::{
@@ -127,7 +127,7 @@ struct Run {
 
 impl Run {
     /// Judges one case; `None` where it is not supported.
-    fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Option<Outcome>, Failed> {
+    fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Option<Candidate>, Failed> {
         let problem = recipe.problem(spec).expect("a valid recipe");
         let shape = problem.shape();
         if self.implementation.supports(spec, shape, recipe.dtype, self.devices).is_err() {
@@ -137,7 +137,7 @@ impl Run {
         let outcome =
             self.implementation.run(spec, problem.clone(), self.devices).map_err(|error| error.to_string())?;
         let id = self.implementation.id();
-        let verdicts = judge(&reference, &outcome.clone().into(), self.implementation.class(), Tolerances::builtin());
+        let verdicts = judge(&reference, &outcome, self.implementation.class(), Tolerances::builtin());
         for verdict in verdicts.expect("every output has a tolerance") {
             if !verdict.passed() {
                 let config = serde_json::json!({

@@ -45,7 +45,7 @@ fn expect_implementation_right(
     EXERCISED.lock().expect("no check panics while it holds the lock").insert(implementation.id().into());
     let reference = reference::evaluate(spec, problem).expect("a valid problem");
     let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
-    for verdict in judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin()).expect("judged") {
+    for verdict in judge(&reference, &outcome, implementation.class(), Tolerances::builtin()).expect("judged") {
         let config = serde_json::json!({
             "reason": "…",
             "batch": { "generate": recipe },

@@ -45,7 +45,7 @@ fn verdicts(dtype: Dtype, break_it: impl FnOnce(&mut Candidate, &Reference)) -> 
     let (spec, problem) = (spec(), problem(dtype));
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let native = find("native", None).unwrap();
-    let mut candidate = Candidate::from(native.run(&spec, problem.clone(), 1).unwrap());
+    let mut candidate = native.run(&spec, problem.clone(), 1).unwrap();
     break_it(&mut candidate, &reference);
     judge(&reference, &candidate, native.class(), Tolerances::builtin()).unwrap()
 }
@@ -249,7 +249,7 @@ fn finite_answer_where_the_reference_is_not_is_rejected() {
     let reference = reference::evaluate(&spec, &problem).unwrap();
     assert_eq!(reference.first_nonfinite(), Some((1, 1)));
     let native = find("native", None).unwrap();
-    let honest = Candidate::from(native.run(&spec, problem.clone(), 1).unwrap());
+    let honest = native.run(&spec, problem.clone(), 1).unwrap();
     let judged = |candidate: &Candidate| judge(&reference, candidate, native.class(), Tolerances::builtin()).unwrap();
     for verdict in judged(&honest) {
         assert!(verdict.passed(), "a kernel that reports the NaN is right: {verdict:?}");
@@ -286,7 +286,7 @@ fn at_the_clip(steps: f64) -> (LossSpec, Problem) {
 fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
     let clipped = |problem: &Problem, spec: &LossSpec| {
         let reference = reference::evaluate(spec, problem).unwrap();
-        let mut candidate = Candidate::from(find("native", None).unwrap().run(spec, problem.clone(), 1).unwrap());
+        let mut candidate = find("native", None).unwrap().run(spec, problem.clone(), 1).unwrap();
         candidate.dlogits.fill_row(0, 0, 0.0);
         let zeroed = judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap();
         zeroed.iter().find(|verdict| verdict.gate == DLOGITS).unwrap().passed()

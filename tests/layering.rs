@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 14] = [
+const ALLOWED: [(&str, &[&str]); 15] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -16,7 +16,8 @@ const ALLOWED: [(&str, &[&str]); 14] = [
     ("memory", &[]),
     ("runtime", &["element", "memory"]),
     ("xla", &["spec", "problem", "implementation", "kernels", "element", "memory", "runtime"]),
-    ("implementation", &["spec", "problem", "memory", "native", "xla", "runtime"]),
+    ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
+    ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     ("cli", &["spec", "problem", "reference", "implementation", "memory", "conformance", "fixture"]),

@@ -116,7 +116,7 @@ impl Seen {
         }
         let reference = reference::evaluate(spec, &problem).expect("a valid problem");
         let outcome = implementation.run(spec, problem.clone(), devices).expect("supported");
-        let verdicts = judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin());
+        let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin());
         for verdict in verdicts.expect("every output has a tolerance") {
             let gate = format!("{} {} {}", implementation.class(), verdict.gate, verdict.dtype);
             let worst = self.0.entry(gate).or_default();

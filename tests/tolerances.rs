@@ -5,7 +5,7 @@ use assay::conformance::judge::judge;
 use assay::conformance::recorded::{Scalar, judge_recorded};
 use assay::conformance::tolerance::{Tolerance, Tolerances};
 use assay::implementation::{find, registry};
-use assay::problem::{Candidate, Dtype};
+use assay::problem::Dtype;
 use assay::reference;
 use assay::spec::{Kl, KlEstimator, LossSpec};
 
@@ -66,10 +66,10 @@ fn every_entry_is_used() {
         for implementation in registry(None) {
             let Some(&devices) = implementation.device_counts().first() else { continue };
             let outcome = implementation.run(&spec, problem.clone(), devices).unwrap();
-            judge(&reference, &outcome.into(), implementation.class(), &tolerances).unwrap();
+            judge(&reference, &outcome, implementation.class(), &tolerances).unwrap();
         }
         // What `assay judge` reads from a file has no metrics.
-        let mut external = Candidate::from(find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap());
+        let mut external = find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
         external.metrics = None;
         judge(&reference, &external, "external", &tolerances).unwrap();
     }

@@ -62,7 +62,7 @@ pub(crate) fn bench_steps(
     let prepared = implementation.prepare(spec, shape, dtype, devices).expect("supported");
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
-    let verdicts = judge(reference, &outcome.into(), implementation.class(), Tolerances::builtin());
+    let verdicts = judge(reference, &outcome, implementation.class(), Tolerances::builtin());
     for verdict in verdicts.expect("every output has a tolerance") {
         assert!(verdict.passed(), "{name} fails {}: {verdict:?}", verdict.gate);
     }

@@ -26,7 +26,7 @@ use crate::conformance::report::{Check, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
 use crate::implementation::{Answer, Implementation, RunError, Step, Unavailable};
 use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
-use crate::problem::{Dtype, Outcome, Problem, Shape};
+use crate::problem::{Candidate, Dtype, Problem, Shape};
 use crate::reference;
 use crate::spec::LossSpec;
 
@@ -56,7 +56,7 @@ impl Bench {
         if case.bench.steps == 0 {
             return Err(invalid("`bench.steps`: got 0, expected at least 1"));
         }
-        let implementation = case.kernel.implementation(self.plugin.path())?;
+        let implementation = case.kernel.implementation(&self.config, self.plugin.checked_path()?)?;
         let subject =
             Subject { implementation: &*implementation, spec: &case.spec, recipe, devices: case.kernel.devices };
         let command = format!("assay bench --config {}", self.config.display());
@@ -160,10 +160,10 @@ impl Subject<'_> {
     }
 
     /// The verdicts, if one of them failed.
-    fn judge(&self, problem: &Problem, outcome: Outcome, command: &str) -> Result<Option<Measured>, CliError> {
+    fn judge(&self, problem: &Problem, outcome: Candidate, command: &str) -> Result<Option<Measured>, CliError> {
         let id = self.implementation.id();
         let reference = reference::evaluate(self.spec, problem).map_err(RunError::from)?;
-        let verdicts = judge(&reference, &outcome.into(), self.implementation.class(), Tolerances::builtin())?;
+        let verdicts = judge(&reference, &outcome, self.implementation.class(), Tolerances::builtin())?;
         let failed = verdicts.iter().filter(|verdict| verdict.status != Status::Pass);
         let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
         if failures.is_empty() {
@@ -363,7 +363,7 @@ mod tests {
         fn supports(&self, _: &LossSpec, _: Shape, _: Dtype, _: usize) -> Result<(), Unsupported> {
             Ok(())
         }
-        fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
+        fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
             assert!(problem.mask.iter().all(|&counts| counts), "every token counts");
             self.steps.fetch_add(1, Ordering::Relaxed);
             let mut outcome = find("native", None).unwrap().run(spec, problem, devices)?;

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::CliError;
 use crate::conformance::generate::Recipe;
 use crate::fixture::{ProblemFile, verify};
-use crate::implementation::{Implementation, find, registry};
+use crate::implementation::{FILE_PREFIX, Implementation, find, registry};
 use crate::problem::Problem;
 use crate::spec::LossSpec;
 
@@ -63,6 +63,7 @@ fn default_old_logp() -> Option<String> {
 #[serde(deny_unknown_fields)]
 pub(super) struct Kernel {
     enabled: bool,
+    /// An id; the path of a manifest in it is relative to the folder of the case.
     #[serde(rename = "impl", default = "default_implementation")]
     implementation: String,
     #[serde(default = "one_device")]
@@ -105,7 +106,7 @@ impl Batch {
         match self {
             Batch::Generate(recipe) => Ok(recipe.problem(spec)?),
             Batch::Fixture(batch) => {
-                let path = case.parent().unwrap_or(Path::new("")).join(&batch.path);
+                let path = beside(case, &batch.path);
                 verify(&path)?;
                 Ok(ProblemFile::open(&path)?.problem(&batch.logits, batch.old_logp.as_deref())?)
             }
@@ -113,17 +114,30 @@ impl Batch {
     }
 }
 
+/// `path`, relative to the folder of the case.
+fn beside(case: &Path, path: impl AsRef<Path>) -> PathBuf {
+    case.parent().unwrap_or(Path::new("")).join(path)
+}
+
 impl Kernel {
     /// The implementation, once it is known to run here.
-    pub(super) fn implementation(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
-        let implementation = self.chosen(plugin)?;
+    pub(super) fn implementation(
+        &self,
+        case: &Path,
+        plugin: Option<&Path>,
+    ) -> Result<Arc<dyn Implementation>, CliError> {
+        let implementation = self.chosen(case, plugin)?;
         implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
         Ok(implementation)
     }
 
-    fn chosen(&self, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
+    fn chosen(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
         if self.enabled {
-            return find(&self.implementation, plugin).map_err(CliError::Usage);
+            let id = match self.implementation.strip_prefix(FILE_PREFIX) {
+                Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),
+                None => self.implementation.clone(),
+            };
+            return find(&id, plugin).map_err(CliError::Usage);
         }
         let all = registry(plugin);
         let baseline = |id: &&str| all.iter().find(|i| i.id() == *id && i.available().is_ok()).cloned();

@@ -11,7 +11,7 @@ use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::conformance::judge::{Status, judge};
 use crate::conformance::report::{Check, Report, explain};
 use crate::conformance::tolerance::Tolerances;
-use crate::problem::Outcome;
+use crate::problem::Candidate;
 use crate::reference::{self, Reference};
 
 #[derive(Args)]
@@ -46,7 +46,7 @@ impl Gradcheck {
         let config: Case = config::read(&self.config)?;
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let problem = config.batch.problem(&config.spec, &self.config)?;
-        let implementation = config.kernel.implementation(self.plugin.checked_path()?)?;
+        let implementation = config.kernel.implementation(&self.config, self.plugin.checked_path()?)?;
         let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let differences = Differences::between(&reference, &outcome);
@@ -55,7 +55,7 @@ impl Gradcheck {
         let command = format!("assay gradcheck --config {}", self.config.display());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in judge(&reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
+        for verdict in judge(&reference, &outcome, implementation.class(), Tolerances::builtin())? {
             if verdict.status != Status::Pass {
                 super::print(&format!("{}\n", explain(&verdict, &reference, &problem, implementation.id(), &command)))?;
             }
@@ -88,7 +88,7 @@ struct Differences {
 }
 
 impl Differences {
-    fn between(reference: &Reference, outcome: &Outcome) -> Self {
+    fn between(reference: &Reference, outcome: &Candidate) -> Self {
         const SMALLEST: f64 = 1e-6;
         let shape = reference.shape();
         let mut all = Self::default();

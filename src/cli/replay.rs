@@ -17,7 +17,7 @@ use crate::conformance::report::{Check, Compared, Ignored, Report, explain, on_d
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, find, registry};
-use crate::problem::{Outcome, Problem};
+use crate::problem::{Candidate, Problem};
 use crate::reference::{self, Reference};
 use crate::spec::{LossSpec, OldLogp};
 
@@ -29,7 +29,7 @@ pub(super) struct Replay {
     /// Problem files; all that `fixtures/manifest.toml` lists if none is named
     #[arg(value_name = "FIXTURE.safetensors")]
     fixtures: Vec<PathBuf>,
-    /// Run only these implementations
+    /// Run only these implementations; `file:MANIFEST.toml` is a program of your own
     #[arg(long = "impl", value_name = "ID")]
     implementations: Vec<String>,
     /// Run on these device counts; each implementation's largest if none is given
@@ -183,7 +183,7 @@ impl Session {
             counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
         };
         let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
-        let mut first: Option<(usize, Outcome)> = None;
+        let mut first: Option<(usize, Candidate)> = None;
         for devices in asked {
             let hindrance = implementation
                 .available()
@@ -205,7 +205,7 @@ impl Session {
                 }),
             }
             let command = format!("{command} --devices {devices}");
-            for verdict in judge(reference, &outcome.into(), implementation.class(), Tolerances::builtin())? {
+            for verdict in judge(reference, &outcome, implementation.class(), Tolerances::builtin())? {
                 if verdict.status != Status::Pass {
                     self.failures.push(explain(&verdict, reference, problem, &name, &command));
                 }

@@ -12,7 +12,7 @@ use ndarray::{Array2, Array3, Ix3, arr0};
 use rayon::prelude::*;
 
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use crate::problem::{Dtype, FloatArray, Outcome, Problem, Shape};
+use crate::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
 use crate::spec::LossSpec;
 use row::{Element, RowKernel, RowResult};
 
@@ -49,17 +49,18 @@ impl Implementation for Native {
         Ok(())
     }
 
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
         let Problem { logits, ids, mask, advantages, old_logp, ref_logp } = problem;
         let batch = Batch { ids, mask, advantages, old_logp, ref_logp };
-        match logits {
+        let outcome = match logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
-            FloatArray::F32(logits) => Ok(forward_backward::<f32>(spec, &batch, logits)),
-            FloatArray::Bf16(logits) => Ok(forward_backward::<bf16>(spec, &batch, logits)),
-            FloatArray::F16(logits) => Ok(forward_backward::<f16>(spec, &batch, logits)),
-        }
+            FloatArray::F32(logits) => forward_backward::<f32>(spec, &batch, logits),
+            FloatArray::Bf16(logits) => forward_backward::<bf16>(spec, &batch, logits),
+            FloatArray::F16(logits) => forward_backward::<f16>(spec, &batch, logits),
+        };
+        Ok(outcome.into())
     }
 }
 

@@ -4,10 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, s};
+use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, ShapeBuilder, s};
 use serde::{Deserialize, Serialize};
-
-use super::Shape;
 
 /// Floating-point element types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -149,6 +147,16 @@ impl<D: Dimension> FloatArray<D> {
         with_array!(self, array => array.is_standard_layout())
     }
 
+    /// Zeros.
+    pub fn zeros(shape: impl ShapeBuilder<Dim = D>, dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F64 => FloatArray::F64(Array::from_elem(shape, 0.0)),
+            Dtype::F32 => FloatArray::F32(Array::from_elem(shape, 0.0)),
+            Dtype::Bf16 => FloatArray::Bf16(Array::from_elem(shape, bf16::ZERO)),
+            Dtype::F16 => FloatArray::F16(Array::from_elem(shape, f16::ZERO)),
+        }
+    }
+
     /// `values` rounded to `dtype`, to nearest even.
     pub fn rounded_from(values: &Array<f64, D>, dtype: Dtype) -> Self {
         match dtype {
@@ -180,17 +188,6 @@ impl FloatArray<Ix2> {
 }
 
 impl FloatArray<Ix3> {
-    /// `[B,T,V]` zeros of `dtype`.
-    pub fn zeros(shape: Shape, dtype: Dtype) -> Self {
-        let extents = (shape.batch, shape.tokens, shape.vocab);
-        match dtype {
-            Dtype::F64 => FloatArray::F64(Array::zeros(extents)),
-            Dtype::F32 => FloatArray::F32(Array::zeros(extents)),
-            Dtype::Bf16 => FloatArray::Bf16(Array::from_elem(extents, bf16::ZERO)),
-            Dtype::F16 => FloatArray::F16(Array::from_elem(extents, f16::ZERO)),
-        }
-    }
-
     /// Row `[b,t,:]`, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
         with_array!(self, array => array.slice(s![b, t, ..]).iter().map(|&x| Float::to_f64(x)).collect())

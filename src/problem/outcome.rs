@@ -3,7 +3,7 @@ use serde::Serialize;
 
 use super::FloatArray;
 
-/// What an implementation returns for one [`super::Problem`]. Arrays keep the dtype that the implementation computed
+/// Everything that one [`super::Problem`] comes to, from the reference or a kernel of ours. Arrays keep the dtype that the implementation computed
 /// them in, so that a judge knows how they were rounded.
 ///
 /// Masked tokens hold 0 in every array.
@@ -40,7 +40,8 @@ pub struct Metrics {
     pub ratio_mean: f64,
 }
 
-/// Outputs to be judged, from one of our implementations or from a file that somebody's kernel wrote.
+/// What an implementation returns, to be judged: a kernel of ours, a user's program, or a file that somebody's kernel
+/// wrote. Only `loss` and `dlogits` are always there.
 #[derive(Clone, Debug)]
 pub struct Candidate {
     /// The loss, a scalar.

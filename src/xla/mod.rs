@@ -26,7 +26,7 @@ use ndarray::{Array2, Ix3, arr0};
 use crate::element::Element;
 use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
 use crate::memory::{CompiledMemory, DeviceMemory};
-use crate::problem::{Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
+use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
 use baseline::{Output, Scalars, Structure};
@@ -210,12 +210,12 @@ impl Implementation for Xla {
         self.mesh(shape, devices).map(|_| ())
     }
 
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Outcome, RunError> {
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         let plan = self.plan(spec, shape, problem.logits.dtype(), devices)?;
         let inputs = upload(&plan.shards, spec, plan.structure, &problem)?;
         let outputs = plan.execute(&inputs)?;
-        download(&plan.shards, spec, problem.logits, &outputs)
+        Ok(download(&plan.shards, spec, problem.logits, &outputs)?.into())
     }
 
     fn prepare<'s>(
@@ -262,7 +262,8 @@ impl Prepared for Ready<'_> {
             let answer: Answer<'p> = Box::new(move || {
                 // The inputs live until here, so that nothing is freed while a step is timed.
                 drop(inputs);
-                download(&plan.shards, spec, FloatArray::zeros(logits.shape, logits.dtype), &outputs)
+                let extents = [logits.shape.batch, logits.shape.tokens, logits.shape.vocab];
+                Ok(download(&plan.shards, spec, FloatArray::zeros(extents, logits.dtype), &outputs)?.into())
             });
             Ok(answer)
         }))

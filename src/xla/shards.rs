@@ -6,7 +6,7 @@ use bytemuck::Pod;
 use ndarray::{Array2, Ix3};
 
 use super::baseline::local_shape;
-use crate::element::Element;
+use crate::element::{ArrayBytes, Element};
 use crate::memory::expect_room;
 use crate::problem::{FloatArray, Shape};
 use crate::runtime::{Axis, Buffer, Client, Executable, Mesh, RuntimeError, shard};
@@ -25,33 +25,7 @@ pub(super) struct Part {
     pub(super) vocab: Range<usize>,
 }
 
-/// The bytes of a `[B,T,V]` array.
-pub(super) trait LogitsBytes {
-    fn bytes(&self) -> &[u8];
-    fn bytes_mut(&mut self) -> &mut [u8];
-}
-
 const DENSE: &str = "checked: dense row-major";
-
-impl LogitsBytes for FloatArray<Ix3> {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            FloatArray::F64(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-            FloatArray::F32(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-            FloatArray::Bf16(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-            FloatArray::F16(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-        }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        match self {
-            FloatArray::F64(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-            FloatArray::F32(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-            FloatArray::Bf16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-            FloatArray::F16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-        }
-    }
-}
 
 impl Shards {
     /// What `device` holds.

@@ -1,0 +1,26 @@
+//! The `assay` command in a process of its own.
+
+use assert_cmd::cargo::cargo_bin_cmd;
+
+pub(crate) struct Output {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+pub(crate) fn assay(args: &[&str]) -> Output {
+    let output = cargo_bin_cmd!("assay").args(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Output { code: output.status.code().expect("not killed"), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+/// Bad input: exit code 2, nothing on stdout, and one line that says all of `parts`.
+#[track_caller]
+pub(crate) fn assert_refused(args: &[&str], parts: &[&str]) {
+    let output = assay(args);
+    assert_eq!((output.code, output.stdout.as_str()), (2, ""), "{args:?}: {}", output.stderr);
+    assert_eq!(output.stderr.lines().count(), 1, "{args:?}: {}", output.stderr);
+    for part in parts {
+        assert!(output.stderr.contains(part), "{args:?}: `{part}` not in: {}", output.stderr);
+    }
+}
