@@ -6,16 +6,16 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+#[cfg(feature = "pjrt")]
+use crate::exported::{Exported, ExportedError};
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::native::Native;
 use crate::problem::{Candidate, Dtype, Problem, ProblemError, Shape};
+#[cfg(feature = "pjrt")]
+use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
-use crate::{
-    exported::{Exported, ExportedError},
-    runtime::RuntimeError,
-    xla::Xla,
-};
+use crate::xla::Xla;
 
 /// A kernel under test.
 pub trait Implementation: Send + Sync {
