@@ -20,7 +20,7 @@ const ALLOWED: [(&str, &[&str]); 15] = [
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
-    ("cli", &["spec", "problem", "reference", "implementation", "memory", "conformance", "fixture"]),
+    ("cli", &["spec", "problem", "reference", "implementation", "memory", "runtime", "conformance", "fixture"]),
     ("main", &["cli", "runtime"]),
 ];
 

@@ -132,7 +132,9 @@ impl Condition {
                 let (q, gap) = probability_and_gap(entropy, x);
                 let span = gap + entropy.stats.mean_gap;
                 scale += grad_entropy * q * (span * (1.0 + span) + self.second_moment);
-                floor += 1.0 + grad_entropy * (1.0 + span);
+                // ā may lose e·a of every column, at most where e is the smallest number that stays.
+                let lost_of_mean_gap = row.len() as f64 * -FLUSHED.ln();
+                floor += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
             }
             (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
         };

@@ -27,6 +27,7 @@ const ROOM: usize = 1024;
 #[repr(C, align(16))]
 struct Roomy([u8; ROOM]);
 
+// SAFETY: who calls one promises that the pointer is to the argument struct of that very entry.
 type Entry = unsafe extern "C" fn(*mut c_void) -> *mut PJRT_Error;
 
 /// The plugins' own tables.
