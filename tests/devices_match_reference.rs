@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::invariance::Invariance;
 use assay::conformance::judge::judge;
 use assay::conformance::report::{explain, on_devices};
 use assay::conformance::tolerance::Tolerances;
@@ -69,6 +70,14 @@ fn main() {
     for (first, plugin) in plugins().iter().enumerate().map(|(i, plugin)| (i == 0, plugin)) {
         for implementation in implementations::compiled(&plugin.path) {
             let counts = implementation.device_counts();
+            let several = Counts { implementation: Arc::clone(&implementation), plugin: plugin.path.clone() };
+            if DEVICE_COUNTS.into_iter().filter(|&devices| takes(&*implementation, devices)).count() > 1 {
+                let few = || format!("{} device counts, of {counts:?}", counts.len());
+                let hindrance = plugin.hindrance.clone().or_else(|| (counts.len() < 2).then(few));
+                let name =
+                    format!("all_outputs_same_problem_any_device_count: {} {}", implementation.id(), plugin.name);
+                trials.push(trial(name, &hindrance, move || several.agree()));
+            }
             // Counts that this implementation never takes have no test; those that the plugin cannot give are ignored.
             for devices in DEVICE_COUNTS.into_iter().filter(|&devices| takes(&*implementation, devices)) {
                 let hindrance = plugin.hindrance.clone().or_else(|| {
@@ -115,6 +124,45 @@ fn trial(name: String, hindrance: &Hindrance, check: impl FnOnce() -> Result<(),
     let ignored = hindrance.is_some();
     let name = hindrance.as_ref().map_or(name.clone(), |why| format!("{name} ({why})"));
     Trial::test(name, check).with_ignored_flag(ignored)
+}
+
+/// One implementation on every device count.
+struct Counts {
+    implementation: Arc<dyn Implementation>,
+    plugin: PathBuf,
+}
+
+impl Counts {
+    /// The same problems on every count: each answer within the gates of the reference, and so of every other; shares of
+    /// tokens, which are counts, the same to the bit. With `--nocapture`, which other outputs keep their bits.
+    fn agree(&self) -> Result<(), Failed> {
+        for (spec, recipe) in device_cases::cases(Dtype::F32, 1, 1) {
+            let mut first: Option<(usize, Candidate)> = None;
+            for devices in self.implementation.device_counts() {
+                let run =
+                    Run { implementation: Arc::clone(&self.implementation), devices, plugin: self.plugin.clone() };
+                let Some(outcome) = run.judge(&spec, &recipe)? else { continue };
+                let Some((fewest, first)) = &first else {
+                    first = Some((devices, outcome));
+                    continue;
+                };
+                let shares = |outcome: &Candidate| {
+                    let metrics = outcome.metrics.expect("ours return all outputs");
+                    [metrics.clip_low, metrics.clip_high, metrics.clip_region]
+                };
+                if shares(first) != shares(&outcome) {
+                    let (one, many) = (shares(first), shares(&outcome));
+                    return Err(format!("clip shares {one:?} on {fewest} devices, {many:?} on {devices}").into());
+                }
+                println!(
+                    "{} ×{devices} against ×{fewest}: {:?}",
+                    run.implementation.id(),
+                    Invariance::between(first, &outcome)
+                );
+            }
+        }
+        Ok(())
+    }
 }
 
 /// One implementation on one device count.

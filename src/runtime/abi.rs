@@ -75,6 +75,9 @@ unsafe fn with_room<R>(args: *mut c_void, call: impl FnOnce(*mut c_void) -> R) -
 }
 
 /// The entry at byte `OFFSET` of the table in `SLOT`, given room.
+///
+/// # Safety
+/// As [`Entry`].
 unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args: *mut c_void) -> *mut PJRT_Error {
     let table = TABLES[SLOT].load(Ordering::Acquire);
     // SAFETY: `table_with_room` put a table there before it handed out this function, and only for an entry that the
@@ -86,6 +89,9 @@ unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args:
 }
 
 /// The same for the one call whose argument struct points to another that has grown.
+///
+/// # Safety
+/// As [`Entry`]; and `options` is not null.
 unsafe extern "C" fn with_room_for_execute<const SLOT: usize>(
     args: *mut PJRT_LoadedExecutable_Execute_Args,
 ) -> *mut PJRT_Error {
