@@ -25,13 +25,15 @@ replay: setup
 test: setup
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets --locked -- -D warnings
+	$(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --quiet
 	$(CARGO) bench --no-run --locked --quiet
 	$(CARGO) test --locked
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
-	PROPTEST_CASES=5000 $(CARGO) test --release --locked
+	PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked
+	$(CARGO) test --release --locked --no-default-features
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.

@@ -74,7 +74,13 @@ fn every_entry_is_used() {
         judge(&reference, &external, "external", &tolerances).unwrap();
     }
     judge_recorded(&[(Scalar { value: 1.0, scale: 1.0 }, 1.0)], &tolerances).unwrap();
-    let unused: Vec<_> = tolerances.unused().collect();
+    // What needs a plugin cannot be shown where there is none.
+    let absent =
+        |class: &str| class == "xla" && !registry(None).iter().any(|i| i.class() == class && i.available().is_ok());
+    let (ignored, unused): (Vec<_>, Vec<_>) = tolerances.unused().partition(|entry| absent(&entry.class));
+    if !ignored.is_empty() {
+        println!("ignored: {} entries of classes that this machine cannot run", ignored.len());
+    }
     assert!(unused.is_empty(), "{unused:#?}");
 }
 
