@@ -11,7 +11,7 @@ mod implementations;
 mod recipes;
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use assay::conformance::generate::{Recipe, Regime};
@@ -111,7 +111,24 @@ fn main() {
             }
         }
     }
+    trials.push(tpu_plugin());
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// libtpu, the newest C API there is, in a process of its own: it reads its settings when it is loaded, and may abort. It
+/// creates a client where there is a TPU, and elsewhere says so in its own words: its argument structs were long enough.
+fn tpu_plugin() -> Trial {
+    const LIBTPU: &str = ".plugins/libtpu.so";
+    let absent = !Path::new(LIBTPU).is_file();
+    let hindrance = absent.then(|| format!("{LIBTPU} is missing: run `make setup-tpu`"));
+    trial("libtpu_reaches_its_devices_or_says_that_there_are_none".into(), &hindrance, || {
+        let mut list = assert_cmd::cargo::cargo_bin_cmd!("assay");
+        let output = list.args(["list", "--plugin", LIBTPU]).env("TPU_SKIP_MDS_QUERY", "1").output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let reached =
+            text.contains("device found") || text.lines().any(|line| line.contains("xla") && line.contains("yes"));
+        if output.status.success() && reached { Ok(()) } else { Err(text.into()) }
+    })
 }
 
 /// Whether an implementation takes so many devices for some shape, were they there.
