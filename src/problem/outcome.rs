@@ -3,8 +3,8 @@ use serde::Serialize;
 
 use super::FloatArray;
 
-/// Everything that one [`super::Problem`] comes to, from the reference or a kernel of ours. Arrays keep the dtype that the implementation computed
-/// them in, so that a judge knows how they were rounded.
+/// Everything that one [`super::Problem`] comes to, from the reference or a kernel of ours. Arrays keep the dtype that
+/// the implementation computed them in, so that a judge knows how they were rounded.
 ///
 /// Masked tokens hold 0 in every array.
 #[derive(Clone, Debug)]
