@@ -111,8 +111,28 @@ fn main() {
             }
         }
     }
+    for plugin in plugins() {
+        let name = format!("regressions_stay_mended: {}", plugin.name);
+        trials.push(trial(name, &plugin.hindrance, move || regressions_stay_mended(&plugin.path)));
+    }
     trials.push(tpu_plugin());
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// The cases that once failed, each with its reason, through the command that a user replays them with.
+fn regressions_stay_mended(plugin: &Path) -> Result<(), Failed> {
+    for entry in std::fs::read_dir("fixtures/regressions/devices")? {
+        let path = entry?.path();
+        if !std::fs::read_to_string(&path)?.starts_with("reason: ") {
+            return Err(format!("{} does not say why it is kept", path.display()).into());
+        }
+        let mut gradcheck = assert_cmd::cargo::cargo_bin_cmd!("assay");
+        let output = gradcheck.args(["gradcheck", "--config"]).arg(&path).arg("--plugin").arg(plugin).output()?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stdout).into_owned().into());
+        }
+    }
+    Ok(())
 }
 
 /// libtpu, the newest C API there is, in a process of its own: it reads its settings when it is loaded, and may abort. It

@@ -19,6 +19,8 @@ use assay::implementation::Implementation;
 use assay::problem::Dtype;
 use assay::reference;
 use assay::spec::LossSpec;
+#[cfg(feature = "pjrt")]
+use assay::spec::{Kl, KlEstimator, OldLogp};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
@@ -91,6 +93,32 @@ fn kappa_of_every_device_gate() {
     seen.print();
 }
 
+/// The same where the policy is the reference policy: the gradient of the KL term is then all rounding, and a candidate
+/// rounds another number than the reference does.
+#[cfg(feature = "pjrt")]
+#[test]
+#[ignore = "a measurement of minutes, not a check: run by `make measure`"]
+fn kappa_of_every_device_gate_at_zero_kl() {
+    let mut seen = Seen::default();
+    let all = implementations::compiled(".plugins/pjrt_cpu.so".as_ref());
+    for estimator in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs] {
+        for old_logp in [OldLogp::Given, OldLogp::Current] {
+            for dtype in Dtype::KERNEL {
+                for (seed, regime) in (0..40_u32).flat_map(|seed| Regime::ALL.map(|regime| (seed, regime))) {
+                    let beta = 0.01 + 0.02 * f64::from(seed % 25);
+                    let spec = LossSpec { kl: Some(Kl { beta, estimator }), old_logp, ..LossSpec::default() };
+                    let (shape, seed) = ([2, 5, 131], u64::from(seed));
+                    let recipe =
+                        Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.0, masked_garbage: false };
+                    seen.run(&*all[0], 1, &spec, &recipe);
+                    seen.run(&*all[2], 2, &spec, &recipe);
+                }
+            }
+        }
+    }
+    seen.print();
+}
+
 /// The largest `κ` by gate, and the case that needed it.
 #[derive(Default)]
 struct Seen(BTreeMap<String, (f64, String)>);
@@ -98,7 +126,7 @@ struct Seen(BTreeMap<String, (f64, String)>);
 impl Seen {
     fn print(&self) {
         for (gate, (kappa, case)) in &self.0 {
-            println!("{gate:40} {kappa:8.4}   {case}");
+            println!("{gate:40} {kappa:10.6}   {case}");
         }
     }
 
