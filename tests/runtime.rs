@@ -224,9 +224,9 @@ fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
     }
 }
 
-/// One device's mistake in a program of two: an id out of range of a custom call that no plugin has.
+/// Some plugins find this out when they compile, some when they run.
 #[test]
-fn an_error_while_running_names_what_failed() {
+fn a_call_to_something_that_the_plugin_lacks_names_it() {
     let program = "module { func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {
         %y = stablehlo.custom_call @no_such_target(%x) : (tensor<4xf32>) -> tensor<4xf32>
         return %y : tensor<4xf32>

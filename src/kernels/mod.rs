@@ -1,4 +1,4 @@
-//! What the kernels share: the loss of one token over any arithmetic, and what their numbers are rounded from.
+//! What the kernels share: the loss of one token, value and derivative, over any arithmetic.
 
 pub(crate) mod arithmetic;
 pub(crate) mod objective;

@@ -167,6 +167,20 @@ impl<D: Dimension> FloatArray<D> {
         }
     }
 
+    /// Whether dtype, extents and the bits of every element are those of `other`: −0 is not 0, and a NaN is itself.
+    pub fn same_bits(&self, other: &Self) -> bool {
+        fn same<T, B: PartialEq, D: Dimension>(a: &Array<T, D>, b: &Array<T, D>, bits: impl Fn(&T) -> B) -> bool {
+            a.shape() == b.shape() && a.iter().map(&bits).eq(b.iter().map(&bits))
+        }
+        match (self, other) {
+            (FloatArray::F64(a), FloatArray::F64(b)) => same(a, b, |x| x.to_bits()),
+            (FloatArray::F32(a), FloatArray::F32(b)) => same(a, b, |x| x.to_bits()),
+            (FloatArray::Bf16(a), FloatArray::Bf16(b)) => same(a, b, |x| x.to_bits()),
+            (FloatArray::F16(a), FloatArray::F16(b)) => same(a, b, |x| x.to_bits()),
+            _ => false,
+        }
+    }
+
     /// Every element, exactly.
     pub fn to_f64(&self) -> Array<f64, D> {
         with_array!(self, array => array.mapv(Float::to_f64))
