@@ -29,6 +29,10 @@ pub mod reference;
 pub mod runtime;
 pub mod spec;
 #[cfg(feature = "pjrt")]
+pub mod stablehlo;
+#[cfg(feature = "pjrt")]
+mod tile;
+#[cfg(feature = "pjrt")]
 pub mod xla;
 
 /// The README's example is compiled and run.

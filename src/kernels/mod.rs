@@ -2,3 +2,14 @@
 
 pub(crate) mod arithmetic;
 pub(crate) mod objective;
+#[cfg(feature = "pjrt")]
+pub(crate) mod one_pass;
+#[cfg(feature = "pjrt")]
+pub(crate) mod rows;
+#[cfg(feature = "pjrt")]
+pub(crate) mod structure;
+#[cfg(feature = "pjrt")]
+pub(crate) mod two_pass;
+
+#[cfg(feature = "pjrt")]
+pub(crate) use rows::Core;

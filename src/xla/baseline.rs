@@ -19,219 +19,43 @@
 //! reduced over the vocabulary's devices, row counts over the tokens', everything that is one number over both of the
 //! others. Columns past `V` are −∞ before anything looks at them, and tokens past `B` or `T` are masked.
 
-use super::stablehlo::{Builder, Comparison, Fold, Type, Value};
+use super::program::{Evaluated, Given, Program};
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
-use crate::kernels::objective::{Numbers, Token, TokenLoss, token_loss};
-use crate::problem::{Dtype, Shape};
-use crate::runtime::{Axis, Mesh};
-use crate::spec::{KlEstimator, LossSpec, OldLogp, Reduction, TemperatureDivides};
+use crate::kernels::structure::{Structure, Temperature};
+use crate::problem::Dtype;
+use crate::runtime::Axis;
+use crate::stablehlo::{Comparison, Fold, Type, Value};
 
-/// What of a spec shapes the program. Its numbers are run-time inputs.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Structure {
-    pub(super) old_logp_given: bool,
-    temperature: Temperature,
-    pub(super) kl: Option<KlEstimator>,
-    entropy_bonus: bool,
-    denominator: Denominator,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Temperature {
-    One,
-    Logits,
-    Logp,
-}
-
-/// What a token's loss is divided by.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Denominator {
-    /// The tokens of the batch.
-    Tokens,
-    /// The tokens of its row, times a number of rows: those that have any.
-    RowTokensFilledRows,
-    /// The tokens of its row, times a number that is given.
-    RowTokens,
-    /// A number that is given.
-    Given,
-}
-
-impl Structure {
-    pub(super) fn of(spec: &LossSpec) -> Self {
-        Self {
-            old_logp_given: spec.old_logp == OldLogp::Given,
-            temperature: match spec.temperature_divides {
-                _ if spec.temperature == 1.0 => Temperature::One,
-                TemperatureDivides::Logits => Temperature::Logits,
-                TemperatureDivides::Logp => Temperature::Logp,
-            },
-            kl: spec.kl.as_ref().map(|kl| kl.estimator),
-            entropy_bonus: spec.entropy_coef != 0.0,
-            denominator: match spec.reduction {
-                Reduction::TokenMean => Denominator::Tokens,
-                Reduction::SequenceMean { count_empty_rows: true } => Denominator::RowTokens,
-                Reduction::SequenceMean { count_empty_rows: false } => Denominator::RowTokensFilledRows,
-                Reduction::TokenSum { .. } | Reduction::Normalizer(_) => Denominator::Given,
-            },
-        }
-    }
-}
-
-/// How many numbers [`numbers`] gives.
-pub(super) const NUMBERS: usize = 8;
-
-/// The run-time numbers of a spec, in the order that the program reads them.
-pub(super) fn numbers(spec: &LossSpec, batch: usize) -> [f32; NUMBERS] {
-    let Numbers { low, high, delta, dual_clip, beta } = Numbers::of(spec);
-    let denominator = match spec.reduction {
-        Reduction::TokenMean => 1.0,
-        Reduction::SequenceMean { .. } => batch as f64,
-        Reduction::TokenSum { max_length } => batch as f64 * max_length as f64,
-        Reduction::Normalizer(value) => value,
-    };
-    [low, high, delta, dual_clip, beta, spec.temperature.recip(), spec.entropy_coef, denominator].map(|x| x as f32)
-}
-
-/// The outputs of the program, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Output {
-    /// `[b,t,v]`, over the logits.
-    Dlogits,
-    /// `[b,t]`
-    Logp,
-    /// `[b,t]`
-    Entropy,
-    /// `[b,t]`
-    TokenLoss,
-    /// The loss and the metrics, in the order of [`Scalars`].
-    Scalars,
-}
-
-/// Places in the vector of scalars.
-pub(super) struct Scalars;
-
-impl Scalars {
-    pub(super) const LOSS: usize = 0;
-    pub(super) const ENTROPY_MEAN: usize = 1;
-    pub(super) const RATIO_MEAN: usize = 2;
-    pub(super) const KL_MEAN: usize = 3;
-    pub(super) const CLIP_LOW: usize = 4;
-    pub(super) const CLIP_HIGH: usize = 5;
-    pub(super) const CLIP_REGION: usize = 6;
-    pub(super) const COUNT: usize = 7;
-}
-
-/// Extents that one device holds.
-pub(super) fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
-    [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), shape.vocab.div_ceil(mesh.vocab)]
-}
-
-/// The program for logits of `shape` and `dtype`, cut over `mesh`.
-///
-/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then `old_logp` and `ref_logp` f32 where the structure
-/// has them, all `[b,t]`; the numbers f32; and where the vocabulary is cut, the device's first column as a scalar i32.
-pub(super) fn program(structure: Structure, shape: Shape, dtype: Dtype, mesh: Mesh) -> String {
-    let local = local_shape(shape, mesh);
-    let [b, t, _] = local;
-    let mut builder = Builder::default();
-    let per_token = |element| Type::new(element, &[b, t]);
-    let logits = builder.parameter(Type::new(dtype.into(), &local), Some(Output::Dlogits as usize));
-    let ids = builder.parameter(per_token(Element::I32), None);
-    let mask = builder.parameter(per_token(Element::Pred), None);
-    let advantage = builder.parameter(per_token(Element::F32), None);
-    let old_logp = structure.old_logp_given.then(|| builder.parameter(per_token(Element::F32), None));
-    let ref_logp = structure.kl.map(|_| builder.parameter(per_token(Element::F32), None));
-    let numbers = builder.parameter(Type::new(Element::F32, &[NUMBERS]), None);
-    let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(Element::I32, &[]), None));
-
-    let mut on = Program { builder, local, mesh, vocab: shape.vocab };
-    let number: Vec<Value> = (0..NUMBERS).map(|i| on.builder.element_at(numbers, i)).collect();
-    let [low, high, delta, dual_clip, beta, inverse_temperature, entropy_coef, denominator] = number[..] else {
-        unreachable!("NUMBERS of them")
-    };
-
-    let columns = on.columns(ids, first_column);
-    let wide = on.builder.convert(logits, Element::F32);
+/// The core of the baseline.
+pub(super) fn core(on: &mut Program, structure: Structure, given: &Given, dtype: Dtype) -> Evaluated {
+    let columns = on.columns(given.ids, given.first_column);
+    let wide = on.builder.convert(given.logits, Element::F32);
     let x = on.without_padding(wide, &columns);
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
     let target_logit = on.target_logit(wide, &columns);
     let row = Row { x, max, target_logit, is_target: columns.is_target };
-    let (logp_softmax, entropy_softmax) = match structure.temperature {
-        Temperature::One => {
-            let shared = on.softmax(&row, None);
-            (shared, shared)
-        }
-        Temperature::Logits => {
-            let shared = on.softmax(&row, Some(inverse_temperature));
-            (shared, shared)
-        }
-        Temperature::Logp => (on.softmax(&row, None), on.softmax(&row, Some(inverse_temperature))),
-    };
+    let inverse_temperature = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
+    let entropy_softmax = on.softmax(&row, inverse_temperature);
+    let two_softmaxes = structure.temperature == Temperature::Logp;
+    let logp_softmax = if two_softmaxes { on.softmax(&row, None) } else { entropy_softmax };
+
     let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
     let logp = on.builder.negate(to_target);
-    let logp = if structure.temperature == Temperature::Logp { on.times(logp, inverse_temperature) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, given.inverse_temperature) } else { logp };
     let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
 
-    let spread = |on: &mut Program, scalar| on.per_token(scalar);
-    let spread_numbers = Numbers {
-        low: spread(&mut on, low),
-        high: spread(&mut on, high),
-        delta: spread(&mut on, delta),
-        dual_clip: spread(&mut on, dual_clip),
-        beta: spread(&mut on, beta),
-    };
-    let token = Token { logp, old_logp: old_logp.unwrap_or(logp), advantage, kl: structure.kl.zip(ref_logp) };
-    let TokenLoss { loss, grad, ratio, kl, clipped_low, clipped_high } = token_loss(&mut on, &spread_numbers, &token);
-
-    let (weight, count) = on.weights(structure.denominator, mask, denominator);
-    let grad_logp = on.builder.multiply(weight, grad);
-    let inverse_temperature = (structure.temperature != Temperature::One).then_some(inverse_temperature);
-
-    let scalars = {
-        let weighted = on.builder.multiply(weight, loss);
-        let clipped = on.builder.or(clipped_low, clipped_high);
-        let zero = on.constant(0.0);
-        let mut sums = [zero; Scalars::COUNT];
-        sums[Scalars::LOSS] = on.total(mask, weighted);
-        sums[Scalars::ENTROPY_MEAN] = on.total(mask, entropy);
-        sums[Scalars::RATIO_MEAN] = on.total(mask, ratio);
-        sums[Scalars::KL_MEAN] = on.total(mask, kl.unwrap_or(zero));
-        for (place, truth) in
-            [(Scalars::CLIP_LOW, clipped_low), (Scalars::CLIP_HIGH, clipped_high), (Scalars::CLIP_REGION, clipped)]
-        {
-            let share = on.builder.convert(truth, Element::F32);
-            sums[place] = on.total(mask, share);
-        }
-        on.means(&sums, count, structure.entropy_bonus.then_some(entropy_coef))
-    };
-
+    let token = on.token_loss(structure, given, logp);
+    let grad_logp = on.builder.multiply(given.grad_weight, token.grad);
     let policy = Part { factor: grad_logp, softmax: &logp_softmax };
     let bonus = structure.entropy_bonus.then(|| {
-        let count = on.at_least_one(count);
-        let per_count = on.builder.divide(entropy_coef, count);
-        let factor = on.builder.negate(per_count);
-        let factor = on.per_token(factor);
+        let factor = on.per_token(given.entropy_factor);
         Part { factor, softmax: &entropy_softmax }
     });
-    let dlogits = on.dlogits(&row, mask, &policy, bonus.as_ref(), inverse_temperature);
+    let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), inverse_temperature);
     let dlogits = on.builder.convert(dlogits, dtype.into());
-
-    let zero = on.constant(0.0);
-    let mut masked = |value| on.builder.select(mask, value, zero);
-    let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
-    on.builder.finish(&[dlogits, logp, entropy, token_loss, scalars])
-}
-
-/// The program while it is being written.
-struct Program {
-    builder: Builder,
-    /// `[b, t, v]`
-    local: [usize; 3],
-    mesh: Mesh,
-    /// `V`
-    vocab: usize,
+    Evaluated { dlogits, logp, entropy, token }
 }
 
 /// Where a row's target is.
@@ -291,32 +115,10 @@ impl Program {
         self.builder.broadcast(value, dimensions, &self.local.clone())
     }
 
-    /// A scalar in every place of `[b,t]`.
-    fn per_token(&mut self, scalar: Value) -> Value {
-        let [b, t, _] = self.local;
-        self.builder.broadcast(scalar, &[], &[b, t])
-    }
-
     /// A number in every place of `[b,t,v]`.
     fn constant_elements(&mut self, x: f64) -> Value {
         let ty = Type::new(Element::F32, &self.local);
         self.builder.constant(x, ty)
-    }
-
-    fn scalar(&mut self, x: f64) -> Value {
-        self.builder.constant(x, Type::new(Element::F32, &[]))
-    }
-
-    /// `a · scalar`, for `a` of any shape.
-    fn times(&mut self, a: Value, scalar: Value) -> Value {
-        let shape = self.builder.type_of(a).shape.clone();
-        let scalar = self.builder.broadcast(scalar, &[], &shape);
-        self.builder.multiply(a, scalar)
-    }
-
-    /// `a` folded over the devices along `axes`.
-    fn over(&mut self, axes: &[Axis], fold: Fold, a: Value) -> Value {
-        self.builder.all_reduce(fold, a, &self.mesh.groups(axes))
     }
 
     fn columns(&mut self, ids: Value, first_column: Option<Value>) -> Columns {
@@ -398,66 +200,6 @@ impl Program {
         Softmax { gap, exp, target_gap, others, sum, log_sum, mean_gap }
     }
 
-    /// What each token's loss is multiplied by, `[b,t]`, and how many tokens there are, a scalar.
-    fn weights(&mut self, denominator: Denominator, mask: Value, given: Value) -> (Value, Value) {
-        let [b, t, _] = self.local;
-        let ones = self.builder.convert(mask, Element::F32);
-        let row_counts = self.builder.reduce(Fold::Add, ones, &[1]);
-        let row_counts = self.over(&[Axis::Tokens], Fold::Add, row_counts);
-        let count = self.builder.reduce(Fold::Add, row_counts, &[0]);
-        let count = self.over(&[Axis::Batch], Fold::Add, count);
-
-        let per_row_token = |program: &mut Self, rows: Value| {
-            let counts = program.builder.broadcast(row_counts, &[0], &[b, t]);
-            program.times(counts, rows)
-        };
-        let divisor = match denominator {
-            Denominator::Tokens => self.per_token(count),
-            Denominator::Given => self.per_token(given),
-            Denominator::RowTokens => per_row_token(self, given),
-            Denominator::RowTokensFilledRows => {
-                let zero = self.builder.constant(0.0, Type::new(Element::F32, &[b]));
-                let filled = self.builder.compare(Comparison::Less, zero, row_counts);
-                let filled = self.builder.convert(filled, Element::F32);
-                let rows = self.builder.reduce(Fold::Add, filled, &[0]);
-                let rows = self.over(&[Axis::Batch], Fold::Add, rows);
-                per_row_token(self, rows)
-            }
-        };
-        let (zero, one) = (self.constant(0.0), self.constant(1.0));
-        let weight = self.builder.divide(one, divisor);
-        (self.builder.select(mask, weight, zero), count)
-    }
-
-    /// The sum of `[b,t]` values over this device's unmasked tokens.
-    fn total(&mut self, mask: Value, values: Value) -> Value {
-        let zero = self.constant(0.0);
-        let unmasked = self.builder.select(mask, values, zero);
-        self.builder.reduce(Fold::Add, unmasked, &[0, 1])
-    }
-
-    fn at_least_one(&mut self, count: Value) -> Value {
-        let one = self.scalar(1.0);
-        let none = self.builder.compare(Comparison::Less, count, one);
-        self.builder.select(none, one, count)
-    }
-
-    /// The loss and the metrics, from their sums over this device's tokens.
-    fn means(&mut self, sums: &[Value; Scalars::COUNT], count: Value, entropy_coef: Option<Value>) -> Value {
-        let sums = self.builder.vector(sums);
-        let sums = self.over(&[Axis::Batch, Axis::Tokens], Fold::Add, sums);
-        let count = self.at_least_one(count);
-        let mut values: Vec<Value> = (0..Scalars::COUNT).map(|i| self.builder.element_at(sums, i)).collect();
-        for mean in &mut values[Scalars::ENTROPY_MEAN..] {
-            *mean = self.builder.divide(*mean, count);
-        }
-        if let Some(coef) = entropy_coef {
-            let bonus = self.builder.multiply(coef, values[Scalars::ENTROPY_MEAN]);
-            values[Scalars::LOSS] = self.builder.subtract(values[Scalars::LOSS], bonus);
-        }
-        self.builder.vector(&values)
-    }
-
     /// `[b,t,v]`, f32. A factor of 0, and a column of probability 0, leave their term out, so that nothing multiplies
     /// them into a NaN.
     fn dlogits(
@@ -507,59 +249,19 @@ impl Program {
     }
 }
 
-/// On `[b,t]`, f32.
-impl Arithmetic for Program {
-    type Value = Value;
-    type Truth = Value;
-
-    fn constant(&mut self, x: f64) -> Value {
-        let [b, t, _] = self.local;
-        self.builder.constant(x, Type::new(Element::F32, &[b, t]))
-    }
-    fn add(&mut self, a: Value, b: Value) -> Value {
-        self.builder.add(a, b)
-    }
-    fn sub(&mut self, a: Value, b: Value) -> Value {
-        self.builder.subtract(a, b)
-    }
-    fn mul(&mut self, a: Value, b: Value) -> Value {
-        self.builder.multiply(a, b)
-    }
-    fn neg(&mut self, a: Value) -> Value {
-        self.builder.negate(a)
-    }
-    fn exp(&mut self, a: Value) -> Value {
-        self.builder.exponential(a)
-    }
-    fn exp_m1(&mut self, a: Value) -> Value {
-        self.builder.exponential_minus_one(a)
-    }
-    fn less(&mut self, a: Value, b: Value) -> Value {
-        self.builder.compare(Comparison::Less, a, b)
-    }
-    fn equal(&mut self, a: Value, b: Value) -> Value {
-        self.builder.compare(Comparison::Equal, a, b)
-    }
-    fn and(&mut self, a: Value, b: Value) -> Value {
-        self.builder.and(a, b)
-    }
-    fn or(&mut self, a: Value, b: Value) -> Value {
-        self.builder.or(a, b)
-    }
-    fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
-        self.builder.select(condition, yes, no)
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::program::{numbers, program};
     use super::*;
-    use crate::spec::{Kl, Objective, PpoClip};
+    use crate::problem::Shape;
+    use crate::runtime::Mesh;
+    use crate::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction};
 
     const SHAPE: Shape = Shape { batch: 4, tokens: 6, vocab: 13 };
 
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
-        program(Structure::of(spec), SHAPE, Dtype::Bf16, mesh)
+        let structure = Structure::of(spec);
+        program(structure, SHAPE, Dtype::Bf16, mesh, |on, given| core(on, structure, given, Dtype::Bf16))
     }
 
     fn spec(x: f64) -> LossSpec {

@@ -8,14 +8,15 @@
 //! | `xla-mesh` | some columns of some rows |
 //!
 //! An extent that the devices do not divide is padded: with tokens that the mask leaves out, and with columns that hold
-//! NaN and that the program sets to −∞ before it looks at them. [`stablehlo`] writes the program.
+//! NaN and that the program sets to −∞ before it looks at them. [`crate::stablehlo`] writes the program.
 //!
 //! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
 //! rounded once. dlogits lie over the logits on every device.
 
 mod baseline;
+mod program;
 mod shards;
-pub mod stablehlo;
+mod tiled;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -25,12 +26,18 @@ use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
 use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::kernels::rows::Core;
+use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
-use baseline::{Output, Scalars, Structure};
+use program::{Evaluated, Given, Output, Program as Around, Scalars, local_shape};
 use shards::Shards;
+use tiled::Lowering;
+
+/// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
+const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
 
 /// How the logits are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +48,18 @@ enum Sharding {
     RowsAndVocab,
 }
 
-/// The baseline program under one sharding. See [the module](self).
+/// What computes the loss of a device's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    /// Plain XLA operations.
+    Baseline,
+    OnePass,
+    TwoPass,
+}
+
+/// A program under one sharding. See [the module](self).
 pub struct Xla {
+    kernel: Kernel,
     sharding: Sharding,
     /// The plugin; `None` means the one that [`locate`] finds.
     plugin: Option<PathBuf>,
@@ -51,9 +68,15 @@ pub struct Xla {
 impl Xla {
     /// One for each sharding, on the devices of `plugin`, or of the one that [`locate`] finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Xla> {
-        [Sharding::Whole, Sharding::Rows, Sharding::Vocab, Sharding::RowsAndVocab]
-            .map(|sharding| Xla { sharding, plugin: plugin.map(Path::to_path_buf) })
-            .into()
+        let every = [Sharding::Whole, Sharding::Rows, Sharding::Vocab, Sharding::RowsAndVocab];
+        let kernels: [(Kernel, &[Sharding]); 3] = [
+            (Kernel::Baseline, &every),
+            // The sums of a row stay in the kernel.
+            (Kernel::OnePass, &[Sharding::Whole, Sharding::Rows]),
+            (Kernel::TwoPass, &every),
+        ];
+        let shardings = kernels.into_iter().flat_map(|(kernel, shardings)| shardings.iter().map(move |&s| (kernel, s)));
+        shardings.map(|(kernel, sharding)| Xla { kernel, sharding, plugin: plugin.map(Path::to_path_buf) }).collect()
     }
 
     fn client(&self) -> Result<Client, RuntimeError> {
@@ -67,10 +90,37 @@ impl Xla {
         let client = self.client()?;
         client.expect_devices(devices)?;
         let structure = Structure::of(spec);
-        let executable = compiled(&client, baseline::program(structure, shape, dtype, mesh), devices)?;
+        let text = self.program(structure, shape, dtype, mesh, Lowering::Loops, ANY_DEVICE)?;
+        let executable = compiled(&client, text, devices)?;
         let shards = Shards { shape, mesh, client };
         shards.expect_room(&executable)?;
         Ok(Plan { shards, structure, executable })
+    }
+
+    /// The program of one device of `mesh`.
+    fn program(
+        &self,
+        structure: Structure,
+        shape: Shape,
+        dtype: Dtype,
+        mesh: Mesh,
+        lowering: Lowering,
+        core: Core,
+    ) -> Result<String, Unsupported> {
+        let write = |inside: &dyn Fn(&mut Around, &Given) -> Evaluated| {
+            program::program(structure, shape, dtype, mesh, |on, given| inside(on, given))
+        };
+        Ok(match self.kernel {
+            Kernel::Baseline => write(&|on, given| baseline::core(on, structure, given, dtype)),
+            Kernel::OnePass => {
+                let local = local_shape(shape, mesh);
+                let Some(kernel) = tiled::one_pass_kernel(structure, local, dtype, core) else {
+                    return Err(self.unsupported("vocabulary", shape.vocab, "TODO"));
+                };
+                write(&|on, given| tiled::one_pass_core(on, &kernel, structure, given, lowering, core))
+            }
+            Kernel::TwoPass => write(&|on, given| tiled::two_pass_core(on, structure, given, dtype, lowering, core)),
+        })
     }
 
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
@@ -160,20 +210,30 @@ fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executa
 
 impl Implementation for Xla {
     fn id(&self) -> &'static str {
-        match self.sharding {
-            Sharding::Whole => "xla",
-            Sharding::Rows => "xla-rows",
-            Sharding::Vocab => "xla-vocab",
-            Sharding::RowsAndVocab => "xla-mesh",
+        match (self.kernel, self.sharding) {
+            (Kernel::Baseline, Sharding::Whole) => "xla",
+            (Kernel::Baseline, Sharding::Rows) => "xla-rows",
+            (Kernel::Baseline, Sharding::Vocab) => "xla-vocab",
+            (Kernel::Baseline, Sharding::RowsAndVocab) => "xla-mesh",
+            (Kernel::OnePass, Sharding::Whole) => "tile-one-pass",
+            (Kernel::OnePass, _) => "tile-one-pass-rows",
+            (Kernel::TwoPass, Sharding::Whole) => "tile-two-pass",
+            (Kernel::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
+            (Kernel::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
+            (Kernel::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
         }
     }
 
     fn summary(&self) -> &'static str {
-        match self.sharding {
-            Sharding::Whole => "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place",
-            Sharding::Rows => "the same, rows over devices",
-            Sharding::Vocab => "the same, vocabulary over devices",
-            Sharding::RowsAndVocab => "the same, rows × vocabulary over devices",
+        match (self.kernel, self.sharding) {
+            (Kernel::Baseline, Sharding::Whole) => {
+                "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place"
+            }
+            (Kernel::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
+            (Kernel::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (_, Sharding::Rows) => "the same, rows over devices",
+            (_, Sharding::Vocab) => "the same, vocabulary over devices",
+            (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
         }
     }
 
@@ -290,7 +350,7 @@ fn upload(
     structure: Structure,
     problem: &Problem,
 ) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
-    let numbers = baseline::numbers(spec, shards.shape.batch);
+    let numbers = program::numbers(spec, shards.shape.batch);
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = problem.mask.mapv(u8::from);

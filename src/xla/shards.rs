@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytemuck::Pod;
 use ndarray::{Array2, Ix3};
 
-use super::baseline::local_shape;
+use super::program::local_shape;
 use crate::element::{ArrayBytes, Element};
 use crate::memory::expect_room;
 use crate::problem::{FloatArray, Shape};

@@ -36,11 +36,17 @@ impl fmt::Display for Type {
 
 /// A value of the program being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Value(usize);
+pub struct Value {
+    /// The operation or parameter that defines it.
+    definition: usize,
+    /// Which of its results this is, where it has a list of them.
+    result: Option<usize>,
+}
 
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "%{}", self.0)
+        write!(f, "%{}", self.definition)?;
+        self.result.map_or(Ok(()), |result| write!(f, "#{result}"))
     }
 }
 
@@ -80,10 +86,26 @@ pub enum Comparison {
     AtLeast,
 }
 
+/// NaN or an infinity, as MLIR reads it.
+fn bits_of_special(x: f64, element: Element) -> &'static str {
+    let [nan, plus, minus] = match element {
+        Element::F64 => ["0x7FF8000000000000", "0x7FF0000000000000", "0xFFF0000000000000"],
+        Element::Bf16 => ["0x7FC0", "0x7F80", "0xFF80"],
+        Element::F16 => ["0x7E00", "0x7C00", "0xFC00"],
+        _ => ["0x7FC00000", "0x7F800000", "0xFF800000"],
+    };
+    match x {
+        f64::INFINITY => plus,
+        f64::NEG_INFINITY => minus,
+        _ => nan,
+    }
+}
+
 /// Writes the one function of a module.
 #[derive(Default)]
 pub struct Builder {
-    types: Vec<Type>,
+    /// The types of each definition's results.
+    types: Vec<Vec<Type>>,
     /// Parameters, each with the output that is written over it.
     parameters: Vec<(Value, Option<usize>)>,
     body: String,
@@ -92,16 +114,24 @@ pub struct Builder {
 impl Builder {
     /// The type of a value.
     pub fn type_of(&self, value: Value) -> &Type {
-        &self.types[value.0]
+        &self.types[value.definition][value.result.unwrap_or(0)]
     }
 
     fn element(&self, value: Value) -> Element {
-        self.types[value.0].element
+        self.type_of(value).element
     }
 
     fn new_value(&mut self, ty: Type) -> Value {
-        self.types.push(ty);
-        Value(self.types.len() - 1)
+        self.types.push(vec![ty]);
+        Value { definition: self.types.len() - 1, result: None }
+    }
+
+    /// Writes `%n:k = <operation>` and returns `%n#0 … %n#k−1`.
+    fn define_list(&mut self, types: Vec<Type>, operation: fmt::Arguments) -> Vec<Value> {
+        let (definition, results) = (self.types.len(), types.len());
+        self.types.push(types);
+        let _ = writeln!(self.body, "    %{definition}:{results} = {operation}");
+        (0..results).map(|result| Value { definition, result: Some(result) }).collect()
     }
 
     /// Writes `%n = <operation>` and returns `%n`.
@@ -129,9 +159,8 @@ impl Builder {
     /// The number `x` in every place of `ty`.
     pub fn constant(&mut self, x: f64, ty: Type) -> Value {
         let text = match ty.element {
-            Element::F32 if x.is_infinite() => if x > 0.0 { "0x7F800000" } else { "0xFF800000" }.to_string(),
+            element if element.is_float() && !x.is_finite() => bits_of_special(x, element).to_string(),
             element if element.is_float() => {
-                assert!(x.is_finite(), "constant: {x} in {element}");
                 // MLIR wants a point in every float.
                 let text = format!("{x:?}");
                 if text.contains('.') { text } else { text.replacen('e', ".0e", 1) }
@@ -172,6 +201,11 @@ impl Builder {
         self.unary("exponential_minus_one", a)
     }
 
+    /// `ln a`
+    pub fn log(&mut self, a: Value) -> Value {
+        self.unary("log", a)
+    }
+
     /// `ln (1 + a)`
     pub fn log_plus_one(&mut self, a: Value) -> Value {
         self.unary("log_plus_one", a)
@@ -201,6 +235,22 @@ impl Builder {
     /// `a / b`
     pub fn divide(&mut self, a: Value, b: Value) -> Value {
         self.binary("divide", a, b)
+    }
+
+    /// The larger of both; NaN if either is.
+    pub fn maximum(&mut self, a: Value, b: Value) -> Value {
+        self.binary("maximum", a, b)
+    }
+
+    /// The smaller of both; NaN if either is.
+    pub fn minimum(&mut self, a: Value, b: Value) -> Value {
+        self.binary("minimum", a, b)
+    }
+
+    /// `a & b`, bit by bit.
+    pub fn bit_and(&mut self, a: Value, b: Value) -> Value {
+        assert!(!self.element(a).is_float(), "and: got {}, expected integers", self.type_of(a));
+        self.binary("and", a, b)
     }
 
     fn logical(&mut self, op: &str, a: Value, b: Value) -> Value {
@@ -252,12 +302,13 @@ impl Builder {
         self.define(ty.clone(), format_args!("stablehlo.convert {a} : ({from}) -> {ty}"))
     }
 
-    /// `a` repeated to `shape`; dimension `i` of `a` becomes dimension `dimensions[i]`.
+    /// `a` repeated to `shape`; dimension `i` of `a`, of that extent or of one, becomes dimension `dimensions[i]`.
     pub fn broadcast(&mut self, a: Value, dimensions: &[usize], shape: &[usize]) -> Value {
         let from = self.type_of(a).clone();
         assert_eq!(from.shape.len(), dimensions.len(), "broadcast: one dimension for each of {from}");
         for (&extent, &dimension) in from.shape.iter().zip(dimensions) {
-            assert_eq!(Some(&extent), shape.get(dimension), "broadcast: {from} to {shape:?} along {dimensions:?}");
+            let fits = shape.get(dimension).is_some_and(|&wanted| extent == wanted || extent == 1);
+            assert!(fits, "broadcast: {from} to {shape:?} along {dimensions:?}");
         }
         let ty = Type { element: from.element, shape: shape.to_vec() };
         let operation = format!("stablehlo.broadcast_in_dim {a}, dims = {dimensions:?} : ({from}) -> {ty}");
@@ -267,30 +318,186 @@ impl Builder {
     /// The same elements in row-major order under other extents.
     pub fn reshape(&mut self, a: Value, shape: &[usize]) -> Value {
         let from = self.type_of(a).clone();
+        if from.shape == shape {
+            return a;
+        }
         let ty = Type::new(from.element, shape);
         let count = |shape: &[usize]| shape.iter().product::<usize>();
         assert_eq!(count(&from.shape), count(shape), "reshape: {from} to {ty}");
         self.define(ty.clone(), format_args!("stablehlo.reshape {a} : ({from}) -> {ty}"))
     }
 
+    /// Elements `start[d] .. start[d] + sizes[d]` along each dimension.
+    pub fn slice(&mut self, a: Value, start: &[usize], sizes: &[usize]) -> Value {
+        let from = self.type_of(a).clone();
+        assert!(start.len() == from.shape.len() && sizes.len() == from.shape.len(), "slice: {start:?} of {from}");
+        let range = |(&start, &size): (&usize, &usize)| format!("{start}:{}", start + size);
+        let inside = |((&start, &size), &extent): ((&usize, &usize), &usize)| start + size <= extent;
+        assert!(start.iter().zip(sizes).zip(&from.shape).all(inside), "slice: {start:?} + {sizes:?} of {from}");
+        if sizes == from.shape {
+            return a;
+        }
+        let ranges = start.iter().zip(sizes).map(range).collect::<Vec<_>>().join(", ");
+        let ty = Type::new(from.element, sizes);
+        self.define(ty.clone(), format_args!("stablehlo.slice {a} [{ranges}] : ({from}) -> {ty}"))
+    }
+
     /// Element `index` of a vector, as a scalar.
     pub fn element_at(&mut self, vector: Value, index: usize) -> Value {
-        let from = self.type_of(vector).clone();
-        assert!(from.shape.len() == 1 && index < from.shape[0], "element {index} of {from}");
-        let ty = Type::new(from.element, &[1]);
-        let end = index + 1;
-        let one = self.define(ty.clone(), format_args!("stablehlo.slice {vector} [{index}:{end}] : ({from}) -> {ty}"));
+        let one = self.slice(vector, &[index], &[1]);
         self.reshape(one, &[])
     }
 
     /// A vector of scalars.
     pub fn vector(&mut self, scalars: &[Value]) -> Value {
-        let element = self.element(scalars[0]);
         let ones: Vec<Value> = scalars.iter().map(|&scalar| self.reshape(scalar, &[1])).collect();
-        let names = ones.iter().map(Value::to_string).collect::<Vec<_>>().join(", ");
-        let types = ones.iter().map(|&one| self.type_of(one).to_string()).collect::<Vec<_>>().join(", ");
-        let ty = Type::new(element, &[scalars.len()]);
-        self.define(ty.clone(), format_args!("stablehlo.concatenate {names}, dim = 0 : ({types}) -> {ty}"))
+        self.concatenate(&ones, 0)
+    }
+
+    /// The arrays one after another along `dimension`.
+    pub fn concatenate(&mut self, arrays: &[Value], dimension: usize) -> Value {
+        let mut ty = self.type_of(arrays[0]).clone();
+        ty.shape[dimension] = 0;
+        for &array in arrays {
+            let other = self.type_of(array);
+            let extent = other.shape[dimension];
+            ty.shape[dimension] += extent;
+            let same_but_there = {
+                let mut expected = ty.clone();
+                expected.shape[dimension] = extent;
+                *other == expected
+            };
+            assert!(same_but_there, "concatenate: {other} with others along {dimension}");
+        }
+        let (names, types) = self.lists(arrays);
+        self.define(ty.clone(), format_args!("stablehlo.concatenate {names}, dim = {dimension} : ({types}) -> {ty}"))
+    }
+
+    /// `a` with `value`, a scalar, behind it along each dimension, up to `shape`.
+    pub fn pad(&mut self, a: Value, value: Value, shape: &[usize]) -> Value {
+        let from = self.type_of(a).clone();
+        if from.shape == shape {
+            return a;
+        }
+        let scalar = Type::new(from.element, &[]);
+        assert_eq!(*self.type_of(value), scalar, "pad: the value");
+        let behind: Vec<usize> = shape.iter().zip(&from.shape).map(|(whole, part)| whole - part).collect();
+        let nothing = vec![0; shape.len()];
+        let ty = Type::new(from.element, shape);
+        let operation = format!(
+            "stablehlo.pad {a}, {value}, low = {nothing:?}, high = {behind:?}, interior = {nothing:?} : ({from}, {scalar}) -> {ty}"
+        );
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// `sizes` elements from `start`, one i32 scalar a dimension. A start too far out is moved until the slice is inside.
+    pub fn dynamic_slice(&mut self, a: Value, start: &[Value], sizes: &[usize]) -> Value {
+        let from = self.type_of(a).clone();
+        assert_eq!(start.len(), from.shape.len(), "dynamic_slice: one start a dimension of {from}");
+        let ty = Type::new(from.element, sizes);
+        let (starts, start_types) = self.lists(start);
+        let operation =
+            format!("stablehlo.dynamic_slice {a}, {starts}, sizes = {sizes:?} : ({from}, {start_types}) -> {ty}");
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// `a` with `update` written at `start`, as [`dynamic_slice`](Self::dynamic_slice) would read it.
+    pub fn dynamic_update_slice(&mut self, a: Value, update: Value, start: &[Value]) -> Value {
+        let ty = self.type_of(a).clone();
+        let part = self.type_of(update).clone();
+        assert_eq!((start.len(), part.element), (ty.shape.len(), ty.element), "dynamic_update_slice: {part} of {ty}");
+        let (starts, start_types) = self.lists(start);
+        let operation =
+            format!("stablehlo.dynamic_update_slice {a}, {update}, {starts} : ({ty}, {part}, {start_types}) -> {ty}");
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// Repeats `body` from `carried` while `condition` holds of what is carried.
+    pub fn while_loop(
+        &mut self,
+        carried: &[Value],
+        condition: impl FnOnce(&mut Self, &[Value]) -> Value,
+        body: impl FnOnce(&mut Self, &[Value]) -> Vec<Value>,
+    ) -> Vec<Value> {
+        let types: Vec<Type> = carried.iter().map(|&value| self.type_of(value).clone()).collect();
+        let inside: Vec<Value> = types.iter().map(|ty| self.new_value(ty.clone())).collect();
+        let starts = inside.iter().zip(carried).map(|(name, start)| format!("{name} = {start}"));
+        let starts = starts.collect::<Vec<_>>().join(", ");
+        let (_, type_list) = self.lists(carried);
+        let results = self.define_list(types, format_args!("stablehlo.while({starts}) : {type_list}\n    cond {{"));
+        let goes_on = condition(self, &inside);
+        let _ = writeln!(self.body, "    stablehlo.return {goes_on} : tensor<i1>\n    }} do {{");
+        let next = body(self, &inside);
+        assert!(next.iter().zip(carried).all(|(&a, &b)| self.type_of(a) == self.type_of(b)), "while: a carried type");
+        self.yield_region(&next);
+        let _ = writeln!(self.body, "    }}");
+        results
+    }
+
+    /// What `then` returns where `condition`, a scalar, holds, else `otherwise`.
+    pub fn if_else(
+        &mut self,
+        condition: Value,
+        then: impl FnOnce(&mut Self) -> Vec<Value>,
+        otherwise: &[Value],
+    ) -> Vec<Value> {
+        let types: Vec<Type> = otherwise.iter().map(|&value| self.type_of(value).clone()).collect();
+        let (_, type_list) = self.lists(otherwise);
+        let results = self.define_list(types, format_args!("\"stablehlo.if\"({condition}) ({{"));
+        let values = then(self);
+        assert!(values.iter().zip(otherwise).all(|(&a, &b)| self.type_of(a) == self.type_of(b)), "if: a result's type");
+        self.yield_region(&values);
+        let _ = writeln!(self.body, "    }}, {{");
+        self.yield_region(otherwise);
+        let _ = writeln!(self.body, "    }}) : (tensor<i1>) -> ({type_list})");
+        results
+    }
+
+    fn yield_region(&mut self, values: &[Value]) {
+        let (names, types) = self.lists(values);
+        let _ = writeln!(self.body, "    stablehlo.return {names} : {types}");
+    }
+
+    /// The names and the types of values, each separated by commas.
+    fn lists(&self, values: &[Value]) -> (String, String) {
+        let names = values.iter().map(Value::to_string).collect::<Vec<_>>().join(", ");
+        let types = values.iter().map(|&value| self.type_of(value).to_string()).collect::<Vec<_>>().join(", ");
+        (names, types)
+    }
+
+    /// A call of the compiler's own `target`, every array dense row-major. `aliases` are pairs (operand, output) that
+    /// share their memory.
+    pub fn custom_call(
+        &mut self,
+        target: &str,
+        operands: &[Value],
+        outputs: &[Type],
+        aliases: &[(usize, usize)],
+        backend_config: &str,
+    ) -> Vec<Value> {
+        let layout = |ty: &Type| {
+            let rank = ty.shape.len();
+            let order: Vec<usize> = (0..rank).rev().collect();
+            format!("dense<{order:?}> : tensor<{rank}xindex>")
+        };
+        let layouts = |types: &mut dyn Iterator<Item = &Type>| types.map(layout).collect::<Vec<_>>().join(", ");
+        let operand_layouts = layouts(&mut operands.iter().map(|&operand| self.type_of(operand)));
+        let result_layouts = layouts(&mut outputs.iter());
+        let aliases = aliases.iter().map(|(operand, output)| {
+            let place = if outputs.len() == 1 { String::new() } else { output.to_string() };
+            format!(
+                "#stablehlo.output_operand_alias<output_tuple_indices = [{place}], operand_index = {operand}, operand_tuple_indices = []>"
+            )
+        });
+        let aliases = aliases.collect::<Vec<_>>().join(", ");
+        let (names, types) = self.lists(operands);
+        let output_types = outputs.iter().map(Type::to_string).collect::<Vec<_>>().join(", ");
+        // MLIR reads \XX as the byte of that number.
+        let escaped = backend_config.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A");
+        let operation = format!(
+            "stablehlo.custom_call @{target}({names}) {{api_version = 1 : i32, backend_config = \"{escaped}\", operand_layouts = [{operand_layouts}], output_operand_aliases = [{aliases}], result_layouts = [{result_layouts}]}} : ({types}) -> ({output_types})"
+        );
+        self.define_list(outputs.to_vec(), format_args!("{operation}"))
     }
 
     /// `a` folded along `dimensions`.
@@ -346,17 +553,16 @@ impl Builder {
 
     /// The module: `main` from the parameters to `outputs`.
     pub fn finish(self, outputs: &[Value]) -> String {
-        let list = |values: &mut dyn Iterator<Item = String>| values.collect::<Vec<_>>().join(", ");
-        let parameters = list(&mut self.parameters.iter().map(|&(value, overwritten_by)| {
+        let parameters = self.parameters.iter().map(|&(value, overwritten_by)| {
             let ty = self.type_of(value);
             let alias = overwritten_by.map_or(String::new(), |output| {
                 assert_eq!(ty, self.type_of(outputs[output]), "output {output} over a parameter of another type");
                 format!(" {{tf.aliasing_output = {output} : i32}}")
             });
             format!("{value}: {ty}{alias}")
-        }));
-        let types = list(&mut outputs.iter().map(|&output| self.type_of(output).to_string()));
-        let names = list(&mut outputs.iter().map(Value::to_string));
+        });
+        let parameters = parameters.collect::<Vec<_>>().join(", ");
+        let (names, types) = self.lists(outputs);
         let body = self.body;
         format!(
             "module @grpo {{\n  func.func public @main({parameters}) -> ({types}) {{\n{body}    return {names} : {types}\n  }}\n}}\n"

@@ -1,0 +1,222 @@
+//! What the tile kernels do with a block of rows.
+
+use std::f64::consts::LOG2_E;
+
+use super::arithmetic::Arithmetic;
+use crate::element::Element;
+use crate::tile::{Builder, Column, Fold, LANES, Memory, Type, Value};
+
+/// What a kernel is written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Core {
+    /// Bytes of VMEM that a kernel may use.
+    pub(crate) vmem_bytes: usize,
+    /// Whether it computes in bf16.
+    pub(crate) bf16_arithmetic: bool,
+}
+
+/// What a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row whose
+/// logits are all at or below it has no softmax.
+pub(crate) const FLOOR: f64 = -1e30;
+
+/// Independent sums along a row, so that an addition need not wait for the one before.
+pub(crate) const ACCUMULATORS: usize = 4;
+
+/// Rows of which a register of an element type holds a column.
+pub(crate) fn rows_of_a_register(element: Element) -> usize {
+    32 / element.size()
+}
+
+/// Some columns of a block of rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Chunk {
+    pub(crate) column: Column,
+    /// A multiple of [`LANES`].
+    pub(crate) columns: usize,
+    /// How many of them are columns of the array, a scalar i32, where not all need be.
+    pub(crate) real: Option<Value>,
+}
+
+/// The columns of a window.
+#[derive(Clone, Copy)]
+pub(crate) struct Columns {
+    /// A multiple of [`LANES`].
+    pub(crate) all: usize,
+    /// Those of them, a multiple of [`LANES`] from the first on, that are columns of the array in every window.
+    pub(crate) whole: usize,
+    /// How many are columns of the array in this window, a scalar i32.
+    pub(crate) real: Value,
+}
+
+/// Calls `body` on every chunk of the columns, `width` at a time in a loop, then the rest. What is carried goes from each
+/// to the next.
+pub(crate) fn for_each_chunk(
+    on: &mut Builder,
+    columns: Columns,
+    width: usize,
+    initial: &[Value],
+    mut body: impl FnMut(&mut Builder, Chunk, &[Value]) -> Vec<Value>,
+) -> Vec<Value> {
+    let trips = columns.whole / width;
+    let mut carried = if trips == 1 {
+        body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
+    } else {
+        on.for_loop(trips, initial, |on, trip, carried| {
+            let width_of_one = on.integer(width);
+            let column = on.mul(trip, width_of_one);
+            body(on, Chunk { column: Column::Dynamic(column), columns: width, real: None }, carried)
+        })
+    };
+    let done = trips * width;
+    if done < columns.whole {
+        let rest = Chunk { column: Column::Static(done), columns: columns.whole - done, real: None };
+        carried = body(on, rest, &carried);
+    }
+    if columns.whole < columns.all {
+        let before = on.integer(columns.whole);
+        let real = on.sub(columns.real, before);
+        let tail =
+            Chunk { column: Column::Static(columns.whole), columns: columns.all - columns.whole, real: Some(real) };
+        carried = body(on, tail, &carried);
+    }
+    carried
+}
+
+/// Folds `a` into the accumulators, register by register in turn. What one accumulator gets is folded by halves first:
+/// an error then grows with the logarithm of a chunk's columns and the number of chunks.
+pub(crate) fn accumulate(on: &mut Builder, fold: Fold, accumulators: &mut [Value], a: Value) {
+    let [_, columns] = on.type_of(a).tile.expect("a tile is accumulated");
+    let registers: Vec<Value> = (0..columns).step_by(LANES).map(|start| on.columns(a, start, LANES)).collect();
+    let turns = accumulators.len();
+    for (turn, accumulator) in accumulators.iter_mut().enumerate() {
+        let own: Vec<Value> = registers.iter().copied().skip(turn).step_by(turns).collect();
+        if !own.is_empty() {
+            let folded = join(on, fold, &own);
+            *accumulator = combine(on, fold, *accumulator, folded);
+        }
+    }
+}
+
+fn combine(on: &mut Builder, fold: Fold, a: Value, b: Value) -> Value {
+    match fold {
+        Fold::Add => on.add(a, b),
+        Fold::Max => on.max(a, b),
+    }
+}
+
+/// One value from several, folded by halves.
+pub(crate) fn join(on: &mut Builder, fold: Fold, values: &[Value]) -> Value {
+    let mut rest = values.to_vec();
+    while rest.len() > 1 {
+        rest = rest.chunks(2).map(|pair| if let [a, b] = *pair { combine(on, fold, a, b) } else { pair[0] }).collect();
+    }
+    rest[0]
+}
+
+/// The columns of `chunk`, `FLOOR` in those that are beyond the array.
+pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Value {
+    let x = on.load(logits, chunk.column, chunk.columns);
+    let Some(real) = chunk.real else { return x };
+    let ty = on.type_of(x);
+    let [rows, columns] = ty.tile.expect("logits are loaded as tiles");
+    // Compared in 32 bits whatever the logits are: the mask is then one of 32-bit lanes.
+    let wide = on.convert(x, Element::F32);
+    let lane = on.iota(1, rows, columns);
+    let inside = on.less(lane, real);
+    let floor = on.number(FLOOR);
+    let kept = on.select(inside, wide, floor);
+    on.convert(kept, ty.element)
+}
+
+/// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
+pub(crate) fn raised(on: &mut Builder, core: Core, x: Value) -> Value {
+    let ty = on.type_of(x);
+    let native = ty.element == Element::Bf16 && core.bf16_arithmetic;
+    let x = if native { x } else { on.convert(x, Element::F32) };
+    let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
+    let x = on.max(x, floor);
+    on.convert(x, Element::F32)
+}
+
+/// `−log₂e · scale`: what a gap from the maximum is multiplied by to become an exponent of 2.
+pub(crate) fn exponent_scale(on: &mut Builder, inverse_temperature: Option<Value>) -> Value {
+    let minus_log2_e = on.number(-LOG2_E);
+    match inverse_temperature {
+        Some(inverse) => on.mul(minus_log2_e, inverse),
+        None => minus_log2_e,
+    }
+}
+
+/// Per-token arithmetic on `[rows, 1]`, f32.
+pub(crate) struct PerRow<'b> {
+    pub(crate) on: &'b mut Builder,
+    pub(crate) rows: usize,
+}
+
+impl PerRow<'_> {
+    /// `ln (1 + a)`, a few ulp from it everywhere: with `u = 1 + a` rounded, `ln u · a / (u − 1)`.
+    pub(crate) fn log_1p(&mut self, a: Value) -> Value {
+        let (zero, one) = (self.constant(0.0), self.constant(1.0));
+        let u = self.add(one, a);
+        let d = self.sub(u, one);
+        let log = self.on.log(u);
+        let correction = self.on.div(a, d);
+        let product = self.mul(log, correction);
+        let nothing_added = self.equal(d, zero);
+        self.select(nothing_added, a, product)
+    }
+}
+
+impl Arithmetic for PerRow<'_> {
+    type Value = Value;
+    type Truth = Value;
+
+    fn constant(&mut self, x: f64) -> Value {
+        self.on.constant(x, Type::tile(Element::F32, self.rows, 1))
+    }
+    fn add(&mut self, a: Value, b: Value) -> Value {
+        self.on.add(a, b)
+    }
+    fn sub(&mut self, a: Value, b: Value) -> Value {
+        self.on.sub(a, b)
+    }
+    fn mul(&mut self, a: Value, b: Value) -> Value {
+        self.on.mul(a, b)
+    }
+    fn neg(&mut self, a: Value) -> Value {
+        self.on.neg(a)
+    }
+    fn exp(&mut self, a: Value) -> Value {
+        self.on.exp(a)
+    }
+    /// With `u = e^a` rounded, `(u − 1) · a / ln u`; `a` itself where `u` is 1, `u − 1` where that is −1 or infinite.
+    fn exp_m1(&mut self, a: Value) -> Value {
+        let (zero, minus_one, infinite) = (self.constant(0.0), self.constant(-1.0), self.constant(f64::INFINITY));
+        let u = self.exp(a);
+        let d = self.add(u, minus_one);
+        let log = self.on.log(u);
+        let correction = self.on.div(a, log);
+        let product = self.mul(d, correction);
+        let lost = self.equal(d, minus_one);
+        let overflown = self.equal(d, infinite);
+        let at_an_end = self.or(lost, overflown);
+        let value = self.select(at_an_end, d, product);
+        let nothing_left = self.equal(d, zero);
+        self.select(nothing_left, a, value)
+    }
+    fn less(&mut self, a: Value, b: Value) -> Value {
+        self.on.less(a, b)
+    }
+    fn equal(&mut self, a: Value, b: Value) -> Value {
+        self.on.equal(a, b)
+    }
+    fn and(&mut self, a: Value, b: Value) -> Value {
+        self.on.and(a, b)
+    }
+    fn or(&mut self, a: Value, b: Value) -> Value {
+        self.on.or(a, b)
+    }
+    fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
+        self.on.select(condition, yes, no)
+    }
+}

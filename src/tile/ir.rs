@@ -1,0 +1,312 @@
+//! The program of a kernel: values, operations, statements.
+
+use std::fmt;
+
+use crate::element::Element;
+
+/// Element type of a value, and its extents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Type {
+    pub(crate) element: Element,
+    /// `[rows, columns]` of a tile; `None` for a scalar.
+    pub(crate) tile: Option<[usize; 2]>,
+}
+
+impl Type {
+    pub(crate) fn scalar(element: Element) -> Self {
+        Self { element, tile: None }
+    }
+
+    pub(crate) fn tile(element: Element, rows: usize, columns: usize) -> Self {
+        Self { element, tile: Some([rows, columns]) }
+    }
+}
+
+impl fmt::Display for Type {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.tile {
+            Some([rows, columns]) => write!(f, "{}[{rows},{columns}]", self.element),
+            None => write!(f, "{}", self.element),
+        }
+    }
+}
+
+/// A value of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Value(pub(super) usize);
+
+/// Memory that a kernel reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Memory {
+    /// An array in SMEM.
+    Scalars(usize),
+    /// The window of an input. The kernel may write to it: its own copy, which is lost.
+    Input(usize),
+    /// The window of an output.
+    Output(usize),
+    /// Scratch in VMEM. It keeps its contents from one step of the grid to the next.
+    Scratch(usize),
+}
+
+/// Which block of an array a step of the grid sees.
+///
+/// Leading dimensions have blocks of one and are not seen by the kernel; the last two are the window's rows and columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Window {
+    /// Extents of a block. It may reach beyond the end of the array.
+    pub(crate) block: Vec<usize>,
+    /// For each dimension, the axis of the grid whose index is the block's index; block 0 where there is none.
+    pub(crate) along: Vec<Option<usize>>,
+}
+
+/// An array that a kernel is called with, or returns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Array {
+    pub(crate) element: Element,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) window: Window,
+}
+
+impl Array {
+    /// `[rows, columns]` of its window.
+    pub(super) fn tile(&self) -> [usize; 2] {
+        let block = &self.window.block;
+        [block[block.len() - 2], block[block.len() - 1]]
+    }
+}
+
+/// Operations on one real number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unary {
+    /// `−a`
+    Neg,
+    /// `e^a`
+    Exp,
+    /// `2^a`
+    Exp2,
+    /// `ln a`
+    Log,
+}
+
+/// Operations on two numbers of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Binary {
+    Add,
+    Sub,
+    Mul,
+    /// Real numbers only.
+    Div,
+    /// NaN if either is.
+    Max,
+    /// NaN if either is.
+    Min,
+    /// Integers bit by bit, and truth values.
+    And,
+    /// Truth values.
+    Or,
+}
+
+/// Comparisons; all are false where a side is NaN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Comparison {
+    Equal,
+    Less,
+}
+
+/// How a reduction combines two numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fold {
+    /// Sum, from 0.
+    Add,
+    /// Maximum, from −∞. NaN if any is.
+    Max,
+}
+
+/// A column of a tile or of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place<V> {
+    Static(usize),
+    /// A scalar i32, a multiple of [`super::LANES`].
+    Dynamic(V),
+}
+
+/// What defines a value.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Operation {
+    /// One number in every place.
+    Constant(f64),
+    /// The index of this step along an axis of the grid, a scalar i32.
+    GridIndex(usize),
+    LoadScalar(usize, Value),
+    /// All rows, as many columns as the value's type has.
+    Load(Memory, Place<Value>),
+    Unary(Unary, Value),
+    Binary(Binary, Value, Value),
+    Compare(Comparison, Value, Value),
+    Select(Value, Value, Value),
+    /// `0, 1, 2, …` along rows (0) or columns (1).
+    Iota(usize),
+    /// To the value's element type, rounded to nearest even.
+    Convert(Value),
+    /// A scalar, or a tile of one column or of one row, in every place.
+    Broadcast(Value),
+    /// Columns from the one given.
+    Columns(Value, usize),
+    /// Along columns, which leaves one.
+    FoldLanes(Fold, Value),
+}
+
+/// A loop of a kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct For {
+    pub(super) trips: usize,
+    /// Scalar i32, `0 .. trips`.
+    pub(super) index: Value,
+    pub(super) initial: Vec<Value>,
+    /// What is carried, inside.
+    pub(super) carried: Vec<Value>,
+    pub(super) body: Vec<Statement>,
+    /// What the body gives the next trip.
+    pub(super) next: Vec<Value>,
+    /// What is carried, after the last trip.
+    pub(super) results: Vec<Value>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Statement {
+    Let(Value, Operation),
+    Store {
+        memory: Memory,
+        place: Place<Value>,
+        value: Value,
+    },
+    For(For),
+    /// Runs where a scalar truth value holds.
+    When {
+        condition: Value,
+        body: Vec<Statement>,
+    },
+}
+
+/// A kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Kernel {
+    pub(super) name: String,
+    pub(super) grid: Vec<usize>,
+    /// Element type and length.
+    pub(super) scalars: Vec<(Element, usize)>,
+    pub(super) inputs: Vec<Array>,
+    pub(super) outputs: Vec<Array>,
+    /// Input and output that share one array.
+    pub(super) aliases: Vec<(usize, usize)>,
+    pub(super) scratch: Vec<(Element, [usize; 2])>,
+    pub(super) types: Vec<Type>,
+    pub(super) body: Vec<Statement>,
+}
+
+/// Bytes that `[rows, columns]` take in VMEM, where rows and columns fill whole registers of 4 KiB.
+pub(crate) fn vmem_bytes(element: Element, [rows, columns]: [usize; 2]) -> usize {
+    let rows_of_a_register = 32 / element.size();
+    rows.next_multiple_of(rows_of_a_register) * columns.next_multiple_of(super::LANES) * element.size()
+}
+
+impl Kernel {
+    /// Its name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Bytes of VMEM: two buffers for each window, one for each scratch.
+    pub(crate) fn vmem_bytes(&self) -> usize {
+        let windows = self.inputs.iter().chain(&self.outputs);
+        let windows: usize = windows.map(|array| 2 * vmem_bytes(array.element, array.tile())).sum();
+        windows + self.scratch.iter().map(|&(element, tile)| vmem_bytes(element, tile)).sum::<usize>()
+    }
+
+    /// Bytes between HBM and VMEM over the whole grid, each block once.
+    pub(crate) fn hbm_bytes(&self) -> usize {
+        let bytes = |array: &Array| array.shape.iter().product::<usize>() * array.element.size();
+        self.inputs.iter().chain(&self.outputs).map(bytes).sum()
+    }
+
+    /// Element type and extents of its operands, scalars first.
+    pub(crate) fn operands(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
+        let scalars = self.scalars.iter().map(|&(element, length)| (element, vec![length]));
+        scalars.chain(self.inputs.iter().map(|array| (array.element, array.shape.clone())))
+    }
+
+    /// Element type and extents of its outputs.
+    pub(crate) fn results(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
+        self.outputs.iter().map(|array| (array.element, array.shape.clone()))
+    }
+
+    /// Operand and output that share an array, operands counted with the scalars.
+    pub(crate) fn shared(&self) -> Vec<(usize, usize)> {
+        self.aliases.iter().map(|&(input, output)| (input + self.scalars.len(), output)).collect()
+    }
+
+    /// `[rows, columns]` of memory other than scalars.
+    pub(super) fn tile_of(&self, memory: Memory) -> (Element, [usize; 2]) {
+        match memory {
+            Memory::Scalars(i) => unreachable!("scalars {i} have no rows"),
+            Memory::Input(i) => (self.inputs[i].element, self.inputs[i].tile()),
+            Memory::Output(i) => (self.outputs[i].element, self.outputs[i].tile()),
+            Memory::Scratch(i) => self.scratch[i],
+        }
+    }
+}
+
+/// How often a kernel does an elementwise operation.
+#[derive(Clone, Copy, Default)]
+struct Work {
+    flops: usize,
+    transcendentals: usize,
+}
+
+impl Kernel {
+    /// Real additions, products and comparisons over the whole grid.
+    pub(crate) fn flops(&self) -> usize {
+        self.work(&self.body).flops * self.grid.iter().product::<usize>()
+    }
+
+    /// Exponentials, logarithms and divisions over the whole grid.
+    pub(crate) fn transcendentals(&self) -> usize {
+        self.work(&self.body).transcendentals * self.grid.iter().product::<usize>()
+    }
+
+    fn work(&self, statements: &[Statement]) -> Work {
+        let mut work = Work::default();
+        for statement in statements {
+            match statement {
+                Statement::Let(value, operation) => {
+                    let places = self.types[value.0].tile.map_or(1, |[rows, columns]| rows * columns);
+                    match operation {
+                        Operation::Unary(Unary::Exp | Unary::Exp2 | Unary::Log, _)
+                        | Operation::Binary(Binary::Div, ..) => {
+                            work.transcendentals += places;
+                        }
+                        Operation::Unary(..)
+                        | Operation::Binary(..)
+                        | Operation::Compare(..)
+                        | Operation::Select(..) => {
+                            work.flops += places;
+                        }
+                        _ => {}
+                    }
+                }
+                Statement::Store { .. } => {}
+                Statement::For(looped) => {
+                    let inside = self.work(&looped.body);
+                    work.flops += inside.flops * looped.trips;
+                    work.transcendentals += inside.transcendentals * looped.trips;
+                }
+                Statement::When { body, .. } => {
+                    let inside = self.work(body);
+                    work.flops += inside.flops;
+                    work.transcendentals += inside.transcendentals;
+                }
+            }
+        }
+        work
+    }
+}

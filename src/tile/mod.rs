@@ -1,0 +1,39 @@
+//! A small language for TPU kernels, embedded in Rust.
+//!
+//! A [`Kernel`] walks a grid. At each step it sees *windows*: blocks of arrays in HBM that were fetched into VMEM, or
+//! that are written back from it, where an index map says which block belongs to which step. Beside them it has scratch
+//! in VMEM that lives from step to step, and short arrays in SMEM whose elements are read as scalars. Its values are
+//! scalars and tiles `[rows, columns]`. The [`Builder`] checks every shape and element type when an operation is written;
+//! a mistake there is a bug of this crate and panics.
+//!
+//! Two lowerings walk the same program:
+//!
+//! * [`mosaic`]: the text that libtpu compiles for a TPU;
+//! * [`xla`]: StableHLO, `while` loops over the grid, which any PJRT device executes.
+//!
+//! | in the language | Mosaic | StableHLO |
+//! |---|---|---|
+//! | window | fetched and written back by a double-buffered pipeline | `dynamic_slice` of an array padded with NaN |
+//! | scratch, stores | VMEM buffers, `tpu.vector_store` | arrays carried by the loops, `dynamic_update_slice` |
+//! | scalar of SMEM | `memref.load` | one-element `dynamic_slice` |
+//! | `exp2` | `math.exp2` | `exp(x·ln 2)`: StableHLO has no `exp2` |
+//! | fold of lanes | `vector.multi_reduction` | `reduce` |
+//! | loop, predicated block | `scf.for`, `scf.if` | `while`, `if` |
+//!
+//! What lies in a window beyond the end of its array is garbage on a TPU, and NaN (for integers [`POISON`]) in the
+//! StableHLO lowering, so that a kernel which reads it shows. What is written there is dropped by both.
+
+mod build;
+mod ir;
+mod lower;
+pub(crate) mod mosaic;
+pub(crate) mod xla;
+
+pub(crate) use build::{Builder, Column};
+pub(crate) use ir::{Binary, Comparison, Fold, Kernel, Memory, Type, Unary, Value, Window};
+
+/// What an integer beyond the end of an array reads as.
+pub(crate) const POISON: i32 = 0x5A5A_5A5A;
+
+/// Columns of a vector register: dynamic columns are multiples of it.
+pub(crate) const LANES: usize = 128;

@@ -1,0 +1,453 @@
+//! A kernel as Mosaic text, which libtpu compiles.
+//!
+//! The text is MLIR in generic form. Every operation but the module is renamed `stable_mosaic.<dialect>.<op>` and the
+//! module carries `stable_mosaic.version`: without both libtpu refuses it. The function takes the indices of the grid,
+//! the arrays in SMEM, the windows of inputs and outputs, and the scratch, in this order; its attributes say how far the
+//! grid goes and, through one function a window, which block each step sees.
+
+use std::fmt::{self, Write as _};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::json;
+
+use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type, Unary};
+use super::lower::{Lowering, Operand, lower};
+use crate::element::Element;
+
+/// The version of the dialects that the text is written in.
+const VERSION: usize = 11;
+
+/// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with `vmem_bytes` of VMEM to use.
+pub(crate) fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
+    json!({
+        "custom_call_config": {
+            "body": STANDARD.encode(text(kernel)),
+            "serialization_format": 1,
+            "needs_layout_passes": true,
+            "cost_estimate": {
+                "flops": kernel.flops(),
+                "transcendentals": kernel.transcendentals(),
+                "bytes_accessed": kernel.hbm_bytes(),
+            },
+        },
+        "scoped_memory_configs": [{"memory_space": 1, "offset": 0, "size": vmem_bytes}],
+    })
+    .to_string()
+}
+
+/// The module.
+pub(crate) fn text(kernel: &Kernel) -> String {
+    let mut writer = Writer { kernel, body: String::new(), names: 0, depth: 2 };
+    let arguments = writer.arguments();
+    lower(kernel, &mut writer);
+    writer.line(format_args!("\"stable_mosaic.func.return\"() : () -> ()"));
+    let Writer { body, .. } = writer;
+
+    let list = |items: &mut dyn Iterator<Item = String>| items.collect::<Vec<_>>().join(", ");
+    let typed = list(&mut arguments.iter().map(|(name, ty)| format!("{name}: {ty}")));
+    let types = list(&mut arguments.iter().map(|(_, ty)| ty.clone()));
+    let windows = || kernel.inputs.iter().chain(&kernel.outputs).enumerate();
+    let window = |(i, array): (usize, &Array)| {
+        let bounds = list(&mut array.window.block.iter().map(usize::to_string));
+        format!("{{transform_indices = @transform_{i}, window_bounds = array<i64: {bounds}>}}")
+    };
+    let window_params = list(&mut windows().map(window));
+    let semantics = list(&mut kernel.grid.iter().map(|_| "#tpu.dimension_semantics<arbitrary>".to_string()));
+    let bounds = list(&mut kernel.grid.iter().map(usize::to_string));
+    let (scalars, scratch, name) = (kernel.scalars.len(), kernel.scratch.len(), &kernel.name);
+    // What an index map is given: the grid and the scalars.
+    let given = &arguments[..kernel.grid.len() + kernel.scalars.len()];
+    let transforms = windows().map(|(i, array)| transform(i, array, given)).collect::<String>();
+    format!(
+        r#""builtin.module"() ({{
+  "stable_mosaic.func.func"() ({{
+  ^bb0({typed}):
+{body}  }}) {{dimension_semantics = [{semantics}], function_type = ({types}) -> (), iteration_bounds = array<i64: {bounds}>, scalar_prefetch = {scalars} : i64, scratch_operands = {scratch} : i64, sym_name = "{name}", tpu.core_type = #tpu.core_type<tc>, window_params = [{window_params}]}} : () -> ()
+{transforms}}}) {{stable_mosaic.version = {VERSION} : i64}} : () -> ()
+"#
+    )
+}
+
+/// The function that gives the block of window `i` at a step.
+fn transform(i: usize, array: &Array, given: &[(String, String)]) -> String {
+    let typed = given.iter().map(|(name, ty)| format!("{name}: {ty}")).collect::<Vec<_>>().join(", ");
+    let types = given.iter().map(|(_, ty)| ty.as_str()).collect::<Vec<_>>().join(", ");
+    let along = &array.window.along;
+    let names = along.iter().map(|axis| axis.map_or("%zero".to_string(), |axis| given[axis].0.clone()));
+    let names = names.collect::<Vec<_>>().join(", ");
+    let results = vec!["i32"; along.len()].join(", ");
+    format!(
+        r#"  "stable_mosaic.func.func"() ({{
+  ^bb0({typed}):
+    %zero = "stable_mosaic.arith.constant"() {{value = 0 : i32}} : () -> i32
+    "stable_mosaic.func.return"({names}) : ({results}) -> ()
+  }}) {{function_type = ({types}) -> ({results}), sym_name = "transform_{i}"}} : () -> ()
+"#
+    )
+}
+
+/// How Mosaic spells an element type.
+fn element_name(element: Element) -> &'static str {
+    if element == Element::Pred { "i1" } else { element.mlir() }
+}
+
+struct Spelled(Type);
+
+impl fmt::Display for Spelled {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let element = element_name(self.0.element);
+        match self.0.tile {
+            Some([rows, columns]) => write!(f, "vector<{rows}x{columns}x{element}>"),
+            None => f.write_str(element),
+        }
+    }
+}
+
+fn extents(shape: &[usize]) -> String {
+    shape.iter().map(|extent| format!("{extent}x")).collect()
+}
+
+/// A memory reference's type, and its extents.
+fn memref(element: Element, shape: &[usize], space: &str) -> String {
+    format!("memref<{}{}, #tpu.memory_space<{space}>>", extents(shape), element_name(element))
+}
+
+/// `%n` of the function's body, or an argument of it.
+#[derive(Clone, Copy)]
+pub(super) enum Name {
+    Value(usize),
+    /// A result of a definition with several.
+    Result(usize, usize),
+    Grid(usize),
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Name::Value(n) => write!(f, "%{n}"),
+            Name::Result(n, result) => write!(f, "%{n}#{result}"),
+            Name::Grid(axis) => write!(f, "%grid{axis}"),
+        }
+    }
+}
+
+struct Writer<'k> {
+    kernel: &'k Kernel,
+    body: String,
+    names: usize,
+    depth: usize,
+}
+
+/// How a constant is spelled inside `dense<…>` or before a colon.
+fn literal(x: f64, element: Element) -> String {
+    let special = |nan: &str, plus: &str, minus: &str| match x {
+        f64::INFINITY => plus.to_string(),
+        f64::NEG_INFINITY => minus.to_string(),
+        _ => nan.to_string(),
+    };
+    match element {
+        Element::Pred => (if x == 0.0 { "false" } else { "true" }).to_string(),
+        Element::Bf16 if !x.is_finite() => special("0x7FC0", "0x7F80", "0xFF80"),
+        Element::F16 if !x.is_finite() => special("0x7E00", "0x7C00", "0xFC00"),
+        element if element.is_float() && !x.is_finite() => special("0x7FC00000", "0x7F800000", "0xFF800000"),
+        // Every digit, a point, and an exponent that MLIR reads.
+        element if element.is_float() => format!("{x:.17e}"),
+        _ => format!("{x:.0}"),
+    }
+}
+
+const NO_FAST_MATH: &str = "fastmath = #arith.fastmath<none>";
+const NO_OVERFLOW: &str = "overflowFlags = #arith.overflow<none>";
+
+impl Writer<'_> {
+    /// Name and type of each argument of the function.
+    fn arguments(&self) -> Vec<(String, String)> {
+        let kernel = self.kernel;
+        let numbered = |name: &str, i: usize| format!("%{name}{i}");
+        let grid = (0..kernel.grid.len()).map(|axis| (Name::Grid(axis).to_string(), "i32".to_string()));
+        let scalars = kernel.scalars.iter().enumerate();
+        let scalars =
+            scalars.map(|(i, &(element, length))| (numbered("scalars", i), memref(element, &[length], "smem")));
+        let windows = |name: &'static str, arrays: &[Array]| {
+            let one =
+                |(i, array): (usize, &Array)| (numbered(name, i), memref(array.element, &array.window.block, "vmem"));
+            arrays.iter().enumerate().map(one).collect::<Vec<_>>()
+        };
+        let scratch = kernel.scratch.iter().enumerate();
+        let scratch = scratch.map(|(i, (element, tile))| (numbered("scratch", i), memref(*element, tile, "vmem")));
+        let (inputs, outputs) = (windows("in", &kernel.inputs), windows("out", &kernel.outputs));
+        grid.chain(scalars).chain(inputs).chain(outputs).chain(scratch).collect()
+    }
+
+    fn line(&mut self, text: fmt::Arguments) {
+        let _ = writeln!(self.body, "{:indent$}{text}", "", indent = 2 * self.depth);
+    }
+
+    fn name(&mut self) -> Name {
+        self.names += 1;
+        Name::Value(self.names - 1)
+    }
+
+    /// Writes `%n = "stable_mosaic.<op>"(operands) {attributes} : (types) -> result`.
+    fn define(&mut self, op: &str, operands: &[(Name, &str)], attributes: &str, result: &str) -> Name {
+        let name = self.name();
+        let names = operands.iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>().join(", ");
+        let types = operands.iter().map(|(_, ty)| *ty).collect::<Vec<_>>().join(", ");
+        let braces = if attributes.is_empty() { String::new() } else { format!(" {{{attributes}}}") };
+        self.line(format_args!("{name} = \"stable_mosaic.{op}\"({names}){braces} : ({types}) -> {result}"));
+        name
+    }
+
+    fn constant(&mut self, x: f64, ty: Type) -> Name {
+        let (text, spelled) = (literal(x, ty.element), Spelled(ty).to_string());
+        let attribute = match (ty.tile, ty.element) {
+            (Some(_), _) => format!("value = dense<{text}> : {spelled}"),
+            (None, Element::Pred) => format!("value = {text}"),
+            (None, _) => format!("value = {text} : {spelled}"),
+        };
+        self.define("arith.constant", &[], &attribute, &spelled)
+    }
+
+    fn index(&mut self, x: usize) -> Name {
+        self.define("arith.constant", &[], &format!("value = {x} : index"), "index")
+    }
+
+    fn to_index(&mut self, x: Name) -> Name {
+        self.define("arith.index_cast", &[(x, "i32")], "", "index")
+    }
+
+    /// The name, type and extents of memory.
+    fn memory(&self, memory: Memory) -> (String, String, Vec<usize>) {
+        let kernel = self.kernel;
+        let (name, element, shape) = match memory {
+            Memory::Scalars(i) => unreachable!("scalars {i} are loaded one by one"),
+            Memory::Input(i) => (format!("%in{i}"), kernel.inputs[i].element, kernel.inputs[i].window.block.clone()),
+            Memory::Output(i) => {
+                (format!("%out{i}"), kernel.outputs[i].element, kernel.outputs[i].window.block.clone())
+            }
+            Memory::Scratch(i) => (format!("%scratch{i}"), kernel.scratch[i].0, kernel.scratch[i].1.to_vec()),
+        };
+        (name, memref(element, &shape, "vmem"), shape)
+    }
+
+    /// The indices of column `place` in memory of `rank`.
+    fn indices(&mut self, rank: usize, place: Place<Name>) -> Vec<Name> {
+        let zero = self.index(0);
+        let column = match place {
+            Place::Static(0) => zero,
+            Place::Static(column) => self.index(column),
+            Place::Dynamic(column) => {
+                let attributes = format!("multiple = {} : i32", super::LANES);
+                let multiple = self.define("tpu.assume_multiple", &[(column, "i32")], &attributes, "i32");
+                self.to_index(multiple)
+            }
+        };
+        let mut indices = vec![zero; rank - 1];
+        indices.push(column);
+        indices
+    }
+
+    /// A tile as memory of `rank` holds it: with leading extents of one.
+    fn wide(ty: Type, rank: usize) -> String {
+        let [rows, columns] = ty.tile.expect("memory holds tiles");
+        let mut shape = vec![1; rank - 2];
+        shape.extend([rows, columns]);
+        format!("vector<{}{}>", extents(&shape), element_name(ty.element))
+    }
+
+    fn load(&mut self, memory: Memory, place: Place<Name>, ty: Type) -> Name {
+        let (memory, memref, shape) = self.memory(memory);
+        let indices = self.indices(shape.len(), place);
+        let names = indices.iter().map(Name::to_string).collect::<Vec<_>>().join(", ");
+        let types = vec!["index"; indices.len()].join(", ");
+        let (loaded, wide) = (self.name(), Self::wide(ty, shape.len()));
+        self.line(format_args!(
+            "{loaded} = \"stable_mosaic.vector.load\"({memory}, {names}) : ({memref}, {types}) -> {wide}"
+        ));
+        if shape.len() == 2 {
+            return loaded;
+        }
+        self.define("vector.shape_cast", &[(loaded, &wide)], "", &Spelled(ty).to_string())
+    }
+
+    fn binary(&mut self, op: Binary, ty: Type, a: Name, b: Name) -> Name {
+        let float = ty.element.is_float();
+        let (op, attributes) = match op {
+            Binary::Add if float => ("arith.addf", NO_FAST_MATH),
+            Binary::Sub if float => ("arith.subf", NO_FAST_MATH),
+            Binary::Mul if float => ("arith.mulf", NO_FAST_MATH),
+            Binary::Div => ("arith.divf", NO_FAST_MATH),
+            Binary::Max if float => ("arith.maximumf", NO_FAST_MATH),
+            Binary::Min if float => ("arith.minimumf", NO_FAST_MATH),
+            Binary::Add => ("arith.addi", NO_OVERFLOW),
+            Binary::Sub => ("arith.subi", NO_OVERFLOW),
+            Binary::Mul => ("arith.muli", NO_OVERFLOW),
+            Binary::Max => ("arith.maxsi", ""),
+            Binary::Min => ("arith.minsi", ""),
+            Binary::And => ("arith.andi", ""),
+            Binary::Or => ("arith.ori", ""),
+        };
+        let spelled = Spelled(ty).to_string();
+        self.define(op, &[(a, &spelled), (b, &spelled)], attributes, &spelled)
+    }
+
+    fn convert(&mut self, from: Type, to: Type, a: Name) -> Name {
+        let (given, wanted) = (Spelled(from).to_string(), Spelled(to).to_string());
+        let op = match (from.element, to.element) {
+            (Element::Pred, element) if element.is_float() => {
+                let integer = Type { element: Element::I32, ..to };
+                let wide = self.convert(from, integer, a);
+                return self.convert(integer, to, wide);
+            }
+            (Element::Pred, _) => "arith.extui",
+            (from, to) if from.is_float() && to.is_float() => {
+                if from.size() < to.size() {
+                    "arith.extf"
+                } else {
+                    "arith.truncf"
+                }
+            }
+            (from, _) if from.is_float() => "arith.fptosi",
+            _ => "arith.sitofp",
+        };
+        self.define(op, &[(a, &given)], "", &wanted)
+    }
+
+    fn fold_lanes(&mut self, fold: Fold, from: Type, to: Type, a: Name) -> Name {
+        let [rows, _] = from.tile.expect("a tile is folded");
+        let (kind, start) = match fold {
+            Fold::Add => ("add", 0.0),
+            Fold::Max => ("maximumf", f64::NEG_INFINITY),
+        };
+        let element = element_name(from.element);
+        let folded = format!("vector<{rows}x{element}>");
+        let value = format!("value = dense<{}> : {folded}", literal(start, from.element));
+        let start = self.define("arith.constant", &[], &value, &folded);
+        let attributes = format!("kind = #vector.kind<{kind}>, reduction_dims = array<i64: 1>");
+        let spelled = Spelled(from).to_string();
+        let column = self.define("vector.multi_reduction", &[(a, &spelled), (start, &folded)], &attributes, &folded);
+        self.define("vector.shape_cast", &[(column, &folded)], "", &Spelled(to).to_string())
+    }
+}
+
+impl Lowering for Writer<'_> {
+    type Value = Name;
+
+    fn operation(&mut self, ty: Type, operation: &Operation, operands: &[Operand<Name>]) -> Name {
+        let spelled = Spelled(ty).to_string();
+        let types: Vec<String> = operands.iter().map(|operand| Spelled(operand.ty).to_string()).collect();
+        let named: Vec<(Name, &str)> =
+            operands.iter().zip(&types).map(|(operand, ty)| (operand.value, ty.as_str())).collect();
+        match operation {
+            Operation::Constant(x) => self.constant(*x, ty),
+            Operation::GridIndex(axis) => Name::Grid(*axis),
+            Operation::LoadScalar(i, _) => {
+                let index = self.to_index(operands[0].value);
+                let (element, length) = self.kernel.scalars[*i];
+                let memref = memref(element, &[length], "smem");
+                let name = self.name();
+                self.line(format_args!(
+                    "{name} = \"stable_mosaic.memref.load\"(%scalars{i}, {index}) : ({memref}, index) -> {spelled}"
+                ));
+                name
+            }
+            Operation::Load(memory, place) => {
+                let place = match place {
+                    Place::Static(column) => Place::Static(*column),
+                    Place::Dynamic(_) => Place::Dynamic(operands[0].value),
+                };
+                self.load(*memory, place, ty)
+            }
+            Operation::Unary(op, _) => {
+                let op = match op {
+                    Unary::Neg => "arith.negf",
+                    Unary::Exp => "math.exp",
+                    Unary::Exp2 => "math.exp2",
+                    Unary::Log => "math.log",
+                };
+                self.define(op, &named, NO_FAST_MATH, &spelled)
+            }
+            Operation::Binary(op, ..) => self.binary(*op, ty, operands[0].value, operands[1].value),
+            Operation::Compare(comparison, ..) => {
+                let float = operands[0].ty.element.is_float();
+                let (op, attributes) = match (comparison, float) {
+                    (Comparison::Equal, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 1 : i64")),
+                    (Comparison::Less, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 4 : i64")),
+                    (Comparison::Equal, false) => ("arith.cmpi", "predicate = 0 : i64".to_string()),
+                    (Comparison::Less, false) => ("arith.cmpi", "predicate = 2 : i64".to_string()),
+                };
+                self.define(op, &named, &attributes, &spelled)
+            }
+            Operation::Select(..) => self.define("arith.select", &named, "", &spelled),
+            Operation::Iota(axis) => {
+                self.define("tpu.iota", &[], &format!("dimensions = array<i32: {axis}>"), &spelled)
+            }
+            Operation::Convert(_) => self.convert(operands[0].ty, ty, operands[0].value),
+            Operation::Broadcast(_) => self.define("vector.broadcast", &named, "", &spelled),
+            Operation::Columns(_, start) => {
+                let [rows, columns] = ty.tile.expect("columns of a tile");
+                let attributes = format!("offsets = [0, {start}], sizes = [{rows}, {columns}], strides = [1, 1]");
+                self.define("vector.extract_strided_slice", &named, &attributes, &spelled)
+            }
+            Operation::FoldLanes(fold, _) => self.fold_lanes(*fold, operands[0].ty, ty, operands[0].value),
+        }
+    }
+
+    fn store(&mut self, memory: Memory, place: Place<Name>, value: Operand<Name>) {
+        let (memory, memref, shape) = self.memory(memory);
+        let rank = shape.len();
+        let (stored, wide) = (Spelled(value.ty).to_string(), Self::wide(value.ty, rank));
+        let tile = if rank == 2 {
+            value.value
+        } else {
+            self.define("vector.shape_cast", &[(value.value, &stored)], "", &wide)
+        };
+        let indices = self.indices(rank, place);
+        let names = indices.iter().map(Name::to_string).collect::<Vec<_>>().join(", ");
+        let types = vec!["index"; rank].join(", ");
+        self.line(format_args!(
+            "\"stable_mosaic.tpu.vector_store\"({tile}, {memory}, {names}) {{add = false, operandSegmentSizes = array<i32: 1, 1, {rank}, 0>, strides = array<i32>}} : ({wide}, {memref}, {types}) -> ()"
+        ));
+    }
+
+    fn for_loop(
+        &mut self,
+        trips: usize,
+        initial: &[Operand<Name>],
+        _: &[Memory],
+        body: &mut dyn FnMut(&mut Self, Name, &[Name]) -> Vec<Operand<Name>>,
+    ) -> Vec<Name> {
+        let i32 = Type::scalar(Element::I32);
+        let (from, to, step) = (self.constant(0.0, i32), self.constant(trips as f64, i32), self.constant(1.0, i32));
+        let starts: String = initial.iter().map(|operand| format!(", {}", operand.value)).collect();
+        let types: Vec<String> = initial.iter().map(|operand| Spelled(operand.ty).to_string()).collect();
+        let results = self.names;
+        self.names += 1;
+        let index = self.name();
+        let carried: Vec<Name> = initial.iter().map(|_| self.name()).collect();
+        let inside = carried.iter().zip(&types).map(|(name, ty)| format!(", {name}: {ty}")).collect::<String>();
+        let defined = if initial.is_empty() { String::new() } else { format!("%{results}:{} = ", initial.len()) };
+        self.line(format_args!("{defined}\"stable_mosaic.scf.for\"({from}, {to}, {step}{starts}) ({{"));
+        self.line(format_args!("^bb0({index}: i32{inside}):"));
+        self.depth += 1;
+        let next = body(self, index, &carried);
+        let names = next.iter().map(|operand| operand.value.to_string()).collect::<Vec<_>>().join(", ");
+        let list = types.join(", ");
+        self.line(format_args!("\"stable_mosaic.scf.yield\"({names}) : ({list}) -> ()"));
+        self.depth -= 1;
+        let taken: String = types.iter().map(|ty| format!(", {ty}")).collect();
+        self.line(format_args!("}}) : (i32, i32, i32{taken}) -> ({list})"));
+        (0..initial.len()).map(|result| Name::Result(results, result)).collect()
+    }
+
+    fn when(&mut self, condition: Name, _: &[Memory], body: &mut dyn FnMut(&mut Self)) {
+        self.line(format_args!("\"stable_mosaic.scf.if\"({condition}) ({{"));
+        self.depth += 1;
+        body(self);
+        self.line(format_args!("\"stable_mosaic.scf.yield\"() : () -> ()"));
+        self.depth -= 1;
+        self.line(format_args!("}}, {{"));
+        self.line(format_args!("}}) : (i1) -> ()"));
+    }
+}

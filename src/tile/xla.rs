@@ -1,0 +1,324 @@
+//! A kernel as StableHLO: the same program as `while` loops, for any PJRT device.
+//!
+//! The grid is one loop over its steps. Windows are slices of arrays that are padded to whole blocks; memory is a value
+//! that stores replace, carried by every loop that writes it.
+
+use std::collections::HashMap;
+use std::f64::consts::LN_2;
+use std::mem;
+
+use super::POISON;
+use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type as TileType, Unary};
+use super::lower::{Lowering, Operand, lower};
+use crate::element::Element;
+use crate::stablehlo::{self, Builder, Type, Value};
+
+/// Writes `kernel` called with `operands`, scalars first, and returns its outputs.
+pub(crate) fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec<Value> {
+    let (scalars, inputs) = operands.split_at(kernel.scalars.len());
+    let whole = |array: &Array| -> Vec<usize> {
+        let blocks = |along: &Option<usize>| along.map_or(1, |axis| kernel.grid[axis]);
+        let window = array.window.block.iter().zip(&array.window.along);
+        window.map(|(block, along)| block * blocks(along)).collect()
+    };
+    let padded: Vec<Value> = kernel
+        .inputs
+        .iter()
+        .zip(inputs)
+        .map(|(array, &input)| {
+            let poison = poison(builder, array.element, &[]);
+            builder.pad(input, poison, &whole(array))
+        })
+        .collect();
+
+    let shared = |output: usize| kernel.aliases.iter().find(|alias| alias.1 == output).map(|alias| alias.0);
+    let index = Type::new(Element::I32, &[]);
+    let mut carried = vec![builder.constant(0.0, index.clone())];
+    for (i, array) in kernel.outputs.iter().enumerate() {
+        let start = shared(i).map_or_else(|| poison(builder, array.element, &whole(array)), |input| padded[input]);
+        carried.push(start);
+    }
+    for (element, tile) in &kernel.scratch {
+        carried.push(poison(builder, *element, tile));
+    }
+    let steps: usize = kernel.grid.iter().product();
+    let results = builder.while_loop(
+        &carried,
+        |builder, carried| {
+            let end = builder.constant(steps as f64, index.clone());
+            builder.compare(stablehlo::Comparison::Less, carried[0], end)
+        },
+        |builder, carried| {
+            let (arrays, scratch) = carried[1..].split_at(kernel.outputs.len());
+            let builder_so_far = mem::take(builder);
+            let mut step =
+                Step { builder: builder_so_far, scalars: scalars.to_vec(), grid: Vec::new(), memory: HashMap::new() };
+            step.grid = step.grid_indices(&kernel.grid, carried[0]);
+            for (i, array) in kernel.inputs.iter().enumerate() {
+                // An input whose memory an output takes is read from where that output is written.
+                let output = kernel.aliases.iter().find(|alias| alias.0 == i).map(|alias| alias.1);
+                let window = step.read(array, output.map_or(padded[i], |output| arrays[output]));
+                step.memory.insert(Memory::Input(i), window);
+            }
+            for (i, array) in kernel.outputs.iter().enumerate() {
+                let window = if revisited(kernel, array) {
+                    step.read(array, arrays[i])
+                } else {
+                    poison(&mut step.builder, array.element, &array.tile())
+                };
+                step.memory.insert(Memory::Output(i), window);
+            }
+            for (i, &value) in scratch.iter().enumerate() {
+                step.memory.insert(Memory::Scratch(i), value);
+            }
+            lower(kernel, &mut step);
+            let one = step.builder.constant(1.0, index.clone());
+            let mut next = vec![step.builder.add(carried[0], one)];
+            for (i, array) in kernel.outputs.iter().enumerate() {
+                next.push(step.write_back(array, arrays[i], step.memory[&Memory::Output(i)]));
+            }
+            next.extend((0..kernel.scratch.len()).map(|i| step.memory[&Memory::Scratch(i)]));
+            *builder = step.builder;
+            next
+        },
+    );
+    let outputs = kernel.outputs.iter().zip(&results[1..]);
+    outputs.map(|(array, &whole)| builder.slice(whole, &vec![0; array.shape.len()], &array.shape)).collect()
+}
+
+/// What lies beyond the end of an array.
+fn poison(builder: &mut Builder, element: Element, shape: &[usize]) -> Value {
+    let x = if element.is_float() { f64::NAN } else { f64::from(POISON) };
+    builder.constant(x, Type::new(element, shape))
+}
+
+/// Whether steps that follow one another may see the same block.
+fn revisited(kernel: &Kernel, array: &Array) -> bool {
+    let last = kernel.grid.len() - 1;
+    kernel.grid[last] > 1 && !array.window.along.contains(&Some(last))
+}
+
+/// A step of the grid while it is being written.
+struct Step {
+    /// The text so far; empty while a region that is nested in this one is written.
+    builder: Builder,
+    scalars: Vec<Value>,
+    /// The indices of the grid.
+    grid: Vec<Value>,
+    /// The contents of windows and scratch, now.
+    memory: HashMap<Memory, Value>,
+}
+
+impl Step {
+    fn integer(&mut self, x: usize) -> Value {
+        self.builder.constant(x as f64, Type::new(Element::I32, &[]))
+    }
+
+    /// The indices of step `step` of a grid, the last axis fastest.
+    fn grid_indices(&mut self, grid: &[usize], step: Value) -> Vec<Value> {
+        let mut indices = vec![step; grid.len()];
+        let mut rest = step;
+        for axis in (1..grid.len()).rev() {
+            let extent = self.integer(grid[axis]);
+            let whole = self.builder.divide(rest, extent);
+            let full = self.builder.multiply(whole, extent);
+            indices[axis] = self.builder.subtract(rest, full);
+            rest = whole;
+        }
+        indices[0] = rest;
+        indices
+    }
+
+    /// Where the window of this step begins in its array.
+    fn starts(&mut self, array: &Array) -> Vec<Value> {
+        let window = array.window.block.iter().zip(&array.window.along);
+        window
+            .map(|(&block, along)| match along {
+                Some(axis) => {
+                    let block = self.integer(block);
+                    self.builder.multiply(self.grid[*axis], block)
+                }
+                None => self.integer(0),
+            })
+            .collect()
+    }
+
+    fn read(&mut self, array: &Array, whole: Value) -> Value {
+        let starts = self.starts(array);
+        let block = self.builder.dynamic_slice(whole, &starts, &array.window.block);
+        self.builder.reshape(block, &array.tile())
+    }
+
+    fn write_back(&mut self, array: &Array, whole: Value, window: Value) -> Value {
+        let starts = self.starts(array);
+        let block = self.builder.reshape(window, &array.window.block);
+        self.builder.dynamic_update_slice(whole, block, &starts)
+    }
+
+    fn column(&mut self, place: Place<Value>) -> Vec<Value> {
+        let column = match place {
+            Place::Static(column) => self.integer(column),
+            Place::Dynamic(column) => column,
+        };
+        vec![self.integer(0), column]
+    }
+
+    fn load(&mut self, memory: Memory, place: Place<Value>, ty: &Type) -> Value {
+        let contents = self.memory[&memory];
+        match place {
+            Place::Static(column) => self.builder.slice(contents, &[0, column], &ty.shape),
+            Place::Dynamic(_) => {
+                let start = self.column(place);
+                self.builder.dynamic_slice(contents, &start, &ty.shape)
+            }
+        }
+    }
+
+    /// Writes a nested region. Memory holds afterwards what it held before: what the region stores, it returns.
+    fn inside(&mut self, builder: &mut Builder, write: impl FnOnce(&mut Self) -> Vec<Value>) -> Vec<Value> {
+        let before = self.memory.clone();
+        self.builder = mem::take(builder);
+        let values = write(self);
+        *builder = mem::take(&mut self.builder);
+        self.memory = before;
+        values
+    }
+
+    fn stored(&self, memory: &[Memory]) -> Vec<Value> {
+        memory.iter().map(|memory| self.memory[memory]).collect()
+    }
+
+    fn set(&mut self, memory: &[Memory], contents: &[Value]) {
+        self.memory.extend(memory.iter().copied().zip(contents.iter().copied()));
+    }
+}
+
+fn spelled(ty: TileType) -> Type {
+    Type::new(ty.element, ty.tile.as_ref().map_or(&[], <[usize; 2]>::as_slice))
+}
+
+impl Lowering for Step {
+    type Value = Value;
+
+    fn operation(&mut self, ty: TileType, operation: &Operation, operands: &[Operand<Value>]) -> Value {
+        let ty = spelled(ty);
+        let value = |i: usize| operands[i].value;
+        match operation {
+            Operation::Constant(x) => self.builder.constant(*x, ty),
+            Operation::GridIndex(axis) => self.grid[*axis],
+            Operation::LoadScalar(i, _) => {
+                let one = self.builder.dynamic_slice(self.scalars[*i], &[value(0)], &[1]);
+                self.builder.reshape(one, &[])
+            }
+            Operation::Load(memory, Place::Static(column)) => self.load(*memory, Place::Static(*column), &ty),
+            Operation::Load(memory, Place::Dynamic(_)) => self.load(*memory, Place::Dynamic(value(0)), &ty),
+            Operation::Unary(op, _) => match op {
+                Unary::Neg => self.builder.negate(value(0)),
+                Unary::Exp => self.builder.exponential(value(0)),
+                Unary::Exp2 => {
+                    let ln_2 = self.builder.constant(LN_2, ty);
+                    let exponent = self.builder.multiply(value(0), ln_2);
+                    self.builder.exponential(exponent)
+                }
+                Unary::Log => self.builder.log(value(0)),
+            },
+            Operation::Binary(op, ..) => {
+                let (a, b) = (value(0), value(1));
+                match op {
+                    Binary::Add => self.builder.add(a, b),
+                    Binary::Sub => self.builder.subtract(a, b),
+                    Binary::Mul => self.builder.multiply(a, b),
+                    Binary::Div => self.builder.divide(a, b),
+                    Binary::Max => self.builder.maximum(a, b),
+                    Binary::Min => self.builder.minimum(a, b),
+                    Binary::And if ty.element == Element::Pred => self.builder.and(a, b),
+                    Binary::And => self.builder.bit_and(a, b),
+                    Binary::Or => self.builder.or(a, b),
+                }
+            }
+            Operation::Compare(comparison, ..) => {
+                let comparison = match comparison {
+                    Comparison::Equal => stablehlo::Comparison::Equal,
+                    Comparison::Less => stablehlo::Comparison::Less,
+                };
+                self.builder.compare(comparison, value(0), value(1))
+            }
+            Operation::Select(..) => self.builder.select(value(0), value(1), value(2)),
+            Operation::Iota(axis) => self.builder.iota(*axis, ty),
+            Operation::Convert(_) => self.builder.convert(value(0), ty.element),
+            Operation::Broadcast(_) => {
+                let dimensions: &[usize] = if operands[0].ty.tile.is_some() { &[0, 1] } else { &[] };
+                self.builder.broadcast(value(0), dimensions, &ty.shape)
+            }
+            Operation::Columns(_, start) => self.builder.slice(value(0), &[0, *start], &ty.shape),
+            Operation::FoldLanes(fold, _) => {
+                let fold = match fold {
+                    Fold::Add => stablehlo::Fold::Add,
+                    Fold::Max => stablehlo::Fold::Max,
+                };
+                let folded = self.builder.reduce(fold, value(0), &[1]);
+                self.builder.reshape(folded, &ty.shape)
+            }
+        }
+    }
+
+    fn store(&mut self, memory: Memory, place: Place<Value>, value: Operand<Value>) {
+        let start = self.column(place);
+        let contents = self.builder.dynamic_update_slice(self.memory[&memory], value.value, &start);
+        self.memory.insert(memory, contents);
+    }
+
+    fn for_loop(
+        &mut self,
+        trips: usize,
+        initial: &[Operand<Value>],
+        stored: &[Memory],
+        body: &mut dyn FnMut(&mut Self, Value, &[Value]) -> Vec<Operand<Value>>,
+    ) -> Vec<Value> {
+        let mut carried = vec![self.integer(0)];
+        carried.extend(initial.iter().map(|operand| operand.value));
+        carried.extend(self.stored(stored));
+        let index = Type::new(Element::I32, &[]);
+        let mut builder = mem::take(&mut self.builder);
+        let results = builder.while_loop(
+            &carried,
+            |builder, carried| {
+                let end = builder.constant(trips as f64, index.clone());
+                builder.compare(stablehlo::Comparison::Less, carried[0], end)
+            },
+            |builder, carried| {
+                self.inside(builder, |step| {
+                    let (values, contents) = carried[1..].split_at(initial.len());
+                    step.set(stored, contents);
+                    let next = body(step, carried[0], values);
+                    let one = step.integer(1);
+                    let mut after = vec![step.builder.add(carried[0], one)];
+                    after.extend(next.iter().map(|operand| operand.value));
+                    after.extend(step.stored(stored));
+                    after
+                })
+            },
+        );
+        self.builder = builder;
+        let (values, contents) = results[1..].split_at(initial.len());
+        self.set(stored, contents);
+        values.to_vec()
+    }
+
+    fn when(&mut self, condition: Value, stored: &[Memory], body: &mut dyn FnMut(&mut Self)) {
+        let before = self.stored(stored);
+        let mut builder = mem::take(&mut self.builder);
+        let after = builder.if_else(
+            condition,
+            |builder| {
+                self.inside(builder, |step| {
+                    body(step);
+                    step.stored(stored)
+                })
+            },
+            &before,
+        );
+        self.builder = builder;
+        self.set(stored, &after);
+    }
+}

@@ -1,0 +1,250 @@
+//! Cores that call tile kernels, in the way that a device can run them.
+
+use std::f64::consts::{LN_2, LOG2_E};
+
+use super::program::{Evaluated, Given, Program};
+use crate::element::Element;
+use crate::kernels::arithmetic::Arithmetic;
+use crate::kernels::objective::{Numbers, TokenLoss};
+use crate::kernels::one_pass::{self, one_pass};
+use crate::kernels::rows::{Core, FLOOR};
+use crate::kernels::structure::{Structure, Temperature};
+use crate::kernels::two_pass::{self, Local, Scale, Statistic};
+use crate::problem::Dtype;
+use crate::runtime::Axis;
+use crate::stablehlo::{Comparison, Fold, Type, Value};
+use crate::tile::{Kernel, mosaic, xla};
+
+/// How a program calls a tile kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lowering {
+    /// As StableHLO loops, for any device.
+    Loops,
+    /// As a kernel for a TPU.
+    Mosaic,
+}
+
+/// Calls `kernel`, arrays at HBM.
+fn call(on: &mut Program, kernel: &Kernel, lowering: Lowering, core: Core, operands: &[Value]) -> Vec<Value> {
+    let types = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>| {
+        list.map(|(element, shape)| Type::new(element, &shape)).collect::<Vec<_>>()
+    };
+    let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
+    assert_eq!(given, types(&mut kernel.operands()), "operands of {}", kernel.name());
+    match lowering {
+        Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
+        Lowering::Mosaic => {
+            let payload = mosaic::payload(kernel, core.vmem_bytes);
+            let outputs = types(&mut kernel.results());
+            on.builder.custom_call("tpu_custom_call", operands, &outputs, &kernel.shared(), &payload)
+        }
+    }
+}
+
+/// `[b,t,8]` from `[b,t]` columns, 0 in those that are not given.
+fn columns(on: &mut Program, given: &[(usize, Value)], width: usize) -> Value {
+    let [b, t, _] = on.local;
+    let zero = on.constant(0.0);
+    let columns: Vec<Value> = (0..width)
+        .map(|column| {
+            let value = given.iter().find(|(place, _)| *place == column).map_or(zero, |(_, value)| *value);
+            on.builder.reshape(value, &[b, t, 1])
+        })
+        .collect();
+    on.builder.concatenate(&columns, 2)
+}
+
+/// Column `place` of `[b,t,8]`, as `[b,t]`.
+fn column(on: &mut Program, array: Value, place: usize) -> Value {
+    let [b, t, _] = on.local;
+    let column = on.builder.slice(array, &[0, 0, place], &[b, t, 1]);
+    on.builder.reshape(column, &[b, t])
+}
+
+/// The core that is one kernel. See [`one_pass`].
+pub(super) fn one_pass_core(
+    on: &mut Program,
+    kernel: &Kernel,
+    structure: Structure,
+    given: &Given,
+    lowering: Lowering,
+    core: Core,
+) -> Evaluated {
+    use one_pass::{Given as Column, Result};
+    let [b, t, _] = on.local;
+    let mask = on.builder.convert(given.mask, Element::F32);
+    let mut of_tokens =
+        vec![(Column::Advantage as usize, given.advantage), (Column::Weight as usize, given.grad_weight)];
+    of_tokens.push((Column::Mask as usize, mask));
+    of_tokens.extend(given.old_logp.map(|value| (Column::OldLogp as usize, value)));
+    of_tokens.extend(given.ref_logp.map(|value| (Column::RefLogp as usize, value)));
+    let tokens = columns(on, &of_tokens, one_pass::PER_TOKEN);
+    let ids = on.builder.reshape(given.ids, &[b * t]);
+    let Numbers { low, high, delta, dual_clip, beta } = given.numbers;
+    let numbers = [low, high, delta, dual_clip, beta, given.inverse_temperature, given.entropy_factor];
+    let numbers = on.builder.vector(&numbers);
+    let outputs = call(on, kernel, lowering, core, &[ids, numbers, given.logits, tokens]);
+
+    let (dlogits, results) = (outputs[0], outputs[1]);
+    let mut result = |which: Result| column(on, results, which as usize);
+    let (logp, entropy, loss) = (result(Result::Logp), result(Result::Entropy), result(Result::Loss));
+    let (ratio, kl) = (result(Result::Ratio), structure.kl.map(|_| result(Result::Kl)));
+    let (low, high) = (result(Result::ClippedLow), result(Result::ClippedHigh));
+    let zero = on.constant(0.0);
+    let clipped_low = on.builder.compare(Comparison::Less, zero, low);
+    let clipped_high = on.builder.compare(Comparison::Less, zero, high);
+    // The derivative stays in the kernel.
+    let token = TokenLoss { loss, grad: zero, ratio, kl, clipped_low, clipped_high };
+    Evaluated { dlogits, logp, entropy, token }
+}
+
+/// The kernel of [`one_pass_core`], where a block of rows fits the core's VMEM.
+pub(super) fn one_pass_kernel(structure: Structure, local: [usize; 3], dtype: Dtype, core: Core) -> Option<Kernel> {
+    one_pass(structure, local, dtype.into(), core)
+}
+
+/// Sums over one softmax, `[b,t]`, over all columns.
+#[derive(Clone, Copy)]
+struct Softmax {
+    others: Value,
+    sum: Value,
+    target_gap: Value,
+    target_exp: Value,
+    log_sum: Value,
+    mean_gap: Value,
+}
+
+/// The core that is two kernels, with collectives between them where the vocabulary is cut. See [`two_pass`].
+pub(super) fn two_pass_core(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    dtype: Dtype,
+    lowering: Lowering,
+    core: Core,
+) -> Evaluated {
+    let [b, t, v] = on.local;
+    let element = Element::from(dtype);
+    let inverse = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
+    let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
+    let local = Local { shape: on.local, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
+    let (ids, real) = on.of_device(given);
+    let ids = on.builder.reshape(ids, &[b, t, 1]);
+    let statistics = two_pass::statistics(structure.temperature, local, element, core);
+    let logits = given.logits;
+    let results = call(on, &statistics, lowering, core, &[numbers, real, logits, ids])[0];
+
+    let mut statistic = |which: Statistic| column(on, results, which as usize);
+    let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
+    let entropy_sums = [statistic(Statistic::Others), statistic(Statistic::Weighted)];
+    let two_softmaxes = structure.temperature == Temperature::Logp;
+    let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
+    let max = on.over(&[Axis::Vocab], Fold::Max, local_max);
+    let target_logit = on.over(&[Axis::Vocab], Fold::Add, target_logit);
+    let max = on.without_floor(max);
+    let rise = on.builder.subtract(max, local_max);
+    let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, inverse);
+    let logp_softmax = logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, None));
+
+    let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
+    let logp = on.builder.negate(to_target);
+    let logp = if two_softmaxes { on.times(logp, given.inverse_temperature) } else { logp };
+    let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+    let token = on.token_loss(structure, given, logp);
+
+    let factor = on.builder.multiply(given.grad_weight, token.grad);
+    let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
+    let share = on.builder.divide(factor, logp_softmax.sum);
+    let share = on.builder.negate(share);
+    let share_of_others = on.builder.divide(logp_softmax.others, logp_softmax.sum);
+    let mut target = on.builder.multiply(factor, share_of_others);
+    let mask = on.builder.convert(given.mask, Element::F32);
+    let mut scales = vec![(Scale::Max as usize, max), (Scale::Share as usize, share), (Scale::Mask as usize, mask)];
+    if structure.entropy_bonus {
+        let factor = on.per_token(given.entropy_factor);
+        let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
+        let factor = on.builder.divide(factor, entropy_softmax.sum);
+        let above_mean = on.builder.subtract(entropy_softmax.target_gap, entropy_softmax.mean_gap);
+        let exp_above_mean = on.builder.multiply(entropy_softmax.target_exp, above_mean);
+        let term = on.builder.multiply(exp_above_mean, factor);
+        // A logit of −∞ has an infinite gap and no weight.
+        let zero = on.constant(0.0);
+        let nothing = on.builder.compare(Comparison::Equal, entropy_softmax.target_exp, zero);
+        let term = on.builder.select(nothing, zero, term);
+        target = on.builder.add(target, term);
+        scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, entropy_softmax.mean_gap)]);
+    }
+    scales.push((Scale::Target as usize, target));
+    let scales = columns(on, &scales, two_pass::PER_TOKEN);
+    let kernel = two_pass::dlogits(structure, local, element);
+    let dlogits = call(on, &kernel, lowering, core, &[numbers, real, logits, ids, scales])[0];
+    Evaluated { dlogits, logp, entropy, token }
+}
+
+impl Program {
+    /// The ids, counted from this device's first column, and how many columns it has, `[1]` i32.
+    fn of_device(&mut self, given: &Given) -> (Value, Value) {
+        let [b, t, v] = self.local;
+        let scalar = Type::new(Element::I32, &[]);
+        let columns = self.builder.constant(v as f64, scalar.clone());
+        let Some(first) = given.first_column else {
+            return (given.ids, self.builder.reshape(columns, &[1]));
+        };
+        let before = self.builder.broadcast(first, &[], &[b, t]);
+        let ids = self.builder.subtract(given.ids, before);
+        let vocab = self.builder.constant(self.vocab as f64, scalar);
+        let left = self.builder.subtract(vocab, first);
+        let real = self.builder.minimum(left, columns);
+        (ids, self.builder.reshape(real, &[1]))
+    }
+
+    /// `max`, −∞ where it is at or below the floor: such a row has no softmax.
+    fn without_floor(&mut self, max: Value) -> Value {
+        let (floor, nothing) = (self.constant(FLOOR), self.constant(f64::NEG_INFINITY));
+        let lost = self.builder.compare(Comparison::AtLeast, floor, max);
+        self.builder.select(lost, nothing, max)
+    }
+
+    /// A softmax from the sums that every device took below its own maximum.
+    fn joined_softmax(
+        &mut self,
+        max: Value,
+        rise: Value,
+        target_logit: Value,
+        [others, weighted]: [Value; 2],
+        inverse: Option<Value>,
+    ) -> Softmax {
+        let tempered = |on: &mut Self, value| inverse.map_or(value, |inverse| on.times(value, inverse));
+        let rise = tempered(self, rise);
+        let minus_rise = self.builder.negate(rise);
+        let shrink = self.builder.exponential(minus_rise);
+        let minus_log2_e = self.constant(-LOG2_E);
+        let shift = self.builder.multiply(rise, minus_log2_e);
+        let shifted = self.builder.multiply(others, shift);
+        let weighted = self.builder.add(weighted, shifted);
+        let others = self.builder.multiply(others, shrink);
+        let weighted = self.builder.multiply(weighted, shrink);
+        let others = self.over(&[Axis::Vocab], Fold::Add, others);
+        let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
+
+        let target_gap = self.builder.subtract(max, target_logit);
+        let target_gap = tempered(self, target_gap);
+        let minus_gap = self.builder.negate(target_gap);
+        let target_exp = self.builder.exponential(minus_gap);
+        let sum = self.builder.add(others, target_exp);
+        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
+        let one = self.constant(1.0);
+        let short_of_one = self.builder.subtract(target_exp, one);
+        let excess = self.builder.add(others, short_of_one);
+        let log_sum = self.builder.log_plus_one(excess);
+        let minus_ln_2 = self.constant(-LN_2);
+        let weighted_gaps = self.builder.multiply(weighted, minus_ln_2);
+        let zero = self.constant(0.0);
+        let of_target = self.builder.multiply(target_exp, target_gap);
+        let nothing = self.builder.compare(Comparison::Equal, target_exp, zero);
+        let of_target = self.builder.select(nothing, zero, of_target);
+        let weighted_gaps = self.builder.add(weighted_gaps, of_target);
+        let mean_gap = self.builder.divide(weighted_gaps, sum);
+        Softmax { others, sum, target_gap, target_exp, log_sum, mean_gap }
+    }
+}
