@@ -185,9 +185,9 @@ impl Client {
         Err(RuntimeError::Devices { given: devices, available, platform: self.platform().into() })
     }
 
-    /// The plugin's number for a device.
-    pub(super) fn device_id(&self, index: usize) -> i64 {
-        self.0.device_ids[index]
+    /// The plugin's numbers for the devices.
+    pub(super) fn device_ids(&self) -> &[i64] {
+        &self.0.device_ids
     }
 
     /// Keeps other programs of several devices out. Two that started on their devices in different orders would wait for

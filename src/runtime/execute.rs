@@ -36,6 +36,38 @@ impl<'p> Program<'p> {
     pub fn devices(&self) -> usize {
         self.replicas * self.partitions
     }
+
+    /// The compile options, encoded: copy `r`, partition `p` on device `r · partitions + p` of `device_ids`.
+    pub(super) fn options(&self, device_ids: &[i64]) -> Vec<u8> {
+        let on = |partition| {
+            let device = |replica| device_ids[replica * self.partitions + partition];
+            ComputationDevice { replica_device_ids: (0..self.replicas).map(device).collect() }
+        };
+        let mut options = CompileOptions::new();
+        if let Some(build) = &mut options.proto_mut().executable_build_options {
+            build.num_replicas = self.replicas as i64;
+            build.num_partitions = self.partitions as i64;
+            build.use_spmd_partitioning = self.partitions > 1;
+            // Without this the plugin chooses an order of its own, and arguments would lie on the wrong devices.
+            build.device_assignment = Some(DeviceAssignmentProto {
+                replica_count: self.replicas as i32,
+                computation_count: self.partitions as i32,
+                computation_devices: (0..self.partitions).map(on).collect(),
+            });
+        }
+        options.encode()
+    }
+
+    /// The program as plugins take it; it points to this one's code.
+    pub(super) fn raw(&self) -> PJRT_Program {
+        const FORMAT: &[u8] = b"mlir";
+        let mut raw = PJRT_Program::new();
+        raw.code = self.code.as_ptr().cast_mut().cast();
+        raw.code_size = self.code.len();
+        raw.format = FORMAT.as_ptr().cast();
+        raw.format_size = FORMAT.len();
+        raw
+    }
 }
 
 /// A program compiled for the first devices of a client. Freed when dropped.
@@ -62,19 +94,6 @@ impl Drop for Executable {
 }
 
 impl Client {
-    /// Copy `r`, partition `p` of a program on device `r · partitions + p`.
-    fn in_order(&self, program: &Program) -> DeviceAssignmentProto {
-        let on = |partition| {
-            let device = |replica| self.device_id(replica * program.partitions + partition);
-            ComputationDevice { replica_device_ids: (0..program.replicas).map(device).collect() }
-        };
-        DeviceAssignmentProto {
-            replica_count: program.replicas as i32,
-            computation_count: program.partitions as i32,
-            computation_devices: (0..program.partitions).map(on).collect(),
-        }
-    }
-
     /// Compiles a program for devices `0 .. program.devices()`.
     ///
     /// # Errors
@@ -82,21 +101,8 @@ impl Client {
     pub fn compile(&self, program: &Program) -> Result<Executable, RuntimeError> {
         let devices = program.devices();
         self.expect_devices(devices)?;
-        let mut options = CompileOptions::new();
-        if let Some(build) = &mut options.proto_mut().executable_build_options {
-            build.num_replicas = program.replicas as i64;
-            build.num_partitions = program.partitions as i64;
-            build.use_spmd_partitioning = program.partitions > 1;
-            // Without this the plugin chooses an order of its own, and arguments would lie on the wrong devices.
-            build.device_assignment = Some(self.in_order(program));
-        }
-        let options = options.encode();
-        let format = b"mlir";
-        let mut code = PJRT_Program::new();
-        code.code = program.code.as_ptr().cast_mut().cast();
-        code.code_size = program.code.len();
-        code.format = format.as_ptr().cast();
-        code.format_size = format.len();
+        let options = program.options(self.device_ids());
+        let code = program.raw();
         let mut args = PJRT_Client_Compile_Args::new();
         args.client = self.raw();
         args.program = &raw const code;

@@ -1,12 +1,29 @@
 //! What plugins say of memory.
 
-use pjrt_sys::{PJRT_Device_MemoryStats_Args, PJRT_Executable_GetCompiledMemoryStats_Args};
+use pjrt_sys::{PJRT_Device_MemoryStats_Args, PJRT_Executable, PJRT_Executable_GetCompiledMemoryStats_Args};
 
 use super::client::Client;
 use super::error::RuntimeError;
 use super::execute::Executable;
-use super::plugin::call;
+use super::plugin::{Plugin, call};
 use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes};
+
+/// What one run of `executable` takes on each device.
+pub(super) fn compiled_memory(
+    plugin: &Plugin,
+    executable: *mut PJRT_Executable,
+) -> Result<CompiledMemory, RuntimeError> {
+    let mut args = PJRT_Executable_GetCompiledMemoryStats_Args::new();
+    args.executable = executable;
+    call!(plugin, PJRT_Executable_GetCompiledMemoryStats, args, "read a program's memory")?;
+    Ok(CompiledMemory {
+        argument_bytes: args.argument_size_in_bytes,
+        output_bytes: args.output_size_in_bytes,
+        temp_bytes: args.temp_size_in_bytes,
+        alias_bytes: args.alias_size_in_bytes,
+        code_bytes: args.generated_code_size_in_bytes,
+    })
+}
 
 impl Executable {
     /// What one run takes on each device, as the compiler counted.
@@ -14,19 +31,7 @@ impl Executable {
     /// # Errors
     /// The plugin's own, `UNIMPLEMENTED` where it does not count.
     pub fn memory(&self) -> Result<CompiledMemory, RuntimeError> {
-        self.read(|unloaded| {
-            let mut args = PJRT_Executable_GetCompiledMemoryStats_Args::new();
-            args.executable = unloaded;
-            let plugin = self.client().plugin();
-            call!(plugin, PJRT_Executable_GetCompiledMemoryStats, args, "read a program's memory")?;
-            Ok(CompiledMemory {
-                argument_bytes: args.argument_size_in_bytes,
-                output_bytes: args.output_size_in_bytes,
-                temp_bytes: args.temp_size_in_bytes,
-                alias_bytes: args.alias_size_in_bytes,
-                code_bytes: args.generated_code_size_in_bytes,
-            })
-        })
+        self.read(|executable| compiled_memory(self.client().plugin(), executable))
     }
 }
 

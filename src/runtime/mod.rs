@@ -1,5 +1,6 @@
 //! PJRT: the one door to devices. A [`Plugin`] is a shared library with a `GetPjrtApi`; a [`Client`] holds its devices;
-//! a [`Buffer`] is an array on one of them; an [`Executable`] is a compiled StableHLO program.
+//! a [`Buffer`] is an array on one of them; an [`Executable`] is a compiled StableHLO program. A
+//! [`Topology`] describes devices that are not here; a program compiled for one is [`Unloaded`].
 //!
 //! Every object keeps alive what it was made from and frees itself, so that any order of drops is right. PJRT objects
 //! may be used from any thread, and so may these. Plugins stay loaded until the process ends: none can be unloaded.
@@ -19,6 +20,7 @@ mod execute;
 mod memory;
 mod mesh;
 mod plugin;
+mod topology;
 
 pub use buffers::Buffer;
 pub use client::Client;
@@ -26,3 +28,4 @@ pub use error::RuntimeError;
 pub use execute::{Executable, Program};
 pub use mesh::{Axis, Mesh, shard};
 pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, locate, quiet_plugins};
+pub use topology::{Topology, Unloaded};
