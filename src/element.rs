@@ -23,6 +23,8 @@ pub enum Element {
     I64,
     /// Signed 32-bit integer.
     I32,
+    /// Signed 16-bit integer.
+    I16,
     /// Unsigned byte.
     U8,
     /// Truth value, one byte on the host: 0 or 1.
@@ -31,13 +33,14 @@ pub enum Element {
 
 impl Element {
     /// Every element type.
-    pub const ALL: [Element; 8] = [
+    pub const ALL: [Element; 9] = [
         Element::F64,
         Element::F32,
         Element::Bf16,
         Element::F16,
         Element::I64,
         Element::I32,
+        Element::I16,
         Element::U8,
         Element::Pred,
     ];
@@ -47,7 +50,7 @@ impl Element {
         match self {
             Element::F64 | Element::I64 => 8,
             Element::F32 | Element::I32 => 4,
-            Element::Bf16 | Element::F16 => 2,
+            Element::Bf16 | Element::F16 | Element::I16 => 2,
             Element::U8 | Element::Pred => 1,
         }
     }
@@ -66,6 +69,7 @@ impl Element {
             Element::F16 => "f16",
             Element::I64 => "i64",
             Element::I32 => "i32",
+            Element::I16 => "i16",
             Element::U8 => "ui8",
             Element::Pred => "i1",
         }

@@ -108,6 +108,8 @@ pub struct Builder {
     types: Vec<Vec<Type>>,
     /// Parameters, each with the output that is written over it.
     parameters: Vec<(Value, Option<usize>)>,
+    /// Whether parameters that outputs are written over lie row-major on the device, and so those outputs.
+    row_major: bool,
     body: String,
 }
 
@@ -147,6 +149,12 @@ impl Builder {
 
     fn expect_float(&self, op: &str, a: Value) {
         assert!(self.element(a).is_float(), "{op}: got {}, expected a float type", self.type_of(a));
+    }
+
+    /// Has a parameter that an output is written over lie row-major on the device, whatever layout would pad it least: a
+    /// kernel of our own reads it so, and any other would be copied.
+    pub fn lay_out_row_major(&mut self) {
+        self.row_major = true;
     }
 
     /// The next parameter. With `overwritten_by` it is donated, and that output takes its memory.
@@ -253,6 +261,12 @@ impl Builder {
         self.binary("and", a, b)
     }
 
+    /// `a >> b` of integers, the sign kept.
+    pub fn shift_right(&mut self, a: Value, b: Value) -> Value {
+        assert!(!self.element(a).is_float(), "shift: got {}, expected integers", self.type_of(a));
+        self.binary("shift_right_arithmetic", a, b)
+    }
+
     fn logical(&mut self, op: &str, a: Value, b: Value) -> Value {
         assert_eq!(self.element(a), Element::Pred, "{op}: truth values");
         self.binary(op, a, b)
@@ -300,6 +314,17 @@ impl Builder {
         let from = self.type_of(a).clone();
         let ty = Type { element, ..from.clone() };
         self.define(ty.clone(), format_args!("stablehlo.convert {a} : ({from}) -> {ty}"))
+    }
+
+    /// The bits of `a` as another element type of the same size.
+    pub fn bitcast(&mut self, a: Value, element: Element) -> Value {
+        if self.element(a) == element {
+            return a;
+        }
+        let from = self.type_of(a).clone();
+        assert_eq!(from.element.size(), element.size(), "bitcast: {from} to {element}");
+        let ty = Type { element, ..from.clone() };
+        self.define(ty.clone(), format_args!("stablehlo.bitcast_convert {a} : ({from}) -> {ty}"))
     }
 
     /// `a` repeated to `shape`; dimension `i` of `a`, of that extent or of one, becomes dimension `dimensions[i]`.
@@ -551,21 +576,37 @@ impl Builder {
         self.define(ty, format_args!("{operation}"))
     }
 
+    /// How a program says in what order the elements of an array lie on the device; `None` where that is left open.
+    fn layout_mode(&self, ty: &Type) -> Option<String> {
+        let order: Vec<String> = (0..ty.shape.len()).rev().map(|dimension| dimension.to_string()).collect();
+        self.row_major.then(|| format!("mhlo.layout_mode = \"{{{}}}\"", order.join(",")))
+    }
+
     /// The module: `main` from the parameters to `outputs`.
     pub fn finish(self, outputs: &[Value]) -> String {
         let parameters = self.parameters.iter().map(|&(value, overwritten_by)| {
             let ty = self.type_of(value);
             let alias = overwritten_by.map_or(String::new(), |output| {
                 assert_eq!(ty, self.type_of(outputs[output]), "output {output} over a parameter of another type");
-                format!(" {{tf.aliasing_output = {output} : i32}}")
+                format!(
+                    " {{tf.aliasing_output = {output} : i32{}}}",
+                    self.layout_mode(ty).map_or(String::new(), |mode| format!(", {mode}"))
+                )
             });
             format!("{value}: {ty}{alias}")
         });
         let parameters = parameters.collect::<Vec<_>>().join(", ");
         let (names, types) = self.lists(outputs);
+        let over = |place: usize| self.parameters.iter().any(|&(_, output)| output == Some(place));
+        let results = outputs.iter().enumerate().map(|(place, &output)| {
+            let ty = self.type_of(output);
+            let mode = over(place).then(|| self.layout_mode(ty)).flatten();
+            mode.map_or_else(|| ty.to_string(), |mode| format!("{ty} {{{mode}}}"))
+        });
+        let results = results.collect::<Vec<_>>().join(", ");
         let body = self.body;
         format!(
-            "module @grpo {{\n  func.func public @main({parameters}) -> ({types}) {{\n{body}    return {names} : {types}\n  }}\n}}\n"
+            "module @grpo {{\n  func.func public @main({parameters}) -> ({results}) {{\n{body}    return {names} : {types}\n  }}\n}}\n"
         )
     }
 }

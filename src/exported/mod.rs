@@ -243,6 +243,7 @@ fn numbers(values: impl Iterator<Item = f64>, element: Element) -> Vec<u8> {
         Element::F16 => to_bytes(values.map(<half::f16 as Float>::from_f64)),
         Element::I64 => to_bytes(values.map(|x| x as i64)),
         Element::I32 => to_bytes(values.map(|x| x as i32)),
+        Element::I16 => to_bytes(values.map(|x| x as i16)),
         Element::U8 | Element::Pred => to_bytes(values.map(|x| u8::from(x != 0.0))),
     }
 }

@@ -18,15 +18,16 @@ use std::f64::consts::LN_2;
 use super::arithmetic::Arithmetic;
 use super::objective::{Numbers, Token, TokenLoss, token_loss};
 use super::rows::{
-    ACCUMULATORS, Columns, Core, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, raised,
-    rows_of_a_register,
+    ACCUMULATORS, Columns, Core, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
+    raised, rows_of_a_register, stored_as, widen,
 };
 use super::structure::{Structure, Temperature};
 use crate::element::Element;
 use crate::tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
 
-/// Columns that an iteration of a loop over a row takes.
-const WIDTH: usize = 4096;
+/// Registers that an iteration of a loop over a row takes, at most. Many, because what a trip costs beside its work is
+/// shared by all of them.
+const REGISTERS: usize = 64;
 
 /// The columns of the array that holds what the kernel is given of each token.
 #[derive(Clone, Copy)]
@@ -117,7 +118,7 @@ fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, core: Co
     let numbers = on.scalars(Element::F32, NUMBERS);
     let padded = v.next_multiple_of(LANES);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
-    let logits = on.input(element, &[b, t, v], window(padded));
+    let logits = on.input(stored_as(element), &[b, t, v], window(padded));
     let tokens = on.input(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
     let dlogits = on.output_over(logits);
     let results = on.output(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
@@ -134,8 +135,10 @@ impl Writer {
 
     /// The columns of a row.
     fn columns(&mut self) -> Columns {
-        let real = self.on.integer(self.vocab);
-        Columns { all: self.vocab.next_multiple_of(LANES), whole: self.vocab / LANES * LANES, real }
+        let (real, whole) = (self.on.integer(self.vocab), self.vocab / LANES);
+        // As many trips as need be, with as little left over as that number allows.
+        let width = whole / whole.div_ceil(REGISTERS).max(1) * LANES;
+        Columns { all: self.vocab.next_multiple_of(LANES), whole: whole * LANES, width: width.max(LANES), real }
     }
 
     fn given(&mut self, column: Given) -> Value {
@@ -268,11 +271,11 @@ impl Writer {
         for target in targets {
             let column = Column::Dynamic(target.register);
             let x = on.load(self.logits, column, LANES);
-            let x = on.convert(x, Element::F32);
+            let x = widen(on, x);
             let hit = on.equal(places, target.place);
             taken = on.select(hit, x, taken);
             let left = on.select(hit, floor, x);
-            let left = on.convert(left, element);
+            let left = narrow(on, left, element);
             on.store(self.logits, column, left);
         }
         on.fold_lanes(Fold::Add, taken)
@@ -286,9 +289,9 @@ impl Writer {
         let native = element == Element::F32 || element == Element::Bf16 && core.bf16_arithmetic;
         let element = if native { element } else { Element::F32 };
         let lowest = on.constant(FLOOR, Type::tile(element, self.rows, LANES));
-        let maxima = for_each_chunk(on, columns, WIDTH, &[lowest; ACCUMULATORS], |on, chunk, carried| {
+        let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
-            let x = on.convert(x, element);
+            let x = if native { x } else { widen(on, x) };
             let mut maxima = carried.to_vec();
             accumulate(on, Fold::Max, &mut maxima, x);
             maxima
@@ -312,7 +315,7 @@ impl Writer {
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
         let zero = on.constant(0.0, Type::tile(Element::F32, self.rows, LANES));
-        let sums = for_each_chunk(on, columns, WIDTH, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
+        let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
             let x = raised(on, core, x);
             let gap = on.sub(max, x);
@@ -367,7 +370,7 @@ impl Writer {
         let zero = on.number(0.0);
         let minus_ln_2 = on.number(-LN_2);
         let counts = on.less(zero, mask);
-        for_each_chunk(on, columns, WIDTH, &[], |on, chunk, _| {
+        for_each_chunk(on, columns, &[], |on, chunk, _| {
             let exp = on.load(exps, chunk.column, chunk.columns);
             let mut gradient = on.mul(exp, minus_share);
             if let Some(bonus) = bonus {
@@ -389,7 +392,7 @@ impl Writer {
                 on.less(zero, mask)
             };
             let gradient = on.select(counts, gradient, zero);
-            let gradient = on.convert(gradient, element);
+            let gradient = narrow(on, gradient, element);
             on.store(dlogits, chunk.column, gradient);
             vec![]
         });
@@ -412,10 +415,10 @@ impl Writer {
         for Target { register, place } in targets {
             let column = Column::Dynamic(*register);
             let written = on.load(dlogits, column, LANES);
-            let written = on.convert(written, Element::F32);
+            let written = widen(on, written);
             let hit = on.equal(places, *place);
             let patched = on.select(hit, target, written);
-            let patched = on.convert(patched, element);
+            let patched = narrow(on, patched, element);
             on.store(dlogits, column, patched);
         }
     }

@@ -8,11 +8,11 @@ use crate::tile::{Builder, Column, Fold, LANES, Memory, Type, Value};
 
 /// What a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Core {
+pub struct Core {
     /// Bytes of VMEM that a kernel may use.
-    pub(crate) vmem_bytes: usize,
+    pub vmem_bytes: usize,
     /// Whether it computes in bf16.
-    pub(crate) bf16_arithmetic: bool,
+    pub bf16_arithmetic: bool,
 }
 
 /// What a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row whose
@@ -44,19 +44,21 @@ pub(crate) struct Columns {
     pub(crate) all: usize,
     /// Those of them, a multiple of [`LANES`] from the first on, that are columns of the array in every window.
     pub(crate) whole: usize,
+    /// How many a trip of a loop takes, a multiple of [`LANES`].
+    pub(crate) width: usize,
     /// How many are columns of the array in this window, a scalar i32.
     pub(crate) real: Value,
 }
 
-/// Calls `body` on every chunk of the columns, `width` at a time in a loop, then the rest. What is carried goes from each
+/// Calls `body` on every chunk of the columns, in a loop, then the rest. What is carried goes from each
 /// to the next.
 pub(crate) fn for_each_chunk(
     on: &mut Builder,
     columns: Columns,
-    width: usize,
     initial: &[Value],
     mut body: impl FnMut(&mut Builder, Chunk, &[Value]) -> Vec<Value>,
 ) -> Vec<Value> {
+    let width = columns.width;
     let trips = columns.whole / width;
     let mut carried = if trips == 1 {
         body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
@@ -113,6 +115,77 @@ pub(crate) fn join(on: &mut Builder, fold: Fold, values: &[Value]) -> Value {
     rest[0]
 }
 
+/// How logits lie in memory: f16 as its bits, for a TPU has no f16.
+pub(crate) fn stored_as(logits: Element) -> Element {
+    if logits == Element::F16 { Element::I16 } else { logits }
+}
+
+/// Stored logits in f32, exactly.
+pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
+    if on.type_of(x).element != Element::I16 {
+        return on.convert(x, Element::F32);
+    }
+    let bits = on.convert(x, Element::I32);
+    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(Element::I32));
+    let (zero, no_sign) = (on.integer(0), integer(on, 0x7FFF));
+    let magnitude = on.and(bits, no_sign);
+    let (least_normal, infinite) = (integer(on, 0x0400), integer(on, 0x7C00));
+    // Exponent and fraction move to their places in an f32, whose bias is 112 more; that of ∞ and NaN, all ones, by 224.
+    let (wider, bias, bias_of_specials) = (integer(on, 1 << 13), integer(on, 112 << 23), integer(on, 224 << 23));
+    let finite = on.less(magnitude, infinite);
+    let bias = on.select(finite, bias, bias_of_specials);
+    let moved = on.mul(magnitude, wider);
+    let moved = on.add(moved, bias);
+    let normal = on.bitcast(moved, Element::F32);
+    // Below the normal numbers the fraction counts units of 2⁻²⁴.
+    let counted = on.convert(magnitude, Element::F32);
+    let unit = on.number(2_f64.powi(-24));
+    let subnormal = on.mul(counted, unit);
+    let small = on.less(magnitude, least_normal);
+    let value = on.select(small, subnormal, normal);
+    let negated = on.neg(value);
+    let negative = on.less(bits, zero);
+    on.select(negative, negated, value)
+}
+
+/// f32 as logits are stored, rounded to nearest even.
+pub(crate) fn narrow(on: &mut Builder, x: Value, stored: Element) -> Value {
+    if stored != Element::I16 {
+        return on.convert(x, stored);
+    }
+    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(Element::I32));
+    let zero = on.number(0.0);
+    let negated = on.neg(x);
+    let negative = on.less(x, zero);
+    let value = on.select(negative, negated, x);
+    // 13 bits of the fraction go: half of the last that stays is added, and less where a tie is to stay even.
+    let bits = on.bitcast(value, Element::I32);
+    let (one, dropped, almost_half) = (integer(on, 1), integer(on, 13), integer(on, (1 << 12) - 1));
+    let kept = on.shift_right(bits, dropped);
+    let odd = on.and(kept, one);
+    let up = on.add(odd, almost_half);
+    let rounded = on.add(bits, up);
+    let rounded = on.shift_right(rounded, dropped);
+    let (bias, infinite, nan) = (integer(on, 112 << 10), integer(on, 0x7C00), integer(on, 0x7E00));
+    let normal = on.sub(rounded, bias);
+    let normal = on.min(normal, infinite);
+    // Below the normal numbers: added to 2²³ the value is rounded to whole units of 2⁻²⁴, which are its last bits.
+    let (unit, whole, fraction) = (on.number(2_f64.powi(24)), on.number(2_f64.powi(23)), integer(on, (1 << 23) - 1));
+    let counted = on.mul(value, unit);
+    let counted = on.add(counted, whole);
+    let counted = on.bitcast(counted, Element::I32);
+    let subnormal = on.and(counted, fraction);
+    let least_normal = on.number(2_f64.powi(-14));
+    let small = on.less(value, least_normal);
+    let magnitude = on.select(small, subnormal, normal);
+    let number = on.equal(x, x);
+    let magnitude = on.select(number, magnitude, nan);
+    let sign = integer(on, -0x8000);
+    let with_sign = on.add(magnitude, sign);
+    let result = on.select(negative, with_sign, magnitude);
+    on.convert(result, stored)
+}
+
 /// The columns of `chunk`, `FLOOR` in those that are beyond the array.
 pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Value {
     let x = on.load(logits, chunk.column, chunk.columns);
@@ -120,19 +193,19 @@ pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Val
     let ty = on.type_of(x);
     let [rows, columns] = ty.tile.expect("logits are loaded as tiles");
     // Compared in 32 bits whatever the logits are: the mask is then one of 32-bit lanes.
-    let wide = on.convert(x, Element::F32);
+    let wide = widen(on, x);
     let lane = on.iota(1, rows, columns);
     let inside = on.less(lane, real);
     let floor = on.number(FLOOR);
     let kept = on.select(inside, wide, floor);
-    on.convert(kept, ty.element)
+    narrow(on, kept, ty.element)
 }
 
 /// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
 pub(crate) fn raised(on: &mut Builder, core: Core, x: Value) -> Value {
     let ty = on.type_of(x);
     let native = ty.element == Element::Bf16 && core.bf16_arithmetic;
-    let x = if native { x } else { on.convert(x, Element::F32) };
+    let x = if native { x } else { widen(on, x) };
     let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
     let x = on.max(x, floor);
     on.convert(x, Element::F32)

@@ -13,7 +13,8 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    Chunk, Columns, Core, FLOOR, accumulate, exponent_scale, for_each_chunk, join, load_logits, rows_of_a_register,
+    Chunk, Columns, Core, FLOOR, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
+    rows_of_a_register, stored_as, widen,
 };
 use super::structure::{Structure, Temperature};
 use crate::element::Element;
@@ -99,7 +100,7 @@ impl Cut {
 
     fn logits(self, on: &mut Builder, element: Element) -> Memory {
         let window = Window { block: vec![1, self.rows, self.columns], along: vec![Some(0), Some(1), Some(2)] };
-        on.input(element, &[self.batch, self.tokens, self.vocab], window)
+        on.input(stored_as(element), &[self.batch, self.tokens, self.vocab], window)
     }
 
     /// A `[B,T,columns]` array of which every step of a row sees the same rows.
@@ -116,7 +117,7 @@ impl Cut {
         let real = on.sub(real, before);
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
-        Columns { all: self.columns, whole: fewest / LANES * LANES, real }
+        Columns { all: self.columns, whole: fewest / LANES * LANES, width: WIDTH, real }
     }
 
     /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
@@ -189,9 +190,9 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     let native = element == Element::F32 || element == Element::Bf16 && core.bf16_arithmetic;
     let compared = if native { element } else { Element::F32 };
     let lowest = on.constant(FLOOR, Type { element: compared, ..lanes });
-    let highest = for_each_chunk(on, columns, WIDTH, &[lowest], |on, chunk, carried| {
+    let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
-        let x = on.convert(x, compared);
+        let x = if native { x } else { widen(on, x) };
         let mut maximum = carried.to_vec();
         accumulate(on, Fold::Max, &mut maximum, x);
         maximum
@@ -207,9 +208,9 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     let zero = on.constant(0.0, lanes);
     let mut initial = vec![zero; 1 + 2 * scales.len()];
     initial[0] = whole(on, chosen);
-    let of_window = for_each_chunk(on, columns, WIDTH, &initial, |on, chunk, carried| {
+    let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
-        let x = on.convert(x, Element::F32);
+        let x = widen(on, x);
         let floor = on.number(FLOOR);
         let raised = on.max(x, floor);
         let zero = on.number(0.0);
@@ -300,9 +301,9 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element) -> K
     let bonus = structure.entropy_bonus.then(|| [given(on, Scale::Bonus), given(on, Scale::MeanGap)]);
     let targets = cut.targets(on, ids);
     let columns = cut.of_window(on, real);
-    for_each_chunk(on, columns, WIDTH, &[], |on, chunk, _| {
+    for_each_chunk(on, columns, &[], |on, chunk, _| {
         let x = load_logits(on, logits, chunk);
-        let x = on.convert(x, Element::F32);
+        let x = widen(on, x);
         let floor = on.number(FLOOR);
         let x = on.max(x, floor);
         let gap = on.sub(max, x);
@@ -326,7 +327,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element) -> K
         let mask = on.broadcast(mask, rows, columns);
         let counts = on.less(zero, mask);
         let gradient = on.select(counts, gradient, zero);
-        let gradient = on.convert(gradient, element);
+        let gradient = narrow(on, gradient, stored_as(element));
         on.store(dlogits, chunk.column, gradient);
         vec![]
     });

@@ -8,9 +8,9 @@ use pjrt_sys::{
     PJRT_Buffer_MemoryLayout_Type_PJRT_Buffer_MemoryLayout_Type_Tiled, PJRT_Buffer_ToHostBuffer_Args, PJRT_Buffer_Type,
     PJRT_Buffer_Type_PJRT_Buffer_Type_BF16, PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
     PJRT_Buffer_Type_PJRT_Buffer_Type_F32, PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
-    PJRT_Buffer_Type_PJRT_Buffer_Type_PRED, PJRT_Buffer_Type_PJRT_Buffer_Type_S32,
-    PJRT_Buffer_Type_PJRT_Buffer_Type_S64, PJRT_Buffer_Type_PJRT_Buffer_Type_U8, PJRT_Client_BufferFromHostBuffer_Args,
-    PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_PRED, PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_S32, PJRT_Buffer_Type_PJRT_Buffer_Type_S64, PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
+    PJRT_Client_BufferFromHostBuffer_Args, PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
     PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes,
 };
 
@@ -50,6 +50,7 @@ fn buffer_type(element: Element) -> PJRT_Buffer_Type {
         Element::F16 => PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
         Element::I64 => PJRT_Buffer_Type_PJRT_Buffer_Type_S64,
         Element::I32 => PJRT_Buffer_Type_PJRT_Buffer_Type_S32,
+        Element::I16 => PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
         Element::U8 => PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
         Element::Pred => PJRT_Buffer_Type_PJRT_Buffer_Type_PRED,
     }

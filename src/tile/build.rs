@@ -256,6 +256,19 @@ impl Builder {
         self.binary(Binary::And, a, b)
     }
 
+    /// `a >> b` of integers, the sign kept.
+    pub(crate) fn shift_right(&mut self, a: Value, b: Value) -> Value {
+        assert!(!self.element(a).is_float(), "shift of {}", self.type_of(a));
+        self.binary(Binary::ShiftRight, a, b)
+    }
+
+    /// The bits of `a` as f32 or i32.
+    pub(crate) fn bitcast(&mut self, a: Value, element: Element) -> Value {
+        let from = self.type_of(a);
+        assert!(from.element.size() == 4 && element.size() == 4, "bitcast: {from} to {element}");
+        self.define(Type { element, ..from }, Operation::Bitcast(a))
+    }
+
     /// `a ∨ b`, of truth values.
     pub(crate) fn or(&mut self, a: Value, b: Value) -> Value {
         assert_eq!(self.element(a), Element::Pred, "or of {}", self.type_of(a));

@@ -104,6 +104,8 @@ pub(crate) enum Binary {
     And,
     /// Truth values.
     Or,
+    /// Integers; the sign is kept.
+    ShiftRight,
 }
 
 /// Comparisons; all are false where a side is NaN.
@@ -148,6 +150,8 @@ pub(super) enum Operation {
     Iota(usize),
     /// To the value's element type, rounded to nearest even.
     Convert(Value),
+    /// The same bits as the value's element type, f32 or i32.
+    Bitcast(Value),
     /// A scalar, or a tile of one column or of one row, in every place.
     Broadcast(Value),
     /// Columns from the one given.

@@ -108,6 +108,7 @@ fn used_by(operation: &Operation) -> Vec<Value> {
         | Operation::LoadScalar(_, a)
         | Operation::Unary(_, a)
         | Operation::Convert(a)
+        | Operation::Bitcast(a)
         | Operation::Broadcast(a)
         | Operation::Columns(a, _)
         | Operation::FoldLanes(_, a) => vec![a],

@@ -287,6 +287,7 @@ impl Writer<'_> {
             Binary::Min => ("arith.minsi", ""),
             Binary::And => ("arith.andi", ""),
             Binary::Or => ("arith.ori", ""),
+            Binary::ShiftRight => ("arith.shrsi", ""),
         };
         let spelled = Spelled(ty).to_string();
         self.define(op, &[(a, &spelled), (b, &spelled)], attributes, &spelled)
@@ -309,6 +310,13 @@ impl Writer<'_> {
                 }
             }
             (from, _) if from.is_float() => "arith.fptosi",
+            (from, to) if !to.is_float() => {
+                if from.size() < to.size() {
+                    "arith.extsi"
+                } else {
+                    "arith.trunci"
+                }
+            }
             _ => "arith.sitofp",
         };
         self.define(op, &[(a, &given)], "", &wanted)
@@ -384,6 +392,7 @@ impl Lowering for Writer<'_> {
                 self.define("tpu.iota", &[], &format!("dimensions = array<i32: {axis}>"), &spelled)
             }
             Operation::Convert(_) => self.convert(operands[0].ty, ty, operands[0].value),
+            Operation::Bitcast(_) => self.define("tpu.bitcast", &named, "", &spelled),
             Operation::Broadcast(_) => self.define("vector.broadcast", &named, "", &spelled),
             Operation::Columns(_, start) => {
                 let [rows, columns] = ty.tile.expect("columns of a tile");

@@ -234,6 +234,7 @@ impl Lowering for Step {
                     Binary::And if ty.element == Element::Pred => self.builder.and(a, b),
                     Binary::And => self.builder.bit_and(a, b),
                     Binary::Or => self.builder.or(a, b),
+                    Binary::ShiftRight => self.builder.shift_right(a, b),
                 }
             }
             Operation::Compare(comparison, ..) => {
@@ -246,6 +247,7 @@ impl Lowering for Step {
             Operation::Select(..) => self.builder.select(value(0), value(1), value(2)),
             Operation::Iota(axis) => self.builder.iota(*axis, ty),
             Operation::Convert(_) => self.builder.convert(value(0), ty.element),
+            Operation::Bitcast(_) => self.builder.bitcast(value(0), ty.element),
             Operation::Broadcast(_) => {
                 let dimensions: &[usize] = if operands[0].ty.tile.is_some() { &[0, 1] } else { &[] };
                 self.builder.broadcast(value(0), dimensions, &ty.shape)

@@ -261,7 +261,7 @@ mod tests {
 
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
         let structure = Structure::of(spec);
-        program(structure, SHAPE, Dtype::Bf16, mesh, |on, given| core(on, structure, given, Dtype::Bf16))
+        program(structure, SHAPE, Dtype::Bf16, mesh, false, |on, given| core(on, structure, given, Dtype::Bf16))
     }
 
     fn spec(x: f64) -> LossSpec {

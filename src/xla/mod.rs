@@ -26,7 +26,7 @@ use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
 use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
-use crate::kernels::rows::Core;
+pub use crate::kernels::rows::Core;
 use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
@@ -37,7 +37,7 @@ use shards::Shards;
 use tiled::Lowering;
 
 /// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
-const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
+pub const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
 
 /// How the logits are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,8 +107,9 @@ impl Xla {
         lowering: Lowering,
         core: Core,
     ) -> Result<String, Unsupported> {
+        let row_major = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
         let write = |inside: &dyn Fn(&mut Around, &Given) -> Evaluated| {
-            program::program(structure, shape, dtype, mesh, |on, given| inside(on, given))
+            program::program(structure, shape, dtype, mesh, row_major, |on, given| inside(on, given))
         };
         Ok(match self.kernel {
             Kernel::Baseline => write(&|on, given| baseline::core(on, structure, given, dtype)),
@@ -121,6 +122,34 @@ impl Xla {
             }
             Kernel::TwoPass => write(&|on, given| tiled::two_pass_core(on, structure, given, dtype, lowering, core)),
         })
+    }
+
+    /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
+    /// one batch: data-parallel, whatever the sharding of this implementation. A text for compilers: nothing is run. Tile
+    /// kernels are called as kernels for a TPU of `core`.
+    ///
+    /// # Errors
+    /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
+    pub fn program_for(
+        &self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        devices: usize,
+        core: Core,
+    ) -> Result<String, Unsupported> {
+        if self.sharding != Sharding::Whole {
+            let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass";
+            return Err(self.unsupported("compiling ahead of time", self.id(), supported));
+        }
+        self.supports(spec, local, dtype, 1)?;
+        let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
+        let Some(batch) = batch else {
+            let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
+            return Err(self.unsupported("sequences a device", local.batch, supported));
+        };
+        let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
+        self.program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh, Lowering::Mosaic, core)
     }
 
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {

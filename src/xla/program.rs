@@ -105,7 +105,8 @@ pub(super) struct Evaluated {
     pub(super) token: TokenLoss<Value, Value>,
 }
 
-/// The program for logits of `shape` and `dtype`, cut over `mesh`, with `core` in its middle.
+/// The program for logits of `shape` and `dtype`, cut over `mesh`, with `core` in its middle. `row_major` is how logits must
+/// lie on a device for kernels that are not XLA's.
 ///
 /// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then `old_logp` and `ref_logp` f32 where the structure
 /// has them, all `[b,t]`; the numbers f32; and where the vocabulary is cut, the device's first column as a scalar i32.
@@ -114,11 +115,15 @@ pub(super) fn program(
     shape: Shape,
     dtype: Dtype,
     mesh: Mesh,
+    row_major: bool,
     core: impl FnOnce(&mut Program, &Given) -> Evaluated,
 ) -> String {
     let local = local_shape(shape, mesh);
     let [b, t, _] = local;
     let mut builder = Builder::default();
+    if row_major {
+        builder.lay_out_row_major();
+    }
     let per_token = |element| Type::new(element, &[b, t]);
     let logits = builder.parameter(Type::new(dtype.into(), &local), Some(Output::Dlogits as usize));
     let ids = builder.parameter(per_token(Element::I32), None);

@@ -7,7 +7,7 @@ use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::{Numbers, TokenLoss};
 use crate::kernels::one_pass::{self, one_pass};
-use crate::kernels::rows::{Core, FLOOR};
+use crate::kernels::rows::{Core, FLOOR, stored_as};
 use crate::kernels::structure::{Structure, Temperature};
 use crate::kernels::two_pass::{self, Local, Scale, Statistic};
 use crate::problem::Dtype;
@@ -83,9 +83,10 @@ pub(super) fn one_pass_core(
     let Numbers { low, high, delta, dual_clip, beta } = given.numbers;
     let numbers = [low, high, delta, dual_clip, beta, given.inverse_temperature, given.entropy_factor];
     let numbers = on.builder.vector(&numbers);
-    let outputs = call(on, kernel, lowering, core, &[ids, numbers, given.logits, tokens]);
+    let (logits, dtype) = on.stored_logits(given);
+    let outputs = call(on, kernel, lowering, core, &[ids, numbers, logits, tokens]);
 
-    let (dlogits, results) = (outputs[0], outputs[1]);
+    let (dlogits, results) = (on.builder.bitcast(outputs[0], dtype), outputs[1]);
     let mut result = |which: Result| column(on, results, which as usize);
     let (logp, entropy, loss) = (result(Result::Logp), result(Result::Entropy), result(Result::Loss));
     let (ratio, kl) = (result(Result::Ratio), structure.kl.map(|_| result(Result::Kl)));
@@ -131,7 +132,7 @@ pub(super) fn two_pass_core(
     let (ids, real) = on.of_device(given);
     let ids = on.builder.reshape(ids, &[b, t, 1]);
     let statistics = two_pass::statistics(structure.temperature, local, element, core);
-    let logits = given.logits;
+    let (logits, dtype) = on.stored_logits(given);
     let results = call(on, &statistics, lowering, core, &[numbers, real, logits, ids])[0];
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
@@ -178,10 +179,17 @@ pub(super) fn two_pass_core(
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
     let kernel = two_pass::dlogits(structure, local, element);
     let dlogits = call(on, &kernel, lowering, core, &[numbers, real, logits, ids, scales])[0];
+    let dlogits = on.builder.bitcast(dlogits, dtype);
     Evaluated { dlogits, logp, entropy, token }
 }
 
 impl Program {
+    /// The logits as a kernel takes them, and their own element type.
+    fn stored_logits(&mut self, given: &Given) -> (Value, Element) {
+        let dtype = self.builder.type_of(given.logits).element;
+        (self.builder.bitcast(given.logits, stored_as(dtype)), dtype)
+    }
+
     /// The ids, counted from this device's first column, and how many columns it has, `[1]` i32.
     fn of_device(&mut self, given: &Given) -> (Value, Value) {
         let [b, t, v] = self.local;
