@@ -339,7 +339,9 @@ impl Operation {
     fn operand(&self, i: usize) -> Checked<&Shaped> {
         match &self.operand_types[i] {
             Type::Data(shaped) => Ok(shaped),
-            other => Err(self.error(format!("operand {i} is {other}, expected a scalar or a vector"))),
+            memory @ Type::MemRef(..) => {
+                Err(self.error(format!("operand {i} is {memory}, expected a scalar or a vector")))
+            }
         }
     }
 
@@ -598,7 +600,7 @@ fn constant(operation: &Operation) -> Checked<Action> {
 fn float(kind: Kind, text: &str) -> Option<f32> {
     if let Some(digits) = text.strip_prefix("0x") {
         let bits = u32::from_str_radix(digits, 16).ok().filter(|_| digits.len() as u32 * 4 == kind.bits())?;
-        return Some(kind.from_bits(bits));
+        return Some(kind.float(bits));
     }
     let x: f64 = text.parse().ok().filter(|_| text.contains('.'))?;
     Some(kind.round_f64(x))

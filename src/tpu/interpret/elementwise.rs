@@ -90,10 +90,10 @@ pub(super) fn compare_int(predicate: i64) -> Option<fn(i32, i32) -> bool> {
         3 => |x, y| x <= y,
         4 => |x, y| x > y,
         5 => |x, y| x >= y,
-        6 => |x, y| (x as u32) < y as u32,
-        7 => |x, y| x as u32 <= y as u32,
-        8 => |x, y| x as u32 > y as u32,
-        9 => |x, y| x as u32 >= y as u32,
+        6 => |x, y| x.cast_unsigned() < y.cast_unsigned(),
+        7 => |x, y| x.cast_unsigned() <= y.cast_unsigned(),
+        8 => |x, y| x.cast_unsigned() > y.cast_unsigned(),
+        9 => |x, y| x.cast_unsigned() >= y.cast_unsigned(),
         _ => return None,
     })
 }
@@ -110,7 +110,7 @@ pub(super) fn compare_float(predicate: i64) -> Option<fn(f32, f32) -> bool> {
         3 => |x, y| x >= y,
         4 => |x, y| x < y,
         5 => |x, y| x <= y,
-        6 => |x, y| x < y || x > y,
+        6 => |x, y| !unordered(x, y) && x != y,
         7 => |x, y| !unordered(x, y),
         8 => |x, y| unordered(x, y) || x == y,
         9 => |x, y| unordered(x, y) || x > y,
@@ -124,17 +124,20 @@ pub(super) fn compare_float(predicate: i64) -> Option<fn(f32, f32) -> bool> {
     })
 }
 
+/// Whether elements of the first kind convert to the second.
+type Takes = fn(Kind, Kind) -> bool;
+type Convert = fn(&Elements, Kind, Kind) -> Elements;
+
 /// A change of element type.
 #[derive(Clone, Copy)]
 pub(super) struct Conversion {
-    pub(super) convert: fn(&Elements, Kind, Kind) -> Elements,
-    /// The pairs of kinds that it takes.
-    pub(super) takes: fn(Kind, Kind) -> bool,
+    pub(super) takes: Takes,
+    pub(super) convert: Convert,
 }
 
 /// `None` for an operation that changes no element type.
 pub(super) fn conversion(name: &str) -> Option<Conversion> {
-    let (takes, convert): (fn(Kind, Kind) -> bool, fn(&Elements, Kind, Kind) -> Elements) = match name {
+    let (takes, convert): (Takes, Convert) = match name {
         "arith.extf" => (
             |from, to| from.is_float() && to.is_float() && from.bits() < to.bits(),
             |x, _, to| floats(x.floats(), |&x| to.round(x)),
@@ -170,15 +173,15 @@ pub(super) fn conversion(name: &str) -> Option<Conversion> {
         "arith.bitcast" => (
             |from, to| from != Kind::Index && to != Kind::Index && from.bits() == to.bits(),
             |x, from, to| match (x, to.is_float()) {
-                (Elements::Float(x), false) => ints(x, |&x| to.wrap(from.to_bits(x) as i32)),
-                (Elements::Float(x), true) => floats(x, |&x| to.from_bits(from.to_bits(x))),
-                (Elements::Int(x), true) => floats(x, |&x| to.from_bits(from.unsigned(x))),
+                (Elements::Float(x), false) => ints(x, |&x| to.wrap(from.float_bits(x) as i32)),
+                (Elements::Float(x), true) => floats(x, |&x| to.float(from.float_bits(x))),
+                (Elements::Int(x), true) => floats(x, |&x| to.float(from.unsigned(x))),
                 (Elements::Int(x), false) => Elements::Int(x.clone()),
             },
         ),
         _ => return None,
     };
-    Some(Conversion { convert, takes })
+    Some(Conversion { takes, convert })
 }
 
 fn is_integer(kind: Kind) -> bool {

@@ -165,32 +165,32 @@ fn run_within(
         }
         prefetch.push(array.elements);
     }
-    let mut arrays = Arrays { arrays: Vec::new(), of_window: (0..inputs.len()).collect(), inputs: inputs.len() };
+    let mut arrays = Arrays { in_hbm: Vec::new(), of_window: (0..inputs.len()).collect(), inputs: inputs.len() };
     let kinds: Vec<Kind> = program.windows.iter().map(|window| window.ty.kind).collect();
     for (i, array) in inputs.into_iter().enumerate() {
-        arrays.arrays.push(hbm_array(array, kinds[i], &format!("operand {}", prefetched + i))?);
+        arrays.in_hbm.push(hbm_array(array, kinds[i], &format!("operand {}", prefetched + i))?);
     }
     let sources = alias_sources(aliases, prefetched, &arrays, outputs.len())?;
     for (i, ((element, shape), source)) in outputs.iter().zip(sources).enumerate() {
         let output = unwritten(*element, shape, kinds[arrays.inputs + i], &format!("output {i}"))?;
-        let place = source.unwrap_or(arrays.arrays.len());
-        match arrays.arrays.get(place) {
+        let place = source.unwrap_or(arrays.in_hbm.len());
+        match arrays.in_hbm.get(place) {
             Some(input) if input.ty != output => {
                 return Err(InterpretError::Arrays(format!("output {i} is {output} and overwrites {}", input.ty)));
             }
             Some(_) => {}
-            None => arrays.arrays.push(HbmArray { elements: Elements::poison(&output), ty: output }),
+            None => arrays.in_hbm.push(HbmArray { elements: Elements::poison(&output), ty: output }),
         }
         arrays.of_window.push(place);
     }
     for (window, &array) in program.windows.iter().zip(&arrays.of_window) {
-        let array = &arrays.arrays[array].ty;
+        let array = &arrays.in_hbm[array].ty;
         if array.shape.len() != window.ty.shape.len() {
             return Err(InterpretError::Arrays(format!("an array of {array} under a window of {}", window.ty)));
         }
     }
     pipeline::run(&program, prefetch, &mut arrays, most_work)?;
-    let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.arrays[array]);
+    let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.in_hbm[array]);
     let results = written.zip(outputs).map(|(array, (element, shape))| Array {
         element: *element,
         shape: shape.clone(),

@@ -15,8 +15,8 @@ pub(super) struct HbmArray {
 
 /// The arrays that a program's windows move over.
 pub(super) struct Arrays {
-    pub(super) arrays: Vec<HbmArray>,
-    /// Of each window, its place in `arrays`; an output shares that of the input that it overwrites.
+    pub(super) in_hbm: Vec<HbmArray>,
+    /// Of each window, its place in `in_hbm`; an output shares that of the input that it overwrites.
     pub(super) of_window: Vec<usize>,
     /// How many windows are inputs; the rest are outputs.
     pub(super) inputs: usize,
@@ -132,7 +132,7 @@ impl Pipeline<'_> {
         let arguments = Self::arguments(step, self.program.prefetch.len());
         let indices = self.machine.call(&window.transform, arguments).map_err(|error| error.at(step))?;
         let indices: Vec<i32> = indices.iter().map(|index| index.elements().int()).collect();
-        let shape = &self.arrays.arrays[self.arrays.of_window[i]].ty.shape;
+        let shape = &self.arrays.in_hbm[self.arrays.of_window[i]].ty.shape;
         let within = indices.iter().zip(&window.ty.shape).zip(shape).map(|((&index, &extent), &size)| {
             let index = usize::try_from(index).ok()?;
             (index.checked_mul(extent)? < size).then_some(index)
@@ -147,7 +147,7 @@ impl Pipeline<'_> {
     fn region(&self, window: usize, block: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let extents = &self.program.windows[window].ty.shape;
         let start: Vec<usize> = block.iter().zip(extents).map(|(index, extent)| index * extent).collect();
-        let sizes = &self.arrays.arrays[self.arrays.of_window[window]].ty.shape;
+        let sizes = &self.arrays.in_hbm[self.arrays.of_window[window]].ty.shape;
         let extent = sizes.iter().zip(&start).zip(extents).map(|((size, start), &extent)| extent.min(size - start));
         (start.clone(), extent.collect())
     }
@@ -157,7 +157,7 @@ impl Pipeline<'_> {
         let (start, extent) = self.region(window, block);
         let ty = &self.program.windows[window].ty;
         self.machine.charge(ty.len() as u64)?;
-        let array = &self.arrays.arrays[self.arrays.of_window[window]];
+        let array = &self.arrays.in_hbm[self.arrays.of_window[window]];
         let mut fetched = Elements::poison(ty);
         let to = Block { shape: &ty.shape, start: &vec![0; start.len()] };
         fetched.copy_block(&to, &array.elements, &Block { shape: &array.ty.shape, start: &start }, &extent);
@@ -178,7 +178,7 @@ impl Pipeline<'_> {
         for WriteBack { window, block, elements } in std::mem::take(&mut self.pending) {
             let (start, extent) = self.region(window, &block);
             let from = &self.program.windows[window].ty.shape;
-            let array = &mut self.arrays.arrays[self.arrays.of_window[window]];
+            let array = &mut self.arrays.in_hbm[self.arrays.of_window[window]];
             let at = Block { shape: from, start: &vec![0; start.len()] };
             array.elements.copy_block(&Block { shape: &array.ty.shape, start: &start }, &elements, &at, &extent);
         }

@@ -81,11 +81,8 @@ impl Kind {
 
     /// `x` rounded once, to nearest even.
     pub(super) fn round_f64(self, x: f64) -> f32 {
-        match self {
-            Kind::Bf16 => bf16::from_f64(x).to_f32(),
-            Kind::F16 => f16::from_f64(x).to_f32(),
-            _ => x as f32,
-        }
+        // Not through `half`: its conversions from f64 drop the low half of the bits before they round.
+        if self == Kind::F32 { x as f32 } else { self.round(to_odd(x)) }
     }
 
     /// The low bits of `x`, as an integer of this kind.
@@ -100,7 +97,7 @@ impl Kind {
 
     /// The integer that the bits of `x` spell when they have no sign.
     pub(super) fn unsigned(self, x: i32) -> u32 {
-        x as u32 & (u32::MAX >> (32 - self.bits()))
+        x.cast_unsigned() & (u32::MAX >> (32 - self.bits()))
     }
 
     /// The integer that the bits of `x` spell when the highest is a sign: a true `i1` is −1.
@@ -108,7 +105,7 @@ impl Kind {
         if self == Kind::I1 { -x } else { x }
     }
 
-    pub(super) fn to_bits(self, x: f32) -> u32 {
+    pub(super) fn float_bits(self, x: f32) -> u32 {
         match self {
             Kind::Bf16 => u32::from(bf16::from_f32(x).to_bits()),
             Kind::F16 => u32::from(f16::from_f32(x).to_bits()),
@@ -116,7 +113,7 @@ impl Kind {
         }
     }
 
-    pub(super) fn from_bits(self, bits: u32) -> f32 {
+    pub(super) fn float(self, bits: u32) -> f32 {
         match self {
             Kind::Bf16 => bf16::from_bits(bits as u16).to_f32(),
             Kind::F16 => f16::from_bits(bits as u16).to_f32(),
@@ -127,6 +124,16 @@ impl Kind {
     pub(super) fn integer_poison(self) -> i32 {
         self.wrap(INTEGER_POISON)
     }
+}
+
+/// `x` cut to an f32 whose last bit is set if anything was cut off, so that rounding it further does not err.
+fn to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest) == x || x.is_nan() {
+        return nearest;
+    }
+    let beyond = f64::from(nearest).abs() > x.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(beyond)) | 1)
 }
 
 impl fmt::Display for Kind {
@@ -252,7 +259,7 @@ impl Elements {
         let words = bytes.chunks_exact(kind.bits() as usize / 8);
         let bits = words.map(|word| word.iter().rev().fold(0, |bits, &byte| bits << 8 | u32::from(byte)));
         if kind.is_float() {
-            Elements::Float(bits.map(|bits| kind.from_bits(bits)).collect())
+            Elements::Float(bits.map(|bits| kind.float(bits)).collect())
         } else {
             Elements::Int(bits.map(|bits| kind.wrap(bits as i32)).collect())
         }
@@ -262,7 +269,7 @@ impl Elements {
         let size = kind.bits() as usize / 8;
         match self {
             Elements::Float(x) => {
-                x.iter().flat_map(|&x| kind.to_bits(x).to_le_bytes().into_iter().take(size)).collect()
+                x.iter().flat_map(|&x| kind.float_bits(x).to_le_bytes().into_iter().take(size)).collect()
             }
             Elements::Int(x) => x.iter().flat_map(|x| x.to_le_bytes().into_iter().take(size)).collect(),
         }
