@@ -1,5 +1,7 @@
 //! Small kernels whose results are known, and texts and runs that must be refused.
 
+use std::slice::from_ref;
+
 use half::{bf16, f16};
 
 use super::{Array, InterpretError, run, run_within};
@@ -186,7 +188,7 @@ fn float_operations_compute_what_they_are_named_for() {
     ] {
         let x = array(Element::F32, &[2], &x);
         let operation = format!("%r = \"{name}\"(%x0) : (vector<2xf32>) -> vector<2xf32>");
-        assert_values(&evaluate(&operation, &[x.clone()], &x).unwrap(), &expected, name);
+        assert_values(&evaluate(&operation, from_ref(&x), &x).unwrap(), &expected, name);
     }
 }
 
@@ -278,7 +280,7 @@ fn conversions_round_wrap_and_reinterpret() {
              %r = \"{back}\"(%n) : (vector<2x{narrow}>) -> vector<2xi32>"
         );
         let x = array(Element::I32, &[2], &[128.0, -1.0]);
-        assert_values(&evaluate(&operations, &[x.clone()], &x).unwrap(), &expected, &operations);
+        assert_values(&evaluate(&operations, from_ref(&x), &x).unwrap(), &expected, &operations);
     }
 }
 
@@ -313,7 +315,7 @@ fn multi_reduction_folds_the_named_dimension() {
              \"vector.multi_reduction\"(%x0, %a) {{kind = #vector.kind<{kind}>, reduction_dims = array<i64: \
              {dimension}>}} : (vector<2x3xf32>, {ty}) -> {ty}"
         );
-        let found = evaluate(&operations, &[x.clone()], &output).unwrap();
+        let found = evaluate(&operations, from_ref(&x), &output).unwrap();
         assert_values(&found, &expected, &format!("{kind} over {dimension} from {initial}"));
     }
 }
@@ -356,7 +358,7 @@ fn broadcast_slice_iota_select_and_shape_cast_place_elements() {
         let ty = operations.rsplit("vector<").next().unwrap().trim_end_matches("xi32>").to_string();
         let shape: Vec<usize> = ty.split('x').map(|extent| extent.parse().unwrap()).collect();
         let output = array(Element::I32, &shape, &expected);
-        assert_values(&evaluate(&operations, &[x.clone()], &output).unwrap(), &expected, &operations);
+        assert_values(&evaluate(&operations, from_ref(&x), &output).unwrap(), &expected, &operations);
     }
 }
 
@@ -438,8 +440,8 @@ fn a_branch_without_results_stores_or_does_not() {
             + "\n%r = \"arith.addi\"(%again, %unused) : (vector<1xi32>, vector<1xi32>) -> vector<1xi32>"
     };
     let x = array(Element::I32, &[1], &[3.0]);
-    assert_eq!(evaluate(&operations(true), &[x.clone()], &x).unwrap(), [1.0]);
-    assert_eq!(evaluate(&operations(false), &[x.clone()], &x).unwrap(), [-2.0]);
+    assert_eq!(evaluate(&operations(true), from_ref(&x), &x).unwrap(), [1.0]);
+    assert_eq!(evaluate(&operations(false), from_ref(&x), &x).unwrap(), [-2.0]);
 }
 
 /// Windows of 2 elements over arrays of f32; the blocks that the input and the output lie at are read from tables in
@@ -662,7 +664,7 @@ fn a_run_that_breaks_a_rule_is_refused_with_its_line() {
             "line 7: scf.for: a step of 0",
         ),
     ] {
-        let problem = problem(evaluate(&operations, &[x.clone()], &x));
+        let problem = problem(evaluate(&operations, from_ref(&x), &x));
         assert!(problem.starts_with(expected), "found {problem:?}, expected {expected:?}");
     }
     let beyond = ADD_ONE.replace(
@@ -690,7 +692,7 @@ fn malformed_texts_are_refused_with_their_line() {
     let x = array(Element::I32, &[2], &[4.0, 0.0]);
     let ty = "vector<2xi32>";
     let add = format!("%r = \"arith.addi\"(%x0, %x0) : ({ty}, {ty}) -> {ty}");
-    evaluate(&add, &[x.clone()], &x).expect("what is spoilt below is whole");
+    evaluate(&add, from_ref(&x), &x).expect("what is spoilt below is whole");
     for (operations, expected) in [
         (add.replace("addi", "mystery"), "line 6: arith.mystery: the operation is unknown or not supported"),
         (add.replace("addi", "addf"), "line 6: arith.addf: elements of i32, expected floats"),
@@ -744,7 +746,7 @@ fn malformed_texts_are_refused_with_their_line() {
             "line 7: arith.constant: the module's values have more than",
         ),
     ] {
-        let problem = evaluate(&operations, &[x.clone()], &x).expect_err(&operations).to_string();
+        let problem = evaluate(&operations, from_ref(&x), &x).expect_err(&operations).to_string();
         assert!(problem.starts_with(expected), "found {problem:?}, expected {expected:?}");
     }
 }
