@@ -33,6 +33,8 @@ pub mod stablehlo;
 #[cfg(feature = "pjrt")]
 mod tile;
 #[cfg(feature = "pjrt")]
+pub mod tpu;
+#[cfg(feature = "pjrt")]
 pub mod xla;
 
 /// The README's example is compiled and run.

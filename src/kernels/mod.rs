@@ -10,6 +10,3 @@ pub(crate) mod rows;
 pub(crate) mod structure;
 #[cfg(feature = "pjrt")]
 pub(crate) mod two_pass;
-
-#[cfg(feature = "pjrt")]
-pub(crate) use rows::Core;

@@ -41,6 +41,9 @@ pub(crate) enum Given {
     Mask,
 }
 
+/// The names of [`Given`], in order.
+pub(crate) const GIVEN_NAMES: [&str; 5] = ["advantage", "old_logp", "ref_logp", "weight", "mask"];
+
 /// The columns of the array that it returns.
 #[derive(Clone, Copy)]
 pub(crate) enum Result {
@@ -54,6 +57,10 @@ pub(crate) enum Result {
     /// 1 or 0.
     ClippedHigh,
 }
+
+/// The names of [`Result`], in order.
+pub(crate) const RESULT_NAMES: [&str; 7] =
+    ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high"];
 
 /// Columns of both arrays.
 pub(crate) const PER_TOKEN: usize = 8;
@@ -71,14 +78,36 @@ pub(crate) enum Number {
     EntropyFactor,
 }
 
-/// How many there are.
-pub(crate) const NUMBERS: usize = 7;
+/// The names of [`Number`], in order.
+pub(crate) const NUMBER_NAMES: [&str; 7] =
+    ["low", "high", "delta", "dual_clip", "beta", "inverse_temperature", "entropy_factor"];
 
-/// Two blocks of rows where they fit, else one. `None` where not even that does.
+/// The kernel for `[b,t,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
 pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, core: Core) -> Option<Kernel> {
+    let rows = rows_of_a_block(local, logits, core).ok()?;
+    Some(write(structure, local, logits, core, rows))
+}
+
+/// Rows of a block: two registers of them where they fit VMEM and there are as many, else one.
+///
+/// # Errors
+/// The largest vocabulary of which one register of rows fits.
+pub(crate) fn rows_of_a_block([_, t, v]: [usize; 3], logits: Element, core: Core) -> std::result::Result<usize, usize> {
     let granule = rows_of_a_register(logits);
-    let rows = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * local[1]);
-    rows.map(|rows| write(structure, local, logits, core, rows)).find(|kernel| kernel.vmem_bytes() <= core.vmem_bytes)
+    let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * t);
+    let fits = |rows: &usize| vmem_bytes(logits, *rows, v) <= core.vmem_bytes;
+    worthwhile.into_iter().find(fits).ok_or_else(|| {
+        let of_no_columns = vmem_bytes(logits, granule, 0);
+        let of_a_register = vmem_bytes(logits, granule, LANES) - of_no_columns;
+        core.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * LANES
+    })
+}
+
+/// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, and the tokens' arrays.
+fn vmem_bytes(logits: Element, rows: usize, vocab: usize) -> usize {
+    let columns = vocab.next_multiple_of(LANES);
+    let per_token = 4 * rows.next_multiple_of(rows_of_a_register(Element::F32)) * LANES * Element::F32.size();
+    rows * columns * (4 * logits.size() + Element::F32.size()) + per_token
 }
 
 /// Sums over one softmax.
@@ -115,7 +144,7 @@ struct Writer {
 fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, core: Core, rows: usize) -> Kernel {
     let mut on = Builder::new("grpo_one_pass", &[b, t.div_ceil(rows)]);
     let ids = on.scalars(Element::I32, b * t);
-    let numbers = on.scalars(Element::F32, NUMBERS);
+    let numbers = on.scalars(Element::F32, NUMBER_NAMES.len());
     let padded = v.next_multiple_of(LANES);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
     let logits = on.input(stored_as(element), &[b, t, v], window(padded));

@@ -43,6 +43,10 @@ pub(crate) enum Statistic {
     LogpWeighted,
 }
 
+/// The names of [`Statistic`], in order.
+pub(crate) const STATISTIC_NAMES: [&str; 6] =
+    ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
+
 /// The columns of the array that [`dlogits`] is given.
 #[derive(Clone, Copy)]
 pub(crate) enum Scale {
@@ -58,6 +62,9 @@ pub(crate) enum Scale {
     /// `ā`
     MeanGap,
 }
+
+/// The names of [`Scale`], in order.
+pub(crate) const SCALE_NAMES: [&str; 6] = ["max", "share", "target", "mask", "bonus", "mean_gap"];
 
 /// Columns of both arrays.
 pub(crate) const PER_TOKEN: usize = 8;

@@ -30,7 +30,7 @@ pub(crate) mod mosaic;
 pub(crate) mod xla;
 
 pub(crate) use build::{Builder, Column};
-pub(crate) use ir::{Binary, Comparison, Fold, Kernel, Memory, Type, Unary, Value, Window};
+pub(crate) use ir::{Fold, Kernel, Memory, Type, Value, Window};
 
 /// What an integer beyond the end of an array reads as.
 pub(crate) const POISON: i32 = 0x5A5A_5A5A;

@@ -392,7 +392,7 @@ impl Lowering for Writer<'_> {
                 self.define("tpu.iota", &[], &format!("dimensions = array<i32: {axis}>"), &spelled)
             }
             Operation::Convert(_) => self.convert(operands[0].ty, ty, operands[0].value),
-            Operation::Bitcast(_) => self.define("tpu.bitcast", &named, "", &spelled),
+            Operation::Bitcast(_) => self.define("arith.bitcast", &named, "", &spelled),
             Operation::Broadcast(_) => self.define("vector.broadcast", &named, "", &spelled),
             Operation::Columns(_, start) => {
                 let [rows, columns] = ty.tile.expect("columns of a tile");

@@ -26,15 +26,18 @@ use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
 use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::kernels::one_pass::{one_pass, rows_of_a_block};
 pub use crate::kernels::rows::Core;
 use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
+use crate::tile;
 use program::{Evaluated, Given, Output, Program as Around, Scalars, local_shape};
 use shards::Shards;
 use tiled::Lowering;
+pub use tiled::{Named, TpuKernel};
 
 /// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
 pub const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
@@ -114,10 +117,7 @@ impl Xla {
         Ok(match self.kernel {
             Kernel::Baseline => write(&|on, given| baseline::core(on, structure, given, dtype)),
             Kernel::OnePass => {
-                let local = local_shape(shape, mesh);
-                let Some(kernel) = tiled::one_pass_kernel(structure, local, dtype, core) else {
-                    return Err(self.unsupported("vocabulary", shape.vocab, "TODO"));
-                };
+                let kernel = self.one_pass(structure, local_shape(shape, mesh), dtype, core)?;
                 write(&|on, given| tiled::one_pass_core(on, &kernel, structure, given, lowering, core))
             }
             Kernel::TwoPass => write(&|on, given| tiled::two_pass_core(on, structure, given, dtype, lowering, core)),
@@ -150,6 +150,53 @@ impl Xla {
         };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         self.program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh, Lowering::Mosaic, core)
+    }
+
+    /// The tile kernels of that program, in the order that it calls them; none of the baseline.
+    ///
+    /// # Errors
+    /// As [`program_for`](Self::program_for).
+    pub fn kernels_for(
+        &self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        core: Core,
+    ) -> Result<Vec<TpuKernel>, Unsupported> {
+        self.supports(spec, local, dtype, 1)?;
+        let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
+        Ok(match self.kernel {
+            Kernel::Baseline => vec![],
+            Kernel::OnePass => vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, core)?, core)],
+            Kernel::TwoPass => vec![
+                tiled::describe_statistics(structure, shape, dtype.into(), core),
+                tiled::describe_dlogits(structure, shape, dtype.into(), core),
+            ],
+        })
+    }
+
+    /// Checks that a row of the vocabulary fits the VMEM of `core`, where it must.
+    fn expect_vmem(&self, local: [usize; 3], dtype: Dtype, core: Core) -> Result<(), Unsupported> {
+        if self.kernel != Kernel::OnePass {
+            return Ok(());
+        }
+        rows_of_a_block(local, dtype.into(), core).map(|_| ()).map_err(|largest| {
+            let mebibytes = core.vmem_bytes >> 20;
+            let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
+            self.unsupported("vocabulary", local[2], supported)
+        })
+    }
+
+    /// The one-pass kernel for `local` logits.
+    fn one_pass(
+        &self,
+        structure: Structure,
+        local: [usize; 3],
+        dtype: Dtype,
+        core: Core,
+    ) -> Result<tile::Kernel, Unsupported> {
+        self.expect_vmem(local, dtype, core)?;
+        Ok(one_pass(structure, local, dtype.into(), core).expect("checked: it fits"))
     }
 
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
@@ -296,7 +343,8 @@ impl Implementation for Xla {
         if i32::try_from(shape.vocab).is_err() {
             return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
         }
-        self.mesh(shape, devices).map(|_| ())
+        let mesh = self.mesh(shape, devices)?;
+        self.expect_vmem(local_shape(shape, mesh), dtype, ANY_DEVICE)
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {

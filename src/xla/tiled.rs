@@ -2,11 +2,13 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
+use serde::Serialize;
+
 use super::program::{Evaluated, Given, Program};
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::{Numbers, TokenLoss};
-use crate::kernels::one_pass::{self, one_pass};
+use crate::kernels::one_pass;
 use crate::kernels::rows::{Core, FLOOR, stored_as};
 use crate::kernels::structure::{Structure, Temperature};
 use crate::kernels::two_pass::{self, Local, Scale, Statistic};
@@ -24,7 +26,87 @@ pub(crate) enum Lowering {
     Mosaic,
 }
 
-/// Calls `kernel`, arrays at HBM.
+/// A kernel for a TPU, and how it is called.
+#[derive(Clone, Debug)]
+pub struct TpuKernel {
+    /// What profiles call it.
+    pub name: String,
+    /// Mosaic, as MLIR text.
+    pub text: String,
+    /// The `backend_config` of the `tpu_custom_call`, JSON.
+    pub payload: String,
+    /// What it is called with, in order, each dense row-major.
+    pub operands: Vec<Named>,
+    /// What it returns, in order, each dense row-major.
+    pub results: Vec<Named>,
+    /// Operand and result that share one array.
+    pub aliases: Vec<(usize, usize)>,
+    /// Bytes of VMEM that it needs.
+    pub vmem_bytes: usize,
+}
+
+/// An operand or a result.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Named {
+    /// Its name.
+    pub name: &'static str,
+    /// Element type.
+    pub dtype: Element,
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// What its last axis holds, place by place, where those are different things.
+    #[serde(skip_serializing_if = "<[&str]>::is_empty")]
+    pub columns: &'static [&'static str],
+}
+
+/// A name, and what the last axis holds.
+type Label = (&'static str, &'static [&'static str]);
+
+fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label]) -> TpuKernel {
+    let named = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>, labels: &[Label]| {
+        let one = |(&(name, columns), (dtype, shape))| Named { name, dtype, shape, columns };
+        labels.iter().zip(list).map(one).collect()
+    };
+    TpuKernel {
+        name: kernel.name().into(),
+        text: mosaic::text(kernel),
+        payload: mosaic::payload(kernel, core.vmem_bytes),
+        operands: named(&mut kernel.operands(), operands),
+        results: named(&mut kernel.results(), results),
+        aliases: kernel.shared(),
+        vmem_bytes: kernel.vmem_bytes(),
+    }
+}
+
+/// [`one_pass`] for a TPU.
+pub(super) fn describe_one_pass(kernel: &Kernel, core: Core) -> TpuKernel {
+    let operands =
+        [("ids", &[][..]), ("numbers", &one_pass::NUMBER_NAMES), ("logits", &[]), ("tokens", &one_pass::GIVEN_NAMES)];
+    described(kernel, core, &operands, &[("dlogits", &[]), ("results", &one_pass::RESULT_NAMES)])
+}
+
+/// The statistics kernel of [`two_pass`] for a TPU.
+pub(super) fn describe_statistics(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
+    let local = Local { shape, least: shape[2] };
+    let kernel = two_pass::statistics(structure.temperature, local, element, core);
+    let operands = [("inverse_temperature", &[][..]), ("columns", &[]), ("logits", &[]), ("ids", &[])];
+    described(&kernel, core, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
+}
+
+/// The dlogits kernel of [`two_pass`] for a TPU.
+pub(super) fn describe_dlogits(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
+    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element);
+    let operands = [
+        ("inverse_temperature", &[][..]),
+        ("columns", &[]),
+        ("logits", &[]),
+        ("ids", &[]),
+        ("scales", &two_pass::SCALE_NAMES),
+    ];
+    described(&kernel, core, &operands, &[("dlogits", &[])])
+}
+
+/// Calls `kernel`.
 fn call(on: &mut Program, kernel: &Kernel, lowering: Lowering, core: Core, operands: &[Value]) -> Vec<Value> {
     let types = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>| {
         list.map(|(element, shape)| Type::new(element, &shape)).collect::<Vec<_>>()
@@ -97,11 +179,6 @@ pub(super) fn one_pass_core(
     // The derivative stays in the kernel.
     let token = TokenLoss { loss, grad: zero, ratio, kl, clipped_low, clipped_high };
     Evaluated { dlogits, logp, entropy, token }
-}
-
-/// The kernel of [`one_pass_core`], where a block of rows fits the core's VMEM.
-pub(super) fn one_pass_kernel(structure: Structure, local: [usize; 3], dtype: Dtype, core: Core) -> Option<Kernel> {
-    one_pass(structure, local, dtype.into(), core)
 }
 
 /// Sums over one softmax, `[b,t]`, over all columns.

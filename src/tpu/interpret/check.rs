@@ -1,0 +1,771 @@
+//! The tree of operations into a program that can be run: every name resolved, every type, count and attribute checked.
+//! What remains to go wrong in a run depends on values: places out of range, divisions by zero, broken assumptions.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use super::InterpretError;
+use super::elementwise::{
+    Conversion, Elementwise, compare_float, compare_int, conversion, elementwise, maximum, minimum,
+};
+use super::parse::{Attribute, Operation, Region, Use};
+use super::value::{Elements, Kind, MOST_ELEMENTS, Shaped, Space, Type};
+
+/// The versions of the module's form that libtpu 0.0.51 reads.
+const VERSIONS: std::ops::RangeInclusive<i64> = 1..=15;
+/// Steps of a grid.
+const MOST_STEPS: usize = 1 << 20;
+
+/// A module's kernel, and how its windows move.
+#[derive(Debug)]
+pub(super) struct Program {
+    /// Extents of the grid; the last is the fastest.
+    pub(super) grid: Vec<usize>,
+    /// Whole arrays in SMEM.
+    pub(super) prefetch: Vec<Shaped>,
+    /// Of inputs, then of outputs.
+    pub(super) windows: Vec<Window>,
+    pub(super) scratch: Vec<Shaped>,
+    pub(super) kernel: Function,
+}
+
+#[derive(Debug)]
+pub(super) struct Window {
+    pub(super) ty: Shaped,
+    /// From a step's grid indices and the arrays in SMEM to a block's indices.
+    pub(super) transform: Function,
+}
+
+/// Names an SSA value within its function.
+pub(super) type Slot = usize;
+
+#[derive(Debug)]
+pub(super) struct Function {
+    /// Of each slot.
+    pub(super) types: Vec<Type>,
+    pub(super) body: Body,
+}
+
+#[derive(Debug)]
+pub(super) struct Body {
+    pub(super) parameters: Vec<Slot>,
+    pub(super) instructions: Vec<Instruction>,
+    /// What it returns or yields.
+    pub(super) results: Vec<Slot>,
+}
+
+#[derive(Debug)]
+pub(super) struct Instruction {
+    pub(super) line: usize,
+    /// Its name without the dialects' prefix.
+    pub(super) name: String,
+    pub(super) operands: Vec<Slot>,
+    pub(super) results: Vec<Slot>,
+    pub(super) action: Action,
+}
+
+pub(super) enum Action {
+    Constant(Rc<Elements>),
+    Elementwise(Elementwise),
+    CompareInt(fn(i32, i32) -> bool),
+    CompareFloat(fn(f32, f32) -> bool),
+    Select,
+    Convert(Conversion),
+    Broadcast,
+    /// The same elements under other extents.
+    Reshape,
+    Slice {
+        start: Vec<usize>,
+    },
+    Reduce {
+        fold: Fold,
+        dimensions: Vec<usize>,
+    },
+    Iota {
+        dimension: usize,
+    },
+    Load,
+    LoadScalar,
+    Store,
+    AssumeMultiple(i32),
+    For(Body),
+    If {
+        yes: Body,
+        no: Body,
+    },
+}
+
+impl std::fmt::Debug for Action {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("Action")
+    }
+}
+
+/// How a reduction combines two elements.
+#[derive(Clone, Copy)]
+pub(super) enum Fold {
+    Float(fn(f32, f32) -> f32),
+    Int(fn(i32, i32) -> i32),
+}
+
+type Checked<T> = Result<T, InterpretError>;
+
+/// The prefix of every dialect's name in what libtpu reads.
+const PREFIX: &str = "stable_mosaic.";
+
+/// The program that `module` spells.
+pub(super) fn check(module: &Operation) -> Checked<Program> {
+    module.expect_name("builtin.module")?;
+    module.expect_counts(0, 0, 1)?;
+    module.expect_attributes(&["stable_mosaic.version", "sym_name"])?;
+    let version = module.whole("stable_mosaic.version")?;
+    if !VERSIONS.contains(&version) {
+        return Err(module.error(format!("stable_mosaic.version is {version}, expected one of {VERSIONS:?}")));
+    }
+    let mut functions = BTreeMap::new();
+    for operation in &module.regions[0].operations {
+        operation.expect_name("stable_mosaic.func.func")?;
+        operation.expect_counts(0, 0, 1)?;
+        let Attribute::Text(name) = operation.attribute("sym_name")? else {
+            return Err(operation.error("sym_name must be a string".to_string()));
+        };
+        if functions.insert(name.as_str(), operation).is_some() {
+            return Err(operation.error(format!("a second function with the name {name}")));
+        }
+    }
+    let kernels: Vec<_> = functions.values().filter(|f| f.attributes.contains_key("iteration_bounds")).collect();
+    match kernels[..] {
+        [kernel] => program(kernel, &functions),
+        _ => Err(module.error(format!("{} functions with iteration_bounds, expected one", kernels.len()))),
+    }
+}
+
+fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checked<Program> {
+    kernel.expect_attributes(&[
+        "dimension_semantics",
+        "function_type",
+        "iteration_bounds",
+        "scalar_prefetch",
+        "scratch_operands",
+        "sym_name",
+        "tpu.core_type",
+        "window_params",
+    ])?;
+    let grid = kernel.extents(kernel.attribute("iteration_bounds")?, "iteration_bounds")?;
+    let steps = grid.iter().try_fold(1usize, |steps, &extent| steps.checked_mul(extent));
+    if steps.is_none_or(|steps| steps > MOST_STEPS) {
+        return Err(kernel.error(format!("a grid of {grid:?}; the longest that is run has {MOST_STEPS} steps")));
+    }
+    let Attribute::List(window_params) = kernel.attribute("window_params")? else {
+        return Err(kernel.error("window_params must be a list of dictionaries".to_string()));
+    };
+    let prefetch = kernel.count("scalar_prefetch")?;
+    let scratch = kernel.count("scratch_operands")?;
+    let types: Vec<Type> = kernel.regions[0].parameters.iter().map(|(_, ty)| ty.clone()).collect();
+    let lengths = [grid.len(), prefetch, window_params.len(), scratch];
+    let expected = lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
+    if expected != Some(types.len()) {
+        let [indices, prefetch, windows, scratch] = lengths;
+        return Err(kernel.error(format!(
+            "{} parameters, expected {indices} grid indices, {prefetch} prefetched arrays, {windows} windows and \
+             {scratch} scratch buffers",
+            types.len()
+        )));
+    }
+    let (indices, memory) = types.split_at(grid.len());
+    if let Some(index) = indices.iter().find(|&ty| *ty != Type::scalar(Kind::I32)) {
+        return Err(kernel.error(format!("a grid index has type {index}, expected i32")));
+    }
+    let (prefetched, memory) = memory.split_at(prefetch);
+    let (windows, scratch) = memory.split_at(window_params.len());
+    let leading = &types[..grid.len() + prefetch];
+    let mut elements = 0;
+    let windows = windows.iter().zip(window_params);
+    let windows = windows.map(|(ty, params)| window(kernel, ty, params, leading, functions, &mut elements));
+    Ok(Program {
+        prefetch: prefetched.iter().map(|ty| kernel.memory(ty, Some(Space::Smem))).collect::<Result<_, _>>()?,
+        windows: windows.collect::<Result<_, _>>()?,
+        scratch: scratch.iter().map(|ty| kernel.memory(ty, None)).collect::<Result<_, _>>()?,
+        kernel: function(kernel, &[], &mut elements)?,
+        grid,
+    })
+}
+
+fn window(
+    kernel: &Operation,
+    ty: &Type,
+    params: &Attribute,
+    leading: &[Type],
+    functions: &BTreeMap<&str, &Operation>,
+    elements: &mut usize,
+) -> Checked<Window> {
+    let Attribute::Dictionary(params) = params else {
+        return Err(kernel.error("window_params must be a list of dictionaries".to_string()));
+    };
+    if let Some(key) = params.keys().find(|key| !["transform_indices", "window_bounds"].contains(&key.as_str())) {
+        return Err(kernel.error(format!("{key} in window_params is not supported")));
+    }
+    let given = |key: &str| params.get(key).ok_or_else(|| kernel.error(format!("a window without {key}")));
+    let bounds = kernel.extents(given("window_bounds")?, "window_bounds")?;
+    let ty = kernel.memory(ty, None)?;
+    if ty.shape != bounds || ty.kind.element().is_none() {
+        let problem =
+            format!("a parameter of {ty} for a window of {bounds:?}, expected these extents of f32, bf16, f16 or i32");
+        return Err(kernel.error(problem));
+    }
+    let transform = match given("transform_indices")? {
+        Attribute::Symbol(name) => functions.get(name.as_str()),
+        _ => None,
+    };
+    let transform = transform.ok_or_else(|| kernel.error("transform_indices must name a function".to_string()))?;
+    transform.expect_attributes(&["function_type", "sym_name"])?;
+    if !transform.regions[0].parameters.iter().map(|(_, ty)| ty).eq(leading) {
+        return Err(
+            transform.error("its parameters must be the kernel's grid indices and prefetched arrays".to_string())
+        );
+    }
+    Ok(Window { transform: function(transform, &vec![Type::scalar(Kind::I32); bounds.len()], elements)?, ty })
+}
+
+/// A function whose values, added to the `elements` of those before it, are not too many.
+fn function(operation: &Operation, results: &[Type], elements: &mut usize) -> Checked<Function> {
+    let region = &operation.regions[0];
+    let Attribute::FunctionType(parameters, declared) = operation.attribute("function_type")? else {
+        return Err(operation.error("function_type must be a function's type".to_string()));
+    };
+    if !region.parameters.iter().map(|(_, ty)| ty).eq(parameters) || declared != results {
+        let problem = format!(
+            "function_type must be that of its block's parameters, and give {}",
+            if results.is_empty() { "nothing".to_string() } else { format!("{} i32", results.len()) }
+        );
+        return Err(operation.error(problem));
+    }
+    let mut scope = Scope { slots: BTreeMap::new(), defined: Vec::new(), types: Vec::new(), elements };
+    let body = scope.body(operation, region, "func.return", results)?;
+    Ok(Function { types: scope.types, body })
+}
+
+impl Operation {
+    /// Its name without the prefix that all but the module carry.
+    fn short_name(&self) -> &str {
+        self.name.strip_prefix(PREFIX).unwrap_or(&self.name)
+    }
+
+    fn error(&self, problem: String) -> InterpretError {
+        InterpretError::Operation { line: self.line, name: self.short_name().to_string(), problem }
+    }
+
+    fn expect_name(&self, name: &str) -> Checked<()> {
+        if self.name == name { Ok(()) } else { Err(self.error(format!("expected {name}, found {}", self.name))) }
+    }
+
+    fn expect_counts(&self, operands: usize, results: usize, regions: usize) -> Checked<()> {
+        for (what, found, expected) in [
+            ("operands", self.operand_types.len(), operands),
+            ("results", self.result_types.len(), results),
+            ("regions", self.regions.len(), regions),
+        ] {
+            if found != expected {
+                return Err(self.error(format!("{found} {what}, expected {expected}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// That no attribute changes its meaning unseen.
+    fn expect_attributes(&self, known: &[&str]) -> Checked<()> {
+        match self.attributes.keys().find(|key| !known.contains(&key.as_str())) {
+            Some(key) => Err(self.error(format!("attribute {key} is not supported"))),
+            None => Ok(()),
+        }
+    }
+
+    fn attribute(&self, key: &str) -> Checked<&Attribute> {
+        self.attributes.get(key).ok_or_else(|| self.error(format!("attribute {key} is missing")))
+    }
+
+    /// That attribute `key`, if it is given, is `expected`.
+    fn expect_default(&self, key: &str, expected: &Attribute) -> Checked<()> {
+        match self.attributes.get(key) {
+            Some(found) if found != expected => {
+                Err(self.error(format!("attribute {key} is {found:?}; only {expected:?} is supported")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn whole(&self, key: &str) -> Checked<i64> {
+        let number = match self.attribute(key)? {
+            Attribute::Whole(number) => Some(*number),
+            Attribute::Scalar(text, _) => text.parse().ok(),
+            _ => None,
+        };
+        number.ok_or_else(|| self.error(format!("attribute {key} must be a whole number")))
+    }
+
+    /// A count that is 0 if it is not given.
+    fn count(&self, key: &str) -> Checked<usize> {
+        if !self.attributes.contains_key(key) {
+            return Ok(0);
+        }
+        usize::try_from(self.whole(key)?).map_err(|_| self.error(format!("attribute {key} must not be negative")))
+    }
+
+    fn places(&self, attribute: &Attribute, key: &str) -> Checked<Vec<usize>> {
+        let numbers: Option<Vec<i64>> = match attribute {
+            Attribute::Array(numbers) => Some(numbers.clone()),
+            Attribute::List(items) => {
+                items.iter().map(|item| if let Attribute::Whole(x) = item { Some(*x) } else { None }).collect()
+            }
+            _ => None,
+        };
+        let places = numbers.and_then(|numbers| numbers.into_iter().map(|x| usize::try_from(x).ok()).collect());
+        places.ok_or_else(|| self.error(format!("attribute {key} must be a list of whole numbers from 0 on")))
+    }
+
+    fn extents(&self, attribute: &Attribute, key: &str) -> Checked<Vec<usize>> {
+        let extents = self.places(attribute, key)?;
+        if extents.contains(&0) { Err(self.error(format!("an extent of 0 in {key}"))) } else { Ok(extents) }
+    }
+
+    fn memory(&self, ty: &Type, expected: Option<Space>) -> Checked<Shaped> {
+        match ty {
+            Type::MemRef(shaped, space) if expected.is_none_or(|expected| expected == *space) => Ok(shaped.clone()),
+            _ => Err(self.error(format!("a parameter of type {ty}, expected a memref in its memory"))),
+        }
+    }
+
+    /// The type of operand `i`, a scalar or a vector.
+    fn operand(&self, i: usize) -> Checked<&Shaped> {
+        match &self.operand_types[i] {
+            Type::Data(shaped) => Ok(shaped),
+            memory @ Type::MemRef(..) => {
+                Err(self.error(format!("operand {i} is {memory}, expected a scalar or a vector")))
+            }
+        }
+    }
+
+    /// The type of its one result.
+    fn result(&self) -> Checked<&Shaped> {
+        match &self.result_types[..] {
+            [Type::Data(shaped)] => Ok(shaped),
+            _ => Err(self.error("expected one result, a scalar or a vector".to_string())),
+        }
+    }
+
+    /// That there are `count` operands of the result's type, which is returned.
+    fn uniform(&self, count: usize) -> Checked<&Shaped> {
+        self.expect_counts(count, 1, 0)?;
+        let result = self.result()?;
+        for i in 0..count {
+            self.expect_operand(i, result)?;
+        }
+        Ok(result)
+    }
+
+    fn expect_operand(&self, i: usize, expected: &Shaped) -> Checked<()> {
+        let found = &self.operand_types[i];
+        match found {
+            Type::Data(shaped) if shaped == expected => Ok(()),
+            _ => Err(self.error(format!("operand {i} is {found}, expected {expected}"))),
+        }
+    }
+
+    fn expect_result(&self, expected: &Shaped) -> Checked<()> {
+        let found = self.result()?;
+        if found == expected { Ok(()) } else { Err(self.error(format!("the result is {found}, expected {expected}"))) }
+    }
+
+    fn expect_kind(&self, kind: Kind, right: bool, what: &str) -> Checked<()> {
+        if right { Ok(()) } else { Err(self.error(format!("elements of {kind}, expected {what}"))) }
+    }
+}
+
+/// The names that may be used, and the types of all slots of a function.
+struct Scope<'a> {
+    slots: BTreeMap<Use, Slot>,
+    /// The names in `slots`, in the order of their definitions.
+    defined: Vec<Use>,
+    types: Vec<Type>,
+    /// Held by all slots of the module together.
+    elements: &'a mut usize,
+}
+
+impl Scope<'_> {
+    fn define(&mut self, operation: &Operation, name: Use, ty: &Type) -> Checked<Slot> {
+        *self.elements += ty.shaped().len();
+        if *self.elements > MOST_ELEMENTS {
+            let problem = format!("the module's values have more than {MOST_ELEMENTS} elements together");
+            return Err(operation.error(problem));
+        }
+        if self.slots.contains_key(&name) {
+            return Err(operation.error(format!("%{} is defined twice", name.name)));
+        }
+        let slot = self.types.len();
+        self.types.push(ty.clone());
+        self.slots.insert(name.clone(), slot);
+        self.defined.push(name);
+        Ok(slot)
+    }
+
+    /// The slots of the operands, which must be defined with the types that they are used with.
+    fn operands(&self, operation: &Operation) -> Checked<Vec<Slot>> {
+        let (found, types) = (operation.operands.len(), operation.operand_types.len());
+        if found != types {
+            return Err(operation.error(format!("{found} operands, expected {types} as in its type")));
+        }
+        let used = operation.operands.iter().zip(&operation.operand_types);
+        used.map(|(name, ty)| {
+            let slot = *self
+                .slots
+                .get(name)
+                .ok_or_else(|| operation.error(format!("%{}#{} is not defined here", name.name, name.index)))?;
+            let defined = &self.types[slot];
+            if defined != ty {
+                return Err(operation.error(format!("%{} is defined as {defined} and used as {ty}", name.name)));
+            }
+            Ok(slot)
+        })
+        .collect()
+    }
+
+    fn results(&mut self, operation: &Operation) -> Checked<Vec<Slot>> {
+        let types = &operation.result_types;
+        let named = operation.results.iter().try_fold(0usize, |sum, result| sum.checked_add(result.count));
+        if named != Some(types.len()) {
+            return Err(operation.error(format!("its type has {} results, and not as many are named", types.len())));
+        }
+        let names = operation
+            .results
+            .iter()
+            .flat_map(|result| (0..result.count).map(|index| Use { name: result.name.clone(), index }));
+        names.zip(types).map(|(name, ty)| self.define(operation, name, ty)).collect()
+    }
+
+    /// A region that ends with `terminator` over values of types `results`. Its names are forgotten after it.
+    fn body(&mut self, owner: &Operation, region: &Region, terminator: &str, results: &[Type]) -> Checked<Body> {
+        let outside = self.defined.len();
+        let parameters = region.parameters.iter();
+        let parameters =
+            parameters.map(|(name, ty)| self.define(owner, name.clone(), ty)).collect::<Result<Vec<_>, _>>()?;
+        let Some((last, operations)) = region.operations.split_last() else {
+            return Err(owner.error(format!("an empty region, expected one that ends with {terminator}")));
+        };
+        let instructions = operations.iter().map(|operation| self.instruction(operation)).collect::<Result<_, _>>()?;
+        last.expect_name(&format!("{PREFIX}{terminator}"))?;
+        last.expect_attributes(&[])?;
+        last.expect_counts(results.len(), 0, 0)?;
+        let yielded = self.operands(last)?;
+        self.results(last)?;
+        if let Some((found, expected)) = last.operand_types.iter().zip(results).find(|(found, wanted)| found != wanted)
+        {
+            return Err(last.error(format!("gives {found}, expected {expected}")));
+        }
+        for name in self.defined.drain(outside..) {
+            self.slots.remove(&name);
+        }
+        Ok(Body { parameters, instructions, results: yielded })
+    }
+
+    fn instruction(&mut self, operation: &Operation) -> Checked<Instruction> {
+        let name = operation.short_name();
+        operation.expect_name(&format!("{PREFIX}{name}"))?;
+        let operands = self.operands(operation)?;
+        let action = match name {
+            "scf.for" => self.for_loop(operation)?,
+            "scf.if" => self.branches(operation)?,
+            _ => action(operation, name)?,
+        };
+        let results = self.results(operation)?;
+        Ok(Instruction { line: operation.line, name: name.to_string(), operands, results, action })
+    }
+
+    fn for_loop(&mut self, operation: &Operation) -> Checked<Action> {
+        operation.expect_attributes(&[])?;
+        let carried = &operation.result_types;
+        operation.expect_counts(3 + carried.len(), carried.len(), 1)?;
+        let counter = operation.operand(0)?;
+        let counts = *counter == Shaped::scalar(Kind::I32) || *counter == Shaped::scalar(Kind::Index);
+        operation.expect_kind(counter.kind, counts, "a scalar i32 or index to count with")?;
+        operation.expect_operand(1, counter)?;
+        operation.expect_operand(2, counter)?;
+        let mut parameters = vec![Type::Data(counter.clone())];
+        parameters.extend_from_slice(carried);
+        let region = &operation.regions[0];
+        if operation.operand_types[3..] != carried[..] || !region.parameters.iter().map(|(_, ty)| ty).eq(&parameters) {
+            let problem = "its block's parameters must be the counter and the carried values, of the results' types";
+            return Err(operation.error(problem.to_string()));
+        }
+        Ok(Action::For(self.body(operation, region, "scf.yield", carried)?))
+    }
+
+    fn branches(&mut self, operation: &Operation) -> Checked<Action> {
+        operation.expect_attributes(&[])?;
+        let results = &operation.result_types;
+        operation.expect_counts(1, results.len(), 2)?;
+        operation.expect_operand(0, &Shaped::scalar(Kind::I1))?;
+        if operation.regions.iter().any(|region| !region.parameters.is_empty()) {
+            return Err(operation.error("its blocks take no parameters".to_string()));
+        }
+        let yes = self.body(operation, &operation.regions[0], "scf.yield", results)?;
+        let otherwise = &operation.regions[1];
+        let no = if otherwise.operations.is_empty() && results.is_empty() {
+            Body { parameters: Vec::new(), instructions: Vec::new(), results: Vec::new() }
+        } else {
+            self.body(operation, otherwise, "scf.yield", results)?
+        };
+        Ok(Action::If { yes, no })
+    }
+}
+
+/// What `operation`, which has no region, does.
+fn action(operation: &Operation, name: &str) -> Checked<Action> {
+    if let Some(function) = elementwise(name) {
+        return elementwise_action(operation, function);
+    }
+    if let Some(conversion) = conversion(name) {
+        operation.expect_attributes(&["fastmath", "overflowFlags"])?;
+        expect_plain_arithmetic(operation)?;
+        operation.expect_counts(1, 1, 0)?;
+        let (from, to) = (operation.operand(0)?, operation.result()?);
+        operation.expect_result(&from.with_kind(to.kind))?;
+        if !(conversion.takes)(from.kind, to.kind) {
+            return Err(operation.error(format!("from {} to {} it converts nothing", from.kind, to.kind)));
+        }
+        return Ok(Action::Convert(conversion));
+    }
+    match name {
+        "arith.constant" => constant(operation),
+        "arith.cmpi" | "arith.cmpf" => compare(operation, name),
+        "arith.select" => select(operation),
+        "vector.broadcast" => broadcast(operation),
+        "vector.shape_cast" => {
+            operation.expect_attributes(&[])?;
+            operation.expect_counts(1, 1, 0)?;
+            let (from, to) = (operation.operand(0)?, operation.result()?);
+            if from.kind != to.kind || from.len() != to.len() || from.shape.is_empty() || to.shape.is_empty() {
+                return Err(operation.error(format!("{from} to {to}, expected vectors of as many equal elements")));
+            }
+            Ok(Action::Reshape)
+        }
+        "vector.extract_strided_slice" => slice(operation),
+        "vector.multi_reduction" => reduction(operation),
+        "vector.load" => load(operation, Space::Vmem),
+        "memref.load" => load(operation, Space::Smem),
+        "tpu.vector_store" => store(operation),
+        "tpu.iota" => iota(operation),
+        "tpu.assume_multiple" => assume_multiple(operation),
+        _ => Err(operation.error("the operation is unknown or not supported".to_string())),
+    }
+}
+
+/// That nothing allows another result than the written arithmetic's.
+fn expect_plain_arithmetic(operation: &Operation) -> Checked<()> {
+    operation.expect_default("fastmath", &Attribute::Opaque("#arith.fastmath<none>".to_string()))?;
+    operation.expect_default("overflowFlags", &Attribute::Opaque("#arith.overflow<none>".to_string()))
+}
+
+fn elementwise_action(operation: &Operation, function: Elementwise) -> Checked<Action> {
+    operation.expect_attributes(&["fastmath", "overflowFlags"])?;
+    expect_plain_arithmetic(operation)?;
+    let ty = operation.uniform(if let Elementwise::FloatUnary(_) = function { 1 } else { 2 })?;
+    let (right, what) = match function {
+        Elementwise::FloatUnary(_) | Elementwise::FloatBinary(_) => (ty.kind.is_float(), "floats"),
+        Elementwise::IntBinary(_) => (!ty.kind.is_float() && ty.kind != Kind::I1, "integers of more than a bit"),
+        Elementwise::Bitwise(_) => (!ty.kind.is_float(), "integers"),
+    };
+    operation.expect_kind(ty.kind, right, what)?;
+    Ok(Action::Elementwise(function))
+}
+
+fn constant(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&["value"])?;
+    operation.expect_counts(0, 1, 0)?;
+    let (text, ty) = match operation.attribute("value")? {
+        Attribute::Scalar(text, Type::Data(ty)) if ty.shape.is_empty() => (text, ty),
+        Attribute::Splat(text, Type::Data(ty)) if !ty.shape.is_empty() => (text, ty),
+        _ => return Err(operation.error("value must be a scalar, or dense with one, and its type".to_string())),
+    };
+    operation.expect_result(ty)?;
+    let elements = if ty.kind.is_float() {
+        float(ty.kind, text).map(|x| Elements::Float(vec![x; ty.len()]))
+    } else {
+        integer(ty.kind, text).map(|x| Elements::Int(vec![x; ty.len()]))
+    };
+    let elements = elements.ok_or_else(|| operation.error(format!("{text} is not a {}", ty.kind)))?;
+    Ok(Action::Constant(Rc::new(elements)))
+}
+
+/// `1.0e+00`, which needs its point, or the bits in as many digits as they take: `0x7F80`.
+fn float(kind: Kind, text: &str) -> Option<f32> {
+    if let Some(digits) = text.strip_prefix("0x") {
+        let bits = u32::from_str_radix(digits, 16).ok().filter(|_| digits.len() as u32 * 4 == kind.bits())?;
+        return Some(kind.float(bits));
+    }
+    let x: f64 = text.parse().ok().filter(|_| text.contains('.'))?;
+    Some(kind.round_f64(x))
+}
+
+fn integer(kind: Kind, text: &str) -> Option<i32> {
+    match text {
+        "true" | "false" => (kind == Kind::I1).then_some(i32::from(text == "true")),
+        _ => text.parse().ok().filter(|&x| kind != Kind::I1 && kind.wrap(x) == x),
+    }
+}
+
+fn compare(operation: &Operation, name: &str) -> Checked<Action> {
+    operation.expect_attributes(&["fastmath", "predicate"])?;
+    expect_plain_arithmetic(operation)?;
+    operation.expect_counts(2, 1, 0)?;
+    let ty = operation.operand(0)?;
+    operation.expect_operand(1, ty)?;
+    operation.expect_result(&ty.with_kind(Kind::I1))?;
+    let predicate = operation.whole("predicate")?;
+    let unknown = || operation.error(format!("predicate {predicate} is unknown"));
+    if name == "arith.cmpf" {
+        operation.expect_kind(ty.kind, ty.kind.is_float(), "floats")?;
+        return compare_float(predicate).map(Action::CompareFloat).ok_or_else(unknown);
+    }
+    let ordered = ty.kind != Kind::I1 || predicate < 2;
+    operation.expect_kind(ty.kind, !ty.kind.is_float() && ordered, "integers, which have an order")?;
+    compare_int(predicate).map(Action::CompareInt).ok_or_else(unknown)
+}
+
+fn select(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&[])?;
+    operation.expect_counts(3, 1, 0)?;
+    let ty = operation.result()?;
+    operation.expect_operand(1, ty)?;
+    operation.expect_operand(2, ty)?;
+    if *operation.operand(0)? != Shaped::scalar(Kind::I1) {
+        operation.expect_operand(0, &ty.with_kind(Kind::I1))?;
+    }
+    Ok(Action::Select)
+}
+
+fn broadcast(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&[])?;
+    operation.expect_counts(1, 1, 0)?;
+    let (from, to) = (operation.operand(0)?, operation.result()?);
+    let aligned = from.shape.iter().rev().zip(to.shape.iter().rev());
+    let fits = from.shape.len() <= to.shape.len() && aligned.into_iter().all(|(&from, &to)| from == 1 || from == to);
+    if from.kind != to.kind || to.shape.is_empty() || !fits {
+        return Err(operation.error(format!("{from} does not repeat to {to}")));
+    }
+    Ok(Action::Broadcast)
+}
+
+fn slice(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&["offsets", "sizes", "strides"])?;
+    operation.expect_counts(1, 1, 0)?;
+    let (from, to) = (operation.operand(0)?, operation.result()?);
+    let listed = |key: &str| operation.places(operation.attribute(key)?, key);
+    let (start, sizes, strides) = (listed("offsets")?, listed("sizes")?, listed("strides")?);
+    let rank = from.shape.len();
+    if start.len() != rank || sizes.len() != rank || strides != vec![1; rank] {
+        return Err(operation.error(format!("expected {rank} offsets and sizes, and as many strides of 1")));
+    }
+    let ends = start.iter().zip(&sizes).map(|(start, size)| start.checked_add(*size));
+    if ends.zip(&from.shape).any(|(end, extent)| end.is_none_or(|end| end > *extent)) {
+        return Err(operation.error(format!("offsets {start:?} and sizes {sizes:?} reach beyond {from}")));
+    }
+    if from.kind != to.kind || to.shape != sizes {
+        return Err(operation.error(format!("the result is {to}, expected sizes {sizes:?} of {}", from.kind)));
+    }
+    Ok(Action::Slice { start })
+}
+
+fn reduction(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&["kind", "reduction_dims"])?;
+    operation.expect_counts(2, 1, 0)?;
+    let from = operation.operand(0)?;
+    let dimensions = operation.places(operation.attribute("reduction_dims")?, "reduction_dims")?;
+    let distinct: BTreeSet<_> = dimensions.iter().filter(|&&dimension| dimension < from.shape.len()).collect();
+    if dimensions.is_empty() || distinct.len() != dimensions.len() {
+        return Err(operation.error(format!("reduction_dims {dimensions:?} are not dimensions of {from}")));
+    }
+    let shape = from.shape.iter().enumerate().filter(|(i, _)| !dimensions.contains(i)).map(|(_, &extent)| extent);
+    let kept = Shaped { kind: from.kind, shape: shape.collect() };
+    operation.expect_operand(1, &kept)?;
+    operation.expect_result(&kept)?;
+    let Attribute::Opaque(kind) = operation.attribute("kind")? else {
+        return Err(operation.error("kind must be a #vector.kind".to_string()));
+    };
+    let fold = match (kind.as_str(), from.kind.is_float()) {
+        ("#vector.kind<add>", true) => Fold::Float(|x, y| x + y),
+        ("#vector.kind<maximumf>", true) => Fold::Float(maximum),
+        ("#vector.kind<minimumf>", true) => Fold::Float(minimum),
+        ("#vector.kind<add>", false) if from.kind != Kind::I1 => Fold::Int(i32::wrapping_add),
+        _ => return Err(operation.error(format!("{kind} of {} is not supported", from.kind))),
+    };
+    Ok(Action::Reduce { fold, dimensions })
+}
+
+/// Operand `i`: a memref in `space`, with an index for each of its dimensions after it.
+fn indexed(operation: &Operation, i: usize, space: Space) -> Checked<&Shaped> {
+    let memory = match operation.operand_types.get(i) {
+        Some(Type::MemRef(shaped, found)) if *found == space => shaped,
+        _ => return Err(operation.error(format!("operand {i} must be a memref in {space}"))),
+    };
+    operation.expect_counts(i + 1 + memory.shape.len(), operation.result_types.len(), 0)?;
+    for index in i + 1..operation.operand_types.len() {
+        operation.expect_operand(index, &Shaped::scalar(Kind::Index))?;
+    }
+    Ok(memory)
+}
+
+fn load(operation: &Operation, space: Space) -> Checked<Action> {
+    operation.expect_attributes(&["nontemporal"])?;
+    operation.expect_default("nontemporal", &Attribute::Scalar("false".to_string(), Type::scalar(Kind::I1)))?;
+    let memory = indexed(operation, 0, space)?;
+    if space == Space::Smem {
+        operation.expect_result(&Shaped::scalar(memory.kind))?;
+        return Ok(Action::LoadScalar);
+    }
+    let to = operation.result()?;
+    if to.kind != memory.kind || to.shape.len() != memory.shape.len() {
+        return Err(operation.error(format!("{to} from a memref of {memory}, expected as many dimensions of its kind")));
+    }
+    Ok(Action::Load)
+}
+
+fn store(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&["add", "operandSegmentSizes", "strides"])?;
+    operation.expect_default("add", &Attribute::Scalar("false".to_string(), Type::scalar(Kind::I1)))?;
+    operation.expect_default("strides", &Attribute::Array(Vec::new()))?;
+    let memory = indexed(operation, 1, Space::Vmem)?;
+    operation.expect_counts(operation.operand_types.len(), 0, 0)?;
+    // The value, the memref, its indices, and no mask.
+    let segments = Attribute::Array(vec![1, 1, memory.shape.len() as i64, 0]);
+    if *operation.attribute("operandSegmentSizes")? != segments {
+        return Err(operation.error(format!("operandSegmentSizes must be {segments:?}; a mask is not supported")));
+    }
+    let value = operation.operand(0)?;
+    if value.kind != memory.kind || value.shape.len() != memory.shape.len() {
+        return Err(
+            operation.error(format!("{value} to a memref of {memory}, expected as many dimensions of its kind"))
+        );
+    }
+    Ok(Action::Store)
+}
+
+fn iota(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&["dimensions"])?;
+    operation.expect_counts(0, 1, 0)?;
+    let to = operation.result()?;
+    operation.expect_kind(to.kind, to.kind == Kind::I32, "i32")?;
+    match operation.places(operation.attribute("dimensions")?, "dimensions")?[..] {
+        [dimension] if dimension < to.shape.len() => Ok(Action::Iota { dimension }),
+        _ => Err(operation.error(format!("dimensions must be one of those of {to}"))),
+    }
+}
+
+fn assume_multiple(operation: &Operation) -> Checked<Action> {
+    operation.expect_attributes(&["multiple"])?;
+    let ty = operation.uniform(1)?;
+    let counts = *ty == Shaped::scalar(Kind::I32) || *ty == Shaped::scalar(Kind::Index);
+    operation.expect_kind(ty.kind, counts, "a scalar i32 or index")?;
+    let multiple = i32::try_from(operation.whole("multiple")?).ok().filter(|&multiple| multiple > 0);
+    let multiple = multiple.ok_or_else(|| operation.error("multiple must be positive".to_string()))?;
+    Ok(Action::AssumeMultiple(multiple))
+}

@@ -1,0 +1,204 @@
+//! What the element-by-element operations compute, one element at a time.
+//!
+//! Floats narrower than f32 compute in f32; the caller rounds the result to the type. Integers may give bits beyond
+//! their width; the caller drops them.
+
+use super::value::{Elements, Kind};
+
+/// A result, or why there is none.
+type Integer = Result<i32, &'static str>;
+
+/// An operation whose operands and result have one type; of a comparison the result is its truth.
+#[derive(Clone, Copy)]
+pub(super) enum Elementwise {
+    FloatUnary(fn(f32) -> f32),
+    FloatBinary(fn(f32, f32) -> f32),
+    /// On integers and indices.
+    IntBinary(fn(Kind, i32, i32) -> Integer),
+    /// On truth values too.
+    Bitwise(fn(i32, i32) -> i32),
+}
+
+/// `None` for an operation that is not of this form.
+pub(super) fn elementwise(name: &str) -> Option<Elementwise> {
+    use Elementwise::{Bitwise, FloatBinary, FloatUnary, IntBinary};
+    Some(match name {
+        "arith.negf" => FloatUnary(|x| -x),
+        "math.absf" => FloatUnary(f32::abs),
+        "math.exp" => FloatUnary(f32::exp),
+        "math.exp2" => FloatUnary(f32::exp2),
+        "math.log" => FloatUnary(f32::ln),
+        "math.log2" => FloatUnary(f32::log2),
+        "arith.addf" => FloatBinary(|x, y| x + y),
+        "arith.subf" => FloatBinary(|x, y| x - y),
+        "arith.mulf" => FloatBinary(|x, y| x * y),
+        "arith.divf" => FloatBinary(|x, y| x / y),
+        "arith.maximumf" => FloatBinary(maximum),
+        "arith.minimumf" => FloatBinary(minimum),
+        "arith.addi" => IntBinary(|_, x, y| Ok(x.wrapping_add(y))),
+        "arith.subi" => IntBinary(|_, x, y| Ok(x.wrapping_sub(y))),
+        "arith.muli" => IntBinary(|_, x, y| Ok(x.wrapping_mul(y))),
+        "arith.divsi" => IntBinary(|kind, x, y| {
+            let quotient = x.checked_div(y).ok_or("a division by zero, or one that overflows")?;
+            if kind.wrap(quotient) == quotient { Ok(quotient) } else { Err("a division that overflows") }
+        }),
+        "arith.remsi" => IntBinary(|_, x, y| if y == 0 { Err("a division by zero") } else { Ok(x.wrapping_rem(y)) }),
+        "arith.minsi" => IntBinary(|_, x, y| Ok(x.min(y))),
+        "arith.maxsi" => IntBinary(|_, x, y| Ok(x.max(y))),
+        "arith.shli" => IntBinary(|kind, x, y| Ok(x << shift(kind, y)?)),
+        "arith.shrsi" => IntBinary(|kind, x, y| Ok(x >> shift(kind, y)?)),
+        "arith.shrui" => IntBinary(|kind, x, y| Ok((kind.unsigned(x) >> shift(kind, y)?) as i32)),
+        "arith.andi" => Bitwise(|x, y| x & y),
+        "arith.ori" => Bitwise(|x, y| x | y),
+        "arith.xori" => Bitwise(|x, y| x ^ y),
+        _ => return None,
+    })
+}
+
+fn shift(kind: Kind, by: i32) -> Result<u32, &'static str> {
+    u32::try_from(by).ok().filter(|&by| by < kind.bits()).ok_or("a shift by more bits than there are")
+}
+
+/// NaN of either operand; +0 of zeros that differ.
+pub(super) fn maximum(x: f32, y: f32) -> f32 {
+    if x == y {
+        f32::from_bits(x.to_bits() & y.to_bits())
+    } else if x.is_nan() || y.is_nan() {
+        f32::NAN
+    } else {
+        x.max(y)
+    }
+}
+
+/// NaN of either operand; −0 of zeros that differ.
+pub(super) fn minimum(x: f32, y: f32) -> f32 {
+    if x == y {
+        f32::from_bits(x.to_bits() | y.to_bits())
+    } else if x.is_nan() || y.is_nan() {
+        f32::NAN
+    } else {
+        x.min(y)
+    }
+}
+
+/// The comparison that `arith.cmpi` numbers so. Sign extension keeps the order of unsigned integers.
+pub(super) fn compare_int(predicate: i64) -> Option<fn(i32, i32) -> bool> {
+    Some(match predicate {
+        0 => |x, y| x == y,
+        1 => |x, y| x != y,
+        2 => |x, y| x < y,
+        3 => |x, y| x <= y,
+        4 => |x, y| x > y,
+        5 => |x, y| x >= y,
+        6 => |x, y| x.cast_unsigned() < y.cast_unsigned(),
+        7 => |x, y| x.cast_unsigned() <= y.cast_unsigned(),
+        8 => |x, y| x.cast_unsigned() > y.cast_unsigned(),
+        9 => |x, y| x.cast_unsigned() >= y.cast_unsigned(),
+        _ => return None,
+    })
+}
+
+/// The comparison that `arith.cmpf` numbers so: 1 to 7 are false of a NaN, 8 to 14 are true of one.
+pub(super) fn compare_float(predicate: i64) -> Option<fn(f32, f32) -> bool> {
+    fn unordered(x: f32, y: f32) -> bool {
+        x.is_nan() || y.is_nan()
+    }
+    Some(match predicate {
+        0 => |_, _| false,
+        1 => |x, y| x == y,
+        2 => |x, y| x > y,
+        3 => |x, y| x >= y,
+        4 => |x, y| x < y,
+        5 => |x, y| x <= y,
+        6 => |x, y| !unordered(x, y) && x != y,
+        7 => |x, y| !unordered(x, y),
+        8 => |x, y| unordered(x, y) || x == y,
+        9 => |x, y| unordered(x, y) || x > y,
+        10 => |x, y| unordered(x, y) || x >= y,
+        11 => |x, y| unordered(x, y) || x < y,
+        12 => |x, y| unordered(x, y) || x <= y,
+        13 => |x, y| x != y,
+        14 => unordered,
+        15 => |_, _| true,
+        _ => return None,
+    })
+}
+
+/// Whether elements of the first kind convert to the second.
+type Takes = fn(Kind, Kind) -> bool;
+type Convert = fn(&Elements, Kind, Kind) -> Elements;
+
+/// A change of element type.
+#[derive(Clone, Copy)]
+pub(super) struct Conversion {
+    pub(super) takes: Takes,
+    pub(super) convert: Convert,
+}
+
+/// `None` for an operation that changes no element type.
+pub(super) fn conversion(name: &str) -> Option<Conversion> {
+    let (takes, convert): (Takes, Convert) = match name {
+        "arith.extf" => (
+            |from, to| from.is_float() && to.is_float() && from.bits() < to.bits(),
+            |x, _, to| floats(x.floats(), |&x| to.round(x)),
+        ),
+        "arith.truncf" => (
+            |from, to| from.is_float() && to.is_float() && from.bits() > to.bits(),
+            |x, _, to| floats(x.floats(), |&x| to.round(x)),
+        ),
+        "arith.sitofp" => (
+            |from, to| is_integer(from) && to.is_float(),
+            |x, from, to| floats(x.ints(), |&x| to.round_f64(from.signed(x).into())),
+        ),
+        "arith.fptosi" => (
+            |from, to| from.is_float() && is_integer(to) && to != Kind::I1,
+            |x, _, to| ints(x.floats(), |&x| truncated(x, to)),
+        ),
+        "arith.extsi" => (
+            |from, to| is_integer(from) && is_integer(to) && from.bits() < to.bits(),
+            |x, from, _| ints(x.ints(), |&x| from.signed(x)),
+        ),
+        "arith.extui" => (
+            |from, to| is_integer(from) && is_integer(to) && from.bits() < to.bits(),
+            |x, from, to| ints(x.ints(), |&x| to.wrap(from.unsigned(x) as i32)),
+        ),
+        "arith.trunci" => (
+            |from, to| is_integer(from) && is_integer(to) && from.bits() > to.bits(),
+            |x, _, to| ints(x.ints(), |&x| to.wrap(x)),
+        ),
+        "arith.index_cast" => (
+            |from, to| (from == Kind::Index && is_integer(to)) || (is_integer(from) && to == Kind::Index),
+            |x, from, to| ints(x.ints(), |&x| to.wrap(from.signed(x))),
+        ),
+        "arith.bitcast" => (
+            |from, to| from != Kind::Index && to != Kind::Index && from.bits() == to.bits(),
+            |x, from, to| match (x, to.is_float()) {
+                (Elements::Float(x), false) => ints(x, |&x| to.wrap(from.float_bits(x) as i32)),
+                (Elements::Float(x), true) => floats(x, |&x| to.float(from.float_bits(x))),
+                (Elements::Int(x), true) => floats(x, |&x| to.float(from.unsigned(x))),
+                (Elements::Int(x), false) => Elements::Int(x.clone()),
+            },
+        ),
+        _ => return None,
+    };
+    Some(Conversion { takes, convert })
+}
+
+fn is_integer(kind: Kind) -> bool {
+    !kind.is_float() && kind != Kind::Index
+}
+
+fn floats<T>(x: &[T], f: impl Fn(&T) -> f32) -> Elements {
+    Elements::Float(x.iter().map(f).collect())
+}
+
+fn ints<T>(x: &[T], f: impl Fn(&T) -> i32) -> Elements {
+    Elements::Int(x.iter().map(f).collect())
+}
+
+/// `x` without its fraction; poison where `to` has no such number, as the result is then undefined.
+fn truncated(x: f32, to: Kind) -> i32 {
+    let limit = 2f64.powi(to.bits() as i32 - 1);
+    let whole = f64::from(x).trunc();
+    if whole >= -limit && whole < limit { whole as i32 } else { to.integer_poison() }
+}

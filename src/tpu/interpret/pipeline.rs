@@ -1,0 +1,221 @@
+//! The grid's steps, and the copies between HBM and VMEM that run beside them.
+
+use std::collections::BTreeSet;
+
+use super::InterpretError;
+use super::check::{Program, Window};
+use super::run::{Machine, Value};
+use super::value::{Block, Elements, Shaped, advance};
+
+/// An array of the caller's.
+pub(super) struct HbmArray {
+    pub(super) ty: Shaped,
+    pub(super) elements: Elements,
+}
+
+/// The arrays that a program's windows move over.
+pub(super) struct Arrays {
+    pub(super) in_hbm: Vec<HbmArray>,
+    /// Of each window, its place in `in_hbm`; an output shares that of the input that it overwrites.
+    pub(super) of_window: Vec<usize>,
+    /// How many windows are inputs; the rest are outputs.
+    pub(super) inputs: usize,
+}
+
+/// Block indices, one for each dimension.
+type BlockIndex = Vec<usize>;
+
+/// The contents of an output's window, on their way to HBM.
+struct WriteBack {
+    window: usize,
+    block: BlockIndex,
+    elements: Elements,
+}
+
+struct Pipeline<'a> {
+    program: &'a Program,
+    machine: Machine,
+    arrays: &'a mut Arrays,
+    /// Issued after the step before.
+    pending: Vec<WriteBack>,
+    /// Of each window, the blocks that it has left, if it is an output.
+    left: Vec<BTreeSet<BlockIndex>>,
+}
+
+/// Runs every step of `program` on `arrays`, whose types are those of its windows.
+pub(super) fn run(
+    program: &Program,
+    prefetch: Vec<Elements>,
+    arrays: &mut Arrays,
+    most_work: u64,
+) -> Result<(), InterpretError> {
+    let on_chip = program.windows.iter().map(|window| &window.ty).chain(&program.scratch);
+    let mut memory = prefetch;
+    memory.extend(on_chip.map(Elements::poison));
+    let left = vec![BTreeSet::new(); program.windows.len()];
+    let machine = Machine::new(memory, most_work);
+    Pipeline { program, machine, arrays, pending: Vec::new(), left }.run()
+}
+
+impl Pipeline<'_> {
+    fn run(&mut self) -> Result<(), InterpretError> {
+        let grid = &self.program.grid;
+        let steps: usize = grid.iter().product();
+        let mut step = vec![0; grid.len()];
+        let mut blocks = self.blocks(&step)?;
+        for (window, block) in blocks.iter().enumerate().take(self.arrays.inputs) {
+            let fetched = self.fetch(window, block)?;
+            *self.window_memory(window) = fetched;
+        }
+        for number in 1..=steps {
+            let mut next_step = step.clone();
+            advance(&mut next_step, grid);
+            let next = if number < steps { Some(self.blocks(&next_step)?) } else { None };
+            let moves = |window: usize| next.as_ref().is_none_or(|next| next[window] != blocks[window]);
+
+            let mut fetched = Vec::new();
+            if let Some(next) = &next {
+                for window in (0..self.arrays.inputs).filter(|&window| moves(window)) {
+                    self.expect_settled(window, &next[window], &next_step, &blocks, moves)?;
+                    fetched.push((window, self.fetch(window, &next[window])?));
+                }
+            }
+            self.call_kernel(&step)?;
+            self.land_write_backs();
+            for window in (self.arrays.inputs..self.program.windows.len()).filter(|&window| moves(window)) {
+                self.write_back(window, &blocks[window])?;
+                if let Some(block) = next.as_ref().map(|next| &next[window]).filter(|b| self.left[window].contains(*b))
+                {
+                    let problem = format!("comes back to block {block:?}, whose contents are gone from VMEM");
+                    return Err(self.window_error(window, &next_step, problem));
+                }
+            }
+            for (window, elements) in fetched {
+                *self.window_memory(window) = elements;
+            }
+            step = next_step;
+            blocks = next.unwrap_or_default();
+        }
+        self.land_write_backs();
+        Ok(())
+    }
+
+    fn window_error(&self, window: usize, step: &[usize], problem: String) -> InterpretError {
+        let inputs = self.arrays.inputs;
+        let window = if window < inputs { format!("input {window}") } else { format!("output {}", window - inputs) };
+        InterpretError::Window { window, step: step.to_vec(), problem }
+    }
+
+    fn window_memory(&mut self, window: usize) -> &mut Elements {
+        &mut self.machine.memory[self.program.prefetch.len() + window]
+    }
+
+    fn arguments(step: &[usize], memrefs: usize) -> Vec<Value> {
+        let indices = step.iter().map(|&index| Value::int(index as i32));
+        indices.chain((0..memrefs).map(Value::Memory)).collect()
+    }
+
+    /// The kernel's body at `step`.
+    fn call_kernel(&mut self, step: &[usize]) -> Result<(), InterpretError> {
+        let arguments = Self::arguments(step, self.machine.memory.len());
+        self.machine.call(&self.program.kernel, arguments).map_err(|error| error.at(step))?;
+        Ok(())
+    }
+
+    /// Where each window lies at `step`.
+    fn blocks(&mut self, step: &[usize]) -> Result<Vec<BlockIndex>, InterpretError> {
+        let windows = self.program.windows.iter().enumerate();
+        windows.map(|(i, window)| self.block(i, window, step)).collect()
+    }
+
+    fn block(&mut self, i: usize, window: &Window, step: &[usize]) -> Result<BlockIndex, InterpretError> {
+        let arguments = Self::arguments(step, self.program.prefetch.len());
+        let indices = self.machine.call(&window.transform, arguments).map_err(|error| error.at(step))?;
+        let indices: Vec<i32> = indices.iter().map(|index| index.elements().int()).collect();
+        let shape = &self.arrays.in_hbm[self.arrays.of_window[i]].ty.shape;
+        let within = indices.iter().zip(&window.ty.shape).zip(shape).map(|((&index, &extent), &size)| {
+            let index = usize::try_from(index).ok()?;
+            (index.checked_mul(extent)? < size).then_some(index)
+        });
+        within.collect::<Option<BlockIndex>>().ok_or_else(|| {
+            let problem = format!("block {indices:?} of {:?} is not within its array of {shape:?}", window.ty.shape);
+            self.window_error(i, step, problem)
+        })
+    }
+
+    /// Where a block begins in its array, and how far it reaches without leaving it.
+    fn region(&self, window: usize, block: &[usize]) -> (Vec<usize>, Vec<usize>) {
+        let extents = &self.program.windows[window].ty.shape;
+        let start: Vec<usize> = block.iter().zip(extents).map(|(index, extent)| index * extent).collect();
+        let sizes = &self.arrays.in_hbm[self.arrays.of_window[window]].ty.shape;
+        let extent = sizes.iter().zip(&start).zip(extents).map(|((size, start), &extent)| extent.min(size - start));
+        (start.clone(), extent.collect())
+    }
+
+    /// A copy of a block, with poison where it lies outside the array.
+    fn fetch(&mut self, window: usize, block: &[usize]) -> Result<Elements, InterpretError> {
+        let (start, extent) = self.region(window, block);
+        let ty = &self.program.windows[window].ty;
+        self.machine.charge(ty.len() as u64)?;
+        let array = &self.arrays.in_hbm[self.arrays.of_window[window]];
+        let mut fetched = Elements::poison(ty);
+        let to = Block { shape: &ty.shape, start: &vec![0; start.len()] };
+        fetched.copy_block(&to, &array.elements, &Block { shape: &array.ty.shape, start: &start }, &extent);
+        Ok(fetched)
+    }
+
+    /// Sends a block on its way to HBM and gives the window another buffer, which holds nothing.
+    fn write_back(&mut self, window: usize, block: &[usize]) -> Result<(), InterpretError> {
+        let ty = &self.program.windows[window].ty;
+        self.machine.charge(ty.len() as u64)?;
+        let elements = std::mem::replace(self.window_memory(window), Elements::poison(ty));
+        self.pending.push(WriteBack { window, block: block.to_vec(), elements });
+        self.left[window].insert(block.to_vec());
+        Ok(())
+    }
+
+    fn land_write_backs(&mut self) {
+        for WriteBack { window, block, elements } in std::mem::take(&mut self.pending) {
+            let (start, extent) = self.region(window, &block);
+            let from = &self.program.windows[window].ty.shape;
+            let array = &mut self.arrays.in_hbm[self.arrays.of_window[window]];
+            let at = Block { shape: from, start: &vec![0; start.len()] };
+            array.elements.copy_block(&Block { shape: &array.ty.shape, start: &start }, &elements, &at, &extent);
+        }
+    }
+
+    /// That no write-back which may land during or after a fetch for `next_step` touches what is fetched: neither one
+    /// that is under way, nor one that the step now at `blocks` will issue for the outputs that it `moves`.
+    fn expect_settled(
+        &self,
+        window: usize,
+        block: &[usize],
+        next_step: &[usize],
+        blocks: &[BlockIndex],
+        moves: impl Fn(usize) -> bool,
+    ) -> Result<(), InterpretError> {
+        let under_way = self.pending.iter().map(|write| (write.window, &write.block, "is under way"));
+        let outputs = (self.arrays.inputs..self.program.windows.len()).filter(|&output| moves(output));
+        let to_come = outputs.map(|output| (output, &blocks[output], "is still to come"));
+        let fetched = self.region(window, block);
+        for (output, written, state) in under_way.chain(to_come) {
+            let shared = self.arrays.of_window[output] == self.arrays.of_window[window];
+            if shared && overlap(&fetched, &self.region(output, written)) {
+                let output = output - self.arrays.inputs;
+                let problem = format!(
+                    "block {block:?} is fetched while the write-back of block {written:?} of output {output}, which \
+                     overwrites it in place, {state}"
+                );
+                return Err(self.window_error(window, next_step, problem));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether two regions, each given by start and extent, share an element.
+fn overlap(a: &(Vec<usize>, Vec<usize>), b: &(Vec<usize>, Vec<usize>)) -> bool {
+    let a = a.0.iter().zip(&a.1);
+    let b = b.0.iter().zip(&b.1);
+    a.zip(b).all(|((&a, &a_extent), (&b, &b_extent))| a < b + b_extent && b < a + a_extent)
+}
