@@ -29,6 +29,8 @@ pub mod reference;
 pub mod runtime;
 pub mod spec;
 #[cfg(feature = "pjrt")]
+pub mod tpu;
+#[cfg(feature = "pjrt")]
 pub mod xla;
 
 /// The README's example is compiled and run.

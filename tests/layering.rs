@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 15] = [
+const ALLOWED: [(&str, &[&str]); 16] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -16,11 +16,26 @@ const ALLOWED: [(&str, &[&str]); 15] = [
     ("memory", &[]),
     ("runtime", &["element", "memory"]),
     ("xla", &["spec", "problem", "implementation", "kernels", "element", "memory", "runtime"]),
+    ("tpu", &["problem", "memory", "runtime"]),
     ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
-    ("cli", &["spec", "problem", "reference", "implementation", "memory", "runtime", "conformance", "fixture"]),
+    (
+        "cli",
+        &[
+            "spec",
+            "problem",
+            "reference",
+            "implementation",
+            "memory",
+            "runtime",
+            "xla",
+            "tpu",
+            "conformance",
+            "fixture",
+        ],
+    ),
     ("main", &["cli", "runtime"]),
 ];
 

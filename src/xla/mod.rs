@@ -73,6 +73,35 @@ impl Xla {
         Ok(Plan { shards, structure, executable })
     }
 
+    /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
+    /// one batch: data-parallel, whatever the sharding of this implementation. It is a text for compilers; nothing is run.
+    ///
+    /// # Errors
+    /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
+    pub fn program_for(
+        &self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<String, Unsupported> {
+        if self.sharding != Sharding::Whole {
+            return Err(self.unsupported(
+                "compiling ahead of time",
+                self.id(),
+                "it as `xla`, rows whole on every device",
+            ));
+        }
+        self.supports(spec, local, dtype, 1)?;
+        let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
+        let Some(batch) = batch else {
+            let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
+            return Err(self.unsupported("sequences a device", local.batch, supported));
+        };
+        let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
+        Ok(baseline::program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh))
+    }
+
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
         Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
     }
