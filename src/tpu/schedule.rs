@@ -17,7 +17,7 @@
 //!
 //! # Trips
 //! The loop's branch hangs on a comparison `scmp.ge counter, N /* loop exit test */`; with a counter that starts at a
-//! constant and grows by one, trips are known. The loop over the grid of a Mosaic kernel, and the like loop of an XLA
+//! constant and grows by one, spilled or not, trips are known. The loop over the grid of a Mosaic kernel, and the like loop of an XLA
 //! fusion, is a software pipeline: its exit test counts some trips more than the grid has steps (2 to 10), in which the
 //! pipeline fills and drains and the body is branched over. Its trips are the grid's steps, the product of the
 //! `iteration_bounds` that its DMAs carry. Any other exit test (a number from memory, a collective's barrier) leaves the
@@ -229,27 +229,48 @@ fn definition(instruction: &str) -> Option<(&str, Definition<'_>)> {
 }
 
 /// The scalars of a kernel by name.
-struct Scalars<'t>(HashMap<&'t str, Vec<Definition<'t>>>);
+struct Scalars<'t> {
+    definitions: HashMap<&'t str, Vec<Definition<'t>>>,
+    /// What is stored to each spill slot, `[smem:[#allocation7_spill]]`.
+    spilled: HashMap<&'t str, Vec<&'t str>>,
+}
 
 impl<'t> Scalars<'t> {
     fn of(bundles: &[Bundle<'t>]) -> Scalars<'t> {
-        let mut scalars: HashMap<_, Vec<_>> = HashMap::new();
+        let (mut definitions, mut spilled): (HashMap<_, Vec<_>>, HashMap<_, Vec<_>>) = Default::default();
         for (name, definition) in bundles.iter().flat_map(Bundle::instructions).filter_map(definition) {
-            scalars.entry(name).or_default().push(definition);
+            if let ("sst", [store]) = (definition.0, definition.1.as_slice())
+                && let Some((slot, value)) = store.split_once(' ')
+            {
+                spilled.entry(slot).or_default().push(value);
+            }
+            definitions.entry(name).or_default().push(definition);
         }
-        Scalars(scalars)
+        Scalars { definitions, spilled }
+    }
+
+    /// What was spilled, where `name` is loaded from a slot that one value only is stored to; else `name`.
+    fn before_spill<'n>(&self, name: &'n str) -> &'n str
+    where
+        't: 'n,
+    {
+        let stored = self.operands(name, "sld").and_then(|slot| self.spilled.get(slot.first()?));
+        match stored.map(Vec::as_slice) {
+            Some([value]) => value,
+            _ => name,
+        }
     }
 
     /// The operands of `name`, where it is defined by `operation`.
     fn operands(&self, name: &str, operation: &str) -> Option<&[&'t str]> {
-        let definitions = self.0.get(name)?;
+        let definitions = self.definitions.get(name)?;
         definitions.iter().find(|(defined, _)| defined.starts_with(operation)).map(|(_, operands)| operands.as_slice())
     }
 
     fn constant(&self, operand: &str) -> Option<u64> {
         match operand.parse() {
             Ok(value) => Some(value),
-            Err(_) => self.operands(operand, "smov.u32")?.first()?.parse().ok(),
+            Err(_) => self.operands(self.before_spill(operand), "smov.u32")?.first()?.parse().ok(),
         }
     }
 
@@ -258,7 +279,7 @@ impl<'t> Scalars<'t> {
         let &[counter, end] = self.operands(exit, "scmp.ge.s32")? else { return None };
         let end = self.constant(end)?;
         let &[step, before] = self.operands(counter, "sadd.s32")? else { return None };
-        let start = self.constant(self.operands(before, "sphi")?.first()?)?;
+        let start = self.constant(self.operands(self.before_spill(before), "sphi")?.first()?)?;
         (step == "1" && end > start).then(|| end - start)
     }
 }
