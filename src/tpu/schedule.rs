@@ -448,3 +448,134 @@ fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -
     let binding = binding.map(|slot| slot.name.clone());
     Kernel { name: name.into(), bundles: rows.len() as u64, loops, cycles, slots, binding }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tpu::Target;
+
+    const GRID: [&str; 2] = [
+        include_str!("../../fixtures/tpu/mosaic_grid.bundles.txt"),
+        include_str!("../../fixtures/tpu/mosaic_grid.utilization.txt"),
+    ];
+    const DYNAMIC: [&str; 2] = [
+        include_str!("../../fixtures/tpu/mosaic_dynamic.bundles.txt"),
+        include_str!("../../fixtures/tpu/mosaic_dynamic.utilization.txt"),
+    ];
+
+    fn parse([bundles, utilization]: [&str; 2]) -> Result<Kernel, TpuError> {
+        Kernel::parse("name.1", bundles, utilization, Target::parse("v6e").unwrap().chip)
+    }
+
+    /// `(depth, bundles, trips, cycles, optional)`
+    fn shape(l: &Loop) -> (usize, u64, Option<u64>, Option<u64>, bool) {
+        (l.depth, l.bundles, l.trips, l.cycles, l.optional)
+    }
+
+    /// A program of one bundle a line of `bodies`, none of which fills a slot.
+    fn written(bodies: &[&str]) -> [String; 2] {
+        let bundles = bodies.iter().enumerate().map(|(at, body)| format!(" {at:#x} {body}\n")).collect::<String>();
+        let bundles = bundles.replacen("0x0", "0", 1);
+        let rows = "1 0\n".repeat(bodies.len());
+        [bundles, format!("== CAPACTIY:\nVALU, SALU\n 4 2\n== UTILIZATION:\n{rows}")]
+    }
+
+    fn loops_of(bodies: &[&str]) -> Vec<(usize, u64, Option<u64>, Option<u64>, bool)> {
+        let [bundles, utilization] = written(bodies);
+        parse([&bundles, &utilization]).unwrap().loops.iter().map(shape).collect()
+    }
+
+    /// A pipeline over 16 blocks, 18 trips of its exit test, around 8 steps of 24 bundles and 4 delay slots.
+    #[test]
+    fn a_grid_and_the_loop_in_it_have_the_trips_that_were_written() {
+        let kernel = parse(GRID).unwrap();
+        let loops: Vec<_> = kernel.loops.iter().map(shape).collect();
+        // 0x5 to 0x75 without 0x35 to 0x50.
+        assert_eq!(loops, [(1, 85, Some(16), Some(85 * 16), false), (2, 28, Some(8), Some(28 * 16 * 8), false)]);
+        assert_eq!(kernel.bundles, 122);
+        assert_eq!(kernel.cycles, 122 - 85 - 28 + 85 * 16 + 28 * 16 * 8);
+    }
+
+    #[test]
+    fn slots_are_counted_over_all_trips() {
+        let kernel = parse(GRID).unwrap();
+        let slot = |name: &str| kernel.slots.iter().find(|slot| slot.name == name).unwrap();
+        // Eight vectors go through `exp` in each inner step.
+        assert_eq!((slot("EUP").used, slot("EUP").capacity), (8 * 16 * 8, 1));
+        assert_eq!((slot("VALU").capacity, slot("VLOAD").capacity, slot("MATMUL").used), (4, 3, 0));
+        assert_eq!(kernel.binding.as_deref(), Some("SALU"));
+    }
+
+    #[test]
+    fn trips_that_an_argument_decides_are_unknown_and_count_once() {
+        let kernel = parse(DYNAMIC).unwrap();
+        let [grid, inner] = &kernel.loops[..] else { panic!("{:?}", kernel.loops) };
+        assert_eq!((grid.trips, inner.depth, inner.trips, inner.cycles), (Some(16), 2, None, None));
+        let outside = kernel.bundles - grid.bundles - inner.bundles;
+        assert_eq!(kernel.cycles, outside + 16 * (grid.bundles + inner.bundles));
+    }
+
+    #[test]
+    fn a_counter_is_followed_through_a_spill_slot() {
+        let spilled = [
+            ": { %s1_s0 = smov.u32 2 }",
+            "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %9 = sst [smem:[#allocation7_spill]] %s2_s1 } /* Start region 3 */",
+            ": > { %s3_s1 = sld [smem:[#allocation7_spill]] }",
+            ": > { %s4_s2 = sadd.s32 1, %s3_s1 ;; %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 12 /* loop exit test */ }",
+            ": { %6 = sbr.rel (!%p5_p0) target = $region3 }",
+            ": {}",
+        ];
+        assert_eq!(loops_of(&spilled), [(1, 5, Some(10), Some(50), false)]);
+        // A second value in the slot: which of them is loaded is not known.
+        let mut twice = spilled;
+        twice[0] = ": { %s1_s0 = smov.u32 2 ;; %8 = sst [smem:[#allocation7_spill]] %s1_s0 }";
+        assert_eq!(loops_of(&twice), [(1, 5, None, None, false)]);
+    }
+
+    #[test]
+    fn a_loop_that_may_be_passed_over_counts_once() {
+        let copied = [
+            ": { %1 = sbr.rel (%p0_p0) target = $region9 ;; %s1_s0 = smov.u32 0 }",
+            "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %s4_s2 = sadd.s32 1, %s2_s1 } /* Start region 3 */",
+            ": > { %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 18994 ;; %6 = sbr.rel (!%p5_p0) target = $region3 }",
+            ": {}",
+            ": {}",
+            ": {}",
+            ": {}",
+            "PF: {} /* Start/End empty region 9 */",
+        ];
+        assert_eq!(loops_of(&copied), [(1, 6, Some(18994), None, true)]);
+        let [bundles, utilization] = written(&copied);
+        assert_eq!(parse([&bundles, &utilization]).unwrap().cycles, 8);
+    }
+
+    #[test]
+    fn malformed_dumps_are_errors() {
+        let [bundles, utilization] = GRID;
+        let cut = |text: &str, bytes: usize| text[..bytes].to_string();
+        let broken = [
+            [String::new(), utilization.into()],
+            ["= control target key start\n".into(), utilization.into()],
+            [bundles.replace(" 0x10 ", " 0x11 "), utilization.into()],
+            [bundles.into(), String::new()],
+            [bundles.into(), cut(utilization, 60)],
+            [bundles.into(), cut(utilization, utilization.len() - 22)],
+            [bundles.into(), utilization.replace("    2     2     2     4", "    2     2     2     0")],
+            [bundles.into(), utilization.replace("0 0 0 0 0 0 1 0 0 0 0", "0 0 0 0 0 0 -1 0 0 0 0")],
+            [bundles.into(), utilization.replace("== UTILIZATION:", "== SOMETHING")],
+        ];
+        for (at, [bundles, utilization]) in broken.iter().enumerate() {
+            let error = parse([bundles, utilization]).unwrap_err();
+            assert!(matches!(error, TpuError::Dump { .. }), "{at}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_kernels_files_are_told_from_those_of_earlier_passes() {
+        let name = |file| kernel_of(file, BUNDLES);
+        assert_eq!(name("1795258552235389527-all-reduce.2-02-final_bundles.txt"), Some("all-reduce.2"));
+        assert_eq!(name("17-<late-finalization>-02-final_bundles.txt"), Some("<late-finalization>"));
+        assert_eq!(name("17-fusion.15-01-schedule-analysis_final_bundles.txt"), None);
+        assert_eq!(name("final_bundles.txt"), None);
+    }
+}

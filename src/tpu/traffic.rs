@@ -5,8 +5,8 @@
 //!
 //! - parameters, constants, tuples, bitcasts and `iota` of themselves;
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
-//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a called computation gathers is
-//!   told by the shape of the operand of its `gather`, found through fusions, calls and offloaded async calls.
+//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an operand, or
+//!   an async call copies a slice of it, is told by the operand's shape in the computations that it calls.
 //!
 //! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place custom
 //! call reads its operands once and writes its outputs once like any other. What an instruction keeps to itself (spills
@@ -210,24 +210,28 @@ impl<'t> Instruction<'t> {
     }
 }
 
-/// `(shape, bytes)` of arrays that a computation gathers from, with what comes out.
-type Gathers = HashMap<String, u64>;
-
-/// A computation: what it gathers from itself, and what it calls.
+/// A computation: what it takes parts of, and what it calls.
 #[derive(Default)]
 struct Computation<'t> {
-    gathers: Gathers,
+    /// `(opcode, shape taken from, bytes that come out)`
+    parts: Vec<(&'t str, String, u64)>,
     called: Vec<&'t str>,
 }
 
-/// All gathers of `root` and whatever it calls.
-fn gathers<'t>(root: impl Iterator<Item = &'t str>, computations: &HashMap<&str, Computation<'t>>) -> Gathers {
-    let mut found = Gathers::new();
+/// Bytes that `instruction` takes of operands that it only takes parts of, by their shape.
+fn parts_taken(instruction: &Instruction, computations: &HashMap<&str, Computation>) -> HashMap<String, u64> {
+    // A fusion that slices an operand may read the rest of it too; an async copy of a slice does not.
+    let opcodes: &[&str] = match instruction.opcode {
+        "async-start" => &["gather", "slice", "dynamic-slice"],
+        _ => &["gather"],
+    };
+    let mut found = HashMap::new();
     let mut seen = HashSet::new();
-    let mut waiting: Vec<&str> = root.collect();
+    let mut waiting: Vec<&str> = instruction.called().collect();
     while let Some(name) = waiting.pop() {
         if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
-            found.extend(computation.gathers.clone());
+            let taken = computation.parts.iter().filter(|(opcode, ..)| opcodes.contains(opcode));
+            found.extend(taken.map(|(_, shape, bytes)| (shape.clone(), *bytes)));
             waiting.extend(&computation.called);
         }
     }
@@ -276,10 +280,11 @@ impl Traffic {
                 } else if let Some((name, shapes)) = &mut current {
                     let computation = computations.entry(name).or_default();
                     computation.called.extend(instruction.called());
-                    if let ("gather", Some(Shape::Array(from))) =
-                        (instruction.opcode, instruction.operands.first().and_then(|operand| shapes.get(operand)))
+                    let from = instruction.operands.first().and_then(|operand| shapes.get(operand));
+                    if let ("gather" | "slice" | "dynamic-slice", Some(Shape::Array(from))) = (instruction.opcode, from)
                     {
-                        computation.gathers.insert(from.named.clone(), instruction.shape.bytes());
+                        let bytes = instruction.shape.bytes();
+                        computation.parts.push((instruction.opcode, from.named.clone(), bytes));
                     }
                     shapes.insert(instruction.name, instruction.shape);
                 }
@@ -302,7 +307,7 @@ fn count(file: &str, entry: &[Instruction], computations: &HashMap<&str, Computa
         // An async call is described where it starts: by the handle that `async-update` takes.
         let handle = instruction.operands.first().filter(|_| instruction.opcode == "async-update");
         let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
-        let gathered = gathers(described.called(), computations);
+        let parts = parts_taken(described, computations);
         let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
         let mut counted = HashSet::new();
         for operand in &instruction.operands {
@@ -321,9 +326,7 @@ fn count(file: &str, entry: &[Instruction], computations: &HashMap<&str, Computa
             let whole = shape.hbm_bytes();
             let read = match (instruction.opcode, shape) {
                 ("gather" | "slice" | "dynamic-slice", _) => whole.min(instruction.shape.bytes()),
-                // `((operands), destination, context)`
-                ("slice-start", _) => whole.min(instruction.shape.part(1).map_or(whole, Shape::bytes)),
-                (_, Shape::Array(array)) => gathered.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
+                (_, Shape::Array(array)) => parts.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
                 _ => whole,
             };
             traffic.hbm_bytes = traffic.hbm_bytes.saturating_add(read);
@@ -333,4 +336,80 @@ fn count(file: &str, entry: &[Instruction], computations: &HashMap<&str, Computa
         }
     }
     Ok(traffic)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const XLA: &str = include_str!("../../fixtures/tpu/xla.after_optimizations.txt");
+
+    /// Bytes of the bf16 logits `[1,4096,151936]`.
+    const LOGITS: u64 = 4096 * 151_936 * 2;
+
+    #[test]
+    fn the_baseline_moves_its_logits_six_times() {
+        let traffic = Traffic::parse("xla", XLA).unwrap();
+        // Read by three fusions, written once as dlogits and once, for the gather, as f32: 3 + 1 + 2.
+        let rest = traffic.hbm_bytes - 6 * LOGITS;
+        assert!(rest < LOGITS / 1000, "{rest} bytes per token");
+        assert!(traffic.uncounted.is_empty());
+    }
+
+    #[test]
+    fn a_gathered_operand_is_read_as_far_as_it_is_gathered() {
+        let whole = XLA.replace(" gather(", " notgather(");
+        let (gathered, whole) = (Traffic::parse("x", XLA).unwrap(), Traffic::parse("x", &whole).unwrap());
+        assert_eq!(whole.hbm_bytes - gathered.hbm_bytes, 2 * LOGITS - 4096 * 4);
+    }
+
+    #[test]
+    fn tiles_are_whole_and_other_memories_are_not_hbm() {
+        let hbm = |text| shape(text, 0).unwrap().0.hbm_bytes();
+        assert_eq!(hbm("bf16[4,100]{1,0:T(8,128)(2,1)}"), 8 * 128 * 2);
+        assert_eq!(hbm("f32[2048,151643]{0,1:T(8,128)}"), 151_648 * 2048 * 4);
+        assert_eq!(hbm("f32[4096]{0:T(1024)S(1)}"), 0);
+        // A scalar has no extent to pad.
+        assert_eq!(hbm("(s4[16]{0}, /*index=1*/(pred[]{:T(512)}, f32[2]))"), 8 + 1 + 8);
+    }
+
+    #[test]
+    fn an_operand_counts_once_and_a_slice_as_far_as_it_goes() {
+        let text = "%cut (p: f32[100]) -> f32[10] {
+  %p = f32[100] parameter(0)
+  ROOT %s = f32[10] slice(%p), slice={[0:10]}
+}
+
+ENTRY %main (a: f32[100]) -> f32[100] {
+  %a = f32[100] parameter(0)
+  %start = ((f32[100]), f32[10], s32[]{:S(2)}) async-start(%a), calls=%cut
+  %done = f32[10] async-done(%start)
+  %loop = f32[100] while(%a), condition=%c, body=%b
+  ROOT %twice = f32[100] add(%a, %a)
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        assert_eq!(traffic.hbm_bytes, (10 + 10 + 100 + 100) * 4);
+        assert_eq!(traffic.uncounted, ["%loop"]);
+    }
+
+    #[test]
+    fn malformed_hlo_is_an_error() {
+        let deep = format!("ENTRY %m () -> f32[] {{\n  %a = {}f32[] parameter(0)\n}}\n", "(".repeat(100_000));
+        let broken = [
+            "",
+            "ENTRY %m () -> f32[] {\n  nonsense\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f99[1] parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[18446744073709551615,9] add(%b)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{7} parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{0:T(0)} parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1] add(%missing)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1] parameter(0)\n  %b = f32[1] add(%a#3)\n}\n",
+            &deep,
+        ];
+        for text in broken {
+            let error = Traffic::parse("x", text).unwrap_err();
+            assert!(matches!(error, TpuError::Dump { .. }), "{text}: {error}");
+        }
+    }
 }
