@@ -14,6 +14,7 @@ use assay::xla::Xla;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 type Check = Box<dyn FnOnce() -> Result<(), Failed> + Send>;
+type Plain = fn() -> Result<(), Failed>;
 
 /// Scratch of `xla` at 1x2048x151643 bf16 on each device of `v6e:2x4`, by libtpu 0.0.51.
 const TEMP_BYTES: i64 = 1_242_890_240;
@@ -25,7 +26,7 @@ fn main() {
         let name = format!("memory_cycles_bytes_small_shape_are_reported: {target}");
         needing_libtpu.push((name, Box::new(move || a_small_shape_compiles(&target))));
     }
-    let checks: [(&str, fn() -> Result<(), Failed>); 4] = [
+    let checks: [(&str, Plain); 4] = [
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
         ("a_topology_that_libtpu_does_not_know_is_refused_in_its_words", an_impossible_topology_is_refused),
         ("two_programs_compile_at_once", two_programs_compile_at_once),
@@ -71,7 +72,7 @@ fn a_small_shape_compiles(target: &Target) -> Result<(), Failed> {
     let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
     assert!(compiled.memory.argument_bytes >= logits, "{:?}", compiled.memory);
     assert!(compiled.memory.alias_bytes >= logits, "dlogits lie over the logits: {:?}", compiled.memory);
-    assert!(compiled.traffic.hbm_bytes >= 2 * logits as u64, "{:?}", compiled.traffic);
+    assert!(i64::try_from(compiled.traffic.hbm_bytes)? >= 2 * logits, "{:?}", compiled.traffic);
     assert!(compiled.kernels.len() > 3, "{:?}", compiled.kernels);
     assert!(compiled.kernels.iter().any(|kernel| kernel.name == "TLP"));
     for kernel in &compiled.kernels {

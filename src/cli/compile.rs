@@ -94,25 +94,11 @@ fn program(id: &str, spec: &LossSpec, local: Shape, dtype: Dtype, devices: usize
     Ok(xla.program_for(spec, local, dtype, devices).map_err(RunError::from)?)
 }
 
-#[derive(Serialize)]
+#[derive(Clone, Copy, Serialize)]
 struct Memory {
-    argument_bytes: i64,
-    output_bytes: i64,
-    temp_bytes: i64,
-    alias_bytes: i64,
+    #[serde(flatten)]
+    compiled: CompiledMemory,
     peak_bytes: i64,
-}
-
-impl From<CompiledMemory> for Memory {
-    fn from(memory: CompiledMemory) -> Self {
-        Self {
-            argument_bytes: memory.argument_bytes,
-            output_bytes: memory.output_bytes,
-            temp_bytes: memory.temp_bytes,
-            alias_bytes: memory.alias_bytes,
-            peak_bytes: memory.peak_bytes(),
-        }
-    }
 }
 
 /// What hardware measured at this shape, and how the bound compares.
@@ -159,7 +145,7 @@ impl Figures {
             implementation: asked.implementation.clone(),
             shape: [asked.shape.batch, asked.shape.tokens, asked.shape.vocab],
             dtype: asked.dtype,
-            memory: compiled.memory.into(),
+            memory: Memory { compiled: compiled.memory, peak_bytes: compiled.memory.peak_bytes() },
             kernels: compiled.kernels.clone(),
             cycles,
             hbm_bytes,
@@ -196,12 +182,12 @@ impl Figures {
             format!("{batch}x{tokens}x{vocab} {} on each of {} devices", self.dtype, self.devices),
         ]);
         table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
-        let Memory { argument_bytes, output_bytes, temp_bytes, alias_bytes, peak_bytes } = self.memory;
+        let Memory { compiled, peak_bytes } = self.memory;
         let bytes = [
-            ("argument_bytes", argument_bytes),
-            ("output_bytes", output_bytes),
-            ("temp_bytes", temp_bytes),
-            ("alias_bytes", alias_bytes),
+            ("argument_bytes", compiled.argument_bytes),
+            ("output_bytes", compiled.output_bytes),
+            ("temp_bytes", compiled.temp_bytes),
+            ("alias_bytes", compiled.alias_bytes),
             ("peak_bytes", peak_bytes),
         ];
         for (key, bytes) in bytes {

@@ -29,7 +29,7 @@ pub const WORKER_COMMAND: &str = "tpu-worker";
 pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
 
 /// How long one program may take to compile unless a [`Compiler`] says otherwise.
-pub const TIME_LIMIT: Duration = Duration::from_secs(120);
+pub const TIME_LIMIT: Duration = Duration::from_mins(2);
 
 /// The largest file that is read back. The longest seen takes 1 MB.
 const MOST_BYTES: u64 = 64 << 20;

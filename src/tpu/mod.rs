@@ -7,7 +7,7 @@
 //! - the optimized HLO ([`traffic`]): bytes that move between HBM and the cores.
 //!
 //! From these follow two lower bounds on the time of one run, [`Bound`]. They are bounds, not predictions: DMA latency,
-//! stalls, collectives and SparseCore work are in neither. [`recorded`] holds what hardware measured, to put beside them.
+//! stalls, collectives and `SparseCore` work are in neither. [`recorded`] holds what hardware measured, to put beside them.
 
 pub mod compile;
 mod error;

@@ -6,7 +6,7 @@
 //! Mosaic custom call under the name that its instruction has. Three more belong to the program as a whole: `TLP`, the
 //! top level, which launches the kernels, waits for copies and holds the smallest operations itself, and
 //! `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before its final one lie in files
-//! that are not read. Where a kernel was compiled twice under one name, the later one counts. SparseCore programs
+//! that are not read. Where a kernel was compiled twice under one name, the later one counts. `SparseCore` programs
 //! (offloaded gathers) leave no such file: their time is not counted.
 //!
 //! # Bundles and loops
@@ -468,19 +468,21 @@ mod tests {
     }
 
     /// `(depth, bundles, trips, cycles, optional)`
-    fn shape(l: &Loop) -> (usize, u64, Option<u64>, Option<u64>, bool) {
+    type LoopShape = (usize, u64, Option<u64>, Option<u64>, bool);
+
+    fn shape(l: &Loop) -> LoopShape {
         (l.depth, l.bundles, l.trips, l.cycles, l.optional)
     }
 
     /// A program of one bundle a line of `bodies`, none of which fills a slot.
     fn written(bodies: &[&str]) -> [String; 2] {
-        let bundles = bodies.iter().enumerate().map(|(at, body)| format!(" {at:#x} {body}\n")).collect::<String>();
-        let bundles = bundles.replacen("0x0", "0", 1);
+        let lines: Vec<String> = bodies.iter().enumerate().map(|(at, body)| format!(" {at:#x} {body}\n")).collect();
+        let bundles = lines.concat().replacen("0x0", "0", 1);
         let rows = "1 0\n".repeat(bodies.len());
         [bundles, format!("== CAPACTIY:\nVALU, SALU\n 4 2\n== UTILIZATION:\n{rows}")]
     }
 
-    fn loops_of(bodies: &[&str]) -> Vec<(usize, u64, Option<u64>, Option<u64>, bool)> {
+    fn loops_of(bodies: &[&str]) -> Vec<LoopShape> {
         let [bundles, utilization] = written(bodies);
         parse([&bundles, &utilization]).unwrap().loops.iter().map(shape).collect()
     }

@@ -46,7 +46,7 @@ pub struct Chip {
     pub hbm_gib: f64,
     /// VMEM of one core, 2²⁰ bytes.
     pub vmem_mib: usize,
-    /// TensorCores.
+    /// Tensor cores.
     pub cores: usize,
     /// Devices that a program sees.
     pub devices: usize,
