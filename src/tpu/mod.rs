@@ -6,8 +6,9 @@
 //! - the final VLIW program of every kernel ([`schedule`]): bundles, loops and their trips, slots used;
 //! - the optimized HLO ([`traffic`]): bytes that move between HBM and the cores.
 //!
-//! From these follow two lower bounds on the time of one run, [`Bound`]. They are bounds, not predictions: DMA latency,
-//! stalls, collectives and `SparseCore` work are in neither. [`recorded`] holds what hardware measured, to put beside them.
+//! From these follow two lower bounds on the time of one run, [`Bound`]. They are bounds, not predictions: DMA
+//! latency, stalls, collectives and `SparseCore` work are in neither. [`recorded`] holds what hardware measured, to
+//! put beside them.
 
 pub mod compile;
 mod error;

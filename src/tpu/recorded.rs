@@ -1,8 +1,8 @@
 //! What a v6e measured: the record that bounds are put beside.
 //!
 //! Recorded by the seed project (MLLM-JAX) on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight
-//! data-parallel devices; the shape is what one device holds. Its baseline is `log_softmax` and autodiff, not the program
-//! that `xla` compiles here, so a ratio says how far a bound lies from a careful user's time, no more.
+//! data-parallel devices; the shape is what one device holds. Its baseline is `log_softmax` and autodiff, not the
+//! program that `xla` compiles here, so a ratio says how far a bound lies from a careful user's time, no more.
 
 use serde::Serialize;
 

@@ -2,28 +2,28 @@
 //!
 //! # Which files
 //! `TIME-NAME-NN-final_bundles.txt` is the program of one kernel, `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`
-//! the slots that each of its bundles uses. `NAME` is the HLO instruction: a fusion of XLA (`fusion.15`), an all-reduce, or a
-//! Mosaic custom call under the name that its instruction has. Three more belong to the program as a whole: `TLP`, the
-//! top level, which launches the kernels, waits for copies and holds the smallest operations itself, and
-//! `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before its final one lie in files
-//! that are not read. Where a kernel was compiled twice under one name, the later one counts. `SparseCore` programs
-//! (offloaded gathers) leave no such file: their time is not counted.
+//! the slots that each of its bundles uses. `NAME` is the HLO instruction: a fusion of XLA (`fusion.15`), an
+//! all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong to the program as a
+//! whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the smallest operations
+//! itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before its final
+//! one lie in files that are not read. Where a kernel was compiled twice under one name, the later one counts.
+//! `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
 //!
 //! # Bundles and loops
-//! A bundle is one line, `0x35 LB: >> { … ;; … }`, sometimes drawn out over several by a comment; it issues in one cycle.
-//! A loop starts at a bundle marked `LB` and ends with the branch back to the region that starts there, plus the
-//! branch's delay slots (4 bundles; 6 on v7x). The number of `>` is the loop depth, but branches and delay slots often
-//! lack the mark, so only the start is taken from it.
+//! A bundle is one line, `0x35 LB: >> { … ;; … }`, sometimes drawn out over several by a comment; it issues in one
+//! cycle. A loop starts at a bundle marked `LB` and ends with the branch back to the region that starts there, plus
+//! the branch's delay slots (4 bundles; 6 on v7x). The number of `>` is the loop depth, but branches and delay slots
+//! often lack the mark, so only the start is taken from it.
 //!
 //! # Trips
 //! The loop's branch hangs on a comparison `scmp.ge counter, N /* loop exit test */`; with a counter that starts at a
-//! constant and grows by one, spilled or not, trips are known. The loop over the grid of a Mosaic kernel, and the like loop of an XLA
-//! fusion, is a software pipeline: its exit test counts some trips more than the grid has steps (2 to 10), in which the
-//! pipeline fills and drains and the body is branched over. Its trips are the grid's steps, the product of the
-//! `iteration_bounds` that its DMAs carry. Any other exit test (a number from memory, a collective's barrier) leaves the
-//! trips unknown, `None`: such a loop is counted as one trip, and so is a loop outside all others that a branch may pass
-//! over, such as the copy of an argument that the caller did not donate. `cycles` are a lower bound in that sense.
-//! Inside a loop, what a branch may pass over is counted in every trip.
+//! constant and grows by one, spilled or not, trips are known. The loop over the grid of a Mosaic kernel, and the
+//! like loop of an XLA fusion, is a software pipeline: its exit test counts some trips more than the grid has steps
+//! (2 to 10), in which the pipeline fills and drains and the body is branched over. Its trips are the grid's steps,
+//! the product of the `iteration_bounds` that its DMAs carry. Any other exit test (a number from memory, a
+//! collective's barrier) leaves the trips unknown, `None`: such a loop is counted as one trip, and so is a loop
+//! outside all others that a branch may pass over, such as the copy of an argument that the caller did not donate.
+//! `cycles` are a lower bound in that sense. Inside a loop, what a branch may pass over is counted in every trip.
 //!
 //! Each kernel is counted as launched once, which is so in a program without a `while`.
 

@@ -21,9 +21,9 @@
 //!
 //! # Figures
 //! HBM size and bandwidth, cores and bf16 rate: Google's documents of each chip
-//! (<https://cloud.google.com/tpu/docs/system-architecture-tpu-vm>) and, for VMEM, the table that JAX keeps for Pallas
-//! (`jax/_src/pallas/mosaic/tpu_info.py`). No document names a clock: those here are inferred from the bf16 rate and the
-//! number of MXUs, and are an assumption wherever a time is printed.
+//! (<https://cloud.google.com/tpu/docs/system-architecture-tpu-vm>) and, for VMEM, the table that JAX keeps for
+//! Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). No document names a clock: those here are inferred from the bf16
+//! rate and the number of MXUs, and are an assumption wherever a time is printed.
 
 use std::fmt;
 

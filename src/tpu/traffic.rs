@@ -6,12 +6,11 @@
 //! - parameters, constants, tuples, bitcasts and `iota` of themselves;
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
 //! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an operand, or
-//!   an async call copies a slice of it, is told by the operand's shape in the computations that it calls.
 //!
-//! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place custom
-//! call reads its operands once and writes its outputs once like any other. What an instruction keeps to itself (spills
-//! to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the least it can move.
-//! Bodies of `while` and `conditional` are not counted; the instructions are named.
+//! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
+//! custom call reads its operands once and writes its outputs once like any other. What an instruction keeps to
+//! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
+//! least it can move. Bodies of `while` and `conditional` are not counted; the instructions are named.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;

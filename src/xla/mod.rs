@@ -73,8 +73,9 @@ impl Xla {
         Ok(Plan { shards, structure, executable })
     }
 
-    /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
-    /// one batch: data-parallel, whatever the sharding of this implementation. It is a text for compilers; nothing is run.
+    /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them
+    /// together one batch: data-parallel, whatever the sharding of this implementation. It is a text for compilers;
+    /// nothing is run.
     ///
     /// # Errors
     /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
@@ -151,8 +152,8 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 /// The largest device count that is tried of itself.
 const MOST_DEVICES: usize = 8;
 
-/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
-/// a spec are run-time inputs.
+/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers
+/// of a spec are run-time inputs.
 struct Compiled {
     plugin: PathBuf,
     code: String,
