@@ -83,7 +83,7 @@ fn a_small_shape_compiles(target: &Target) -> Result<(), Failed> {
 
 fn a_broken_program_is_refused() -> Result<(), Failed> {
     let target = Target::parse("v6e")?;
-    let code = "module @m { func.func public @main(%arg0: tensor<4xf32>) -> tensor<4xf32> { return %nobody : tensor<4xf32> } }";
+    let code = "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %nobody : tensor<4xf32> }";
     match compile(&target, code) {
         Err(TpuError::Refused { message, .. }) if message.contains("undeclared SSA value") => Ok(()),
         other => Err(format!("{other:?}").into()),

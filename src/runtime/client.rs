@@ -190,8 +190,8 @@ impl Client {
         &self.0.device_ids
     }
 
-    /// Keeps other programs of several devices out. Two that started on their devices in different orders would wait
-    /// for each other for ever.
+    /// Keeps other programs of several devices out. Two that started on their devices in different orders would wait for
+    /// each other for ever.
     pub(super) fn alone(&self) -> MutexGuard<'_, ()> {
         self.0.collective.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,12 +1,12 @@
 //! The final VLIW program of each kernel, as libtpu dumps it: loops, trips, cycles, slots.
 //!
 //! # Which files
-//! `TIME-NAME-NN-final_bundles.txt` is the program of one kernel, `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`
-//! the slots that each of its bundles uses. `NAME` is the HLO instruction: a fusion of XLA (`fusion.15`), an
-//! all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong to the program as a
-//! whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the smallest operations
-//! itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before its final
-//! one lie in files that are not read. Where a kernel was compiled twice under one name, the later one counts.
+//! `TIME-NAME-NN-final_bundles.txt` is the program of one kernel; the slots that each of its bundles uses are in
+//! `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`. `NAME` is the HLO instruction: a fusion of XLA
+//! (`fusion.15`), an all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong to
+//! the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the smallest
+//! operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before its
+//! final one lie in files that are not read. Where a kernel was compiled twice under one name, the later one counts.
 //! `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
 //!
 //! # Bundles and loops
@@ -217,7 +217,8 @@ impl<'t> Branch<'t> {
 /// What a scalar or predicate is: operation and operands.
 type Definition<'t> = (&'t str, Vec<&'t str>);
 
-/// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. Instructions under a predicate define nothing for sure.
+/// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. Instructions under a predicate define nothing for
+/// sure.
 fn definition(instruction: &str) -> Option<(&str, Definition<'_>)> {
     let (name, expression) = instruction.split_once(" = ")?;
     let expression = &expression[..expression.find(['/', '}']).unwrap_or(expression.len())];
@@ -521,7 +522,7 @@ mod tests {
     fn a_counter_is_followed_through_a_spill_slot() {
         let spilled = [
             ": { %s1_s0 = smov.u32 2 }",
-            "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %9 = sst [smem:[#allocation7_spill]] %s2_s1 } /* Start region 3 */",
+            "LB: > { %s2_s1 = sphi %s1_s0 ;; %9 = sst [smem:[#allocation7_spill]] %s2_s1 } /* Start region 3 */",
             ": > { %s3_s1 = sld [smem:[#allocation7_spill]] }",
             ": > { %s4_s2 = sadd.s32 1, %s3_s1 ;; %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 12 /* loop exit test */ }",
             ": { %6 = sbr.rel (!%p5_p0) target = $region3 }",

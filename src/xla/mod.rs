@@ -152,8 +152,8 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 /// The largest device count that is tried of itself.
 const MOST_DEVICES: usize = 8;
 
-/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers
-/// of a spec are run-time inputs.
+/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
+/// a spec are run-time inputs.
 struct Compiled {
     plugin: PathBuf,
     code: String,
