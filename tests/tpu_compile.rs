@@ -157,6 +157,10 @@ fn a_worker_that_answers_nonsense() -> Result<(), Failed> {
     let (_folder, worker) = scripted("echo '{\"compiled\": 1}' > \"$2/answer.json\"")?;
     let error = worked_by(worker, Duration::from_secs(20))?;
     assert!(matches!(error, TpuError::Dump { .. }), "{error}");
+    // An answer before the end is none: libtpu may still have been writing.
+    let (_folder, worker) = scripted("echo '{\"refused\": \"no\"}' > \"$2/answer.json\"; exit 3")?;
+    let error = worked_by(worker, Duration::from_secs(20))?;
+    assert!(matches!(error, TpuError::Died { .. }), "{error}");
     Ok(())
 }
 

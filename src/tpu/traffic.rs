@@ -379,16 +379,24 @@ mod tests {
   ROOT %s = f32[10] slice(%p), slice={[0:10]}
 }
 
+%pick (q: f32[100], i: s32[3]) -> f32[3] {
+  %q = f32[100] parameter(0)
+  %i = s32[3] parameter(1)
+  ROOT %g = f32[3] gather(%q, %i), slice_sizes={1}
+}
+
 ENTRY %main (a: f32[100]) -> f32[100] {
   %a = f32[100] parameter(0)
   %start = ((f32[100]), f32[10], s32[]{:S(2)}) async-start(%a), calls=%cut
   %done = f32[10] async-done(%start)
+  %ids = s32[3]{0:S(1)} iota(), iota_dimension=0
+  %picked = f32[3] fusion(%a, %ids), kind=kCustom, calls=%pick
   %loop = f32[100] while(%a), condition=%c, body=%b
   ROOT %twice = f32[100] add(%a, %a)
 }
 ";
         let traffic = Traffic::parse("x", text).unwrap();
-        assert_eq!(traffic.hbm_bytes, (10 + 10 + 100 + 100) * 4);
+        assert_eq!(traffic.hbm_bytes, (10 + 10 + 3 + 3 + 100 + 100) * 4);
         assert_eq!(traffic.uncounted, ["%loop"]);
     }
 
