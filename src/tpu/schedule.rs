@@ -5,8 +5,8 @@
 //! `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`. `NAME` is the HLO instruction: a fusion of XLA
 //! (`fusion.15`), an all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong to
 //! the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the smallest
-//! operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before its
-//! final one lie in files that are not read. Where a kernel was compiled twice under one name, the later one counts.
+//! operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before
+//! its final one lie in files that are not read. Where a kernel was compiled twice under one name, the later one counts.
 //! `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
 //!
 //! # Bundles and loops
