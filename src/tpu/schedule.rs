@@ -3,11 +3,11 @@
 //! # Which files
 //! `TIME-NAME-NN-final_bundles.txt` is the program of one kernel; the slots that each of its bundles uses are in
 //! `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`. `NAME` is the HLO instruction: a fusion of XLA
-//! (`fusion.15`), an all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong to
-//! the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the smallest
-//! operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a kernel before
-//! its final one lie in files that are not read. Where a kernel was compiled twice under one name, the later one counts.
-//! `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
+//! (`fusion.15`), an all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong
+//! to the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the
+//! smallest operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a
+//! kernel before its final one lie in files that are not read. Where a kernel was compiled twice under one name, the
+//! later one counts. `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
 //!
 //! # Bundles and loops
 //! A bundle is one line, `0x35 LB: >> { … ;; … }`, sometimes drawn out over several by a comment; it issues in one
