@@ -6,7 +6,7 @@
 //! - parameters, constants, tuples, bitcasts and `iota` of themselves;
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
 //! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an
-//!   operand, or
+//!   operand, or an async call copies a slice of it, is told by its shape in the computations that are called.
 //!
 //! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
 //! custom call reads its operands once and writes its outputs once like any other. What an instruction keeps to
