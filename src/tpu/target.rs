@@ -16,7 +16,7 @@
 //! # Environment
 //! Only `TPU_SKIP_MDS_QUERY=1` is needed, for every chip alike: without it libtpu asks the metadata server of a cloud
 //! machine. `TPU_WORKER_HOSTNAMES=localhost` and `TPU_ACCELERATOR_TYPE` (`v5litepod-8`, `v5p-8`, `v6e-8`, `tpu7x-8`)
-//! only keep it from complaining on stderr: no value of them changed a program. `ALLOW_MULTIPLE_LIBTPU_LOAD=1` lets
+//! only keep it from complaining on stderr: a wrong type gave one v6e program the same size and memory. `ALLOW_MULTIPLE_LIBTPU_LOAD=1` lets
 //! several processes compile at once; without it all but one may fail on `/tmp/libtpu_lockfile`.
 //!
 //! # Figures
