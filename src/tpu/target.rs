@@ -16,14 +16,16 @@
 //! # Environment
 //! Only `TPU_SKIP_MDS_QUERY=1` is needed, for every chip alike: without it libtpu asks the metadata server of a cloud
 //! machine. `TPU_WORKER_HOSTNAMES=localhost` and `TPU_ACCELERATOR_TYPE` (`v5litepod-8`, `v5p-8`, `v6e-8`, `tpu7x-8`)
-//! only keep it from complaining on stderr: a wrong type gave one v6e program the same size and memory. `ALLOW_MULTIPLE_LIBTPU_LOAD=1` lets
-//! several processes compile at once; without it all but one may fail on `/tmp/libtpu_lockfile`.
+//! only keep it from complaining on stderr: a wrong type gave one v6e program the same code size and memory.
+//! `ALLOW_MULTIPLE_LIBTPU_LOAD=1` lets several processes compile at once; without it all but one may fail on
+//! `/tmp/libtpu_lockfile`.
 //!
 //! # Figures
 //! HBM size and bandwidth, cores and bf16 rate: Google's documents of each chip
 //! (<https://cloud.google.com/tpu/docs/system-architecture-tpu-vm>) and, for VMEM, the table that JAX keeps for
-//! Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). No document names a clock: those here are inferred from the bf16
-//! rate and the number of MXUs, and are an assumption wherever a time is printed.
+//! Pallas (`jax/_src/pallas/mosaic/tpu_info.py`), which agrees but for v5p's bandwidth (2.46). No document names a
+//! clock: those here are inferred from the bf16 rate and the number of MXUs, and are an assumption wherever a time
+//! is printed.
 
 use std::fmt;
 
