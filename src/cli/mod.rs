@@ -2,6 +2,8 @@
 
 mod bench;
 mod case;
+#[cfg(feature = "pjrt")]
+mod compile;
 mod config;
 mod generate;
 mod gradcheck;
@@ -24,6 +26,8 @@ use crate::fixture::FixtureError;
 use crate::implementation::RunError;
 use crate::memory::Shortage;
 use crate::problem::ProblemError;
+#[cfg(feature = "pjrt")]
+use crate::tpu::TpuError;
 
 /// Judges GRPO loss kernels against an f64 reference.
 #[derive(Parser)]
@@ -45,8 +49,14 @@ enum Command {
     Generate(generate::Generate),
     /// Judge the outputs of a kernel of your own
     Judge(judge::Judge),
+    /// Compile one implementation for TPUs that need not be there
+    #[cfg(feature = "pjrt")]
+    Compile(compile::Compile),
     /// Show the implementations and what they support
     List(list::List),
+    #[cfg(feature = "pjrt")]
+    #[command(hide = true, name = crate::tpu::compile::WORKER_COMMAND)]
+    TpuWorker(compile::Worker),
 }
 
 /// What every command takes.
@@ -111,6 +121,9 @@ enum CliError {
     Tolerance(#[from] ToleranceError),
     #[error(transparent)]
     Memory(#[from] Shortage),
+    #[cfg(feature = "pjrt")]
+    #[error(transparent)]
+    Tpu(#[from] TpuError),
     #[error("{0}")]
     Usage(String),
 }
@@ -136,7 +149,11 @@ pub fn main() -> ExitCode {
         Command::Bench(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Judge(command) => command.run(),
+        #[cfg(feature = "pjrt")]
+        Command::Compile(command) => command.run(),
         Command::List(command) => command.run(),
+        #[cfg(feature = "pjrt")]
+        Command::TpuWorker(command) => command.run(),
     };
     match result {
         Ok(Passed::Yes) => ExitCode::SUCCESS,

@@ -27,5 +27,5 @@ pub use client::Client;
 pub use error::RuntimeError;
 pub use execute::{Executable, Program};
 pub use mesh::{Axis, Mesh, shard};
-pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, locate, quiet_plugins};
+pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, find_installed, locate, quiet_plugins};
 pub use topology::{Topology, Unloaded};

@@ -28,8 +28,8 @@ pub fn quiet_plugins() {
     }
 }
 
-/// Where `make setup` puts the CPU plugin, below the project's folder.
-const INSTALLED: &str = ".plugins/pjrt_cpu.so";
+/// Where `make setup` puts plugins, below the project's folder.
+const INSTALLED: &str = ".plugins";
 
 /// The plugin that somebody asked for: `given`, else the one that [`PLUGIN_VARIABLE`] names.
 pub fn asked_for(given: Option<&Path>) -> Option<PathBuf> {
@@ -46,11 +46,20 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
     if let Some(path) = asked_for(given) {
         return Ok(path);
     }
+    find_installed("pjrt_cpu.so").map_err(|looked| RuntimeError::NoPlugin { looked })
+}
+
+/// The library called `name` that set-up installed, looked for in the working directory and in the folders that hold
+/// this executable.
+///
+/// # Errors
+/// Where was looked.
+pub fn find_installed(name: &str) -> Result<PathBuf, Vec<PathBuf>> {
     let executable = env::current_exe().unwrap_or_default();
     // target/release/assay and target/debug/deps/test-…: the project is at most three folders up.
     let folders = env::current_dir().into_iter().chain(executable.ancestors().skip(1).take(4).map(Path::to_path_buf));
-    let looked: Vec<PathBuf> = folders.map(|folder| folder.join(INSTALLED)).collect();
-    looked.iter().find(|path| path.is_file()).cloned().ok_or(RuntimeError::NoPlugin { looked })
+    let looked: Vec<PathBuf> = folders.map(|folder| folder.join(INSTALLED).join(name)).collect();
+    looked.iter().find(|path| path.is_file()).cloned().ok_or(looked)
 }
 
 /// A loaded plugin. It stays loaded until the process ends.

@@ -124,6 +124,11 @@ impl Xla {
         })
     }
 
+    /// Whether one device holds all of the logits.
+    pub fn sharding_is_whole(&self) -> bool {
+        self.sharding == Sharding::Whole
+    }
+
     /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
     /// one batch: data-parallel, whatever the sharding of this implementation. A text for compilers: nothing is run. Tile
     /// kernels are called as kernels for a TPU of `core`.
@@ -138,7 +143,7 @@ impl Xla {
         devices: usize,
         core: Core,
     ) -> Result<String, Unsupported> {
-        if self.sharding != Sharding::Whole {
+        if !self.sharding_is_whole() {
             let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass";
             return Err(self.unsupported("compiling ahead of time", self.id(), supported));
         }

@@ -1,0 +1,253 @@
+//! `assay compile`: a program compiled for TPUs that need not be there, and what its compiler says of it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+use std::{env, fmt::Write as _};
+
+use clap::Args;
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::{CliError, Passed, Printing, config};
+use crate::implementation::{Implementation, RunError};
+use crate::memory::CompiledMemory;
+use crate::problem::{Dtype, Shape};
+use crate::spec::LossSpec;
+use crate::tpu::recorded::{self, Recorded};
+use crate::tpu::schedule::Kernel;
+use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Request, Target};
+use crate::xla::{Core, Xla};
+
+/// Kernels that take less than this part of all cycles share one row of the table.
+const SMALL: f64 = 0.01;
+
+#[derive(Args)]
+pub(super) struct Compile {
+    /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse)]
+    target: Target,
+    /// The implementation: xla, tile-one-pass or tile-two-pass
+    #[arg(long = "impl", value_name = "ID", default_value = "xla")]
+    implementation: String,
+    /// Sequences, tokens and vocabulary that each device holds
+    #[arg(long, value_name = "BxTxV")]
+    shape: Shape,
+    /// Dtype of the logits: f32, bf16 or f16
+    #[arg(long, default_value = "bf16")]
+    dtype: Dtype,
+    /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
+    #[arg(long, value_name = "FILE")]
+    spec: Option<PathBuf>,
+    /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
+    #[arg(long, value_name = "FILE.so")]
+    libtpu: Option<PathBuf>,
+    /// Seconds that compiling may take
+    #[arg(long, value_name = "SECONDS", default_value_t = tpu::compile::TIME_LIMIT.as_secs())]
+    timeout: u64,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// A child of [`Compile`]: compiles what lies in a folder.
+#[derive(Args)]
+pub(super) struct Worker {
+    folder: PathBuf,
+}
+
+impl Worker {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        tpu::compile::work(&self.folder)?;
+        Ok(Passed::Yes)
+    }
+}
+
+impl Compile {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
+        let devices = self.target.devices();
+        let code = program(&self.implementation, &spec, self.shape, self.dtype, &self.target)?;
+        let worker = env::current_exe().map_err(|reason| CliError::Io {
+            path: "this executable".into(),
+            action: "find",
+            reason,
+        })?;
+        let compiler = Compiler::new(tpu::compile::locate(self.libtpu.as_deref())?, worker)
+            .limit(Duration::from_secs(self.timeout));
+        let progress = self.printing.progress(1);
+        progress.set_message(format!("compiling for {}", self.target));
+        let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
+        let compiled = compiler.compile(&request)?;
+        progress.finish_and_clear();
+        let figures = Figures::new(self, &compiled);
+        self.printing.finish(&figures.table(), &figures)?;
+        Ok(Passed::Yes)
+    }
+}
+
+/// What a chip's cores have for a kernel: of their VMEM one part in sixteen stays the compiler's own.
+pub(super) fn core_of(chip: &Chip) -> Core {
+    Core { vmem_bytes: (chip.vmem_mib << 20) / 16 * 15, bf16_arithmetic: chip.bf16_arithmetic }
+}
+
+/// The implementation called `id`, which must be one that compiles for TPUs.
+pub(super) fn find(id: &str) -> Result<Xla, CliError> {
+    let all = Xla::all(None);
+    let compiles = |xla: &Xla| xla.sharding_is_whole();
+    let ids = all.iter().filter(|xla| compiles(xla)).map(Implementation::id).collect::<Vec<_>>().join(", ");
+    all.into_iter().find(|xla| xla.id() == id && compiles(xla)).ok_or_else(|| {
+        CliError::Usage(format!("implementation: got `{id}`, expected one that compiles for TPUs: {ids}"))
+    })
+}
+
+/// The StableHLO of an implementation for the devices of a target, each holding `local` logits.
+fn program(id: &str, spec: &LossSpec, local: Shape, dtype: Dtype, target: &Target) -> Result<String, CliError> {
+    let core = core_of(target.chip);
+    Ok(find(id)?.program_for(spec, local, dtype, target.devices(), core).map_err(RunError::from)?)
+}
+
+#[derive(Clone, Copy, Serialize)]
+struct Memory {
+    #[serde(flatten)]
+    compiled: CompiledMemory,
+    peak_bytes: i64,
+}
+
+/// What hardware measured at this shape, and how the bound compares.
+#[derive(Serialize)]
+struct Beside {
+    #[serde(flatten)]
+    recorded: &'static Recorded,
+    ratio: f64,
+}
+
+/// What is known of one compiled program; all of one device.
+#[derive(Serialize)]
+struct Figures {
+    target: String,
+    devices: usize,
+    #[serde(rename = "impl")]
+    implementation: String,
+    /// `[B,T,V]` on each device.
+    shape: [usize; 3],
+    dtype: Dtype,
+    memory: Memory,
+    kernels: Vec<Kernel>,
+    cycles: u64,
+    hbm_bytes: u64,
+    /// HLO instructions whose bytes are not among them.
+    hbm_uncounted: Vec<String>,
+    bound: Bound,
+    /// Assumed.
+    clock_ghz: f64,
+    compile_s: f64,
+    /// The recorded baseline of this target, shape and dtype.
+    recorded: Option<Beside>,
+}
+
+impl Figures {
+    fn new(asked: &Compile, compiled: &Compiled) -> Self {
+        let chip = asked.target.chip;
+        let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
+        let bound = Bound::of(chip, cycles, hbm_bytes);
+        let recorded = recorded::baseline(&asked.target, asked.shape, asked.dtype);
+        Self {
+            target: asked.target.to_string(),
+            devices: asked.target.devices(),
+            implementation: asked.implementation.clone(),
+            shape: [asked.shape.batch, asked.shape.tokens, asked.shape.vocab],
+            dtype: asked.dtype,
+            memory: Memory { compiled: compiled.memory, peak_bytes: compiled.memory.peak_bytes() },
+            kernels: compiled.kernels.clone(),
+            cycles,
+            hbm_bytes,
+            hbm_uncounted: compiled.traffic.uncounted.clone(),
+            bound,
+            clock_ghz: chip.clock_ghz,
+            compile_s: compiled.compile_s,
+            recorded: recorded.map(|recorded| Beside { recorded, ratio: recorded.ratio(bound.predicted_ms) }),
+        }
+    }
+
+    fn table(&self) -> String {
+        let [batch, tokens, vocab] = self.shape;
+        let mut kernels = Table::new();
+        kernels.load_style(UTF8_FULL_CONDENSED);
+        kernels.set_header(["kernel", "cycles", "loops: bundles × trips", "busiest slot"]);
+        kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
+        let mut sorted: Vec<&Kernel> = self.kernels.iter().collect();
+        sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.cycles));
+        let small = |kernel: &&Kernel| (kernel.cycles as f64) < SMALL * self.cycles as f64;
+        let (small, large): (Vec<&Kernel>, Vec<&Kernel>) = sorted.into_iter().partition(small);
+        for kernel in large {
+            kernels.add_row([kernel.name.clone(), kernel.cycles.to_string(), loops(kernel), busiest(kernel)]);
+        }
+        if !small.is_empty() {
+            let cycles: u64 = small.iter().map(|kernel| kernel.cycles).sum();
+            kernels.add_row([format!("{} more", small.len()), cycles.to_string(), String::new(), String::new()]);
+        }
+
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header([
+            format!("{} on {}", self.implementation, self.target),
+            format!("{batch}x{tokens}x{vocab} {} on each of {} devices", self.dtype, self.devices),
+        ]);
+        table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
+        let Memory { compiled, peak_bytes } = self.memory;
+        let bytes = [
+            ("argument_bytes", compiled.argument_bytes),
+            ("output_bytes", compiled.output_bytes),
+            ("temp_bytes", compiled.temp_bytes),
+            ("alias_bytes", compiled.alias_bytes),
+            ("peak_bytes", peak_bytes),
+        ];
+        for (key, bytes) in bytes {
+            table.add_row([key.to_string(), bytes.to_string()]);
+        }
+        table.add_row(["hbm_bytes".into(), self.hbm_bytes.to_string()]);
+        table.add_row(["cycles".into(), self.cycles.to_string()]);
+        let Bound { cycles_ms, hbm_ms, predicted_ms, limit } = self.bound;
+        table.add_row([format!("cycles at {} GHz (assumed)", self.clock_ghz), format!("{cycles_ms:.3} ms")]);
+        table.add_row(["bytes at HBM bandwidth".into(), format!("{hbm_ms:.3} ms")]);
+        table.add_row([
+            format!("lower bound ({})", format!("{limit:?}").to_lowercase()),
+            format!("{predicted_ms:.3} ms"),
+        ]);
+        if let Some(Beside { recorded, ratio }) = &self.recorded {
+            let label = format!("recorded: {}", recorded.program);
+            table.add_row([label, format!("{:.2} ms; bound / recorded {ratio:.2}", recorded.step_ms.0)]);
+        }
+        table.add_row(["compile_s".into(), format!("{:.2}", self.compile_s)]);
+
+        let mut text = format!("{kernels}\n{table}\n");
+        for instruction in &self.hbm_uncounted {
+            let _ = writeln!(text, "not counted in hbm_bytes: the body of {instruction}");
+        }
+        text
+    }
+}
+
+/// `1274 × 594, 12 × ?`, the heaviest first.
+fn loops(kernel: &Kernel) -> String {
+    const SHOWN: usize = 3;
+    let mut loops: Vec<_> = kernel.loops.iter().collect();
+    loops.sort_by_key(|l| std::cmp::Reverse(l.cycles.unwrap_or(l.bundles)));
+    let trips = |trips: Option<u64>| trips.map_or("?".into(), |trips| trips.to_string());
+    let one = |l: &&_| -> String {
+        let l: &tpu::schedule::Loop = l;
+        let optional = if l.optional { " (optional)" } else { "" };
+        format!("{}{} × {}{optional}", ">".repeat(l.depth - 1), l.bundles, trips(l.trips))
+    };
+    let mut text = loops.iter().take(SHOWN).map(one).collect::<Vec<_>>().join(", ");
+    if loops.len() > SHOWN {
+        let _ = write!(text, ", {} more", loops.len() - SHOWN);
+    }
+    text
+}
+
+/// `VALU 62 %`
+fn busiest(kernel: &Kernel) -> String {
+    let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
+    let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
+    slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))
+}

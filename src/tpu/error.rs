@@ -1,0 +1,79 @@
+//! Why a program was not compiled for a TPU, or what came of it not understood.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum TpuError {
+    /// The compiler is not installed.
+    #[error(
+        "libtpu: not found ({}); run `make setup-tpu`, or give one by --libtpu or TPU_LIBRARY_PATH",
+        looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    Absent {
+        /// Where it was looked for.
+        looked: Vec<PathBuf>,
+    },
+    /// No such target.
+    #[error("target: got `{given}`, expected one of {expected}, alone or with a topology such as {example}")]
+    Target {
+        /// As given.
+        given: String,
+        /// The chips there are.
+        expected: String,
+        /// A target that works.
+        example: String,
+    },
+    /// A file or process of ours.
+    #[error("{path}: cannot {action}: {reason}")]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// Why not.
+        reason: io::Error,
+    },
+    /// libtpu refused, with a reason.
+    #[error("{target}: {message}")]
+    Refused {
+        /// The target.
+        target: String,
+        /// libtpu's own words.
+        message: String,
+    },
+    /// The compiling process died without an answer.
+    #[error("{target}: the compiling process ended with {status} and no answer; the last it wrote:\n{stderr}")]
+    Died {
+        /// The target.
+        target: String,
+        /// How it ended.
+        status: String,
+        /// The last lines of its stderr.
+        stderr: String,
+    },
+    /// The compiling process took too long and was ended.
+    #[error("{target}: no answer within {limit:?}, so the compiling process was ended; the last it wrote:\n{stderr}")]
+    TimedOut {
+        /// The target.
+        target: String,
+        /// The limit.
+        limit: Duration,
+        /// The last lines of its stderr.
+        stderr: String,
+    },
+    /// A file of the compiler's does not read as expected.
+    #[error("{file}, line {line}: got {given}, expected {expected}; libtpu 0.0.51 writes what this reads")]
+    Dump {
+        /// The file's name.
+        file: String,
+        /// Line, from 1; 0 is the whole file.
+        line: usize,
+        /// What stands there.
+        given: String,
+        /// What should.
+        expected: &'static str,
+    },
+}

@@ -1,0 +1,423 @@
+//! Bytes that a program moves between HBM and the cores, from its optimized HLO.
+//!
+//! Each instruction of the entry computation reads its operands and writes its outputs, each once, in whole tiles of
+//! their layout. What does not move:
+//!
+//! - parameters, constants, tuples, bitcasts and `iota` of themselves;
+//! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
+//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an
+//!   operand, or an async call copies a slice of it, is told by its shape in the computations that are called.
+//!
+//! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
+//! custom call reads its operands once and writes its outputs once like any other. What an instruction keeps to
+//! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
+//! least it can move. Bodies of `while` and `conditional` are not counted; the instructions are named.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::compile::read_text;
+use super::error::TpuError;
+
+const SUFFIX: &str = ".after_optimizations.txt";
+
+/// What one run moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// Bytes read from HBM and written to it, on one device.
+    pub hbm_bytes: u64,
+    /// Instructions with bodies that run a number of times that HLO does not say.
+    pub uncounted: Vec<String>,
+}
+
+/// The traffic of the program whose dump lies in `folder`.
+///
+/// # Errors
+/// [`TpuError::Dump`] where there is none or it does not read as expected, [`TpuError::Io`] where it cannot be read.
+pub fn read(folder: &Path) -> Result<Traffic, TpuError> {
+    let failed = |reason| TpuError::Io { path: folder.into(), action: "list", reason };
+    let mut names: Vec<String> = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        names.push(entry.map_err(failed)?.file_name().to_string_lossy().into_owned());
+    }
+    // `module_0000.…` is the program; later ones are parts of it that were compiled apart, for the SparseCore.
+    let module = names.into_iter().filter(|name| name.ends_with(SUFFIX)).min();
+    let module = module.ok_or_else(|| malformed(SUFFIX, 0, "no such file", "a module's optimized HLO"))?;
+    Traffic::parse(&module, &read_text(&folder.join(&module))?)
+}
+
+fn malformed(file: &str, line: usize, given: impl Into<String>, expected: &'static str) -> TpuError {
+    let given: String = given.into().chars().take(80).collect();
+    TpuError::Dump { file: file.into(), line, given, expected }
+}
+
+/// An array or a tuple of them.
+#[derive(Clone, Debug, PartialEq)]
+enum Shape {
+    Array(Array),
+    Tuple(Vec<Shape>),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Array {
+    /// `bf16[1,4096,151936]`
+    named: String,
+    /// Bytes in whole tiles.
+    bytes: u64,
+    /// Whether it lies in HBM.
+    hbm: bool,
+}
+
+impl Shape {
+    fn hbm_bytes(&self) -> u64 {
+        match self {
+            Shape::Array(array) => {
+                if array.hbm {
+                    array.bytes
+                } else {
+                    0
+                }
+            }
+            Shape::Tuple(parts) => parts.iter().map(Shape::hbm_bytes).fold(0, u64::saturating_add),
+        }
+    }
+
+    /// Bytes of all parts, wherever they lie.
+    fn bytes(&self) -> u64 {
+        match self {
+            Shape::Array(array) => array.bytes,
+            Shape::Tuple(parts) => parts.iter().map(Shape::bytes).fold(0, u64::saturating_add),
+        }
+    }
+
+    fn part(&self, index: usize) -> Option<&Shape> {
+        match self {
+            Shape::Tuple(parts) => parts.get(index),
+            Shape::Array(_) => None,
+        }
+    }
+}
+
+/// Tuples nested deeper than any compiler nests them are refused, lest the stack overflow.
+const DEEPEST: usize = 32;
+
+/// Reads a shape off the front of `text`; the rest comes back.
+fn shape(text: &str, depth: usize) -> Option<(Shape, &str)> {
+    let mut text = text.trim_start();
+    let Some(inside) = text.strip_prefix('(') else {
+        return array(text).map(|(array, rest)| (Shape::Array(array), rest));
+    };
+    if depth == DEEPEST {
+        return None;
+    }
+    text = inside.trim_start();
+    let mut parts = Vec::new();
+    loop {
+        if let Some(rest) = text.strip_prefix(')') {
+            return Some((Shape::Tuple(parts), rest));
+        }
+        // `/*index=5*/`
+        if let Some(comment) = text.strip_prefix("/*") {
+            text = comment.split_once("*/")?.1;
+        }
+        let (part, rest) = shape(text, depth + 1)?;
+        parts.push(part);
+        text = rest.strip_prefix(',').unwrap_or(rest).trim_start();
+    }
+}
+
+/// `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`
+fn array(text: &str) -> Option<(Array, &str)> {
+    let (element, rest) = text.split_once('[')?;
+    let bits = bits(element)?;
+    let (extents, rest) = rest.split_once(']')?;
+    let named = format!("{element}[{extents}]");
+    let extents: Vec<u64> = numbers(extents)?;
+    let (layout, rest) = match rest.strip_prefix('{') {
+        Some(layout) => layout.split_once('}')?,
+        None => ("", rest),
+    };
+    let (order, attributes) = layout.split_once(':').unwrap_or((layout, ""));
+    let order: Vec<u64> = numbers(order)?;
+    let mut minor_to_major = Vec::new();
+    for axis in order {
+        minor_to_major.push(*extents.get(usize::try_from(axis).ok()?)?);
+    }
+    // The first tile pads the innermost extents; tiles within it only order the elements.
+    if let Some(tile) = attributes.strip_prefix("T(").and_then(|tiles| tiles.split_once(')')) {
+        for (extent, tile) in minor_to_major.iter_mut().zip(numbers(tile.0)?.into_iter().rev()) {
+            *extent = extent.checked_next_multiple_of(tile)?;
+        }
+    }
+    let extents = if minor_to_major.is_empty() { extents } else { minor_to_major };
+    let elements = extents.into_iter().try_fold(1_u64, u64::checked_mul)?;
+    let bytes = elements.checked_mul(bits)?.div_ceil(8);
+    let space = attributes.split_once("S(").and_then(|(_, space)| space.split_once(')'));
+    let hbm = space.is_none_or(|(space, _)| space == "0");
+    Some((Array { named, bytes, hbm }, rest))
+}
+
+fn numbers(text: &str) -> Option<Vec<u64>> {
+    let numbers = text.split(',').map(str::trim).filter(|number| !number.is_empty());
+    // `<=8`, a bound of a dynamic extent, is read as the bound.
+    numbers.map(|number| number.trim_start_matches("<=").parse().ok()).collect()
+}
+
+/// Bits of an element.
+fn bits(element: &str) -> Option<u64> {
+    Some(match element {
+        "token" | "opaque" => 0,
+        "s4" | "u4" | "f4e2m1fn" => 4,
+        "pred" | "s8" | "u8" => 8,
+        "s16" | "u16" | "f16" | "bf16" => 16,
+        "s32" | "u32" | "f32" => 32,
+        "s64" | "u64" | "f64" | "c64" => 64,
+        "c128" => 128,
+        _ if element.starts_with("f8") => 8,
+        _ => return None,
+    })
+}
+
+/// One instruction: `%name = shape opcode(operands), attributes`.
+struct Instruction<'t> {
+    name: &'t str,
+    shape: Shape,
+    opcode: &'t str,
+    operands: Vec<&'t str>,
+    attributes: &'t str,
+}
+
+impl<'t> Instruction<'t> {
+    fn parse(line: &'t str) -> Option<Instruction<'t>> {
+        let line = line.trim_start();
+        let (name, rest) = line.strip_prefix("ROOT ").unwrap_or(line).split_once(" = ")?;
+        let (shape, rest) = shape(rest, 0)?;
+        let (opcode, rest) = rest.trim_start().split_once('(')?;
+        // Operands are names; a constant's value is none, and may hold anything.
+        let (operands, attributes) = rest.split_once(')').unwrap_or((rest, ""));
+        let operands = operands.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
+        Some(Instruction { name, shape, opcode, operands, attributes })
+    }
+
+    /// Computations that it calls.
+    fn called(&self) -> impl Iterator<Item = &'t str> {
+        const CALLS: [&str; 3] = [" calls=", " to_apply=", " called_computations={"];
+        let after = |call| self.attributes.split(call).nth(1);
+        CALLS.into_iter().filter_map(after).filter_map(|name| name.split([',', '}', ' ']).next())
+    }
+}
+
+/// A computation: what it takes parts of, and what it calls.
+#[derive(Default)]
+struct Computation<'t> {
+    /// `(opcode, shape taken from, bytes that come out)`
+    parts: Vec<(&'t str, String, u64)>,
+    called: Vec<&'t str>,
+}
+
+/// Bytes that `instruction` takes of operands that it only takes parts of, by their shape.
+fn parts_taken(instruction: &Instruction, computations: &HashMap<&str, Computation>) -> HashMap<String, u64> {
+    // A fusion that slices an operand may read the rest of it too; an async copy of a slice does not.
+    let opcodes: &[&str] = match instruction.opcode {
+        "async-start" => &["gather", "slice", "dynamic-slice"],
+        _ => &["gather"],
+    };
+    let mut found = HashMap::new();
+    let mut seen = HashSet::new();
+    let mut waiting: Vec<&str> = instruction.called().collect();
+    while let Some(name) = waiting.pop() {
+        if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
+            let taken = computation.parts.iter().filter(|(opcode, ..)| opcodes.contains(opcode));
+            found.extend(taken.map(|(_, shape, bytes)| (shape.clone(), *bytes)));
+            waiting.extend(&computation.called);
+        }
+    }
+    found
+}
+
+/// Opcodes that move nothing of themselves.
+const STILL: [&str; 10] = [
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "iota",
+    "after-all",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+];
+
+impl Traffic {
+    /// From the text of an optimized HLO module; `file` is its name.
+    ///
+    /// # Errors
+    /// [`TpuError::Dump`], with the line that does not read as expected.
+    pub fn parse(file: &str, text: &str) -> Result<Traffic, TpuError> {
+        let mut computations: HashMap<&str, Computation> = HashMap::new();
+        let mut current: Option<(&str, HashMap<&str, Shape>)> = None;
+        let mut entry: Option<Vec<Instruction>> = None;
+        let mut in_entry = false;
+        for (at, line) in text.lines().enumerate() {
+            if line.starts_with('}') {
+                (current, in_entry) = (None, false);
+            } else if line.starts_with(['%', 'E']) && line.ends_with('{') {
+                in_entry = line.starts_with("ENTRY ");
+                if in_entry {
+                    entry = Some(Vec::new());
+                } else {
+                    current = Some((line.split(' ').next().unwrap_or_default(), HashMap::new()));
+                }
+            } else if in_entry || current.is_some() {
+                let instruction = Instruction::parse(line)
+                    .ok_or_else(|| malformed(file, at + 1, line.trim(), "`%name = shape opcode(operands)`"))?;
+                if let (true, Some(entry)) = (in_entry, &mut entry) {
+                    entry.push(instruction);
+                } else if let Some((name, shapes)) = &mut current {
+                    let computation = computations.entry(name).or_default();
+                    computation.called.extend(instruction.called());
+                    let from = instruction.operands.first().and_then(|operand| shapes.get(operand));
+                    if let ("gather" | "slice" | "dynamic-slice", Some(Shape::Array(from))) = (instruction.opcode, from)
+                    {
+                        let bytes = instruction.shape.bytes();
+                        computation.parts.push((instruction.opcode, from.named.clone(), bytes));
+                    }
+                    shapes.insert(instruction.name, instruction.shape);
+                }
+            }
+        }
+        let entry = entry.ok_or_else(|| malformed(file, 0, "no ENTRY", "an entry computation"))?;
+        count(file, &entry, &computations)
+    }
+}
+
+fn count(file: &str, entry: &[Instruction], computations: &HashMap<&str, Computation>) -> Result<Traffic, TpuError> {
+    let by_name: HashMap<&str, &Instruction> =
+        entry.iter().map(|instruction| (instruction.name, instruction)).collect();
+    let mut traffic = Traffic::default();
+    for instruction in entry.iter().filter(|instruction| !STILL.contains(&instruction.opcode)) {
+        if matches!(instruction.opcode, "while" | "conditional") {
+            traffic.uncounted.push(instruction.name.into());
+            continue;
+        }
+        // An async call is described where it starts: by the handle that `async-update` takes.
+        let handle = instruction.operands.first().filter(|_| instruction.opcode == "async-update");
+        let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
+        let parts = parts_taken(described, computations);
+        let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
+        let mut counted = HashSet::new();
+        for operand in &instruction.operands {
+            let (name, index) = operand.split_once('#').map_or((*operand, None), |(name, index)| (name, Some(index)));
+            let unknown = || malformed(file, 0, format!("{operand} in {}", instruction.name), "an earlier instruction");
+            let source = by_name.get(name).ok_or_else(unknown)?;
+            // The handle of an async call is no array.
+            let handle = source.opcode.ends_with("-start") || source.opcode == "async-update";
+            if handle || !counted.insert(operand) {
+                continue;
+            }
+            let shape = match index {
+                None => &source.shape,
+                Some(index) => index.parse().ok().and_then(|index| source.shape.part(index)).ok_or_else(unknown)?,
+            };
+            let whole = shape.hbm_bytes();
+            let read = match (instruction.opcode, shape) {
+                ("gather" | "slice" | "dynamic-slice", _) => whole.min(instruction.shape.bytes()),
+                (_, Shape::Array(array)) => parts.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
+                _ => whole,
+            };
+            traffic.hbm_bytes = traffic.hbm_bytes.saturating_add(read);
+        }
+        if !starts {
+            traffic.hbm_bytes = traffic.hbm_bytes.saturating_add(instruction.shape.hbm_bytes());
+        }
+    }
+    Ok(traffic)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const XLA: &str = include_str!("../../fixtures/tpu/xla.after_optimizations.txt");
+
+    /// Bytes of the bf16 logits `[1,4096,151936]`.
+    const LOGITS: u64 = 4096 * 151_936 * 2;
+
+    #[test]
+    fn the_baseline_moves_its_logits_six_times() {
+        let traffic = Traffic::parse("xla", XLA).unwrap();
+        // Read by three fusions, written once as dlogits and once, for the gather, as f32: 3 + 1 + 2.
+        let rest = traffic.hbm_bytes - 6 * LOGITS;
+        assert!(rest < LOGITS / 1000, "{rest} bytes per token");
+        assert!(traffic.uncounted.is_empty());
+    }
+
+    #[test]
+    fn a_gathered_operand_is_read_as_far_as_it_is_gathered() {
+        let whole = XLA.replace(" gather(", " notgather(");
+        let (gathered, whole) = (Traffic::parse("x", XLA).unwrap(), Traffic::parse("x", &whole).unwrap());
+        assert_eq!(whole.hbm_bytes - gathered.hbm_bytes, 2 * LOGITS - 4096 * 4);
+    }
+
+    #[test]
+    fn tiles_are_whole_and_other_memories_are_not_hbm() {
+        let hbm = |text| shape(text, 0).unwrap().0.hbm_bytes();
+        assert_eq!(hbm("bf16[4,100]{1,0:T(8,128)(2,1)}"), 8 * 128 * 2);
+        assert_eq!(hbm("f32[2048,151643]{0,1:T(8,128)}"), 151_648 * 2048 * 4);
+        assert_eq!(hbm("f32[4096]{0:T(1024)S(1)}"), 0);
+        // A scalar has no extent to pad.
+        assert_eq!(hbm("(s4[16]{0}, /*index=1*/(pred[]{:T(512)}, f32[2]))"), 8 + 1 + 8);
+    }
+
+    #[test]
+    fn an_operand_counts_once_and_a_slice_as_far_as_it_goes() {
+        let text = "%cut (p: f32[100]) -> f32[10] {
+  %p = f32[100] parameter(0)
+  ROOT %s = f32[10] slice(%p), slice={[0:10]}
+}
+
+%pick (q: f32[100], i: s32[3]) -> f32[3] {
+  %q = f32[100] parameter(0)
+  %i = s32[3] parameter(1)
+  ROOT %g = f32[3] gather(%q, %i), slice_sizes={1}
+}
+
+ENTRY %main (a: f32[100]) -> f32[100] {
+  %a = f32[100] parameter(0)
+  %start = ((f32[100]), f32[10], s32[]{:S(2)}) async-start(%a), calls=%cut
+  %done = f32[10] async-done(%start)
+  %ids = s32[3]{0:S(1)} iota(), iota_dimension=0
+  %picked = f32[3] fusion(%a, %ids), kind=kCustom, calls=%pick
+  %loop = f32[100] while(%a), condition=%c, body=%b
+  ROOT %twice = f32[100] add(%a, %a)
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        assert_eq!(traffic.hbm_bytes, (10 + 10 + 3 + 3 + 100 + 100) * 4);
+        assert_eq!(traffic.uncounted, ["%loop"]);
+    }
+
+    #[test]
+    fn malformed_hlo_is_an_error() {
+        let deep = format!("ENTRY %m () -> f32[] {{\n  %a = {}f32[] parameter(0)\n}}\n", "(".repeat(100_000));
+        let broken = [
+            "",
+            "ENTRY %m () -> f32[] {\n  nonsense\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f99[1] parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[18446744073709551615,9] add(%b)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{7} parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{0:T(0)} parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1] add(%missing)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1] parameter(0)\n  %b = f32[1] add(%a#3)\n}\n",
+            &deep,
+        ];
+        for text in broken {
+            let error = Traffic::parse("x", text).unwrap_err();
+            assert!(matches!(error, TpuError::Dump { .. }), "{text}: {error}");
+        }
+    }
+}

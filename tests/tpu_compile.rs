@@ -1,0 +1,193 @@
+//! Programs compiled for TPUs with libtpu, and workers that die. Without libtpu the trials that need it read *ignored*.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use assay::problem::{Dtype, Shape};
+use assay::spec::LossSpec;
+use assay::tpu::compile::locate;
+use assay::tpu::{Compiled, Compiler, Request, Target, TpuError};
+use assay::xla::{ANY_DEVICE, Xla};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+type Check = Box<dyn FnOnce() -> Result<(), Failed> + Send>;
+type Plain = fn() -> Result<(), Failed>;
+
+/// Scratch of `xla` at 1x2048x151643 bf16 on each device of `v6e:2x4`, by libtpu 0.0.51.
+const TEMP_BYTES: i64 = 1_242_890_240;
+
+fn main() {
+    let arguments = Arguments::from_args();
+    let mut needing_libtpu: Vec<(String, Check)> = Vec::new();
+    for target in Target::defaults() {
+        let name = format!("memory_cycles_bytes_small_shape_are_reported: {target}");
+        needing_libtpu.push((name, Box::new(move || a_small_shape_compiles(&target))));
+    }
+    let checks: [(&str, Plain); 4] = [
+        ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
+        ("a_topology_that_libtpu_does_not_know_is_refused_in_its_words", an_impossible_topology_is_refused),
+        ("two_programs_compile_at_once", two_programs_compile_at_once),
+        ("temp_bytes_bf16_qwen_vocabulary_are_those_pinned", temp_bytes_are_those_pinned),
+    ];
+    needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
+    let absent = locate(None).err().map(|error| error.to_string());
+    let mut trials: Vec<Trial> = needing_libtpu
+        .into_iter()
+        .map(|(name, check)| match &absent {
+            None => Trial::test(name, check),
+            Some(why) => Trial::test(format!("{name} [{why}]"), check).with_ignored_flag(true),
+        })
+        .collect();
+    trials.push(Trial::test("a_worker_that_aborts_is_an_error_with_its_last_lines", a_worker_that_aborts));
+    trials.push(Trial::test("a_worker_that_hangs_is_ended", a_worker_that_hangs));
+    trials.push(Trial::test("a_worker_that_answers_nonsense_is_an_error", a_worker_that_answers_nonsense));
+    trials.push(Trial::test("bad_usage_is_refused_with_what_would_do_and_writes_nothing", bad_usage_is_refused));
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+fn shape(batch: usize, tokens: usize, vocab: usize) -> Shape {
+    Shape { batch, tokens, vocab }
+}
+
+/// The `xla` program where each device of `target` holds `local`.
+fn program(target: &Target, local: Shape) -> Result<String, Failed> {
+    let xla = &Xla::all(None)[0];
+    Ok(xla.program_for(&LossSpec::default(), local, Dtype::Bf16, target.devices(), ANY_DEVICE)?)
+}
+
+fn compiler() -> Result<Compiler, TpuError> {
+    Ok(Compiler::new(locate(None)?, env!("CARGO_BIN_EXE_assay").into()))
+}
+
+fn compile(target: &Target, code: &str) -> Result<Compiled, TpuError> {
+    compiler()?.compile(&Request { code, target, replicas: target.devices(), partitions: 1 })
+}
+
+fn a_small_shape_compiles(target: &Target) -> Result<(), Failed> {
+    let local = shape(2, 16, 1000);
+    let compiled = compile(target, &program(target, local)?)?;
+    let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
+    assert!(compiled.memory.argument_bytes >= logits, "{:?}", compiled.memory);
+    assert!(compiled.memory.alias_bytes >= logits, "dlogits lie over the logits: {:?}", compiled.memory);
+    assert!(i64::try_from(compiled.traffic.hbm_bytes)? >= 2 * logits, "{:?}", compiled.traffic);
+    assert!(compiled.kernels.len() > 3, "{:?}", compiled.kernels);
+    assert!(compiled.kernels.iter().any(|kernel| kernel.name == "TLP"));
+    for kernel in &compiled.kernels {
+        assert!(kernel.cycles >= kernel.bundles && kernel.bundles > 0, "{kernel:?}");
+    }
+    Ok(())
+}
+
+fn a_broken_program_is_refused() -> Result<(), Failed> {
+    let target = Target::parse("v6e")?;
+    let code = "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %nobody : tensor<4xf32> }";
+    match compile(&target, code) {
+        Err(TpuError::Refused { message, .. }) if message.contains("undeclared SSA value") => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+fn an_impossible_topology_is_refused() -> Result<(), Failed> {
+    let target = Target::parse("v6e:3x5")?;
+    match compile(&target, &program(&target, shape(1, 8, 256))?) {
+        Err(TpuError::Refused { message, .. }) if message.contains("not divisible") => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+fn two_programs_compile_at_once() -> Result<(), Failed> {
+    let target = Target::parse("v6e")?;
+    let code = program(&target, shape(1, 8, 256))?;
+    std::thread::scope(|scope| {
+        let both = [0, 1].map(|_| scope.spawn(|| compile(&target, &code)));
+        both.into_iter().try_for_each(|one| Ok(one.join().expect("no panic").map(|_| ())?))
+    })
+}
+
+fn temp_bytes_are_those_pinned() -> Result<(), Failed> {
+    let target = Target::parse("v6e:2x4")?;
+    let compiled = compile(&target, &program(&target, shape(1, 2048, 151_643))?)?;
+    let off = (compiled.memory.temp_bytes - TEMP_BYTES).abs();
+    assert!(off * 100 <= TEMP_BYTES, "{} bytes, pinned {TEMP_BYTES}", compiled.memory.temp_bytes);
+    Ok(())
+}
+
+/// A worker that runs `script`, in a folder that lives as long as the first of the pair.
+fn scripted(script: &str) -> Result<(tempfile::TempDir, PathBuf), Failed> {
+    let folder = tempfile::tempdir()?;
+    let worker = folder.path().join("worker");
+    fs::write(&worker, format!("#!/bin/sh\n{script}\n"))?;
+    fs::set_permissions(&worker, fs::Permissions::from_mode(0o755))?;
+    Ok((folder, worker))
+}
+
+/// What comes of a program when `worker` compiles it.
+fn worked_by(worker: PathBuf, limit: Duration) -> Result<TpuError, Failed> {
+    let target = Target::parse("v6e")?;
+    // No worker here loads it.
+    let library = Path::new("Cargo.toml").to_path_buf();
+    let compiler = Compiler::new(library, worker).limit(limit);
+    let request = Request { code: "module {}", target: &target, replicas: 8, partitions: 1 };
+    compiler.compile(&request).err().ok_or_else(|| "it compiled".into())
+}
+
+fn a_worker_that_aborts() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo 'F1121 check failed: lanes == 128' >&2; kill -ABRT $$")?;
+    let error = worked_by(worker, Duration::from_secs(20))?.to_string();
+    for part in ["v6e:2x4", "signal: 6", "check failed: lanes == 128"] {
+        assert!(error.contains(part), "`{part}` not in: {error}");
+    }
+    Ok(())
+}
+
+fn a_worker_that_hangs() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo compiling >&2; exec sleep 60")?;
+    let started = Instant::now();
+    let error = worked_by(worker, Duration::from_millis(500))?;
+    assert!(matches!(error, TpuError::TimedOut { .. }), "{error}");
+    assert!(error.to_string().contains("compiling"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(20), "it was waited for");
+    Ok(())
+}
+
+fn a_worker_that_answers_nonsense() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo '{\"compiled\": 1}' > \"$2/answer.json\"")?;
+    let error = worked_by(worker, Duration::from_secs(20))?;
+    assert!(matches!(error, TpuError::Dump { .. }), "{error}");
+    // An answer before the end is none: libtpu may still have been writing.
+    let (_folder, worker) = scripted("echo '{\"refused\": \"no\"}' > \"$2/answer.json\"; exit 3")?;
+    let error = worked_by(worker, Duration::from_secs(20))?;
+    assert!(matches!(error, TpuError::Died { .. }), "{error}");
+    Ok(())
+}
+
+fn bad_usage_is_refused() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let json = folder.path().join("report.json");
+    let good = [("--target", "v6e:2x4"), ("--impl", "xla"), ("--shape", "1x8x256"), ("--dtype", "bf16")];
+    let cases: [(&str, &str, &[&str]); 7] = [
+        ("--target", "v4:2x2", &["got `v4:2x2`", "v5e, v5p, v6e, v7x", "v6e:2x4"]),
+        ("--target", "v7x:2x", &["v7x:2x2x1"]),
+        ("--shape", "1x8x0", &["got `1x8x0`", "integers ≥ 1"]),
+        ("--shape", "4294967296x1x8", &["sequences a device", "up to"]),
+        ("--dtype", "f64", &["logits dtype f64", "f32, bf16 and f16"]),
+        ("--impl", "native", &["got `native`", "compiles for TPUs: xla"]),
+        ("--libtpu", "/nowhere/libtpu.so", &["/nowhere/libtpu.so", "make setup-tpu"]),
+    ];
+    for (option, value, parts) in cases {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
+        command.arg("compile").arg("--json").arg(&json).args([option, value]);
+        command.args(good.iter().filter(|(name, _)| *name != option).flat_map(|&(name, value)| [name, value]));
+        let output = command.output()?;
+        let stderr = String::from_utf8(output.stderr)?;
+        assert_eq!(output.status.code(), Some(2), "{option} {value}: {stderr}");
+        for part in parts {
+            assert!(stderr.contains(part), "{option} {value}: `{part}` not in: {stderr}");
+        }
+        assert!(!json.exists(), "{option} {value} left a file");
+    }
+    Ok(())
+}
