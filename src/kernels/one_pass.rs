@@ -25,10 +25,6 @@ use super::structure::{Structure, Temperature};
 use crate::element::Element;
 use crate::tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
 
-/// Registers that an iteration of a loop over a row takes, at most. Many, because what a trip costs beside its work is
-/// shared by all of them.
-const REGISTERS: usize = 64;
-
 /// The columns of the array that holds what the kernel is given of each token.
 #[derive(Clone, Copy)]
 pub(crate) enum Given {
@@ -165,9 +161,7 @@ impl Writer {
     /// The columns of a row.
     fn columns(&mut self) -> Columns {
         let (real, whole) = (self.on.integer(self.vocab), self.vocab / LANES);
-        // As many trips as need be, with as little left over as that number allows.
-        let width = whole / whole.div_ceil(REGISTERS).max(1) * LANES;
-        Columns { all: self.vocab.next_multiple_of(LANES), whole: whole * LANES, width: width.max(LANES), real }
+        Columns { all: self.vocab.next_multiple_of(LANES), whole: whole * LANES, real }
     }
 
     fn given(&mut self, column: Given) -> Value {

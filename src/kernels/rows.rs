@@ -19,6 +19,10 @@ pub struct Core {
 /// logits are all at or below it has no softmax.
 pub(crate) const FLOOR: f64 = -1e30;
 
+/// Registers of columns that a trip of a loop takes, at most. Many, because what a trip costs beside its work is shared by
+/// all of them.
+const REGISTERS: usize = 64;
+
 /// Independent sums along a row, so that an addition need not wait for the one before.
 pub(crate) const ACCUMULATORS: usize = 4;
 
@@ -44,8 +48,6 @@ pub(crate) struct Columns {
     pub(crate) all: usize,
     /// Those of them, a multiple of [`LANES`] from the first on, that are columns of the array in every window.
     pub(crate) whole: usize,
-    /// How many a trip of a loop takes, a multiple of [`LANES`].
-    pub(crate) width: usize,
     /// How many are columns of the array in this window, a scalar i32.
     pub(crate) real: Value,
 }
@@ -58,8 +60,10 @@ pub(crate) fn for_each_chunk(
     initial: &[Value],
     mut body: impl FnMut(&mut Builder, Chunk, &[Value]) -> Vec<Value>,
 ) -> Vec<Value> {
-    let width = columns.width;
-    let trips = columns.whole / width;
+    // As many trips as need be, with as little left over as that number allows.
+    let registers = columns.whole / LANES;
+    let width = registers / registers.div_ceil(REGISTERS).max(1) * LANES;
+    let trips = columns.whole.checked_div(width).unwrap_or(0);
     let mut carried = if trips == 1 {
         body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
     } else {
@@ -184,6 +188,29 @@ pub(crate) fn narrow(on: &mut Builder, x: Value, stored: Element) -> Value {
     let with_sign = on.add(magnitude, sign);
     let result = on.select(negative, with_sign, magnitude);
     on.convert(result, stored)
+}
+
+/// A sum that is taken by halves while its terms come: few of them wait at any time.
+#[derive(Clone, Default)]
+pub(crate) struct Pairwise {
+    /// Sums of ever fewer terms, each with the logarithm of their number.
+    waiting: Vec<(u32, Value)>,
+}
+
+impl Pairwise {
+    pub(crate) fn add(&mut self, on: &mut Builder, term: Value) {
+        let mut sum = (0, term);
+        while let Some((terms, before)) = self.waiting.pop_if(|(terms, _)| *terms == sum.0) {
+            sum = (terms + 1, on.add(before, sum.1));
+        }
+        self.waiting.push(sum);
+    }
+
+    /// `start` plus all terms.
+    pub(crate) fn onto(self, on: &mut Builder, start: Value) -> Value {
+        let total = self.waiting.into_iter().map(|(_, sum)| sum).rev().reduce(|a, b| on.add(b, a));
+        total.map_or(start, |total| on.add(start, total))
+    }
 }
 
 /// The columns of `chunk`, `FLOOR` in those that are beyond the array.

@@ -13,7 +13,7 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    Chunk, Columns, Core, FLOOR, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
+    Chunk, Columns, Core, FLOOR, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
     rows_of_a_register, stored_as, widen,
 };
 use super::structure::{Structure, Temperature};
@@ -21,10 +21,7 @@ use crate::element::Element;
 use crate::tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
 
 /// Columns of a window, at most.
-const WINDOW: usize = 16384;
-
-/// Columns that an iteration of a loop over a window takes.
-const WIDTH: usize = 1024;
+const WINDOW: usize = 65536;
 
 /// Rows of a window, at most.
 const ROWS: usize = 32;
@@ -124,7 +121,7 @@ impl Cut {
         let real = on.sub(real, before);
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
-        Columns { all: self.columns, whole: fewest / LANES * LANES, width: WIDTH, real }
+        Columns { all: self.columns, whole: fewest / LANES * LANES, real }
     }
 
     /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
@@ -139,17 +136,18 @@ impl Cut {
 
 /// Which of `columns` places from column `start` of a chunk are their row's target.
 fn hits(on: &mut Builder, targets: Value, chunk: Chunk, start: usize, columns: usize) -> Value {
-    let before = match chunk.column {
+    let first = match chunk.column {
         Column::Static(column) => on.integer(column + start),
         Column::Dynamic(column) => {
             let start = on.integer(start);
             on.add(column, start)
         }
     };
-    let target = on.sub(targets, before);
+    // The same in all rows, so that one addition serves them.
     let [rows, _] = on.type_of(targets).tile.expect("one column");
-    let column = on.iota(1, rows, columns);
-    on.equal(column, target)
+    let place = on.iota(1, rows, columns);
+    let place = on.add(place, first);
+    on.equal(place, targets)
 }
 
 /// What gaps are multiplied by: for the softmax that entropy is of, and for that of logp where it is another.
@@ -217,29 +215,26 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     initial[0] = whole(on, chosen);
     let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
-        let x = widen(on, x);
-        let floor = on.number(FLOOR);
-        let raised = on.max(x, floor);
+        let x = raised(on, core, x);
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
-        let mut terms = vec![Vec::new(); 2 * scales.len()];
+        let mut terms = vec![Pairwise::default(); 2 * scales.len()];
         for start in (0..chunk.columns).step_by(LANES) {
             let hit = hits(on, targets, chunk, start, LANES);
             let part = on.columns(x, start, LANES);
             next[0] = on.select(hit, part, next[0]);
-            let part = on.columns(raised, start, LANES);
             let gap = on.sub(max, part);
             for (i, &scale) in scales.iter().enumerate() {
                 let exponent = on.mul(gap, scale);
                 let exp = on.exp2(exponent);
                 let exp = on.select(hit, zero, exp);
-                terms[2 * i].push(exp);
-                terms[2 * i + 1].push(on.mul(exp, exponent));
+                let term = on.mul(exp, exponent);
+                terms[2 * i].add(on, exp);
+                terms[2 * i + 1].add(on, term);
             }
         }
-        for (sum, terms) in next[1..].iter_mut().zip(&terms) {
-            let terms = join(on, Fold::Add, terms);
-            *sum = on.add(*sum, terms);
+        for (sum, terms) in next[1..].iter_mut().zip(terms) {
+            *sum = terms.onto(on, *sum);
         }
         next
     });
@@ -264,6 +259,10 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
         give(on, Statistic::Max, max);
         let chosen = whole(on, chosen);
         let target_logit = on.fold_lanes(Fold::Add, chosen);
+        // What was raised to the floor was −∞.
+        let (floor, nothing) = (on.number(FLOOR), on.number(f64::NEG_INFINITY));
+        let lost = on.equal(target_logit, floor);
+        let target_logit = on.select(lost, nothing, target_logit);
         give(on, Statistic::TargetLogit, target_logit);
         let columns = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
         for ((&scale, &[others, weighted]), columns) in scales.iter().zip(&sums).zip(columns) {
@@ -288,7 +287,7 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]`, which dlogits are written over, ids `[B,T,1]` i32 and scales `[B,T,8]`
 /// f32, see [`Scale`].
-pub(crate) fn dlogits(structure: Structure, local: Local, element: Element) -> Kernel {
+pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core: Core) -> Kernel {
     let cut = Cut::of(local, element);
     let mut builder = Builder::new("grpo_dlogits", &cut.grid());
     let on = &mut builder;
@@ -310,9 +309,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element) -> K
     let columns = cut.of_window(on, real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
         let x = load_logits(on, logits, chunk);
-        let x = widen(on, x);
-        let floor = on.number(FLOOR);
-        let x = on.max(x, floor);
+        let x = raised(on, core, x);
         let gap = on.sub(max, x);
         let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
         let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();

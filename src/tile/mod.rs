@@ -20,7 +20,7 @@
 //! | fold of lanes | `vector.multi_reduction` | `reduce` |
 //! | loop, predicated block | `scf.for`, `scf.if` | `while`, `if` |
 //!
-//! What lies in a window beyond the end of its array is garbage on a TPU, and NaN (for integers [`POISON`]) in the
+//! What lies in a window beyond the end of its array is garbage on a TPU, and NaN (for integers [`POISON`] or [`POISON_16`]) in the
 //! StableHLO lowering, so that a kernel which reads it shows. What is written there is dropped by both.
 
 mod build;
@@ -32,8 +32,11 @@ pub(crate) mod xla;
 pub(crate) use build::{Builder, Column};
 pub(crate) use ir::{Fold, Kernel, Memory, Type, Value, Window};
 
-/// What an integer beyond the end of an array reads as.
+/// What an i32 beyond the end of an array reads as.
 pub(crate) const POISON: i32 = 0x5A5A_5A5A;
+
+/// What an i16 beyond the end of an array reads as: NaN, to a kernel that holds f16 in it.
+pub(crate) const POISON_16: i16 = 0x7E00;
 
 /// Columns of a vector register: dynamic columns are multiples of it.
 pub(crate) const LANES: usize = 128;

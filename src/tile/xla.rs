@@ -7,9 +7,9 @@ use std::collections::HashMap;
 use std::f64::consts::LN_2;
 use std::mem;
 
-use super::POISON;
 use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type as TileType, Unary};
 use super::lower::{Lowering, Operand, lower};
+use super::{POISON, POISON_16};
 use crate::element::Element;
 use crate::stablehlo::{self, Builder, Type, Value};
 
@@ -88,7 +88,11 @@ pub(crate) fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value])
 
 /// What lies beyond the end of an array.
 fn poison(builder: &mut Builder, element: Element, shape: &[usize]) -> Value {
-    let x = if element.is_float() { f64::NAN } else { f64::from(POISON) };
+    let x = match element {
+        Element::I16 => f64::from(POISON_16),
+        element if element.is_float() => f64::NAN,
+        _ => f64::from(POISON),
+    };
     builder.constant(x, Type::new(element, shape))
 }
 

@@ -216,16 +216,17 @@ impl<'t> Branch<'t> {
 /// What a scalar or predicate is: operation and operands.
 type Definition<'t> = (&'t str, Vec<&'t str>);
 
-/// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. Instructions under a predicate define nothing for
-/// sure.
+/// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. A name has one definition: where that stands under a
+/// predicate, `smov.u32 (%p3), 0`, the predicate holds wherever the name is read.
 fn definition(instruction: &str) -> Option<(&str, Definition<'_>)> {
     let (name, expression) = instruction.split_once(" = ")?;
     let expression = &expression[..expression.find(['/', '}']).unwrap_or(expression.len())];
     let (operation, operands) = expression.trim().split_once(' ')?;
-    if !name.starts_with(['%']) || operands.starts_with('(') {
+    if !name.starts_with('%') {
         return None;
     }
-    Some((name, (operation, operands.split(',').map(str::trim).collect())))
+    let operands = operands.split(',').map(str::trim).filter(|operand| !operand.starts_with('('));
+    Some((name, (operation, operands.collect())))
 }
 
 /// The scalars of a kernel by name.
@@ -246,6 +247,8 @@ impl<'t> Scalars<'t> {
             }
             definitions.entry(name).or_default().push(definition);
         }
+        // A register, unlike a name, is written many times.
+        definitions.retain(|_, all| all.len() == 1);
         Scalars { definitions, spilled }
     }
 

@@ -95,7 +95,7 @@ pub(super) fn describe_statistics(structure: Structure, shape: [usize; 3], eleme
 
 /// The dlogits kernel of [`two_pass`] for a TPU.
 pub(super) fn describe_dlogits(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
-    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element);
+    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element, core);
     let operands = [
         ("inverse_temperature", &[][..]),
         ("columns", &[]),
@@ -254,7 +254,7 @@ pub(super) fn two_pass_core(
     }
     scales.push((Scale::Target as usize, target));
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let kernel = two_pass::dlogits(structure, local, element);
+    let kernel = two_pass::dlogits(structure, local, element, core);
     let dlogits = call(on, &kernel, lowering, core, &[numbers, real, logits, ids, scales])[0];
     let dlogits = on.builder.bitcast(dlogits, dtype);
     Evaluated { dlogits, logp, entropy, token }
@@ -267,7 +267,7 @@ impl Program {
         (self.builder.bitcast(given.logits, stored_as(dtype)), dtype)
     }
 
-    /// The ids, counted from this device's first column, and how many columns it has, `[1]` i32.
+    /// The ids, counted from this device's first column, −1 where another has it; and how many columns it has, `[1]` i32.
     fn of_device(&mut self, given: &Given) -> (Value, Value) {
         let [b, t, v] = self.local;
         let scalar = Type::new(Element::I32, &[]);
@@ -280,6 +280,11 @@ impl Program {
         let vocab = self.builder.constant(self.vocab as f64, scalar);
         let left = self.builder.subtract(vocab, first);
         let real = self.builder.minimum(left, columns);
+        // A window reaches beyond the device's columns, and no target may be found there.
+        let of_each = |on: &mut Self, scalar| on.builder.broadcast(scalar, &[], &[b, t]);
+        let (end, elsewhere) = (of_each(self, real), self.builder.constant(-1.0, Type::new(Element::I32, &[b, t])));
+        let before_end = self.builder.compare(Comparison::Less, ids, end);
+        let ids = self.builder.select(before_end, ids, elsewhere);
         (ids, self.builder.reshape(real, &[1]))
     }
 

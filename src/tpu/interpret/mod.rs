@@ -15,7 +15,8 @@
 //!
 //! # Memory
 //!
-//! Whatever was not written is poison: NaN for floats, `0x5A5A5A5A` cut to the width for integers. That holds for an
+//! Whatever was not written is poison: NaN for floats, `0x5A5A5A5A` cut to the width for integers,
+//! but `0x7E00`, the NaN of f16, for i16. That holds for an
 //! output's window when it comes to a block, for scratch before the first step, for the elements of a window beyond its
 //! array, and for the elements of an output that no step wrote. Window elements beyond the array are dropped on the way
 //! back. A body may write to an input's window: it is a private copy, which stays until the window moves.

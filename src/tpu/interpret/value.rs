@@ -24,6 +24,9 @@ pub(super) enum Kind {
 
 /// What memory holds where nothing was written: a pattern that no kernel computes by accident.
 const INTEGER_POISON: i32 = 0x5A5A_5A5A;
+
+/// An f16's NaN: what holds f16 as i16 reads that.
+const F16_NAN: i32 = 0x7E00;
 const F32_POISON: u32 = 0x7FC0_0000;
 
 impl Kind {
@@ -123,7 +126,7 @@ impl Kind {
     }
 
     pub(super) fn integer_poison(self) -> i32 {
-        self.wrap(INTEGER_POISON)
+        if self == Kind::I16 { F16_NAN } else { self.wrap(INTEGER_POISON) }
     }
 }
 
