@@ -266,11 +266,7 @@ impl<'p> Around<'p> {
             match name {
                 "max" => sums.at("max", token),
                 "share" => -factor / policy.sum,
-                "target" if bonus.target == 0.0 => factor * policy.others / policy.sum,
-                "target" => {
-                    let of_bonus = bonus_factor * bonus.target * (bonus.gap - bonus.mean_gap);
-                    factor * policy.others / policy.sum + of_bonus
-                }
+                "others" => policy.others,
                 "mask" => f64::from(u8::from(self.mask[token])),
                 "bonus" => bonus_factor,
                 "mean_gap" => bonus.mean_gap,

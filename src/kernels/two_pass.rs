@@ -3,7 +3,7 @@
 //! ```text
 //! statistics   m = max x_j      g_j = (x_j − m)·log₂e/T     e_j = 2^g_j     s = Σ_{j≠y} e_j,  w = Σ_{j≠y} e_j g_j,  x_y
 //! between      anything: logp, entropy and the loss from the statistics; collectives; losses over whole sequences
-//! dlogits      dx_j = share · e_j  +  bonus · e_j (a_j − ā),   dx_y as it is given,   0 where the token is masked
+//! dlogits      dx_j = share · e_j  +  bonus · e_j (a_j − ā),   dx_y = −share · s  +  bonus · e_y (a_y − ā),   0 where masked
 //! ```
 //!
 //! HBM sees each logit twice and each dlogit once. Rows need not fit VMEM, and a row may lie on several devices: an id
@@ -50,8 +50,8 @@ pub(crate) enum Scale {
     Max,
     /// `−G/(S·T)`
     Share,
-    /// `dx_y`
-    Target,
+    /// `s` of the softmax that logp is of.
+    Others,
     /// 1 or 0.
     Mask,
     /// `E/(S·T)`
@@ -61,7 +61,7 @@ pub(crate) enum Scale {
 }
 
 /// The names of [`Scale`], in order.
-pub(crate) const SCALE_NAMES: [&str; 6] = ["max", "share", "target", "mask", "bonus", "mean_gap"];
+pub(crate) const SCALE_NAMES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
 
 /// Columns of both arrays.
 pub(crate) const PER_TOKEN: usize = 8;
@@ -302,9 +302,11 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core
 
     let scales = exponent_scales(on, structure.temperature, numbers);
     let given = |on: &mut Builder, column: Scale| on.load(tokens, Column::Static(column as usize), 1);
-    let (max, share, target) = (given(on, Scale::Max), given(on, Scale::Share), given(on, Scale::Target));
+    let (max, share, others) = (given(on, Scale::Max), given(on, Scale::Share), given(on, Scale::Others));
     let mask = given(on, Scale::Mask);
     let bonus = structure.entropy_bonus.then(|| [given(on, Scale::Bonus), given(on, Scale::MeanGap)]);
+    let of_others = on.mul(share, others);
+    let target = on.neg(of_others);
     let targets = cut.targets(on, ids);
     let columns = cut.of_window(on, real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
@@ -314,8 +316,9 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core
         let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
         let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
         // The policy's gradient goes through the last softmax, the bonus's through the first.
-        let mut gradient = on.mul(exps[exps.len() - 1], share);
+        let policy = on.mul(exps[exps.len() - 1], share);
         let hit = hits(on, targets, chunk, 0, chunk.columns);
+        let mut gradient = on.select(hit, target, policy);
         if let Some([factor, mean_gap]) = bonus {
             let minus_ln_2 = on.number(-LN_2);
             let gap = on.mul(exponents[0], minus_ln_2);
@@ -325,7 +328,6 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core
             let term = on.mul(exp_above_mean, factor);
             gradient = on.add(gradient, term);
         }
-        let gradient = on.select(hit, target, gradient);
         let zero = on.number(0.0);
         let [rows, columns] = on.type_of(gradient).tile.expect("a tile");
         let mask = on.broadcast(mask, rows, columns);

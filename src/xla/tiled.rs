@@ -187,7 +187,6 @@ struct Softmax {
     others: Value,
     sum: Value,
     target_gap: Value,
-    target_exp: Value,
     log_sum: Value,
     mean_gap: Value,
 }
@@ -234,25 +233,21 @@ pub(super) fn two_pass_core(
     let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
     let share = on.builder.divide(factor, logp_softmax.sum);
     let share = on.builder.negate(share);
-    let share_of_others = on.builder.divide(logp_softmax.others, logp_softmax.sum);
-    let mut target = on.builder.multiply(factor, share_of_others);
     let mask = on.builder.convert(given.mask, Element::F32);
-    let mut scales = vec![(Scale::Max as usize, max), (Scale::Share as usize, share), (Scale::Mask as usize, mask)];
+    // The target's column is made of the same share: a compiler may compute a value anew for each of its uses, and
+    // at a kink another rounding is another branch.
+    let mut scales = vec![
+        (Scale::Max as usize, max),
+        (Scale::Share as usize, share),
+        (Scale::Others as usize, logp_softmax.others),
+        (Scale::Mask as usize, mask),
+    ];
     if structure.entropy_bonus {
         let factor = on.per_token(given.entropy_factor);
         let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
         let factor = on.builder.divide(factor, entropy_softmax.sum);
-        let above_mean = on.builder.subtract(entropy_softmax.target_gap, entropy_softmax.mean_gap);
-        let exp_above_mean = on.builder.multiply(entropy_softmax.target_exp, above_mean);
-        let term = on.builder.multiply(exp_above_mean, factor);
-        // A logit of −∞ has an infinite gap and no weight.
-        let zero = on.constant(0.0);
-        let nothing = on.builder.compare(Comparison::Equal, entropy_softmax.target_exp, zero);
-        let term = on.builder.select(nothing, zero, term);
-        target = on.builder.add(target, term);
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, entropy_softmax.mean_gap)]);
     }
-    scales.push((Scale::Target as usize, target));
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
     let kernel = two_pass::dlogits(structure, local, element, core);
     let dlogits = call(on, &kernel, lowering, core, &[numbers, real, logits, ids, scales])[0];
@@ -335,6 +330,6 @@ impl Program {
         let of_target = self.builder.select(nothing, zero, of_target);
         let weighted_gaps = self.builder.add(weighted_gaps, of_target);
         let mean_gap = self.builder.divide(weighted_gaps, sum);
-        Softmax { others, sum, target_gap, target_exp, log_sum, mean_gap }
+        Softmax { others, sum, target_gap, log_sum, mean_gap }
     }
 }
