@@ -110,13 +110,15 @@ struct Around<'p> {
     shape: Shape,
     mask: Vec<bool>,
     count: f64,
+    /// Whether the kernel is told of one column more than there are.
+    spoil: bool,
 }
 
 impl<'p> Around<'p> {
     fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
         let mask: Vec<bool> = problem.mask.iter().copied().collect();
         let count = mask.iter().filter(|&&counts| counts).count() as f64;
-        Self { spec, problem, shape: problem.shape(), mask, count }
+        Self { spec, problem, shape: problem.shape(), mask, count, spoil: false }
     }
 
     /// What a token's loss is multiplied by.
@@ -182,7 +184,11 @@ impl<'p> Around<'p> {
     }
 
     fn one_pass(&self, core: Core) -> Result<Candidate, String> {
-        let kernel = &kernels("tile-one-pass", self.spec, self.shape, self.problem.logits.dtype(), core)[0];
+        let kernel = &mut kernels("tile-one-pass", self.spec, self.shape, self.problem.logits.dtype(), core)[0];
+        if self.spoil {
+            let columns = |columns: usize| format!("{{value = {columns} : i32}}");
+            kernel.text = kernel.text.replace(&columns(self.shape.vocab), &columns(self.shape.vocab + 1));
+        }
         let Objective::PpoClip(clip) = &self.spec.objective;
         let numbers = kernel.operands.iter().find(|operand| operand.name == "numbers").unwrap().columns;
         let numbers = f32_bytes(numbers.iter().map(|&name| match name {
@@ -298,7 +304,7 @@ fn check(id: &str, spec: &LossSpec, recipe: &Recipe, core: Core) -> Result<(), S
         _ => around.two_pass(core)?,
     };
     let reference = reference::evaluate(spec, &problem).unwrap();
-    for verdict in judge(&reference, &candidate, "xla", Tolerances::builtin()).unwrap() {
+    for verdict in judge(&reference, &candidate, "tile", Tolerances::builtin()).unwrap() {
         if !verdict.passed() {
             return Err(format!(
                 "{id} {recipe:?} {spec:?}\n{}",
@@ -307,6 +313,30 @@ fn check(id: &str, spec: &LossSpec, recipe: &Recipe, core: Core) -> Result<(), S
         }
     }
     Ok(())
+}
+
+/// The kernel whose text says that the array has one column more than it has: its edge is poison, and shows.
+#[test]
+fn nonfinite_outputs_of_a_text_that_reads_a_column_past_the_edge() {
+    let spec = LossSpec::default();
+    let recipe = Recipe {
+        shape: [1, 5, 130],
+        dtype: Dtype::F32,
+        regime: Regime::ALL[0],
+        seed: 1,
+        old_logp_noise_scale: 0.1,
+        masked_garbage: false,
+    };
+    let problem = recipe.problem(&spec).unwrap();
+    for beyond in [false, true] {
+        let mut around = Around::new(&spec, &problem);
+        around.spoil = beyond;
+        let candidate = around.one_pass(ANY_DEVICE).unwrap();
+        let logp = candidate.logp.unwrap();
+        let read = around.mask.iter().enumerate().filter(|(_, counts)| **counts);
+        let mut values = read.map(|(token, _)| logp.at(0, token));
+        assert!(if beyond { values.all(f64::is_nan) } else { values.all(f64::is_finite) });
+    }
 }
 
 /// What surrounds the two-pass kernels here knows this much of the loss.

@@ -8,6 +8,7 @@ use clap::Args;
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
+use super::compile_table::{self, Rows};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::{Implementation, RunError};
 use crate::memory::CompiledMemory;
@@ -24,20 +25,26 @@ const SMALL: f64 = 0.01;
 #[derive(Args)]
 pub(super) struct Compile {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
-    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse)]
-    target: Target,
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse, required_unless_present = "table")]
+    target: Option<Target>,
     /// The implementation: xla, tile-one-pass or tile-two-pass
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
     /// Sequences, tokens and vocabulary that each device holds
-    #[arg(long, value_name = "BxTxV")]
-    shape: Shape,
+    #[arg(long, value_name = "BxTxV", required_unless_present = "table")]
+    shape: Option<Shape>,
     /// Dtype of the logits: f32, bf16 or f16
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
+    /// Every recorded shape with xla, tile-one-pass and tile-two-pass instead, in bf16 for v6e:2x4, as Markdown
+    #[arg(long, conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"])]
+    table: bool,
+    /// Also put the table between its marks in a document, such as docs/tpu.md
+    #[arg(long, value_name = "FILE.md", requires = "table")]
+    into: Option<PathBuf>,
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
     #[arg(long, value_name = "FILE.so")]
     libtpu: Option<PathBuf>,
@@ -61,26 +68,77 @@ impl Worker {
     }
 }
 
+/// What is compiled, and for what.
+struct Asked {
+    target: Target,
+    implementation: String,
+    /// What each device holds.
+    shape: Shape,
+    dtype: Dtype,
+    spec: LossSpec,
+}
+
+impl Asked {
+    fn compile(&self, compiler: &Compiler) -> Result<Figures, CliError> {
+        let xla = find(&self.implementation)?;
+        let (devices, core) = (self.target.devices(), core_of(self.target.chip));
+        let code = xla.program_for(&self.spec, self.shape, self.dtype, devices, core).map_err(RunError::from)?;
+        let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
+        Ok(Figures::new(self, &compiler.compile(&request)?))
+    }
+}
+
 impl Compile {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
-        let devices = self.target.devices();
-        let code = program(&self.implementation, &spec, self.shape, self.dtype, &self.target)?;
+        let of = |implementation: &str, target: &Target, shape: Shape| Asked {
+            target: target.clone(),
+            implementation: implementation.into(),
+            shape,
+            dtype: self.dtype,
+            spec: spec.clone(),
+        };
+        let (Some(target), Some(shape)) = (&self.target, self.shape) else {
+            let target = Target::parse(compile_table::TARGET)?;
+            let shapes = compile_table::recorded().map(|recorded| recorded.shape);
+            let rows = shapes.flat_map(|shape| compile_table::IMPLEMENTATIONS.map(|id| (id, shape)));
+            return self.run_table(&rows.map(|(id, shape)| of(id, &target, shape)).collect::<Vec<_>>());
+        };
+        let asked = of(&self.implementation, target, shape);
+        let progress = self.printing.progress(1);
+        progress.set_message(format!("compiling for {target}"));
+        let figures = asked.compile(&self.compiler()?)?;
+        progress.finish_and_clear();
+        self.printing.finish(&figures.table(), &figures)?;
+        Ok(Passed::Yes)
+    }
+
+    fn run_table(&self, rows: &[Asked]) -> Result<Passed, CliError> {
+        let compiler = self.compiler()?;
+        let progress = self.printing.progress(rows.len());
+        let compile = |asked: &Asked| {
+            progress.set_message(format!("{} at {}", asked.implementation, asked.shape));
+            let figures = asked.compile(&compiler);
+            progress.inc(1);
+            figures
+        };
+        let rows = Rows { rows: rows.iter().map(compile).collect::<Result<_, _>>()? };
+        progress.finish_and_clear();
+        if let Some(path) = &self.into {
+            rows.write_into(path)?;
+        }
+        self.printing.finish(&rows.markdown(), &rows)?;
+        Ok(Passed::Yes)
+    }
+
+    fn compiler(&self) -> Result<Compiler, CliError> {
         let worker = env::current_exe().map_err(|reason| CliError::Io {
             path: "this executable".into(),
             action: "find",
             reason,
         })?;
-        let compiler = Compiler::new(tpu::compile::locate(self.libtpu.as_deref())?, worker)
-            .limit(Duration::from_secs(self.timeout));
-        let progress = self.printing.progress(1);
-        progress.set_message(format!("compiling for {}", self.target));
-        let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
-        let compiled = compiler.compile(&request)?;
-        progress.finish_and_clear();
-        let figures = Figures::new(self, &compiled);
-        self.printing.finish(&figures.table(), &figures)?;
-        Ok(Passed::Yes)
+        let library = tpu::compile::locate(self.libtpu.as_deref())?;
+        Ok(Compiler::new(library, worker).limit(Duration::from_secs(self.timeout)))
     }
 }
 
@@ -99,53 +157,47 @@ pub(super) fn find(id: &str) -> Result<Xla, CliError> {
     })
 }
 
-/// The StableHLO of an implementation for the devices of a target, each holding `local` logits.
-fn program(id: &str, spec: &LossSpec, local: Shape, dtype: Dtype, target: &Target) -> Result<String, CliError> {
-    let core = core_of(target.chip);
-    Ok(find(id)?.program_for(spec, local, dtype, target.devices(), core).map_err(RunError::from)?)
-}
-
 #[derive(Clone, Copy, Serialize)]
-struct Memory {
+pub(super) struct Memory {
     #[serde(flatten)]
     compiled: CompiledMemory,
-    peak_bytes: i64,
+    pub(super) peak_bytes: i64,
 }
 
 /// What hardware measured at this shape, and how the bound compares.
 #[derive(Serialize)]
-struct Beside {
+pub(super) struct Beside {
     #[serde(flatten)]
-    recorded: &'static Recorded,
-    ratio: f64,
+    pub(super) recorded: &'static Recorded,
+    pub(super) ratio: f64,
 }
 
 /// What is known of one compiled program; all of one device.
 #[derive(Serialize)]
-struct Figures {
+pub(super) struct Figures {
     target: String,
     devices: usize,
     #[serde(rename = "impl")]
-    implementation: String,
+    pub(super) implementation: String,
     /// `[B,T,V]` on each device.
-    shape: [usize; 3],
-    dtype: Dtype,
-    memory: Memory,
+    pub(super) shape: [usize; 3],
+    pub(super) dtype: Dtype,
+    pub(super) memory: Memory,
     kernels: Vec<Kernel>,
-    cycles: u64,
-    hbm_bytes: u64,
+    pub(super) cycles: u64,
+    pub(super) hbm_bytes: u64,
     /// HLO instructions whose bytes are not among them.
     hbm_uncounted: Vec<String>,
-    bound: Bound,
+    pub(super) bound: Bound,
     /// Assumed.
     clock_ghz: f64,
     compile_s: f64,
     /// The recorded baseline of this target, shape and dtype.
-    recorded: Option<Beside>,
+    pub(super) recorded: Option<Beside>,
 }
 
 impl Figures {
-    fn new(asked: &Compile, compiled: &Compiled) -> Self {
+    fn new(asked: &Asked, compiled: &Compiled) -> Self {
         let chip = asked.target.chip;
         let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
         let bound = Bound::of(chip, cycles, hbm_bytes);

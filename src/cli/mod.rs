@@ -4,6 +4,8 @@ mod bench;
 mod case;
 #[cfg(feature = "pjrt")]
 mod compile;
+#[cfg(feature = "pjrt")]
+mod compile_table;
 mod config;
 mod generate;
 mod gradcheck;

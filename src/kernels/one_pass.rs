@@ -25,6 +25,9 @@ use super::structure::{Structure, Temperature};
 use crate::element::Element;
 use crate::tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
 
+/// Tokens of a batch, at most: their ids lie in SMEM, 1 MiB on every chip, of which one part in sixteen is left alone.
+pub(crate) const MOST_TOKENS: usize = (1 << 20) / 16 * 15 / 4;
+
 /// The columns of the array that holds what the kernel is given of each token.
 #[derive(Clone, Copy)]
 pub(crate) enum Given {

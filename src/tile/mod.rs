@@ -24,6 +24,8 @@
 //! StableHLO lowering, so that a kernel which reads it shows. What is written there is dropped by both.
 
 mod build;
+#[cfg(test)]
+mod golden;
 mod ir;
 mod lower;
 pub(crate) mod mosaic;

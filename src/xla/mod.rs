@@ -26,7 +26,7 @@ use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
 use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
-use crate::kernels::one_pass::{one_pass, rows_of_a_block};
+use crate::kernels::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
 pub use crate::kernels::rows::Core;
 use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
@@ -180,10 +180,15 @@ impl Xla {
         })
     }
 
-    /// Checks that a row of the vocabulary fits the VMEM of `core`, where it must.
-    fn expect_vmem(&self, local: [usize; 3], dtype: Dtype, core: Core) -> Result<(), Unsupported> {
+    /// Checks that a row of the vocabulary fits the VMEM of `core` and the ids of all tokens its SMEM, where they must.
+    fn expect_fits(&self, local: [usize; 3], dtype: Dtype, core: Core) -> Result<(), Unsupported> {
         if self.kernel != Kernel::OnePass {
             return Ok(());
+        }
+        let tokens = local[0].saturating_mul(local[1]);
+        if tokens > MOST_TOKENS {
+            let supported = format!("up to {MOST_TOKENS}, whose ids fit SMEM; tile-two-pass takes any number");
+            return Err(self.unsupported("tokens a device", tokens, supported));
         }
         rows_of_a_block(local, dtype.into(), core).map(|_| ()).map_err(|largest| {
             let mebibytes = core.vmem_bytes >> 20;
@@ -200,7 +205,7 @@ impl Xla {
         dtype: Dtype,
         core: Core,
     ) -> Result<tile::Kernel, Unsupported> {
-        self.expect_vmem(local, dtype, core)?;
+        self.expect_fits(local, dtype, core)?;
         Ok(one_pass(structure, local, dtype.into(), core).expect("checked: it fits"))
     }
 
@@ -319,7 +324,7 @@ impl Implementation for Xla {
     }
 
     fn class(&self) -> &'static str {
-        "xla"
+        if self.kernel == Kernel::Baseline { "xla" } else { "tile" }
     }
 
     fn available(&self) -> Result<(), Unavailable> {
@@ -349,7 +354,7 @@ impl Implementation for Xla {
             return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
-        self.expect_vmem(local_shape(shape, mesh), dtype, ANY_DEVICE)
+        self.expect_fits(local_shape(shape, mesh), dtype, ANY_DEVICE)
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {

@@ -19,5 +19,5 @@ pub(crate) fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
 }
 
 fn compiles(implementation: &dyn Implementation) -> bool {
-    implementation.class() == "xla"
+    ["xla", "tile"].contains(&implementation.class())
 }
