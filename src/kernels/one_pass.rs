@@ -102,11 +102,14 @@ pub(crate) fn rows_of_a_block([_, t, v]: [usize; 3], logits: Element, core: Core
     })
 }
 
+/// VMEM that the compiler needs beside a kernel's own, for values that do not stay in registers.
+const SPILLS: usize = 4 << 20;
+
 /// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, and the tokens' arrays.
 fn vmem_bytes(logits: Element, rows: usize, vocab: usize) -> usize {
     let columns = vocab.next_multiple_of(LANES);
     let per_token = 4 * rows.next_multiple_of(rows_of_a_register(Element::F32)) * LANES * Element::F32.size();
-    rows * columns * (4 * logits.size() + Element::F32.size()) + per_token
+    rows * columns * (4 * logits.size() + Element::F32.size()) + per_token + SPILLS
 }
 
 /// Sums over one softmax.

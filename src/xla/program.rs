@@ -6,6 +6,7 @@
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::{Numbers, Token, TokenLoss, token_loss};
+use crate::kernels::rows::stored_as;
 use crate::kernels::structure::{Denominator, Structure};
 use crate::problem::{Dtype, Shape};
 use crate::runtime::{Axis, Mesh};
@@ -106,7 +107,7 @@ pub(super) struct Evaluated {
 }
 
 /// The program for logits of `shape` and `dtype`, cut over `mesh`, with `core` in its middle. `row_major` is how logits must
-/// lie on a device for kernels that are not XLA's.
+/// lie on a TPU for kernels that are not XLA's; f16 ones are then i16, their bits.
 ///
 /// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then `old_logp` and `ref_logp` f32 where the structure
 /// has them, all `[b,t]`; the numbers f32; and where the vocabulary is cut, the device's first column as a scalar i32.
@@ -125,7 +126,9 @@ pub(super) fn program(
         builder.lay_out_row_major();
     }
     let per_token = |element| Type::new(element, &[b, t]);
-    let logits = builder.parameter(Type::new(dtype.into(), &local), Some(Output::Dlogits as usize));
+    // A TPU would write f16 anew to read it as its bits: there they cross the boundary of the program as bits.
+    let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
+    let logits = builder.parameter(Type::new(element, &local), Some(Output::Dlogits as usize));
     let ids = builder.parameter(per_token(Element::I32), None);
     let mask = builder.parameter(per_token(Element::Pred), None);
     let advantage = builder.parameter(per_token(Element::F32), None);
