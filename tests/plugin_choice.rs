@@ -74,3 +74,8 @@ fn replay_on_several_counts_says_which_outputs_keep_their_bits() {
         assert!(stdout.contains(&line), "{stdout}");
     }
 }
+
+#[test]
+fn a_device_count_of_zero_is_refused() {
+    expect_refused(&["replay", "--devices", "0"], None, &["--devices", "zero"]);
+}

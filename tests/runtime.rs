@@ -146,6 +146,16 @@ fn a_path_that_is_no_plugin_is_an_error_that_names_it() {
     assert!(error.contains("does not export `GetPjrtApi`"), "{error}");
 }
 
+/// To map such a library would end this process.
+#[test]
+fn a_library_that_is_cut_short_is_an_error_that_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("short.so");
+    fs::copy(".plugins/pjrt_cpu.so", &path).unwrap();
+    fs::File::options().write(true).open(&path).unwrap().set_len(3_000_000).unwrap();
+    expect_load_error(&path, "it is cut short: 3000000 bytes of at least");
+}
+
 #[test]
 fn a_program_that_does_not_compile_is_the_plugins_own_message() {
     for client in plugins::cpu_clients() {

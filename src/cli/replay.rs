@@ -1,6 +1,7 @@
 //! `assay replay`: recorded problems through every implementation.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -34,7 +35,7 @@ pub(super) struct Replay {
     implementations: Vec<String>,
     /// Run on these device counts; each implementation's largest if none is given
     #[arg(long, value_name = "D,…", value_delimiter = ',')]
-    devices: Vec<usize>,
+    devices: Vec<NonZeroUsize>,
     #[command(flatten)]
     plugin: PluginChoice,
     /// The loss, in YAML, TOML or JSON, instead of the problem's own: the one it was generated with, or that its recorded
@@ -56,7 +57,12 @@ impl Replay {
         let spec = config::read_spec(self.spec.as_deref())?;
         let implementations = self.implementations()?;
         let fixtures = if self.fixtures.is_empty() { manifest_files(DEFAULT_FOLDER)? } else { self.fixtures.clone() };
-        let mut session = Session { spec, implementations, devices: self.devices.clone(), ..Session::default() };
+        let mut session = Session {
+            spec,
+            implementations,
+            devices: self.devices.iter().map(|devices| devices.get()).collect(),
+            ..Session::default()
+        };
         let progress = self.printing.progress(fixtures.len());
         for path in &fixtures {
             progress.set_message(path.display().to_string());

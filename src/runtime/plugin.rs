@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use libloading::Library;
+use object::read::ReadCache;
+use object::read::elf::ElfFile64;
+use object::{Endianness, Object as _, ObjectSegment as _};
 use pjrt_sys::{PJRT_Api, PJRT_Plugin_Initialize_Args};
 
 use super::abi::{self, OLDEST_MINOR, SLOTS};
@@ -62,6 +65,17 @@ pub fn find_installed(name: &str) -> Result<PathBuf, Vec<PathBuf>> {
     looked.iter().find(|path| path.is_file()).cloned().ok_or(looked)
 }
 
+/// Bytes that the segments of an ELF file reach to and bytes there are, where those are fewer: mapping such a library ends
+/// the process. What else is wrong with a library the loader says itself.
+fn cut_short(path: &Path) -> Option<(u64, u64)> {
+    let file = fs::File::open(path).ok()?;
+    let given = file.metadata().ok()?.len();
+    let cache = ReadCache::new(file);
+    let elf = ElfFile64::<Endianness, _>::parse(&cache).ok()?;
+    let ends = elf.segments().map(|segment| segment.file_range()).map(|(start, size)| start.saturating_add(size));
+    ends.max().filter(|&needed| needed > given).map(|needed| (needed, given))
+}
+
 /// A loaded plugin. It stays loaded until the process ends.
 pub struct Plugin {
     path: PathBuf,
@@ -107,6 +121,10 @@ impl Plugin {
     }
 
     fn load_into(slot: usize, path: PathBuf) -> Result<Plugin, RuntimeError> {
+        if let Some((needed, given)) = cut_short(&path) {
+            let found = format!("it is cut short: {given} bytes of at least {needed}");
+            return Err(RuntimeError::NotAPlugin { path, found });
+        }
         // SAFETY: the library's initialisers run; the user has named it as a plugin.
         let library = unsafe { Library::new(&path) }
             .map_err(|error| RuntimeError::Load { path: path.clone(), reason: error.to_string() })?;
