@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use libloading::Library;
+use object::Endianness;
+use object::elf::FileHeader64;
 use object::read::ReadCache;
-use object::read::elf::ElfFile64;
-use object::{Endianness, Object as _, ObjectSegment as _};
+use object::read::elf::{FileHeader as _, ProgramHeader as _};
 use pjrt_sys::{PJRT_Api, PJRT_Plugin_Initialize_Args};
 
 use super::abi::{self, OLDEST_MINOR, SLOTS};
@@ -71,8 +72,10 @@ fn cut_short(path: &Path) -> Option<(u64, u64)> {
     let file = fs::File::open(path).ok()?;
     let given = file.metadata().ok()?.len();
     let cache = ReadCache::new(file);
-    let elf = ElfFile64::<Endianness, _>::parse(&cache).ok()?;
-    let ends = elf.segments().map(|segment| segment.file_range()).map(|(start, size)| start.saturating_add(size));
+    let header = FileHeader64::<Endianness>::parse(&cache).ok()?;
+    let endian = header.endian().ok()?;
+    let segments = header.program_headers(endian, &cache).ok()?;
+    let ends = segments.iter().map(|segment| segment.p_offset(endian).saturating_add(segment.p_filesz(endian)));
     ends.max().filter(|&needed| needed > given).map(|needed| (needed, given))
 }
 
