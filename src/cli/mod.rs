@@ -5,6 +5,8 @@ mod case;
 #[cfg(feature = "pjrt")]
 mod compile;
 mod config;
+#[cfg(feature = "pjrt")]
+mod emit;
 mod generate;
 mod gradcheck;
 mod judge;
@@ -52,6 +54,9 @@ enum Command {
     /// Compile one implementation for TPUs that need not be there
     #[cfg(feature = "pjrt")]
     Compile(compile::Compile),
+    /// Write the kernels of one implementation for a program of your own
+    #[cfg(feature = "pjrt")]
+    Emit(emit::Emit),
     /// Show the implementations and what they support
     List(list::List),
     #[cfg(feature = "pjrt")]
@@ -151,6 +156,8 @@ pub fn main() -> ExitCode {
         Command::Judge(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::Compile(command) => command.run(),
+        #[cfg(feature = "pjrt")]
+        Command::Emit(command) => command.run(),
         Command::List(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::TpuWorker(command) => command.run(),

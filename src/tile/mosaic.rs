@@ -16,7 +16,7 @@ use super::lower::{Lowering, Operand, lower};
 use crate::element::Element;
 
 /// The version of the dialects that the text is written in.
-const VERSION: usize = 11;
+pub(crate) const VERSION: usize = 11;
 
 /// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with `vmem_bytes` of VMEM to use.
 pub(crate) fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
