@@ -26,10 +26,11 @@ fn main() {
         let name = format!("memory_cycles_bytes_small_shape_are_reported: {target}");
         needing_libtpu.push((name, Box::new(move || a_small_shape_compiles(&target))));
     }
-    let checks: [(&str, Plain); 4] = [
+    let checks: [(&str, Plain); 5] = [
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
         ("a_topology_that_libtpu_does_not_know_is_refused_in_its_words", an_impossible_topology_is_refused),
         ("two_programs_compile_at_once", two_programs_compile_at_once),
+        ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
         ("temp_bytes_bf16_qwen_vocabulary_are_those_pinned", temp_bytes_are_those_pinned),
     ];
     needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
@@ -112,6 +113,28 @@ fn temp_bytes_are_those_pinned() -> Result<(), Failed> {
     let compiled = compile(&target, &program(&target, shape(1, 2048, 151_643))?)?;
     let off = (compiled.memory.temp_bytes - TEMP_BYTES).abs();
     assert!(off * 100 <= TEMP_BYTES, "{} bytes, pinned {TEMP_BYTES}", compiled.memory.temp_bytes);
+    Ok(())
+}
+
+fn emitted_modules_compile() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let target = Target::parse("v6e")?;
+    for id in ["tile-one-pass", "tile-two-pass"] {
+        let out = folder.path().join(id);
+        let mut emit = Command::new(env!("CARGO_BIN_EXE_assay"));
+        emit.args(["emit", "-q", "--target", "v6e", "--shape", "2x24x5000", "--impl", id, "-o"]).arg(&out);
+        assert!(emit.status()?.success(), "{id}");
+        let manifest: serde_json::Value = serde_json::from_str(&fs::read_to_string(out.join("manifest.json"))?)?;
+        let compiled = compile(&target, &fs::read_to_string(out.join("module.mlir"))?)?;
+        let logits = i64::try_from(shape(2, 24, 5000).elements().expect("a small shape") * Dtype::Bf16.size())?;
+        assert!(compiled.memory.alias_bytes >= logits, "{id}: {:?}", compiled.memory);
+        for kernel in manifest["kernels"].as_array().ok_or("no kernels")? {
+            let name = kernel["name"].as_str().ok_or("no name")?;
+            let found = |compiled: &assay::tpu::schedule::Kernel| compiled.name.contains(name);
+            let names: Vec<&String> = compiled.kernels.iter().map(|kernel| &kernel.name).collect();
+            assert!(compiled.kernels.iter().any(found), "{id}: {name} is not among {names:?}");
+        }
+    }
     Ok(())
 }
 
