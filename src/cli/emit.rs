@@ -152,9 +152,10 @@ struct Module<'e> {
 fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Result<S::Ok, S::Error> {
     let mut map = serializer.serialize_map(Some(numbers.len()))?;
     for (name, value) in *numbers {
-        match value.is_finite() {
-            true => map.serialize_entry(name, value)?,
-            false => map.serialize_entry(name, &value.to_string())?,
+        if value.is_finite() {
+            map.serialize_entry(name, value)?;
+        } else {
+            map.serialize_entry(name, &value.to_string())?;
         }
     }
     map.end()
