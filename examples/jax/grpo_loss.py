@@ -43,12 +43,13 @@ call = jax.ffi.ffi_call(
 
 def in_columns(names, values):
     """`[B,T,8]`, with each value in the column of its name and 0 elsewhere."""
-    return jnp.stack([values.get(name, jnp.zeros((B, T))) for name in names] + [jnp.zeros((B, T))] * (8 - len(names)), -1)
+    nothing = jnp.zeros((B, T))
+    return jnp.stack([values.get(name, nothing) for name in names] + [nothing] * (8 - len(names)), -1)
 
 
 def evaluate(logits, batch, count, loss_scale):
-    """This device's share of `loss_scale · loss`, what is logged of each token, and the derivative with respect to `logits`.
-    `count` is the number of tokens of all devices."""
+    """This device's share of `loss_scale · loss`, what is logged of each token, and the derivative with respect to
+    `logits`. `count` is the number of tokens of all devices."""
     count = jnp.maximum(count, 1.0)
     mask = batch["mask"].astype(jnp.float32)
     weight = mask * (loss_scale / count)
@@ -63,7 +64,8 @@ def evaluate(logits, batch, count, loss_scale):
     )
     dlogits, columns = call(*(given[name] for name in operands))
     # Under the mask stands anything, NaN too.
-    of_token = {name: jnp.where(batch["mask"], columns[..., i], 0.0) for i, name in enumerate(results["results"]["columns"])}
+    names = results["results"]["columns"]
+    of_token = {name: jnp.where(batch["mask"], columns[..., i], 0.0) for i, name in enumerate(names)}
     share = (weight * of_token["token_loss"] + entropy_factor * of_token["entropy"]).sum()
     return share, of_token, jax.lax.bitcast_convert_type(dlogits, LOGITS)
 
@@ -147,8 +149,8 @@ compiled = compile(
 )
 report("step", compiled)
 
-# The kernel reads logits row by row. Inside a program XLA lays them out so; an argument's layout is the caller's to pin,
-# or XLA may choose another and copy all of them.
+# The kernel reads logits row by row. Inside a program XLA lays them out so; an argument's layout is the caller's to
+# pin, or XLA may choose another and copy all of them.
 row_major = Layout((0, 1, 2))
 logits = array((devices * B, T, V), LOGITS, rows, row_major)
 compiled = compile(
