@@ -1,8 +1,9 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive measure bench
+.PHONY: setup setup-tpu replay test test-extensive jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
+PYTHON ?= python3
 
 # Idempotent: says what it does only where something is missing.
 setup:
@@ -34,11 +35,24 @@ test: setup
 test-extensive: test
 	PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked
 	$(CARGO) test --release --locked --no-default-features
+	@$(MAKE) --no-print-directory jax-example
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
 	RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run fixture_reader fuzz/corpus/fixture_reader fuzz/seeds/fixture_reader -- \
 		-dict=fuzz/fixture_reader.dict -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -malloc_limit_mb=8 -timeout=5
+
+# The JAX example, compiled for a TPU: where JAX and libtpu are.
+jax-example:
+	@if ! $(PYTHON) -c 'import jax' 2>/dev/null; then \
+		echo "examples/jax/grpo_loss.py: skipped, $(PYTHON) has no JAX (pip install jax; make PYTHON=…)"; \
+	elif [ ! -e "$${TPU_LIBRARY_PATH:-.plugins/libtpu.so}" ]; then \
+		echo "examples/jax/grpo_loss.py: skipped, no libtpu (make setup-tpu)"; \
+	else \
+		set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
+		$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target v6e -o "$$folder/kernel"; \
+		$(PYTHON) examples/jax/grpo_loss.py "$$folder/kernel"; \
+	fi
 
 # The figures behind `worst_seen` in tolerances.toml.
 measure: setup

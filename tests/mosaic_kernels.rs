@@ -147,9 +147,9 @@ impl<'p> Around<'p> {
         bytes_of(self.problem.ids.iter().map(|&id| (id as i32).to_le_bytes()))
     }
 
-    fn token(&self, values: &Option<Array2<f64>>, token: usize) -> f64 {
+    fn token(&self, values: Option<&Array2<f64>>, token: usize) -> f64 {
         let at = (token / self.shape.tokens, token % self.shape.tokens);
-        values.as_ref().map_or(f64::NAN, |values| values[at])
+        values.map_or(f64::NAN, |values| values[at])
     }
 
     fn advantage(&self, token: usize) -> f64 {
@@ -204,8 +204,8 @@ impl<'p> Around<'p> {
         let given = kernel.operands.iter().find(|operand| operand.name == "tokens").unwrap().columns;
         let tokens = per_token(given, self.tokens(), |name, token| match name {
             "advantage" => self.advantage(token),
-            "old_logp" => self.token(&self.problem.old_logp, token),
-            "ref_logp" => self.token(&self.problem.ref_logp, token),
+            "old_logp" => self.token(self.problem.old_logp.as_ref(), token),
+            "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
             "weight" => self.weight(token),
             "mask" => f64::from(u8::from(self.mask[token])),
             other => panic!("{other}: not known here"),
@@ -243,7 +243,7 @@ impl<'p> Around<'p> {
             let sum = others + target;
             let weighted = -std::f64::consts::LN_2 * sums.at(names[1], token);
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
-            Softmax { gap, others, target, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
+            Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
         let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
         let of_logp =
@@ -256,7 +256,7 @@ impl<'p> Around<'p> {
         let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective;
         let loss_and_grad = |token: usize| {
             let old = if self.spec.old_logp == OldLogp::Given {
-                self.token(&self.problem.old_logp, token)
+                self.token(self.problem.old_logp.as_ref(), token)
             } else {
                 logp(token)
             };
@@ -289,7 +289,6 @@ impl<'p> Around<'p> {
 struct Softmax {
     gap: f64,
     others: f64,
-    target: f64,
     sum: f64,
     log_sum: f64,
     mean_gap: f64,

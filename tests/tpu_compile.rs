@@ -40,12 +40,13 @@ fn main() {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 6] = [
+    let checks: [(&str, Plain); 7] = [
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
         ("a_topology_that_libtpu_does_not_know_is_refused_in_its_words", an_impossible_topology_is_refused),
         ("two_programs_compile_at_once", two_programs_compile_at_once),
+        ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
         ("temp_bytes_bf16_qwen_vocabulary_are_those_pinned", temp_bytes_are_those_pinned),
     ];
     needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
@@ -191,6 +192,21 @@ fn temp_bytes_are_those_pinned() -> Result<(), Failed> {
     let compiled = compile(&target, &program(&target, shape(1, 2048, 151_643))?)?;
     let off = (compiled.memory.temp_bytes - TEMP_BYTES).abs();
     assert!(off * 100 <= TEMP_BYTES, "{} bytes, pinned {TEMP_BYTES}", compiled.memory.temp_bytes);
+    Ok(())
+}
+
+fn emitted_modules_compile() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let target = Target::parse("v6e")?;
+    for id in ["tile-one-pass", "tile-two-pass"] {
+        let out = folder.path().join(id);
+        let mut emit = Command::new(env!("CARGO_BIN_EXE_assay"));
+        emit.args(["emit", "-q", "--target", "v6e", "--shape", "2x24x5000", "--impl", id, "-o"]).arg(&out);
+        assert!(emit.status()?.success(), "{id}");
+        let compiled = compile(&target, &fs::read_to_string(out.join("module.mlir"))?)?;
+        let logits = i64::try_from(shape(2, 24, 5000).elements().expect("a small shape") * Dtype::Bf16.size())?;
+        assert!(compiled.memory.alias_bytes >= logits, "{id}: {:?}", compiled.memory);
+    }
     Ok(())
 }
 

@@ -7,6 +7,8 @@ mod compile;
 #[cfg(feature = "pjrt")]
 mod compile_table;
 mod config;
+#[cfg(feature = "pjrt")]
+mod emit;
 mod generate;
 mod gradcheck;
 mod judge;
@@ -54,6 +56,9 @@ enum Command {
     /// Compile one implementation for TPUs that need not be there
     #[cfg(feature = "pjrt")]
     Compile(compile::Compile),
+    /// Write the kernels of one implementation for a program of your own
+    #[cfg(feature = "pjrt")]
+    Emit(emit::Emit),
     /// Show the implementations and what they support
     List(list::List),
     #[cfg(feature = "pjrt")]
@@ -153,6 +158,8 @@ pub fn main() -> ExitCode {
         Command::Judge(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::Compile(command) => command.run(),
+        #[cfg(feature = "pjrt")]
+        Command::Emit(command) => command.run(),
         Command::List(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::TpuWorker(command) => command.run(),

@@ -161,7 +161,8 @@ fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) 
     }
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]` and ids `[B,T,1]` i32; returns `[B,T,8]` f32, see [`Statistic`].
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]` and ids `[B,T,1]` i32; returns
+/// `[B,T,8]` f32, see [`Statistic`].
 pub(crate) fn statistics(temperature: Temperature, local: Local, element: Element, core: Core) -> Kernel {
     let cut = Cut::of(local, element);
     let mut builder = Builder::new("grpo_statistics", &cut.grid());
@@ -250,14 +251,29 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
 
     let last = on.integer(cut.blocks() - 1);
     let is_last = on.equal(block, last);
-    on.when(is_last, |on| {
-        let of_lanes = whole(on, maxima);
-        let max = on.fold_lanes(Fold::Max, of_lanes);
-        let rise = on.sub(max, of_lanes);
+    on.when(is_last, |on| Lanes { maxima, chosen, sums }.meet(on, &scales, results));
+    builder.finish()
+}
+
+/// What each lane has gathered of a row, `[rows, 128]`.
+struct Lanes {
+    maxima: Memory,
+    chosen: Memory,
+    /// `s` and `w` of each softmax.
+    sums: Vec<[Memory; 2]>,
+}
+
+impl Lanes {
+    /// The statistics of the row.
+    fn meet(&self, on: &mut Builder, scales: &[Value], results: Memory) {
+        let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), LANES);
         let give =
             |on: &mut Builder, column: Statistic, value| on.store(results, Column::Static(column as usize), value);
+        let of_lanes = whole(on, self.maxima);
+        let max = on.fold_lanes(Fold::Max, of_lanes);
+        let rise = on.sub(max, of_lanes);
         give(on, Statistic::Max, max);
-        let chosen = whole(on, chosen);
+        let chosen = whole(on, self.chosen);
         let target_logit = on.fold_lanes(Fold::Add, chosen);
         // What was raised to the floor was −∞.
         let (floor, nothing) = (on.number(FLOOR), on.number(f64::NEG_INFINITY));
@@ -265,15 +281,14 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
         let target_logit = on.select(lost, nothing, target_logit);
         give(on, Statistic::TargetLogit, target_logit);
         let columns = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
-        for ((&scale, &[others, weighted]), columns) in scales.iter().zip(&sums).zip(columns) {
+        for ((&scale, &[others, weighted]), columns) in scales.iter().zip(&self.sums).zip(columns) {
             let (others, weighted) = (whole(on, others), whole(on, weighted));
             for (column, value) in columns.into_iter().zip(rescaled(on, scale, rise, others, weighted)) {
                 let value = on.fold_lanes(Fold::Add, value);
                 give(on, column, value);
             }
         }
-    });
-    builder.finish()
+    }
 }
 
 /// `s` and `w` after the maximum has risen.
@@ -285,8 +300,8 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
     [on.mul(others, shrink), on.mul(weighted, shrink)]
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]`, which dlogits are written over, ids `[B,T,1]` i32 and scales `[B,T,8]`
-/// f32, see [`Scale`].
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]`, which dlogits are written over,
+/// ids `[B,T,1]` i32 and scales `[B,T,8]` f32, see [`Scale`].
 pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core: Core) -> Kernel {
     let cut = Cut::of(local, element);
     let mut builder = Builder::new("grpo_dlogits", &cut.grid());

@@ -2,6 +2,13 @@
 
 use super::ir::{Kernel, Memory, Operation, Place, Statement, Type, Value};
 
+/// Writes the body of a loop, given the trip and what is carried; returns what the next trip is given.
+pub(super) type LoopBody<'b, L> = &'b mut dyn FnMut(
+    &mut L,
+    <L as Lowering>::Value,
+    &[<L as Lowering>::Value],
+) -> Vec<Operand<<L as Lowering>::Value>>;
+
 /// What a lowering writes for each thing that a kernel may do.
 pub(super) trait Lowering {
     /// A value in the text that is written.
@@ -18,7 +25,7 @@ pub(super) trait Lowering {
         trips: usize,
         initial: &[Operand<Self::Value>],
         stored: &[Memory],
-        body: &mut dyn FnMut(&mut Self, Self::Value, &[Self::Value]) -> Vec<Operand<Self::Value>>,
+        body: LoopBody<'_, Self>,
     ) -> Vec<Self::Value>;
 
     /// A block that runs where `condition` holds. `stored` is the memory that it writes.
@@ -102,8 +109,10 @@ impl<V: Copy> Walk<'_, V> {
 /// The values that an operation reads.
 fn used_by(operation: &Operation) -> Vec<Value> {
     match *operation {
-        Operation::Constant(_) | Operation::GridIndex(_) | Operation::Iota(_) => vec![],
-        Operation::Load(_, Place::Static(_)) => vec![],
+        Operation::Constant(_)
+        | Operation::GridIndex(_)
+        | Operation::Iota(_)
+        | Operation::Load(_, Place::Static(_)) => vec![],
         Operation::Load(_, Place::Dynamic(a))
         | Operation::LoadScalar(_, a)
         | Operation::Unary(_, a)

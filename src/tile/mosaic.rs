@@ -6,17 +6,18 @@
 //! grid goes and, through one function a window, which block each step sees.
 
 use std::fmt::{self, Write as _};
+use std::iter;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::json;
 
 use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type, Unary};
-use super::lower::{Lowering, Operand, lower};
+use super::lower::{LoopBody, Lowering, Operand, lower};
 use crate::element::Element;
 
 /// The version of the dialects that the text is written in.
-const VERSION: usize = 11;
+pub(crate) const VERSION: usize = 11;
 
 /// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with `vmem_bytes` of VMEM to use.
 pub(crate) fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
@@ -105,7 +106,8 @@ impl fmt::Display for Spelled {
 }
 
 fn extents(shape: &[usize]) -> String {
-    shape.iter().map(|extent| format!("{extent}x")).collect()
+    let list: Vec<String> = shape.iter().map(usize::to_string).collect();
+    list.join("x") + "x"
 }
 
 /// A memory reference's type, and its extents.
@@ -130,6 +132,11 @@ impl fmt::Display for Name {
             Name::Grid(axis) => write!(f, "%grid{axis}"),
         }
     }
+}
+
+/// A list that goes on another.
+fn after_comma(items: impl Iterator<Item = String>) -> String {
+    iter::once(String::new()).chain(items).collect::<Vec<_>>().join(", ")
 }
 
 struct Writer<'k> {
@@ -213,7 +220,7 @@ impl Writer<'_> {
         self.define("arith.constant", &[], &format!("value = {x} : index"), "index")
     }
 
-    fn to_index(&mut self, x: Name) -> Name {
+    fn cast_to_index(&mut self, x: Name) -> Name {
         self.define("arith.index_cast", &[(x, "i32")], "", "index")
     }
 
@@ -240,7 +247,7 @@ impl Writer<'_> {
             Place::Dynamic(column) => {
                 let attributes = format!("multiple = {} : i32", super::LANES);
                 let multiple = self.define("tpu.assume_multiple", &[(column, "i32")], &attributes, "i32");
-                self.to_index(multiple)
+                self.cast_to_index(multiple)
             }
         };
         let mut indices = vec![zero; rank - 1];
@@ -351,7 +358,7 @@ impl Lowering for Writer<'_> {
             Operation::Constant(x) => self.constant(*x, ty),
             Operation::GridIndex(axis) => Name::Grid(*axis),
             Operation::LoadScalar(i, _) => {
-                let index = self.to_index(operands[0].value);
+                let index = self.cast_to_index(operands[0].value);
                 let (element, length) = self.kernel.scalars[*i];
                 let memref = memref(element, &[length], "smem");
                 let name = self.name();
@@ -425,17 +432,17 @@ impl Lowering for Writer<'_> {
         trips: usize,
         initial: &[Operand<Name>],
         _: &[Memory],
-        body: &mut dyn FnMut(&mut Self, Name, &[Name]) -> Vec<Operand<Name>>,
+        body: LoopBody<'_, Self>,
     ) -> Vec<Name> {
         let i32 = Type::scalar(Element::I32);
         let (from, to, step) = (self.constant(0.0, i32), self.constant(trips as f64, i32), self.constant(1.0, i32));
-        let starts: String = initial.iter().map(|operand| format!(", {}", operand.value)).collect();
+        let starts = after_comma(initial.iter().map(|operand| operand.value.to_string()));
         let types: Vec<String> = initial.iter().map(|operand| Spelled(operand.ty).to_string()).collect();
         let results = self.names;
         self.names += 1;
         let index = self.name();
         let carried: Vec<Name> = initial.iter().map(|_| self.name()).collect();
-        let inside = carried.iter().zip(&types).map(|(name, ty)| format!(", {name}: {ty}")).collect::<String>();
+        let inside = after_comma(carried.iter().zip(&types).map(|(name, ty)| format!("{name}: {ty}")));
         let defined = if initial.is_empty() { String::new() } else { format!("%{results}:{} = ", initial.len()) };
         self.line(format_args!("{defined}\"stable_mosaic.scf.for\"({from}, {to}, {step}{starts}) ({{"));
         self.line(format_args!("^bb0({index}: i32{inside}):"));
@@ -445,7 +452,7 @@ impl Lowering for Writer<'_> {
         let list = types.join(", ");
         self.line(format_args!("\"stable_mosaic.scf.yield\"({names}) : ({list}) -> ()"));
         self.depth -= 1;
-        let taken: String = types.iter().map(|ty| format!(", {ty}")).collect();
+        let taken = after_comma(types.iter().cloned());
         self.line(format_args!("}}) : (i32, i32, i32{taken}) -> ({list})"));
         (0..initial.len()).map(|result| Name::Result(results, result)).collect()
     }

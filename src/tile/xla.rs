@@ -8,7 +8,7 @@ use std::f64::consts::LN_2;
 use std::mem;
 
 use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type as TileType, Unary};
-use super::lower::{Lowering, Operand, lower};
+use super::lower::{LoopBody, Lowering, Operand, lower};
 use super::{POISON, POISON_16};
 use crate::element::Element;
 use crate::stablehlo::{self, Builder, Type, Value};
@@ -279,7 +279,7 @@ impl Lowering for Step {
         trips: usize,
         initial: &[Operand<Value>],
         stored: &[Memory],
-        body: &mut dyn FnMut(&mut Self, Value, &[Value]) -> Vec<Operand<Value>>,
+        body: LoopBody<'_, Self>,
     ) -> Vec<Value> {
         let mut carried = vec![self.integer(0)];
         carried.extend(initial.iter().map(|operand| operand.value));

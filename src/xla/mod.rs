@@ -42,6 +42,19 @@ pub use tiled::{Named, TpuKernel};
 /// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
 pub const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
 
+/// The version of Mosaic's dialects that kernels are written in.
+pub const MOSAIC_VERSION: usize = tile::mosaic::VERSION;
+
+/// What a program is given and returns, in order, on each device.
+pub struct Signature {
+    /// Its parameters.
+    pub inputs: Vec<Named>,
+    /// Its outputs, the first written over the first parameter.
+    pub outputs: Vec<Named>,
+    /// What it is given of the spec's numbers, by name.
+    pub numbers: Vec<(&'static str, f32)>,
+}
+
 /// How the logits are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharding {
@@ -178,6 +191,24 @@ impl Xla {
                 tiled::describe_dlogits(structure, shape, dtype.into(), core),
             ],
         })
+    }
+
+    /// What that program is given and returns.
+    ///
+    /// # Errors
+    /// As [`program_for`](Self::program_for).
+    pub fn signature_for(
+        &self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<Signature, Unsupported> {
+        self.supports(spec, local, dtype, 1)?;
+        let [inputs, outputs] = program::signature(Structure::of(spec), local_shape(local, Mesh::ONE), dtype);
+        let values = program::numbers(spec, local.batch.saturating_mul(devices));
+        let numbers = program::NUMBER_NAMES.into_iter().zip(values).collect();
+        Ok(Signature { inputs, outputs, numbers })
     }
 
     /// Checks that a row of the vocabulary fits the VMEM of `core` and the ids of all tokens its SMEM, where they must.

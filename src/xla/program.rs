@@ -3,6 +3,7 @@
 //! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; row counts are reduced over the tokens'
 //! devices, everything that is one number over the rows' as well. Tokens past `B` or `T` are masked.
 
+use super::tiled::Named;
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::{Numbers, Token, TokenLoss, token_loss};
@@ -15,6 +16,10 @@ use crate::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
 /// How many numbers [`numbers`] gives.
 pub(super) const NUMBERS: usize = 9;
+
+/// Their names, in order.
+pub(super) const NUMBER_NAMES: [&str; NUMBERS] =
+    ["low", "high", "delta", "dual_clip", "beta", "inverse_temperature", "entropy_coef", "denominator", "loss_scale"];
 
 /// The run-time numbers of a spec, in the order that the program reads them. The last is the cotangent of the loss, which
 /// multiplies dlogits.
@@ -58,11 +63,38 @@ impl Scalars {
     pub(super) const CLIP_HIGH: usize = 5;
     pub(super) const CLIP_REGION: usize = 6;
     pub(super) const COUNT: usize = 7;
+    /// In order.
+    pub(super) const NAMES: [&str; Self::COUNT] =
+        ["loss", "entropy_mean", "ratio_mean", "kl_mean", "clip_low", "clip_high", "clip_region"];
 }
 
 /// Extents that one device holds.
 pub(super) fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
     [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), shape.vocab.div_ceil(mesh.vocab)]
+}
+
+/// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
+pub(super) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+    let [b, t, _] = local;
+    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: &[] };
+    let per_token = |name, dtype| named(name, dtype, &[b, t]);
+    let mut inputs = vec![
+        named("logits", stored_as(dtype.into()), &local),
+        per_token("ids", Element::I32),
+        per_token("mask", Element::Pred),
+        per_token("advantages", Element::F32),
+    ];
+    inputs.extend(structure.old_logp_given.then(|| per_token("old_logp", Element::F32)));
+    inputs.extend(structure.kl.map(|_| per_token("ref_logp", Element::F32)));
+    inputs.push(Named { columns: &NUMBER_NAMES, ..named("numbers", Element::F32, &[NUMBERS]) });
+    let outputs = vec![
+        named("dlogits", stored_as(dtype.into()), &local),
+        per_token("logp", Element::F32),
+        per_token("entropy", Element::F32),
+        per_token("token_loss", Element::F32),
+        Named { columns: &Scalars::NAMES, ..named("scalars", Element::F32, &[Scalars::COUNT]) },
+    ];
+    [inputs, outputs]
 }
 
 /// The program while it is being written.

@@ -47,6 +47,7 @@ pub(crate) fn any_spec() -> impl Strategy<Value = LossSpec> {
 }
 
 /// Small batches in every regime and dtype; vocabularies of 1, around the tiles of vector units and GPU blocks, and primes.
+#[allow(dead_code, reason = "a suite may have shapes of its own")]
 pub(crate) fn any_recipe() -> impl Strategy<Value = Recipe> {
     let around_tiles =
         select(vec![8_usize, 16, 32, 64, 128, 256, 1024, 2048]).prop_flat_map(|tile| tile - 1..=tile + 1);

@@ -1,0 +1,215 @@
+//! `assay emit`: the kernels of an implementation in files, for a program of the user's own.
+
+use std::path::{Path, PathBuf};
+use std::{fmt::Write as _, fs, io};
+
+use clap::Args;
+use serde::{Serialize, Serializer, ser::SerializeMap};
+
+use super::compile::{core_of, find};
+use super::{CliError, Passed, Printing, config};
+use crate::implementation::RunError;
+use crate::problem::{Dtype, Shape};
+use crate::spec::LossSpec;
+use crate::tpu::Target;
+use crate::xla::{MOSAIC_VERSION, Named, Signature, TpuKernel};
+
+/// The libtpu that kernels were compiled with: the one that `make setup-tpu` installs.
+const LIBTPU: &str = "0.0.51";
+
+/// The whole program, within the folder.
+const MODULE: &str = "module.mlir";
+
+#[derive(Args)]
+pub(super) struct Emit {
+    /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse)]
+    target: Target,
+    /// The implementation: tile-one-pass or tile-two-pass
+    #[arg(long = "impl", value_name = "ID", default_value = "tile-one-pass")]
+    implementation: String,
+    /// Sequences, tokens and vocabulary that each device holds
+    #[arg(long, value_name = "BxTxV")]
+    shape: Shape,
+    /// Dtype of the logits: f32, bf16 or f16
+    #[arg(long, default_value = "bf16")]
+    dtype: Dtype,
+    /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
+    #[arg(long, value_name = "FILE")]
+    spec: Option<PathBuf>,
+    /// The folder to make
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Emit {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
+        let implementation = find(&self.implementation)?;
+        let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
+        let core = core_of(self.target.chip);
+        let kernels = implementation.kernels_for(&spec, local, dtype, core).map_err(RunError::from)?;
+        if kernels.is_empty() {
+            let id = &self.implementation;
+            let reason = format!("implementation: got `{id}`, which has no kernels, expected one that has them: ");
+            return Err(CliError::Usage(reason + "tile-one-pass, tile-two-pass"));
+        }
+        let module = implementation.program_for(&spec, local, dtype, devices, core).map_err(RunError::from)?;
+        let signature = implementation.signature_for(&spec, local, dtype, devices).map_err(RunError::from)?;
+        let manifest = Manifest::new(self, &spec, &kernels, &signature);
+        make_folder(&self.output, |folder| {
+            for (kernel, entry) in kernels.iter().zip(&manifest.kernels) {
+                fs::write(folder.join(&entry.payload), &kernel.payload)?;
+                fs::write(folder.join(&entry.text), &kernel.text)?;
+            }
+            fs::write(folder.join(MODULE), &module)?;
+            fs::write(folder.join("manifest.json"), serde_json::to_string_pretty(&manifest)? + "\n")
+        })?;
+        self.printing.finish(&manifest.summary(&self.output), &manifest)?;
+        Ok(Passed::Yes)
+    }
+}
+
+/// Makes `folder` whole or not at all: it is filled under another name and renamed.
+fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), CliError> {
+    let failed = |reason| CliError::Io { path: folder.into(), action: "write", reason };
+    if folder.symlink_metadata().is_ok() {
+        return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, "it exists, expected a folder to be made")));
+    }
+    let mut builder = tempfile::Builder::new();
+    // Temporary folders are private by default; this one should obey the umask like any other.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+    let temporary = builder.tempdir_in(folder.parent().unwrap_or(folder)).map_err(failed)?;
+    fill(temporary.path()).map_err(failed)?;
+    fs::rename(temporary.path(), folder).map_err(failed)?;
+    let _ = temporary.keep();
+    Ok(())
+}
+
+/// What was emitted, and how it is called. Described in `docs/jax.md`.
+#[derive(Serialize)]
+struct Manifest<'e> {
+    assay: &'static str,
+    mosaic_version: usize,
+    libtpu: &'static str,
+    #[serde(rename = "impl")]
+    implementation: &'e str,
+    target: String,
+    devices: usize,
+    /// `[B,T,V]` on each device.
+    shape: [usize; 3],
+    dtype: Dtype,
+    spec: &'e LossSpec,
+    #[serde(serialize_with = "by_name")]
+    numbers: &'e [(&'static str, f32)],
+    /// In the order of their calls.
+    kernels: Vec<Kernel<'e>>,
+    module: Module<'e>,
+}
+
+#[derive(Serialize)]
+struct Kernel<'e> {
+    name: &'e str,
+    payload: String,
+    text: String,
+    operands: Vec<Dense<'e>>,
+    results: Vec<Dense<'e>>,
+    aliases: Vec<Alias>,
+    vmem_bytes: usize,
+}
+
+/// An array of a kernel.
+#[derive(Serialize)]
+struct Dense<'e> {
+    #[serde(flatten)]
+    named: &'e Named,
+    /// Axes, from major to minor.
+    layout: Vec<usize>,
+    /// What its integers are the bits of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bits_of: Option<Dtype>,
+}
+
+/// Places of an operand and of a result that share one array.
+#[derive(Serialize)]
+struct Alias {
+    operand: usize,
+    result: usize,
+}
+
+#[derive(Serialize)]
+struct Module<'e> {
+    file: &'static str,
+    inputs: &'e [Named],
+    outputs: &'e [Named],
+    aliases: [Alias; 1],
+}
+
+/// As an object. JSON has no infinity: `"inf"`.
+fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Result<S::Ok, S::Error> {
+    let mut map = serializer.serialize_map(Some(numbers.len()))?;
+    for (name, value) in *numbers {
+        if value.is_finite() {
+            map.serialize_entry(name, value)?;
+        } else {
+            map.serialize_entry(name, &value.to_string())?;
+        }
+    }
+    map.end()
+}
+
+impl<'e> Manifest<'e> {
+    fn new(asked: &'e Emit, spec: &'e LossSpec, kernels: &'e [TpuKernel], signature: &'e Signature) -> Self {
+        Self {
+            assay: env!("CARGO_PKG_VERSION"),
+            mosaic_version: MOSAIC_VERSION,
+            libtpu: LIBTPU,
+            implementation: &asked.implementation,
+            target: asked.target.to_string(),
+            devices: asked.target.devices(),
+            shape: [asked.shape.batch, asked.shape.tokens, asked.shape.vocab],
+            dtype: asked.dtype,
+            spec,
+            numbers: &signature.numbers,
+            kernels: kernels.iter().map(|kernel| Kernel::new(kernel, asked.dtype)).collect(),
+            module: Module {
+                file: MODULE,
+                inputs: &signature.inputs,
+                outputs: &signature.outputs,
+                aliases: [Alias { operand: 0, result: 0 }],
+            },
+        }
+    }
+
+    fn summary(&self, folder: &Path) -> String {
+        let Self { implementation, target, devices, shape: [b, t, v], dtype, kernels, .. } = self;
+        let folder = folder.display();
+        let mut text =
+            format!("{folder}: {implementation} {b}x{t}x{v} {dtype} on each of {devices} devices, {target}\n");
+        for Kernel { name, vmem_bytes, payload, .. } in kernels {
+            let _ = writeln!(text, "{name}: {payload}, {vmem_bytes} bytes of VMEM");
+        }
+        text
+    }
+}
+
+impl<'e> Kernel<'e> {
+    fn new(kernel: &'e TpuKernel, dtype: Dtype) -> Self {
+        let dense = |named: &'e Named| {
+            let stored_as_bits = named.name.ends_with("logits") && named.dtype != dtype.into();
+            Dense { named, layout: (0..named.shape.len()).collect(), bits_of: stored_as_bits.then_some(dtype) }
+        };
+        Self {
+            name: &kernel.name,
+            payload: format!("{}.payload.json", kernel.name),
+            text: format!("{}.mlir", kernel.name),
+            operands: kernel.operands.iter().map(dense).collect(),
+            results: kernel.results.iter().map(dense).collect(),
+            aliases: kernel.aliases.iter().map(|&(operand, result)| Alias { operand, result }).collect(),
+            vmem_bytes: kernel.vmem_bytes,
+        }
+    }
+}
