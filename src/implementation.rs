@@ -218,7 +218,9 @@ pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
     #[allow(unused_mut, reason = "without PJRT there is but one")]
     let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native)];
     #[cfg(feature = "pjrt")]
-    all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
+    let with_gradient = Xla::all(plugin).into_iter().filter(Xla::has_gradient);
+    #[cfg(feature = "pjrt")]
+    all.extend(with_gradient.map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
     #[cfg(not(feature = "pjrt"))]
     let _ = plugin;
     all

@@ -108,8 +108,8 @@ pub struct Builder {
     types: Vec<Vec<Type>>,
     /// Parameters, each with the output that is written over it.
     parameters: Vec<(Value, Option<usize>)>,
-    /// Whether parameters that outputs are written over lie row-major on the device, and so those outputs.
-    row_major: bool,
+    /// Parameters that lie row-major on the device, and so the outputs that are written over them.
+    row_major: Vec<Value>,
     body: String,
 }
 
@@ -151,10 +151,10 @@ impl Builder {
         assert!(self.element(a).is_float(), "{op}: got {}, expected a float type", self.type_of(a));
     }
 
-    /// Has a parameter that an output is written over lie row-major on the device, whatever layout would pad it least: a
-    /// kernel of our own reads it so, and any other would be copied.
-    pub fn lay_out_row_major(&mut self) {
-        self.row_major = true;
+    /// Has a parameter lie row-major on the device, whatever layout would pad it least: a kernel of our own reads it so,
+    /// and any other would be copied.
+    pub fn lay_out_row_major(&mut self, parameter: Value) {
+        self.row_major.push(parameter);
     }
 
     /// The next parameter. With `overwritten_by` it is donated, and that output takes its memory.
@@ -576,32 +576,30 @@ impl Builder {
         self.define(ty, format_args!("{operation}"))
     }
 
-    /// How a program says in what order the elements of an array lie on the device; `None` where that is left open.
-    fn layout_mode(&self, ty: &Type) -> Option<String> {
-        let order: Vec<String> = (0..ty.shape.len()).rev().map(|dimension| dimension.to_string()).collect();
-        self.row_major.then(|| format!("mhlo.layout_mode = \"{{{}}}\"", order.join(",")))
+    /// How a program says in what order the elements of a parameter lie on the device; `None` where that is left open.
+    fn layout_mode(&self, parameter: Value) -> Option<String> {
+        let rank = self.type_of(parameter).shape.len();
+        let order: Vec<String> = (0..rank).rev().map(|dimension| dimension.to_string()).collect();
+        self.row_major.contains(&parameter).then(|| format!("mhlo.layout_mode = \"{{{}}}\"", order.join(",")))
     }
 
     /// The module: `main` from the parameters to `outputs`.
     pub fn finish(self, outputs: &[Value]) -> String {
         let parameters = self.parameters.iter().map(|&(value, overwritten_by)| {
             let ty = self.type_of(value);
-            let alias = overwritten_by.map_or(String::new(), |output| {
+            let alias = overwritten_by.map(|output| {
                 assert_eq!(ty, self.type_of(outputs[output]), "output {output} over a parameter of another type");
-                format!(
-                    " {{tf.aliasing_output = {output} : i32{}}}",
-                    self.layout_mode(ty).map_or(String::new(), |mode| format!(", {mode}"))
-                )
+                format!("tf.aliasing_output = {output} : i32")
             });
-            format!("{value}: {ty}{alias}")
+            let attributes: Vec<String> = alias.into_iter().chain(self.layout_mode(value)).collect();
+            with_attributes(format!("{value}: {ty}"), &attributes)
         });
         let parameters = parameters.collect::<Vec<_>>().join(", ");
         let (names, types) = self.lists(outputs);
-        let over = |place: usize| self.parameters.iter().any(|&(_, output)| output == Some(place));
         let results = outputs.iter().enumerate().map(|(place, &output)| {
-            let ty = self.type_of(output);
-            let mode = over(place).then(|| self.layout_mode(ty)).flatten();
-            mode.map_or_else(|| ty.to_string(), |mode| format!("{ty} {{{mode}}}"))
+            let under = self.parameters.iter().find(|&&(_, output)| output == Some(place));
+            let attributes: Vec<String> = under.and_then(|&(value, _)| self.layout_mode(value)).into_iter().collect();
+            with_attributes(self.type_of(output).to_string(), &attributes)
         });
         let results = results.collect::<Vec<_>>().join(", ");
         let body = self.body;
@@ -609,6 +607,10 @@ impl Builder {
             "module @grpo {{\n  func.func public @main({parameters}) -> ({results}) {{\n{body}    return {names} : {types}\n  }}\n}}\n"
         )
     }
+}
+
+fn with_attributes(text: String, attributes: &[String]) -> String {
+    if attributes.is_empty() { text } else { format!("{text} {{{}}}", attributes.join(", ")) }
 }
 
 #[cfg(test)]

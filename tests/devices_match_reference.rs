@@ -18,7 +18,7 @@ use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::invariance::Invariance;
 use assay::conformance::judge::judge;
 use assay::conformance::report::{explain, on_devices};
-use assay::conformance::tolerance::Tolerances;
+use assay::conformance::tolerance::{Output, Tolerances};
 use assay::implementation::Implementation;
 use assay::problem::{Candidate, Dtype};
 use assay::reference;
@@ -26,6 +26,7 @@ use assay::runtime::{Client, PLUGIN_VARIABLE, Plugin};
 use assay::spec::{
     AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
 };
+use assay::xla::Xla;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
@@ -112,6 +113,14 @@ fn main() {
                     move || on.qwen_vocabulary()
                 };
                 trials.push(trial(format!("all_outputs_qwen_vocabulary_match_reference: {name}"), &hindrance, check));
+                if implementation.id() == "tile-two-pass" {
+                    let on = on.clone();
+                    trials.push(trial(
+                        format!("logp_entropy_forward_alone_match_reference: tile-entropy {}", plugin.name),
+                        &hindrance,
+                        move || on.forward_alone(),
+                    ));
+                }
                 if tile && [1, 8].contains(&devices) {
                     let on = on.clone();
                     let check = move || on.awkward_shapes();
@@ -292,6 +301,30 @@ impl Run {
             judged += usize::from(self.judge(&spec, &recipe)?.is_some());
         }
         if judged == 0 { Err("no case was supported".into()) } else { Ok(()) }
+    }
+
+    /// Logp and entropy of the kernel that computes nothing else; loss and gradient, which it lacks, are the reference's.
+    fn forward_alone(&self) -> Result<(), Failed> {
+        let all = Xla::all(Some(&self.plugin));
+        let kernel = all.iter().find(|xla| xla.id() == "tile-entropy").expect("it is listed");
+        for dtype in Dtype::KERNEL {
+            for (spec, recipe) in device_cases::cases(dtype, 1, 5) {
+                let problem = recipe.problem(&spec).expect("a valid recipe");
+                let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
+                let [logp, entropy] = kernel.logp_and_entropy(&spec, &problem)?;
+                let mut candidate: Candidate = reference.outcome().clone().into();
+                (candidate.logp, candidate.entropy) = (Some(logp.into()), Some(entropy.into()));
+                candidate.token_loss = None;
+                candidate.metrics = None;
+                let outputs = [Output::Logp, Output::Entropy];
+                for verdict in judge(&reference, &candidate, "tile", Tolerances::builtin())? {
+                    if outputs.contains(&verdict.gate.output) && !verdict.passed() {
+                        return Err(explain(&verdict, &reference, &problem, "tile-entropy", "this test").into());
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// One token, one column, vocabularies around registers and without a common factor with anything, rows that no block

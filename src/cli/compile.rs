@@ -27,7 +27,7 @@ pub(super) struct Compile {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse, required_unless_present = "table")]
     target: Option<Target>,
-    /// The implementation: xla, tile-one-pass or tile-two-pass
+    /// The implementation: xla, tile-one-pass, tile-two-pass or tile-entropy
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
     /// Sequences, tokens and vocabulary that each device holds

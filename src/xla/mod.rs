@@ -71,6 +71,8 @@ enum Kernel {
     Baseline,
     OnePass,
     TwoPass,
+    /// The first of the two passes: logp and entropy, no loss and no gradient.
+    Entropy,
 }
 
 /// A program under one sharding. See [the module](self).
@@ -85,14 +87,57 @@ impl Xla {
     /// One for each sharding, on the devices of `plugin`, or of the one that [`locate`] finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Xla> {
         let every = [Sharding::Whole, Sharding::Rows, Sharding::Vocab, Sharding::RowsAndVocab];
-        let kernels: [(Kernel, &[Sharding]); 3] = [
+        let kernels: [(Kernel, &[Sharding]); 4] = [
             (Kernel::Baseline, &every),
             // The sums of a row stay in the kernel.
             (Kernel::OnePass, &[Sharding::Whole, Sharding::Rows]),
             (Kernel::TwoPass, &every),
+            (Kernel::Entropy, &[Sharding::Whole]),
         ];
         let shardings = kernels.into_iter().flat_map(|(kernel, shardings)| shardings.iter().map(move |&s| (kernel, s)));
         shardings.map(|(kernel, sharding)| Xla { kernel, sharding, plugin: plugin.map(Path::to_path_buf) }).collect()
+    }
+
+    /// Whether it computes a loss and its gradient, and so is an implementation to judge; else logp and entropy alone,
+    /// see [`logp_and_entropy`](Self::logp_and_entropy).
+    pub fn has_gradient(&self) -> bool {
+        self.kernel != Kernel::Entropy
+    }
+
+    /// `[B,T]` logp and entropy in nats, f32, in one read of the logits; 0 where the mask hides a token. Error as
+    /// tile-two-pass: class `tile` of `tolerances.toml`.
+    ///
+    /// # Errors
+    /// [`RunError`] where the problem is wrong or not supported, or a device fails.
+    pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[Array2<f32>; 2], RunError> {
+        let shape = problem.check(spec)?;
+        let dtype = problem.logits.dtype();
+        self.supports(spec, shape, dtype, 1)?;
+        let client = self.client()?;
+        let forward = Xla { kernel: Kernel::Entropy, sharding: Sharding::Whole, plugin: self.plugin.clone() };
+        let text = forward.program(Structure::of(spec), shape, dtype, Mesh::ONE, Lowering::Loops, ANY_DEVICE)?;
+        let executable = compiled(&client, text, 1)?;
+        let shards = Shards { shape, mesh: Mesh::ONE, client };
+        shards.expect_room(&executable)?;
+        let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
+        let inverse_temperature = spec.temperature.recip() as f32;
+        let inputs = [
+            shards.upload_logits(0, &problem.logits)?,
+            shards.upload_per_token(0, Element::I32, &ids, 0)?,
+            shards.upload_per_token(0, Element::Pred, &problem.mask.mapv(u8::from), 0)?,
+            shards.client.upload(0, Element::F32, &[], bytemuck::bytes_of(&inverse_temperature))?,
+        ];
+        let outputs = executable.execute(&[inputs.iter().collect()])?;
+        let output = |place: usize| {
+            shards.download_per_token(|device| {
+                outputs[device].get(place).ok_or_else(|| RuntimeError::Answer {
+                    what: "execute".into(),
+                    given: format!("{} outputs", outputs[device].len()),
+                    expected: "two".into(),
+                })
+            })
+        };
+        Ok([output(0)?, output(1)?])
     }
 
     fn client(&self) -> Result<Client, RuntimeError> {
@@ -101,6 +146,9 @@ impl Xla {
 
     /// Compiles the program for logits of `shape` and `dtype`, and checks that a run of it fits.
     fn plan(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<Plan, RunError> {
+        if !self.has_gradient() {
+            return Err(self.unsupported("a run of", "loss and dlogits", "logp and entropy alone").into());
+        }
         self.supports(spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
         let client = self.client()?;
@@ -134,6 +182,10 @@ impl Xla {
                 write(&|on, given| tiled::one_pass_core(on, &kernel, structure, given, lowering, core))
             }
             Kernel::TwoPass => write(&|on, given| tiled::two_pass_core(on, structure, given, dtype, lowering, core)),
+            Kernel::Entropy => program::forward(shape, dtype, mesh, row_major, |on, given| {
+                let rows = tiled::rows(on, structure, given, dtype, lowering, core);
+                [rows.logp, rows.entropy]
+            }),
         })
     }
 
@@ -157,7 +209,7 @@ impl Xla {
         core: Core,
     ) -> Result<String, Unsupported> {
         if !self.sharding_is_whole() {
-            let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass";
+            let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
             return Err(self.unsupported("compiling ahead of time", self.id(), supported));
         }
         self.supports(spec, local, dtype, 1)?;
@@ -190,6 +242,7 @@ impl Xla {
                 tiled::describe_statistics(structure, shape, dtype.into(), core),
                 tiled::describe_dlogits(structure, shape, dtype.into(), core),
             ],
+            Kernel::Entropy => vec![tiled::describe_statistics(structure, shape, dtype.into(), core)],
         })
     }
 
@@ -205,7 +258,11 @@ impl Xla {
         devices: usize,
     ) -> Result<Signature, Unsupported> {
         self.supports(spec, local, dtype, 1)?;
-        let [inputs, outputs] = program::signature(Structure::of(spec), local_shape(local, Mesh::ONE), dtype);
+        let shape = local_shape(local, Mesh::ONE);
+        let [inputs, outputs] = match self.kernel {
+            Kernel::Entropy => program::forward_signature(shape, dtype),
+            _ => program::signature(Structure::of(spec), shape, dtype),
+        };
         let values = program::numbers(spec, local.batch.saturating_mul(devices));
         let numbers = program::NUMBER_NAMES.into_iter().zip(values).collect();
         Ok(Signature { inputs, outputs, numbers })
@@ -338,6 +395,7 @@ impl Implementation for Xla {
             (Kernel::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
             (Kernel::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
             (Kernel::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
+            (Kernel::Entropy, _) => "tile-entropy",
         }
     }
 
@@ -348,6 +406,7 @@ impl Implementation for Xla {
             }
             (Kernel::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
             (Kernel::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (Kernel::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
             (_, Sharding::Rows) => "the same, rows over devices",
             (_, Sharding::Vocab) => "the same, vocabulary over devices",
             (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",

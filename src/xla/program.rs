@@ -129,6 +129,22 @@ pub(super) struct Given {
     pub(super) first_column: Option<Value>,
 }
 
+/// What of [`Given`] logp and entropy follow from.
+#[derive(Clone, Copy)]
+pub(super) struct Forward {
+    pub(super) logits: Value,
+    pub(super) ids: Value,
+    pub(super) inverse_temperature: Value,
+    pub(super) first_column: Option<Value>,
+}
+
+impl Given {
+    pub(super) fn forward(&self) -> Forward {
+        let &Self { logits, ids, inverse_temperature, first_column, .. } = self;
+        Forward { logits, ids, inverse_temperature, first_column }
+    }
+}
+
 /// What a core returns. Arrays are `[b,t]` and, where the mask hides a token, anything.
 pub(super) struct Evaluated {
     /// `[b,t,v]`, the logits' dtype, 0 where it is masked.
@@ -154,13 +170,13 @@ pub(super) fn program(
     let local = local_shape(shape, mesh);
     let [b, t, _] = local;
     let mut builder = Builder::default();
-    if row_major {
-        builder.lay_out_row_major();
-    }
     let per_token = |element| Type::new(element, &[b, t]);
     // A TPU would write f16 anew to read it as its bits: there they cross the boundary of the program as bits.
     let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
     let logits = builder.parameter(Type::new(element, &local), Some(Output::Dlogits as usize));
+    if row_major {
+        builder.lay_out_row_major(logits);
+    }
     let ids = builder.parameter(per_token(Element::I32), None);
     let mask = builder.parameter(per_token(Element::Pred), None);
     let advantage = builder.parameter(per_token(Element::F32), None);
@@ -222,6 +238,49 @@ pub(super) fn program(
     let mut masked = |value| on.builder.select(mask, value, zero);
     let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
     on.builder.finish(&[dlogits, logp, entropy, token_loss, scalars])
+}
+
+/// The program that returns logp and entropy alone, of which `core` makes both, and writes no dlogits. Rows are whole on
+/// every device.
+///
+/// Parameters: logits `[b,t,v]`, which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
+pub(super) fn forward(
+    shape: Shape,
+    dtype: Dtype,
+    mesh: Mesh,
+    row_major: bool,
+    core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
+) -> String {
+    let local = local_shape(shape, mesh);
+    let [b, t, _] = local;
+    let mut builder = Builder::default();
+    let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
+    let logits = builder.parameter(Type::new(element, &local), None);
+    if row_major {
+        builder.lay_out_row_major(logits);
+    }
+    let ids = builder.parameter(Type::new(Element::I32, &[b, t]), None);
+    let mask = builder.parameter(Type::new(Element::Pred, &[b, t]), None);
+    let inverse_temperature = builder.parameter(Type::new(Element::F32, &[]), None);
+    let mut on = Program { builder, local, mesh, vocab: shape.vocab };
+    let given = Forward { logits, ids, inverse_temperature, first_column: None };
+    let outputs = core(&mut on, &given);
+    let zero = on.constant(0.0);
+    let outputs = outputs.map(|value| on.builder.select(mask, value, zero));
+    on.builder.finish(&outputs)
+}
+
+/// The parameters and the outputs of [`forward`] for a TPU.
+pub(super) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+    let [b, t, _] = local;
+    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: &[] };
+    let inputs = vec![
+        named("logits", stored_as(dtype.into()), &local),
+        named("ids", Element::I32, &[b, t]),
+        named("mask", Element::Pred, &[b, t]),
+        named("inverse_temperature", Element::F32, &[]),
+    ];
+    [inputs, vec![named("logp", Element::F32, &[b, t]), named("entropy", Element::F32, &[b, t])]]
 }
 
 impl Program {

@@ -4,7 +4,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 
 use serde::Serialize;
 
-use super::program::{Evaluated, Given, Program};
+use super::program::{Evaluated, Forward, Given, Program};
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::{Numbers, TokenLoss};
@@ -165,7 +165,7 @@ pub(super) fn one_pass_core(
     let Numbers { low, high, delta, dual_clip, beta } = given.numbers;
     let numbers = [low, high, delta, dual_clip, beta, given.inverse_temperature, given.entropy_factor];
     let numbers = on.builder.vector(&numbers);
-    let (logits, dtype) = on.stored_logits(given);
+    let (logits, dtype) = on.stored_logits(given.logits);
     let outputs = call(on, kernel, lowering, core, &[ids, numbers, logits, tokens]);
 
     let (dlogits, results) = (on.builder.bitcast(outputs[0], dtype), outputs[1]);
@@ -191,25 +191,45 @@ struct Softmax {
     mean_gap: Value,
 }
 
-/// The core that is two kernels, with collectives between them where the vocabulary is cut. See [`two_pass`].
-pub(super) fn two_pass_core(
+/// What follows from the statistics of every row, over all columns.
+pub(super) struct Rows {
+    /// As the dlogits kernel takes it.
+    call: Called,
+    max: Value,
+    entropy_softmax: Softmax,
+    logp_softmax: Softmax,
+    pub(super) logp: Value,
+    pub(super) entropy: Value,
+}
+
+/// What both kernels are called with.
+struct Called {
+    local: Local,
+    /// Scalars, logits and ids.
+    operands: [Value; 4],
+    /// The logits' own element type.
+    element: Element,
+}
+
+/// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
+pub(super) fn rows(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
+    given: &Forward,
     dtype: Dtype,
     lowering: Lowering,
     core: Core,
-) -> Evaluated {
+) -> Rows {
     let [b, t, v] = on.local;
-    let element = Element::from(dtype);
     let inverse = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
     let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
     let local = Local { shape: on.local, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
     let (ids, real) = on.of_device(given);
     let ids = on.builder.reshape(ids, &[b, t, 1]);
-    let statistics = two_pass::statistics(structure.temperature, local, element, core);
-    let (logits, dtype) = on.stored_logits(given);
-    let results = call(on, &statistics, lowering, core, &[numbers, real, logits, ids])[0];
+    let statistics = two_pass::statistics(structure.temperature, local, dtype.into(), core);
+    let (logits, element) = on.stored_logits(given.logits);
+    let operands = [numbers, real, logits, ids];
+    let results = call(on, &statistics, lowering, core, &operands)[0];
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
     let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
@@ -227,6 +247,21 @@ pub(super) fn two_pass_core(
     let logp = on.builder.negate(to_target);
     let logp = if two_softmaxes { on.times(logp, given.inverse_temperature) } else { logp };
     let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+    Rows { call: Called { local, operands, element }, max, entropy_softmax, logp_softmax, logp, entropy }
+}
+
+/// The core that is two kernels, with collectives between them where the vocabulary is cut. See [`two_pass`].
+pub(super) fn two_pass_core(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    dtype: Dtype,
+    lowering: Lowering,
+    core: Core,
+) -> Evaluated {
+    let Rows { call: Called { local, operands, element }, max, entropy_softmax, logp_softmax, logp, entropy } =
+        rows(on, structure, &given.forward(), dtype, lowering, core);
+    let inverse = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
     let token = on.token_loss(structure, given, logp);
 
     let factor = on.builder.multiply(given.grad_weight, token.grad);
@@ -249,21 +284,22 @@ pub(super) fn two_pass_core(
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, entropy_softmax.mean_gap)]);
     }
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let kernel = two_pass::dlogits(structure, local, element, core);
+    let kernel = two_pass::dlogits(structure, local, dtype.into(), core);
+    let [numbers, real, logits, ids] = operands;
     let dlogits = call(on, &kernel, lowering, core, &[numbers, real, logits, ids, scales])[0];
-    let dlogits = on.builder.bitcast(dlogits, dtype);
+    let dlogits = on.builder.bitcast(dlogits, element);
     Evaluated { dlogits, logp, entropy, token }
 }
 
 impl Program {
     /// The logits as a kernel takes them, and their own element type.
-    fn stored_logits(&mut self, given: &Given) -> (Value, Element) {
-        let dtype = self.builder.type_of(given.logits).element;
-        (self.builder.bitcast(given.logits, stored_as(dtype)), dtype)
+    fn stored_logits(&mut self, logits: Value) -> (Value, Element) {
+        let dtype = self.builder.type_of(logits).element;
+        (self.builder.bitcast(logits, stored_as(dtype)), dtype)
     }
 
     /// The ids, counted from this device's first column, −1 where another has it; and how many columns it has, `[1]` i32.
-    fn of_device(&mut self, given: &Given) -> (Value, Value) {
+    fn of_device(&mut self, given: &Forward) -> (Value, Value) {
         let [b, t, v] = self.local;
         let scalar = Type::new(Element::I32, &[]);
         let columns = self.builder.constant(v as f64, scalar.clone());
