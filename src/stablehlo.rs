@@ -490,11 +490,12 @@ impl Builder {
         (names, types)
     }
 
-    /// A call of the compiler's own `target`, every array dense row-major. `aliases` are pairs (operand, output) that
+    /// A call of the compiler's own `target`, in profiles called `name`, every array dense row-major. `aliases` are pairs (operand, output) that
     /// share their memory.
     pub fn custom_call(
         &mut self,
         target: &str,
+        name: &str,
         operands: &[Value],
         outputs: &[Type],
         aliases: &[(usize, usize)],
@@ -520,7 +521,7 @@ impl Builder {
         // MLIR reads \XX as the byte of that number.
         let escaped = backend_config.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A");
         let operation = format!(
-            "stablehlo.custom_call @{target}({names}) {{api_version = 1 : i32, backend_config = \"{escaped}\", operand_layouts = [{operand_layouts}], output_operand_aliases = [{aliases}], result_layouts = [{result_layouts}]}} : ({types}) -> ({output_types})"
+            "stablehlo.custom_call @{target}({names}) {{api_version = 1 : i32, backend_config = \"{escaped}\", operand_layouts = [{operand_layouts}], output_operand_aliases = [{aliases}], result_layouts = [{result_layouts}]}} : ({types}) -> ({output_types}) loc(\"{name}\")"
         );
         self.define_list(outputs.to_vec(), format_args!("{operation}"))
     }

@@ -118,7 +118,7 @@ fn call(on: &mut Program, kernel: &Kernel, lowering: Lowering, core: Core, opera
         Lowering::Mosaic => {
             let payload = mosaic::payload(kernel, core.vmem_bytes);
             let outputs = types(&mut kernel.results());
-            on.builder.custom_call("tpu_custom_call", operands, &outputs, &kernel.shared(), &payload)
+            on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
         }
     }
 }
