@@ -71,13 +71,17 @@ fn kappa_of_every_device_gate() {
     let mut seen = Seen::default();
     for plugin in [".plugins/pjrt_cpu.so", ".plugins/pjrt_cpu_0_81.so"] {
         for implementation in implementations::compiled(plugin.as_ref()) {
-            // Tile kernels take long to compile as loops, and sum in an order of their own on any plugin.
+            // Tile kernels take long to compile as loops, and sum in an order of their own on any plugin. Their rows are
+            // computed one by one, so that cutting the batch changes nothing.
             let tile = implementation.class() == "tile";
-            if tile && plugin != ".plugins/pjrt_cpu.so" {
+            let batch_cut = ["-rows", "-mesh"].iter().any(|end| implementation.id().ends_with(end));
+            if tile && (batch_cut || plugin != ".plugins/pjrt_cpu.so") {
                 continue;
             }
             let counts = implementation.device_counts();
-            let counts = counts.into_iter().filter(|devices| devices.is_power_of_two() && !(tile && *devices == 2));
+            let most = counts.last().copied();
+            let counts =
+                counts.into_iter().filter(|devices| devices.is_power_of_two() && (!tile || Some(*devices) == most));
             let structures = if tile { 4 } else { 8 };
             for devices in counts {
                 for dtype in Dtype::KERNEL {
@@ -123,6 +127,9 @@ fn kappa_of_every_device_gate_at_zero_kl() {
                     let recipe =
                         Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.0, masked_garbage: false };
                     for (id, devices) in on_counts {
+                        if id.starts_with("tile") && seed >= 8 {
+                            continue;
+                        }
                         seen.run(&**called(id), devices, &spec, &recipe);
                     }
                 }

@@ -212,6 +212,8 @@ impl Xla {
             let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
             return Err(self.unsupported("compiling ahead of time", self.id(), supported));
         }
+        // The limit of the core asked for comes before that of any other.
+        self.expect_fits(local_shape(local, Mesh::ONE), dtype, core)?;
         self.supports(spec, local, dtype, 1)?;
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
