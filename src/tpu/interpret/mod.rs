@@ -9,8 +9,7 @@
 //! # Arithmetic
 //!
 //! f32 computes in f32. bf16 and f16 compute in f32 and round to nearest even after every operation. A reduction folds
-//! in row-major order, one rounding an element; a TPU's order is another, so sums agree to rounding only. The
-//! transcendental functions are those of the host. `index` has 32 bits. `tpu.assume_multiple` is checked. What MLIR
+//! by halves; a TPU's order may be another, so sums agree to rounding only. The transcendental functions are those of the host. `index` has 32 bits. `tpu.assume_multiple` is checked. What MLIR
 //! leaves undefined is an error (division by zero, shifts beyond the width) or poison (`fptosi` out of range).
 //!
 //! # Memory

@@ -279,24 +279,40 @@ fn select(condition: &Elements, yes: &Rc<Elements>, no: &Rc<Elements>) -> Rc<Ele
     })
 }
 
-/// Folds the elements of `from`, in order, each into the place of `onto` that `places` gives it.
+/// Folds the elements of `from` that `places` gives to one place of `onto` by halves, then onto what is there: the lanes
+/// of a register meet in so many rounds, and an error grows with their number.
 fn reduce(fold: Fold, kind: Kind, from: &Elements, onto: &Elements, places: impl Iterator<Item = usize>) -> Elements {
     match fold {
         Fold::Float(f) => {
-            let mut folded = onto.floats().to_vec();
-            for (place, &x) in places.zip(from.floats()) {
-                folded[place] = kind.round(f(folded[place], x));
-            }
-            Elements::Float(folded)
+            let combine = |x, y| kind.round(f(x, y));
+            Elements::Float(by_halves(from.floats(), onto.floats(), places, combine))
         }
-        Fold::Int(f) => {
-            let mut folded = onto.ints().to_vec();
-            for (place, &x) in places.zip(from.ints()) {
-                folded[place] = kind.wrap(f(folded[place], x));
-            }
-            Elements::Int(folded)
-        }
+        Fold::Int(f) => Elements::Int(by_halves(from.ints(), onto.ints(), places, |x, y| kind.wrap(f(x, y)))),
     }
+}
+
+fn by_halves<T: Copy>(
+    from: &[T],
+    onto: &[T],
+    places: impl Iterator<Item = usize>,
+    combine: impl Fn(T, T) -> T,
+) -> Vec<T> {
+    let mut gathered = vec![Vec::new(); onto.len()];
+    for (place, &x) in places.zip(from) {
+        gathered[place].push(x);
+    }
+    let fold = |mut values: Vec<T>| {
+        while values.len() > 1 {
+            let half = values.len().div_ceil(2);
+            for i in half..values.len() {
+                values[i - half] = combine(values[i - half], values[i]);
+            }
+            values.truncate(half);
+        }
+        values.pop()
+    };
+    let folded = gathered.into_iter().zip(onto);
+    folded.map(|(values, &start)| fold(values).map_or(start, |folded| combine(start, folded))).collect()
 }
 
 /// `Σ position·stride` for every position of `shape`, row-major.
