@@ -108,8 +108,8 @@ fn program_bytes_are_those_of_the_shape() {
         let result = json.unwrap();
         let logits = (b * t * v * dtype.size()) as i64;
         let tokens = (b * t) as i64;
-        // ids i32, mask, advantages, old_logp and ref_logp f32, and the spec's eight numbers.
-        assert_eq!(result["argument_bytes"], logits + tokens * (4 + 1 + 4 + 4 + 4) + 8 * 4);
+        // ids i32, mask, advantages, old_logp and ref_logp f32, and nine numbers.
+        assert_eq!(result["argument_bytes"], logits + tokens * (4 + 1 + 4 + 4 + 4) + 9 * 4);
         assert_eq!(result["alias_bytes"], logits, "dlogits lie over the logits");
         // logp, entropy and token_loss f32, seven scalars, and a pointer to each of the five outputs.
         let per_token = 3 * 4 * tokens + 7 * 4;

@@ -1,11 +1,21 @@
-//! The XLA baseline: the GRPO loss as plain XLA operations, on one device or cut over several.
+//! GRPO losses as programs for PJRT devices: one frame around each of several cores, on one device or cut over several.
 //!
-//! | id | what a device holds of `[B,T,V]` |
+//! | id | what computes a device's tokens |
 //! |---|---|
-//! | `xla` | all of it |
-//! | `xla-rows` | some sequences; where the devices outnumber them, some tokens of some sequences |
-//! | `xla-vocab` | some columns of every row, as a tensor-parallel head leaves them |
-//! | `xla-mesh` | some columns of some rows |
+//! | `xla` | plain XLA operations, the baseline |
+//! | `tile-one-pass` | a TPU kernel that reads logits once |
+//! | `tile-two-pass` | two that stream over the columns |
+//! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
+//!
+//! | ending | what a device holds of `[B,T,V]` |
+//! |---|---|
+//! | none | all of it |
+//! | `-rows` | some sequences; where the devices outnumber them, some tokens of some sequences |
+//! | `-vocab` | some columns of every row, as a tensor-parallel head leaves them |
+//! | `-mesh` | some columns of some rows |
+//!
+//! A tile kernel is part of the program in one of two ways: as StableHLO loops, which any device runs, or as a kernel that
+//! libtpu compiles, in the programs that [`Xla::program_for`] writes for TPUs.
 //!
 //! An extent that the devices do not divide is padded: with tokens that the mask leaves out, and with columns that hold
 //! NaN and that the program sets to −∞ before it looks at them. [`crate::stablehlo`] writes the program.
