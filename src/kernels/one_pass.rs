@@ -469,3 +469,26 @@ struct Target {
     /// `row · 128 + lane`
     place: Value,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::LossSpec;
+
+    /// The limit on the vocabulary is worked out before there is a kernel.
+    #[test]
+    fn bytes_of_vmem_are_those_that_the_kernel_counts() {
+        let core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
+        let structure = Structure::of(&LossSpec::default());
+        for logits in [Element::F32, Element::Bf16, Element::F16] {
+            for local in [[1, 1, 1], [2, 40, 129], [1, 4096, 151_936]] {
+                let rows = rows_of_a_block(local, logits, core).unwrap();
+                let kernel = one_pass(structure, local, logits, core).unwrap();
+                assert_eq!(kernel.vmem_bytes() + SPILLS, vmem_bytes(logits, rows, local[2]), "{logits} {local:?}");
+            }
+            let largest = rows_of_a_block([1, 1, 10_000_000], logits, core).unwrap_err();
+            assert!(rows_of_a_block([1, 1, largest], logits, core).is_ok());
+            assert_eq!(rows_of_a_block([1, 1, largest + 1], logits, core), Err(largest));
+        }
+    }
+}
