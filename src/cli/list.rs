@@ -8,7 +8,7 @@ use super::{CliError, Passed, PluginChoice, Printing};
 use crate::implementation::{Implementation, registry};
 use crate::problem::{Dtype, Shape};
 use crate::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
 };
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
@@ -66,7 +66,7 @@ impl Listed {
 fn options() -> Vec<(&'static str, LossSpec)> {
     let plain = LossSpec::default;
     let clip = |clip| LossSpec { objective: Objective::PpoClip(clip), ..plain() };
-    let kl = |estimator| LossSpec { kl: Some(Kl { beta: 0.04, estimator }), ..plain() };
+    let kl = |estimator| LossSpec { kl: Some(Kl::plain(0.04, estimator)), ..plain() };
     let reduction = |reduction| LossSpec { reduction, ..plain() };
     vec![
         ("ppo_clip", plain()),
@@ -84,8 +84,8 @@ fn options() -> Vec<(&'static str, LossSpec)> {
         ("kl k3", kl(KlEstimator::K3)),
         ("kl abs", kl(KlEstimator::Abs)),
         ("entropy_coef", LossSpec { entropy_coef: 0.01, ..plain() }),
-        ("sequence_mean", reduction(Reduction::SequenceMean { count_empty_rows: true })),
-        ("token_sum", reduction(Reduction::TokenSum { max_length: 1024 })),
+        ("sequence_mean", reduction(Reduction::SequenceMean { rows: Rows::All })),
+        ("fixed_length", reduction(Reduction::FixedLength { rows: Rows::All, length: Some(1024) })),
         ("normalizer", reduction(Reduction::Normalizer(1024.0))),
     ]
 }

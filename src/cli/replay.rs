@@ -138,7 +138,7 @@ impl Session {
             OldLogp::Given => {
                 Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
             }
-            OldLogp::Current => vec![None],
+            OldLogp::Current | OldLogp::Rollout => vec![None],
         };
         if logits_names.is_empty() || old_logps.is_empty() {
             let wanted = if logits_names.is_empty() { "logits… [B,T,V]" } else { "old_logps… [B,T]" };

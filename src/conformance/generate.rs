@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
 use serde::{Deserialize, Serialize};
 
-use crate::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError, Shape};
+use crate::problem::{Advantages, Dtype, Extra, FloatArray, Problem, ProblemError, Shape};
 use crate::reference;
 use crate::spec::{AdvantageLevel, LossSpec, OldLogp, Reduction};
 
@@ -158,6 +158,7 @@ impl Recipe {
             advantages,
             old_logp: None,
             ref_logp: None,
+            extra: Extra::default(),
         };
         drop(logits);
 

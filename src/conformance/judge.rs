@@ -4,7 +4,7 @@ use ndarray::Ix2;
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{Condition, FLUSHED};
+use super::condition::{Bands, Condition, FLUSHED};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
@@ -85,15 +85,16 @@ pub fn judge(
 ) -> Result<Vec<Verdict>, JudgeError> {
     check_shapes(reference.shape(), candidate)?;
     let limits = Limits { tolerances, class };
-    let kappa_logp = limits.kappa(Output::Logp, Model::Elementwise, Dtype::F32)?;
-    let Shape { batch, tokens, .. } = reference.shape();
-    let cases: Vec<Case> = (0..batch * tokens)
-        .into_par_iter()
-        .filter_map(|i| {
-            let (b, t) = (i / tokens, i % tokens);
+    let bands = Bands {
+        logp: limits.kappa(Output::Logp, Model::Elementwise, Dtype::F32)?,
+        entropy: limits.kappa(Output::Entropy, Model::Elementwise, Dtype::F32)?,
+    };
+    let conditions = Condition::all(reference, bands);
+    let cases: Vec<Case> = conditions
+        .indexed_iter()
+        .filter_map(|((b, t), condition)| {
             let token = reference.token(b, t)?;
-            let condition = Condition::of(reference, token, &reference.logits_row(b, t), kappa_logp);
-            Some(Case { b, t, token, condition, finite: reference.finite(token) })
+            Some(Case { b, t, token, condition: condition.clone()?, finite: reference.finite(token) })
         })
         .collect();
 
@@ -159,7 +160,7 @@ fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> Allowance {
 fn token_losses(reference: &Reference, case: &Case) -> Vec<(f64, f64, f64)> {
     let value = |branch| reference.token_loss(&case.token.inputs, branch);
     let Condition { token_loss: scale, token_loss_floor: floor, .. } = case.condition;
-    case.condition.branches.iter().map(|branch| (value(branch), scale, floor)).collect()
+    case.condition.alternatives.iter().map(|on| (value(&on.branch), scale, floor)).collect()
 }
 
 fn judge_tokens(
@@ -203,14 +204,15 @@ fn judge_loss(
 ) -> Result<Verdict, JudgeError> {
     let dtype = candidate.loss.dtype();
     let kappa = limits.kappa(Output::Loss, Model::Elementwise, dtype)?;
-    let bonus = reference.spec().entropy_coef.abs() / reference.count().max(1) as f64;
+    let coef = reference.spec().entropy_coef.abs();
     let mut scale = 0.0;
     let mut floor = FLUSHED;
     for case in cases {
-        scale += case.token.weight * case.condition.token_loss + bonus * case.condition.entropy;
+        let weight = case.token.weight.max(case.token.kl_weight);
+        scale += weight * case.condition.token_loss + coef * case.token.entropy_weight * case.condition.entropy;
         let losses = token_losses(reference, case);
         let kink = losses.iter().map(|(loss, ..)| (loss - losses[0].0).abs()).fold(0.0, f64::max);
-        floor += case.token.weight * (kink + case.condition.token_loss_floor);
+        floor += weight * (kink + case.condition.token_loss_floor);
     }
     let (expected, actual) = (reference.loss(), candidate.loss.value());
     let mut tally = Tally::default();
@@ -297,10 +299,11 @@ fn judge_row(reference: &Reference, case: &Case, actual: &[f64], kappas: &RowKap
         row.elements.report(case.at());
         return row;
     }
-    let logits = reference.logits_row(case.b, case.t);
-    let rows = case.condition.branches.iter().map(|branch| {
-        let expected = reference.dlogits_row_on(case.b, case.t, branch);
-        let scales = case.condition.dlogits(reference, case.token, &logits, branch);
+    let scaled = reference.scaled_row(case.b, case.t, case.token);
+    let rows = case.condition.alternatives.iter().map(|on| {
+        let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
+        let expected = reference.dlogits_row_with(case.b, case.t, grad_logp);
+        let scales = case.condition.dlogits(reference, case.token, &scaled, on);
         judge_row_on(case, &expected, &scales, actual, kappas, dtype)
     });
     rows.min_by(|a, b| a.badness().total_cmp(&b.badness())).expect("the reference's own branch is always there")

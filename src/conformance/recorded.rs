@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use ndarray::{Array1, Array2, Array3};
 
-use super::condition::Condition;
+use super::condition::{Bands, Condition};
 use super::judge::{Status, Verdict};
 use super::metric::{Allowance, Position, Tally};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
@@ -15,9 +15,13 @@ use crate::problem::{Dtype, Problem};
 use crate::reference::{Reference, Sum, Token};
 use crate::spec::{LossSpec, Objective, PpoClip};
 
+/// The clip of every recorded run.
+const EPSILON_LOW: f64 = 0.2;
+const EPSILON_HIGH: f64 = 0.3;
+
 /// The loss that every recorded scalar belongs to: PPO-clip at 0.2/0.3, temperature 1, mean over the batch's tokens.
 pub fn recorded_spec() -> LossSpec {
-    let clip = PpoClip { epsilon_low: 0.2, epsilon_high: 0.3, ..PpoClip::default() };
+    let clip = PpoClip { epsilon_low: EPSILON_LOW, epsilon_high: EPSILON_HIGH, ..PpoClip::default() };
     LossSpec { objective: Objective::PpoClip(clip), ..LossSpec::default() }
 }
 
@@ -43,18 +47,19 @@ pub struct SubVocabulary<'f> {
 pub fn scalars(reference: &Reference, head: Option<&SubVocabulary>) -> BTreeMap<&'static str, Scalar> {
     let mut sums = Sums::default();
     let shape = reference.shape();
+    // Both sides are f64, far finer than any tie band.
+    let conditions = Condition::all(reference, Bands::default());
     // Only the head's gradients need the whole array at once.
     let mut gradients = Array2::zeros(if head.is_some() { (shape.batch * shape.tokens, shape.vocab) } else { (0, 0) });
     let mut scales = gradients.clone();
     for b in 0..shape.batch {
         for t in 0..shape.tokens {
             let Some(token) = reference.token(b, t) else { continue };
-            let row = reference.logits_row(b, t);
-            // Both sides are f64, far finer than any tie band.
-            let condition = Condition::of(reference, token, &row, 0.0);
+            let Some(condition) = &conditions[[b, t]] else { continue };
+            let scaled = reference.scaled_row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
-            let limits = condition.dlogits(reference, token, &row, &token.branch);
-            for ((&x, &d), &(scale, _)) in row.iter().zip(&dlogits).zip(&limits) {
+            let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
+            for ((&x, &d), &(scale, _)) in scaled.logits.iter().zip(&dlogits).zip(&limits) {
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
                 sums.dot.add(d * x, x.abs() * scale);
@@ -64,7 +69,7 @@ pub fn scalars(reference: &Reference, head: Option<&SubVocabulary>) -> BTreeMap<
                 gradients.row_mut(i).assign(&ndarray::aview1(&dlogits));
                 scales.row_mut(i).assign(&limits.iter().map(|(scale, _)| *scale).collect::<Array1<_>>());
             }
-            sums.add_token(reference, token, &condition);
+            sums.add_token(reference, token, condition);
         }
     }
     let mut scalars = sums.named(reference);
@@ -111,14 +116,13 @@ impl Sums {
         self.loss_scale += token.weight * condition.token_loss;
         self.entropy_scale += condition.entropy / reference.count() as f64;
         self.ratio_scale = self.ratio_scale.max(condition.ratio);
-        self.ratios.push(token.inputs.ratio());
+        self.ratios.push(token.inputs.ratio(reference.spec()));
         self.clipped[0] += u32::from(token.clipped_low);
         self.clipped[1] += u32::from(token.clipped_high);
     }
 
     fn named(self, reference: &Reference) -> BTreeMap<&'static str, Scalar> {
-        let Objective::PpoClip(clip) = &reference.spec().objective;
-        let (low, high) = (1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high);
+        let (low, high) = (1.0 - EPSILON_LOW, 1.0 + EPSILON_HIGH);
         let count = |holds: &dyn Fn(f64) -> bool| self.ratios.iter().filter(|r| holds(**r)).count() as f64;
         let exact = |value: f64| Scalar { value, scale: 0.0 };
         let scalar = |total: Total| Scalar { value: total.value.value(), scale: total.scale };
@@ -147,11 +151,11 @@ pub fn token_values<'r>(
     reference: &'r Reference,
     entropy: bool,
 ) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
-    let shape = reference.shape();
-    (0..shape.batch * shape.tokens).filter_map(move |i| {
-        let (b, t) = (i / shape.tokens, i % shape.tokens);
-        let token = reference.token(b, t)?;
-        let condition = Condition::of(reference, token, &reference.logits_row(b, t), 0.0);
+    let conditions = Condition::all(reference, Bands::default());
+    conditions.into_iter().enumerate().filter_map(move |(i, condition)| {
+        let tokens = reference.shape().tokens;
+        let (b, t) = (i / tokens, i % tokens);
+        let (token, condition) = (reference.token(b, t)?, condition?);
         let (value, scale) =
             if entropy { (token.entropy, condition.entropy) } else { (token.inputs.logp, condition.logp) };
         Some(((b, t), Scalar { value, scale }))

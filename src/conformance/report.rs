@@ -295,7 +295,12 @@ fn inputs(reference: &Reference, problem: &Problem, b: usize, t: usize, v: Optio
         let _ = write!(text, ", logit {:e}", problem.logits.row(b, t)[v]);
     }
     if let Some(token) = reference.token(b, t) {
-        let _ = write!(text, "; in the reference logp {:e}, ratio {:e}", token.inputs.logp, token.inputs.ratio());
+        let _ = write!(
+            text,
+            "; in the reference logp {:e}, ratio {:e}",
+            token.inputs.logp,
+            token.inputs.ratio(reference.spec())
+        );
     }
     text
 }

@@ -17,7 +17,9 @@ pub(crate) struct Numbers<V> {
 
 impl Numbers<f64> {
     pub(crate) fn of(spec: &LossSpec) -> Self {
-        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta, dual_clip }) = &spec.objective;
+        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta, dual_clip }) = &spec.objective else {
+            unreachable!("refused by `beyond_kernels`")
+        };
         Self {
             low: 1.0 - epsilon_low,
             high: 1.0 + epsilon_high,

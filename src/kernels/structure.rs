@@ -1,6 +1,6 @@
 //! What of a spec shapes a program.
 
-use crate::spec::{KlEstimator, LossSpec, OldLogp, Reduction, TemperatureDivides};
+use crate::spec::{KlEstimator, LossSpec, OldLogp, Reduction, Rows, TemperatureDivides};
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,9 +45,9 @@ impl Structure {
             entropy_bonus: spec.entropy_coef != 0.0,
             denominator: match spec.reduction {
                 Reduction::TokenMean => Denominator::Tokens,
-                Reduction::SequenceMean { count_empty_rows: true } => Denominator::RowTokens,
-                Reduction::SequenceMean { count_empty_rows: false } => Denominator::RowTokensFilledRows,
-                Reduction::TokenSum { .. } | Reduction::Normalizer(_) => Denominator::Given,
+                Reduction::SequenceMean { rows: Rows::NonEmpty } => Denominator::RowTokensFilledRows,
+                Reduction::SequenceMean { .. } => Denominator::RowTokens,
+                _ => Denominator::Given,
             },
         }
     }

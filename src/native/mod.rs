@@ -36,7 +36,7 @@ impl Implementation for Native {
         Ok(())
     }
 
-    fn supports(&self, _: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+    fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let unsupported = |field, given, supported: &str| {
             Err(Unsupported { implementation: self.id().into(), field, given, supported: supported.into() })
         };
@@ -46,13 +46,16 @@ impl Implementation for Native {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
+        if let Err((field, given)) = crate::kernels::family::beyond_kernels(spec) {
+            return unsupported(field, given, "the PPO-clip family");
+        }
         Ok(())
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
-        let Problem { logits, ids, mask, advantages, old_logp, ref_logp } = problem;
+        let Problem { logits, ids, mask, advantages, old_logp, ref_logp, extra: _ } = problem;
         let batch = Batch { ids, mask, advantages, old_logp, ref_logp };
         let outcome = match logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),

@@ -4,7 +4,7 @@ use ndarray::Array2;
 
 use super::row::RowResult;
 use crate::problem::Metrics;
-use crate::spec::{LossSpec, Reduction};
+use crate::spec::{LossSpec, Reduction, Rows};
 
 /// What each row's tokens are multiplied by.
 pub(super) fn row_weights(reduction: Reduction, mask: &Array2<bool>) -> Vec<f64> {
@@ -13,10 +13,16 @@ pub(super) fn row_weights(reduction: Reduction, mask: &Array2<bool>) -> Vec<f64>
     let rows = counts.len() as f64;
     let filled_rows = counts.iter().filter(|&&n| n > 0.0).count() as f64;
     let total: f64 = counts.iter().sum();
+    let rows_of = |of: Rows| match of {
+        Rows::All => rows,
+        Rows::NonEmpty => filled_rows,
+        Rows::Given(count) => count,
+    };
     let denominator = |count: f64| match reduction {
         Reduction::TokenMean => total,
-        Reduction::SequenceMean { count_empty_rows } => count * if count_empty_rows { rows } else { filled_rows },
-        Reduction::TokenSum { max_length } => rows * max_length as f64,
+        Reduction::SequenceMean { rows } => count * rows_of(rows),
+        Reduction::SequenceSum { rows } => rows_of(rows),
+        Reduction::FixedLength { rows, length } => rows_of(rows) * length.unwrap_or(mask.ncols()) as f64,
         Reduction::Normalizer(value) => value,
     };
     counts.into_iter().map(|count| if count > 0.0 { denominator(count).recip() } else { 0.0 }).collect()

@@ -139,6 +139,7 @@ impl<'s> RowKernel<'s> {
         let old_logp = match self.spec.old_logp {
             OldLogp::Given => token.old_logp.expect("checked: given"),
             OldLogp::Current => logp,
+            OldLogp::Rollout => unreachable!("refused by `beyond_kernels`"),
         };
         let kl = self.spec.kl.as_ref().map(|kl| (kl.estimator, token.ref_logp.expect("checked: given")));
         let token_inputs = Token { logp, old_logp, advantage: token.advantage, kl };

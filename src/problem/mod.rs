@@ -13,7 +13,7 @@ use ndarray::{Array1, Array2, Ix3};
 pub use array::{Dtype, Float, FloatArray};
 pub use outcome::{Candidate, Metrics, Outcome};
 
-use crate::spec::{AdvantageLevel, LossSpec, OldLogp, SpecError};
+use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 
 /// One GRPO batch: position `[b,t]` of `logits` scores token `ids[b,t]`.
 #[derive(Clone, Debug)]
@@ -30,6 +30,21 @@ pub struct Problem {
     pub old_logp: Option<Array2<f64>>,
     /// `[B,T]`, nats: log-probability under the reference policy of the KL penalty.
     pub ref_logp: Option<Array2<f64>>,
+    /// What only some specs ask for.
+    pub extra: Extra,
+}
+
+/// Arrays that only some specs read.
+#[derive(Clone, Debug, Default)]
+pub struct Extra {
+    /// `[B,T]`, nats: log-probability under the policy that the sampler ran. NaN: not scored.
+    pub rollout_logp: Option<Array2<f64>>,
+    /// `[B,T]` or `[B,1]`, `≥ 0`: importance weights against the sampler's policy.
+    pub rollout_weights: Option<Array2<f64>>,
+    /// `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
+    pub selected: Option<Array2<bool>>,
+    /// `[V]`: bias of the LM head.
+    pub bias: Option<Array1<f64>>,
 }
 
 /// Advantages, dimensionless.
@@ -153,9 +168,32 @@ pub enum ProblemError {
         /// The value found.
         given: f64,
     },
+    /// A token was sampled that the spec's support leaves out.
+    #[error("`ids[{b},{t}]`: got {id}, expected an id within `support`, or `support.keep_sampled: true`")]
+    IdOutsideSupport {
+        /// Sequence.
+        b: usize,
+        /// Token.
+        t: usize,
+        /// The id found.
+        id: i64,
+    },
+    /// Clip-Cov has more candidates than it takes.
+    #[error(
+        "`selected`: not given, expected [B,T] because {candidates} tokens are within `objective.clip_cov.selection`, \
+         of which a peer draws {taken} at random"
+    )]
+    Undetermined {
+        /// How many tokens are within the band.
+        candidates: usize,
+        /// How many are left out.
+        taken: usize,
+    },
     /// A mask value other than 0 and 1.
-    #[error("`mask[{b},{t}]`: got {given}, expected 0 or 1")]
+    #[error("`{field}[{b},{t}]`: got {given}, expected 0 or 1")]
     Mask {
+        /// Name of the array.
+        field: &'static str,
         /// Sequence.
         b: usize,
         /// Token.
@@ -209,22 +247,92 @@ impl Problem {
                 expect_shape("advantages", self.advantages.shape(), &per_token, meaning)?;
             }
         }
-        let old_logp = (spec.old_logp == OldLogp::Given).then_some(("old_logp", &self.old_logp, "`old_logp: given`"));
-        let ref_logp = spec.kl.is_some().then_some(("ref_logp", &self.ref_logp, "a `kl` term"));
-        for (field, array, because) in [old_logp, ref_logp].into_iter().flatten() {
+        for (field, array, because) in self.arrays_of(spec) {
             let Some(array) = array else {
                 return Err(ProblemError::Missing { field, expected: per_token.to_vec(), because });
             };
             expect_shape(field, array.shape(), &per_token, "[B,T] of the logits")?;
-            self.expect_finite(field, |b, t| array[[b, t]])?;
+            // NaN is how a sampler says that it did not score a token, where that means anything.
+            if field != "rollout_logp" || spec.old_logp == OldLogp::Rollout {
+                self.expect_finite(field, |b, t| array[[b, t]])?;
+            }
         }
+        self.check_extra(spec, shape)?;
         self.expect_finite("advantages", |b, t| self.advantages.at(b, t))?;
         for ((b, t), &id) in self.ids.indexed_iter() {
             if self.mask[[b, t]] && usize::try_from(id).map_or(true, |id| id >= shape.vocab) {
                 return Err(ProblemError::IdOutOfRange { b, t, id, vocab: shape.vocab });
             }
+            let outside = usize::try_from(id).is_ok_and(|id| {
+                spec.support.vocab.is_some_and(|vocab| id >= vocab) || spec.support.excluded_ids.contains(&id)
+            });
+            if self.mask[[b, t]] && outside && !spec.support.keep_sampled {
+                return Err(ProblemError::IdOutsideSupport { b, t, id });
+            }
         }
         Ok(shape)
+    }
+
+    /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.
+    fn arrays_of(&self, spec: &LossSpec) -> Vec<(&'static str, &Option<Array2<f64>>, &'static str)> {
+        let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
+        let weighs_logp = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Logp);
+        let compares = weighs_logp || !spec.rejection.is_empty();
+        let (old_logp, rollout_logp) = (&self.old_logp, &self.extra.rollout_logp);
+        let all = [
+            (spec.old_logp == OldLogp::Given, "old_logp", old_logp, "`old_logp: given`"),
+            (mask_reads(OldLogp::Given), "old_logp", old_logp, "`off_policy_mask.behaviour: given`"),
+            (compares, "old_logp", old_logp, "weights or rejections against the sampler"),
+            (spec.old_logp == OldLogp::Rollout, "rollout_logp", rollout_logp, "`old_logp: rollout`"),
+            (mask_reads(OldLogp::Rollout), "rollout_logp", rollout_logp, "`off_policy_mask.behaviour: rollout`"),
+            (compares, "rollout_logp", rollout_logp, "weights or rejections against the sampler"),
+            (spec.kl.is_some(), "ref_logp", &self.ref_logp, "a `kl` term"),
+        ];
+        all.into_iter().filter_map(|(read, field, array, because)| read.then_some((field, array, because))).collect()
+    }
+
+    fn check_extra(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
+        let Shape { batch, tokens, vocab } = shape;
+        let given = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given);
+        if let Some(rollout) = given {
+            let (field, because) = ("rollout_weights", "`rollout.source: given`");
+            let Some(weights) = &self.extra.rollout_weights else {
+                return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
+            };
+            let broadcast = rollout.level == RolloutLevel::Token && weights.dim() == (batch, 1);
+            if weights.dim() != (batch, tokens) && !broadcast {
+                let expected = format!("[{batch}, {tokens}] or [{batch}, 1]");
+                return Err(ProblemError::Shape { field, given: weights.shape().to_vec(), expected });
+            }
+            self.expect_finite(field, |b, t| weights[[b, if broadcast { 0 } else { t }]])?;
+        }
+        let selects = match &spec.objective {
+            Objective::KlCov(cov) => cov.selection.is_none(),
+            Objective::ClipCov(cov) => cov.selection.is_none(),
+            _ => false,
+        };
+        match &self.extra.selected {
+            None if selects => {
+                let because = "an objective without `selection`";
+                return Err(ProblemError::Missing { field: "selected", expected: vec![batch, tokens], because });
+            }
+            Some(selected) if selects && selected.dim() != (batch, tokens) => {
+                let expected = format!("[{batch}, {tokens}]");
+                return Err(ProblemError::Shape { field: "selected", given: selected.shape().to_vec(), expected });
+            }
+            _ => {}
+        }
+        if spec.head.bias {
+            let Some(bias) = &self.extra.bias else {
+                let because = "`head.bias: true`";
+                return Err(ProblemError::Missing { field: "bias", expected: vec![vocab], because });
+            };
+            if bias.len() != vocab {
+                let expected = format!("[{vocab}]");
+                return Err(ProblemError::Shape { field: "bias", given: bias.shape().to_vec(), expected });
+            }
+        }
+        Ok(())
     }
 
     fn expect_finite(&self, field: &'static str, value: impl Fn(usize, usize) -> f64) -> Result<(), ProblemError> {
@@ -238,14 +346,14 @@ impl Problem {
     }
 }
 
-/// Reads a mask from numbers.
+/// Reads the truth values of `field`, such as `mask`, from numbers.
 ///
 /// # Errors
 /// [`ProblemError::Mask`] at the first value other than 0 and 1.
-pub fn mask_from(values: &Array2<f64>) -> Result<Array2<bool>, ProblemError> {
+pub fn mask_from(field: &'static str, values: &Array2<f64>) -> Result<Array2<bool>, ProblemError> {
     for ((b, t), &given) in values.indexed_iter() {
         if given != 0.0 && given != 1.0 {
-            return Err(ProblemError::Mask { b, t, given });
+            return Err(ProblemError::Mask { field, b, t, given });
         }
     }
     Ok(values.mapv(|x| x == 1.0))

@@ -8,20 +8,30 @@
 //! result holds the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay right.
 
 mod gradient;
+mod head;
+mod kl;
 mod log_softmax;
 mod objective;
+mod ratio;
 mod reduction;
+mod rollout;
+mod selection;
 mod sum;
 
-use ndarray::{Array2, Array3, Ix3, arr0};
+use ndarray::{Array1, Array2, Array3, arr0};
 use rayon::prelude::*;
 
+pub use head::Scaled;
 pub use log_softmax::Softmax;
 pub use objective::{Branch, Term, TokenInputs, clipped};
+pub use ratio::Held;
+pub use selection::Choice;
 pub use sum::Sum;
 
-use crate::problem::{FloatArray, Metrics, Outcome, Problem, ProblemError, Shape};
-use crate::spec::{LossSpec, TemperatureDivides};
+use crate::problem::{Metrics, Outcome, Problem, ProblemError, Shape};
+use crate::spec::{Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides};
+use rollout::Corrections;
+use selection::Sample;
 
 /// A softmax over logits divided by `divisor`.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +59,7 @@ pub struct Token {
     pub inputs: TokenInputs,
     /// The smooth piece of the loss that the token is on.
     pub branch: Branch,
-    /// Policy term.
+    /// Policy term, with its masks and weights.
     pub policy: Term,
     /// KL estimate, without `beta`.
     pub kl: Term,
@@ -59,19 +69,38 @@ pub struct Token {
     pub clipped_low: bool,
     /// Whether the token counts as clipped high.
     pub clipped_high: bool,
-    /// `w_b`: what the reduction multiplies this token's loss by.
+    /// What the reduction, and `scale`, multiply the policy term by.
     pub weight: f64,
+    /// And `beta · kl`.
+    pub kl_weight: f64,
+    /// And `entropy_coef · H`.
+    pub entropy_weight: f64,
+    /// `∂w/∂x` of this token in its row's mean: `1/n` of a token in it; 1 where the ratio is the token's own.
+    pub share: f64,
+    /// `Σ_u ∂loss/∂w_u` over the row where its tokens share a ratio that has a gradient; else 0.
+    pub coupling: f64,
 }
 
 /// A problem, evaluated. Rows of dlogits are made on request, so that a large vocabulary needs no `[B,T,V]` of f64.
 #[derive(Debug)]
 pub struct Reference<'p> {
     spec: &'p LossSpec,
-    logits: &'p FloatArray<Ix3>,
+    problem: &'p Problem,
     shape: Shape,
     tokens: Array2<Option<Token>>,
     loss: f64,
     metrics: Metrics,
+}
+
+/// What the logits of one token come to.
+#[derive(Clone, Copy)]
+struct Scored {
+    id: usize,
+    logp_softmax: ScaledSoftmax,
+    entropy_softmax: ScaledSoftmax,
+    probability_of_others: f64,
+    entropy: f64,
+    logp: f64,
 }
 
 /// Evaluates `problem` under `spec`.
@@ -80,24 +109,27 @@ pub struct Reference<'p> {
 /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
 pub fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem) -> Result<Reference<'p>, ProblemError> {
     let shape = problem.check(spec)?;
+    let corrections = rollout::corrections(spec, problem);
     let positions: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
-    let tokens = positions.into_par_iter().map(|(b, t)| problem.mask[[b, t]].then(|| token(spec, problem, b, t)));
-    let mut tokens = Array2::from_shape_vec((shape.batch, shape.tokens), tokens.collect()).expect("one entry a token");
-    let weights = reduction::row_weights(spec.reduction, &tokens);
-    for ((b, _), token) in tokens.indexed_iter_mut() {
-        if let Some(token) = token {
-            token.weight = weights[b];
-        }
-    }
+    let scored = positions.into_par_iter().map(|at| corrections.mask[at].then(|| score(spec, problem, at)));
+    let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored.collect()).expect("one entry a token");
+
+    let mut tokens = join(spec, problem, &corrections, &scored)?;
+    weigh(spec, &mut tokens);
+    couple(spec, &mut tokens);
+    let empty: Vec<f64> = (0..shape.batch)
+        .filter(|&b| tokens.row(b).iter().all(Option::is_none))
+        .map(|b| problem.advantages.at(b, 0))
+        .collect();
+    let loss = reduction::loss(spec, &tokens, &empty);
     let metrics = reduction::metrics(spec, &tokens);
-    let loss = reduction::loss(spec, &tokens, metrics.entropy_mean);
-    Ok(Reference { spec, logits: &problem.logits, shape, tokens, loss, metrics })
+    Ok(Reference { spec, problem, shape, tokens, loss, metrics })
 }
 
-/// Everything about token `[b,t]` but its weight.
-fn token(spec: &LossSpec, problem: &Problem, b: usize, t: usize) -> Token {
-    let logits = problem.logits.row(b, t);
-    let id = usize::try_from(problem.ids[[b, t]]).expect("checked: 0 ≤ id < V");
+/// Softmax, log-probability and entropy of token `[b,t]`.
+fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> Scored {
+    let id = usize::try_from(problem.ids[at]).expect("checked: 0 ≤ id < V");
+    let logits = Scaled::of(spec, problem, at, id).logits;
     let scaled = |divisor: f64| logits.iter().map(|x| x / divisor).collect::<Vec<_>>();
 
     let (logp_divisor, logp_factor) = match spec.temperature_divides {
@@ -112,41 +144,220 @@ fn token(spec: &LossSpec, problem: &Problem, b: usize, t: usize) -> Token {
             ScaledSoftmax { divisor: spec.temperature, stats: Softmax::of(&scaled(spec.temperature)) }
         }
     };
-    let logp = logp_softmax.stats.log_probability(z[id]) * logp_factor;
-
-    let inputs = TokenInputs {
-        logp,
-        old_logp: objective::old_logp(spec, problem.old_logp.as_ref().map(|a| a[[b, t]]), logp),
-        ref_logp: spec.kl.as_ref().and(problem.ref_logp.as_ref()).map(|a| a[[b, t]]),
-        advantage: problem.advantages.at(b, t),
-    };
-    let branch = Branch::at(spec, &inputs);
-    let policy = branch.policy(&inputs);
-    let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(kl, &inputs));
-    let (clipped_low, clipped_high) = clipped(spec, &inputs);
-    Token {
+    Scored {
         id,
         logp_softmax,
         entropy_softmax,
         probability_of_others: logp_softmax.stats.probability_of_others(&z, id),
         entropy: entropy_softmax.stats.entropy(),
+        logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
+    }
+}
+
+/// The tokens with their losses, but without weights: what looks at a row or at the batch is looked up here.
+fn join(
+    spec: &LossSpec,
+    problem: &Problem,
+    corrections: &Corrections,
+    scored: &Array2<Option<Scored>>,
+) -> Result<Array2<Option<Token>>, ProblemError> {
+    let entropies = scored.map(|token| token.map(|token| token.entropy));
+    let high = match &spec.top_entropy {
+        Some(top) => selection::top_entropy(top, &entropies),
+        None => entropies.mapv(|_| Choice::fixed(true)),
+    };
+    let drops = spec.top_entropy.map_or(Drops::PolicyTerm, |top| top.drops);
+    let at = |array: &Option<Array2<f64>>, place: (usize, usize)| array.as_ref().map(|array| array[place]);
+    let old_logp = |place, logp| {
+        ratio::old_logp(spec.old_logp, at(&problem.old_logp, place), at(&problem.extra.rollout_logp, place), logp)
+    };
+    // (x after clamp and clip, whether it is in the row's mean)
+    let log_ratio = |place: (usize, usize), token: &Scored| {
+        let x = token.logp - old_logp(place, token.logp);
+        let in_mean = drops != Drops::Ratio || high[place].holds;
+        (ratio::log_ratio(&spec.ratio, x, problem.advantages.at(place.0, place.1)), in_mean)
+    };
+
+    let mut tokens = Array2::from_elem(scored.dim(), None);
+    for b in 0..scored.nrows() {
+        let row: Vec<(usize, Scored)> =
+            scored.row(b).iter().enumerate().filter_map(|(t, token)| Some((t, (*token)?))).collect();
+        let in_mean: Vec<f64> = row
+            .iter()
+            .map(|(t, token)| log_ratio((b, *t), token))
+            .filter_map(|(x, in_mean)| in_mean.then_some(x.value))
+            .collect();
+        let row_log_ratio = (spec.ratio.level != RatioLevel::Token).then(|| ratio::mean(&spec.ratio, &in_mean));
+        let divergence = mean_divergence(spec, problem, b, &row);
+        let row_log_weight = row_log_weight(spec, problem, corrections, b, &row);
+        for &(t, token) in &row {
+            let advantage = problem.advantages.at(b, t);
+            let accepted = f64::from(u8::from(corrections.accepted[[b, t]]));
+            let weight = corrections.weights[[b, t]] * accepted;
+            let in_vespo = matches!(spec.objective, Objective::Vespo(_));
+            let to_kl =
+                spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == crate::spec::Terms::PolicyAndKl);
+            let inputs = TokenInputs {
+                logp: token.logp,
+                old_logp: old_logp((b, t), token.logp),
+                ref_logp: spec.kl.as_ref().and(at(&problem.ref_logp, (b, t))),
+                advantage,
+                row_log_ratio,
+                row_log_weight,
+                policy_weight: if in_vespo { accepted } else { weight },
+                kl_weight: if to_kl { weight } else { accepted },
+                on_policy: spec
+                    .off_policy_mask
+                    .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),
+                top_entropy: if drops == Drops::PolicyTerm { high[[b, t]] } else { Choice::fixed(true) },
+                selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[[b, t]])),
+            };
+            let share = match spec.ratio.level {
+                RatioLevel::Token | RatioLevel::SequenceToken => 1.0,
+                RatioLevel::Sequence if log_ratio((b, t), &token).1 => ratio::share(&spec.ratio, in_mean.len()),
+                RatioLevel::Sequence => 0.0,
+            };
+            tokens[[b, t]] = Some((token, inputs, share));
+        }
+    }
+    select(spec, &mut tokens)?;
+    Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, scored, inputs, share))))
+}
+
+/// `Σ m (behaviour − ℓ) / max(Σ m, 1)` of row `b`, for the off-policy mask.
+fn mean_divergence(spec: &LossSpec, problem: &Problem, b: usize, row: &[(usize, Scored)]) -> f64 {
+    let Some(mask) = &spec.off_policy_mask else { return 0.0 };
+    let behaviour = if mask.behaviour == OldLogp::Rollout { &problem.extra.rollout_logp } else { &problem.old_logp };
+    let Some(behaviour) = behaviour else { return 0.0 };
+    let difference = |&(t, token): &(usize, Scored)| {
+        let difference = behaviour[[b, t]] - token.logp;
+        if difference.is_nan() { 0.0 } else { difference }
+    };
+    row.iter().map(difference).collect::<Sum>().value() / row.len().max(1) as f64
+}
+
+/// VESPO's `ln w` of row `b`, not yet clamped.
+fn row_log_weight(
+    spec: &LossSpec,
+    problem: &Problem,
+    corrections: &Corrections,
+    b: usize,
+    row: &[(usize, Scored)],
+) -> f64 {
+    let Objective::Vespo(vespo) = &spec.objective else { return 0.0 };
+    let log_ratios = row.iter().map(|(t, token)| {
+        let at = |array: &Option<Array2<f64>>| array.as_ref().map(|array| array[[b, *t]]);
+        let old = ratio::old_logp(spec.old_logp, at(&problem.old_logp), at(&problem.extra.rollout_logp), token.logp);
+        (token.logp - old).clamp(-20.0, 20.0)
+    });
+    let of_tokens = log_ratios.collect::<Sum>().value();
+    of_tokens + rollout::log_weights(spec, problem, &corrections.weights, vespo.weights_of_masked_tokens, b)
+}
+
+/// A token on its way: what its logits came to, its inputs, its share in the row's mean.
+type Joined = Array2<Option<(Scored, TokenInputs, f64)>>;
+
+/// What KL-Cov and Clip-Cov select by covariance, over the whole batch.
+fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
+    let sample = |inputs: &TokenInputs| {
+        let clipped = match &spec.objective {
+            Objective::ClipCov(cov) => objective::held_by_clip(&cov.clip, inputs.ratio(spec), inputs.advantage),
+            _ => false,
+        };
+        Sample { advantage: inputs.advantage, logp: inputs.logp, clipped }
+    };
+    let samples: Vec<Sample> = tokens.iter().flatten().map(|(_, inputs, _)| sample(inputs)).collect();
+    let choices = match &spec.objective {
+        Objective::KlCov(cov) if !samples.is_empty() => {
+            cov.selection.map(|top| selection::top_covariance(top, &samples))
+        }
+        Objective::ClipCov(cov) => cov.selection.map(|band| selection::covariance_band(band, &samples)).transpose()?,
+        _ => None,
+    };
+    for ((_, inputs, _), choice) in tokens.iter_mut().flatten().zip(choices.into_iter().flatten()) {
+        inputs.selected = choice;
+    }
+    Ok(())
+}
+
+/// Everything about a token but its weights.
+fn evaluated(spec: &LossSpec, scored: Scored, inputs: TokenInputs, share: f64) -> Token {
+    let branch = Branch::at(spec, &inputs);
+    let policy = branch.policy(spec, &inputs);
+    let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
+    let (clipped_low, clipped_high) = clipped(spec, &inputs);
+    let Scored { id, logp_softmax, entropy_softmax, probability_of_others, entropy, .. } = scored;
+    Token {
+        id,
+        logp_softmax,
+        entropy_softmax,
+        probability_of_others,
+        entropy,
         inputs,
         branch,
         policy,
         kl,
-        token_loss: add_kl(spec, policy.value, kl.value),
+        token_loss: policy.value + spec.kl.as_ref().map_or(0.0, |term| times_beta(term.beta, kl.value)),
         clipped_low,
         clipped_high,
         weight: 0.0,
+        kl_weight: 0.0,
+        entropy_weight: 0.0,
+        share,
+        coupling: 0.0,
     }
 }
 
-/// `policy + beta · kl`; `policy` alone where `beta` is 0, even if the KL estimate overflows.
-fn add_kl(spec: &LossSpec, policy: f64, kl: f64) -> f64 {
-    match &spec.kl {
-        Some(term) if term.beta != 0.0 => policy + term.beta * kl,
-        _ => policy,
+/// Fills in what the reductions multiply each token by.
+fn weigh(spec: &LossSpec, tokens: &mut Array2<Option<Token>>) {
+    let counts: Vec<usize> = tokens.rows().into_iter().map(|row| row.iter().flatten().count()).collect();
+    let width = tokens.ncols();
+    let weights = reduction::row_weights(spec.averaging(), &counts, width);
+    let kl_weights = reduction::row_weights(spec.kl_averaging(), &counts, width);
+    // The default is over the tokens that `top_entropy` keeps.
+    let kept = tokens.map(|token| token.as_ref().is_some_and(|token| token.inputs.top_entropy.holds));
+    let all_kept = Array1::from_iter(kept.rows().into_iter().map(|row| row.iter().filter(|kept| **kept).count()));
+    let own = spec.entropy_averaging.map(|averaging| reduction::row_weights(averaging, &counts, width));
+    let token_mean = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+    let over_kept = reduction::row_weights(token_mean, all_kept.as_slice().expect("dense"), width);
+    for ((b, t), token) in tokens.indexed_iter_mut() {
+        let Some(token) = token else { continue };
+        token.weight = weights[b] * spec.scale;
+        token.kl_weight = kl_weights[b] * spec.scale;
+        token.entropy_weight = spec.scale
+            * match &own {
+                Some(own) => own[b],
+                None if kept[[b, t]] => over_kept[b],
+                None => 0.0,
+            };
     }
+}
+
+/// Fills in what the tokens of a row owe to the ratio that they share.
+fn couple(spec: &LossSpec, tokens: &mut Array2<Option<Token>>) {
+    if spec.ratio.level != RatioLevel::Sequence {
+        return;
+    }
+    for mut row in tokens.rows_mut() {
+        let coupling =
+            row.iter().flatten().map(|token| by_log_ratio(spec, token, &token.branch)).collect::<Sum>().value();
+        row.iter_mut().flatten().for_each(|token| token.coupling = coupling);
+    }
+}
+
+/// `∂loss/∂w` of a token, were it on `branch`.
+fn by_log_ratio(spec: &LossSpec, token: &Token, branch: &Branch) -> f64 {
+    let policy = token.weight * branch.policy(spec, &token.inputs).by_log_ratio;
+    let kl = spec
+        .kl
+        .as_ref()
+        .map_or(0.0, |kl| token.kl_weight * times_beta(kl.beta, branch.kl(spec, kl, &token.inputs).by_log_ratio));
+    branch.cap_slope * (policy + kl)
+}
+
+/// `beta · term`; 0 where `beta` is, even if the term overflows.
+fn times_beta(beta: f64, term: f64) -> f64 {
+    if beta == 0.0 { 0.0 } else { beta * term }
 }
 
 impl Reference<'_> {
@@ -170,9 +381,14 @@ impl Reference<'_> {
         self.spec
     }
 
-    /// `logits[b,t,:]`, exactly.
-    pub fn logits_row(&self, b: usize, t: usize) -> Vec<f64> {
-        self.logits.row(b, t)
+    /// The problem that was evaluated.
+    pub fn problem(&self) -> &Problem {
+        self.problem
+    }
+
+    /// The logits that the softmax of token `[b,t]` is of, with their derivatives by those given.
+    pub fn scaled_row(&self, b: usize, t: usize, token: &Token) -> Scaled {
+        Scaled::of(self.spec, self.problem, (b, t), token.id)
     }
 
     /// Token `[b,t]`, or `None` where it is masked.
@@ -187,35 +403,55 @@ impl Reference<'_> {
 
     /// `policy + beta · kl` at `inputs`, on `branch`.
     pub fn token_loss(&self, inputs: &TokenInputs, branch: &Branch) -> f64 {
-        let kl = self.spec.kl.as_ref().map_or(0.0, |kl| branch.kl(kl, inputs).value);
-        add_kl(self.spec, branch.policy(inputs).value, kl)
+        let kl = self.spec.kl.as_ref();
+        let kl = kl.map_or(0.0, |kl| times_beta(kl.beta, branch.kl(self.spec, kl, inputs).value));
+        branch.policy(self.spec, inputs).value + kl
     }
 
-    /// `∂loss/∂ℓ` of a token, were it on `branch`: `w_b · (policy + beta · kl)′`.
-    pub fn grad_logp(&self, token: &Token, branch: &Branch) -> f64 {
-        let policy = branch.policy(&token.inputs).grad;
-        let kl = self.spec.kl.as_ref().map_or(0.0, |kl| branch.kl(kl, &token.inputs).grad);
-        token.weight * add_kl(self.spec, policy, kl)
+    /// `∂loss/∂w` of a token, were it on `branch`: what it adds to the coupling of its row.
+    pub fn by_log_ratio(&self, token: &Token, branch: &Branch) -> f64 {
+        by_log_ratio(self.spec, token, branch)
     }
 
-    /// `∂loss/∂H` of any token: `−entropy_coef / Σ m`.
-    pub fn grad_entropy(&self) -> f64 {
-        if self.spec.entropy_coef == 0.0 { 0.0 } else { -self.spec.entropy_coef / self.count() as f64 }
+    /// `∂loss/∂ℓ` of a token, were it on `branch` and its row's coupling `coupling`:
+    ///
+    /// ```text
+    /// w·policy_ℓ + w_kl·beta·kl_ℓ + ∂x/∂ℓ · share · Σ_u (w_u·policy_w + w_kl,u·beta·kl_w)
+    /// ```
+    ///
+    /// with the sum over the tokens that share the ratio: the row, or the token alone.
+    pub fn grad_logp(&self, token: &Token, branch: &Branch, coupling: f64) -> f64 {
+        let policy = token.weight * branch.policy(self.spec, &token.inputs).by_logp;
+        let kl =
+            self.spec.kl.as_ref().map_or(0.0, |kl| {
+                token.kl_weight * times_beta(kl.beta, branch.kl(self.spec, kl, &token.inputs).by_logp)
+            });
+        let through_ratio = match self.spec.ratio.level {
+            RatioLevel::Token => branch.slope * self.by_log_ratio(token, branch),
+            RatioLevel::SequenceToken => self.by_log_ratio(token, branch),
+            RatioLevel::Sequence => branch.slope * token.share * coupling,
+        };
+        policy + kl + through_ratio
+    }
+
+    /// `∂loss/∂H` of a token.
+    pub fn grad_entropy(&self, token: &Token) -> f64 {
+        if self.spec.entropy_coef == 0.0 { 0.0 } else { -self.spec.entropy_coef * token.entropy_weight }
     }
 
     /// `dlogits[b,t,:]`; zeros where the token is masked.
     pub fn dlogits_row(&self, b: usize, t: usize) -> Vec<f64> {
         match self.token(b, t) {
-            Some(token) => self.dlogits_row_on(b, t, &token.branch),
+            Some(token) => self.dlogits_row_with(b, t, self.grad_logp(token, &token.branch, token.coupling)),
             None => vec![0.0; self.shape.vocab],
         }
     }
 
-    /// `dlogits[b,t,:]` were the token on `branch`; zeros where it is masked.
-    pub fn dlogits_row_on(&self, b: usize, t: usize, branch: &Branch) -> Vec<f64> {
+    /// `dlogits[b,t,:]` were `∂loss/∂ℓ` of the token `grad_logp`; zeros where it is masked.
+    pub fn dlogits_row_with(&self, b: usize, t: usize, grad_logp: f64) -> Vec<f64> {
         let Some(token) = self.token(b, t) else { return vec![0.0; self.shape.vocab] };
-        let logits = self.logits.row(b, t);
-        gradient::dlogits_row(&logits, token, self.spec.temperature, self.grad_logp(token, branch), self.grad_entropy())
+        let scaled = self.scaled_row(b, t, token);
+        gradient::dlogits_row(&scaled, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
     }
 
     /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.
@@ -225,8 +461,8 @@ impl Reference<'_> {
 
     /// Whether all of a token's values are finite.
     pub fn finite(&self, token: &Token) -> bool {
-        let values = [token.inputs.logp, token.entropy, token.token_loss, self.grad_logp(token, &token.branch)];
-        values.iter().all(|x| x.is_finite())
+        let grad = self.grad_logp(token, &token.branch, token.coupling);
+        [token.inputs.logp, token.entropy, token.token_loss, grad].iter().all(|x| x.is_finite())
     }
 
     /// All outputs at once, `8·B·T·V` bytes of dlogits among them.

@@ -1,157 +1,350 @@
-//! The loss of one token as a function of its log-probability, value and derivative side by side.
+//! The policy term of one token, value and derivatives side by side.
 //!
-//! Every objective is smooth between its kinks. [`Branch::at`] says between which kinks a log-probability lies;
-//! [`Branch::policy`] and [`Branch::kl`] are the smooth functions there. Kept apart, so that a judge can ask for the
-//! other side of a kink that rounding may have crossed.
+//! A term depends on the token's log-probability in two ways: at first hand, and through the log-ratio `w = ln ρ` of its
+//! level, which may be that of the whole row. Both derivatives are given; [`super::Reference::grad_logp`] joins them.
+//!
+//! Every objective is smooth between its kinks. [`Branch::at`] says between which kinks a token lies; [`Branch::policy`]
+//! and [`Branch::kl`] are the smooth functions there. Kept apart, so that a judge can ask for the other side of a kink
+//! that rounding may have crossed.
 
-use crate::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip};
+use super::kl::KlPiece;
+use super::ratio::{self, Held};
+use super::selection::Choice;
+use crate::spec::{Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PpoClip, Sapo, TrustRegion, Vespo};
 
 /// What one token's loss depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenInputs {
     /// `ℓ`, nats.
     pub logp: f64,
-    /// Nats; equal to `logp` under [`OldLogp::Current`].
+    /// Nats; equal to `logp` under [`OldLogp::Current`](crate::spec::OldLogp::Current).
     pub old_logp: f64,
     /// Nats; `None` without a KL term.
     pub ref_logp: Option<f64>,
     /// `A`.
     pub advantage: f64,
+    /// The mean log-ratio of the row, where the ratio is that of a sequence.
+    pub row_log_ratio: Option<f64>,
+    /// VESPO's `ln w` of the row, before it is clamped; 0 for the others.
+    pub row_log_weight: f64,
+    /// What the sampler's correction multiplies the policy term by.
+    pub policy_weight: f64,
+    /// And the KL estimate.
+    pub kl_weight: f64,
+    /// Whether the row is near enough to the policy that acted.
+    pub on_policy: Choice,
+    /// Whether the entropy is among the highest.
+    pub top_entropy: Choice,
+    /// Whether KL-Cov or Clip-Cov selects the token.
+    pub selected: Choice,
 }
 
 impl TokenInputs {
-    /// `r = exp(ℓ − old_logp)`.
-    pub fn ratio(&self) -> f64 {
-        (self.logp - self.old_logp).exp()
+    /// `x = ℓ − old_logp` after its clamp and clip.
+    pub fn log_ratio(&self, spec: &LossSpec) -> Held {
+        ratio::log_ratio(&spec.ratio, self.logp - self.old_logp, self.advantage)
+    }
+
+    /// `w = ln ρ`, of the token or of its row.
+    pub fn level_log_ratio(&self, spec: &LossSpec) -> Held {
+        ratio::capped(&spec.ratio, self.row_log_ratio.unwrap_or_else(|| self.log_ratio(spec).value))
+    }
+
+    /// `ρ`.
+    pub fn ratio(&self, spec: &LossSpec) -> f64 {
+        self.level_log_ratio(spec).value.exp()
     }
 }
 
-/// A value and its derivative with respect to `ℓ`.
+/// A value and its two derivatives.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Term {
     /// The value.
     pub value: f64,
-    /// Its derivative with respect to `ℓ`.
-    pub grad: f64,
+    /// Its derivative with respect to `ℓ`, the log-ratio held.
+    pub by_logp: f64,
+    /// Its derivative with respect to `w = ln ρ`.
+    pub by_log_ratio: f64,
+}
+
+impl Term {
+    /// A term that only depends on the ratio.
+    fn of_ratio(value: f64, by_log_ratio: f64) -> Self {
+        Self { value, by_logp: 0.0, by_log_ratio }
+    }
+
+    /// `−coefficient·A·ℓ` with the coefficient held constant.
+    fn score(coefficient: f64, inputs: &TokenInputs) -> Self {
+        let by_logp = -coefficient * inputs.advantage;
+        Self { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
+    }
+
+    pub(super) fn times(self, factor: f64) -> Self {
+        // A token that a mask leaves out has no term, even where it overflows.
+        if factor == 0.0 {
+            return Self::default();
+        }
+        Self { value: self.value * factor, by_logp: self.by_logp * factor, by_log_ratio: self.by_log_ratio * factor }
+    }
 }
 
 /// Which smooth piece of the loss a token is on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Branch {
-    surrogate: Surrogate,
-    /// `sign(ref_logp − ℓ)` for the estimator `|d|`, which has its kink at 0; 0 for the others.
-    kl_sign: f64,
+    /// What the objective multiplies `A` by: the ratio, or a bound.
+    coefficient: Coefficient,
+    /// Whether the masks leave the token a policy term.
+    pub kept: bool,
+    /// Whether the token is within the objective's own window.
+    pub within: bool,
+    /// Whether KL-Cov or Clip-Cov selects the token.
+    pub selected: bool,
+    /// Derivative of the token's log-ratio by `ℓ`: 1, or 0 beyond a clamp.
+    pub slope: f64,
+    /// Derivative of `w` by the log-ratio that it caps.
+    pub cap_slope: f64,
+    /// `sign w`, where the objective has `|w|`.
+    sign: f64,
+    pub(super) kl: KlPiece,
 }
 
-/// Pieces of a clipped surrogate `−k·A`.
+/// Pieces of a clipped coefficient.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Surrogate {
-    /// `k = r`.
+enum Coefficient {
+    /// `ρ`
     Ratio,
-    /// `k` is a bound, and the gradient is 0.
+    /// A bound, which has no gradient.
     Bound(f64),
 }
 
 impl Branch {
     /// The branch at `inputs`. Exactly on a kink the unclipped branch is taken.
     pub fn at(spec: &LossSpec, inputs: &TokenInputs) -> Self {
-        let Objective::PpoClip(clip) = &spec.objective;
+        let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);
+        let coefficient = match &spec.objective {
+            Objective::PpoClip(clip) => ppo_clip(clip, ratio, advantage),
+            Objective::ClipCov(cov) => ppo_clip(&cov.clip, ratio, advantage),
+            Objective::Cispo(Cispo { lower, upper }) => between(ratio, lower.unwrap_or(f64::NEG_INFINITY), *upper),
+            Objective::TrustRegion(TrustRegion { truncate: Some(most), .. }) => {
+                between(ratio, f64::NEG_INFINITY, *most)
+            }
+            _ => Coefficient::Ratio,
+        };
+        let within = match &spec.objective {
+            Objective::MaskedRatio(masked) => ratio > masked.lower && ratio < masked.upper,
+            Objective::TrustRegion(region) => in_trust_region(region, inputs),
+            _ => true,
+        };
         Self {
-            surrogate: ppo_clip(clip, inputs.ratio(), inputs.advantage),
-            kl_sign: match (&spec.kl, inputs.ref_logp) {
-                (Some(Kl { estimator: KlEstimator::Abs, .. }), Some(ref_logp)) => sign(ref_logp - inputs.logp),
+            coefficient,
+            kept: inputs.on_policy.holds && inputs.top_entropy.holds,
+            within,
+            selected: inputs.selected.holds,
+            slope: inputs.log_ratio(spec).slope,
+            cap_slope: inputs.level_log_ratio(spec).slope,
+            sign: match &spec.objective {
+                Objective::KlCov(_) => sign(inputs.level_log_ratio(spec).value),
                 _ => 0.0,
             },
+            kl: KlPiece::at(spec, inputs),
         }
     }
 
-    /// The policy term on this branch:
+    /// The policy term on this branch, times the rollout weight. With `k` the coefficient and `dρ/dw = ρ`:
     ///
     /// ```text
-    /// ratio:  −r·A,  d/dℓ = −r·A        (dr/dℓ = r)
-    /// bound:  −k·A,  d/dℓ = 0
+    /// ppo_clip             −k·A                        d/dw = −ρ·A on the ratio, 0 on a bound
+    /// cispo                −k·A·ℓ                      d/dℓ = −k·A
+    /// sapo                 −(4/τ)·σ(τ(ρ−1))·A          d/dw = −4·σ(1−σ)·ρ·A
+    /// vespo                −φ·A·ℓ                      d/dℓ = −φ·A
+    /// policy_gradient      −A·ℓ                        d/dℓ = −A
+    /// importance_sampling  −ρ·A                        d/dw = −ρ·A
+    /// masked_ratio         −ρ·A·ℓ inside, else 0       d/dℓ = −ρ·A inside
+    /// trust_region         −ρ·A kept + penalty·w²      d/dw = −ρ·A kept + 2·penalty·w
+    ///   with truncate      −k·A·ℓ kept + penalty·w²    d/dℓ = −k·A kept,   d/dw = 2·penalty·w
+    /// dro                  −A·ℓ + beta/2·w²            d/dℓ = −A,          d/dw = beta·w
+    /// kl_cov               −ρ·A + coefficient·|w|      d/dw = −ρ·A + coefficient·sign w    the second if selected
+    /// clip_cov             as ppo_clip, 0 if selected
     /// ```
-    pub fn policy(&self, inputs: &TokenInputs) -> Term {
-        match self.surrogate {
-            Surrogate::Ratio => {
-                let value = -inputs.ratio() * inputs.advantage;
-                Term { value, grad: value }
+    ///
+    /// Where `A = 0` only penalties are left, even if the ratio overflows.
+    pub fn policy(&self, spec: &LossSpec, inputs: &TokenInputs) -> Term {
+        let w = inputs.level_log_ratio(spec).value;
+        let penalty = |weight: f64| Term::of_ratio(weight * w * w, 2.0 * weight * w);
+        if !self.kept {
+            return Term::default();
+        }
+        let surrogate =
+            if self.within && inputs.advantage != 0.0 { self.surrogate(spec, inputs) } else { Term::default() };
+        let term = match &spec.objective {
+            Objective::TrustRegion(region) => surrogate.plus(penalty(region.penalty)),
+            Objective::Dro(dro) => surrogate.plus(penalty(dro.beta / 2.0)),
+            Objective::KlCov(cov) if self.selected => {
+                surrogate.plus(Term::of_ratio(cov.coefficient * self.sign * w, cov.coefficient * self.sign))
             }
-            Surrogate::Bound(k) => Term { value: -k * inputs.advantage, grad: 0.0 },
+            Objective::ClipCov(_) if self.selected => Term::default(),
+            _ => surrogate,
+        };
+        term.times(inputs.policy_weight)
+    }
+
+    /// The part of [`policy`](Self::policy) that `A` multiplies.
+    fn surrogate(&self, spec: &LossSpec, inputs: &TokenInputs) -> Term {
+        let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);
+        let k = match self.coefficient {
+            Coefficient::Ratio => ratio,
+            Coefficient::Bound(bound) => bound,
+        };
+        let following = |on_ratio: bool| if on_ratio { -ratio * advantage } else { 0.0 };
+        match &spec.objective {
+            Objective::PpoClip(_) | Objective::ClipCov(_) => {
+                Term::of_ratio(-k * advantage, following(self.coefficient == Coefficient::Ratio))
+            }
+            Objective::Cispo(_) => Term::score(k, inputs),
+            Objective::Sapo(sapo) => soft_gate(sapo, ratio, advantage),
+            Objective::Vespo(vespo) => Term::score(gamma_weight(vespo, inputs), inputs),
+            Objective::PolicyGradient | Objective::Dro(_) => Term::score(1.0, inputs),
+            Objective::ImportanceSampling(_) | Objective::KlCov(_) => {
+                Term::of_ratio(-ratio * advantage, following(true))
+            }
+            Objective::MaskedRatio(_) => Term::score(ratio, inputs),
+            Objective::TrustRegion(region) if region.truncate.is_some() => Term::score(k, inputs),
+            Objective::TrustRegion(_) => Term::of_ratio(-ratio * advantage, following(true)),
+            Objective::None => Term::default(),
         }
     }
 
-    /// The KL estimate on this branch, without `beta`. With `d = ref_logp − ℓ`, `dd/dℓ = −1`:
-    ///
-    /// ```text
-    /// k1:  −d            d/dℓ = 1
-    /// k2:  d²/2          d/dℓ = −d
-    /// k3:  e^d − d − 1   d/dℓ = 1 − e^d
-    /// abs: |d|           d/dℓ = −sign d      (0 at d = 0)
-    /// ```
-    pub fn kl(&self, kl: &Kl, inputs: &TokenInputs) -> Term {
-        let Some(ref_logp) = inputs.ref_logp else { return Term::default() };
-        let d = ref_logp - inputs.logp;
-        match kl.estimator {
-            KlEstimator::K1 => Term { value: -d, grad: 1.0 },
-            KlEstimator::K2 => Term { value: d * d / 2.0, grad: -d },
-            KlEstimator::K3 => Term { value: d.exp_m1() - d, grad: -d.exp_m1() },
-            KlEstimator::Abs => Term { value: self.kl_sign * d, grad: -self.kl_sign },
+    /// The KL estimate on this branch, without `beta`. See [`KlPiece::term`].
+    pub fn kl(&self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
+        self.kl.term(spec, kl, inputs).times(inputs.kl_weight)
+    }
+}
+
+impl Term {
+    fn plus(self, other: Term) -> Term {
+        Term {
+            value: self.value + other.value,
+            by_logp: self.by_logp + other.by_logp,
+            by_log_ratio: self.by_log_ratio + other.by_log_ratio,
         }
     }
 }
 
-/// Where `−min(min(r, δ)·A, clip(r, 1 − εl, 1 + εh)·A)` lies, and for `A < 0` its cap `−c·A`:
+/// Where `−min(min(ρ, δ)·A, clip(ρ, 1 − εl, 1 + εh)·A)` lies, and for `A < 0` its cap `−c·A`:
 ///
 /// ```text
-/// A > 0:  k = min(r, δ, 1 + εh)
-/// A < 0:  k = 1 − εl        for r < 1 − εl
-///             r             up to max(δ, 1 + εh), without end if there is no δ
+/// A > 0:  k = min(ρ, δ, 1 + εh)
+/// A < 0:  k = 1 − εl        for ρ < 1 − εl
+///             ρ             up to max(δ, 1 + εh), without end if there is no δ
 ///             that maximum  beyond
 ///         and k ≤ c
-/// A = 0:  k = 0: neither loss nor gradient, even where r overflows
+/// A = 0:  k = 0: neither loss nor gradient, even where ρ overflows
 /// ```
 ///
 /// The comparisons are strict, so that a ratio on a bound, and a NaN ratio, stay on the ratio branch.
-fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Surrogate {
+fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Coefficient {
     let low = 1.0 - clip.epsilon_low;
     let high = 1.0 + clip.epsilon_high;
     if advantage > 0.0 {
         let bound = clip.delta.map_or(high, |delta| delta.min(high));
-        if ratio > bound { Surrogate::Bound(bound) } else { Surrogate::Ratio }
+        if ratio > bound { Coefficient::Bound(bound) } else { Coefficient::Ratio }
     } else if advantage < 0.0 {
         let bound = clip.delta.map_or(f64::INFINITY, |delta| delta.max(high));
         let bound = clip.dual_clip.map_or(bound, |c| c.min(bound));
         if ratio < low {
-            Surrogate::Bound(low.min(bound))
+            Coefficient::Bound(low.min(bound))
         } else if ratio > bound {
-            Surrogate::Bound(bound)
+            Coefficient::Bound(bound)
         } else {
-            Surrogate::Ratio
+            Coefficient::Ratio
         }
     } else {
-        Surrogate::Bound(0.0)
+        Coefficient::Bound(0.0)
     }
 }
 
-/// Whether a token counts as clipped low, `r < 1 − εl` and `A < 0`, or clipped high, `r > 1 + εh` and `A > 0`.
+/// `clip(ρ, lower, upper)`.
+fn between(ratio: f64, lower: f64, upper: f64) -> Coefficient {
+    if ratio > upper {
+        Coefficient::Bound(upper)
+    } else if ratio < lower {
+        Coefficient::Bound(lower)
+    } else {
+        Coefficient::Ratio
+    }
+}
+
+/// SAPO: `f = −(4/τ)·σ(u)·A` with `u = τ(ρ − 1)`; `df/dw = −4·σ(u)·σ(−u)·ρ·A`, 0 where ρ is beyond f64.
+fn soft_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> Term {
+    let tau = if advantage > 0.0 { sapo.tau_positive } else { sapo.tau_negative };
+    let u = tau * (ratio - 1.0);
+    let sigmoid = |u: f64| 1.0 / (1.0 + (-u).exp());
+    let gate = 4.0 / tau * sigmoid(u);
+    let by_log_ratio = if ratio == f64::INFINITY { 0.0 } else { 4.0 * sigmoid(u) * sigmoid(-u) * ratio };
+    Term::of_ratio(-gate * advantage, -by_log_ratio * advantage)
+}
+
+/// VESPO: `φ = exp(λ + k·ln w − λ·w)` with `ln w` in `[ln 1e-8, 20]`; 0 where that is NaN or ∞.
+fn gamma_weight(vespo: &Vespo, inputs: &TokenInputs) -> f64 {
+    let log_weight = inputs.row_log_weight.clamp(1e-8_f64.ln(), 20.0);
+    let (k, lambda) = if inputs.advantage >= 0.0 {
+        (vespo.k_positive, vespo.lambda_positive)
+    } else {
+        (vespo.k_negative, vespo.lambda_negative)
+    };
+    let lambda = lambda.max(1e-4);
+    let phi = (lambda + k * log_weight - lambda * log_weight.exp()).exp();
+    if phi.is_finite() { phi } else { 0.0 }
+}
+
+/// Whether the token's probability is near enough to the old one.
+fn in_trust_region(region: &TrustRegion, inputs: &TokenInputs) -> bool {
+    let (p, p_old) = (inputs.logp.exp(), inputs.old_logp.exp());
+    let rise = p - p_old;
+    let (limit, with_advantage) =
+        if inputs.advantage > 0.0 { (region.high, rise > 0.0) } else { (region.low, rise < 0.0) };
+    let divergence = match region.divergence {
+        Divergence::TotalVariation => rise.abs(),
+        Divergence::BinaryKl => {
+            let others = ((1.0 - p_old + 1e-8) / (1.0 - p + 1e-8)).ln();
+            p_old * (inputs.old_logp - inputs.logp) + (1.0 - p_old) * others
+        }
+    };
+    divergence <= limit || !(with_advantage || region.two_sided)
+}
+
+/// Whether a token counts as clipped low or clipped high: what TRL logs as `clip_ratio/low_mean` and `high_mean`.
+///
+/// ```text
+/// ppo_clip, clip_cov   ρ < 1 − εl and A < 0          ρ > 1 + εh and A > 0
+/// a clip in log space  x < −low and A < 0            x > high and A > 0
+/// cispo                ρ < lower and A < 0           ρ > upper and A > 0
+/// others               never
+/// ```
 pub fn clipped(spec: &LossSpec, inputs: &TokenInputs) -> (bool, bool) {
-    let Objective::PpoClip(clip) = &spec.objective;
-    let ratio = inputs.ratio();
-    let low = ratio < 1.0 - clip.epsilon_low && inputs.advantage < 0.0;
-    let high = ratio > 1.0 + clip.epsilon_high && inputs.advantage > 0.0;
-    (low, high)
+    let (negative, positive) = (inputs.advantage < 0.0, inputs.advantage > 0.0);
+    if let Some(clip) = spec.ratio.clip {
+        let x = inputs.logp - inputs.old_logp;
+        return (x < -clip.low && negative, x > clip.high && positive);
+    }
+    let ratio = inputs.ratio(spec);
+    let (low, high) = match &spec.objective {
+        Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. }) => {
+            (1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high)
+        }
+        Objective::Cispo(cispo) => (cispo.lower.unwrap_or(f64::NEG_INFINITY), cispo.upper),
+        _ => return (false, false),
+    };
+    (ratio < low && negative, ratio > high && positive)
 }
 
-/// `old_logp` as the spec means it.
-pub(super) fn old_logp(spec: &LossSpec, given: Option<f64>, logp: f64) -> f64 {
-    match spec.old_logp {
-        OldLogp::Given => given.unwrap_or(f64::NAN),
-        OldLogp::Current => logp,
-    }
+/// Whether PPO's clip holds a token's loss above that of the ratio: what Clip-Cov does not select.
+pub(super) fn held_by_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> bool {
+    let clamped = ratio.clamp(1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high);
+    -advantage * clamped > -advantage * ratio
 }
 
 /// −1, 0 or 1.
-fn sign(x: f64) -> f64 {
+pub(super) fn sign(x: f64) -> f64 {
     if x == 0.0 { 0.0 } else { x.signum() }
 }

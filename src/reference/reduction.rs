@@ -5,37 +5,47 @@ use ndarray::Array2;
 use super::Token;
 use super::sum::Sum;
 use crate::problem::Metrics;
-use crate::spec::{LossSpec, Reduction};
+use crate::spec::{Averaging, LossSpec, Objective, Reduction, Rows};
 
-/// `Σ_t m[b,t]` for every row.
-fn counts(tokens: &Array2<Option<Token>>) -> Vec<usize> {
-    tokens.rows().into_iter().map(|row| row.iter().flatten().count()).collect()
-}
-
-/// The weight `w_b` of every unmasked token of row `b`; 0 for a row without one.
-pub(super) fn row_weights(reduction: Reduction, tokens: &Array2<Option<Token>>) -> Vec<f64> {
-    let counts = counts(tokens);
-    let batch = counts.len() as f64;
-    let weight = |count: usize| match reduction {
-        Reduction::TokenMean => 1.0 / counts.iter().sum::<usize>() as f64,
-        Reduction::SequenceMean { count_empty_rows: true } => 1.0 / (batch * count as f64),
-        Reduction::SequenceMean { count_empty_rows: false } => {
-            1.0 / (counts.iter().filter(|&&n| n > 0).count() as f64 * count as f64)
-        }
-        Reduction::TokenSum { max_length } => 1.0 / (batch * max_length as f64),
+/// The weight `w_b` of every unmasked token of row `b`, whose row has `counts[b]` of them; 0 for a row without one.
+pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) -> Vec<f64> {
+    let rows = |rows: Rows| match rows {
+        Rows::All => counts.len() as f64,
+        Rows::NonEmpty => counts.iter().filter(|&&n| n > 0).count() as f64,
+        Rows::Given(count) => count,
+    };
+    let total: usize = counts.iter().sum();
+    let epsilon = averaging.denominator_epsilon;
+    let weight = |count: usize| match averaging.reduction {
+        Reduction::TokenMean => 1.0 / (total as f64 + epsilon),
+        Reduction::SequenceMean { rows: of } => 1.0 / (rows(of) * (count as f64 + epsilon)),
+        Reduction::SequenceSum { rows: of } => 1.0 / rows(of),
+        Reduction::FixedLength { rows: of, length } => 1.0 / (rows(of) * length.unwrap_or(width) as f64),
         Reduction::Normalizer(normalizer) => 1.0 / normalizer,
     };
     counts.iter().map(|&count| if count == 0 { 0.0 } else { weight(count) }).collect()
 }
 
-/// `Σ_b w_b Σ_t m·token_loss − entropy_coef · mean(H)`.
-pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, entropy_mean: f64) -> f64 {
+/// `scale · (Σ w·policy + Σ w_kl·beta·kl − entropy_coef · Σ w_H·H)`, and what rows without a token add: the weights
+/// hold `scale` already.
+pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, empty_rows: &[f64]) -> f64 {
     let mut total = Sum::default();
     for token in tokens.iter().flatten() {
-        total.add(token.weight * token.token_loss);
+        if token.kl_weight == token.weight {
+            total.add(token.weight * token.token_loss);
+        } else {
+            total.add(token.weight * token.policy.value);
+            total.add(token.kl_weight * spec.kl.as_ref().map_or(0.0, |kl| super::times_beta(kl.beta, token.kl.value)));
+        }
+        if spec.entropy_coef != 0.0 {
+            total.add(-spec.entropy_coef * token.entropy_weight * token.entropy);
+        }
     }
-    if spec.entropy_coef != 0.0 {
-        total.add(-spec.entropy_coef * entropy_mean);
+    if let Objective::ImportanceSampling(sampling) = &spec.objective
+        && sampling.empty_rows
+    {
+        let rows = tokens.nrows() as f64;
+        total.extend(empty_rows.iter().map(|advantage| -spec.scale * advantage / rows));
     }
     total.value()
 }
@@ -53,6 +63,6 @@ pub(super) fn metrics(spec: &LossSpec, tokens: &Array2<Option<Token>>) -> Metric
         clip_region: share(&|token| token.clipped_low || token.clipped_high),
         kl_mean: spec.kl.as_ref().map(|_| mean(&|token| token.kl.value)),
         entropy_mean: mean(&|token| token.entropy),
-        ratio_mean: mean(&|token| token.inputs.ratio()),
+        ratio_mean: mean(&|token| token.inputs.ratio(spec)),
     }
 }

@@ -447,7 +447,10 @@ impl Implementation for Xla {
         (1..=most).filter(|&devices| self.mesh(roomy, devices).is_ok()).collect()
     }
 
-    fn supports(&self, _: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+    fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        if let Err((field, given)) = crate::kernels::family::beyond_kernels(spec) {
+            return Err(self.unsupported(field, given, "the PPO-clip family"));
+        }
         if dtype == Dtype::F64 {
             return Err(self.unsupported("logits dtype", dtype, "f32, bf16 and f16"));
         }

@@ -28,7 +28,8 @@ pub(super) fn numbers(spec: &LossSpec, batch: usize) -> [f32; NUMBERS] {
     let denominator = match spec.reduction {
         Reduction::TokenMean => 1.0,
         Reduction::SequenceMean { .. } => batch as f64,
-        Reduction::TokenSum { max_length } => batch as f64 * max_length as f64,
+        Reduction::FixedLength { length, .. } => batch as f64 * length.unwrap_or(1) as f64,
+        Reduction::SequenceSum { .. } => 1.0,
         Reduction::Normalizer(value) => value,
     };
     let (inverse_temperature, loss_scale) = (spec.temperature.recip(), 1.0);

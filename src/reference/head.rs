@@ -1,0 +1,47 @@
+//! From the logits given to those that the softmax is of.
+
+use crate::problem::Problem;
+use crate::spec::LossSpec;
+
+/// The head's logits of one token.
+pub struct Scaled {
+    /// `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
+    pub logits: Vec<f64>,
+    /// `∂h_j/∂x_j`; empty where it is 1 for all.
+    slopes: Vec<f64>,
+}
+
+impl Scaled {
+    /// Those of token `[b,t]`, whose sampled id is `id`.
+    pub(super) fn of(spec: &LossSpec, problem: &Problem, (b, t): (usize, usize), id: usize) -> Self {
+        let mut logits = problem.logits.row(b, t);
+        let head = &spec.head;
+        if let Some(bias) = problem.extra.bias.as_ref().filter(|_| head.bias) {
+            logits.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+        }
+        let mut slopes = Vec::new();
+        if let Some(cap) = head.softcap {
+            // d/dx of cap·tanh(scale·x/cap) is scale·(1 − tanh²) = scale / cosh².
+            slopes = logits.iter().map(|x| head.scale / (head.scale * x / cap).cosh().powi(2)).collect();
+            logits.iter_mut().for_each(|x| *x = cap * (head.scale * *x / cap).tanh());
+        } else if head.scale != 1.0 {
+            slopes = vec![head.scale; logits.len()];
+            logits.iter_mut().for_each(|x| *x *= head.scale);
+        }
+        let mut exclude = |j: usize| {
+            if j != id {
+                logits[j] = f64::NEG_INFINITY;
+            }
+        };
+        if let Some(vocab) = spec.support.vocab {
+            (vocab..problem.shape().vocab).for_each(&mut exclude);
+        }
+        spec.support.excluded_ids.iter().filter(|&&j| j < problem.shape().vocab).for_each(|&j| exclude(j));
+        Self { logits, slopes }
+    }
+
+    /// `∂h_j/∂x_j`.
+    pub fn slope(&self, j: usize) -> f64 {
+        self.slopes.get(j).copied().unwrap_or(1.0)
+    }
+}

@@ -1,0 +1,99 @@
+//! The KL estimate of one token, value and derivatives side by side.
+
+use super::objective::{Term, TokenInputs, sign};
+use super::ratio::held;
+use crate::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec};
+
+/// Which smooth piece of its KL estimate a token is on.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct KlPiece {
+    /// Derivative of the clamped difference by the difference: 1 or 0.
+    slope: f64,
+    /// `sign d` for the estimator `|d|`, which has its kink at 0; 0 for the others.
+    sign: f64,
+    /// The bound of the value that the estimate is beyond.
+    bound: Option<f64>,
+}
+
+/// `d = clamp(ref_logp − ℓ, ±difference_clamp)`.
+fn difference(kl: &Kl, inputs: &TokenInputs) -> super::ratio::Held {
+    let clamp = kl.difference_clamp.unwrap_or(f64::INFINITY);
+    held(inputs.ref_logp.unwrap_or(f64::NAN) - inputs.logp, -clamp, clamp)
+}
+
+impl KlPiece {
+    pub(super) fn at(spec: &LossSpec, inputs: &TokenInputs) -> Self {
+        let (Some(kl), Some(_)) = (&spec.kl, inputs.ref_logp) else { return Self::default() };
+        let d = difference(kl, inputs);
+        let mut piece = Self { slope: d.slope, sign: 0.0, bound: None };
+        if kl.estimator == KlEstimator::Abs {
+            piece.sign = sign(d.value);
+        }
+        if let Some(clamp) = kl.value_clamp {
+            let value = if kl.clamp_after_importance {
+                piece.times_importance(spec, kl, inputs).value
+            } else {
+                piece.estimate(kl, inputs).value
+            };
+            let clamped = held(value, -clamp, clamp);
+            piece.bound = (clamped.slope == 0.0).then_some(clamped.value);
+        }
+        piece
+    }
+
+    /// With `d = ref_logp − ℓ`, `dd/dℓ = −1`, or 0 beyond its clamp:
+    ///
+    /// ```text
+    /// k1:  −d            d/dℓ = 1
+    /// k2:  d²/2          d/dℓ = −d
+    /// k3:  e^d − d − 1   d/dℓ = 1 − e^d
+    /// abs: |d|           d/dℓ = −sign d      (0 at d = 0)
+    /// ```
+    ///
+    /// `gradient: k2` puts `−(ref_logp − ℓ)` in the place of the derivative. A value beyond `value_clamp` is that bound,
+    /// without gradient. Then, with the importance,
+    ///
+    /// ```text
+    /// one:    kl                          d/dℓ = kl′
+    /// ratio:  ρ·kl                        d/dℓ = ρ·kl′,      d/dw = ρ·kl
+    /// score:  kl                          d/dℓ = kl′ + kl
+    /// ```
+    pub(super) fn term(self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
+        if inputs.ref_logp.is_none() {
+            return Term::default();
+        }
+        match self.bound {
+            Some(bound) if kl.clamp_after_importance => Term { value: bound, by_logp: 0.0, by_log_ratio: 0.0 },
+            _ => self.times_importance(spec, kl, inputs),
+        }
+    }
+
+    fn times_importance(self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
+        let Term { value, by_logp, .. } = self.estimate(kl, inputs);
+        match kl.importance {
+            KlImportance::One => Term { value, by_logp, by_log_ratio: 0.0 },
+            KlImportance::Ratio => {
+                let ratio = inputs.ratio(spec);
+                Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio: ratio * value }
+            }
+            KlImportance::Score => Term { value, by_logp: by_logp + value, by_log_ratio: 0.0 },
+        }
+    }
+
+    fn estimate(self, kl: &Kl, inputs: &TokenInputs) -> Term {
+        let d = difference(kl, inputs).value;
+        let (value, by_difference) = match kl.estimator {
+            KlEstimator::K1 => (-d, -1.0),
+            KlEstimator::K2 => (d * d / 2.0, d),
+            KlEstimator::K3 => (d.exp_m1() - d, d.exp_m1()),
+            KlEstimator::Abs => (self.sign * d, self.sign),
+        };
+        let bound = if kl.clamp_after_importance { None } else { self.bound };
+        let own = if bound.is_some() { 0.0 } else { -self.slope * by_difference };
+        let by_logp = match kl.gradient {
+            KlGradient::Own => own,
+            KlGradient::K2 => inputs.logp - inputs.ref_logp.unwrap_or(f64::NAN),
+        };
+        Term { value: bound.unwrap_or(value), by_logp, by_log_ratio: 0.0 }
+    }
+}

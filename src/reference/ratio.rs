@@ -1,0 +1,72 @@
+//! The log-ratios of a row, and what its tokens take for their ratio.
+
+use super::sum::Sum;
+use crate::spec::{OldLogp, Ratio};
+
+/// A value that follows its argument, or stands at a bound where its derivative is 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Held {
+    /// The value.
+    pub value: f64,
+    /// 1 or 0.
+    pub slope: f64,
+}
+
+/// `x` held within `[low, high]`; on a bound it still follows.
+pub(super) fn held(x: f64, low: f64, high: f64) -> Held {
+    if x > high {
+        Held { value: high, slope: 0.0 }
+    } else if x < low {
+        Held { value: low, slope: 0.0 }
+    } else {
+        Held { value: x, slope: 1.0 }
+    }
+}
+
+/// A token's log-ratio, from `x = ℓ − old_logp`:
+///
+/// ```text
+/// x clamped to ±clamp
+/// x ≤ high where A > 0,  x ≥ −low where A < 0,  0 where A = 0        with a clip
+/// ```
+pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> Held {
+    let clamp = ratio.clamp.unwrap_or(f64::INFINITY);
+    let clamped = held(x, -clamp, clamp);
+    let Some(clip) = ratio.clip else { return clamped };
+    let clipped = if advantage > 0.0 {
+        held(clamped.value, f64::NEG_INFINITY, clip.high)
+    } else if advantage < 0.0 {
+        held(clamped.value, -clip.low, f64::INFINITY)
+    } else {
+        Held { value: 0.0, slope: 0.0 }
+    };
+    Held { slope: clamped.slope * clipped.slope, ..clipped }
+}
+
+/// The log-ratio that `ρ` is the `exp` of, from the token's own or its row's.
+pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> Held {
+    held(log_ratio, f64::NEG_INFINITY, ratio.cap.unwrap_or(f64::INFINITY))
+}
+
+/// `Σ x / (n + ε)`; 0 without a token.
+pub(super) fn mean(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
+    if log_ratios.is_empty() {
+        0.0
+    } else {
+        log_ratios.iter().copied().collect::<Sum>().value() * share(ratio, log_ratios.len())
+    }
+}
+
+/// `1 / (n + ε)`: the derivative of the mean by each of its terms.
+pub(super) fn share(ratio: &Ratio, count: usize) -> f64 {
+    1.0 / (count as f64 + ratio.denominator_epsilon)
+}
+
+/// The denominator of the ratio, as the spec means it.
+pub(super) fn old_logp(source: OldLogp, old_logp: Option<f64>, rollout_logp: Option<f64>, logp: f64) -> f64 {
+    match source {
+        OldLogp::Given => old_logp.unwrap_or(f64::NAN),
+        OldLogp::Rollout => rollout_logp.unwrap_or(f64::NAN),
+        OldLogp::Current => logp,
+    }
+}

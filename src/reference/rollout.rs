@@ -1,0 +1,172 @@
+//! Weights and rejections against the sampler's policy: constants, made of what the problem gives.
+
+use ndarray::Array2;
+
+use super::sum::Sum;
+use crate::problem::Problem;
+use crate::spec::{
+    LossSpec, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+};
+
+/// What stands at each token because of the sampler's policy.
+pub(super) struct Corrections {
+    /// The problem's mask without the tokens that are rejected as if masked.
+    pub(super) mask: Array2<bool>,
+    /// False where a rejected token has no loss, though it counts.
+    pub(super) accepted: Array2<bool>,
+    /// The weights; 1 without any.
+    pub(super) weights: Array2<f64>,
+}
+
+pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
+    let mut mask = problem.mask.clone();
+    let mut accepted = Array2::from_elem(mask.dim(), true);
+    for rejection in &spec.rejection {
+        let stays = stays(rejection, problem);
+        let target = if rejection.counts { &mut accepted } else { &mut mask };
+        target.zip_mut_with(&stays, |all, stays| *all &= stays);
+    }
+    let weights = spec.rollout.as_ref().map_or_else(|| Array2::ones(mask.dim()), |rollout| weights(rollout, problem));
+    Corrections { mask, accepted, weights }
+}
+
+/// `y = old_logp − rollout_logp` of the unmasked tokens of row `b`, with their places; 0 where the sampler did not score.
+fn log_ratios(problem: &Problem, b: usize) -> Vec<(usize, f64)> {
+    let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
+    let unmasked = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]);
+    unmasked
+        .map(|t| {
+            let y = old[[b, t]] - rollout[[b, t]];
+            (t, if y.is_nan() { 0.0 } else { y })
+        })
+        .collect()
+}
+
+/// Which tokens a rejection leaves.
+fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
+    let mut stays = Array2::from_elem(problem.mask.dim(), true);
+    let within = |statistic: f64| rejection.min.is_none_or(|min| statistic >= min) && statistic <= rejection.max;
+    for b in 0..problem.mask.nrows() {
+        let tokens: Vec<(usize, f64)> =
+            log_ratios(problem, b).into_iter().map(|(t, y)| (t, divergence(rejection.estimator, y))).collect();
+        let sum = tokens.iter().map(|(_, k)| *k).collect::<Sum>().value();
+        let count = tokens.len().max(1) as f64;
+        for &(t, own) in &tokens {
+            stays[[b, t]] = within(match rejection.level {
+                RejectionLevel::Token => own,
+                RejectionLevel::SequenceSum => sum,
+                RejectionLevel::SequenceMean => sum / count,
+                RejectionLevel::SequenceMax => tokens.iter().map(|(_, k)| *k).fold(f64::NEG_INFINITY, f64::max),
+            });
+        }
+    }
+    stays
+}
+
+fn divergence(estimator: RejectionEstimator, y: f64) -> f64 {
+    let y = y.clamp(-20.0, 20.0);
+    match estimator {
+        RejectionEstimator::K1 => -y,
+        RejectionEstimator::K2 => y * y / 2.0,
+        RejectionEstimator::K3 => y.exp_m1() - y,
+    }
+}
+
+/// The weights; 1 under the mask, where nothing is.
+fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
+    let mut weights = match rollout.source {
+        RolloutSource::Given => given_weights(rollout, problem),
+        RolloutSource::Logp => computed_weights(rollout, problem),
+    };
+    if rollout.normalize {
+        let mean = mean_weight(rollout.level, &weights, &problem.mask);
+        if mean > 1e-8 {
+            weights.mapv_inplace(|weight| weight / mean);
+        }
+    }
+    weights
+}
+
+fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
+    let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
+    let at = |b: usize, t: usize| given[[b, if given.ncols() == 1 { 0 } else { t }]];
+    let mut weights = Array2::ones(problem.mask.dim());
+    for b in 0..problem.mask.nrows() {
+        let unmasked: Vec<usize> = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]).collect();
+        let logs = unmasked.iter().map(|&t| (at(b, t) + 1e-10).ln()).collect::<Sum>().value();
+        for &t in &unmasked {
+            weights[[b, t]] = match rollout.level {
+                RolloutLevel::Geometric => (logs / (unmasked.len() as f64 + 1e-8)).exp(),
+                _ => at(b, t),
+            };
+        }
+    }
+    weights
+}
+
+fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
+    let mut weights = Array2::ones(problem.mask.dim());
+    let exp = |y: f64| rollout.clamp.map_or(y, |clamp| y.clamp(-clamp, clamp)).exp();
+    let (min, max) = (rollout.min.unwrap_or(0.0), rollout.max.unwrap_or(f64::INFINITY));
+    let within = |weight: f64| (min..=max).contains(&weight);
+    let bounded = |weight: f64| match rollout.outside {
+        Outside::Truncate => weight.clamp(min, max),
+        Outside::Mask if within(weight) => weight,
+        Outside::Mask => 0.0,
+    };
+    for b in 0..problem.mask.nrows() {
+        let tokens = log_ratios(problem, b);
+        let sum = tokens.iter().map(|(_, y)| *y).collect::<Sum>().value();
+        let geometric = exp(sum / tokens.len().max(1) as f64);
+        for &(t, y) in &tokens {
+            weights[[b, t]] = match rollout.level {
+                RolloutLevel::Token => bounded(exp(y)),
+                RolloutLevel::Sequence => bounded(exp(sum)),
+                RolloutLevel::Geometric => bounded(geometric),
+                RolloutLevel::TokenGatedByGeometric if within(geometric) => exp(y),
+                RolloutLevel::TokenGatedByGeometric => 0.0,
+            };
+        }
+    }
+    weights
+}
+
+/// The mean over unmasked tokens, or over rows that have any of their own mean.
+fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, mask: &Array2<bool>) -> f64 {
+    let of_row = |b: usize| {
+        let row = weights.row(b).into_iter().zip(mask.row(b)).filter(|(_, counts)| **counts).map(|(w, _)| *w);
+        row.collect::<Vec<f64>>()
+    };
+    let rows: Vec<Vec<f64>> = (0..mask.nrows()).map(of_row).filter(|row| !row.is_empty()).collect();
+    let mean = |values: &[f64]| values.iter().copied().collect::<Sum>().value() / (values.len() as f64 + 1e-8);
+    match level {
+        RolloutLevel::Token | RolloutLevel::TokenGatedByGeometric => mean(&rows.concat()),
+        RolloutLevel::Sequence | RolloutLevel::Geometric => {
+            let rows: Vec<f64> = rows.iter().map(|row| mean(row)).collect();
+            rows.iter().copied().collect::<Sum>().value() / rows.len().max(1) as f64
+        }
+    }
+}
+
+/// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of row `b`: over all tokens or the unmasked ones, or once where the weight
+/// is of the whole sequence.
+pub(super) fn log_weights(
+    spec: &LossSpec,
+    problem: &Problem,
+    weights: &Array2<f64>,
+    masked_too: bool,
+    b: usize,
+) -> f64 {
+    let Some(rollout) = &spec.rollout else { return 0.0 };
+    let log = |weight: f64| weight.ln().clamp(1e-8_f64.ln(), 20.0);
+    let given = (rollout.source == RolloutSource::Given).then_some(problem.extra.rollout_weights.as_ref()).flatten();
+    let tokens = 0..problem.mask.ncols();
+    match given {
+        Some(given) if given.ncols() == 1 => log(given[[b, 0]]),
+        Some(given) if masked_too => tokens.map(|t| log(given[[b, t]])).collect::<Sum>().value(),
+        _ if matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric) => {
+            tokens.into_iter().find(|&t| problem.mask[[b, t]]).map_or(0.0, |t| log(weights[[b, t]]))
+        }
+        _ => tokens.filter(|&t| problem.mask[[b, t]]).map(|t| log(weights[[b, t]])).collect::<Sum>().value(),
+    }
+}

@@ -1,0 +1,97 @@
+//! Which tokens keep their policy term, and which are selected: choices that look at the row or at the whole batch.
+
+use ndarray::Array2;
+
+use super::sum::Sum;
+use crate::problem::ProblemError;
+use crate::spec::{CovarianceBand, TopCovariance, TopEntropy};
+
+/// A choice about one token, and how far what it was made by lies from making it otherwise.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// The choice.
+    pub holds: bool,
+    /// `≥ 0`, in the unit of what was compared; ∞ where it could not be otherwise.
+    pub margin: f64,
+}
+
+impl Choice {
+    /// A choice that could not be otherwise.
+    pub const fn fixed(holds: bool) -> Self {
+        Self { holds, margin: f64::INFINITY }
+    }
+}
+
+/// Whether `entropy ≥ threshold`, for every token that has one. The threshold is the linearly interpolated quantile
+/// `q = 1 − fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is
+/// `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
+pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<Choice> {
+    let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();
+    ascending.sort_by(f64::total_cmp);
+    let Some(last) = ascending.len().checked_sub(1) else { return entropies.mapv(|_| Choice::fixed(true)) };
+    let index = (1.0 - top.fraction) * last as f64;
+    let (below, above) = (ascending[index.floor() as usize], ascending[(index.ceil() as usize).min(last)]);
+    let threshold = below + index.fract() * (above - below);
+    entropies.mapv(|entropy| {
+        let Some(entropy) = entropy else { return Choice::fixed(true) };
+        Choice { holds: entropy >= threshold, margin: (entropy - threshold).abs() }
+    })
+}
+
+/// DeepSeek-V3.2's mask: kept where `A ≥ 0` or the mean of `behaviour − ℓ` is at most the threshold.
+pub(super) fn on_policy(advantage: f64, mean_divergence: f64, threshold: f64) -> Choice {
+    if advantage >= 0.0 {
+        return Choice::fixed(true);
+    }
+    Choice { holds: mean_divergence <= threshold, margin: (mean_divergence - threshold).abs() }
+}
+
+/// What a covariance looks at.
+#[derive(Clone, Copy)]
+pub(super) struct Sample {
+    pub(super) advantage: f64,
+    pub(super) logp: f64,
+    /// Whether PPO's clip holds the token.
+    pub(super) clipped: bool,
+}
+
+/// `(A − mean A)·(ℓ − mean ℓ)`, with `n + epsilon` for the number of tokens in both means.
+fn covariances(samples: &[Sample], epsilon: f64) -> Vec<f64> {
+    let count = samples.len() as f64 + epsilon;
+    let mean = |value: fn(&Sample) -> f64| samples.iter().map(value).collect::<Sum>().value() / count;
+    let (advantage, logp) = (mean(|sample| sample.advantage), mean(|sample| sample.logp));
+    samples.iter().map(|sample| (sample.advantage - advantage) * (sample.logp - logp)).collect()
+}
+
+/// The `max(1, ⌊fraction·n⌋)` samples with the largest covariance; of equal ones the first.
+pub(super) fn top_covariance(top: TopCovariance, samples: &[Sample]) -> Vec<Choice> {
+    let covariances = covariances(samples, 0.0);
+    let mut order: Vec<usize> = (0..samples.len()).collect();
+    order.sort_by(|&i, &j| covariances[j].total_cmp(&covariances[i]));
+    let taken = ((samples.len() as f64 * top.fraction) as usize).max(1).min(samples.len());
+    let last_in = order[..taken].last().map_or(f64::NAN, |&i| covariances[i]);
+    let first_out = order.get(taken).map_or(f64::NEG_INFINITY, |&i| covariances[i]);
+    let mut choices: Vec<Choice> =
+        covariances.iter().map(|covariance| Choice { holds: false, margin: last_in - covariance }).collect();
+    for &i in &order[..taken] {
+        choices[i] = Choice { holds: true, margin: covariances[i] - first_out };
+    }
+    choices
+}
+
+/// The samples that Clip-Cov leaves out.
+///
+/// # Errors
+/// [`ProblemError::Undetermined`] where there are more in the band than are taken.
+pub(super) fn covariance_band(band: CovarianceBand, samples: &[Sample]) -> Result<Vec<Choice>, ProblemError> {
+    let covariances = covariances(samples, 1e-8);
+    let choice = |(sample, covariance): (&Sample, f64)| {
+        let within = covariance > band.lower && covariance < band.upper;
+        let margin = (covariance - band.lower).abs().min((covariance - band.upper).abs());
+        if sample.clipped { Choice::fixed(false) } else { Choice { holds: within, margin } }
+    };
+    let choices: Vec<Choice> = samples.iter().zip(covariances).map(choice).collect();
+    let candidates = choices.iter().filter(|choice| choice.holds).count();
+    let taken = ((samples.len() as f64 * band.fraction) as usize).max(1);
+    if candidates > taken { Err(ProblemError::Undetermined { candidates, taken }) } else { Ok(choices) }
+}

@@ -1,0 +1,197 @@
+//! Ranges, and settings that exclude each other.
+
+use super::{
+    AdvantageLevel, Averaging, Kl, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows,
+};
+
+/// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("spec field `{field}`: got {given}, expected {expected}")]
+pub struct SpecError {
+    /// Path of the field, as a file spells it.
+    pub field: &'static str,
+    /// The value found.
+    pub given: String,
+    /// What would have been accepted.
+    pub expected: &'static str,
+}
+
+type Checked = Result<(), SpecError>;
+
+fn ensure(ok: bool, field: &'static str, given: impl ToString, expected: &'static str) -> Checked {
+    if ok { Ok(()) } else { Err(SpecError { field, given: given.to_string(), expected }) }
+}
+
+fn finite(field: &'static str, x: f64) -> Checked {
+    ensure(x.is_finite(), field, x, "a finite number")
+}
+
+fn positive(field: &'static str, x: f64) -> Checked {
+    ensure(x > 0.0 && x.is_finite(), field, x, "a finite number > 0")
+}
+
+fn non_negative(field: &'static str, x: f64) -> Checked {
+    ensure(x >= 0.0 && x.is_finite(), field, x, "a finite number ≥ 0")
+}
+
+fn positive_or_none(field: &'static str, x: Option<f64>) -> Checked {
+    x.map_or(Ok(()), |x| positive(field, x))
+}
+
+fn share(field: &'static str, x: f64) -> Checked {
+    ensure(x > 0.0 && x <= 1.0, field, x, "a share: above 0, at most 1")
+}
+
+fn interval(field: &'static str, low: f64, high: f64) -> Checked {
+    ensure(low < high, field, format!("{low} to {high}"), "the lower end below the upper one")
+}
+
+impl LossSpec {
+    /// Checks every number's range, and that no two settings contradict each other.
+    ///
+    /// # Errors
+    /// [`SpecError`] naming the first field that is wrong.
+    pub fn check(&self) -> Checked {
+        positive("temperature", self.temperature)?;
+        self.check_objective()?;
+        self.ratio.check()?;
+        let Self { head, support, .. } = self;
+        ensure(head.scale != 0.0 && head.scale.is_finite(), "head.scale", head.scale, "a finite number other than 0")?;
+        positive_or_none("head.softcap", head.softcap)?;
+        ensure(support.vocab != Some(0), "support.vocab", 0, "an integer ≥ 1")?;
+        if let Some(rollout) = &self.rollout {
+            rollout.check()?;
+        }
+        for rejection in &self.rejection {
+            finite("rejection.max", rejection.max)?;
+            interval("rejection.min", rejection.min.unwrap_or(f64::NEG_INFINITY), rejection.max)?;
+        }
+        if let Some(mask) = &self.off_policy_mask {
+            finite("off_policy_mask.threshold", mask.threshold)?;
+            let behaviour = mask.behaviour;
+            ensure(behaviour != OldLogp::Current, "off_policy_mask.behaviour", "current", "given or rollout")?;
+        }
+        if let Some(top) = &self.top_entropy {
+            share("top_entropy.fraction", top.fraction)?;
+        }
+        if let Some(kl) = &self.kl {
+            kl.check()?;
+        }
+        finite("entropy_coef", self.entropy_coef)?;
+        if let Some(averaging) = &self.entropy_averaging {
+            averaging.check()?;
+        }
+        self.averaging().check()?;
+        positive("scale", self.scale)
+    }
+
+    fn check_objective(&self) -> Checked {
+        match &self.objective {
+            Objective::PpoClip(clip) => clip.check(),
+            Objective::Cispo(cispo) => {
+                positive("objective.cispo.upper", cispo.upper)?;
+                interval("objective.cispo.lower", cispo.lower.unwrap_or(f64::NEG_INFINITY), cispo.upper)
+            }
+            Objective::Sapo(sapo) => {
+                positive("objective.sapo.tau_positive", sapo.tau_positive)?;
+                positive("objective.sapo.tau_negative", sapo.tau_negative)
+            }
+            Objective::Vespo(vespo) => {
+                finite("objective.vespo.k_positive", vespo.k_positive)?;
+                finite("objective.vespo.lambda_positive", vespo.lambda_positive)?;
+                finite("objective.vespo.k_negative", vespo.k_negative)?;
+                finite("objective.vespo.lambda_negative", vespo.lambda_negative)
+            }
+            Objective::PolicyGradient | Objective::None => Ok(()),
+            Objective::ImportanceSampling(sampling) => {
+                let fits = self.ratio.level == RatioLevel::Sequence
+                    && self.advantages == AdvantageLevel::Sequence
+                    && self.reduction == Reduction::SequenceMean { rows: Rows::All };
+                let expected = "false unless `ratio.level` is sequence, `advantages` sequence and `reduction` a \
+                                sequence_mean over all rows";
+                ensure(!sampling.empty_rows || fits, "objective.importance_sampling.empty_rows", true, expected)
+            }
+            Objective::MaskedRatio(masked) => interval("objective.masked_ratio.lower", masked.lower, masked.upper),
+            Objective::TrustRegion(region) => {
+                non_negative("objective.trust_region.low", region.low)?;
+                non_negative("objective.trust_region.high", region.high)?;
+                positive_or_none("objective.trust_region.truncate", region.truncate)?;
+                non_negative("objective.trust_region.penalty", region.penalty)
+            }
+            Objective::Dro(dro) => positive("objective.dro.beta", dro.beta),
+            Objective::KlCov(cov) => {
+                non_negative("objective.kl_cov.coefficient", cov.coefficient)?;
+                cov.selection.map_or(Ok(()), |top| share("objective.kl_cov.selection.fraction", top.fraction))
+            }
+            Objective::ClipCov(cov) => {
+                cov.clip.check()?;
+                let Some(band) = cov.selection else { return Ok(()) };
+                positive("objective.clip_cov.selection.fraction", band.fraction)?;
+                interval("objective.clip_cov.selection.lower", band.lower, band.upper)
+            }
+        }
+    }
+}
+
+impl PpoClip {
+    fn check(&self) -> Checked {
+        non_negative("objective.ppo_clip.epsilon_low", self.epsilon_low)?;
+        non_negative("objective.ppo_clip.epsilon_high", self.epsilon_high)?;
+        positive_or_none("objective.ppo_clip.delta", self.delta)?;
+        let c = self.dual_clip.unwrap_or(2.0);
+        ensure(c > 1.0 && c.is_finite(), "objective.ppo_clip.dual_clip", c, "a finite number > 1")
+    }
+}
+
+impl Ratio {
+    fn check(&self) -> Checked {
+        positive_or_none("ratio.clamp", self.clamp)?;
+        if let Some(clip) = self.clip {
+            non_negative("ratio.clip.low", clip.low)?;
+            non_negative("ratio.clip.high", clip.high)?;
+        }
+        self.cap.map_or(Ok(()), |cap| finite("ratio.cap", cap))?;
+        non_negative("ratio.denominator_epsilon", self.denominator_epsilon)
+    }
+}
+
+impl RolloutWeights {
+    fn check(&self) -> Checked {
+        self.min.map_or(Ok(()), |min| non_negative("rollout.min", min))?;
+        positive_or_none("rollout.max", self.max)?;
+        positive_or_none("rollout.clamp", self.clamp)?;
+        let given = self.source == RolloutSource::Given;
+        let taken_as_is = matches!(self.level, RolloutLevel::Token | RolloutLevel::Geometric);
+        ensure(!given || taken_as_is, "rollout.level", "a sum of given weights", "token or geometric")?;
+        interval("rollout.min", self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY))
+    }
+}
+
+impl Kl {
+    fn check(&self) -> Checked {
+        non_negative("kl.beta", self.beta)?;
+        positive_or_none("kl.difference_clamp", self.difference_clamp)?;
+        positive_or_none("kl.value_clamp", self.value_clamp)?;
+        self.averaging.map_or(Ok(()), |averaging| averaging.check())
+    }
+}
+
+impl Averaging {
+    fn check(&self) -> Checked {
+        non_negative("denominator_epsilon", self.denominator_epsilon)?;
+        let rows = |rows| match rows {
+            Rows::All | Rows::NonEmpty => Ok(()),
+            Rows::Given(count) => positive("reduction.rows.given", count),
+        };
+        match self.reduction {
+            Reduction::TokenMean => Ok(()),
+            Reduction::SequenceMean { rows: count } | Reduction::SequenceSum { rows: count } => rows(count),
+            Reduction::FixedLength { rows: count, length } => {
+                rows(count)?;
+                ensure(length != Some(0), "reduction.fixed_length.length", 0, "an integer ≥ 1")
+            }
+            Reduction::Normalizer(value) => positive("reduction.normalizer", value),
+        }
+    }
+}

@@ -1,0 +1,520 @@
+//! [`LossSpec`]: which member of the GRPO loss family is meant.
+//!
+//! Plain serde data (YAML, TOML, JSON), with no behaviour that needs arrays. What each choice computes is written
+//! once in [`crate::reference`] and once, apart, for the kernels. [`presets`] turns the options of published projects
+//! into it.
+
+mod check;
+mod objective;
+
+use serde::{Deserialize, Serialize};
+
+pub use check::SpecError;
+pub use objective::{
+    Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, PpoClip, Sapo,
+    TopCovariance, TrustRegion, Vespo,
+};
+
+/// One GRPO loss, in full.
+///
+/// With `m` the mask, `ℓ = logp` and `H = entropy`, both of the softmax over [`Support`] of [`Head`]'s logits at the
+/// temperature, the loss is
+///
+/// ```text
+/// x    = ℓ − old_logp, clamped                                     [`Ratio::clamp`], [`Ratio::clip`]
+/// ρ    = exp of x, or of its mean over the row                     [`Ratio::level`]
+/// f    = policy(ρ, ℓ, A)                                           [`Objective`]
+/// f′   = f · off_policy_mask · top_entropy_mask · rollout weight   each for the terms that it applies to
+/// token_loss = f′ + beta · kl(ref_logp − ℓ)                        [`Kl`]
+/// loss = scale · (Σ_b w_b Σ_t m · token_loss − entropy_coef · mean(H))    [`Reduction`]
+/// ```
+///
+/// In a file every field may be left out and takes its value from [`LossSpec::default`]; an unknown field is an
+/// error.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LossSpec {
+    /// The policy term.
+    pub objective: Objective,
+    /// What the policy term takes for the ratio.
+    pub ratio: Ratio,
+    /// Whether `advantages` holds one value a sequence, `[B]`, or one a token, `[B,T]`.
+    pub advantages: AdvantageLevel,
+    /// Where the ratio's denominator comes from.
+    pub old_logp: OldLogp,
+    /// What becomes of logits before the temperature.
+    pub head: Head,
+    /// Which columns the softmax runs over.
+    pub support: Support,
+    /// Softmax temperature `T > 0`, dimensionless.
+    pub temperature: f64,
+    /// What the temperature divides.
+    pub temperature_divides: TemperatureDivides,
+    /// Weights that correct for the sampler's own policy.
+    pub rollout: Option<RolloutWeights>,
+    /// Tokens and sequences that are rejected because the sampler's policy was too far away.
+    pub rejection: Vec<Rejection>,
+    /// Leaves out the policy term of sequences that the policy has moved away from.
+    pub off_policy_mask: Option<OffPolicyMask>,
+    /// Keeps the policy term of the tokens with the highest entropy only.
+    pub top_entropy: Option<TopEntropy>,
+    /// The KL penalty against a reference policy; `None` leaves the term out and `ref_logp` unread.
+    pub kl: Option<Kl>,
+    /// Entropy bonus `coef`: the loss gets `−coef · mean(H)`, with its gradient.
+    pub entropy_coef: f64,
+    /// Which mean: `None` is over the unmasked tokens that [`TopEntropy`] keeps, `max(Σ m, 1)` of them.
+    pub entropy_averaging: Option<Averaging>,
+    /// How token losses become one number.
+    pub reduction: Reduction,
+    /// Added to token counts in [`Reduction::TokenMean`] and [`Reduction::SequenceMean`], `≥ 0`: 1e-8 in verl and Tunix.
+    pub denominator_epsilon: f64,
+    /// What the whole loss is multiplied by, `> 0`: the data-parallel size in verl, the reciprocal of the accumulation
+    /// steps in TRL.
+    pub scale: f64,
+}
+
+impl Default for LossSpec {
+    /// PPO-clip at 0.2/0.2, temperature 1, no KL, no entropy bonus, mean over all unmasked tokens.
+    fn default() -> Self {
+        Self {
+            objective: Objective::PpoClip(PpoClip::default()),
+            ratio: Ratio::default(),
+            advantages: AdvantageLevel::Sequence,
+            old_logp: OldLogp::Given,
+            head: Head::default(),
+            support: Support::default(),
+            temperature: 1.0,
+            temperature_divides: TemperatureDivides::Logits,
+            rollout: None,
+            rejection: Vec::new(),
+            off_policy_mask: None,
+            top_entropy: None,
+            kl: None,
+            entropy_coef: 0.0,
+            entropy_averaging: None,
+            reduction: Reduction::TokenMean,
+            denominator_epsilon: 0.0,
+            scale: 1.0,
+        }
+    }
+}
+
+/// The ratio `ρ` of a token, from the log-ratios `x_t = ℓ_t − old_logp_t` of its row.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Ratio {
+    /// From which log-ratios, and with which gradient.
+    pub level: RatioLevel,
+    /// `|x_t| ≤ clamp`, without gradient beyond; `> 0`, nats. 20 in verl, Tunix, SkyRL and OpenRLHF.
+    pub clamp: Option<f64>,
+    /// GMPO's clip of every token's log-ratio.
+    pub clip: Option<LogClip>,
+    /// Upper bound of the level's log-ratio, without gradient beyond; nats. 10 in verl's and Tunix's GSPO.
+    pub cap: Option<f64>,
+    /// Added to the token count of [`RatioLevel::Sequence`] and [`RatioLevel::SequenceToken`], `≥ 0`.
+    pub denominator_epsilon: f64,
+}
+
+/// Which log-ratios a token's ratio is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RatioLevel {
+    /// `ρ_t = exp(x_t)`
+    #[default]
+    Token,
+    /// `ρ = exp(Σ m x / Σ m)` for all tokens of the row, with the gradient of the mean (GSPO, GMPO).
+    Sequence,
+    /// The same value, but `∂ln ρ_t/∂ℓ_u = 1[t=u]` (GSPO-token).
+    SequenceToken,
+}
+
+/// GMPO: `x_t` is held to `≤ high` where `A > 0` and to `≥ −low` where `A < 0`, without gradient beyond; 0 where `A = 0`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogClip {
+    /// Nats, `≥ 0`.
+    pub low: f64,
+    /// Nats, `≥ 0`.
+    pub high: f64,
+}
+
+/// Shape of `advantages`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdvantageLevel {
+    /// One value a sequence, `[B]`.
+    Sequence,
+    /// One value a token, `[B,T]`.
+    Token,
+}
+
+/// Where the denominator of the ratio comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OldLogp {
+    /// The problem's `old_logp`.
+    Given,
+    /// `stop_gradient(logp)`: the ratio is exactly 1 and keeps its gradient. What TRL does when `old_logps` is `None`.
+    Current,
+    /// The problem's `rollout_logp`: the policy that sampled is the one that is corrected for.
+    Rollout,
+}
+
+/// What becomes of the logits `a` of the LM head: `softcap · tanh(scale · (a + bias) / softcap)`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Head {
+    /// `≠ 0`.
+    pub scale: f64,
+    /// `> 0`; `None` leaves the `tanh` out.
+    pub softcap: Option<f64>,
+    /// Whether the problem's `bias`, `[V]`, is added.
+    pub bias: bool,
+}
+
+impl Default for Head {
+    fn default() -> Self {
+        Self { scale: 1.0, softcap: None, bias: false }
+    }
+}
+
+/// The columns that the softmax runs over. A column outside has probability 0 and gradient 0, whatever its logit.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Support {
+    /// How many columns are tokens, `≥ 1`; the rest is padding. `None`: all of them.
+    pub vocab: Option<usize>,
+    /// Ids that the sampler never returns.
+    pub excluded_ids: Vec<usize>,
+    /// Whether a sampled id outside the support is put back for its own token (unsloth), or is an error.
+    pub keep_sampled: bool,
+}
+
+impl Support {
+    /// Whether every column is in.
+    pub fn is_whole(&self) -> bool {
+        self.vocab.is_none() && self.excluded_ids.is_empty()
+    }
+}
+
+/// What the temperature divides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TemperatureDivides {
+    /// `logp = log_softmax(logits / T)[id]`: every published project but one.
+    Logits,
+    /// `logp = log_softmax(logits)[id] / T`, while entropy keeps `softmax(logits / T)`: MLLM-JAX.
+    Logp,
+}
+
+/// Importance weights of the trainer's old policy against the sampler's: constants that multiply terms of the loss.
+///
+/// [`Vespo`] takes their logarithms into its own weight instead.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RolloutWeights {
+    /// What they are made of.
+    pub source: RolloutSource,
+    /// One weight a token or a sequence.
+    #[serde(default)]
+    pub level: RolloutLevel,
+    /// What becomes of a weight out of bounds.
+    #[serde(default)]
+    pub outside: Outside,
+    /// Lower bound, `≥ 0`.
+    #[serde(default)]
+    pub min: Option<f64>,
+    /// Upper bound, `> 0`.
+    #[serde(default)]
+    pub max: Option<f64>,
+    /// `|log weight| ≤ clamp` before `exp`; 20 in verl.
+    #[serde(default)]
+    pub clamp: Option<f64>,
+    /// Divides every weight by their mean over unmasked tokens, or over rows that have any for the sequence levels.
+    #[serde(default)]
+    pub normalize: bool,
+    /// What they multiply.
+    #[serde(default)]
+    pub applies_to: Terms,
+}
+
+/// Where rollout weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RolloutSource {
+    /// The problem's `rollout_weights`, `[B,T]` or `[B,1]`, taken as they are but for `level: geometric`.
+    Given,
+    /// `exp(old_logp − rollout_logp)`; a NaN `rollout_logp` is a token that was not scored, of log-ratio 0.
+    Logp,
+}
+
+/// Of what a rollout weight is the `exp`, with `y_t = old_logp_t − rollout_logp_t`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RolloutLevel {
+    /// `y_t`
+    #[default]
+    Token,
+    /// `Σ m y`
+    Sequence,
+    /// `Σ m y / Σ m`; of given weights `y = ln(weight + 1e-10)` and the count is `Σ m + 1e-8`, as in verl's `geo_mean`.
+    Geometric,
+    /// `y_t`, but it is the geometric mean that must lie within the bounds (NeMo's `seq-mask-tis`).
+    TokenGatedByGeometric,
+}
+
+/// What becomes of a rollout weight out of bounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outside {
+    /// It is set to the bound.
+    #[default]
+    Truncate,
+    /// It is set to 0.
+    Mask,
+}
+
+/// Which terms of a token's loss a factor multiplies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Terms {
+    /// The policy term alone.
+    #[default]
+    Policy,
+    /// The policy term and the KL penalty.
+    PolicyAndKl,
+}
+
+/// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rejection {
+    /// Of one token: `k1 = −y`, `k2 = y²/2`, `k3 = e^y − 1 − y`, with `|y| ≤ 20`.
+    pub estimator: RejectionEstimator,
+    /// Over which tokens.
+    pub level: RejectionLevel,
+    /// Smallest value that stays.
+    #[serde(default)]
+    pub min: Option<f64>,
+    /// Largest value that stays.
+    pub max: f64,
+    /// Whether a rejected token still counts in denominators (unsloth), or is as if masked (verl).
+    #[serde(default)]
+    pub counts: bool,
+}
+
+/// Divergence of one token between old and sampler's policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RejectionEstimator {
+    /// `−y`
+    K1,
+    /// `y²/2`
+    K2,
+    /// `e^y − 1 − y`
+    K3,
+}
+
+/// Over which tokens of a row a rejection looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RejectionLevel {
+    /// Each by itself.
+    Token,
+    /// Their sum.
+    SequenceSum,
+    /// Their mean.
+    SequenceMean,
+    /// The largest.
+    SequenceMax,
+}
+
+/// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or
+/// `Σ m (behaviour − ℓ) / Σ m ≤ threshold`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OffPolicyMask {
+    /// Nats.
+    pub threshold: f64,
+    /// Whose log-probabilities are `behaviour`: `given` for `old_logp`, `rollout` for `rollout_logp`. A NaN
+    /// `rollout_logp` adds 0.
+    pub behaviour: OldLogp,
+}
+
+/// A token keeps its policy term where its entropy is at least the `1 − fraction` quantile of the batch's unmasked
+/// tokens, interpolated linearly.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TopEntropy {
+    /// The share of tokens that stay, above 0 and below 1.
+    pub fraction: f64,
+    /// What the others are left out of.
+    #[serde(default)]
+    pub drops: Drops,
+}
+
+/// What a token of low entropy is left out of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Drops {
+    /// The policy loss; denominators and the row's ratio keep it.
+    #[default]
+    PolicyTerm,
+    /// The row's mean log-ratio; the policy loss keeps it (TRL's GMPO).
+    Ratio,
+}
+
+/// The KL penalty `beta · kl(d)` with `d = ref_logp − logp`.
+///
+/// ```text
+/// d   = clamp(ref_logp − ℓ, ±difference_clamp)
+/// kl  = estimator(d) · importance            clamped to ±value_clamp after the estimator, or after the product
+/// ```
+///
+/// Beyond a clamp the gradient is 0.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kl {
+    /// Weight, `≥ 0`.
+    pub beta: f64,
+    /// The estimator.
+    #[serde(default)]
+    pub estimator: KlEstimator,
+    /// Whose gradient it has.
+    #[serde(default)]
+    pub gradient: KlGradient,
+    /// What it is multiplied by.
+    #[serde(default)]
+    pub importance: KlImportance,
+    /// Bound of `|d|`, `> 0`, nats. 20 in verl.
+    #[serde(default)]
+    pub difference_clamp: Option<f64>,
+    /// Bound of `|kl|`, `> 0`, nats. 10 in verl.
+    #[serde(default)]
+    pub value_clamp: Option<f64>,
+    /// Whether `value_clamp` bounds the product with the importance (unsloth), or the estimate before it.
+    #[serde(default)]
+    pub clamp_after_importance: bool,
+    /// How it becomes one number; `None`: with the weights of the policy term.
+    #[serde(default)]
+    pub averaging: Option<Averaging>,
+}
+
+impl Kl {
+    /// `beta · estimator`, and nothing more.
+    pub fn plain(beta: f64, estimator: KlEstimator) -> Self {
+        Self {
+            beta,
+            estimator,
+            gradient: KlGradient::Own,
+            importance: KlImportance::One,
+            difference_clamp: None,
+            value_clamp: None,
+            clamp_after_importance: false,
+            averaging: None,
+        }
+    }
+}
+
+/// Estimators of `KL(policy ‖ reference)` from one sampled token, with `d = ref_logp − logp`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlEstimator {
+    /// `−d`
+    K1,
+    /// `d² / 2`
+    K2,
+    /// `exp(d) − d − 1`
+    #[default]
+    K3,
+    /// `|d|`
+    Abs,
+}
+
+/// Whose gradient the KL estimate has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlGradient {
+    /// Its own.
+    #[default]
+    Own,
+    /// That of `k2` without clamps, `−(ref_logp − ℓ)`: unbiased, whatever the value (verl's `k1+`, `k3+`).
+    K2,
+}
+
+/// What the KL estimate is multiplied by, with its gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlImportance {
+    /// Nothing.
+    #[default]
+    One,
+    /// The ratio `ρ` of the token's level, before any clip: DeepSeek-V3.2's bias correction.
+    Ratio,
+    /// `exp(ℓ − stop_gradient(ℓ))`: 1, whose derivative is 1 (NeMo).
+    Score,
+}
+
+/// How token losses become one number: the weight `w_b` of every token of row `b`, with `n_b = Σ_t m[b,t]` and `ε` the
+/// `denominator_epsilon`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Reduction {
+    /// `1 / (Σ n_b + ε)`: mean over the batch's unmasked tokens (bnpo; dapo on one device).
+    TokenMean,
+    /// `1 / (B′ · (n_b + ε))`: mean over rows of each row's token mean (grpo).
+    SequenceMean {
+        /// What is `B′`.
+        rows: Rows,
+    },
+    /// `1 / B′`: mean over rows of each row's token sum (luspo, verl's `seq-mean-token-sum`).
+    SequenceSum {
+        /// What is `B′`.
+        rows: Rows,
+    },
+    /// `1 / (B′ · length)` (`dr_grpo`).
+    FixedLength {
+        /// What is `B′`.
+        rows: Rows,
+        /// The completion length that every row is divided by, `≥ 1`; `None`: the padded width `T`.
+        #[serde(default)]
+        length: Option<usize>,
+    },
+    /// `1 / normalizer`, a count taken elsewhere, such as the tokens of the global batch (dapo).
+    Normalizer(f64),
+}
+
+/// How many rows a reduction divides by, `B′`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rows {
+    /// `B`: a fully masked row counts with loss 0 (TRL, Liger).
+    All,
+    /// The number of rows with at least one token (verl, Tunix).
+    NonEmpty,
+    /// A count taken elsewhere, `> 0`: the sequences of the global batch.
+    Given(f64),
+}
+
+/// A reduction of its own for one term.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Averaging {
+    /// The weights.
+    pub reduction: Reduction,
+    /// As [`LossSpec::denominator_epsilon`].
+    #[serde(default)]
+    pub denominator_epsilon: f64,
+}
+
+impl LossSpec {
+    /// The reduction of the policy term.
+    pub fn averaging(&self) -> Averaging {
+        Averaging { reduction: self.reduction, denominator_epsilon: self.denominator_epsilon }
+    }
+
+    /// The reduction of the KL penalty.
+    pub fn kl_averaging(&self) -> Averaging {
+        self.kl.as_ref().and_then(|kl| kl.averaging).unwrap_or_else(|| self.averaging())
+    }
+}
