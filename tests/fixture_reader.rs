@@ -9,7 +9,7 @@ use assay::fixture::{
     FixtureError, MAX_HEADER_LEN, ProblemFile, SafetensorsFile, StoredDtype, Verified, candidate, read_candidate,
     verify, write_candidate, write_problem,
 };
-use assay::problem::{Advantages, Candidate, Dtype, FloatArray, Metrics, Problem, ProblemError};
+use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Metrics, Problem, ProblemError};
 use ndarray::{Array1, Array2, Array3, Axis, Ix0, Ix1, Ix2, Ix3, IxDyn, arr0, array};
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -317,6 +317,7 @@ fn problem(logits: Dtype) -> Problem {
         advantages: Advantages::Sequence(array![0.5, -0.5]),
         old_logp: Some(ramp2(-1.0)),
         ref_logp: Some(ramp2(-0.1)),
+          extra: Extra::default(),
     }
 }
 
