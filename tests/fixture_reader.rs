@@ -317,7 +317,7 @@ fn problem(logits: Dtype) -> Problem {
         advantages: Advantages::Sequence(array![0.5, -0.5]),
         old_logp: Some(ramp2(-1.0)),
         ref_logp: Some(ramp2(-0.1)),
-          extra: Extra::default(),
+        extra: Extra::default(),
     }
 }
 
