@@ -331,11 +331,7 @@ impl Run {
     /// divides.
     fn awkward_shapes(&self) -> Result<(), Failed> {
         let shapes = [[1, 1, 1], [1, 1, 127], [3, 7, 128], [1, 1, 129], [2, 17, 2049], [1, 8, 151_643]];
-        let spec = LossSpec {
-            kl: Some(Kl::plain(0.05, KlEstimator::K3)),
-            entropy_coef: 0.01,
-            ..LossSpec::default()
-        };
+        let spec = LossSpec { kl: Some(Kl::plain(0.05, KlEstimator::K3)), entropy_coef: 0.01, ..LossSpec::default() };
         let mut judged = 0;
         for (i, shape) in shapes.into_iter().enumerate() {
             let recipe = Recipe {

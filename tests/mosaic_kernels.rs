@@ -134,7 +134,9 @@ impl<'p> Around<'p> {
             Reduction::TokenMean => self.count,
             Reduction::SequenceMean { rows: Rows::All } => self.shape.batch as f64 * of_row,
             Reduction::SequenceMean { rows: Rows::NonEmpty } => filled as f64 * of_row,
-            Reduction::FixedLength { rows: Rows::All, length: Some(max_length) } => (self.shape.batch * max_length) as f64,
+            Reduction::FixedLength { rows: Rows::All, length: Some(max_length) } => {
+                (self.shape.batch * max_length) as f64
+            }
             Reduction::Normalizer(value) => value,
             other => unreachable!("{other:?} is not drawn"),
         }
@@ -254,7 +256,9 @@ impl<'p> Around<'p> {
             -(gap + log_sum) * if two { inverse } else { 1.0 }
         };
         let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
-        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else { unreachable!("only PPO-clip is drawn") };
+        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+            unreachable!("only PPO-clip is drawn")
+        };
         let loss_and_grad = |token: usize| {
             let old = if self.spec.old_logp == OldLogp::Given {
                 self.token(self.problem.old_logp.as_ref(), token)

@@ -197,7 +197,7 @@ impl Recorded {
             },
             old_logp: old_logps.as_ref().map(rounded),
             ref_logp: ref_logps.as_ref().map(rounded),
-                  extra: Extra::default(),
+            extra: Extra::default(),
         }
     }
 }

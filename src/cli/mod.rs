@@ -13,6 +13,8 @@ mod generate;
 mod gradcheck;
 mod judge;
 mod list;
+mod metrics;
+mod problem_choice;
 mod replay;
 
 use std::io::{self, Write};
@@ -53,6 +55,8 @@ enum Command {
     Generate(generate::Generate),
     /// Judge the outputs of a kernel of your own
     Judge(judge::Judge),
+    /// Show what trainers would log of a problem, and what it means
+    Metrics(metrics::Metrics),
     /// Compile one implementation for TPUs that need not be there
     #[cfg(feature = "pjrt")]
     Compile(compile::Compile),
@@ -156,6 +160,7 @@ pub fn main() -> ExitCode {
         Command::Bench(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Judge(command) => command.run(),
+        Command::Metrics(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::Compile(command) => command.run(),
         #[cfg(feature = "pjrt")]

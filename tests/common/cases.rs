@@ -120,7 +120,7 @@ fn problem(spec: &LossSpec, shape: (usize, usize, usize), dtype: Dtype, draws: &
         old_logp: (spec.old_logp == OldLogp::Given).then(|| offset_logp(&|draw| -draw.log_ratio)),
         ref_logp: spec.kl.as_ref().map(|_| offset_logp(&|draw| -draw.log_ratio_to_ref)),
         logits,
-          extra: Extra::default(),
+        extra: Extra::default(),
     }
 }
 

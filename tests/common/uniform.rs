@@ -18,6 +18,6 @@ pub(crate) fn uniform<const T: usize>(advantages: &[[f64; T]]) -> Problem {
         advantages: Advantages::Token(ndarray::arr2(advantages)),
         old_logp: logp(),
         ref_logp: logp(),
-          extra: Extra::default(),
+        extra: Extra::default(),
     }
 }
