@@ -109,6 +109,12 @@ impl Condition {
             for &(t, token, base) in &row {
                 all[[b, t]] = Some(Condition::of(reference, token, base, bands, &of_batch, &of_row));
             }
+            // What one token owes to the ratio of its row reaches all of them.
+            let mut row = all.row_mut(b);
+            if reference.spec().ratio.level == RatioLevel::Sequence {
+                let overflows = row.iter().flatten().any(|condition: &Condition| condition.overflows);
+                row.iter_mut().flatten().for_each(|condition| condition.overflows = overflows);
+            }
         }
         all
     }
@@ -317,9 +323,10 @@ impl OfRow {
         }
         // All of the row's tokens to one side of what they share, or with every open choice made in one way.
         let band = of_row.band(bands);
-        let sides: [&dyn Fn(&Token, Base) -> TokenInputs; 4] = [
+        let sides: [&dyn Fn(&Token, Base) -> TokenInputs; 5] = [
             &|token, _| shift_row(&token.inputs, -band),
             &|token, _| shift_row(&token.inputs, band),
+            &|token, _| at_row_kink(&token.inputs, band).unwrap_or(token.inputs),
             &|token, base| choose(spec, token, base, bands, batch, &of_row, true),
             &|token, base| choose(spec, token, base, bands, batch, &of_row, false),
         ];
@@ -441,6 +448,12 @@ fn shift_row(inputs: &TokenInputs, by: f64) -> TokenInputs {
     TokenInputs { row_log_ratio: inputs.row_log_ratio.map(|x| x + by), ..*inputs }
 }
 
+/// The kink of `|w|` itself, where the row's ratio is near it.
+fn at_row_kink(inputs: &TokenInputs, band: f64) -> Option<TokenInputs> {
+    let near = inputs.row_log_ratio.is_some_and(|x| x.abs() <= band);
+    near.then_some(TokenInputs { row_log_ratio: Some(0.0), ..*inputs })
+}
+
 /// How near each of a token's choices is to being made otherwise: on policy, top entropy, selected.
 fn choice_bands(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> [f64; 3] {
     let on_policy = U * (2.0 * bands.logp * row.mean + 4.0);
@@ -474,17 +487,22 @@ fn choose(
 
 /// Inputs around the token's own, which come first, on every side of what may be crossed.
 ///
-/// The kink of `|d|` is itself among them when it is near: a kernel may find `d = 0` exactly.
+/// The kinks of `|d|` and `|w|` are themselves among them when they are near: a kernel may find 0 exactly.
 fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> Vec<TokenInputs> {
     let here = token.inputs;
     let band = U * (bands.logp * row.moves(spec, token, base).logp + 4.0);
     let mut all = vec![here, shift(spec, &here, -band), shift(spec, &here, band)];
+    let kinks = here.ref_logp.into_iter().chain([here.old_logp]);
+    all.extend(kinks.filter(|x| (x - here.logp).abs() <= band).map(|logp| TokenInputs { logp, ..here }));
     if here.row_log_ratio.is_some() {
         let band = row.band(bands);
-        all.extend([shift_row(&here, -band), shift_row(&here, band)]);
+        let of_row = |inputs: &TokenInputs| {
+            let sides = [shift_row(inputs, -band), shift_row(inputs, band)];
+            sides.into_iter().chain(at_row_kink(inputs, band))
+        };
+        let more: Vec<TokenInputs> = all.iter().flat_map(of_row).collect();
+        all.extend(more);
     }
-    let kink = here.ref_logp.filter(|ref_logp| (ref_logp - here.logp).abs() <= band);
-    all.extend(kink.map(|ref_logp| TokenInputs { logp: ref_logp, ..here }));
     for (i, band) in choice_bands(token, base, bands, batch, row).into_iter().enumerate() {
         let flip = |choice: &mut Choice| choice.holds = !choice.holds;
         if [here.on_policy, here.top_entropy, here.selected][i].margin <= band {

@@ -11,6 +11,7 @@ pub mod metric;
 pub mod recorded;
 pub mod report;
 pub mod tolerance;
+pub mod variants;
 
 /// Unit roundoff of f32, the arithmetic that kernels are expected to work in: 2⁻²⁴.
 pub const U: f64 = 1.0 / 16_777_216.0;
