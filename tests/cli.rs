@@ -236,6 +236,30 @@ fn judge_under_another_spec_rejects() {
 }
 
 #[test]
+fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("matrix.json");
+    let table = assay(&["list", "--matrix", "--json", json.to_str().unwrap()]);
+    let markdown = assay(&["list", "--markdown"]);
+    assert_eq!((table.code, markdown.code), (0, 0), "{}{}", table.stderr, markdown.stderr);
+    let rows = read_json(&json);
+    let variants = assay::conformance::variants::variants();
+    assert_eq!(rows.as_array().unwrap().len(), variants.len());
+    assert_eq!(markdown.stdout.lines().count(), variants.len() + 2);
+    assert!(markdown.stdout.contains("| objective | ppo_clip | yes | yes |"), "{}", markdown.stdout);
+    assert!(markdown.stdout.contains("no: `top_entropy`"), "{}", markdown.stdout);
+    for (row, variant) in rows.as_array().unwrap().iter().zip(variants) {
+        assert_eq!((row["field"].as_str(), row["choice"].as_str()), (Some(variant.field), Some(variant.choice)));
+        assert_eq!(row["support"]["reference"], "yes");
+        for implementation in assay::implementation::registry(None) {
+            assert!(!row["support"][implementation.id()].is_null(), "{} {row}", implementation.id());
+            assert!(table.stdout.contains(implementation.id()));
+        }
+        assert!(table.stdout.contains(variant.choice), "{}", variant.choice);
+    }
+}
+
+#[test]
 fn list_shows_every_implementation() {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("list.json");

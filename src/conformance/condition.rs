@@ -21,7 +21,7 @@ use rayon::prelude::*;
 
 use super::U;
 use crate::reference::{Branch, Choice, Reference, Scaled, ScaledSoftmax, Token, TokenInputs, clipped};
-use crate::spec::{Divergence, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
+use crate::spec::{Divergence, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
 pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
@@ -71,6 +71,8 @@ pub struct Condition {
     moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
     row: (f64, f64),
+    /// What of it may be flushed, in units of [`FLUSHED`].
+    row_floor: f64,
 }
 
 /// How far, in units of `u`, rounding moves what a token's loss depends on.
@@ -144,7 +146,7 @@ impl Condition {
             let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
             let d = d.abs().min(kl.difference_clamp.unwrap_or(f64::INFINITY));
             let importance = if kl.importance == KlImportance::Ratio { ratio } else { 1.0 };
-            token.kl.value.abs() + importance * (1.0 + d)
+            token.kl.value.abs() + importance * (1.0 + d) + clamp_rounding(spec, kl, inputs)
         });
         let token_loss = branches.iter().map(|branch| {
             let response = respond(&|inputs| reference.token_loss(inputs, branch));
@@ -161,7 +163,11 @@ impl Condition {
             logp: tame(base.logp),
             entropy: tame(base.entropy),
             token_loss: token_loss.map(tame).fold(0.0, f64::max),
-            token_loss_floor: (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight)) * FLUSHED,
+            token_loss_floor: {
+                let reach = if is_score(&spec.objective) { inputs.logp.abs() } else { 0.0 };
+                let of_score = if reach.is_finite() { reach * flushed_of_policy(spec, inputs) } else { 0.0 };
+                (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score) * FLUSHED
+            },
             kl: tame(kl_terms + respond(&|inputs| kl_of(&token.branch, inputs))),
             ratio: tame(ratio + respond(&|inputs| inputs.ratio(spec))),
             alternatives,
@@ -170,6 +176,7 @@ impl Condition {
             second_moment: base.second_moment,
             moves,
             row: row.ratio_terms,
+            row_floor: row.floor,
         }
     }
 
@@ -197,6 +204,8 @@ impl Condition {
             grad_response += branch.slope * token.share * self.row.1;
         }
         let grad_entropy = reference.grad_entropy(token).abs();
+        let lost_of_row = if spec.ratio.level == RatioLevel::Sequence { token.share * self.row_floor } else { 0.0 };
+        let lost_of_grad = token.weight * flushed_of_policy(spec, &token.inputs) + lost_of_row;
 
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
         let others = token.probability_of_others;
@@ -216,7 +225,7 @@ impl Condition {
             // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
             let flushed = if j == token.id { columns } else { 1.0 };
             let mut scale = if grad == 0.0 { 0.0 } else { policy };
-            let mut floor = 1.0 + grad * flushed + token.weight * token.inputs.advantage.abs();
+            let mut floor = 1.0 + grad * flushed + lost_of_grad;
             let mut value = grad * if j == token.id { others } else { p };
             if grad_entropy > 0.0 {
                 let (q, gap) = probability_and_gap(entropy, x);
@@ -294,6 +303,8 @@ struct OfRow {
     couplings: Vec<f64>,
     /// `Σ |∂loss/∂w|`, terms before they cancel, and how far that moves.
     ratio_terms: (f64, f64),
+    /// What of that may be flushed, in units of [`FLUSHED`].
+    floor: f64,
 }
 
 impl OfRow {
@@ -310,6 +321,7 @@ impl OfRow {
             sum: sum + if weights.is_finite() { weights } else { 0.0 },
             couplings: vec![row.first().map_or(0.0, |(_, token, _)| token.coupling)],
             ratio_terms: (0.0, 0.0),
+            floor: row.iter().map(|(_, token, _)| token.weight * flushed_of_policy(spec, &token.inputs)).sum(),
         };
         if spec.ratio.level != RatioLevel::Sequence {
             return of_row;
@@ -381,11 +393,49 @@ fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch) -> (f64, f64) {
     by_logp *= exponent_terms(spec, inputs);
     if let Some(kl) = &spec.kl {
         let term = branch.kl(spec, kl, inputs);
-        let own = if kl.importance == KlImportance::Score { term.value.abs() } else { 0.0 };
+        let rounded = clamp_rounding(spec, kl, inputs);
+        let [own, of_ratio] = match kl.importance {
+            KlImportance::One => [0.0, 0.0],
+            KlImportance::Score => [term.value.abs() + rounded, 0.0],
+            KlImportance::Ratio => [0.0, rounded],
+        };
         by_logp += token.kl_weight * weighted(kl.beta, term.by_logp.abs() + own);
-        by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs());
+        by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs() + of_ratio);
     }
     (by_logp, branch.cap_slope * by_log_ratio)
+}
+
+/// What rounding `difference_clamp` adds to an estimate that stands at it: `|d·e^d|` of k3, times the importance.
+fn clamp_rounding(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
+    let (Some(clamp), Some(ref_logp)) = (kl.difference_clamp, inputs.ref_logp) else { return 0.0 };
+    let d = ref_logp - inputs.logp;
+    if kl.estimator != KlEstimator::K3 || d.abs() <= clamp {
+        return 0.0;
+    }
+    let importance = if kl.importance == KlImportance::Ratio { inputs.ratio(spec) } else { 1.0 };
+    importance * inputs.kl_weight * clamp * (clamp * d.signum()).exp()
+}
+
+/// Whether the policy term is a constant times `A·ℓ`.
+fn is_score(objective: &Objective) -> bool {
+    match objective {
+        Objective::Cispo(_)
+        | Objective::Vespo(_)
+        | Objective::PolicyGradient
+        | Objective::MaskedRatio(_)
+        | Objective::Dro(_) => true,
+        Objective::TrustRegion(region) => region.truncate.is_some(),
+        _ => false,
+    }
+}
+
+/// What of a policy term, or its derivative by `ℓ` or `w`, may be flushed on the way: its coefficient, that times `A`, and
+/// that times the sampler's weight.
+fn flushed_of_policy(spec: &LossSpec, inputs: &TokenInputs) -> f64 {
+    match &spec.objective {
+        Objective::PpoClip(_) => inputs.advantage.abs(),
+        _ => (1.0 + inputs.advantage.abs()) * (1.0 + inputs.policy_weight),
+    }
 }
 
 /// By how much the rounding of an exponent's terms is larger than that of its value: VESPO's `λ + k·ln w − λ·w`.
@@ -430,6 +480,13 @@ fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&Tok
     if inputs.row_log_ratio.is_some() {
         let by = moves.row * U;
         total += moved([shift_row(inputs, -by), shift_row(inputs, by)]);
+    }
+    // A bound of the log-ratio is itself rounded.
+    let level = inputs.level_log_ratio(spec);
+    if level.slope * inputs.log_ratio(spec).slope == 0.0 && level.value.is_finite() {
+        let at = |w: f64| TokenInputs { row_log_ratio: Some(w), ..*inputs };
+        let by = level.value.abs() * U;
+        total += moved([at(level.value - by), at(level.value + by)]);
     }
     if matches!(spec.objective, Objective::Vespo(_)) {
         let weight = |by: f64| TokenInputs { row_log_weight: inputs.row_log_weight + by, ..*inputs };
