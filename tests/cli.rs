@@ -231,7 +231,7 @@ fn judge_rejects_a_wrong_candidate_and_shows_where() {
 #[test]
 fn judge_under_another_spec_rejects() {
     let workplace = Workplace::new();
-    let spec = workplace.write("spec.yaml", "reduction: {sequence_mean: {count_empty_rows: true}}\ntemperature: 2.0\n");
+    let spec = workplace.write("spec.yaml", "reduction: {sequence_mean: {rows: all}}\ntemperature: 2.0\n");
     assert_eq!(workplace.judge(&["--spec", &spec, "-q"]).code, 1);
 }
 
@@ -301,7 +301,7 @@ fn bad_specs_are_refused_by_file_and_field() {
         ("dual.yaml", "objective: {ppo_clip: {dual_clip: 1.0}}\n", &["dual_clip", "got 1", "> 1"]),
         ("kl.yaml", "kl: {beta: .nan}\n", &["kl.beta", "got NaN", "≥ 0"]),
         ("norm.yaml", "reduction: {normalizer: 0.0}\n", &["reduction.normalizer", "got 0", "> 0"]),
-        ("length.yaml", "reduction: {token_sum: {max_length: 0}}\n", &["max_length", "got 0", "≥ 1"]),
+        ("length.yaml", "reduction: {fixed_length: {rows: all, length: 0}}\n", &["length", "got 0", "≥ 1"]),
     ];
     for (name, text, parts) in cases {
         let path = workplace.write(name, text);

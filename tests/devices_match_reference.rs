@@ -24,7 +24,7 @@ use assay::problem::{Candidate, Dtype};
 use assay::reference;
 use assay::runtime::{Client, PLUGIN_VARIABLE, Plugin};
 use assay::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
 };
 use assay::xla::Xla;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -331,11 +331,7 @@ impl Run {
     /// divides.
     fn awkward_shapes(&self) -> Result<(), Failed> {
         let shapes = [[1, 1, 1], [1, 1, 127], [3, 7, 128], [1, 1, 129], [2, 17, 2049], [1, 8, 151_643]];
-        let spec = LossSpec {
-            kl: Some(Kl { beta: 0.05, estimator: KlEstimator::K3 }),
-            entropy_coef: 0.01,
-            ..LossSpec::default()
-        };
+        let spec = LossSpec { kl: Some(Kl::plain(0.05, KlEstimator::K3)), entropy_coef: 0.01, ..LossSpec::default() };
         let mut judged = 0;
         for (i, shape) in shapes.into_iter().enumerate() {
             let recipe = Recipe {
@@ -356,9 +352,9 @@ impl Run {
         let estimators = [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs];
         let reductions = [
             Reduction::TokenMean,
-            Reduction::SequenceMean { count_empty_rows: true },
-            Reduction::SequenceMean { count_empty_rows: false },
-            Reduction::TokenSum { max_length: 7 },
+            Reduction::SequenceMean { rows: Rows::All },
+            Reduction::SequenceMean { rows: Rows::NonEmpty },
+            Reduction::FixedLength { rows: Rows::All, length: Some(7) },
         ];
         let temperatures =
             [(1.0, TemperatureDivides::Logits), (0.8, TemperatureDivides::Logits), (1.3, TemperatureDivides::Logp)];
@@ -377,9 +373,10 @@ impl Run {
                 old_logp,
                 temperature,
                 temperature_divides,
-                kl: estimator.map(|estimator| Kl { beta: 0.07, estimator }),
+                kl: estimator.map(|estimator| Kl::plain(0.07, estimator)),
                 entropy_coef,
                 reduction: reductions[step % 4],
+                ..LossSpec::default()
             };
             let recipe = Recipe {
                 shape: [3, 4, 33],

@@ -19,7 +19,7 @@ const SPEC: &str = "objective: {ppo_clip: {epsilon_low: 0.1, epsilon_high: 0.3, 
 kl: {beta: 0.04, estimator: k3}
 temperature: 0.8
 entropy_coef: 0.02
-reduction: {token_sum: {max_length: 64}}
+reduction: {fixed_length: {rows: all, length: 64}}
 ";
 
 /// A folder that something was emitted into, beside its spec.

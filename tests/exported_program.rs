@@ -17,9 +17,9 @@ use assay::element::Element;
 use assay::exported::Exported;
 use assay::fixture::write_problem;
 use assay::implementation::{Implementation, RunError, find};
-use assay::problem::{Advantages, Candidate, Dtype, FloatArray, Problem};
+use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::reference;
-use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction};
+use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
 use command::{assay, assert_refused};
 use ndarray::{arr1, arr2, arr3};
 use tempfile::TempDir;
@@ -220,6 +220,7 @@ fn inputs_any_order_any_dtype_arrive_as_the_problem_holds_them() {
         advantages: Advantages::Sequence(arr1(&[1.0 + 2_f64.powi(-8)])),
         old_logp: Some(arr2(&[[-1.0 - 3.0 * 2_f64.powi(-11), f64::NAN]])),
         ref_logp: None,
+        extra: Extra::default(),
     };
     for plugin in cpu_plugins() {
         for mask in Element::ALL {
@@ -322,13 +323,13 @@ fn another_shape_dtype_device_count_or_spec_is_refused_by_name() {
         (LossSpec { temperature: 0.7, ..plain.clone() }, "`temperature` = 0.7", "1.0"),
         (LossSpec { old_logp: OldLogp::Current, ..plain.clone() }, "`old_logp` = \"current\"", "\"given\""),
         (
-            LossSpec { kl: Some(Kl { beta: 0.1, estimator: KlEstimator::K3 }), ..plain.clone() },
+            LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..plain.clone() },
             "`kl` = {\"beta\":0.1,\"estimator\":\"k3\"}",
             "null",
         ),
         (
-            LossSpec { reduction: Reduction::TokenSum { max_length: 8 }, ..plain.clone() },
-            "`reduction` = {\"token_sum\":{\"max_length\":8}}",
+            LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(8) }, ..plain.clone() },
+            "`reduction` = {\"fixed_length\":{\"rows\":\"all\",\"length\":8}}",
             "\"token_mean\"",
         ),
     ];

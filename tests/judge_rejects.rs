@@ -22,7 +22,7 @@ fn gate(output: Output) -> Gate {
 }
 
 fn spec() -> LossSpec {
-    LossSpec { kl: Some(Kl { beta: 0.1, estimator: KlEstimator::K3 }), entropy_coef: 0.01, ..LossSpec::default() }
+    LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), entropy_coef: 0.01, ..LossSpec::default() }
 }
 
 fn problem(dtype: Dtype) -> Problem {

@@ -122,7 +122,7 @@ fn kappa_of_every_device_gate_at_zero_kl() {
             for dtype in Dtype::KERNEL {
                 for (seed, regime) in (0..40_u32).flat_map(|seed| Regime::ALL.map(|regime| (seed, regime))) {
                     let beta = 0.01 + 0.02 * f64::from(seed % 25);
-                    let spec = LossSpec { kl: Some(Kl { beta, estimator }), old_logp, ..LossSpec::default() };
+                    let spec = LossSpec { kl: Some(Kl::plain(beta, estimator)), old_logp, ..LossSpec::default() };
                     let (shape, seed) = ([2, 5, 131], u64::from(seed));
                     let recipe =
                         Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.0, masked_garbage: false };

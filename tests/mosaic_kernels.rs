@@ -11,7 +11,7 @@ use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::reference;
-use assay::spec::{LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides};
+use assay::spec::{LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides};
 use assay::tpu::interpret::{self, Array};
 use assay::xla::{ANY_DEVICE, Core, TpuKernel, Xla};
 use half::{bf16, f16};
@@ -132,10 +132,13 @@ impl<'p> Around<'p> {
         let of_row = rows[token / self.shape.tokens] as f64;
         1.0 / match self.spec.reduction {
             Reduction::TokenMean => self.count,
-            Reduction::SequenceMean { count_empty_rows: true } => self.shape.batch as f64 * of_row,
-            Reduction::SequenceMean { count_empty_rows: false } => filled as f64 * of_row,
-            Reduction::TokenSum { max_length } => (self.shape.batch * max_length) as f64,
+            Reduction::SequenceMean { rows: Rows::All } => self.shape.batch as f64 * of_row,
+            Reduction::SequenceMean { rows: Rows::NonEmpty } => filled as f64 * of_row,
+            Reduction::FixedLength { rows: Rows::All, length: Some(max_length) } => {
+                (self.shape.batch * max_length) as f64
+            }
             Reduction::Normalizer(value) => value,
+            other => unreachable!("{other:?} is not drawn"),
         }
     }
 
@@ -189,7 +192,7 @@ impl<'p> Around<'p> {
             let columns = |columns: usize| format!("{{value = {columns} : i32}}");
             kernel.text = kernel.text.replace(&columns(self.shape.vocab), &columns(self.shape.vocab + 1));
         }
-        let Objective::PpoClip(clip) = &self.spec.objective;
+        let Objective::PpoClip(clip) = &self.spec.objective else { unreachable!("only PPO-clip is drawn") };
         let numbers = kernel.operands.iter().find(|operand| operand.name == "numbers").unwrap().columns;
         let numbers = f32_bytes(numbers.iter().map(|&name| match name {
             "low" => 1.0 - clip.epsilon_low,
@@ -253,7 +256,9 @@ impl<'p> Around<'p> {
             -(gap + log_sum) * if two { inverse } else { 1.0 }
         };
         let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
-        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective;
+        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+            unreachable!("only PPO-clip is drawn")
+        };
         let loss_and_grad = |token: usize| {
             let old = if self.spec.old_logp == OldLogp::Given {
                 self.token(self.problem.old_logp.as_ref(), token)
@@ -340,7 +345,7 @@ fn nonfinite_outputs_of_a_text_that_reads_a_column_past_the_edge() {
 
 /// What surrounds the two-pass kernels here knows this much of the loss.
 fn plain(spec: &LossSpec) -> LossSpec {
-    let Objective::PpoClip(clip) = &spec.objective;
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
     let clip = PpoClip { delta: None, dual_clip: None, ..clip.clone() };
     LossSpec { objective: Objective::PpoClip(clip), kl: None, ..spec.clone() }
 }

@@ -10,7 +10,7 @@ use approx::assert_relative_eq;
 use assay::problem::{Advantages, FloatArray, Problem};
 use assay::reference::evaluate;
 use assay::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
 };
 use common::uniform::{V, uniform};
 use ndarray::{Array3, arr2};
@@ -119,7 +119,7 @@ fn outcome_f64_kl_estimators_by_hand() {
         (KlEstimator::Abs, LN_2, -1.0),
     ];
     for (estimator, value, derivative) in cases {
-        let spec = LossSpec { kl: Some(Kl { beta: 0.5, estimator }), ..on_policy() };
+        let spec = LossSpec { kl: Some(Kl::plain(0.5, estimator)), ..on_policy() };
         let problem = Problem { ref_logp: Some(arr2(&[[0.5_f64.ln()]])), ..uniform(&[[0.0]]) };
         let reference = evaluate(&spec, &problem).unwrap();
         assert_relative_eq!(reference.loss(), value / 2.0, max_relative = ROUNDING, epsilon = 0.0);
@@ -209,20 +209,20 @@ fn loss_f64_token_mean_by_hand() {
 #[test]
 fn loss_f64_sequence_mean_by_hand() {
     // −((1 + 2 + 3) / 3 + 10 / 1) / 2
-    for count_empty_rows in [true, false] {
-        assert_reduces(&ragged(), Reduction::SequenceMean { count_empty_rows }, -6.0, [1.0 / 6.0, 1.0 / 2.0]);
+    for rows in [Rows::All, Rows::NonEmpty] {
+        assert_reduces(&ragged(), Reduction::SequenceMean { rows }, -6.0, [1.0 / 6.0, 1.0 / 2.0]);
     }
     // The same over three rows, and over the two that have a token.
-    let with_empty = Reduction::SequenceMean { count_empty_rows: true };
+    let with_empty = Reduction::SequenceMean { rows: Rows::All };
     assert_reduces(&ragged_with_an_empty_row(), with_empty, -4.0, [1.0 / 9.0, 1.0 / 3.0]);
-    let without = Reduction::SequenceMean { count_empty_rows: false };
+    let without = Reduction::SequenceMean { rows: Rows::NonEmpty };
     assert_reduces(&ragged_with_an_empty_row(), without, -6.0, [1.0 / 6.0, 1.0 / 2.0]);
 }
 
 #[test]
-fn loss_f64_token_sum_by_hand() {
+fn loss_f64_fixed_length_by_hand() {
     // −16 / (2 · 8), −16 / (3 · 8)
-    let reduction = Reduction::TokenSum { max_length: 8 };
+    let reduction = Reduction::FixedLength { rows: Rows::All, length: Some(8) };
     assert_reduces(&ragged(), reduction, -1.0, [1.0 / 16.0; 2]);
     assert_reduces(&ragged_with_an_empty_row(), reduction, -2.0 / 3.0, [1.0 / 24.0; 2]);
 }
@@ -237,7 +237,7 @@ fn loss_f64_normalizer_by_hand() {
 #[test]
 fn loss_f64_entropy_bonus_is_a_token_mean_under_every_reduction() {
     // Every token's entropy is ln 4, so the bonus is coef · ln 4 whatever the weights.
-    for reduction in [Reduction::TokenSum { max_length: 8 }, Reduction::Normalizer(32.0)] {
+    for reduction in [Reduction::FixedLength { rows: Rows::All, length: Some(8) }, Reduction::Normalizer(32.0)] {
         let spec = LossSpec { reduction, ..on_policy() };
         let with_bonus = LossSpec { entropy_coef: 0.5, ..spec.clone() };
         let problem = ragged_with_an_empty_row();

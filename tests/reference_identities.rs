@@ -6,9 +6,9 @@ mod common {
     pub(crate) mod uniform;
 }
 
-use assay::problem::{Advantages, FloatArray, Outcome, Problem, ProblemError, mask_from};
+use assay::problem::{Advantages, Extra, FloatArray, Outcome, Problem, ProblemError, mask_from};
 use assay::reference::{Reference, evaluate};
-use assay::spec::{AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, SpecError};
+use assay::spec::{AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, SpecError};
 use common::cases::{self, Case, Regime};
 use common::uniform::uniform;
 use ndarray::{Array1, Array2, Array3, Axis, Dimension, Ix3, arr1, arr2, s};
@@ -100,8 +100,8 @@ fn dlogits_f64_row_sums_to_zero() {
             let Some(token) = reference.token(b, t) else { continue };
             let sum: f64 = reference.dlogits_row(b, t).iter().sum();
             // The two halves that cancel: the target's 1 − p_y against the others, columns above ā against those below.
-            let policy = reference.grad_logp(token, &token.branch).abs() * token.probability_of_others;
-            let bonus = reference.grad_entropy().abs() * token.entropy_softmax.stats.mean_gap;
+            let policy = reference.grad_logp(token, &token.branch, token.coupling).abs() * token.probability_of_others;
+            let bonus = reference.grad_entropy(token).abs() * token.entropy_softmax.stats.mean_gap;
             let limit = 8.0 * U * 2.0 * (policy + bonus) / spec.temperature;
             assert!(sum.abs() <= limit, "[{b},{t}]: row sums to {sum:e}, limit {limit:e}");
         }
@@ -136,6 +136,7 @@ fn outcome_f64_permuted_sequences_permute_their_rows() {
             },
             old_logp: problem.old_logp.as_ref().map(flip),
             ref_logp: problem.ref_logp.as_ref().map(flip),
+            extra: Extra::default(),
         };
         let there = evaluate(&spec, &problem).unwrap();
         let back = evaluate(&spec, &reversed).unwrap();
@@ -206,6 +207,7 @@ fn outcome_f64_packing_into_one_row_changes_nothing() {
             advantages: Advantages::Token(pack(advantages)),
             old_logp: problem.old_logp.as_ref().map(pack),
             ref_logp: problem.ref_logp.as_ref().map(pack),
+            extra: Extra::default(),
         };
         assert_eq!(bits(&outcome(&spec, &problem)), bits(&outcome(&spec, &one_row)));
     });
@@ -279,7 +281,7 @@ fn dlogits_f64_exact_tie_takes_the_unclipped_branch() {
         problem.old_logp = problem.old_logp.map(|logp| logp - log_ratio);
         let wide = ppo(wide.clone());
         let unclipped = evaluate(&wide, &problem).unwrap();
-        let ratio = unclipped.token(0, 0).unwrap().inputs.ratio();
+        let ratio = unclipped.token(0, 0).unwrap().inputs.ratio(unclipped.spec());
         let spec = ppo(tie(ratio));
         let reference = evaluate(&spec, &problem).unwrap();
         assert_eq!(reference.loss(), unclipped.loss(), "{spec:?}");
@@ -292,7 +294,8 @@ fn dlogits_f64_exact_tie_takes_the_unclipped_branch() {
 fn dlogits_f64_one_ulp_beyond_a_tie_is_clipped() {
     let mut problem = uniform(&[[1.0]]);
     problem.old_logp = problem.old_logp.map(|logp| logp - 0.5);
-    let ratio = evaluate(&ppo(PpoClip::default()), &problem).unwrap().token(0, 0).unwrap().inputs.ratio();
+    let spec = ppo(PpoClip::default());
+    let ratio = evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.ratio(&spec);
     let spec = ppo(PpoClip { epsilon_high: ratio.next_down() - 1.0, ..PpoClip::default() });
     let reference = evaluate(&spec, &problem).unwrap();
     assert_eq!(reference.dlogits_row(0, 0), [0.0; 4]);
@@ -441,7 +444,7 @@ fn spec_out_of_range_is_refused_by_field() {
         ppo(clip)
     };
     let base = || ppo(PpoClip::default());
-    let kl = |beta| Some(Kl { beta, estimator: KlEstimator::K3 });
+    let kl = |beta| Some(Kl::plain(beta, KlEstimator::K3));
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let refused = [
         (LossSpec { temperature: 0.0, ..base() }, "temperature", "0", "a finite number > 0"),
@@ -459,8 +462,8 @@ fn spec_out_of_range_is_refused_by_field() {
         (LossSpec { kl: kl(nan), ..base() }, "kl.beta", "NaN", "a finite number ≥ 0"),
         (LossSpec { entropy_coef: nan, ..base() }, "entropy_coef", "NaN", "a finite number"),
         (
-            LossSpec { reduction: Reduction::TokenSum { max_length: 0 }, ..base() },
-            "reduction.token_sum.max_length",
+            LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(0) }, ..base() },
+            "reduction.fixed_length.length",
             "0",
             "an integer ≥ 1",
         ),
@@ -483,9 +486,9 @@ fn spec_out_of_range_is_refused_by_field() {
 fn spec_at_the_end_of_its_range_is_accepted() {
     let clip = PpoClip { epsilon_low: 0.0, epsilon_high: 0.0, delta: Some(1e-3), dual_clip: Some(1.0_f64.next_up()) };
     let spec = LossSpec {
-        kl: Some(Kl { beta: 0.0, estimator: KlEstimator::K1 }),
+        kl: Some(Kl::plain(0.0, KlEstimator::K1)),
         entropy_coef: -1.0,
-        reduction: Reduction::TokenSum { max_length: 1 },
+        reduction: Reduction::FixedLength { rows: Rows::All, length: Some(1) },
         temperature: 1e-3,
         ..ppo(clip)
     };
@@ -497,7 +500,7 @@ type Spoil<'a> = &'a dyn Fn(&mut LossSpec, &mut Problem);
 
 #[test]
 fn problem_that_does_not_fit_is_refused_by_field() {
-    let spec = || LossSpec { kl: Some(Kl { beta: 0.1, estimator: KlEstimator::K3 }), ..ppo(PpoClip::default()) };
+    let spec = || LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..ppo(PpoClip::default()) };
     let batch = || uniform(&[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]);
     let refused: [(Spoil, &str); 16] = [
         (
@@ -567,9 +570,9 @@ fn arrays_the_spec_does_not_read_are_not_asked_for() {
 
 #[test]
 fn mask_value_other_than_0_and_1_is_refused() {
-    assert_eq!(mask_from(&arr2(&[[0.0, 1.0]])), Ok(arr2(&[[false, true]])));
+    assert_eq!(mask_from("mask", &arr2(&[[0.0, 1.0]])), Ok(arr2(&[[false, true]])));
     for given in [0.5, -1.0, 2.0, f64::NAN] {
-        let error: ProblemError = mask_from(&arr2(&[[1.0, 0.0], [1.0, given]])).expect_err("not a mask");
+        let error: ProblemError = mask_from("mask", &arr2(&[[1.0, 0.0], [1.0, given]])).expect_err("not a mask");
         assert_eq!(error.to_string(), format!("`mask[1,1]`: got {given}, expected 0 or 1"));
     }
 }

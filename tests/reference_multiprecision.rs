@@ -179,7 +179,7 @@ impl TokenCondition {
         };
         let log_ratio = match spec.old_logp {
             OldLogp::Given => token.log_ratio.to_f64().abs() + logp,
-            OldLogp::Current => 0.0,
+            OldLogp::Current | OldLogp::Rollout => 0.0,
         };
         let ratio = token.ratio.to_f64() * (1.0 + log_ratio);
         let policy = token.policy.to_f64().abs();
@@ -227,7 +227,7 @@ impl TokenCondition {
 
 /// Whether a token lies so near a kink of its loss that f64 may see the other side.
 fn near_a_kink(spec: &LossSpec, token: &Token) -> bool {
-    let Objective::PpoClip(clip) = &spec.objective;
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
     let bounds = [Some(1.0 - clip.epsilon_low), Some(1.0 + clip.epsilon_high), clip.delta, clip.dual_clip];
     let ratio = token.ratio.to_f64();
     let at_a_bound = bounds.into_iter().flatten().any(|bound| (ratio - bound).abs() < KINK);
@@ -317,7 +317,7 @@ fn check_totals(
         worst.compare("kl_mean", kl_mean, &mean(&kl), mean_scale(&|x| x.condition.kl))?;
     }
 
-    let Objective::PpoClip(clip) = &spec.objective;
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
     let (low, high) = (Real::from(1.0 - clip.epsilon_low), Real::from(1.0 + clip.epsilon_high));
     let share = |clipped: &dyn Fn(f64, &Real) -> bool| {
         tokens.iter().filter(|x| clipped(x.position.advantage, &x.token.ratio)).count() as f64 / count as f64

@@ -8,10 +8,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use assay::problem::{Advantages, Dtype, FloatArray, Problem, mask_from};
+use assay::problem::{Advantages, Dtype, Extra, FloatArray, Problem, mask_from};
 use assay::reference::{self, Reference, Token};
 use assay::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
 };
 use ndarray::{Array1, Array2, Array3};
 use serde::Deserialize;
@@ -99,11 +99,11 @@ const LIMIT_F64: f64 = 12.0;
 /// `κ` of float32 files; worst seen 14.6 (`trl_fused_grpo_T0.7`, whose online softmax rescales at every tile).
 const LIMIT_F32: f64 = 24.0;
 
-const GRPO: Reduction = Reduction::SequenceMean { count_empty_rows: true };
-const NON_EMPTY: Reduction = Reduction::SequenceMean { count_empty_rows: false };
+const GRPO: Reduction = Reduction::SequenceMean { rows: Rows::All };
+const NON_EMPTY: Reduction = Reduction::SequenceMean { rows: Rows::NonEmpty };
 
 fn dr_grpo(max_length: usize) -> Reduction {
-    Reduction::TokenSum { max_length }
+    Reduction::FixedLength { rows: Rows::All, length: Some(max_length) }
 }
 
 fn ppo_clip(clip: PpoClip) -> LossSpec {
@@ -132,7 +132,7 @@ fn mllm(epsilon_high: f64, temperature: f64) -> LossSpec {
 
 #[allow(clippy::unnecessary_wraps, reason = "it fills `LossSpec::kl`")]
 fn kl(beta: f64, estimator: KlEstimator) -> Option<Kl> {
-    Some(Kl { beta, estimator })
+    Some(Kl::plain(beta, estimator))
 }
 
 /// The parts of a parity file that the comparison needs.
@@ -188,7 +188,7 @@ impl Recorded {
         Problem {
             logits: FloatArray::rounded_from(&logits, dtype),
             ids: matrix(ids),
-            mask: mask_from(&matrix(mask)).expect("a mask of 0 and 1"),
+            mask: mask_from("mask", &matrix(mask)).expect("a mask of 0 and 1"),
             advantages: match advantages {
                 RecordedAdvantages::Sequence(a) => {
                     Advantages::Sequence(a.iter().map(|x| dtype.round(*x)).collect::<Array1<_>>())
@@ -197,6 +197,7 @@ impl Recorded {
             },
             old_logp: old_logps.as_ref().map(rounded),
             ref_logp: ref_logps.as_ref().map(rounded),
+            extra: Extra::default(),
         }
     }
 }
@@ -221,8 +222,8 @@ fn grad_scale(spec: &LossSpec, token: &Token) -> f64 {
     let inputs = &token.inputs;
     let exponent = |other: f64| 1.0 + inputs.logp.abs() + other.abs();
     let kl = spec.kl.as_ref().zip(inputs.ref_logp);
-    let kl = kl.map_or(0.0, |(kl, ref_logp)| kl.beta * (1.0 + token.kl.grad.abs()) * exponent(ref_logp));
-    token.weight * (token.policy.grad.abs() * exponent(inputs.old_logp) + kl)
+    let kl = kl.map_or(0.0, |(kl, ref_logp)| kl.beta * (1.0 + token.kl.by_logp.abs()) * exponent(ref_logp));
+    token.weight * (token.policy.by_log_ratio.abs() * exponent(inputs.old_logp) + kl)
 }
 
 /// As [`grad_scale`], of the token's share of the loss. A clipped token's loss is exact.
@@ -289,7 +290,7 @@ fn compare_dlogits(
         let probability = |softmax: &reference::ScaledSoftmax| softmax.stats.probability(row[j] / softmax.divisor);
         let p = if j == token.id { 1.0 } else { probability(&token.logp_softmax) };
         let q = probability(&token.entropy_softmax);
-        let bonus = reference.grad_entropy().abs() * q * (token.entropy - q.ln());
+        let bonus = reference.grad_entropy(token).abs() * q * (token.entropy - q.ln());
         worst.compare(expected[j], dlogit, (grad * p + bonus) / spec.temperature);
     }
 }

@@ -51,7 +51,7 @@ fn loose_or_unargued_entries_are_found() {
 #[test]
 fn every_entry_is_used() {
     let tolerances = Tolerances::parse(&text()).unwrap();
-    let spec = LossSpec { kl: Some(Kl { beta: 0.1, estimator: KlEstimator::K3 }), ..LossSpec::default() };
+    let spec = LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..LossSpec::default() };
     for dtype in Dtype::KERNEL {
         let recipe = Recipe {
             shape: [2, 3, 65],

@@ -13,6 +13,8 @@ mod generate;
 mod gradcheck;
 mod judge;
 mod list;
+mod metrics;
+mod problem_choice;
 mod parity;
 mod replay;
 mod spec;
@@ -56,6 +58,8 @@ enum Command {
     Generate(generate::Generate),
     /// Judge the outputs of a kernel of your own
     Judge(judge::Judge),
+    /// Show what trainers would log of a problem, and what it means
+    Metrics(metrics::Metrics),
     /// Compile one implementation for TPUs that need not be there
     #[cfg(feature = "pjrt")]
     Compile(compile::Compile),
@@ -165,6 +169,7 @@ pub fn main() -> ExitCode {
         Command::Bench(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Judge(command) => command.run(),
+        Command::Metrics(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::Compile(command) => command.run(),
         #[cfg(feature = "pjrt")]

@@ -20,7 +20,7 @@ use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, find, registry};
 use crate::problem::{Candidate, Problem};
 use crate::reference::{self, Reference};
-use crate::spec::{LossSpec, OldLogp};
+use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
@@ -134,11 +134,10 @@ impl Session {
         let spec = other_spec.unwrap_or_else(recorded_spec);
         let mut expected = Expected::of(&file);
         let logits_names = Replay::chosen(args.logits.as_ref(), file.logits_names());
-        let old_logps: Vec<Option<&str>> = match spec.old_logp {
-            OldLogp::Given => {
-                Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
-            }
-            OldLogp::Current | OldLogp::Rollout => vec![None],
+        let old_logps: Vec<Option<&str>> = if spec.reads_old_logp() {
+            Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
+        } else {
+            vec![None]
         };
         if logits_names.is_empty() || old_logps.is_empty() {
             let wanted = if logits_names.is_empty() { "logits… [B,T,V]" } else { "old_logps… [B,T]" };

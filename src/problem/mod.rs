@@ -35,7 +35,7 @@ pub struct Problem {
 }
 
 /// Arrays that only some specs read.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra {
     /// `[B,T]`, nats: log-probability under the policy that the sampler ran. NaN: not scored.
     pub rollout_logp: Option<Array2<f64>>,
@@ -168,6 +168,16 @@ pub enum ProblemError {
         /// The value found.
         given: f64,
     },
+    /// A rollout weight that is none.
+    #[error("`rollout_weights[{b},{t}]`: got {given}, expected a finite number ≥ 0")]
+    Weight {
+        /// Sequence.
+        b: usize,
+        /// Token, or 0 where there is one weight a sequence.
+        t: usize,
+        /// The value found.
+        given: f64,
+    },
     /// A token was sampled that the spec's support leaves out.
     #[error("`ids[{b},{t}]`: got {id}, expected an id within `support`, or `support.keep_sampled: true`")]
     IdOutsideSupport {
@@ -276,8 +286,7 @@ impl Problem {
     /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.
     fn arrays_of(&self, spec: &LossSpec) -> Vec<(&'static str, &Option<Array2<f64>>, &'static str)> {
         let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
-        let weighs_logp = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Logp);
-        let compares = weighs_logp || !spec.rejection.is_empty();
+        let compares = spec.compares_with_sampler();
         let (old_logp, rollout_logp) = (&self.old_logp, &self.extra.rollout_logp);
         let all = [
             (spec.old_logp == OldLogp::Given, "old_logp", old_logp, "`old_logp: given`"),
@@ -304,7 +313,15 @@ impl Problem {
                 let expected = format!("[{batch}, {tokens}] or [{batch}, 1]");
                 return Err(ProblemError::Shape { field, given: weights.shape().to_vec(), expected });
             }
-            self.expect_finite(field, |b, t| weights[[b, if broadcast { 0 } else { t }]])?;
+            // VESPO reads those of masked tokens too, as its peers do.
+            let everywhere = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
+            for ((b, t), &given) in weights.indexed_iter() {
+                let read =
+                    everywhere || if broadcast { self.mask.row(b).iter().any(|m| *m) } else { self.mask[[b, t]] };
+                if read && !(given >= 0.0 && given.is_finite()) {
+                    return Err(ProblemError::Weight { b, t, given });
+                }
+            }
         }
         let selects = match &spec.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),

@@ -11,6 +11,7 @@ mod gradient;
 mod head;
 mod kl;
 mod log_softmax;
+pub mod metrics;
 mod objective;
 mod ratio;
 mod reduction;

@@ -202,7 +202,7 @@ impl Branch {
             }
             Objective::Cispo(_) => Term::score(k, inputs),
             Objective::Sapo(sapo) => soft_gate(sapo, ratio, advantage),
-            Objective::Vespo(vespo) => Term::score(gamma_weight(vespo, inputs), inputs),
+            Objective::Vespo(vespo) => Term::score(gamma_weight(vespo, inputs.row_log_weight, advantage), inputs),
             Objective::PolicyGradient | Objective::Dro(_) => Term::score(1.0, inputs),
             Objective::ImportanceSampling(_) | Objective::KlCov(_) => {
                 Term::of_ratio(-ratio * advantage, following(true))
@@ -285,9 +285,9 @@ fn soft_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> Term {
 }
 
 /// VESPO: `φ = exp(λ + k·ln w − λ·w)` with `ln w` in `[ln 1e-8, 20]`; 0 where that is NaN or ∞.
-fn gamma_weight(vespo: &Vespo, inputs: &TokenInputs) -> f64 {
-    let log_weight = inputs.row_log_weight.clamp(1e-8_f64.ln(), 20.0);
-    let (k, lambda) = if inputs.advantage >= 0.0 {
+pub(super) fn gamma_weight(vespo: &Vespo, row_log_weight: f64, advantage: f64) -> f64 {
+    let log_weight = row_log_weight.clamp(1e-8_f64.ln(), 20.0);
+    let (k, lambda) = if advantage >= 0.0 {
         (vespo.k_positive, vespo.lambda_positive)
     } else {
         (vespo.k_negative, vespo.lambda_negative)

@@ -519,6 +519,19 @@ impl LossSpec {
         Averaging { reduction: self.reduction, denominator_epsilon: self.denominator_epsilon }
     }
 
+    /// Whether the loss needs the problem's `old_logp`.
+    pub fn reads_old_logp(&self) -> bool {
+        self.old_logp == OldLogp::Given
+            || self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Given)
+            || self.compares_with_sampler()
+    }
+
+    /// Whether it compares `old_logp` with `rollout_logp`.
+    pub fn compares_with_sampler(&self) -> bool {
+        let of_logp = |rollout: &RolloutWeights| rollout.source == RolloutSource::Logp;
+        self.rollout.as_ref().is_some_and(of_logp) || !self.rejection.is_empty()
+    }
+
     /// The reduction of the KL penalty.
     pub fn kl_averaging(&self) -> Averaging {
         self.kl.as_ref().and_then(|kl| kl.averaging).unwrap_or_else(|| self.averaging())

@@ -255,7 +255,7 @@ mod tests {
     use super::*;
     use crate::problem::Shape;
     use crate::runtime::Mesh;
-    use crate::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction};
+    use crate::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction, Rows};
 
     const SHAPE: Shape = Shape { batch: 4, tokens: 6, vocab: 13 };
 
@@ -273,7 +273,7 @@ mod tests {
                 dual_clip: (x > 1.0).then_some(3.0),
             }),
             temperature: 0.5 * x,
-            kl: Some(Kl { beta: 0.1 * x, estimator: KlEstimator::K3 }),
+            kl: Some(Kl::plain(0.1 * x, KlEstimator::K3)),
             entropy_coef: 0.01 * x,
             reduction: Reduction::Normalizer(7.0 * x),
             ..LossSpec::default()
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn every_number_of_a_spec_is_a_run_time_input() {
         assert_eq!(text(&spec(1.0), Mesh::ONE), text(&spec(1.5), Mesh::ONE));
-        let sum = LossSpec { reduction: Reduction::TokenSum { max_length: 9 }, ..spec(1.0) };
+        let sum = LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(9) }, ..spec(1.0) };
         assert_eq!(text(&spec(1.0), Mesh::ONE), text(&sum, Mesh::ONE), "both divide by a given number");
         let plain = LossSpec { kl: None, ..spec(1.0) };
         assert_ne!(text(&spec(1.0), Mesh::ONE), text(&plain, Mesh::ONE));
@@ -293,8 +293,8 @@ mod tests {
     fn numbers_hold_what_the_program_divides_by() {
         let denominator = |reduction| numbers(&LossSpec { reduction, ..spec(1.0) }, 4)[7];
         assert_eq!(denominator(Reduction::Normalizer(7.0)), 7.0);
-        assert_eq!(denominator(Reduction::TokenSum { max_length: 9 }), 36.0);
-        assert_eq!(denominator(Reduction::SequenceMean { count_empty_rows: true }), 4.0);
+        assert_eq!(denominator(Reduction::FixedLength { rows: Rows::All, length: Some(9) }), 36.0);
+        assert_eq!(denominator(Reduction::SequenceMean { rows: Rows::All }), 4.0);
     }
 
     #[test]

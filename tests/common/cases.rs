@@ -2,9 +2,9 @@
 
 use std::f64::consts::TAU;
 
-use assay::problem::{Advantages, Dtype, FloatArray, Problem};
+use assay::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
 };
 use ndarray::{Array1, Array2, Array3};
 use proptest::collection::vec;
@@ -120,6 +120,7 @@ fn problem(spec: &LossSpec, shape: (usize, usize, usize), dtype: Dtype, draws: &
         old_logp: (spec.old_logp == OldLogp::Given).then(|| offset_logp(&|draw| -draw.log_ratio)),
         ref_logp: spec.kl.as_ref().map(|_| offset_logp(&|draw| -draw.log_ratio_to_ref)),
         logits,
+        extra: Extra::default(),
     }
 }
 
@@ -161,12 +162,12 @@ pub(crate) fn spec() -> impl Strategy<Value = LossSpec> {
                 dual_clip,
             });
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
-    let kl = option::of((0.01..1.0, estimator).prop_map(|(beta, estimator)| Kl { beta, estimator }));
+    let kl = option::of((0.01..1.0, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
     let reduction = select(vec![
         Reduction::TokenMean,
-        Reduction::SequenceMean { count_empty_rows: true },
-        Reduction::SequenceMean { count_empty_rows: false },
-        Reduction::TokenSum { max_length: 7 },
+        Reduction::SequenceMean { rows: Rows::All },
+        Reduction::SequenceMean { rows: Rows::NonEmpty },
+        Reduction::FixedLength { rows: Rows::All, length: Some(7) },
         Reduction::Normalizer(27.5),
     ]);
     (
@@ -189,6 +190,7 @@ pub(crate) fn spec() -> impl Strategy<Value = LossSpec> {
                 kl,
                 entropy_coef,
                 reduction,
+                ..LossSpec::default()
             }
         })
 }

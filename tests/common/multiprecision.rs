@@ -9,7 +9,7 @@ use std::iter::Sum;
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
 use assay::problem::Problem;
-use assay::spec::{KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides};
+use assay::spec::{KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides};
 use astro_float::{BigFloat, Consts, RoundingMode};
 
 /// Bits of significand. A margin of 100 nats at temperature ½ leaves a probability of 2⁻²⁸⁹ to the other columns; to
@@ -150,10 +150,11 @@ pub(crate) fn positions(spec: &LossSpec, problem: &Problem) -> Vec<Position> {
     let rows_with_tokens = row_counts.iter().filter(|n| **n > 0).count();
     let denominator = |row_count: usize| match spec.reduction {
         Reduction::TokenMean => total as f64,
-        Reduction::SequenceMean { count_empty_rows: true } => (rows * row_count) as f64,
-        Reduction::SequenceMean { count_empty_rows: false } => (rows_with_tokens * row_count) as f64,
-        Reduction::TokenSum { max_length } => (rows * max_length) as f64,
+        Reduction::SequenceMean { rows: Rows::All } => (rows * row_count) as f64,
+        Reduction::SequenceMean { rows: Rows::NonEmpty } => (rows_with_tokens * row_count) as f64,
+        Reduction::FixedLength { rows: Rows::All, length: Some(max_length) } => (rows * max_length) as f64,
         Reduction::Normalizer(normalizer) => normalizer,
+        other => unreachable!("{other:?} is not drawn"),
     };
     let unmasked = problem.mask.indexed_iter().filter(|(_, counts)| **counts);
     unmasked
@@ -164,7 +165,7 @@ pub(crate) fn positions(spec: &LossSpec, problem: &Problem) -> Vec<Position> {
             advantage: problem.advantages.at(b, t),
             old_logp: match spec.old_logp {
                 OldLogp::Given => problem.old_logp.as_ref().map(|a| a[[b, t]]),
-                OldLogp::Current => None,
+                OldLogp::Current | OldLogp::Rollout => None,
             },
             ref_logp: problem.ref_logp.as_ref().map(|a| a[[b, t]]),
             weight: Real::from(1.0) / Real::from(denominator(row_counts[b])),
@@ -233,7 +234,7 @@ fn kl_estimate(estimator: KlEstimator, d: &Real) -> Real {
 /// [`OldLogp::Current`] holds constant while `row` is varied.
 pub(crate) fn token(spec: &LossSpec, position: &Position, row: &Row, current: &Real) -> Token {
     let logp = logp(spec, row, position.id);
-    let Objective::PpoClip(clip) = &spec.objective;
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
     let log_ratio = logp.clone() - position.old_logp.map_or(current.clone(), Real::from);
     let ratio = log_ratio.exp();
     let policy = ppo_clip(clip, &ratio, position.advantage);

@@ -3,7 +3,7 @@
 use assay::conformance::generate::{Recipe, Regime};
 use assay::problem::Dtype;
 use assay::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -14,11 +14,11 @@ pub(crate) fn any_spec() -> impl Strategy<Value = LossSpec> {
         |(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip { epsilon_low, epsilon_high, delta, dual_clip },
     );
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
-    let kl = option((0.0..0.5_f64, estimator).prop_map(|(beta, estimator)| Kl { beta, estimator }));
+    let kl = option((0.0..0.5_f64, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
     let reduction = prop_oneof![
         Just(Reduction::TokenMean),
-        any::<bool>().prop_map(|count_empty_rows| Reduction::SequenceMean { count_empty_rows }),
-        (1..64_usize).prop_map(|max_length| Reduction::TokenSum { max_length }),
+        select(vec![Rows::All, Rows::NonEmpty]).prop_map(|rows| Reduction::SequenceMean { rows }),
+        (1..64_usize).prop_map(|max_length| Reduction::FixedLength { rows: Rows::All, length: Some(max_length) }),
         (0.5..500.0_f64).prop_map(Reduction::Normalizer),
     ];
     let temperature = prop_oneof![Just(1.0), 0.3..2.0_f64];
@@ -42,6 +42,7 @@ pub(crate) fn any_spec() -> impl Strategy<Value = LossSpec> {
                 kl,
                 entropy_coef,
                 reduction,
+                ..LossSpec::default()
             }
         })
 }

@@ -1,6 +1,6 @@
 //! Batches of equal logits, whose softmax, log-probabilities and gradients are known by hand.
 
-use assay::problem::{Advantages, FloatArray, Problem};
+use assay::problem::{Advantages, Extra, FloatArray, Problem};
 use ndarray::{Array2, Array3};
 
 /// Columns of [`uniform`].
@@ -18,5 +18,6 @@ pub(crate) fn uniform<const T: usize>(advantages: &[[f64; T]]) -> Problem {
         advantages: Advantages::Token(ndarray::arr2(advantages)),
         old_logp: logp(),
         ref_logp: logp(),
+        extra: Extra::default(),
     }
 }

@@ -1,0 +1,36 @@
+//! `assay metrics`: what trainers would log of a problem.
+
+use clap::Args;
+use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
+
+use super::problem_choice::ProblemChoice;
+use super::{CliError, Passed, Printing};
+use crate::reference;
+use crate::reference::metrics::Project;
+
+#[derive(Args)]
+pub(super) struct Metrics {
+    #[command(flatten)]
+    choice: ProblemChoice,
+    /// Under whose names, and by whose definitions
+    #[arg(long, value_name = "PROJECT", default_value = "trl")]
+    names: Project,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Metrics {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let (spec, problem) = self.choice.read()?;
+        let reference = reference::evaluate(&spec, &problem).map_err(|reason| self.choice.wrong(reason))?;
+        let metrics = self.names.metrics(&reference);
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(["metric", "value", "definition"]);
+        for metric in &metrics {
+            table.add_row([metric.name.to_string(), format!("{:.9e}", metric.value), metric.definition.to_string()]);
+        }
+        self.printing.finish(&format!("{table}\n"), &metrics)?;
+        Ok(Passed::Yes)
+    }
+}

@@ -1,0 +1,61 @@
+//! The problem and the loss that a command is about.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{CliError, config};
+use crate::fixture::{ProblemFile, verify};
+use crate::problem::{Problem, ProblemError};
+use crate::spec::LossSpec;
+
+#[derive(Args)]
+pub(super) struct ProblemChoice {
+    /// The problem
+    #[arg(long, value_name = "PROBLEM.safetensors")]
+    pub(super) problem: PathBuf,
+    /// The loss, in YAML, TOML or JSON; a generated problem carries its own
+    #[arg(long, value_name = "FILE")]
+    spec: Option<PathBuf>,
+    /// The problem's logits tensor
+    #[arg(long, value_name = "NAME", default_value = "logits")]
+    logits: String,
+    /// The problem's old log-probabilities
+    #[arg(long, value_name = "NAME", default_value = "old_logps")]
+    old_logp: String,
+}
+
+impl ProblemChoice {
+    /// Reads both.
+    pub(super) fn read(&self) -> Result<(LossSpec, Problem), CliError> {
+        verify(&self.problem)?;
+        let file = ProblemFile::open(&self.problem)?;
+        let spec = self.spec(&file)?;
+        let old_logp = spec.reads_old_logp().then_some(self.old_logp.as_str());
+        let problem = file.problem(&self.logits, old_logp)?;
+        Ok((spec, problem))
+    }
+
+    /// The spec asked for, or the one that the problem was generated with.
+    fn spec(&self, file: &ProblemFile) -> Result<LossSpec, CliError> {
+        if let Some(spec) = config::read_spec(self.spec.as_deref())? {
+            return Ok(spec);
+        }
+        config::spec_within(file)?.ok_or_else(|| {
+            let reason = "metadata `spec`: not in the file, expected --spec FILE to say which loss is meant".into();
+            CliError::Config { path: self.problem.clone(), reason }
+        })
+    }
+
+    /// An error of the problem's, with its path.
+    pub(super) fn wrong(&self, reason: ProblemError) -> CliError {
+        CliError::Problem { path: self.problem.clone(), reason }
+    }
+
+    /// The options that choose the same again.
+    pub(super) fn options(&self) -> String {
+        let spec = self.spec.as_ref().map_or(String::new(), |spec| format!(" --spec {}", spec.display()));
+        let Self { problem, logits, old_logp, .. } = self;
+        format!("--problem {}{spec} --logits {logits} --old-logp {old_logp}", problem.display())
+    }
+}
