@@ -102,7 +102,10 @@ impl Parity {
 
         let pass = refused.is_empty() && files.iter().all(|file| file.verdict != Verdict::Fail);
         let comparison = Comparison { pass, worst: worst(&files), files, refused };
-        self.printing.finish(&comparison.text(), &comparison)?;
+        // Where nothing could be compared, the error says it all.
+        if !comparison.files.is_empty() {
+            self.printing.finish(&comparison.text(), &comparison)?;
+        }
         if let Some((first, others)) = comparison.refused.split_first() {
             let others = if others.is_empty() { String::new() } else { format!(" (and {} more files)", others.len()) };
             return Err(CliError::Usage(format!("{first}{others}")));

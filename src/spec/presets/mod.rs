@@ -9,9 +9,9 @@
 //! # Ok::<(), assay::spec::presets::PresetError>(())
 //! ```
 //!
-//! A preset reproduces what one version of a project computes, defects left out (`README.md` of `fixtures/parity` says
-//! which those are). An option that it does not reproduce is an error that names it; one that has no effect on the loss
-//! is listed in [`Resolved::without_effect`].
+//! A preset reproduces what one version of a project computes, its known defects left out: [`Resolved::notes`] names them
+//! where they would show. An option that is not reproduced is an error that names it; one that has no effect on the loss is
+//! listed in [`Resolved::without_effect`].
 
 mod liger;
 mod loss_type;
@@ -190,6 +190,20 @@ impl Given {
 }
 
 impl Given {
+    /// What the batch has of the sampler's that `spec` does not read.
+    fn unread_by(&self, spec: &LossSpec) -> Vec<String> {
+        let source = spec.rollout.as_ref().map(|rollout| rollout.source);
+        let reads_logps = source == Some(RolloutSource::Logp)
+            || !spec.rejection.is_empty()
+            || spec.old_logp == OldLogp::Rollout
+            || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout);
+        let weights = self.rollout_weights.is_some() && source != Some(RolloutSource::Given);
+        let logps = self.sampling_logps && !reads_logps;
+        let unread = [(weights, "importance weights"), (logps, "sampling logps")];
+        let unread = unread.into_iter().filter(|(unread, _)| *unread);
+        unread.map(|(_, what)| format!("the batch's {what} have no part in the loss under these options")).collect()
+    }
+
     /// How TRL takes a quantile of entropies: in f32, whatever it runs in.
     fn quantile_precision(&self) -> QuantilePrecision {
         if self.float64 { QuantilePrecision::F32Threshold } else { QuantilePrecision::F32 }
@@ -352,9 +366,10 @@ pub fn spec(preset: Preset, function: Option<&str>, options: &Options, given: &G
         Preset::PrimeRl => prime_rl::resolve,
         Preset::OpenRlhf => openrlhf::resolve,
     };
-    let Found { spec, known, notes } = resolve(&reader, function, given)?;
+    let Found { spec, known, mut notes } = resolve(&reader, function, given)?;
     let without_effect = reader.finish(known)?;
     spec.check().map_err(|reason| PresetError::Spec { preset, function, reason })?;
+    notes.extend(given.unread_by(&spec));
     Ok(Resolved { spec, function, without_effect, notes })
 }
 
