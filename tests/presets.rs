@@ -136,7 +136,7 @@ fn trl_epsilon_high_is_epsilon_if_null_and_a_raw_bound_for_cispo() {
 fn trl_inputs_decide_what_is_read() {
     let none = Given { old_logps: false, ..Given::default() };
     assert_eq!(with(Preset::Trl, &[], &none).old_logp, OldLogp::Current);
-    let mask = |given| with(Preset::Trl, &["off_policy_mask_threshold=0.1"], given).off_policy_mask;
+    let mask = |given: &Given| with(Preset::Trl, &["off_policy_mask_threshold=0.1"], given).off_policy_mask;
     assert_eq!(mask(&Given::default()).unwrap().behaviour, OldLogp::Given);
     assert_eq!(mask(&SAMPLED).unwrap().behaviour, OldLogp::Rollout);
     assert_eq!(mask(&none), None, "the divergence from the policy itself is 0");

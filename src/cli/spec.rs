@@ -21,8 +21,8 @@ pub(super) struct Spec {
     #[arg(long, value_name = "NAME", requires = "preset")]
     function: Option<String>,
     /// A spec in YAML, TOML or JSON, instead of a project's
-    #[arg(long, value_name = "FILE", conflicts_with = "preset", required_unless_present = "preset")]
-    spec: Option<PathBuf>,
+    #[arg(long = "spec", value_name = "FILE", conflicts_with = "preset", required_unless_present = "preset")]
+    file: Option<PathBuf>,
     #[command(flatten)]
     batch: Batch,
     #[command(flatten)]
@@ -67,7 +67,7 @@ struct Described<'s> {
 impl Spec {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let Some(name) = &self.preset else {
-            let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
+            let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
             return self.show(None, &Resolved { spec, function: "", without_effect: Vec::new(), notes: Vec::new() });
         };
         let preset: Preset = name.parse()?;
@@ -84,7 +84,9 @@ impl Spec {
         if !without_effect.is_empty() {
             text += &comments(&format!("without effect on the loss: {}", without_effect.join(", ")));
         }
-        text += &comments(&notes.iter().map(|note| format!("note: {note}\n")).collect::<String>());
+        for note in notes {
+            text += &comments(&format!("note: {note}"));
+        }
         let described = Described {
             preset: preset.map(Preset::name),
             function: preset.map(|_| *function),
@@ -121,5 +123,5 @@ impl Batch {
 
 /// Each line as a comment of YAML, so that what is printed is still a spec file.
 fn comments(text: &str) -> String {
-    text.lines().map(|line| format!("# {line}\n")).collect()
+    text.lines().fold(String::new(), |commented, line| commented + "# " + line + "\n")
 }

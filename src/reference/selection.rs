@@ -1,5 +1,7 @@
 //! Which tokens keep their policy term, and which are selected: choices that look at the row or at the whole batch.
 
+#![allow(clippy::cast_sign_loss, reason = "indices and counts are made of numbers that are ≥ 0")]
+
 use ndarray::Array2;
 
 use super::sum::Sum;

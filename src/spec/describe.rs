@@ -47,7 +47,7 @@ impl LossSpec {
             lines.push(("entropy", self.entropy_line()));
         }
         lines.push(("loss", self.loss_line()));
-        lines.into_iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect()
+        lines.into_iter().fold(String::new(), |text, (name, line)| text + &format!("{name:<10} {line}\n"))
     }
 
     fn reads_ratio(&self) -> bool {
