@@ -5,6 +5,7 @@
 //! into it.
 
 mod check;
+mod describe;
 mod objective;
 pub mod presets;
 
