@@ -317,7 +317,12 @@ fn problem(logits: Dtype) -> Problem {
         advantages: Advantages::Sequence(array![0.5, -0.5]),
         old_logp: Some(ramp2(-1.0)),
         ref_logp: Some(ramp2(-0.1)),
-        extra: Extra::default(),
+        extra: Extra {
+            rollout_logp: Some(ramp2(-1.5)),
+            rollout_weights: Some(ramp2(1.0)),
+            selected: Some(array![[true, false, false], [false, true, false]]),
+            bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
+        },
     }
 }
 
@@ -328,6 +333,7 @@ fn assert_same(given: &Problem, expected: &Problem) {
     assert_eq!(given.advantages, expected.advantages);
     assert_eq!(given.old_logp, expected.old_logp);
     assert_eq!(given.ref_logp, expected.ref_logp);
+    assert_eq!(given.extra, expected.extra);
 }
 
 #[test]
@@ -346,6 +352,7 @@ fn problem_of_every_dtype_reads_back_unchanged() {
         given.advantages = Advantages::Token(ramp2(0.25));
         given.old_logp = None;
         given.ref_logp = None;
+        given.extra = Extra { rollout_weights: Some(array![[0.5], [2.0]]), ..Extra::default() };
         write_problem(&path, &given, &BTreeMap::new()).unwrap();
         let held = ProblemFile::open(&path).unwrap();
         assert!(held.metadata().is_empty() && held.old_logp_names().is_empty());
@@ -390,13 +397,17 @@ fn problem_with_strided_logits_is_written_row_major() {
 
 /// A small problem file, valid but that the tensor `replaced` gave way to another.
 fn problem_with(replaced: &str, by: (&str, &str, &str, &[u8])) -> ProblemFile<Cursor<Vec<u8>>> {
-    let valid: [(&str, &str, &str, &[u8]); 6] = [
+    let valid: [(&str, &str, &str, &[u8]); 10] = [
         ("logits", "F32", "[1,2,3]", &[0; 24]),
         ("ids", "I32", "[1,2]", &[0; 8]),
         ("mask", "U8", "[1,2]", &[1, 0]),
         ("advantages", "F32", "[1]", &[0; 4]),
         ("old_logps", "F32", "[1,2]", &[0; 8]),
         ("ref_logps", "F32", "[1,2]", &[0; 8]),
+        ("rollout_logps", "F32", "[1,2]", &[0; 8]),
+        ("rollout_weights", "F32", "[1,2]", &[0; 8]),
+        ("selected", "U8", "[1,2]", &[1, 0]),
+        ("bias", "F32", "[3]", &[0; 12]),
     ];
     ProblemFile::new(tensors(&valid.map(|held| if held.0 == replaced { by } else { held })))
 }
@@ -404,7 +415,8 @@ fn problem_with(replaced: &str, by: (&str, &str, &str, &[u8])) -> ProblemFile<Cu
 #[test]
 fn problem_with_a_shape_unlike_its_logits_is_refused_by_name() {
     problem_with("no tensor", ("", "", "", &[])).problem("logits", Some("old_logps")).unwrap();
-    for name in ["ids", "mask", "advantages", "old_logps", "ref_logps"] {
+    let names = ["ids", "mask", "advantages", "old_logps", "ref_logps", "rollout_logps", "rollout_weights", "selected"];
+    for name in names {
         for (shape, given) in [("[2,1]", "got shape [2, 1]"), ("[2]", "got shape [2]"), ("[]", "got shape []")] {
             let dtype = if shape == "[]" { "I16" } else { "I8" };
             let held = problem_with(name, (name, dtype, shape, &[1; 2]));
@@ -414,6 +426,8 @@ fn problem_with_a_shape_unlike_its_logits_is_refused_by_name() {
             assert_says(held.problem("logits", Some("old_logps")), "given.safetensors", &[&field, given, expected]);
         }
     }
+    let held = problem_with("bias", ("bias", "F32", "[2]", &[0; 8]));
+    assert_says(held.problem("logits", None), "given.safetensors", &["tensor `bias`", "got shape [2]", "[3], [V] of"]);
     let held = problem_with("logits", ("logits", "F32", "[2,3]", &[0; 24]));
     assert!(held.logits_names().is_empty());
     assert_says(held.problem("logits", None), "given.safetensors", &["tensor `logits`", "got shape [2, 3]", "[B,T,V]"]);
@@ -530,7 +544,21 @@ fn written_bytes_repeat_and_another_reader_agrees() {
     let other = SafeTensors::deserialize(&bytes).unwrap();
     let mut names = other.names();
     names.sort_unstable();
-    assert_eq!(names, ["advantages", "ids", "logits", "mask", "old_logps", "ref_logps"]);
+    assert_eq!(
+        names,
+        [
+            "advantages",
+            "bias",
+            "ids",
+            "logits",
+            "mask",
+            "old_logps",
+            "ref_logps",
+            "rollout_logps",
+            "rollout_weights",
+            "selected"
+        ]
+    );
     assert_eq!(other.tensor("mask").unwrap().data(), [1, 1, 0, 1, 0, 0]);
     assert_eq!(other.tensor("ids").unwrap().data()[8..16], 4i64.to_le_bytes());
     let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();

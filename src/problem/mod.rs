@@ -35,7 +35,7 @@ pub struct Problem {
 }
 
 /// Arrays that only some specs read.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra {
     /// `[B,T]`, nats: log-probability under the policy that the sampler ran. NaN: not scored.
     pub rollout_logp: Option<Array2<f64>>,
