@@ -28,14 +28,34 @@ impl Choice {
 pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<Choice> {
     let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();
     ascending.sort_by(f64::total_cmp);
-    let Some(last) = ascending.len().checked_sub(1) else { return entropies.mapv(|_| Choice::fixed(true)) };
-    let index = (1.0 - top.fraction) * last as f64;
-    let (below, above) = (ascending[index.floor() as usize], ascending[(index.ceil() as usize).min(last)]);
-    let threshold = below + index.fract() * (above - below);
+    if ascending.is_empty() {
+        return entropies.mapv(|_| Choice::fixed(true));
+    }
+    let quantile = 1.0 - top.fraction;
+    let threshold =
+        if top.f32_threshold { f32_quantile(&ascending, quantile) } else { quantile_of(&ascending, quantile) };
     entropies.mapv(|entropy| {
         let Some(entropy) = entropy else { return Choice::fixed(true) };
         Choice { holds: entropy >= threshold, margin: (entropy - threshold).abs() }
     })
+}
+
+fn quantile_of(ascending: &[f64], quantile: f64) -> f64 {
+    let last = ascending.len() - 1;
+    let index = quantile * last as f64;
+    let (below, above) = (ascending[index.floor() as usize], ascending[(index.ceil() as usize).min(last)]);
+    below + index.fract() * (above - below)
+}
+
+/// The same with every step rounded to f32. From the middle on the interpolation counts from above, as torch's does.
+fn f32_quantile(ascending: &[f64], quantile: f64) -> f64 {
+    let last = ascending.len() - 1;
+    let index = quantile as f32 * last as f32;
+    let at = |index: f32| ascending[(index as usize).min(last)] as f32;
+    let (below, above, fraction) = (at(index.floor()), at(index.ceil()), index.fract());
+    let between =
+        if fraction < 0.5 { below + fraction * (above - below) } else { above - (above - below) * (1.0 - fraction) };
+    f64::from(between)
 }
 
 /// DeepSeek-V3.2's mask: kept where `A ≥ 0` or the mean of `behaviour − ℓ` is at most the threshold.

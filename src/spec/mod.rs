@@ -6,6 +6,7 @@
 
 mod check;
 mod objective;
+pub mod presets;
 
 use serde::{Deserialize, Serialize};
 
@@ -351,6 +352,10 @@ pub struct TopEntropy {
     /// What the others are left out of.
     #[serde(default)]
     pub drops: Drops,
+    /// Whether the quantile is taken in f32, of entropies rounded to f32: what TRL does when it runs in f64. It shows
+    /// where the quantile is a token's own entropy.
+    #[serde(default)]
+    pub f32_threshold: bool,
 }
 
 /// What a token of low entropy is left out of.
