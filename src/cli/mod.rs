@@ -14,8 +14,8 @@ mod gradcheck;
 mod judge;
 mod list;
 mod metrics;
-mod problem_choice;
 mod parity;
+mod problem_choice;
 mod replay;
 mod spec;
 
