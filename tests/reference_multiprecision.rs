@@ -7,6 +7,7 @@
 
 mod common {
     pub(crate) mod cases;
+    pub(crate) mod draws;
     pub(crate) mod multiprecision;
     pub(crate) mod real;
     pub(crate) mod softmax_condition;
