@@ -18,11 +18,13 @@ mod common {
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use assay::problem::{Outcome, Problem, ProblemError};
+use assay::problem::{Advantages, Extra, Outcome, Problem, ProblemError};
 use assay::reference::{self, Reference};
 use assay::spec::{
-    Divergence, Drops, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Outside, RatioLevel, RolloutLevel,
-    RolloutSource, TemperatureDivides, Terms,
+    Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
+    KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, Ratio,
+    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    Rows, Sapo, Support, TemperatureDivides, Terms, TopEntropy, TrustRegion, Vespo,
 };
 use common::draws;
 use common::family::{self, Frozen, Loss, Policy, Row, RowLoss, Undetermined};
@@ -30,7 +32,7 @@ use common::family_cases::{self, Case};
 use common::real::Real;
 use common::running::{Running, U, nearest_choice};
 use common::softmax_condition::SoftmaxCondition;
-use ndarray::Array2;
+use ndarray::{Array2, Array3, arr1, arr2};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestError, TestRunner};
@@ -424,10 +426,9 @@ fn note_corrections(spec: &LossSpec, exact: &Exact, policy: bool, kl: bool, reco
     let unmasked = || exact.loss.problem.mask.indexed_iter().filter(|(_, inside)| **inside).map(|(at, _)| at);
     record.saw("rejection", policy && unmasked().any(|at| !frozen.counts[at]));
     record.saw("rejection.counts", policy && unmasked().any(|at| frozen.counts[at] && !frozen.stays[at]));
-    let lower = |at: (usize, usize)| frozen.stays[at] && frozen.policy_factor[at].to_f64() == 0.0;
-    let left_out = policy && unmasked().any(lower) && spec.rollout.is_none() && spec.top_entropy.is_none();
+    let some_far = policy && unmasked().any(|at| frozen.counts[at] && !frozen.near[at]);
     for (name, which) in [("off_policy_mask given", OldLogp::Given), ("off_policy_mask rollout", OldLogp::Rollout)] {
-        record.saw(name, left_out && spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which));
+        record.saw(name, some_far && spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which));
     }
     let some_low = policy && unmasked().any(|at| frozen.counts[at] && !frozen.top[at]);
     let drops = |drops| some_low && spec.top_entropy.is_some_and(|top| top.drops == drops);
@@ -533,4 +534,266 @@ fn outcome_f64_clip_cov_matches_640_bits() {
 #[test]
 fn outcome_f64_none_matches_640_bits() {
     sweep("none");
+}
+
+/// Two rows of three tokens over four columns, every array there, and `mask` over them.
+fn batch(mask: [[bool; 3]; 2]) -> Problem {
+    let shape = (2, 3);
+    let spread = |(b, t): (usize, usize), from: f64| from + 0.37 * ((5 * b + 3 * t) % 4) as f64;
+    let array = |from: f64| Some(Array2::from_shape_fn(shape, |at| spread(at, from)));
+    let logits = Array3::from_shape_fn((2, 3, 4), |(b, t, j)| 0.3 * ((7 * b + 3 * t + 5 * j) % 11) as f64);
+    Problem {
+        logits: logits.into(),
+        ids: arr2(&[[0, 1, 2], [3, 0, 1]]),
+        mask: arr2(&mask),
+        advantages: Advantages::Sequence(arr1(&[0.8, -1.3])),
+        old_logp: array(-2.1),
+        ref_logp: array(-2.3),
+        extra: Extra {
+            rollout_logp: array(-2.2),
+            rollout_weights: array(0.4),
+            selected: Some(arr2(&[[true, false, true], [false, true, false]])),
+            bias: Some(arr1(&[0.1, -0.2, 0.3, 0.0])),
+        },
+    }
+}
+
+const FULL: [[bool; 3]; 2] = [[true; 3]; 2];
+
+/// Compares `problem` under `spec` with the exact loss.
+fn agrees(spec: LossSpec, problem: &Problem) -> f64 {
+    let case = Case { spec, problem: problem.clone() };
+    if let Err(reason) = check(&case, &mut Record::default()) {
+        panic!("{reason}\n{case:?}");
+    }
+    reference::evaluate(&case.spec, problem).expect("a valid case").loss()
+}
+
+fn with(objective: Objective) -> LossSpec {
+    LossSpec { objective, ..LossSpec::default() }
+}
+
+/// One objective of every arm, at its usual numbers.
+fn arms() -> Vec<LossSpec> {
+    let region = |truncate| TrustRegion {
+        divergence: Divergence::BinaryKl,
+        low: 0.2,
+        high: 0.2,
+        two_sided: false,
+        truncate,
+        penalty: 1e-3,
+    };
+    let arms = vec![
+        Objective::PpoClip(PpoClip { delta: Some(2.5), dual_clip: Some(3.0), ..PpoClip::default() }),
+        Objective::Cispo(Cispo { lower: Some(0.8), upper: 5.0 }),
+        Objective::Sapo(Sapo::default()),
+        Objective::Vespo(Vespo::default()),
+        Objective::PolicyGradient,
+        Objective::ImportanceSampling(ImportanceSampling { empty_rows: false }),
+        Objective::MaskedRatio(MaskedRatio { lower: 0.5, upper: 2.0 }),
+        Objective::TrustRegion(region(None)),
+        Objective::TrustRegion(region(Some(3.0))),
+        Objective::Dro(Dro { beta: 0.5 }),
+        Objective::KlCov(KlCov { coefficient: 1.0, selection: None }),
+        Objective::ClipCov(ClipCov { clip: PpoClip::default(), selection: None }),
+        Objective::None,
+    ];
+    arms.into_iter().map(with).collect()
+}
+
+#[test]
+fn outcome_f64_every_arm_at_its_usual_numbers_matches() {
+    for spec in arms() {
+        for level in [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken] {
+            let ratio = Ratio { level, ..Ratio::default() };
+            agrees(LossSpec { ratio, ..spec.clone() }, &batch([[true, true, false], [true; 3]]));
+        }
+    }
+}
+
+#[test]
+fn clip_cov_with_more_candidates_than_it_takes_is_refused_by_field() {
+    let band = |fraction| Some(CovarianceBand { fraction, lower: -10.0, upper: 10.0 });
+    let wide = || PpoClip { epsilon_low: 0.99, epsilon_high: 99.0, ..PpoClip::default() };
+    let cov = |fraction| with(Objective::ClipCov(ClipCov { clip: wide(), selection: band(fraction) }));
+    let problem = batch(FULL);
+    let spec = cov(0.5);
+    let refused = reference::evaluate(&spec, &problem).err().expect("six candidates, of which three are taken");
+    assert_eq!(refused, ProblemError::Undetermined { candidates: 6, taken: 3 });
+    assert!(refused.to_string().starts_with("`selected`: not given"), "{refused}");
+    assert_eq!(agrees(cov(1.0), &problem), 0.0);
+}
+
+#[test]
+fn loss_f64_gmpo_counts_a_row_without_tokens_as_a_ratio_of_one() {
+    let gmpo = |empty_rows| LossSpec {
+        ratio: Ratio { level: RatioLevel::Sequence, clip: Some(LogClip { low: 0.4, high: 0.4 }), ..Ratio::default() },
+        reduction: Reduction::SequenceMean { rows: Rows::All },
+        scale: 0.5,
+        ..with(Objective::ImportanceSampling(ImportanceSampling { empty_rows }))
+    };
+    let problem = batch([[true, false, true], [false; 3]]);
+    let (counted, left_out) = (agrees(gmpo(true), &problem), agrees(gmpo(false), &problem));
+    assert!((counted - left_out - 0.5 * 1.3 / 2.0).abs() < 1e-15, "{counted} and {left_out}");
+    // A row whose tokens are all rejected has none.
+    let rejection = Rejection {
+        estimator: RejectionEstimator::K2,
+        level: RejectionLevel::Token,
+        min: None,
+        max: 1e-9,
+        counts: false,
+    };
+    let rejected = LossSpec { rejection: vec![rejection], ..gmpo(true) };
+    assert!((agrees(rejected, &batch(FULL)) - 0.5 * (1.3 - 0.8) / 2.0).abs() < 1e-15);
+}
+
+#[test]
+fn loss_f64_vespo_weights_of_masked_tokens_match() {
+    let vespo = |weights_of_masked_tokens, level, normalize| LossSpec {
+        rollout: Some(RolloutWeights {
+            source: RolloutSource::Given,
+            level,
+            outside: Outside::Truncate,
+            min: None,
+            max: None,
+            clamp: None,
+            normalize,
+            applies_to: Terms::Policy,
+        }),
+        ..with(Objective::Vespo(Vespo { weights_of_masked_tokens, ..Vespo::default() }))
+    };
+    let problem = batch([[true, true, false], [true, false, false]]);
+    let token = RolloutLevel::Token;
+    for normalize in [false, true] {
+        assert_ne!(agrees(vespo(true, token, normalize), &problem), agrees(vespo(false, token, normalize), &problem));
+        for masked_too in [false, true] {
+            agrees(vespo(masked_too, RolloutLevel::Geometric, normalize), &problem);
+        }
+    }
+    // One weight a row is added once, whether or not masked tokens have it too.
+    let mut of_rows = problem;
+    of_rows.extra.rollout_weights = Some(arr2(&[[0.4], [1.7]]));
+    assert_eq!(agrees(vespo(true, token, false), &of_rows), agrees(vespo(false, token, false), &of_rows));
+}
+
+#[test]
+fn outcome_f64_ratio_beyond_f64_without_advantage_is_zero() {
+    for spec in arms() {
+        // A penalty does not ask for an advantage.
+        let penalizes = matches!(&spec.objective, Objective::Dro(_) | Objective::TrustRegion(_) | Objective::KlCov(_));
+        let mut problem = batch(FULL);
+        problem.advantages = Advantages::Sequence(arr1(&[0.0, 0.0]));
+        problem.old_logp = Some(Array2::from_elem((2, 3), -1000.0));
+        let outcome = reference::evaluate(&spec, &problem).expect("a valid case").outcome();
+        if penalizes {
+            assert!(outcome.token_loss.to_f64().iter().all(|loss| loss.is_finite()), "{spec:?}");
+            continue;
+        }
+        assert!(outcome.token_loss.to_f64().iter().all(|loss| *loss == 0.0), "{spec:?}");
+        assert!(outcome.dlogits.to_f64().iter().all(|dlogit| *dlogit == 0.0), "{spec:?}");
+    }
+}
+
+#[test]
+fn outcome_f64_nan_under_the_mask_is_never_read() {
+    let weights = RolloutWeights {
+        source: RolloutSource::Given,
+        level: RolloutLevel::Token,
+        outside: Outside::Truncate,
+        min: None,
+        max: None,
+        clamp: None,
+        normalize: true,
+        applies_to: Terms::PolicyAndKl,
+    };
+    let computed = RolloutWeights { source: RolloutSource::Logp, level: RolloutLevel::Sequence, ..weights.clone() };
+    let rejection = Rejection {
+        estimator: RejectionEstimator::K3,
+        level: RejectionLevel::SequenceMax,
+        min: None,
+        max: 0.5,
+        counts: false,
+    };
+    let clean = batch([[true, false, true], [true, true, false]]);
+    let mut dirty = clean.clone();
+    for (at, _) in clean.mask.indexed_iter().filter(|(_, counts)| !**counts) {
+        let Extra { rollout_logp, rollout_weights, .. } = &mut dirty.extra;
+        for array in [&mut dirty.old_logp, &mut dirty.ref_logp, rollout_logp, rollout_weights] {
+            array.as_mut().expect("there")[at] = f64::NAN;
+        }
+        dirty.ids[at] = i64::MIN;
+        dirty.logits.fill_row(at.0, at.1, f64::NAN);
+    }
+    for arm in arms() {
+        for rollout in [weights.clone(), computed.clone()] {
+            let spec = LossSpec {
+                rollout: Some(rollout),
+                rejection: vec![rejection],
+                off_policy_mask: Some(OffPolicyMask { threshold: 0.1, behaviour: OldLogp::Rollout }),
+                top_entropy: Some(TopEntropy { fraction: 0.6, drops: Drops::PolicyTerm, f32_threshold: false }),
+                kl: Some(Kl::plain(0.1, KlEstimator::K3)),
+                entropy_coef: 0.01,
+                ..arm.clone()
+            };
+            let [clean, dirty] = [&clean, &dirty].map(|problem| {
+                let reference = reference::evaluate(&spec, problem).expect("a valid case");
+                (reference.loss(), reference.metrics(), reference.outcome().dlogits)
+            });
+            assert_eq!(clean, dirty, "{spec:?}");
+            assert_eq!(clean.0.is_nan(), false, "{spec:?}");
+        }
+    }
+}
+
+#[test]
+fn sampled_id_outside_the_support_is_refused_or_put_back() {
+    let spec = |keep_sampled| LossSpec {
+        support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled },
+        ..with(Objective::PolicyGradient)
+    };
+    let problem = batch(FULL);
+    let outside = ProblemError::IdOutsideSupport { b: 0, t: 1, id: 1 };
+    assert_eq!(reference::evaluate(&spec(false), &problem).err(), Some(outside));
+    agrees(spec(true), &problem);
+    // Column 3 is padding where it was not sampled, and a token of its own where it was.
+    let spec = spec(true);
+    let dlogits = reference::evaluate(&spec, &problem).expect("a valid case").outcome().dlogits;
+    assert_eq!(dlogits.row(0, 0)[3], 0.0);
+    assert_ne!(dlogits.row(1, 0)[3], 0.0);
+    // Under the mask it is nobody's.
+    let masked = batch([[true, false, true], [false, true, false]]);
+    agrees(LossSpec { support: Support { keep_sampled: false, ..spec.support.clone() }, ..spec }, &masked);
+}
+
+#[test]
+fn top_entropy_keeps_the_token_that_the_quantile_is() {
+    let masks = [FULL, [[true, true, true], [true, true, false]]];
+    for (mask, fraction, kept) in [(masks[0], 0.4, 3), (masks[1], 0.5, 3), (masks[1], 0.75, 4), (masks[1], 0.25, 2)] {
+        let top_entropy = Some(TopEntropy { fraction, drops: Drops::PolicyTerm, f32_threshold: false });
+        let spec = LossSpec { top_entropy, ..with(Objective::PolicyGradient) };
+        let mut problem = batch(mask);
+        // All entropies differ: the peak of each row has its own height.
+        let peak = |(b, t, j): (usize, usize, usize)| if j == 0 { 0.5 + (3 * b + t) as f64 } else { 0.0 };
+        problem.logits = Array3::from_shape_fn((2, 3, 4), peak).into();
+        agrees(spec.clone(), &problem);
+        let token_loss = reference::evaluate(&spec, &problem).expect("a valid case").outcome().token_loss;
+        assert_eq!(token_loss.to_f64().iter().filter(|loss| **loss != 0.0).count(), kept, "fraction {fraction}");
+    }
+}
+
+#[test]
+fn outcome_f64_single_tokens_and_an_empty_batch_match() {
+    for spec in arms() {
+        for level in [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken] {
+            let spec = LossSpec {
+                ratio: Ratio { level, ..Ratio::default() },
+                top_entropy: Some(TopEntropy { fraction: 0.3, drops: Drops::Ratio, f32_threshold: false }),
+                kl: Some(Kl { importance: KlImportance::Ratio, ..Kl::plain(0.2, KlEstimator::K3) }),
+                entropy_coef: 0.1,
+                ..spec.clone()
+            };
+            agrees(spec.clone(), &batch([[false, true, false], [false; 3]]));
+            assert_eq!(agrees(spec, &batch([[false; 3]; 2])), 0.0);
+        }
+    }
 }

@@ -197,8 +197,10 @@ pub(crate) struct Frozen<N> {
     pub(crate) counts: Array2<bool>,
     /// The tokens of `m` that no rejection leaves out of the loss.
     pub(crate) stays: Array2<bool>,
+    /// The tokens of `m` whose row is near enough to the policy that acted, or has nothing to fear.
+    pub(crate) near: Array2<bool>,
     /// What the policy term is multiplied by.
-    pub(crate) policy_factor: Array2<N>,
+    policy_factor: Array2<N>,
     /// What the KL penalty is multiplied by.
     kl_factor: Array2<N>,
     /// The tokens whose entropy is among the highest; all of `m` without that choice.
@@ -569,8 +571,9 @@ impl Loss<'_> {
         let vespo = matches!(self.spec.objective, Objective::Vespo(_));
         let weighs_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
         let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::PolicyTerm);
+        let near = grid(shape, |b, t| counts[[b, t]] && self.near_policy(&base, &counts, b, t));
         let policy_factor = grid(shape, |b, t| {
-            let keeps = stays[[b, t]] && (!drops_policy || top[[b, t]]) && self.near_policy(&base, &counts, b, t);
+            let keeps = stays[[b, t]] && (!drops_policy || top[[b, t]]) && near[[b, t]];
             match keeps {
                 true if vespo => N::from(1.0),
                 true => weight(b, t),
@@ -585,6 +588,7 @@ impl Loss<'_> {
         let mut frozen = Frozen {
             base,
             stays,
+            near,
             policy_factor,
             kl_factor,
             top,
