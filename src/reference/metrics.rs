@@ -4,7 +4,7 @@
 //! batch: the same name is not the same number in two of them. Options that are logged as they are set are left out.
 
 use super::objective::gamma_weight;
-use super::rollout::log_weights;
+use super::rollout::{corrections, log_weights};
 use super::sum::Sum;
 use super::{Reference, Token};
 use crate::spec::{Cispo, LossSpec, Objective, PpoClip, RatioLevel, RolloutLevel};
@@ -251,9 +251,9 @@ impl<'r> Batch<'r> {
     fn phi_mean(&self) -> f64 {
         let Objective::Vespo(vespo) = &self.spec.objective else { return f64::NAN };
         let problem = self.reference.problem();
-        let none = ndarray::Array2::ones(problem.mask.dim());
+        let corrections = corrections(self.spec, problem);
         let phi = |(b, row): (usize, &Vec<(usize, &Token)>)| {
-            let of_empty = || log_weights(self.spec, problem, &none, vespo.weights_of_masked_tokens, b);
+            let of_empty = || log_weights(self.spec, problem, &corrections, b);
             let log_weight = row.first().map_or_else(of_empty, |(_, token)| token.inputs.row_log_weight);
             gamma_weight(vespo, log_weight, problem.advantages.at(b, 0))
         };
