@@ -22,9 +22,9 @@ use assay::problem::{Advantages, Extra, Outcome, Problem, ProblemError};
 use assay::reference::{self, Reference};
 use assay::spec::{
     Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
-    KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
-    Rows, Sapo, Support, TemperatureDivides, Terms, TopEntropy, TrustRegion, Vespo,
+    KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
+    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopEntropy, TrustRegion, Vespo,
 };
 use common::draws;
 use common::family::{self, Frozen, Loss, Policy, Row, RowLoss, Undetermined};
@@ -642,6 +642,7 @@ fn loss_f64_gmpo_counts_a_row_without_tokens_as_a_ratio_of_one() {
         min: None,
         max: 1e-9,
         counts: false,
+        drops_from: Terms::PolicyAndKl,
     };
     let rejected = LossSpec { rejection: vec![rejection], ..gmpo(true) };
     assert!((agrees(rejected, &batch(FULL)) - 0.5 * (1.3 - 0.8) / 2.0).abs() < 1e-15);
@@ -713,6 +714,7 @@ fn outcome_f64_nan_under_the_mask_is_never_read() {
         min: None,
         max: 0.5,
         counts: false,
+        drops_from: Terms::PolicyAndKl,
     };
     let clean = batch([[true, false, true], [true, true, false]]);
     let mut dirty = clean.clone();
@@ -730,7 +732,11 @@ fn outcome_f64_nan_under_the_mask_is_never_read() {
                 rollout: Some(rollout),
                 rejection: vec![rejection],
                 off_policy_mask: Some(OffPolicyMask { threshold: 0.1, behaviour: OldLogp::Rollout }),
-                top_entropy: Some(TopEntropy { fraction: 0.6, drops: Drops::PolicyTerm, f32_threshold: false }),
+                top_entropy: Some(TopEntropy {
+                    fraction: 0.6,
+                    drops: Drops::PolicyTerm,
+                    precision: QuantilePrecision::Exact,
+                }),
                 kl: Some(Kl::plain(0.1, KlEstimator::K3)),
                 entropy_coef: 0.01,
                 ..arm.clone()
@@ -769,7 +775,7 @@ fn sampled_id_outside_the_support_is_refused_or_put_back() {
 fn top_entropy_keeps_the_token_that_the_quantile_is() {
     let masks = [FULL, [[true, true, true], [true, true, false]]];
     for (mask, fraction, kept) in [(masks[0], 0.4, 3), (masks[1], 0.5, 3), (masks[1], 0.75, 4), (masks[1], 0.25, 2)] {
-        let top_entropy = Some(TopEntropy { fraction, drops: Drops::PolicyTerm, f32_threshold: false });
+        let top_entropy = Some(TopEntropy { fraction, drops: Drops::PolicyTerm, precision: QuantilePrecision::Exact });
         let spec = LossSpec { top_entropy, ..with(Objective::PolicyGradient) };
         let mut problem = batch(mask);
         // All entropies differ: the peak of each row has its own height.
@@ -787,7 +793,11 @@ fn outcome_f64_single_tokens_and_an_empty_batch_match() {
         for level in [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken] {
             let spec = LossSpec {
                 ratio: Ratio { level, ..Ratio::default() },
-                top_entropy: Some(TopEntropy { fraction: 0.3, drops: Drops::Ratio, f32_threshold: false }),
+                top_entropy: Some(TopEntropy {
+                    fraction: 0.3,
+                    drops: Drops::Ratio,
+                    precision: QuantilePrecision::Exact,
+                }),
                 kl: Some(Kl { importance: KlImportance::Ratio, ..Kl::plain(0.2, KlEstimator::K3) }),
                 entropy_coef: 0.1,
                 ..spec.clone()

@@ -193,8 +193,8 @@ fn join(
         let row_log_weight = row_log_weight(spec, problem, corrections, b, &row);
         for &(t, token) in &row {
             let advantage = problem.advantages.at(b, t);
-            let accepted = f64::from(u8::from(corrections.accepted[[b, t]]));
-            let weight = corrections.weights[[b, t]] * accepted;
+            let accepted = |by: &Array2<bool>| f64::from(u8::from(by[[b, t]]));
+            let weight = corrections.weights[[b, t]];
             let in_vespo = matches!(spec.objective, Objective::Vespo(_));
             let to_kl =
                 spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == crate::spec::Terms::PolicyAndKl);
@@ -205,8 +205,8 @@ fn join(
                 advantage,
                 row_log_ratio,
                 row_log_weight,
-                policy_weight: if in_vespo { accepted } else { weight },
-                kl_weight: if to_kl { weight } else { accepted },
+                policy_weight: accepted(&corrections.accepted) * if in_vespo { 1.0 } else { weight },
+                kl_weight: accepted(&corrections.accepted_by_kl) * if to_kl { weight } else { 1.0 },
                 on_policy: spec
                     .off_policy_mask
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),

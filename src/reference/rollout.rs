@@ -6,15 +6,17 @@ use super::sum::Sum;
 use crate::problem::Problem;
 use crate::spec::{
     LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights,
+    RolloutWeights, Terms,
 };
 
 /// What stands at each token because of the sampler's policy.
 pub(super) struct Corrections {
     /// The problem's mask without the tokens that are rejected as if masked.
     pub(super) mask: Array2<bool>,
-    /// False where a rejected token has no loss, though it counts.
+    /// False where a rejected token has no policy term, though it counts.
     pub(super) accepted: Array2<bool>,
+    /// False where it has no KL term either.
+    pub(super) accepted_by_kl: Array2<bool>,
     /// The weights; 1 without any.
     pub(super) weights: Array2<f64>,
 }
@@ -22,13 +24,18 @@ pub(super) struct Corrections {
 pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
     let mut mask = problem.mask.clone();
     let mut accepted = Array2::from_elem(mask.dim(), true);
+    let mut accepted_by_kl = accepted.clone();
     for rejection in &spec.rejection {
         let stays = stays(rejection, problem);
-        let target = if rejection.counts { &mut accepted } else { &mut mask };
-        target.zip_mut_with(&stays, |all, stays| *all &= stays);
+        let within = |all: &mut Array2<bool>| all.zip_mut_with(&stays, |all, stays| *all &= stays);
+        match (rejection.counts, rejection.drops_from) {
+            (false, _) => within(&mut mask),
+            (true, Terms::Policy) => within(&mut accepted),
+            (true, Terms::PolicyAndKl) => [&mut accepted, &mut accepted_by_kl].into_iter().for_each(within),
+        }
     }
     let weights = spec.rollout.as_ref().map_or_else(|| Array2::ones(mask.dim()), |rollout| weights(rollout, problem));
-    Corrections { mask, accepted, weights }
+    Corrections { mask, accepted, accepted_by_kl, weights }
 }
 
 /// `y = old_logp − rollout_logp` of the unmasked tokens of row `b`, with their places; 0 where the sampler did not score.

@@ -2,9 +2,9 @@
 
 use super::{
     AdvantageLevel, Averaging, Divergence, Drops, Head, Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective,
-    OffPolicyMask, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides, Terms, TopEntropy,
-    TrustRegion,
+    OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides,
+    Terms, TopEntropy, TrustRegion,
 };
 
 /// What old log-probability a ratio is taken against.
@@ -41,7 +41,7 @@ impl LossSpec {
             let in_vespo = matches!(self.objective, Objective::Vespo(_));
             ("weight", rollout.describe(in_vespo))
         }));
-        lines.extend(self.kl.as_ref().map(|kl| ("KL", kl.describe(self.rejection.is_empty()))));
+        lines.extend(self.kl.as_ref().map(|kl| ("KL", kl.describe(self.touches_kl()))));
         lines.push(("reduction", self.averaging().describe()));
         if self.entropy_coef != 0.0 {
             lines.push(("entropy", self.entropy_line()));
@@ -53,6 +53,12 @@ impl LossSpec {
     fn reads_ratio(&self) -> bool {
         !matches!(self.objective, Objective::None | Objective::PolicyGradient)
             || self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Ratio)
+    }
+
+    /// Whether a mask or weight of the policy term is one of the KL penalty too.
+    fn touches_kl(&self) -> bool {
+        self.rejection.iter().any(|rejection| !rejection.counts || rejection.drops_from == Terms::PolicyAndKl)
+            || self.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl)
     }
 
     fn logp_line(&self) -> String {
@@ -285,7 +291,11 @@ impl Rejection {
             Some(min) => format!("within {} and {}", number(min), number(self.max)),
             None => format!("at most {}", number(self.max)),
         };
-        let becomes = if self.counts { "without a loss, KL included, but counted" } else { "as if masked" };
+        let becomes = match (self.counts, self.drops_from) {
+            (false, _) => "as if masked",
+            (true, Terms::Policy) => "without a policy term, but counted",
+            (true, Terms::PolicyAndKl) => "without a policy or KL term, but counted",
+        };
         format!("where {statistic} {level} is not {bounds}, y = clamp(old_logp − rollout_logp, ±20): {becomes}")
     }
 }
@@ -303,7 +313,11 @@ impl TopEntropy {
             Drops::PolicyTerm => "the policy term stays",
             Drops::Ratio => "a token is in its row's mean log-ratio",
         };
-        let rounded = if self.f32_threshold { ", taken in f32" } else { "" };
+        let rounded = match self.precision {
+            QuantilePrecision::Exact => "",
+            QuantilePrecision::F32Threshold => ", which is taken in f32",
+            QuantilePrecision::F32 => ", both in f32",
+        };
         format!("{what} where H is at least the {} quantile of the batch{rounded}", number(1.0 - self.fraction))
     }
 }
@@ -345,7 +359,7 @@ impl RolloutWeights {
 }
 
 impl Kl {
-    fn describe(&self, accepts_all: bool) -> String {
+    fn describe(&self, touched: bool) -> String {
         let difference = self
             .difference_clamp
             .map_or("ref_logp − ℓ".to_string(), |clamp| format!("clamp(ref_logp − ℓ, ±{})", number(clamp)));
@@ -375,7 +389,7 @@ impl Kl {
         if let Some(averaging) = &self.averaging {
             text += &format!("; {}", averaging.describe());
         }
-        text + if accepts_all { "; no mask or weight of the policy term touches it" } else { "" }
+        text + if touched { "" } else { "; no mask or weight of the policy term touches it" }
     }
 }
 

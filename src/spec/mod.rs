@@ -303,10 +303,17 @@ pub struct Rejection {
     pub min: Option<f64>,
     /// Largest value that stays.
     pub max: f64,
-    /// Whether a rejected token only loses its policy term and its KL penalty, and still counts in denominators, in the
-    /// row's ratio and in the entropy bonus (unsloth), or is as if masked (verl).
+    /// Whether a rejected token only loses the terms of `drops_from`, and still counts in denominators, in the row's ratio
+    /// and in the entropy bonus (unsloth, SkyRL), or is as if masked (verl).
     #[serde(default)]
     pub counts: bool,
+    /// What a rejected token that counts has no part in.
+    #[serde(default = "both_terms")]
+    pub drops_from: Terms,
+}
+
+fn both_terms() -> Terms {
+    Terms::PolicyAndKl
 }
 
 /// Divergence of one token between old and sampler's policy.
@@ -357,10 +364,23 @@ pub struct TopEntropy {
     /// What the others are left out of.
     #[serde(default)]
     pub drops: Drops,
-    /// Whether the quantile is taken in f32, of entropies rounded to f32: what TRL does when it runs in f64. It shows
-    /// where the quantile is a token's own entropy.
+    /// What is rounded to f32 on the way, which shows where the quantile is a token's own entropy.
     #[serde(default)]
-    pub f32_threshold: bool,
+    pub precision: QuantilePrecision,
+}
+
+/// What of [`TopEntropy`] is rounded to f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QuantilePrecision {
+    /// Nothing.
+    #[default]
+    Exact,
+    /// The share, the entropies that the quantile is taken of, and the quantile; not the entropies that are compared with
+    /// it: TRL in f64.
+    F32Threshold,
+    /// Those too: TRL as it usually runs.
+    F32,
 }
 
 /// What a token of low entropy is left out of.

@@ -195,7 +195,7 @@ pub(crate) struct Frozen<N> {
     base: Policy<N>,
     /// `m`: the problem's mask, without the tokens that a rejection takes out of it.
     pub(crate) counts: Array2<bool>,
-    /// The tokens of `m` that no rejection leaves out of the loss.
+    /// The tokens of `m` that keep their policy term whatever was rejected.
     pub(crate) stays: Array2<bool>,
     /// The tokens of `m` whose row is near enough to the policy that acted, or has nothing to fear.
     pub(crate) near: Array2<bool>,
@@ -308,19 +308,21 @@ impl Loss<'_> {
         vec![passes(&of_row); self.shape().1]
     }
 
-    /// `(m, the tokens of it that stay)`.
-    fn rejected<N: Number>(&self) -> (Array2<bool>, Array2<bool>) {
+    /// `(m, the tokens of it that keep their policy term, and their KL penalty)`.
+    fn rejected<N: Number>(&self) -> [Array2<bool>; 3] {
         let mask = &self.problem.mask;
-        let (mut counts, mut stays) = (mask.clone(), mask.clone());
+        let [mut counts, mut stays, mut stays_for_kl] = [(); 3].map(|()| mask.clone());
         for rejection in &self.spec.rejection {
             for b in 0..self.shape().0 {
                 for (t, passes) in self.passes::<N>(rejection, b).into_iter().enumerate() {
                     stays[[b, t]] &= passes;
+                    let spared = rejection.counts && rejection.drops_from == Terms::Policy;
+                    stays_for_kl[[b, t]] &= passes || spared;
                     counts[[b, t]] &= passes || rejection.counts;
                 }
             }
         }
-        (counts, stays)
+        [counts, stays, stays_for_kl]
     }
 
     /// The weight against the sampler's policy of every token, masked ones too. Where a mask comes from rejections, the
@@ -563,7 +565,7 @@ impl Loss<'_> {
     /// Everything that is constant, from the policy at the base point.
     pub(crate) fn freeze<N: Number>(&self, base: Policy<N>) -> Result<Frozen<N>, Undetermined> {
         let shape = self.shape();
-        let (counts, stays) = self.rejected::<N>();
+        let [counts, stays, stays_for_kl] = self.rejected::<N>();
         let top = self.top(&base, &counts);
         let weights = self.spec.rollout.as_ref().map(|rollout| self.rollout_weights::<N>(rollout));
         let weight = |b, t| weights.as_ref().map_or(N::from(1.0), |weights| weights[[b, t]].clone());
@@ -580,7 +582,7 @@ impl Loss<'_> {
                 false => N::from(0.0),
             }
         });
-        let kl_factor = grid(shape, |b, t| match (stays[[b, t]], weighs_kl) {
+        let kl_factor = grid(shape, |b, t| match (stays_for_kl[[b, t]], weighs_kl) {
             (false, _) => N::from(0.0),
             (true, false) => N::from(1.0),
             (true, true) => weight(b, t),

@@ -6,9 +6,9 @@ use assay::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
-    Outside, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance, TopEntropy,
-    TrustRegion, Vespo,
+    Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
+    TopEntropy, TrustRegion, Vespo,
 };
 use ndarray::{Array1, Array2, Array3};
 use proptest::collection::vec;
@@ -355,8 +355,17 @@ fn rejection() -> impl Strategy<Value = Rejection> {
     ];
     let estimators = vec![RejectionEstimator::K1, RejectionEstimator::K2, RejectionEstimator::K3];
     let bounds = (weighted(0.4, -2.0..0.01), prop_oneof![0.02..0.3, 0.1..3.0]);
-    (select(estimators), select(levels), bounds, any::<bool>())
-        .prop_map(|(estimator, level, (min, max), counts)| Rejection { estimator, level, min, max, counts })
+    let drops_from = select(vec![Terms::Policy, Terms::PolicyAndKl]);
+    (select(estimators), select(levels), bounds, any::<bool>(), drops_from).prop_map(
+        |(estimator, level, (min, max), counts, drops_from)| Rejection {
+            estimator,
+            level,
+            min,
+            max,
+            counts,
+            drops_from,
+        },
+    )
 }
 
 fn reduction() -> impl Strategy<Value = Reduction> {
@@ -415,7 +424,7 @@ fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> 
         .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour });
     let fraction = prop_oneof![0.1..0.95, select(vec![0.25, 0.5, 0.75])];
     let top_entropy = (fraction, select(vec![Drops::PolicyTerm, Drops::Ratio]))
-        .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, f32_threshold: false });
+        .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, precision: QuantilePrecision::Exact });
     let entropy = (select(vec![0.0, 0.01, -0.3]), weighted(0.3, averaging()));
     let levels = select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]);
     let policy = (objective, ratio(), levels, old_logp, head(), temperature);

@@ -32,7 +32,9 @@ use std::str::FromStr;
 pub use options::Options;
 use options::{Reader, one_of};
 
-use super::{AdvantageLevel, LossSpec, OldLogp, RolloutLevel, RolloutSource, RolloutWeights, SpecError};
+use super::{
+    AdvantageLevel, LossSpec, OldLogp, QuantilePrecision, RolloutLevel, RolloutSource, RolloutWeights, SpecError,
+};
 
 /// A project whose losses are known here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -184,6 +186,13 @@ impl Given {
     /// Where the ratio's denominator comes from in projects that take the current policy for a missing old one.
     fn old_logp(&self) -> OldLogp {
         if self.old_logps { OldLogp::Given } else { OldLogp::Current }
+    }
+}
+
+impl Given {
+    /// How TRL takes a quantile of entropies: in f32, whatever it runs in.
+    fn quantile_precision(&self) -> QuantilePrecision {
+        if self.float64 { QuantilePrecision::F32Threshold } else { QuantilePrecision::F32 }
     }
 }
 

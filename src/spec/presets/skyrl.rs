@@ -9,7 +9,7 @@ use super::{Found, Given, PresetError, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, ImportanceSampling, Kl, KlCov, KlEstimator,
     LossSpec, MaskedRatio, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, TopCovariance, TrustRegion,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopCovariance, TrustRegion,
 };
 
 const TRAINER: &str = "trainer";
@@ -255,6 +255,12 @@ fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
     }
     let levels = [("token", RolloutLevel::Token), ("sequence", RolloutLevel::Sequence)];
     let level = reader.word(NAME, RolloutLevel::Token, &levels)?;
+    const TOKEN_MASK: &str = "off_policy_correction.token_mask_is_threshold_low";
+    if level == RolloutLevel::Sequence && reader.is_given(TOKEN_MASK) {
+        return Err(
+            reader.refuse(NAME, "token or null with a token mask: a sequence's ratio would be of the tokens left")
+        );
+    }
     let max = if level == RolloutLevel::Token {
         reader.number("off_policy_correction.token_tis_ratio_clip_high", 2.0)?
     } else {
@@ -280,6 +286,7 @@ fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
         min: Some(-high.ln()),
         max: -low.ln(),
         counts: true,
+        drops_from: Terms::Policy,
     };
     let low = reader.number_or_null("off_policy_correction.token_mask_is_threshold_low", None)?;
     let high = reader.number_or_null("off_policy_correction.token_mask_is_threshold_high", None)?;

@@ -187,7 +187,7 @@ fn head(reader: &Reader) -> Result<Head, PresetError> {
 
 fn top_entropy(reader: &Reader, given: &Given, drops: Drops) -> Result<Option<TopEntropy>, PresetError> {
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
-    let top = TopEntropy { fraction, drops, f32_threshold: given.float64 };
+    let top = TopEntropy { fraction, drops, precision: given.quantile_precision() };
     Ok((fraction < 1.0).then_some(top))
 }
 

@@ -85,7 +85,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         _ => Some(8192),
     };
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
-    let top = TopEntropy { fraction, drops: Drops::PolicyTerm, f32_threshold: given.float64 };
+    let top = TopEntropy { fraction, drops: Drops::PolicyTerm, precision: given.quantile_precision() };
     let mut spec = LossSpec {
         objective: loss_type.objective(reader, &clip)?,
         ratio: Ratio { level: ratio_level(reader)?, clamp: as_old.then_some(20.0), ..Ratio::default() },
@@ -102,6 +102,11 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         ..LossSpec::default()
     };
     spec.rejection = if spec.rollout.is_some() { rejection(reader)? } else { Vec::new() };
+    if loss_type == LossType::Vespo && !spec.rejection.is_empty() {
+        return Err(
+            reader.refuse("rollout_rs", "null for vespo: a rejected token would count in the row's weight as 1e-8")
+        );
+    }
     fold_weights(&mut spec);
     Ok(Found { spec, known: KNOWN, notes })
 }

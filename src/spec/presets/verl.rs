@@ -6,7 +6,7 @@ use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, Kl, KlCov,
     KlEstimator, KlGradient, LogClip, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
-    TopCovariance, TrustRegion,
+    Terms, TopCovariance, TrustRegion,
 };
 
 /// What the names of the policy losses begin with.
@@ -475,5 +475,5 @@ fn one_rejection(mode: &str, threshold: &str) -> Result<Rejection, Wrong> {
         (_, None) => (None, number(threshold)?),
         (_, Some(_)) => return Err(Wrong::Threshold),
     };
-    Ok(Rejection { estimator, level, min, max, counts: false })
+    Ok(Rejection { estimator, level, min, max, counts: false, drops_from: Terms::PolicyAndKl })
 }
