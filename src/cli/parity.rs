@@ -12,11 +12,9 @@ use serde::Serialize;
 
 use super::{CliError, Passed, Printing};
 use crate::conformance::parity::{Difference, limit};
-use crate::fixture::{self, ParityFile};
-use crate::problem::{Advantages, Dtype};
+use crate::fixture::ParityFile;
+use crate::problem::Dtype;
 use crate::reference;
-use crate::spec::AdvantageLevel;
-use crate::spec::presets::{self, Given, Options, Preset};
 
 /// How the names end of files that record a defect of one release.
 const QUIRK: &str = "_quirk";
@@ -140,16 +138,13 @@ impl Parity {
 fn compare(path: &Path) -> Result<Compared, CliError> {
     let recorded = ParityFile::read(path)?;
     let in_file = |reason: String| CliError::Config { path: path.into(), reason };
-    let preset: Preset = recorded.peer.parse().map_err(|error: presets::PresetError| in_file(error.to_string()))?;
-    let options = Options::from_json(&recorded.options).map_err(|error| in_file(error.to_string()))?;
-    let resolved = presets::spec(preset, Some(&recorded.function), &options, &given(&recorded))
-        .map_err(|error| in_file(error.to_string()))?;
+    let resolved = recorded.resolve().map_err(|error| in_file(error.to_string()))?;
     let in_problem = |reason| CliError::Problem { path: path.into(), reason };
     let reference = reference::evaluate(&resolved.spec, &recorded.problem).map_err(in_problem)?;
     let difference = Difference::of(&reference, recorded.loss, &recorded.dlogits);
 
-    let file = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let quirk = file.ends_with(QUIRK);
+    let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let quirk = path.file_stem().is_some_and(|name| name.to_string_lossy().ends_with(QUIRK));
     let limit = limit(recorded.dtype);
     let verdict = match (quirk, difference.within(limit)) {
         (true, _) => Verdict::KnownDifference,
@@ -158,7 +153,7 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
     };
     Ok(Compared {
         file,
-        peer: preset.name().into(),
+        peer: recorded.peer,
         function: resolved.function.into(),
         dtype: recorded.dtype,
         loss_rel: difference.loss,
@@ -169,27 +164,6 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
         without_effect: resolved.without_effect,
         notes: resolved.notes,
     })
-}
-
-/// Which optional inputs the file has.
-fn given(recorded: &ParityFile) -> Given {
-    let problem = &recorded.problem;
-    Given {
-        old_logps: problem.old_logp.is_some(),
-        ref_logps: problem.ref_logp.is_some(),
-        sampling_logps: problem.extra.rollout_logp.is_some(),
-        rollout_weights: recorded.weights.map(|shape| match shape {
-            fixture::WeightShape::Token => presets::WeightShape::Token,
-            fixture::WeightShape::Sequence => presets::WeightShape::Sequence,
-            fixture::WeightShape::Flat => presets::WeightShape::Flat,
-        }),
-        num_items_in_batch: recorded.num_items_in_batch,
-        advantages: Some(match &problem.advantages {
-            Advantages::Sequence(_) => AdvantageLevel::Sequence,
-            Advantages::Token(_) => AdvantageLevel::Token,
-        }),
-        float64: recorded.dtype == Dtype::F64,
-    }
 }
 
 fn worst(files: &[Compared]) -> Vec<Worst> {

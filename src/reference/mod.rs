@@ -245,14 +245,14 @@ fn row_log_weight(
     b: usize,
     row: &[(usize, Scored)],
 ) -> f64 {
-    let Objective::Vespo(vespo) = &spec.objective else { return 0.0 };
+    let Objective::Vespo(_) = &spec.objective else { return 0.0 };
     let log_ratios = row.iter().map(|(t, token)| {
         let at = |array: &Option<Array2<f64>>| array.as_ref().map(|array| array[[b, *t]]);
         let old = ratio::old_logp(spec.old_logp, at(&problem.old_logp), at(&problem.extra.rollout_logp), token.logp);
         (token.logp - old).clamp(-20.0, 20.0)
     });
     let of_tokens = log_ratios.collect::<Sum>().value();
-    of_tokens + rollout::log_weights(spec, problem, &corrections.weights, vespo.weights_of_masked_tokens, b)
+    of_tokens + rollout::log_weights(spec, problem, corrections, b)
 }
 
 /// A token on its way: what its logits came to, its inputs, its share in the row's mean.

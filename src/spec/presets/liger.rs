@@ -5,7 +5,7 @@
 
 use super::loss_type::{ClipNames, LossType, fold_weights, ratio_level};
 use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape};
+use super::{Found, Given, PresetError, WeightShape, ready_made};
 use crate::spec::{
     AdvantageLevel, Kl, KlEstimator, KlImportance, LossSpec, Objective, PpoClip, Ratio, RatioLevel, RolloutWeights,
 };
@@ -127,7 +127,7 @@ fn rollout(reader: &Reader, function: &'static str, given: &Given) -> Result<Opt
     if function == TORCH && given.rollout_weights == Some(WeightShape::Flat) {
         return Err(reader.lacks("vllm_is_ratio", "[B]", "[B,T] or [B,1]"));
     }
-    Ok(given.rollout_weights.map(WeightShape::as_they_are))
+    Ok(given.rollout_weights.map(|_| ready_made()))
 }
 
 fn note_defects(loss_type: LossType, triton: bool, found: &mut Found) {

@@ -18,6 +18,8 @@ const KNOWN: &[&str] = &[
     "time_block",
 ];
 
+const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
+
 /// The temperature divides the log-probability. The functions return losses per token: the mean over the mask, or over
 /// `total_valid_token_count` where it is given, is the caller's.
 pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
@@ -27,7 +29,6 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     if !given.old_logps {
         return Err(reader.lacks("old_logps", "nothing", "[B,T]"));
     }
-    const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
     reader.word("reduction", (), &[(MEAN, ()), ("mean", ())])?;
     reader.word("compute_dtype", (), &[("f32", ()), ("float32", ())])?;
     let clip = PpoClip {

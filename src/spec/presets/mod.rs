@@ -145,6 +145,7 @@ impl FromStr for Preset {
 }
 
 /// Which optional inputs a batch has: projects choose by them what they compute.
+#[allow(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct Given {
     /// Log-probabilities of the old policy.
@@ -221,11 +222,9 @@ pub enum WeightShape {
     Flat,
 }
 
-impl WeightShape {
-    /// The weights, taken as they are.
-    fn as_they_are(self) -> RolloutWeights {
-        RolloutWeights { level: RolloutLevel::Token, ..weights_from(RolloutSource::Given) }
-    }
+/// Ready-made weights, taken as they are.
+fn ready_made() -> RolloutWeights {
+    weights_from(RolloutSource::Given)
 }
 
 /// Weights per token, without bounds, on the policy term.

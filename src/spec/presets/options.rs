@@ -188,7 +188,9 @@ impl<'o> Reader<'o> {
             if read.contains(name.as_str()) {
                 continue;
             }
-            if !known.contains(&name.as_str()) && !(value.is_null() && read.iter().chain(known).any(within)) {
+            // `data: null` is `data` without members.
+            let is_absent_group = value.is_null() && read.iter().chain(known).any(within);
+            if !is_absent_group && !known.contains(&name.as_str()) {
                 let accepted: BTreeSet<&str> = read.iter().chain(known).copied().collect();
                 return Err(PresetError::Unknown {
                     preset: self.preset,

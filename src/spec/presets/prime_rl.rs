@@ -1,7 +1,7 @@
 //! prime-rl: `src/prime_rl/trainer/rl/loss.py`, the rl component, with `DefaultLossConfig` and `IPOLossConfig`.
 
 use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape};
+use super::{Found, Given, PresetError, ready_made};
 use crate::spec::{AdvantageLevel, Divergence, LossSpec, Objective, OldLogp, Reduction, TrustRegion};
 
 const DEFAULT: &str = "default_loss_fn";
@@ -42,7 +42,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: if given.sampling_logps { OldLogp::Rollout } else { OldLogp::Given },
         temperature: reader.number("temperature", 1.0)?,
-        rollout: given.rollout_weights.map(WeightShape::as_they_are),
+        rollout: given.rollout_weights.map(|_| ready_made()),
         reduction: tokens.map_or(Reduction::TokenMean, Reduction::Normalizer),
         scale: adv_tau,
         ..LossSpec::default()

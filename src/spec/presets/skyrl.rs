@@ -249,13 +249,13 @@ fn kl(reader: &Reader) -> Result<Kl, PresetError> {
 }
 
 fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
+    const TOKEN_MASK: &str = "off_policy_correction.token_mask_is_threshold_low";
     const NAME: &str = "off_policy_correction.tis_ratio_type";
     if !reader.is_given(NAME) {
         return Ok(None);
     }
     let levels = [("token", RolloutLevel::Token), ("sequence", RolloutLevel::Sequence)];
     let level = reader.word(NAME, RolloutLevel::Token, &levels)?;
-    const TOKEN_MASK: &str = "off_policy_correction.token_mask_is_threshold_low";
     if level == RolloutLevel::Sequence && reader.is_given(TOKEN_MASK) {
         return Err(
             reader.refuse(NAME, "token or null with a token mask: a sequence's ratio would be of the tokens left")
@@ -272,6 +272,7 @@ fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
 /// A rejected token loses its policy term and still counts, as the advantages were scaled before. `k1` is the logarithm
 /// of the sampler's ratio upside down: a ratio within `[low, high]` is a `k1` within `[−ln high, −ln low]`.
 fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+    const METRIC: &str = "off_policy_correction.sequence_mask_metric";
     reader.off(
         "off_policy_correction.outlier_token_is_threshold_low",
         "a sequence that one token rejects is not reproduced",
@@ -292,7 +293,6 @@ fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
     let high = reader.number_or_null("off_policy_correction.token_mask_is_threshold_high", None)?;
     let mut found: Vec<Rejection> =
         low.zip(high).map(|(low, high)| within(RejectionLevel::Token, low, high)).into_iter().collect();
-    const METRIC: &str = "off_policy_correction.sequence_mask_metric";
     if reader.is_given(METRIC) {
         if !found.is_empty() {
             return Err(reader.refuse(METRIC, "null with a token mask: it would look at the tokens that are left"));

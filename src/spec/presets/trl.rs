@@ -2,7 +2,7 @@
 
 use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
 use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape};
+use super::{Found, Given, PresetError, WeightShape, ready_made};
 use crate::spec::{
     AdvantageLevel, Drops, Head, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LossSpec, Objective,
     Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
@@ -211,7 +211,7 @@ fn rollout(reader: &Reader, given: &Given, loss_type: LossType) -> Result<Option
     }
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks(INPUT, "[B]", "[B,T] or [B,1]")),
-        Some(shape) => Ok(Some(shape.as_they_are())),
+        Some(_) => Ok(Some(ready_made())),
         None if !corrects => Ok(None),
         None if !(given.sampling_logps && given.old_logps) => {
             Err(reader.lacks(INPUT, "nothing", "it, or sampling and old logps to make it of, as `use_vllm` is on"))

@@ -1,7 +1,7 @@
 //! Tunix 0.1.7: `rl/algo_core.py`, with `rl/common.py`.
 
 use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape, weights_from};
+use super::{Found, Given, PresetError, WeightShape, ready_made, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, LossSpec, Objective, PpoClip, Ratio, RatioLevel, Reduction,
     RolloutSource, RolloutWeights, Rows,
@@ -101,7 +101,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
 fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks("sampler_is_weights", "[B]", "[B,T] or [B,1]")),
-        Some(shape) => Ok(Some(shape.as_they_are())),
+        Some(_) => Ok(Some(ready_made())),
         None if !reader.is_given("sampler_is") => Ok(None),
         None if !given.sampling_logps => Err(reader.lacks("sampling_logps", "nothing", "it, as `sampler_is` is on")),
         None => {

@@ -1,7 +1,7 @@
 //! verl 0.9.1: `trainer/ppo/core_algos.py`, `workers/utils/losses.py` and `trainer/ppo/rollout_corr_helper.py`.
 
 use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape, weights_from};
+use super::{Found, Given, PresetError, WeightShape, ready_made, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, Kl, KlCov,
     KlEstimator, KlGradient, LogClip, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
@@ -111,7 +111,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         }
     };
     let advantages = given.advantages_or(AdvantageLevel::Token);
-    Ok(Found::new(LossSpec { temperature, advantages, ..spec }, KNOWN))
+    Ok(Found::new(LossSpec { advantages, temperature, ..spec }, KNOWN))
 }
 
 /// `policy − entropy_coeff · entropy + kl_loss_coef · kl`, where each is aggregated by `loss_agg_mode`, but the policy
@@ -374,11 +374,12 @@ fn aggregated(batch: &Batch) -> Result<LossSpec, PresetError> {
 /// `rollout_is_weights` of the batch, or those that `rollout_correction` makes.
 fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
     const NAME: &str = "rollout_correction.rollout_is";
-    let corrects = reader.any_within("rollout_correction") && !(reader.names(NAME) && !reader.is_given(NAME));
+    let switched_off = reader.names(NAME) && !reader.is_given(NAME);
+    let corrects = reader.any_within("rollout_correction") && !switched_off;
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks("rollout_is_weights", "[B]", "[B,T] or [B,1]")),
         Some(_) if corrects => Err(reader.refuse(NAME, "null where the batch has `rollout_is_weights`")),
-        Some(shape) => Ok(Some(shape.as_they_are())),
+        Some(_) => Ok(Some(ready_made())),
         None if !corrects => Ok(None),
         None => {
             let levels = [("token", RolloutLevel::Token), ("sequence", RolloutLevel::Sequence)];
@@ -440,11 +441,11 @@ pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Re
         text.split(',').map(|part| part.trim().to_string()).filter(|part| !part.is_empty()).collect()
     };
     let mut seen: Vec<String> = Vec::new();
-    parts(modes).into_iter().for_each(|mode| {
+    for mode in parts(modes) {
         if !seen.contains(&mode) {
             seen.push(mode);
         }
-    });
+    }
     let thresholds = parts(thresholds.ok_or(Wrong::Threshold)?);
     if thresholds.is_empty() || (thresholds.len() != 1 && thresholds.len() != seen.len()) {
         return Err(Wrong::Threshold);
