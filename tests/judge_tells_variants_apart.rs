@@ -9,9 +9,10 @@ use assay::conformance::tolerance::Tolerances;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::reference;
 use assay::spec::{
-    AdvantageLevel, Cispo, Divergence, Dro, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance, LogClip,
-    LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopEntropy, TrustRegion, Vespo,
+    AdvantageLevel, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
+    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopEntropy, TrustRegion,
+    Vespo,
 };
 use ndarray::{Array2, arr0};
 
@@ -133,7 +134,7 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
     let sapo = |tau_positive, tau_negative| objective(Objective::Sapo(Sapo { tau_positive, tau_negative }));
     let mask = |behaviour| LossSpec { off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour }), ..grpo() };
     let top = |fraction| LossSpec {
-        top_entropy: Some(TopEntropy { fraction, drops: assay::spec::Drops::PolicyTerm }),
+        top_entropy: Some(TopEntropy { fraction, drops: Drops::PolicyTerm, precision: QuantilePrecision::Exact }),
         kl: Some(k3()),
         ..grpo()
     };

@@ -22,7 +22,7 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("tpu", &["problem", "element", "memory", "runtime"]),
     ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
-    ("fixture", &["problem"]),
+    ("fixture", &["spec", "problem"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     (
         "cli",

@@ -3,6 +3,7 @@
 
 mod common {
     pub(crate) mod cases;
+    pub(crate) mod draws;
     pub(crate) mod uniform;
 }
 

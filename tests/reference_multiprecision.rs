@@ -7,7 +7,10 @@
 
 mod common {
     pub(crate) mod cases;
+    pub(crate) mod draws;
     pub(crate) mod multiprecision;
+    pub(crate) mod real;
+    pub(crate) mod softmax_condition;
 }
 
 use std::cell::RefCell;
@@ -17,7 +20,9 @@ use assay::problem::{Outcome, Problem};
 use assay::reference::{self, Reference};
 use assay::spec::{KlEstimator, LossSpec, Objective, OldLogp, TemperatureDivides};
 use common::cases::{self, Case, Regime};
-use common::multiprecision::{self as exact, Position, Real, Row, Token};
+use common::multiprecision::{self as exact, Position, Row, Token};
+use common::real::Real;
+use common::softmax_condition::SoftmaxCondition;
 use proptest::prelude::*;
 use proptest::test_runner::TestError;
 
@@ -69,73 +74,12 @@ impl Worst {
     }
 }
 
-/// Condition of a softmax over `z = x / divisor`, in units of `u`.
-///
-/// ```text
-/// a_j                  = max z − z_j
-/// lift_j               = 1 + a_j + |z_j| + |max z|        relative error of exp(−a_j); the last two only where a
-///                                                         division rounds z
-/// relative_j           = lift_j + Σ p_i lift_i            of p_j = exp(−a_j) / S
-/// others               = Σ_{j≠y} p_j relative_j           absolute, of 1 − p_y
-/// logp                 = |z_y − max z| + |ℓ| + Σ_{j≠peak} p_j (1 + a_j) + Σ_{j≠y} p_j (|z_y| + |z_j|)
-/// entropy              = H + Σ_{j≠peak} p_j (1 + a_j)² + Σ_j p_j |a_j − ā| |z_j|
-/// ```
-///
-/// The sums over "all but one" are what keeps a confident token's scale as small as its values.
-struct SoftmaxCondition {
-    p: Vec<f64>,
-    gap: Vec<f64>,
-    mean_gap: f64,
-    lift: Vec<f64>,
-    relative: Vec<f64>,
-    others: f64,
-    logp: f64,
-    entropy: f64,
-}
-
-impl SoftmaxCondition {
-    fn of(row: &Row, divisor: f64, y: usize) -> Self {
-        // An excluded column has p = 0; a gap of 0 keeps it out of every other product.
-        let z: Vec<Option<f64>> = row.iter().map(|x| x.as_ref().map(|x| x.to_f64() / divisor)).collect();
-        let max = z.iter().flatten().copied().fold(f64::NEG_INFINITY, f64::max);
-        let peak = z.iter().position(|z| *z == Some(max)).expect("a finite logit");
-        let gap: Vec<f64> = z.iter().map(|z| z.map_or(0.0, |z| max - z)).collect();
-        let e: Vec<f64> = z.iter().map(|z| z.map_or(0.0, |z| (z - max).exp())).collect();
-        let s: f64 = e.iter().sum();
-        let p: Vec<f64> = e.iter().map(|e| e / s).collect();
-        let size: Vec<f64> = z.iter().map(|z| if divisor == 1.0 { 0.0 } else { z.unwrap_or(0.0).abs() }).collect();
-
-        let all = 0..row.len();
-        let sum = |term: &dyn Fn(usize) -> f64| all.clone().map(term).sum::<f64>();
-        let but = |one: usize, term: &dyn Fn(usize) -> f64| all.clone().filter(|j| *j != one).map(term).sum::<f64>();
-        let log_s = but(peak, &|j| e[j]).ln_1p();
-        let mean_gap = sum(&|j| p[j] * gap[j]);
-        let lift: Vec<f64> = all.clone().map(|j| 1.0 + gap[j] + size[j] + size[peak]).collect();
-        let mean_lift = sum(&|j| p[j] * lift[j]);
-        let relative: Vec<f64> = lift.iter().map(|lift| lift + mean_lift).collect();
-        Self {
-            others: but(y, &|j| p[j] * relative[j]),
-            logp: 2.0 * gap[y]
-                + log_s
-                + but(peak, &|j| p[j] * (1.0 + gap[j]))
-                + but(y, &|j| p[j] * (size[y] + size[j])),
-            entropy: log_s
-                + mean_gap
-                + but(peak, &|j| p[j] * (1.0 + gap[j]).powi(2))
-                + sum(&|j| p[j] * (gap[j] - mean_gap).abs() * size[j]),
-            p,
-            gap,
-            mean_gap,
-            lift,
-            relative,
-        }
-    }
-
-    /// Of `∂H/∂z_j = p_j (a_j − ā)`.
-    fn entropy_gradient(&self, j: usize) -> f64 {
-        let weighted_gaps: f64 = self.p.iter().zip(&self.gap).zip(&self.lift).map(|((p, a), lift)| p * a * lift).sum();
-        self.p[j] * ((self.gap[j] + self.mean_gap) * self.relative[j] + self.lift[j] + weighted_gaps)
-    }
+/// Of the softmax over `x / divisor`: a division rounds, unless it is by 1.
+fn softmax_condition(row: &Row, divisor: f64, y: usize) -> SoftmaxCondition {
+    let z: Vec<Option<f64>> = row.iter().map(|x| x.as_ref().map(|x| x.to_f64() / divisor)).collect();
+    let rounded = |z: &Option<f64>| if divisor == 1.0 { 0.0 } else { z.unwrap_or(0.0).abs() };
+    let size: Vec<f64> = z.iter().map(rounded).collect();
+    SoftmaxCondition::of(&z, &size, y)
 }
 
 /// Condition of everything about one token, in units of `u`.
@@ -164,15 +108,15 @@ struct TokenCondition {
 impl TokenCondition {
     fn of(spec: &LossSpec, position: &Position, row: &Row, token: &Token) -> Self {
         let y = position.id;
-        let entropy_softmax = SoftmaxCondition::of(row, spec.temperature, y);
+        let entropy_softmax = softmax_condition(row, spec.temperature, y);
         let (logp_softmax, logp) = match spec.temperature_divides {
             TemperatureDivides::Logits => {
-                let softmax = SoftmaxCondition::of(row, spec.temperature, y);
+                let softmax = softmax_condition(row, spec.temperature, y);
                 let logp = softmax.logp;
                 (softmax, logp)
             }
             TemperatureDivides::Logp => {
-                let softmax = SoftmaxCondition::of(row, 1.0, y);
+                let softmax = softmax_condition(row, 1.0, y);
                 let logp = softmax.logp / spec.temperature + 2.0 * token.logp.to_f64().abs();
                 (softmax, logp)
             }

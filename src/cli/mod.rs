@@ -14,8 +14,10 @@ mod gradcheck;
 mod judge;
 mod list;
 mod metrics;
+mod parity;
 mod problem_choice;
 mod replay;
+mod spec;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -32,6 +34,7 @@ use crate::fixture::FixtureError;
 use crate::implementation::RunError;
 use crate::memory::Shortage;
 use crate::problem::ProblemError;
+use crate::spec::presets::PresetError;
 #[cfg(feature = "pjrt")]
 use crate::tpu::TpuError;
 
@@ -65,6 +68,10 @@ enum Command {
     Emit(emit::Emit),
     /// Show the implementations and what they support
     List(list::List),
+    /// Compare the reference with what published implementations returned
+    Parity(parity::Parity),
+    /// Say what a loss computes, as a published project or a spec file has it
+    Spec(spec::Spec),
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = crate::tpu::compile::WORKER_COMMAND)]
     TpuWorker(compile::Worker),
@@ -132,6 +139,8 @@ enum CliError {
     Tolerance(#[from] ToleranceError),
     #[error(transparent)]
     Memory(#[from] Shortage),
+    #[error(transparent)]
+    Preset(#[from] PresetError),
     #[cfg(feature = "pjrt")]
     #[error(transparent)]
     Tpu(#[from] TpuError),
@@ -166,6 +175,8 @@ pub fn main() -> ExitCode {
         #[cfg(feature = "pjrt")]
         Command::Emit(command) => command.run(),
         Command::List(command) => command.run(),
+        Command::Parity(command) => command.run(),
+        Command::Spec(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::TpuWorker(command) => command.run(),
     };

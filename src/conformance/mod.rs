@@ -8,6 +8,7 @@ pub mod generate;
 pub mod invariance;
 pub mod judge;
 pub mod metric;
+pub mod parity;
 pub mod recorded;
 pub mod report;
 pub mod tolerance;

@@ -32,7 +32,7 @@ pub struct Metrics {
     pub clip_high: f64,
     /// Share of tokens with either.
     pub clip_region: f64,
-    /// Mean KL estimate, without `beta`; `None` without a KL term.
+    /// Mean KL estimate, with what it is multiplied by but for `beta`; `None` without a KL term.
     pub kl_mean: Option<f64>,
     /// Mean entropy, nats.
     pub entropy_mean: f64,

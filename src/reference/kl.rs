@@ -56,7 +56,7 @@ impl KlPiece {
     /// ```text
     /// one:    kl                          d/dℓ = kl′
     /// ratio:  ρ·kl                        d/dℓ = ρ·kl′,      d/dw = ρ·kl
-    /// score:  kl                          d/dℓ = kl′ + kl
+    /// score:  kl                          d/dℓ = kl′ + kl        kl′ alone beyond the clamp of the difference
     /// ```
     pub(super) fn term(self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
         if inputs.ref_logp.is_none() {
@@ -76,7 +76,7 @@ impl KlPiece {
                 let ratio = inputs.ratio(spec);
                 Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio: ratio * value }
             }
-            KlImportance::Score => Term { value, by_logp: by_logp + value, by_log_ratio: 0.0 },
+            KlImportance::Score => Term { value, by_logp: by_logp + self.slope * value, by_log_ratio: 0.0 },
         }
     }
 

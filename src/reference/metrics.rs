@@ -1,10 +1,10 @@
 //! What trainers log, under their own names and by their own definitions.
 //!
 //! [`crate::problem::Metrics`] is what kernels of ours return. This is what a project's dashboard shows of the same
-//! batch: the same name is not the same number in two of them.
+//! batch: the same name is not the same number in two of them. Options that are logged as they are set are left out.
 
 use super::objective::gamma_weight;
-use super::rollout::log_weights;
+use super::rollout::{corrections, log_weights};
 use super::sum::Sum;
 use super::{Reference, Token};
 use crate::spec::{Cispo, LossSpec, Objective, PpoClip, RatioLevel, RolloutLevel};
@@ -206,7 +206,6 @@ impl<'r> Batch<'r> {
                 policy,
                 "the loss before the entropy bonus and the division by accumulation steps, KL included",
             );
-            log.add("entropy_coef", spec.entropy_coef, "the coefficient of the bonus");
         }
         self.trl_sampling(log);
     }
@@ -252,9 +251,9 @@ impl<'r> Batch<'r> {
     fn phi_mean(&self) -> f64 {
         let Objective::Vespo(vespo) = &self.spec.objective else { return f64::NAN };
         let problem = self.reference.problem();
-        let none = ndarray::Array2::ones(problem.mask.dim());
+        let corrections = corrections(self.spec, problem);
         let phi = |(b, row): (usize, &Vec<(usize, &Token)>)| {
-            let of_empty = || log_weights(self.spec, problem, &none, vespo.weights_of_masked_tokens, b);
+            let of_empty = || log_weights(self.spec, problem, &corrections, b);
             let log_weight = row.first().map_or_else(of_empty, |(_, token)| token.inputs.row_log_weight);
             gamma_weight(vespo, log_weight, problem.advantages.at(b, 0))
         };
@@ -314,13 +313,12 @@ impl<'r> Batch<'r> {
         log.add("actor/pg_loss", pg, "the policy term, reduced as the loss is");
         let entropy = self.sum(&|token| token.entropy_weight * token.entropy);
         log.add("actor/entropy_loss", entropy, "the entropy, reduced as the loss is");
-        if let Some(kl) = &self.spec.kl {
+        if self.spec.kl.is_some() {
             log.add(
                 "kl_loss",
                 self.sum(&|token| token.kl_weight * token.kl.value),
                 "the KL estimate, reduced as the loss is",
             );
-            log.add("kl_coef", kl.beta, "beta");
         }
     }
 

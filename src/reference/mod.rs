@@ -193,8 +193,8 @@ fn join(
         let row_log_weight = row_log_weight(spec, problem, corrections, b, &row);
         for &(t, token) in &row {
             let advantage = problem.advantages.at(b, t);
-            let accepted = f64::from(u8::from(corrections.accepted[[b, t]]));
-            let weight = corrections.weights[[b, t]] * accepted;
+            let accepted = |by: &Array2<bool>| f64::from(u8::from(by[[b, t]]));
+            let weight = corrections.weights[[b, t]];
             let in_vespo = matches!(spec.objective, Objective::Vespo(_));
             let to_kl =
                 spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == crate::spec::Terms::PolicyAndKl);
@@ -205,8 +205,8 @@ fn join(
                 advantage,
                 row_log_ratio,
                 row_log_weight,
-                policy_weight: if in_vespo { accepted } else { weight },
-                kl_weight: if to_kl { weight } else { accepted },
+                policy_weight: accepted(&corrections.accepted) * if in_vespo { 1.0 } else { weight },
+                kl_weight: accepted(&corrections.accepted_by_kl) * if to_kl { weight } else { 1.0 },
                 on_policy: spec
                     .off_policy_mask
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),
@@ -245,14 +245,14 @@ fn row_log_weight(
     b: usize,
     row: &[(usize, Scored)],
 ) -> f64 {
-    let Objective::Vespo(vespo) = &spec.objective else { return 0.0 };
+    let Objective::Vespo(_) = &spec.objective else { return 0.0 };
     let log_ratios = row.iter().map(|(t, token)| {
         let at = |array: &Option<Array2<f64>>| array.as_ref().map(|array| array[[b, *t]]);
         let old = ratio::old_logp(spec.old_logp, at(&problem.old_logp), at(&problem.extra.rollout_logp), token.logp);
         (token.logp - old).clamp(-20.0, 20.0)
     });
     let of_tokens = log_ratios.collect::<Sum>().value();
-    of_tokens + rollout::log_weights(spec, problem, &corrections.weights, vespo.weights_of_masked_tokens, b)
+    of_tokens + rollout::log_weights(spec, problem, corrections, b)
 }
 
 /// A token on its way: what its logits came to, its inputs, its share in the row's mean.

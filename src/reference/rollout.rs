@@ -5,15 +5,18 @@ use ndarray::Array2;
 use super::sum::Sum;
 use crate::problem::Problem;
 use crate::spec::{
-    LossSpec, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Terms,
 };
 
 /// What stands at each token because of the sampler's policy.
 pub(super) struct Corrections {
     /// The problem's mask without the tokens that are rejected as if masked.
     pub(super) mask: Array2<bool>,
-    /// False where a rejected token has no loss, though it counts.
+    /// False where a rejected token has no policy term, though it counts.
     pub(super) accepted: Array2<bool>,
+    /// False where it has no KL term either.
+    pub(super) accepted_by_kl: Array2<bool>,
     /// The weights; 1 without any.
     pub(super) weights: Array2<f64>,
 }
@@ -21,13 +24,18 @@ pub(super) struct Corrections {
 pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
     let mut mask = problem.mask.clone();
     let mut accepted = Array2::from_elem(mask.dim(), true);
+    let mut accepted_by_kl = accepted.clone();
     for rejection in &spec.rejection {
         let stays = stays(rejection, problem);
-        let target = if rejection.counts { &mut accepted } else { &mut mask };
-        target.zip_mut_with(&stays, |all, stays| *all &= stays);
+        let within = |all: &mut Array2<bool>| all.zip_mut_with(&stays, |all, stays| *all &= stays);
+        match (rejection.counts, rejection.drops_from) {
+            (false, _) => within(&mut mask),
+            (true, Terms::Policy) => within(&mut accepted),
+            (true, Terms::PolicyAndKl) => [&mut accepted, &mut accepted_by_kl].into_iter().for_each(within),
+        }
     }
     let weights = spec.rollout.as_ref().map_or_else(|| Array2::ones(mask.dim()), |rollout| weights(rollout, problem));
-    Corrections { mask, accepted, weights }
+    Corrections { mask, accepted, accepted_by_kl, weights }
 }
 
 /// `y = old_logp − rollout_logp` of the unmasked tokens of row `b`, with their places; 0 where the sampler did not score.
@@ -72,7 +80,7 @@ fn divergence(estimator: RejectionEstimator, y: f64) -> f64 {
     }
 }
 
-/// The weights; 1 under the mask, where nothing is.
+/// The weights; under the mask 1, or what is given there.
 fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let mut weights = match rollout.source {
         RolloutSource::Given => given_weights(rollout, problem),
@@ -90,18 +98,15 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
     let at = |b: usize, t: usize| given[[b, if given.ncols() == 1 { 0 } else { t }]];
-    let mut weights = Array2::ones(problem.mask.dim());
-    for b in 0..problem.mask.nrows() {
+    let geometric = |b: usize| {
         let unmasked: Vec<usize> = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]).collect();
         let logs = unmasked.iter().map(|&t| (at(b, t) + 1e-10).ln()).collect::<Sum>().value();
-        for &t in &unmasked {
-            weights[[b, t]] = match rollout.level {
-                RolloutLevel::Geometric => (logs / (unmasked.len() as f64 + 1e-8)).exp(),
-                _ => at(b, t),
-            };
-        }
-    }
-    weights
+        (logs / (unmasked.len() as f64 + 1e-8)).exp()
+    };
+    Array2::from_shape_fn(problem.mask.dim(), |(b, t)| match rollout.level {
+        RolloutLevel::Geometric => geometric(b),
+        _ => at(b, t),
+    })
 }
 
 fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
@@ -150,23 +155,15 @@ fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, mask: &Array2<bool>) 
 
 /// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of row `b`: over all tokens or the unmasked ones, or once where the weight
 /// is of the whole sequence.
-pub(super) fn log_weights(
-    spec: &LossSpec,
-    problem: &Problem,
-    weights: &Array2<f64>,
-    masked_too: bool,
-    b: usize,
-) -> f64 {
+pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, b: usize) -> f64 {
     let Some(rollout) = &spec.rollout else { return 0.0 };
+    let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
     let log = |weight: f64| weight.ln().clamp(1e-8_f64.ln(), 20.0);
-    let given = (rollout.source == RolloutSource::Given).then_some(problem.extra.rollout_weights.as_ref()).flatten();
-    let tokens = 0..problem.mask.ncols();
-    match given {
-        Some(given) if given.ncols() == 1 => log(given[[b, 0]]),
-        Some(given) if masked_too => tokens.map(|t| log(given[[b, t]])).collect::<Sum>().value(),
-        _ if matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric) => {
-            tokens.into_iter().find(|&t| problem.mask[[b, t]]).map_or(0.0, |t| log(weights[[b, t]]))
-        }
-        _ => tokens.filter(|&t| problem.mask[[b, t]]).map(|t| log(weights[[b, t]])).collect::<Sum>().value(),
-    }
+    let given = rollout.source == RolloutSource::Given;
+    let given_a_row = given && problem.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
+    let of_row = given_a_row || matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
+    // A computed weight under the mask is 1, of logarithm 0.
+    let read = |t: usize| corrections.mask[[b, t]] || (masked_too && given);
+    let mut logs = (0..problem.mask.ncols()).filter(|&t| read(t)).map(|t| log(corrections.weights[[b, t]]));
+    if of_row { logs.next().unwrap_or(0.0) } else { logs.collect::<Sum>().value() }
 }

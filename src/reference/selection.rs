@@ -1,10 +1,12 @@
 //! Which tokens keep their policy term, and which are selected: choices that look at the row or at the whole batch.
 
+#![allow(clippy::cast_sign_loss, reason = "indices and counts are made of numbers that are ≥ 0")]
+
 use ndarray::Array2;
 
 use super::sum::Sum;
 use crate::problem::ProblemError;
-use crate::spec::{CovarianceBand, TopCovariance, TopEntropy};
+use crate::spec::{CovarianceBand, QuantilePrecision, TopCovariance, TopEntropy};
 
 /// A choice about one token, and how far what it was made by lies from making it otherwise.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,14 +30,41 @@ impl Choice {
 pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<Choice> {
     let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();
     ascending.sort_by(f64::total_cmp);
-    let Some(last) = ascending.len().checked_sub(1) else { return entropies.mapv(|_| Choice::fixed(true)) };
-    let index = (1.0 - top.fraction) * last as f64;
-    let (below, above) = (ascending[index.floor() as usize], ascending[(index.ceil() as usize).min(last)]);
-    let threshold = below + index.fract() * (above - below);
+    if ascending.is_empty() {
+        return entropies.mapv(|_| Choice::fixed(true));
+    }
+    let quantile = 1.0 - top.fraction;
+    let threshold = match top.precision {
+        QuantilePrecision::Exact => quantile_of(&ascending, quantile),
+        QuantilePrecision::F32Threshold | QuantilePrecision::F32 => f32_quantile(&ascending, quantile),
+    };
+    let rounded = |entropy: f64| match top.precision {
+        QuantilePrecision::F32 => f64::from(entropy as f32),
+        QuantilePrecision::Exact | QuantilePrecision::F32Threshold => entropy,
+    };
     entropies.mapv(|entropy| {
         let Some(entropy) = entropy else { return Choice::fixed(true) };
-        Choice { holds: entropy >= threshold, margin: (entropy - threshold).abs() }
+        Choice { holds: rounded(entropy) >= threshold, margin: (entropy - threshold).abs() }
     })
+}
+
+fn quantile_of(ascending: &[f64], quantile: f64) -> f64 {
+    let last = ascending.len() - 1;
+    let index = quantile * last as f64;
+    let (below, above) = (ascending[index.floor() as usize], ascending[(index.ceil() as usize).min(last)]);
+    below + index.fract() * (above - below)
+}
+
+/// The same as torch has it in f32: the share rounded, the index in f64, the values and their interpolation in f32, which
+/// from the middle on counts from above.
+fn f32_quantile(ascending: &[f64], quantile: f64) -> f64 {
+    let last = ascending.len() - 1;
+    let index = f64::from(quantile as f32) * last as f64;
+    let at = |index: f64| ascending[(index as usize).min(last)] as f32;
+    let (below, above, fraction) = (at(index.floor()), at(index.ceil()), index.fract() as f32);
+    let between =
+        if fraction < 0.5 { below + fraction * (above - below) } else { above - (above - below) * (1.0 - fraction) };
+    f64::from(between)
 }
 
 /// DeepSeek-V3.2's mask: kept where `A ≥ 0` or the mean of `behaviour − ℓ` is at most the threshold.
@@ -60,7 +89,8 @@ fn covariances(samples: &[Sample], epsilon: f64) -> Vec<f64> {
     let count = samples.len() as f64 + epsilon;
     let mean = |value: fn(&Sample) -> f64| samples.iter().map(value).collect::<Sum>().value() / count;
     let (advantage, logp) = (mean(|sample| sample.advantage), mean(|sample| sample.logp));
-    samples.iter().map(|sample| (sample.advantage - advantage) * (sample.logp - logp)).collect()
+    // 0 added, so that −0 and 0 are one value where they are put in order.
+    samples.iter().map(|sample| (sample.advantage - advantage) * (sample.logp - logp) + 0.0).collect()
 }
 
 /// The `max(1, ⌊fraction·n⌋)` samples with the largest covariance; of equal ones the first.

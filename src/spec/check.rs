@@ -1,8 +1,8 @@
 //! Ranges, and settings that exclude each other.
 
 use super::{
-    AdvantageLevel, Averaging, Kl, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows,
+    AdvantageLevel, Averaging, Kl, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows,
 };
 
 /// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
@@ -164,6 +164,9 @@ impl RolloutWeights {
         let given = self.source == RolloutSource::Given;
         let taken_as_is = matches!(self.level, RolloutLevel::Token | RolloutLevel::Geometric);
         ensure(!given || taken_as_is, "rollout.level", "a sum of given weights", "token or geometric")?;
+        let changed = self.min.or(self.max).or(self.clamp);
+        let kept = !given || (changed.is_none() && self.outside == Outside::Truncate);
+        ensure(kept, "rollout.source", "bounds or a clamp of given weights", "none, or `source: logp`")?;
         interval("rollout.min", self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY))
     }
 }

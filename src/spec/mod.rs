@@ -5,7 +5,9 @@
 //! into it.
 
 mod check;
+mod describe;
 mod objective;
+pub mod presets;
 
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +64,7 @@ pub struct LossSpec {
     pub kl: Option<Kl>,
     /// Entropy bonus `coef`: the loss gets `−coef · mean(H)`, with its gradient.
     pub entropy_coef: f64,
-    /// Which mean: `None` is over the unmasked tokens that [`TopEntropy`] keeps, `max(Σ m, 1)` of them.
+    /// Which mean: `None` is over the unmasked tokens whose policy term [`TopEntropy`] keeps, `max(Σ m, 1)` of them.
     pub entropy_averaging: Option<Averaging>,
     /// How token losses become one number.
     pub reduction: Reduction,
@@ -209,7 +211,7 @@ pub enum TemperatureDivides {
 
 /// Importance weights of the trainer's old policy against the sampler's: constants that multiply terms of the loss.
 ///
-/// [`Vespo`] takes their logarithms into its own weight instead.
+/// [`Vespo`] takes their logarithms into its own weight instead of multiplying its policy term.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RolloutWeights {
@@ -221,16 +223,17 @@ pub struct RolloutWeights {
     /// What becomes of a weight out of bounds.
     #[serde(default)]
     pub outside: Outside,
-    /// Lower bound, `≥ 0`.
+    /// Lower bound of a computed weight, `≥ 0`.
     #[serde(default)]
     pub min: Option<f64>,
-    /// Upper bound, `> 0`.
+    /// Upper bound of a computed weight, `> 0`.
     #[serde(default)]
     pub max: Option<f64>,
-    /// `|log weight| ≤ clamp` before `exp`; 20 in verl.
+    /// `|log weight| ≤ clamp` of a computed weight, before `exp`; 20 in verl.
     #[serde(default)]
     pub clamp: Option<f64>,
-    /// Divides every weight by their mean over unmasked tokens, or over rows that have any for the sequence levels.
+    /// Divides every weight by their mean, unless that is 1e-8 or less: `Σ m·weight / (Σ m + 1e-8)` over the batch's
+    /// tokens, or for the sequence levels the mean of the same over each row that has any, as in verl.
     #[serde(default)]
     pub normalize: bool,
     /// What they multiply.
@@ -242,7 +245,8 @@ pub struct RolloutWeights {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RolloutSource {
-    /// The problem's `rollout_weights`, `[B,T]` or `[B,1]`, taken as they are but for `level: geometric`.
+    /// The problem's `rollout_weights`, `[B,T]` or `[B,1]`, taken as they are but for `level: geometric`: bounds and a
+    /// clamp are refused.
     Given,
     /// `exp(old_logp − rollout_logp)`; a NaN `rollout_logp` is a token that was not scored, of log-ratio 0.
     Logp,
@@ -259,7 +263,7 @@ pub enum RolloutLevel {
     Sequence,
     /// `Σ m y / Σ m`; of given weights `y = ln(weight + 1e-10)` and the count is `Σ m + 1e-8`, as in verl's `geo_mean`.
     Geometric,
-    /// `y_t`, but it is the geometric mean that must lie within the bounds (NeMo's `seq-mask-tis`).
+    /// `y_t`, or 0 for the weight where the geometric mean is out of bounds (NeMo's `seq-mask-tis`).
     TokenGatedByGeometric,
 }
 
@@ -285,7 +289,8 @@ pub enum Terms {
     PolicyAndKl,
 }
 
-/// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds.
+/// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds, 0 for a `y_t` of a
+/// token that was not scored. [`RolloutWeights`] are made of all unmasked tokens, those that are rejected too.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rejection {
@@ -298,9 +303,17 @@ pub struct Rejection {
     pub min: Option<f64>,
     /// Largest value that stays.
     pub max: f64,
-    /// Whether a rejected token still counts in denominators (unsloth), or is as if masked (verl).
+    /// Whether a rejected token only loses the terms of `drops_from`, and still counts in denominators, in the row's ratio
+    /// and in the entropy bonus (unsloth, SkyRL), or is as if masked (verl).
     #[serde(default)]
     pub counts: bool,
+    /// What a rejected token that counts has no part in.
+    #[serde(default = "both_terms")]
+    pub drops_from: Terms,
+}
+
+fn both_terms() -> Terms {
+    Terms::PolicyAndKl
 }
 
 /// Divergence of one token between old and sampler's policy.
@@ -351,6 +364,23 @@ pub struct TopEntropy {
     /// What the others are left out of.
     #[serde(default)]
     pub drops: Drops,
+    /// What is rounded to f32 on the way, which shows where the quantile is a token's own entropy.
+    #[serde(default)]
+    pub precision: QuantilePrecision,
+}
+
+/// What of [`TopEntropy`] is rounded to f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QuantilePrecision {
+    /// Nothing.
+    #[default]
+    Exact,
+    /// The share, the entropies that the quantile is taken of, and the quantile; not the entropies that are compared with
+    /// it: TRL in f64.
+    F32Threshold,
+    /// Those too: TRL as it usually runs.
+    F32,
 }
 
 /// What a token of low entropy is left out of.
@@ -451,7 +481,7 @@ pub enum KlImportance {
     One,
     /// The ratio `ρ` of the token's level, before any clip: DeepSeek-V3.2's bias correction.
     Ratio,
-    /// `exp(ℓ − stop_gradient(ℓ))`: 1, whose derivative is 1 (NeMo).
+    /// `exp(ℓ − stop_gradient(ℓ))`: 1, whose derivative is 1, or 0 where `difference_clamp` holds the difference (NeMo).
     Score,
 }
 

@@ -22,7 +22,7 @@ pub enum Objective {
     MaskedRatio(MaskedRatio),
     /// DPPO, and prime-rl's losses: a token has a policy term while its probability has not moved too far.
     TrustRegion(TrustRegion),
-    /// DRO: `−(A·ℓ − beta/2·x²)` with `x = ℓ − old_logp`.
+    /// DRO: `−(A·ℓ − beta/2·(ln ρ)²)`.
     Dro(Dro),
     /// KL-Cov: `−ρ·A`, plus `coefficient·|ln ρ|` on the tokens selected.
     KlCov(KlCov),
@@ -86,10 +86,11 @@ impl Default for Sapo {
 /// VESPO: `−φ·A·ℓ`, `φ = sg(exp(λ + k·ln w − λ·w))`, NaN and ∞ read as 0, with
 ///
 /// ```text
-/// ln w = Σ_t m·clamp(x_t, ±20) + Σ_t clamp(ln rollout weight, ln 1e-8, 20),   clamped to [ln 1e-8, 20]
+/// ln w = Σ_t m·clamp(ℓ_t − old_logp_t, ±20) + Σ_t m·clamp(ln rollout weight, ln 1e-8, 20)
 /// ```
 ///
-/// `k` and `λ` by the sign of `A`, 0 counting as positive. The rollout weight of a whole sequence is added once.
+/// clamped to `[ln 1e-8, 20]`; `k` and `λ` by the sign of `A`, 0 counting as positive. The rollout weight of a whole
+/// sequence is added once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Vespo {
@@ -101,7 +102,7 @@ pub struct Vespo {
     pub k_negative: f64,
     /// `λ` where `A < 0`; raised to 1e-4.
     pub lambda_negative: f64,
-    /// Whether the rollout weights of masked tokens are summed too (TRL, Liger).
+    /// Whether the given rollout weights of masked tokens are summed too (TRL, Liger); those computed are 1.
     pub weights_of_masked_tokens: bool,
 }
 
@@ -139,8 +140,8 @@ pub struct MaskedRatio {
 /// With `p = exp(ℓ)` and `p_old = exp(old_logp)`, the policy term is
 ///
 /// ```text
-/// keep · (−ρ·A)  + penalty·x²                              or, as a score function,
-/// keep · (−sg(min(ρ, truncate))·A·ℓ) + penalty·x²
+/// keep · (−ρ·A)  + penalty·(ln ρ)²                         or, as a score function,
+/// keep · (−sg(min(ρ, truncate))·A·ℓ) + penalty·(ln ρ)²
 /// ```
 ///
 /// where a token is kept while its probability has not moved, in the direction that `A` asks for, further than `high`

@@ -1,7 +1,5 @@
 //! Random problems over every option of [`LossSpec`], for tests that hold on all of them.
 
-use std::f64::consts::TAU;
-
 use assay::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay::spec::{
     AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
@@ -11,55 +9,8 @@ use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::select;
-use proptest::test_runner::{Config, FileFailurePersistence, TestRunner};
 
-/// Where logits lie. Each has broken a published kernel.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Regime {
-    /// Within ±0.1: all columns weigh the same.
-    Small,
-    /// Normal, σ = 1.
-    Normal,
-    /// Normal, σ = 8.
-    Wide,
-    /// Normal, around 10⁴ or −10⁴.
-    Shifted,
-    /// Normal, around −120: a maximum that starts at 0 underflows every exponential.
-    Low,
-    /// One column 30, 60 or 100 nats above the rest, the target or another.
-    Confident,
-    /// Normal, with −∞ on ids other than the target.
-    Excluded,
-    /// 0, 1 or 2: columns tie, the largest among them.
-    Tied,
-}
-
-impl Regime {
-    /// `V` logits of one token.
-    fn row(self, vocab: usize, id: usize) -> BoxedStrategy<Vec<f64>> {
-        let normals = |mean: f64, sigma: f64| vec(normal().prop_map(move |x| mean + sigma * x), vocab);
-        match self {
-            Regime::Small => vec(-0.1..0.1, vocab).boxed(),
-            Regime::Normal => normals(0.0, 1.0).boxed(),
-            Regime::Wide => normals(0.0, 8.0).boxed(),
-            Regime::Shifted => prop_oneof![normals(1e4, 1.0), normals(-1e4, 1.0)].boxed(),
-            Regime::Low => normals(-120.0, 1.0).boxed(),
-            Regime::Confident => (normals(0.0, 0.5), select(vec![30.0, 60.0, 100.0]), 0..2 * vocab)
-                .prop_map(move |(mut row, margin, peak)| {
-                    row[if peak < vocab { peak } else { id }] += margin;
-                    row
-                })
-                .boxed(),
-            Regime::Excluded => (normals(0.0, 2.0), vec(any::<bool>(), vocab))
-                .prop_map(move |(row, excluded)| {
-                    let keep = |j: usize| j == id || !excluded[j];
-                    row.into_iter().enumerate().map(|(j, x)| if keep(j) { x } else { f64::NEG_INFINITY }).collect()
-                })
-                .boxed(),
-            Regime::Tied => vec(select(vec![0.0, 1.0, 2.0]), vocab).boxed(),
-        }
-    }
-}
+pub(crate) use super::draws::{Regime, runner};
 
 /// One spec and one batch for it.
 #[derive(Clone, Debug)]
@@ -193,17 +144,4 @@ pub(crate) fn spec() -> impl Strategy<Value = LossSpec> {
                 ..LossSpec::default()
             }
         })
-}
-
-/// A standard normal deviate (Box and Muller 1958).
-fn normal() -> impl Strategy<Value = f64> {
-    (f64::MIN_POSITIVE..1.0, 0.0..TAU).prop_map(|(u, angle): (f64, f64)| (-2.0 * u.ln()).sqrt() * angle.cos())
-}
-
-/// A runner that writes the seeds of failures to `failures`. `PROPTEST_CASES` sets how many cases it draws, else
-/// `cases`.
-pub(crate) fn runner(failures: &'static str, cases: u32) -> TestRunner {
-    let cases = if std::env::var_os("PROPTEST_CASES").is_some() { Config::default().cases } else { cases };
-    let failure_persistence = FileFailurePersistence::Direct(failures);
-    TestRunner::new(Config { cases, failure_persistence: Some(Box::new(failure_persistence)), ..Config::default() })
 }

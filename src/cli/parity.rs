@@ -1,0 +1,242 @@
+//! `assay parity`: recorded runs of published implementations against the reference.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::{CliError, Passed, Printing};
+use crate::conformance::parity::{Difference, limit};
+use crate::fixture::ParityFile;
+use crate::problem::Dtype;
+use crate::reference;
+
+/// How the names end of files that record a defect of one release.
+const QUIRK: &str = "_quirk";
+
+#[derive(Args)]
+pub(super) struct Parity {
+    /// A recorded run in JSON, or a folder of them
+    #[arg(value_name = "DIR|FILE.json")]
+    path: PathBuf,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// One file's line.
+#[derive(Serialize)]
+struct Compared {
+    file: String,
+    peer: String,
+    function: String,
+    dtype: Dtype,
+    loss_rel: f64,
+    dlogits_rel: f64,
+    limit: f64,
+    /// Whether the file records a defect of its release, which is not reproduced.
+    quirk: bool,
+    verdict: Verdict,
+    without_effect: Vec<String>,
+    notes: Vec<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Verdict {
+    Pass,
+    Fail,
+    /// A quirk: counted neither way.
+    KnownDifference,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(match self {
+            Verdict::Pass => "pass",
+            Verdict::Fail => "FAIL",
+            Verdict::KnownDifference => "known difference",
+        })
+    }
+}
+
+/// The largest errors of one peer's files, quirks left out.
+#[derive(Serialize)]
+struct Worst {
+    peer: String,
+    dtype: Dtype,
+    files: usize,
+    loss_rel: f64,
+    dlogits_rel: f64,
+}
+
+#[derive(Serialize)]
+struct Comparison {
+    pass: bool,
+    files: Vec<Compared>,
+    worst: Vec<Worst>,
+    /// Files that could not be compared, and why.
+    refused: Vec<String>,
+}
+
+impl Parity {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let paths = self.paths()?;
+        let progress = self.printing.progress(paths.len());
+        let (mut files, mut refused) = (Vec::new(), Vec::new());
+        for path in &paths {
+            progress.set_message(path.display().to_string());
+            match compare(path) {
+                Ok(compared) => files.push(compared),
+                Err(error) => refused.push(error.to_string()),
+            }
+            progress.inc(1);
+        }
+        progress.finish_and_clear();
+
+        let pass = refused.is_empty() && files.iter().all(|file| file.verdict != Verdict::Fail);
+        let comparison = Comparison { pass, worst: worst(&files), files, refused };
+        // Where nothing could be compared, the error says it all.
+        if !comparison.files.is_empty() {
+            self.printing.finish(&comparison.text(), &comparison)?;
+        }
+        if let Some((first, others)) = comparison.refused.split_first() {
+            let others = if others.is_empty() { String::new() } else { format!(" (and {} more files)", others.len()) };
+            return Err(CliError::Usage(format!("{first}{others}")));
+        }
+        if self.printing.quiet {
+            for file in comparison.files.iter().filter(|file| file.verdict == Verdict::Fail) {
+                super::print(&format!("{}\n", file.failure()))?;
+            }
+        }
+        Ok(pass.into())
+    }
+
+    /// The file, or the `.json` files of the folder in order of name.
+    fn paths(&self) -> Result<Vec<PathBuf>, CliError> {
+        let io = |reason| CliError::Io { path: self.path.clone(), action: "read", reason };
+        if !fs::metadata(&self.path).map_err(io)?.is_dir() {
+            return Ok(vec![self.path.clone()]);
+        }
+        let entries = fs::read_dir(&self.path).map_err(io)?.collect::<Result<Vec<_>, _>>().map_err(io)?;
+        let json = |path: &PathBuf| path.extension() == Some(OsStr::new("json"));
+        let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).filter(json).collect();
+        paths.sort();
+        if paths.is_empty() {
+            let reason = "got no .json file in it, expected recorded runs of published implementations".into();
+            return Err(CliError::Config { path: self.path.clone(), reason });
+        }
+        Ok(paths)
+    }
+}
+
+/// File, peer, function and options to a preset's spec, and that through the reference.
+fn compare(path: &Path) -> Result<Compared, CliError> {
+    let recorded = ParityFile::read(path)?;
+    let in_file = |reason: String| CliError::Config { path: path.into(), reason };
+    let resolved = recorded.resolve().map_err(|error| in_file(error.to_string()))?;
+    let in_problem = |reason| CliError::Problem { path: path.into(), reason };
+    let reference = reference::evaluate(&resolved.spec, &recorded.problem).map_err(in_problem)?;
+    let difference = Difference::of(&reference, recorded.loss, &recorded.dlogits);
+
+    let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let quirk = path.file_stem().is_some_and(|name| name.to_string_lossy().ends_with(QUIRK));
+    let limit = limit(recorded.dtype);
+    let verdict = match (quirk, difference.within(limit)) {
+        (true, _) => Verdict::KnownDifference,
+        (false, true) => Verdict::Pass,
+        (false, false) => Verdict::Fail,
+    };
+    Ok(Compared {
+        file,
+        peer: recorded.peer,
+        function: resolved.function.into(),
+        dtype: recorded.dtype,
+        loss_rel: difference.loss,
+        dlogits_rel: difference.dlogits,
+        limit,
+        quirk,
+        verdict,
+        without_effect: resolved.without_effect,
+        notes: resolved.notes,
+    })
+}
+
+fn worst(files: &[Compared]) -> Vec<Worst> {
+    let mut by_peer: BTreeMap<(&str, Dtype), Worst> = BTreeMap::new();
+    for file in files.iter().filter(|file| !file.quirk) {
+        let worst = by_peer.entry((&file.peer, file.dtype)).or_insert_with(|| Worst {
+            peer: file.peer.clone(),
+            dtype: file.dtype,
+            files: 0,
+            loss_rel: 0.0,
+            dlogits_rel: 0.0,
+        });
+        worst.files += 1;
+        worst.loss_rel = larger(worst.loss_rel, file.loss_rel);
+        worst.dlogits_rel = larger(worst.dlogits_rel, file.dlogits_rel);
+    }
+    by_peer.into_values().collect()
+}
+
+/// `max` that keeps a NaN.
+fn larger(a: f64, b: f64) -> f64 {
+    if a > b || a.is_nan() { a } else { b }
+}
+
+impl Compared {
+    fn failure(&self) -> String {
+        let Self { file, loss_rel, dlogits_rel, limit, .. } = self;
+        format!("{file}: loss off by {loss_rel:.1e}, dlogits by {dlogits_rel:.1e}, limit {limit:.0e}")
+    }
+}
+
+impl Comparison {
+    fn text(&self) -> String {
+        let table = |header: &[&str]| {
+            let mut table = Table::new();
+            table.load_style(UTF8_FULL_CONDENSED);
+            table.set_header(header);
+            table
+        };
+        let mut files = table(&["file", "peer", "dtype", "loss", "dlogits", "limit", "verdict"]);
+        for file in &self.files {
+            files.add_row([
+                file.file.clone(),
+                file.peer.clone(),
+                file.dtype.to_string(),
+                format!("{:.1e}", file.loss_rel),
+                format!("{:.1e}", file.dlogits_rel),
+                format!("{:.0e}", file.limit),
+                file.verdict.to_string(),
+            ]);
+        }
+        let mut peers = table(&["peer", "dtype", "files", "worst loss", "worst dlogits"]);
+        for worst in &self.worst {
+            peers.add_row([
+                worst.peer.clone(),
+                worst.dtype.to_string(),
+                worst.files.to_string(),
+                format!("{:.1e}", worst.loss_rel),
+                format!("{:.1e}", worst.dlogits_rel),
+            ]);
+        }
+        let mut text = format!("{files}\n{peers}\n");
+        let count = |verdict| self.files.iter().filter(|file| file.verdict == verdict).count();
+        text += &format!(
+            "{} pass, {} fail, {} known differences, {} could not be compared; errors are relative\n",
+            count(Verdict::Pass),
+            count(Verdict::Fail),
+            count(Verdict::KnownDifference),
+            self.refused.len(),
+        );
+        for refused in &self.refused {
+            text += &format!("  {refused}\n");
+        }
+        text
+    }
+}

@@ -1,0 +1,127 @@
+//! `assay spec`: what a loss computes, in full and in words.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{CliError, Passed, Printing, config};
+use crate::spec::presets::{self, Given, Options, Preset, Resolved, WeightShape};
+use crate::spec::{AdvantageLevel, LossSpec};
+
+#[derive(Args)]
+pub(super) struct Spec {
+    /// Options of the project's, such as `loss_type=grpo` or `policy_loss.loss_mode=gspo`
+    #[arg(value_name = "NAME=VALUE", requires = "preset")]
+    options: Vec<String>,
+    /// The project: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
+    #[arg(long, value_name = "NAME")]
+    preset: Option<String>,
+    /// Which of its functions; the usual one if none is given
+    #[arg(long, value_name = "NAME", requires = "preset")]
+    function: Option<String>,
+    /// A spec in YAML, TOML or JSON, instead of a project's
+    #[arg(long = "spec", value_name = "FILE", conflicts_with = "preset", required_unless_present = "preset")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    batch: Batch,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// What the batch has, where a project chooses by it what it computes.
+#[derive(Args)]
+struct Batch {
+    /// The batch has no old log-probabilities
+    #[arg(long)]
+    no_old_logps: bool,
+    /// The batch has no reference log-probabilities
+    #[arg(long)]
+    no_ref_logps: bool,
+    /// The batch has the sampler's log-probabilities
+    #[arg(long)]
+    sampling_logps: bool,
+    /// The batch has importance weights against the sampler, one a `token` or one a `sequence`
+    #[arg(long, value_name = "LEVEL", value_parser = ["token", "sequence"])]
+    rollout_weights: Option<String>,
+    /// Tokens of the whole generation batch
+    #[arg(long, value_name = "N")]
+    num_items: Option<f64>,
+    /// One advantage a `token` or one a `sequence`; as the project has it if none is given
+    #[arg(long, value_name = "LEVEL", value_parser = ["token", "sequence"])]
+    advantages: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Described<'s> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    preset: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    function: Option<&'static str>,
+    spec: &'s LossSpec,
+    description: String,
+    without_effect: &'s [String],
+    notes: &'s [String],
+}
+
+impl Spec {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let Some(name) = &self.preset else {
+            let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
+            return self.show(None, &Resolved { spec, function: "", without_effect: Vec::new(), notes: Vec::new() });
+        };
+        let preset: Preset = name.parse()?;
+        let options = Options::from_pairs(&self.options)?;
+        self.show(Some(preset), &presets::spec(preset, self.function.as_deref(), &options, &self.batch.given())?)
+    }
+
+    fn show(&self, preset: Option<Preset>, resolved: &Resolved) -> Result<Passed, CliError> {
+        let Resolved { spec, function, without_effect, notes } = resolved;
+        let yaml = serde_saphyr::to_string(spec)
+            .map_err(|error| CliError::Usage(format!("the spec cannot be written as YAML: {error}")))?;
+        let mut text = preset.map_or(String::new(), |preset| format!("# {preset}, {function}\n"));
+        text += &format!("{}\n\n{}", yaml.trim_end(), comments(&spec.describe()));
+        if !without_effect.is_empty() {
+            text += &comments(&format!("without effect on the loss: {}", without_effect.join(", ")));
+        }
+        for note in notes {
+            text += &comments(&format!("note: {note}"));
+        }
+        let described = Described {
+            preset: preset.map(Preset::name),
+            function: preset.map(|_| *function),
+            spec,
+            description: spec.describe(),
+            without_effect,
+            notes,
+        };
+        self.printing.finish(&text, &described)?;
+        Ok(Passed::Yes)
+    }
+}
+
+impl Batch {
+    fn given(&self) -> Given {
+        let is_token = |level: &String| level == "token";
+        Given {
+            old_logps: !self.no_old_logps,
+            ref_logps: !self.no_ref_logps,
+            sampling_logps: self.sampling_logps,
+            rollout_weights: self
+                .rollout_weights
+                .as_ref()
+                .map(|level| if is_token(level) { WeightShape::Token } else { WeightShape::Sequence }),
+            num_items_in_batch: self.num_items,
+            advantages: self
+                .advantages
+                .as_ref()
+                .map(|level| if is_token(level) { AdvantageLevel::Token } else { AdvantageLevel::Sequence }),
+            float64: false,
+        }
+    }
+}
+
+/// Each line as a comment of YAML, so that what is printed is still a spec file.
+fn comments(text: &str) -> String {
+    text.lines().fold(String::new(), |commented, line| commented + "# " + line + "\n")
+}

@@ -1,0 +1,432 @@
+//! A spec in words and formulas, with its numbers put in.
+
+use super::{
+    AdvantageLevel, Averaging, Divergence, Drops, Head, Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective,
+    OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides,
+    Terms, TopEntropy, TrustRegion,
+};
+
+/// What old log-probability a ratio is taken against.
+fn old(source: OldLogp) -> &'static str {
+    match source {
+        OldLogp::Given => "old_logp",
+        OldLogp::Current => "sg(ℓ)",
+        OldLogp::Rollout => "rollout_logp",
+    }
+}
+
+/// `x` with at most twelve digits after the point, or as a power of ten where it is small.
+fn number(x: f64) -> String {
+    if x != 0.0 && x.abs() < 1e-3 {
+        return format!("{x:e}");
+    }
+    let fixed = format!("{x:.12}");
+    fixed.trim_end_matches('0').trim_end_matches('.').to_string()
+}
+
+impl LossSpec {
+    /// What this computes, a line a part. `ℓ` is the log-probability, `A` the advantage, `m` the mask, `H` the entropy,
+    /// `n_b` the unmasked tokens of row `b`, and `sg` stops the gradient.
+    pub fn describe(&self) -> String {
+        let mut lines = vec![("logp", self.logp_line())];
+        if self.reads_ratio() {
+            lines.push(("ratio", self.ratio.describe(self.old_logp)));
+        }
+        lines.push(("policy", self.policy_line()));
+        lines.extend(self.rejection.iter().map(|rejection| ("rejection", rejection.describe())));
+        lines.extend(self.off_policy_mask.map(|mask| ("mask", mask.describe())));
+        lines.extend(self.top_entropy.map(|top| ("mask", top.describe())));
+        lines.extend(self.rollout.as_ref().map(|rollout| {
+            let in_vespo = matches!(self.objective, Objective::Vespo(_));
+            ("weight", rollout.describe(in_vespo))
+        }));
+        lines.extend(self.kl.as_ref().map(|kl| ("KL", kl.describe(self.touches_kl()))));
+        lines.push(("reduction", self.averaging().describe()));
+        if self.entropy_coef != 0.0 {
+            lines.push(("entropy", self.entropy_line()));
+        }
+        lines.push(("loss", self.loss_line()));
+        lines.into_iter().fold(String::new(), |text, (name, line)| text + &format!("{name:<10} {line}\n"))
+    }
+
+    fn reads_ratio(&self) -> bool {
+        !matches!(self.objective, Objective::None | Objective::PolicyGradient)
+            || self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Ratio)
+    }
+
+    /// Whether a mask or weight of the policy term is one of the KL penalty too.
+    fn touches_kl(&self) -> bool {
+        self.rejection.iter().any(|rejection| !rejection.counts || rejection.drops_from == Terms::PolicyAndKl)
+            || self.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl)
+    }
+
+    fn logp_line(&self) -> String {
+        let logits = self.head.describe();
+        let (t, one) = (number(self.temperature), self.temperature == 1.0);
+        let mut line = match self.temperature_divides {
+            _ if one => format!("ℓ = log_softmax({logits})[id], H of the same softmax"),
+            TemperatureDivides::Logits => format!("ℓ = log_softmax({logits} / {t})[id], H of the same softmax"),
+            TemperatureDivides::Logp => format!("ℓ = log_softmax({logits})[id] / {t}, H of softmax({logits} / {t})"),
+        };
+        line += &self.support.describe();
+        line
+    }
+
+    fn policy_line(&self) -> String {
+        let advantage = match self.advantages {
+            AdvantageLevel::Sequence => "one A a sequence",
+            AdvantageLevel::Token => "one A a token",
+        };
+        if self.objective == Objective::None {
+            "none".into()
+        } else {
+            format!("{}; {advantage}", self.objective.describe())
+        }
+    }
+
+    fn entropy_line(&self) -> String {
+        let over = match &self.entropy_averaging {
+            Some(averaging) => averaging.describe(),
+            None if self.top_entropy.is_some() => "mean over the unmasked tokens that the entropy mask keeps".into(),
+            None => "mean over all unmasked tokens".into(),
+        };
+        format!("bonus of {} · mean(H), with its gradient: {over}", number(self.entropy_coef))
+    }
+
+    fn loss_line(&self) -> String {
+        let mut terms = vec!["Σ w·m·policy".to_string()];
+        if self.objective == Objective::None {
+            terms.clear();
+        }
+        if let Some(kl) = &self.kl {
+            terms.push(format!("Σ w·m·{}kl", times(kl.beta)));
+        }
+        let mut sum = terms.join(" + ");
+        if self.entropy_coef != 0.0 {
+            let sign = if self.entropy_coef > 0.0 { "− " } else { "+ " };
+            let lead = if sum.is_empty() && self.entropy_coef < 0.0 { "" } else { sign };
+            let space = if sum.is_empty() { "" } else { " " };
+            sum += &format!("{space}{lead}{}mean(H)", times(self.entropy_coef.abs()));
+        }
+        if sum.is_empty() {
+            sum = "0".into();
+        }
+        if self.scale == 1.0 { sum } else { format!("{} · ({sum})", number(self.scale)) }
+    }
+}
+
+/// `factor · `, or nothing where that is 1.
+fn times(factor: f64) -> String {
+    if factor == 1.0 { String::new() } else { format!("{}·", number(factor)) }
+}
+
+impl Head {
+    fn describe(&self) -> String {
+        let mut logits = String::from(if self.bias { "(logits + bias)" } else { "logits" });
+        if self.scale != 1.0 {
+            logits = format!("{}·{logits}", number(self.scale));
+        }
+        match self.softcap.map(number) {
+            Some(cap) => format!("{cap}·tanh({logits} / {cap})"),
+            None => logits,
+        }
+    }
+}
+
+impl Support {
+    fn describe(&self) -> String {
+        let mut text = String::new();
+        if let Some(vocab) = self.vocab {
+            text += &format!(", over the first {vocab} columns");
+        }
+        if !self.excluded_ids.is_empty() {
+            text += &format!(", without {} ids", self.excluded_ids.len());
+        }
+        if !self.is_whole() && self.keep_sampled {
+            text += ", the sampled id kept";
+        }
+        text
+    }
+}
+
+impl Ratio {
+    fn describe(&self, source: OldLogp) -> String {
+        let mut x = format!("ℓ − {}", old(source));
+        if let Some(clamp) = self.clamp {
+            x = format!("clamp({x}, ±{})", number(clamp));
+        }
+        let count = if self.denominator_epsilon == 0.0 {
+            "n_b".to_string()
+        } else {
+            format!("(n_b + {})", number(self.denominator_epsilon))
+        };
+        let mut level = match self.level {
+            RatioLevel::Token => "x".to_string(),
+            RatioLevel::Sequence | RatioLevel::SequenceToken => format!("Σ m·x / {count}"),
+        };
+        if let Some(cap) = self.cap {
+            level = format!("min({level}, {})", number(cap));
+        }
+        let mut text = match self.level {
+            RatioLevel::Token if self.cap.is_none() => format!("ρ = exp(x), x = {x}, per token"),
+            RatioLevel::Token => format!("ρ = exp({level}), x = {x}, per token"),
+            RatioLevel::Sequence => {
+                format!("ρ = exp({level}), x = {x}: one for the row, with the gradient of the mean")
+            }
+            RatioLevel::SequenceToken => {
+                format!("ρ = exp({level}), x = {x}: the row's value, with the gradient of the token's own ℓ")
+            }
+        };
+        if let Some(clip) = self.clip {
+            let (low, high) = (number(clip.low), number(clip.high));
+            text += &format!("; x ≤ {high} where A > 0, x ≥ −{low} where A < 0");
+        }
+        text + if self.clamp.is_some() || self.clip.is_some() || self.cap.is_some() {
+            "; no gradient beyond a bound"
+        } else {
+            ""
+        }
+    }
+}
+
+impl PpoClip {
+    fn describe(&self) -> String {
+        let (low, high) = (number(1.0 - self.epsilon_low), number(1.0 + self.epsilon_high));
+        let ratio = self.delta.map_or("ρ".to_string(), |delta| format!("min(ρ, {})", number(delta)));
+        let mut text = format!("−min({ratio}·A, clip(ρ, {low}, {high})·A)");
+        if let Some(c) = self.dual_clip {
+            text += &format!(", at most −{}·A where A < 0", number(c));
+        }
+        text
+    }
+}
+
+impl TrustRegion {
+    fn describe(&self) -> String {
+        let term = match self.truncate {
+            Some(most) => format!("−sg(min(ρ, {}))·A·ℓ", number(most)),
+            None => "−ρ·A".into(),
+        };
+        let (low, high) = (number(self.low), number(self.high));
+        let moved = match self.divergence {
+            Divergence::TotalVariation => "|p − p_old|",
+            Divergence::BinaryKl => "the binary KL of p_old and p",
+        };
+        let direction = if self.two_sided { "in either direction" } else { "where p has moved with A" };
+        let mut text = format!("{term} while {moved} ≤ {high} (A > 0) or {low} (A ≤ 0), asked {direction}");
+        if self.penalty != 0.0 {
+            text += &format!("; plus {}·(ln ρ)²", number(self.penalty));
+        }
+        text
+    }
+}
+
+impl Objective {
+    fn describe(&self) -> String {
+        match self {
+            Objective::PpoClip(clip) => clip.describe(),
+            Objective::Cispo(cispo) => match cispo.lower {
+                Some(lower) => format!("−sg(clip(ρ, {}, {}))·A·ℓ", number(lower), number(cispo.upper)),
+                None => format!("−sg(min(ρ, {}))·A·ℓ", number(cispo.upper)),
+            },
+            Objective::Sapo(sapo) => format!(
+                "−(4/τ)·σ(τ(ρ − 1))·A with τ = {} where A > 0, else {}",
+                number(sapo.tau_positive),
+                number(sapo.tau_negative)
+            ),
+            Objective::Vespo(vespo) => format!(
+                "−sg(e^λ·w^k·e^(−λw))·A·ℓ with w = exp(Σ m·clamp(ℓ − old, ±20) + Σ ln weight), (k, λ) = ({}, {}) where \
+                 A ≥ 0, else ({}, {})",
+                number(vespo.k_positive),
+                number(vespo.lambda_positive),
+                number(vespo.k_negative),
+                number(vespo.lambda_negative)
+            ),
+            Objective::PolicyGradient => "−A·ℓ".into(),
+            Objective::ImportanceSampling(sampling) if sampling.empty_rows => {
+                "−ρ·A; a row without a token counts with −A".into()
+            }
+            Objective::ImportanceSampling(_) => "−ρ·A".into(),
+            Objective::MaskedRatio(masked) => {
+                format!("−sg(ρ)·A·ℓ where {} < ρ < {}, else 0", number(masked.lower), number(masked.upper))
+            }
+            Objective::TrustRegion(region) => region.describe(),
+            Objective::Dro(dro) => format!("−(A·ℓ − {}/2·x²)", number(dro.beta)),
+            Objective::KlCov(cov) => {
+                let which = cov.selection.map_or("the tokens selected".into(), |top| {
+                    format!("the share {} of tokens with the largest (A − mean A)·(ℓ − mean ℓ)", number(top.fraction))
+                });
+                format!("−ρ·A, plus {}·|ln ρ| on {which}", number(cov.coefficient))
+            }
+            Objective::ClipCov(cov) => {
+                let which = cov.selection.map_or("the tokens selected".into(), |band| {
+                    let (lower, upper) = (number(band.lower), number(band.upper));
+                    format!(
+                        "at most the share {} of tokens with (A − mean A)·(ℓ − mean ℓ) within ({lower}, {upper})",
+                        number(band.fraction)
+                    )
+                });
+                format!("{}, but 0 on {which}", cov.clip.describe())
+            }
+            Objective::None => "none".into(),
+        }
+    }
+}
+
+impl Rejection {
+    fn describe(&self) -> String {
+        let statistic = match self.estimator {
+            RejectionEstimator::K1 => "−y",
+            RejectionEstimator::K2 => "y²/2",
+            RejectionEstimator::K3 => "e^y − 1 − y",
+        };
+        let level = match self.level {
+            RejectionLevel::Token => "of a token",
+            RejectionLevel::SequenceSum => "summed over the row",
+            RejectionLevel::SequenceMean => "in the row's mean",
+            RejectionLevel::SequenceMax => "at the row's largest",
+        };
+        let bounds = match self.min {
+            Some(min) => format!("within {} and {}", number(min), number(self.max)),
+            None => format!("at most {}", number(self.max)),
+        };
+        let becomes = match (self.counts, self.drops_from) {
+            (false, _) => "as if masked",
+            (true, Terms::Policy) => "without a policy term, but counted",
+            (true, Terms::PolicyAndKl) => "without a policy or KL term, but counted",
+        };
+        format!("where {statistic} {level} is not {bounds}, y = clamp(old_logp − rollout_logp, ±20): {becomes}")
+    }
+}
+
+impl OffPolicyMask {
+    fn describe(&self) -> String {
+        let threshold = number(self.threshold);
+        format!("the policy term stays where A ≥ 0 or the row's mean of {} − ℓ is ≤ {threshold}", old(self.behaviour))
+    }
+}
+
+impl TopEntropy {
+    fn describe(&self) -> String {
+        let what = match self.drops {
+            Drops::PolicyTerm => "the policy term stays",
+            Drops::Ratio => "a token is in its row's mean log-ratio",
+        };
+        let rounded = match self.precision {
+            QuantilePrecision::Exact => "",
+            QuantilePrecision::F32Threshold => ", which is taken in f32",
+            QuantilePrecision::F32 => ", both in f32",
+        };
+        format!("{what} where H is at least the {} quantile of the batch{rounded}", number(1.0 - self.fraction))
+    }
+}
+
+impl RolloutWeights {
+    fn describe(&self, in_vespo: bool) -> String {
+        let y = self.clamp.map_or("y".to_string(), |clamp| format!("clamp(y, ±{})", number(clamp)));
+        let made = match (self.source, self.level) {
+            (RolloutSource::Given, RolloutLevel::Geometric) => "geometric mean of the row's rollout_weights".into(),
+            (RolloutSource::Given, _) => "rollout_weights, as given".into(),
+            (RolloutSource::Logp, RolloutLevel::Token) => format!("exp({y}) of each token"),
+            (RolloutSource::Logp, RolloutLevel::Sequence) => format!("exp({}) of the row", y.replace('y', "Σ m·y")),
+            (RolloutSource::Logp, RolloutLevel::Geometric) => {
+                format!("exp({}) of the row", y.replace('y', "Σ m·y / n_b"))
+            }
+            (RolloutSource::Logp, RolloutLevel::TokenGatedByGeometric) => {
+                format!("exp({y}) of each token, where the row's geometric mean is within bounds")
+            }
+        };
+        let difference = if self.source == RolloutSource::Logp { ", y = old_logp − rollout_logp" } else { "" };
+        let bounds = match (self.min, self.max) {
+            _ if self.source == RolloutSource::Given => String::new(),
+            (None, None) => String::new(),
+            (min, max) => {
+                let end = |bound: Option<f64>, none: &str| bound.map_or(none.to_string(), number);
+                let gated = self.level == RolloutLevel::TokenGatedByGeometric;
+                let outside = if self.outside == Outside::Mask || gated { "0 outside" } else { "held within" };
+                format!(", {outside} [{}, {}]", end(min, "0"), end(max, "∞"))
+            }
+        };
+        let normalized = if self.normalize { ", over its mean" } else { "" };
+        let on = match self.applies_to {
+            _ if in_vespo => "within w",
+            Terms::Policy => "on the policy term",
+            Terms::PolicyAndKl => "on the policy term and KL",
+        };
+        format!("{made}{difference}{bounds}{normalized}: {on}")
+    }
+}
+
+impl Kl {
+    fn describe(&self, touched: bool) -> String {
+        let difference = self
+            .difference_clamp
+            .map_or("ref_logp − ℓ".to_string(), |clamp| format!("clamp(ref_logp − ℓ, ±{})", number(clamp)));
+        let estimate = match self.estimator {
+            KlEstimator::K1 => "−d",
+            KlEstimator::K2 => "d²/2",
+            KlEstimator::K3 => "e^d − d − 1",
+            KlEstimator::Abs => "|d|",
+        };
+        let weighed = |estimate: String| match self.importance {
+            KlImportance::One => estimate,
+            KlImportance::Ratio => format!("ρ·({estimate})"),
+            KlImportance::Score => format!("exp(ℓ − sg(ℓ))·({estimate})"),
+        };
+        let clamped = |value: String| {
+            self.value_clamp.map_or(value.clone(), |clamp| format!("clamp({value}, ±{})", number(clamp)))
+        };
+        let value = if self.clamp_after_importance {
+            clamped(weighed(estimate.into()))
+        } else {
+            weighed(clamped(estimate.into()))
+        };
+        let mut text = format!("{}·kl, kl = {value}, d = {difference}", number(self.beta));
+        if self.gradient == KlGradient::K2 {
+            text += "; the gradient is that of d²/2";
+        }
+        if let Some(averaging) = &self.averaging {
+            text += &format!("; {}", averaging.describe());
+        }
+        text + if touched { "" } else { "; no mask or weight of the policy term touches it" }
+    }
+}
+
+impl Averaging {
+    fn describe(&self) -> String {
+        let plus = |count: &str| {
+            if self.denominator_epsilon == 0.0 {
+                count.to_string()
+            } else {
+                format!("({count} + {})", number(self.denominator_epsilon))
+            }
+        };
+        let rows = |rows| match rows {
+            Rows::All => "B".to_string(),
+            Rows::NonEmpty => "B′".to_string(),
+            Rows::Given(count) => number(count),
+        };
+        let meaning = |of: Rows| match of {
+            Rows::All => ", empty rows counted",
+            Rows::NonEmpty => ", B′ the rows with a token",
+            Rows::Given(_) => "",
+        };
+        match self.reduction {
+            Reduction::TokenMean => format!("w = 1/{}: mean over all unmasked tokens", plus("Σ m")),
+            Reduction::SequenceMean { rows: of } => {
+                format!("w = 1/({}·{}): mean over rows of their token means{}", rows(of), plus("n_b"), meaning(of))
+            }
+            Reduction::SequenceSum { rows: of } => {
+                format!("w = 1/{}: mean over rows of their token sums{}", rows(of), meaning(of))
+            }
+            Reduction::FixedLength { rows: of, length } => {
+                let length = length.map_or("T".to_string(), |length| length.to_string());
+                format!("w = 1/({}·{length}): token sums over a fixed length{}", rows(of), meaning(of))
+            }
+            Reduction::Normalizer(count) => {
+                format!("w = 1/{}: sum over all unmasked tokens by a given count", number(count))
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `loss_type` as TRL names it, and Liger and Unsloth after it.
+
+use super::options::Reader;
+use super::{Given, PresetError};
+use crate::spec::{
+    Cispo, LossSpec, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, RatioLevel, Reduction, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Sapo, Vespo,
+};
+
+/// The values of `loss_type`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum LossType {
+    Grpo,
+    Bnpo,
+    DrGrpo,
+    Dapo,
+    Luspo,
+    Cispo,
+    Sapo,
+    Vespo,
+}
+
+const LOSS_TYPES: [(&str, LossType); 8] = [
+    ("grpo", LossType::Grpo),
+    ("bnpo", LossType::Bnpo),
+    ("dr_grpo", LossType::DrGrpo),
+    ("dapo", LossType::Dapo),
+    ("luspo", LossType::Luspo),
+    ("cispo", LossType::Cispo),
+    ("sapo", LossType::Sapo),
+    ("vespo", LossType::Vespo),
+];
+
+/// The two clip widths of one function.
+pub(super) struct ClipNames {
+    pub(super) low: (&'static str, f64),
+    /// Without a default it is that of `low`, and so is null.
+    pub(super) high: (&'static str, Option<f64>),
+}
+
+impl ClipNames {
+    pub(super) fn read(&self, reader: &Reader) -> Result<(f64, f64), PresetError> {
+        let (name, default) = self.low;
+        let low = reader.number(name, default)?;
+        let high = match self.high {
+            (name, Some(default)) => reader.number(name, default)?,
+            (name, None) => reader.number_or_null(name, None)?.unwrap_or(low),
+        };
+        Ok((low, high))
+    }
+}
+
+impl LossType {
+    pub(super) fn read(reader: &Reader, default: Self) -> Result<Self, PresetError> {
+        reader.word("loss_type", default, &LOSS_TYPES)
+    }
+
+    /// Whether the policy term is one of PPO's clips.
+    pub(super) fn clips(self) -> bool {
+        matches!(self, Self::Grpo | Self::Bnpo | Self::DrGrpo | Self::Dapo | Self::Luspo)
+    }
+
+    /// Whether the loss is divided by the tokens of the whole generation batch.
+    pub(super) fn counts_items(self) -> bool {
+        matches!(self, Self::Dapo | Self::Cispo | Self::Vespo)
+    }
+
+    /// The policy term. CISPO's upper bound is `epsilon_high` itself, not one more.
+    pub(super) fn objective(self, reader: &Reader, clip: &ClipNames) -> Result<Objective, PresetError> {
+        Ok(match self {
+            Self::Cispo => Objective::Cispo(Cispo { lower: None, upper: clip.read(reader)?.1 }),
+            Self::Sapo => {
+                let usual = Sapo::default();
+                Objective::Sapo(Sapo {
+                    tau_positive: reader.number("sapo_temperature_pos", usual.tau_positive)?,
+                    tau_negative: reader.number("sapo_temperature_neg", usual.tau_negative)?,
+                })
+            }
+            Self::Vespo => {
+                let usual = Vespo::default();
+                Objective::Vespo(Vespo {
+                    k_positive: reader.number("vespo_k_pos", usual.k_positive)?,
+                    lambda_positive: reader.number("vespo_lambda_pos", usual.lambda_positive)?,
+                    k_negative: reader.number("vespo_k_neg", usual.k_negative)?,
+                    lambda_negative: reader.number("vespo_lambda_neg", usual.lambda_negative)?,
+                    weights_of_masked_tokens: false,
+                })
+            }
+            _ => {
+                let (epsilon_low, epsilon_high) = clip.read(reader)?;
+                let delta = reader.number_or_null("delta", None)?;
+                Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta, dual_clip: None })
+            }
+        })
+    }
+
+    /// How token losses become one number, but for the item count, which the caller knows.
+    pub(super) fn reduction(self, max_completion_length: Option<usize>, items: Option<f64>) -> Reduction {
+        let rows = Rows::All;
+        match self {
+            Self::Grpo | Self::Sapo => Reduction::SequenceMean { rows },
+            Self::Bnpo => Reduction::TokenMean,
+            Self::DrGrpo => Reduction::FixedLength { rows, length: max_completion_length },
+            Self::Luspo => Reduction::SequenceSum { rows },
+            Self::Dapo | Self::Cispo | Self::Vespo => items.map_or(Reduction::TokenMean, Reduction::Normalizer),
+        }
+    }
+}
+
+/// `importance_sampling_level`.
+pub(super) fn ratio_level(reader: &Reader) -> Result<RatioLevel, PresetError> {
+    let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::Sequence)];
+    reader.word("importance_sampling_level", RatioLevel::Token, &levels)
+}
+
+/// `off_policy_mask_threshold`: the sampler's log-probabilities where the batch has them, else the old ones.
+///
+/// Without either the divergence is 0, and the mask keeps every token that a threshold `≥ 0` is about.
+pub(super) fn off_policy_mask(reader: &Reader, given: &Given) -> Result<Option<OffPolicyMask>, PresetError> {
+    const NAME: &str = "off_policy_mask_threshold";
+    let Some(threshold) = reader.number_or_null(NAME, None)? else { return Ok(None) };
+    let behaviour = match (given.sampling_logps, given.old_logps) {
+        (true, _) => OldLogp::Rollout,
+        (false, true) => OldLogp::Given,
+        (false, false) if threshold >= 0.0 => return Ok(None),
+        (false, false) => {
+            return Err(reader.refuse(NAME, "a number ≥ 0 where the batch has neither sampling nor old logps"));
+        }
+    };
+    Ok(Some(OffPolicyMask { threshold, behaviour }))
+}
+
+/// `vllm_importance_sampling_mode` with its bounds: the weights that a trainer makes of both log-probabilities.
+pub(super) fn weights_of_mode(
+    reader: &Reader,
+    modes: &[(&str, (RolloutLevel, Outside))],
+) -> Result<RolloutWeights, PresetError> {
+    let usual = (RolloutLevel::Sequence, Outside::Mask);
+    let (level, outside) = reader.word("vllm_importance_sampling_mode", usual, modes)?;
+    let min = reader.number_or_null("vllm_importance_sampling_clip_min", None)?;
+    let max = reader.number_or_null("vllm_importance_sampling_clip_max", Some(3.0))?;
+    Ok(RolloutWeights { level, outside, min, max, ..super::weights_from(RolloutSource::Logp) })
+}
+
+/// The modes that TRL has.
+pub(super) const MODES: [(&str, (RolloutLevel, Outside)); 4] = [
+    ("token_truncate", (RolloutLevel::Token, Outside::Truncate)),
+    ("token_mask", (RolloutLevel::Token, Outside::Mask)),
+    ("sequence_truncate", (RolloutLevel::Sequence, Outside::Truncate)),
+    ("sequence_mask", (RolloutLevel::Sequence, Outside::Mask)),
+];
+
+/// Lets VESPO's weight hold rollout weights under the mask too, where they are given as an array.
+pub(super) fn fold_weights(spec: &mut LossSpec) {
+    let given = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given);
+    if let Objective::Vespo(vespo) = &mut spec.objective {
+        vespo.weights_of_masked_tokens = given;
+    }
+}

@@ -1,0 +1,47 @@
+//! MLLM-JAX, commit 04809656: `plugins/training/kernels/grpo_loss_pallas.py`.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError};
+use crate::spec::{AdvantageLevel, LossSpec, Objective, PpoClip, Reduction, TemperatureDivides};
+
+pub(super) const FUNCTIONS: &[&str] = &["grpo_per_token_loss_reference", "grpo_per_token_loss_pallas"];
+
+const KNOWN: &[&str] = &[
+    "block_size",
+    "bwd_impl",
+    "compute_dtype",
+    "epsilon_high",
+    "epsilon_low",
+    "interpret",
+    "reduction",
+    "temperature",
+    "time_block",
+];
+
+const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
+
+/// The temperature divides the log-probability. The functions return losses per token: the mean over the mask, or over
+/// `total_valid_token_count` where it is given, is the caller's.
+pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+    if given.advantages == Some(AdvantageLevel::Token) {
+        return Err(reader.lacks("advantages", "[B,T]", "[B]"));
+    }
+    if !given.old_logps {
+        return Err(reader.lacks("old_logps", "nothing", "[B,T]"));
+    }
+    reader.word("reduction", (), &[(MEAN, ()), ("mean", ())])?;
+    reader.word("compute_dtype", (), &[("f32", ()), ("float32", ())])?;
+    let clip = PpoClip {
+        epsilon_low: reader.number("epsilon_low", 0.2)?,
+        epsilon_high: reader.number("epsilon_high", 0.2)?,
+        ..PpoClip::default()
+    };
+    let spec = LossSpec {
+        objective: Objective::PpoClip(clip),
+        temperature: reader.number("temperature", 1.0)?,
+        temperature_divides: TemperatureDivides::Logp,
+        reduction: given.num_items_in_batch.map_or(Reduction::TokenMean, Reduction::Normalizer),
+        ..LossSpec::default()
+    };
+    Ok(Found::new(spec, KNOWN))
+}

@@ -1,0 +1,387 @@
+//! What published projects call their losses, as [`LossSpec`]s: option names and defaults included.
+//!
+//! ```
+//! use assay::spec::presets::{Given, Options, Preset, spec};
+//!
+//! let options = Options::from_pairs(&["loss_type=grpo", "epsilon_high=0.28"])?;
+//! let resolved = spec(Preset::Trl, None, &options, &Given::default())?;
+//! assert_eq!(resolved.spec.temperature, 1.0);
+//! # Ok::<(), assay::spec::presets::PresetError>(())
+//! ```
+//!
+//! A preset reproduces what one version of a project computes, its known defects left out: [`Resolved::notes`] names them
+//! where they would show. An option that is not reproduced is an error that names it; one that has no effect on the loss is
+//! listed in [`Resolved::without_effect`].
+
+mod liger;
+mod loss_type;
+mod mllm_jax;
+mod nemo;
+mod openrlhf;
+mod options;
+mod prime_rl;
+mod skyrl;
+mod trl;
+mod tunix;
+mod unsloth;
+mod verl;
+
+use std::fmt;
+use std::str::FromStr;
+
+pub use options::Options;
+use options::{Reader, one_of};
+
+use super::{
+    AdvantageLevel, LossSpec, OldLogp, QuantilePrecision, RolloutLevel, RolloutSource, RolloutWeights, SpecError,
+};
+
+/// A project whose losses are known here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Preset {
+    /// TRL 1.16.0.
+    Trl,
+    /// verl 0.9.1.
+    Verl,
+    /// Tunix 0.1.7.
+    Tunix,
+    /// Liger Kernel 0.8.5.
+    Liger,
+    /// MLLM-JAX, commit 04809656.
+    MllmJax,
+    /// Unsloth Zoo 2026.10.9.
+    Unsloth,
+    /// SkyRL 0.3.0.
+    Skyrl,
+    /// NeMo RL, a snapshot of 2026.
+    Nemo,
+    /// prime-rl, a snapshot of 2026.
+    PrimeRl,
+    /// OpenRLHF 0.11.2.
+    OpenRlhf,
+}
+
+impl Preset {
+    /// All of them.
+    pub const ALL: [Self; 10] = [
+        Self::Trl,
+        Self::Verl,
+        Self::Tunix,
+        Self::Liger,
+        Self::MllmJax,
+        Self::Unsloth,
+        Self::Skyrl,
+        Self::Nemo,
+        Self::PrimeRl,
+        Self::OpenRlhf,
+    ];
+
+    /// What it is called on the command line and in parity files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Trl => "trl",
+            Self::Verl => "verl",
+            Self::Tunix => "tunix",
+            Self::Liger => "liger",
+            Self::MllmJax => "mllm-jax",
+            Self::Unsloth => "unsloth",
+            Self::Skyrl => "skyrl",
+            Self::Nemo => "nemo",
+            Self::PrimeRl => "prime-rl",
+            Self::OpenRlhf => "openrlhf",
+        }
+    }
+
+    /// The functions that compute a loss, the usual one first.
+    pub const fn functions(self) -> &'static [&'static str] {
+        match self {
+            Self::Trl => trl::FUNCTIONS,
+            Self::Verl => verl::FUNCTIONS,
+            Self::Tunix => tunix::FUNCTIONS,
+            Self::Liger => liger::FUNCTIONS,
+            Self::MllmJax => mllm_jax::FUNCTIONS,
+            Self::Unsloth => unsloth::FUNCTIONS,
+            Self::Skyrl => skyrl::FUNCTIONS,
+            Self::Nemo => nemo::FUNCTIONS,
+            Self::PrimeRl => prime_rl::FUNCTIONS,
+            Self::OpenRlhf => openrlhf::FUNCTIONS,
+        }
+    }
+
+    /// The function that `name` means: alone, without verl's `compute_policy_loss_`, or as a word of a longer path such
+    /// as `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss`.
+    fn function(self, name: Option<&str>) -> Result<&'static str, PresetError> {
+        let Some(name) = name else { return Ok(self.functions()[0]) };
+        let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+        let means = |function: &&str| {
+            let short = function.strip_prefix(verl::POLICY_LOSS);
+            words.contains(function) || short == Some(name)
+        };
+        self.functions().iter().copied().find(means).ok_or_else(|| PresetError::Function {
+            preset: self,
+            given: name.into(),
+            expected: one_of(self.functions().iter().copied()),
+        })
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Preset {
+    type Err = PresetError;
+
+    /// Hyphens and underscores are the same.
+    fn from_str(name: &str) -> Result<Self, PresetError> {
+        let wanted = name.replace('_', "-");
+        Self::ALL.into_iter().find(|preset| preset.name() == wanted).ok_or_else(|| PresetError::Preset {
+            given: name.into(),
+            expected: one_of(Self::ALL.iter().map(|preset| preset.name())),
+        })
+    }
+}
+
+/// Which optional inputs a batch has: projects choose by them what they compute.
+#[allow(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
+#[derive(Clone, Debug, PartialEq)]
+pub struct Given {
+    /// Log-probabilities of the old policy.
+    pub old_logps: bool,
+    /// Log-probabilities of the reference policy.
+    pub ref_logps: bool,
+    /// Log-probabilities that the sampler returned.
+    pub sampling_logps: bool,
+    /// Importance weights against the sampler, ready made.
+    pub rollout_weights: Option<WeightShape>,
+    /// The tokens of the whole generation batch.
+    pub num_items_in_batch: Option<f64>,
+    /// The shape of the advantages; `None` is the project's own.
+    pub advantages: Option<AdvantageLevel>,
+    /// Whether the project is run in float64, which shows where it rounds to float32 on its way.
+    pub float64: bool,
+}
+
+impl Default for Given {
+    /// Old and reference log-probabilities, and nothing else.
+    fn default() -> Self {
+        Self {
+            old_logps: true,
+            ref_logps: true,
+            sampling_logps: false,
+            rollout_weights: None,
+            num_items_in_batch: None,
+            advantages: None,
+            float64: false,
+        }
+    }
+}
+
+impl Given {
+    fn advantages_or(&self, usual: AdvantageLevel) -> AdvantageLevel {
+        self.advantages.unwrap_or(usual)
+    }
+
+    /// Where the ratio's denominator comes from in projects that take the current policy for a missing old one.
+    fn old_logp(&self) -> OldLogp {
+        if self.old_logps { OldLogp::Given } else { OldLogp::Current }
+    }
+}
+
+impl Given {
+    /// What the batch has of the sampler's that `spec` does not read.
+    fn unread_by(&self, spec: &LossSpec) -> Vec<String> {
+        let source = spec.rollout.as_ref().map(|rollout| rollout.source);
+        let reads_logps = source == Some(RolloutSource::Logp)
+            || !spec.rejection.is_empty()
+            || spec.old_logp == OldLogp::Rollout
+            || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout);
+        let weights = self.rollout_weights.is_some() && source != Some(RolloutSource::Given);
+        let logps = self.sampling_logps && !reads_logps;
+        let unread = [(weights, "importance weights"), (logps, "sampling logps")];
+        let unread = unread.into_iter().filter(|(unread, _)| *unread);
+        unread.map(|(_, what)| format!("the batch's {what} have no part in the loss under these options")).collect()
+    }
+
+    /// How TRL takes a quantile of entropies: in f32, whatever it runs in.
+    fn quantile_precision(&self) -> QuantilePrecision {
+        if self.float64 { QuantilePrecision::F32Threshold } else { QuantilePrecision::F32 }
+    }
+}
+
+/// Shape of importance weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightShape {
+    /// `[B,T]`
+    Token,
+    /// `[B,1]`
+    Sequence,
+    /// `[B]`, which some functions read as `[B,1]`.
+    Flat,
+}
+
+/// Ready-made weights, taken as they are.
+fn ready_made() -> RolloutWeights {
+    weights_from(RolloutSource::Given)
+}
+
+/// Weights per token, without bounds, on the policy term.
+fn weights_from(source: RolloutSource) -> RolloutWeights {
+    RolloutWeights {
+        source,
+        level: RolloutLevel::default(),
+        outside: super::Outside::default(),
+        min: None,
+        max: None,
+        clamp: None,
+        normalize: false,
+        applies_to: super::Terms::default(),
+    }
+}
+
+/// What a preset comes to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Resolved {
+    /// The loss.
+    pub spec: LossSpec,
+    /// The function that computes it.
+    pub function: &'static str,
+    /// Options that were given and have no effect on the loss.
+    pub without_effect: Vec<String>,
+    /// What else there is to know.
+    pub notes: Vec<String>,
+}
+
+/// Why options do not come to a [`LossSpec`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PresetError {
+    /// No such project.
+    #[error("preset: got `{given}`, expected {expected}")]
+    Preset {
+        /// The name found.
+        given: String,
+        /// The names there are.
+        expected: String,
+    },
+    /// No such function.
+    #[error("preset {preset}, function: got `{given}`, expected {expected}")]
+    Function {
+        /// The project.
+        preset: Preset,
+        /// The name found.
+        given: String,
+        /// The names there are.
+        expected: String,
+    },
+    /// Not `name=value`.
+    #[error("option: got `{given}`, expected name=value")]
+    NotAPair {
+        /// The text found.
+        given: String,
+    },
+    /// Options that are not an object.
+    #[error("options: got {given}, expected an object of names and values")]
+    NotAnObject {
+        /// The value found.
+        given: String,
+    },
+    /// A name that the function does not have, or that is not reproduced.
+    #[error("preset {preset}, {function}: option `{option}` (given {given}) is not known, expected {expected}")]
+    Unknown {
+        /// The project.
+        preset: Preset,
+        /// Its function.
+        function: &'static str,
+        /// The name found.
+        option: String,
+        /// Its value.
+        given: String,
+        /// The names that are accepted.
+        expected: String,
+    },
+    /// A value that means nothing, or that is not reproduced.
+    #[error("preset {preset}, {function}: option `{option}`: got {given}, expected {expected}")]
+    Option {
+        /// The project.
+        preset: Preset,
+        /// Its function.
+        function: &'static str,
+        /// The option.
+        option: String,
+        /// The value found.
+        given: String,
+        /// What would have been accepted.
+        expected: String,
+    },
+    /// An input of the batch that is missing, or that the function does not take.
+    #[error("preset {preset}, {function}: input `{input}`: got {given}, expected {expected}")]
+    Input {
+        /// The project.
+        preset: Preset,
+        /// Its function.
+        function: &'static str,
+        /// The input.
+        input: &'static str,
+        /// What was there.
+        given: &'static str,
+        /// What would have been accepted.
+        expected: String,
+    },
+    /// A number out of range.
+    #[error("preset {preset}, {function}: {reason}")]
+    Spec {
+        /// The project.
+        preset: Preset,
+        /// Its function.
+        function: &'static str,
+        /// Which field.
+        reason: SpecError,
+    },
+}
+
+/// What one project computes under `options`, when `function` is run on a batch that has `given`; `None` is the
+/// project's usual function.
+///
+/// # Errors
+/// [`PresetError`] naming the option or input that is not reproduced.
+pub fn spec(preset: Preset, function: Option<&str>, options: &Options, given: &Given) -> Result<Resolved, PresetError> {
+    let function = preset.function(function)?;
+    let options = match preset {
+        Preset::Verl => &options.without_prefix("policy_loss."),
+        _ => options,
+    };
+    let reader = Reader::new(preset, function, options);
+    let resolve = match preset {
+        Preset::Trl => trl::resolve,
+        Preset::Verl => verl::resolve,
+        Preset::Tunix => tunix::resolve,
+        Preset::Liger => liger::resolve,
+        Preset::MllmJax => mllm_jax::resolve,
+        Preset::Unsloth => unsloth::resolve,
+        Preset::Skyrl => skyrl::resolve,
+        Preset::Nemo => nemo::resolve,
+        Preset::PrimeRl => prime_rl::resolve,
+        Preset::OpenRlhf => openrlhf::resolve,
+    };
+    let Found { spec, known, mut notes } = resolve(&reader, function, given)?;
+    let without_effect = reader.finish(known)?;
+    spec.check().map_err(|reason| PresetError::Spec { preset, function, reason })?;
+    notes.extend(given.unread_by(&spec));
+    Ok(Resolved { spec, function, without_effect, notes })
+}
+
+/// What one project's file finds.
+struct Found {
+    spec: LossSpec,
+    /// Every option of the function: one that nothing asked for has no effect.
+    known: &'static [&'static str],
+    notes: Vec<String>,
+}
+
+impl Found {
+    fn new(spec: LossSpec, known: &'static [&'static str]) -> Self {
+        Self { spec, known, notes: Vec::new() }
+    }
+}

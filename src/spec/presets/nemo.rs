@@ -1,0 +1,159 @@
+//! NeMo RL: `nemo_rl/algorithms/loss/loss_functions.py`, `ClippedPGLossFn`, with `calculate_kl` and `masked_mean` of
+//! `nemo_rl/algorithms/utils.py`.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError, weights_from};
+use crate::spec::{
+    AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+};
+
+pub(super) const FUNCTIONS: &[&str] = &["ClippedPGLossFn"];
+
+const KNOWN: &[&str] = &[
+    "disable_ppo_ratio",
+    "force_on_policy_ratio",
+    "global_valid_seqs",
+    "global_valid_toks",
+    "kl_input_clamp_value",
+    "kl_output_clamp_value",
+    "ratio_clip_c",
+    "ratio_clip_max",
+    "ratio_clip_min",
+    "reference_policy_kl_penalty",
+    "reference_policy_kl_type",
+    "sequence_level_importance_ratios",
+    "temperature",
+    "token_level_loss",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+    "truncated_importance_sampling_type",
+    "use_cispo",
+    "use_importance_sampling_correction",
+    "use_kl_in_reward",
+];
+
+/// The denominators of `masked_mean`.
+const EPSILON: f64 = 1e-8;
+
+pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+    reader.off("positive_example_nll_weight", "it needs rewards")?;
+    reader.off("use_on_policy_kl_approximation", "the KL term would be weighed against the sampler")?;
+    let token_level = reader.flag("token_level_loss", true)?;
+    let by_sequence = reader.flag("sequence_level_importance_ratios", false)?;
+    if by_sequence && token_level {
+        return Err(reader.refuse("token_level_loss", "false with `sequence_level_importance_ratios`"));
+    }
+    let on_policy = reader.flag("force_on_policy_ratio", false)?;
+    let level = if by_sequence && !on_policy { RatioLevel::Sequence } else { RatioLevel::Token };
+    let mut spec = LossSpec {
+        objective: objective(reader, token_level, by_sequence, on_policy)?,
+        ratio: Ratio { level, denominator_epsilon: EPSILON, ..Ratio::default() },
+        advantages: given.advantages_or(AdvantageLevel::Token),
+        old_logp: if on_policy { OldLogp::Current } else { OldLogp::Given },
+        temperature: reader.number("temperature", 1.0)?,
+        rollout: rollout(reader, given, by_sequence, on_policy)?,
+        kl: kl(reader)?,
+        ..LossSpec::default()
+    };
+    let tokens = reader.number_or_null("global_valid_toks", given.num_items_in_batch)?;
+    let rows = reader.number_or_null("global_valid_seqs", None)?;
+    spec.denominator_epsilon = EPSILON;
+    spec.reduction = if token_level {
+        tokens.map_or(Reduction::TokenMean, |tokens| Reduction::Normalizer(tokens + EPSILON))
+    } else {
+        Reduction::SequenceMean { rows: rows.map_or(Rows::NonEmpty, |rows| Rows::Given(rows + EPSILON)) }
+    };
+    let mut found = Found::new(spec, KNOWN);
+    if !token_level && rows.is_none() {
+        let taken = "global_valid_seqs is not given: it is taken as the rows that have a token, without the 1e-8";
+        found.notes.push(taken.into());
+    }
+    Ok(found)
+}
+
+fn objective(reader: &Reader, token_level: bool, by_sequence: bool, on_policy: bool) -> Result<Objective, PresetError> {
+    let plain = reader.flag("disable_ppo_ratio", false)?;
+    let dual_clip = reader.number_or_null("ratio_clip_c", None)?;
+    let cispo = reader.flag("use_cispo", false)?;
+    if cispo && (plain || on_policy || by_sequence || dual_clip.is_some() || !token_level) {
+        let expected = "false with disable_ppo_ratio, force_on_policy_ratio, sequence_level_importance_ratios, \
+                        ratio_clip_c or without token_level_loss";
+        return Err(reader.refuse("use_cispo", expected));
+    }
+    if plain && !on_policy {
+        if dual_clip.is_some() {
+            return Err(reader.refuse("ratio_clip_c", "null with `disable_ppo_ratio`"));
+        }
+        return Ok(Objective::PolicyGradient);
+    }
+    let epsilon_low = reader.number("ratio_clip_min", 0.2)?;
+    let epsilon_high = reader.number("ratio_clip_max", 0.2)?;
+    Ok(if cispo {
+        Objective::Cispo(Cispo { lower: Some(1.0 - epsilon_low), upper: 1.0 + epsilon_high })
+    } else {
+        Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip })
+    })
+}
+
+/// The estimate is weighed by `exp(ℓ − sg(ℓ))`, whose gradient is that of the sampling, before its value is clamped.
+fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+    let beta = reader.number("reference_policy_kl_penalty", 0.01)?;
+    if beta == 0.0 || reader.flag("use_kl_in_reward", false)? {
+        return Ok(None);
+    }
+    let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
+    let estimator = reader.word("reference_policy_kl_type", KlEstimator::K3, &kinds)?;
+    Ok(Some(Kl {
+        importance: KlImportance::Score,
+        difference_clamp: reader.number_or_null("kl_input_clamp_value", Some(20.0))?,
+        value_clamp: reader.number_or_null("kl_output_clamp_value", Some(10.0))?,
+        clamp_after_importance: true,
+        ..Kl::plain(beta, estimator)
+    }))
+}
+
+fn rollout(
+    reader: &Reader,
+    given: &Given,
+    by_sequence: bool,
+    on_policy: bool,
+) -> Result<Option<RolloutWeights>, PresetError> {
+    const TYPE: &str = "truncated_importance_sampling_type";
+    const MIN: &str = "truncated_importance_sampling_ratio_min";
+    const MAX: &str = "truncated_importance_sampling_ratio";
+    if !reader.flag("use_importance_sampling_correction", false)? {
+        reader.off(TYPE, "`use_importance_sampling_correction` is")?;
+        return Ok(None);
+    }
+    if on_policy {
+        let expected = "false with `force_on_policy_ratio`: the weights would be the current policy's";
+        return Err(reader.refuse("use_importance_sampling_correction", expected));
+    }
+    if !given.sampling_logps {
+        let expected = "it, as `use_importance_sampling_correction` is on";
+        return Err(reader.lacks("generation_logprobs", "nothing", expected));
+    }
+    let level = if by_sequence { RolloutLevel::Sequence } else { RolloutLevel::Token };
+    let plain = RolloutWeights { level, ..weights_from(RolloutSource::Logp) };
+    let (min, max) = (reader.number_or_null(MIN, None)?, reader.number_or_null(MAX, None)?);
+    if !reader.is_given(TYPE) {
+        return if max.is_some() { Err(reader.refuse(TYPE, "tis, icepop or seq-mask-tis")) } else { Ok(Some(plain)) };
+    }
+    let kinds = [
+        ("tis", (level, Outside::Truncate)),
+        ("icepop", (level, Outside::Mask)),
+        ("seq-mask-tis", (RolloutLevel::TokenGatedByGeometric, Outside::Mask)),
+    ];
+    let (level, outside) = reader.word(TYPE, kinds[0].1, &kinds)?;
+    if by_sequence && level == RolloutLevel::TokenGatedByGeometric {
+        return Err(reader.refuse(TYPE, "tis or icepop with `sequence_level_importance_ratios`"));
+    }
+    if max.is_none() {
+        return Err(reader.refuse(MAX, "a number > 0"));
+    }
+    if outside == Outside::Mask && min.is_none() {
+        return Err(reader.refuse(MIN, "a number for icepop and seq-mask-tis"));
+    }
+    Ok(Some(RolloutWeights { level, outside, min, max, ..plain }))
+}

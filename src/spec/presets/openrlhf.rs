@@ -1,0 +1,117 @@
+//! OpenRLHF 0.11.2: `models/loss.py`, `PolicyLoss`, with the KL and entropy terms of `trainer/ray/ppo_actor.py`.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError, weights_from};
+use crate::spec::{
+    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+};
+
+pub(super) const FUNCTIONS: &[&str] = &["PolicyLoss"];
+
+const KNOWN: &[&str] = &[
+    "batch_num_tokens",
+    "clip_eps_high",
+    "clip_eps_low",
+    "dp_size",
+    "dual_clip",
+    "entropy_coef",
+    "global_batch_size",
+    "is_correction_gating",
+    "is_correction_level",
+    "is_correction_mode",
+    "is_correction_threshold_high",
+    "is_correction_threshold_low",
+    "kl.estimator",
+    "kl.init_coef",
+    "kl.unbiased_gradient",
+    "kl.use_loss",
+    "policy_loss_type",
+    "temperature",
+    "token_level_loss",
+];
+
+pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+    let gspo = reader.word("policy_loss_type", false, &[("ppo", false), ("gspo", true)])?;
+    let levels =
+        [("off", None), ("token", Some(RolloutLevel::Token)), ("seq", Some(RolloutLevel::TokenGatedByGeometric))];
+    let level = reader.word("is_correction_level", None, &levels)?;
+    if level.is_some() && !given.sampling_logps {
+        return Err(reader.lacks("rollout_log_probs", "nothing", "it, as `is_correction_level` is on"));
+    }
+    let ratio = if gspo {
+        Ratio { level: RatioLevel::Sequence, ..Ratio::default() }
+    } else {
+        Ratio { clamp: Some(20.0), ..Ratio::default() }
+    };
+    let clip = PpoClip {
+        epsilon_low: reader.number("clip_eps_low", 0.2)?,
+        epsilon_high: reader.number("clip_eps_high", 0.2)?,
+        delta: None,
+        dual_clip: reader.number_or_null("dual_clip", None)?,
+    };
+    // GSPO is a mean over rows, whatever `token_level_loss` says; the KL and entropy terms never are.
+    let by_token = !gspo && reader.flag("token_level_loss", true)?;
+    let token_mean = averaging(reader, true)?;
+    let own = averaging(reader, by_token)?;
+    let kl = kl(reader)?.map(|kl| Kl { averaging: (own != token_mean).then_some(token_mean), ..kl });
+    let entropy_coef = reader.number_or_null("entropy_coef", None)?.unwrap_or(0.0);
+    let spec = LossSpec {
+        objective: Objective::PpoClip(clip),
+        ratio,
+        advantages: given.advantages_or(AdvantageLevel::Token),
+        old_logp: if gspo && level.is_some() { OldLogp::Rollout } else { OldLogp::Given },
+        temperature: reader.number("temperature", 1.0)?,
+        rollout: level.filter(|_| !gspo).map(|level| weights(reader, level)).transpose()?,
+        kl,
+        entropy_coef,
+        entropy_averaging: (entropy_coef != 0.0).then_some(token_mean),
+        reduction: own.reduction,
+        denominator_epsilon: own.denominator_epsilon,
+        ..LossSpec::default()
+    };
+    Ok(Found::new(spec, KNOWN))
+}
+
+/// `aggregate_loss`: per token, or per row with 1e-8 in the row's count.
+fn averaging(reader: &Reader, by_token: bool) -> Result<Averaging, PresetError> {
+    let dp_size = reader.number("dp_size", 1.0)?;
+    let count = |name| Ok(reader.number_or_null(name, None)?.map(|count| count / dp_size));
+    Ok(if by_token {
+        let reduction = count("batch_num_tokens")?.map_or(Reduction::TokenMean, Reduction::Normalizer);
+        Averaging { reduction, denominator_epsilon: 0.0 }
+    } else {
+        let rows = count("global_batch_size")?.map_or(Rows::NonEmpty, Rows::Given);
+        Averaging { reduction: Reduction::SequenceMean { rows }, denominator_epsilon: 1e-8 }
+    })
+}
+
+/// Tokens or rows outside the band lose their weight; those inside keep `exp(old_logp − rollout_logp)`.
+fn weights(reader: &Reader, level: RolloutLevel) -> Result<RolloutWeights, PresetError> {
+    reader.word("is_correction_gating", (), &[("ratio", ())])?;
+    let outside =
+        reader.word("is_correction_mode", Outside::Mask, &[("mask", Outside::Mask), ("clip", Outside::Truncate)])?;
+    if outside == Outside::Truncate && level != RolloutLevel::Token {
+        return Err(reader.refuse("is_correction_mode", "mask with `is_correction_level` seq"));
+    }
+    Ok(RolloutWeights {
+        level,
+        outside,
+        min: Some(reader.number("is_correction_threshold_low", 0.5)?),
+        max: Some(reader.number("is_correction_threshold_high", 5.0)?),
+        ..weights_from(RolloutSource::Logp)
+    })
+}
+
+/// Every estimate is clamped to ±10.
+fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+    let used = reader.flag("kl.use_loss", false)?;
+    let beta = reader.number("kl.init_coef", 0.01)?;
+    if !used || beta <= 0.0 {
+        return Ok(None);
+    }
+    reader.off("kl.unbiased_gradient", "its gradient is weighed by a clipped ratio")?;
+    let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
+    let estimator = reader.word("kl.estimator", KlEstimator::K1, &kinds)?;
+    Ok(Some(Kl { value_clamp: Some(10.0), gradient: KlGradient::Own, ..Kl::plain(beta, estimator) }))
+}

@@ -1,0 +1,55 @@
+//! prime-rl: `src/prime_rl/trainer/rl/loss.py`, the rl component, with `DefaultLossConfig` and `IPOLossConfig`.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError, ready_made};
+use crate::spec::{AdvantageLevel, Divergence, LossSpec, Objective, OldLogp, Reduction, TrustRegion};
+
+const DEFAULT: &str = "default_loss_fn";
+const IPO: &str = "ipo_loss_fn";
+
+pub(super) const FUNCTIONS: &[&str] = &[DEFAULT, IPO];
+
+const KNOWN: &[&str] =
+    &["adv_tau", "dppo_mask_high", "dppo_mask_low", "ipo_threshold", "kl_tau", "rl_scale", "temperature", "type"];
+
+/// The sum over tokens of `−keep·adv_tau·A·ρ + kl_tau·x²`, over `rl_scale`: the ratio is against the sampler.
+///
+/// `adv_tau` multiplies the whole loss here, and the penalty is divided by it.
+pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+    let kinds = [("default", DEFAULT), ("ipo", IPO)];
+    let kind = reader.word("type", function, &kinds)?;
+    let adv_tau = reader.number("adv_tau", 1.0)?;
+    if adv_tau <= 0.0 {
+        return Err(reader.refuse("adv_tau", "a number > 0: without advantages there is no policy term"));
+    }
+    let (low, high) = if kind == IPO {
+        let threshold = reader.number("ipo_threshold", 0.1)?;
+        (threshold, threshold)
+    } else {
+        (reader.number("dppo_mask_low", 0.2)?, reader.number("dppo_mask_high", 0.2)?)
+    };
+    let region = TrustRegion {
+        divergence: Divergence::TotalVariation,
+        low,
+        high,
+        two_sided: kind == IPO,
+        truncate: None,
+        penalty: reader.number("kl_tau", 1e-3)? / adv_tau,
+    };
+    let tokens = reader.number_or_null("rl_scale", given.num_items_in_batch)?;
+    let spec = LossSpec {
+        objective: Objective::TrustRegion(region),
+        advantages: given.advantages_or(AdvantageLevel::Token),
+        old_logp: if given.sampling_logps { OldLogp::Rollout } else { OldLogp::Given },
+        temperature: reader.number("temperature", 1.0)?,
+        rollout: given.rollout_weights.map(|_| ready_made()),
+        reduction: tokens.map_or(Reduction::TokenMean, Reduction::Normalizer),
+        scale: adv_tau,
+        ..LossSpec::default()
+    };
+    let mut found = Found::new(spec, KNOWN);
+    if tokens.is_none() {
+        found.notes.push("rl_scale is not given: it is taken as the batch's own unmasked tokens".into());
+    }
+    Ok(found)
+}

@@ -1,0 +1,312 @@
+//! SkyRL 0.3.0: `skyrl_train/utils/ppo_utils.py`, `utils/off_policy_correction_utils.py` and `workers/worker.py`.
+//!
+//! `trainer` is the loss of one mini-batch that is one micro-batch on one worker, with `loss_reduction` folded into the
+//! advantages as the trainer does it. The policy losses alone take advantages that are so scaled, and sum. SkyRL rounds
+//! ratios to f32 whatever the dtype.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError, weights_from};
+use crate::spec::{
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, ImportanceSampling, Kl, KlCov, KlEstimator,
+    LossSpec, MaskedRatio, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopCovariance, TrustRegion,
+};
+
+const TRAINER: &str = "trainer";
+
+pub(super) const FUNCTIONS: &[&str] = &[
+    TRAINER,
+    "ppo_policy_loss",
+    "sapo_policy_loss",
+    "gspo_policy_loss",
+    "compute_policy_loss_cispo",
+    "rollout_is_policy_loss",
+    "dppo_policy_loss",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_kl_cov",
+    "importance_sampling_loss",
+];
+
+const KNOWN: &[&str] = &[
+    "advantage_batch_normalize",
+    "advantage_estimator",
+    "cispo.cispo_eps_clip_high",
+    "cispo.cispo_eps_clip_low",
+    "clip_cov.clip_cov_lb",
+    "clip_cov.clip_cov_ub",
+    "clip_cov.clip_ratio",
+    "clip_ratio_c",
+    "dppo.delta_high",
+    "dppo.delta_low",
+    "dppo.dppo_type",
+    "entropy_loss_coef",
+    "eps_clip_high",
+    "eps_clip_low",
+    "gamma",
+    "grpo_norm_by_std",
+    "kl_cov.kl_cov_frac",
+    "kl_cov.ppo_kl_coef",
+    "kl_estimator_type",
+    "kl_loss_coef",
+    "lambd",
+    "loss_reduction",
+    "max_seq_len",
+    "off_policy_correction.geo_mask_high",
+    "off_policy_correction.geo_mask_low",
+    "off_policy_correction.outlier_token_is_threshold_high",
+    "off_policy_correction.outlier_token_is_threshold_low",
+    "off_policy_correction.product_mask_high",
+    "off_policy_correction.product_mask_low",
+    "off_policy_correction.sequence_mask_metric",
+    "off_policy_correction.sequence_tis_ratio_clip_high",
+    "off_policy_correction.tis_ratio_type",
+    "off_policy_correction.token_mask_is_threshold_high",
+    "off_policy_correction.token_mask_is_threshold_low",
+    "off_policy_correction.token_tis_ratio_clip_high",
+    "policy_loss_type",
+    "sapo.tau_neg",
+    "sapo.tau_pos",
+    "temperature",
+    "use_entropy_loss",
+    "use_kl_loss",
+    "value_clip",
+    "zero_variance_filter",
+];
+
+/// The values of `policy_loss_type`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Loss {
+    Regular,
+    DualClip,
+    Sapo,
+    Gspo,
+    Cispo,
+    RolloutIs,
+    Dppo,
+    ClipCov,
+    KlCov,
+    ImportanceSampling,
+}
+
+const LOSSES: [(&str, Loss); 10] = [
+    ("regular", Loss::Regular),
+    ("dual_clip", Loss::DualClip),
+    ("sapo", Loss::Sapo),
+    ("gspo", Loss::Gspo),
+    ("cispo", Loss::Cispo),
+    ("rollout_is", Loss::RolloutIs),
+    ("dppo", Loss::Dppo),
+    ("clip_cov", Loss::ClipCov),
+    ("kl_cov", Loss::KlCov),
+    ("importance_sampling", Loss::ImportanceSampling),
+];
+
+pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+    reader.off("use_tis", "say `off_policy_correction.tis_ratio_type`")?;
+    reader.off("use_kl_in_reward", "it changes the advantages; give those")?;
+    let loss = loss(reader, function)?;
+    let (objective, ratio) = objective(reader, loss)?;
+    let corrects = given.sampling_logps && !matches!(loss, Loss::ClipCov | Loss::KlCov | Loss::ImportanceSampling);
+    let behaviour = match loss {
+        Loss::RolloutIs if !given.sampling_logps => {
+            return Err(reader.lacks("rollout_logprobs", "nothing", "it, as the loss is rollout_is"));
+        }
+        Loss::RolloutIs => OldLogp::Rollout,
+        Loss::Dppo if given.sampling_logps => OldLogp::Rollout,
+        _ => OldLogp::Given,
+    };
+    let policy = LossSpec {
+        objective,
+        ratio,
+        advantages: given.advantages_or(AdvantageLevel::Token),
+        old_logp: behaviour,
+        temperature: reader.number_or_null("temperature", None)?.unwrap_or(1.0),
+        rollout: if corrects { weights(reader)? } else { None },
+        rejection: if corrects { rejections(reader)? } else { Vec::new() },
+        reduction: Reduction::Normalizer(1.0),
+        ..LossSpec::default()
+    };
+    let spec = if function == TRAINER { trainer(reader, loss, policy)? } else { policy };
+    Ok(Found::new(spec, KNOWN))
+}
+
+/// The loss that a function stands for.
+fn loss(reader: &Reader, function: &'static str) -> Result<Loss, PresetError> {
+    Ok(match function {
+        TRAINER => reader.word("policy_loss_type", Loss::Regular, &LOSSES)?,
+        "ppo_policy_loss" => reader.word("policy_loss_type", Loss::Regular, &LOSSES[..2])?,
+        "sapo_policy_loss" => Loss::Sapo,
+        "gspo_policy_loss" => Loss::Gspo,
+        "compute_policy_loss_cispo" => Loss::Cispo,
+        "rollout_is_policy_loss" => Loss::RolloutIs,
+        "dppo_policy_loss" => Loss::Dppo,
+        "compute_policy_loss_clip_cov" => Loss::ClipCov,
+        "compute_policy_loss_kl_cov" => Loss::KlCov,
+        _ => Loss::ImportanceSampling,
+    })
+}
+
+fn objective(reader: &Reader, loss: Loss) -> Result<(Objective, Ratio), PresetError> {
+    let clip = || {
+        let epsilon_low = reader.number("eps_clip_low", 0.2)?;
+        let epsilon_high = reader.number("eps_clip_high", 0.2)?;
+        Ok(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip: None })
+    };
+    let clamped = Ratio { clamp: Some(20.0), ..Ratio::default() };
+    Ok(match loss {
+        Loss::Regular => (Objective::PpoClip(clip()?), clamped),
+        Loss::DualClip => {
+            let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
+            (Objective::PpoClip(PpoClip { dual_clip, ..clip()? }), clamped)
+        }
+        Loss::Sapo => {
+            let tau_positive = reader.number("sapo.tau_pos", 1.0)?;
+            (Objective::Sapo(Sapo { tau_positive, tau_negative: reader.number("sapo.tau_neg", 1.05)? }), clamped)
+        }
+        Loss::Gspo => {
+            let ratio = Ratio { level: RatioLevel::SequenceToken, cap: Some(10.0), ..Ratio::default() };
+            (Objective::PpoClip(clip()?), ratio)
+        }
+        Loss::Cispo => {
+            let lower = Some(1.0 - reader.number("cispo.cispo_eps_clip_low", 0.0)?);
+            let upper = 1.0 + reader.number("cispo.cispo_eps_clip_high", 5.0)?;
+            (Objective::Cispo(Cispo { lower, upper }), clamped)
+        }
+        Loss::RolloutIs => {
+            let PpoClip { epsilon_low, epsilon_high, .. } = clip()?;
+            let masked = MaskedRatio { lower: 1.0 - epsilon_low, upper: 1.0 + epsilon_high };
+            (Objective::MaskedRatio(masked), clamped)
+        }
+        Loss::Dppo => {
+            let kinds = [("binary_tv", Divergence::TotalVariation), ("binary_kl", Divergence::BinaryKl)];
+            let region = TrustRegion {
+                divergence: reader.word("dppo.dppo_type", Divergence::TotalVariation, &kinds)?,
+                low: reader.number("dppo.delta_low", 0.2)?,
+                high: reader.number("dppo.delta_high", 0.2)?,
+                two_sided: false,
+                truncate: None,
+                penalty: 0.0,
+            };
+            (Objective::TrustRegion(region), clamped)
+        }
+        Loss::ClipCov => {
+            let selection = Some(CovarianceBand {
+                fraction: reader.number("clip_cov.clip_ratio", 0.0002)?,
+                lower: reader.number("clip_cov.clip_cov_lb", 1.0)?,
+                upper: reader.number("clip_cov.clip_cov_ub", 5.0)?,
+            });
+            (Objective::ClipCov(ClipCov { clip: clip()?, selection }), Ratio::default())
+        }
+        Loss::KlCov => {
+            let fraction = reader.number("kl_cov.kl_cov_frac", 0.2)?;
+            let coefficient = reader.number("kl_cov.ppo_kl_coef", 1.0)?;
+            (Objective::KlCov(KlCov { coefficient, selection: Some(TopCovariance { fraction }) }), Ratio::default())
+        }
+        Loss::ImportanceSampling => (Objective::ImportanceSampling(ImportanceSampling::default()), Ratio::default()),
+    })
+}
+
+/// `policy + kl_loss_coef · kl − entropy_loss_coef · entropy`: the KL mean is over rows, the entropy mean over tokens.
+fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, PresetError> {
+    if matches!(loss, Loss::ClipCov | Loss::KlCov) {
+        let expected = "another loss: here `loss_reduction` changes the advantages that covariances and penalties are \
+                        measured by; ask for the function alone";
+        return Err(reader.refuse("policy_loss_type", expected));
+    }
+    let rows = Rows::All;
+    let length = reader.count_or_null("max_seq_len")?;
+    let reductions = [
+        ("token_mean", Reduction::TokenMean),
+        ("sequence_mean", Reduction::SequenceMean { rows }),
+        ("seq_mean_token_sum_norm", Reduction::FixedLength { rows, length }),
+    ];
+    let reduction = reader.word("loss_reduction", Reduction::TokenMean, &reductions)?;
+    if matches!(reduction, Reduction::FixedLength { length: None, .. }) {
+        return Err(reader.refuse("max_seq_len", "a whole number ≥ 1 for seq_mean_token_sum_norm"));
+    }
+    let averaging = |reduction| Some(Averaging { reduction, denominator_epsilon: 0.0 });
+    let kl = reader.flag("use_kl_loss", true)?.then(|| kl(reader)).transpose()?;
+    let kl = kl.map(|kl| Kl { averaging: averaging(Reduction::SequenceMean { rows }), ..kl });
+    let bonus = reader.flag("use_entropy_loss", false)?;
+    Ok(LossSpec {
+        reduction,
+        kl,
+        entropy_coef: if bonus { reader.number("entropy_loss_coef", 0.01)? } else { 0.0 },
+        entropy_averaging: if bonus { averaging(Reduction::TokenMean) } else { None },
+        ..policy
+    })
+}
+
+fn kl(reader: &Reader) -> Result<Kl, PresetError> {
+    let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3), ("abs", KlEstimator::Abs)];
+    let estimator = reader.word("kl_estimator_type", KlEstimator::K3, &kinds)?;
+    let clamped = estimator == KlEstimator::K3;
+    Ok(Kl {
+        difference_clamp: clamped.then_some(20.0),
+        value_clamp: clamped.then_some(10.0),
+        ..Kl::plain(reader.number("kl_loss_coef", 0.001)?, estimator)
+    })
+}
+
+fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
+    const TOKEN_MASK: &str = "off_policy_correction.token_mask_is_threshold_low";
+    const NAME: &str = "off_policy_correction.tis_ratio_type";
+    if !reader.is_given(NAME) {
+        return Ok(None);
+    }
+    let levels = [("token", RolloutLevel::Token), ("sequence", RolloutLevel::Sequence)];
+    let level = reader.word(NAME, RolloutLevel::Token, &levels)?;
+    if level == RolloutLevel::Sequence && reader.is_given(TOKEN_MASK) {
+        return Err(
+            reader.refuse(NAME, "token or null with a token mask: a sequence's ratio would be of the tokens left")
+        );
+    }
+    let max = if level == RolloutLevel::Token {
+        reader.number("off_policy_correction.token_tis_ratio_clip_high", 2.0)?
+    } else {
+        reader.number("off_policy_correction.sequence_tis_ratio_clip_high", 5.0)?
+    };
+    Ok(Some(RolloutWeights { level, max: Some(max), clamp: Some(20.0), ..weights_from(RolloutSource::Logp) }))
+}
+
+/// A rejected token loses its policy term and still counts, as the advantages were scaled before. `k1` is the logarithm
+/// of the sampler's ratio upside down: a ratio within `[low, high]` is a `k1` within `[−ln high, −ln low]`.
+fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+    const METRIC: &str = "off_policy_correction.sequence_mask_metric";
+    reader.off(
+        "off_policy_correction.outlier_token_is_threshold_low",
+        "a sequence that one token rejects is not reproduced",
+    )?;
+    reader.off(
+        "off_policy_correction.outlier_token_is_threshold_high",
+        "a sequence that one token rejects is not reproduced",
+    )?;
+    let within = |level, low: f64, high: f64| Rejection {
+        estimator: RejectionEstimator::K1,
+        level,
+        min: Some(-high.ln()),
+        max: -low.ln(),
+        counts: true,
+        drops_from: Terms::Policy,
+    };
+    let low = reader.number_or_null("off_policy_correction.token_mask_is_threshold_low", None)?;
+    let high = reader.number_or_null("off_policy_correction.token_mask_is_threshold_high", None)?;
+    let mut found: Vec<Rejection> =
+        low.zip(high).map(|(low, high)| within(RejectionLevel::Token, low, high)).into_iter().collect();
+    if reader.is_given(METRIC) {
+        if !found.is_empty() {
+            return Err(reader.refuse(METRIC, "null with a token mask: it would look at the tokens that are left"));
+        }
+        let metrics = [("product", RejectionLevel::SequenceSum), ("geometric", RejectionLevel::SequenceMean)];
+        let level = reader.word(METRIC, RejectionLevel::SequenceSum, &metrics)?;
+        let (low, high) = if level == RejectionLevel::SequenceSum {
+            let low = reader.number("off_policy_correction.product_mask_low", 0.5)?;
+            (low, reader.number("off_policy_correction.product_mask_high", 2.0)?)
+        } else {
+            let low = reader.number("off_policy_correction.geo_mask_low", 0.99)?;
+            (low, reader.number("off_policy_correction.geo_mask_high", 1.01)?)
+        };
+        found.push(within(level, low, high));
+    }
+    Ok(found)
+}

@@ -1,0 +1,230 @@
+//! TRL 1.16.0: `trainer/grpo_trainer.py`, `GRPOTrainer._compute_loss`, and `experimental/gmpo`, `GMPOTrainer._compute_loss`.
+
+use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
+use super::options::Reader;
+use super::{Found, Given, PresetError, WeightShape, ready_made};
+use crate::spec::{
+    AdvantageLevel, Drops, Head, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LossSpec, Objective,
+    Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
+};
+
+pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer"];
+
+/// `GRPOConfig`, and what a recorded run says of the model's head. Those that say how a batch comes about, and not what
+/// its loss is, have no effect.
+const KNOWN: &[&str] = &[
+    "beta",
+    "cast_lm_head_to_fp32",
+    "delta",
+    "disable_dropout",
+    "ds3_gather_for_generation",
+    "entropy_coef",
+    "entropy_coef_delta",
+    "entropy_coef_max",
+    "entropy_coef_min",
+    "entropy_target",
+    "epsilon",
+    "epsilon_high",
+    "fused_lm_head.chunk_size",
+    "fused_lm_head.final_logit_softcapping",
+    "fused_lm_head.logit_scale",
+    "generation_batch_size",
+    "gradient_accumulation_steps",
+    "importance_sampling_level",
+    "learning_rate",
+    "loss_type",
+    "mask_truncated_completions",
+    "max_completion_length",
+    "min_p",
+    "mode",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "num_processes",
+    "off_policy_mask_threshold",
+    "per_device_train_batch_size",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "repetition_penalty",
+    "reward_weights",
+    "router_aux_loss_coef",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "scale_rewards",
+    "shuffle_dataset",
+    "steps_per_generation",
+    "sync_ref_model",
+    "temperature",
+    "top_entropy_quantile",
+    "top_k",
+    "top_p",
+    "use_adaptive_entropy",
+    "use_bias_correction_kl",
+    "use_vllm",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_mode",
+];
+
+pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+    reader.off("router_aux_loss_coef", "the loss of a router is the model's, not the batch's")?;
+    reader.off("generation_batch_size", "say `steps_per_generation`")?;
+    if function == "GMPOTrainer" { gmpo(reader, given) } else { grpo(reader, given) }
+}
+
+fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+    reader.off("use_adaptive_entropy", "an adaptive coefficient changes from step to step")?;
+    let loss_type = LossType::read(reader, LossType::Dapo)?;
+    let clip = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) };
+    let mut notes = Vec::new();
+    let steps = Steps::read(reader)?;
+    let max_completion_length = match loss_type {
+        LossType::DrGrpo if reader.is_given("max_completion_length") => {
+            reader.count_or_null("max_completion_length")?
+        }
+        _ => Some(512),
+    };
+    let (items, scale) = match given.num_items_in_batch {
+        Some(items) if loss_type.counts_items() => (Some(items.max(1.0) * steps.items_factor()), 1.0),
+        None if loss_type.counts_items() => {
+            notes.push("num_items_in_batch is not given: it is taken as the batch's own unmasked tokens".into());
+            (None, 1.0 / steps.items_factor())
+        }
+        _ => (None, steps.per_step()),
+    };
+    let bonus = reader.number("entropy_coef", 0.0)?;
+    let mut spec = LossSpec {
+        objective: loss_type.objective(reader, &clip)?,
+        ratio: Ratio { level: ratio_level(reader)?, ..Ratio::default() },
+        advantages: given.advantages_or(AdvantageLevel::Sequence),
+        old_logp: given.old_logp(),
+        head: head(reader)?,
+        temperature: reader.number("temperature", 1.0)?,
+        rollout: rollout(reader, given, loss_type)?,
+        off_policy_mask: off_policy_mask(reader, given)?,
+        top_entropy: top_entropy(reader, given, Drops::PolicyTerm)?,
+        kl: kl(reader)?,
+        // The bonus is divided by the accumulation steps whatever the loss is divided by.
+        entropy_coef: bonus * (steps.per_step() / scale),
+        reduction: loss_type.reduction(max_completion_length, items),
+        scale,
+        ..LossSpec::default()
+    };
+    fold_weights(&mut spec);
+    Ok(Found { spec, known: KNOWN, notes })
+}
+
+/// GMPO: PPO's clip in log space, the geometric mean of a row's ratios, the mean over all rows. Of `GRPOConfig` it reads
+/// the clip, the KL penalty and the entropy mask; a row without a token counts with `−A`.
+fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+    if given.advantages == Some(AdvantageLevel::Token) {
+        return Err(reader.lacks("advantages", "[B,T]", "[B]"));
+    }
+    let (low, high) = ClipNames { low: ("epsilon", 0.4), high: ("epsilon_high", None) }.read(reader)?;
+    let beta = reader.number("beta", 0.0)?;
+    let spec = LossSpec {
+        objective: Objective::ImportanceSampling(ImportanceSampling { empty_rows: true }),
+        ratio: Ratio { level: RatioLevel::Sequence, clip: Some(LogClip { low, high }), ..Ratio::default() },
+        old_logp: given.old_logp(),
+        head: head(reader)?,
+        temperature: reader.number("temperature", 1.0)?,
+        top_entropy: top_entropy(reader, given, Drops::Ratio)?,
+        kl: (beta != 0.0).then(|| Kl::plain(beta, KlEstimator::K3)),
+        reduction: Reduction::SequenceMean { rows: Rows::All },
+        scale: Steps::read(reader)?.per_step(),
+        ..LossSpec::default()
+    };
+    Ok(Found::new(spec, KNOWN))
+}
+
+/// How a loss is spread over accumulation steps; in evaluation it is not.
+struct Steps {
+    train: bool,
+    accumulation: f64,
+    generation: f64,
+    processes: f64,
+}
+
+impl Steps {
+    fn read(reader: &Reader) -> Result<Self, PresetError> {
+        let count = |name| Ok(reader.count_or_null(name)?.map(|steps| steps as f64));
+        let accumulation = count("gradient_accumulation_steps")?.unwrap_or(1.0);
+        Ok(Self {
+            train: reader.word("mode", true, &[("train", true), ("eval", false)])?,
+            accumulation,
+            generation: count("steps_per_generation")?.unwrap_or(accumulation),
+            processes: count("num_processes")?.unwrap_or(1.0),
+        })
+    }
+
+    fn per_step(&self) -> f64 {
+        if self.train { 1.0 / self.accumulation } else { 1.0 }
+    }
+
+    /// From the tokens of a generation batch to those of one accumulation window of one process.
+    fn items_factor(&self) -> f64 {
+        let window = if self.train { self.accumulation / self.generation } else { 1.0 };
+        window / self.processes
+    }
+}
+
+/// The logits of the streamed head: `logit_scale`, then the soft cap.
+fn head(reader: &Reader) -> Result<Head, PresetError> {
+    Ok(Head {
+        scale: reader.number_or_null("fused_lm_head.logit_scale", None)?.unwrap_or(1.0),
+        softcap: reader.number_or_null("fused_lm_head.final_logit_softcapping", None)?,
+        bias: false,
+    })
+}
+
+fn top_entropy(reader: &Reader, given: &Given, drops: Drops) -> Result<Option<TopEntropy>, PresetError> {
+    let fraction = reader.number("top_entropy_quantile", 1.0)?;
+    let top = TopEntropy { fraction, drops, precision: given.quantile_precision() };
+    Ok((fraction < 1.0).then_some(top))
+}
+
+fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+    let beta = reader.number("beta", 0.0)?;
+    if beta == 0.0 {
+        return Ok(None);
+    }
+    let corrected = reader.flag("use_bias_correction_kl", true)?;
+    let importance = if corrected { KlImportance::Ratio } else { KlImportance::One };
+    Ok(Some(Kl { importance, ..Kl::plain(beta, KlEstimator::K3) }))
+}
+
+/// The trainer's own weights where the batch has them; else those that it makes of both log-probabilities. VESPO reads
+/// the array whether vLLM is used or not.
+fn rollout(reader: &Reader, given: &Given, loss_type: LossType) -> Result<Option<RolloutWeights>, PresetError> {
+    const INPUT: &str = "importance_sampling_ratio";
+    let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", true)?;
+    if !corrects && loss_type != LossType::Vespo {
+        return Ok(None);
+    }
+    match given.rollout_weights {
+        Some(WeightShape::Flat) => Err(reader.lacks(INPUT, "[B]", "[B,T] or [B,1]")),
+        Some(_) => Ok(Some(ready_made())),
+        None if !corrects => Ok(None),
+        None if !(given.sampling_logps && given.old_logps) => {
+            Err(reader.lacks(INPUT, "nothing", "it, or sampling and old logps to make it of, as `use_vllm` is on"))
+        }
+        None => {
+            let mut weights = weights_of_mode(reader, &MODES)?;
+            if let Some(cap) = reader.number_or_null("vllm_importance_sampling_cap", None)? {
+                weights.max = Some(cap);
+            }
+            if loss_type == LossType::Vespo && weights.level != RolloutLevel::Token {
+                return Err(reader.refuse("vllm_importance_sampling_mode", "token_truncate or token_mask for VESPO"));
+            }
+            Ok(Some(weights))
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Unsloth Zoo 2026.10.9: `rl_replacements.py`, `grpo_compute_loss`.
+
+use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
+use super::options::Reader;
+use super::verl::{Wrong, rejections};
+use super::{Found, Given, PresetError};
+use crate::spec::{
+    AdvantageLevel, Drops, Head, Kl, KlEstimator, KlImportance, LossSpec, OldLogp, Outside, Ratio, Rejection,
+    RolloutLevel, RolloutWeights, TopEntropy,
+};
+
+pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
+
+const KNOWN: &[&str] = &[
+    "beta",
+    "current_gradient_accumulation_steps",
+    "delta",
+    "epsilon_high",
+    "epsilon_low",
+    "importance_sampling_level",
+    "logit_scale_divide",
+    "logit_scale_multiply",
+    "logit_softcapping",
+    "loss_type",
+    "max_completion_length",
+    "num_processes",
+    "off_policy_mask_threshold",
+    "rollout_logps_as_old",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "steps_per_generation",
+    "temperature",
+    "top_entropy_quantile",
+    "use_bias_correction_kl",
+    "use_vllm",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+];
+
+const GEOMETRIC_MODES: [(&str, (RolloutLevel, Outside)); 2] = [
+    ("geometric_truncate", (RolloutLevel::Geometric, Outside::Truncate)),
+    ("geometric_mask", (RolloutLevel::Geometric, Outside::Mask)),
+];
+
+/// TRL's losses, with the KL difference clamped to ±20 and its value to ±10 after the bias correction, weights of a
+/// geometric mean, and verl's rejections, whose tokens still count in the denominators.
+pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+    let loss_type = LossType::read(reader, LossType::Grpo)?;
+    let clip = ClipNames { low: ("epsilon_low", 0.2), high: ("epsilon_high", Some(0.2)) };
+    let as_old = reader.flag("rollout_logps_as_old", false)?;
+    if as_old && !given.sampling_logps {
+        return Err(reader.lacks("sampling_per_token_logps", "nothing", "it, as `rollout_logps_as_old` is on"));
+    }
+    if as_old && reader.is_given("rollout_rs") {
+        return Err(
+            reader.refuse("rollout_rs", "null with `rollout_logps_as_old`: it would reject by the current policy")
+        );
+    }
+    let count = |name| Ok(reader.count_or_null(name)?.map(|steps| steps as f64));
+    let accumulation = count("current_gradient_accumulation_steps")?.unwrap_or(1.0);
+    let window = count("steps_per_generation")?.map_or(1.0, |generation| accumulation / generation);
+    let items_factor = window / count("num_processes")?.unwrap_or(1.0);
+    let mut notes = Vec::new();
+    let (items, scale) = match given.num_items_in_batch {
+        Some(items) if loss_type.counts_items() => (Some(items.max(1.0) * items_factor), 1.0),
+        None if loss_type.counts_items() => {
+            notes.push("num_items_in_batch is not given: it is taken as the batch's own unmasked tokens".into());
+            (None, 1.0 / items_factor)
+        }
+        _ => (None, 1.0 / accumulation),
+    };
+    let max_completion_length = match loss_type {
+        LossType::DrGrpo if reader.is_given("max_completion_length") => {
+            reader.count_or_null("max_completion_length")?
+        }
+        _ => Some(8192),
+    };
+    let fraction = reader.number("top_entropy_quantile", 1.0)?;
+    let top = TopEntropy { fraction, drops: Drops::PolicyTerm, precision: given.quantile_precision() };
+    let mut spec = LossSpec {
+        objective: loss_type.objective(reader, &clip)?,
+        ratio: Ratio { level: ratio_level(reader)?, clamp: as_old.then_some(20.0), ..Ratio::default() },
+        advantages: given.advantages_or(AdvantageLevel::Sequence),
+        old_logp: if as_old { OldLogp::Rollout } else { given.old_logp() },
+        head: Head { scale: scale_of_logits(reader)?, softcap: positive(reader, "logit_softcapping")?, bias: false },
+        temperature: reader.number("temperature", 1.0)?,
+        rollout: if as_old { None } else { rollout(reader, given)? },
+        off_policy_mask: off_policy_mask(reader, given)?,
+        top_entropy: (fraction < 1.0).then_some(top),
+        kl: kl(reader)?,
+        reduction: loss_type.reduction(max_completion_length, items),
+        scale,
+        ..LossSpec::default()
+    };
+    spec.rejection = if spec.rollout.is_some() { rejection(reader)? } else { Vec::new() };
+    if loss_type == LossType::Vespo && !spec.rejection.is_empty() {
+        return Err(
+            reader.refuse("rollout_rs", "null for vespo: a rejected token would count in the row's weight as 1e-8")
+        );
+    }
+    fold_weights(&mut spec);
+    Ok(Found { spec, known: KNOWN, notes })
+}
+
+/// 0 leaves the option off.
+fn positive(reader: &Reader, name: &'static str) -> Result<Option<f64>, PresetError> {
+    Ok(reader.number_or_null(name, None)?.filter(|x| *x != 0.0))
+}
+
+fn scale_of_logits(reader: &Reader) -> Result<f64, PresetError> {
+    let times = positive(reader, "logit_scale_multiply")?.unwrap_or(1.0);
+    Ok(times / positive(reader, "logit_scale_divide")?.unwrap_or(1.0))
+}
+
+fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+    let beta = reader.number("beta", 0.0)?;
+    if beta == 0.0 {
+        return Ok(None);
+    }
+    let corrected = reader.flag("use_bias_correction_kl", false)?;
+    Ok(Some(Kl {
+        importance: if corrected { KlImportance::Ratio } else { KlImportance::One },
+        difference_clamp: Some(20.0),
+        value_clamp: Some(10.0),
+        clamp_after_importance: true,
+        ..Kl::plain(beta, KlEstimator::K3)
+    }))
+}
+
+/// Weights are made of both log-probabilities where the batch has them and vLLM's correction is on.
+fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+    let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", false)?;
+    if given.rollout_weights.is_some() {
+        let expected = "nothing: it is made of the sampling logps";
+        return Err(reader.lacks("importance_sampling_ratio", "an array", expected));
+    }
+    if !corrects || !given.sampling_logps {
+        return Ok(None);
+    }
+    if !given.old_logps {
+        return Err(reader.lacks("old_logps", "nothing", "it, as vLLM's correction is on"));
+    }
+    let modes: Vec<_> = MODES.into_iter().chain(GEOMETRIC_MODES).collect();
+    weights_of_mode(reader, &modes).map(Some)
+}
+
+fn rejection(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+    let Some(modes) = reader.text("rollout_rs")? else { return Ok(Vec::new()) };
+    let thresholds = reader.text("rollout_rs_threshold")?;
+    let found = rejections(&modes, thresholds.as_deref()).map_err(|wrong| match wrong {
+        Wrong::Mode => reader.refuse("rollout_rs", "verl's statistics, such as token_k3 or seq_mean_k1"),
+        Wrong::Threshold => reader.refuse("rollout_rs_threshold", "a threshold > 0, or one for each of `rollout_rs`"),
+    })?;
+    Ok(found.into_iter().map(|rejection| Rejection { counts: true, ..rejection }).collect())
+}

@@ -1,0 +1,480 @@
+//! verl 0.9.1: `trainer/ppo/core_algos.py`, `workers/utils/losses.py` and `trainer/ppo/rollout_corr_helper.py`.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError, WeightShape, ready_made, weights_from};
+use crate::spec::{
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, Kl, KlCov,
+    KlEstimator, KlGradient, LogClip, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
+    Terms, TopCovariance, TrustRegion,
+};
+
+/// What the names of the policy losses begin with.
+pub(super) const POLICY_LOSS: &str = "compute_policy_loss_";
+
+pub(super) const FUNCTIONS: &[&str] = &[
+    "ppo_loss",
+    "compute_policy_loss_vanilla",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_reinforce",
+    "compute_policy_loss_bypass_mode",
+    "kl_penalty",
+    "compute_entropy_loss",
+];
+
+const KNOWN: &[&str] = &[
+    "calculate_entropy",
+    "clip_cov_lb",
+    "clip_cov_ratio",
+    "clip_cov_ub",
+    "clip_ratio",
+    "clip_ratio_c",
+    "clip_ratio_high",
+    "clip_ratio_low",
+    "data.batch_num_tokens",
+    "data.dp_size",
+    "data.global_batch_size",
+    "dro_beta",
+    "entropy_coeff",
+    "global_batch_info.batch_num_tokens",
+    "global_batch_info.dp_size",
+    "global_batch_info.global_batch_size",
+    "global_batch_info.loss_scale_factor",
+    "kl_cov_ratio",
+    "kl_loss_coef",
+    "kl_loss_type",
+    "kl_penalty",
+    "loss_agg_mode",
+    "loss_mode",
+    "loss_scale_factor",
+    "ppo_epochs",
+    "ppo_kl_coef",
+    "ppo_micro_batch_size_per_gpu",
+    "ppo_mini_batch_size",
+    "rollout_correction.bypass_mode",
+    "rollout_correction.loss_type",
+    "rollout_correction.rollout_is",
+    "rollout_correction.rollout_is_batch_normalize",
+    "rollout_correction.rollout_is_threshold",
+    "rollout_correction.rollout_rs",
+    "rollout_correction.rollout_rs_threshold",
+    "rollout_n",
+    "shuffle",
+    "strategy",
+    "tau_neg",
+    "tau_pos",
+    "temperature",
+    "use_dynamic_bsz",
+    "use_fused_kernels",
+    "use_kl_loss",
+    "use_torch_compile",
+];
+
+/// The denominators of verl's means, and of GMPO's.
+const EPSILON: f64 = 1e-8;
+
+pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+    let temperature = reader.number("temperature", 1.0)?;
+    let spec = match function {
+        "ppo_loss" => ppo_loss(reader, given)?,
+        "kl_penalty" => LossSpec {
+            objective: Objective::None,
+            old_logp: OldLogp::Current,
+            kl: Some(kl(reader, "kl_penalty", 1.0)?),
+            ..aggregated(&Batch::read(reader, "global_batch_info", "token-mean")?)?
+        },
+        // The mean entropy itself: a bonus of −1.
+        "compute_entropy_loss" => LossSpec {
+            objective: Objective::None,
+            old_logp: OldLogp::Current,
+            entropy_coef: -1.0,
+            entropy_averaging: Some(Batch::read(reader, "", "token-mean")?.averaging()?),
+            ..LossSpec::default()
+        },
+        _ => {
+            let mode = function.strip_prefix(POLICY_LOSS).unwrap_or(function);
+            let usual = match mode {
+                "gspo" | "sapo" => "seq-mean-token-mean",
+                "reinforce" => "seq-mean-token-sum",
+                _ => "token-mean",
+            };
+            policy_loss(reader, given, mode, &Batch::read(reader, "global_batch_info", usual)?)?
+        }
+    };
+    let advantages = given.advantages_or(AdvantageLevel::Token);
+    Ok(Found::new(LossSpec { advantages, temperature, ..spec }, KNOWN))
+}
+
+/// `policy − entropy_coeff · entropy + kl_loss_coef · kl`, where each is aggregated by `loss_agg_mode`, but the policy
+/// losses that have a mode of their own.
+fn ppo_loss(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
+    let names: Vec<(&str, &str)> = MODES.iter().map(|mode| (*mode, *mode)).collect();
+    let mode = reader.word("loss_mode", "vanilla", &names)?;
+    let batch = Batch::read(reader, "data", "token-mean")?;
+    let mut spec = policy_loss(reader, given, mode, &batch)?;
+    let averaging = batch.averaging()?;
+    let entropy_coeff = reader.number("entropy_coeff", 0.0)?;
+    if entropy_coeff != 0.0 {
+        spec.entropy_coef = entropy_coeff;
+        spec.entropy_averaging = Some(averaging);
+    }
+    if reader.flag("use_kl_loss", false)? {
+        let own = (averaging != spec.averaging()).then_some(averaging);
+        let beta = reader.number("kl_loss_coef", 0.001)?;
+        spec.kl = Some(Kl { averaging: own, ..kl(reader, "kl_loss_type", beta)? });
+    }
+    Ok(spec)
+}
+
+/// What `loss_mode` may be.
+const MODES: [&str; 12] = [
+    "vanilla",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "bypass_mode",
+];
+
+/// The policy loss alone.
+fn policy_loss(reader: &Reader, given: &Given, mode: &str, batch: &Batch) -> Result<LossSpec, PresetError> {
+    if mode == "bypass_mode" {
+        return bypass(reader, given, batch);
+    }
+    let clamped = Ratio { clamp: Some(20.0), ..Ratio::default() };
+    let (objective, ratio) = match mode {
+        "vanilla" => {
+            let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
+            (Objective::PpoClip(PpoClip { dual_clip, ..clip(reader)? }), clamped)
+        }
+        "gspo" => {
+            let ratio = Ratio { level: RatioLevel::SequenceToken, cap: Some(10.0), ..Ratio::default() };
+            (Objective::PpoClip(clip(reader)?), ratio)
+        }
+        "sapo" => (
+            Objective::Sapo(Sapo {
+                tau_positive: reader.number("tau_pos", 1.0)?,
+                tau_negative: reader.number("tau_neg", 1.05)?,
+            }),
+            clamped,
+        ),
+        "gpg" | "reinforce" => (Objective::PolicyGradient, Ratio::default()),
+        "clip_cov" => {
+            let fraction = reader.number_or_null("clip_cov_ratio", None)?.unwrap_or(0.0002);
+            let lower = reader.number_or_null("clip_cov_lb", None)?.unwrap_or(1.0);
+            let upper = reader.number_or_null("clip_cov_ub", None)?.unwrap_or(5.0);
+            let selection = Some(CovarianceBand { fraction, lower, upper });
+            (Objective::ClipCov(ClipCov { clip: clip(reader)?, selection }), Ratio::default())
+        }
+        "kl_cov" => {
+            let fraction = reader.number_or_null("kl_cov_ratio", Some(0.0002))?.unwrap_or(0.0002);
+            // The configuration says 0.1, the function 1 where the configuration says null.
+            let coefficient = reader.number_or_null("ppo_kl_coef", Some(0.1))?.unwrap_or(1.0);
+            (Objective::KlCov(KlCov { coefficient, selection: Some(TopCovariance { fraction }) }), Ratio::default())
+        }
+        "geo_mean" => return geo_mean(reader, given),
+        "dro" => {
+            let beta = reader.number_or_null("dro_beta", None)?.filter(|beta| *beta > 0.0);
+            let beta = beta.ok_or_else(|| reader.refuse("dro_beta", "a number > 0"))?;
+            (Objective::Dro(Dro { beta }), Ratio::default())
+        }
+        "cispo" => {
+            let PpoClip { epsilon_low, epsilon_high, .. } = clip(reader)?;
+            (Objective::Cispo(Cispo { lower: Some(1.0 - epsilon_low), upper: 1.0 + epsilon_high }), clamped)
+        }
+        _ => (Objective::TrustRegion(dppo(reader, mode)?), clamped),
+    };
+    let reads_old = !matches!(objective, Objective::PolicyGradient);
+    let averaged = if mode == "sapo" { Batch { mode: "seq-mean-token-mean", ..batch.clone() } } else { batch.clone() };
+    Ok(LossSpec {
+        objective,
+        ratio,
+        old_logp: if reads_old { OldLogp::Given } else { given.old_logp() },
+        rollout: rollout(reader, given)?,
+        rejection: rejection(reader)?,
+        ..aggregated(&averaged)?
+    })
+}
+
+fn dppo(reader: &Reader, mode: &str) -> Result<TrustRegion, PresetError> {
+    let PpoClip { epsilon_low: low, epsilon_high: high, .. } = clip(reader)?;
+    let divergence = if mode == "dppo_tv" { Divergence::TotalVariation } else { Divergence::BinaryKl };
+    // `ActorConfig` sets 3; the function's own 20 is for configurations without the field.
+    let truncate = Some(reader.number("clip_ratio_c", 3.0)?);
+    Ok(TrustRegion { divergence, low, high, two_sided: false, truncate, penalty: 0.0 })
+}
+
+/// GMPO: `loss_agg_mode` and the global batch are not used, and every row counts.
+fn geo_mean(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
+    let PpoClip { epsilon_low: low, epsilon_high: high, .. } = clip(reader)?;
+    let mut rollout = rollout(reader, given)?;
+    if let Some(rollout) = &mut rollout {
+        if rollout.source != RolloutSource::Given {
+            return Err(reader.refuse("rollout_correction.rollout_is", "ready-made weights for geo_mean, or null"));
+        }
+        rollout.level = RolloutLevel::Geometric;
+    }
+    Ok(LossSpec {
+        objective: Objective::ImportanceSampling(ImportanceSampling { empty_rows: false }),
+        ratio: Ratio {
+            level: RatioLevel::Sequence,
+            clip: Some(LogClip { low, high }),
+            denominator_epsilon: EPSILON,
+            ..Ratio::default()
+        },
+        rollout,
+        rejection: rejection(reader)?,
+        reduction: Reduction::SequenceMean { rows: Rows::All },
+        denominator_epsilon: EPSILON,
+        ..LossSpec::default()
+    })
+}
+
+/// The sampler's policy is the old one: PPO's clip without weights, or REINFORCE with the truncated ratio for its weight.
+fn bypass(reader: &Reader, given: &Given, batch: &Batch) -> Result<LossSpec, PresetError> {
+    let word = |name, default: &'static str, words: &[(&str, &'static str)]| reader.word(name, default, words);
+    let name = "rollout_correction.loss_type";
+    let loss_type = word(name, "ppo_clip", &[("ppo_clip", "ppo_clip"), ("reinforce", "reinforce")])?;
+    reader.off("rollout_correction.rollout_rs", "here it would reject by the current policy")?;
+    if loss_type == "ppo_clip" {
+        let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
+        let ratio = Ratio { clamp: Some(20.0), ..Ratio::default() };
+        let objective = Objective::PpoClip(PpoClip { dual_clip, ..clip(reader)? });
+        return Ok(LossSpec { objective, ratio, ..aggregated(batch)? });
+    }
+    reader
+        .off("rollout_correction.rollout_is_batch_normalize", "here it would divide by a mean of the current policy")?;
+    let level = reader.text("rollout_correction.rollout_is")?;
+    if level.is_none() && reader.names("rollout_correction.rollout_is") {
+        return Ok(LossSpec { objective: Objective::PolicyGradient, old_logp: given.old_logp(), ..aggregated(batch)? });
+    }
+    if level.as_deref() != Some("token") {
+        let expected = "token or null: the ratio of a whole sequence, which is the default, is not reproduced here";
+        return Err(reader.refuse("rollout_correction.rollout_is", expected));
+    }
+    let objective = match is_threshold(reader)? {
+        (None, upper) => Objective::Cispo(Cispo { lower: None, upper }),
+        (Some(lower), upper) => Objective::MaskedRatio(MaskedRatio { lower, upper }),
+    };
+    Ok(LossSpec { objective, ratio: Ratio { clamp: Some(20.0), ..Ratio::default() }, ..aggregated(batch)? })
+}
+
+fn clip(reader: &Reader) -> Result<PpoClip, PresetError> {
+    let both = reader.number("clip_ratio", 0.2)?;
+    // The configuration's own 0.2 hides `clip_ratio` unless they are null.
+    let epsilon_low = reader.number_or_null("clip_ratio_low", Some(0.2))?.unwrap_or(both);
+    let epsilon_high = reader.number_or_null("clip_ratio_high", Some(0.2))?.unwrap_or(both);
+    Ok(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip: None })
+}
+
+/// `kl_penalty`: `k3` clamps the difference to ±20 and the value to ±10; a `+` takes the gradient of `k2`.
+fn kl(reader: &Reader, name: &'static str, beta: f64) -> Result<Kl, PresetError> {
+    const EXPECTED: &str = "kl, k1, abs, mse, k2, low_var_kl or k3, and + for the gradient of k2";
+    let kind = reader.text(name)?.unwrap_or_else(|| "low_var_kl".into());
+    let (kind, gradient) = match kind.strip_suffix('+') {
+        Some(kind) => (kind, KlGradient::K2),
+        None => (kind.as_str(), KlGradient::Own),
+    };
+    let estimator = match kind {
+        "kl" | "k1" => KlEstimator::K1,
+        "abs" => KlEstimator::Abs,
+        "mse" | "k2" => KlEstimator::K2,
+        "low_var_kl" | "k3" => KlEstimator::K3,
+        _ => return Err(reader.refuse(name, EXPECTED)),
+    };
+    let clamped = estimator == KlEstimator::K3;
+    Ok(Kl {
+        gradient,
+        difference_clamp: clamped.then_some(20.0),
+        value_clamp: clamped.then_some(10.0),
+        ..Kl::plain(beta, estimator)
+    })
+}
+
+/// What `agg_loss` is told of the global batch.
+#[derive(Clone)]
+struct Batch {
+    mode: &'static str,
+    dp_size: f64,
+    tokens: Option<f64>,
+    sequences: Option<f64>,
+    length: Option<usize>,
+    /// What to say where a count is missing.
+    missing: PresetError,
+}
+
+impl Batch {
+    fn read(reader: &Reader, info: &'static str, usual: &'static str) -> Result<Self, PresetError> {
+        let modes = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"];
+        let modes: Vec<(&str, &'static str)> = modes.into_iter().map(|mode| (mode, mode)).collect();
+        let mode = reader.word("loss_agg_mode", usual, &modes)?;
+        let names: [&'static str; 4] = match info {
+            "data" => ["data.dp_size", "data.batch_num_tokens", "data.global_batch_size", "loss_scale_factor"],
+            _ => [
+                "global_batch_info.dp_size",
+                "global_batch_info.batch_num_tokens",
+                "global_batch_info.global_batch_size",
+                "global_batch_info.loss_scale_factor",
+            ],
+        };
+        let told = !info.is_empty();
+        let number = |name| if told { reader.number_or_null(name, None) } else { Ok(None) };
+        Ok(Self {
+            mode,
+            dp_size: number(names[0])?.unwrap_or(1.0),
+            tokens: number(names[1])?,
+            sequences: number(names[2])?,
+            length: if told { reader.count_or_null(names[3])? } else { None },
+            missing: reader.refuse(
+                if mode == "token-mean" { names[1] } else { names[2] },
+                "the count of the global batch where `dp_size` is above 1",
+            ),
+        })
+    }
+
+    /// The weights of `agg_loss`, `dp_size` within: it multiplies a sum that the ranks then average.
+    fn averaging(&self) -> Result<Averaging, PresetError> {
+        let global = |count: Option<f64>| match count {
+            Some(count) => Ok(Some(count / self.dp_size)),
+            None if self.dp_size > 1.0 => Err(self.missing.clone()),
+            None => Ok(None),
+        };
+        let rows = || Ok(global(self.sequences)?.map_or(Rows::NonEmpty, Rows::Given));
+        let plain = |reduction| Averaging { reduction, denominator_epsilon: 0.0 };
+        Ok(match self.mode {
+            "token-mean" => plain(global(self.tokens)?.map_or(Reduction::TokenMean, Reduction::Normalizer)),
+            "token-sum" => plain(Reduction::Normalizer(1.0 / self.dp_size)),
+            "seq-mean-token-sum" => plain(Reduction::SequenceSum { rows: rows()? }),
+            "seq-mean-token-sum-norm" => plain(Reduction::FixedLength { rows: rows()?, length: self.length }),
+            _ => Averaging { reduction: Reduction::SequenceMean { rows: rows()? }, denominator_epsilon: EPSILON },
+        })
+    }
+}
+
+fn aggregated(batch: &Batch) -> Result<LossSpec, PresetError> {
+    let Averaging { reduction, denominator_epsilon } = batch.averaging()?;
+    Ok(LossSpec { reduction, denominator_epsilon, ..LossSpec::default() })
+}
+
+/// `rollout_is_weights` of the batch, or those that `rollout_correction` makes.
+fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+    const NAME: &str = "rollout_correction.rollout_is";
+    let switched_off = reader.names(NAME) && !reader.is_given(NAME);
+    let corrects = reader.any_within("rollout_correction") && !switched_off;
+    match given.rollout_weights {
+        Some(WeightShape::Flat) => Err(reader.lacks("rollout_is_weights", "[B]", "[B,T] or [B,1]")),
+        Some(_) if corrects => Err(reader.refuse(NAME, "null where the batch has `rollout_is_weights`")),
+        Some(_) => Ok(Some(ready_made())),
+        None if !corrects => Ok(None),
+        None => {
+            let levels = [("token", RolloutLevel::Token), ("sequence", RolloutLevel::Sequence)];
+            let level = reader.word(NAME, RolloutLevel::Sequence, &levels)?;
+            let (min, max) = is_threshold(reader)?;
+            Ok(Some(RolloutWeights {
+                level,
+                outside: if min.is_some() { Outside::Mask } else { Outside::Truncate },
+                min,
+                max: Some(max),
+                clamp: Some(20.0),
+                normalize: reader.flag("rollout_correction.rollout_is_batch_normalize", false)?,
+                ..weights_from(RolloutSource::Logp)
+            }))
+        }
+    }
+}
+
+/// `upper`, or `lower_upper`.
+fn is_threshold(reader: &Reader) -> Result<(Option<f64>, f64), PresetError> {
+    const NAME: &str = "rollout_correction.rollout_is_threshold";
+    let expected = "a number > 0, or lower_upper such as 0.5_5.0";
+    let text = reader.text(NAME)?.unwrap_or_else(|| "2.0".into());
+    let number = |text: &str| text.trim().parse().ok().filter(|x: &f64| *x > 0.0);
+    let bounds = match text.split_once('_') {
+        Some((lower, upper)) => number(lower).zip(number(upper)).map(|(lower, upper)| (Some(lower), upper)),
+        None => number(&text).map(|upper| (None, upper)),
+    };
+    bounds.ok_or_else(|| reader.refuse(NAME, expected))
+}
+
+/// `rollout_rs`: comma-separated statistics, all of which must stay within their thresholds; a ratio's bounds are those
+/// of its logarithm.
+fn rejection(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+    let Some(modes) = reader.text("rollout_correction.rollout_rs")? else { return Ok(Vec::new()) };
+    let thresholds = reader.text("rollout_correction.rollout_rs_threshold")?;
+    rejections(&modes, thresholds.as_deref()).map_err(|wrong| match wrong {
+        Wrong::Mode => {
+            let expected =
+                "token_k1, token_k2, token_k3, seq_sum_k1 to k3, seq_mean_k1 to k3, seq_max_k2 or seq_max_k3";
+            reader.refuse("rollout_correction.rollout_rs", expected)
+        }
+        Wrong::Threshold => {
+            let expected = "one threshold > 0, or one for each of `rollout_rs`; lower_upper for k1";
+            reader.refuse("rollout_correction.rollout_rs_threshold", expected)
+        }
+    })
+}
+
+/// Which of the two options is wrong.
+pub(super) enum Wrong {
+    Mode,
+    Threshold,
+}
+
+/// As verl reads both options, and Unsloth after it.
+pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Rejection>, Wrong> {
+    let parts = |text: &str| -> Vec<String> {
+        text.split(',').map(|part| part.trim().to_string()).filter(|part| !part.is_empty()).collect()
+    };
+    let mut seen: Vec<String> = Vec::new();
+    for mode in parts(modes) {
+        if !seen.contains(&mode) {
+            seen.push(mode);
+        }
+    }
+    let thresholds = parts(thresholds.ok_or(Wrong::Threshold)?);
+    if thresholds.is_empty() || (thresholds.len() != 1 && thresholds.len() != seen.len()) {
+        return Err(Wrong::Threshold);
+    }
+    let threshold = |i: usize| thresholds.get(i).unwrap_or(&thresholds[0]).as_str();
+    seen.iter().enumerate().map(|(i, mode)| one_rejection(mode, threshold(i))).collect()
+}
+
+fn one_rejection(mode: &str, threshold: &str) -> Result<Rejection, Wrong> {
+    let (level, estimator) = mode.rsplit_once('_').ok_or(Wrong::Mode)?;
+    let level = match level {
+        "token" => RejectionLevel::Token,
+        "seq_sum" => RejectionLevel::SequenceSum,
+        "seq_mean" => RejectionLevel::SequenceMean,
+        "seq_max" if estimator != "k1" => RejectionLevel::SequenceMax,
+        _ => return Err(Wrong::Mode),
+    };
+    let estimator = match estimator {
+        "k1" => RejectionEstimator::K1,
+        "k2" => RejectionEstimator::K2,
+        "k3" => RejectionEstimator::K3,
+        _ => return Err(Wrong::Mode),
+    };
+    let number = |text: &str| text.parse().ok().filter(|x: &f64| *x > 0.0).ok_or(Wrong::Threshold);
+    let (min, max) = match (estimator, threshold.split_once('_')) {
+        (RejectionEstimator::K1, Some((lower, upper))) => (Some(number(lower)?.ln()), number(upper)?.ln()),
+        (RejectionEstimator::K1, None) => (Some((1.0 / number(threshold)?).ln()), number(threshold)?.ln()),
+        (_, None) => (None, number(threshold)?),
+        (_, Some(_)) => return Err(Wrong::Threshold),
+    };
+    Ok(Rejection { estimator, level, min, max, counts: false, drops_from: Terms::PolicyAndKl })
+}

@@ -1,0 +1,99 @@
+//! The figures of `docs/peers.md`: recorded answers of published kernels that differ from their project's own formula.
+//! The judge is given each as what it is, a candidate.
+
+use assay::conformance::judge::{Verdict, judge};
+use assay::conformance::tolerance::{Model, Output, Tolerances};
+use assay::fixture::ParityFile;
+use assay::problem::{Candidate, Dtype, FloatArray};
+use assay::reference;
+use ndarray::arr0;
+
+/// A recorded run under judgement.
+struct Case {
+    recorded: ParityFile,
+    /// The loss of its options' formula.
+    loss: f64,
+    verdicts: Vec<Verdict>,
+}
+
+impl Case {
+    fn of(file: &str) -> Self {
+        let path = format!("{}/fixtures/parity/{file}.json", env!("CARGO_MANIFEST_DIR"));
+        let recorded = ParityFile::read(path).unwrap();
+        let spec = recorded.resolve().unwrap().spec;
+        let reference = reference::evaluate(&spec, &recorded.problem).unwrap();
+        let candidate = Candidate {
+            loss: FloatArray::rounded_from(&arr0(recorded.loss), Dtype::F32),
+            dlogits: FloatArray::rounded_from(&recorded.dlogits, Dtype::F32),
+            logp: None,
+            entropy: None,
+            token_loss: None,
+            metrics: None,
+        };
+        let verdicts = judge(&reference, &candidate, "external", Tolerances::builtin()).unwrap();
+        let loss = reference.loss();
+        Self { loss, verdicts, recorded }
+    }
+
+    fn verdict(&self, output: Output, model: Model) -> &Verdict {
+        let gate = |verdict: &&Verdict| verdict.gate.output == output && verdict.gate.model == model;
+        self.verdicts.iter().find(gate).expect("judged")
+    }
+
+    /// How many times its limit the worst error is.
+    fn share(&self, output: Output) -> f64 {
+        self.verdict(output, Model::Elementwise).worst().expect("compared").share()
+    }
+
+    /// `∂loss/∂logits` of a sampled token: the formula's, and the one recorded.
+    fn target(&self, b: usize, t: usize) -> [f64; 2] {
+        let spec = self.recorded.resolve().unwrap().spec;
+        let reference = reference::evaluate(&spec, &self.recorded.problem).unwrap();
+        let id = usize::try_from(self.recorded.problem.ids[[b, t]]).unwrap();
+        [reference.dlogits_row(b, t)[id], self.recorded.dlogits[[b, t, id]]]
+    }
+}
+
+/// To the digits that are quoted.
+#[track_caller]
+fn assert_quoted(value: f64, quoted: f64) {
+    assert!((value - quoted).abs() <= 6e-4 * quoted.abs(), "{value:.5e}, quoted as {quoted}");
+}
+
+#[test]
+fn luspo_weights_of_a_ragged_mask_are_rejected() {
+    let case = Case::of("liger_triton_luspo_quirk");
+    assert_quoted(case.recorded.loss, -1.9442);
+    assert_quoted(case.loss, -1.9455);
+    for t in 0..4 {
+        let [formula, recorded] = case.target(2, t);
+        assert_quoted(recorded / formula, 0.8);
+    }
+    assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
+    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+    assert_quoted(case.share(Output::Loss), 976.4);
+    assert_quoted(case.share(Output::Dlogits), 82308.0);
+}
+
+#[test]
+fn luspo_loss_of_masked_tokens_is_rejected() {
+    let case = Case::of("liger_luspo_token_quirk");
+    assert_quoted(case.recorded.loss, -0.060389);
+    assert_quoted(case.loss, -0.89297);
+    let [formula, recorded] = case.target(1, 5);
+    assert_eq!(formula, 0.0, "masked");
+    assert_quoted(recorded, 1.1121);
+    assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
+    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+}
+
+#[test]
+fn delta_below_the_clip_bound_is_rejected_though_its_loss_is_right() {
+    let case = Case::of("liger_triton_delta_quirk");
+    assert!(case.verdict(Output::Loss, Model::Elementwise).passed());
+    let [formula, recorded] = case.target(1, 2);
+    assert_quoted(formula, 0.077509);
+    assert_eq!(recorded, 0.0);
+    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+    assert_quoted(case.share(Output::Dlogits), 152050.0);
+}
