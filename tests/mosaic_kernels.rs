@@ -13,8 +13,8 @@ use assay::implementation::Implementation;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::reference;
 use assay::spec::{
-    Averaging, ClipCov, Head, ImportanceSampling, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    Averaging, ClipCov, Head, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay::tpu::interpret::{self, Array};
 use assay::xla::{ANY_DEVICE, Core, TpuKernel, Xla};
@@ -445,6 +445,10 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
     let rollout = spec.rollout.map(|rollout| RolloutWeights {
         source: RolloutSource::Given,
         level: RolloutLevel::Token,
+        outside: Outside::Truncate,
+        min: None,
+        max: None,
+        clamp: None,
         normalize: false,
         ..rollout
     });

@@ -3,9 +3,9 @@
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
-    Outside, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance, TopEntropy,
-    TrustRegion, Vespo,
+    Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
+    TopEntropy, TrustRegion, Vespo,
 };
 
 /// A named choice.
@@ -207,13 +207,21 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
 fn rejections() -> Vec<(&'static str, LossSpec)> {
     let with =
         |rejection| LossSpec { rejection: vec![rejection], kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..plain() };
-    let of = |level, max| Rejection { estimator: RejectionEstimator::K2, level, min: None, max, counts: false };
+    let of = |level, max| Rejection {
+        estimator: RejectionEstimator::K2,
+        level,
+        min: None,
+        max,
+        counts: false,
+        drops_from: Terms::PolicyAndKl,
+    };
     let token = || of(RejectionLevel::Token, 0.03);
     vec![
         ("token", with(token())),
         ("token, k1", with(Rejection { estimator: RejectionEstimator::K1, min: Some(-0.2), max: 0.3, ..token() })),
         ("token, k3", with(Rejection { estimator: RejectionEstimator::K3, ..token() })),
         ("token, counts", with(Rejection { counts: true, ..token() })),
+        ("token, counts, drops_from: policy", with(Rejection { counts: true, drops_from: Terms::Policy, ..token() })),
         ("sequence_sum", with(of(RejectionLevel::SequenceSum, 0.1))),
         ("sequence_mean", with(of(RejectionLevel::SequenceMean, 0.04))),
         ("sequence_max", with(of(RejectionLevel::SequenceMax, 0.1))),
@@ -226,7 +234,10 @@ fn masks() -> Vec<(&'static str, LossSpec)> {
         kl: Some(Kl::plain(0.1, KlEstimator::K3)),
         ..plain()
     };
-    let top = |drops| LossSpec { top_entropy: Some(TopEntropy { fraction: 0.4, drops }), ..plain() };
+    let top = |drops| LossSpec {
+        top_entropy: Some(TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact }),
+        ..plain()
+    };
     vec![
         ("off_policy_mask, given", off_policy(OldLogp::Given)),
         ("off_policy_mask, rollout", off_policy(OldLogp::Rollout)),

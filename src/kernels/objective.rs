@@ -536,7 +536,11 @@ fn kl<A: Arithmetic>(
             let value = on.mul(ratio, value);
             Term { value, by_logp: Some(on.mul(ratio, slope)), by_log_ratio: Some(value) }
         }
-        KlImportance::Score => Term { value, by_logp: Some(on.add(slope, value)), by_log_ratio: None },
+        KlImportance::Score => {
+            // Where the difference is held, so is the score.
+            let own = unless(on, d.held, value);
+            Term { value, by_logp: Some(on.add(slope, own)), by_log_ratio: None }
+        }
     };
     if form.value_clamp == Some(ValueClamp::AfterImportance) {
         let bounded = within(on, term.value, numbers.get(Number::KlValueClamp));

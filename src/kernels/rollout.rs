@@ -27,14 +27,25 @@ impl Settled {
     pub(crate) fn of(spec: &LossSpec, problem: &Problem) -> Self {
         let structure = Structure::of(spec);
         let mut mask = problem.mask.clone();
-        let mut accepted = Array2::from_elem(mask.dim(), 1.0);
+        // 0 where a token counts, but has no part in the term.
+        let mut in_policy = Array2::ones(mask.dim());
+        let mut in_kl = Array2::ones(mask.dim());
         for rejection in &spec.rejection {
             let stays = stays(rejection, problem);
-            let rejected = stays.indexed_iter().filter(|(_, stays)| !**stays);
-            rejected.for_each(|(at, _)| if rejection.counts { accepted[at] = 0.0 } else { mask[at] = false });
+            for (at, _) in stays.indexed_iter().filter(|(_, stays)| !**stays) {
+                if !rejection.counts {
+                    mask[at] = false;
+                    continue;
+                }
+                in_policy[at] = 0.0;
+                if rejection.drops_from == Terms::PolicyAndKl {
+                    in_kl[at] = 0.0;
+                }
+            }
         }
         let weights = spec.rollout.as_ref().map(|rollout| weights(rollout, problem));
-        let times = |weights: Option<&Array2<f64>>| weights.map_or_else(|| accepted.clone(), |w| w * &accepted);
+        let times =
+            |part: &Array2<f64>, weights: Option<&Array2<f64>>| weights.map_or_else(|| part.clone(), |w| w * part);
         let array = |array: &Option<Array2<f64>>| array.clone().unwrap_or_else(|| Array2::zeros(mask.dim()));
         let Extra { rollout_logp, selected, .. } = &problem.extra;
         let selected = || match selected {
@@ -46,7 +57,7 @@ impl Settled {
             Input::OldLogp => array(logp_of(spec.old_logp)),
             Input::RefLogp => array(&problem.ref_logp),
             Input::PolicyWeight => {
-                let of_sampler = times(weights.as_ref().filter(|_| structure.form != Form::Vespo));
+                let of_sampler = times(&in_policy, weights.as_ref().filter(|_| structure.form != Form::Vespo));
                 match spec.objective {
                     Objective::ClipCov(_) => of_sampler * selected().mapv(|selected| 1.0 - selected),
                     _ => of_sampler,
@@ -54,10 +65,10 @@ impl Settled {
             }
             Input::KlWeight => {
                 let on_kl = |rollout: &RolloutWeights| rollout.applies_to == Terms::PolicyAndKl;
-                times(weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
+                times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
             }
             Input::Selected => selected(),
-            Input::LogWeight => log_weights(spec, problem, weights.as_ref()),
+            Input::LogWeight => log_weights(spec, problem, &mask, weights.as_ref()),
             Input::Behaviour => {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
             }
@@ -187,23 +198,20 @@ fn mean_weight(weights: &Array2<f64>, mask: &Array2<bool>, of_rows: bool) -> f64
     }
 }
 
-/// `Σ_t clamp(ln weight)` of each row, in all of its places: over its unmasked tokens, or all of them where the spec has
-/// it so and the weights are given; once where the weight is of the whole sequence.
-fn log_weights(spec: &LossSpec, problem: &Problem, weights: Option<&Array2<f64>>) -> Array2<f64> {
-    let mut sums = Array2::zeros(problem.mask.dim());
+/// `Σ_t clamp(ln weight)` of each row, in all of its places: over the tokens that count, or all of them where the spec has
+/// it so and the weights are given; of the first of these where the weight is one for the row.
+fn log_weights(spec: &LossSpec, problem: &Problem, mask: &Array2<bool>, weights: Option<&Array2<f64>>) -> Array2<f64> {
+    let mut sums = Array2::zeros(mask.dim());
     let (Some(rollout), Some(weights)) = (&spec.rollout, weights) else { return sums };
     let given = problem.extra.rollout_weights.as_ref().filter(|_| rollout.source == RolloutSource::Given);
-    let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
-    let log = |weight: &f64| weight.ln().clamp(LOG_WEIGHTS[0], LOG_WEIGHTS[1]);
-    let of_sequence = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
-    for (b, mut row) in sums.rows_mut().into_iter().enumerate() {
-        let unmasked = || weights.row(b).into_iter().zip(problem.mask.row(b)).filter(|(_, counts)| **counts);
-        row.fill(match given {
-            Some(given) if given.ncols() == 1 => log(&given[[b, 0]]),
-            Some(given) if masked_too => given.row(b).iter().map(log).sum(),
-            _ if of_sequence => unmasked().next().map_or(0.0, |(weight, _)| log(weight)),
-            _ => unmasked().map(|(weight, _)| log(weight)).sum(),
-        });
+    let masked_too =
+        given.is_some() && matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
+    let one_a_row = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric)
+        || given.is_some_and(|given| given.ncols() == 1);
+    for ((mut sums, weights), mask) in sums.rows_mut().into_iter().zip(weights.rows()).zip(mask.rows()) {
+        let read = weights.iter().zip(mask).filter(|(_, counts)| **counts || masked_too);
+        let logs = read.map(|(weight, _)| weight.ln().clamp(LOG_WEIGHTS[0], LOG_WEIGHTS[1]));
+        sums.fill(logs.take(if one_a_row { 1 } else { usize::MAX }).sum());
     }
     sums
 }

@@ -143,7 +143,9 @@ fn known_denominator(averaging: Averaging, [batch, tokens]: [usize; 2]) -> f64 {
 
 impl Structure {
     pub(crate) fn of(spec: &LossSpec) -> Self {
-        let counted_rejections = spec.rejection.iter().any(|rejection| rejection.counts);
+        let drops = |from: &[Terms]| {
+            spec.rejection.iter().any(|rejection| rejection.counts && from.contains(&rejection.drops_from))
+        };
         let form = Form::of(&spec.objective);
         let weighs = spec.rollout.is_some() && form != Form::Vespo;
         let selects = matches!(spec.objective, Objective::ClipCov(_));
@@ -176,8 +178,8 @@ impl Structure {
             entropy_bonus: (spec.entropy_coef != 0.0)
                 .then(|| spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
             denominator: Denominator::of(spec.averaging()),
-            policy_weight: weighs || counted_rejections || selects,
-            kl_weight: spec.kl.is_some() && (weighs_kl || counted_rejections),
+            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects,
+            kl_weight: spec.kl.is_some() && (weighs_kl || drops(&[Terms::PolicyAndKl])),
             off_policy_mask: spec.off_policy_mask.is_some(),
         }
     }

@@ -189,15 +189,19 @@ fn rollout() -> impl Strategy<Value = RolloutWeights> {
         any::<bool>(),
         select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
-        .prop_map(|((source, level), outside, (min, max, clamp), normalize, applies_to)| RolloutWeights {
-            source,
-            level,
-            outside,
-            min,
-            max,
-            clamp,
-            normalize,
-            applies_to,
+        .prop_map(|((source, level), outside, (min, max, clamp), normalize, applies_to)| {
+            let plain = RolloutWeights {
+                source,
+                level,
+                outside: Outside::Truncate,
+                min: None,
+                max: None,
+                clamp: None,
+                normalize,
+                applies_to,
+            };
+            // Given weights are taken as they are.
+            if source == RolloutSource::Given { plain } else { RolloutWeights { outside, min, max, clamp, ..plain } }
         })
 }
 
@@ -213,8 +217,16 @@ fn rejection() -> impl Strategy<Value = Rejection> {
         option(-1.0..0.0_f64),
         0.01..1.0_f64,
         any::<bool>(),
+        select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
-        .prop_map(|(estimator, level, min, max, counts)| Rejection { estimator, level, min, max, counts })
+        .prop_map(|(estimator, level, min, max, counts, drops_from)| Rejection {
+            estimator,
+            level,
+            min,
+            max,
+            counts,
+            drops_from,
+        })
 }
 
 fn off_policy_mask() -> impl Strategy<Value = OffPolicyMask> {
