@@ -128,7 +128,7 @@ impl Condition {
         let branches = branches(spec, token, &nearby, moves, bands);
         let tied = nearby.iter().fold((false, false), |tied, inputs| {
             let (low, high) = clipped(spec, inputs);
-            (tied.0 | (low != token.clipped_low), tied.1 | (high != token.clipped_high))
+            (tied.0 || low != token.clipped_low, tied.1 || high != token.clipped_high)
         });
         let couplings = row.couplings.iter();
         let alternatives: Vec<Alternative> = couplings
@@ -293,6 +293,9 @@ impl OfBatch {
     }
 }
 
+/// Where rounding may have moved a token of a row, together with the others.
+type Side<'s> = &'s dyn Fn(&Token, Base) -> TokenInputs;
+
 /// What the tokens of a row share.
 struct OfRow {
     /// `C̄`.
@@ -335,7 +338,7 @@ impl OfRow {
         }
         // All of the row's tokens to one side of what they share, or with every open choice made in one way.
         let band = of_row.band(bands);
-        let sides: [&dyn Fn(&Token, Base) -> TokenInputs; 5] = [
+        let sides: [Side; 5] = [
             &|token, _| shift_row(&token.inputs, -band),
             &|token, _| shift_row(&token.inputs, band),
             &|token, _| at_row_kink(&token.inputs, band).unwrap_or(token.inputs),

@@ -214,7 +214,7 @@ impl Recipe {
             }));
         }
         if let Some(rollout) = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given) {
-            let of_sequence = rollout.level == RolloutLevel::Token && self.seed % 3 == 0;
+            let of_sequence = rollout.level == RolloutLevel::Token && self.seed.is_multiple_of(3);
             let columns = if of_sequence { 1 } else { tokens };
             let weights = Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.3).exp()));
             extra.rollout_weights = Some(weights);

@@ -7,6 +7,7 @@ use crate::spec::{
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an input that a program has or lacks")]
 pub(crate) struct Structure {
     pub(crate) form: Form,
     pub(crate) level: RatioLevel,
@@ -169,9 +170,8 @@ impl Structure {
                 gradient: kl.gradient,
                 importance: kl.importance,
                 difference_clamp: kl.difference_clamp.is_some(),
-                value_clamp: kl.value_clamp.map(|_| match kl.clamp_after_importance {
-                    true => ValueClamp::AfterImportance,
-                    false => ValueClamp::BeforeImportance,
+                value_clamp: kl.value_clamp.map(|_| {
+                    if kl.clamp_after_importance { ValueClamp::AfterImportance } else { ValueClamp::BeforeImportance }
                 }),
                 denominator: (spec.kl_averaging() != spec.averaging()).then(|| Denominator::of(spec.kl_averaging())),
             }),

@@ -192,7 +192,7 @@ pub(super) fn program(
     let counts = on.counts(mask);
     let known = |known, epsilon, denominator: Denominator| Known {
         denominator,
-        known: Some(numbers.get(known)),
+        given: Some(numbers.get(known)),
         epsilon: denominator.epsilon.then(|| numbers.get(epsilon)),
     };
     let divisor = on.divisor(&counts, known(Number::Denominator, Number::DenominatorEpsilon, structure.denominator));
@@ -207,7 +207,7 @@ pub(super) fn program(
         let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
         let own = denominator != Denominator::ALL_TOKENS;
         let (known_part, epsilon) = (Number::EntropyDenominator, Number::EntropyDenominatorEpsilon);
-        let plain = Known { denominator, known: None, epsilon: None };
+        let plain = Known { denominator, given: None, epsilon: None };
         let divisor = on.divisor(&counts, if own { known(known_part, epsilon, denominator) } else { plain });
         let coef = numbers.get(Number::EntropyCoef);
         if denominator.by_row() {
@@ -318,7 +318,7 @@ struct Counts {
 /// A denominator with the scalars that are given of it.
 struct Known {
     denominator: Denominator,
-    known: Option<Value>,
+    given: Option<Value>,
     epsilon: Option<Value>,
 }
 
@@ -453,7 +453,7 @@ impl Program {
 
     /// What a term of a token is divided by: `[b,t]` where rows differ in it, else a scalar, which is then a number above
     /// 0 even where no token counts.
-    fn divisor(&mut self, counts: &Counts, Known { denominator, known, epsilon }: Known) -> Value {
+    fn divisor(&mut self, counts: &Counts, Known { denominator, given, epsilon }: Known) -> Value {
         let tokens = denominator.tokens.map(|tokens| match tokens {
             Tokens::OfBatch => self.at_least_one(counts.of_batch),
             Tokens::OfRow => self.of_rows(counts.of_rows),
@@ -475,7 +475,7 @@ impl Program {
             let rows = self.over(&[Axis::Batch], Fold::Add, rows);
             self.at_least_one(rows)
         });
-        let scalar = [filled, known].into_iter().flatten().reduce(|a, b| self.builder.multiply(a, b));
+        let scalar = [filled, given].into_iter().flatten().reduce(|a, b| self.builder.multiply(a, b));
         match (tokens, scalar) {
             (Some(tokens), Some(scalar)) => self.times(tokens, scalar),
             (Some(one), None) | (None, Some(one)) => one,
