@@ -1,8 +1,8 @@
-//! The reference against what TRL, verl, Liger, Tunix and MLLM-JAX returned: `fixtures/parity/` holds the inputs, options and
-//! outputs of their own functions, the presets make a spec of the options, and `assay parity` compares.
+//! The reference against what TRL, verl, Liger, Tunix and MLLM-JAX returned: `fixtures/parity/` holds the inputs, options
+//! and outputs of their own functions, the presets make a spec of the options, and `assay parity` compares.
 //!
-//! float64 files differ from the reference by the order of summation only, float32 files by f32's rounding of every step:
-//! both are held to four times what was measured, far below the limits of the command.
+//! float64 files differ from the reference by the order of summation only, float32 files by f32's rounding of every
+//! step: both are held to four times what was measured, far below the limits of the command.
 
 #[path = "common/command.rs"]
 mod command;
