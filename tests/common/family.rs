@@ -242,9 +242,25 @@ fn grid<T>(shape: (usize, usize), f: impl Fn(usize, usize) -> T) -> Array2<T> {
     Array2::from_shape_fn(shape, |(b, t)| f(b, t))
 }
 
-fn at<'a>(array: &'a Option<Array2<f64>>, name: &str) -> impl Fn(usize, usize) -> f64 + 'a {
-    let array = array.as_ref().unwrap_or_else(|| panic!("the spec reads `{name}`"));
+fn at<'a>(array: Option<&'a Array2<f64>>, name: &str) -> impl Fn(usize, usize) -> f64 + 'a {
+    let array = array.unwrap_or_else(|| panic!("the spec reads `{name}`"));
     |b, t| array[[b, t]]
+}
+
+/// All tokens in `mask`, in row-major order.
+fn all(mask: &Array2<bool>) -> Vec<(usize, usize)> {
+    mask.indexed_iter().filter(|(_, inside)| **inside).map(|(at, _)| at).collect()
+}
+
+/// `max(1, ⌊fraction · count⌋)`
+fn taken(fraction: f64, count: usize) -> usize {
+    whole((fraction * count as f64).floor()).max(1)
+}
+
+/// A number that is one of tokens.
+#[allow(clippy::cast_sign_loss, reason = "not below 0")]
+fn whole(count: f64) -> usize {
+    count as usize
 }
 
 fn mean<N: Number>(values: &[N]) -> N {
@@ -264,19 +280,14 @@ impl Loss<'_> {
     fn tokens_of(&self, mask: &Array2<bool>, b: usize) -> Vec<usize> {
         (0..self.shape().1).filter(|t| mask[[b, *t]]).collect()
     }
-
-    /// All tokens in `mask`, in row-major order.
-    fn all(&self, mask: &Array2<bool>) -> Vec<(usize, usize)> {
-        mask.indexed_iter().filter(|(_, inside)| **inside).map(|(at, _)| at).collect()
-    }
 }
 
 /// Against the sampler: weights and rejections.
 impl Loss<'_> {
     /// `y = old_logp − rollout_logp`; 0 where the sampler did not score the token.
     fn sampler_log_ratio<N: Number>(&self, b: usize, t: usize) -> N {
-        let old = at(&self.problem.old_logp, "old_logp")(b, t);
-        let rollout = at(&self.problem.extra.rollout_logp, "rollout_logp")(b, t);
+        let old = at(self.problem.old_logp.as_ref(), "old_logp")(b, t);
+        let rollout = at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t);
         if rollout.is_nan() { N::from(0.0) } else { N::from(old) - N::from(rollout) }
     }
 
@@ -366,7 +377,7 @@ impl Loss<'_> {
             let filled = (0..self.shape().0).filter_map(|b| Some((b, *self.tokens_of(mask, b).first()?)));
             filled.map(|at| weights[at].clone()).collect()
         } else {
-            self.all(mask).into_iter().map(|at| weights[at].clone()).collect()
+            all(mask).into_iter().map(|at| weights[at].clone()).collect()
         };
         // verl's masked_mean has 1e-8 more tokens than there are, also in the mean of one weight over its own row.
         let plus = |count: f64| N::from(count) + N::from(1e-8);
@@ -402,16 +413,16 @@ impl Loss<'_> {
     /// `H ≥` the `1 − fraction` quantile of the tokens in `counts`.
     fn top<N: Number>(&self, base: &Policy<N>, counts: &Array2<bool>) -> Array2<bool> {
         let Some(top) = &self.spec.top_entropy else { return counts.clone() };
-        let mut sorted: Vec<N> = self.all(counts).into_iter().map(|(b, t)| base.entropy(b, t)).collect();
+        let mut sorted: Vec<N> = all(counts).into_iter().map(|(b, t)| base.entropy(b, t)).collect();
         if sorted.is_empty() {
             return counts.clone();
         }
         sorted.sort_by(N::compare);
         let place = (1.0 - top.fraction) * (sorted.len() - 1) as f64;
-        let (below, above) = (&sorted[place.floor() as usize], &sorted[place.ceil() as usize]);
+        let (below, above) = (&sorted[whole(place.floor())], &sorted[whole(place.ceil())]);
         let threshold = below.clone() + N::from(place - place.floor()) * (above.clone() - below.clone());
         // Where the quantile is a token's own entropy that token stays: the choice is between it and the next below.
-        let next = (place.floor() == place.ceil()).then(|| (place as usize).checked_sub(1));
+        let next = (place.floor() == place.ceil()).then(|| whole(place).checked_sub(1));
         match next {
             Some(Some(next)) => _ = below.order(&sorted[next]),
             Some(None) => {}
@@ -425,8 +436,8 @@ impl Loss<'_> {
     fn near_policy<N: Number>(&self, base: &Policy<N>, counts: &Array2<bool>, b: usize, t: usize) -> bool {
         let Some(mask) = &self.spec.off_policy_mask else { return true };
         let behaviour = |t: usize| match mask.behaviour {
-            OldLogp::Given => at(&self.problem.old_logp, "old_logp")(b, t),
-            OldLogp::Rollout => at(&self.problem.extra.rollout_logp, "rollout_logp")(b, t),
+            OldLogp::Given => at(self.problem.old_logp.as_ref(), "old_logp")(b, t),
+            OldLogp::Rollout => at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t),
             OldLogp::Current => unreachable!("refused by the spec's check"),
         };
         let difference = |t: usize| {
@@ -444,7 +455,7 @@ impl Loss<'_> {
         counts: &Array2<bool>,
         epsilon: f64,
     ) -> Vec<((usize, usize), N)> {
-        let tokens = self.all(counts);
+        let tokens = all(counts);
         let count = || N::from(tokens.len() as f64) + N::from(epsilon);
         let advantage = |(b, t): (usize, usize)| N::from(self.advantage(b, t));
         let mean_advantage = tokens.iter().copied().map(advantage).sum::<N>() / count();
@@ -457,7 +468,7 @@ impl Loss<'_> {
     /// The `max(1, ⌊fraction · Σ m⌋)` tokens with the largest covariance.
     fn most_covariant<N: Number>(&self, top: TopCovariance, frozen: &Frozen<N>) -> Array2<bool> {
         let mut covariances = self.covariances(&frozen.base, &frozen.counts, 0.0);
-        let taken = ((top.fraction * covariances.len() as f64).floor() as usize).max(1);
+        let taken = taken(top.fraction, covariances.len());
         covariances.sort_by(|(_, a), (_, b)| b.compare(a));
         if let [.., (_, last), (_, next)] = &covariances[..covariances.len().min(taken + 1)]
             && taken < covariances.len()
@@ -480,7 +491,7 @@ impl Loss<'_> {
         frozen: &Frozen<N>,
     ) -> Result<Array2<bool>, Undetermined> {
         let covariances = self.covariances(&frozen.base, &frozen.counts, 1e-8);
-        let taken = ((band.fraction * covariances.len() as f64).floor() as usize).max(1);
+        let taken = taken(band.fraction, covariances.len());
         let mut selected = Array2::from_elem(self.shape(), false);
         for (at @ (b, t), covariance) in covariances {
             let ratio = self.log_ratio(frozen, &frozen.base, b, t).exp();
@@ -648,9 +659,9 @@ impl Loss<'_> {
 impl Loss<'_> {
     fn old_logp<N: Number>(&self, base: &Policy<N>, b: usize, t: usize) -> N {
         match self.spec.old_logp {
-            OldLogp::Given => N::from(at(&self.problem.old_logp, "old_logp")(b, t)),
+            OldLogp::Given => N::from(at(self.problem.old_logp.as_ref(), "old_logp")(b, t)),
             OldLogp::Current => base.logp(b, t),
-            OldLogp::Rollout => N::from(at(&self.problem.extra.rollout_logp, "rollout_logp")(b, t)),
+            OldLogp::Rollout => N::from(at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t)),
         }
     }
 
@@ -694,7 +705,7 @@ impl Loss<'_> {
 
     /// `ρ` of every token of `m`, at the base point.
     pub(crate) fn ratios<N: Number>(&self, frozen: &Frozen<N>) -> Vec<N> {
-        self.all(&frozen.counts).into_iter().map(|(b, t)| self.log_ratio(frozen, &frozen.base, b, t).exp()).collect()
+        all(&frozen.counts).into_iter().map(|(b, t)| self.log_ratio(frozen, &frozen.base, b, t).exp()).collect()
     }
 
     /// The policy term, before masks and weights.
@@ -716,7 +727,6 @@ impl Loss<'_> {
                 let sigmoid = N::from(1.0) / (N::from(1.0) + (-z).exp());
                 -(N::from(4.0) / tau() * sigmoid * a())
             }
-            Objective::ImportanceSampling(_) => surrogate(),
             Objective::TrustRegion(region) => {
                 let term = match (selected, region.truncate) {
                     (false, _) => N::from(0.0),
@@ -729,7 +739,7 @@ impl Loss<'_> {
                 -(a() * policy.logp(b, t) - N::from(dro.beta) / N::from(2.0) * log_ratio().squared())
             }
             Objective::KlCov(cov) if selected => surrogate() + N::from(cov.coefficient) * log_ratio().abs(),
-            Objective::KlCov(_) => surrogate(),
+            Objective::ImportanceSampling(_) | Objective::KlCov(_) => surrogate(),
             Objective::ClipCov(_) if selected => N::from(0.0),
             Objective::ClipCov(cov) => ppo_clip(&cov.clip, &log_ratio().exp(), advantage),
             Objective::None => N::from(0.0),
@@ -738,7 +748,7 @@ impl Loss<'_> {
 
     /// The KL estimate, with what multiplies it.
     fn kl<N: Number>(&self, kl: &Kl, frozen: &Frozen<N>, policy: &Policy<N>, b: usize, t: usize) -> N {
-        let reference = at(&self.problem.ref_logp, "ref_logp")(b, t);
+        let reference = at(self.problem.ref_logp.as_ref(), "ref_logp")(b, t);
         let estimate_at = |policy: &Policy<N>| {
             let d = (N::from(reference) - policy.logp(b, t)).within(kl.difference_clamp);
             let estimate = match kl.estimator {
@@ -762,7 +772,7 @@ impl Loss<'_> {
             }
             KlImportance::Ratio => self.log_ratio(frozen, policy, b, t).exp(),
             // NeMo holds the weight, too, where the difference is.
-            KlImportance::Score if kl.difference_clamp.is_some_and(|clamp| beyond(clamp)) => N::from(1.0),
+            KlImportance::Score if kl.difference_clamp.is_some_and(beyond) => N::from(1.0),
             KlImportance::Score => policy.logp(b, t).since(&frozen.base.logp(b, t)).exp(),
         };
         let product = importance * estimate;
@@ -793,15 +803,12 @@ impl Loss<'_> {
     /// What the entropy of a token is multiplied by.
     fn entropy_weight<N: Number>(&self, frozen: &Frozen<N>, b: usize, t: usize) -> N {
         let coef = N::from(self.spec.entropy_coef);
-        match self.spec.entropy_averaging {
-            Some(averaging) => coef * self.weight(averaging, frozen, b),
-            None => {
-                let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::PolicyTerm);
-                let kept = if drops_policy { &frozen.top } else { &frozen.counts };
-                let share = || coef / N::from(self.all(kept).len().max(1) as f64);
-                if kept[[b, t]] { share() } else { N::from(0.0) }
-            }
+        if let Some(averaging) = self.spec.entropy_averaging {
+            return coef * self.weight(averaging, frozen, b);
         }
+        let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::PolicyTerm);
+        let kept = if drops_policy { &frozen.top } else { &frozen.counts };
+        if kept[[b, t]] { coef / N::from(all(kept).len().max(1) as f64) } else { N::from(0.0) }
     }
 
     /// Row `b`: what it adds to the loss, and its tokens.

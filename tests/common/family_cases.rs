@@ -259,7 +259,7 @@ fn ppo_clip() -> impl Strategy<Value = PpoClip> {
 pub(crate) fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     let cispo = (weighted(0.5, 0.3..0.95), 1.05..3.0).prop_map(|(lower, upper)| Cispo { lower, upper });
     let sapo = (0.5..2.0, 0.5..2.0).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
-    let vespo = ((0.5..3.0, -0.5..3.0), (0.5..3.0, 0.5..3.0), any::<bool>()).prop_map(
+    let vespo = ((0.5..3.0, -0.5..3.0), (0.5..3.0, 0.5..3.0), prop::bool::weighted(0.7)).prop_map(
         |((k_positive, lambda_positive), (k_negative, lambda_negative), weights_of_masked_tokens)| Vespo {
             k_positive,
             lambda_positive,
@@ -284,12 +284,9 @@ pub(crate) fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     );
     let kl_cov = (0.1..1.5, weighted(0.6, (0.1..1.0).prop_map(|fraction| TopCovariance { fraction })))
         .prop_map(|(coefficient, selection)| KlCov { coefficient, selection });
-    let band = (0.3..1.5, -1.5..0.3, 0.1..1.5).prop_map(|(fraction, lower, width)| CovarianceBand {
-        fraction,
-        lower,
-        upper: lower + width,
-    });
-    let clip_cov = (ppo_clip(), weighted(0.6, band)).prop_map(|(clip, selection)| ClipCov { clip, selection });
+    let band = (prop_oneof![0.3..1.0, 1.0..1.5], -1.0..0.1, 0.1..1.5)
+        .prop_map(|(fraction, lower, width)| CovarianceBand { fraction, lower, upper: lower + width });
+    let clip_cov = (ppo_clip(), weighted(0.7, band)).prop_map(|(clip, selection)| ClipCov { clip, selection });
     let sampling = any::<bool>().prop_map(|empty_rows| ImportanceSampling { empty_rows });
     vec![
         ("ppo_clip", ppo_clip().prop_map(Objective::PpoClip).boxed()),
