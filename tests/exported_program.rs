@@ -324,7 +324,10 @@ fn another_shape_dtype_device_count_or_spec_is_refused_by_name() {
         (LossSpec { old_logp: OldLogp::Current, ..plain.clone() }, "`old_logp` = \"current\"", "\"given\""),
         (
             LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..plain.clone() },
-            "`kl` = {\"beta\":0.1,\"estimator\":\"k3\"}",
+            concat!(
+                "`kl` = {\"beta\":0.1,\"estimator\":\"k3\",\"gradient\":\"own\",\"importance\":\"one\",",
+                "\"difference_clamp\":null,\"value_clamp\":null,\"clamp_after_importance\":false,\"averaging\":null}"
+            ),
             "null",
         ),
         (
@@ -379,6 +382,7 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
         (old_logp, &ref_logp, &["input: got an `ref_logp`", "no `kl` term"]),
         ("[spec.objective.ppo_clip]", with_kl, &["input: got no `ref_logp`", "a `kl` term"]),
         ("[spec", "[spec]\nold_logp = \"current\"\n[spec", &["input: got an `old_logp`", "`old_logp: current`"]),
+        ("[spec", "[spec]\nold_logp = \"rollout\"\n[spec", &["spec.old_logp: got a setting that reads another array"]),
         (loss, "", &["output: got no `loss`", "`dlogits`"]),
         ("\"dlogits\"", "\"dlogit\"", &["`dlogit`", "`dlogits`"]),
         ("name = \"loss\"\ndtype = \"f32\"", "name = \"loss\"\ndtype = \"i32\"", &["`i32`", "`f32`"]),

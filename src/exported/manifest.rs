@@ -152,6 +152,10 @@ impl Manifest {
             return invalid("devices", &self.devices, "1: programs for several devices are not run yet");
         }
         self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
+        if let Some(setting) = self.spec.reads_extra() {
+            let expected = "a loss of logits, ids, mask, advantages, old_logp and ref_logp: programs are given no more";
+            return invalid(&format!("spec.{setting}"), &"a setting that reads another array", expected);
+        }
         for (i, input) in self.inputs.iter().enumerate() {
             let name = input.name.name();
             if self.inputs[..i].iter().any(|other| other.name == input.name) {

@@ -550,6 +550,24 @@ impl LossSpec {
             || self.compares_with_sampler()
     }
 
+    /// The setting that asks for an array of [`Extra`](crate::problem::Extra), if one does.
+    pub fn reads_extra(&self) -> Option<&'static str> {
+        let selects = match &self.objective {
+            Objective::KlCov(cov) => cov.selection.is_none(),
+            Objective::ClipCov(cov) => cov.selection.is_none(),
+            _ => false,
+        };
+        let asks = [
+            (self.old_logp == OldLogp::Rollout, "old_logp"),
+            (self.rollout.is_some(), "rollout"),
+            (!self.rejection.is_empty(), "rejection"),
+            (self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout), "off_policy_mask"),
+            (selects, "objective"),
+            (self.head.bias, "head"),
+        ];
+        asks.into_iter().find_map(|(asks, setting)| asks.then_some(setting))
+    }
+
     /// Whether it compares `old_logp` with `rollout_logp`.
     pub fn compares_with_sampler(&self) -> bool {
         let of_logp = |rollout: &RolloutWeights| rollout.source == RolloutSource::Logp;
