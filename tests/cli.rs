@@ -236,6 +236,64 @@ fn judge_under_another_spec_rejects() {
 }
 
 #[test]
+fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("matrix.json");
+    let table = assay(&["list", "--matrix", "--json", json.to_str().unwrap()]);
+    let markdown = assay(&["list", "--markdown"]);
+    assert_eq!((table.code, markdown.code), (0, 0), "{}{}", table.stderr, markdown.stderr);
+    let rows = read_json(&json);
+    let variants = assay::conformance::variants::variants();
+    assert_eq!(rows.as_array().unwrap().len(), variants.len());
+    assert_eq!(markdown.stdout.lines().count(), variants.len() + 2);
+    assert!(markdown.stdout.contains("| objective | ppo_clip | yes | yes |"), "{}", markdown.stdout);
+    assert!(markdown.stdout.contains("no: `top_entropy`"), "{}", markdown.stdout);
+    for (row, variant) in rows.as_array().unwrap().iter().zip(variants) {
+        assert_eq!((row["field"].as_str(), row["choice"].as_str()), (Some(variant.field), Some(variant.choice)));
+        assert_eq!(row["support"]["reference"], "yes");
+        for implementation in assay::implementation::registry(None) {
+            assert!(!row["support"][implementation.id()].is_null(), "{} {row}", implementation.id());
+            assert!(table.stdout.contains(implementation.id()));
+        }
+        assert!(table.stdout.contains(variant.choice), "{}", variant.choice);
+    }
+}
+
+/// Without PJRT there are fewer columns.
+#[cfg(feature = "pjrt")]
+#[test]
+fn readme_carries_the_matrix_as_the_command_prints_it() {
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    let matrix = assay(&["list", "--markdown"]).stdout;
+    assert!(readme.contains(&matrix), "README.md: run `assay list --matrix --markdown`");
+}
+
+#[test]
+fn metrics_go_by_the_names_and_definitions_of_each_project() {
+    let workplace = Workplace::new();
+    let problem = workplace.path("problem.safetensors");
+    let json = workplace.path("metrics.json");
+    for (names, metric) in [
+        ("trl", "clip_ratio/low_mean"),
+        ("verl", "actor/pg_clipfrac"),
+        ("tunix", "is_ratio/mean"),
+        ("liger", "clip_ratio"),
+    ] {
+        let output = assay(&["metrics", "--problem", &problem, "--names", names, "--json", &json]);
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        let metrics = read_json(Path::new(&json));
+        let metrics = metrics.as_array().unwrap();
+        assert!(metrics.iter().any(|found| found["name"] == metric), "{metric} is not among {metrics:?}");
+        for found in metrics {
+            assert!(found["value"].is_number(), "{found}");
+            assert!(output.stdout.contains(found["name"].as_str().unwrap()), "{}", output.stdout);
+        }
+    }
+    let missing = workplace.path("nothing.safetensors");
+    assert_refused(&["metrics", "--problem", &missing], &["nothing.safetensors"]);
+}
+
+#[test]
 fn list_shows_every_implementation() {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("list.json");

@@ -5,6 +5,8 @@
 mod implementations;
 #[path = "common/recipes.rs"]
 mod recipes;
+#[path = "common/variants.rs"]
+mod variants;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -31,16 +33,17 @@ fn expect_right(spec: &LossSpec, recipe: &Recipe) {
     }
 }
 
+/// Whether it was judged: not where it is not supported.
 fn expect_implementation_right(
     implementation: &dyn Implementation,
     spec: &LossSpec,
     problem: &Problem,
     recipe: &Recipe,
-) {
+) -> bool {
     if implementation.available().is_err()
         || implementation.supports(spec, problem.shape(), problem.logits.dtype(), 1).is_err()
     {
-        return;
+        return false;
     }
     EXERCISED.lock().expect("no check panics while it holds the lock").insert(implementation.id().into());
     let reference = reference::evaluate(spec, problem).expect("a valid problem");
@@ -56,6 +59,7 @@ fn expect_implementation_right(
             format!("save as fixtures/regressions/NAME.json and run `assay gradcheck --config` on it: {config}");
         assert!(verdict.passed(), "{}", explain(&verdict, &reference, problem, implementation.id(), &replay));
     }
+    true
 }
 
 /// Failures of one run are the first cases of the next.
@@ -72,6 +76,23 @@ proptest! {
     #[test]
     fn all_outputs_any_spec_any_regime_match_reference(spec in recipes::any_spec(), recipe in recipes::any_recipe()) {
         expect_right(&spec, &recipe);
+    }
+}
+
+/// Every named choice of a spec, alone, in every regime.
+#[test]
+fn all_outputs_every_variant_match_reference() {
+    for implementation in implementations::immediate() {
+        let supported = variants::supported(&*implementation, 1);
+        assert!(supported.len() > 80, "{} variants", supported.len());
+        for (i, variant) in supported.iter().enumerate() {
+            for step in 0..9 {
+                let recipe = variants::recipe(i + 10 * step);
+                let problem = recipe.problem(&variant.spec).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
+                let judged = expect_implementation_right(&*implementation, &variant.spec, &problem, &recipe);
+                assert!(judged, "{} is left out", variant.choice);
+            }
+        }
     }
 }
 

@@ -10,7 +10,7 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
     ("reference", &["spec", "problem"]),
-    ("kernels", &["spec", "element", "tile"]),
+    ("kernels", &["spec", "problem", "element", "tile"]),
     ("native", &["spec", "problem", "implementation", "kernels"]),
     ("element", &["problem"]),
     ("stablehlo", &["element"]),

@@ -32,7 +32,7 @@ impl Case {
         };
         let verdicts = judge(&reference, &candidate, "external", Tolerances::builtin()).unwrap();
         let loss = reference.loss();
-        Self { loss, verdicts, recorded }
+        Self { recorded, loss, verdicts }
     }
 
     fn verdict(&self, output: Output, model: Model) -> &Verdict {
@@ -72,13 +72,13 @@ fn luspo_weights_of_a_ragged_mask_are_rejected() {
     assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
     assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
     assert_quoted(case.share(Output::Loss), 976.4);
-    assert_quoted(case.share(Output::Dlogits), 82308.0);
+    assert_quoted(case.share(Output::Dlogits), 82_308.0);
 }
 
 #[test]
 fn luspo_loss_of_masked_tokens_is_rejected() {
     let case = Case::of("liger_luspo_token_quirk");
-    assert_quoted(case.recorded.loss, -0.060389);
+    assert_quoted(case.recorded.loss, -0.060_389);
     assert_quoted(case.loss, -0.89297);
     let [formula, recorded] = case.target(1, 5);
     assert_eq!(formula, 0.0, "masked");
@@ -92,8 +92,8 @@ fn delta_below_the_clip_bound_is_rejected_though_its_loss_is_right() {
     let case = Case::of("liger_triton_delta_quirk");
     assert!(case.verdict(Output::Loss, Model::Elementwise).passed());
     let [formula, recorded] = case.target(1, 2);
-    assert_quoted(formula, 0.077509);
+    assert_quoted(formula, 0.077_509);
     assert_eq!(recorded, 0.0);
     assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
-    assert_quoted(case.share(Output::Dlogits), 152050.0);
+    assert_quoted(case.share(Output::Dlogits), 152_050.0);
 }

@@ -42,9 +42,10 @@ call = jax.ffi.ffi_call(
 
 
 def in_columns(names, values):
-    """`[B,T,8]`, with each value in the column of its name and 0 elsewhere."""
+    """`[B,T,8]`, or as wide as the kernel has it, with each value in the column of its name and 0 elsewhere."""
     nothing = jnp.zeros((B, T))
-    return jnp.stack([values.get(name, nothing) for name in names] + [nothing] * (8 - len(names)), -1)
+    width = operands["tokens"]["shape"][-1]
+    return jnp.stack([values.get(name, nothing) for name in names] + [nothing] * (width - len(names)), -1)
 
 
 def evaluate(logits, batch, count, loss_scale):

@@ -1,21 +1,29 @@
 //! `assay list`: the implementations, what they support, and why one cannot run here.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
 use clap::Args;
 use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
 use super::{CliError, Passed, PluginChoice, Printing};
+use crate::conformance::variants::variants;
 use crate::implementation::{Implementation, registry};
 use crate::problem::{Dtype, Shape};
-use crate::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
-};
+use crate::spec::LossSpec;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
 const SHAPE: Shape = Shape { batch: 8, tokens: 8, vocab: 151_936 };
 
 #[derive(Args)]
 pub(super) struct List {
+    /// Show every choice of a spec against every implementation: yes, or the setting that is refused
+    #[arg(long)]
+    matrix: bool,
+    /// The same as a Markdown table
+    #[arg(long)]
+    markdown: bool,
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
@@ -32,17 +40,22 @@ struct Listed {
     why_not: Option<String>,
     dtypes: Vec<Dtype>,
     devices: Vec<usize>,
-    /// Spec options that it does not compute.
-    unsupported: Vec<&'static str>,
+    /// Settings of a spec of which it does not compute every choice.
+    unsupported: BTreeSet<&'static str>,
+}
+
+/// The fewest devices that an implementation takes.
+fn fewest_devices(implementation: &dyn Implementation) -> usize {
+    let takes = |devices: &usize| implementation.supports(&LossSpec::default(), SHAPE, Dtype::F32, *devices).is_ok();
+    [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1)
 }
 
 impl Listed {
     fn of(implementation: &dyn Implementation) -> Self {
         let spec = LossSpec::default();
-        let takes = |devices: &usize| implementation.supports(&spec, SHAPE, Dtype::F32, *devices).is_ok();
-        let fewest = [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1);
-        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, SHAPE, dtype, fewest).is_ok();
-        let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype)).collect();
+        let fewest = fewest_devices(implementation);
+        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, SHAPE, dtype, fewest);
+        let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype).is_ok()).collect();
         let some_dtype = dtypes.first().copied().unwrap_or(Dtype::F32);
         let available = implementation.available();
         Self {
@@ -52,46 +65,21 @@ impl Listed {
             available: available.is_ok(),
             why_not: available.err().map(|why| why.reason),
             devices: implementation.device_counts(),
-            unsupported: options()
-                .into_iter()
-                .filter(|(_, spec)| !supports(spec, some_dtype))
-                .map(|(name, _)| name)
+            unsupported: variants()
+                .iter()
+                .filter_map(|variant| supports(&variant.spec, some_dtype).err())
+                .map(|why| why.field)
                 .collect(),
             dtypes,
         }
     }
 }
 
-/// Every option of the spec, alone.
-fn options() -> Vec<(&'static str, LossSpec)> {
-    let plain = LossSpec::default;
-    let clip = |clip| LossSpec { objective: Objective::PpoClip(clip), ..plain() };
-    let kl = |estimator| LossSpec { kl: Some(Kl::plain(0.04, estimator)), ..plain() };
-    let reduction = |reduction| LossSpec { reduction, ..plain() };
-    vec![
-        ("ppo_clip", plain()),
-        ("delta", clip(PpoClip { delta: Some(2.0), ..PpoClip::default() })),
-        ("dual_clip", clip(PpoClip { dual_clip: Some(3.0), ..PpoClip::default() })),
-        ("advantages: token", LossSpec { advantages: AdvantageLevel::Token, ..plain() }),
-        ("old_logp: current", LossSpec { old_logp: OldLogp::Current, ..plain() }),
-        ("temperature on logits", LossSpec { temperature: 0.7, ..plain() }),
-        (
-            "temperature on logp",
-            LossSpec { temperature: 0.7, temperature_divides: TemperatureDivides::Logp, ..plain() },
-        ),
-        ("kl k1", kl(KlEstimator::K1)),
-        ("kl k2", kl(KlEstimator::K2)),
-        ("kl k3", kl(KlEstimator::K3)),
-        ("kl abs", kl(KlEstimator::Abs)),
-        ("entropy_coef", LossSpec { entropy_coef: 0.01, ..plain() }),
-        ("sequence_mean", reduction(Reduction::SequenceMean { rows: Rows::All })),
-        ("fixed_length", reduction(Reduction::FixedLength { rows: Rows::All, length: Some(1024) })),
-        ("normalizer", reduction(Reduction::Normalizer(1024.0))),
-    ]
-}
-
 impl List {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
+        if self.matrix || self.markdown {
+            return self.print_matrix();
+        }
         let listed: Vec<Listed> =
             registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation)).collect();
         let mut table = Table::new();
@@ -99,11 +87,8 @@ impl List {
         table.set_header(["impl", "runs here", "dtypes", "devices", "spec options", "what it is"]);
         for entry in &listed {
             let runs = entry.why_not.as_ref().map_or("yes".to_string(), |why| format!("no: {why}"));
-            let options = if entry.unsupported.is_empty() {
-                "all".into()
-            } else {
-                format!("not {}", entry.unsupported.join(", "))
-            };
+            let options =
+                if entry.unsupported.is_empty() { "all".into() } else { format!("not {}", join(&entry.unsupported)) };
             table.add_row([
                 entry.id.clone(),
                 runs,
@@ -116,8 +101,127 @@ impl List {
         self.printing.finish(&format!("{table}\n"), &listed)?;
         Ok(Passed::Yes)
     }
+
+    fn print_matrix(&self) -> Result<Passed, CliError> {
+        let matrix = Matrix::of(&registry(self.plugin.path()));
+        let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
+        self.printing.finish(&text, &matrix.rows)?;
+        Ok(Passed::Yes)
+    }
 }
 
-fn join(items: &[impl ToString]) -> String {
-    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+fn join(items: impl IntoIterator<Item = impl ToString>) -> String {
+    items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// Every named choice of a spec against every implementation.
+struct Matrix {
+    rows: Vec<Row>,
+    /// Implementations of one kind that support the same, under one heading.
+    columns: Vec<Vec<String>>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    field: &'static str,
+    choice: &'static str,
+    /// By implementation, the reference among them.
+    support: BTreeMap<String, Cell>,
+}
+
+#[derive(Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Cell {
+    Yes,
+    No {
+        /// The setting that is refused.
+        refused: &'static str,
+        /// What would do.
+        supported: String,
+    },
+}
+
+impl Cell {
+    fn text(&self) -> &str {
+        match self {
+            Cell::Yes => "yes",
+            Cell::No { refused, .. } => refused,
+        }
+    }
+}
+
+/// What every other implementation is judged against.
+const REFERENCE: &str = "reference";
+
+impl Matrix {
+    fn of(implementations: &[std::sync::Arc<dyn Implementation>]) -> Self {
+        let rows: Vec<Row> = variants()
+            .into_iter()
+            .map(|variant| {
+                let of = |implementation: &dyn Implementation| {
+                    let fewest = fewest_devices(implementation);
+                    match implementation.supports(&variant.spec, SHAPE, Dtype::F32, fewest) {
+                        Ok(()) => Cell::Yes,
+                        Err(why) => Cell::No { refused: why.field, supported: why.supported },
+                    }
+                };
+                let mut support: BTreeMap<String, Cell> =
+                    implementations.iter().map(|each| (each.id().to_string(), of(&**each))).collect();
+                support.insert(REFERENCE.into(), Cell::Yes);
+                Row { field: variant.field, choice: variant.choice, support }
+            })
+            .collect();
+        let mut columns = vec![vec![REFERENCE.to_string()]];
+        for (i, implementation) in implementations.iter().enumerate() {
+            let id = implementation.id();
+            let with_last = i > 0 && implementations[i - 1].class() == implementation.class() && {
+                let last = implementations[i - 1].id();
+                rows.iter().all(|row| row.support[last] == row.support[id])
+            };
+            match columns.last_mut() {
+                Some(column) if with_last => column.push(id.into()),
+                _ => columns.push(vec![id.into()]),
+            }
+        }
+        Self { rows, columns }
+    }
+
+    /// The cells of a row, by column.
+    fn cells<'m>(&'m self, row: &'m Row) -> impl Iterator<Item = &'m Cell> {
+        self.columns.iter().map(|ids| &row.support[&ids[0]])
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        let heading = |ids: &Vec<String>| ids.join("\n");
+        table.set_header(["field".into(), "choice".into()].into_iter().chain(self.columns.iter().map(heading)));
+        for row in &self.rows {
+            let names = [row.field, row.choice].into_iter();
+            table.add_row(names.chain(self.cells(row).map(Cell::text)));
+        }
+        table
+    }
+
+    fn markdown(&self) -> String {
+        let mut text = String::from("| field | choice |");
+        for ids in &self.columns {
+            let _ = write!(text, " {} |", ids.join("<br>"));
+        }
+        text += "\n|---|---|";
+        text += &"---|".repeat(self.columns.len());
+        text += "\n";
+        for (i, row) in self.rows.iter().enumerate() {
+            let repeated = i > 0 && self.rows[i - 1].field == row.field;
+            let _ = write!(text, "| {} | {} |", if repeated { "" } else { row.field }, row.choice);
+            for cell in self.cells(row) {
+                let _ = match cell {
+                    Cell::Yes => write!(text, " yes |"),
+                    Cell::No { refused, .. } => write!(text, " no: `{refused}` |"),
+                };
+            }
+            text += "\n";
+        }
+        text
+    }
 }

@@ -21,7 +21,7 @@ use rayon::prelude::*;
 
 use super::U;
 use crate::reference::{Branch, Choice, Reference, Scaled, ScaledSoftmax, Token, TokenInputs, clipped};
-use crate::spec::{Divergence, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
+use crate::spec::{Divergence, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
 pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
@@ -71,6 +71,8 @@ pub struct Condition {
     moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
     row: (f64, f64),
+    /// What of it may be flushed, in units of [`FLUSHED`].
+    row_floor: f64,
 }
 
 /// How far, in units of `u`, rounding moves what a token's loss depends on.
@@ -109,6 +111,12 @@ impl Condition {
             for &(t, token, base) in &row {
                 all[[b, t]] = Some(Condition::of(reference, token, base, bands, &of_batch, &of_row));
             }
+            // What one token owes to the ratio of its row reaches all of them.
+            let mut row = all.row_mut(b);
+            if reference.spec().ratio.level == RatioLevel::Sequence {
+                let overflows = row.iter().flatten().any(|condition: &Condition| condition.overflows);
+                row.iter_mut().flatten().for_each(|condition| condition.overflows = overflows);
+            }
         }
         all
     }
@@ -120,7 +128,7 @@ impl Condition {
         let branches = branches(spec, token, &nearby, moves, bands);
         let tied = nearby.iter().fold((false, false), |tied, inputs| {
             let (low, high) = clipped(spec, inputs);
-            (tied.0 | (low != token.clipped_low), tied.1 | (high != token.clipped_high))
+            (tied.0 || low != token.clipped_low, tied.1 || high != token.clipped_high)
         });
         let couplings = row.couplings.iter();
         let alternatives: Vec<Alternative> = couplings
@@ -138,7 +146,7 @@ impl Condition {
             let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
             let d = d.abs().min(kl.difference_clamp.unwrap_or(f64::INFINITY));
             let importance = if kl.importance == KlImportance::Ratio { ratio } else { 1.0 };
-            token.kl.value.abs() + importance * (1.0 + d)
+            token.kl.value.abs() + importance * (1.0 + d) + clamp_rounding(spec, kl, inputs)
         });
         let token_loss = branches.iter().map(|branch| {
             let response = respond(&|inputs| reference.token_loss(inputs, branch));
@@ -155,7 +163,11 @@ impl Condition {
             logp: tame(base.logp),
             entropy: tame(base.entropy),
             token_loss: token_loss.map(tame).fold(0.0, f64::max),
-            token_loss_floor: (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight)) * FLUSHED,
+            token_loss_floor: {
+                let reach = if is_score(&spec.objective) { inputs.logp.abs() } else { 0.0 };
+                let of_score = if reach.is_finite() { reach * flushed_of_policy(spec, inputs) } else { 0.0 };
+                (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score) * FLUSHED
+            },
             kl: tame(kl_terms + respond(&|inputs| kl_of(&token.branch, inputs))),
             ratio: tame(ratio + respond(&|inputs| inputs.ratio(spec))),
             alternatives,
@@ -164,6 +176,7 @@ impl Condition {
             second_moment: base.second_moment,
             moves,
             row: row.ratio_terms,
+            row_floor: row.floor,
         }
     }
 
@@ -191,6 +204,8 @@ impl Condition {
             grad_response += branch.slope * token.share * self.row.1;
         }
         let grad_entropy = reference.grad_entropy(token).abs();
+        let lost_of_row = if spec.ratio.level == RatioLevel::Sequence { token.share * self.row_floor } else { 0.0 };
+        let lost_of_grad = token.weight * flushed_of_policy(spec, &token.inputs) + lost_of_row;
 
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
         let others = token.probability_of_others;
@@ -210,7 +225,7 @@ impl Condition {
             // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
             let flushed = if j == token.id { columns } else { 1.0 };
             let mut scale = if grad == 0.0 { 0.0 } else { policy };
-            let mut floor = 1.0 + grad * flushed + token.weight * token.inputs.advantage.abs();
+            let mut floor = 1.0 + grad * flushed + lost_of_grad;
             let mut value = grad * if j == token.id { others } else { p };
             if grad_entropy > 0.0 {
                 let (q, gap) = probability_and_gap(entropy, x);
@@ -278,6 +293,9 @@ impl OfBatch {
     }
 }
 
+/// Where rounding may have moved a token of a row, together with the others.
+type Side<'s> = &'s dyn Fn(&Token, Base) -> TokenInputs;
+
 /// What the tokens of a row share.
 struct OfRow {
     /// `C̄`.
@@ -288,6 +306,8 @@ struct OfRow {
     couplings: Vec<f64>,
     /// `Σ |∂loss/∂w|`, terms before they cancel, and how far that moves.
     ratio_terms: (f64, f64),
+    /// What of that may be flushed, in units of [`FLUSHED`].
+    floor: f64,
 }
 
 impl OfRow {
@@ -304,6 +324,7 @@ impl OfRow {
             sum: sum + if weights.is_finite() { weights } else { 0.0 },
             couplings: vec![row.first().map_or(0.0, |(_, token, _)| token.coupling)],
             ratio_terms: (0.0, 0.0),
+            floor: row.iter().map(|(_, token, _)| token.weight * flushed_of_policy(spec, &token.inputs)).sum(),
         };
         if spec.ratio.level != RatioLevel::Sequence {
             return of_row;
@@ -317,9 +338,10 @@ impl OfRow {
         }
         // All of the row's tokens to one side of what they share, or with every open choice made in one way.
         let band = of_row.band(bands);
-        let sides: [&dyn Fn(&Token, Base) -> TokenInputs; 4] = [
+        let sides: [Side; 5] = [
             &|token, _| shift_row(&token.inputs, -band),
             &|token, _| shift_row(&token.inputs, band),
+            &|token, _| at_row_kink(&token.inputs, band).unwrap_or(token.inputs),
             &|token, base| choose(spec, token, base, bands, batch, &of_row, true),
             &|token, base| choose(spec, token, base, bands, batch, &of_row, false),
         ];
@@ -374,11 +396,49 @@ fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch) -> (f64, f64) {
     by_logp *= exponent_terms(spec, inputs);
     if let Some(kl) = &spec.kl {
         let term = branch.kl(spec, kl, inputs);
-        let own = if kl.importance == KlImportance::Score { term.value.abs() } else { 0.0 };
+        let rounded = clamp_rounding(spec, kl, inputs);
+        let [own, of_ratio] = match kl.importance {
+            KlImportance::One => [0.0, 0.0],
+            KlImportance::Score => [term.value.abs() + rounded, 0.0],
+            KlImportance::Ratio => [0.0, rounded],
+        };
         by_logp += token.kl_weight * weighted(kl.beta, term.by_logp.abs() + own);
-        by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs());
+        by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs() + of_ratio);
     }
     (by_logp, branch.cap_slope * by_log_ratio)
+}
+
+/// What rounding `difference_clamp` adds to an estimate that stands at it: `|d·e^d|` of k3, times the importance.
+fn clamp_rounding(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
+    let (Some(clamp), Some(ref_logp)) = (kl.difference_clamp, inputs.ref_logp) else { return 0.0 };
+    let d = ref_logp - inputs.logp;
+    if kl.estimator != KlEstimator::K3 || d.abs() <= clamp {
+        return 0.0;
+    }
+    let importance = if kl.importance == KlImportance::Ratio { inputs.ratio(spec) } else { 1.0 };
+    importance * inputs.kl_weight * clamp * (clamp * d.signum()).exp()
+}
+
+/// Whether the policy term is a constant times `A·ℓ`.
+fn is_score(objective: &Objective) -> bool {
+    match objective {
+        Objective::Cispo(_)
+        | Objective::Vespo(_)
+        | Objective::PolicyGradient
+        | Objective::MaskedRatio(_)
+        | Objective::Dro(_) => true,
+        Objective::TrustRegion(region) => region.truncate.is_some(),
+        _ => false,
+    }
+}
+
+/// What of a policy term, or its derivative by `ℓ` or `w`, may be flushed on the way: its coefficient, that times `A`, and
+/// that times the sampler's weight.
+fn flushed_of_policy(spec: &LossSpec, inputs: &TokenInputs) -> f64 {
+    match &spec.objective {
+        Objective::PpoClip(_) => inputs.advantage.abs(),
+        _ => (1.0 + inputs.advantage.abs()) * (1.0 + inputs.policy_weight),
+    }
 }
 
 /// By how much the rounding of an exponent's terms is larger than that of its value: VESPO's `λ + k·ln w − λ·w`.
@@ -424,6 +484,13 @@ fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&Tok
         let by = moves.row * U;
         total += moved([shift_row(inputs, -by), shift_row(inputs, by)]);
     }
+    // A bound of the log-ratio is itself rounded.
+    let level = inputs.level_log_ratio(spec);
+    if level.slope * inputs.log_ratio(spec).slope == 0.0 && level.value.is_finite() {
+        let at = |w: f64| TokenInputs { row_log_ratio: Some(w), ..*inputs };
+        let by = level.value.abs() * U;
+        total += moved([at(level.value - by), at(level.value + by)]);
+    }
     if matches!(spec.objective, Objective::Vespo(_)) {
         let weight = |by: f64| TokenInputs { row_log_weight: inputs.row_log_weight + by, ..*inputs };
         let by = moves.weight * U;
@@ -439,6 +506,12 @@ fn shift(spec: &LossSpec, inputs: &TokenInputs, by: f64) -> TokenInputs {
 
 fn shift_row(inputs: &TokenInputs, by: f64) -> TokenInputs {
     TokenInputs { row_log_ratio: inputs.row_log_ratio.map(|x| x + by), ..*inputs }
+}
+
+/// The kink of `|w|` itself, where the row's ratio is near it.
+fn at_row_kink(inputs: &TokenInputs, band: f64) -> Option<TokenInputs> {
+    let near = inputs.row_log_ratio.is_some_and(|x| x.abs() <= band);
+    near.then_some(TokenInputs { row_log_ratio: Some(0.0), ..*inputs })
 }
 
 /// How near each of a token's choices is to being made otherwise: on policy, top entropy, selected.
@@ -474,17 +547,22 @@ fn choose(
 
 /// Inputs around the token's own, which come first, on every side of what may be crossed.
 ///
-/// The kink of `|d|` is itself among them when it is near: a kernel may find `d = 0` exactly.
+/// The kinks of `|d|` and `|w|` are themselves among them when they are near: a kernel may find 0 exactly.
 fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> Vec<TokenInputs> {
     let here = token.inputs;
     let band = U * (bands.logp * row.moves(spec, token, base).logp + 4.0);
     let mut all = vec![here, shift(spec, &here, -band), shift(spec, &here, band)];
+    let kinks = here.ref_logp.into_iter().chain([here.old_logp]);
+    all.extend(kinks.filter(|x| (x - here.logp).abs() <= band).map(|logp| TokenInputs { logp, ..here }));
     if here.row_log_ratio.is_some() {
         let band = row.band(bands);
-        all.extend([shift_row(&here, -band), shift_row(&here, band)]);
+        let of_row = |inputs: &TokenInputs| {
+            let sides = [shift_row(inputs, -band), shift_row(inputs, band)];
+            sides.into_iter().chain(at_row_kink(inputs, band))
+        };
+        let more: Vec<TokenInputs> = all.iter().flat_map(of_row).collect();
+        all.extend(more);
     }
-    let kink = here.ref_logp.filter(|ref_logp| (ref_logp - here.logp).abs() <= band);
-    all.extend(kink.map(|ref_logp| TokenInputs { logp: ref_logp, ..here }));
     for (i, band) in choice_bands(token, base, bands, batch, row).into_iter().enumerate() {
         let flip = |choice: &mut Choice| choice.holds = !choice.holds;
         if [here.on_policy, here.top_entropy, here.selected][i].margin <= band {

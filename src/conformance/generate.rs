@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::problem::{Advantages, Dtype, Extra, FloatArray, Problem, ProblemError, Shape};
 use crate::reference;
-use crate::spec::{AdvantageLevel, LossSpec, OldLogp, Reduction};
+use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Vespo};
 
 /// How logits are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
@@ -66,7 +66,7 @@ pub struct Recipe {
     /// `old_logp = logp + scale · N(0,1)`, and `ref_logp` likewise; either may exceed 0, as no kernel should mind.
     #[serde(default = "default_noise")]
     pub old_logp_noise_scale: f64,
-    /// Whether NaN logits, advantages and log-probabilities and the id −100 stand under the mask.
+    /// Whether NaN logits, advantages, log-probabilities and weights and the id −100 stand under the mask.
     #[serde(default)]
     pub masked_garbage: bool,
 }
@@ -112,15 +112,16 @@ impl Recipe {
         Ok(spec.check().map_err(ProblemError::from)?)
     }
 
-    /// Makes the problem. Masks are ragged, with at least one token; a tenth of the advantages are 0; every value fits
-    /// f32 exactly.
+    /// Makes the problem, with the arrays that the spec reads. Masks are ragged, with at least one token; a tenth of the
+    /// advantages are 0; the sampler's log-probabilities are `old_logp` with noise of the same scale, at most 1, and a
+    /// twentieth NaN where the spec allows that; given weights lie around 1; every value fits f32 exactly.
     ///
     /// # Errors
     /// As [`check`](Self::check).
     pub fn problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
         let mut problem = self.draw(spec, Tokens::Ragged)?;
         if self.masked_garbage {
-            put_garbage_under_the_mask(&mut problem);
+            put_garbage_under_the_mask(spec, &mut problem);
         }
         Ok(problem)
     }
@@ -137,7 +138,10 @@ impl Recipe {
         self.check(spec)?;
         let [batch, tokens, vocab] = self.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-        let sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        if !spec.support.keep_sampled {
+            sampled.mapv_inplace(|id| within_support(spec, vocab, id));
+        }
         let mut logits = Array3::zeros((batch, tokens, vocab));
         for (mut row, &id) in logits.lanes_mut(Axis(2)).into_iter().zip(&sampled) {
             draw_row(self.regime, &mut rng, row.as_slice_mut().expect("lanes of the last axis are dense"), id);
@@ -161,9 +165,24 @@ impl Recipe {
             extra: Extra::default(),
         };
         drop(logits);
+        // Draws of their own: what a spec reads beside does not change the rest of its problem.
+        let mut others = ChaCha8Rng::seed_from_u64(self.seed);
+        others.set_stream(1);
+        let mut normal = |scale: f64| f32_value(scale * others.sample::<f64, _>(StandardNormal));
+        problem.extra.bias = spec.head.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
 
         // The policy's own log-probabilities, which need nothing but its softmax.
-        let policy = LossSpec { old_logp: OldLogp::Current, kl: None, reduction: Reduction::TokenMean, ..spec.clone() };
+        let policy = LossSpec {
+            objective: Objective::None,
+            old_logp: OldLogp::Current,
+            kl: None,
+            rollout: None,
+            rejection: Vec::new(),
+            off_policy_mask: None,
+            top_entropy: None,
+            reduction: Reduction::TokenMean,
+            ..spec.clone()
+        };
         let reference = reference::evaluate(&policy, &problem)?;
         let logp = |b, t| reference.token(b, t).map_or(0.0, |token| token.inputs.logp);
         let mut noisy = || {
@@ -173,9 +192,55 @@ impl Recipe {
             })
         };
         let (old_logp, ref_logp) = (noisy(), noisy());
+        self.draw_sampler(spec, &old_logp, &mut problem.extra, &mut normal);
         (problem.old_logp, problem.ref_logp) = (Some(old_logp), Some(ref_logp));
         Ok(problem)
     }
+
+    /// What the sampler says, and which tokens are selected, where the spec reads it.
+    fn draw_sampler(
+        &self,
+        spec: &LossSpec,
+        old_logp: &Array2<f64>,
+        extra: &mut Extra,
+        normal: &mut impl FnMut(f64) -> f64,
+    ) {
+        let [batch, tokens, _] = self.shape;
+        if reads_rollout_logp(spec) {
+            let scale = self.old_logp_noise_scale.min(1.0);
+            extra.rollout_logp = Some(old_logp.mapv(|logp| {
+                let (noise, scored) = (normal(scale), normal(1.0) < 1.6 || spec.old_logp == OldLogp::Rollout);
+                if scored { f32_value(logp + noise) } else { f64::NAN }
+            }));
+        }
+        if let Some(rollout) = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given) {
+            let of_sequence = rollout.level == RolloutLevel::Token && self.seed.is_multiple_of(3);
+            let columns = if of_sequence { 1 } else { tokens };
+            let weights = Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.3).exp()));
+            extra.rollout_weights = Some(weights);
+        }
+        let selects = match &spec.objective {
+            Objective::KlCov(cov) => cov.selection.is_none(),
+            Objective::ClipCov(cov) => cov.selection.is_none(),
+            _ => false,
+        };
+        if selects {
+            extra.selected = Some(Array2::from_shape_simple_fn((batch, tokens), || normal(1.0) > 0.5));
+        }
+    }
+}
+
+fn reads_rollout_logp(spec: &LossSpec) -> bool {
+    spec.old_logp == OldLogp::Rollout
+        || spec.compares_with_sampler()
+        || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
+}
+
+/// The first id from `id` on that the support has; `id` where it has none.
+fn within_support(spec: &LossSpec, vocab: usize, id: usize) -> usize {
+    let columns = spec.support.vocab.unwrap_or(vocab).min(vocab);
+    let inside = (id..id + columns).map(|id| id % columns).find(|id| !spec.support.excluded_ids.contains(id));
+    inside.unwrap_or(id)
 }
 
 /// Which tokens of a problem count.
@@ -228,7 +293,7 @@ fn ragged_mask(rng: &mut ChaCha8Rng, batch: usize, tokens: usize) -> Array2<bool
     mask
 }
 
-fn put_garbage_under_the_mask(problem: &mut Problem) {
+fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
     let mask = &problem.mask;
     Zip::from(&mut problem.ids).and(mask).for_each(|id, &counts| {
         if !counts {
@@ -242,8 +307,14 @@ fn put_garbage_under_the_mask(problem: &mut Problem) {
             }
         });
     };
-    for array in [&mut problem.old_logp, &mut problem.ref_logp].into_iter().flatten() {
+    let Extra { rollout_logp, rollout_weights, .. } = &mut problem.extra;
+    for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp].into_iter().flatten() {
         garbage(array);
+    }
+    // One spec has a use for weights of masked tokens.
+    let read = matches!(&spec.objective, Objective::Vespo(Vespo { weights_of_masked_tokens: true, .. }));
+    if let Some(weights) = rollout_weights.as_mut().filter(|weights| !read && weights.dim() == mask.dim()) {
+        garbage(weights);
     }
     if let Advantages::Token(advantages) = &mut problem.advantages {
         garbage(advantages);

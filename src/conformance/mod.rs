@@ -12,6 +12,7 @@ pub mod parity;
 pub mod recorded;
 pub mod report;
 pub mod tolerance;
+pub mod variants;
 
 /// Unit roundoff of f32, the arithmetic that kernels are expected to work in: 2⁻²⁴.
 pub const U: f64 = 1.0 / 16_777_216.0;

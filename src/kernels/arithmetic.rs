@@ -16,12 +16,16 @@ pub(crate) trait Arithmetic {
     fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     /// `a · b`
     fn mul(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    /// `a / b`
+    fn div(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     /// `−a`
     fn neg(&mut self, a: Self::Value) -> Self::Value;
     /// `e^a`
     fn exp(&mut self, a: Self::Value) -> Self::Value;
     /// `e^a − 1`, accurate near 0
     fn exp_m1(&mut self, a: Self::Value) -> Self::Value;
+    /// `ln a`
+    fn ln(&mut self, a: Self::Value) -> Self::Value;
     /// `a < b`; false where either is NaN
     fn less(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth;
     /// `a = b`; false where either is NaN
@@ -53,6 +57,9 @@ impl Arithmetic for Immediate {
     fn mul(&mut self, a: f64, b: f64) -> f64 {
         a * b
     }
+    fn div(&mut self, a: f64, b: f64) -> f64 {
+        a / b
+    }
     fn neg(&mut self, a: f64) -> f64 {
         -a
     }
@@ -61,6 +68,9 @@ impl Arithmetic for Immediate {
     }
     fn exp_m1(&mut self, a: f64) -> f64 {
         a.exp_m1()
+    }
+    fn ln(&mut self, a: f64) -> f64 {
+        a.ln()
     }
     fn less(&mut self, a: f64, b: f64) -> bool {
         a < b

@@ -1,33 +1,80 @@
 //! Which members of the loss family the kernels compute.
 
-use std::fmt::Debug;
+use serde::Serialize;
 
-use crate::spec::{Head, Kl, LossSpec, Objective, OldLogp, Ratio, Reduction, Rows};
+use crate::spec::{Head, LossSpec, Objective, RatioLevel};
 
-/// The first setting of `spec` that no kernel here computes: its name and its value.
-pub(crate) fn beyond_kernels(spec: &LossSpec) -> Result<(), (&'static str, String)> {
-    let unless = |computed: bool, field: &'static str, given: &dyn Debug| {
-        if computed { Ok(()) } else { Err((field, format!("{given:?}"))) }
-    };
-    unless(matches!(spec.objective, Objective::PpoClip(_)), "objective", &spec.objective)?;
-    unless(spec.ratio == Ratio::default(), "ratio", &spec.ratio)?;
-    unless(spec.old_logp != OldLogp::Rollout, "old_logp", &spec.old_logp)?;
-    unless(spec.head == Head::default(), "head", &spec.head)?;
-    unless(spec.support.is_whole(), "support", &spec.support)?;
-    unless(spec.rollout.is_none(), "rollout", &spec.rollout)?;
-    unless(spec.rejection.is_empty(), "rejection", &spec.rejection)?;
-    unless(spec.off_policy_mask.is_none(), "off_policy_mask", &spec.off_policy_mask)?;
-    unless(spec.top_entropy.is_none(), "top_entropy", &spec.top_entropy)?;
-    let plain = |kl: &Kl| *kl == Kl::plain(kl.beta, kl.estimator);
-    unless(spec.kl.as_ref().is_none_or(plain), "kl", &spec.kl)?;
-    unless(spec.entropy_averaging.is_none(), "entropy_averaging", &spec.entropy_averaging)?;
-    let reduction = match spec.reduction {
-        Reduction::TokenMean | Reduction::Normalizer(_) => true,
-        Reduction::SequenceMean { rows: Rows::All | Rows::NonEmpty } => true,
-        Reduction::FixedLength { rows: Rows::All, length } => length.is_some(),
-        Reduction::SequenceMean { .. } | Reduction::SequenceSum { .. } | Reduction::FixedLength { .. } => false,
-    };
-    unless(reduction, "reduction", &spec.reduction)?;
-    unless(spec.denominator_epsilon == 0.0, "denominator_epsilon", &spec.denominator_epsilon)?;
-    unless(spec.scale == 1.0, "scale", &spec.scale)
+/// How much of a batch a kernel sees where it computes a token's loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "pjrt"), allow(dead_code, reason = "what native sees is all that is asked for"))]
+pub(crate) enum Reach {
+    /// The token alone.
+    Token,
+    /// Its row.
+    Row,
+    /// Its row, whose logits it may also change before their softmax.
+    RowAndHead,
+    /// No loss at all, but logp and entropy.
+    Softmax,
+}
+
+/// A setting that a kernel does not compute.
+#[derive(Debug)]
+pub(crate) struct Beyond {
+    /// As a file spells it.
+    pub(crate) field: &'static str,
+    /// Its value.
+    pub(crate) given: String,
+    /// What would do.
+    pub(crate) supported: &'static str,
+}
+
+const ROWS: &str = "what one token decides: its row's tokens are not seen together";
+const TOKENS: &str = "choices that are made before there are logits: those of a whole batch are not";
+
+impl Reach {
+    /// Checks that a kernel of this reach computes `spec`.
+    ///
+    /// # Errors
+    /// The first setting that it does not.
+    pub(crate) fn expect(self, spec: &LossSpec) -> Result<(), Beyond> {
+        let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
+            if computed { Ok(()) } else { Err(Beyond { field, given: given(), supported }) }
+        };
+        let changes_logits = self == Reach::RowAndHead;
+        let logits_alone = "logits that come as the head's last word: `scale: 1`, no `softcap`, no `bias`";
+        unless(changes_logits || spec.head == Head::default(), "head", &|| written(&spec.head), logits_alone)?;
+        let whole = "the whole vocabulary";
+        unless(changes_logits || spec.support.is_whole(), "support", &|| written(&spec.support), whole)?;
+        if self == Reach::Softmax {
+            return Ok(());
+        }
+        let selection = match &spec.objective {
+            Objective::KlCov(cov) => cov.selection.map(|top| ("objective.kl_cov.selection", written(&top))),
+            Objective::ClipCov(cov) => cov.selection.map(|band| ("objective.clip_cov.selection", written(&band))),
+            _ => None,
+        };
+        if let Some((field, given)) = selection {
+            return Err(Beyond { field, given, supported: "`selected` given with the batch" });
+        }
+        unless(spec.top_entropy.is_none(), "top_entropy", &|| written(&spec.top_entropy), TOKENS)?;
+        let empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
+        let native = "false: a row without tokens has no part in a program for devices";
+        let field = "objective.importance_sampling.empty_rows";
+        unless(changes_logits || !empty_rows, field, &|| "true".into(), native)?;
+        if self != Reach::Token {
+            return Ok(());
+        }
+        let level = spec.ratio.level;
+        unless(level == RatioLevel::Token, "ratio.level", &|| written(&level), ROWS)?;
+        let vespo = matches!(spec.objective, Objective::Vespo(_));
+        unless(!vespo, "objective", &|| "vespo".into(), ROWS)?;
+        unless(spec.off_policy_mask.is_none(), "off_policy_mask", &|| written(&spec.off_policy_mask), ROWS)
+    }
+}
+
+/// A setting as a file spells it.
+fn written(setting: &impl Serialize) -> String {
+    let text = serde_json::to_string(setting).unwrap_or_default();
+    text.trim_matches('"').to_string()
 }

@@ -16,12 +16,12 @@
 use std::f64::consts::LN_2;
 
 use super::arithmetic::Arithmetic;
-use super::objective::{Numbers, Token, TokenLoss, token_loss};
+use super::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use super::rows::{
     ACCUMULATORS, Columns, Core, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
     raised, rows_of_a_register, stored_as, widen,
 };
-use super::structure::{Structure, Temperature};
+use super::structure::{Form, Number, Numbers, Structure, Temperature};
 use crate::element::Element;
 use crate::tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
 
@@ -29,7 +29,7 @@ use crate::tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Win
 pub(crate) const MOST_TOKENS: usize = (1 << 20) / 16 * 15 / 4;
 
 /// The columns of the array that holds what the kernel is given of each token.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Given {
     Advantage,
     OldLogp,
@@ -38,10 +38,50 @@ pub(crate) enum Given {
     Weight,
     /// 1 or 0.
     Mask,
+    PolicyWeight,
+    KlWeight,
+    /// 1 where KL-Cov penalizes.
+    Selected,
+    /// What the KL penalty's own reduction multiplies it by, over `Weight`.
+    KlShare,
+    /// `∂loss/∂entropy` without `1/T`, where rows differ in it.
+    EntropyFactor,
 }
 
-/// The names of [`Given`], in order.
-pub(crate) const GIVEN_NAMES: [&str; 5] = ["advantage", "old_logp", "ref_logp", "weight", "mask"];
+impl Given {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Given::Advantage => "advantage",
+            Given::OldLogp => "old_logp",
+            Given::RefLogp => "ref_logp",
+            Given::Weight => "weight",
+            Given::Mask => "mask",
+            Given::PolicyWeight => "policy_weight",
+            Given::KlWeight => "kl_weight",
+            Given::Selected => "selected",
+            Given::KlShare => "kl_share",
+            Given::EntropyFactor => "entropy_factor",
+        }
+    }
+}
+
+/// The columns that a structure has, in order: the first five whether it reads them or not.
+pub(crate) fn given_columns(structure: Structure) -> Vec<Given> {
+    let optional = [
+        (structure.policy_weight, Given::PolicyWeight),
+        (structure.kl_weight, Given::KlWeight),
+        (structure.form == Form::KlCov, Given::Selected),
+        (structure.kl_share(), Given::KlShare),
+        (structure.entropy_by_row(), Given::EntropyFactor),
+    ];
+    let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
+    always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
+}
+
+/// How wide an array of so many columns is.
+pub(crate) fn width(columns: usize) -> usize {
+    columns.next_multiple_of(PER_TOKEN)
+}
 
 /// The columns of the array that it returns.
 #[derive(Clone, Copy)]
@@ -55,31 +95,28 @@ pub(crate) enum Result {
     ClippedLow,
     /// 1 or 0.
     ClippedHigh,
+    /// What `Weight` multiplies, where a KL penalty with a reduction of its own makes it another than `Loss`.
+    Reduced,
 }
 
-/// The names of [`Result`], in order.
-pub(crate) const RESULT_NAMES: [&str; 7] =
-    ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high"];
+/// The names of [`Result`], in order; the last is only of structures that have it.
+const RESULT_NAMES: [&str; PER_TOKEN] =
+    ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high", "reduced"];
 
-/// Columns of both arrays.
+/// The names of the columns that a structure returns, in order.
+pub(crate) fn result_names(structure: Structure) -> &'static [&'static str] {
+    &RESULT_NAMES[..PER_TOKEN - usize::from(!structure.kl_share())]
+}
+
+/// Columns of both arrays, as far as the structure has no more to give.
 pub(crate) const PER_TOKEN: usize = 8;
 
-/// The numbers that it is given, in SMEM.
-#[derive(Clone, Copy)]
-pub(crate) enum Number {
-    Low,
-    High,
-    Delta,
-    DualClip,
-    Beta,
-    InverseTemperature,
-    /// `∂loss/∂entropy` of an unmasked token, without `1/T`.
-    EntropyFactor,
+/// The numbers that it is given, in SMEM, in order.
+pub(crate) fn numbers(structure: Structure) -> Vec<Number> {
+    let mut numbers = structure.numbers();
+    numbers.extend([Number::InverseTemperature, Number::EntropyFactor]);
+    numbers
 }
-
-/// The names of [`Number`], in order.
-pub(crate) const NUMBER_NAMES: [&str; 7] =
-    ["low", "high", "delta", "dual_clip", "beta", "inverse_temperature", "entropy_factor"];
 
 /// The kernel for `[b,t,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
 pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, core: Core) -> Option<Kernel> {
@@ -139,6 +176,7 @@ struct Writer {
     logits: Memory,
     dlogits: Memory,
     tokens: Memory,
+    given: Vec<Given>,
     results: Memory,
     exps: Memory,
 }
@@ -146,15 +184,17 @@ struct Writer {
 fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, core: Core, rows: usize) -> Kernel {
     let mut on = Builder::new("grpo_one_pass", &[b, t.div_ceil(rows)]);
     let ids = on.scalars(Element::I32, b * t);
-    let numbers = on.scalars(Element::F32, NUMBER_NAMES.len());
+    let of_spec = numbers(structure);
+    let numbers = on.scalars(Element::F32, of_spec.len());
+    let given = given_columns(structure);
     let padded = v.next_multiple_of(LANES);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
     let logits = on.input(stored_as(element), &[b, t, v], window(padded));
-    let tokens = on.input(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
+    let tokens = on.input(Element::F32, &[b, t, width(given.len())], window(width(given.len())));
     let dlogits = on.output_over(logits);
     let results = on.output(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
     let exps = on.scratch(Element::F32, rows, padded);
-    let mut writer = Writer { on, core, vocab: v, rows, logits, dlogits, tokens, results, exps };
+    let mut writer = Writer { on, core, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
     writer.body(structure, [b, t], ids, numbers);
     writer.on.finish()
 }
@@ -171,7 +211,13 @@ impl Writer {
     }
 
     fn given(&mut self, column: Given) -> Value {
-        self.on.load(self.tokens, Column::Static(column as usize), 1)
+        let place = self.given.iter().position(|&other| other == column).expect("the structure has the column");
+        self.on.load(self.tokens, Column::Static(place), 1)
+    }
+
+    /// A column that not every structure has.
+    fn given_if(&mut self, column: Given) -> Option<Value> {
+        self.given.contains(&column).then(|| self.given(column))
     }
 
     fn give(&mut self, column: Result, value: Value) {
@@ -186,8 +232,10 @@ impl Writer {
     }
 
     fn body(&mut self, structure: Structure, batch: [usize; 2], ids: Memory, numbers: Memory) {
+        let of_spec = self::numbers(structure);
         let number = |on: &mut Builder, which: Number| {
-            let at = on.integer(which as usize);
+            let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
+            let at = on.integer(place);
             on.load_scalar(numbers, at)
         };
         let targets = self.targets(batch, ids);
@@ -211,19 +259,32 @@ impl Writer {
             let scalar = number(&mut writer.on, which);
             writer.on.broadcast(scalar, writer.rows, 1)
         };
-        let spec_numbers = Numbers {
-            low: spread(self, Number::Low),
-            high: spread(self, Number::High),
-            delta: spread(self, Number::Delta),
-            dual_clip: spread(self, Number::DualClip),
-            beta: spread(self, Number::Beta),
-        };
+        let spec_numbers = Numbers::new(structure.numbers().into_iter().map(|which| (which, spread(self, which))));
         let advantage = self.given(Given::Advantage);
         let old_logp = if structure.old_logp_given { self.given(Given::OldLogp) } else { logp };
-        let kl = structure.kl.map(|estimator| (estimator, self.given(Given::RefLogp)));
-        let token = Token { logp, old_logp, advantage, kl };
-        let TokenLoss { loss, grad, ratio, kl, clipped_low, clipped_high } =
-            token_loss(&mut self.per_row(), &spec_numbers, &token);
+        let ref_logp = structure.kl.map(|_| self.given(Given::RefLogp));
+        let policy_weight = self.given_if(Given::PolicyWeight);
+        let kl_weight = self.given_if(Given::KlWeight);
+        let kl_share = self.given_if(Given::KlShare);
+        let selected = self.given_if(Given::Selected);
+        let on = &mut self.per_row();
+        let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
+        let token = Token {
+            logp,
+            old_logp,
+            advantage,
+            log_ratio: own.value,
+            ref_logp,
+            policy_weight,
+            kl_weight,
+            kl_share,
+            selected,
+            log_weight: None,
+            on_policy: None,
+        };
+        let token = token_loss(on, structure, &spec_numbers, &token);
+        let grad = token.grad(on, own);
+        let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
         self.give(Result::Logp, logp);
         self.give(Result::Entropy, entropy);
@@ -234,6 +295,9 @@ impl Writer {
         }
         self.give_truth(Result::ClippedLow, clipped_low);
         self.give_truth(Result::ClippedHigh, clipped_high);
+        if structure.kl_share() {
+            self.give(Result::Reduced, reduced);
+        }
 
         let weight = self.given(Given::Weight);
         let with_temperature = |writer: &mut Self, factor| match tempered {
@@ -242,8 +306,9 @@ impl Writer {
         };
         let factor = self.on.mul(weight, grad);
         let factor = with_temperature(self, factor);
-        let bonus = structure.entropy_bonus.then(|| {
-            let factor = number(&mut self.on, Number::EntropyFactor);
+        let of_row = self.given_if(Given::EntropyFactor);
+        let bonus = structure.entropy_bonus.map(|_| {
+            let factor = of_row.unwrap_or_else(|| number(&mut self.on, Number::EntropyFactor));
             let factor = with_temperature(self, factor);
             let factor = self.on.div(factor, entropy_softmax.sum);
             Bonus { factor, softmax: entropy_softmax, same_exps: one_softmax }

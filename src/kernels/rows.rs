@@ -283,6 +283,9 @@ impl Arithmetic for PerRow<'_> {
     fn mul(&mut self, a: Value, b: Value) -> Value {
         self.on.mul(a, b)
     }
+    fn div(&mut self, a: Value, b: Value) -> Value {
+        self.on.div(a, b)
+    }
     fn neg(&mut self, a: Value) -> Value {
         self.on.neg(a)
     }
@@ -303,6 +306,9 @@ impl Arithmetic for PerRow<'_> {
         let value = self.select(at_an_end, d, product);
         let nothing_left = self.equal(d, zero);
         self.select(nothing_left, a, value)
+    }
+    fn ln(&mut self, a: Value) -> Value {
+        self.on.log(a)
     }
     fn less(&mut self, a: Value, b: Value) -> Value {
         self.on.less(a, b)

@@ -1,15 +1,78 @@
-//! What of a spec shapes a program.
+//! What of a spec shapes a program, and which numbers and arrays that program reads.
 
-use crate::spec::{KlEstimator, LossSpec, OldLogp, Reduction, Rows, TemperatureDivides};
+use crate::spec::{
+    Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel,
+    Reduction, Rows, TemperatureDivides, Terms,
+};
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an input that a program has or lacks")]
 pub(crate) struct Structure {
+    pub(crate) form: Form,
+    pub(crate) level: RatioLevel,
+    /// Which bounds log-ratios have.
+    pub(crate) bounds: Bounds,
+    /// Whether old log-probabilities come in; else they are the policy's own.
     pub(crate) old_logp_given: bool,
     pub(crate) temperature: Temperature,
-    pub(crate) kl: Option<KlEstimator>,
-    pub(crate) entropy_bonus: bool,
+    pub(crate) kl: Option<KlForm>,
+    /// The mean that the entropy bonus is of, if there is one.
+    pub(crate) entropy_bonus: Option<Denominator>,
     pub(crate) denominator: Denominator,
+    /// Whether the policy term of each token has a factor that comes in.
+    pub(crate) policy_weight: bool,
+    /// Whether the KL estimate has.
+    pub(crate) kl_weight: bool,
+    pub(crate) off_policy_mask: bool,
+}
+
+/// The policy term. Clip-Cov is PPO-clip with a weight of 0 on the tokens selected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    PpoClip,
+    Cispo,
+    Sapo,
+    Vespo,
+    PolicyGradient,
+    ImportanceSampling,
+    MaskedRatio,
+    TrustRegion {
+        divergence: Divergence,
+        two_sided: bool,
+        /// Whether it is a score function, of a ratio with an upper bound.
+        score: bool,
+    },
+    Dro,
+    KlCov,
+    None,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bounds {
+    /// `|x| ≤ clamp` of each token.
+    pub(crate) clamp: bool,
+    /// GMPO's, by the sign of the advantage.
+    pub(crate) clip: bool,
+    /// Of the level's log-ratio.
+    pub(crate) cap: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KlForm {
+    pub(crate) estimator: KlEstimator,
+    pub(crate) gradient: KlGradient,
+    pub(crate) importance: KlImportance,
+    pub(crate) difference_clamp: bool,
+    pub(crate) value_clamp: Option<ValueClamp>,
+    /// Its own, where it differs from that of the policy term.
+    pub(crate) denominator: Option<Denominator>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ValueClamp {
+    BeforeImportance,
+    AfterImportance,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,36 +82,395 @@ pub(crate) enum Temperature {
     Logp,
 }
 
-/// What a token's loss is divided by.
+/// What a term of a token is divided by: `(tokens + ε) · filled rows · a number that is given`, each factor where it is
+/// asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denominator {
-    /// The tokens of the batch.
-    Tokens,
-    /// The tokens of its row, times a number of rows: those that have any.
-    RowTokensFilledRows,
-    /// The tokens of its row, times a number that is given.
-    RowTokens,
-    /// A number that is given.
-    Given,
+pub(crate) struct Denominator {
+    pub(crate) tokens: Option<Tokens>,
+    /// The rows that have a token.
+    pub(crate) filled_rows: bool,
+    /// Whether there is an `ε`.
+    pub(crate) epsilon: bool,
+}
+
+/// Which tokens are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tokens {
+    OfBatch,
+    OfRow,
+}
+
+impl Denominator {
+    pub(crate) const ALL_TOKENS: Self = Self { tokens: Some(Tokens::OfBatch), filled_rows: false, epsilon: false };
+
+    fn of(averaging: Averaging) -> Self {
+        let tokens = match averaging.reduction {
+            Reduction::TokenMean => Some(Tokens::OfBatch),
+            Reduction::SequenceMean { .. } => Some(Tokens::OfRow),
+            Reduction::SequenceSum { .. } | Reduction::FixedLength { .. } | Reduction::Normalizer(_) => None,
+        };
+        let filled_rows = rows_of(averaging.reduction) == Some(Rows::NonEmpty);
+        Self { tokens, filled_rows, epsilon: tokens.is_some() && averaging.denominator_epsilon != 0.0 }
+    }
+
+    /// Whether rows differ in it.
+    pub(crate) fn by_row(self) -> bool {
+        self.tokens == Some(Tokens::OfRow)
+    }
+}
+
+fn rows_of(reduction: Reduction) -> Option<Rows> {
+    match reduction {
+        Reduction::SequenceMean { rows } | Reduction::SequenceSum { rows } | Reduction::FixedLength { rows, .. } => {
+            Some(rows)
+        }
+        Reduction::TokenMean | Reduction::Normalizer(_) => None,
+    }
+}
+
+/// The factors of a [`Denominator`] that are known before there is a batch, for `[batch, tokens]` of it.
+fn known_denominator(averaging: Averaging, [batch, tokens]: [usize; 2]) -> f64 {
+    let rows = match rows_of(averaging.reduction) {
+        Some(Rows::All) => batch as f64,
+        Some(Rows::Given(count)) => count,
+        Some(Rows::NonEmpty) | None => 1.0,
+    };
+    match averaging.reduction {
+        Reduction::FixedLength { length, .. } => rows * length.unwrap_or(tokens) as f64,
+        Reduction::Normalizer(count) => count,
+        _ => rows,
+    }
 }
 
 impl Structure {
     pub(crate) fn of(spec: &LossSpec) -> Self {
+        let drops = |from: &[Terms]| {
+            spec.rejection.iter().any(|rejection| rejection.counts && from.contains(&rejection.drops_from))
+        };
+        let form = Form::of(&spec.objective);
+        let weighs = spec.rollout.is_some() && form != Form::Vespo;
+        let selects = matches!(spec.objective, Objective::ClipCov(_));
+        let weighs_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
         Self {
-            old_logp_given: spec.old_logp == OldLogp::Given,
+            form,
+            level: spec.ratio.level,
+            bounds: Bounds {
+                clamp: spec.ratio.clamp.is_some(),
+                clip: spec.ratio.clip.is_some(),
+                cap: spec.ratio.cap.is_some(),
+            },
+            old_logp_given: spec.old_logp != OldLogp::Current,
             temperature: match spec.temperature_divides {
                 _ if spec.temperature == 1.0 => Temperature::One,
                 TemperatureDivides::Logits => Temperature::Logits,
                 TemperatureDivides::Logp => Temperature::Logp,
             },
-            kl: spec.kl.as_ref().map(|kl| kl.estimator),
-            entropy_bonus: spec.entropy_coef != 0.0,
-            denominator: match spec.reduction {
-                Reduction::TokenMean => Denominator::Tokens,
-                Reduction::SequenceMean { rows: Rows::NonEmpty } => Denominator::RowTokensFilledRows,
-                Reduction::SequenceMean { .. } => Denominator::RowTokens,
-                _ => Denominator::Given,
-            },
+            kl: spec.kl.as_ref().map(|kl| KlForm {
+                estimator: kl.estimator,
+                gradient: kl.gradient,
+                importance: kl.importance,
+                difference_clamp: kl.difference_clamp.is_some(),
+                value_clamp: kl.value_clamp.map(|_| {
+                    if kl.clamp_after_importance { ValueClamp::AfterImportance } else { ValueClamp::BeforeImportance }
+                }),
+                denominator: (spec.kl_averaging() != spec.averaging()).then(|| Denominator::of(spec.kl_averaging())),
+            }),
+            entropy_bonus: (spec.entropy_coef != 0.0)
+                .then(|| spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
+            denominator: Denominator::of(spec.averaging()),
+            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects,
+            kl_weight: spec.kl.is_some() && (weighs_kl || drops(&[Terms::PolicyAndKl])),
+            off_policy_mask: spec.off_policy_mask.is_some(),
         }
+    }
+
+    /// Whether the loss of a token depends on other tokens of its row.
+    pub(crate) fn couples_rows(self) -> bool {
+        self.level != RatioLevel::Token || self.form == Form::Vespo || self.off_policy_mask
+    }
+
+    /// Whether the KL penalty has a reduction of its own.
+    pub(crate) fn kl_share(self) -> bool {
+        self.kl.is_some_and(|kl| kl.denominator.is_some())
+    }
+
+    /// Whether `∂loss/∂entropy` is a number of each row.
+    pub(crate) fn entropy_by_row(self) -> bool {
+        self.entropy_bonus.is_some_and(Denominator::by_row)
+    }
+
+    /// The numbers that [`token_loss`](super::objective::token_loss) reads, in order.
+    pub(crate) fn numbers(self) -> Vec<Number> {
+        use Number as N;
+        let of_form: &[Number] = match self.form {
+            Form::PpoClip => &[N::Low, N::High, N::Delta, N::DualClip],
+            Form::Cispo | Form::MaskedRatio => &[N::Low, N::High],
+            Form::Sapo => &[N::TauPositive, N::TauNegative],
+            Form::Vespo => &[N::KPositive, N::LambdaPositive, N::KNegative, N::LambdaNegative],
+            Form::TrustRegion { score: false, .. } => &[N::Low, N::High, N::Penalty],
+            Form::TrustRegion { score: true, .. } => &[N::Low, N::High, N::Penalty, N::Truncate],
+            Form::Dro | Form::KlCov => &[N::Penalty],
+            Form::PolicyGradient | Form::ImportanceSampling | Form::None => &[],
+        };
+        let kl = self.kl;
+        let optional = [
+            (self.bounds.clamp, N::LogRatioClamp),
+            (self.bounds.clip, N::LogRatioLow),
+            (self.bounds.clip, N::LogRatioHigh),
+            (self.bounds.cap, N::LogRatioCap),
+            (self.off_policy_mask, N::OffPolicyThreshold),
+            (self.level != RatioLevel::Token, N::RatioEpsilon),
+            (true, N::Beta),
+            (kl.is_some_and(|kl| kl.difference_clamp), N::KlDifferenceClamp),
+            (kl.is_some_and(|kl| kl.value_clamp.is_some()), N::KlValueClamp),
+        ];
+        let of_form = of_form.iter().copied();
+        of_form.chain(optional.into_iter().filter_map(|(read, number)| read.then_some(number))).collect()
+    }
+
+    /// The numbers that a whole program reads, in order.
+    pub(crate) fn program_numbers(self) -> Vec<Number> {
+        use Number as N;
+        let epsilon = |denominator: Option<Denominator>| denominator.is_some_and(|denominator| denominator.epsilon);
+        let kl = self.kl.and_then(|kl| kl.denominator);
+        let entropy = self.entropy_bonus.filter(|denominator| *denominator != Denominator::ALL_TOKENS);
+        let optional = [
+            (self.denominator.epsilon, N::DenominatorEpsilon),
+            (kl.is_some(), N::KlDenominator),
+            (epsilon(kl), N::KlDenominatorEpsilon),
+            (entropy.is_some(), N::EntropyDenominator),
+            (epsilon(entropy), N::EntropyDenominatorEpsilon),
+        ];
+        let mut numbers = self.numbers();
+        numbers.extend([N::InverseTemperature, N::EntropyCoef, N::Denominator, N::LossScale]);
+        numbers.extend(optional.into_iter().filter_map(|(read, number)| read.then_some(number)));
+        numbers
+    }
+
+    /// The `[B,T]` arrays that a program reads beside ids, mask and advantages, in order.
+    pub(crate) fn inputs(self) -> Vec<Input> {
+        let all = [
+            (self.old_logp_given, Input::OldLogp),
+            (self.kl.is_some(), Input::RefLogp),
+            (self.policy_weight, Input::PolicyWeight),
+            (self.kl_weight, Input::KlWeight),
+            (self.form == Form::KlCov, Input::Selected),
+            (self.form == Form::Vespo, Input::LogWeight),
+            (self.off_policy_mask, Input::Behaviour),
+        ];
+        all.into_iter().filter_map(|(read, input)| read.then_some(input)).collect()
+    }
+}
+
+impl Form {
+    fn of(objective: &Objective) -> Self {
+        match objective {
+            Objective::PpoClip(_) | Objective::ClipCov(_) => Form::PpoClip,
+            Objective::Cispo(_) => Form::Cispo,
+            Objective::Sapo(_) => Form::Sapo,
+            Objective::Vespo(_) => Form::Vespo,
+            Objective::PolicyGradient => Form::PolicyGradient,
+            Objective::ImportanceSampling(_) => Form::ImportanceSampling,
+            Objective::MaskedRatio(_) => Form::MaskedRatio,
+            Objective::TrustRegion(region) => Form::TrustRegion {
+                divergence: region.divergence,
+                two_sided: region.two_sided,
+                score: region.truncate.is_some(),
+            },
+            Objective::Dro(_) => Form::Dro,
+            Objective::KlCov(_) => Form::KlCov,
+            Objective::None => Form::None,
+        }
+    }
+}
+
+/// A `[B,T]` array, f32 on devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Input {
+    /// The denominator of the ratio.
+    OldLogp,
+    RefLogp,
+    /// What the policy term of a token is multiplied by.
+    PolicyWeight,
+    /// And its KL estimate.
+    KlWeight,
+    /// 1 where KL-Cov penalizes.
+    Selected,
+    /// The logarithm of VESPO's rollout weight, the same for all tokens of a row.
+    LogWeight,
+    /// Whose log-probabilities the off-policy mask compares with; NaN is not looked at.
+    Behaviour,
+}
+
+impl Input {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Input::OldLogp => "old_logp",
+            Input::RefLogp => "ref_logp",
+            Input::PolicyWeight => "policy_weight",
+            Input::KlWeight => "kl_weight",
+            Input::Selected => "selected",
+            Input::LogWeight => "log_weight",
+            Input::Behaviour => "behaviour_logp",
+        }
+    }
+}
+
+/// A number of a spec, f32 on devices. A bound that the spec lacks is infinite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Number {
+    /// Lower end of the ratio, or of a trust region.
+    Low,
+    /// Upper end.
+    High,
+    Delta,
+    DualClip,
+    TauPositive,
+    TauNegative,
+    KPositive,
+    LambdaPositive,
+    KNegative,
+    LambdaNegative,
+    /// What the squared log-ratio is multiplied by, or KL-Cov's absolute one.
+    Penalty,
+    /// Upper bound of a score function's ratio.
+    Truncate,
+    LogRatioClamp,
+    LogRatioLow,
+    LogRatioHigh,
+    LogRatioCap,
+    OffPolicyThreshold,
+    /// Added to the tokens of a row where its mean log-ratio is taken.
+    RatioEpsilon,
+    Beta,
+    KlDifferenceClamp,
+    KlValueClamp,
+    InverseTemperature,
+    /// `∂loss/∂entropy` of an unmasked token, without `1/T`: a kernel's, which a program works out.
+    EntropyFactor,
+    /// Times the spec's `scale`.
+    EntropyCoef,
+    /// Divided by the spec's `scale`.
+    Denominator,
+    /// The cotangent of the loss, which multiplies dlogits.
+    LossScale,
+    DenominatorEpsilon,
+    KlDenominator,
+    KlDenominatorEpsilon,
+    EntropyDenominator,
+    EntropyDenominatorEpsilon,
+}
+
+impl Number {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Number::Low => "low",
+            Number::High => "high",
+            Number::Delta => "delta",
+            Number::DualClip => "dual_clip",
+            Number::TauPositive => "tau_positive",
+            Number::TauNegative => "tau_negative",
+            Number::KPositive => "k_positive",
+            Number::LambdaPositive => "lambda_positive",
+            Number::KNegative => "k_negative",
+            Number::LambdaNegative => "lambda_negative",
+            Number::Penalty => "penalty",
+            Number::Truncate => "truncate",
+            Number::LogRatioClamp => "log_ratio_clamp",
+            Number::LogRatioLow => "log_ratio_low",
+            Number::LogRatioHigh => "log_ratio_high",
+            Number::LogRatioCap => "log_ratio_cap",
+            Number::OffPolicyThreshold => "off_policy_threshold",
+            Number::RatioEpsilon => "ratio_epsilon",
+            Number::Beta => "beta",
+            Number::KlDifferenceClamp => "kl_difference_clamp",
+            Number::KlValueClamp => "kl_value_clamp",
+            Number::InverseTemperature => "inverse_temperature",
+            Number::EntropyFactor => "entropy_factor",
+            Number::EntropyCoef => "entropy_coef",
+            Number::Denominator => "denominator",
+            Number::LossScale => "loss_scale",
+            Number::DenominatorEpsilon => "denominator_epsilon",
+            Number::KlDenominator => "kl_denominator",
+            Number::KlDenominatorEpsilon => "kl_denominator_epsilon",
+            Number::EntropyDenominator => "entropy_denominator",
+            Number::EntropyDenominatorEpsilon => "entropy_denominator_epsilon",
+        }
+    }
+
+    /// Its value in `spec`, for a batch of `[B,T]`; NaN where the spec has no such number.
+    pub(crate) fn of(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
+        let none = f64::NAN;
+        let kl = spec.kl.as_ref();
+        let of_entropy = spec.entropy_averaging;
+        match self {
+            Number::LogRatioClamp => spec.ratio.clamp.unwrap_or(none),
+            Number::LogRatioLow => spec.ratio.clip.map_or(none, |clip| -clip.low),
+            Number::LogRatioHigh => spec.ratio.clip.map_or(none, |clip| clip.high),
+            Number::LogRatioCap => spec.ratio.cap.unwrap_or(none),
+            Number::OffPolicyThreshold => spec.off_policy_mask.map_or(none, |mask| mask.threshold),
+            Number::RatioEpsilon => spec.ratio.denominator_epsilon,
+            Number::Beta => kl.map_or(0.0, |kl| kl.beta),
+            Number::KlDifferenceClamp => kl.and_then(|kl| kl.difference_clamp).unwrap_or(none),
+            Number::KlValueClamp => kl.and_then(|kl| kl.value_clamp).unwrap_or(none),
+            Number::InverseTemperature => spec.temperature.recip(),
+            Number::EntropyFactor => none,
+            Number::EntropyCoef => spec.entropy_coef * spec.scale,
+            Number::Denominator => known_denominator(spec.averaging(), extents) / spec.scale,
+            Number::LossScale => 1.0,
+            Number::DenominatorEpsilon => spec.denominator_epsilon,
+            Number::KlDenominator => known_denominator(spec.kl_averaging(), extents) / spec.scale,
+            Number::KlDenominatorEpsilon => spec.kl_averaging().denominator_epsilon,
+            Number::EntropyDenominator => of_entropy.map_or(1.0, |averaging| known_denominator(averaging, extents)),
+            Number::EntropyDenominatorEpsilon => of_entropy.map_or(0.0, |averaging| averaging.denominator_epsilon),
+            _ => self.of_objective(&spec.objective).unwrap_or(none),
+        }
+    }
+
+    fn of_objective(self, objective: &Objective) -> Option<f64> {
+        let of_clip = |clip: &PpoClip| match self {
+            Number::Low => Some(1.0 - clip.epsilon_low),
+            Number::High => Some(1.0 + clip.epsilon_high),
+            Number::Delta => Some(clip.delta.unwrap_or(f64::INFINITY)),
+            Number::DualClip => Some(clip.dual_clip.unwrap_or(f64::INFINITY)),
+            _ => None,
+        };
+        match (objective, self) {
+            (Objective::PpoClip(clip), _) => of_clip(clip),
+            (Objective::ClipCov(cov), _) => of_clip(&cov.clip),
+            (Objective::Cispo(cispo), Number::Low) => Some(cispo.lower.unwrap_or(f64::NEG_INFINITY)),
+            (Objective::Cispo(cispo), Number::High) => Some(cispo.upper),
+            (Objective::MaskedRatio(masked), Number::Low) => Some(masked.lower),
+            (Objective::MaskedRatio(masked), Number::High) => Some(masked.upper),
+            (Objective::Sapo(sapo), Number::TauPositive) => Some(sapo.tau_positive),
+            (Objective::Sapo(sapo), Number::TauNegative) => Some(sapo.tau_negative),
+            (Objective::Vespo(vespo), Number::KPositive) => Some(vespo.k_positive),
+            (Objective::Vespo(vespo), Number::KNegative) => Some(vespo.k_negative),
+            (Objective::Vespo(vespo), Number::LambdaPositive) => Some(vespo.lambda_positive.max(1e-4)),
+            (Objective::Vespo(vespo), Number::LambdaNegative) => Some(vespo.lambda_negative.max(1e-4)),
+            (Objective::TrustRegion(region), Number::Low) => Some(region.low),
+            (Objective::TrustRegion(region), Number::High) => Some(region.high),
+            (Objective::TrustRegion(region), Number::Penalty) => Some(region.penalty),
+            (Objective::TrustRegion(region), Number::Truncate) => region.truncate,
+            (Objective::Dro(dro), Number::Penalty) => Some(dro.beta / 2.0),
+            (Objective::KlCov(cov), Number::Penalty) => Some(cov.coefficient),
+            _ => None,
+        }
+    }
+}
+
+/// Numbers by name.
+#[derive(Clone)]
+pub(crate) struct Numbers<V>(Vec<(Number, V)>);
+
+impl<V: Copy> Numbers<V> {
+    pub(crate) fn new(numbers: impl IntoIterator<Item = (Number, V)>) -> Self {
+        Self(numbers.into_iter().collect())
+    }
+
+    /// A number that the structure reads.
+    pub(crate) fn get(&self, number: Number) -> V {
+        let found = self.0.iter().find(|(other, _)| *other == number);
+        found.unwrap_or_else(|| panic!("the structure does not read `{}`", number.name())).1
     }
 }

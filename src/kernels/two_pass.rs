@@ -319,7 +319,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core
     let given = |on: &mut Builder, column: Scale| on.load(tokens, Column::Static(column as usize), 1);
     let (max, share, others) = (given(on, Scale::Max), given(on, Scale::Share), given(on, Scale::Others));
     let mask = given(on, Scale::Mask);
-    let bonus = structure.entropy_bonus.then(|| [given(on, Scale::Bonus), given(on, Scale::MeanGap)]);
+    let bonus = structure.entropy_bonus.map(|_| [given(on, Scale::Bonus), given(on, Scale::MeanGap)]);
     let of_others = on.mul(share, others);
     let target = on.neg(of_others);
     let targets = cut.targets(on, ids);

@@ -1,13 +1,36 @@
 //! Token losses to one number.
 
-use ndarray::Array2;
+use ndarray::{Array2, Axis};
 
-use super::row::RowResult;
+use super::loss::Graded;
 use crate::problem::Metrics;
-use crate::spec::{LossSpec, Reduction, Rows};
+use crate::spec::{Averaging, LossSpec, Reduction, Rows};
 
-/// What each row's tokens are multiplied by.
-pub(super) fn row_weights(reduction: Reduction, mask: &Array2<bool>) -> Vec<f64> {
+/// What the terms of each row's tokens are multiplied by.
+pub(super) struct Weights {
+    /// The policy term.
+    pub(super) policy: Vec<f64>,
+    /// The KL penalty.
+    pub(super) kl: Vec<f64>,
+    /// The entropy: `∂loss/∂H`.
+    pub(super) entropy: Vec<f64>,
+}
+
+impl Weights {
+    pub(super) fn of(spec: &LossSpec, mask: &Array2<bool>) -> Self {
+        let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+        let times = |factor: f64, averaging| {
+            row_weights(averaging, mask).into_iter().map(|weight| factor * weight).collect::<Vec<f64>>()
+        };
+        Self {
+            policy: times(spec.scale, spec.averaging()),
+            kl: times(spec.scale, spec.kl_averaging()),
+            entropy: times(-spec.entropy_coef * spec.scale, spec.entropy_averaging.unwrap_or(all_tokens)),
+        }
+    }
+}
+
+fn row_weights(averaging: Averaging, mask: &Array2<bool>) -> Vec<f64> {
     let counts: Vec<f64> =
         mask.rows().into_iter().map(|row| row.iter().filter(|&&counts| counts).count() as f64).collect();
     let rows = counts.len() as f64;
@@ -18,9 +41,10 @@ pub(super) fn row_weights(reduction: Reduction, mask: &Array2<bool>) -> Vec<f64>
         Rows::NonEmpty => filled_rows,
         Rows::Given(count) => count,
     };
-    let denominator = |count: f64| match reduction {
-        Reduction::TokenMean => total,
-        Reduction::SequenceMean { rows } => count * rows_of(rows),
+    let epsilon = averaging.denominator_epsilon;
+    let denominator = |count: f64| match averaging.reduction {
+        Reduction::TokenMean => total + epsilon,
+        Reduction::SequenceMean { rows } => (count + epsilon) * rows_of(rows),
         Reduction::SequenceSum { rows } => rows_of(rows),
         Reduction::FixedLength { rows, length } => rows_of(rows) * length.unwrap_or(mask.ncols()) as f64,
         Reduction::Normalizer(value) => value,
@@ -28,31 +52,38 @@ pub(super) fn row_weights(reduction: Reduction, mask: &Array2<bool>) -> Vec<f64>
     counts.into_iter().map(|count| if count > 0.0 { denominator(count).recip() } else { 0.0 }).collect()
 }
 
-/// `Σ weight·token_loss − entropy_coef · mean(H)`, in row order.
-pub(super) fn loss(
-    spec: &LossSpec,
-    results: &[Option<RowResult>],
-    weights: &[f64],
-    tokens: usize,
-    entropy_mean: f64,
-) -> f64 {
-    let weighted =
-        results.iter().enumerate().filter_map(|(i, result)| Some(weights[i / tokens] * result.as_ref()?.token_loss));
-    let policy: f64 = weighted.sum();
-    if spec.entropy_coef == 0.0 { policy } else { policy - spec.entropy_coef * entropy_mean }
+/// `Σ weight·token_loss + Σ ∂loss/∂H·H`, in row order.
+pub(super) fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
+    let mut total = 0.0;
+    for (b, row) in tokens.axis_iter(Axis(0)).enumerate() {
+        for token in row.iter().flatten() {
+            total += weights.policy[b] * token.token.reduced;
+            if weights.entropy[b] != 0.0 {
+                total += weights.entropy[b] * token.entropy;
+            }
+        }
+    }
+    total
+}
+
+/// What rows without a token add to an importance-sampled loss: `−A/B` each, for their ratio is `exp(0)`.
+pub(super) fn empty_rows(spec: &LossSpec, mask: &Array2<bool>, advantage: impl Fn(usize) -> f64) -> f64 {
+    let empty = mask.rows().into_iter().enumerate().filter(|(_, row)| !row.iter().any(|&counts| counts));
+    -spec.scale * empty.map(|(b, _)| advantage(b)).sum::<f64>() / mask.nrows() as f64
 }
 
 /// Means over unmasked tokens.
-pub(super) fn metrics(spec: &LossSpec, results: &[Option<RowResult>], count: usize) -> Metrics {
-    let mean = |value: fn(&RowResult) -> f64| {
-        if count == 0 { 0.0 } else { results.iter().flatten().map(value).sum::<f64>() / count as f64 }
+pub(super) fn metrics(spec: &LossSpec, tokens: &Array2<Option<Graded>>) -> Metrics {
+    let count = tokens.iter().flatten().count();
+    let mean = |value: fn(&Graded) -> f64| {
+        if count == 0 { 0.0 } else { tokens.iter().flatten().map(value).sum::<f64>() / count as f64 }
     };
     Metrics {
-        clip_low: mean(|row| f64::from(u8::from(row.clipped_low))),
-        clip_high: mean(|row| f64::from(u8::from(row.clipped_high))),
-        clip_region: mean(|row| f64::from(u8::from(row.clipped_low || row.clipped_high))),
-        kl_mean: spec.kl.as_ref().map(|_| mean(|row| row.kl)),
-        entropy_mean: mean(|row| row.entropy),
-        ratio_mean: mean(|row| row.ratio),
+        clip_low: mean(|graded| f64::from(u8::from(graded.token.clipped_low))),
+        clip_high: mean(|graded| f64::from(u8::from(graded.token.clipped_high))),
+        clip_region: mean(|graded| f64::from(u8::from(graded.token.clipped_low || graded.token.clipped_high))),
+        kl_mean: spec.kl.as_ref().map(|_| mean(|graded| graded.token.kl.unwrap_or(0.0))),
+        entropy_mean: mean(|graded| graded.entropy),
+        ratio_mean: mean(|graded| graded.token.ratio),
     }
 }

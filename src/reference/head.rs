@@ -23,10 +23,14 @@ impl Scaled {
         if let Some(cap) = head.softcap {
             // d/dx of cap·tanh(scale·x/cap) is scale·(1 − tanh²) = scale / cosh².
             slopes = logits.iter().map(|x| head.scale / (head.scale * x / cap).cosh().powi(2)).collect();
-            logits.iter_mut().for_each(|x| *x = cap * (head.scale * *x / cap).tanh());
+            for x in &mut logits {
+                *x = cap * (head.scale * *x / cap).tanh();
+            }
         } else if head.scale != 1.0 {
             slopes = vec![head.scale; logits.len()];
-            logits.iter_mut().for_each(|x| *x *= head.scale);
+            for x in &mut logits {
+                *x *= head.scale;
+            }
         }
         let mut exclude = |j: usize| {
             if j != id {

@@ -214,7 +214,7 @@ impl Branch {
         }
     }
 
-    /// The KL estimate on this branch, without `beta`. See [`KlPiece::term`].
+    /// The KL estimate on this branch, without `beta`. See `KlPiece::term`.
     pub fn kl(&self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
         self.kl.term(spec, kl, inputs).times(inputs.kl_weight)
     }

@@ -22,7 +22,7 @@
 use super::program::{Evaluated, Given, Program};
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
-use crate::kernels::structure::{Structure, Temperature};
+use crate::kernels::structure::{Number, Structure, Temperature};
 use crate::problem::Dtype;
 use crate::runtime::Axis;
 use crate::stablehlo::{Comparison, Fold, Type, Value};
@@ -36,20 +36,20 @@ pub(super) fn core(on: &mut Program, structure: Structure, given: &Given, dtype:
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
     let target_logit = on.target_logit(wide, &columns);
     let row = Row { x, max, target_logit, is_target: columns.is_target };
-    let inverse_temperature = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
+    let inverse = given.number(Number::InverseTemperature);
+    let inverse_temperature = (structure.temperature != Temperature::One).then_some(inverse);
     let entropy_softmax = on.softmax(&row, inverse_temperature);
     let two_softmaxes = structure.temperature == Temperature::Logp;
     let logp_softmax = if two_softmaxes { on.softmax(&row, None) } else { entropy_softmax };
 
     let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
     let logp = on.builder.negate(to_target);
-    let logp = if two_softmaxes { on.times(logp, given.inverse_temperature) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, inverse) } else { logp };
     let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
 
-    let token = on.token_loss(structure, given, logp);
-    let grad_logp = on.builder.multiply(given.grad_weight, token.grad);
+    let (token, grad_logp) = on.token_loss(structure, given, logp);
     let policy = Part { factor: grad_logp, softmax: &logp_softmax };
-    let bonus = structure.entropy_bonus.then(|| {
+    let bonus = structure.entropy_bonus.map(|_| {
         let factor = on.per_token(given.entropy_factor);
         Part { factor, softmax: &entropy_softmax }
     });
@@ -291,10 +291,16 @@ mod tests {
 
     #[test]
     fn numbers_hold_what_the_program_divides_by() {
-        let denominator = |reduction| numbers(&LossSpec { reduction, ..spec(1.0) }, 4)[7];
-        assert_eq!(denominator(Reduction::Normalizer(7.0)), 7.0);
-        assert_eq!(denominator(Reduction::FixedLength { rows: Rows::All, length: Some(9) }), 36.0);
-        assert_eq!(denominator(Reduction::SequenceMean { rows: Rows::All }), 4.0);
+        let denominator = |reduction| {
+            let spec = LossSpec { reduction, scale: 0.5, ..spec(1.0) };
+            let numbers = numbers(&spec, [4, 6]);
+            numbers.into_iter().find(|(number, _)| *number == Number::Denominator).unwrap().1
+        };
+        assert_eq!(denominator(Reduction::Normalizer(7.0)), 14.0);
+        assert_eq!(denominator(Reduction::FixedLength { rows: Rows::All, length: Some(9) }), 72.0);
+        assert_eq!(denominator(Reduction::FixedLength { rows: Rows::NonEmpty, length: None }), 12.0);
+        assert_eq!(denominator(Reduction::SequenceMean { rows: Rows::All }), 8.0);
+        assert_eq!(denominator(Reduction::SequenceSum { rows: Rows::Given(3.0) }), 6.0);
     }
 
     #[test]

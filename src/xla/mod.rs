@@ -36,7 +36,9 @@ use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
 use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::kernels::family::Reach;
 use crate::kernels::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
+use crate::kernels::rollout::Settled;
 pub use crate::kernels::rows::Core;
 use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
@@ -168,7 +170,7 @@ impl Xla {
         let executable = compiled(&client, text, devices)?;
         let shards = Shards { shape, mesh, client };
         shards.expect_room(&executable)?;
-        Ok(Plan { shards, structure, executable })
+        Ok(Plan { shards, executable })
     }
 
     /// The program of one device of `mesh`.
@@ -249,7 +251,9 @@ impl Xla {
         let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
         Ok(match self.kernel {
             Kernel::Baseline => vec![],
-            Kernel::OnePass => vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, core)?, core)],
+            Kernel::OnePass => {
+                vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, core)?, structure, core)]
+            }
             Kernel::TwoPass => vec![
                 tiled::describe_statistics(structure, shape, dtype.into(), core),
                 tiled::describe_dlogits(structure, shape, dtype.into(), core),
@@ -275,8 +279,8 @@ impl Xla {
             Kernel::Entropy => program::forward_signature(shape, dtype),
             _ => program::signature(Structure::of(spec), shape, dtype),
         };
-        let values = program::numbers(spec, local.batch.saturating_mul(devices));
-        let numbers = program::NUMBER_NAMES.into_iter().zip(values).collect();
+        let values = program::numbers(spec, [local.batch.saturating_mul(devices), local.tokens]);
+        let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
         Ok(Signature { inputs, outputs, numbers })
     }
 
@@ -307,6 +311,15 @@ impl Xla {
     ) -> Result<tile::Kernel, Unsupported> {
         self.expect_fits(local, dtype, core)?;
         Ok(one_pass(structure, local, dtype.into(), core).expect("checked: it fits"))
+    }
+
+    /// How much of a batch it sees where it computes a token's loss.
+    fn reach(&self) -> Reach {
+        match self.kernel {
+            Kernel::Baseline | Kernel::TwoPass => Reach::Row,
+            Kernel::OnePass => Reach::Token,
+            Kernel::Entropy => Reach::Softmax,
+        }
     }
 
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
@@ -448,9 +461,7 @@ impl Implementation for Xla {
     }
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        if let Err((field, given)) = crate::kernels::family::beyond_kernels(spec) {
-            return Err(self.unsupported(field, given, "the PPO-clip family"));
-        }
+        self.reach().expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
             return Err(self.unsupported("logits dtype", dtype, "f32, bf16 and f16"));
         }
@@ -465,7 +476,7 @@ impl Implementation for Xla {
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         let plan = self.plan(spec, shape, problem.logits.dtype(), devices)?;
-        let inputs = upload(&plan.shards, spec, plan.structure, &problem)?;
+        let inputs = upload(&plan.shards, spec, &problem)?;
         let outputs = plan.execute(&inputs)?;
         Ok(download(&plan.shards, spec, problem.logits, &outputs)?.into())
     }
@@ -485,7 +496,6 @@ impl Implementation for Xla {
 /// The program of one shape, and how a batch is cut for it.
 struct Plan {
     shards: Shards,
-    structure: Structure,
     executable: Arc<Executable>,
 }
 
@@ -508,7 +518,7 @@ impl Prepared for Ready<'_> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
         let Self { plan, spec, logits } = self;
         logits.expect(spec, problem)?;
-        let inputs = upload(&plan.shards, spec, plan.structure, problem)?;
+        let inputs = upload(&plan.shards, spec, problem)?;
         Ok(Box::new(move || {
             let outputs = plan.execute(&inputs)?;
             let answer: Answer<'p> = Box::new(move || {
@@ -536,21 +546,16 @@ impl Prepared for Ready<'_> {
 }
 
 /// Each device's arguments, in the program's order.
-fn upload(
-    shards: &Shards,
-    spec: &LossSpec,
-    structure: Structure,
-    problem: &Problem,
-) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
-    let numbers = program::numbers(spec, shards.shape.batch);
+fn upload(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+    let numbers: Vec<f32> =
+        program::numbers(spec, [shards.shape.batch, shards.shape.tokens]).into_iter().map(|(_, value)| value).collect();
+    let Settled { mask, inputs } = Settled::of(spec, problem);
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
-    let mask = problem.mask.mapv(u8::from);
+    let mask = mask.mapv(u8::from);
     let (b, t) = problem.mask.dim();
     let advantages = Array2::from_shape_fn((b, t), |(b, t)| problem.advantages.at(b, t) as f32);
-    let to_f32 = |values: &Option<Array2<f64>>| values.as_ref().map(|values| values.mapv(|x| x as f32));
-    let old_logp = structure.old_logp_given.then(|| to_f32(&problem.old_logp)).flatten();
-    let ref_logp = structure.kl.and_then(|_| to_f32(&problem.ref_logp));
+    let inputs: Vec<Array2<f32>> = inputs.into_iter().map(|(_, values)| values.mapv(|x| x as f32)).collect();
 
     (0..shards.mesh.devices())
         .map(|device| {
@@ -560,7 +565,7 @@ fn upload(
                 shards.upload_per_token(device, Element::Pred, &mask, 0)?,
                 shards.upload_per_token(device, Element::F32, &advantages, f32::NAN)?,
             ];
-            for values in [&old_logp, &ref_logp].into_iter().flatten() {
+            for values in &inputs {
                 buffers.push(shards.upload_per_token(device, Element::F32, values, f32::NAN)?);
             }
             let bytes = bytemuck::cast_slice(&numbers);

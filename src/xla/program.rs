@@ -6,35 +6,18 @@
 use super::tiled::Named;
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
-use crate::kernels::objective::{Numbers, Token, TokenLoss, token_loss};
+use crate::kernels::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
 use crate::kernels::rows::stored_as;
-use crate::kernels::structure::{Denominator, Structure};
+use crate::kernels::structure::{Denominator, Input, Number, Numbers, Structure, Tokens};
 use crate::problem::{Dtype, Shape};
 use crate::runtime::{Axis, Mesh};
-use crate::spec::{LossSpec, Reduction};
+use crate::spec::{LossSpec, RatioLevel};
 use crate::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
-/// How many numbers [`numbers`] gives.
-pub(super) const NUMBERS: usize = 9;
-
-/// Their names, in order.
-pub(super) const NUMBER_NAMES: [&str; NUMBERS] =
-    ["low", "high", "delta", "dual_clip", "beta", "inverse_temperature", "entropy_coef", "denominator", "loss_scale"];
-
-/// The run-time numbers of a spec, in the order that the program reads them. The last is the cotangent of the loss, which
-/// multiplies dlogits.
-pub(super) fn numbers(spec: &LossSpec, batch: usize) -> [f32; NUMBERS] {
-    let Numbers { low, high, delta, dual_clip, beta } = Numbers::of(spec);
-    let denominator = match spec.reduction {
-        Reduction::TokenMean => 1.0,
-        Reduction::SequenceMean { .. } => batch as f64,
-        Reduction::FixedLength { length, .. } => batch as f64 * length.unwrap_or(1) as f64,
-        Reduction::SequenceSum { .. } => 1.0,
-        Reduction::Normalizer(value) => value,
-    };
-    let (inverse_temperature, loss_scale) = (spec.temperature.recip(), 1.0);
-    [low, high, delta, dual_clip, beta, inverse_temperature, spec.entropy_coef, denominator, loss_scale]
-        .map(|x| x as f32)
+/// The run-time numbers of a spec for a batch of `[B,T]`, in the order that the program reads them.
+pub(super) fn numbers(spec: &LossSpec, extents: [usize; 2]) -> Vec<(Number, f32)> {
+    let numbers = Structure::of(spec).program_numbers();
+    numbers.into_iter().map(|number| (number, number.of(spec, extents) as f32)).collect()
 }
 
 /// The outputs of the program, in order.
@@ -77,7 +60,7 @@ pub(super) fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
 pub(super) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
     let [b, t, _] = local;
-    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: &[] };
+    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let per_token = |name, dtype| named(name, dtype, &[b, t]);
     let mut inputs = vec![
         named("logits", stored_as(dtype.into()), &local),
@@ -85,15 +68,15 @@ pub(super) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype) -
         per_token("mask", Element::Pred),
         per_token("advantages", Element::F32),
     ];
-    inputs.extend(structure.old_logp_given.then(|| per_token("old_logp", Element::F32)));
-    inputs.extend(structure.kl.map(|_| per_token("ref_logp", Element::F32)));
-    inputs.push(Named { columns: &NUMBER_NAMES, ..named("numbers", Element::F32, &[NUMBERS]) });
+    inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), Element::F32)));
+    let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
+    inputs.push(Named { columns: numbers.clone(), ..named("numbers", Element::F32, &[numbers.len()]) });
     let outputs = vec![
         named("dlogits", stored_as(dtype.into()), &local),
         per_token("logp", Element::F32),
         per_token("entropy", Element::F32),
         per_token("token_loss", Element::F32),
-        Named { columns: &Scalars::NAMES, ..named("scalars", Element::F32, &[Scalars::COUNT]) },
+        Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", Element::F32, &[Scalars::COUNT]) },
     ];
     [inputs, outputs]
 }
@@ -117,17 +100,31 @@ pub(super) struct Given {
     /// Truth values.
     pub(super) mask: Value,
     pub(super) advantage: Value,
-    pub(super) old_logp: Option<Value>,
-    pub(super) ref_logp: Option<Value>,
+    /// What the structure reads beside.
+    inputs: Vec<(Input, Value)>,
     /// What `∂token_loss` is multiplied by: 0 where it is masked.
     pub(super) grad_weight: Value,
-    /// `∂loss/∂entropy` of an unmasked token, a number.
+    /// What the KL penalty is multiplied by before that, where it has a reduction of its own.
+    pub(super) kl_share: Option<Value>,
+    /// `∂loss/∂entropy` of an unmasked token: a number, or an array where rows differ in it.
     pub(super) entropy_factor: Value,
-    pub(super) numbers: Numbers<Value>,
-    /// `1/T`
-    pub(super) inverse_temperature: Value,
+    numbers: Numbers<Value>,
+    /// Unmasked tokens of each row, over all devices that have some of it: `[b]`.
+    row_counts: Value,
     /// This device's first column, a scalar i32, where the vocabulary is cut.
     pub(super) first_column: Option<Value>,
+}
+
+impl Given {
+    /// An array, where the structure reads it.
+    pub(super) fn input(&self, input: Input) -> Option<Value> {
+        self.inputs.iter().find(|(other, _)| *other == input).map(|(_, value)| *value)
+    }
+
+    /// A number that the structure reads.
+    pub(super) fn number(&self, number: Number) -> Value {
+        self.numbers.get(number)
+    }
 }
 
 /// What of [`Given`] logp and entropy follow from.
@@ -141,8 +138,8 @@ pub(super) struct Forward {
 
 impl Given {
     pub(super) fn forward(&self) -> Forward {
-        let &Self { logits, ids, inverse_temperature, first_column, .. } = self;
-        Forward { logits, ids, inverse_temperature, first_column }
+        let &Self { logits, ids, first_column, .. } = self;
+        Forward { logits, ids, inverse_temperature: self.number(Number::InverseTemperature), first_column }
     }
 }
 
@@ -158,8 +155,9 @@ pub(super) struct Evaluated {
 /// The program for logits of `shape` and `dtype`, cut over `mesh`, with `core` in its middle. `row_major` is how logits must
 /// lie on a TPU for kernels that are not XLA's; f16 ones are then i16, their bits.
 ///
-/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then `old_logp` and `ref_logp` f32 where the structure
-/// has them, all `[b,t]`; the numbers f32; and where the vocabulary is cut, the device's first column as a scalar i32.
+/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
+/// all `[b,t]`; its [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
+/// as a scalar i32.
 pub(super) fn program(
     structure: Structure,
     shape: Shape,
@@ -181,44 +179,69 @@ pub(super) fn program(
     let ids = builder.parameter(per_token(Element::I32), None);
     let mask = builder.parameter(per_token(Element::Pred), None);
     let advantage = builder.parameter(per_token(Element::F32), None);
-    let old_logp = structure.old_logp_given.then(|| builder.parameter(per_token(Element::F32), None));
-    let ref_logp = structure.kl.map(|_| builder.parameter(per_token(Element::F32), None));
-    let numbers = builder.parameter(Type::new(Element::F32, &[NUMBERS]), None);
+    let inputs = structure.inputs().into_iter();
+    let inputs = inputs.map(|input| (input, builder.parameter(per_token(Element::F32), None))).collect();
+    let of_spec = structure.program_numbers();
+    let numbers = builder.parameter(Type::new(Element::F32, &[of_spec.len()]), None);
     let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(Element::I32, &[]), None));
 
     let mut on = Program { builder, local, mesh, vocab: shape.vocab };
-    let number: Vec<Value> = (0..NUMBERS).map(|i| on.builder.element_at(numbers, i)).collect();
-    let [low, high, delta, dual_clip, beta, inverse_temperature, entropy_coef, denominator, loss_scale] = number[..]
-    else {
-        unreachable!("NUMBERS of them")
+    let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
+    let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+    let loss_scale = numbers.get(Number::LossScale);
+    let counts = on.counts(mask);
+    let known = |known, epsilon, denominator: Denominator| Known {
+        denominator,
+        given: Some(numbers.get(known)),
+        epsilon: denominator.epsilon.then(|| numbers.get(epsilon)),
     };
-    let numbers = Numbers { low, high, delta, dual_clip, beta };
-    let (weight, count) = on.weights(structure.denominator, mask, denominator);
+    let divisor = on.divisor(&counts, known(Number::Denominator, Number::DenominatorEpsilon, structure.denominator));
+    let weight = on.share(mask, divisor);
     let grad_weight = on.times(weight, loss_scale);
-    let entropy_factor = {
-        let count = on.at_least_one(count);
-        let per_count = on.builder.divide(entropy_coef, count);
-        let scaled = on.builder.multiply(per_count, loss_scale);
-        on.builder.negate(scaled)
+    let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
+        let of_kl = on.divisor(&counts, known(Number::KlDenominator, Number::KlDenominatorEpsilon, denominator));
+        let [divisor, of_kl] = [divisor, of_kl].map(|divisor| on.per_token(divisor));
+        on.builder.divide(divisor, of_kl)
+    });
+    let entropy_weight = {
+        let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
+        let own = denominator != Denominator::ALL_TOKENS;
+        let (known_part, epsilon) = (Number::EntropyDenominator, Number::EntropyDenominatorEpsilon);
+        let plain = Known { denominator, given: None, epsilon: None };
+        let divisor = on.divisor(&counts, if own { known(known_part, epsilon, denominator) } else { plain });
+        let coef = numbers.get(Number::EntropyCoef);
+        if denominator.by_row() {
+            let share = on.share(mask, divisor);
+            on.times(share, coef)
+        } else {
+            on.builder.divide(coef, divisor)
+        }
     };
+    let entropy_factor = on.times(entropy_weight, loss_scale);
+    let entropy_factor = on.builder.negate(entropy_factor);
     let given = Given {
         logits,
         ids,
         mask,
         advantage,
-        old_logp,
-        ref_logp,
+        inputs,
         grad_weight,
+        kl_share,
         entropy_factor,
         numbers,
-        inverse_temperature,
+        row_counts: counts.of_rows,
         first_column,
     };
     let Evaluated { dlogits, logp, entropy, token } = core(&mut on, &given);
-    let TokenLoss { loss, ratio, kl, clipped_low, clipped_high, .. } = token;
+    let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
     let scalars = {
-        let weighted = on.builder.multiply(weight, loss);
+        let mut weighted = on.builder.multiply(weight, reduced);
+        if structure.entropy_bonus.is_some() {
+            let weight = on.per_token(entropy_weight);
+            let bonus = on.builder.multiply(weight, entropy);
+            weighted = on.builder.subtract(weighted, bonus);
+        }
         let clipped = on.builder.or(clipped_low, clipped_high);
         let zero = on.constant(0.0);
         let mut sums = [zero; Scalars::COUNT];
@@ -232,7 +255,7 @@ pub(super) fn program(
             let share = on.builder.convert(truth, Element::F32);
             sums[place] = on.total(mask, share);
         }
-        on.means(&sums, count, structure.entropy_bonus.then_some(entropy_coef))
+        on.means(&sums, counts.of_batch)
     };
 
     let zero = on.constant(0.0);
@@ -274,7 +297,7 @@ pub(super) fn forward(
 /// The parameters and the outputs of [`forward`] for a TPU.
 pub(super) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
     let [b, t, _] = local;
-    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: &[] };
+    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let inputs = vec![
         named("logits", stored_as(dtype.into()), &local),
         named("ids", Element::I32, &[b, t]),
@@ -284,11 +307,26 @@ pub(super) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>;
     [inputs, vec![named("logp", Element::F32, &[b, t]), named("entropy", Element::F32, &[b, t])]]
 }
 
+/// How many tokens count.
+struct Counts {
+    /// `[b]`
+    of_rows: Value,
+    /// A scalar.
+    of_batch: Value,
+}
+
+/// A denominator with the scalars that are given of it.
+struct Known {
+    denominator: Denominator,
+    given: Option<Value>,
+    epsilon: Option<Value>,
+}
+
 impl Program {
-    /// A scalar in every place of `[b,t]`.
-    pub(super) fn per_token(&mut self, scalar: Value) -> Value {
+    /// A scalar in every place of `[b,t]`; an array as it is.
+    pub(super) fn per_token(&mut self, value: Value) -> Value {
         let [b, t, _] = self.local;
-        self.builder.broadcast(scalar, &[], &[b, t])
+        if self.builder.type_of(value).shape.is_empty() { self.builder.broadcast(value, &[], &[b, t]) } else { value }
     }
 
     fn scalar(&mut self, x: f64) -> Value {
@@ -307,50 +345,150 @@ impl Program {
         self.builder.all_reduce(fold, a, &self.mesh.groups(axes))
     }
 
-    /// The loss of each token.
-    pub(super) fn token_loss(&mut self, structure: Structure, given: &Given, logp: Value) -> TokenLoss<Value, Value> {
-        let Numbers { low, high, delta, dual_clip, beta } = given.numbers;
-        let numbers = Numbers {
-            low: self.per_token(low),
-            high: self.per_token(high),
-            delta: self.per_token(delta),
-            dual_clip: self.per_token(dual_clip),
-            beta: self.per_token(beta),
+    /// The loss of each token, and `∂loss/∂logp` of each: see [`own_log_ratio`] and [`token_loss`].
+    ///
+    /// Where tokens share a ratio, with `c` their weights, `x` their own log-ratios and `n` the tokens of the row:
+    ///
+    /// ```text
+    /// sequence_token   w = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
+    /// sequence         w = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+    /// ```
+    pub(super) fn token_loss(
+        &mut self,
+        structure: Structure,
+        given: &Given,
+        logp: Value,
+    ) -> (TokenLoss<Value, Value>, Value) {
+        let numbers = structure.numbers().into_iter().map(|number| (number, self.per_token(given.number(number))));
+        let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+        let old_logp = given.input(Input::OldLogp).unwrap_or(logp);
+        let own = own_log_ratio(self, structure, &numbers, [logp, old_logp, given.advantage]);
+        let mean = (structure.level != RatioLevel::Token).then(|| {
+            let count = self.of_rows(given.row_counts);
+            let count = self.builder.add(count, numbers.get(Number::RatioEpsilon));
+            let sum = self.row_sum(given.mask, own.value);
+            (self.builder.divide(sum, count), count)
+        });
+        let log_weight = given.input(Input::LogWeight).map(|of_sampler| {
+            let x = self.builder.subtract(logp, old_logp);
+            let (least, most) = (self.constant(-20.0), self.constant(20.0));
+            let x = self.builder.maximum(x, least);
+            let x = self.builder.minimum(x, most);
+            let of_tokens = self.row_sum(given.mask, x);
+            self.builder.add(of_tokens, of_sampler)
+        });
+        let on_policy = given.input(Input::Behaviour).map(|behaviour| {
+            let zero = self.constant(0.0);
+            let scored = self.equal(behaviour, behaviour);
+            let fallen = self.builder.subtract(behaviour, logp);
+            let fallen = self.builder.select(scored, fallen, zero);
+            let sum = self.row_sum(given.mask, fallen);
+            let count = self.of_rows(given.row_counts);
+            let mean = self.builder.divide(sum, count);
+            let gains = self.builder.compare(Comparison::AtLeast, given.advantage, zero);
+            let near = self.builder.compare(Comparison::AtLeast, numbers.get(Number::OffPolicyThreshold), mean);
+            self.builder.or(gains, near)
+        });
+        let token = Token {
+            logp,
+            old_logp,
+            advantage: given.advantage,
+            log_ratio: mean.map_or(own.value, |(mean, _)| mean),
+            ref_logp: given.input(Input::RefLogp),
+            policy_weight: given.input(Input::PolicyWeight),
+            kl_weight: given.input(Input::KlWeight),
+            kl_share: given.kl_share,
+            selected: given.input(Input::Selected),
+            log_weight,
+            on_policy,
         };
-        let old_logp = given.old_logp.unwrap_or(logp);
-        let token = Token { logp, old_logp, advantage: given.advantage, kl: structure.kl.zip(given.ref_logp) };
-        token_loss(self, &numbers, &token)
-    }
-
-    /// What each token's loss is multiplied by, `[b,t]`, and how many tokens there are, a scalar.
-    fn weights(&mut self, denominator: Denominator, mask: Value, given: Value) -> (Value, Value) {
-        let [b, t, _] = self.local;
-        let ones = self.builder.convert(mask, Element::F32);
-        let row_counts = self.builder.reduce(Fold::Add, ones, &[1]);
-        let row_counts = self.over(&[Axis::Tokens], Fold::Add, row_counts);
-        let count = self.builder.reduce(Fold::Add, row_counts, &[0]);
-        let count = self.over(&[Axis::Batch], Fold::Add, count);
-
-        let per_row_token = |program: &mut Self, rows: Value| {
-            let counts = program.builder.broadcast(row_counts, &[0], &[b, t]);
-            program.times(counts, rows)
-        };
-        let divisor = match denominator {
-            Denominator::Tokens => self.per_token(count),
-            Denominator::Given => self.per_token(given),
-            Denominator::RowTokens => per_row_token(self, given),
-            Denominator::RowTokensFilledRows => {
-                let zero = self.builder.constant(0.0, Type::new(Element::F32, &[b]));
-                let filled = self.builder.compare(Comparison::Less, zero, row_counts);
-                let filled = self.builder.convert(filled, Element::F32);
-                let rows = self.builder.reduce(Fold::Add, filled, &[0]);
-                let rows = self.over(&[Axis::Batch], Fold::Add, rows);
-                per_row_token(self, rows)
+        let token = token_loss(self, structure, &numbers, &token);
+        let weighed = |on: &mut Self, slope: Value| on.builder.multiply(given.grad_weight, slope);
+        let grad = match (structure.level, mean) {
+            (RatioLevel::Sequence, Some((_, count))) => {
+                let at_first_hand = token.by_logp.map(|slope| weighed(self, slope));
+                let through_ratio = token.by_log_ratio.map(|slope| {
+                    let owed = weighed(self, slope);
+                    let owed = self.row_sum(given.mask, owed);
+                    let owed = self.builder.divide(owed, count);
+                    unless(self, own.held, owed)
+                });
+                sum(self, at_first_hand, through_ratio)
+            }
+            (RatioLevel::SequenceToken, _) => {
+                let slope = sum(self, token.by_logp, token.by_log_ratio);
+                weighed(self, slope)
+            }
+            _ => {
+                let slope = token.grad(self, own);
+                weighed(self, slope)
             }
         };
+        (token, grad)
+    }
+
+    /// A number of each row, `[b]`, in the places of its tokens.
+    fn of_rows(&mut self, rows: Value) -> Value {
+        let [b, t, _] = self.local;
+        self.builder.broadcast(rows, &[0], &[b, t])
+    }
+
+    /// The sum over a row's unmasked tokens, on whichever devices they are, in the places of all its tokens.
+    fn row_sum(&mut self, mask: Value, values: Value) -> Value {
+        let zero = self.constant(0.0);
+        let unmasked = self.builder.select(mask, values, zero);
+        let sums = self.builder.reduce(Fold::Add, unmasked, &[1]);
+        let sums = self.over(&[Axis::Tokens], Fold::Add, sums);
+        self.of_rows(sums)
+    }
+
+    fn counts(&mut self, mask: Value) -> Counts {
+        let ones = self.builder.convert(mask, Element::F32);
+        let of_rows = self.builder.reduce(Fold::Add, ones, &[1]);
+        let of_rows = self.over(&[Axis::Tokens], Fold::Add, of_rows);
+        let of_batch = self.builder.reduce(Fold::Add, of_rows, &[0]);
+        let of_batch = self.over(&[Axis::Batch], Fold::Add, of_batch);
+        Counts { of_rows, of_batch }
+    }
+
+    /// What a term of a token is divided by: `[b,t]` where rows differ in it, else a scalar, which is then a number above
+    /// 0 even where no token counts.
+    fn divisor(&mut self, counts: &Counts, Known { denominator, given, epsilon }: Known) -> Value {
+        let tokens = denominator.tokens.map(|tokens| match tokens {
+            Tokens::OfBatch => self.at_least_one(counts.of_batch),
+            Tokens::OfRow => self.of_rows(counts.of_rows),
+        });
+        let tokens = match (tokens, epsilon) {
+            (Some(tokens), Some(epsilon)) if denominator.by_row() => {
+                let epsilon = self.per_token(epsilon);
+                Some(self.builder.add(tokens, epsilon))
+            }
+            (Some(tokens), Some(epsilon)) => Some(self.builder.add(tokens, epsilon)),
+            (tokens, _) => tokens,
+        };
+        let filled = denominator.filled_rows.then(|| {
+            let [b, ..] = self.local;
+            let zero = self.builder.constant(0.0, Type::new(Element::F32, &[b]));
+            let filled = self.builder.compare(Comparison::Less, zero, counts.of_rows);
+            let filled = self.builder.convert(filled, Element::F32);
+            let rows = self.builder.reduce(Fold::Add, filled, &[0]);
+            let rows = self.over(&[Axis::Batch], Fold::Add, rows);
+            self.at_least_one(rows)
+        });
+        let scalar = [filled, given].into_iter().flatten().reduce(|a, b| self.builder.multiply(a, b));
+        match (tokens, scalar) {
+            (Some(tokens), Some(scalar)) => self.times(tokens, scalar),
+            (Some(one), None) | (None, Some(one)) => one,
+            (None, None) => self.scalar(1.0),
+        }
+    }
+
+    /// `1/divisor`, 0 where the mask hides a token.
+    fn share(&mut self, mask: Value, divisor: Value) -> Value {
         let (zero, one) = (self.constant(0.0), self.constant(1.0));
-        let weight = self.builder.divide(one, divisor);
-        (self.builder.select(mask, weight, zero), count)
+        let divisor = self.per_token(divisor);
+        let share = self.builder.divide(one, divisor);
+        self.builder.select(mask, share, zero)
     }
 
     /// The sum of `[b,t]` values over this device's unmasked tokens.
@@ -367,17 +505,13 @@ impl Program {
     }
 
     /// The loss and the metrics, from their sums over this device's tokens.
-    fn means(&mut self, sums: &[Value; Scalars::COUNT], count: Value, entropy_coef: Option<Value>) -> Value {
+    fn means(&mut self, sums: &[Value; Scalars::COUNT], count: Value) -> Value {
         let sums = self.builder.vector(sums);
         let sums = self.over(&[Axis::Batch, Axis::Tokens], Fold::Add, sums);
         let count = self.at_least_one(count);
         let mut values: Vec<Value> = (0..Scalars::COUNT).map(|i| self.builder.element_at(sums, i)).collect();
         for mean in &mut values[Scalars::ENTROPY_MEAN..] {
             *mean = self.builder.divide(*mean, count);
-        }
-        if let Some(coef) = entropy_coef {
-            let bonus = self.builder.multiply(coef, values[Scalars::ENTROPY_MEAN]);
-            values[Scalars::LOSS] = self.builder.subtract(values[Scalars::LOSS], bonus);
         }
         self.builder.vector(&values)
     }
@@ -401,6 +535,9 @@ impl Arithmetic for Program {
     fn mul(&mut self, a: Value, b: Value) -> Value {
         self.builder.multiply(a, b)
     }
+    fn div(&mut self, a: Value, b: Value) -> Value {
+        self.builder.divide(a, b)
+    }
     fn neg(&mut self, a: Value) -> Value {
         self.builder.negate(a)
     }
@@ -409,6 +546,9 @@ impl Arithmetic for Program {
     }
     fn exp_m1(&mut self, a: Value) -> Value {
         self.builder.exponential_minus_one(a)
+    }
+    fn ln(&mut self, a: Value) -> Value {
+        self.builder.log(a)
     }
     fn less(&mut self, a: Value, b: Value) -> Value {
         self.builder.compare(Comparison::Less, a, b)

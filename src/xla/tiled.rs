@@ -7,10 +7,10 @@ use serde::Serialize;
 use super::program::{Evaluated, Forward, Given, Program};
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
-use crate::kernels::objective::{Numbers, TokenLoss};
+use crate::kernels::objective::TokenLoss;
 use crate::kernels::one_pass;
 use crate::kernels::rows::{Core, FLOOR, stored_as};
-use crate::kernels::structure::{Structure, Temperature};
+use crate::kernels::structure::{Input, Number, Structure, Temperature};
 use crate::kernels::two_pass::{self, Local, Scale, Statistic};
 use crate::problem::Dtype;
 use crate::runtime::Axis;
@@ -55,16 +55,19 @@ pub struct Named {
     /// Extents.
     pub shape: Vec<usize>,
     /// What its last axis holds, place by place, where those are different things.
-    #[serde(skip_serializing_if = "<[&str]>::is_empty")]
-    pub columns: &'static [&'static str],
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub columns: Vec<&'static str>,
 }
 
 /// A name, and what the last axis holds.
-type Label = (&'static str, &'static [&'static str]);
+type Label<'l> = (&'static str, &'l [&'static str]);
 
 fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label]) -> TpuKernel {
     let named = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>, labels: &[Label]| {
-        let one = |(&(name, columns), (dtype, shape))| Named { name, dtype, shape, columns };
+        let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
+            let columns = columns.to_vec();
+            Named { name, dtype, shape, columns }
+        };
         labels.iter().zip(list).map(one).collect()
     };
     TpuKernel {
@@ -79,10 +82,11 @@ fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label])
 }
 
 /// [`one_pass`] for a TPU.
-pub(super) fn describe_one_pass(kernel: &Kernel, core: Core) -> TpuKernel {
-    let operands =
-        [("ids", &[][..]), ("numbers", &one_pass::NUMBER_NAMES), ("logits", &[]), ("tokens", &one_pass::GIVEN_NAMES)];
-    described(kernel, core, &operands, &[("dlogits", &[]), ("results", &one_pass::RESULT_NAMES)])
+pub(super) fn describe_one_pass(kernel: &Kernel, structure: Structure, core: Core) -> TpuKernel {
+    let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
+    let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
+    let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given)];
+    described(kernel, core, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
 
 /// The statistics kernel of [`two_pass`] for a TPU.
@@ -155,15 +159,35 @@ pub(super) fn one_pass_core(
     use one_pass::{Given as Column, Result};
     let [b, t, _] = on.local;
     let mask = on.builder.convert(given.mask, Element::F32);
-    let mut of_tokens =
-        vec![(Column::Advantage as usize, given.advantage), (Column::Weight as usize, given.grad_weight)];
-    of_tokens.push((Column::Mask as usize, mask));
-    of_tokens.extend(given.old_logp.map(|value| (Column::OldLogp as usize, value)));
-    of_tokens.extend(given.ref_logp.map(|value| (Column::RefLogp as usize, value)));
-    let tokens = columns(on, &of_tokens, one_pass::PER_TOKEN);
+    let names = one_pass::given_columns(structure);
+    let of_tokens: Vec<(usize, Value)> = names
+        .iter()
+        .enumerate()
+        .filter_map(|(place, column)| {
+            let value = match column {
+                Column::Advantage => Some(given.advantage),
+                Column::OldLogp => given.input(Input::OldLogp),
+                Column::RefLogp => given.input(Input::RefLogp),
+                Column::Weight => Some(given.grad_weight),
+                Column::Mask => Some(mask),
+                Column::PolicyWeight => given.input(Input::PolicyWeight),
+                Column::KlWeight => given.input(Input::KlWeight),
+                Column::Selected => given.input(Input::Selected),
+                Column::KlShare => given.kl_share,
+                Column::EntropyFactor => Some(given.entropy_factor),
+            };
+            Some((place, value?))
+        })
+        .collect();
+    let tokens = columns(on, &of_tokens, one_pass::width(names.len()));
     let ids = on.builder.reshape(given.ids, &[b * t]);
-    let Numbers { low, high, delta, dual_clip, beta } = given.numbers;
-    let numbers = [low, high, delta, dual_clip, beta, given.inverse_temperature, given.entropy_factor];
+    // Where rows differ in it, it comes with the tokens.
+    let entropy_factor =
+        if structure.entropy_by_row() { given.number(Number::EntropyCoef) } else { given.entropy_factor };
+    let numbers: Vec<Value> = one_pass::numbers(structure)
+        .into_iter()
+        .map(|which| if which == Number::EntropyFactor { entropy_factor } else { given.number(which) })
+        .collect();
     let numbers = on.builder.vector(&numbers);
     let (logits, dtype) = on.stored_logits(given.logits);
     let outputs = call(on, kernel, lowering, core, &[ids, numbers, logits, tokens]);
@@ -176,8 +200,9 @@ pub(super) fn one_pass_core(
     let zero = on.constant(0.0);
     let clipped_low = on.builder.compare(Comparison::Less, zero, low);
     let clipped_high = on.builder.compare(Comparison::Less, zero, high);
-    // The derivative stays in the kernel.
-    let token = TokenLoss { loss, grad: zero, ratio, kl, clipped_low, clipped_high };
+    let reduced = if structure.kl_share() { column(on, results, Result::Reduced as usize) } else { loss };
+    // The derivatives stay in the kernel.
+    let token = TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
     Evaluated { dlogits, logp, entropy, token }
 }
 
@@ -261,10 +286,8 @@ pub(super) fn two_pass_core(
 ) -> Evaluated {
     let Rows { call: Called { local, operands, element }, max, entropy_softmax, logp_softmax, logp, entropy } =
         rows(on, structure, &given.forward(), dtype, lowering, core);
-    let inverse = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
-    let token = on.token_loss(structure, given, logp);
-
-    let factor = on.builder.multiply(given.grad_weight, token.grad);
+    let inverse = (structure.temperature != Temperature::One).then(|| given.number(Number::InverseTemperature));
+    let (token, factor) = on.token_loss(structure, given, logp);
     let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
     let share = on.builder.divide(factor, logp_softmax.sum);
     let share = on.builder.negate(share);
@@ -277,7 +300,7 @@ pub(super) fn two_pass_core(
         (Scale::Others as usize, logp_softmax.others),
         (Scale::Mask as usize, mask),
     ];
-    if structure.entropy_bonus {
+    if structure.entropy_bonus.is_some() {
         let factor = on.per_token(given.entropy_factor);
         let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
         let factor = on.builder.divide(factor, entropy_softmax.sum);

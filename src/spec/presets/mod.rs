@@ -9,9 +9,9 @@
 //! # Ok::<(), assay::spec::presets::PresetError>(())
 //! ```
 //!
-//! A preset reproduces what one version of a project computes, its known defects left out: [`Resolved::notes`] names them
-//! where they would show. An option that is not reproduced is an error that names it; one that has no effect on the loss is
-//! listed in [`Resolved::without_effect`].
+//! A preset reproduces what one version of a project computes, its known defects left out: [`Resolved::notes`] names
+//! them where they would show. An option that is not reproduced is an error that names it; one that has no effect on the
+//! loss is listed in [`Resolved::without_effect`].
 
 mod liger;
 mod loss_type;

@@ -1,4 +1,4 @@
-//! TRL 1.16.0: `trainer/grpo_trainer.py`, `GRPOTrainer._compute_loss`, and `experimental/gmpo`, `GMPOTrainer._compute_loss`.
+//! TRL 1.16.0: `_compute_loss` of `GRPOTrainer` in `trainer/grpo_trainer.py` and of `GMPOTrainer` in `experimental/gmpo`.
 
 use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
 use super::options::Reader;
@@ -122,8 +122,8 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
     Ok(Found { spec, known: KNOWN, notes })
 }
 
-/// GMPO: PPO's clip in log space, the geometric mean of a row's ratios, the mean over all rows. Of `GRPOConfig` it reads
-/// the clip, the KL penalty and the entropy mask; a row without a token counts with `−A`.
+/// GMPO: PPO's clip in log space, the geometric mean of a row's ratios, the mean over all rows. Of `GRPOConfig` it
+/// reads the clip, the KL penalty and the entropy mask; a row without a token counts with `−A`.
 fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));

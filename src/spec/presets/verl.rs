@@ -245,7 +245,7 @@ fn geo_mean(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
     })
 }
 
-/// The sampler's policy is the old one: PPO's clip without weights, or REINFORCE with the truncated ratio for its weight.
+/// The sampler's policy is the old one: PPO's clip without weights, or REINFORCE weighed by the truncated ratio.
 fn bypass(reader: &Reader, given: &Given, batch: &Batch) -> Result<LossSpec, PresetError> {
     let word = |name, default: &'static str, words: &[(&str, &'static str)]| reader.word(name, default, words);
     let name = "rollout_correction.loss_type";

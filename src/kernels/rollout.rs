@@ -1,0 +1,217 @@
+//! What is settled before there are logits: who is rejected, and by what the sampler's policy weighs each token. Worked
+//! out once, in f64, for native and for devices alike.
+//!
+//! With `y_t = old_logp_t − rollout_logp_t` of the unmasked tokens, 0 where the sampler gave none.
+
+use ndarray::{Array2, ArrayView1, Zip};
+
+use super::structure::{Form, Input, Structure};
+use crate::problem::{Extra, Problem};
+use crate::spec::{
+    LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Terms,
+};
+
+/// The logarithm of the least weight that VESPO knows, and of the greatest.
+const LOG_WEIGHTS: [f64; 2] = [-18.420_680_743_952_367, 20.0];
+
+/// The part of a batch that is no logits, as kernels are given it.
+pub(crate) struct Settled {
+    /// The tokens that count: the problem's mask without those that are rejected as if masked.
+    pub(crate) mask: Array2<bool>,
+    /// What the structure reads, in its order.
+    pub(crate) inputs: Vec<(Input, Array2<f64>)>,
+}
+
+impl Settled {
+    pub(crate) fn of(spec: &LossSpec, problem: &Problem) -> Self {
+        let structure = Structure::of(spec);
+        let mut mask = problem.mask.clone();
+        // 0 where a token counts, but has no part in the term.
+        let mut in_policy = Array2::ones(mask.dim());
+        let mut in_kl = Array2::ones(mask.dim());
+        for rejection in &spec.rejection {
+            let stays = stays(rejection, problem);
+            for (at, _) in stays.indexed_iter().filter(|(_, stays)| !**stays) {
+                if !rejection.counts {
+                    mask[at] = false;
+                    continue;
+                }
+                in_policy[at] = 0.0;
+                if rejection.drops_from == Terms::PolicyAndKl {
+                    in_kl[at] = 0.0;
+                }
+            }
+        }
+        let weights = spec.rollout.as_ref().map(|rollout| weights(rollout, problem));
+        let times =
+            |part: &Array2<f64>, weights: Option<&Array2<f64>>| weights.map_or_else(|| part.clone(), |w| w * part);
+        let array = |array: &Option<Array2<f64>>| array.clone().unwrap_or_else(|| Array2::zeros(mask.dim()));
+        let Extra { rollout_logp, selected, .. } = &problem.extra;
+        let selected = || match selected {
+            Some(selected) => selected.mapv(|selected| f64::from(u8::from(selected))),
+            None => Array2::zeros(mask.dim()),
+        };
+        let logp_of = |which: OldLogp| if which == OldLogp::Rollout { rollout_logp } else { &problem.old_logp };
+        let value = |input: Input| match input {
+            Input::OldLogp => array(logp_of(spec.old_logp)),
+            Input::RefLogp => array(&problem.ref_logp),
+            Input::PolicyWeight => {
+                let of_sampler = times(&in_policy, weights.as_ref().filter(|_| structure.form != Form::Vespo));
+                match spec.objective {
+                    Objective::ClipCov(_) => of_sampler * selected().mapv(|selected| 1.0 - selected),
+                    _ => of_sampler,
+                }
+            }
+            Input::KlWeight => {
+                let on_kl = |rollout: &RolloutWeights| rollout.applies_to == Terms::PolicyAndKl;
+                times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
+            }
+            Input::Selected => selected(),
+            Input::LogWeight => log_weights(spec, problem, &mask, weights.as_ref()),
+            Input::Behaviour => {
+                array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
+            }
+        };
+        let inputs = structure.inputs().into_iter().map(|input| (input, value(input))).collect();
+        Self { mask, inputs }
+    }
+
+    /// An array that the structure reads.
+    pub(crate) fn input(&self, input: Input) -> Option<&Array2<f64>> {
+        self.inputs.iter().find(|(other, _)| *other == input).map(|(_, values)| values)
+    }
+}
+
+/// `y`, 0 under the mask too.
+fn log_ratios(problem: &Problem) -> Array2<f64> {
+    let mut ratios = Array2::zeros(problem.mask.dim());
+    if let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) {
+        Zip::from(&mut ratios).and(&problem.mask).and(old).and(rollout).for_each(|y, &counts, old, rollout| {
+            if counts && !rollout.is_nan() {
+                *y = old - rollout;
+            }
+        });
+    }
+    ratios
+}
+
+fn count(mask: ArrayView1<bool>) -> f64 {
+    mask.iter().filter(|&&counts| counts).count() as f64
+}
+
+/// Where a rejection leaves a token; anything under the mask.
+fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
+    let of_token = log_ratios(problem).mapv(|y| {
+        let y = y.clamp(-20.0, 20.0);
+        match rejection.estimator {
+            RejectionEstimator::K1 => -y,
+            RejectionEstimator::K2 => y * y / 2.0,
+            RejectionEstimator::K3 => y.exp_m1() - y,
+        }
+    });
+    let range = rejection.min.unwrap_or(f64::NEG_INFINITY)..=rejection.max;
+    let mut stays = Array2::from_elem(problem.mask.dim(), true);
+    for ((mut stays, mask), of_token) in stays.rows_mut().into_iter().zip(problem.mask.rows()).zip(of_token.rows()) {
+        // Under the mask the estimate is 0, which a sum does not notice; a maximum would.
+        let unmasked = of_token.iter().zip(mask).filter(|(_, counts)| **counts).map(|(k, _)| *k);
+        let of_row = match rejection.level {
+            RejectionLevel::Token => {
+                stays.zip_mut_with(&of_token, |stays, k| *stays = range.contains(k));
+                continue;
+            }
+            RejectionLevel::SequenceSum => unmasked.sum(),
+            RejectionLevel::SequenceMean => unmasked.sum::<f64>() / count(mask).max(1.0),
+            RejectionLevel::SequenceMax => unmasked.fold(f64::NEG_INFINITY, f64::max),
+        };
+        stays.fill(range.contains(&of_row));
+    }
+    stays
+}
+
+/// The rollout weight of each token; anything under the mask.
+fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
+    let mut weights = match (rollout.source, &problem.extra.rollout_weights) {
+        (RolloutSource::Given, Some(given)) => given_weights(rollout.level, problem, given),
+        _ => computed_weights(rollout, problem),
+    };
+    if rollout.normalize {
+        let of_rows = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
+        let mean = mean_weight(&weights, &problem.mask, of_rows);
+        if mean > 1e-8 {
+            weights /= mean;
+        }
+    }
+    weights
+}
+
+fn given_weights(level: RolloutLevel, problem: &Problem, given: &Array2<f64>) -> Array2<f64> {
+    let mut weights = given.broadcast(problem.mask.dim()).map_or_else(|| given.clone(), |weights| weights.to_owned());
+    if level == RolloutLevel::Geometric {
+        for (mut row, mask) in weights.rows_mut().into_iter().zip(problem.mask.rows()) {
+            let logs = row.iter().zip(mask).filter(|(_, counts)| **counts).map(|(weight, _)| (weight + 1e-10).ln());
+            let mean = logs.sum::<f64>() / (count(mask) + 1e-8);
+            row.fill(mean.exp());
+        }
+    }
+    weights
+}
+
+fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
+    let (least, most) = (rollout.min.unwrap_or(0.0), rollout.max.unwrap_or(f64::INFINITY));
+    let weight = |log: f64| match rollout.clamp {
+        Some(clamp) => log.clamp(-clamp, clamp).exp(),
+        None => log.exp(),
+    };
+    let bounded = |weight: f64| match rollout.outside {
+        _ if weight >= least && weight <= most => weight,
+        Outside::Truncate => weight.min(most).max(least),
+        Outside::Mask => 0.0,
+    };
+    let mut weights = log_ratios(problem);
+    for (mut row, mask) in weights.rows_mut().into_iter().zip(problem.mask.rows()) {
+        let sum = row.sum();
+        let geometric = weight(sum / count(mask).max(1.0));
+        match rollout.level {
+            RolloutLevel::Token => row.mapv_inplace(|y| bounded(weight(y))),
+            RolloutLevel::Sequence => row.fill(bounded(weight(sum))),
+            RolloutLevel::Geometric => row.fill(bounded(geometric)),
+            RolloutLevel::TokenGatedByGeometric if geometric >= least && geometric <= most => {
+                row.mapv_inplace(weight);
+            }
+            RolloutLevel::TokenGatedByGeometric => row.fill(0.0),
+        }
+    }
+    weights
+}
+
+/// The mean over unmasked tokens, or over the rows that have any of their own mean.
+fn mean_weight(weights: &Array2<f64>, mask: &Array2<bool>, of_rows: bool) -> f64 {
+    let rows = || weights.rows().into_iter().zip(mask.rows()).filter(|(_, mask)| count(*mask) > 0.0);
+    let sum = |(weights, mask): (ArrayView1<f64>, ArrayView1<bool>)| -> f64 {
+        weights.iter().zip(mask).filter(|(_, counts)| **counts).map(|(weight, _)| weight).sum()
+    };
+    if of_rows {
+        rows().map(|row| sum(row) / (count(row.1) + 1e-8)).sum::<f64>() / (rows().count() as f64).max(1.0)
+    } else {
+        rows().map(sum).sum::<f64>() / (mask.iter().filter(|&&counts| counts).count() as f64 + 1e-8)
+    }
+}
+
+/// `Σ_t clamp(ln weight)` of each row, in all of its places: over the tokens that count, or all of them where the spec has
+/// it so and the weights are given; of the first of these where the weight is one for the row.
+fn log_weights(spec: &LossSpec, problem: &Problem, mask: &Array2<bool>, weights: Option<&Array2<f64>>) -> Array2<f64> {
+    let mut sums = Array2::zeros(mask.dim());
+    let (Some(rollout), Some(weights)) = (&spec.rollout, weights) else { return sums };
+    let given = problem.extra.rollout_weights.as_ref().filter(|_| rollout.source == RolloutSource::Given);
+    let masked_too =
+        given.is_some() && matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
+    let one_a_row = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric)
+        || given.is_some_and(|given| given.ncols() == 1);
+    for ((mut sums, weights), mask) in sums.rows_mut().into_iter().zip(weights.rows()).zip(mask.rows()) {
+        let read = weights.iter().zip(mask).filter(|(_, counts)| **counts || masked_too);
+        let logs = read.map(|(weight, _)| weight.ln().clamp(LOG_WEIGHTS[0], LOG_WEIGHTS[1]));
+        sums.fill(logs.take(if one_a_row { 1 } else { usize::MAX }).sum());
+    }
+    sums
+}

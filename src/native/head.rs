@@ -1,0 +1,65 @@
+//! What the spec does to logits before their softmax, and to dlogits on the way back.
+//!
+//! ```text
+//! h_j  = cap · tanh(scale · (x_j + bias_j) / cap)       −∞ outside the support
+//! dx_j = dh_j · scale / cosh²(scale · (x_j + bias_j) / cap)
+//! ```
+
+use ndarray::Array1;
+
+use super::row::Element;
+use crate::spec::LossSpec;
+
+/// The head's last steps, in f32.
+pub(super) struct Head {
+    scale: f32,
+    softcap: Option<f32>,
+    bias: Option<Vec<f32>>,
+    /// Columns outside the support.
+    excluded: Vec<usize>,
+}
+
+impl Head {
+    /// `None` where the softmax is of the logits as they are.
+    pub(super) fn of(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Option<Self> {
+        if spec.head == crate::spec::Head::default() && spec.support.is_whole() {
+            return None;
+        }
+        let mut excluded: Vec<usize> = (spec.support.vocab.unwrap_or(vocab)..vocab).collect();
+        excluded.extend(spec.support.excluded_ids.iter().filter(|&&id| id < vocab));
+        Some(Self {
+            scale: spec.head.scale as f32,
+            softcap: spec.head.softcap.map(|cap| cap as f32),
+            bias: bias.filter(|_| spec.head.bias).map(|bias| bias.iter().map(|&x| x as f32).collect()),
+            excluded,
+        })
+    }
+
+    /// `scale · (x_j + bias_j)`
+    fn scaled<E: Element>(&self, j: usize, x: E) -> f32 {
+        self.scale * (x.to_f32() + self.bias.as_ref().map_or(0.0, |bias| bias[j]))
+    }
+
+    /// Fills `h` from the row of a token whose id is `id`.
+    pub(super) fn forward<E: Element>(&self, row: &[E], id: usize, h: &mut Vec<f32>) {
+        h.clear();
+        h.extend(row.iter().enumerate().map(|(j, &x)| {
+            let scaled = self.scaled(j, x);
+            self.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh())
+        }));
+        // An id that was sampled although it is outside counts for its own token.
+        self.excluded.iter().filter(|&&j| j != id).for_each(|&j| h[j] = f32::NEG_INFINITY);
+    }
+
+    /// Writes dlogits over the row, from those of `h`.
+    pub(super) fn backward<E: Element>(&self, row: &mut [E], dh: &[f32]) {
+        for (j, (x, &dh)) in row.iter_mut().zip(dh).enumerate() {
+            let slope = match self.softcap {
+                Some(cap) => self.scale / (self.scaled(j, *x) / cap).cosh().powi(2),
+                None => self.scale,
+            };
+            // What stands outside the support may have no slope that is a number.
+            *x = E::from_f32(if dh == 0.0 { 0.0 } else { dh * slope });
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The losses of tokens that may share a ratio, and their derivatives: everything between the softmaxes and dlogits, in
+//! f64.
+//!
+//! With `x_t` the tokens' own log-ratios, `c_t` their weights and `f_t` their losses, in a row of `n`:
+//!
+//! ```text
+//! token            w_t = x_t                    G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
+//! sequence_token   w   = Σ x / (n + ε)          G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
+//! sequence         w   = Σ x / (n + ε)          G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+//! ```
+
+use super::row::Scores;
+use crate::kernels::arithmetic::Immediate;
+use crate::kernels::objective::{Held, Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
+use crate::kernels::structure::{Input, Number, Numbers, Structure};
+use crate::spec::{LossSpec, RatioLevel};
+
+/// What is known of an unmasked token before its logits are looked at.
+#[derive(Clone, Copy)]
+pub(super) struct Known {
+    pub(super) advantage: f64,
+    /// What the reduction multiplies the token's loss by.
+    pub(super) weight: f64,
+    /// What that of the KL penalty multiplies it by, over `weight`.
+    pub(super) kl_share: f64,
+    /// The place of the token, to look arrays up.
+    pub(super) at: (usize, usize),
+}
+
+/// What is left of a token besides its dlogits.
+pub(super) struct Graded {
+    pub(super) token: TokenLoss<f64, bool>,
+    pub(super) logp: f64,
+    pub(super) entropy: f64,
+    /// `∂loss/∂logp`
+    pub(super) grad_logp: f64,
+}
+
+/// The loss of a spec.
+pub(super) struct Loss {
+    structure: Structure,
+    numbers: Numbers<f64>,
+}
+
+impl Loss {
+    pub(super) fn of(spec: &LossSpec, structure: Structure, extents: [usize; 2]) -> Self {
+        let numbers = structure.numbers().into_iter().map(|number| (number, number.of(spec, extents)));
+        Self { structure, numbers: Numbers::new(numbers) }
+    }
+
+    /// The tokens of a row; or one of them, where none depends on others. `input` gives the arrays that the structure
+    /// reads.
+    pub(super) fn grade(
+        &self,
+        row: &[(Known, Scores)],
+        input: impl Fn(Input, (usize, usize)) -> Option<f64>,
+    ) -> Vec<Graded> {
+        let Self { structure, numbers } = self;
+        let (on, structure) = (&mut Immediate, *structure);
+        let old_logp = |known: &Known, scores: &Scores| input(Input::OldLogp, known.at).unwrap_or(scores.logp);
+        let own: Vec<Held<f64, bool>> = row
+            .iter()
+            .map(|(known, scores)| {
+                own_log_ratio(on, structure, numbers, [scores.logp, old_logp(known, scores), known.advantage])
+            })
+            .collect();
+        let mean = (structure.level != RatioLevel::Token).then(|| {
+            let share = (row.len() as f64 + numbers.get(Number::RatioEpsilon)).recip();
+            (share * own.iter().map(|x| x.value).sum::<f64>(), share)
+        });
+        let log_weight = {
+            let x = |(known, scores): &(Known, Scores)| (scores.logp - old_logp(known, scores)).clamp(-20.0, 20.0);
+            let of_sampler = row.first().and_then(|(known, _)| input(Input::LogWeight, known.at));
+            of_sampler.map(|of_sampler| of_sampler + row.iter().map(x).sum::<f64>())
+        };
+        let near = structure.off_policy_mask.then(|| {
+            let fallen = |(known, scores): &(Known, Scores)| Some(input(Input::Behaviour, known.at)? - scores.logp);
+            let scored = row.iter().filter_map(fallen).filter(|difference| !difference.is_nan());
+            scored.sum::<f64>() / row.len() as f64 <= numbers.get(Number::OffPolicyThreshold)
+        });
+
+        let losses: Vec<TokenLoss<f64, bool>> = row
+            .iter()
+            .zip(&own)
+            .map(|((known, scores), own)| {
+                let token = Token {
+                    logp: scores.logp,
+                    old_logp: old_logp(known, scores),
+                    advantage: known.advantage,
+                    log_ratio: mean.map_or(own.value, |(mean, _)| mean),
+                    ref_logp: input(Input::RefLogp, known.at),
+                    policy_weight: input(Input::PolicyWeight, known.at),
+                    kl_weight: input(Input::KlWeight, known.at),
+                    kl_share: structure.kl_share().then_some(known.kl_share),
+                    selected: input(Input::Selected, known.at),
+                    log_weight,
+                    on_policy: near.map(|near| near || known.advantage >= 0.0),
+                };
+                token_loss(on, structure, numbers, &token)
+            })
+            .collect();
+        let owed = row.iter().zip(&losses).map(|((known, _), loss)| known.weight * loss.by_log_ratio.unwrap_or(0.0));
+        let owed: f64 = owed.sum();
+
+        let graded = row.iter().zip(&own).zip(losses).map(|(((known, scores), own), token)| {
+            let grad_logp = match (structure.level, mean) {
+                (RatioLevel::Sequence, Some((_, share))) => {
+                    known.weight * token.by_logp.unwrap_or(0.0) + unless(on, own.held, share * owed)
+                }
+                (RatioLevel::SequenceToken, _) => known.weight * sum(on, token.by_logp, token.by_log_ratio),
+                _ => known.weight * token.grad(on, *own),
+            };
+            Graded { token, logp: scores.logp, entropy: scores.entropy, grad_logp }
+        });
+        graded.collect()
+    }
+}
