@@ -441,7 +441,7 @@ fn note_corrections(spec: &LossSpec, exact: &Exact, policy: bool, kl: bool, reco
 fn sweep(name: &str) {
     let (_, objective) = family_cases::objectives().into_iter().find(|(arm, _)| *arm == name).expect("an arm");
     let record = RefCell::new(Record::default());
-    let mut runner = draws::runner("fixtures/regressions/reference_family.txt", 64);
+    let mut runner = draws::runner("fixtures/regressions/reference_family.txt", 48);
     let result = runner.run(&family_cases::case(objective), |case| check(&case, &mut record.borrow_mut()));
     let record = record.into_inner();
     println!("{name}: {:.2?}\n{:?}", record.worst, record.seen);
