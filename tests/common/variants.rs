@@ -43,13 +43,13 @@ pub(crate) fn supported(implementation: &dyn Implementation, devices: usize) -> 
     all
 }
 
-/// A problem for the `i`th variant.
-pub(crate) fn recipe(i: usize) -> Recipe {
+/// The `step`th problem for the `variant`th variant: each has one dtype, and another regime at every step.
+pub(crate) fn recipe(variant: usize, step: usize) -> Recipe {
     Recipe {
         shape: SHAPE,
-        dtype: Dtype::KERNEL[i % Dtype::KERNEL.len()],
-        regime: Regime::ALL[i % Regime::ALL.len()],
-        seed: i as u64,
+        dtype: Dtype::KERNEL[variant % Dtype::KERNEL.len()],
+        regime: Regime::ALL[(variant + step) % Regime::ALL.len()],
+        seed: (variant + 10 * step) as u64,
         old_logp_noise_scale: 0.3,
         masked_garbage: true,
     }
