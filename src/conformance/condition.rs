@@ -11,10 +11,11 @@
 //! | dlogits, `j ≠ y` | `p_j (G_abs(1 + a_j + ā) + ΔG)/T + C_E` |
 //! | dlogits, `j = y` | `(G_abs((1−p_y)(1 + ā) + Σ_{j≠y} p_j a_j) + (1−p_y)ΔG)/T + C_E` |
 //!
-//! `Δ(f)` is how far `f` moves, in units of `u`, when `ℓ` moves by `C·u` with `C = C_ℓ + |old_logp| + |ref_logp|`; where
-//! tokens share a ratio, it is also moved by `C̄·u`, with `C̄` the row's mean of `C_ℓ + |old_logp| + |x|`, and `G` takes
-//! what its row's tokens owe to that ratio, terms and movement alike. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T`
-//! carries the entropy bonus.
+//! `Δ(f)` is how far `f` moves, in units of `u`, when `ℓ` moves by `C·u` with `C = C_ℓ + |old_logp| + |ref_logp|`, or, if
+//! that is more, when the log-ratio `x` and the difference `d` move by `|x|·u` and `|d|·u`, each by itself. Where tokens
+//! share a ratio, it is also moved by `C̄·u`, with `C̄` the row's mean of `C_ℓ + |old_logp| + |x|`, and `G` takes what its
+//! row's tokens owe to that ratio, terms and movement alike. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T` carries the
+//! entropy bonus.
 
 use ndarray::Array2;
 use rayon::prelude::*;
@@ -342,8 +343,8 @@ impl OfRow {
             &|token, _| shift_row(&token.inputs, -band),
             &|token, _| shift_row(&token.inputs, band),
             &|token, _| at_row_kink(&token.inputs, band).unwrap_or(token.inputs),
-            &|token, base| choose(spec, token, base, bands, batch, &of_row, true),
-            &|token, base| choose(spec, token, base, bands, batch, &of_row, false),
+            &|token, base| choose(token, base, bands, batch, &of_row, true),
+            &|token, base| choose(token, base, bands, batch, &of_row, false),
         ];
         let couplings = sides.map(|side| {
             row.iter()
@@ -479,7 +480,14 @@ fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&Tok
         down.max(up) / U
     };
     let by = moves.logp * U;
-    let mut total = moved([shift(spec, inputs, -by), shift(spec, inputs, by)]);
+    let of_logp = moved([shift(spec, inputs, -by), shift(spec, inputs, by)]);
+    // Each difference is rounded by itself. In ρ·k3 an error of ℓ cancels: ρ·e^d does not depend on it.
+    let differences = [inputs.logp - inputs.old_logp, inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp)];
+    let [x, d] = differences.map(|difference| if difference.is_finite() { difference * U } else { 0.0 });
+    let old = |by: f64| TokenInputs { old_logp: inputs.old_logp + by, ..*inputs };
+    let reference = |by: f64| TokenInputs { ref_logp: inputs.ref_logp.map(|ref_logp| ref_logp + by), ..*inputs };
+    let of_differences = moved([old(-x), old(x)]) + moved([reference(-d), reference(d)]);
+    let mut total = of_logp.max(of_differences);
     if inputs.row_log_ratio.is_some() {
         let by = moves.row * U;
         total += moved([shift_row(inputs, -by), shift_row(inputs, by)]);
@@ -524,16 +532,7 @@ fn choice_bands(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &
 }
 
 /// The token's inputs, with every open choice made as `holds`.
-fn choose(
-    spec: &LossSpec,
-    token: &Token,
-    base: Base,
-    bands: Bands,
-    batch: &OfBatch,
-    row: &OfRow,
-    holds: bool,
-) -> TokenInputs {
-    let _ = spec;
+fn choose(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow, holds: bool) -> TokenInputs {
     let [on_policy, entropy, selected] = choice_bands(token, base, bands, batch, row);
     let made = |choice: Choice, band: f64| if choice.margin <= band { Choice { holds, ..choice } } else { choice };
     let inputs = &token.inputs;
