@@ -216,7 +216,7 @@ pub enum RunError {
 /// environment names or set-up installed. Tests, benches and commands iterate over it.
 pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
     #[allow(unused_mut, reason = "without PJRT there is but one")]
-    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native)];
+    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
     #[cfg(feature = "pjrt")]
     let with_gradient = Xla::all(plugin).into_iter().filter(Xla::has_gradient);
     #[cfg(feature = "pjrt")]

@@ -6,7 +6,7 @@
 use ndarray::{Array2, ArrayView1, Zip};
 
 use super::structure::{Form, Input, Structure};
-use crate::problem::{Extra, Problem};
+use crate::problem::{Extra, Tokens};
 use crate::spec::{
     LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Terms,
@@ -24,14 +24,14 @@ pub(crate) struct Settled {
 }
 
 impl Settled {
-    pub(crate) fn of(spec: &LossSpec, problem: &Problem) -> Self {
+    pub(crate) fn of(spec: &LossSpec, tokens: &Tokens) -> Self {
         let structure = Structure::of(spec);
-        let mut mask = problem.mask.clone();
+        let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term.
         let mut in_policy = Array2::ones(mask.dim());
         let mut in_kl = Array2::ones(mask.dim());
         for rejection in &spec.rejection {
-            let stays = stays(rejection, problem);
+            let stays = stays(rejection, tokens);
             for (at, _) in stays.indexed_iter().filter(|(_, stays)| !**stays) {
                 if !rejection.counts {
                     mask[at] = false;
@@ -43,19 +43,19 @@ impl Settled {
                 }
             }
         }
-        let weights = spec.rollout.as_ref().map(|rollout| weights(rollout, problem));
+        let weights = spec.rollout.as_ref().map(|rollout| weights(rollout, tokens));
         let times =
             |part: &Array2<f64>, weights: Option<&Array2<f64>>| weights.map_or_else(|| part.clone(), |w| w * part);
-        let array = |array: &Option<Array2<f64>>| array.clone().unwrap_or_else(|| Array2::zeros(mask.dim()));
-        let Extra { rollout_logp, selected, .. } = &problem.extra;
+        let array = |array: Option<&Array2<f64>>| array.cloned().unwrap_or_else(|| Array2::zeros(mask.dim()));
+        let Extra { rollout_logp, selected, .. } = tokens.extra;
         let selected = || match selected {
             Some(selected) => selected.mapv(|selected| f64::from(u8::from(selected))),
             None => Array2::zeros(mask.dim()),
         };
-        let logp_of = |which: OldLogp| if which == OldLogp::Rollout { rollout_logp } else { &problem.old_logp };
+        let logp_of = |which: OldLogp| if which == OldLogp::Rollout { rollout_logp.as_ref() } else { tokens.old_logp };
         let value = |input: Input| match input {
             Input::OldLogp => array(logp_of(spec.old_logp)),
-            Input::RefLogp => array(&problem.ref_logp),
+            Input::RefLogp => array(tokens.ref_logp),
             Input::PolicyWeight => {
                 let of_sampler = times(&in_policy, weights.as_ref().filter(|_| structure.form != Form::Vespo));
                 match spec.objective {
@@ -68,7 +68,7 @@ impl Settled {
                 times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
             }
             Input::Selected => selected(),
-            Input::LogWeight => log_weights(spec, problem, &mask, weights.as_ref()),
+            Input::LogWeight => log_weights(spec, tokens, &mask, weights.as_ref()),
             Input::Behaviour => {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
             }
@@ -84,10 +84,10 @@ impl Settled {
 }
 
 /// `y`, 0 under the mask too.
-fn log_ratios(problem: &Problem) -> Array2<f64> {
-    let mut ratios = Array2::zeros(problem.mask.dim());
-    if let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) {
-        Zip::from(&mut ratios).and(&problem.mask).and(old).and(rollout).for_each(|y, &counts, old, rollout| {
+fn log_ratios(tokens: &Tokens) -> Array2<f64> {
+    let mut ratios = Array2::zeros(tokens.mask.dim());
+    if let (Some(old), Some(rollout)) = (tokens.old_logp, &tokens.extra.rollout_logp) {
+        Zip::from(&mut ratios).and(tokens.mask).and(old).and(rollout).for_each(|y, &counts, old, rollout| {
             if counts && !rollout.is_nan() {
                 *y = old - rollout;
             }
@@ -101,8 +101,8 @@ fn count(mask: ArrayView1<bool>) -> f64 {
 }
 
 /// Where a rejection leaves a token; anything under the mask.
-fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
-    let of_token = log_ratios(problem).mapv(|y| {
+fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
+    let of_token = log_ratios(tokens).mapv(|y| {
         let y = y.clamp(-20.0, 20.0);
         match rejection.estimator {
             RejectionEstimator::K1 => -y,
@@ -111,8 +111,8 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
         }
     });
     let range = rejection.min.unwrap_or(f64::NEG_INFINITY)..=rejection.max;
-    let mut stays = Array2::from_elem(problem.mask.dim(), true);
-    for ((mut stays, mask), of_token) in stays.rows_mut().into_iter().zip(problem.mask.rows()).zip(of_token.rows()) {
+    let mut stays = Array2::from_elem(tokens.mask.dim(), true);
+    for ((mut stays, mask), of_token) in stays.rows_mut().into_iter().zip(tokens.mask.rows()).zip(of_token.rows()) {
         // Under the mask the estimate is 0, which a sum does not notice; a maximum would.
         let unmasked = of_token.iter().zip(mask).filter(|(_, counts)| **counts).map(|(k, _)| *k);
         let of_row = match rejection.level {
@@ -130,14 +130,14 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
 }
 
 /// The rollout weight of each token; anything under the mask.
-fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
-    let mut weights = match (rollout.source, &problem.extra.rollout_weights) {
-        (RolloutSource::Given, Some(given)) => given_weights(rollout.level, problem, given),
-        _ => computed_weights(rollout, problem),
+fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
+    let mut weights = match (rollout.source, &tokens.extra.rollout_weights) {
+        (RolloutSource::Given, Some(given)) => given_weights(rollout.level, tokens, given),
+        _ => computed_weights(rollout, tokens),
     };
     if rollout.normalize {
         let of_rows = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
-        let mean = mean_weight(&weights, &problem.mask, of_rows);
+        let mean = mean_weight(&weights, tokens.mask, of_rows);
         if mean > 1e-8 {
             weights /= mean;
         }
@@ -145,10 +145,10 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     weights
 }
 
-fn given_weights(level: RolloutLevel, problem: &Problem, given: &Array2<f64>) -> Array2<f64> {
-    let mut weights = given.broadcast(problem.mask.dim()).map_or_else(|| given.clone(), |weights| weights.to_owned());
+fn given_weights(level: RolloutLevel, tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
+    let mut weights = given.broadcast(tokens.mask.dim()).map_or_else(|| given.clone(), |weights| weights.to_owned());
     if level == RolloutLevel::Geometric {
-        for (mut row, mask) in weights.rows_mut().into_iter().zip(problem.mask.rows()) {
+        for (mut row, mask) in weights.rows_mut().into_iter().zip(tokens.mask.rows()) {
             let logs = row.iter().zip(mask).filter(|(_, counts)| **counts).map(|(weight, _)| (weight + 1e-10).ln());
             let mean = logs.sum::<f64>() / (count(mask) + 1e-8);
             row.fill(mean.exp());
@@ -157,7 +157,7 @@ fn given_weights(level: RolloutLevel, problem: &Problem, given: &Array2<f64>) ->
     weights
 }
 
-fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
+fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     let (least, most) = (rollout.min.unwrap_or(0.0), rollout.max.unwrap_or(f64::INFINITY));
     let weight = |log: f64| match rollout.clamp {
         Some(clamp) => log.clamp(-clamp, clamp).exp(),
@@ -168,8 +168,8 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
         Outside::Truncate => weight.min(most).max(least),
         Outside::Mask => 0.0,
     };
-    let mut weights = log_ratios(problem);
-    for (mut row, mask) in weights.rows_mut().into_iter().zip(problem.mask.rows()) {
+    let mut weights = log_ratios(tokens);
+    for (mut row, mask) in weights.rows_mut().into_iter().zip(tokens.mask.rows()) {
         let sum = row.sum();
         let geometric = weight(sum / count(mask).max(1.0));
         match rollout.level {
@@ -200,10 +200,10 @@ fn mean_weight(weights: &Array2<f64>, mask: &Array2<bool>, of_rows: bool) -> f64
 
 /// `Σ_t clamp(ln weight)` of each row, in all of its places: over the tokens that count, or all of them where the spec has
 /// it so and the weights are given; of the first of these where the weight is one for the row.
-fn log_weights(spec: &LossSpec, problem: &Problem, mask: &Array2<bool>, weights: Option<&Array2<f64>>) -> Array2<f64> {
+fn log_weights(spec: &LossSpec, tokens: &Tokens, mask: &Array2<bool>, weights: Option<&Array2<f64>>) -> Array2<f64> {
     let mut sums = Array2::zeros(mask.dim());
     let (Some(rollout), Some(weights)) = (&spec.rollout, weights) else { return sums };
-    let given = problem.extra.rollout_weights.as_ref().filter(|_| rollout.source == RolloutSource::Given);
+    let given = tokens.extra.rollout_weights.as_ref().filter(|_| rollout.source == RolloutSource::Given);
     let masked_too =
         given.is_some() && matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
     let one_a_row = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric)

@@ -7,7 +7,7 @@
 
 use ndarray::Array1;
 
-use super::row::Element;
+use super::row::{Element, Row};
 use crate::spec::LossSpec;
 
 /// The head's last steps, in f32.
@@ -51,15 +51,15 @@ impl Head {
         self.excluded.iter().filter(|&&j| j != id).for_each(|&j| h[j] = f32::NEG_INFINITY);
     }
 
-    /// Writes dlogits over the row, from those of `h`.
-    pub(super) fn backward<E: Element>(&self, row: &mut [E], dh: &[f32]) {
-        for (j, (x, &dh)) in row.iter_mut().zip(dh).enumerate() {
+    /// Writes dlogits from those of `h`.
+    pub(super) fn backward<E: Element>(&self, row: &mut Row<E>, dh: &[f32]) {
+        for (j, &dh) in dh.iter().enumerate() {
             let slope = match self.softcap {
-                Some(cap) => self.scale / (self.scaled(j, *x) / cap).cosh().powi(2),
+                Some(cap) => self.scale / (self.scaled(j, row.logits()[j]) / cap).cosh().powi(2),
                 None => self.scale,
             };
             // What stands outside the support may have no slope that is a number.
-            *x = E::from_f32(if dh == 0.0 { 0.0 } else { dh * slope });
+            row.dlogits[j] = E::from_f32(if dh == 0.0 { 0.0 } else { dh * slope });
         }
     }
 }

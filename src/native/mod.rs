@@ -1,32 +1,180 @@
-//! The CPU kernel: one walk over the rows of logits, dlogits written over them; two walks where tokens share a ratio.
+//! The CPU kernel: rows of logits over threads, each read from memory once and its dlogits written once; twice where tokens
+//! share a ratio.
 //!
-//! Arithmetic: each element in f32 (`m − x`, `exp`, the products of dlogits), every sum and everything that is done once
-//! a token in f64, outputs rounded once. Extra memory: one or two rows of f32 a thread, one more where the spec changes
-//! logits before their softmax. Rows of logits are independent, and what tokens share is summed in their order, so
-//! results have the same bits for any number of threads.
+//! Arithmetic: each element in f32, sixteen at a time ([`Isa`]), sums in f32 over 32 columns of a lane and in f64 from there
+//! on, everything that is done once a token in f64, outputs rounded once. Rows are independent, and what tokens share is
+//! summed in their order, so results have the same bits for any number of threads, in place or not, and on every
+//! instruction set.
+//!
+//! Extra memory, a thread: one row of f32; one more where the spec changes logits before their softmax. Logits of masked
+//! tokens are not read.
 
+mod exp;
 mod head;
 mod loss;
 mod reduction;
 mod row;
+mod simd;
 
-use half::{bf16, f16};
-use ndarray::{Array2, Array3, Ix3, arr0};
+use ndarray::{Array2, ArrayView3, ArrayViewMut3, arr0};
 use rayon::prelude::*;
 
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use crate::kernels::family::Reach;
 use crate::kernels::rollout::Settled;
 use crate::kernels::structure::{Input, Structure};
-use crate::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
+use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
 use crate::spec::{LossSpec, Objective};
 use head::Head;
 use loss::{Graded, Known, Loss};
 use reduction::Weights;
-use row::{Element, Gradients, Scores, Scratch, Softmaxes};
+pub use row::Element;
+use row::{Gradients, Kept, Row, Scores, Softmaxes};
+pub use simd::Isa;
 
-/// The CPU kernel. See [the module](self).
-pub struct Native;
+/// The CPU kernel, on one instruction set. See [the module](self).
+pub struct Native {
+    isa: Isa,
+}
+
+/// What the CPU kernel computes beside dlogits. Masked tokens hold 0.
+#[derive(Clone, Debug)]
+pub struct Evaluation {
+    /// The loss.
+    pub loss: f32,
+    /// `[B,T]`, nats.
+    pub logp: Array2<f32>,
+    /// `[B,T]`, nats.
+    pub entropy: Array2<f32>,
+    /// `[B,T]`
+    pub token_loss: Array2<f32>,
+    /// What trainers log.
+    pub metrics: Metrics,
+}
+
+/// Logp and entropy of a batch, `[B,T]`, nats. Masked tokens hold 0.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogpEntropy {
+    /// Log-probability of each sampled token.
+    pub logp: Array2<f32>,
+    /// Entropy of each token's distribution.
+    pub entropy: Array2<f32>,
+}
+
+impl Default for Native {
+    fn default() -> Self {
+        Self::on(Isa::fastest())
+    }
+}
+
+impl Native {
+    /// The kernel on the instruction set `isa`.
+    pub fn on(isa: Isa) -> Self {
+        Self { isa }
+    }
+
+    /// The instruction set.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Logp and entropy alone, without a loss: one read of the logits of unmasked tokens, nothing written.
+    ///
+    /// Logits are `[B,T,V]` with rows anywhere, each of them dense.
+    ///
+    /// # Errors
+    /// [`RunError`] where the logits or the tokens do not fit each other or `spec`, or the kernel does not do it.
+    pub fn forward<E: Element>(
+        &self,
+        spec: &LossSpec,
+        logits: ArrayView3<E>,
+        tokens: Tokens,
+    ) -> Result<LogpEntropy, RunError> {
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens)?;
+        Ok(batch.forward(&rows_of(&logits)))
+    }
+
+    /// The loss, with dlogits written over the logits.
+    ///
+    /// Logits are `[B,T,V]` with rows anywhere, each of them dense.
+    ///
+    /// # Errors
+    /// As [`Native::forward`]; the logits are then as they were.
+    pub fn forward_backward_in_place<E: Element>(
+        &self,
+        spec: &LossSpec,
+        mut logits: ArrayViewMut3<E>,
+        tokens: Tokens,
+    ) -> Result<Evaluation, RunError> {
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens)?;
+        let rows = rows_of_mut(&mut logits).map(|dlogits| Row { logits: None, dlogits });
+        Ok(batch.forward_backward(rows.collect()))
+    }
+
+    /// The loss, with dlogits in an array of their own, of the same extents.
+    ///
+    /// Both are `[B,T,V]` with rows anywhere, each of them dense.
+    ///
+    /// # Errors
+    /// As [`Native::forward`], or where `dlogits` do not fit; they are then as they were.
+    pub fn forward_backward<E: Element>(
+        &self,
+        spec: &LossSpec,
+        logits: ArrayView3<E>,
+        mut dlogits: ArrayViewMut3<E>,
+        tokens: Tokens,
+    ) -> Result<Evaluation, RunError> {
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens)?;
+        if dlogits.dim() != logits.dim() {
+            let expected = format!("{:?}, that of the logits", logits.shape());
+            return Err(ProblemError::Shape { field: "dlogits", given: dlogits.shape().to_vec(), expected }.into());
+        }
+        expect_dense_rows("dlogits", dlogits.dim(), dlogits.strides()[2])?;
+        let logits = rows_of(&logits);
+        let rows =
+            rows_of_mut(&mut dlogits).zip(&logits).map(|(dlogits, &logits)| Row { logits: Some(logits), dlogits });
+        Ok(batch.forward_backward(rows.collect()))
+    }
+
+    /// Checks the inputs.
+    fn batch<'s, E: Element>(
+        &self,
+        spec: &'s LossSpec,
+        dim: (usize, usize, usize),
+        stride: isize,
+        tokens: Tokens<'s>,
+    ) -> Result<Batch<'s>, RunError> {
+        let (batch, length, vocab) = dim;
+        let shape = Shape { batch, tokens: length, vocab };
+        tokens.check(spec, shape)?;
+        expect_dense_rows("logits", dim, stride)?;
+        self.supports(spec, shape, E::DTYPE, 1)?;
+        let settled = Settled::of(spec, &tokens);
+        Ok(Batch {
+            spec,
+            structure: Structure::of(spec),
+            softmaxes: Softmaxes::of(spec, self.isa),
+            ids: tokens.ids,
+            advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
+            head: Head::of(spec, tokens.extra.bias.as_ref(), vocab),
+            weights: Weights::of(spec, &settled.mask),
+            settled,
+        })
+    }
+}
+
+fn expect_dense_rows(field: &'static str, dim: (usize, usize, usize), stride: isize) -> Result<(), ProblemError> {
+    if stride == 1 || dim.2 == 1 { Ok(()) } else { Err(ProblemError::StridedRows { field, stride }) }
+}
+
+/// The rows of logits, in order; each is dense.
+fn rows_of<'l, E>(logits: &'l ArrayView3<E>) -> Vec<&'l [E]> {
+    logits.rows().into_iter().map(|row| row.to_slice().expect("checked: dense")).collect()
+}
+
+fn rows_of_mut<'l, E>(logits: &'l mut ArrayViewMut3<E>) -> impl Iterator<Item = &'l mut [E]> {
+    logits.rows_mut().into_iter().map(|row| row.into_slice().expect("checked: dense"))
+}
 
 impl Implementation for Native {
     fn id(&self) -> &'static str {
@@ -61,25 +209,24 @@ impl Implementation for Native {
         }
     }
 
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
+    fn run(&self, spec: &LossSpec, mut problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
-        let settled = Settled::of(spec, &problem);
-        let Problem { logits, ids, advantages, extra, .. } = problem;
-        let batch = Batch {
-            spec,
-            structure: Structure::of(spec),
-            ids,
-            advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| advantages.at(b, t)),
-            head: Head::of(spec, extra.bias.as_ref(), shape.vocab),
-            weights: Weights::of(spec, &settled.mask),
-            settled,
-        };
-        let outcome = match logits {
+        let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Default::default()));
+        let tokens = problem.tokens();
+        let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
-            FloatArray::F32(logits) => batch.forward_backward::<f32>(logits),
-            FloatArray::Bf16(logits) => batch.forward_backward::<bf16>(logits),
-            FloatArray::F16(logits) => batch.forward_backward::<f16>(logits),
+            FloatArray::F32(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens)?,
+            FloatArray::Bf16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens)?,
+            FloatArray::F16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens)?,
+        };
+        let outcome = Outcome {
+            loss: arr0(evaluation.loss).into(),
+            logp: evaluation.logp.into(),
+            entropy: evaluation.entropy.into(),
+            token_loss: evaluation.token_loss.into(),
+            dlogits: logits,
+            metrics: evaluation.metrics,
         };
         Ok(outcome.into())
     }
@@ -89,7 +236,8 @@ impl Implementation for Native {
 struct Batch<'s> {
     spec: &'s LossSpec,
     structure: Structure,
-    ids: Array2<i64>,
+    softmaxes: Softmaxes,
+    ids: &'s Array2<i64>,
     advantage: Array2<f64>,
     settled: Settled,
     weights: Weights,
@@ -98,68 +246,73 @@ struct Batch<'s> {
 }
 
 /// What a thread needs of its own.
+#[derive(Default)]
 struct Room {
-    softmax: Scratch,
+    kept: Kept,
     /// Logits after the head.
     h: Vec<f32>,
 }
 
 impl Batch<'_> {
-    /// Evaluates the batch and writes dlogits over `logits`.
-    fn forward_backward<E: Element>(&self, mut logits: Array3<E>) -> Outcome
-    where
-        FloatArray<Ix3>: From<Array3<E>>,
-    {
-        let (_, tokens, vocab) = logits.dim();
-        let rows = logits.as_slice_mut().expect("checked: dense row-major");
-        let loss = Loss::of(self.spec, self.structure, [self.ids.nrows(), tokens]);
-        let softmaxes = Softmaxes::of(self.spec);
-        let room = || Room { softmax: softmaxes.scratch(vocab), h: Vec::new() };
-        let input = |input: Input, at: (usize, usize)| self.settled.input(input).map(|values| values[at]);
-        let place = |i: usize| (i / tokens, i % tokens);
+    /// The place of the `i`th row.
+    fn place(&self, i: usize) -> (usize, usize) {
+        (i / self.ids.ncols(), i % self.ids.ncols())
+    }
 
+    fn forward<E: Element>(&self, rows: &[&[E]]) -> LogpEntropy {
+        let scores = self.scores(rows.par_iter().copied());
+        let per_token = |value: fn(&Scores) -> f64| {
+            let values = scores.iter().map(|scores| scores.as_ref().map_or(0.0, value) as f32).collect();
+            Array2::from_shape_vec(self.ids.dim(), values).expect("one entry a token")
+        };
+        LogpEntropy { logp: per_token(|scores| scores.logp), entropy: per_token(|scores| scores.entropy) }
+    }
+
+    /// Reads every row, and keeps nothing of it.
+    fn scores<'r, E: Element>(&self, rows: impl IndexedParallelIterator<Item = &'r [E]>) -> Vec<Option<Scores>> {
+        let score = |room: &mut Room, (i, row): (usize, &'r [E])| {
+            let at = self.place(i);
+            self.settled.mask[at].then(|| self.score(row, at, room, Keep::Nothing))
+        };
+        rows.enumerate().map_init(Room::default, score).collect()
+    }
+
+    /// Evaluates the batch and writes dlogits.
+    fn forward_backward<E: Element>(&self, mut rows: Vec<Row<E>>) -> Evaluation {
+        let loss = Loss::of(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()]);
+        let input = |input: Input, at: (usize, usize)| self.settled.input(input).map(|values| values[at]);
         let graded: Vec<Option<Graded>> = if self.structure.couples_rows() {
-            let scores: Vec<Option<Scores>> = rows
-                .par_chunks(vocab)
-                .enumerate()
-                .map_init(room, |room, (i, row)| {
-                    let at = place(i);
-                    self.settled.mask[at].then(|| self.score(softmaxes, row, at, room))
-                })
-                .collect();
+            let scores = self.scores(rows.par_iter().map(Row::logits));
             let of_row = |(b, scores): (usize, &[Option<Scores>])| {
                 let there = scores.iter().enumerate().filter_map(|(t, scores)| Some((self.known((b, t)), (*scores)?)));
                 let mut graded = loss.grade(&there.collect::<Vec<_>>(), input).into_iter();
                 scores.iter().map(|scores| scores.and_then(|_| graded.next())).collect::<Vec<_>>()
             };
-            let graded: Vec<Option<Graded>> = scores.chunks(tokens).enumerate().flat_map(of_row).collect();
-            rows.par_chunks_mut(vocab).enumerate().for_each_init(room, |room, (i, row)| {
+            let graded: Vec<_> = scores.chunks(self.ids.ncols()).enumerate().flat_map(of_row).collect();
+            rows.par_iter_mut().enumerate().for_each_init(Room::default, |room, (i, row)| {
                 match (&scores[i], &graded[i]) {
                     (Some(scores), Some(graded)) => {
-                        self.write(softmaxes, row, place(i), room, Pass::Second, (scores, graded));
+                        self.write(row, self.place(i), room, Keep::Nothing, (scores, graded));
                     }
-                    _ => row.fill(E::from_f32(0.0)),
+                    _ => row.dlogits.fill(E::from_f32(0.0)),
                 }
             });
             graded
         } else {
-            rows.par_chunks_mut(vocab)
-                .enumerate()
-                .map_init(room, |room, (i, row)| {
-                    let at = place(i);
-                    if !self.settled.mask[at] {
-                        row.fill(E::from_f32(0.0));
-                        return None;
-                    }
-                    let scores = self.score(softmaxes, row, at, room);
-                    let graded = loss.grade(&[(self.known(at), scores)], input).pop()?;
-                    self.write(softmaxes, row, at, room, Pass::Only, (&scores, &graded));
-                    Some(graded)
-                })
-                .collect()
+            let both = |room: &mut Room, (i, row): (usize, &mut Row<E>)| {
+                let at = self.place(i);
+                if !self.settled.mask[at] {
+                    row.dlogits.fill(E::from_f32(0.0));
+                    return None;
+                }
+                let scores = self.score(row.logits(), at, room, Keep::Exponentials);
+                let graded = loss.grade(&[(self.known(at), scores)], input).pop()?;
+                self.write(row, at, room, Keep::Exponentials, (&scores, &graded));
+                Some(graded)
+            };
+            rows.par_iter_mut().enumerate().map_init(Room::default, both).collect()
         };
-        let graded = Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token");
-        self.outcome(&graded, logits.into())
+        self.evaluation(&Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token"))
     }
 
     fn id(&self, at: (usize, usize)) -> usize {
@@ -172,64 +325,61 @@ impl Batch<'_> {
     }
 
     /// Reads the row of an unmasked token.
-    fn score<E: Element>(&self, softmaxes: Softmaxes, row: &[E], at: (usize, usize), room: &mut Room) -> Scores {
+    fn score<E: Element>(&self, row: &[E], at: (usize, usize), room: &mut Room, keep: Keep) -> Scores {
         let id = self.id(at);
-        let Some(head) = &self.head else { return softmaxes.score(row, id, &mut room.softmax) };
+        let Some(head) = &self.head else {
+            return self.softmaxes.score(row, id, (keep == Keep::Exponentials).then_some(&mut room.kept));
+        };
         head.forward(row, id, &mut room.h);
-        softmaxes.score(&room.h, id, &mut room.softmax)
+        self.softmaxes.score(&room.h, id, None)
     }
 
-    /// Writes dlogits over the row of an unmasked token.
+    /// Writes dlogits of an unmasked token.
     fn write<E: Element>(
         &self,
-        softmaxes: Softmaxes,
-        row: &mut [E],
+        row: &mut Row<E>,
         at: (usize, usize),
         room: &mut Room,
-        pass: Pass,
+        kept: Keep,
         (scores, graded): (&Scores, &Graded),
     ) {
         let id = self.id(at);
         let grad = Gradients { logp: graded.grad_logp, entropy: self.weights.entropy[at.0] };
         let Some(head) = &self.head else {
-            if pass == Pass::Second {
-                softmaxes.exponentials(row, scores, &mut room.softmax);
-            }
-            softmaxes.write_dlogits(row, id, scores, &room.softmax, grad);
+            let kept = (kept == Keep::Exponentials).then_some(&room.kept);
+            self.softmaxes.write(row, id, scores, kept, grad);
             return;
         };
-        if pass == Pass::Second {
-            head.forward(row, id, &mut room.h);
-            softmaxes.exponentials(&room.h, scores, &mut room.softmax);
+        if kept == Keep::Nothing {
+            head.forward(row.logits(), id, &mut room.h);
         }
-        softmaxes.write_dlogits(&mut room.h, id, scores, &room.softmax, grad);
+        let mut h = Row { logits: None, dlogits: &mut room.h[..] };
+        self.softmaxes.write(&mut h, id, scores, None, grad);
         head.backward(row, &room.h);
     }
 
-    fn outcome(&self, graded: &Array2<Option<Graded>>, dlogits: FloatArray<Ix3>) -> Outcome {
+    fn evaluation(&self, graded: &Array2<Option<Graded>>) -> Evaluation {
         let mut loss = reduction::loss(graded, &self.weights);
         if let Objective::ImportanceSampling(sampling) = &self.spec.objective
             && sampling.empty_rows
         {
             loss += reduction::empty_rows(self.spec, &self.settled.mask, |b| self.advantage[[b, 0]]);
         }
-        let per_token = |value: fn(&Graded) -> f64| -> FloatArray<_> {
-            graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32).into()
-        };
-        Outcome {
-            loss: arr0(loss as f32).into(),
+        let per_token = |value: fn(&Graded) -> f64| graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32);
+        Evaluation {
+            loss: loss as f32,
             logp: per_token(|graded| graded.logp),
             entropy: per_token(|graded| graded.entropy),
             token_loss: per_token(|graded| graded.token.loss),
-            dlogits,
             metrics: reduction::metrics(self.spec, graded),
         }
     }
 }
 
-/// Whether the row's exponentials are still there from when it was read.
+/// What of a row's score is still there when its dlogits are written: the exponentials, or the logits after the head.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Pass {
-    Only,
-    Second,
+enum Keep {
+    Exponentials,
+    /// Other rows come between.
+    Nothing,
 }

@@ -34,6 +34,18 @@ pub struct Problem {
     pub extra: Extra,
 }
 
+/// A [`Problem`] without its logits, borrowed: what a kernel is told of the tokens. Fields as there.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "they stand with `Problem`")]
+pub struct Tokens<'p> {
+    pub ids: &'p Array2<i64>,
+    pub mask: &'p Array2<bool>,
+    pub advantages: &'p Advantages,
+    pub old_logp: Option<&'p Array2<f64>>,
+    pub ref_logp: Option<&'p Array2<f64>>,
+    pub extra: &'p Extra,
+}
+
 /// Arrays that only some specs read.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra {
@@ -144,6 +156,14 @@ pub enum ProblemError {
         /// Name of the array.
         field: &'static str,
     },
+    /// The elements of each row are not side by side.
+    #[error("`{field}`: got rows with a stride of {stride}, expected 1: a row's elements must lie side by side")]
+    StridedRows {
+        /// Name of the array.
+        field: &'static str,
+        /// Elements from one column to the next.
+        stride: isize,
+    },
     /// A token id lies outside the vocabulary on an unmasked token.
     #[error("`ids[{b},{t}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token")]
     IdOutOfRange {
@@ -220,23 +240,46 @@ impl Problem {
         Shape { batch: *batch, tokens: *tokens, vocab: *vocab }
     }
 
+    /// All but the logits.
+    pub fn tokens(&self) -> Tokens<'_> {
+        Tokens {
+            ids: &self.ids,
+            mask: &self.mask,
+            advantages: &self.advantages,
+            old_logp: self.old_logp.as_ref(),
+            ref_logp: self.ref_logp.as_ref(),
+            extra: &self.extra,
+        }
+    }
+
     /// Checks that this batch can be evaluated under `spec`: every range, shape and unmasked value. Values under the
     /// mask are not looked at.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
     pub fn check(&self, spec: &LossSpec) -> Result<Shape, ProblemError> {
-        spec.check()?;
+        if !self.logits.is_standard_layout() {
+            return Err(ProblemError::Strided { field: "logits" });
+        }
         let shape = self.shape();
+        self.tokens().check(spec, shape)?;
+        Ok(shape)
+    }
+}
+
+impl Tokens<'_> {
+    /// Checks that these can be evaluated under `spec` with logits of `shape`, as [`Problem::check`] does.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
+    pub fn check(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
+        spec.check()?;
         if shape.elements().is_none_or(|n| n == 0) {
             return Err(ProblemError::Shape {
                 field: "logits",
-                given: self.logits.shape().to_vec(),
+                given: vec![shape.batch, shape.tokens, shape.vocab],
                 expected: "[B,T,V] with B, T, V ≥ 1".into(),
             });
-        }
-        if !self.logits.is_standard_layout() {
-            return Err(ProblemError::Strided { field: "logits" });
         }
         let per_token = [shape.batch, shape.tokens];
         let expect_shape = |field, given: &[usize], expected: &[usize], meaning: &str| {
@@ -280,14 +323,14 @@ impl Problem {
                 return Err(ProblemError::IdOutsideSupport { b, t, id });
             }
         }
-        Ok(shape)
+        Ok(())
     }
 
     /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.
-    fn arrays_of(&self, spec: &LossSpec) -> Vec<(&'static str, &Option<Array2<f64>>, &'static str)> {
+    fn arrays_of(&self, spec: &LossSpec) -> Vec<(&'static str, Option<&Array2<f64>>, &'static str)> {
         let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
         let compares = spec.compares_with_sampler();
-        let (old_logp, rollout_logp) = (&self.old_logp, &self.extra.rollout_logp);
+        let (old_logp, rollout_logp) = (self.old_logp, self.extra.rollout_logp.as_ref());
         let all = [
             (spec.old_logp == OldLogp::Given, "old_logp", old_logp, "`old_logp: given`"),
             (mask_reads(OldLogp::Given), "old_logp", old_logp, "`off_policy_mask.behaviour: given`"),
@@ -295,7 +338,7 @@ impl Problem {
             (spec.old_logp == OldLogp::Rollout, "rollout_logp", rollout_logp, "`old_logp: rollout`"),
             (mask_reads(OldLogp::Rollout), "rollout_logp", rollout_logp, "`off_policy_mask.behaviour: rollout`"),
             (compares, "rollout_logp", rollout_logp, "weights or rejections against the sampler"),
-            (spec.kl.is_some(), "ref_logp", &self.ref_logp, "a `kl` term"),
+            (spec.kl.is_some(), "ref_logp", self.ref_logp, "a `kl` term"),
         ];
         all.into_iter().filter_map(|(read, field, array, because)| read.then_some((field, array, because))).collect()
     }

@@ -549,7 +549,7 @@ impl Prepared for Ready<'_> {
 fn upload(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
     let numbers: Vec<f32> =
         program::numbers(spec, [shards.shape.batch, shards.shape.tokens]).into_iter().map(|(_, value)| value).collect();
-    let Settled { mask, inputs } = Settled::of(spec, problem);
+    let Settled { mask, inputs } = Settled::of(spec, &problem.tokens());
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = mask.mapv(u8::from);

@@ -1,0 +1,200 @@
+//! AVX2 with FMA and F16C: two registers a vector.
+
+#[allow(clippy::wildcard_imports, reason = "intrinsics")]
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::{Simd, UNIT, Work, by_halves};
+
+/// Shows that the machine has AVX2, FMA and F16C: only [`run`] makes one.
+#[derive(Clone, Copy)]
+pub(super) struct Avx2(());
+
+pub(super) fn detected() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+/// # Safety
+/// The machine must have AVX2, FMA and F16C.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn run<W: Work>(work: W) -> W::Output {
+    work.on(Avx2(()))
+}
+
+type Lanes = [__m256; 2];
+
+impl Simd for Avx2 {
+    type Lanes = Lanes;
+    type Sums = [__m256d; 2];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        [unsafe { _mm256_set1_ps(x) }; 2]
+    }
+    #[inline(always)]
+    fn array(self, [low, high]: Lanes) -> [f32; 16] {
+        let mut array = [0.0; 16];
+        // SAFETY: `self` shows that the machine has the instruction; both eights lie within the array.
+        unsafe {
+            _mm256_storeu_ps(array.as_mut_ptr(), low);
+            _mm256_storeu_ps(array.as_mut_ptr().add(8), high);
+        }
+        array
+    }
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+    }
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe { [scale(a[0], integer[0]), scale(a[1], integer[1])] }
+    }
+
+    #[inline(always)]
+    fn sums(self) -> [__m256d; 2] {
+        // SAFETY: `self` shows that the machine has the instruction.
+        [unsafe { _mm256_setzero_pd() }; 2]
+    }
+    #[inline(always)]
+    fn accumulate(self, sums: [__m256d; 2], x: Lanes) -> [__m256d; 2] {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let halves = _mm256_add_ps(x[0], x[1]);
+            let (low, high) = (_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            [_mm256_add_pd(sums[0], _mm256_cvtps_pd(low)), _mm256_add_pd(sums[1], _mm256_cvtps_pd(high))]
+        }
+    }
+    #[inline(always)]
+    fn total(self, sums: [__m256d; 2]) -> f64 {
+        let mut array = [0.0; 8];
+        // SAFETY: `self` shows that the machine has the instruction; both fours lie within the array.
+        unsafe {
+            _mm256_storeu_pd(array.as_mut_ptr(), sums[0]);
+            _mm256_storeu_pd(array.as_mut_ptr().add(4), sums[1]);
+        }
+        by_halves(array)
+    }
+
+    #[inline(always)]
+    fn load_f32(self, from: &[f32; UNIT]) -> [Lanes; 2] {
+        let from = from.as_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; the four eights lie within the unit.
+        unsafe {
+            [
+                [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))],
+                [_mm256_loadu_ps(from.add(16)), _mm256_loadu_ps(from.add(24))],
+            ]
+        }
+    }
+    #[inline(always)]
+    fn store_f32(self, [low, high]: [Lanes; 2], to: &mut [f32; UNIT]) {
+        let to = to.as_mut_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; the four eights lie within the unit.
+        unsafe {
+            _mm256_storeu_ps(to, low[0]);
+            _mm256_storeu_ps(to.add(8), low[1]);
+            _mm256_storeu_ps(to.add(16), high[0]);
+            _mm256_storeu_ps(to.add(24), high[1]);
+        }
+    }
+    #[inline(always)]
+    fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
+        let from = from.as_ptr().cast::<__m256i>();
+        // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
+        unsafe {
+            let (low, high) = (_mm256_loadu_si256(from), _mm256_loadu_si256(from.add(1)));
+            let odd = _mm256_set1_epi32(-0x1_0000);
+            [
+                [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high))],
+                [_mm256_castsi256_ps(_mm256_and_si256(low, odd)), _mm256_castsi256_ps(_mm256_and_si256(high, odd))],
+            ]
+        }
+    }
+    #[inline(always)]
+    fn store_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+        let to = to.as_mut_ptr().cast::<__m256i>();
+        // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
+        unsafe {
+            for i in 0..2 {
+                let (even, odd) = (round_bf16(even[i]), round_bf16(odd[i]));
+                let pairs = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd);
+                _mm256_storeu_si256(to.add(i), pairs);
+            }
+        }
+    }
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
+        let from = from.as_ptr().cast::<__m128i>();
+        // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
+        unsafe {
+            [
+                [_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from.add(1)))],
+                [_mm256_cvtph_ps(_mm_loadu_si128(from.add(2))), _mm256_cvtph_ps(_mm_loadu_si128(from.add(3)))],
+            ]
+        }
+    }
+    #[inline(always)]
+    fn store_f16(self, [low, high]: [Lanes; 2], to: &mut [f16; UNIT]) {
+        let to = to.as_mut_ptr().cast::<__m128i>();
+        for (i, eight) in [low[0], low[1], high[0], high[1]].into_iter().enumerate() {
+            // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
+            unsafe { _mm_storeu_si128(to.add(i), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(eight)) };
+        }
+    }
+}
+
+/// The upper half of each lane is the bf16 nearest to it.
+///
+/// # Safety
+/// The machine must have AVX2.
+#[inline(always)]
+unsafe fn round_bf16(x: __m256) -> __m256i {
+    // SAFETY: the caller's.
+    unsafe {
+        let bits = _mm256_castps_si256(x);
+        let last = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+        // A NaN is cut short and made quiet.
+        let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x);
+        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+        _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan))
+    }
+}
+
+/// `a·2^n`, for the `n` in the low bits of `integer`.
+///
+/// # Safety
+/// The machine must have AVX2.
+#[inline(always)]
+unsafe fn scale(a: __m256, integer: __m256) -> __m256 {
+    // SAFETY: the caller's.
+    unsafe {
+        let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(integer));
+        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponent))
+    }
+}

@@ -1,0 +1,162 @@
+//! AVX-512: one register a vector.
+
+#[allow(clippy::wildcard_imports, reason = "intrinsics")]
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::{Simd, UNIT, Work, by_halves};
+
+/// Shows that the machine has AVX-512F and BW: only [`run`] makes one.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512(());
+
+pub(super) fn detected() -> bool {
+    is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw")
+}
+
+/// # Safety
+/// The machine must have AVX-512F and BW.
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) unsafe fn run<W: Work>(work: W) -> W::Output {
+    work.on(Avx512(()))
+}
+
+impl Simd for Avx512 {
+    type Lanes = __m512;
+    type Sums = __m512d;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    fn array(self, x: __m512) -> [f32; 16] {
+        let mut array = [0.0; 16];
+        // SAFETY: `self` shows that the machine has the instruction; sixteen lanes fill the array.
+        unsafe { _mm512_storeu_ps(array.as_mut_ptr(), x) };
+        array
+    }
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn scale(self, a: __m512, integer: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(integer));
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), exponent))
+        }
+    }
+
+    #[inline(always)]
+    fn sums(self) -> __m512d {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_setzero_pd() }
+    }
+    #[inline(always)]
+    fn accumulate(self, sums: __m512d, x: __m512) -> __m512d {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
+            let halves = _mm256_add_ps(_mm512_castps512_ps256(x), high);
+            _mm512_add_pd(sums, _mm512_cvtps_pd(halves))
+        }
+    }
+    #[inline(always)]
+    fn total(self, sums: __m512d) -> f64 {
+        let mut array = [0.0; 8];
+        // SAFETY: `self` shows that the machine has the instruction; eight lanes fill the array.
+        unsafe { _mm512_storeu_pd(array.as_mut_ptr(), sums) };
+        by_halves(array)
+    }
+
+    #[inline(always)]
+    fn load_f32(self, from: &[f32; UNIT]) -> [__m512; 2] {
+        let from = from.as_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; both sixteens lie within the unit.
+        unsafe { [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))] }
+    }
+    #[inline(always)]
+    fn store_f32(self, [low, high]: [__m512; 2], to: &mut [f32; UNIT]) {
+        let to = to.as_mut_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; both sixteens lie within the unit.
+        unsafe {
+            _mm512_storeu_ps(to, low);
+            _mm512_storeu_ps(to.add(16), high);
+        }
+    }
+    #[inline(always)]
+    fn load_bf16(self, from: &[bf16; UNIT]) -> [__m512; 2] {
+        // SAFETY: `self` shows that the machine has the instructions; a unit fills the register.
+        unsafe {
+            let pairs = _mm512_loadu_si512(from.as_ptr().cast());
+            let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(-0x1_0000));
+            [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd)]
+        }
+    }
+    #[inline(always)]
+    fn store_bf16(self, [even, odd]: [__m512; 2], to: &mut [bf16; UNIT]) {
+        // SAFETY: `self` shows that the machine has the instructions; a unit takes the whole register.
+        unsafe {
+            let (even, odd) = (round_bf16(even), round_bf16(odd));
+            let pairs = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd);
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
+        }
+    }
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; UNIT]) -> [__m512; 2] {
+        let from = from.as_ptr().cast::<__m256i>();
+        // SAFETY: `self` shows that the machine has the instructions; both sixteens lie within the unit.
+        unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(from)), _mm512_cvtph_ps(_mm256_loadu_si256(from.add(1)))] }
+    }
+    #[inline(always)]
+    fn store_f16(self, x: [__m512; 2], to: &mut [f16; UNIT]) {
+        let to = to.as_mut_ptr().cast::<__m256i>();
+        for (i, sixteen) in x.into_iter().enumerate() {
+            // SAFETY: `self` shows that the machine has the instructions; both sixteens lie within the unit.
+            unsafe { _mm256_storeu_si256(to.add(i), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(sixteen)) };
+        }
+    }
+}
+
+/// The upper half of each lane is the bf16 nearest to it.
+///
+/// # Safety
+/// The machine must have AVX-512F.
+#[inline(always)]
+unsafe fn round_bf16(x: __m512) -> __m512i {
+    // SAFETY: the caller's.
+    unsafe {
+        let bits = _mm512_castps_si512(x);
+        let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+        // A NaN is cut short and made quiet.
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000))
+    }
+}

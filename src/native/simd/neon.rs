@@ -1,0 +1,214 @@
+//! NEON: four registers a vector.
+
+use std::arch::aarch64::*;
+use std::arch::asm;
+
+use half::{bf16, f16};
+
+use super::{Simd, UNIT, Work, by_halves};
+
+/// Shows that the machine has NEON: only [`run`] makes one.
+#[derive(Clone, Copy)]
+pub(super) struct Neon(());
+
+pub(super) fn detected() -> bool {
+    std::arch::is_aarch64_feature_detected!("neon")
+}
+
+/// # Safety
+/// The machine must have NEON.
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn run<W: Work>(work: W) -> W::Output {
+    work.on(Neon(()))
+}
+
+type Lanes = [float32x4_t; 4];
+
+/// Applies an intrinsic to each of the four registers.
+macro_rules! each {
+    ($intrinsic:ident $(, $x:expr)*) => {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [$intrinsic($($x[0]),*), $intrinsic($($x[1]),*), $intrinsic($($x[2]),*), $intrinsic($($x[3]),*)] }
+    };
+}
+
+impl Simd for Neon {
+    type Lanes = Lanes;
+    type Sums = [float64x2_t; 4];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        [unsafe { vdupq_n_f32(x) }; 4]
+    }
+    #[inline(always)]
+    fn array(self, x: Lanes) -> [f32; 16] {
+        let mut array = [0.0; 16];
+        for i in 0..4 {
+            // SAFETY: `self` shows that the machine has the instruction; the four fours lie within the array.
+            unsafe { vst1q_f32(array.as_mut_ptr().add(4 * i), x[i]) };
+        }
+        array
+    }
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(vaddq_f32, a, b)
+    }
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(vsubq_f32, a, b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(vmulq_f32, a, b)
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        each!(vfmaq_f32, c, a, b)
+    }
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        // `fmax` would be NaN where either is.
+        each!(larger, a, b)
+    }
+    #[inline(always)]
+    fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
+        each!(scale, a, integer)
+    }
+
+    #[inline(always)]
+    fn sums(self) -> [float64x2_t; 4] {
+        // SAFETY: `self` shows that the machine has the instruction.
+        [unsafe { vdupq_n_f64(0.0) }; 4]
+    }
+    #[inline(always)]
+    fn accumulate(self, sums: [float64x2_t; 4], x: Lanes) -> [float64x2_t; 4] {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let (low, high) = (vaddq_f32(x[0], x[2]), vaddq_f32(x[1], x[3]));
+            [
+                vaddq_f64(sums[0], vcvt_f64_f32(vget_low_f32(low))),
+                vaddq_f64(sums[1], vcvt_high_f64_f32(low)),
+                vaddq_f64(sums[2], vcvt_f64_f32(vget_low_f32(high))),
+                vaddq_f64(sums[3], vcvt_high_f64_f32(high)),
+            ]
+        }
+    }
+    #[inline(always)]
+    fn total(self, sums: [float64x2_t; 4]) -> f64 {
+        let mut array = [0.0; 8];
+        for i in 0..4 {
+            // SAFETY: `self` shows that the machine has the instruction; the four pairs lie within the array.
+            unsafe { vst1q_f64(array.as_mut_ptr().add(2 * i), sums[i]) };
+        }
+        by_halves(array)
+    }
+
+    #[inline(always)]
+    fn load_f32(self, from: &[f32; UNIT]) -> [Lanes; 2] {
+        let from = from.as_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; the eight fours lie within the unit.
+        unsafe {
+            [
+                [vld1q_f32(from), vld1q_f32(from.add(4)), vld1q_f32(from.add(8)), vld1q_f32(from.add(12))],
+                [vld1q_f32(from.add(16)), vld1q_f32(from.add(20)), vld1q_f32(from.add(24)), vld1q_f32(from.add(28))],
+            ]
+        }
+    }
+    #[inline(always)]
+    fn store_f32(self, x: [Lanes; 2], to: &mut [f32; UNIT]) {
+        for i in 0..8 {
+            // SAFETY: `self` shows that the machine has the instruction; the eight fours lie within the unit.
+            unsafe { vst1q_f32(to.as_mut_ptr().add(4 * i), x[i / 4][i % 4]) };
+        }
+    }
+    #[inline(always)]
+    fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
+        let mut lanes = [self.splat(0.0); 2];
+        for i in 0..4 {
+            // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
+            unsafe {
+                let pairs = vreinterpretq_u32_u16(vld1q_u16(from.as_ptr().cast::<u16>().add(8 * i)));
+                lanes[0][i] = vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs));
+                lanes[1][i] = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff_0000)));
+            }
+        }
+        lanes
+    }
+    #[inline(always)]
+    fn store_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+        for i in 0..4 {
+            // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
+            unsafe {
+                let pairs = vsriq_n_u32::<16>(round_bf16(odd[i]), round_bf16(even[i]));
+                vst1q_u16(to.as_mut_ptr().cast::<u16>().add(8 * i), vreinterpretq_u16_u32(pairs));
+            }
+        }
+    }
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
+        let mut lanes = [self.splat(0.0); 2];
+        for i in 0..8 {
+            // SAFETY: `self` shows that the machine has the instructions; the eight fours lie within the unit.
+            unsafe {
+                let four = vld1_u16(from.as_ptr().cast::<u16>().add(4 * i));
+                // The intrinsic takes a type that is not stable yet.
+                asm!("fcvtl {to:v}.4s, {from:v}.4h", to = lateout(vreg) lanes[i / 4][i % 4], from = in(vreg) four,
+                    options(pure, nomem, nostack, preserves_flags));
+            }
+        }
+        lanes
+    }
+    #[inline(always)]
+    fn store_f16(self, x: [Lanes; 2], to: &mut [f16; UNIT]) {
+        for i in 0..8 {
+            let four: uint16x4_t;
+            // SAFETY: `self` shows that the machine has the instructions; the eight fours lie within the unit.
+            unsafe {
+                asm!("fcvtn {to:v}.4h, {from:v}.4s", to = lateout(vreg) four, from = in(vreg) x[i / 4][i % 4],
+                    options(pure, nomem, nostack, preserves_flags));
+                vst1_u16(to.as_mut_ptr().cast::<u16>().add(4 * i), four);
+            }
+        }
+    }
+}
+
+/// `a` where `a > b`, else `b`.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn larger(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
+}
+
+/// `a·2^n`, for the `n` in the low bits of `integer`.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn scale(a: float32x4_t, integer: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe {
+        let exponent = vshlq_n_u32::<23>(vreinterpretq_u32_f32(integer));
+        vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(a), exponent))
+    }
+}
+
+/// The upper half of each lane is the bf16 nearest to it.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn round_bf16(x: float32x4_t) -> uint32x4_t {
+    // SAFETY: the caller's.
+    unsafe {
+        let bits = vreinterpretq_u32_f32(x);
+        let last = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
+        let rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last);
+        // A NaN is cut short and made quiet.
+        let quiet = vorrq_u32(bits, vdupq_n_u32(0x40_0000));
+        vbslq_u32(vceqq_f32(x, x), rounded, quiet)
+    }
+}

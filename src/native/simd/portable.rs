@@ -1,0 +1,89 @@
+//! Arrays of sixteen, for whatever machine: the others must give its bits. Where the target has no fused product and sum of
+//! its own, each is a call.
+
+use std::array::from_fn;
+
+use half::{bf16, f16};
+
+use super::{Simd, UNIT, by_halves};
+
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+type Lanes = [f32; 16];
+
+impl Simd for Portable {
+    type Lanes = Lanes;
+    type Sums = [f64; 8];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn array(self, x: Lanes) -> [f32; 16] {
+        x
+    }
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
+        from_fn(|i| f32::from_bits(a[i].to_bits().wrapping_add(integer[i].to_bits() << 23)))
+    }
+
+    #[inline(always)]
+    fn sums(self) -> [f64; 8] {
+        [0.0; 8]
+    }
+    #[inline(always)]
+    fn accumulate(self, sums: [f64; 8], x: Lanes) -> [f64; 8] {
+        from_fn(|i| sums[i] + f64::from(x[i] + x[i + 8]))
+    }
+    #[inline(always)]
+    fn total(self, sums: [f64; 8]) -> f64 {
+        by_halves(sums)
+    }
+
+    #[inline(always)]
+    fn load_f32(self, from: &[f32; UNIT]) -> [Lanes; 2] {
+        [from_fn(|i| from[i]), from_fn(|i| from[16 + i])]
+    }
+    #[inline(always)]
+    fn store_f32(self, [low, high]: [Lanes; 2], to: &mut [f32; UNIT]) {
+        *to = from_fn(|j| if j < 16 { low[j] } else { high[j - 16] });
+    }
+    #[inline(always)]
+    fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
+        [from_fn(|i| from[2 * i].to_f32()), from_fn(|i| from[2 * i + 1].to_f32())]
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: [Lanes; 2], to: &mut [bf16; UNIT]) {
+        *to = from_fn(|j| bf16::from_f32(x[j % 2][j / 2]));
+    }
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
+        [from_fn(|i| from[i].to_f32()), from_fn(|i| from[16 + i].to_f32())]
+    }
+    #[inline(always)]
+    fn store_f16(self, [low, high]: [Lanes; 2], to: &mut [f16; UNIT]) {
+        *to = from_fn(|j| f16::from_f32(if j < 16 { low[j] } else { high[j - 16] }));
+    }
+}
