@@ -39,6 +39,11 @@ pub trait Implementation: Send + Sync {
         vec![1]
     }
 
+    /// The instruction set that it uses, where it runs on this machine's cores.
+    fn isa(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Whether it computes `spec` on logits of `shape` and `dtype` over `devices` devices.
     ///
     /// # Errors

@@ -5,13 +5,14 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 18] = [
+const ALLOWED: [(&str, &[&str]); 19] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
     ("reference", &["spec", "problem"]),
     ("kernels", &["spec", "problem", "element", "tile"]),
     ("native", &["spec", "problem", "implementation", "kernels"]),
+    ("bandwidth", &["problem"]),
     ("element", &["problem"]),
     ("stablehlo", &["element"]),
     ("tile", &["element", "stablehlo"]),
@@ -31,6 +32,7 @@ const ALLOWED: [(&str, &[&str]); 18] = [
             "problem",
             "reference",
             "implementation",
+            "bandwidth",
             "memory",
             "runtime",
             "xla",

@@ -1,4 +1,5 @@
-//! `assay bench`: how long one implementation takes for one batch, and how much memory.
+//! `assay bench`: how long one implementation takes for one batch, how much memory, and how much longer than others or a
+//! mere copy of the logits.
 //!
 //! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again: for
 //! PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends when
@@ -7,24 +8,27 @@
 //!
 //! Every token of a bench counts, whatever mask the recipe draws.
 //!
-//! The outputs of the first step are judged, whole, before any other is made. A wrong answer is not timed.
+//! The outputs of the first step are judged, whole, before any other is made. A wrong answer is not timed. Others take
+//! turns with it, step by step, and are judged like it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
-use super::case::{Batch, Case, Counts};
+use super::case::{Batch, Case, Counts, Kernel};
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::conformance::generate::Recipe;
+use crate::bandwidth::CopyOf;
+use crate::conformance::generate::{Recipe, Regime};
 use crate::conformance::judge::{Status, Verdict, judge};
 use crate::conformance::report::{Check, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
-use crate::implementation::{Answer, Implementation, RunError, Step, Unavailable};
+use crate::implementation::{Answer, Implementation, Prepared, RunError, Step, Unavailable};
 use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
 use crate::problem::{Candidate, Dtype, Problem, Shape};
 use crate::reference;
@@ -33,8 +37,23 @@ use crate::spec::LossSpec;
 #[derive(Args)]
 pub(super) struct Bench {
     /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "implementation", conflicts_with = "implementation")]
+    config: Option<PathBuf>,
+    /// The implementation, with the default loss
+    #[arg(long = "impl", value_name = "ID")]
+    implementation: Option<String>,
+    /// Extents of the logits: half a gigabyte in bf16 if none are given
+    #[arg(long, value_name = "BxTxV", requires = "implementation", default_value = "1x1792x151936")]
+    shape: Shape,
+    /// Dtype of the logits
+    #[arg(long, requires = "implementation", default_value = "bf16")]
+    dtype: Dtype,
+    /// Take turns with another implementation, or with a copy of the logits
+    #[arg(long, value_name = "ID|copy")]
+    against: Vec<String>,
+    /// Threads of kernels on this machine's cores, and of the copy; all cores if none are given
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
@@ -43,8 +62,9 @@ pub(super) struct Bench {
 
 impl Bench {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let case: Case = config::read(&self.config)?;
-        let invalid = |reason: &str| CliError::Config { path: self.config.clone(), reason: reason.into() };
+        let file = self.config.clone().unwrap_or_default();
+        let (case, command) = self.case()?;
+        let invalid = |reason: &str| CliError::Config { path: file.clone(), reason: reason.into() };
         let Batch::Generate(recipe) = &case.batch else {
             return Err(invalid("`batch`: got `fixture`, expected `generate`: a bench is of a shape"));
         };
@@ -56,11 +76,33 @@ impl Bench {
         if case.bench.steps == 0 {
             return Err(invalid("`bench.steps`: got 0, expected at least 1"));
         }
-        let implementation = case.kernel.implementation(&self.config, self.plugin.checked_path()?)?;
-        let subject =
-            Subject { implementation: &*implementation, spec: &case.spec, recipe, devices: case.kernel.devices };
-        let command = format!("assay bench --config {}", self.config.display());
-        match subject.measure(case.bench, available_host_bytes(), &command, &self.printing)? {
+        let plugin = self.plugin.checked_path()?;
+        let implementation = case.kernel.implementation(&file, plugin)?;
+        let opponents = self
+            .against
+            .iter()
+            .map(|id| match id.as_str() {
+                COPY => Ok(Opponent::Copy),
+                id => Ok(Opponent::Implementation(Kernel::of(id).implementation(&file, plugin)?)),
+            })
+            .collect::<Result<_, CliError>>()?;
+        let subject = Subject {
+            implementation: &*implementation,
+            spec: &case.spec,
+            recipe,
+            devices: case.kernel.devices,
+            opponents,
+        };
+        let measure = || subject.measure(case.bench, available_host_bytes(), &command, &self.printing);
+        let measured = match self.threads {
+            None => measure()?,
+            Some(0) => return Err(CliError::Usage("--threads: got 0, expected at least 1".into())),
+            Some(threads) => {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+                pool.map_err(|error| CliError::Usage(format!("--threads {threads}: {error}")))?.install(measure)?
+            }
+        };
+        match measured {
             Measured::Right(figures) => {
                 self.printing.finish(&figures.table(), &figures)?;
                 Ok(Passed::Yes)
@@ -74,6 +116,44 @@ impl Bench {
             }
         }
     }
+
+    /// What to measure, and the command that says so.
+    fn case(&self) -> Result<(Case, String), CliError> {
+        let Some(id) = &self.implementation else {
+            let config = self.config.as_ref().expect("one of the two is required");
+            return Ok((config::read(config)?, format!("assay bench --config {}", config.display())));
+        };
+        let Shape { batch, tokens, vocab } = self.shape;
+        let recipe = Recipe {
+            shape: [batch, tokens, vocab],
+            dtype: self.dtype,
+            regime: Regime::Peaked,
+            seed: 0,
+            // So near to the policy that no token is clipped: one that is costs less.
+            old_logp_noise_scale: 0.03,
+            masked_garbage: false,
+        };
+        let command = format!("assay bench --impl {id} --shape {} --dtype {}", self.shape, self.dtype);
+        Ok((Case::of(recipe, id), command))
+    }
+}
+
+/// The name of the opponent that only copies.
+const COPY: &str = "copy";
+
+/// What takes turns with the subject.
+enum Opponent {
+    Copy,
+    Implementation(Arc<dyn Implementation>),
+}
+
+impl Opponent {
+    fn name(&self) -> &str {
+        match self {
+            Opponent::Copy => COPY,
+            Opponent::Implementation(implementation) => implementation.id(),
+        }
+    }
 }
 
 /// What is measured.
@@ -82,6 +162,7 @@ struct Subject<'s> {
     spec: &'s LossSpec,
     recipe: &'s Recipe,
     devices: usize,
+    opponents: Vec<Opponent>,
 }
 
 enum Measured {
@@ -102,7 +183,7 @@ impl Subject<'_> {
         command: &str,
         printing: &Printing,
     ) -> Result<Measured, CliError> {
-        let Self { implementation, spec, recipe, devices } = *self;
+        let Self { implementation, spec, recipe, devices, ref opponents } = *self;
         let ([batch, tokens, vocab], dtype) = (recipe.shape, recipe.dtype);
         let shape = Shape { batch, tokens, vocab };
         self.expect_room(shape, 0, available)?;
@@ -113,7 +194,18 @@ impl Subject<'_> {
         let started = Instant::now();
         let prepared = implementation.prepare(spec, shape, dtype, devices)?;
         let compiling = started.elapsed();
-        self.expect_room(shape, prepared.host_bytes(), available)?;
+        let mut ready = Vec::new();
+        for opponent in opponents {
+            ready.push(match opponent {
+                Opponent::Copy => None,
+                Opponent::Implementation(implementation) => Some(implementation.prepare(spec, shape, dtype, 1)?),
+            });
+        }
+        let copies = ready.iter().filter(|ready| ready.is_none()).count();
+        let host_bytes = |prepared: &dyn Prepared| prepared.host_bytes();
+        let others = ready.iter().flatten().map(|prepared| host_bytes(&**prepared)).max().unwrap_or(0);
+        let beside = prepared.host_bytes().max(others) + copies * shape.elements().unwrap_or(0) * dtype.size();
+        self.expect_room(shape, beside, available)?;
 
         progress.set_message("generating");
         let problem = recipe.unmasked_problem(spec)?;
@@ -123,27 +215,48 @@ impl Subject<'_> {
         let (answer, first) = timed(step)?;
         progress.set_message("judging");
         let outcome = answer()?;
-        if let Some(wrong) = self.judge(&problem, outcome, command)? {
+        if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, outcome, command)? {
             return Ok(wrong);
         }
+        for (opponent, ready) in opponents.iter().zip(&ready) {
+            if let (Opponent::Implementation(implementation), Some(prepared)) = (opponent, ready) {
+                let outcome = timed(prepared.load(&problem)?)?.0()?;
+                if let Some(wrong) = judge_answer(&**implementation, spec, &problem, 1, outcome, command)? {
+                    return Ok(wrong);
+                }
+            }
+        }
+        let mut copy = (copies > 0).then(|| CopyOf::of(&problem.logits));
+        let mut turn = |ready: &Option<Box<dyn Prepared + '_>>| -> Result<Duration, CliError> {
+            match (ready, &mut copy) {
+                (Some(prepared), _) => Ok(timed(prepared.load(&problem)?)?.1),
+                (None, Some(copy)) => Ok(copy.time()),
+                (None, None) => unreachable!("there is one where a copy takes a turn"),
+            }
+        };
         progress.inc(1);
 
         progress.set_message("steps");
         for _ in 0..counts.warmup {
             drop(timed(prepared.load(&problem)?)?);
+            ready.iter().try_for_each(|ready| turn(ready).map(drop))?;
             progress.inc(1);
         }
         let mut steps = Vec::new();
+        let mut of_opponents = vec![Vec::new(); opponents.len()];
         let mut after_run = after_alloc.clone();
         for _ in 0..counts.steps {
             let (answer, took) = timed(prepared.load(&problem)?)?;
             steps.push(took);
             after_run = prepared.device_memory();
             drop(answer);
+            for (ready, times) in ready.iter().zip(&mut of_opponents) {
+                times.push(turn(ready)?);
+            }
             progress.inc(1);
         }
         progress.finish_and_clear();
-        let times = Times { first: compiling + first, steps };
+        let times = Times { first: compiling + first, steps, of_opponents };
         let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
         Ok(Measured::Right(Box::new(self.figures(shape, counts, times, memory))))
     }
@@ -159,26 +272,13 @@ impl Subject<'_> {
         Ok(expect_room(what, generating.max(running), available)?)
     }
 
-    /// The verdicts, if one of them failed.
-    fn judge(&self, problem: &Problem, outcome: Candidate, command: &str) -> Result<Option<Measured>, CliError> {
-        let id = self.implementation.id();
-        let reference = reference::evaluate(self.spec, problem).map_err(RunError::from)?;
-        let verdicts = judge(&reference, &outcome, self.implementation.class(), Tolerances::builtin())?;
-        let failed = verdicts.iter().filter(|verdict| verdict.status != Status::Pass);
-        let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
-        if failures.is_empty() {
-            return Ok(None);
-        }
-        let label = format!("{} {}", problem.shape(), problem.logits.dtype());
-        let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
-        let checks = verdicts.iter().map(|verdict| check(verdict).on_devices(self.devices)).collect();
-        Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
-    }
-
     fn figures(&self, shape: Shape, counts: Counts, times: Times, memory: MemorySeen) -> Figures {
-        let mut steps: Vec<f64> = times.steps.iter().map(Duration::as_secs_f64).collect();
+        let steps = sorted(&times.steps);
         let mean = steps.iter().sum::<f64>() / steps.len() as f64;
-        steps.sort_by(f64::total_cmp);
+        let median = percentile(&steps, 50);
+        let ratio = |times: &Vec<Duration>| median / percentile(&sorted(times), 50);
+        let ratios = self.opponents.iter().zip(&times.of_opponents);
+        let traffic = 2 * shape.elements().unwrap_or(0) * self.recipe.dtype.size();
         let mut why_null = BTreeMap::new();
         let mut keep =
             |key, figure: Result<i64, Unavailable>| figure.map_err(|why| why_null.insert(key, why.reason)).ok();
@@ -198,7 +298,7 @@ impl Subject<'_> {
             first_call_s: times.first.as_secs_f64(),
             avg_step_ms: mean * 1e3,
             step_s_mean: mean,
-            step_s_p50: percentile(&steps, 50),
+            step_s_p50: median,
             step_s_p90: percentile(&steps, 90),
             step_s_min: percentile(&steps, 0),
             step_s_max: percentile(&steps, 100),
@@ -206,6 +306,10 @@ impl Subject<'_> {
             mem_after_run: keep("mem_after_run", in_use(&memory.after_run)),
             peak_bytes_in_use: keep("peak_bytes_in_use", peak(|memory| memory.peak_bytes_in_use)),
             peak_bytes_reserved: keep("peak_bytes_reserved", peak(|memory| memory.peak_bytes_reserved)),
+            gb_per_s: traffic as f64 / median / 1e9,
+            threads: rayon::current_num_threads(),
+            isa: self.implementation.isa(),
+            ratios: ratios.map(|(opponent, times)| (format!("ratio_to_{}", opponent.name()), ratio(times))).collect(),
             argument_bytes: keep("argument_bytes", compiled(|memory| memory.argument_bytes)),
             output_bytes: keep("output_bytes", compiled(|memory| memory.output_bytes)),
             temp_bytes: keep("temp_bytes", compiled(|memory| memory.temp_bytes)),
@@ -213,6 +317,29 @@ impl Subject<'_> {
             why_null,
         }
     }
+}
+
+/// The verdicts on an answer, if one of them failed.
+fn judge_answer(
+    implementation: &dyn Implementation,
+    spec: &LossSpec,
+    problem: &Problem,
+    devices: usize,
+    outcome: Candidate,
+    command: &str,
+) -> Result<Option<Measured>, CliError> {
+    let id = implementation.id();
+    let reference = reference::evaluate(spec, problem).map_err(RunError::from)?;
+    let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin())?;
+    let failed = verdicts.iter().filter(|verdict| verdict.status != Status::Pass);
+    let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
+    if failures.is_empty() {
+        return Ok(None);
+    }
+    let label = format!("{} {}", problem.shape(), problem.logits.dtype());
+    let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
+    let checks = verdicts.iter().map(|verdict| check(verdict).on_devices(devices)).collect();
+    Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
 }
 
 /// Makes a step, and says how long it took.
@@ -225,6 +352,15 @@ fn timed(step: Step) -> Result<(Answer, Duration), CliError> {
 struct Times {
     first: Duration,
     steps: Vec<Duration>,
+    /// In the order of the opponents.
+    of_opponents: Vec<Vec<Duration>>,
+}
+
+/// Seconds, ascending.
+fn sorted(times: &[Duration]) -> Vec<f64> {
+    let mut seconds: Vec<f64> = times.iter().map(Duration::as_secs_f64).collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds
 }
 
 struct MemorySeen {
@@ -260,6 +396,15 @@ struct Figures {
     step_s_p90: f64,
     step_s_min: f64,
     step_s_max: f64,
+    /// Bytes of logits read and of dlogits written, over the median step.
+    gb_per_s: f64,
+    /// Of kernels on this machine's cores.
+    threads: usize,
+    /// The instruction set, where it runs on them.
+    isa: Option<&'static str>,
+    /// Under `ratio_to_copy` and the like: the median step over the opponent's.
+    #[serde(flatten)]
+    ratios: BTreeMap<String, f64>,
     /// Of the first device, as is every figure of memory: bytes in use when the arguments lie there.
     mem_after_alloc: Option<i64>,
     /// Bytes in use when the outputs of the last step lie there.
@@ -295,6 +440,12 @@ impl Figures {
         for (key, seconds) in seconds {
             table.add_row([key.into(), format!("{seconds:.6}")]);
         }
+        table.add_row(["gb_per_s".into(), format!("{:.2}", self.gb_per_s)]);
+        table.add_row(["threads".into(), self.threads.to_string()]);
+        table.add_row(["isa", self.isa.unwrap_or("–")]);
+        for (key, ratio) in &self.ratios {
+            table.add_row([key.into(), format!("{ratio:.3}")]);
+        }
         let bytes = [
             ("mem_after_alloc", self.mem_after_alloc),
             ("mem_after_run", self.mem_after_run),
@@ -324,8 +475,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::conformance::generate::Regime;
-    use crate::implementation::{Prepared, Unsupported, find};
+    use crate::implementation::{Unsupported, find};
 
     const QUIET: Printing = Printing { json: None, quiet: true };
 
@@ -410,7 +560,8 @@ mod tests {
 
     fn measure(subject: &Counting, shape: [usize; 3], available: Option<usize>) -> Result<Measured, CliError> {
         let (spec, recipe) = (LossSpec::default(), recipe(shape));
-        let subject = Subject { implementation: subject, spec: &spec, recipe: &recipe, devices: 1 };
+        let subject =
+            Subject { implementation: subject, spec: &spec, recipe: &recipe, devices: 1, opponents: Vec::new() };
         subject.measure(Counts { warmup: 2, steps: 4 }, available, "again", &QUIET)
     }
 

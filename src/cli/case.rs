@@ -100,6 +100,19 @@ impl Default for Counts {
     }
 }
 
+impl Case {
+    /// A generated batch, the default loss and one implementation.
+    pub(super) fn of(recipe: Recipe, implementation: &str) -> Self {
+        Self {
+            _reason: String::new(),
+            batch: Batch::Generate(recipe),
+            spec: LossSpec::default(),
+            kernel: Kernel::of(implementation),
+            bench: Counts::default(),
+        }
+    }
+}
+
 impl Batch {
     /// The problem; `case` is the file that this batch stands in.
     pub(super) fn problem(&self, spec: &LossSpec, case: &Path) -> Result<Problem, CliError> {
@@ -120,6 +133,11 @@ fn beside(case: &Path, path: impl AsRef<Path>) -> PathBuf {
 }
 
 impl Kernel {
+    /// The implementation `id`, on one device.
+    pub(super) fn of(id: &str) -> Self {
+        Self { enabled: true, implementation: id.into(), devices: one_device() }
+    }
+
     /// The implementation, once it is known to run here.
     pub(super) fn implementation(
         &self,

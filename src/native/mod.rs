@@ -9,6 +9,8 @@
 //! Extra memory, a thread: one row of f32; one more where the spec changes logits before their softmax. Logits of masked
 //! tokens are not read.
 
+#![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
+
 mod exp;
 mod head;
 mod loss;
@@ -16,7 +18,7 @@ mod reduction;
 mod row;
 mod simd;
 
-use ndarray::{Array2, ArrayView3, ArrayViewMut3, arr0};
+use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 use rayon::prelude::*;
 
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
@@ -193,6 +195,10 @@ impl Implementation for Native {
         Ok(())
     }
 
+    fn isa(&self) -> Option<&'static str> {
+        Some(self.isa.name())
+    }
+
     fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let unsupported = |field, given, supported: &str| {
             Err(Unsupported { implementation: self.id().into(), field, given, supported: supported.into() })
@@ -212,7 +218,7 @@ impl Implementation for Native {
     fn run(&self, spec: &LossSpec, mut problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
-        let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Default::default()));
+        let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Array3::default((0, 0, 0))));
         let tokens = problem.tokens();
         let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),

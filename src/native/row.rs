@@ -286,25 +286,15 @@ impl<S: Simd> Sums<S> {
             let max = simd.splat(self.max);
             let mut top = max;
             let (mut sum, mut weighted) = (simd.sums(), simd.sums());
-            for (i, units) in block.as_chunks::<GROUP>().0.iter().enumerate() {
+            for (i, [a, b, c, d]) in block.as_chunks::<GROUP>().0.iter().enumerate() {
+                let at = i * GROUP;
+                let a = self.unit(simd, a, max, &mut top, exps.get_mut(at));
+                let b = self.unit(simd, b, max, &mut top, exps.get_mut(at + 1));
+                let c = self.unit(simd, c, max, &mut top, exps.get_mut(at + 2));
+                let d = self.unit(simd, d, max, &mut top, exps.get_mut(at + 3));
                 // By halves, so that few are rounded next to the largest.
-                let mut of_pair = [[simd.splat(0.0); 2]; GROUP];
-                for (j, unit) in units.iter().enumerate() {
-                    let [low, high] = E::load(simd, unit);
-                    top = simd.max(high, simd.max(low, top));
-                    let (t_low, t_high) = (self.exponent(simd, low, max), self.exponent(simd, high, max));
-                    let (e_low, e_high) = (self.exp.scaled(simd, t_low), self.exp.scaled(simd, t_high));
-                    if let Some(exps) = exps.get_mut(i * GROUP + j) {
-                        simd.store_f32([e_low, e_high], exps);
-                    }
-                    let product = simd.mul(e_low, t_low);
-                    of_pair[j] = [simd.add(e_low, e_high), simd.mul_add(e_high, t_high, product)];
-                }
-                let [a, b, c, d] = of_pair;
-                let of_group = simd.add(simd.add(a[0], b[0]), simd.add(c[0], d[0]));
-                sum = simd.accumulate(sum, of_group);
-                let of_group = simd.add(simd.add(a[1], b[1]), simd.add(c[1], d[1]));
-                weighted = simd.accumulate(weighted, of_group);
+                sum = simd.accumulate(sum, simd.add(simd.add(a[0], b[0]), simd.add(c[0], d[0])));
+                weighted = simd.accumulate(weighted, simd.add(simd.add(a[1], b[1]), simd.add(c[1], d[1])));
             }
             let top = largest(simd.array(top));
             if top > self.max {
@@ -319,6 +309,26 @@ impl<S: Simd> Sums<S> {
                 return;
             }
         }
+    }
+
+    /// `2^26·e` and `2^26·e·t` of both halves of a unit, added.
+    #[inline(always)]
+    fn unit<E: Element>(
+        &self,
+        simd: S,
+        unit: &[E; UNIT],
+        max: S::Lanes,
+        top: &mut S::Lanes,
+        exps: Option<&mut [f32; UNIT]>,
+    ) -> [S::Lanes; 2] {
+        let [low, high] = E::load(simd, unit);
+        *top = simd.max(high, simd.max(low, *top));
+        let (t_low, t_high) = (self.exponent(simd, low, max), self.exponent(simd, high, max));
+        let (e_low, e_high) = (self.exp.scaled(simd, t_low), self.exp.scaled(simd, t_high));
+        if let Some(exps) = exps {
+            simd.store_f32([e_low, e_high], exps);
+        }
+        [simd.add(e_low, e_high), simd.mul_add(e_high, t_high, simd.mul(e_low, t_low))]
     }
 
     /// `t`, floored.
@@ -425,10 +435,7 @@ impl<E: Element> Work for Write<'_, '_, E> {
                 let exponent = Again::of(simd, self.logp);
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    let logits = match self.row.logits {
-                        Some(logits) => Some(&logits[i * BLOCK..][..dlogits.len()]),
-                        None => None,
-                    };
+                    let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
                     let exps = kept.exps[i * BLOCK..(i + 1) * BLOCK].as_chunks().0;
                     if kept.maxima[i] != since {
                         since = kept.maxima[i];

@@ -8,6 +8,7 @@
 //! those leave it out.
 
 #![allow(unsafe_code)]
+#![allow(clippy::cast_ptr_alignment, reason = "loads and stores are those of any alignment")]
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
