@@ -1,8 +1,8 @@
 //! The CPU kernel: rows of logits over threads, each read from memory once and its dlogits written once; twice where tokens
 //! share a ratio.
 //!
-//! Arithmetic: each element in f32, sixteen at a time ([`Isa`]), sums in f32 over 32 columns of a lane and in f64 from there
-//! on, everything that is done once a token in f64, outputs rounded once. Rows are independent, and what tokens share is
+//! Arithmetic: each element in f32, sixteen at a time ([`Isa`]), sums in f32 over a few columns and in f64 over the rest,
+//! everything that is done once a token in f64, outputs rounded once. Rows are independent, and what tokens share is
 //! summed in their order, so results have the same bits for any number of threads, in place or not, and on every
 //! instruction set.
 //!

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The score is one walk: `m` is the largest logit so far, and what was summed is multiplied by `exp((m_old − m_new)/T)`
-//! where a block of columns has a larger one. Sums are by halves in f32 over 16 columns, of which none is rounded more than
-//! four times, and in f64 over those.
+//! where a block of columns has a larger one. Sums are f32 over 16 columns, none of which is rounded more than eight times,
+//! and f64 over those; that of `e_j t_j`, in which the largest has no part, f32 over 64.
 //!
 //! The exponentials may be kept for the write, each block's relative to the `m` that it was made with; where they are not,
 //! they are made again.
@@ -20,7 +20,7 @@ use super::simd::{Isa, Simd, UNIT, Work};
 use crate::problem::Float;
 use crate::spec::{LossSpec, TemperatureDivides};
 
-/// Units whose exponentials are added in f32 before they are in f64.
+/// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 4;
 
 /// Units in a block.
@@ -285,17 +285,31 @@ impl<S: Simd> Sums<S> {
         loop {
             let max = simd.splat(self.max);
             let mut top = max;
-            let (mut sum, mut weighted) = (simd.sums(), simd.sums());
-            for (i, [a, b, c, d]) in block.as_chunks::<GROUP>().0.iter().enumerate() {
-                let at = i * GROUP;
-                let a = self.unit(simd, a, max, &mut top, exps.get_mut(at));
-                let b = self.unit(simd, b, max, &mut top, exps.get_mut(at + 1));
-                let c = self.unit(simd, c, max, &mut top, exps.get_mut(at + 2));
-                let d = self.unit(simd, d, max, &mut top, exps.get_mut(at + 3));
-                // By halves, so that few are rounded next to the largest.
-                sum = simd.accumulate(sum, simd.add(simd.add(a[0], b[0]), simd.add(c[0], d[0])));
-                weighted = simd.accumulate(weighted, simd.add(simd.add(a[1], b[1]), simd.add(c[1], d[1])));
+            let mut sum = simd.sums();
+            let mut weighted = simd.splat(0.0);
+            let mut exps = exps.chunks_mut(GROUP);
+            for group in block.chunks(GROUP) {
+                // Few are added in f32, so that few are rounded next to the largest; in the other sum it is 0.
+                let mut of_group = simd.splat(0.0);
+                let exps = exps.next().unwrap_or_default();
+                for (i, unit) in group.iter().enumerate() {
+                    let [low, high] = E::load(simd, unit);
+                    top = simd.max(high, simd.max(low, top));
+                    let t = self.exponent(simd, low, max);
+                    let e_low = self.exp.scaled(simd, t);
+                    of_group = simd.add(of_group, e_low);
+                    weighted = simd.mul_add(e_low, t, weighted);
+                    let t = self.exponent(simd, high, max);
+                    let e_high = self.exp.scaled(simd, t);
+                    of_group = simd.add(of_group, e_high);
+                    weighted = simd.mul_add(e_high, t, weighted);
+                    if let Some(exps) = exps.get_mut(i) {
+                        simd.store_f32([e_low, e_high], exps);
+                    }
+                }
+                sum = simd.accumulate(sum, of_group);
             }
+            let weighted = simd.accumulate(simd.sums(), weighted);
             let top = largest(simd.array(top));
             if top > self.max {
                 // What was summed moves to the new maximum, and the block is done again.
@@ -309,26 +323,6 @@ impl<S: Simd> Sums<S> {
                 return;
             }
         }
-    }
-
-    /// `2^26·e` and `2^26·e·t` of both halves of a unit, added.
-    #[inline(always)]
-    fn unit<E: Element>(
-        &self,
-        simd: S,
-        unit: &[E; UNIT],
-        max: S::Lanes,
-        top: &mut S::Lanes,
-        exps: Option<&mut [f32; UNIT]>,
-    ) -> [S::Lanes; 2] {
-        let [low, high] = E::load(simd, unit);
-        *top = simd.max(high, simd.max(low, *top));
-        let (t_low, t_high) = (self.exponent(simd, low, max), self.exponent(simd, high, max));
-        let (e_low, e_high) = (self.exp.scaled(simd, t_low), self.exp.scaled(simd, t_high));
-        if let Some(exps) = exps {
-            simd.store_f32([e_low, e_high], exps);
-        }
-        [simd.add(e_low, e_high), simd.mul_add(e_high, t_high, simd.mul(e_low, t_low))]
     }
 
     /// `t`, floored.
