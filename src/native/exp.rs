@@ -64,3 +64,72 @@ impl<S: Simd> Exp<S> {
         simd.scale(p, raised)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rayon::prelude::*;
+
+    use super::*;
+    use crate::native::simd::{Isa, UNIT, Work};
+
+    struct Exps<'x>(&'x [f32; UNIT]);
+
+    impl Work for Exps<'_> {
+        type Output = [f32; UNIT];
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> [f32; UNIT] {
+            let (exp, unscale) = (Exp::new(simd), simd.splat((1.0 / SCALE) as f32));
+            let [low, high] = simd.load_f32(self.0);
+            let low = exp.scaled(simd, exp.floored(simd, low));
+            let high = exp.scaled(simd, exp.floored(simd, high));
+            let mut exps = [0.0; UNIT];
+            simd.store_f32([simd.mul(low, unscale), simd.mul(high, unscale)], &mut exps);
+            exps
+        }
+    }
+
+    /// The largest error in ulp over every `step`th f32 from −0 down to `lowest`, on every instruction set.
+    fn worst_error(step: usize, lowest: f32) -> f64 {
+        let all: Vec<u32> = ((-0.0_f32).to_bits()..=lowest.to_bits()).step_by(step).collect();
+        let of_unit = |bits: &[u32]| {
+            let mut t = [0.0; UNIT];
+            t.iter_mut().zip(bits).for_each(|(t, &bits)| *t = f32::from_bits(bits));
+            let error = |isa: Isa| {
+                let errors = t.iter().zip(isa.run(Exps(&t))).map(|(&t, e)| {
+                    let exact = f64::from(t).exp();
+                    let ulp = f64::from(f32::EPSILON) * 2.0_f64.powi((exact.log2().floor() as i32).max(-126));
+                    (f64::from(e) - exact).abs() / ulp
+                });
+                errors.fold(0.0, f64::max)
+            };
+            Isa::available().into_iter().map(error).fold(0.0, f64::max)
+        };
+        all.par_chunks(UNIT).map(of_unit).reduce(|| 0.0, f64::max)
+    }
+
+    #[test]
+    fn exp_f32_from_104_below_0_is_within_an_ulp() {
+        let worst = worst_error(997, -104.0);
+        assert!(worst <= 0.9, "{worst} ulp");
+    }
+
+    #[test]
+    #[ignore = "a billion numbers, two minutes: `make test-extensive`"]
+    fn exp_every_f32_from_104_below_0_is_within_an_ulp() {
+        let worst = worst_error(1, -104.0);
+        println!("{worst} ulp");
+        assert!(worst <= 0.9, "{worst} ulp");
+    }
+
+    #[test]
+    fn exp_f32_is_1_at_0_and_0_far_below() {
+        let mut t = [f32::NEG_INFINITY; UNIT];
+        t[..4].copy_from_slice(&[0.0, -0.0, -105.0, f32::MIN]);
+        for isa in Isa::available() {
+            let exps = isa.run(Exps(&t));
+            assert_eq!(exps[..2], [1.0, 1.0], "{isa}");
+            assert!(exps[2..].iter().all(|&e| e == 0.0), "{isa}: {exps:?}");
+        }
+    }
+}

@@ -166,3 +166,140 @@ impl fmt::Display for Isa {
         f.write_str(self.name())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rand::{RngExt as _, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    /// Every operation on the same bits.
+    struct Everything<'x>([&'x [f32; UNIT]; 3]);
+
+    impl Work for Everything<'_> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> Vec<f32> {
+            let [a, b, c] = self.0;
+            let ([a, a2], [b, b2], [c, c2]) = (simd.load_f32(a), simd.load_f32(b), simd.load_f32(c));
+            let mut all = Vec::new();
+            for [low, high] in [
+                [a, a2],
+                [simd.add(a, b), simd.add(a2, b2)],
+                [simd.sub(a, b), simd.sub(a2, b2)],
+                [simd.mul(a, b), simd.mul(a2, b2)],
+                [simd.mul_add(a, b, c), simd.mul_add(a2, b2, c2)],
+                [simd.max(a, b), simd.max(a2, b2)],
+                [simd.scale(a, b), simd.scale(a2, b2)],
+                [simd.splat(1.5), simd.splat(-2.5)],
+            ] {
+                let mut to = [0.0; UNIT];
+                simd.store_f32([low, high], &mut to);
+                assert_eq!(
+                    [simd.array(low), simd.array(high)].as_flattened().iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+                    to.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+                );
+                all.extend(to);
+            }
+            let sums = simd.accumulate(simd.accumulate(simd.sums(), a), b2);
+            all.push(simd.total(sums) as f32);
+            all
+        }
+    }
+
+    /// To 16 bits and back: the bits, and what they are read as.
+    struct Sixteen<'x>(&'x [f32; UNIT]);
+
+    impl Work for Sixteen<'_> {
+        type Output = ([bf16; UNIT], [f16; UNIT], [f32; UNIT], [f32; UNIT]);
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> Self::Output {
+            let (mut bf16s, mut f16s) = ([bf16::ZERO; UNIT], [f16::ZERO; UNIT]);
+            let (mut from_bf16, mut from_f16) = ([0.0; UNIT], [0.0; UNIT]);
+            // Stored in the order that a load of the same kind gives.
+            let given: [bf16; UNIT] = self.0.map(bf16::from_f32);
+            let order = simd.load_bf16(&given);
+            simd.store_f32(order, &mut from_bf16);
+            let mut paired = [0.0; UNIT];
+            for i in 0..UNIT {
+                paired[i] = self.0[if i < 16 { 2 * i } else { 2 * (i - 16) + 1 }];
+            }
+            simd.store_bf16(simd.load_f32(&paired), &mut bf16s);
+            simd.store_f16(simd.load_f32(self.0), &mut f16s);
+            simd.store_f32(simd.load_f16(&f16s), &mut from_f16);
+            (bf16s, f16s, from_bf16, from_f16)
+        }
+    }
+
+    fn bits(x: f32) -> u32 {
+        if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
+    }
+
+    /// Units of any bits at all, and of numbers that a row is made of.
+    fn units(count: usize) -> Vec<[f32; UNIT]> {
+        let mut rng = ChaCha8Rng::seed_from_u64(0);
+        let mut unit = |i: usize| -> [f32; UNIT] {
+            std::array::from_fn(|_| match i % 3 {
+                0 => f32::from_bits(rng.random()),
+                1 => rng.random_range(-120.0..10.0),
+                // Halfway between two bf16, or near it.
+                _ => f32::from_bits((rng.random::<u32>() & 0xffff_0000) | (0x7fff + rng.random_range(0..3))),
+            })
+        };
+        (0..count).map(&mut unit).collect()
+    }
+
+    #[test]
+    fn every_operation_has_the_bits_of_the_portable_one() {
+        let units = units(3000);
+        for window in units.windows(3) {
+            let [a, b, c] = window else { unreachable!("windows of three") };
+            let run = |isa: Isa| -> Vec<u32> {
+                isa.run(Everything([a, b, c]))
+                    .into_iter()
+                    .enumerate()
+                    .filter(|(i, x)| {
+                        // Nothing is said of what scaling makes of a NaN.
+                        !(6 * UNIT..7 * UNIT).contains(i) || x.is_finite()
+                    })
+                    .map(|(_, x)| bits(x))
+                    .collect()
+            };
+            let [all @ .., portable] = &Isa::available()[..] else { unreachable!("portable is always there") };
+            for isa in all {
+                assert_eq!(run(*isa), run(*portable), "{isa}");
+            }
+        }
+    }
+
+    #[test]
+    fn sixteen_bits_are_rounded_to_nearest_even_and_nan_is_kept() {
+        for unit in units(30_000) {
+            for isa in Isa::available() {
+                let (bf16s, f16s, from_bf16, from_f16) = isa.run(Sixteen(&unit));
+                for (i, &x) in unit.iter().enumerate() {
+                    let (bf, half) = (bf16::from_f32(x), f16::from_f32(x));
+                    let place = if i % 2 == 0 { i / 2 } else { 16 + i / 2 };
+                    assert_eq!(bf16s[i].is_nan(), x.is_nan(), "{isa}: {x:e}");
+                    assert_eq!(f16s[i].is_nan(), x.is_nan(), "{isa}: {x:e}");
+                    assert_eq!(bits(from_bf16[place]), bits(bf.to_f32()), "{isa}: {x:e}");
+                    assert_eq!(bits(from_f16[i]), bits(half.to_f32()), "{isa}: {x:e}");
+                    if !x.is_nan() {
+                        assert_eq!((bf16s[i], f16s[i]), (bf, half), "{isa}: {x:e}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn instruction_sets_are_named_and_the_portable_one_is_last() {
+        let available = Isa::available();
+        assert_eq!(available.last().map(|isa| isa.name()), Some("portable"));
+        assert!(available.iter().all(|isa| Isa::NAMES.contains(&isa.name())), "{available:?}");
+        assert_eq!(Isa::fastest(), available[0]);
+    }
+}
