@@ -5,13 +5,14 @@ use std::collections::BTreeSet;
 use std::fs;
 
 use assay::implementation::{find, registry};
+use assay::native::Isa;
 use assay::problem::{Dtype, Shape};
 use assay::spec::LossSpec;
 use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
 use tempfile::TempDir;
 
-const KEYS: [&str; 22] = [
+const KEYS: [&str; 25] = [
     "impl",
     "devices",
     "shape",
@@ -25,6 +26,9 @@ const KEYS: [&str; 22] = [
     "step_s_p90",
     "step_s_min",
     "step_s_max",
+    "gb_per_s",
+    "threads",
+    "isa",
     "mem_after_alloc",
     "mem_after_run",
     "peak_bytes_in_use",
@@ -56,6 +60,50 @@ fn config(implementation: &str, devices: usize, shape: [usize; 3], dtype: Dtype)
          kernel: {{enabled: true, impl: {implementation}, devices: {devices}}}\n\
          bench: {{warmup: 1, steps: 3}}\n"
     )
+}
+
+/// The same without a file.
+fn bench_of(args: &[&str]) -> (i32, String, String, Option<Value>) {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("bench.json");
+    let output = cargo_bin_cmd!("assay").arg("bench").args(args).arg("--json").arg(&json).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    let json = fs::read_to_string(&json).ok().map(|text| serde_json::from_str(&text).unwrap());
+    (output.status.code().expect("not killed"), text(output.stdout), text(output.stderr), json)
+}
+
+#[test]
+fn opponents_take_turns_and_give_ratios() {
+    let args = ["--impl", "native", "--shape", "1x4x513", "--dtype", "f16", "--threads", "2"];
+    let (code, stdout, stderr, json) = bench_of(&[&args[..], &["--against", "copy", "--against", "native"]].concat());
+    assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    let result = json.unwrap();
+    let number = |key: &str| result[key].as_f64().unwrap_or_else(|| panic!("{key} is a number"));
+    assert_eq!((&result["shape"], &result["dtype"]), (&serde_json::json!([1, 4, 513]), &"f16".into()));
+    assert_eq!(result["threads"], 2);
+    assert!(Isa::NAMES.contains(&result["isa"].as_str().unwrap()));
+    assert!(number("ratio_to_copy") > 0.0 && number("ratio_to_native") > 0.0);
+    let traffic = 2.0 * 4.0 * 513.0 * 2.0;
+    assert!((number("gb_per_s") * number("step_s_p50") * 1e9 / traffic - 1.0).abs() < 1e-9);
+    assert!(stdout.contains("ratio_to_copy") && stdout.contains("ratio_to_native"), "{stdout}");
+}
+
+#[test]
+fn impossible_turns_are_refused() {
+    let native = ["--impl", "native", "--shape", "1x2x9"];
+    for (args, part) in [
+        (&["--against", "nobody"][..], "nobody"),
+        (&["--threads", "0"], "--threads: got 0, expected at least 1"),
+        (&["--shape", "1x2"], "shape: got `1x2`, expected BxTxV"),
+        (&["--dtype", "f8"], "dtype: got `f8`, expected f64, f32, bf16 or f16"),
+        (&["--dtype", "f64"], "does not support logits dtype f64"),
+        (&["--config", "some.yaml"], "cannot be used with"),
+    ] {
+        let given = if part.contains("BxTxV") { &native[..2] } else { &native[..] };
+        let (code, stdout, stderr, json) = bench_of(&[given, args].concat());
+        assert_eq!((code, stdout.as_str(), json), (2, "", None), "{args:?}: {stderr}");
+        assert!(stderr.contains(part), "{args:?}: {stderr}");
+    }
 }
 
 #[track_caller]

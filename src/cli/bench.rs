@@ -280,6 +280,10 @@ impl Subject<'_> {
         let ratios = self.opponents.iter().zip(&times.of_opponents);
         let traffic = 2 * shape.elements().unwrap_or(0) * self.recipe.dtype.size();
         let mut why_null = BTreeMap::new();
+        let isa = self.implementation.isa();
+        if isa.is_none() {
+            why_null.insert("isa", "only kernels on this machine's cores say which instructions they use".into());
+        }
         let mut keep =
             |key, figure: Result<i64, Unavailable>| figure.map_err(|why| why_null.insert(key, why.reason)).ok();
         let unreported = || Unavailable { reason: "the device's allocator does not report it".into() };
@@ -308,7 +312,7 @@ impl Subject<'_> {
             peak_bytes_reserved: keep("peak_bytes_reserved", peak(|memory| memory.peak_bytes_reserved)),
             gb_per_s: traffic as f64 / median / 1e9,
             threads: rayon::current_num_threads(),
-            isa: self.implementation.isa(),
+            isa,
             ratios: ratios.map(|(opponent, times)| (format!("ratio_to_{}", opponent.name()), ratio(times))).collect(),
             argument_bytes: keep("argument_bytes", compiled(|memory| memory.argument_bytes)),
             output_bytes: keep("output_bytes", compiled(|memory| memory.output_bytes)),

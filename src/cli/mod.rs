@@ -52,7 +52,7 @@ enum Command {
     Replay(replay::Replay),
     /// Check one implementation's loss and gradient on one batch
     Gradcheck(gradcheck::Gradcheck),
-    /// Time one implementation on one batch, after judging its answer
+    /// Time one implementation on one batch, after judging its answer, in turns with others
     Bench(bench::Bench),
     /// Write a problem for a kernel of your own
     Generate(generate::Generate),

@@ -223,10 +223,7 @@ mod tests {
             let given: [bf16; UNIT] = self.0.map(bf16::from_f32);
             let order = simd.load_bf16(&given);
             simd.store_f32(order, &mut from_bf16);
-            let mut paired = [0.0; UNIT];
-            for i in 0..UNIT {
-                paired[i] = self.0[if i < 16 { 2 * i } else { 2 * (i - 16) + 1 }];
-            }
+            let paired = std::array::from_fn(|i| self.0[if i < 16 { 2 * i } else { 2 * (i - 16) + 1 }]);
             simd.store_bf16(simd.load_f32(&paired), &mut bf16s);
             simd.store_f16(simd.load_f32(self.0), &mut f16s);
             simd.store_f32(simd.load_f16(&f16s), &mut from_f16);

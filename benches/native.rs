@@ -1,0 +1,153 @@
+//! The CPU kernel against what memory allows: dlogits over the logits against a copy of them, logp and entropy alone against
+//! a read, at Qwen's vocabulary and half a gigabyte of logits, for every instruction set and number of threads; then how the
+//! time grows with rows and columns. Each answer is judged before it is timed; the two sides of a ratio take turns; medians.
+//!
+//! `ASSAY_BENCH_ROWS` asks for another number of rows of bf16.
+
+use std::time::{Duration, Instant};
+
+use assay::bandwidth::{CopyOf, time_read};
+use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::judge::judge;
+use assay::conformance::tolerance::Tolerances;
+use assay::implementation::Implementation;
+use assay::native::{Isa, Native};
+use assay::problem::{Dtype, FloatArray, Problem};
+use assay::reference;
+use assay::spec::LossSpec;
+use rayon::ThreadPoolBuilder;
+
+const VOCAB: usize = 151_936;
+const SAMPLES: usize = 10;
+
+fn main() {
+    let rows = std::env::var("ASSAY_BENCH_ROWS").map_or(1792, |rows| rows.parse().expect("a number of rows"));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    println!("dtype  threads  isa       fwd+bwd      GB/s  ratio_to_copy  |  fwd         GB/s  ratio_to_read");
+    for dtype in Dtype::KERNEL {
+        let problem = problem(rows * 2 / dtype.size(), VOCAB, dtype);
+        for isa in Isa::available() {
+            check(isa, &problem);
+            for threads in [1, threads] {
+                let pool = ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+                // Not worth a minute: the portable path is for machines that have nothing else.
+                if isa.name() != "portable" {
+                    pool.install(|| line(isa, threads, &problem));
+                }
+            }
+        }
+    }
+    println!("\nbf16, {}, {threads} threads: ns an element", Isa::fastest());
+    for (what, shapes) in [
+        ("rows", [(rows / 8, VOCAB), (rows / 4, VOCAB), (rows / 2, VOCAB), (rows, VOCAB)]),
+        ("columns", [(rows, VOCAB / 8), (rows, VOCAB / 4), (rows, VOCAB / 2), (rows, VOCAB)]),
+    ] {
+        let points: Vec<(f64, f64)> = shapes
+            .into_iter()
+            .map(|(rows, vocab)| {
+                let problem = problem(rows, vocab, Dtype::Bf16);
+                let seconds = median((0..SAMPLES).map(|_| backward(&Native::default(), &problem)).collect());
+                println!("  {rows} x {vocab}: {:.4}", seconds * 1e9 / (rows * vocab) as f64);
+                ((rows * vocab) as f64, seconds)
+            })
+            .collect();
+        println!("  slope over {what}: {:.4}", slope(&points) * 1e9);
+    }
+}
+
+fn problem(rows: usize, vocab: usize, dtype: Dtype) -> Problem {
+    let recipe = Recipe {
+        shape: [1, rows, vocab],
+        dtype,
+        regime: Regime::Peaked,
+        seed: 0,
+        // So near to the policy that no token is clipped: one that is costs less.
+        old_logp_noise_scale: 0.03,
+        masked_garbage: false,
+    };
+    recipe.unmasked_problem(&LossSpec::default()).expect("a valid recipe")
+}
+
+/// Judges the first rows.
+fn check(isa: Isa, problem: &Problem) {
+    let spec = LossSpec::default();
+    let (rows, vocab) = (problem.shape().tokens.min(32), problem.shape().vocab);
+    let problem = self::problem(rows, vocab, problem.logits.dtype());
+    let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
+    let outcome = Native::on(isa).run(&spec, problem.clone(), 1).expect("supported");
+    for verdict in judge(&reference, &outcome, "native", Tolerances::builtin()).expect("judged") {
+        assert!(verdict.passed(), "{isa} fails {}: {verdict:?}", verdict.gate);
+    }
+}
+
+fn line(isa: Isa, threads: usize, problem: &Problem) {
+    let native = Native::on(isa);
+    let mut copy = CopyOf::of(&problem.logits);
+    let mut times = [const { Vec::new() }; 4];
+    for _ in 0..=SAMPLES {
+        times[0].push(backward(&native, problem));
+        times[1].push(copy.time());
+        times[2].push(forward(&native, problem));
+        times[3].push(time_read(&problem.logits));
+    }
+    // The first warms up.
+    let [backward, copy, forward, read] = times.map(|times| median(times[1..].to_vec()));
+    let shape = problem.shape();
+    let gigabytes = (shape.tokens * shape.vocab * problem.logits.dtype().size()) as f64 / 1e9;
+    println!(
+        "{:5}  {threads:7}  {isa:8}  {:7.1} ms  {:6.2}  {:13.2}  |  {:6.1} ms  {:6.2}  {:13.2}",
+        problem.logits.dtype().to_string(),
+        backward * 1e3,
+        2.0 * gigabytes / backward,
+        backward / copy,
+        forward * 1e3,
+        gigabytes / forward,
+        forward / read,
+    );
+}
+
+/// A step on a copy of the logits.
+fn backward(native: &Native, problem: &Problem) -> Duration {
+    let (spec, tokens) = (LossSpec::default(), problem.tokens());
+    macro_rules! step {
+        ($logits:expr) => {{
+            let mut logits = $logits.clone();
+            let started = Instant::now();
+            native.forward_backward_in_place(&spec, logits.view_mut(), tokens).expect("supported");
+            started.elapsed()
+        }};
+    }
+    match &problem.logits {
+        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
+        FloatArray::F32(logits) => step!(logits),
+        FloatArray::Bf16(logits) => step!(logits),
+        FloatArray::F16(logits) => step!(logits),
+    }
+}
+
+fn forward(native: &Native, problem: &Problem) -> Duration {
+    let (spec, tokens) = (LossSpec::default(), problem.tokens());
+    let started = Instant::now();
+    match &problem.logits {
+        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
+        FloatArray::F32(logits) => native.forward(&spec, logits.view(), tokens),
+        FloatArray::Bf16(logits) => native.forward(&spec, logits.view(), tokens),
+        FloatArray::F16(logits) => native.forward(&spec, logits.view(), tokens),
+    }
+    .expect("supported");
+    started.elapsed()
+}
+
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort();
+    times[times.len() / 2].as_secs_f64()
+}
+
+/// Of the line through `points` with the smallest squared distances.
+fn slope(points: &[(f64, f64)]) -> f64 {
+    let n = points.len() as f64;
+    let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / n;
+    let (x, y) = (mean(|p| p.0), mean(|p| p.1));
+    let products: f64 = points.iter().map(|p| (p.0 - x) * (p.1 - y)).sum();
+    products / points.iter().map(|p| (p.0 - x).powi(2)).sum::<f64>()
+}
