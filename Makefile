@@ -35,6 +35,7 @@ test: setup
 test-extensive: test
 	PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked
 	$(CARGO) test --release --locked --no-default-features
+	$(CARGO) test --release --locked --lib exp_every_f32 -- --ignored
 	@$(MAKE) --no-print-directory jax-example
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
