@@ -113,7 +113,9 @@ fn unsafe_stands_only_where_it_may_and_gives_its_reason() {
                 "src/{file}:{}: unsafe outside {UNSAFE:?}",
                 i + 1
             );
-            let reason = lines[..i].iter().rev().take_while(|line| line.trim_start().starts_with("//"));
+            // Attributes may stand between.
+            let beside = |line: &&&str| ["//", "#["].iter().any(|start| line.trim_start().starts_with(start));
+            let reason = lines[..i].iter().rev().take_while(beside);
             // A block says why it may; a function says what its caller must keep.
             let given = |line: &&str| line.contains("SAFETY:") || line.contains("# Safety");
             assert!(reason.into_iter().any(given), "src/{file}:{}: no SAFETY reason", i + 1);
