@@ -258,6 +258,9 @@ fn all_outputs_extreme_logits_have_the_same_bits_and_match_reference() {
         vec![1e-40, -1e-40, f32::MIN_POSITIVE, 0.0],
         vec![-104.0, -103.0, -88.0, 0.0],
         vec![f32::NAN, 1.0, 2.0, 3.0],
+        // NaNs that arithmetic on their bits would make numbers of.
+        vec![f32::from_bits(0x7fff_ffff), 1.0, 2.0, 3.0],
+        vec![f32::from_bits(0xffc0_0001), 1.0, 2.0, 3.0],
         vec![f32::INFINITY, 1.0, 2.0, 3.0],
         vec![f32::NEG_INFINITY; 4],
     ];
