@@ -93,7 +93,8 @@ fn impossible_turns_are_refused() {
     let native = ["--impl", "native", "--shape", "1x2x9"];
     for (args, part) in [
         (&["--against", "nobody"][..], "nobody"),
-        (&["--threads", "0"], "--threads: got 0, expected at least 1"),
+        (&["--threads", "0"], "0 is not in 1..=1024"),
+        (&["--threads", "100000"], "100000 is not in 1..=1024"),
         (&["--shape", "1x2"], "shape: got `1x2`, expected BxTxV"),
         (&["--dtype", "f8"], "dtype: got `f8`, expected f64, f32, bf16 or f16"),
         (&["--dtype", "f64"], "does not support logits dtype f64"),

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{ArgGroup, Args, value_parser};
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
@@ -35,9 +35,10 @@ use crate::reference;
 use crate::spec::LossSpec;
 
 #[derive(Args)]
+#[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
 pub(super) struct Bench {
     /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
-    #[arg(long, value_name = "FILE", required_unless_present = "implementation", conflicts_with = "implementation")]
+    #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// The implementation, with the default loss
     #[arg(long = "impl", value_name = "ID")]
@@ -52,8 +53,8 @@ pub(super) struct Bench {
     #[arg(long, value_name = "ID|copy")]
     against: Vec<String>,
     /// Threads of kernels on this machine's cores, and of the copy; all cores if none are given
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
@@ -96,9 +97,8 @@ impl Bench {
         let measure = || subject.measure(case.bench, available_host_bytes(), &command, &self.printing);
         let measured = match self.threads {
             None => measure()?,
-            Some(0) => return Err(CliError::Usage("--threads: got 0, expected at least 1".into())),
             Some(threads) => {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build();
                 pool.map_err(|error| CliError::Usage(format!("--threads {threads}: {error}")))?.install(measure)?
             }
         };
