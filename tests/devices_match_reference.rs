@@ -7,8 +7,6 @@
 mod device_cases;
 #[path = "common/implementations.rs"]
 mod implementations;
-#[path = "common/recipes.rs"]
-mod recipes;
 #[path = "common/variants.rs"]
 mod variants;
 

@@ -3,8 +3,6 @@
 
 #[path = "common/implementations.rs"]
 mod implementations;
-#[path = "common/recipes.rs"]
-mod recipes;
 #[path = "common/variants.rs"]
 mod variants;
 
@@ -12,6 +10,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::sync::Mutex;
 
+use assay::conformance::cases;
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::report::explain;
@@ -74,7 +73,7 @@ proptest! {
     #![proptest_config(config(1500))]
 
     #[test]
-    fn all_outputs_any_spec_any_regime_match_reference(spec in recipes::any_spec(), recipe in recipes::any_recipe()) {
+    fn all_outputs_any_spec_any_regime_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         expect_right(&spec, &recipe);
     }
 }

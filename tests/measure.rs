@@ -7,13 +7,12 @@
 mod device_cases;
 #[path = "common/implementations.rs"]
 mod implementations;
-#[path = "common/recipes.rs"]
-mod recipes;
 
 use std::collections::BTreeMap;
 use std::env;
 use std::sync::Arc;
 
+use assay::conformance::cases;
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::tolerance::Tolerances;
@@ -34,7 +33,7 @@ fn kappa_of_every_gate() {
     let immediate = implementations::immediate();
     let mut seen = Seen::default();
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    let cases = (recipes::any_spec(), recipes::any_recipe());
+    let cases = (cases::any_spec(), cases::any_recipe());
     let mut next = || cases.new_tree(&mut runner).expect("no filter rejects").current();
     for _ in 0..RANDOM_CASES {
         let (spec, recipe) = next();

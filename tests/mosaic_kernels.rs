@@ -1,9 +1,7 @@
 //! The text that libtpu is given for every tile kernel, run by the interpreter and judged against the reference. No
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
-#[path = "common/recipes.rs"]
-mod recipes;
-
+use assay::conformance::cases;
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::report::explain;
@@ -471,15 +469,15 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) })]
 
     #[test]
-    fn all_outputs_one_pass_text_any_spec_match_reference(spec in recipes::any_spec(), recipe in recipes::any_recipe()) {
+    fn all_outputs_one_pass_text_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let spec = token_by_token(spec);
         check("tile-one-pass", &spec, &recipe, ANY_DEVICE).map_err(TestCaseError::fail)?;
     }
 
     #[test]
     fn all_outputs_two_pass_text_any_spec_match_reference(
-        spec in recipes::any_ppo_spec(),
-        recipe in recipes::any_recipe(),
+        spec in cases::any_ppo_spec(),
+        recipe in cases::any_recipe(),
     ) {
         check("tile-two-pass", &plain(&spec), &recipe, ANY_DEVICE).map_err(TestCaseError::fail)?;
     }

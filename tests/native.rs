@@ -3,9 +3,7 @@
 //!
 //! That the answer is right is shown elsewhere, on the fastest instruction set, and so holds for all.
 
-#[path = "common/recipes.rs"]
-mod recipes;
-
+use assay::conformance::cases;
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::tolerance::Tolerances;
@@ -81,7 +79,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
 
     #[test]
-    fn all_outputs_any_spec_have_the_bits_of_the_portable_path(spec in recipes::any_spec(), recipe in recipes::any_recipe()) {
+    fn all_outputs_any_spec_have_the_bits_of_the_portable_path(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let problem = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
         let native = Native::default();
         prop_assume!(native.supports(&spec, problem.shape(), recipe.dtype, 1).is_ok());

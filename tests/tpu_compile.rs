@@ -1,8 +1,5 @@
 //! Programs compiled for TPUs with libtpu, and workers that die. Without libtpu the trials that need it read *ignored*.
 
-#[path = "common/recipes.rs"]
-mod recipes;
-
 use std::env;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use assay::conformance::cases;
 use assay::implementation::Implementation;
 use assay::problem::{Dtype, Shape};
 use assay::spec::LossSpec;
@@ -109,7 +107,7 @@ fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
     let seed = [dtype as u8 + 1; 32];
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
     let vocab = prop_oneof![1..300_usize, 1_900..2_100_usize, 100_000..200_000_usize];
-    let random = (recipes::any_spec(), 1..5_usize, 1..130_usize, vocab);
+    let random = (cases::any_spec(), 1..5_usize, 1..130_usize, vocab);
     let mut next = || random.new_tree(&mut runner).expect("no filter rejects").current();
     let mut next_supported = || loop {
         let (spec, batch, tokens, vocab) = next();

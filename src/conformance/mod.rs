@@ -3,6 +3,7 @@
 //! The only layer, with [`crate::cli`], that meets both the reference and the kernels. What each gate allows, and why, is
 //! derived in `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
+pub mod cases;
 pub mod condition;
 pub mod generate;
 pub mod invariance;

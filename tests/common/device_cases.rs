@@ -1,5 +1,6 @@
 //! Cases for implementations that compile a program for each shape: few shapes, many problems.
 
+use assay::conformance::cases;
 use assay::conformance::generate::{Recipe, Regime};
 use assay::problem::Dtype;
 use assay::spec::LossSpec;
@@ -17,7 +18,7 @@ pub(crate) fn cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     bytes[8..16].copy_from_slice(&(dtype as u64).to_le_bytes());
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let random = (super::recipes::any_spec(), super::recipes::any_recipe());
+    let random = (cases::any_spec(), cases::any_recipe());
     let mut cases = Vec::new();
     for i in 0..structures {
         let (spec, recipe) = random.new_tree(&mut runner).expect("no filter rejects").current();

@@ -1,18 +1,19 @@
-//! Random specs, and recipes for problems in every regime.
+//! Random specs, and recipes for problems in every regime: proptest strategies.
 
-use assay::conformance::generate::{Recipe, Regime};
-use assay::problem::Dtype;
-use assay::spec::{
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::generate::{Recipe, Regime};
+use crate::problem::Dtype;
+use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, Head, ImportanceSampling, Kl, KlCov, KlEstimator,
     KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
     Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TrustRegion, Vespo,
 };
-use proptest::prelude::*;
-use proptest::sample::select;
 
 /// Every option of [`LossSpec`] that some kernel computes: PPO-clip alone in two cases of five.
-pub(crate) fn any_spec() -> BoxedStrategy<LossSpec> {
+pub fn any_spec() -> BoxedStrategy<LossSpec> {
     prop_oneof![2 => any_ppo_spec().boxed(), 3 => any_family_spec().boxed()].boxed()
 }
 
@@ -251,7 +252,7 @@ fn support() -> impl Strategy<Value = Support> {
 }
 
 /// Every option of PPO-clip, clip widths and bounds on either side of each other.
-pub(crate) fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
+pub fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
     let kl = option((0.0..0.5_f64, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
     let reduction = prop_oneof![
@@ -287,8 +288,7 @@ pub(crate) fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
 }
 
 /// Small batches in every regime and dtype; vocabularies of 1, around the tiles of vector units and GPU blocks, and primes.
-#[allow(dead_code, reason = "a suite may have shapes of its own")]
-pub(crate) fn any_recipe() -> impl Strategy<Value = Recipe> {
+pub fn any_recipe() -> impl Strategy<Value = Recipe> {
     let around_tiles =
         select(vec![8_usize, 16, 32, 64, 128, 256, 1024, 2048]).prop_flat_map(|tile| tile - 1..=tile + 1);
     let vocab = prop_oneof![1..10_usize, around_tiles, select(vec![97_usize, 997, 4099])];
