@@ -1,5 +1,5 @@
-//! The CPU kernel against what memory allows: dlogits over the logits against a copy of them, logp and entropy alone against
-//! a read, at Qwen's vocabulary and half a gigabyte of logits, for every instruction set and number of threads; then how the
+//! The CPU kernel against what memory allows: dlogits over the logits, and beside them, against a copy; logp and entropy alone
+//! against a read; at Qwen's vocabulary and half a gigabyte of logits, for every instruction set and number of threads; then how the
 //! time grows with rows and columns. Each answer is judged before it is timed; the two sides of a ratio take turns; medians.
 //!
 //! `ASSAY_BENCH_ROWS` asks for another number of rows of bf16.
@@ -15,6 +15,7 @@ use assay::native::{Isa, Native};
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::reference;
 use assay::spec::LossSpec;
+use ndarray::Ix3;
 use rayon::ThreadPoolBuilder;
 
 const VOCAB: usize = 151_936;
@@ -23,7 +24,9 @@ const SAMPLES: usize = 10;
 fn main() {
     let rows = std::env::var("ASSAY_BENCH_ROWS").map_or(1792, |rows| rows.parse().expect("a number of rows"));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    println!("dtype  threads  isa       fwd+bwd      GB/s  ratio_to_copy  |  fwd         GB/s  ratio_to_read");
+    println!(
+        "dtype  threads  isa       in place     GB/s  ratio_to_copy  |  beside  ratio_to_copy  |  forward    GB/s  ratio_to_read"
+    );
     for dtype in Dtype::KERNEL {
         let problem = problem(rows * 2 / dtype.size(), VOCAB, dtype);
         for isa in Isa::available() {
@@ -83,23 +86,27 @@ fn check(isa: Isa, problem: &Problem) {
 fn line(isa: Isa, threads: usize, problem: &Problem) {
     let native = Native::on(isa);
     let mut copy = CopyOf::of(&problem.logits);
-    let mut times = [const { Vec::new() }; 4];
+    let mut dlogits = problem.logits.clone();
+    let mut times = [const { Vec::new() }; 5];
     for _ in 0..=SAMPLES {
         times[0].push(backward(&native, problem));
         times[1].push(copy.time());
-        times[2].push(forward(&native, problem));
-        times[3].push(time_read(&problem.logits));
+        times[2].push(beside(&native, problem, &mut dlogits));
+        times[3].push(forward(&native, problem));
+        times[4].push(time_read(&problem.logits));
     }
     // The first warms up.
-    let [backward, copy, forward, read] = times.map(|times| median(times[1..].to_vec()));
+    let [backward, copy, beside, forward, read] = times.map(|times| median(times[1..].to_vec()));
     let shape = problem.shape();
     let gigabytes = (shape.tokens * shape.vocab * problem.logits.dtype().size()) as f64 / 1e9;
     println!(
-        "{:5}  {threads:7}  {isa:8}  {:7.1} ms  {:6.2}  {:13.2}  |  {:6.1} ms  {:6.2}  {:13.2}",
+        "{:5}  {threads:7}  {isa:8}  {:7.1} ms  {:6.2}  {:13.2}  |  {:6.1} ms  {:10.2}  |  {:6.1} ms  {:6.2}  {:13.2}",
         problem.logits.dtype().to_string(),
         backward * 1e3,
         2.0 * gigabytes / backward,
         backward / copy,
+        beside * 1e3,
+        beside / copy,
         forward * 1e3,
         gigabytes / forward,
         forward / read,
@@ -123,6 +130,20 @@ fn backward(native: &Native, problem: &Problem) -> Duration {
         FloatArray::Bf16(logits) => step!(logits),
         FloatArray::F16(logits) => step!(logits),
     }
+}
+
+/// A step that leaves the logits as they are.
+fn beside(native: &Native, problem: &Problem, dlogits: &mut FloatArray<Ix3>) -> Duration {
+    let (spec, tokens) = (LossSpec::default(), problem.tokens());
+    let started = Instant::now();
+    match (&problem.logits, dlogits) {
+        (FloatArray::F32(x), FloatArray::F32(dx)) => native.forward_backward(&spec, x.view(), dx.view_mut(), tokens),
+        (FloatArray::Bf16(x), FloatArray::Bf16(dx)) => native.forward_backward(&spec, x.view(), dx.view_mut(), tokens),
+        (FloatArray::F16(x), FloatArray::F16(dx)) => native.forward_backward(&spec, x.view(), dx.view_mut(), tokens),
+        _ => unreachable!("a clone has its original's dtype, and no kernel takes f64"),
+    }
+    .expect("supported");
+    started.elapsed()
 }
 
 fn forward(native: &Native, problem: &Problem) -> Duration {

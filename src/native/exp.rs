@@ -8,59 +8,56 @@ pub(super) const SCALE: f64 = (1_u64 << 26) as f64;
 /// `1.5·2^23`, so that a sum is rounded to an integer, and the 26 that exponents are raised by.
 const MAGIC: f32 = 12_582_912.0 + 26.0;
 
-/// `ln 2`: fifteen bits, so that a product with `k` is exact, and the rest.
-const LN_2: [f32; 2] = [0.693_145_75, 1.428_606_8e-6];
-
-/// `(e^r − 1 − r)/r²` on `|r| ≤ ln 2 / 2`, with which `e^r` is right to 3.2e-9 of itself: a minimax polynomial (Remez) whose
+/// `(2^f − 1)/f` on `|f| ≤ ½`, with which `2^f` is right to 5.3e-9 of itself: a minimax polynomial (Remez) whose
 /// coefficients were rounded one by one, each before the next was fitted.
-const POWERS: [f32; 5] = [0.499_999_94, 0.166_665_17, 0.041_668_102, 0.008_369_192_5, 0.001_383_890_3];
+const POWERS: [f32; 6] = [0.693_147_24, 0.240_226_55, 0.055_502_724, 0.009_617_063, 0.001_341_815_2, 0.000_158_215_87];
 
 /// Where `e^t` is below half of the smallest `f32`.
-pub(super) const FLOOR: f32 = -104.7;
+pub(super) const FLOOR: f64 = -104.7;
 
-/// `t ↦ e^t` for `t ≤ 0`, within 0.9 ulp.
+/// `d ↦ e^(d/T)` for `d ≤ 0`, within an ulp where `T = 1`; elsewhere `log₂ e / T` is off by 2⁻⁴⁸ of itself too.
 #[derive(Clone, Copy)]
 pub(super) struct Exp<S: Simd> {
     floor: S::Lanes,
-    log2_e: S::Lanes,
     magic: S::Lanes,
-    minus_ln_2: [S::Lanes; 2],
-    powers: [S::Lanes; 5],
+    /// `log₂ e / T`, rounded, and what rounding took from it.
+    rate: [S::Lanes; 2],
+    powers: [S::Lanes; 6],
     one: S::Lanes,
 }
 
 impl<S: Simd> Exp<S> {
+    /// Of `1/T`.
     #[inline(always)]
-    pub(super) fn new(simd: S) -> Self {
-        let [high, low] = LN_2;
-        let [c2, c3, c4, c5, c6] = POWERS;
+    pub(super) fn new(simd: S, inverse_temperature: f64) -> Self {
+        let rate = std::f64::consts::LOG2_E * inverse_temperature;
+        let [c1, c2, c3, c4, c5, c6] = POWERS;
         Self {
-            floor: simd.splat(FLOOR),
-            log2_e: simd.splat(std::f32::consts::LOG2_E),
+            floor: simd.splat((FLOOR / inverse_temperature) as f32),
             magic: simd.splat(MAGIC),
-            minus_ln_2: [simd.splat(-high), simd.splat(-low)],
-            powers: [simd.splat(c2), simd.splat(c3), simd.splat(c4), simd.splat(c5), simd.splat(c6)],
+            rate: [simd.splat(rate as f32), simd.splat((rate - f64::from(rate as f32)) as f32)],
+            powers: [simd.splat(c1), simd.splat(c2), simd.splat(c3), simd.splat(c4), simd.splat(c5), simd.splat(c6)],
             one: simd.splat(1.0),
         }
     }
 
-    /// `t`, or where it is less, the number whose `exp` is 0. NaN stays.
+    /// `d`, or where it is less, the number whose `exp` is 0. NaN stays.
     #[inline(always)]
-    pub(super) fn floored(&self, simd: S, t: S::Lanes) -> S::Lanes {
-        simd.max(self.floor, t)
+    pub(super) fn floored(&self, simd: S, d: S::Lanes) -> S::Lanes {
+        simd.max(self.floor, d)
     }
 
-    /// `2^26·e^t = 2^(26+k)·e^r` of a floored `t = k·ln 2 + r`. Nothing is said of a NaN.
+    /// `2^26·e^(d/T) = 2^(26+k)·2^f` of a floored `d`, with `k + f = d·log₂ e / T`. Nothing is said of a NaN.
     #[inline(always)]
-    pub(super) fn scaled(&self, simd: S, t: S::Lanes) -> S::Lanes {
-        let [minus_high, minus_low] = self.minus_ln_2;
-        let [c2, c3, c4, c5, c6] = self.powers;
-        let raised = simd.mul_add(t, self.log2_e, self.magic);
-        let k = simd.sub(raised, self.magic);
-        let r = simd.mul_add(k, minus_low, simd.mul_add(k, minus_high, t));
-        let p = simd.mul_add(simd.mul_add(c6, r, c5), r, c4);
-        let p = simd.mul_add(simd.mul_add(p, r, c3), r, c2);
-        let p = simd.mul_add(simd.mul_add(p, r, self.one), r, self.one);
+    pub(super) fn scaled(&self, simd: S, d: S::Lanes) -> S::Lanes {
+        let [high, low] = self.rate;
+        let [c1, c2, c3, c4, c5, c6] = self.powers;
+        let raised = simd.mul_add(d, high, self.magic);
+        let minus_k = simd.sub(self.magic, raised);
+        let f = simd.mul_add(d, low, simd.mul_add(d, high, minus_k));
+        let p = simd.mul_add(simd.mul_add(c6, f, c5), f, c4);
+        let p = simd.mul_add(simd.mul_add(p, f, c3), f, c2);
+        let p = simd.mul_add(simd.mul_add(p, f, c1), f, self.one);
         simd.scale(p, raised)
     }
 }
@@ -70,34 +67,34 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::native::simd::{Isa, UNIT, Work};
+    use crate::native::simd::{Isa, LANES, Work};
 
-    struct Exps<'x>(&'x [f32; UNIT]);
+    /// `e^(d/T)` of each `d`, with `1/T`.
+    struct Exps<'x>(&'x [f32; LANES], f64);
 
     impl Work for Exps<'_> {
-        type Output = [f32; UNIT];
+        type Output = [f32; LANES];
 
         #[inline(always)]
-        fn on<S: Simd>(self, simd: S) -> [f32; UNIT] {
-            let (exp, unscale) = (Exp::new(simd), simd.splat((1.0 / SCALE) as f32));
-            let [low, high] = simd.load_f32(self.0);
-            let low = exp.scaled(simd, exp.floored(simd, low));
-            let high = exp.scaled(simd, exp.floored(simd, high));
-            let mut exps = [0.0; UNIT];
-            simd.store_f32([simd.mul(low, unscale), simd.mul(high, unscale)], &mut exps);
+        fn on<S: Simd>(self, simd: S) -> [f32; LANES] {
+            let (exp, unscale) = (Exp::new(simd, self.1), simd.splat((1.0 / SCALE) as f32));
+            let e = exp.scaled(simd, exp.floored(simd, simd.load(self.0)));
+            let mut exps = [0.0; LANES];
+            simd.store(simd.mul(e, unscale), &mut exps);
             exps
         }
     }
 
-    /// The largest error in ulp over every `step`th f32 from −0 down to `lowest`, on every instruction set.
-    fn worst_error(step: usize, lowest: f32) -> f64 {
-        let all: Vec<u32> = ((-0.0_f32).to_bits()..=lowest.to_bits()).step_by(step).collect();
-        let of_unit = |bits: &[u32]| {
-            let mut t = [0.0; UNIT];
-            t.iter_mut().zip(bits).for_each(|(t, &bits)| *t = f32::from_bits(bits));
+    /// The largest error in ulp over every `step`th f32 from −0 down to `-104·T`, on every instruction set.
+    fn worst_error(step: usize, temperature: f32) -> f64 {
+        let rate = 1.0 / f64::from(temperature);
+        let all: Vec<u32> = ((-0.0_f32).to_bits()..=(-104.0 * temperature).to_bits()).step_by(step).collect();
+        let of_lanes = |bits: &[u32]| {
+            let mut d = [0.0; LANES];
+            d.iter_mut().zip(bits).for_each(|(d, &bits)| *d = f32::from_bits(bits));
             let error = |isa: Isa| {
-                let errors = t.iter().zip(isa.run(Exps(&t))).map(|(&t, e)| {
-                    let exact = f64::from(t).exp();
+                let errors = d.iter().zip(isa.run(Exps(&d, rate))).map(|(&d, e)| {
+                    let exact = (f64::from(d) * rate).exp();
                     let ulp = f64::from(f32::EPSILON) * 2.0_f64.powi((exact.log2().floor() as i32).max(-126));
                     (f64::from(e) - exact).abs() / ulp
                 });
@@ -105,29 +102,31 @@ mod tests {
             };
             Isa::available().into_iter().map(error).fold(0.0, f64::max)
         };
-        all.par_chunks(UNIT).map(of_unit).reduce(|| 0.0, f64::max)
+        all.par_chunks(LANES).map(of_lanes).reduce(|| 0.0, f64::max)
     }
 
     #[test]
     fn exp_f32_from_104_below_0_is_within_an_ulp() {
-        let worst = worst_error(997, -104.0);
-        assert!(worst <= 0.9, "{worst} ulp");
+        for temperature in [1.0, 0.3, 0.7, 1.9, 1e-20, 1e20] {
+            let worst = worst_error(997, temperature);
+            assert!(worst <= 1.0, "T = {temperature}: {worst} ulp");
+        }
     }
 
     #[test]
     #[ignore = "a billion numbers, two minutes: `make test-extensive`"]
     fn exp_every_f32_from_104_below_0_is_within_an_ulp() {
-        let worst = worst_error(1, -104.0);
+        let worst = worst_error(1, 1.0);
         println!("{worst} ulp");
-        assert!(worst <= 0.9, "{worst} ulp");
+        assert!(worst <= 1.0, "{worst} ulp");
     }
 
     #[test]
     fn exp_f32_is_1_at_0_and_0_far_below() {
-        let mut t = [f32::NEG_INFINITY; UNIT];
+        let mut t = [f32::NEG_INFINITY; LANES];
         t[..4].copy_from_slice(&[0.0, -0.0, -105.0, f32::MIN]);
         for isa in Isa::available() {
-            let exps = isa.run(Exps(&t));
+            let exps = isa.run(Exps(&t, 1.0));
             assert_eq!(exps[..2], [1.0, 1.0], "{isa}");
             assert!(exps[2..].iter().all(|&e| e == 0.0), "{isa}: {exps:?}");
         }

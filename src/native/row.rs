@@ -1,22 +1,23 @@
 //! One row of logits: softmax statistics, and dlogits.
 //!
 //! ```text
-//! score    t_j = (x_j − m)/T     e_j = exp(t_j)     Σ e_j for j ≠ y,  Σ e_j t_j         a_j = −t_j,  ā = −Σ e_j t_j / S
+//! score    d_j = x_j − m,  e_j = exp(d_j/T)     Σ e_j for j ≠ y,  Σ e_j d_j        a_j = −d_j/T,  ā = −Σ e_j d_j / (S·T)
 //! between  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
 //! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
 //! ```
 //!
 //! The score is one walk: `m` is the largest logit so far, and what was summed is multiplied by `exp((m_old − m_new)/T)`
 //! where a block of columns has a larger one. Sums are f32 over 16 columns, none of which is rounded more than eight times,
-//! and f64 over those; that of `e_j t_j`, in which the largest has no part, f32 over 64.
+//! and f64 over those; that of `e_j d_j`, in which the largest has no part, f32 over 64.
 //!
 //! The exponentials may be kept for the write, each block's relative to the `m` that it was made with; where they are not,
 //! they are made again.
 
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 use super::exp::{Exp, FLOOR, SCALE};
-use super::simd::{Isa, Simd, UNIT, Work};
+use super::simd::{Isa, LANES, Simd, Streaming, UNIT, Work};
 use crate::problem::Float;
 use crate::spec::{LossSpec, TemperatureDivides};
 
@@ -35,7 +36,7 @@ pub trait Element: Packed {}
 impl<E: Packed> Element for E {}
 
 /// How elements are loaded and stored; widened to f32 exactly, narrowed to nearest even.
-pub trait Packed: Float + PartialEq {
+pub trait Packed: Float + PartialEq + Pod {
     /// −∞
     const MINUS_INFINITY: Self;
     /// Exactly.
@@ -44,19 +45,40 @@ pub trait Packed: Float + PartialEq {
     fn from_f32(x: f32) -> Self;
     /// In an order of the type's own.
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
-    /// In the same.
+    /// In the same. Nothing is said of a NaN.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
 }
 
-macro_rules! packed {
-    ($type:ty, $minus_infinity:expr, $widen:expr, $narrow:expr, $load:ident, $store:ident) => {
+impl Packed for f32 {
+    const MINUS_INFINITY: Self = Self::NEG_INFINITY;
+    fn to_f32(self) -> f32 {
+        self
+    }
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2] {
+        let (halves, _) = from.as_chunks();
+        [simd.load(&halves[0]), simd.load(&halves[1])]
+    }
+    #[inline(always)]
+    fn store<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], to: &mut [Self; UNIT]) {
+        let (halves, _) = to.as_chunks_mut();
+        simd.store(low, &mut halves[0]);
+        simd.store(high, &mut halves[1]);
+    }
+}
+
+macro_rules! sixteen_bits {
+    ($type:ident, $load:ident, $store:ident) => {
         impl Packed for $type {
-            const MINUS_INFINITY: Self = $minus_infinity;
+            const MINUS_INFINITY: Self = Self::NEG_INFINITY;
             fn to_f32(self) -> f32 {
-                $widen(self)
+                $type::to_f32(self)
             }
             fn from_f32(x: f32) -> Self {
-                $narrow(x)
+                $type::from_f32(x)
             }
             #[inline(always)]
             fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2] {
@@ -69,9 +91,8 @@ macro_rules! packed {
         }
     };
 }
-packed!(f32, f32::NEG_INFINITY, |x| x, |x| x, load_f32, store_f32);
-packed!(bf16, bf16::NEG_INFINITY, bf16::to_f32, bf16::from_f32, load_bf16, store_bf16);
-packed!(f16, f16::NEG_INFINITY, f16::to_f32, f16::from_f32, load_f16, store_f16);
+sixteen_bits!(bf16, load_bf16, store_bf16);
+sixteen_bits!(f16, load_f16, store_f16);
 
 /// The settings that all rows share.
 #[derive(Clone, Copy)]
@@ -86,8 +107,8 @@ pub(super) struct Softmaxes {
 /// Exponentials of the row that was last scored, under the softmax that logp is of.
 #[derive(Default)]
 pub(super) struct Kept {
-    /// `2^26·e_j`, 0 for the target; whole blocks.
-    exps: Vec<f32>,
+    /// `2^26·e_j`, 0 for the target, by blocks.
+    exps: Vec<[[f32; UNIT]; UNITS]>,
     /// The `m` of each block.
     maxima: Vec<f32>,
 }
@@ -106,8 +127,8 @@ pub(super) struct Scores {
 struct Softmax {
     /// `m`.
     max: f32,
-    /// `1/T`, rounded.
-    inverse_temperature: f32,
+    /// `1/T`.
+    inverse_temperature: f64,
     /// `t_y`.
     target_exponent: f64,
     /// `e_y`.
@@ -154,11 +175,10 @@ impl Softmaxes {
     /// Reads the row of an unmasked token.
     pub(super) fn score<E: Element>(self, row: &[E], id: usize, kept: Option<&mut Kept>) -> Scores {
         let walk = |inverse_temperature, kept| self.isa.run(Walk { row, id, inverse_temperature, kept });
-        let tempered = self.inverse_temperature as f32;
         let (logp_softmax, entropy_softmax, logp_factor) = if self.two {
-            (walk(1.0, kept), walk(tempered, None), self.inverse_temperature)
+            (walk(1.0, kept), walk(self.inverse_temperature, None), self.inverse_temperature)
         } else {
-            let shared = walk(tempered, kept);
+            let shared = walk(self.inverse_temperature, kept);
             (shared, shared, 1.0)
         };
         Scores {
@@ -188,8 +208,8 @@ impl Softmaxes {
         let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * self.inverse_temperature / entropy.sum };
         let factors = Factors {
             policy: -policy,
-            // e (a − ā) · bonus = e · (−bonus·t − bonus·ā)
-            slope: -bonus,
+            // e (a − ā) · bonus = e · (−bonus·d/T − bonus·ā)
+            slope: -bonus * self.inverse_temperature,
             offset: if bonus == 0.0 { 0.0 } else { -bonus * entropy.mean_gap },
         };
         let target = if grad.logp == 0.0 { 0.0 } else { policy * logp.others };
@@ -197,7 +217,7 @@ impl Softmaxes {
             q if bonus == 0.0 || q == 0.0 => target,
             q => target + q * (factors.offset - bonus * entropy.target_exponent),
         };
-        if factors.in_range() {
+        if factors.in_range(entropy) {
             let two = self.two && bonus != 0.0;
             let kept = kept.filter(|_| !two);
             self.isa.run(Write { row, logp, entropy, two, kept, factors });
@@ -212,7 +232,8 @@ impl Softmaxes {
 struct Walk<'r, E> {
     row: &'r [E],
     id: usize,
-    inverse_temperature: f32,
+    /// `1/T`.
+    inverse_temperature: f64,
     kept: Option<&'r mut Kept>,
 }
 
@@ -222,100 +243,103 @@ impl<E: Element> Work for Walk<'_, E> {
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> Softmax {
         let Self { row, id, inverse_temperature, kept } = self;
-        let blocks = row.len().div_ceil(BLOCK);
-        let (mut exps, mut maxima): (&mut [f32], &mut [f32]) = (&mut [], &mut []);
-        if let Some(kept) = kept {
-            kept.exps.resize(blocks * BLOCK, 0.0);
-            kept.maxima.resize(blocks, 0.0);
-            (exps, maxima) = (&mut kept.exps, &mut kept.maxima);
-        }
         let target = row[id].to_f32();
         let mut sums = Sums::new(simd, target, inverse_temperature);
+        let mut not_kept = [[0.0; UNIT]; UNITS];
+        let mut kept = kept.map(|kept| {
+            let blocks = row.len().div_ceil(BLOCK);
+            kept.exps.resize(blocks, not_kept);
+            kept.maxima.resize(blocks, 0.0);
+            (&mut kept.exps[..], &mut kept.maxima[..])
+        });
         for (i, block) in row.chunks(BLOCK).enumerate() {
-            let exps = exps.get_mut(i * BLOCK..(i + 1) * BLOCK).unwrap_or_default().as_chunks_mut().0;
-            if i == id / BLOCK || block.len() < BLOCK {
-                let mut without_target = [E::MINUS_INFINITY; BLOCK];
-                without_target[..block.len()].copy_from_slice(block);
-                if i == id / BLOCK {
-                    without_target[id % BLOCK] = E::MINUS_INFINITY;
+            let exps = match &mut kept {
+                Some((exps, _)) => &mut exps[i],
+                None => &mut not_kept,
+            };
+            match block.try_into() {
+                Ok(whole) if i != id / BLOCK => sums.add(simd, units(whole), exps),
+                _ => {
+                    let mut without_target = [E::MINUS_INFINITY; BLOCK];
+                    without_target[..block.len()].copy_from_slice(block);
+                    if i == id / BLOCK {
+                        without_target[id % BLOCK] = E::MINUS_INFINITY;
+                    }
+                    sums.add(simd, units(&without_target), exps);
                 }
-                sums.add(simd, without_target.as_chunks().0, exps);
-            } else {
-                sums.add(simd, block.as_chunks().0, exps);
             }
-            if let Some(max) = maxima.get_mut(i) {
-                *max = sums.max;
+            if let Some((_, maxima)) = &mut kept {
+                maxima[i] = sums.max;
             }
         }
-        sums.softmax(target, inverse_temperature)
+        sums.softmax(target)
     }
+}
+
+fn units<E>(block: &[E; BLOCK]) -> &[[E; UNIT]; UNITS] {
+    block.as_chunks().0.try_into().expect("a block is whole units")
 }
 
 /// What a walk has summed so far, of the columns other than the target.
 struct Sums<S: Simd> {
     exp: Exp<S>,
-    inverse_temperature: S::Lanes,
     /// `1/T`
-    rate: f64,
+    inverse_temperature: f64,
     /// `m`
     max: f32,
     /// `2^26·Σ e_j`
     exps: f64,
-    /// `2^26·Σ e_j t_j`
+    /// `2^26·Σ e_j d_j`
     weighted: f64,
 }
 
 impl<S: Simd> Sums<S> {
     /// `m` begins at the target, or where that is −∞ at the least finite number. A NaN stays.
     #[inline(always)]
-    fn new(simd: S, target: f32, inverse_temperature: f32) -> Self {
+    fn new(simd: S, target: f32, inverse_temperature: f64) -> Self {
         Self {
-            exp: Exp::new(simd),
-            inverse_temperature: simd.splat(inverse_temperature),
-            rate: f64::from(inverse_temperature),
+            exp: Exp::new(simd, inverse_temperature),
+            inverse_temperature,
             max: if target < f32::MIN { f32::MIN } else { target },
             exps: 0.0,
             weighted: 0.0,
         }
     }
 
-    /// Adds a block, and keeps its exponentials if `exps` has room for them.
+    /// Adds a block, and writes down its exponentials.
     #[inline(always)]
-    fn add<E: Element>(&mut self, simd: S, block: &[[E; UNIT]], exps: &mut [[f32; UNIT]]) {
+    fn add<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
         loop {
             let max = simd.splat(self.max);
             let mut top = max;
             let mut sum = simd.sums();
             let mut weighted = simd.splat(0.0);
-            let mut exps = exps.chunks_mut(GROUP);
-            for group in block.chunks(GROUP) {
+            for (group, exps) in block.chunks_exact(GROUP).zip(exps.chunks_exact_mut(GROUP)) {
                 // Few are added in f32, so that few are rounded next to the largest; in the other sum it is 0.
                 let mut of_group = simd.splat(0.0);
-                let exps = exps.next().unwrap_or_default();
-                for (i, unit) in group.iter().enumerate() {
-                    let [low, high] = E::load(simd, unit);
-                    top = simd.max(high, simd.max(low, top));
-                    let t = self.exponent(simd, low, max);
-                    let e_low = self.exp.scaled(simd, t);
-                    of_group = simd.add(of_group, e_low);
-                    weighted = simd.mul_add(e_low, t, weighted);
-                    let t = self.exponent(simd, high, max);
-                    let e_high = self.exp.scaled(simd, t);
-                    of_group = simd.add(of_group, e_high);
-                    weighted = simd.mul_add(e_high, t, weighted);
-                    if let Some(exps) = exps.get_mut(i) {
-                        simd.store_f32([e_low, e_high], exps);
+                for (unit, exps) in group.iter().zip(exps) {
+                    let halves = E::load(simd, unit);
+                    for (x, exps) in halves.into_iter().zip(exps.as_chunks_mut().0) {
+                        top = simd.max(x, top);
+                        let d = self.exp.floored(simd, simd.sub(x, max));
+                        let e = self.exp.scaled(simd, d);
+                        of_group = simd.add(of_group, e);
+                        weighted = simd.mul_add(e, d, weighted);
+                        simd.store(e, exps);
                     }
                 }
                 sum = simd.accumulate(sum, of_group);
             }
             let weighted = simd.accumulate(simd.sums(), weighted);
-            let top = largest(simd.array(top));
+            let mut tops = [0.0; LANES];
+            simd.store(top, &mut tops);
+            let top = largest(tops);
             if top > self.max {
                 // What was summed moves to the new maximum, and the block is done again.
-                let step = (f64::from(self.max) - f64::from(top)) * self.rate;
-                self.weighted = step.exp() * (self.weighted + step * self.exps);
-                self.exps *= step.exp();
+                let step = f64::from(self.max) - f64::from(top);
+                let faded = (step * self.inverse_temperature).exp();
+                self.weighted = faded * (self.weighted + step * self.exps);
+                self.exps *= faded;
                 self.max = top;
             } else {
                 self.exps += simd.total(sum);
@@ -325,21 +349,16 @@ impl<S: Simd> Sums<S> {
         }
     }
 
-    /// `t`, floored.
-    #[inline(always)]
-    fn exponent(&self, simd: S, x: S::Lanes, max: S::Lanes) -> S::Lanes {
-        self.exp.floored(simd, simd.mul(simd.sub(x, max), self.inverse_temperature))
-    }
-
     /// With the target. A NaN among the logits is a NaN in `weighted`, and then everywhere.
-    fn softmax(&self, target: f32, inverse_temperature: f32) -> Softmax {
+    fn softmax(&self, target: f32) -> Softmax {
         let others = if self.weighted.is_nan() { f64::NAN } else { self.exps / SCALE };
-        let target_exponent = (f64::from(target) - f64::from(self.max)) * self.rate;
+        let target_exponent = (f64::from(target) - f64::from(self.max)) * self.inverse_temperature;
         let target = target_exponent.exp();
-        let weighted = self.weighted / SCALE + if target == 0.0 { 0.0 } else { target * target_exponent };
+        let weighted = self.weighted / SCALE * self.inverse_temperature;
+        let weighted = weighted + if target == 0.0 { 0.0 } else { target * target_exponent };
         Softmax {
             max: self.max,
-            inverse_temperature,
+            inverse_temperature: self.inverse_temperature,
             target_exponent,
             target,
             others,
@@ -353,7 +372,7 @@ impl<S: Simd> Sums<S> {
 
 /// The largest of the lanes; NaN counts for nothing.
 #[inline(always)]
-fn largest(lanes: [f32; 16]) -> f32 {
+fn largest(lanes: [f32; LANES]) -> f32 {
     let mut largest = f32::MIN;
     for x in lanes {
         if x > largest {
@@ -363,7 +382,7 @@ fn largest(lanes: [f32; 16]) -> f32 {
     largest
 }
 
-/// `dx_j = e_j·policy + q_j·(slope·t_j + offset)`, with `q` and `t` of the softmax that entropy is of.
+/// `dx_j = e_j·policy + q_j·(slope·d_j + offset)`, with `q` of the softmax that entropy is of.
 #[derive(Clone, Copy)]
 struct Factors {
     policy: f64,
@@ -372,23 +391,24 @@ struct Factors {
 }
 
 impl Factors {
-    /// Whether no product of them with an exponential can be NaN: no `t` is below the floor.
-    fn in_range(self) -> bool {
-        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * -f64::from(FLOOR);
+    /// Whether they are numbers and no product of them with an exponential can be NaN: no `d/T` is below the floor.
+    fn in_range(self, entropy: &Softmax) -> bool {
+        let lowest = (FLOOR / entropy.inverse_temperature).min(-1.0);
+        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * -lowest;
         (largest as f32).is_finite()
     }
 
     /// A column of probability 0 has no part even in an infinite gradient.
     fn write_carefully<E: Element>(self, row: &mut Row<E>, logp: &Softmax, entropy: &Softmax) {
-        let term = |softmax: &Softmax, x: f32, factor: &dyn Fn(f32) -> f64| {
-            let t = (x - softmax.max) * softmax.inverse_temperature;
-            let e = t.exp();
-            if e == 0.0 { 0.0 } else { e * factor(t) as f32 }
+        let term = |softmax: &Softmax, x: f32, factor: &dyn Fn(f64) -> f64| {
+            let d = f64::from(x - softmax.max);
+            let e = (d * softmax.inverse_temperature).exp() as f32;
+            if e == 0.0 { 0.0 } else { e * factor(d) as f32 }
         };
         for j in 0..row.dlogits.len() {
             let x = row.logits()[j].to_f32();
             let policy = if self.policy == 0.0 { 0.0 } else { term(logp, x, &|_| self.policy) };
-            let bonus = |t: f32| self.slope * f64::from(t) + self.offset;
+            let bonus = |d: f64| self.slope * d + self.offset;
             let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, x, &bonus) };
             row.dlogits[j] = E::from_f32(policy + bonus);
         }
@@ -411,37 +431,46 @@ impl<E: Element> Work for Write<'_, '_, E> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) {
+        const NOT_KEPT: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
         let Factors { policy, slope, offset } = self.factors;
+        let streaming = Streaming::begin();
         match self.kept {
             _ if self.two => {
                 let [logp, entropy] = [Again::of(simd, self.logp), Again::of(simd, self.entropy)];
                 let policy = simd.splat(policy as f32);
                 let factors = [simd.splat(slope as f32), simd.splat(offset as f32)];
-                write(simd, self.row.logits, self.row.dlogits, &[], &Two { logp, entropy, policy, factors });
+                write(
+                    simd,
+                    &streaming,
+                    self.row.logits,
+                    self.row.dlogits,
+                    NOT_KEPT,
+                    &Two { logp, entropy, policy, factors },
+                );
             }
             None => {
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
                 let again = One { softmax: Again::of(simd, self.logp), factors };
-                write(simd, self.row.logits, self.row.dlogits, &[], &again);
+                write(simd, &streaming, self.row.logits, self.row.dlogits, NOT_KEPT, &again);
             }
             Some(kept) => {
-                let unscale = simd.splat((1.0 / SCALE) as f32);
-                let exponent = Again::of(simd, self.logp);
+                let again = Again::of(simd, self.logp);
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
                     let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
-                    let exps = kept.exps[i * BLOCK..(i + 1) * BLOCK].as_chunks().0;
+                    let exps = &kept.exps[i];
                     if kept.maxima[i] != since {
                         since = kept.maxima[i];
                         let step = f64::from(since) - f64::from(self.logp.max);
-                        faded = (step * f64::from(self.logp.inverse_temperature)).exp();
+                        faded = (step * self.logp.inverse_temperature).exp();
                     }
                     let [slope, factor] = [slope * faded, (policy + offset) * faded];
                     let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
-                    if slope == 0.0 {
-                        write(simd, logits, dlogits, exps, &Scaled { unscale, factor: factors[1] });
+                    let scaled = (factor / SCALE) as f32;
+                    if slope == 0.0 && scaled.is_normal() {
+                        write(simd, &streaming, logits, dlogits, exps, &Scaled(simd.splat(scaled)));
                     } else {
-                        write(simd, logits, dlogits, exps, &Sloped { unscale, exponent, factors });
+                        write(simd, &streaming, logits, dlogits, exps, &Sloped { again, factors });
                     }
                 }
             }
@@ -454,50 +483,63 @@ trait Unit<S: Simd> {
     fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2];
 }
 
-/// Writes a row, or the part of one that `exps` are of.
+/// Writes a row, or the block of one that `exps` are of. Where dlogits do not go over the logits, they go past the caches,
+/// which have no use for them.
 #[inline(always)]
 fn write<S: Simd, E: Element>(
     simd: S,
+    streaming: &Streaming,
     logits: Option<&[E]>,
     dlogits: &mut [E],
-    exps: &[[f32; UNIT]],
+    exps: &[[f32; UNIT]; UNITS],
     unit: &impl Unit<S>,
 ) {
-    const NONE: [f32; UNIT] = [0.0; UNIT];
-    let (units, tail) = dlogits.as_chunks_mut::<UNIT>();
-    let (sources, source_tail) = logits.unwrap_or_default().as_chunks::<UNIT>();
-    for (i, to) in units.iter_mut().enumerate() {
-        let from = sources.get(i).unwrap_or(to);
-        let x = unit.dlogits(simd, from, exps.get(i).unwrap_or(&NONE));
-        E::store(simd, x, to);
+    if let Some(logits) = logits {
+        for (from, to) in logits.chunks(BLOCK).zip(dlogits.chunks_mut(BLOCK)) {
+            let mut block = [E::MINUS_INFINITY; BLOCK];
+            block[..from.len()].copy_from_slice(from);
+            for (to, exps) in block.as_chunks_mut().0.iter_mut().zip(exps) {
+                write_unit(simd, to, exps, unit);
+            }
+            streaming.copy(cast_slice(&block[..to.len()]), cast_slice_mut(to));
+        }
+        return;
     }
-    if !tail.is_empty() {
-        let mut last = [E::MINUS_INFINITY; UNIT];
-        last[..tail.len()].copy_from_slice(if logits.is_some() { source_tail } else { tail });
-        let x = unit.dlogits(simd, &last, exps.get(units.len()).unwrap_or(&NONE));
-        E::store(simd, x, &mut last);
-        tail.copy_from_slice(&last[..tail.len()]);
+    for block in dlogits.chunks_mut(BLOCK) {
+        let (units, tail) = block.as_chunks_mut();
+        let mut exps = exps.iter();
+        for (to, exps) in units.iter_mut().zip(&mut exps) {
+            write_unit(simd, to, exps, unit);
+        }
+        if let (false, Some(exps)) = (tail.is_empty(), exps.next()) {
+            let mut last = [E::MINUS_INFINITY; UNIT];
+            last[..tail.len()].copy_from_slice(tail);
+            write_unit(simd, &mut last, exps, unit);
+            tail.copy_from_slice(&last[..tail.len()]);
+        }
     }
 }
 
-/// `e_j·factor`, of exponentials that were kept.
-struct Scaled<S: Simd> {
-    unscale: S::Lanes,
-    factor: S::Lanes,
+#[inline(always)]
+fn write_unit<S: Simd, E: Element>(simd: S, to: &mut [E; UNIT], exps: &[f32; UNIT], unit: &impl Unit<S>) {
+    let x = unit.dlogits(simd, to, exps);
+    E::store(simd, x, to);
 }
+
+/// `e_j·factor`, of exponentials that were kept; `2^-26·factor` is a normal number.
+struct Scaled<S: Simd>(S::Lanes);
 
 impl<S: Simd> Unit<S> for Scaled<S> {
     #[inline(always)]
     fn dlogits<E: Element>(&self, simd: S, _: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
-        let [low, high] = simd.load_f32(exps);
-        [simd.mul(simd.mul(low, self.unscale), self.factor), simd.mul(simd.mul(high, self.unscale), self.factor)]
+        let [low, high] = f32::load(simd, exps);
+        [simd.mul(low, self.0), simd.mul(high, self.0)]
     }
 }
 
-/// `e_j·(slope·t_j + factor)`, of exponentials that were kept.
+/// `e_j·(slope·d_j + factor)`, of exponentials that were kept.
 struct Sloped<S: Simd> {
-    unscale: S::Lanes,
-    exponent: Again<S>,
+    again: Again<S>,
     factors: [S::Lanes; 2],
 }
 
@@ -506,14 +548,15 @@ impl<S: Simd> Unit<S> for Sloped<S> {
     fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
         let [slope, factor] = self.factors;
         let [low, high] = E::load(simd, logits);
-        let [e_low, e_high] = simd.load_f32(exps);
-        let low = simd.mul_add(self.exponent.exponent(simd, low), slope, factor);
-        let high = simd.mul_add(self.exponent.exponent(simd, high), slope, factor);
-        [simd.mul(simd.mul(e_low, self.unscale), low), simd.mul(simd.mul(e_high, self.unscale), high)]
+        let [e_low, e_high] = f32::load(simd, exps);
+        let low = simd.mul_add(self.again.gap(simd, low), slope, factor);
+        let high = simd.mul_add(self.again.gap(simd, high), slope, factor);
+        let unscale = self.again.unscale;
+        [simd.mul(simd.mul(e_low, unscale), low), simd.mul(simd.mul(e_high, unscale), high)]
     }
 }
 
-/// `e_j·(slope·t_j + factor)`.
+/// `e_j·(slope·d_j + factor)`.
 struct One<S: Simd> {
     softmax: Again<S>,
     factors: [S::Lanes; 2],
@@ -527,7 +570,7 @@ impl<S: Simd> Unit<S> for One<S> {
     }
 }
 
-/// `e_j·policy + q_j·(slope·t_j + offset)`.
+/// `e_j·policy + q_j·(slope·d_j + offset)`.
 struct Two<S: Simd> {
     logp: Again<S>,
     entropy: Again<S>,
@@ -538,7 +581,7 @@ struct Two<S: Simd> {
 impl<S: Simd> Two<S> {
     #[inline(always)]
     fn sum(&self, simd: S, x: S::Lanes) -> S::Lanes {
-        let e = self.logp.exp(simd, self.logp.exponent(simd, x));
+        let e = self.logp.exp(simd, self.logp.gap(simd, x));
         simd.mul_add(e, self.policy, self.entropy.sloped(simd, x, self.factors))
     }
 }
@@ -556,7 +599,6 @@ impl<S: Simd> Unit<S> for Two<S> {
 struct Again<S: Simd> {
     exp: Exp<S>,
     max: S::Lanes,
-    inverse_temperature: S::Lanes,
     unscale: S::Lanes,
 }
 
@@ -564,28 +606,27 @@ impl<S: Simd> Again<S> {
     #[inline(always)]
     fn of(simd: S, softmax: &Softmax) -> Self {
         Self {
-            exp: Exp::new(simd),
+            exp: Exp::new(simd, softmax.inverse_temperature),
             max: simd.splat(softmax.max),
-            inverse_temperature: simd.splat(softmax.inverse_temperature),
             unscale: simd.splat((1.0 / SCALE) as f32),
         }
     }
 
-    /// `t`, floored.
+    /// `d`, floored.
     #[inline(always)]
-    fn exponent(&self, simd: S, x: S::Lanes) -> S::Lanes {
-        self.exp.floored(simd, simd.mul(simd.sub(x, self.max), self.inverse_temperature))
+    fn gap(&self, simd: S, x: S::Lanes) -> S::Lanes {
+        self.exp.floored(simd, simd.sub(x, self.max))
     }
 
     #[inline(always)]
-    fn exp(&self, simd: S, t: S::Lanes) -> S::Lanes {
-        simd.mul(self.exp.scaled(simd, t), self.unscale)
+    fn exp(&self, simd: S, d: S::Lanes) -> S::Lanes {
+        simd.mul(self.exp.scaled(simd, d), self.unscale)
     }
 
-    /// `e·(slope·t + factor)`
+    /// `e·(slope·d + factor)`
     #[inline(always)]
     fn sloped(&self, simd: S, x: S::Lanes, [slope, factor]: [S::Lanes; 2]) -> S::Lanes {
-        let t = self.exponent(simd, x);
-        simd.mul(self.exp(simd, t), simd.mul_add(t, slope, factor))
+        let d = self.gap(simd, x);
+        simd.mul(self.exp(simd, d), simd.mul_add(d, slope, factor))
     }
 }

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{Simd, UNIT, Work, by_halves};
+use super::{LANES, Simd, UNIT, Work, by_halves};
 
 /// Shows that the machine has AVX2, FMA and F16C: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -34,14 +34,19 @@ impl Simd for Avx2 {
         [unsafe { _mm256_set1_ps(x) }; 2]
     }
     #[inline(always)]
-    fn array(self, [low, high]: Lanes) -> [f32; 16] {
-        let mut array = [0.0; 16];
-        // SAFETY: `self` shows that the machine has the instruction; both eights lie within the array.
+    fn load(self, from: &[f32; LANES]) -> Lanes {
+        let from = from.as_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; both eights lie within the sixteen.
+        unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
+    }
+    #[inline(always)]
+    fn store(self, [low, high]: Lanes, to: &mut [f32; LANES]) {
+        let to = to.as_mut_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; both eights lie within the sixteen.
         unsafe {
-            _mm256_storeu_ps(array.as_mut_ptr(), low);
-            _mm256_storeu_ps(array.as_mut_ptr().add(8), high);
+            _mm256_storeu_ps(to, low);
+            _mm256_storeu_ps(to.add(8), high);
         }
-        array
     }
     #[inline(always)]
     fn add(self, a: Lanes, b: Lanes) -> Lanes {
@@ -101,28 +106,6 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn load_f32(self, from: &[f32; UNIT]) -> [Lanes; 2] {
-        let from = from.as_ptr();
-        // SAFETY: `self` shows that the machine has the instruction; the four eights lie within the unit.
-        unsafe {
-            [
-                [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))],
-                [_mm256_loadu_ps(from.add(16)), _mm256_loadu_ps(from.add(24))],
-            ]
-        }
-    }
-    #[inline(always)]
-    fn store_f32(self, [low, high]: [Lanes; 2], to: &mut [f32; UNIT]) {
-        let to = to.as_mut_ptr();
-        // SAFETY: `self` shows that the machine has the instruction; the four eights lie within the unit.
-        unsafe {
-            _mm256_storeu_ps(to, low[0]);
-            _mm256_storeu_ps(to.add(8), low[1]);
-            _mm256_storeu_ps(to.add(16), high[0]);
-            _mm256_storeu_ps(to.add(24), high[1]);
-        }
-    }
-    #[inline(always)]
     fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
         let from = from.as_ptr().cast::<__m256i>();
         // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
@@ -168,7 +151,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// The upper half of each lane is the bf16 nearest to it.
+/// The upper half of each lane is the bf16 nearest to it, if it is a number.
 ///
 /// # Safety
 /// The machine must have AVX2.
@@ -178,11 +161,7 @@ unsafe fn round_bf16(x: __m256) -> __m256i {
     unsafe {
         let bits = _mm256_castps_si256(x);
         let last = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-        let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
-        // A NaN is cut short and made quiet.
-        let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x);
-        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
-        _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan))
+        _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last)
     }
 }
 

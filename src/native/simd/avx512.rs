@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{Simd, UNIT, Work, by_halves};
+use super::{LANES, Simd, UNIT, Work, by_halves};
 
 /// Shows that the machine has AVX-512F and BW: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -32,11 +32,14 @@ impl Simd for Avx512 {
         unsafe { _mm512_set1_ps(x) }
     }
     #[inline(always)]
-    fn array(self, x: __m512) -> [f32; 16] {
-        let mut array = [0.0; 16];
+    fn load(self, from: &[f32; LANES]) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction; sixteen lanes are all there is.
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+    #[inline(always)]
+    fn store(self, x: __m512, to: &mut [f32; LANES]) {
         // SAFETY: `self` shows that the machine has the instruction; sixteen lanes fill the array.
-        unsafe { _mm512_storeu_ps(array.as_mut_ptr(), x) };
-        array
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), x) };
     }
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
@@ -96,21 +99,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn load_f32(self, from: &[f32; UNIT]) -> [__m512; 2] {
-        let from = from.as_ptr();
-        // SAFETY: `self` shows that the machine has the instruction; both sixteens lie within the unit.
-        unsafe { [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))] }
-    }
-    #[inline(always)]
-    fn store_f32(self, [low, high]: [__m512; 2], to: &mut [f32; UNIT]) {
-        let to = to.as_mut_ptr();
-        // SAFETY: `self` shows that the machine has the instruction; both sixteens lie within the unit.
-        unsafe {
-            _mm512_storeu_ps(to, low);
-            _mm512_storeu_ps(to.add(16), high);
-        }
-    }
-    #[inline(always)]
     fn load_bf16(self, from: &[bf16; UNIT]) -> [__m512; 2] {
         // SAFETY: `self` shows that the machine has the instructions; a unit fills the register.
         unsafe {
@@ -144,7 +132,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// The upper half of each lane is the bf16 nearest to it.
+/// The upper half of each lane is the bf16 nearest to it, if it is a number.
 ///
 /// # Safety
 /// The machine must have AVX-512F.
@@ -154,9 +142,6 @@ unsafe fn round_bf16(x: __m512) -> __m512i {
     unsafe {
         let bits = _mm512_castps_si512(x);
         let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
-        // A NaN is cut short and made quiet.
-        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-        _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000))
+        _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last)
     }
 }

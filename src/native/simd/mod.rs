@@ -22,8 +22,11 @@ use std::fmt;
 
 use half::{bf16, f16};
 
+/// Lanes of a vector.
+pub(super) const LANES: usize = 16;
+
 /// Elements that are loaded and stored at once: two vectors.
-pub(super) const UNIT: usize = 32;
+pub(super) const UNIT: usize = 2 * LANES;
 
 /// A vector unit of sixteen `f32` lanes. A value of such a type shows that the machine has it.
 pub trait Simd: Copy {
@@ -34,8 +37,10 @@ pub trait Simd: Copy {
 
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::Lanes;
-    /// The lanes, in order.
-    fn array(self, x: Self::Lanes) -> [f32; 16];
+    /// The lanes from memory, in order.
+    fn load(self, from: &[f32; LANES]) -> Self::Lanes;
+    /// The lanes to memory, in order.
+    fn store(self, x: Self::Lanes, to: &mut [f32; LANES]);
     /// `a + b`
     fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// `a − b`
@@ -57,18 +62,55 @@ pub trait Simd: Copy {
     /// `((s₀ + s₄) + (s₂ + s₆)) + ((s₁ + s₅) + (s₃ + s₇))`
     fn total(self, sums: Self::Sums) -> f64;
 
-    /// Elements in order.
-    fn load_f32(self, from: &[f32; UNIT]) -> [Self::Lanes; 2];
-    /// As they were loaded.
-    fn store_f32(self, x: [Self::Lanes; 2], to: &mut [f32; UNIT]);
     /// Those of even index, then those of odd index.
     fn load_bf16(self, from: &[bf16; UNIT]) -> [Self::Lanes; 2];
-    /// As they were loaded, to nearest even; NaN stays NaN.
+    /// As they were loaded, to nearest even. Nothing is said of a NaN.
     fn store_bf16(self, x: [Self::Lanes; 2], to: &mut [bf16; UNIT]);
     /// Elements in order.
     fn load_f16(self, from: &[f16; UNIT]) -> [Self::Lanes; 2];
     /// As they were loaded, to nearest even; NaN stays NaN.
     fn store_f16(self, x: [Self::Lanes; 2], to: &mut [f16; UNIT]);
+}
+
+/// Stores that leave the caches as they are and do not read the lines that they fill. They have happened when it is
+/// dropped.
+pub(super) struct Streaming(());
+
+impl Streaming {
+    pub(super) fn begin() -> Self {
+        Self(())
+    }
+
+    /// Copies `from` to `to`, of the same length.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn copy(&self, from: &[u8], to: &mut [u8]) {
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+        // SAFETY: a register is bytes of any value.
+        let (head, body, tail) = unsafe { to.align_to_mut::<__m128i>() };
+        let (from_head, from) = from.split_at(head.len());
+        let (from_body, from_tail) = from.as_chunks::<16>();
+        head.copy_from_slice(from_head);
+        for (to, from) in body.iter_mut().zip(from_body) {
+            // SAFETY: every x86-64 has SSE2; sixteen bytes are read, and written where a register may stand.
+            unsafe { _mm_stream_si128(to, _mm_loadu_si128(from.as_ptr().cast())) };
+        }
+        tail.copy_from_slice(from_tail);
+    }
+
+    /// Copies `from` to `to`, of the same length.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn copy(&self, from: &[u8], to: &mut [u8]) {
+        to.copy_from_slice(from);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Drop for Streaming {
+    fn drop(&mut self) {
+        // SAFETY: every x86-64 has SSE. Streaming stores are in no order with others before it.
+        unsafe { std::arch::x86_64::_mm_sfence() };
+    }
 }
 
 /// The sum of eight by halves.
@@ -175,59 +217,69 @@ mod tests {
     use super::*;
 
     /// Every operation on the same bits.
-    struct Everything<'x>([&'x [f32; UNIT]; 3]);
+    struct Everything<'x>([&'x [f32; LANES]; 3]);
 
     impl Work for Everything<'_> {
-        type Output = Vec<f32>;
+        type Output = Vec<[f32; LANES]>;
 
         #[inline(always)]
-        fn on<S: Simd>(self, simd: S) -> Vec<f32> {
+        fn on<S: Simd>(self, simd: S) -> Vec<[f32; LANES]> {
             let [a, b, c] = self.0;
-            let ([a, a2], [b, b2], [c, c2]) = (simd.load_f32(a), simd.load_f32(b), simd.load_f32(c));
+            let (a, b, c) = (simd.load(a), simd.load(b), simd.load(c));
             let mut all = Vec::new();
-            for [low, high] in [
-                [a, a2],
-                [simd.add(a, b), simd.add(a2, b2)],
-                [simd.sub(a, b), simd.sub(a2, b2)],
-                [simd.mul(a, b), simd.mul(a2, b2)],
-                [simd.mul_add(a, b, c), simd.mul_add(a2, b2, c2)],
-                [simd.max(a, b), simd.max(a2, b2)],
-                [simd.scale(a, b), simd.scale(a2, b2)],
-                [simd.splat(1.5), simd.splat(-2.5)],
+            for x in [
+                simd.scale(a, b),
+                a,
+                simd.add(a, b),
+                simd.sub(a, b),
+                simd.mul(a, b),
+                simd.mul_add(a, b, c),
+                simd.max(a, b),
+                simd.splat(1.5),
             ] {
-                let mut to = [0.0; UNIT];
-                simd.store_f32([low, high], &mut to);
-                assert_eq!(
-                    [simd.array(low), simd.array(high)].as_flattened().iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
-                    to.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
-                );
-                all.extend(to);
+                let mut to = [0.0; LANES];
+                simd.store(x, &mut to);
+                all.push(to);
             }
-            let sums = simd.accumulate(simd.accumulate(simd.sums(), a), b2);
-            all.push(simd.total(sums) as f32);
+            let sums = simd.accumulate(simd.accumulate(simd.sums(), a), b);
+            all.push([simd.total(sums) as f32; LANES]);
             all
         }
     }
 
-    /// To 16 bits and back: the bits, and what they are read as.
-    struct Sixteen<'x>(&'x [f32; UNIT]);
+    /// Logits of 16 bits as they are read, and in 16 bits again.
+    struct Sixteen<'x>(&'x [bf16; UNIT], &'x [f16; UNIT]);
 
     impl Work for Sixteen<'_> {
-        type Output = ([bf16; UNIT], [f16; UNIT], [f32; UNIT], [f32; UNIT]);
+        type Output = ([[f32; LANES]; 4], [bf16; UNIT], [f16; UNIT]);
 
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> Self::Output {
-            let (mut bf16s, mut f16s) = ([bf16::ZERO; UNIT], [f16::ZERO; UNIT]);
-            let (mut from_bf16, mut from_f16) = ([0.0; UNIT], [0.0; UNIT]);
-            // Stored in the order that a load of the same kind gives.
-            let given: [bf16; UNIT] = self.0.map(bf16::from_f32);
-            let order = simd.load_bf16(&given);
-            simd.store_f32(order, &mut from_bf16);
-            let paired = std::array::from_fn(|i| self.0[if i < 16 { 2 * i } else { 2 * (i - 16) + 1 }]);
-            simd.store_bf16(simd.load_f32(&paired), &mut bf16s);
-            simd.store_f16(simd.load_f32(self.0), &mut f16s);
-            simd.store_f32(simd.load_f16(&f16s), &mut from_f16);
-            (bf16s, f16s, from_bf16, from_f16)
+            let (brain, half) = (simd.load_bf16(self.0), simd.load_f16(self.1));
+            let mut read = [[0.0; LANES]; 4];
+            for (x, to) in brain.into_iter().chain(half).zip(&mut read) {
+                simd.store(x, to);
+            }
+            let (mut brain_again, mut half_again) = ([bf16::ZERO; UNIT], [f16::ZERO; UNIT]);
+            simd.store_bf16(brain, &mut brain_again);
+            simd.store_f16(half, &mut half_again);
+            (read, brain_again, half_again)
+        }
+    }
+
+    /// To 16 bits.
+    struct Rounded<'x>(&'x [[f32; LANES]; 2]);
+
+    impl Work for Rounded<'_> {
+        type Output = ([bf16; UNIT], [f16; UNIT]);
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> Self::Output {
+            let x = [simd.load(&self.0[0]), simd.load(&self.0[1])];
+            let (mut brain, mut half) = ([bf16::ZERO; UNIT], [f16::ZERO; UNIT]);
+            simd.store_bf16(x, &mut brain);
+            simd.store_f16(x, &mut half);
+            (brain, half)
         }
     }
 
@@ -235,10 +287,10 @@ mod tests {
         if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
     }
 
-    /// Units of any bits at all, and of numbers that a row is made of.
-    fn units(count: usize) -> Vec<[f32; UNIT]> {
+    /// Vectors of any bits at all, and of numbers that a row is made of.
+    fn vectors(count: usize) -> Vec<[f32; LANES]> {
         let mut rng = ChaCha8Rng::seed_from_u64(0);
-        let mut unit = |i: usize| -> [f32; UNIT] {
+        let mut vector = |i: usize| -> [f32; LANES] {
             std::array::from_fn(|_| match i % 3 {
                 0 => f32::from_bits(rng.random()),
                 1 => rng.random_range(-120.0..10.0),
@@ -246,24 +298,18 @@ mod tests {
                 _ => f32::from_bits((rng.random::<u32>() & 0xffff_0000) | (0x7fff + rng.random_range(0..3))),
             })
         };
-        (0..count).map(&mut unit).collect()
+        (0..count).map(&mut vector).collect()
     }
 
     #[test]
     fn every_operation_has_the_bits_of_the_portable_one() {
-        let units = units(3000);
-        for window in units.windows(3) {
+        for window in vectors(6000).windows(3) {
             let [a, b, c] = window else { unreachable!("windows of three") };
             let run = |isa: Isa| -> Vec<u32> {
-                isa.run(Everything([a, b, c]))
-                    .into_iter()
-                    .enumerate()
-                    .filter(|(i, x)| {
-                        // Nothing is said of what scaling makes of a NaN.
-                        !(6 * UNIT..7 * UNIT).contains(i) || x.is_finite()
-                    })
-                    .map(|(_, x)| bits(x))
-                    .collect()
+                let mut all = isa.run(Everything([a, b, c]));
+                // Nothing is said of what scaling makes of a NaN.
+                all[0].iter_mut().filter(|x| !x.is_finite()).for_each(|x| *x = 0.0);
+                all.into_flattened().into_iter().map(bits).collect()
             };
             let [all @ .., portable] = &Isa::available()[..] else { unreachable!("portable is always there") };
             for isa in all {
@@ -273,22 +319,47 @@ mod tests {
     }
 
     #[test]
-    fn sixteen_bits_are_rounded_to_nearest_even_and_nan_is_kept() {
-        for unit in units(30_000) {
+    fn every_16_bit_logit_is_read_exactly_and_written_as_it_was() {
+        for first in (0..=u16::MAX).step_by(UNIT) {
+            let brain: [bf16; UNIT] = std::array::from_fn(|i| bf16::from_bits(first + i as u16));
+            let half: [f16; UNIT] = std::array::from_fn(|i| f16::from_bits(first + i as u16));
             for isa in Isa::available() {
-                let (bf16s, f16s, from_bf16, from_f16) = isa.run(Sixteen(&unit));
-                for (i, &x) in unit.iter().enumerate() {
-                    let (bf, half) = (bf16::from_f32(x), f16::from_f32(x));
-                    let place = if i % 2 == 0 { i / 2 } else { 16 + i / 2 };
-                    assert_eq!(bf16s[i].is_nan(), x.is_nan(), "{isa}: {x:e}");
-                    assert_eq!(f16s[i].is_nan(), x.is_nan(), "{isa}: {x:e}");
-                    assert_eq!(bits(from_bf16[place]), bits(bf.to_f32()), "{isa}: {x:e}");
-                    assert_eq!(bits(from_f16[i]), bits(half.to_f32()), "{isa}: {x:e}");
-                    if !x.is_nan() {
-                        assert_eq!((bf16s[i], f16s[i]), (bf, half), "{isa}: {x:e}");
-                    }
+                let (read, brain_again, half_again) = isa.run(Sixteen(&brain, &half));
+                for i in 0..UNIT {
+                    assert_eq!(bits(read[i % 2][i / 2]), bits(brain[i].to_f32()), "{isa}: {}", brain[i]);
+                    assert_eq!(bits(read[2 + i / LANES][i % LANES]), bits(half[i].to_f32()), "{isa}: {}", half[i]);
+                    assert!(brain[i].is_nan() || brain_again[i].to_bits() == brain[i].to_bits(), "{isa}: {}", brain[i]);
+                    assert!(half[i].is_nan() || half_again[i].to_bits() == half[i].to_bits(), "{isa}: {}", half[i]);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn numbers_are_rounded_to_16_bits_to_nearest_even() {
+        for pair in vectors(60_000).as_chunks().0 {
+            for isa in Isa::available() {
+                let (brain, half) = isa.run(Rounded(pair));
+                for i in 0..UNIT {
+                    let (even_odd, in_order) = (pair[i % 2][i / 2], pair[i / LANES][i % LANES]);
+                    assert!(even_odd.is_nan() || brain[i] == bf16::from_f32(even_odd), "{isa}: {even_odd:e}");
+                    assert!(in_order.is_nan() || half[i] == f16::from_f32(in_order), "{isa}: {in_order:e}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn streaming_copies_bytes_of_any_alignment_and_no_others() {
+        let from: Vec<u8> = (1..=100).collect();
+        for (start, length) in (0..33).flat_map(|start| (0..67).map(move |length| (start, length))) {
+            let mut to = [0; 100];
+            Streaming::begin().copy(&from[..length], &mut to[start..start + length]);
+            let expected: Vec<u8> = (0..100)
+                .map(|i| if i < start { 0 } else { i - start + 1 })
+                .map(|i| if i <= length { i as u8 } else { 0 })
+                .collect();
+            assert_eq!(to[..], expected[..], "{length} bytes at {start}");
         }
     }
 

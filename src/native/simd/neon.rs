@@ -5,7 +5,7 @@ use std::arch::asm;
 
 use half::{bf16, f16};
 
-use super::{Simd, UNIT, Work, by_halves};
+use super::{LANES, Simd, UNIT, Work, by_halves};
 
 /// Shows that the machine has NEON: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -42,13 +42,17 @@ impl Simd for Neon {
         [unsafe { vdupq_n_f32(x) }; 4]
     }
     #[inline(always)]
-    fn array(self, x: Lanes) -> [f32; 16] {
-        let mut array = [0.0; 16];
+    fn load(self, from: &[f32; LANES]) -> Lanes {
+        let from = from.as_ptr();
+        // SAFETY: `self` shows that the machine has the instruction; the four fours lie within the sixteen.
+        unsafe { [vld1q_f32(from), vld1q_f32(from.add(4)), vld1q_f32(from.add(8)), vld1q_f32(from.add(12))] }
+    }
+    #[inline(always)]
+    fn store(self, x: Lanes, to: &mut [f32; LANES]) {
         for i in 0..4 {
-            // SAFETY: `self` shows that the machine has the instruction; the four fours lie within the array.
-            unsafe { vst1q_f32(array.as_mut_ptr().add(4 * i), x[i]) };
+            // SAFETY: `self` shows that the machine has the instruction; the four fours lie within the sixteen.
+            unsafe { vst1q_f32(to.as_mut_ptr().add(4 * i), x[i]) };
         }
-        array
     }
     #[inline(always)]
     fn add(self, a: Lanes, b: Lanes) -> Lanes {
@@ -104,24 +108,6 @@ impl Simd for Neon {
         by_halves(array)
     }
 
-    #[inline(always)]
-    fn load_f32(self, from: &[f32; UNIT]) -> [Lanes; 2] {
-        let from = from.as_ptr();
-        // SAFETY: `self` shows that the machine has the instruction; the eight fours lie within the unit.
-        unsafe {
-            [
-                [vld1q_f32(from), vld1q_f32(from.add(4)), vld1q_f32(from.add(8)), vld1q_f32(from.add(12))],
-                [vld1q_f32(from.add(16)), vld1q_f32(from.add(20)), vld1q_f32(from.add(24)), vld1q_f32(from.add(28))],
-            ]
-        }
-    }
-    #[inline(always)]
-    fn store_f32(self, x: [Lanes; 2], to: &mut [f32; UNIT]) {
-        for i in 0..8 {
-            // SAFETY: `self` shows that the machine has the instruction; the eight fours lie within the unit.
-            unsafe { vst1q_f32(to.as_mut_ptr().add(4 * i), x[i / 4][i % 4]) };
-        }
-    }
     #[inline(always)]
     fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
         let mut lanes = [self.splat(0.0); 2];
@@ -196,7 +182,7 @@ unsafe fn scale(a: float32x4_t, integer: float32x4_t) -> float32x4_t {
     }
 }
 
-/// The upper half of each lane is the bf16 nearest to it.
+/// The upper half of each lane is the bf16 nearest to it, if it is a number.
 ///
 /// # Safety
 /// The machine must have NEON.
@@ -206,9 +192,6 @@ unsafe fn round_bf16(x: float32x4_t) -> uint32x4_t {
     unsafe {
         let bits = vreinterpretq_u32_f32(x);
         let last = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
-        let rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last);
-        // A NaN is cut short and made quiet.
-        let quiet = vorrq_u32(bits, vdupq_n_u32(0x40_0000));
-        vbslq_u32(vceqq_f32(x, x), rounded, quiet)
+        vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last)
     }
 }

@@ -5,7 +5,7 @@ use std::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{Simd, UNIT, by_halves};
+use super::{LANES, Simd, UNIT, by_halves};
 
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
@@ -21,8 +21,12 @@ impl Simd for Portable {
         [x; 16]
     }
     #[inline(always)]
-    fn array(self, x: Lanes) -> [f32; 16] {
-        x
+    fn load(self, from: &[f32; LANES]) -> Lanes {
+        *from
+    }
+    #[inline(always)]
+    fn store(self, x: Lanes, to: &mut [f32; LANES]) {
+        *to = x;
     }
     #[inline(always)]
     fn add(self, a: Lanes, b: Lanes) -> Lanes {
@@ -62,14 +66,6 @@ impl Simd for Portable {
         by_halves(sums)
     }
 
-    #[inline(always)]
-    fn load_f32(self, from: &[f32; UNIT]) -> [Lanes; 2] {
-        [from_fn(|i| from[i]), from_fn(|i| from[16 + i])]
-    }
-    #[inline(always)]
-    fn store_f32(self, [low, high]: [Lanes; 2], to: &mut [f32; UNIT]) {
-        *to = from_fn(|j| if j < 16 { low[j] } else { high[j - 16] });
-    }
     #[inline(always)]
     fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
         [from_fn(|i| from[2 * i].to_f32()), from_fn(|i| from[2 * i + 1].to_f32())]
