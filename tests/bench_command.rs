@@ -12,7 +12,7 @@ use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
 use tempfile::TempDir;
 
-const KEYS: [&str; 25] = [
+const KEYS: [&str; 26] = [
     "impl",
     "devices",
     "shape",
@@ -29,6 +29,7 @@ const KEYS: [&str; 25] = [
     "gb_per_s",
     "threads",
     "isa",
+    "roofline_share",
     "mem_after_alloc",
     "mem_after_run",
     "peak_bytes_in_use",
@@ -83,6 +84,7 @@ fn opponents_take_turns_and_give_ratios() {
     assert_eq!(result["threads"], 2);
     assert!(Isa::NAMES.contains(&result["isa"].as_str().unwrap()));
     assert!(number("ratio_to_copy") > 0.0 && number("ratio_to_native") > 0.0);
+    assert!((number("roofline_share") * number("ratio_to_copy") - 1.0).abs() < 1e-9);
     let traffic = 2.0 * 4.0 * 513.0 * 2.0;
     assert!((number("gb_per_s") * number("step_s_p50") * 1e9 / traffic - 1.0).abs() < 1e-9);
     assert!(stdout.contains("ratio_to_copy") && stdout.contains("ratio_to_native"), "{stdout}");

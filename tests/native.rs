@@ -263,26 +263,30 @@ fn all_outputs_extreme_logits_have_the_same_bits_and_match_reference() {
         vec![f32::NEG_INFINITY; 4],
     ];
     for (spec, row) in walks().into_iter().flat_map(|spec| extremes.iter().map(move |row| (spec.clone(), row))) {
-        for vocab in [4, 600] {
-            let mut problem =
-                recipe([1, 2, vocab], Dtype::F32, Regime::Small, 2).problem(&spec).expect("a valid recipe");
+        for (vocab, dtype) in [4, 600].into_iter().flat_map(|vocab| Dtype::KERNEL.map(|dtype| (vocab, dtype))) {
+            let mut problem = recipe([1, 2, vocab], dtype, Regime::Small, 2).problem(&spec).expect("a valid recipe");
             problem.mask.fill(true);
             problem.ids.fill(1);
             let mut logits = Array3::from_elem((1, 2, vocab), -1.0_f32);
             for t in 0..2 {
                 logits.slice_mut(s![0, t, ..4]).assign(&ndarray::Array1::from(row.clone()));
             }
-            problem.logits = logits.clone().into();
+            problem.logits = match dtype {
+                Dtype::F32 => logits.into(),
+                _ => FloatArray::rounded_from(&logits.mapv(f64::from), dtype),
+            };
             for array in [&mut problem.old_logp, &mut problem.ref_logp].into_iter().flatten() {
                 array.fill(-1.0);
             }
             let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
-            let all: Vec<_> =
-                Isa::available().into_iter().map(|isa| in_place(&Native::on(isa), &spec, &problem, &logits)).collect();
-            assert!(all.iter().all(|outcome| outcome == &all[0]), "{row:?}");
+            with_logits!(problem, logits => {
+                let on = |isa| in_place(&Native::on(isa), &spec, &problem, logits);
+                let all: Vec<_> = Isa::available().into_iter().map(on).collect();
+                assert!(all.iter().all(|outcome| outcome == &all[0]), "{dtype} {row:?}");
+            });
             let outcome = Native::default().run(&spec, problem.clone(), 1).expect("supported");
             for verdict in judge(&reference, &outcome, "native", Tolerances::builtin()).expect("judged") {
-                assert!(verdict.passed(), "{row:?}, V = {vocab}, {spec:?}: {verdict:?}");
+                assert!(verdict.passed(), "{row:?}, V = {vocab} {dtype}, {spec:?}: {verdict:?}");
             }
         }
     }

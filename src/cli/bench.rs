@@ -284,6 +284,12 @@ impl Subject<'_> {
         if isa.is_none() {
             why_null.insert("isa", "only kernels on this machine's cores say which instructions they use".into());
         }
+        let ratios: BTreeMap<String, f64> =
+            ratios.map(|(opponent, times)| (format!("ratio_to_{}", opponent.name()), ratio(times))).collect();
+        let roofline_share = ratios.get(&format!("ratio_to_{COPY}")).map(|ratio| 1.0 / ratio);
+        if roofline_share.is_none() {
+            why_null.insert("roofline_share", format!("the bound is a copy of the logits: --against {COPY}"));
+        }
         let mut keep =
             |key, figure: Result<i64, Unavailable>| figure.map_err(|why| why_null.insert(key, why.reason)).ok();
         let unreported = || Unavailable { reason: "the device's allocator does not report it".into() };
@@ -313,7 +319,8 @@ impl Subject<'_> {
             gb_per_s: traffic as f64 / median / 1e9,
             threads: rayon::current_num_threads(),
             isa,
-            ratios: ratios.map(|(opponent, times)| (format!("ratio_to_{}", opponent.name()), ratio(times))).collect(),
+            ratios,
+            roofline_share,
             argument_bytes: keep("argument_bytes", compiled(|memory| memory.argument_bytes)),
             output_bytes: keep("output_bytes", compiled(|memory| memory.output_bytes)),
             temp_bytes: keep("temp_bytes", compiled(|memory| memory.temp_bytes)),
@@ -409,6 +416,8 @@ struct Figures {
     /// Under `ratio_to_copy` and the like: the median step over the opponent's.
     #[serde(flatten)]
     ratios: BTreeMap<String, f64>,
+    /// The copy's median over the median step: what part of the time memory would need in any case.
+    roofline_share: Option<f64>,
     /// Of the first device, as is every figure of memory: bytes in use when the arguments lie there.
     mem_after_alloc: Option<i64>,
     /// Bytes in use when the outputs of the last step lie there.
@@ -450,6 +459,7 @@ impl Figures {
         for (key, ratio) in &self.ratios {
             table.add_row([key.into(), format!("{ratio:.3}")]);
         }
+        table.add_row(["roofline_share".into(), self.roofline_share.map_or("–".into(), |share| format!("{share:.3}"))]);
         let bytes = [
             ("mem_after_alloc", self.mem_after_alloc),
             ("mem_after_run", self.mem_after_run),
