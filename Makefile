@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive jax-example measure bench
+.PHONY: setup setup-tpu replay test test-extensive sanitize jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -36,12 +36,22 @@ test-extensive: test
 	PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --lib exp_every_f32 -- --ignored
+	@$(MAKE) --no-print-directory sanitize
 	@$(MAKE) --no-print-directory jax-example
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
 	RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run fixture_reader fuzz/corpus/fixture_reader fuzz/seeds/fixture_reader -- \
 		-dict=fuzz/fixture_reader.dict -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -malloc_limit_mb=8 -timeout=5
+
+# The vector units, whose loads and stores are unsafe code, under the address sanitizer. RUSTC_BOOTSTRAP: its flag is
+# nightly's, and a fresh machine has only stable.
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+sanitize: export RUSTC_BOOTSTRAP = 1
+sanitize: export RUSTFLAGS = -Zsanitizer=address
+sanitize:
+	$(CARGO) test --locked --no-default-features --target $(HOST) --lib native::
+	$(CARGO) test --locked --no-default-features --target $(HOST) --test native
 
 # The JAX example, compiled for a TPU: where JAX and libtpu are.
 jax-example:
