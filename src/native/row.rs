@@ -480,24 +480,29 @@ impl<E: Element> Work for Write<'_, '_, E> {
 
 /// How the dlogits of a unit come from its logits, or from the exponentials that were kept.
 trait Unit<S: Simd> {
+    /// Whether logits have a part in it.
+    const READS_LOGITS: bool = true;
+
     fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2];
 }
 
 /// Writes a row, or the block of one that `exps` are of. Where dlogits do not go over the logits, they go past the caches,
 /// which have no use for them.
 #[inline(always)]
-fn write<S: Simd, E: Element>(
+fn write<S: Simd, E: Element, U: Unit<S>>(
     simd: S,
     streaming: &Streaming,
     logits: Option<&[E]>,
     dlogits: &mut [E],
     exps: &[[f32; UNIT]; UNITS],
-    unit: &impl Unit<S>,
+    unit: &U,
 ) {
     if let Some(logits) = logits {
         for (from, to) in logits.chunks(BLOCK).zip(dlogits.chunks_mut(BLOCK)) {
             let mut block = [E::MINUS_INFINITY; BLOCK];
-            block[..from.len()].copy_from_slice(from);
+            if U::READS_LOGITS {
+                block[..from.len()].copy_from_slice(from);
+            }
             for (to, exps) in block.as_chunks_mut().0.iter_mut().zip(exps) {
                 write_unit(simd, to, exps, unit);
             }
@@ -530,6 +535,8 @@ fn write_unit<S: Simd, E: Element>(simd: S, to: &mut [E; UNIT], exps: &[f32; UNI
 struct Scaled<S: Simd>(S::Lanes);
 
 impl<S: Simd> Unit<S> for Scaled<S> {
+    const READS_LOGITS: bool = false;
+
     #[inline(always)]
     fn dlogits<E: Element>(&self, simd: S, _: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
         let [low, high] = f32::load(simd, exps);

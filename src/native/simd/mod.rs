@@ -76,6 +76,7 @@ pub trait Simd: Copy {
 /// dropped.
 pub(super) struct Streaming(());
 
+#[allow(clippy::unused_self, reason = "the value is what waits for the stores when it is dropped")]
 impl Streaming {
     pub(super) fn begin() -> Self {
         Self(())
