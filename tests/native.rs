@@ -9,7 +9,7 @@ use assay::conformance::judge::judge;
 use assay::conformance::tolerance::Tolerances;
 use assay::implementation::{Implementation, RunError};
 use assay::native::{Element, Evaluation, Isa, Native};
-use assay::problem::{Dtype, FloatArray, Outcome, Problem, ProblemError};
+use assay::problem::{Advantages, Dtype, FloatArray, Outcome, Problem, ProblemError};
 use assay::reference;
 use assay::spec::{Kl, KlEstimator, LossSpec, TemperatureDivides};
 use half::{bf16, f16};
@@ -143,8 +143,8 @@ fn per_token_outputs_any_order_of_rows_have_the_same_bits() {
         ids: problem.ids.select(Axis(0), &order),
         mask: problem.mask.select(Axis(0), &order),
         advantages: match &problem.advantages {
-            assay::problem::Advantages::Sequence(a) => assay::problem::Advantages::Sequence(a.select(Axis(0), &order)),
-            assay::problem::Advantages::Token(a) => assay::problem::Advantages::Token(of(a)),
+            Advantages::Sequence(a) => Advantages::Sequence(a.select(Axis(0), &order)),
+            Advantages::Token(a) => Advantages::Token(of(a)),
         },
         old_logp: problem.old_logp.as_ref().map(of),
         ref_logp: problem.ref_logp.as_ref().map(of),
@@ -334,4 +334,18 @@ fn implementation_returns_what_the_function_does() {
     let outcome = native.run(&spec, problem, 1).expect("supported");
     assert!(outcome.loss.same_bits(&expected.loss) && outcome.dlogits.same_bits(&expected.dlogits));
     assert_eq!(outcome.metrics, Some(expected.metrics));
+}
+
+/// Gradients so small that a factor times `2^-26` is no normal number any more.
+#[test]
+fn dlogits_f32_of_tiny_advantages_match_reference() {
+    let spec = LossSpec::default();
+    let mut problem = recipe([2, 3, 1000], Dtype::F32, Regime::Normal, 4).problem(&spec).expect("a valid recipe");
+    let Advantages::Sequence(advantages) = &mut problem.advantages else { unreachable!("the default") };
+    advantages.fill(1e-34);
+    let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
+    let outcome = Native::default().run(&spec, problem.clone(), 1).expect("supported");
+    for verdict in judge(&reference, &outcome, "native", Tolerances::builtin()).expect("judged") {
+        assert!(verdict.passed(), "{verdict:?}");
+    }
 }
