@@ -136,6 +136,23 @@ fn measuring_again_changes_no_figure() {
 }
 
 #[test]
+fn a_figure_met_to_a_part_in_a_thousand_stands() {
+    let measured = Law::new(&loose());
+    measured.measure(&[]);
+    let [logp, loss] = measured.figures();
+    let shy = |(worst_seen, _, measured_on): Figures, derived: f64| {
+        let worst_seen = worst_seen * 0.9995;
+        (worst_seen, (4.0 * worst_seen).min(derived), measured_on)
+    };
+    let law = Law::new(&text(&shy(logp, 3.0), &shy(loss, 11.0)));
+    let before = law.text();
+    let output = law.measure(&[]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    assert!(output.stdout.contains("2 unchanged"), "{}", output.stdout);
+    assert_eq!(law.text(), before);
+}
+
+#[test]
 fn raising_is_refused_without_a_reason_and_the_file_left_alone() {
     let law = Law::new(&tight());
     let output = law.measure(&[]);
@@ -216,8 +233,8 @@ fn bad_input_is_refused_and_the_file_left_alone() {
     for (args, part) in [
         (&["--cases", "0"][..], "1 or more"),
         (&["--cases", "many"], "1 or more"),
-        (&["--accept", "because"], "four words"),
-        (&["--accept", ""], "four words"),
+        (&["--cases", "1", "--accept", "because"], "four words"),
+        (&["--cases", "1", "--accept", ""], "four words"),
     ] {
         let output = assay(&[&measure[..], args].concat());
         assert_eq!(output.code, 2, "{args:?}");
