@@ -3,21 +3,19 @@
 //!
 //! A plugin that is absent, or has too few devices, reads *ignored*.
 
-#[path = "common/device_cases.rs"]
-mod device_cases;
-#[path = "common/implementations.rs"]
-mod implementations;
 #[path = "common/variants.rs"]
 mod variants;
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::invariance::Invariance;
 use assay::conformance::judge::judge;
 use assay::conformance::report::{explain, on_devices};
+use assay::conformance::suites;
 use assay::conformance::tolerance::{Output, Tolerances};
 use assay::implementation::Implementation;
 use assay::problem::{Candidate, Dtype};
@@ -69,7 +67,7 @@ fn main() {
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();
     for (first, plugin) in plugins().iter().enumerate().map(|(i, plugin)| (i == 0, plugin)) {
-        for implementation in implementations::compiled(&plugin.path) {
+        for implementation in suites::compiled(&plugin.path) {
             let counts = implementation.device_counts();
             // What the tile kernels compute is settled on one plugin; of another it is asked whether it takes their loops.
             let tile = implementation.class() == "tile";
@@ -153,8 +151,16 @@ fn main() {
         trials.push(trial(name, &plugin.hindrance, move || regressions_stay_mended(&plugin.path)));
     }
     trials.push(tpu_plugin());
-    libtest_mimic::run(&arguments, trials).exit();
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    let judged = JUDGED.load(Ordering::Relaxed);
+    if judged > 0 && !conclusion.has_failed() {
+        eprintln!("no false alarm of compiled implementations in {judged} cases, each of a fixed seed");
+    }
+    conclusion.exit();
 }
+
+/// Cases that a verdict was given on.
+static JUDGED: AtomicUsize = AtomicUsize::new(0);
 
 /// The cases that once failed, each with its reason, through the command that a user replays them with.
 fn regressions_stay_mended(plugin: &Path) -> Result<(), Failed> {
@@ -210,7 +216,7 @@ impl Counts {
     /// The same problems on every count: each answer within the gates of the reference, and so of every other; shares of
     /// tokens, which are counts, the same to the bit. With `--nocapture`, which other outputs keep their bits.
     fn agree(&self) -> Result<(), Failed> {
-        for (spec, recipe) in device_cases::cases(Dtype::F32, 1, 1) {
+        for (spec, recipe) in suites::device_cases(Dtype::F32, 1, 1) {
             let mut first: Option<(usize, Candidate)> = None;
             for devices in self.implementation.device_counts() {
                 let run =
@@ -275,13 +281,14 @@ impl Run {
                 return Err(explain(&verdict, &reference, &problem, &name, &replay).into());
             }
         }
+        JUDGED.fetch_add(1, Ordering::Relaxed);
         Ok(Some(outcome))
     }
 
     fn small_shapes(&self, dtype: Dtype) -> Result<(), Failed> {
         let mut judged = 0;
         // Each sharding and count begins at another shape.
-        for (spec, recipe) in device_cases::cases(dtype, structures(), self.seed()) {
+        for (spec, recipe) in suites::device_cases(dtype, structures(), self.seed()) {
             judged += usize::from(self.judge(&spec, &recipe)?.is_some());
         }
         // Of any three shapes in turn, every count can cut one.
@@ -315,7 +322,7 @@ impl Run {
         let all = Xla::all(Some(&self.plugin));
         let kernel = all.iter().find(|xla| xla.id() == "tile-entropy").expect("it is listed");
         for dtype in Dtype::KERNEL {
-            for (spec, recipe) in device_cases::cases(dtype, 1, 5) {
+            for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
                 let problem = recipe.problem(&spec).expect("a valid recipe");
                 let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
                 let [logp, entropy] = kernel.logp_and_entropy(&spec, &problem)?;

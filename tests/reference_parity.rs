@@ -105,6 +105,9 @@ fn quirks_are_shown_with_their_size_and_counted_neither_way() {
     assert!(file["dlogits_rel"].as_f64().unwrap() > 1.0, "{file}");
     assert!(file["notes"][0].as_str().unwrap().contains("no gradient where delta"), "{file}");
     assert!(output.stdout.contains("known difference"), "{}", output.stdout);
+    assert_eq!(file["caught_by"], json!(["dlogits", "dlogits row_l2"]));
+    assert_eq!(file["gates"], json!(["loss", "logp", "dlogits", "dlogits row_l2", "dlogits row_sum"]));
+    assert!(output.stdout.contains("dlogits, dlogits row_l2"), "{}", output.stdout);
     assert!(report["worst"].as_array().unwrap().is_empty(), "a quirk is nobody's worst error");
 }
 
@@ -137,6 +140,19 @@ fn one_wrong_loss_fails() {
         run["expected"]["loss"] = json!(loss * (1.0 + 1e-8));
     });
     assert_eq!(parity(changed.folder()).1.code, 1);
+}
+
+/// Its loss and dlogits still agree with the reference: the gate of logp alone can tell.
+#[test]
+fn one_wrong_logp_fails_its_gate() {
+    let name = "trl_grpo_kl.json";
+    let changed = Changed::new(name, |run| {
+        let logp = &mut run["expected"]["logps"][0][0];
+        *logp = json!(logp.as_f64().unwrap() + 1e-5);
+    });
+    let (report, output) = parity(changed.folder());
+    assert_eq!(report["files"][0]["caught_by"], json!(["logp"]));
+    assert!(output.stdout.contains("1 fail a gate of the judge"), "{}", output.stdout);
 }
 
 #[test]
@@ -175,6 +191,8 @@ fn bad_input_is_refused_in_one_line_that_names_file_and_field() {
     refused(|run| run["inputs"]["advantages"] = json!([1.0]), &["inputs.advantages", "shape [1]"]);
     refused(|run| run["expected"]["loss"] = json!(null), &["expected.loss", "null"]);
     refused(|run| run["expected"]["dlogits"][0][0][0] = json!(null), &["expected.dlogits", "null at element 0"]);
+    refused(|run| run["expected"]["logps"] = json!([[1.0]]), &["expected.logps", "shape [1, 1]"]);
+    refused(|run| run["expected"]["entropy"] = json!("none"), &["expected.entropy", "\"none\"", "nested 2 deep"]);
     refused(|run| *run = json!([1]), &["an array of 1", "an object"]);
 }
 

@@ -25,6 +25,9 @@ fn fault(entry: &Tolerance) -> Option<String> {
     if entry.measured_on.split_whitespace().count() < 3 {
         return Some(format!("{name}: `measured_on` does not say what was measured"));
     }
+    if entry.accepted.as_ref().is_some_and(|reason| reason.split_whitespace().count() < 4) {
+        return Some(format!("{name}: `accepted` gives no reason"));
+    }
     let limit = entry.derived.min(SLACK * entry.worst_seen);
     // Figures are written with four digits.
     (entry.kappa > limit * (1.0 + 1e-9))
@@ -46,6 +49,7 @@ fn loose_or_unargued_entries_are_found() {
     assert!(fault(&Tolerance { derived: entry.kappa * 0.9, ..entry.clone() }).is_some());
     assert!(fault(&Tolerance { why: String::new(), ..entry.clone() }).is_some());
     assert!(fault(&Tolerance { measured_on: "x".into(), ..entry.clone() }).is_some());
+    assert!(fault(&Tolerance { accepted: Some("so what".into()), ..entry.clone() }).is_some());
 }
 
 #[test]

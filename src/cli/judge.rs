@@ -14,7 +14,7 @@ use crate::problem::Candidate;
 use crate::reference;
 
 /// The class whose limits hold for kernels that are not ours.
-const CLASS: &str = "external";
+pub(super) const CLASS: &str = "external";
 
 #[derive(Args)]
 pub(super) struct Judge {

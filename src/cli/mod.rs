@@ -18,6 +18,7 @@ mod parity;
 mod problem_choice;
 mod replay;
 mod spec;
+mod tolerances;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -29,6 +30,7 @@ use serde::Serialize;
 
 use crate::conformance::generate::RecipeError;
 use crate::conformance::judge::JudgeError;
+use crate::conformance::measure::MeasureError;
 use crate::conformance::tolerance::ToleranceError;
 use crate::fixture::FixtureError;
 use crate::implementation::RunError;
@@ -72,6 +74,8 @@ enum Command {
     Parity(parity::Parity),
     /// Say what a loss computes, as a published project or a spec file has it
     Spec(spec::Spec),
+    /// Show the limits of the judge, or measure them again
+    Tolerances(tolerances::Limits),
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = crate::tpu::compile::WORKER_COMMAND)]
     TpuWorker(compile::Worker),
@@ -138,6 +142,8 @@ enum CliError {
     #[error(transparent)]
     Tolerance(#[from] ToleranceError),
     #[error(transparent)]
+    Measure(#[from] MeasureError),
+    #[error(transparent)]
     Memory(#[from] Shortage),
     #[error(transparent)]
     Preset(#[from] PresetError),
@@ -177,6 +183,7 @@ pub fn main() -> ExitCode {
         Command::List(command) => command.run(),
         Command::Parity(command) => command.run(),
         Command::Spec(command) => command.run(),
+        Command::Tolerances(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::TpuWorker(command) => command.run(),
     };

@@ -1,4 +1,4 @@
-//! `assay parity`: recorded runs of published implementations against the reference.
+//! `assay parity`: recorded runs of published implementations against the reference, and under the judge.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -11,10 +11,12 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
 use super::{CliError, Passed, Printing};
+use crate::conformance::judge::{JudgeError, judge};
 use crate::conformance::parity::{Difference, limit};
+use crate::conformance::tolerance::Tolerances;
 use crate::fixture::ParityFile;
 use crate::problem::Dtype;
-use crate::reference;
+use crate::reference::{self, Reference};
 
 /// How the names end of files that record a defect of one release.
 const QUIRK: &str = "_quirk";
@@ -38,6 +40,10 @@ struct Compared {
     loss_rel: f64,
     dlogits_rel: f64,
     limit: f64,
+    /// The outputs that were judged, as `assay judge` would, by gate.
+    gates: Vec<String>,
+    /// Those of them that the run failed: what the judge says of the peer, where `verdict` is about the reference.
+    caught_by: Vec<String>,
     /// Whether the file records a defect of its release, which is not reproduced.
     quirk: bool,
     verdict: Verdict,
@@ -146,6 +152,8 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
     let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let quirk = path.file_stem().is_some_and(|name| name.to_string_lossy().ends_with(QUIRK));
     let limit = limit(recorded.dtype);
+    let gates = judged(&recorded, &reference)?;
+    let caught_by: Vec<String> = gates.iter().filter(|(_, passed)| !passed).map(|(gate, _)| gate.clone()).collect();
     let verdict = match (quirk, difference.within(limit)) {
         (true, _) => Verdict::KnownDifference,
         (false, true) => Verdict::Pass,
@@ -159,11 +167,20 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
         loss_rel: difference.loss,
         dlogits_rel: difference.dlogits,
         limit,
+        gates: gates.into_iter().map(|(gate, _)| gate).collect(),
+        caught_by,
         quirk,
         verdict,
         without_effect: resolved.without_effect,
         notes: resolved.notes,
     })
+}
+
+/// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
+/// kernels, as any candidate is; that it agrees to float64's own precision is for [`Difference`] to say.
+fn judged(recorded: &ParityFile, reference: &Reference) -> Result<Vec<(String, bool)>, JudgeError> {
+    let verdicts = judge(reference, &recorded.candidate(), super::judge::CLASS, Tolerances::builtin())?;
+    Ok(verdicts.iter().map(|verdict| (verdict.gate.to_string(), verdict.passed())).collect())
 }
 
 fn worst(files: &[Compared]) -> Vec<Worst> {
@@ -189,9 +206,16 @@ fn larger(a: f64, b: f64) -> f64 {
 }
 
 impl Compared {
+    fn failed_gates(&self) -> String {
+        if self.caught_by.is_empty() { format!("none of {}", self.gates.len()) } else { self.caught_by.join(", ") }
+    }
+
     fn failure(&self) -> String {
         let Self { file, loss_rel, dlogits_rel, limit, .. } = self;
-        format!("{file}: loss off by {loss_rel:.1e}, dlogits by {dlogits_rel:.1e}, limit {limit:.0e}")
+        let gates = self.failed_gates();
+        format!(
+            "{file}: loss off by {loss_rel:.1e}, dlogits by {dlogits_rel:.1e}, limit {limit:.0e}; failed gates: {gates}"
+        )
     }
 }
 
@@ -203,7 +227,7 @@ impl Comparison {
             table.set_header(header);
             table
         };
-        let mut files = table(&["file", "peer", "dtype", "loss", "dlogits", "limit", "verdict"]);
+        let mut files = table(&["file", "peer", "dtype", "loss", "dlogits", "limit", "failed gates", "verdict"]);
         for file in &self.files {
             files.add_row([
                 file.file.clone(),
@@ -212,6 +236,7 @@ impl Comparison {
                 format!("{:.1e}", file.loss_rel),
                 format!("{:.1e}", file.dlogits_rel),
                 format!("{:.0e}", file.limit),
+                file.failed_gates(),
                 file.verdict.to_string(),
             ]);
         }
@@ -228,11 +253,12 @@ impl Comparison {
         let mut text = format!("{files}\n{peers}\n");
         let count = |verdict| self.files.iter().filter(|file| file.verdict == verdict).count();
         text += &format!(
-            "{} pass, {} fail, {} known differences, {} could not be compared; errors are relative\n",
+            "{} pass, {} fail, {} known differences, {} could not be compared; errors are relative; {} fail a gate of the judge\n",
             count(Verdict::Pass),
             count(Verdict::Fail),
             count(Verdict::KnownDifference),
             self.refused.len(),
+            self.files.iter().filter(|file| !file.caught_by.is_empty()).count(),
         );
         for refused in &self.refused {
             text += &format!("  {refused}\n");

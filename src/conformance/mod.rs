@@ -8,10 +8,13 @@ pub mod condition;
 pub mod generate;
 pub mod invariance;
 pub mod judge;
+pub mod measure;
 pub mod metric;
 pub mod parity;
 pub mod recorded;
 pub mod report;
+pub mod revise;
+pub mod suites;
 pub mod tolerance;
 pub mod variants;
 

@@ -72,6 +72,18 @@ pub enum Model {
     Count,
 }
 
+impl Model {
+    /// The name that `tolerances.toml` uses.
+    pub fn name(self) -> &'static str {
+        match self {
+            Model::Elementwise => "elementwise",
+            Model::RowL2 => "row_l2",
+            Model::RowSum => "row_sum",
+            Model::Count => "count",
+        }
+    }
+}
+
 /// An output and the way it is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Gate {
@@ -79,6 +91,13 @@ pub struct Gate {
     pub output: Output,
     /// How.
     pub model: Model,
+}
+
+impl Gate {
+    /// The dtype under which the file lists an output of `dtype`.
+    pub(super) fn listed_dtype(self, dtype: Dtype) -> Dtype {
+        if dtype == Dtype::F64 && self.output != Output::Recorded { Dtype::F32 } else { dtype }
+    }
 }
 
 impl fmt::Display for Gate {
@@ -93,7 +112,7 @@ impl fmt::Display for Gate {
 }
 
 /// One entry of the file.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tolerance {
     /// What is judged.
@@ -112,6 +131,9 @@ pub struct Tolerance {
     pub worst_seen: f64,
     /// What `worst_seen` was measured on.
     pub measured_on: String,
+    /// The reason that was given when the figures were raised; they are not lowered while it stands.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accepted: Option<String>,
     /// Why `derived` is what it is.
     pub why: String,
 }
@@ -165,7 +187,10 @@ impl Tolerances {
         struct File {
             tolerance: Vec<Tolerance>,
         }
-        let file: File = toml::from_str(text).map_err(|error| ToleranceError::Parse(error.to_string()))?;
+        let file: File = toml::from_str(text).map_err(|error| {
+            let line = error.span().map_or(1, |span| text[..span.start].lines().count().max(1));
+            ToleranceError::Parse(format!("line {line}: {}", error.message()))
+        })?;
         let mut entries: Vec<(Tolerance, AtomicBool)> = Vec::new();
         for entry in file.tolerance {
             let gate = Gate { output: entry.output, model: entry.model };
@@ -189,7 +214,7 @@ impl Tolerances {
     /// # Errors
     /// [`ToleranceError::Absent`] where the file has no entry.
     pub fn kappa(&self, gate: Gate, dtype: Dtype, class: &str) -> Result<f64, ToleranceError> {
-        let wanted = if dtype == Dtype::F64 && gate.output != Output::Recorded { Dtype::F32 } else { dtype };
+        let wanted = gate.listed_dtype(dtype);
         let found = self.entries.iter().find(|(entry, _)| entry.answers(gate, wanted, class));
         let Some((entry, used)) = found else {
             let of_class = self.entries.iter().filter(|(entry, _)| entry.answers(gate, entry.dtype, class));
@@ -213,7 +238,12 @@ impl Tolerances {
 }
 
 impl Tolerance {
+    /// What is judged and how.
+    pub fn gate(&self) -> Gate {
+        Gate { output: self.output, model: self.model }
+    }
+
     fn answers(&self, gate: Gate, dtype: Dtype, class: &str) -> bool {
-        Gate { output: self.output, model: self.model } == gate && self.dtype == dtype && self.class == class
+        self.gate() == gate && self.dtype == dtype && self.class == class
     }
 }

@@ -234,14 +234,15 @@ fn masks() -> Vec<(&'static str, LossSpec)> {
         kl: Some(Kl::plain(0.1, KlEstimator::K3)),
         ..plain()
     };
-    let top = |drops| LossSpec {
-        top_entropy: Some(TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact }),
-        ..plain()
-    };
+    let quantile =
+        |drops, precision| LossSpec { top_entropy: Some(TopEntropy { fraction: 0.4, drops, precision }), ..plain() };
+    let top = |drops| quantile(drops, QuantilePrecision::Exact);
     vec![
         ("off_policy_mask, given", off_policy(OldLogp::Given)),
         ("off_policy_mask, rollout", off_policy(OldLogp::Rollout)),
         ("top_entropy", top(Drops::PolicyTerm)),
+        ("top_entropy, precision: f32_threshold", quantile(Drops::PolicyTerm, QuantilePrecision::F32Threshold)),
+        ("top_entropy, precision: f32", quantile(Drops::PolicyTerm, QuantilePrecision::F32)),
         (
             "top_entropy, drops: ratio",
             LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..top(Drops::Ratio) },

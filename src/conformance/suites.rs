@@ -1,0 +1,72 @@
+//! Which implementations are run on which cases: what tests, measurements and counts of false alarms share.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use super::cases;
+use super::generate::{Recipe, Regime};
+use crate::implementation::{Implementation, registry};
+use crate::problem::Dtype;
+use crate::spec::LossSpec;
+
+/// Those that run any shape at once: they are given thousands of shapes.
+pub fn immediate() -> Vec<Arc<dyn Implementation>> {
+    registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
+}
+
+/// Those that compile a program for each shape, on the devices of `plugin`: they are given a few shapes and every device
+/// count.
+pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
+    registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
+}
+
+fn compiles(implementation: &dyn Implementation) -> bool {
+    ["xla", "tile"].contains(&implementation.class())
+}
+
+/// Seed of the cases on which false alarms are counted.
+pub const SEED: u64 = 7;
+
+/// Random specs and recipes without end; the same `seed` gives the same ones.
+pub fn random_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
+    drawn(rng([seed, 0]))
+}
+
+/// The random cases that `worst_seen` is measured on.
+pub(super) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
+    drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha))
+}
+
+fn rng(seed: [u64; 2]) -> TestRng {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed[0].to_le_bytes());
+    bytes[8..16].copy_from_slice(&seed[1].to_le_bytes());
+    TestRng::from_seed(RngAlgorithm::ChaCha, &bytes)
+}
+
+fn drawn(rng: TestRng) -> impl Iterator<Item = (LossSpec, Recipe)> {
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    let random = (cases::any_spec(), cases::any_recipe());
+    std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
+}
+
+/// Tokens and vocabularies that 2, 4 and 8 devices do not divide; the last one leaves some of 8 devices a column less,
+/// or none. Eight sequences cut the batch alone, three cut tokens as well.
+pub const DEVICE_SHAPES: [[usize; 3]; 4] = [[2, 5, 131], [8, 2, 37], [3, 9, 1031], [1, 16, 9]];
+
+/// Cases for implementations that compile a program for each shape: few shapes, many problems. `structures` random
+/// specs, each in every regime, on [`DEVICE_SHAPES`] in turn: a spec is a program to compile, its regimes are problems
+/// for it. The same arguments give the same cases.
+pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, Recipe)> {
+    let mut cases = Vec::new();
+    for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64])).take(structures).enumerate() {
+        let shape = DEVICE_SHAPES[(i + seed as usize) % DEVICE_SHAPES.len()];
+        for (seed, regime) in (recipe.seed..).zip(Regime::ALL) {
+            cases.push((spec.clone(), Recipe { shape, dtype, regime, seed, ..recipe.clone() }));
+        }
+    }
+    cases
+}
