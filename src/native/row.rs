@@ -8,7 +8,7 @@
 //!
 //! The score is one walk: `m` is the largest logit so far, and what was summed is multiplied by `exp((m_old − m_new)/T)`
 //! where a block of columns has a larger one. Sums are f32 over 16 columns, none of which is rounded more than eight times,
-//! and f64 over those; that of `e_j d_j`, in which the largest has no part, f32 over 64.
+//! and f64 over those; f32 over two columns in the block that has the maximum.
 //!
 //! The exponentials may be kept for the write, each block's relative to the `m` that it was made with; where they are not,
 //! they are made again.
@@ -21,8 +21,8 @@ use super::simd::{Isa, LANES, Simd, Streaming, UNIT, Work};
 use crate::problem::Float;
 use crate::spec::{LossSpec, TemperatureDivides};
 
-/// Units whose exponentials are added in f32, before their sums are in f64.
-const GROUP: usize = 4;
+/// Vectors of exponentials that are added in f32, before their sums are in f64.
+const GROUP: usize = 8;
 
 /// Units in a block.
 const UNITS: usize = 16;
@@ -309,44 +309,52 @@ impl<S: Simd> Sums<S> {
     /// Adds a block, and writes down its exponentials.
     #[inline(always)]
     fn add<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
-        loop {
-            let max = simd.splat(self.max);
-            let mut top = max;
-            let mut sum = simd.sums();
-            let mut weighted = simd.splat(0.0);
-            for (group, exps) in block.chunks_exact(GROUP).zip(exps.chunks_exact_mut(GROUP)) {
-                // Few are added in f32, so that few are rounded next to the largest; in the other sum it is 0.
-                let mut of_group = simd.splat(0.0);
-                for (unit, exps) in group.iter().zip(exps) {
-                    let halves = E::load(simd, unit);
-                    for (x, exps) in halves.into_iter().zip(exps.as_chunks_mut().0) {
-                        top = simd.max(x, top);
-                        let d = self.exp.floored(simd, simd.sub(x, max));
-                        let e = self.exp.scaled(simd, d);
-                        of_group = simd.add(of_group, e);
-                        weighted = simd.mul_add(e, d, weighted);
-                        simd.store(e, exps);
-                    }
+        let mut of_block = self.sum::<E, GROUP>(simd, block, exps);
+        if of_block.top > self.max {
+            // What was summed moves to the new maximum, and the block is done again; beside an exponential of 1 every
+            // rounding counts, so one vector at a time is added in f64.
+            let step = f64::from(self.max) - f64::from(of_block.top);
+            let faded = (step * self.inverse_temperature).exp();
+            self.weighted = faded * (self.weighted + step * self.exps);
+            self.exps *= faded;
+            self.max = of_block.top;
+            of_block = self.sum::<E, 1>(simd, block, exps);
+        }
+        self.exps += of_block.exps;
+        self.weighted += of_block.weighted;
+    }
+
+    /// The sums of a block under the present maximum, `VECTORS` at a time in f32.
+    #[inline(always)]
+    fn sum<E: Element, const VECTORS: usize>(
+        &self,
+        simd: S,
+        block: &[[E; UNIT]; UNITS],
+        exps: &mut [[f32; UNIT]; UNITS],
+    ) -> OfBlock {
+        let max = simd.splat(self.max);
+        let mut top = max;
+        let (mut sum, mut weighted) = (simd.sums(), simd.sums());
+        let [mut of_group, mut weighted_of_group] = [simd.splat(0.0); 2];
+        for (i, (unit, exps)) in block.iter().zip(exps).enumerate() {
+            let halves = E::load(simd, unit);
+            for (j, (x, exps)) in halves.into_iter().zip(exps.as_chunks_mut().0).enumerate() {
+                top = simd.max(x, top);
+                let d = self.exp.floored(simd, simd.sub(x, max));
+                let e = self.exp.scaled(simd, d);
+                of_group = simd.add(of_group, e);
+                weighted_of_group = simd.mul_add(e, d, weighted_of_group);
+                simd.store(e, exps);
+                if (2 * i + j + 1) % VECTORS == 0 {
+                    sum = simd.accumulate(sum, of_group);
+                    weighted = simd.accumulate(weighted, weighted_of_group);
+                    [of_group, weighted_of_group] = [simd.splat(0.0); 2];
                 }
-                sum = simd.accumulate(sum, of_group);
-            }
-            let weighted = simd.accumulate(simd.sums(), weighted);
-            let mut tops = [0.0; LANES];
-            simd.store(top, &mut tops);
-            let top = largest(tops);
-            if top > self.max {
-                // What was summed moves to the new maximum, and the block is done again.
-                let step = f64::from(self.max) - f64::from(top);
-                let faded = (step * self.inverse_temperature).exp();
-                self.weighted = faded * (self.weighted + step * self.exps);
-                self.exps *= faded;
-                self.max = top;
-            } else {
-                self.exps += simd.total(sum);
-                self.weighted += simd.total(weighted);
-                return;
             }
         }
+        let mut tops = [0.0; LANES];
+        simd.store(top, &mut tops);
+        OfBlock { exps: simd.total(sum), weighted: simd.total(weighted), top: largest(tops) }
     }
 
     /// With the target. A NaN among the logits is a NaN in `weighted`, and then everywhere.
@@ -368,6 +376,16 @@ impl<S: Simd> Sums<S> {
             mean_gap: -weighted / (others + target),
         }
     }
+}
+
+/// What a block comes to.
+struct OfBlock {
+    /// `2^26·Σ e_j`
+    exps: f64,
+    /// `2^26·Σ e_j d_j`
+    weighted: f64,
+    /// Its largest logit, or `m` where that is larger.
+    top: f32,
 }
 
 /// The largest of the lanes; NaN counts for nothing.
