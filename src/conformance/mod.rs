@@ -9,6 +9,7 @@ pub mod generate;
 pub mod invariance;
 pub mod judge;
 pub mod metric;
+pub mod mutants;
 pub mod parity;
 pub mod recorded;
 pub mod report;
