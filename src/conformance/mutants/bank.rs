@@ -441,8 +441,8 @@ bank! {
     State {
         StaleMax, "stale-max",
             "the maximum of the grid step before is not reset", "";
-        StaleSum, "stale-sum",
-            "the sum of the grid step before is not reset", "";
+        StaleSums, "stale-sums",
+            "the maximum and the sums of the grid step before are not reset", "";
         StaleChosen, "stale-chosen-logit",
             "the chosen logit of the grid step before is not reset", "";
         EntropyReadAfterWrite, "entropy-read-after-write",

@@ -4,7 +4,10 @@
 
 mod bank;
 mod loss;
+mod property;
+mod run;
 mod specimen;
 
 pub use bank::{BANK, Bug, Class, Mutant};
+pub use run::{Case, Kill, Suite, property_cases};
 pub use specimen::Specimen;

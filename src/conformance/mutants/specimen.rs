@@ -55,9 +55,9 @@ impl Implementation for Specimen {
         "the kernel that mutants are made of, on devices that are simulated"
     }
 
-    /// What a user's own kernel is held to.
+    /// Elements in f32 and sums in f64, as the CPU kernel has them.
     fn class(&self) -> &'static str {
-        "external"
+        "native"
     }
 
     fn available(&self) -> Result<(), Unavailable> {
@@ -361,7 +361,7 @@ impl Launch<'_> {
         *scratch = Scratch::default();
         match () {
             () if self.has(Bug::StaleMax) => scratch.max = before.max,
-            () if self.has(Bug::StaleSum) => scratch.sum = before.sum,
+            () if self.has(Bug::StaleSums) => *scratch = Scratch { chosen: 0.0, ..before },
             () if self.has(Bug::StaleChosen) => scratch.chosen = before.chosen,
             () if self.has(Bug::MaxStartsAtZero) || self.has(Bug::MaxNotSubtracted) => scratch.max = 0.0,
             () if self.has(Bug::MaxStartsAtMinusInfinity) => scratch.max = f32::NEG_INFINITY,
@@ -390,7 +390,8 @@ impl Launch<'_> {
                 let e = self.exp(t);
                 scratch.sum = self.add(scratch.sum, e);
                 let weighted = f64::from(e * t);
-                scratch.weighted += if e == 0.0 && !self.has(Bug::HoleTimesZero) { 0.0 } else { weighted };
+                let selected = columns.contains(&column) && self.has(Bug::HoleTimesZero);
+                scratch.weighted += if e == 0.0 && !selected { 0.0 } else { weighted };
                 if self.is_chosen(columns, column, id) {
                     scratch.chosen = x;
                 } else {
@@ -409,7 +410,8 @@ impl Launch<'_> {
         match () {
             () if self.has(Bug::IdOfTile) => (column - columns.start) % TILE == id % TILE,
             () if self.has(Bug::ShardOffsetForgotten) => column - columns.start == id,
-            () => column == id,
+            // The lanes of a tail are columns of the next shard.
+            () => column == id && columns.contains(&column),
         }
     }
 
@@ -440,7 +442,7 @@ impl Launch<'_> {
         if step == 0.0 || self.has(Bug::SumNotRescaled) {
             return;
         }
-        let shift = if self.has(Bug::EntropySumNotShifted) { 0.0 } else { step * scratch.sum };
+        let shift = if scratch.sum == 0.0 || self.has(Bug::EntropySumNotShifted) { 0.0 } else { step * scratch.sum };
         let factor = if self.has(Bug::RescaledTwice) { (2.0 * step).exp() } else { step.exp() };
         scratch.weighted = factor * (scratch.weighted + shift);
         scratch.sum *= factor;
