@@ -103,6 +103,31 @@ impl Class {
     }
 }
 
+impl Class {
+    /// Its heading.
+    pub fn title(self) -> &'static str {
+        match self {
+            Class::Columns => "Columns: tiles of the vocabulary, and the tail",
+            Class::Maximum => "Maximum",
+            Class::Holes => "Holes: columns of probability 0",
+            Class::Precision => "Precision",
+            Class::Gradient => "Gradient",
+            Class::Temperature => "Temperature",
+            Class::Clip => "Clip",
+            Class::Overflow => "Overflow: ratios beyond f32",
+            Class::Kl => "KL penalty",
+            Class::OffPolicy => "Off-policy mask",
+            Class::Entropy => "Entropy",
+            Class::Mask => "Mask",
+            Class::Reduction => "Reduction",
+            Class::SequenceRatio => "Ratios of sequences",
+            Class::Indexing => "Indexing",
+            Class::Devices => "Devices",
+            Class::State => "State: what is left over",
+        }
+    }
+}
+
 macro_rules! bank {
     ($($class:ident { $($bug:ident, $name:literal, $does:literal, $seen:literal;)* })*) => {
         /// One small change to a correct kernel.

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use super::bank::Mutant;
 use super::specimen::Specimen;
+use super::QWEN_VOCABULARY;
 use crate::conformance::cases::{any_recipe, any_spec};
 use crate::conformance::generate::{Recipe, Regime};
 use crate::conformance::invariance::Invariance;
@@ -20,9 +21,6 @@ use crate::spec::LossSpec;
 /// Random specs and problems that are drawn: as many as `cargo test` draws for a real implementation. Those that the
 /// specimen supports are run.
 const DRAWN: usize = 1500;
-
-/// The vocabulary of Qwen: no tile divides it evenly.
-const QWEN_VOCABULARY: usize = 151_936;
 
 /// One batch, and the loss that is asked for.
 #[derive(Clone, Debug)]
