@@ -6,7 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{CliError, Passed, Printing, config};
-use crate::conformance::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Score, Trial, property_cases};
+use crate::conformance::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, property_cases};
 use crate::conformance::recorded::recorded_spec;
 use crate::conformance::report::Ignored;
 use crate::fixture::{ProblemFile, manifest_files, verify};
@@ -58,7 +58,7 @@ impl Mutants {
             return Ok(Passed::No);
         }
 
-        let elsewhere: Vec<_> = PROJECTS.into_iter().map(|project| project.prepare()).collect();
+        let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
         let outcomes = Outcomes { score: trial.score(&elsewhere), ignored };
         let mut text = if self.markdown { outcomes.score.markdown() } else { outcomes.score.table() };
         if !self.markdown {

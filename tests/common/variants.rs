@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+pub(crate) use assay::conformance::variants::recipe;
 use assay::conformance::variants::{SHAPE, Variant, variants};
 use assay::implementation::Implementation;
 use assay::problem::{Dtype, Shape};

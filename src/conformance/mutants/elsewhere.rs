@@ -1,7 +1,7 @@
 //! Which mutants other projects' tests would accept: their kind of input, their twin, their tolerances.
 //!
-//! Each of them compares a kernel with a twin that is right by construction: here the specimen without a bug, in the dtype
-//! of the twin, on one device. Batches are cut down; vocabularies and distributions are not.
+//! Each of them compares a kernel with a twin that is right by construction: here the specimen without a bug, in
+//! f32 as theirs is, on one device. Batches are cut down; vocabularies and distributions are not.
 
 use ndarray::{Array2, Ix2, Ix3, s};
 use rand::{Rng, SeedableRng};
@@ -52,18 +52,29 @@ pub struct Project {
     pub source: &'static str,
     /// What they draw and compare, and what of it is cut down here.
     pub inputs: &'static str,
+    /// Whether its kernel has the entropy among its outputs.
+    entropy: bool,
     checks: fn() -> Vec<Check>,
 }
 
 /// All of them.
-pub const PROJECTS: [Project; 6] = [
+pub const PROJECTS: [Project; 7] = [
     Project {
         name: "Liger bf16",
-        source: "linkedin/Liger-Kernel test/transformers/test_grpo_loss.py, test_grpo_loss",
-        inputs: "randn bf16 logits, V = 151,936, T = 0.7, old and reference log-probabilities randn or absent, mask all \
-                 ones but for its end; token losses and dlogits against f32 at 5e-2 + 5e-1·|x|. 6 tokens of 1,024, \
-                 upstream gradients 1 for randn",
-        checks: liger_bf16,
+        source: "linkedin/Liger-Kernel test/transformers/test_grpo_loss.py, test_grpo_loss, beta 0",
+        inputs: "randn bf16 logits, V = 151,936, T = 0.7, old log-probabilities randn or absent, mask all ones but for its \
+                 end; token losses and dlogits against f32 at 5e-2 + 5e-1·|x|. 6 tokens of 1,024, upstream gradients 1 for \
+                 randn",
+        entropy: false,
+        checks: || liger_bf16(0.0),
+    },
+    Project {
+        name: "Liger bf16, KL",
+        source: "the same test, beta 0.04",
+        inputs: "the same with reference log-probabilities randn: about 12 nats from those of randn logits, so that the \
+                 gradient of k3 is near e¹²",
+        entropy: false,
+        checks: || liger_bf16(0.04),
     },
     Project {
         name: "Liger f32",
@@ -71,12 +82,14 @@ pub const PROJECTS: [Project; 6] = [
         inputs: "randn f32 logits, mask all ones, T = 0.9: five reductions, ratios of tokens and sequences, beta 0 and \
                  0.04; V = 1,000: the loss at 1e-4 + 1e-4·|x|, dlogits without NaN, 16 tokens of 128. V = 32: loss at 1e-5, \
                  dlogits at 1e-4",
+        entropy: false,
         checks: liger_f32,
     },
     Project {
         name: "TRL",
         source: "huggingface/trl tests/test_utils.py, TestSelectiveLogSoftmax; July 2026",
         inputs: "randn logits, [4,32,1024]: logp and entropy in f32 at 1e-5 + 1e-5·|x|; their gradients in bf16 at 1e-2",
+        entropy: true,
         checks: trl,
     },
     Project {
@@ -85,6 +98,7 @@ pub const PROJECTS: [Project; 6] = [
         inputs: "logits of uniform ±0.5 states and heads, σ = 2.5, V = 151,936, T = 1.5: logp at 1e-3 + 2e-4·|x|, entropy at \
                  5e-3 + 5e-4·|x|, gradients of states and head at 2e-2 + 4e-2·|x|. 4 tokens of 2,169, logits drawn normal, 4 \
                  of 896 states, the entropy's upstream gradient 0.25 for uniform ±0.5",
+        entropy: true,
         checks: verl_fused,
     },
     Project {
@@ -93,6 +107,7 @@ pub const PROJECTS: [Project; 6] = [
         inputs: "logits of randn states and heads, σ = 32, V = 2,048, 2,664 and 10,000, f32: loss and logp at 1e-4 + 1e-4·|x|, \
                  gradients of states and head at 5e-2 + 5e-2·|x|. 16 tokens of 1,024 to 5,136, logits drawn normal, 4 of \
                  1,024 states",
+        entropy: false,
         checks: tokamax,
     },
     Project {
@@ -100,6 +115,7 @@ pub const PROJECTS: [Project; 6] = [
         source: "demon2036/MLLM-JAX, gates of its gradient check",
         inputs: "Qwen2.5 logits, for which normal ones of σ = 8 stand here, V = 151,936, old_logp = logp + 0.3·randn: loss at \
                  3e-3, dlogits at 2e-2, and at 1·|x| where |x| > 1e-6. 6 tokens of 129",
+        entropy: false,
         checks: mllm_jax,
     },
 ];
@@ -107,7 +123,8 @@ pub const PROJECTS: [Project; 6] = [
 impl Project {
     /// Its tests, with what the correct kernel returns.
     pub fn prepare(self) -> Tests {
-        Tests { project: self, checks: (self.checks)().into_par_iter().map(Prepared::of).collect() }
+        let prepared = |check| Prepared::of(check, self.entropy);
+        Tests { project: self, checks: (self.checks)().into_par_iter().map(prepared).collect() }
     }
 }
 
@@ -127,16 +144,16 @@ impl Tests {
 
     /// What they say of the correct kernel.
     pub fn accept_the_correct_kernel(&self) -> bool {
-        self.checks.iter().all(|check| check.judge(&Specimen::default()) == Cell::NotExercised && check.accepts(&check.correct))
+        self.checks
+            .iter()
+            .all(|check| check.judge(&Specimen::default()) == Cell::NotExercised && check.accepts(&check.correct))
     }
 }
 
-/// One comparison with a twin.
+/// One comparison with a twin in f32.
 struct Check {
     spec: LossSpec,
     problem: Problem,
-    /// What the twin computes in: the logits' own dtype, or f32.
-    twin: Dtype,
     limits: Vec<Limit>,
 }
 
@@ -170,28 +187,31 @@ enum Limit {
     /// `|Δ| ≤ |x|` of dlogits where `|x|` is above this.
     RelativeAbove(f64),
     /// Gradients of states and head: `dlogits · head`, and `states` times dlogits.
-    ThroughHead { states: Array2<f64>, head: Array2<f64>, close: Close },
+    ThroughHead {
+        states: Array2<f64>,
+        head: Array2<f64>,
+        close: Close,
+    },
 }
 
 struct Prepared {
     check: Check,
+    entropy: bool,
     twin: Candidate,
     correct: Candidate,
 }
 
 impl Prepared {
-    fn of(check: Check) -> Self {
-        let run = |problem: &Problem| {
-            Specimen::default().run(&check.spec, problem.clone(), 1).expect("the specimen supports these")
-        };
-        let logits = FloatArray::rounded_from(&check.problem.logits.to_f64(), check.twin);
-        let twin = run(&Problem { logits, ..check.problem.clone() });
-        let correct = run(&check.problem);
-        Self { twin, correct, check }
+    fn of(check: Check, entropy: bool) -> Self {
+        let logits = FloatArray::rounded_from(&check.problem.logits.to_f64(), Dtype::F32);
+        let twin = Problem { logits, ..check.problem.clone() };
+        let [twin, correct] =
+            [&twin, &check.problem].map(|problem| run(&Specimen::default(), &check.spec, problem, entropy));
+        Self { check, entropy, twin, correct }
     }
 
     fn judge(&self, kernel: &Specimen) -> Cell {
-        let Ok(candidate) = kernel.run(&self.check.spec, self.check.problem.clone(), 1) else { return Cell::Caught };
+        let candidate = run(kernel, &self.check.spec, &self.check.problem, self.entropy);
         match () {
             () if same_bits(&candidate, &self.correct) => Cell::NotExercised,
             () if self.accepts(&candidate) => Cell::Passes,
@@ -240,6 +260,12 @@ impl Prepared {
     }
 }
 
+/// On one device; without the entropy where the project's kernel has none.
+fn run(kernel: &Specimen, spec: &LossSpec, problem: &Problem, entropy: bool) -> Candidate {
+    let candidate = kernel.run(spec, problem.clone(), 1).expect("the specimen supports these");
+    Candidate { entropy: candidate.entropy.filter(|_| entropy), ..candidate }
+}
+
 /// randn logits, advantages and log-probabilities near the policy's own; every token counts.
 fn randn(spec: &LossSpec, shape: [usize; 3], dtype: Dtype, seed: u64) -> Problem {
     drawn(spec, shape, dtype, Regime::Normal, seed)
@@ -258,11 +284,10 @@ fn k3(beta: f64) -> Option<Kl> {
     (beta > 0.0).then(|| Kl::plain(beta, KlEstimator::K3))
 }
 
-fn liger_bf16() -> Vec<Check> {
+fn liger_bf16(beta: f64) -> Vec<Check> {
     let close = Close { atol: 5e-2, rtol: 5e-1 };
     let mut rng = ChaCha8Rng::seed_from_u64(0);
-    let options = [OldLogp::Current, OldLogp::Given].into_iter().flat_map(|old_logp| [(old_logp, 0.0), (old_logp, 0.04)]);
-    let check = |(seed, (old_logp, beta))| {
+    let check = |(seed, old_logp)| {
         let spec = LossSpec {
             objective: clipped(0.4),
             old_logp,
@@ -275,9 +300,9 @@ fn liger_bf16() -> Vec<Check> {
         let mut normals = || Array2::from_shape_simple_fn((1, 6), || f32_normal(&mut rng));
         (problem.old_logp, problem.ref_logp) = (Some(normals()), Some(normals()));
         problem.mask.slice_mut(s![.., 5..]).fill(false);
-        Check { spec, problem, twin: Dtype::F32, limits: vec![Limit::TokenLoss(close), Limit::Dlogits(close)] }
+        Check { spec, problem, limits: vec![Limit::TokenLoss(close), Limit::Dlogits(close)] }
     };
-    (0..).zip(options).map(check).collect()
+    (0..).zip([OldLogp::Current, OldLogp::Given]).map(check).collect()
 }
 
 fn f32_normal(rng: &mut impl Rng) -> f64 {
@@ -310,13 +335,13 @@ fn liger_f32() -> Vec<Check> {
                 let spec = spec(reduction, 0.9);
                 let problem = randn(&spec, [2, 16, 1000], Dtype::F32, 42);
                 let limits = vec![Limit::Loss(Close::both(1e-4)), Limit::NoNan];
-                checks.push(Check { spec, problem, twin: Dtype::F32, limits });
+                checks.push(Check { spec, problem, limits });
             }
             if level == RatioLevel::Sequence {
                 let spec = spec(Reduction::SequenceMean { rows }, 1.1);
                 let problem = randn(&spec, [2, 8, 32], Dtype::F32, 0);
                 let limits = vec![Limit::Loss(Close::both(1e-5)), Limit::Dlogits(Close::both(1e-4))];
-                checks.push(Check { spec, problem, twin: Dtype::F32, limits });
+                checks.push(Check { spec, problem, limits });
             }
         }
     }
@@ -339,12 +364,12 @@ fn trl() -> Vec<Check> {
     let shape = [4, 32, 1024];
     let problem = randn(&forward, shape, Dtype::F32, 0);
     let limits = vec![Limit::Logp(close), Limit::Entropy(close)];
-    let forward = Check { spec: forward, problem, twin: Dtype::F32, limits };
+    let forward = Check { spec: forward, problem, limits };
     let spec = LossSpec { entropy_coef: -0.25 * 128.0, ..sum_of_logp() };
     let mut problem = randn(&spec, shape, Dtype::Bf16, 1);
     problem.advantages = crate::problem::Advantages::Sequence(ndarray::Array1::ones(shape[0]));
     let limits = vec![Limit::Dlogits(Close::both(1e-2))];
-    vec![forward, Check { spec, problem, twin: Dtype::F32, limits }]
+    vec![forward, Check { spec, problem, limits }]
 }
 
 /// Logits of a head drawn normal with deviation `sigma`, in f32 as the fused kernels hold them; and a part of its states.
@@ -382,7 +407,7 @@ fn verl_fused() -> Vec<Check> {
         Limit::Entropy(Close { atol: 5e-3, rtol: 5e-4 }),
         Limit::ThroughHead { states, head, close: Close { atol: 2e-2, rtol: 4e-2 } },
     ];
-    vec![Check { spec, problem, twin: Dtype::F32, limits }]
+    vec![Check { spec, problem, limits }]
 }
 
 fn tokamax() -> Vec<Check> {
@@ -398,7 +423,7 @@ fn tokamax() -> Vec<Check> {
             Limit::Logp(Close::both(1e-4)),
             Limit::ThroughHead { states, head, close: Close::both(5e-2) },
         ];
-        Check { spec, problem, twin: Dtype::F32, limits }
+        Check { spec, problem, limits }
     };
     both.map(check).collect()
 }
@@ -411,5 +436,5 @@ fn mllm_jax() -> Vec<Check> {
         Limit::Dlogits(Close { atol: 2e-2, rtol: 0.0 }),
         Limit::RelativeAbove(1e-6),
     ];
-    vec![Check { spec, problem, twin: Dtype::F32, limits }]
+    vec![Check { spec, problem, limits }]
 }

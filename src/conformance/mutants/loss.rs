@@ -6,7 +6,8 @@ use super::bank::Bug;
 use super::specimen::{Evaluation, Launch, Scored, part};
 use crate::problem::Shape;
 use crate::spec::{
-    AdvantageLevel, Cispo, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Reduction, Rows,
+    AdvantageLevel, Cispo, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Reduction,
+    Rows,
 };
 
 /// A token when all is known but its dlogits.

@@ -84,6 +84,7 @@ impl Class {
         self.grid().cases(self)
     }
 
+    #[expect(clippy::too_many_lines, reason = "one arm a class")]
     fn grid(self) -> Grid {
         let k3 = || Kl::plain(0.1, KlEstimator::K3);
         let of_ratio = || Kl { importance: KlImportance::Ratio, ..k3() };
@@ -140,12 +141,9 @@ impl Class {
                 regimes: vec![Regime::Normal, Regime::Ties],
                 ..Grid::default()
             },
-            Class::Overflow => Grid {
-                specs: vec![by_token()],
-                shapes: vec![[8, 8, 33], [8, 8, 5]],
-                noise: 200.0,
-                ..Grid::default()
-            },
+            Class::Overflow => {
+                Grid { specs: vec![by_token()], shapes: vec![[8, 8, 33], [8, 8, 5]], noise: 200.0, ..Grid::default() }
+            }
             Class::Kl => Grid {
                 specs: [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]
                     .map(|estimator| penalised(Kl::plain(0.1, estimator)))

@@ -4,9 +4,9 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use rayon::prelude::*;
 
+use super::QWEN_VOCABULARY;
 use super::bank::Mutant;
 use super::specimen::Specimen;
-use super::QWEN_VOCABULARY;
 use crate::conformance::cases::{any_recipe, any_spec};
 use crate::conformance::generate::{Recipe, Regime};
 use crate::conformance::invariance::Invariance;
@@ -65,15 +65,14 @@ pub fn property_cases() -> Vec<Case> {
         .filter(|(_, (spec, recipe))| is_supported(spec, recipe.dtype))
         .map(|(i, (spec, recipe))| Case::generated(&format!("random {i}"), spec, &recipe));
     let named: Vec<(usize, variants::Variant)> = variants::variants().into_iter().enumerate().collect();
-    let named = named
-        .into_par_iter()
-        .filter(|(_, variant)| is_supported(&variant.spec, Dtype::F32))
-        .flat_map_iter(|(i, variant)| {
+    let named = named.into_par_iter().filter(|(_, variant)| is_supported(&variant.spec, Dtype::F32)).flat_map_iter(
+        |(i, variant)| {
             (0..Regime::ALL.len()).map(move |step| {
                 let family = format!("{} {}", variant.field, variant.choice);
                 Case::generated(&family, variant.spec.clone(), &variants::recipe(i, step))
             })
-        });
+        },
+    );
     random.chain(named).chain(wide_cases()).collect()
 }
 
@@ -125,8 +124,11 @@ impl<'c> Suite<'c> {
         let prepared = cases.par_iter().filter(|case| case.supported()).map(|case| {
             let reference = reference::evaluate(&case.spec, &case.problem).expect("a valid problem");
             let mut prepared = Prepared { case, reference, correct: Vec::new() };
-            prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| {
-                Kill { gate, case: case.label.clone(), devices, cases: 0 }
+            prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| Kill {
+                gate,
+                case: case.label.clone(),
+                devices,
+                cases: 0,
             })?;
             Ok(prepared)
         });

@@ -144,7 +144,8 @@ impl Score {
         let count = |project: &str, cell: Cell| {
             self.mutants.iter().filter(|mutant| mutant.elsewhere.get(project) == Some(&cell)).count()
         };
-        let asked = PROJECTS.iter().filter(|project| self.mutants.iter().any(|m| m.elsewhere.contains_key(project.name)));
+        let asked =
+            PROJECTS.iter().filter(|project| self.mutants.iter().any(|m| m.elsewhere.contains_key(project.name)));
         let cells = [Cell::Caught, Cell::Passes, Cell::NotExercised];
         asked.map(|project| (project.name, cells.map(|cell| count(project.name, cell)))).collect()
     }

@@ -20,9 +20,7 @@ use super::bank::Bug;
 use super::loss::{self, Graded};
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use crate::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
-use crate::spec::{
-    Head, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides,
-};
+use crate::spec::{Head, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
 
 /// Columns of a tile.
 const TILE: usize = 32;
@@ -78,7 +76,10 @@ impl Implementation for Specimen {
         if !self.device_counts().contains(&devices) {
             return refused("devices", devices.to_string(), "1, 2 and 4");
         }
-        let objective = matches!(spec.objective, Objective::PpoClip(_) | Objective::Cispo(_) | Objective::PolicyGradient | Objective::None);
+        let objective = matches!(
+            spec.objective,
+            Objective::PpoClip(_) | Objective::Cispo(_) | Objective::PolicyGradient | Objective::None
+        );
         let Ratio { clip, cap, .. } = &spec.ratio;
         let behaviour = spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour);
         let kl = |plain: fn(&crate::spec::Kl) -> bool| spec.kl.as_ref().is_none_or(plain);
@@ -120,9 +121,8 @@ impl Implementation for Specimen {
             FloatArray::Bf16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
             FloatArray::F16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
         };
-        let per_token = |value: fn(&Graded) -> f64| {
-            evaluation.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32)
-        };
+        let per_token =
+            |value: fn(&Graded) -> f64| evaluation.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32);
         Ok(Candidate {
             loss: arr0(evaluation.loss as f32).into(),
             logp: Some(per_token(|token| token.scored.logp).into()),
@@ -265,7 +265,7 @@ impl Launch<'_> {
         let id = if self.has(Bug::IdTruncated) { i64::from(id as i16).rem_euclid(vocab) } else { id };
         let id = if self.has(Bug::IdOffByOne) { (id + 1) % vocab } else { id };
         // Only a bug reads the id of a masked token.
-        id.clamp(0, vocab - 1) as usize
+        usize::try_from(id.clamp(0, vocab - 1)).expect("not negative")
     }
 
     /// Where row `[b,t]` begins.
@@ -329,7 +329,7 @@ impl Launch<'_> {
             for b in part(batch, self.mesh.rows, device_row) {
                 for t in (0..tokens).filter(|&t| self.counts(b, t)) {
                     let (row, id) = (self.offset(b, t), self.id(b, t));
-                    let of_rate = [0, 1].map(|i| {
+                    let mut of_rate = |i: usize| {
                         let shards: Vec<Scratch> = (0..self.mesh.columns)
                             .map(|device_column| {
                                 let scratch = &mut scratch[device_row * self.mesh.columns + device_column][i];
@@ -339,7 +339,9 @@ impl Launch<'_> {
                             })
                             .collect();
                         self.exchange(&shards, rates[i])
-                    });
+                    };
+                    let of_logp = of_rate(0);
+                    let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
                     scored[[b, t]] = Some(self.score::<E>(logits, row, id, of_rate, rates));
                 }
             }
@@ -368,12 +370,12 @@ impl Launch<'_> {
             () => {}
         }
         let tiles = columns.len().div_ceil(TILE);
-        let partial = columns.len() % TILE != 0;
+        let partial = !columns.len().is_multiple_of(TILE);
         let last = tiles.saturating_sub(1);
         let order: Vec<usize> = match () {
             () if self.has(Bug::LastTileSkipped) && partial => (0..last).collect(),
             () if self.has(Bug::LastTileReadTwice) && partial => (0..tiles).chain([last]).collect(),
-            () if self.has(Bug::SumInAnyOrder) && self.kernel.runs.load(Ordering::Relaxed) % 2 == 0 => {
+            () if self.has(Bug::SumInAnyOrder) && self.kernel.runs.load(Ordering::Relaxed).is_multiple_of(2) => {
                 (0..tiles).rev().collect()
             }
             () => (0..tiles).collect(),
