@@ -96,6 +96,10 @@ fn the_table_in_the_docs_is_that_of_the_code() {
     for project in PROJECTS {
         assert!(docs.contains(project.source), "docs/mutants.md: {}", project.source);
     }
+    let readme = fs::read_to_string("README.md").unwrap();
+    for line in score().markdown().lines().take_while(|line| !line.is_empty()) {
+        assert!(readme.contains(line), "README.md: {line}");
+    }
 }
 
 #[test]

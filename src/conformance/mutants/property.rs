@@ -92,12 +92,12 @@ impl Class {
         match self {
             // One column counts as much as another, so that one too few or too many shows.
             Class::Columns => Grid {
-                shapes: [1, 31, 33, 65, 97].map(|vocab| [2, 3, vocab]).into(),
+                shapes: [1, 255, 257, 513, 600].map(|vocab| [2, 3, vocab]).into(),
                 regimes: vec![Regime::Small, Regime::Negative, Regime::ShiftedDown],
                 ..Grid::default()
             },
             Class::Maximum => Grid {
-                shapes: vec![[4, 6, 67], [2, 4, 257]],
+                shapes: vec![[4, 6, 515], [2, 4, 1025]],
                 regimes: vec![
                     Regime::ShiftedUp,
                     Regime::ShiftedDown,
@@ -108,7 +108,7 @@ impl Class {
                 ..Grid::default()
             },
             Class::Holes => {
-                Grid { shapes: vec![[4, 8, 97], [4, 8, 33]], regimes: vec![Regime::Holes], ..Grid::default() }
+                Grid { shapes: vec![[4, 8, 1025], [4, 8, 33]], regimes: vec![Regime::Holes], ..Grid::default() }
             }
             Class::Precision => Grid {
                 specs: vec![plain(), tempered(TemperatureDivides::Logits)],
