@@ -141,9 +141,13 @@ impl Class {
                 regimes: vec![Regime::Normal, Regime::Ties],
                 ..Grid::default()
             },
-            Class::Overflow => {
-                Grid { specs: vec![by_token()], shapes: vec![[8, 8, 33], [8, 8, 5]], noise: 200.0, ..Grid::default() }
-            }
+            Class::Overflow => Grid {
+                specs: vec![by_token()],
+                shapes: vec![[8, 8, 33], [8, 8, 5], [8, 16, 33]],
+                regimes: vec![Regime::Normal, Regime::Small, Regime::Peaked, Regime::Ties],
+                noise: 200.0,
+                ..Grid::default()
+            },
             Class::Kl => Grid {
                 specs: [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]
                     .map(|estimator| penalised(Kl::plain(0.1, estimator)))
