@@ -431,7 +431,7 @@ bank! {
         IdOfTile, "id-of-tile",
             "the id is looked for in every tile by its place within one", "";
         RowsTransposed, "rows-transposed",
-            "logits are read as [T,B,V]", "";
+            "logits are read as `[T,B,V]`", "";
         OldLogpShifted, "old-logp-shifted",
             "the old log-probability of the token before", "";
         RefLogpOfFirstRow, "ref-logp-of-first-row",
