@@ -14,6 +14,7 @@ mod gradcheck;
 mod judge;
 mod list;
 mod metrics;
+mod mutants;
 mod parity;
 mod problem_choice;
 mod replay;
@@ -72,6 +73,8 @@ enum Command {
     List(list::List),
     /// Compare the reference with what published implementations returned
     Parity(parity::Parity),
+    /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
+    Mutants(mutants::Mutants),
     /// Say what a loss computes, as a published project or a spec file has it
     Spec(spec::Spec),
     /// Show the limits of the judge, or measure them again
@@ -182,6 +185,7 @@ pub fn main() -> ExitCode {
         Command::Emit(command) => command.run(),
         Command::List(command) => command.run(),
         Command::Parity(command) => command.run(),
+        Command::Mutants(command) => command.run(),
         Command::Spec(command) => command.run(),
         Command::Tolerances(command) => command.run(),
         #[cfg(feature = "pjrt")]

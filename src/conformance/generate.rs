@@ -29,7 +29,8 @@ pub enum Regime {
     Negative,
     /// One column 30 to 60 nats above the rest, most often the sampled one.
     Confident,
-    /// Normal, σ = 2, with a quarter of the other columns at −∞.
+    /// Normal, σ = 2, with a quarter of the other columns at −∞; where the first is, so is the first half: a block of
+    /// nothing else.
     Holes,
     /// Each logit −1, 0 or 1: maxima and probabilities tie.
     Ties,
@@ -277,7 +278,11 @@ fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
             let peak = if rng.random_bool(0.8) { id } else { rng.random_range(0..row.len()) };
             row[peak] += rng.random_range(30.0..60.0);
         }
-        Regime::Holes => row[id] = normal(0.0, 2.0).sample(rng),
+        Regime::Holes => {
+            let leading = if row[0] == f64::NEG_INFINITY { row.len() / 2 } else { 0 };
+            row[..leading].fill(f64::NEG_INFINITY);
+            row[id] = normal(0.0, 2.0).sample(rng);
+        }
         _ => {}
     }
 }

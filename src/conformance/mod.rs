@@ -10,6 +10,7 @@ pub mod invariance;
 pub mod judge;
 pub mod measure;
 pub mod metric;
+pub mod mutants;
 pub mod parity;
 pub mod recorded;
 pub mod report;

@@ -1,5 +1,7 @@
 //! Every named choice of a spec, alone: what a table of support has for rows, and what a suite runs one by one.
 
+use super::generate::{Recipe, Regime};
+use crate::problem::Dtype;
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
@@ -39,6 +41,21 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("head", heads()));
     all.extend(of("support", supports()));
     all
+}
+
+/// Rows of several lengths, an empty one most likely among them.
+pub const SHAPE: [usize; 3] = [4, 6, 33];
+
+/// The `step`th problem for the `variant`th variant: each has one dtype, and another regime at every step.
+pub fn recipe(variant: usize, step: usize) -> Recipe {
+    Recipe {
+        shape: SHAPE,
+        dtype: Dtype::KERNEL[variant % Dtype::KERNEL.len()],
+        regime: Regime::ALL[(variant + step) % Regime::ALL.len()],
+        seed: (variant + 10 * step) as u64,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: true,
+    }
 }
 
 fn plain() -> LossSpec {

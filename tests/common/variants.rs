@@ -2,13 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::variants::{Variant, variants};
+pub(crate) use assay::conformance::variants::recipe;
+use assay::conformance::variants::{SHAPE, Variant, variants};
 use assay::implementation::Implementation;
 use assay::problem::{Dtype, Shape};
-
-/// Rows of several lengths, an empty one most likely among them.
-const SHAPE: [usize; 3] = [4, 6, 33];
 
 /// The settings that an implementation may refuse, and no other.
 fn refusals(id: &str) -> BTreeSet<&'static str> {
@@ -41,16 +38,4 @@ pub(crate) fn supported(implementation: &dyn Implementation, devices: usize) -> 
     let all: Vec<Variant> = all.collect();
     assert_eq!(refused, refusals(implementation.id()), "{} refuses", implementation.id());
     all
-}
-
-/// The `step`th problem for the `variant`th variant: each has one dtype, and another regime at every step.
-pub(crate) fn recipe(variant: usize, step: usize) -> Recipe {
-    Recipe {
-        shape: SHAPE,
-        dtype: Dtype::KERNEL[variant % Dtype::KERNEL.len()],
-        regime: Regime::ALL[(variant + step) % Regime::ALL.len()],
-        seed: (variant + 10 * step) as u64,
-        old_logp_noise_scale: 0.3,
-        masked_garbage: true,
-    }
 }

@@ -1,0 +1,118 @@
+//! `assay mutants`: deliberately wrong kernels before the judge.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{CliError, Passed, Printing, config};
+use crate::conformance::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, property_cases};
+use crate::conformance::recorded::recorded_spec;
+use crate::conformance::report::Ignored;
+use crate::fixture::{ProblemFile, manifest_files, verify};
+
+/// Where fixtures are looked for when no folder is named.
+const DEFAULT_FOLDER: &str = "fixtures";
+
+#[derive(Args)]
+pub(super) struct Mutants {
+    /// Recorded problems to run as well; `fixtures` where it is there, if none is named
+    #[arg(long, value_name = "DIR")]
+    fixtures: Option<PathBuf>,
+    /// Run only these mutants
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Print the tables as Markdown
+    #[arg(long)]
+    markdown: bool,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// The score, and what was left out of it.
+#[derive(Serialize)]
+struct Outcomes {
+    #[serde(flatten)]
+    score: Score,
+    ignored: Vec<Ignored>,
+}
+
+impl Mutants {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let mutants = self.chosen()?;
+        let mut ignored = Vec::new();
+        let fixtures = self.fixtures(&mut ignored)?;
+        let mut trial = Trial::of(&mutants);
+        let progress = self.printing.progress(mutants.len());
+        let mut false_alarm = trial.run(&property_cases(), |_| progress.inc(1)).err();
+        for path in &fixtures {
+            progress.set_message(path.display().to_string());
+            for_each_case(path, |case| {
+                // One at a time: a recorded vocabulary is large.
+                false_alarm = false_alarm.take().or(trial.run(&[case], |_| {}).err());
+            })?;
+        }
+        progress.finish_and_clear();
+        if let Some(Kill { gate, case, devices, .. }) = false_alarm {
+            super::print(&format!("the correct kernel was rejected: {gate} in {case} on ×{devices}\n"))?;
+            return Ok(Passed::No);
+        }
+
+        let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+        let outcomes = Outcomes { score: trial.score(&elsewhere), ignored };
+        let mut text = if self.markdown { outcomes.score.markdown() } else { outcomes.score.table() };
+        if !self.markdown {
+            text.extend(outcomes.ignored.iter().map(|Ignored { what, why }| format!("ignored  {what}: {why}\n")));
+        }
+        self.printing.finish(&text, &outcomes)?;
+        for name in &outcomes.score.survived {
+            super::print(&format!("survived {name}\n"))?;
+        }
+        Ok(outcomes.score.survived.is_empty().into())
+    }
+
+    fn chosen(&self) -> Result<Vec<&'static Mutant>, CliError> {
+        if self.only.is_empty() {
+            return Ok(BANK.iter().collect());
+        }
+        let called = |name: &String| {
+            BANK.iter().find(|mutant| mutant.name == name).ok_or_else(|| {
+                let names: Vec<_> = BANK.iter().map(|mutant| mutant.name).collect();
+                CliError::Usage(format!("--only: got `{name}`, expected one of: {}", names.join(", ")))
+            })
+        };
+        self.only.iter().map(called).collect()
+    }
+
+    /// The recorded files. A folder that nobody asked for may be absent, and is then said to be.
+    fn fixtures(&self, ignored: &mut Vec<Ignored>) -> Result<Vec<PathBuf>, CliError> {
+        let folder = self.fixtures.as_deref().unwrap_or(Path::new(DEFAULT_FOLDER));
+        if self.fixtures.is_none() && !folder.exists() {
+            let why = format!("there is no folder `{DEFAULT_FOLDER}` here; name one with --fixtures");
+            ignored.push(Ignored { what: "recorded problems".into(), why });
+            return Ok(Vec::new());
+        }
+        Ok(manifest_files(folder)?)
+    }
+}
+
+/// The problems of one file, under the loss that `assay replay` takes for them.
+fn for_each_case(path: &Path, mut run: impl FnMut(Case)) -> Result<(), CliError> {
+    verify(path)?;
+    let file = ProblemFile::open(path)?;
+    let spec = config::spec_within(&file)?.unwrap_or_else(recorded_spec);
+    let old_logps: Vec<Option<&str>> = match file.old_logp_names() {
+        names if spec.reads_old_logp() => names.into_iter().map(Some).collect(),
+        _ => vec![None],
+    };
+    let stem = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy();
+    for logits in file.logits_names() {
+        for &old_logp in &old_logps {
+            let problem = file.problem(logits, old_logp)?;
+            problem.check(&spec).map_err(|reason| CliError::Problem { path: path.into(), reason })?;
+            let label = format!("{stem} {logits} {}", old_logp.unwrap_or("current"));
+            run(Case { label, spec: spec.clone(), problem });
+        }
+    }
+    Ok(())
+}

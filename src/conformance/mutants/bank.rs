@@ -1,0 +1,484 @@
+//! The bugs: one small change each to a correct kernel.
+
+use serde::Serialize;
+
+/// A deliberately wrong kernel: what [`Specimen`](super::Specimen) becomes with one bug.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mutant {
+    /// The change.
+    pub bug: Bug,
+    /// Named after the bug.
+    pub name: &'static str,
+    /// What kind of mistake it is.
+    pub class: Class,
+    /// What it computes instead, in one line.
+    pub does: &'static str,
+    /// Where it was seen; empty where it is only conceivable.
+    pub seen: &'static str,
+}
+
+/// What goes wrong. Every class has a property that targets it: [`Class::property`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// Tiles of the vocabulary, and the tail that does not fill one.
+    Columns,
+    /// The running maximum.
+    Maximum,
+    /// Columns of probability 0.
+    Holes,
+    /// Precision that is lost on the way.
+    Precision,
+    /// The derivative of the softmax.
+    Gradient,
+    /// What the temperature divides.
+    Temperature,
+    /// The bounds of the ratio.
+    Clip,
+    /// Ratios beyond what f32 holds.
+    Overflow,
+    /// The KL penalty.
+    Kl,
+    /// The off-policy mask.
+    OffPolicy,
+    /// Entropy and its bonus.
+    Entropy,
+    /// Masked tokens.
+    Mask,
+    /// From token losses to one number.
+    Reduction,
+    /// Ratios that the tokens of a row share.
+    SequenceRatio,
+    /// Which element is read.
+    Indexing,
+    /// Vocabulary and rows over devices.
+    Devices,
+    /// What is left over from one grid step to another, or from one read to the next.
+    State,
+}
+
+impl Class {
+    /// All of them.
+    pub const ALL: [Class; 17] = [
+        Class::Columns,
+        Class::Maximum,
+        Class::Holes,
+        Class::Precision,
+        Class::Gradient,
+        Class::Temperature,
+        Class::Clip,
+        Class::Overflow,
+        Class::Kl,
+        Class::OffPolicy,
+        Class::Entropy,
+        Class::Mask,
+        Class::Reduction,
+        Class::SequenceRatio,
+        Class::Indexing,
+        Class::Devices,
+        Class::State,
+    ];
+
+    /// Its name in tables and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Class::Columns => "columns",
+            Class::Maximum => "maximum",
+            Class::Holes => "holes",
+            Class::Precision => "precision",
+            Class::Gradient => "gradient",
+            Class::Temperature => "temperature",
+            Class::Clip => "clip",
+            Class::Overflow => "overflow",
+            Class::Kl => "kl",
+            Class::OffPolicy => "off_policy",
+            Class::Entropy => "entropy",
+            Class::Mask => "mask",
+            Class::Reduction => "reduction",
+            Class::SequenceRatio => "sequence_ratio",
+            Class::Indexing => "indexing",
+            Class::Devices => "devices",
+            Class::State => "state",
+        }
+    }
+}
+
+impl Class {
+    /// Its heading.
+    pub fn title(self) -> &'static str {
+        match self {
+            Class::Columns => "Columns: tiles of the vocabulary, and the tail",
+            Class::Maximum => "Maximum",
+            Class::Holes => "Holes: columns of probability 0",
+            Class::Precision => "Precision",
+            Class::Gradient => "Gradient",
+            Class::Temperature => "Temperature",
+            Class::Clip => "Clip",
+            Class::Overflow => "Overflow: ratios beyond f32",
+            Class::Kl => "KL penalty",
+            Class::OffPolicy => "Off-policy mask",
+            Class::Entropy => "Entropy",
+            Class::Mask => "Mask",
+            Class::Reduction => "Reduction",
+            Class::SequenceRatio => "Ratios of sequences",
+            Class::Indexing => "Indexing",
+            Class::Devices => "Devices",
+            Class::State => "State: what is left over",
+        }
+    }
+}
+
+macro_rules! bank {
+    ($($class:ident { $($bug:ident, $name:literal, $does:literal, $seen:literal;)* })*) => {
+        /// One small change to a correct kernel.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Bug {
+            $($(#[doc = $does] $bug,)*)*
+        }
+
+        /// Every mutant.
+        pub const BANK: &[Mutant] = &[
+            $($(Mutant { bug: Bug::$bug, name: $name, class: Class::$class, does: $does, seen: $seen },)*)*
+        ];
+    };
+}
+
+bank! {
+    Columns {
+        LastTileSkipped, "last-tile-skipped",
+            "the grid has ⌊V / tile⌋ tiles: the tail is never read, and its logits stay where dlogits belong", "";
+        LastTileReadTwice, "last-tile-read-twice",
+            "the tail's exponentials are added twice", "";
+        TailZeroPadded, "tail-zero-padded",
+            "the tail is filled up with logits of 0, which are summed",
+            "Tokamax HEAD `chunked_xla`: V = 3000, small logits, loss 8.331 for 8.023";
+        TailNanPadded, "tail-nan-padded",
+            "the tail is filled up with NaN, which is summed", "";
+        TailReadsNextRow, "tail-reads-next-row",
+            "the tail's load has no mask: columns of the next row are summed", "";
+        TailRepeatsLastColumn, "tail-repeats-last-column",
+            "the tail's load clamps its index: the last column is summed many times", "";
+        TailGradientNotWritten, "tail-gradient-not-written",
+            "the store has no tail: logits stay where dlogits belong", "";
+        FirstColumnSkipped, "first-column-skipped",
+            "column 0 is taken for padding and left out of the sum", "";
+        WholeTilesOnlyInGradient, "tail-gradient-zero",
+            "dlogits of the tail are 0", "";
+    }
+    Maximum {
+        MaxNotSubtracted, "max-not-subtracted",
+            "exponentials of the logits themselves", "";
+        MaxStartsAtZero, "max-starts-at-zero",
+            "the running maximum begins at 0",
+            "verl 0.9.1, fused kernel's epilogue (verl#7439)";
+        SumNotRescaled, "sum-not-rescaled",
+            "what was summed stays relative to the old maximum when a tile has a larger one", "";
+        RescaledTwice, "rescaled-twice",
+            "what was summed is multiplied by the step of the maximum twice", "";
+        MaxOfFirstTile, "max-of-first-tile",
+            "the maximum is that of the first tile", "";
+        GradientWithMaxOfLastTile, "gradient-with-max-of-last-tile",
+            "dlogits take the maximum of the last tile", "";
+        EntropySumNotShifted, "entropy-sum-not-shifted",
+            "the sum of e·t is rescaled with the maximum, but its gaps are not moved", "";
+    }
+    Holes {
+        MaxStartsAtMinusInfinity, "max-starts-at-minus-infinity",
+            "a first tile of nothing but −∞ is −∞ − (−∞)",
+            "TRL `kernels/logprob_entropy.py`, Liger: first block all −∞, NaN logp";
+        HoleTimesZero, "hole-times-zero",
+            "e·t of a column at −∞ is 0·∞ in the sum for the entropy",
+            "TRL `kernels/logprob_entropy.py`: one −∞ logit, NaN entropy (trl#7221)";
+        HoleGradientTimesZero, "hole-gradient-times-zero",
+            "the entropy's derivative of a column at −∞ is 0·∞",
+            "verl, prime-rl and Tunix: entropy NaN by its formula";
+    }
+    Precision {
+        SumInBf16, "sum-in-bf16",
+            "Σe is accumulated in bf16",
+            "TRL's fused head notes that bf16 accumulation biased the entropy over dozens of steps";
+        SumInF16, "sum-in-f16",
+            "Σe is accumulated in f16, which ends at 65,504", "";
+        ProbabilityRounded, "probability-rounded",
+            "probabilities are rounded to the logits' dtype before the gradient multiplies them: two roundings", "";
+        TemperatureInLogitsDtype, "temperature-in-logits-dtype",
+            "logits over the temperature are rounded to the logits' dtype",
+            "Tunix 0.1.7 and MaxText: 3.3e-2 for 6e-6 at V = 151,936";
+        LogpInLogitsDtype, "logp-in-logits-dtype",
+            "the log-probability is rounded to the logits' dtype",
+            "bf16 log_softmax: error 0.041 at V = 151,936";
+        EntropyInLogitsDtype, "entropy-in-logits-dtype",
+            "the entropy is rounded to the logits' dtype",
+            "Tunix 0.1.7: 10.0 for 9.938 at V = 151,936 in bf16";
+        OldLogpInBf16, "old-logp-in-bf16",
+            "the old log-probability is stored in bf16", "";
+        GradientAddedInLogitsDtype, "gradient-added-in-logits-dtype",
+            "the entropy's part is added to a policy's part that was rounded to the logits' dtype",
+            "Liger's linear losses add `grad_weight` over chunks in the weight's dtype";
+        SmallProbabilitiesFlushed, "small-probabilities-flushed",
+            "probabilities below 1e-6 count as 0 in dlogits", "";
+        LogpOfClampedProbability, "logp-of-clamped-probability",
+            "ln max(p, 1e-8)", "";
+        ExpByPolynomial, "exp-by-polynomial",
+            "exp2 of the fraction by a polynomial of degree 3, right to 1e-4", "";
+        TargetCollapses, "target-collapses",
+            "the target's dlogit takes 1 − p in f32: 0 for a confident token",
+            "TRL, Liger: margin 30 nats, −9.3e-11 becomes 0; unsloth's `stable_softmax.py` mends it";
+    }
+    Gradient {
+        NonTargetDropped, "non-target-dlogits-dropped",
+            "only the sampled column has a gradient",
+            "within Liger's bf16 tolerance at V = 151,936, where there is no KL penalty";
+        OneHotForgotten, "one-hot-forgotten",
+            "−G·p in the sampled column too", "";
+        ScaleForgottenInGradient, "scale-forgotten-in-gradient",
+            "the loss is scaled, its gradient is not", "";
+        GradientOfLoss, "upstream-gradient-twice",
+            "the gradient is scaled twice", "";
+        RatioDetached, "ratio-detached",
+            "the ratio has no gradient", "";
+        CurrentNotDetached, "current-logp-not-detached",
+            "where the old log-probability is the policy's own, it takes the gradient with it", "";
+        SampledColumnUnscaled, "one-hot-before-softmax-scale",
+            "the sampled column's 1 is not multiplied by G", "";
+    }
+    Temperature {
+        TemperatureForgotten, "temperature-forgotten",
+            "the logits are not divided",
+            "trl#4159";
+        TemperatureForgottenInGradient, "temperature-forgotten-in-gradient",
+            "dlogits lack 1/T", "";
+        TemperatureTwice, "temperature-twice",
+            "the logits are divided twice", "";
+        TemperatureTwiceInGradient, "temperature-twice-in-gradient",
+            "dlogits have 1/T²", "";
+        TemperatureMultiplies, "temperature-multiplies",
+            "the logits are multiplied", "";
+        TemperatureOnTheWrongSide, "temperature-on-the-wrong-side",
+            "divides the log-probability for the logits, and the logits for the log-probability",
+            "MLLM-JAX divides the log-probability; every other project the logits";
+        EntropyWithoutTemperature, "entropy-without-temperature",
+            "the entropy is that of the untempered logits", "";
+    }
+    Clip {
+        EpsilonsSwapped, "epsilons-swapped",
+            "1 − εh and 1 + εl", "";
+        ClipIgnored, "clip-ignored",
+            "no clip at all", "";
+        ClipGradientKept, "clip-gradient-kept",
+            "a clipped token keeps the gradient of its ratio", "";
+        ClipOnTheWrongSide, "clip-on-the-wrong-side",
+            "for A < 0 the smaller of ratio and bound, as for A > 0", "";
+        ClipWithoutMin, "clip-without-min",
+            "the clipped ratio whatever the unclipped one says", "";
+        DeltaIgnored, "delta-ignored",
+            "no upper bound on the unclipped ratio", "";
+        DeltaStopsGradient, "delta-stops-gradient",
+            "for A < 0 and δ < r ≤ 1 + εh the loss follows the ratio, and its gradient is 0",
+            "Liger 0.8.5: gradient 0 for 1.165";
+        DualClipIgnored, "dual-clip-ignored",
+            "for A < 0 the loss grows without end", "";
+        DualClipForPositive, "dual-clip-for-positive",
+            "the dual clip also stops tokens of A > 0", "";
+        CispoGradientClipped, "cispo-gradient-clipped",
+            "beyond its bounds the weight has no gradient, as PPO's has none", "";
+        CispoBoundFromOne, "cispo-bound-from-one",
+            "`upper` is taken as an offset from 1",
+            "TRL's and Liger's `epsilon_high` is the bound; verl's, SkyRL's and NeMo's is the bound − 1";
+        CispoLowerIgnored, "cispo-lower-ignored",
+            "no lower bound", "";
+        CispoWithoutLogp, "cispo-ratio-not-detached",
+            "the weight has a gradient, the log-probability none: PPO's derivative", "";
+        RatioClampIgnored, "ratio-clamp-ignored",
+            "log-ratios beyond the clamp stay",
+            "verl, Tunix, SkyRL and OpenRLHF clamp at ±20; TRL and Liger do not";
+        RatioClampGradientKept, "ratio-clamp-gradient-kept",
+            "a clamped log-ratio keeps its gradient", "";
+        RatioToFirstOrder, "ratio-to-first-order",
+            "1 + x for exp(x)", "";
+    }
+    Overflow {
+        OverflowingRatioTimesZero, "overflowing-ratio-times-zero",
+            "a clipped token's gradient is 0·ρ·A: NaN where the ratio is ∞",
+            "torch autograd and Liger; Soup#342, NeMo#4120, tunix#2310";
+        ZeroAdvantageTimesRatio, "zero-advantage-times-ratio",
+            "without an advantage the loss is 0·ρ: NaN where the ratio is ∞",
+            "torch: loss NaN; Liger: gradient NaN";
+    }
+    Kl {
+        KlEstimatorsSwapped, "kl-estimators-swapped",
+            "k2 for k3, and k3 for k2", "";
+        K1ForAbs, "kl-k1-for-abs",
+            "−d for |d|", "";
+        K3SignFlipped, "kl-k3-sign-flipped",
+            "k3 of ℓ − `ref_logp`", "";
+        KlDetached, "kl-detached",
+            "the penalty has no gradient", "";
+        K3GradientOfK1, "kl-k3-gradient-of-k1",
+            "the derivative of k3 lacks its exponential", "";
+        BetaTwiceInGradient, "kl-beta-twice-in-gradient",
+            "beta² in the gradient", "";
+        KlAgainstOldPolicy, "kl-against-old-policy",
+            "`old_logp` for `ref_logp`", "";
+        BiasCorrectionDetached, "kl-bias-correction-detached",
+            "ρ·k3 without the gradient of ρ",
+            "Liger's sequence-level bias-corrected KL, August snapshot (trl#6586)";
+        BiasCorrectionIgnored, "kl-bias-correction-ignored",
+            "k3 for ρ·k3",
+            "on by default in TRL, off in Liger";
+        KlClipped, "kl-clipped-with-the-ratio",
+            "a token whose ratio is clipped loses its KL gradient too", "";
+    }
+    OffPolicy {
+        OffPolicyMaskIgnored, "off-policy-mask-ignored",
+            "every sequence keeps its policy term", "";
+        OffPolicyMaskForPositive, "off-policy-mask-for-positive",
+            "sequences of A ≥ 0 are dropped too", "";
+        KlMaskedByOffPolicyMask, "kl-masked-by-off-policy-mask",
+            "the off-policy mask takes the KL penalty with it",
+            "TRL's masks leave the KL alone; verl's and unsloth's rejections do not";
+        OffPolicyOverWidth, "off-policy-mean-over-width",
+            "the mean divergence is over T", "";
+        OffPolicySignFlipped, "off-policy-sign-flipped",
+            "ℓ − `old_logp` against the threshold", "";
+    }
+    Entropy {
+        EntropyOfShiftedLog, "entropy-of-shifted-log",
+            "−Σ p·ln(p + 1e-9)", "";
+        EntropyGradientWithoutMean, "entropy-gradient-without-h",
+            "−p·ln p: the derivative lacks p·H", "";
+        EntropyBonusSubtracted, "entropy-bonus-sign-flipped",
+            "the bonus is a penalty", "";
+        EntropyDetached, "entropy-detached",
+            "the bonus has no gradient",
+            "SkyRL#1841";
+        EntropyOverPadding, "entropy-mean-over-padding",
+            "the bonus is a mean over B·T", "";
+        EntropyFromLogpSoftmax, "entropy-of-the-sampled-token",
+            "−logp for the entropy", "";
+    }
+    Mask {
+        MaskMultiplied, "mask-multiplied",
+            "masked tokens are multiplied by 0, not left out: NaN under the mask stays",
+            "Tunix 0.1.7 (tunix#2310), verl's sequence modes";
+        MaskedDlogitsNotZeroed, "masked-dlogits-not-zeroed",
+            "rows of masked tokens are left as they were", "";
+        MaskShifted, "mask-shifted",
+            "the mask of the next token", "";
+        MaskOfFirstRow, "mask-of-first-row",
+            "the mask of row 0 for every row",
+            "Liger#1461: the mask's strides";
+        MaskedTokensInLoss, "masked-tokens-in-loss",
+            "a row counts up to its last token: what is masked within counts too", "";
+    }
+    Reduction {
+        NormaliserCountsPadding, "normaliser-counts-padding",
+            "B·T for Σm", "";
+        EmptyRowsCounted, "empty-rows-counted",
+            "rows without a token count in B′",
+            "TRL, Liger, unsloth and MaxText count them; verl, Tunix and OpenRLHF do not";
+        EmptyRowsLeftOut, "empty-rows-left-out",
+            "rows without a token do not count in B", "verl, Tunix and OpenRLHF, as above";
+        LengthFactor, "length-factor",
+            "a row's sum weighs n/T",
+            "Liger 0.8.5, LUSPO in Triton, ragged mask (trl#6654)";
+        SequenceMeanOverTokens, "sequence-mean-over-tokens",
+            "the mean over tokens for the mean over rows", "";
+        FixedLengthOfWidth, "fixed-length-of-width",
+            "the padded width for the length given",
+            "verl `seq-mean-token-sum-norm`, unless told";
+        GradientNotNormalised, "gradient-not-normalised",
+            "the loss is a mean, its gradient that of a sum",
+            "Liger#1082: gradient norms a hundred times too large";
+        NormaliserOfBatchIgnored, "normaliser-of-batch-ignored",
+            "the batch's own tokens for the count that is given",
+            "Liger's dapo falls back to the current mask (trl#5890)";
+        DenominatorEpsilonForgotten, "denominator-epsilon-forgotten",
+            "the mean of a row lacks what is added to its count", "";
+        LossOfPolicyAlone, "loss-without-kl",
+            "the loss leaves the penalty out, its gradient does not", "";
+    }
+    SequenceRatio {
+        RatioOverWidth, "sequence-ratio-over-width",
+            "the mean log-ratio is over T", "";
+        RatioOfSum, "sequence-ratio-of-sum",
+            "exp of the sum for exp of the mean", "";
+        SequenceGradientOfToken, "sequence-gradient-of-token",
+            "each token has the gradient of its own loss alone, as in GSPO-token",
+            "verl, Tunix and SkyRL mean GSPO-token, TRL and Liger do not";
+        TokenGradientOfSequence, "token-gradient-of-sequence",
+            "GSPO-token with the gradient of the mean", "";
+        ShareForgotten, "sequence-share-forgotten",
+            "the gradient of the mean lacks 1/n", "";
+        SequenceRatioOfTokens, "sequence-ratio-of-tokens",
+            "each token has a ratio of its own",
+            "trl#6808: GMPO silently trained GRPO";
+        MeanOfRatios, "sequence-mean-of-ratios",
+            "the mean of the ratios for the exp of their mean", "";
+    }
+    Indexing {
+        AdvantageOfNeighbour, "advantage-of-neighbour",
+            "the advantage of the next row", "";
+        AdvantageOfFirstToken, "advantage-of-first-token",
+            "token advantages are read once a row", "";
+        IdOffByOne, "id-off-by-one",
+            "the column after the sampled one", "";
+        IdTruncated, "id-truncated-to-i16",
+            "ids beyond 32,767 wrap", "";
+        OffsetOverflows, "offset-overflows",
+            "row · V wraps at 2¹⁶: 32 bits with the index type narrowed",
+            "B·T·V beyond 2³¹ with i32 offsets";
+        IdOfTile, "id-of-tile",
+            "the id is looked for in every tile by its place within one", "";
+        RowsTransposed, "rows-transposed",
+            "logits are read as `[T,B,V]`", "";
+        OldLogpShifted, "old-logp-shifted",
+            "the old log-probability of the token before", "";
+        RefLogpOfFirstRow, "ref-logp-of-first-row",
+            "the reference's log-probabilities of row 0 for every row", "";
+    }
+    Devices {
+        ShardMaxNotExchanged, "shard-max-not-exchanged",
+            "dlogits take the maximum of their own vocabulary shard", "";
+        SumExchangedBeforeRescale, "sum-exchanged-before-rescale",
+            "the shards' sums are added relative to their own maxima", "";
+        EntropySumNotExchanged, "entropy-sum-not-exchanged",
+            "the entropy's sum is that of the first shard", "";
+        ChosenNotExchanged, "chosen-logit-not-exchanged",
+            "the first shard's chosen logit, 0 where the id is in another",
+            "silent `target_logit = 0` of ids out of range in TRL's and Liger's fused heads";
+        ChosenFromEveryShard, "chosen-logit-of-every-shard",
+            "a shard without the id adds the column at its edge", "";
+        ShardOffsetForgotten, "shard-offset-forgotten",
+            "each shard looks for the id from its own column 0", "";
+        GradientSummedOverShards, "gradient-summed-over-shards",
+            "dlogits are multiplied by the number of vocabulary shards", "";
+        NormaliserLocal, "normaliser-local",
+            "each row shard divides by its own tokens",
+            "dapo's count per process and not per batch (trl#5890)";
+        LossOfFirstDevice, "loss-of-first-device",
+            "the loss is that of the first row shard", "";
+        DeviceRowsPermuted, "device-rows-permuted",
+            "the rows of the last row shard come back in reverse", "";
+        AdvantagesOfFirstDevice, "advantages-of-first-device",
+            "every row shard reads the advantages of the first", "";
+    }
+    State {
+        StaleMax, "stale-max",
+            "the maximum of the grid step before is not reset", "";
+        StaleSums, "stale-sums",
+            "the maximum and the sums of the grid step before are not reset", "";
+        StaleChosen, "stale-chosen-logit",
+            "the chosen logit of the grid step before is not reset", "";
+        EntropyReadAfterWrite, "entropy-read-after-write",
+            "the entropy's part of dlogits reads logits that were already overwritten", "";
+        TargetReadAfterWrite, "target-read-after-write",
+            "the sampled column is read again after its tile was overwritten",
+            "double backward into in-place logits";
+        SumInAnyOrder, "sum-in-any-order",
+            "tiles add to an f32 sum in the order they finish",
+            "verl's fused backward adds with f32 atomics";
+        LastRowSkipped, "last-row-skipped",
+            "the grid has one row too few: its dlogits are never written", "";
+    }
+}

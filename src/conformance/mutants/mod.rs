@@ -1,0 +1,20 @@
+//! A bank of deliberately wrong kernels: what a suite is worth is what it catches.
+//!
+//! [`Specimen`] is a correct kernel; each [`Mutant`] is one small change to it.
+
+mod bank;
+mod elsewhere;
+mod loss;
+mod property;
+mod run;
+mod score;
+mod specimen;
+
+pub use bank::{BANK, Bug, Class, Mutant};
+pub use elsewhere::{Cell, PROJECTS, Project, Tests};
+pub use run::{Case, Kill, Suite, property_cases};
+pub use score::{Outcome, Score, Trial};
+pub use specimen::Specimen;
+
+/// The vocabulary of Qwen: no tile divides it evenly.
+const QWEN_VOCABULARY: usize = 151_936;

@@ -1,0 +1,185 @@
+//! Mutants before the judge: the same cases and gates as a real implementation.
+
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use rayon::prelude::*;
+
+use super::QWEN_VOCABULARY;
+use super::bank::Mutant;
+use super::specimen::Specimen;
+use crate::conformance::cases::{any_recipe, any_spec};
+use crate::conformance::generate::{Recipe, Regime};
+use crate::conformance::invariance::Invariance;
+use crate::conformance::judge::judge;
+use crate::conformance::tolerance::Tolerances;
+use crate::conformance::variants;
+use crate::implementation::Implementation;
+use crate::problem::{Candidate, Dtype, Problem};
+use crate::reference::{self, Reference};
+use crate::spec::LossSpec;
+
+/// Random specs and problems that are drawn: as many as `cargo test` draws for a real implementation. Those that the
+/// specimen supports are run.
+const DRAWN: usize = 1500;
+
+/// One batch, and the loss that is asked for.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What a report calls it.
+    pub label: String,
+    /// The loss.
+    pub spec: LossSpec,
+    /// The batch.
+    pub problem: Problem,
+}
+
+impl Case {
+    /// The case of a recipe, called after `family`.
+    pub(super) fn generated(family: &str, spec: LossSpec, recipe: &Recipe) -> Self {
+        let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
+        let regime = serde_json::to_value(recipe.regime).expect("a name");
+        let regime = regime.as_str().unwrap_or_default();
+        let label = format!("{family}: {} {} {regime}, seed {}", problem.shape(), recipe.dtype, recipe.seed);
+        Self { label, spec, problem }
+    }
+
+    fn supported(&self) -> bool {
+        is_supported(&self.spec, self.problem.logits.dtype())
+    }
+}
+
+fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
+    let shape = crate::problem::Shape { batch: 1, tokens: 1, vocab: 1 };
+    Specimen::default().supports(spec, shape, dtype, 1).is_ok()
+}
+
+/// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
+/// regimes, every named choice of a spec, and the vocabulary of Qwen.
+pub fn property_cases() -> Vec<Case> {
+    let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let strategy = (any_spec(), any_recipe());
+    let drawn: Vec<(usize, (LossSpec, Recipe))> =
+        (0..DRAWN).map(|i| (i, strategy.new_tree(&mut runner).expect("no filter rejects").current())).collect();
+    let random = drawn
+        .into_par_iter()
+        .filter(|(_, (spec, recipe))| is_supported(spec, recipe.dtype))
+        .map(|(i, (spec, recipe))| Case::generated(&format!("random {i}"), spec, &recipe));
+    let named: Vec<(usize, variants::Variant)> = variants::variants().into_iter().enumerate().collect();
+    let named = named.into_par_iter().filter(|(_, variant)| is_supported(&variant.spec, Dtype::F32)).flat_map_iter(
+        |(i, variant)| {
+            (0..Regime::ALL.len()).map(move |step| {
+                let family = format!("{} {}", variant.field, variant.choice);
+                Case::generated(&family, variant.spec.clone(), &variants::recipe(i, step))
+            })
+        },
+    );
+    random.chain(named).chain(wide_cases()).collect()
+}
+
+/// Qwen's vocabulary, in every dtype.
+fn wide_cases() -> Vec<Case> {
+    let specs = [LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() }, LossSpec::default()];
+    let mut cases = Vec::new();
+    for dtype in Dtype::KERNEL {
+        for (regime, seed) in [(Regime::Small, 1), (Regime::Peaked, 2), (Regime::Confident, 3)] {
+            let shape = [1, 3, QWEN_VOCABULARY];
+            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+            cases.extend(specs.iter().map(|spec| Case::generated("qwen vocabulary", spec.clone(), &recipe)));
+        }
+    }
+    cases
+}
+
+/// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
+pub struct Suite<'c> {
+    cases: Vec<Prepared<'c>>,
+}
+
+struct Prepared<'c> {
+    case: &'c Case,
+    reference: Reference<'c>,
+    /// By number of devices.
+    correct: Vec<(usize, Candidate)>,
+}
+
+/// What rejected a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// The gate: an output and how it is compared, or what else was broken.
+    pub gate: String,
+    /// The case's label.
+    pub case: String,
+    /// Devices that it ran on.
+    pub devices: usize,
+    /// Cases that it had seen by then.
+    pub cases: usize,
+}
+
+impl<'c> Suite<'c> {
+    /// Evaluates the cases that the specimen supports.
+    ///
+    /// # Errors
+    /// What rejected the correct kernel: a false alarm.
+    pub fn of(cases: &'c [Case]) -> Result<Self, Kill> {
+        let prepared = cases.par_iter().filter(|case| case.supported()).map(|case| {
+            let reference = reference::evaluate(&case.spec, &case.problem).expect("a valid problem");
+            let mut prepared = Prepared { case, reference, correct: Vec::new() };
+            prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| Kill {
+                gate,
+                case: case.label.clone(),
+                devices,
+                cases: 0,
+            })?;
+            Ok(prepared)
+        });
+        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()? })
+    }
+
+    /// How many cases there are.
+    pub fn len(&self) -> usize {
+        self.cases.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.cases.is_empty()
+    }
+
+    /// Runs a mutant through the cases, up to the first that rejects it.
+    pub fn kill(&self, mutant: &Mutant) -> Option<Kill> {
+        let specimen = Specimen::with(mutant.bug);
+        self.cases.iter().zip(1..).find_map(|(prepared, cases)| {
+            let (gate, devices) = prepared.judged(&specimen).err()?;
+            Some(Kill { gate, case: prepared.case.label.clone(), devices, cases })
+        })
+    }
+}
+
+impl Prepared<'_> {
+    /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
+    fn judged(&self, kernel: &Specimen) -> Result<Vec<(usize, Candidate)>, (String, usize)> {
+        let counts = kernel.device_counts().into_iter();
+        counts.map(|devices| Ok((devices, self.judged_on(kernel, devices).map_err(|gate| (gate, devices))?))).collect()
+    }
+
+    fn judged_on(&self, kernel: &Specimen, devices: usize) -> Result<Candidate, String> {
+        let run = || kernel.run(&self.case.spec, self.case.problem.clone(), devices).map_err(|error| error.to_string());
+        let (candidate, again) = (run()?, run()?);
+        // The judge has seen these bits.
+        let correct = self.correct.iter().find(|(of, _)| *of == devices);
+        if !correct.is_some_and(|(_, correct)| same_bits(correct, &candidate)) {
+            let verdicts = judge(&self.reference, &candidate, kernel.class(), Tolerances::builtin());
+            let verdicts = verdicts.map_err(|error| error.to_string())?;
+            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
+                return Err(format!("{} {}", failed.gate, failed.dtype));
+            }
+        }
+        let other = Invariance::between(&candidate, &again).other;
+        if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
+    }
+}
+
+/// Whether two runs of the specimen returned the same.
+pub(super) fn same_bits(a: &Candidate, b: &Candidate) -> bool {
+    Invariance::between(a, b).other.is_empty()
+}

@@ -1,0 +1,128 @@
+//! Deliberately wrong kernels: all of them are rejected, each by the property of its class alone too, and the kernel that
+//! they are made of never is.
+
+#[path = "common/command.rs"]
+mod command;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::OnceLock;
+
+use assay::conformance::mutants::{BANK, Cell, Class, Mutant, PROJECTS, Project, Score, Suite, Trial, property_cases};
+use assert_cmd::cargo::cargo_bin_cmd;
+use serde_json::Value;
+
+/// The whole bank through all property cases, once.
+fn score() -> &'static Score {
+    static SCORE: OnceLock<Score> = OnceLock::new();
+    SCORE.get_or_init(|| {
+        let mutants: Vec<&Mutant> = BANK.iter().collect();
+        let mut trial = Trial::of(&mutants);
+        let false_alarm = trial.run(&property_cases(), |_| {}).err();
+        assert_eq!(false_alarm, None, "the correct kernel passes every case");
+        let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+        for tests in &elsewhere {
+            assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
+        }
+        trial.score(&elsewhere)
+    })
+}
+
+#[test]
+fn no_mutant_survives_and_the_correct_kernel_passes() {
+    let score = score();
+    assert!(score.cases > 900, "{} cases", score.cases);
+    assert_eq!(score.survived, Vec::<&str>::new());
+    assert_eq!((score.killed, score.total), (BANK.len(), BANK.len()));
+    assert!(score.total >= 65, "{} mutants", score.total);
+    assert!(score.mutants.iter().all(|mutant| mutant.cases <= score.cases));
+}
+
+#[test]
+fn a_mutant_that_nothing_rejects_is_a_survivor() {
+    let score = Trial::of(&[&BANK[0]]).score(&[]);
+    assert_eq!((score.total, score.killed, score.survived), (1, 0, vec![BANK[0].name]));
+    assert!(score.mutants[0].killed_by.is_none());
+}
+
+#[test]
+fn names_are_unique_and_say_what_is_computed() {
+    let names: BTreeSet<&str> = BANK.iter().map(|mutant| mutant.name).collect();
+    assert_eq!(names.len(), BANK.len());
+    for mutant in BANK {
+        let kebab = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        assert!(mutant.name.chars().all(kebab), "{}", mutant.name);
+        assert!(!mutant.does.is_empty(), "{}", mutant.name);
+    }
+}
+
+#[test]
+fn every_class_falls_to_its_own_property() {
+    for class in Class::ALL {
+        let cases = class.property();
+        let suite = Suite::of(&cases).unwrap_or_else(|false_alarm| panic!("{class:?}: {false_alarm:?}"));
+        assert_eq!(suite.len(), cases.len(), "{class:?} has a case that the specimen does not support");
+        let of_class: Vec<_> = BANK.iter().filter(|mutant| mutant.class == class).collect();
+        assert!(!of_class.is_empty(), "{class:?} has no mutant");
+        for mutant in of_class {
+            assert!(suite.kill(mutant).is_some(), "{class:?} misses {}", mutant.name);
+        }
+    }
+}
+
+#[test]
+fn tests_of_others_accept_some_mutants_and_reject_some() {
+    for (project, [caught, passes, not_exercised]) in score().elsewhere() {
+        assert!(caught > 10 && passes > 5, "{project}: {caught} caught, {passes} pass");
+        assert_eq!(caught + passes + not_exercised, BANK.len(), "{project}");
+    }
+    let cell = |mutant: &str, project: &str| {
+        score().mutants.iter().find(|other| other.name == mutant).expect("in the bank").elsewhere[project]
+    };
+    // Their inputs are drawn around 0, and their masks are all ones.
+    for project in PROJECTS {
+        assert_eq!(cell("max-starts-at-zero", project.name), Cell::NotExercised, "{}", project.name);
+        assert_eq!(cell("mask-of-first-row", project.name), Cell::NotExercised, "{}", project.name);
+    }
+    assert_eq!(cell("non-target-dlogits-dropped", "Liger bf16"), Cell::Passes);
+    assert_eq!(cell("non-target-dlogits-dropped", "Liger f32"), Cell::Caught);
+}
+
+#[test]
+fn the_table_in_the_docs_is_that_of_the_code() {
+    let docs = fs::read_to_string("docs/mutants.md").unwrap();
+    let (_, table) = docs.split_once("<!-- assay mutants --markdown -->\n").expect("the mark above the tables");
+    assert_eq!(table.trim(), score().markdown().trim(), "write it again with `assay mutants --markdown`");
+    for project in PROJECTS {
+        assert!(docs.contains(project.source), "docs/mutants.md: {}", project.source);
+    }
+    let readme = fs::read_to_string("README.md").unwrap();
+    for line in score().markdown().lines().take_while(|line| !line.is_empty()) {
+        assert!(readme.contains(line), "README.md: {line}");
+    }
+}
+
+#[test]
+fn json_has_the_score_and_says_that_there_are_no_fixtures() {
+    let folder = tempfile::tempdir().unwrap();
+    let args = ["mutants", "--quiet", "--only", "max-starts-at-zero", "--only", "length-factor", "--json", "out.json"];
+    cargo_bin_cmd!("assay").current_dir(&folder).args(args).assert().success().stdout("");
+    let json: Value = serde_json::from_str(&fs::read_to_string(folder.path().join("out.json")).unwrap()).unwrap();
+    assert_eq!((&json["total"], &json["killed"]), (&2.into(), &2.into()));
+    assert_eq!(json["survived"], Value::Array(vec![]));
+    assert_eq!(json["ignored"][0]["what"], "recorded problems");
+    let mutant = &json["mutants"][0];
+    assert_eq!(mutant["name"], "max-starts-at-zero");
+    assert_eq!(mutant["class"], "maximum");
+    assert!(mutant["killed_by"].as_str().unwrap().contains(mutant["gate"].as_str().unwrap()));
+    assert!(mutant["cases"].as_u64().unwrap() > 0);
+    assert!(mutant["seen"].as_str().unwrap().contains("verl"));
+    assert!(mutant["passes_elsewhere"].is_array());
+}
+
+#[test]
+fn an_unknown_mutant_and_an_absent_folder_are_refused_by_name() {
+    command::assert_refused(&["mutants", "--only", "nobody"], &["--only", "`nobody`", "last-tile-skipped"]);
+    let args = ["mutants", "--only", "length-factor", "--fixtures", "/nowhere"];
+    command::assert_refused(&args, &["/nowhere/manifest.toml"]);
+}
