@@ -136,6 +136,17 @@ fn measuring_again_changes_no_figure() {
 }
 
 #[test]
+fn more_than_was_derived_is_refused_for_any_reason() {
+    let law = Law::new(&tight().replace("derived = 3.0", "derived = 0.001"));
+    let before = law.text();
+    let output = law.measure(&["--accept", REASON]);
+    assert_eq!(output.code, 1);
+    let said = "more was needed than was derived: the implementation is wrong, or the derivation:\n  native logp f32";
+    assert!(output.stderr.contains(said), "{}", output.stderr);
+    assert_eq!(law.text(), before);
+}
+
+#[test]
 fn a_figure_met_to_a_part_in_a_thousand_stands() {
     let measured = Law::new(&loose());
     measured.measure(&[]);

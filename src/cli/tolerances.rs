@@ -92,7 +92,7 @@ impl Limits {
         };
         let rewritten = match revision.rewrite(&text, measured_on, self.accept.as_ref()) {
             Ok(rewritten) => rewritten,
-            Err(refused @ ReviseError::Raised(_)) => {
+            Err(refused @ (ReviseError::Raised(_) | ReviseError::Beyond(_))) => {
                 // Nothing is left to do where even stderr is closed.
                 let _ = writeln!(io::stderr(), "assay: {}: {refused}", path.display());
                 return Ok(Passed::No);

@@ -68,6 +68,8 @@ pub struct Line {
     pub old: Figures,
     /// The figures that the measurement gives.
     pub new: Figures,
+    /// What was derived: no limit is above it.
+    pub derived: f64,
     /// The case that needed most.
     pub case: Option<String>,
 }
@@ -85,6 +87,9 @@ pub enum ReviseError {
     /// Entries would be raised, and nobody gave a reason.
     #[error("more was needed than the law has seen, and nothing is raised without a reason (--accept):{}", list(.0))]
     Raised(Vec<Line>),
+    /// More was needed than was derived, which no reason mends.
+    #[error("more was needed than was derived: the implementation is wrong, or the derivation:{}", list(.0))]
+    Beyond(Vec<Line>),
     /// Not a tolerance file.
     #[error(transparent)]
     Tolerances(#[from] ToleranceError),
@@ -109,6 +114,12 @@ impl Revision {
         Self { entries: tolerances.entries().map(|entry| line(entry, measurement)).collect() }
     }
 
+    /// The entries that needed more than was derived.
+    pub fn beyond(&self) -> impl Iterator<Item = &Line> {
+        let measured = self.entries.iter().filter(|line| line.change != Change::NotMeasured);
+        measured.filter(|line| line.new.worst_seen > line.derived)
+    }
+
     /// The entries that would be raised.
     pub fn raised(&self) -> impl Iterator<Item = &Line> {
         self.entries.iter().filter(|line| line.change == Change::Raised)
@@ -118,7 +129,8 @@ impl Revision {
     /// keeps `accept`, the reason. Comments, order and layout are those of `text`.
     ///
     /// # Errors
-    /// [`ReviseError::Raised`], with every entry that would be raised, where `accept` is `None`;
+    /// [`ReviseError::Beyond`], with every entry that needed more than was derived; [`ReviseError::Raised`], with every
+    /// entry that would be raised, where `accept` is `None`;
     /// [`ReviseError::Tolerances`] where `text` is no list of `[[tolerance]]`.
     pub fn rewrite(
         &self,
@@ -126,6 +138,10 @@ impl Revision {
         measured_on: impl Fn(&str) -> Option<String>,
         accept: Option<&Reason>,
     ) -> Result<String, ReviseError> {
+        let beyond: Vec<Line> = self.beyond().cloned().collect();
+        if !beyond.is_empty() {
+            return Err(ReviseError::Beyond(beyond));
+        }
         let raised: Vec<Line> = self.raised().cloned().collect();
         if accept.is_none() && !raised.is_empty() {
             return Err(ReviseError::Raised(raised));
@@ -159,7 +175,7 @@ fn line(entry: &Tolerance, measurement: &Measurement) -> Line {
     let subject = Subject { gate: entry.gate(), dtype: entry.dtype, class: entry.class.clone() };
     let old = Figures { kappa: entry.kappa, worst_seen: entry.worst_seen };
     let Some(needed) = measurement.needed(&subject) else {
-        return Line { subject, change: Change::NotMeasured, old, new: old, case: None };
+        return Line { subject, change: Change::NotMeasured, old, new: old, derived: entry.derived, case: None };
     };
     let same = (needed.kappa - old.worst_seen).abs() <= SAME * old.worst_seen;
     let worst_seen = if same { old.worst_seen } else { written(needed.kappa) };
@@ -174,7 +190,7 @@ fn line(entry: &Tolerance, measurement: &Measurement) -> Line {
         Change::Lowered
     };
     let new = if change == Change::Held { old } else { new };
-    Line { subject, change, old, new, case: Some(needed.case.clone()) }
+    Line { subject, change, old, new, derived: entry.derived, case: Some(needed.case.clone()) }
 }
 
 /// To four digits.
