@@ -586,7 +586,10 @@ mod tests {
         assert_eq!(subject.steps.load(Ordering::Relaxed), 1 + 2 + 4);
         assert_eq!((figures.mem_after_alloc, figures.mem_after_run), (Some(0), Some(7)), "before any step, after all");
         assert_eq!((figures.peak_bytes_in_use, figures.peak_bytes_reserved), (Some(7), None));
-        assert_eq!(figures.why_null.keys().copied().collect::<Vec<_>>(), ["isa", "peak_bytes_reserved"]);
+        assert_eq!(
+            figures.why_null.keys().copied().collect::<Vec<_>>(),
+            ["isa", "peak_bytes_reserved", "roofline_share"]
+        );
         let program = [figures.argument_bytes, figures.output_bytes, figures.temp_bytes, figures.alias_bytes];
         assert_eq!(program, [1, 2, 3, 4].map(Some));
     }

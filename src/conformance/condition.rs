@@ -507,9 +507,17 @@ fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&Tok
     total
 }
 
+/// With `ℓ` moved, which stays the logarithm of a probability.
 fn shift(spec: &LossSpec, inputs: &TokenInputs, by: f64) -> TokenInputs {
-    let old_logp = if spec.old_logp == OldLogp::Current { inputs.old_logp + by } else { inputs.old_logp };
-    TokenInputs { logp: inputs.logp + by, old_logp, ..*inputs }
+    let logp = inputs.logp + by;
+    at_logp(spec, inputs, if logp > 0.0 { 0.0 } else { logp })
+}
+
+/// With another `ℓ`, and under [`OldLogp::Current`] the same ratio.
+fn at_logp(spec: &LossSpec, inputs: &TokenInputs, logp: f64) -> TokenInputs {
+    let current = spec.old_logp == OldLogp::Current;
+    let old_logp = if current { logp + (inputs.old_logp - inputs.logp) } else { inputs.old_logp };
+    TokenInputs { logp, old_logp, ..*inputs }
 }
 
 fn shift_row(inputs: &TokenInputs, by: f64) -> TokenInputs {
@@ -552,7 +560,8 @@ fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBa
     let band = U * (bands.logp * row.moves(spec, token, base).logp + 4.0);
     let mut all = vec![here, shift(spec, &here, -band), shift(spec, &here, band)];
     let kinks = here.ref_logp.into_iter().chain([here.old_logp]);
-    all.extend(kinks.filter(|x| (x - here.logp).abs() <= band).map(|logp| TokenInputs { logp, ..here }));
+    let near = kinks.filter(|&logp| logp <= 0.0 && (logp - here.logp).abs() <= band);
+    all.extend(near.map(|logp| at_logp(spec, &here, logp)));
     if here.row_log_ratio.is_some() {
         let band = row.band(bands);
         let of_row = |inputs: &TokenInputs| {
