@@ -88,11 +88,22 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
     assert_eq!(cell("non-target-dlogits-dropped", "Liger f32"), Cell::Caught);
 }
 
+/// The lines of a table, without which gate was first and after how many cases: those may turn on a bit of this machine's
+/// `exp`.
+fn said(table: &str) -> Vec<Vec<&str>> {
+    let cells = |line: &'_ str| -> usize { line.matches(" | ").count() };
+    let line = |line| match line {
+        line if cells(line) < 10 => vec![line],
+        line => line.split(" | ").enumerate().filter(|(i, _)| ![3, 4].contains(i)).map(|(_, cell)| cell).collect(),
+    };
+    table.trim().lines().map(line).collect()
+}
+
 #[test]
 fn the_table_in_the_docs_is_that_of_the_code() {
     let docs = fs::read_to_string("docs/mutants.md").unwrap();
     let (_, table) = docs.split_once("<!-- assay mutants --markdown -->\n").expect("the mark above the tables");
-    assert_eq!(table.trim(), score().markdown().trim(), "write it again with `assay mutants --markdown`");
+    assert_eq!(said(table), said(&score().markdown()), "write it again with `assay mutants --markdown`");
     for project in PROJECTS {
         assert!(docs.contains(project.source), "docs/mutants.md: {}", project.source);
     }
