@@ -91,12 +91,11 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
 /// The lines of a table, without which gate was first and after how many cases: those may turn on a bit of this machine's
 /// `exp`.
 fn said(table: &str) -> Vec<Vec<&str>> {
-    let cells = |line: &'_ str| -> usize { line.matches(" | ").count() };
-    let line = |line| match line {
-        line if cells(line) < 10 => vec![line],
-        line => line.split(" | ").enumerate().filter(|(i, _)| ![3, 4].contains(i)).map(|(_, cell)| cell).collect(),
-    };
-    table.trim().lines().map(line).collect()
+    let mut lines: Vec<Vec<&str>> = table.trim().lines().map(|line| line.split(" | ").collect()).collect();
+    for cells in lines.iter_mut().filter(|cells| cells.len() > 5) {
+        cells.drain(3..5);
+    }
+    lines
 }
 
 #[test]

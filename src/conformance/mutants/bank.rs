@@ -101,9 +101,7 @@ impl Class {
             Class::State => "state",
         }
     }
-}
 
-impl Class {
     /// Its heading.
     pub fn title(self) -> &'static str {
         match self {

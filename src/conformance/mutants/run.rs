@@ -1,16 +1,14 @@
 //! Mutants before the judge: the same cases and gates as a real implementation.
 
-use proptest::strategy::{Strategy, ValueTree};
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use rayon::prelude::*;
 
 use super::QWEN_VOCABULARY;
 use super::bank::Mutant;
 use super::specimen::Specimen;
-use crate::conformance::cases::{any_recipe, any_spec};
 use crate::conformance::generate::{Recipe, Regime};
 use crate::conformance::invariance::Invariance;
 use crate::conformance::judge::judge;
+use crate::conformance::suites::measured_cases;
 use crate::conformance::tolerance::Tolerances;
 use crate::conformance::variants;
 use crate::implementation::Implementation;
@@ -18,8 +16,8 @@ use crate::problem::{Candidate, Dtype, Problem};
 use crate::reference::{self, Reference};
 use crate::spec::LossSpec;
 
-/// Random specs and problems that are drawn: as many as `cargo test` draws for a real implementation. Those that the
-/// specimen supports are run.
+/// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
+/// supports are run.
 const DRAWN: usize = 1500;
 
 /// One batch, and the loss that is asked for.
@@ -56,10 +54,7 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
 /// regimes, every named choice of a spec, and the vocabulary of Qwen.
 pub fn property_cases() -> Vec<Case> {
-    let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    let strategy = (any_spec(), any_recipe());
-    let drawn: Vec<(usize, (LossSpec, Recipe))> =
-        (0..DRAWN).map(|i| (i, strategy.new_tree(&mut runner).expect("no filter rejects").current())).collect();
+    let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
     let random = drawn
         .into_par_iter()
         .filter(|(_, (spec, recipe))| is_supported(spec, recipe.dtype))
