@@ -10,15 +10,63 @@ use std::sync::Arc;
 use crate::exported::{Exported, ExportedError};
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::native::Native;
-use crate::problem::{Candidate, Dtype, Problem, ProblemError, Shape};
+use crate::problem::{Candidate, Dtype, HeadOutcome, HeadProblem, HeadShape, Problem, ProblemError, Shape};
 #[cfg(feature = "pjrt")]
 use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
 use crate::xla::Xla;
 
-/// A kernel under test.
-pub trait Implementation: Send + Sync {
+/// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
+/// product that is part of the work.
+pub trait Input: Clone + Send + Sync + 'static {
+    /// Its extents.
+    type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
+    /// What it comes to.
+    type Outcome: Send;
+    /// What has the extents, and is given in a dtype.
+    const ARRAY: &'static str;
+
+    /// Its extents, after a check.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the first field that is wrong.
+    fn checked_shape(&self, spec: &LossSpec) -> Result<Self::Shape, ProblemError>;
+
+    /// The dtype of that array.
+    fn dtype(&self) -> Dtype;
+}
+
+impl Input for Problem {
+    type Shape = Shape;
+    type Outcome = Candidate;
+    const ARRAY: &'static str = "logits";
+
+    fn checked_shape(&self, spec: &LossSpec) -> Result<Shape, ProblemError> {
+        self.check(spec)
+    }
+
+    fn dtype(&self) -> Dtype {
+        self.logits.dtype()
+    }
+}
+
+impl Input for HeadProblem {
+    type Shape = HeadShape;
+    type Outcome = HeadOutcome;
+    const ARRAY: &'static str = "hidden";
+
+    fn checked_shape(&self, spec: &LossSpec) -> Result<HeadShape, ProblemError> {
+        self.check(spec)
+    }
+
+    fn dtype(&self) -> Dtype {
+        self.logits.hidden.dtype()
+    }
+}
+
+/// A kernel under test: of the loss on logits, or, as an `Implementation<HeadProblem>`, of the LM head and the loss.
+pub trait Implementation<P: Input = Problem>: Send + Sync {
     /// The name that commands and reports use.
     fn id(&self) -> &str;
 
@@ -44,18 +92,18 @@ pub trait Implementation: Send + Sync {
         None
     }
 
-    /// Whether it computes `spec` on logits of `shape` and `dtype` over `devices` devices.
+    /// Whether it computes `spec` on logits, or hidden states, of `shape` and `dtype` over `devices` devices.
     ///
     /// # Errors
     /// [`Unsupported`], naming the first thing it does not do.
-    fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
+    fn supports(&self, spec: &LossSpec, shape: P::Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
 
     /// Computes the loss on `devices` devices. Takes the problem by value, so that dlogits may be written over the
     /// logits.
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError>;
+    fn run(&self, spec: &LossSpec, problem: P, devices: usize) -> Result<P::Outcome, RunError>;
 
     /// Makes ready to evaluate problems of `shape` and `dtype` again and again: what can be done before there is a
     /// problem, such as compiling, is done here. A step of an implementation that does not say otherwise is a
@@ -66,23 +114,23 @@ pub trait Implementation: Send + Sync {
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        shape: Shape,
+        shape: P::Shape,
         dtype: Dtype,
         devices: usize,
-    ) -> Result<Box<dyn Prepared + 's>, RunError> {
+    ) -> Result<Box<dyn Prepared<P> + 's>, RunError> {
         self.supports(spec, shape, dtype, devices)?;
-        Ok(Box::new(Runs { implementation: self, spec, logits: Logits { shape, dtype }, devices }))
+        Ok(Box::new(Runs { implementation: self, spec, given: Given::<P> { shape, dtype }, devices }))
     }
 }
 
 /// An implementation made ready for one shape, to be timed.
-pub trait Prepared {
+pub trait Prepared<P: Input = Problem> {
     /// Puts a problem where a step reads it: on the devices, or in a copy that dlogits may be written over. The step
     /// holds that memory.
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or of another shape or dtype, or a device fails.
-    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError>;
+    fn load<'p>(&'p self, problem: &'p P) -> Result<Step<'p, P>, RunError>;
 
     /// Bytes of this machine's memory that a step takes beside the problem and its outcome.
     fn host_bytes(&self) -> usize;
@@ -101,55 +149,57 @@ pub trait Prepared {
 }
 
 /// Evaluates a loaded problem, and returns when every output is there: what a bench times.
-pub type Step<'p> = Box<dyn FnOnce() -> Result<Answer<'p>, RunError> + 'p>;
+pub type Step<'p, P = Problem> = Box<dyn FnOnce() -> Result<Answer<'p, P>, RunError> + 'p>;
 
 /// Fetches the outputs of a step, which hold memory until then.
-pub type Answer<'p> = Box<dyn FnOnce() -> Result<Candidate, RunError> + 'p>;
+pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<<P as Input>::Outcome, RunError> + 'p>;
 
-/// The logits that an implementation was made ready for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Logits {
+/// The array that an implementation was made ready for.
+pub struct Given<P: Input = Problem> {
     /// Extents.
-    pub shape: Shape,
+    pub shape: P::Shape,
     /// Element type.
     pub dtype: Dtype,
 }
 
-impl Logits {
-    /// Checks `problem`, and that its logits are these.
-    pub(crate) fn expect(self, spec: &LossSpec, problem: &Problem) -> Result<(), RunError> {
-        let given = Logits { shape: problem.check(spec)?, dtype: problem.logits.dtype() };
-        if given == self { Ok(()) } else { Err(RunError::NotPrepared { given, expected: self }) }
+impl<P: Input> Given<P> {
+    /// Checks `problem`, and that its array is this.
+    pub(crate) fn expect(&self, spec: &LossSpec, problem: &P) -> Result<(), RunError> {
+        let given = Given::<P> { shape: problem.checked_shape(spec)?, dtype: problem.dtype() };
+        if given.shape == self.shape && given.dtype == self.dtype {
+            return Ok(());
+        }
+        Err(RunError::NotPrepared { given: given.to_string(), expected: self.to_string() })
     }
 }
 
-impl fmt::Display for Logits {
+impl<P: Input> fmt::Display for Given<P> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} logits of {}", self.dtype, self.shape)
+        write!(f, "{} {} of {}", self.dtype, P::ARRAY, self.shape)
     }
 }
 
 /// Steps that are whole runs, each on a copy of the problem.
-struct Runs<'s, I: ?Sized> {
+struct Runs<'s, P: Input, I: ?Sized> {
     implementation: &'s I,
     spec: &'s LossSpec,
-    logits: Logits,
+    given: Given<P>,
     devices: usize,
 }
 
-impl<I: Implementation + ?Sized> Runs<'_, I> {
+impl<P: Input, I: Implementation<P> + ?Sized> Runs<'_, P, I> {
     fn uncounted(&self) -> Unavailable {
         Unavailable { reason: format!("{} runs no program whose memory is counted", self.implementation.id()) }
     }
 }
 
-impl<I: Implementation + ?Sized> Prepared for Runs<'_, I> {
-    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
-        self.logits.expect(self.spec, problem)?;
+impl<P: Input, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> {
+    fn load<'p>(&'p self, problem: &'p P) -> Result<Step<'p, P>, RunError> {
+        self.given.expect(self.spec, problem)?;
         let problem = problem.clone();
         Ok(Box::new(move || {
             let outcome = self.implementation.run(self.spec, problem, self.devices)?;
-            let answer: Answer<'p> = Box::new(move || Ok(outcome));
+            let answer: Answer<'p, P> = Box::new(move || Ok(outcome));
             Ok(answer)
         }))
     }
@@ -199,13 +249,13 @@ pub enum RunError {
     /// The implementation does not do this.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// It was made ready for other logits.
+    /// It was made ready for another array.
     #[error("load: got {given}, expected {expected}, which the implementation was prepared for")]
     NotPrepared {
-        /// The logits of the problem.
-        given: Logits,
-        /// Those prepared for.
-        expected: Logits,
+        /// That of the problem.
+        given: String,
+        /// The one prepared for.
+        expected: String,
     },
     /// A plugin or its devices failed.
     #[cfg(feature = "pjrt")]

@@ -3,6 +3,7 @@
 //! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff.
 
 mod array;
+mod lm_head;
 mod outcome;
 
 use std::fmt;
@@ -11,15 +12,18 @@ use std::str::FromStr;
 use ndarray::{Array1, Array2, Ix3};
 
 pub use array::{Dtype, Float, FloatArray};
-pub use outcome::{Candidate, Metrics, Outcome};
+pub use lm_head::{HeadLayout, HeadProblem, HeadShape, Projection};
+pub use outcome::{Candidate, HeadOutcome, Metrics, Outcome};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 
 /// One GRPO batch: position `[b,t]` of `logits` scores token `ids[b,t]`.
+///
+/// The logits are an array, or in a [`HeadProblem`] the [`Projection`] that they are the product of.
 #[derive(Clone, Debug)]
-pub struct Problem {
+pub struct Problem<L = FloatArray<Ix3>> {
     /// `[B,T,V]`, in nats before the temperature.
-    pub logits: FloatArray<Ix3>,
+    pub logits: L,
     /// `[B,T]`, the sampled tokens; anything may stand where `mask` is false.
     pub ids: Array2<i64>,
     /// `[B,T]`, true for the tokens that count.
@@ -219,6 +223,18 @@ pub enum ProblemError {
         /// How many are left out.
         taken: usize,
     },
+    /// Two arrays have different dtypes that must have one.
+    #[error("`{field}`: got dtype {given}, expected {expected}, that of `{like}`")]
+    Dtype {
+        /// Name of the array.
+        field: &'static str,
+        /// Its dtype.
+        given: Dtype,
+        /// The dtype wanted.
+        expected: Dtype,
+        /// The array that has it.
+        like: &'static str,
+    },
     /// A mask value other than 0 and 1.
     #[error("`{field}[{b},{t}]`: got {given}, expected 0 or 1")]
     Mask {
@@ -233,13 +249,7 @@ pub enum ProblemError {
     },
 }
 
-impl Problem {
-    /// `(B, T, V)` of the logits.
-    pub fn shape(&self) -> Shape {
-        let [batch, tokens, vocab] = self.logits.shape() else { unreachable!("logits have rank 3") };
-        Shape { batch: *batch, tokens: *tokens, vocab: *vocab }
-    }
-
+impl<L> Problem<L> {
     /// All but the logits.
     pub fn tokens(&self) -> Tokens<'_> {
         Tokens {
@@ -250,6 +260,28 @@ impl Problem {
             ref_logp: self.ref_logp.as_ref(),
             extra: &self.extra,
         }
+    }
+
+    /// The same tokens with other logits.
+    pub fn with_logits<M>(&self, logits: M) -> Problem<M> {
+        let Self { logits: _, ids, mask, advantages, old_logp, ref_logp, extra } = self;
+        Problem {
+            logits,
+            ids: ids.clone(),
+            mask: mask.clone(),
+            advantages: advantages.clone(),
+            old_logp: old_logp.clone(),
+            ref_logp: ref_logp.clone(),
+            extra: extra.clone(),
+        }
+    }
+}
+
+impl Problem {
+    /// `(B, T, V)` of the logits.
+    pub fn shape(&self) -> Shape {
+        let [batch, tokens, vocab] = self.logits.shape() else { unreachable!("logits have rank 3") };
+        Shape { batch: *batch, tokens: *tokens, vocab: *vocab }
     }
 
     /// Checks that this batch can be evaluated under `spec`: every range, shape and unmasked value. Values under the

@@ -23,6 +23,25 @@ pub struct Outcome {
     pub metrics: Metrics,
 }
 
+/// Everything that one [`super::HeadProblem`] comes to. As [`Outcome`], with the gradients of what the logits are made of.
+#[derive(Clone, Debug)]
+pub struct HeadOutcome {
+    /// The loss, a scalar.
+    pub loss: FloatArray<Ix0>,
+    /// `[B,T]`, nats: log-probability of each sampled token.
+    pub logp: FloatArray<Ix2>,
+    /// `[B,T]`, nats: entropy of each token's distribution.
+    pub entropy: FloatArray<Ix2>,
+    /// `[B,T]`: policy term plus `beta · kl`, before mask and normaliser, without the entropy bonus.
+    pub token_loss: FloatArray<Ix2>,
+    /// `[B,T,H]`: `∂loss / ∂hidden`, entropy bonus included; 0 where a token is masked.
+    pub dhidden: FloatArray<Ix3>,
+    /// `[H,V]` or `[V,H]`, as the problem's `lm_head`: `∂loss / ∂lm_head`.
+    pub dlm_head: FloatArray<Ix2>,
+    /// What trainers log.
+    pub metrics: Metrics,
+}
+
 /// Means over unmasked tokens; all 0 where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Metrics {

@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ndarray::{Array2, Ix3, arr0};
 
 use crate::element::Element;
-use crate::implementation::{Answer, Implementation, Logits, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::implementation::{self, Answer, Implementation, Prepared, RunError, Step, Unavailable, Unsupported};
 use crate::kernels::family::Reach;
 use crate::kernels::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
 use crate::kernels::rollout::Settled;
@@ -489,7 +489,7 @@ impl Implementation for Xla {
         devices: usize,
     ) -> Result<Box<dyn Prepared + 's>, RunError> {
         let plan = self.plan(spec, shape, dtype, devices)?;
-        Ok(Box::new(Ready { plan, spec, logits: Logits { shape, dtype } }))
+        Ok(Box::new(Ready { plan, spec, logits: implementation::Given { shape, dtype } }))
     }
 }
 
@@ -511,7 +511,7 @@ impl Plan {
 struct Ready<'s> {
     plan: Plan,
     spec: &'s LossSpec,
-    logits: Logits,
+    logits: implementation::Given,
 }
 
 impl Prepared for Ready<'_> {

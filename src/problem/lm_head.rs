@@ -1,0 +1,163 @@
+//! A batch whose logits are the product of hidden states and an LM head.
+
+use std::fmt;
+use std::str::FromStr;
+
+use ndarray::{Ix2, Ix3};
+
+use super::{Dtype, FloatArray, Problem, ProblemError, Shape};
+use crate::spec::LossSpec;
+
+/// A batch without logits: `logits[b,t,v] = Σ_h hidden[b,t,h] · lm_head[h,v]`.
+pub type HeadProblem = Problem<Projection>;
+
+/// What logits are made of. What comes between them and the softmax (scale, softcap, bias) is [`crate::spec::Head`].
+#[derive(Clone, Debug)]
+pub struct Projection {
+    /// `[B,T,H]`: what the last norm of the model left.
+    pub hidden: FloatArray<Ix3>,
+    /// `[H,V]` or `[V,H]`, of the same dtype.
+    pub lm_head: FloatArray<Ix2>,
+    /// Which of the two.
+    pub layout: HeadLayout,
+    /// Whether logits are rounded to the dtype of `hidden` before anything reads them, as a matrix product in that dtype
+    /// leaves them. Their gradient is passed on as it is.
+    pub rounds_logits: bool,
+}
+
+/// How an LM head lies in memory, row-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HeadLayout {
+    /// `[H,V]`, as JAX stores it.
+    HiddenByVocab,
+    /// `[V,H]`, as PyTorch stores it, and as the embedding that it may be tied to.
+    VocabByHidden,
+}
+
+impl HeadLayout {
+    /// The extents of a head of `hidden` by `vocab`.
+    pub fn extents(self, hidden: usize, vocab: usize) -> [usize; 2] {
+        match self {
+            HeadLayout::HiddenByVocab => [hidden, vocab],
+            HeadLayout::VocabByHidden => [vocab, hidden],
+        }
+    }
+
+    /// Where the weight of hidden unit `h` for column `v` is.
+    pub fn at(self, h: usize, v: usize) -> [usize; 2] {
+        self.extents(h, v)
+    }
+
+    /// `[H,V]` or `[V,H]`.
+    pub fn name(self) -> &'static str {
+        match self {
+            HeadLayout::HiddenByVocab => "[H,V]",
+            HeadLayout::VocabByHidden => "[V,H]",
+        }
+    }
+}
+
+/// Extents of a [`HeadProblem`], written `BxTxHxV`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HeadShape {
+    /// `B`, sequences.
+    pub batch: usize,
+    /// `T`, tokens a sequence.
+    pub tokens: usize,
+    /// `H`, width of the model.
+    pub hidden: usize,
+    /// `V`, vocabulary.
+    pub vocab: usize,
+}
+
+impl HeadShape {
+    /// Extents of the logits.
+    pub fn logits(self) -> Shape {
+        let Self { batch, tokens, vocab, .. } = self;
+        Shape { batch, tokens, vocab }
+    }
+}
+
+impl fmt::Display for HeadShape {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}x{}x{}x{}", self.batch, self.tokens, self.hidden, self.vocab)
+    }
+}
+
+impl FromStr for HeadShape {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let expected = || format!("shape: got `{text}`, expected BxTxHxV with integers ≥ 1, such as 2x16x896x151936");
+        let extents: Vec<usize> =
+            text.split('x').map(|n| n.parse().map_err(|_| expected())).collect::<Result<_, _>>()?;
+        match extents[..] {
+            [batch, tokens, hidden, vocab] if extents.iter().all(|&n| n > 0) => {
+                Ok(HeadShape { batch, tokens, hidden, vocab })
+            }
+            _ => Err(expected()),
+        }
+    }
+}
+
+impl HeadProblem {
+    /// `(B, T, H, V)`.
+    pub fn shape(&self) -> HeadShape {
+        let &[batch, tokens, hidden] = self.logits.hidden.shape() else { unreachable!("hidden has rank 3") };
+        let &[rows, columns] = self.logits.lm_head.shape() else { unreachable!("lm_head has rank 2") };
+        let vocab = match self.logits.layout {
+            HeadLayout::HiddenByVocab => columns,
+            HeadLayout::VocabByHidden => rows,
+        };
+        HeadShape { batch, tokens, hidden, vocab }
+    }
+
+    /// The dtype of `hidden` and of `lm_head`.
+    pub fn dtype(&self) -> Dtype {
+        self.logits.hidden.dtype()
+    }
+
+    /// Checks that this batch can be evaluated under `spec`: every range, shape and unmasked value.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
+    pub fn check(&self, spec: &LossSpec) -> Result<HeadShape, ProblemError> {
+        let Projection { hidden, lm_head, layout, .. } = &self.logits;
+        for (field, dense) in [("hidden", hidden.is_standard_layout()), ("lm_head", lm_head.is_standard_layout())] {
+            if !dense {
+                return Err(ProblemError::Strided { field });
+            }
+        }
+        let shape = self.shape();
+        if shape.hidden == 0 {
+            let expected = "[B,T,H] with H ≥ 1".into();
+            return Err(ProblemError::Shape { field: "hidden", given: hidden.shape().to_vec(), expected });
+        }
+        let expected = layout.extents(shape.hidden, shape.vocab);
+        if lm_head.shape() != expected {
+            let expected = format!("{} with H = {}, that of `hidden`", layout.name(), shape.hidden);
+            return Err(ProblemError::Shape { field: "lm_head", given: lm_head.shape().to_vec(), expected });
+        }
+        if lm_head.dtype() != hidden.dtype() {
+            let (given, expected) = (lm_head.dtype(), hidden.dtype());
+            return Err(ProblemError::Dtype { field: "lm_head", given, expected, like: "hidden" });
+        }
+        self.tokens().check(spec, shape.logits())?;
+        Ok(shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_written_as_they_are_read() {
+        let shape: HeadShape = "2x16x896x151936".parse().unwrap();
+        assert_eq!(shape, HeadShape { batch: 2, tokens: 16, hidden: 896, vocab: 151_936 });
+        assert_eq!(shape.to_string(), "2x16x896x151936");
+        for wrong in ["2x16x896", "2x0x896x7", "2x16x896x7x1", "2x-1x3x4", ""] {
+            assert!(wrong.parse::<HeadShape>().unwrap_err().contains("BxTxHxV"), "{wrong}");
+        }
+    }
+}
