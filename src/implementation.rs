@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[cfg(feature = "pjrt")]
 use crate::exported::{Exported, ExportedError};
 use crate::memory::{CompiledMemory, DeviceMemory};
-use crate::native::Native;
+use crate::native::{Native, NativeHead};
 use crate::problem::{Candidate, Dtype, HeadOutcome, HeadProblem, HeadShape, Problem, ProblemError, Shape};
 #[cfg(feature = "pjrt")]
 use crate::runtime::RuntimeError;
@@ -279,6 +279,12 @@ pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
     #[cfg(not(feature = "pjrt"))]
     let _ = plugin;
     all
+}
+
+/// Every implementation of the LM head with the loss; those that need a PJRT plugin as in [`registry`].
+pub fn lm_head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    let _ = plugin;
+    vec![Arc::new(NativeHead::default())]
 }
 
 /// What the id of a user's own program begins with; the path of its manifest follows.

@@ -11,15 +11,16 @@ use ndarray::{Array2, Ix1, Ix2, Ix3};
 use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::conformance::invariance::Invariance;
 use crate::conformance::judge::{Status, judge};
+use crate::conformance::lm_head::judge_head;
 use crate::conformance::recorded::{
-    Scalar, SubVocabulary, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
+    Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
 use crate::conformance::report::{Check, Compared, Ignored, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
-use crate::implementation::{Implementation, find, registry};
-use crate::problem::{Candidate, Problem};
-use crate::reference::{self, Reference};
+use crate::implementation::{Implementation, find, lm_head_registry, registry};
+use crate::problem::{Candidate, HeadProblem, Problem};
+use crate::reference::{self, HeadReference, Reference};
 use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
@@ -55,11 +56,12 @@ pub(super) struct Replay {
 impl Replay {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?;
-        let implementations = self.implementations()?;
+        let (implementations, heads) = self.implementations()?;
         let fixtures = if self.fixtures.is_empty() { manifest_files(DEFAULT_FOLDER)? } else { self.fixtures.clone() };
         let mut session = Session {
             spec,
             implementations,
+            heads,
             devices: self.devices.iter().map(|devices| devices.get()).collect(),
             ..Session::default()
         };
@@ -79,17 +81,25 @@ impl Replay {
         Ok(report.pass.into())
     }
 
-    fn implementations(&self) -> Result<Vec<Arc<dyn Implementation>>, CliError> {
+    /// Those asked for, or all.
+    fn implementations(&self) -> Result<Implementations, CliError> {
         let plugin = self.plugin.checked_path()?;
+        let heads = lm_head_registry(plugin);
         if self.implementations.is_empty() {
-            return Ok(registry(plugin));
+            return Ok((registry(plugin), heads));
         }
-        let asked_for = |id: &String| {
+        let (mut of_logits, mut of_heads) = (Vec::new(), Vec::new());
+        for id in &self.implementations {
+            if let Some(head) = heads.iter().find(|head| head.id() == id) {
+                head.available().map_err(|why| CliError::Usage(format!("{id}: {why}")))?;
+                of_heads.push(Arc::clone(head));
+                continue;
+            }
             let implementation = find(id, plugin).map_err(CliError::Usage)?;
             implementation.available().map_err(|why| CliError::Usage(format!("{id}: {why}")))?;
-            Ok(implementation)
-        };
-        self.implementations.iter().map(asked_for).collect()
+            of_logits.push(implementation);
+        }
+        Ok((of_logits, of_heads))
     }
 
     /// The names to replay: the one asked for, or all.
@@ -113,11 +123,15 @@ impl Replay {
     }
 }
 
+/// Of the loss on logits, and of the LM head with it.
+type Implementations = (Vec<Arc<dyn Implementation>>, Vec<Arc<dyn Implementation<HeadProblem>>>);
+
 #[derive(Default)]
 struct Session {
     /// `None` means each problem's own.
     spec: Option<LossSpec>,
     implementations: Vec<Arc<dyn Implementation>>,
+    heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
     devices: Vec<usize>,
     checks: Vec<Check>,
     ignored: Vec<Ignored>,
@@ -152,7 +166,7 @@ impl Session {
                 let problem = file.problem(logits, *old_logp)?;
                 let reference = evaluate(&spec, &problem, path)?;
                 if has_recorded {
-                    let values = scalars(&reference, None);
+                    let values = scalars(&reference);
                     self.check_recorded(&label, &mut expected, logits, *old_logp, &values)?;
                     self.check_recorded_tokens(&label, &file, logits, &reference)?;
                 }
@@ -279,16 +293,46 @@ impl Session {
         if !tensors.names().any(|name| name == "lm_head_rows") {
             return Ok(());
         }
-        let hidden = tensors.numbers::<Ix3>("hidden")?;
-        let lm_head_rows = tensors.numbers::<Ix2>("lm_head_rows")?;
         let row_ids = tensors.integers::<Ix1>("lm_head_row_ids")?;
         let whole = file.problem("logits", old_logp)?;
-        let (problem, hidden) = sub_vocabulary_problem(whole, hidden, &lm_head_rows, &row_ids)
+        let (hidden, rows) = (tensors.floats::<Ix3>("hidden")?, tensors.floats::<Ix2>("lm_head_rows")?);
+        let problem = sub_vocabulary_problem(&whole, hidden, rows, &row_ids)
             .map_err(|reason| CliError::Config { path: path.into(), reason })?;
         let spec = recorded_spec();
-        let reference = evaluate(&spec, &problem, path)?;
-        let values = scalars(&reference, Some(&SubVocabulary { hidden: &hidden, lm_head_rows: &lm_head_rows }));
-        self.check_recorded(&label(path, SOURCE, old_logp), expected, SOURCE, old_logp, &values)
+        let wrong = |reason| CliError::Problem { path: path.into(), reason };
+        let reference = reference::evaluate_head(&spec, &problem).map_err(wrong)?;
+        let label = label(path, SOURCE, old_logp);
+        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&reference))?;
+        for implementation in self.heads.clone() {
+            self.check_head(&label, &*implementation, &problem, &reference)?;
+        }
+        Ok(())
+    }
+
+    /// One implementation of the LM head on one problem, on the most devices that it supports.
+    fn check_head(
+        &mut self,
+        label: &str,
+        implementation: &dyn Implementation<HeadProblem>,
+        problem: &HeadProblem,
+        reference: &HeadReference,
+    ) -> Result<(), CliError> {
+        let spec = reference.on_logits().spec();
+        let supports = |devices| implementation.supports(spec, problem.shape(), problem.dtype(), devices);
+        let counts = implementation.device_counts();
+        let devices = counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).unwrap_or(1);
+        let available = implementation.available().map_err(|why| why.to_string());
+        if let Err(why) = available.and_then(|()| supports(devices).map_err(|why| why.to_string())) {
+            let what = format!("{label} with {}", on_devices(implementation.id(), devices));
+            self.ignored.push(Ignored { what, why });
+            return Ok(());
+        }
+        let outcome = implementation.run(spec, problem.clone(), devices)?;
+        for verdict in judge_head(reference, problem, &outcome, implementation.class(), Tolerances::builtin())? {
+            let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
+            self.checks.push(check.on_devices(devices));
+        }
+        Ok(())
     }
 }
 

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::generate::{Recipe, Regime};
-use crate::problem::Dtype;
+use super::generate::{HeadRecipe, Recipe, Regime};
+use crate::problem::{Dtype, HeadLayout, HeadShape};
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, Head, ImportanceSampling, Kl, KlCov, KlEstimator,
     KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
@@ -308,6 +308,32 @@ pub fn any_recipe() -> impl Strategy<Value = Recipe> {
             old_logp_noise_scale,
             masked_garbage,
         })
+}
+
+/// Small batches over heads of any width, in both layouts, with and without rounded logits.
+pub fn any_head_recipe() -> impl Strategy<Value = HeadRecipe> {
+    let width = prop_oneof![1..10_usize, select(vec![16_usize, 31, 64, 65, 128, 257])];
+    let layout = select(vec![HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]);
+    (any_recipe(), width, layout, any::<bool>()).prop_map(|(mut recipe, hidden, layout, rounds_logits)| {
+        if recipe.regime == Regime::Holes {
+            recipe.regime = Regime::Normal;
+        }
+        HeadRecipe { hidden, layout, rounds_logits, recipe }
+    })
+}
+
+/// One batch of f32, `[H,V]`.
+pub fn head_recipe(shape: HeadShape) -> HeadRecipe {
+    let HeadShape { batch, tokens, hidden, vocab } = shape;
+    let recipe = Recipe {
+        shape: [batch, tokens, vocab],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 1,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    };
+    HeadRecipe { hidden, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe }
 }
 
 fn option<S: Strategy>(strategy: S) -> impl Strategy<Value = Option<S::Value>>

@@ -14,7 +14,8 @@
 //! `Δ(f)` is how far `f` moves, in units of `u`, when `ℓ` moves by `C·u` with `C = C_ℓ + |old_logp| + |ref_logp|`, or, if
 //! that is more, when the log-ratio `x` and the difference `d` move by `|x|·u` and `|d|·u`, each by itself. Where tokens
 //! share a ratio, it is also moved by `C̄·u`, with `C̄` the row's mean of `C_ℓ + |old_logp| + |x|`, and `G` takes what its
-//! row's tokens owe to that ratio, terms and movement alike. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T` carries the
+//! row's tokens owe to that ratio, terms and movement alike. Where logits are products, each has an error `e_j` of its own,
+//! which is added to its gap and, weighted by p, to `ā`. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T` carries the
 //! entropy bonus.
 
 use ndarray::Array2;
@@ -69,6 +70,10 @@ pub struct Condition {
     pub overflows: bool,
     /// `ā₂` of the softmax that entropy is taken from.
     second_moment: f64,
+    /// How far each logit may be off where it is a product; empty where logits are given.
+    errors: Vec<f64>,
+    /// Their mean, `Σ p_j e_j`, of the softmax that logp is taken from.
+    mean_error: f64,
     moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
     row: (f64, f64),
@@ -93,15 +98,25 @@ struct Base {
     logp: f64,
     entropy: f64,
     second_moment: f64,
+    mean_error: f64,
 }
+
+/// How far each logit of a token may be off before anything reads it, in units of `u`; none where logits are given.
+pub type LogitErrors<'e> = &'e (dyn Fn(usize, usize) -> Vec<f64> + Sync);
 
 impl Condition {
     /// The conditions of every unmasked token.
-    pub fn all(reference: &Reference, bands: Bands) -> Array2<Option<Condition>> {
+    pub fn all(reference: &Reference, bands: Bands, errors: LogitErrors) -> Array2<Option<Condition>> {
         let shape = reference.shape();
         let places: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
-        let bases: Vec<Option<Base>> =
-            places.into_par_iter().map(|(b, t)| Some(Base::of(reference, (b, t), reference.token(b, t)?))).collect();
+        let base = |(b, t): (usize, usize)| {
+            let (token, errors) = (reference.token(b, t)?, errors(b, t));
+            Some((Base::of(reference, (b, t), token, &errors), errors))
+        };
+        let (bases, mut errors): (Vec<Option<Base>>, Vec<Vec<f64>>) = places
+            .into_par_iter()
+            .map(|at| base(at).map_or((None, Vec::new()), |(base, errors)| (Some(base), errors)))
+            .unzip();
         let bases = Array2::from_shape_vec((shape.batch, shape.tokens), bases).expect("one entry a token");
         let of_batch = OfBatch::of(reference, &bases);
         let mut all = Array2::from_elem(bases.dim(), None);
@@ -110,7 +125,9 @@ impl Condition {
                 (0..shape.tokens).filter_map(|t| Some((t, reference.token(b, t)?, bases[[b, t]]?))).collect();
             let of_row = OfRow::of(reference, bands, &of_batch, &row);
             for &(t, token, base) in &row {
-                all[[b, t]] = Some(Condition::of(reference, token, base, bands, &of_batch, &of_row));
+                let errors = std::mem::take(&mut errors[b * shape.tokens + t]);
+                let condition = Condition::of(reference, token, base, bands, &of_batch, &of_row);
+                all[[b, t]] = Some(Condition { errors, ..condition });
             }
             // What one token owes to the ratio of its row reaches all of them.
             let mut row = all.row_mut(b);
@@ -175,6 +192,8 @@ impl Condition {
             tied,
             overflows,
             second_moment: base.second_moment,
+            errors: Vec::new(),
+            mean_error: base.mean_error,
             moves,
             row: row.ratio_terms,
             row_floor: row.floor,
@@ -215,8 +234,9 @@ impl Condition {
         let rounded = head_rounding(spec, logp.stats.max);
         let column = |(j, &x): (usize, &f64)| {
             let (p, gap) = probability_and_gap(logp, x);
-            let gap = gap + rounded;
-            let mean_gap = mean_gap + rounded;
+            let error = spec.head.scale.abs() * self.errors.get(j).copied().unwrap_or(0.0);
+            let gap = gap + rounded + error / logp.divisor;
+            let mean_gap = mean_gap + rounded + self.mean_error / logp.divisor;
             let policy = if j == token.id {
                 let gaps_of_others = (mean_gap - p * gap).max(0.0);
                 grad * (others * (1.0 + mean_gap) + gaps_of_others) + others * grad_response
@@ -230,7 +250,7 @@ impl Condition {
             let mut value = grad * if j == token.id { others } else { p };
             if grad_entropy > 0.0 {
                 let (q, gap) = probability_and_gap(entropy, x);
-                let gap = gap + rounded;
+                let gap = gap + rounded + (error + self.mean_error) / entropy.divisor;
                 let span = gap + entropy.stats.mean_gap;
                 scale += grad_entropy * q * (span * (1.0 + span) + self.second_moment);
                 value += grad_entropy * q * span;
@@ -240,7 +260,8 @@ impl Condition {
             }
             // 1 − tanh² is rounded at the size of 1.
             let slope = scaled.slope(j).abs();
-            let slope_rounding = if spec.head.softcap.is_some() { spec.head.scale.abs() * value } else { 0.0 };
+            let slope_rounding =
+                spec.head.softcap.map_or(0.0, |cap| spec.head.scale.abs() * value * (1.0 + 2.0 * error / cap));
             let scale = scale * slope + slope_rounding;
             (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
         };
@@ -249,8 +270,9 @@ impl Condition {
 }
 
 impl Base {
-    fn of(reference: &Reference, (b, t): (usize, usize), token: &Token) -> Self {
+    fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &[f64]) -> Self {
         let spec = reference.spec();
+        let error = |j: usize| spec.head.scale.abs() * errors.get(j).copied().unwrap_or(0.0);
         let row = reference.scaled_row(b, t, token).logits;
         let softmax = &token.logp_softmax;
         let z = row[token.id] / softmax.divisor;
@@ -259,11 +281,22 @@ impl Base {
         let factor = softmax.divisor / spec.temperature;
         let rounded = head_rounding(spec, softmax.stats.max.abs().max(z.abs()));
         let q = &token.entropy_softmax;
-        let second_moment = second_moment(q, &row);
+        // ∂H/∂z_j = q_j (a_j − ā): what the errors of logits move H and ā by.
+        let (mut mean_error, mut spread) = (0.0, 0.0);
+        if !errors.is_empty() {
+            for (j, &x) in row.iter().enumerate() {
+                mean_error += probability_and_gap(softmax, x).0 * error(j);
+                let (q_j, gap) = probability_and_gap(q, x);
+                spread += q_j * (gap - q.stats.mean_gap).abs() * error(j) / q.divisor;
+            }
+        }
+        let product = if errors.is_empty() { 0.0 } else { (error(token.id) + mean_error) / softmax.divisor };
+        let second_moment = second_moment(q, &row) + spread;
         Self {
-            logp: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded) * factor,
+            logp: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded + product) * factor,
             entropy: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
             second_moment,
+            mean_error,
         }
     }
 }

@@ -1,12 +1,14 @@
 //! Problems made from a seed, in the regimes where kernels go wrong.
 
-use ndarray::{Array1, Array2, Array3, Axis, Zip};
+use ndarray::{Array1, Array2, Array3, Axis, Ix3, Zip};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
 use serde::{Deserialize, Serialize};
 
-use crate::problem::{Advantages, Dtype, Extra, FloatArray, Problem, ProblemError, Shape};
+use crate::problem::{
+    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, Problem, ProblemError, Projection, Shape,
+};
 use crate::reference;
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Vespo};
 
@@ -86,6 +88,18 @@ pub enum RecipeError {
         /// The shape asked for.
         given: [usize; 3],
     },
+    /// A zero or unreasonable width.
+    #[error("`hidden`: got {given}, expected H ≥ 1 with at most 2³¹ hidden states and weights")]
+    Hidden {
+        /// The width asked for.
+        given: usize,
+    },
+    /// A regime that no product has.
+    #[error("`regime`: got {given:?}, expected another: logits that are a product are not −∞")]
+    Regime {
+        /// The regime asked for.
+        given: Regime,
+    },
     /// A noise scale that is not a number ≥ 0.
     #[error("`old_logp_noise_scale`: got {given}, expected a finite number ≥ 0")]
     Noise {
@@ -147,6 +161,20 @@ impl Recipe {
         for (mut row, &id) in logits.lanes_mut(Axis(2)).into_iter().zip(&sampled) {
             draw_row(self.regime, &mut rng, row.as_slice_mut().expect("lanes of the last axis are dense"), id);
         }
+        let logits = FloatArray::rounded_from(&logits, self.dtype);
+        self.around(spec, tokens_that_count, rng, logits, &sampled)
+    }
+
+    /// The problem around logits and the tokens that were sampled, from the draws that are left of `rng`.
+    fn around(
+        &self,
+        spec: &LossSpec,
+        tokens_that_count: Tokens,
+        mut rng: ChaCha8Rng,
+        logits: FloatArray<Ix3>,
+        sampled: &Array2<usize>,
+    ) -> Result<Problem, RecipeError> {
+        let [batch, tokens, vocab] = self.shape;
         let mut mask = ragged_mask(&mut rng, batch, tokens);
         if tokens_that_count == Tokens::All {
             mask.fill(true);
@@ -157,7 +185,7 @@ impl Recipe {
             AdvantageLevel::Token => Advantages::Token(Array2::from_shape_fn((batch, tokens), |_| advantage())),
         };
         let mut problem = Problem {
-            logits: FloatArray::rounded_from(&logits, self.dtype),
+            logits,
             ids: sampled.mapv(|id| i64::try_from(id).expect("at most 2³¹")),
             mask,
             advantages,
@@ -165,7 +193,6 @@ impl Recipe {
             ref_logp: None,
             extra: Extra::default(),
         };
-        drop(logits);
         // Draws of their own: what a spec reads beside does not change the rest of its problem.
         let mut others = ChaCha8Rng::seed_from_u64(self.seed);
         others.set_stream(1);
@@ -229,6 +256,126 @@ impl Recipe {
             extra.selected = Some(Array2::from_shape_simple_fn((batch, tokens), || normal(1.0) > 0.5));
         }
     }
+}
+
+/// A recipe for a [`HeadProblem`]: hidden states and a head whose product has the regime's logits, near enough.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HeadRecipe {
+    /// `H`.
+    pub hidden: usize,
+    /// How the head lies.
+    pub layout: HeadLayout,
+    /// Whether logits are rounded to the dtype.
+    pub rounds_logits: bool,
+    /// Extents, dtype of hidden states and head, regime and tokens. Not [`Regime::Holes`]: a product is no −∞.
+    pub recipe: Recipe,
+}
+
+impl HeadRecipe {
+    /// `(B, T, H, V)`.
+    pub fn shape(&self) -> HeadShape {
+        let [batch, tokens, vocab] = self.recipe.shape;
+        HeadShape { batch, tokens, hidden: self.hidden, vocab }
+    }
+
+    /// Makes the problem, as [`Recipe::problem`] does; under the mask NaN stands in hidden states.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn problem(&self, spec: &LossSpec) -> Result<HeadProblem, RecipeError> {
+        self.draw(spec, Tokens::Ragged)
+    }
+
+    /// The same draws, but every token counts.
+    ///
+    /// # Errors
+    /// As [`HeadRecipe::problem`].
+    pub fn unmasked_problem(&self, spec: &LossSpec) -> Result<HeadProblem, RecipeError> {
+        self.draw(spec, Tokens::All)
+    }
+
+    fn draw(&self, spec: &LossSpec, tokens_that_count: Tokens) -> Result<HeadProblem, RecipeError> {
+        let Self { hidden: width, layout, rounds_logits, ref recipe } = *self;
+        recipe.check(spec)?;
+        let [batch, tokens, vocab] = recipe.shape;
+        let too_large = |n: usize| n.checked_mul(width).is_none_or(|n| n == 0 || n > 1 << 31);
+        if too_large(batch * tokens) || too_large(vocab) {
+            return Err(RecipeError::Hidden { given: width });
+        }
+        if recipe.regime == Regime::Holes {
+            return Err(RecipeError::Regime { given: recipe.regime });
+        }
+        let mut rng = ChaCha8Rng::seed_from_u64(recipe.seed);
+        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        if !spec.support.keep_sampled {
+            sampled.mapv_inplace(|id| within_support(spec, vocab, id));
+        }
+        let (mut hidden, mut columns) = draw_factors(recipe.regime, &mut rng, [batch * tokens, width, vocab], &sampled);
+        for factor in [&mut hidden, &mut columns] {
+            factor.mapv_inplace(|x| recipe.dtype.round(x));
+        }
+        let logits = hidden.dot(&columns.t()).as_standard_layout().into_owned();
+        let logits = logits.into_shape_with_order((batch, tokens, vocab)).expect("dense");
+        let mut problem = recipe.around(spec, tokens_that_count, rng, FloatArray::F64(logits), &sampled)?;
+
+        let lm_head = match layout {
+            HeadLayout::HiddenByVocab => columns.reversed_axes().as_standard_layout().into_owned(),
+            HeadLayout::VocabByHidden => columns,
+        };
+        let hidden = hidden.into_shape_with_order((batch, tokens, width)).expect("dense");
+        let mut hidden = FloatArray::rounded_from(&hidden, recipe.dtype);
+        if recipe.masked_garbage {
+            put_garbage_under_the_mask(spec, &mut problem);
+            for ((b, t), _) in problem.mask.indexed_iter().filter(|(_, counts)| !**counts) {
+                hidden.fill_row(b, t, f64::NAN);
+            }
+        }
+        let lm_head = FloatArray::rounded_from(&lm_head, recipe.dtype);
+        Ok(problem.with_logits(Projection { hidden, lm_head, layout, rounds_logits }))
+    }
+}
+
+/// Hidden states `[N,H]` and columns of a head `[V,H]` whose products are logits of `regime`.
+fn draw_factors(
+    regime: Regime,
+    rng: &mut ChaCha8Rng,
+    [n, width, vocab]: [usize; 3],
+    sampled: &Array2<usize>,
+) -> (Array2<f64>, Array2<f64>) {
+    if regime == Regime::Ties {
+        // Each logit is one weight.
+        let hidden = Array2::from_shape_fn((n, width), |(i, h)| f64::from(u8::from(h == i % width)));
+        return (hidden, Array2::from_shape_simple_fn((vocab, width), || f64::from(rng.random_range(-1..=1))));
+    }
+    let deviation = match regime {
+        Regime::Small => 0.05,
+        Regime::Peaked => 8.0,
+        _ => 1.0,
+    };
+    let mut normal = |deviation: f64| deviation * rng.sample::<f64, _>(StandardNormal);
+    let mut hidden = Array2::from_shape_simple_fn((n, width), || normal(1.0));
+    let each = deviation / f64::sqrt(width as f64);
+    let mut columns = Array2::from_shape_simple_fn((vocab, width), || normal(each));
+    // The first hidden unit shifts all logits of a row alike.
+    let shift = match regime {
+        Regime::ShiftedUp => 1e4,
+        Regime::ShiftedDown => -1e4,
+        Regime::Negative => -120.0,
+        _ => 0.0,
+    };
+    if shift != 0.0 {
+        hidden.column_mut(0).fill(f64::sqrt(f64::abs(shift)));
+        columns.column_mut(0).fill(f64::signum(shift) * f64::sqrt(f64::abs(shift)));
+    }
+    if regime == Regime::Confident {
+        for (mut row, &id) in hidden.rows_mut().into_iter().zip(sampled) {
+            let column = columns.row(id);
+            let length2 = column.dot(&column);
+            row.scaled_add(rng.random_range(30.0..60.0) / length2.max(0.1), &column);
+        }
+    }
+    (hidden, columns)
 }
 
 fn reads_rollout_logp(spec: &LossSpec) -> bool {

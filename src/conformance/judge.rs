@@ -1,10 +1,10 @@
 //! [`judge`]: a candidate's outputs against the reference, one [`Verdict`] a gate.
 
-use ndarray::Ix2;
+use ndarray::{Ix0, Ix2};
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{Bands, Condition, FLUSHED};
+use super::condition::{Bands, Condition, FLUSHED, LogitErrors};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
@@ -56,16 +56,16 @@ pub enum JudgeError {
 }
 
 /// One unmasked token under judgement.
-struct Case<'r> {
-    b: usize,
-    t: usize,
-    token: &'r Token,
-    condition: Condition,
-    finite: bool,
+pub(super) struct Case<'r> {
+    pub(super) b: usize,
+    pub(super) t: usize,
+    pub(super) token: &'r Token,
+    pub(super) condition: Condition,
+    pub(super) finite: bool,
 }
 
 impl Case<'_> {
-    fn at(&self) -> Position {
+    pub(super) fn at(&self) -> Position {
         Position::token(self.b, self.t)
     }
 }
@@ -85,30 +85,14 @@ pub fn judge(
 ) -> Result<Vec<Verdict>, JudgeError> {
     check_shapes(reference.shape(), candidate)?;
     let limits = Limits { tolerances, class };
-    let bands = Bands {
-        logp: limits.kappa(Output::Logp, Model::Elementwise, Dtype::F32)?,
-        entropy: limits.kappa(Output::Entropy, Model::Elementwise, Dtype::F32)?,
+    let cases = cases(reference, limits.bands()?, &|_, _| Vec::new());
+    let per_token = PerToken {
+        loss: &candidate.loss,
+        logp: candidate.logp.as_ref(),
+        entropy: candidate.entropy.as_ref(),
+        token_loss: candidate.token_loss.as_ref(),
     };
-    let conditions = Condition::all(reference, bands);
-    let cases: Vec<Case> = conditions
-        .indexed_iter()
-        .filter_map(|((b, t), condition)| {
-            let token = reference.token(b, t)?;
-            Some(Case { b, t, token, condition: condition.clone()?, finite: reference.finite(token) })
-        })
-        .collect();
-
-    let mut verdicts = vec![judge_loss(reference, candidate, &cases, &limits)?];
-    let per_token: [(Output, &Option<FloatArray<Ix2>>, Judged); 3] = [
-        (Output::Logp, &candidate.logp, |_, case| vec![(case.token.inputs.logp, case.condition.logp, 0.0)]),
-        (Output::Entropy, &candidate.entropy, |_, case| vec![(case.token.entropy, case.condition.entropy, 0.0)]),
-        (Output::TokenLoss, &candidate.token_loss, token_losses),
-    ];
-    for (output, values, expected) in per_token {
-        if let Some(values) = values {
-            verdicts.push(judge_tokens(reference, output, values, expected, &cases, &limits)?);
-        }
-    }
+    let mut verdicts = judge_per_token(reference, &per_token, &cases, &limits)?;
     verdicts.extend(judge_dlogits(reference, &candidate.dlogits, &cases, &limits)?);
     if let Some(metrics) = &candidate.metrics {
         verdicts.extend(judge_metrics(reference, metrics, &cases, &limits)?);
@@ -116,16 +100,62 @@ pub fn judge(
     Ok(verdicts)
 }
 
+/// The unmasked tokens of a reference, in order, whose logits have `errors` of their own.
+pub(super) fn cases<'r>(reference: &'r Reference, bands: Bands, errors: LogitErrors) -> Vec<Case<'r>> {
+    let conditions = Condition::all(reference, bands, errors);
+    let case = |((b, t), condition): ((usize, usize), Option<Condition>)| {
+        let token = reference.token(b, t)?;
+        Some(Case { b, t, token, condition: condition?, finite: reference.finite(token) })
+    };
+    let (batch, tokens) = conditions.dim();
+    ndarray::indices((batch, tokens)).into_iter().zip(conditions).filter_map(case).collect()
+}
+
+/// What is judged whatever the logits are made of.
+pub(super) struct PerToken<'c> {
+    pub(super) loss: &'c FloatArray<Ix0>,
+    pub(super) logp: Option<&'c FloatArray<Ix2>>,
+    pub(super) entropy: Option<&'c FloatArray<Ix2>>,
+    pub(super) token_loss: Option<&'c FloatArray<Ix2>>,
+}
+
+pub(super) fn judge_per_token(
+    reference: &Reference,
+    given: &PerToken,
+    cases: &[Case],
+    limits: &Limits,
+) -> Result<Vec<Verdict>, JudgeError> {
+    let mut verdicts = vec![judge_loss(reference, given.loss, cases, limits)?];
+    let per_token: [(Output, Option<&FloatArray<Ix2>>, Judged); 3] = [
+        (Output::Logp, given.logp, |_, case| vec![(case.token.inputs.logp, case.condition.logp, 0.0)]),
+        (Output::Entropy, given.entropy, |_, case| vec![(case.token.entropy, case.condition.entropy, 0.0)]),
+        (Output::TokenLoss, given.token_loss, token_losses),
+    ];
+    for (output, values, expected) in per_token {
+        if let Some(values) = values {
+            verdicts.push(judge_tokens(reference, output, values, expected, cases, limits)?);
+        }
+    }
+    Ok(verdicts)
+}
+
 /// The values that are right for a token, each with its scale and floor: one for every branch it may be on.
 type Judged = fn(&Reference, &Case) -> Vec<(f64, f64, f64)>;
 
-struct Limits<'t> {
-    tolerances: &'t Tolerances,
-    class: &'t str,
+pub(super) struct Limits<'t> {
+    pub(super) tolerances: &'t Tolerances,
+    pub(super) class: &'t str,
 }
 
 impl Limits<'_> {
-    fn kappa(&self, output: Output, model: Model, dtype: Dtype) -> Result<f64, ToleranceError> {
+    pub(super) fn bands(&self) -> Result<Bands, ToleranceError> {
+        Ok(Bands {
+            logp: self.kappa(Output::Logp, Model::Elementwise, Dtype::F32)?,
+            entropy: self.kappa(Output::Entropy, Model::Elementwise, Dtype::F32)?,
+        })
+    }
+
+    pub(super) fn kappa(&self, output: Output, model: Model, dtype: Dtype) -> Result<f64, ToleranceError> {
         self.tolerances.kappa(Gate { output, model }, dtype, self.class)
     }
 }
@@ -143,7 +173,7 @@ fn check_shapes(shape: Shape, candidate: &Candidate) -> Result<(), JudgeError> {
     Ok(())
 }
 
-fn verdict(output: Output, model: Model, dtype: Dtype, kappa: Option<f64>, tally: Tally) -> Verdict {
+pub(super) fn verdict(output: Output, model: Model, dtype: Dtype, kappa: Option<f64>, tally: Tally) -> Verdict {
     let status = match () {
         () if tally.nonfinite.is_some() => Status::Nonfinite,
         () if !tally.passes() => Status::Fail,
@@ -153,7 +183,7 @@ fn verdict(output: Output, model: Model, dtype: Dtype, kappa: Option<f64>, tally
 }
 
 /// `½ulp` of the output, and `u·scale` with the scale no smaller than the output's smallest normal number.
-fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> Allowance {
+pub(super) fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> Allowance {
     Allowance { rounding: half_ulp(expected, dtype), unit: U, scale: scale.max(min_normal(dtype)), floor }
 }
 
@@ -198,11 +228,11 @@ fn best(tallies: impl Iterator<Item = Tally>) -> Tally {
 /// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band, or flushing, may change.
 fn judge_loss(
     reference: &Reference,
-    candidate: &Candidate,
+    loss: &FloatArray<Ix0>,
     cases: &[Case],
     limits: &Limits,
 ) -> Result<Verdict, JudgeError> {
-    let dtype = candidate.loss.dtype();
+    let dtype = loss.dtype();
     let kappa = limits.kappa(Output::Loss, Model::Elementwise, dtype)?;
     let coef = reference.spec().entropy_coef.abs();
     let mut scale = 0.0;
@@ -214,7 +244,7 @@ fn judge_loss(
         let kink = losses.iter().map(|(loss, ..)| (loss - losses[0].0).abs()).fold(0.0, f64::max);
         floor += weight * (kink + case.condition.token_loss_floor);
     }
-    let (expected, actual) = (reference.loss(), candidate.loss.value());
+    let (expected, actual) = (reference.loss(), loss.value());
     let mut tally = Tally::default();
     if !actual.is_finite() && cases.iter().any(|case| case.condition.overflows || !case.finite) {
         tally.report(Position::default());
@@ -344,7 +374,7 @@ fn judge_row_on(
     row
 }
 
-fn judge_metrics(
+pub(super) fn judge_metrics(
     reference: &Reference,
     actual: &Metrics,
     cases: &[Case],

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use indicatif::HumanCount;
 use serde::Serialize;
 
-use super::generate::{Recipe, RecipeError, Regime};
-use super::judge::{JudgeError, judge};
+use super::generate::{HeadRecipe, Recipe, RecipeError, Regime};
+use super::judge::{JudgeError, Verdict, judge};
+use super::lm_head::judge_head;
 use super::suites;
 use super::tolerance::{Gate, Tolerances};
-use crate::implementation::{Implementation, RunError};
-use crate::problem::{Dtype, ProblemError};
+use crate::implementation::{Implementation, RunError, lm_head_registry};
+use crate::problem::{Dtype, HeadProblem, ProblemError};
 use crate::reference;
 use crate::spec::{Kl, KlEstimator, LossSpec, OldLogp};
 
@@ -23,17 +24,44 @@ pub const CASES: usize = 20_000;
 /// One problem for one implementation.
 #[derive(Clone)]
 pub struct Case {
-    implementation: Arc<dyn Implementation>,
+    work: Work,
     /// File name of the plugin that it runs on.
     plugin: Option<String>,
     devices: usize,
     spec: LossSpec,
-    recipe: Recipe,
+}
+
+#[derive(Clone)]
+enum Work {
+    Logits(Arc<dyn Implementation>, Recipe),
+    Head(Arc<dyn Implementation<HeadProblem>>, HeadRecipe),
+}
+
+impl Work {
+    fn class(&self) -> &str {
+        match self {
+            Work::Logits(implementation, _) => implementation.class(),
+            Work::Head(implementation, _) => implementation.class(),
+        }
+    }
+
+    /// `V`
+    fn vocab(&self) -> usize {
+        match self {
+            Work::Logits(_, recipe) | Work::Head(_, HeadRecipe { recipe, .. }) => recipe.shape[2],
+        }
+    }
 }
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} on {}, {:?} {:?}", self.implementation.id(), self.devices, self.recipe, self.spec)
+        match &self.work {
+            Work::Logits(implementation, recipe) => {
+                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?
+            }
+            Work::Head(implementation, recipe) => write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?,
+        }
+        write!(f, " {:?}", self.spec)
     }
 }
 
@@ -48,6 +76,10 @@ pub fn classes(plugins: &[PathBuf]) -> BTreeMap<String, Option<String>> {
             *found = None;
         }
     }
+    for implementation in lm_head_registry(None) {
+        let hindrance = implementation.available().err().map(|why| why.reason);
+        classes.entry(implementation.class().to_string()).or_insert(hindrance);
+    }
     classes
 }
 
@@ -61,6 +93,11 @@ pub fn cases(class: Option<&str>, random: usize, plugins: &[PathBuf]) -> Vec<Cas
     for implementation in suites::immediate().into_iter().filter(wanted) {
         let on = On { implementation, plugin: None, devices: 1 };
         on.any_shape(random, seeds, &mut cases);
+    }
+    for implementation in lm_head_registry(None) {
+        if class.is_none_or(|class| class == implementation.class()) {
+            heads(&implementation, random / 2, seeds, &mut cases);
+        }
     }
     for (i, plugin) in plugins.iter().enumerate() {
         let all: Vec<_> = suites::compiled(plugin).into_iter().filter(wanted).collect();
@@ -105,8 +142,8 @@ impl On {
     }
 
     fn case(&self, spec: &LossSpec, recipe: Recipe) -> Case {
-        let (implementation, plugin) = (Arc::clone(&self.implementation), self.plugin.clone());
-        Case { implementation, plugin, devices: self.devices, spec: spec.clone(), recipe }
+        let work = Work::Logits(Arc::clone(&self.implementation), recipe);
+        Case { work, plugin: self.plugin.clone(), devices: self.devices, spec: spec.clone() }
     }
 
     fn any_shape(&self, random: usize, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
@@ -149,6 +186,34 @@ impl On {
                 }
             }
         }
+    }
+}
+
+/// Heads of any width; and those of one token, or one column beside the target, where no error is averaged away.
+fn heads(
+    implementation: &Arc<dyn Implementation<HeadProblem>>,
+    random: usize,
+    seeds: impl Fn(usize) -> usize,
+    cases: &mut Vec<Case>,
+) {
+    let case = |spec: LossSpec, recipe| Case {
+        work: Work::Head(Arc::clone(implementation), recipe),
+        plugin: None,
+        devices: 1,
+        spec,
+    };
+    let mut drawn = suites::measured_heads();
+    cases.extend(drawn.by_ref().take(random).map(|(spec, recipe)| case(spec, recipe)));
+    for shape in [[64, 64, 2], [64, 64, 3], [1, 1, 97]] {
+        for (spec, head) in drawn.by_ref().take(seeds(300)) {
+            let recipe = Recipe { shape, ..head.recipe };
+            cases.push(case(spec, HeadRecipe { recipe, ..head }));
+        }
+    }
+    // Qwen2.5-0.5B's width.
+    for (spec, head) in drawn.take(seeds(30)) {
+        let recipe = Recipe { shape: [1, 4, 4099], ..head.recipe };
+        cases.push(case(spec, HeadRecipe { hidden: 896, recipe, ..head }));
     }
 }
 
@@ -234,7 +299,7 @@ impl Covered {
     fn add(&mut self, case: &Case) {
         let widen = |range: &mut [usize; 2], x: usize| *range = [range[0].min(x), range[1].max(x)];
         self.cases += 1;
-        widen(&mut self.vocab, case.recipe.shape[2]);
+        widen(&mut self.vocab, case.work.vocab());
         widen(&mut self.devices, case.devices);
         self.plugins.extend(case.plugin.clone());
     }
@@ -280,6 +345,32 @@ pub enum Unjudged {
     Judge(#[from] JudgeError),
 }
 
+/// What the judge says of a case; `None` where it is not supported.
+fn verdicts(case: &Case) -> Result<Option<Vec<Verdict>>, Unjudged> {
+    let Case { work, devices, spec, .. } = case;
+    let law = Tolerances::builtin();
+    Ok(match work {
+        Work::Logits(implementation, recipe) => {
+            let problem = recipe.problem(spec)?;
+            if implementation.supports(spec, problem.shape(), recipe.dtype, *devices).is_err() {
+                return Ok(None);
+            }
+            let reference = reference::evaluate(spec, &problem)?;
+            let outcome = implementation.run(spec, problem.clone(), *devices)?;
+            Some(judge(&reference, &outcome, implementation.class(), law)?)
+        }
+        Work::Head(implementation, recipe) => {
+            let problem = recipe.problem(spec)?;
+            if implementation.supports(spec, recipe.shape(), problem.dtype(), *devices).is_err() {
+                return Ok(None);
+            }
+            let reference = reference::evaluate_head(spec, &problem)?;
+            let outcome = implementation.run(spec, problem.clone(), *devices)?;
+            Some(judge_head(&reference, &problem, &outcome, implementation.class(), law)?)
+        }
+    })
+}
+
 /// The largest `κ` by gate, and what it was measured on by class.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measurement {
@@ -297,15 +388,9 @@ impl Measurement {
     }
 
     fn judge(&mut self, case: &Case) -> Result<(), Unjudged> {
-        let Case { implementation, devices, spec, recipe, .. } = case;
-        let problem = recipe.problem(spec)?;
-        if implementation.supports(spec, problem.shape(), recipe.dtype, *devices).is_err() {
-            return Ok(());
-        }
-        let reference = reference::evaluate(spec, &problem)?;
-        let outcome = implementation.run(spec, problem.clone(), *devices)?;
-        let class = implementation.class();
-        for verdict in judge(&reference, &outcome, class, Tolerances::builtin())? {
+        let Some(verdicts) = verdicts(case)? else { return Ok(()) };
+        let class = case.work.class();
+        for verdict in verdicts {
             if verdict.kappa.is_some() {
                 let dtype = verdict.gate.listed_dtype(verdict.dtype);
                 self.need(Subject { gate: verdict.gate, dtype, class: class.into() }, verdict.tally.kappa_seen, case);

@@ -49,6 +49,9 @@ pub struct Position {
     /// Token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub t: Option<usize>,
+    /// Hidden unit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub h: Option<usize>,
     /// Column.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub v: Option<usize>,
@@ -57,18 +60,29 @@ pub struct Position {
 impl Position {
     /// Token `[b,t]`.
     pub fn token(b: usize, t: usize) -> Self {
-        Self { b: Some(b), t: Some(t), v: None }
+        Self { b: Some(b), t: Some(t), ..Self::default() }
     }
 
     /// Column `[b,t,v]`.
     pub fn column(b: usize, t: usize, v: usize) -> Self {
-        Self { b: Some(b), t: Some(t), v: Some(v) }
+        Self { v: Some(v), ..Self::token(b, t) }
+    }
+
+    /// Hidden unit `[b,t,h]`.
+    pub fn hidden(b: usize, t: usize, h: usize) -> Self {
+        Self { h: Some(h), ..Self::token(b, t) }
+    }
+
+    /// Weight `[h,v]` of the LM head, whatever its layout.
+    pub fn weight(h: usize, v: usize) -> Self {
+        Self { h: Some(h), v: Some(v), ..Self::default() }
     }
 }
 
 impl std::fmt::Display for Position {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        let parts: Vec<String> = [self.b, self.t, self.v].into_iter().flatten().map(|i| i.to_string()).collect();
+        let parts: Vec<String> =
+            [self.b, self.t, self.h, self.v].into_iter().flatten().map(|i| i.to_string()).collect();
         if parts.is_empty() { Ok(()) } else { write!(f, "[{}]", parts.join(",")) }
     }
 }
@@ -146,14 +160,15 @@ impl Tally {
             slot.get_or_insert((at, actual));
             return;
         }
+        let limit = allowance.rounding + kappa * allowance.unit * allowance.scale + allowance.floor;
         if !actual.is_finite() {
-            if dtype.round(expected + expected.signum() * allowance.rounding) != actual {
+            // What is within the limit may be beyond the dtype.
+            if dtype.round(expected + actual.signum() * limit) != actual {
                 self.nonfinite.get_or_insert((at, actual));
             }
             return;
         }
         let error = (actual - expected).abs();
-        let limit = allowance.rounding + kappa * allowance.unit * allowance.scale + allowance.floor;
         let excess = (error - allowance.rounding - allowance.floor).max(0.0);
         if excess > 0.0 {
             self.kappa_seen = self.kappa_seen.max(excess / (allowance.unit * allowance.scale));

@@ -5,14 +5,14 @@
 
 use std::collections::BTreeMap;
 
-use ndarray::{Array1, Array2, Array3};
+use ndarray::{Array1, Array2, Ix2, Ix3};
 
 use super::condition::{Bands, Condition};
 use super::judge::{Status, Verdict};
 use super::metric::{Allowance, Position, Tally};
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
-use crate::problem::{Dtype, Problem};
-use crate::reference::{Reference, Sum, Token};
+use crate::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, Problem, Projection};
+use crate::reference::{HeadReference, Reference, Sum, Token};
 use crate::spec::{LossSpec, Objective, PpoClip};
 
 /// The clip of every recorded run.
@@ -34,24 +34,41 @@ pub struct Scalar {
     pub scale: f64,
 }
 
-/// A head whose rows span a part of the vocabulary: what `dhidden` and `dlm_head_rows` are taken through.
-#[derive(Debug)]
-pub struct SubVocabulary<'f> {
-    /// `[B·T, H]`, the head's inputs.
-    pub hidden: &'f Array2<f64>,
-    /// `[V, H]`, its rows.
-    pub lm_head_rows: &'f Array2<f64>,
+/// `scalar → value` of one reference, under the names that fixtures use.
+pub fn scalars(reference: &Reference) -> BTreeMap<&'static str, Scalar> {
+    sums(reference).0.named(reference)
 }
 
-/// `scalar → value` of one reference, under the names that fixtures use.
-pub fn scalars(reference: &Reference, head: Option<&SubVocabulary>) -> BTreeMap<&'static str, Scalar> {
+/// The same of a head over a part of the vocabulary, and of its gradients.
+pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
+    let reference = head.on_logits();
+    let (sums, conditions) = sums(reference);
+    let mut scalars = sums.named(reference);
+    let gradients = head.dlogits();
+    let mut scales = Array2::zeros(gradients.dim());
+    for ((b, t), condition) in conditions.indexed_iter() {
+        let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
+        let scaled = reference.scaled_row(b, t, token);
+        let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
+        let row = limits.iter().map(|(scale, _)| *scale).collect::<Array1<_>>();
+        scales.row_mut(b * reference.shape().tokens + t).assign(&row);
+    }
+    let sum_abs = |product: Array2<f64>, scale: Array2<f64>| Scalar {
+        value: product.iter().map(|x| x.abs()).collect::<Sum>().value(),
+        scale: scale.sum(),
+    };
+    let [hidden, columns] = [head.hidden(), head.columns()].map(|factor| factor.mapv(f64::abs));
+    scalars.insert("dhidden_sum_abs", sum_abs(head.dhidden(&gradients), scales.dot(&columns)));
+    scalars.insert("dlm_head_rows_sum_abs", sum_abs(head.dlm_head(&gradients), scales.t().dot(&hidden)));
+    scalars
+}
+
+/// The sums over all tokens, and their conditions.
+fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
     let mut sums = Sums::default();
     let shape = reference.shape();
     // Both sides are f64, far finer than any tie band.
-    let conditions = Condition::all(reference, Bands::default());
-    // Only the head's gradients need the whole array at once.
-    let mut gradients = Array2::zeros(if head.is_some() { (shape.batch * shape.tokens, shape.vocab) } else { (0, 0) });
-    let mut scales = gradients.clone();
+    let conditions = Condition::all(reference, Bands::default(), &|_, _| Vec::new());
     for b in 0..shape.batch {
         for t in 0..shape.tokens {
             let Some(token) = reference.token(b, t) else { continue };
@@ -64,25 +81,10 @@ pub fn scalars(reference: &Reference, head: Option<&SubVocabulary>) -> BTreeMap<
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
                 sums.dot.add(d * x, x.abs() * scale);
             }
-            if head.is_some() {
-                let i = b * shape.tokens + t;
-                gradients.row_mut(i).assign(&ndarray::aview1(&dlogits));
-                scales.row_mut(i).assign(&limits.iter().map(|(scale, _)| *scale).collect::<Array1<_>>());
-            }
             sums.add_token(reference, token, condition);
         }
     }
-    let mut scalars = sums.named(reference);
-    if let Some(SubVocabulary { hidden, lm_head_rows }) = head {
-        let sum_abs = |product: Array2<f64>, scale: Array2<f64>| Scalar {
-            value: product.mapv(f64::abs).sum(),
-            scale: scale.sum(),
-        };
-        let (abs_hidden, abs_rows) = (hidden.mapv(f64::abs), lm_head_rows.mapv(f64::abs));
-        scalars.insert("dhidden_sum_abs", sum_abs(gradients.dot(*lm_head_rows), scales.dot(&abs_rows)));
-        scalars.insert("dlm_head_rows_sum_abs", sum_abs(gradients.t().dot(*hidden), scales.t().dot(&abs_hidden)));
-    }
-    scalars
+    (sums, conditions)
 }
 
 /// A sum over all elements, compensated: a million plain additions would lose more than the limit allows.
@@ -151,7 +153,7 @@ pub fn token_values<'r>(
     reference: &'r Reference,
     entropy: bool,
 ) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
-    let conditions = Condition::all(reference, Bands::default());
+    let conditions = Condition::all(reference, Bands::default(), &|_, _| Vec::new());
     conditions.into_iter().enumerate().filter_map(move |(i, condition)| {
         let tokens = reference.shape().tokens;
         let (b, t) = (i / tokens, i % tokens);
@@ -162,34 +164,24 @@ pub fn token_values<'r>(
     })
 }
 
-/// The problem over a part of the vocabulary, its logits `hidden · lm_head_rowsᵀ` in f64, and `hidden` as `[B·T, H]`.
+/// The problem of `whole`'s tokens over a part of the vocabulary, whose rows of the head are `lm_head_rows`, `[V,H]`.
 ///
 /// # Errors
-/// A message naming the tensor whose shape, or the id, that does not fit.
+/// A message naming the id that is no row.
 pub fn sub_vocabulary_problem(
-    whole: Problem,
-    hidden: Array3<f64>,
-    lm_head_rows: &Array2<f64>,
+    whole: &Problem,
+    hidden: FloatArray<Ix3>,
+    lm_head_rows: FloatArray<Ix2>,
     row_ids: &Array1<i64>,
-) -> Result<(Problem, Array2<f64>), String> {
-    let (batch, tokens, width) = hidden.dim();
-    if (batch, tokens) != whole.ids.dim() {
-        return Err(format!("`hidden`: got shape {:?}, expected [B,T] = {:?}", hidden.shape(), whole.ids.shape()));
-    }
-    if lm_head_rows.dim() != (row_ids.len(), width) {
-        let expected = [row_ids.len(), width];
-        return Err(format!("`lm_head_rows`: got shape {:?}, expected {expected:?}", lm_head_rows.shape()));
-    }
+) -> Result<HeadProblem, String> {
     let index: BTreeMap<i64, i64> = row_ids.iter().copied().zip(0..).collect();
     if let Some(((b, t), id)) = whole.ids.indexed_iter().find(|(at, id)| whole.mask[*at] && !index.contains_key(id)) {
         return Err(format!("`ids[{b},{t}]`: got {id}, expected one of `lm_head_row_ids`"));
     }
-    let hidden = hidden.into_shape_with_order((batch * tokens, width)).map_err(|error| format!("`hidden`: {error}"))?;
-    let logits = hidden.dot(&lm_head_rows.t());
-    let logits =
-        logits.into_shape_with_order((batch, tokens, row_ids.len())).map_err(|error| format!("`hidden`: {error}"))?;
+    let projection =
+        Projection { hidden, lm_head: lm_head_rows, layout: HeadLayout::VocabByHidden, rounds_logits: false };
     let ids = whole.ids.mapv(|id| index.get(&id).copied().unwrap_or(-1));
-    Ok((Problem { logits: logits.into(), ids, ..whole }, hidden))
+    Ok(HeadProblem { ids, ..whole.with_logits(projection) })
 }
 
 /// Judges recorded values against the reference's.

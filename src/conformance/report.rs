@@ -222,7 +222,13 @@ fn family(output: Output) -> Option<&'static str> {
         | Output::ClipLow
         | Output::ClipHigh
         | Output::ClipRegion => Some("metrics"),
-        Output::Loss | Output::Logp | Output::Entropy | Output::TokenLoss | Output::Dlogits => None,
+        Output::Loss
+        | Output::Logp
+        | Output::Entropy
+        | Output::TokenLoss
+        | Output::Dlogits
+        | Output::Dhidden
+        | Output::DlmHead => None,
     }
 }
 

@@ -7,7 +7,7 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::cases;
-use super::generate::{Recipe, Regime};
+use super::generate::{HeadRecipe, Recipe, Regime};
 use crate::implementation::{Implementation, registry};
 use crate::problem::Dtype;
 use crate::spec::LossSpec;
@@ -38,6 +38,13 @@ pub fn random_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
 /// The random cases that `worst_seen` is measured on.
 pub(super) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha))
+}
+
+/// The same of heads.
+pub(super) fn measured_heads() -> impl Iterator<Item = (LossSpec, HeadRecipe)> {
+    let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let random = (cases::any_spec(), cases::any_head_recipe());
+    std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
 }
 
 fn rng(seed: [u64; 2]) -> TestRng {

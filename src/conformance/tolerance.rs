@@ -22,6 +22,10 @@ pub enum Output {
     TokenLoss,
     /// `[B,T,V]` gradient.
     Dlogits,
+    /// `[B,T,H]` gradient of the hidden states.
+    Dhidden,
+    /// `[H,V]` or `[V,H]` gradient of the LM head.
+    DlmHead,
     /// Metric: mean entropy.
     EntropyMean,
     /// Metric: mean KL estimate.
@@ -47,6 +51,8 @@ impl Output {
             Output::Entropy => "entropy",
             Output::TokenLoss => "token_loss",
             Output::Dlogits => "dlogits",
+            Output::Dhidden => "dhidden",
+            Output::DlmHead => "dlm_head",
             Output::EntropyMean => "entropy_mean",
             Output::KlMean => "kl_mean",
             Output::RatioMean => "ratio_mean",
@@ -64,7 +70,8 @@ impl Output {
 pub enum Model {
     /// Every element: `|x̂ − x| ≤ ½ulp(x) + κ·u·scale`.
     Elementwise,
-    /// Each row of dlogits without its target: `‖x̂ − x‖₂ ≤ ‖½ulp(x)‖₂ + κ·u·‖scale‖₂`.
+    /// Each row of dlogits without its target, of dhidden, or column of dlm_head:
+    /// `‖x̂ − x‖₂ ≤ ‖½ulp(x)‖₂ + κ·u·‖scale‖₂`.
     RowL2,
     /// Each row of dlogits: `|Σ x̂ − Σ x| ≤ Σ ½ulp(x) + κ·u·Σ scale`.
     RowSum,

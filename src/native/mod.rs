@@ -13,6 +13,7 @@
 
 mod exp;
 mod head;
+mod lm_head;
 mod loss;
 mod reduction;
 mod row;
@@ -28,6 +29,7 @@ use crate::kernels::structure::{Input, Structure};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
 use crate::spec::{LossSpec, Objective};
 use head::Head;
+pub use lm_head::NativeHead;
 use loss::{Graded, Known, Loss};
 use reduction::Weights;
 pub use row::Element;
@@ -151,17 +153,7 @@ impl Native {
         tokens.check(spec, shape)?;
         expect_dense_rows("logits", dim, stride)?;
         self.supports(spec, shape, E::DTYPE, 1)?;
-        let settled = Settled::of(spec, &tokens);
-        Ok(Batch {
-            spec,
-            structure: Structure::of(spec),
-            softmaxes: Softmaxes::of(spec, self.isa),
-            ids: tokens.ids,
-            advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            head: Head::of(spec, tokens.extra.bias.as_ref(), vocab),
-            weights: Weights::of(spec, &settled.mask),
-            settled,
-        })
+        Ok(Batch::of(spec, self.isa, tokens, vocab))
     }
 }
 
@@ -238,6 +230,9 @@ impl Implementation for Native {
     }
 }
 
+/// `(b, t)` of a token.
+type Place = (usize, usize);
+
 /// A checked problem without its logits.
 struct Batch<'s> {
     spec: &'s LossSpec,
@@ -259,14 +254,28 @@ struct Room {
     h: Vec<f32>,
 }
 
-impl Batch<'_> {
+impl<'s> Batch<'s> {
+    fn of(spec: &'s LossSpec, isa: Isa, tokens: Tokens<'s>, vocab: usize) -> Self {
+        let settled = Settled::of(spec, &tokens);
+        Self {
+            spec,
+            structure: Structure::of(spec),
+            softmaxes: Softmaxes::of(spec, isa),
+            ids: tokens.ids,
+            advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
+            head: Head::of(spec, tokens.extra.bias.as_ref(), vocab),
+            weights: Weights::of(spec, &settled.mask),
+            settled,
+        }
+    }
+
     /// The place of the `i`th row.
-    fn place(&self, i: usize) -> (usize, usize) {
+    fn place(&self, i: usize) -> Place {
         (i / self.ids.ncols(), i % self.ids.ncols())
     }
 
     fn forward<E: Element>(&self, rows: &[&[E]]) -> LogpEntropy {
-        let scores = self.scores(rows.par_iter().copied());
+        let scores = self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row)));
         let per_token = |value: fn(&Scores) -> f64| {
             let values = scores.iter().map(|scores| scores.as_ref().map_or(0.0, value) as f32).collect();
             Array2::from_shape_vec(self.ids.dim(), values).expect("one entry a token")
@@ -274,58 +283,86 @@ impl Batch<'_> {
         LogpEntropy { logp: per_token(|scores| scores.logp), entropy: per_token(|scores| scores.entropy) }
     }
 
-    /// Reads every row, and keeps nothing of it.
-    fn scores<'r, E: Element>(&self, rows: impl IndexedParallelIterator<Item = &'r [E]>) -> Vec<Option<Scores>> {
-        let score = |room: &mut Room, (i, row): (usize, &'r [E])| {
-            let at = self.place(i);
-            self.settled.mask[at].then(|| self.score(row, at, room, Keep::Nothing))
-        };
-        rows.enumerate().map_init(Room::default, score).collect()
-    }
-
     /// Evaluates the batch and writes dlogits.
     fn forward_backward<E: Element>(&self, mut rows: Vec<Row<E>>) -> Evaluation {
-        let loss = Loss::of(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()]);
-        let input = |input: Input, at: (usize, usize)| self.settled.input(input).map(|values| values[at]);
-        let graded: Vec<Option<Graded>> = if self.structure.couples_rows() {
-            let scores = self.scores(rows.par_iter().map(Row::logits));
-            let of_row = |(b, scores): (usize, &[Option<Scores>])| {
-                let there = scores.iter().enumerate().filter_map(|(t, scores)| Some((self.known((b, t)), (*scores)?)));
-                let mut graded = loss.grade(&there.collect::<Vec<_>>(), input).into_iter();
-                scores.iter().map(|scores| scores.and_then(|_| graded.next())).collect::<Vec<_>>()
-            };
-            let graded: Vec<_> = scores.chunks(self.ids.ncols()).enumerate().flat_map(of_row).collect();
-            rows.par_iter_mut().enumerate().for_each_init(Room::default, |room, (i, row)| {
-                match (&scores[i], &graded[i]) {
-                    (Some(scores), Some(graded)) => {
-                        self.write(row, self.place(i), room, Keep::Nothing, (scores, graded));
-                    }
-                    _ => row.dlogits.fill(E::from_f32(0.0)),
-                }
-            });
-            graded
+        let place = |(i, row)| (self.place(i), row);
+        let graded = if self.structure.couples_rows() {
+            let scores = self.scores(rows.par_iter().map(Row::logits).enumerate().map(place));
+            let graded = self.graded(scores);
+            self.write_rows(rows.par_iter_mut().enumerate().map(|(i, row)| (graded[i].as_ref(), self.place(i), row)));
+            graded.into_iter().map(|token| token.map(|(_, graded)| graded)).collect()
         } else {
-            let both = |room: &mut Room, (i, row): (usize, &mut Row<E>)| {
-                let at = self.place(i);
-                if !self.settled.mask[at] {
-                    row.dlogits.fill(E::from_f32(0.0));
-                    return None;
-                }
-                let scores = self.score(row.logits(), at, room, Keep::Exponentials);
-                let graded = loss.grade(&[(self.known(at), scores)], input).pop()?;
-                self.write(row, at, room, Keep::Exponentials, (&scores, &graded));
-                Some(graded)
-            };
-            rows.par_iter_mut().enumerate().map_init(Room::default, both).collect()
+            let places = (0..rows.len()).into_par_iter().map(|i| self.place(i));
+            self.score_and_write(places.zip(&mut rows))
         };
         self.evaluation(&Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token"))
     }
 
-    fn id(&self, at: (usize, usize)) -> usize {
+    /// Reads rows, each with its place, and keeps nothing of them.
+    fn scores<'r, E: Element>(
+        &self,
+        rows: impl IndexedParallelIterator<Item = (Place, &'r [E])>,
+    ) -> Vec<Option<Scores>> {
+        let score = |room: &mut Room, (at, row): (Place, &'r [E])| {
+            self.settled.mask[at].then(|| self.score(row, at, room, Keep::Nothing))
+        };
+        rows.map_init(Room::default, score).collect()
+    }
+
+    /// The loss of every token from the scores of every token.
+    fn graded(&self, scores: Vec<Option<Scores>>) -> Vec<Option<(Scores, Graded)>> {
+        let loss = self.loss();
+        let of_row = |(b, scores): (usize, &[Option<Scores>])| {
+            let there = scores.iter().enumerate().filter_map(|(t, scores)| Some((self.known((b, t)), (*scores)?)));
+            let mut graded = loss.grade(&there.collect::<Vec<_>>(), |input, at| self.input(input, at)).into_iter();
+            scores.iter().map(|scores| Some(((*scores)?, graded.next()?))).collect::<Vec<_>>()
+        };
+        scores.chunks(self.ids.ncols()).enumerate().flat_map(of_row).collect()
+    }
+
+    /// Writes the dlogits of rows whose loss is known; zeros where there is none.
+    fn write_rows<'g, 'r: 'w, 'w, E: Element + 'r>(
+        &self,
+        rows: impl IndexedParallelIterator<Item = (Option<&'g (Scores, Graded)>, Place, &'w mut Row<'r, E>)>,
+    ) {
+        rows.for_each_init(Room::default, |room, (graded, at, row)| match graded {
+            Some((scores, graded)) => self.write(row, at, room, Keep::Nothing, (scores, graded)),
+            None => row.dlogits.fill(E::from_f32(0.0)),
+        });
+    }
+
+    /// Reads rows, each with its place, and writes their dlogits: where no token looks at another.
+    fn score_and_write<'r: 'w, 'w, E: Element + 'r>(
+        &self,
+        rows: impl IndexedParallelIterator<Item = (Place, &'w mut Row<'r, E>)>,
+    ) -> Vec<Option<Graded>> {
+        let loss = self.loss();
+        let both = |room: &mut Room, (at, row): (Place, &mut Row<E>)| {
+            if !self.settled.mask[at] {
+                row.dlogits.fill(E::from_f32(0.0));
+                return None;
+            }
+            let scores = self.score(row.logits(), at, room, Keep::Exponentials);
+            let graded = loss.grade(&[(self.known(at), scores)], |input, at| self.input(input, at)).pop()?;
+            self.write(row, at, room, Keep::Exponentials, (&scores, &graded));
+            Some(graded)
+        };
+        rows.map_init(Room::default, both).collect()
+    }
+
+    fn loss(&self) -> Loss {
+        Loss::of(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()])
+    }
+
+    fn input(&self, input: Input, at: Place) -> Option<f64> {
+        self.settled.input(input).map(|values| values[at])
+    }
+
+    fn id(&self, at: Place) -> usize {
         usize::try_from(self.ids[at]).expect("checked: 0 ≤ id < V")
     }
 
-    fn known(&self, at: (usize, usize)) -> Known {
+    fn known(&self, at: Place) -> Known {
         let (weight, kl) = (self.weights.policy[at.0], self.weights.kl[at.0]);
         Known { advantage: self.advantage[at], weight, kl_share: kl / weight, at }
     }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use ndarray::{Ix2, Ix3};
+use serde::{Deserialize, Serialize};
 
 use super::{Dtype, FloatArray, Problem, ProblemError, Shape};
 use crate::spec::LossSpec;
@@ -26,11 +27,13 @@ pub struct Projection {
 }
 
 /// How an LM head lies in memory, row-major.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum HeadLayout {
     /// `[H,V]`, as JAX stores it.
+    #[serde(rename = "hv")]
     HiddenByVocab,
     /// `[V,H]`, as PyTorch stores it, and as the embedding that it may be tied to.
+    #[serde(rename = "vh")]
     VocabByHidden,
 }
 

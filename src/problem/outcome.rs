@@ -1,7 +1,7 @@
 use ndarray::{Ix0, Ix2, Ix3};
 use serde::Serialize;
 
-use super::FloatArray;
+use super::{Dtype, FloatArray};
 
 /// Everything that one [`super::Problem`] comes to, from the reference or a kernel of ours. Arrays keep the dtype that
 /// the implementation computed them in, so that a judge knows how they were rounded.
@@ -38,6 +38,8 @@ pub struct HeadOutcome {
     pub dhidden: FloatArray<Ix3>,
     /// `[H,V]` or `[V,H]`, as the problem's `lm_head`: `∂loss / ∂lm_head`.
     pub dlm_head: FloatArray<Ix2>,
+    /// The dtype that dlogits were rounded to before those two products.
+    pub dlogits_dtype: Dtype,
     /// What trainers log.
     pub metrics: Metrics,
 }

@@ -10,6 +10,7 @@
 mod gradient;
 mod head;
 mod kl;
+mod lm_head;
 mod log_softmax;
 pub mod metrics;
 mod objective;
@@ -19,10 +20,13 @@ mod rollout;
 mod selection;
 mod sum;
 
+use std::borrow::Cow;
+
 use ndarray::{Array1, Array2, Array3, arr0};
 use rayon::prelude::*;
 
 pub use head::Scaled;
+pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
 pub use objective::{Branch, Term, TokenInputs, clipped};
 pub use ratio::Held;
@@ -86,7 +90,7 @@ pub struct Token {
 #[derive(Debug)]
 pub struct Reference<'p> {
     spec: &'p LossSpec,
-    problem: &'p Problem,
+    problem: Cow<'p, Problem>,
     shape: Shape,
     tokens: Array2<Option<Token>>,
     loss: f64,
@@ -109,6 +113,11 @@ struct Scored {
 /// # Errors
 /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
 pub fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem) -> Result<Reference<'p>, ProblemError> {
+    evaluate_owned(spec, Cow::Borrowed(problem))
+}
+
+fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Reference<'p>, ProblemError> {
+    let problem = &*given;
     let shape = problem.check(spec)?;
     let corrections = rollout::corrections(spec, problem);
     let positions: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
@@ -124,7 +133,7 @@ pub fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem) -> Result<Referenc
         .collect();
     let loss = reduction::loss(spec, &tokens, &empty);
     let metrics = reduction::metrics(spec, &tokens);
-    Ok(Reference { spec, problem, shape, tokens, loss, metrics })
+    Ok(Reference { spec, problem: given, shape, tokens, loss, metrics })
 }
 
 /// Softmax, log-probability and entropy of token `[b,t]`.
@@ -384,12 +393,12 @@ impl Reference<'_> {
 
     /// The problem that was evaluated.
     pub fn problem(&self) -> &Problem {
-        self.problem
+        &self.problem
     }
 
     /// The logits that the softmax of token `[b,t]` is of, with their derivatives by those given.
     pub fn scaled_row(&self, b: usize, t: usize, token: &Token) -> Scaled {
-        Scaled::of(self.spec, self.problem, (b, t), token.id)
+        Scaled::of(self.spec, &self.problem, (b, t), token.id)
     }
 
     /// Token `[b,t]`, or `None` where it is masked.

@@ -14,12 +14,14 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod gemm;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
 
 use std::fmt;
 
+pub(super) use gemm::gemm;
 use half::{bf16, f16};
 
 /// Lanes of a vector.

@@ -1,0 +1,317 @@
+//! The LM head with the loss: tokens in chunks, logits never all at once.
+//!
+//! For each chunk of `n` tokens: `logits = hidden · lm_head`, dlogits over them by the kernel of [the module above](super),
+//! `dhidden = dlogits · lm_headᵀ`, `dlm_head += hiddenᵀ · dlogits`. Three products, or four where tokens of a row share a
+//! ratio: all log-probabilities come first, and logits are made again. Masked tokens are in no chunk.
+//!
+//! Arithmetic: products of f32 by the `gemm` crate, summed in f32 over `H`, `V` and a chunk's tokens, and over the chunks in
+//! their order. bf16 and f16 are widened, exactly: a chunk's hidden states at once, the head by tiles of columns, twice a
+//! chunk, which costs about 3 % of the products at 256 tokens. dlogits stay f32. `dhidden` is rounded once to the dtype of
+//! `hidden`; `dlm_head` is f32. Results have the same bits for any number of threads.
+//!
+//! Memory beside inputs and outputs: a chunk of logits, at most 160 MiB unless [`NativeHead::chunk`] says otherwise; its hidden states and their gradient; for
+//! 16-bit dtypes a tile of the head; and what the kernel takes.
+
+use std::ops::Range;
+
+use half::slice::HalfFloatSliceExt;
+use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
+use rayon::prelude::*;
+
+use super::simd::gemm;
+use super::{Batch, Graded, Isa, Place, Row, Scores};
+use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
+use crate::kernels::family::Reach;
+use crate::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection};
+use crate::spec::LossSpec;
+
+/// Bytes of a chunk's logits, unless [`NativeHead::chunk`] says how many tokens it has: the more, the fewer times `dlm_head`
+/// is read and written, and a 16-bit head widened.
+const CHUNK_BYTES: usize = 160 << 20;
+
+/// Columns of a 16-bit head that are widened at once: 15 MB at `H = 896`.
+const TILE: usize = 4096;
+
+/// The LM head and the loss on the CPU. See [the module](self).
+pub struct NativeHead {
+    isa: Isa,
+    chunk: Option<usize>,
+}
+
+impl Default for NativeHead {
+    fn default() -> Self {
+        Self { isa: Isa::fastest(), chunk: None }
+    }
+}
+
+impl NativeHead {
+    /// The same with chunks of `tokens`; with 0, as many as 160 MiB hold.
+    #[must_use]
+    pub fn chunk(self, tokens: usize) -> Self {
+        Self { chunk: (tokens > 0).then_some(tokens), ..self }
+    }
+
+    /// Tokens of a chunk over a vocabulary of `vocab`.
+    pub fn chunk_tokens(&self, vocab: usize) -> usize {
+        self.chunk.unwrap_or_else(|| (CHUNK_BYTES / size_of::<f32>() / vocab).max(1))
+    }
+}
+
+impl Implementation<HeadProblem> for NativeHead {
+    fn id(&self) -> &'static str {
+        "native-lm-head"
+    }
+
+    fn summary(&self) -> &'static str {
+        "CPU, LM head and loss by token chunks, f32 products, dlogits of a chunk in place"
+    }
+
+    fn class(&self) -> &'static str {
+        "native-lm-head"
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        Ok(())
+    }
+
+    fn isa(&self) -> Option<&'static str> {
+        Some(self.isa.name())
+    }
+
+    fn supports(&self, spec: &LossSpec, _: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        let id = || Implementation::<HeadProblem>::id(self).into();
+        let unsupported = |field, given, supported: &str| {
+            Err(Unsupported { implementation: id(), field, given, supported: supported.into() })
+        };
+        if dtype == Dtype::F64 {
+            return unsupported("hidden dtype", dtype.to_string(), "f32, bf16 and f16");
+        }
+        if devices != 1 {
+            return unsupported("device count", devices.to_string(), "1");
+        }
+        match Reach::RowAndHead.expect(spec) {
+            Ok(()) => Ok(()),
+            Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
+        }
+    }
+
+    fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadOutcome, RunError> {
+        let shape = problem.check(spec)?;
+        self.supports(spec, shape, problem.dtype(), devices)?;
+        Ok(Work::of(self, spec, &problem, shape).outcome())
+    }
+}
+
+/// A checked problem, and what comes of it chunk by chunk.
+struct Work<'p> {
+    batch: Batch<'p>,
+    projection: &'p Projection,
+    shape: HeadShape,
+    /// The tokens that count, in order.
+    places: Vec<Place>,
+    chunk: usize,
+    logits: Vec<f32>,
+    tile: Vec<f32>,
+    dhidden: FloatArray<Ix3>,
+    /// As the head lies.
+    dlm_head: Array2<f32>,
+}
+
+impl<'p> Work<'p> {
+    fn of(head: &NativeHead, spec: &'p LossSpec, problem: &'p HeadProblem, shape: HeadShape) -> Self {
+        let HeadShape { batch: rows, tokens, hidden, vocab } = shape;
+        let batch = Batch::of(spec, head.isa, problem.tokens(), vocab);
+        let places: Vec<Place> =
+            batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
+        let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);
+        let wide = problem.dtype() == Dtype::F32;
+        Self {
+            batch,
+            projection: &problem.logits,
+            shape,
+            places,
+            chunk,
+            logits: vec![0.0; chunk * vocab],
+            tile: vec![0.0; if wide { 0 } else { hidden * TILE.min(vocab) }],
+            dhidden: FloatArray::zeros((rows, tokens, hidden), problem.dtype()),
+            dlm_head: Array2::zeros(problem.logits.layout.extents(hidden, vocab)),
+        }
+    }
+
+    fn outcome(mut self) -> HeadOutcome {
+        let HeadShape { batch: rows, tokens, .. } = self.shape;
+        let chunks: Vec<Vec<Place>> = self.places.chunks(self.chunk).map(<[Place]>::to_vec).collect();
+        let mut graded: Array2<Option<Graded>> = Array2::from_shape_simple_fn((rows, tokens), || None);
+        if self.batch.structure.couples_rows() {
+            let mut scores: Array2<Option<Scores>> = Array2::from_elem((rows, tokens), None);
+            for places in &chunks {
+                self.write_logits(&self.hidden_of(places));
+                let vocab = self.shape.vocab;
+                let rows = self.logits.par_chunks(vocab).zip(places).map(|(row, &at)| (at, row));
+                for (&at, token) in places.iter().zip(self.batch.scores(rows)) {
+                    scores[at] = token;
+                }
+            }
+            let known = self.batch.graded(scores.into_raw_vec_and_offset().0);
+            for places in &chunks {
+                let hidden = self.hidden_of(places);
+                self.write_logits(&hidden);
+                let mut rows = rows_of(&mut self.logits, self.shape.vocab, places.len());
+                let rows =
+                    rows.par_iter_mut().zip(places).map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row));
+                self.batch.write_rows(rows);
+                self.add_gradients(&hidden, places);
+            }
+            let known = known.into_iter().map(|token| token.map(|(_, graded)| graded)).collect();
+            graded = Array2::from_shape_vec((rows, tokens), known).expect("one entry a token");
+        } else {
+            for places in &chunks {
+                let hidden = self.hidden_of(places);
+                self.write_logits(&hidden);
+                let mut rows = rows_of(&mut self.logits, self.shape.vocab, places.len());
+                let tokens = self.batch.score_and_write(places.par_iter().copied().zip(&mut rows));
+                for (&at, token) in places.iter().zip(tokens) {
+                    graded[at] = token;
+                }
+                self.add_gradients(&hidden, places);
+            }
+        }
+        let evaluation = self.batch.evaluation(&graded);
+        HeadOutcome {
+            loss: arr0(evaluation.loss).into(),
+            logp: evaluation.logp.into(),
+            entropy: evaluation.entropy.into(),
+            token_loss: evaluation.token_loss.into(),
+            dhidden: self.dhidden,
+            dlm_head: self.dlm_head.into(),
+            dlogits_dtype: Dtype::F32,
+            metrics: evaluation.metrics,
+        }
+    }
+
+    /// The hidden states of `places`, `[n,H]`.
+    fn hidden_of(&self, places: &[Place]) -> Array2<f32> {
+        let mut rows = Array2::zeros((places.len(), self.shape.hidden));
+        for (mut row, &(b, t)) in rows.rows_mut().into_iter().zip(places) {
+            let row = row.as_slice_mut().expect("dense");
+            match &self.projection.hidden {
+                FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
+                FloatArray::F32(hidden) => row.copy_from_slice(hidden.slice(s![b, t, ..]).as_slice().expect("dense")),
+                FloatArray::Bf16(hidden) => {
+                    hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row)
+                }
+                FloatArray::F16(hidden) => {
+                    hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row)
+                }
+            }
+        }
+        rows
+    }
+
+    /// Fills the chunk with logits, `[n,V]`.
+    fn write_logits(&mut self, hidden: &Array2<f32>) {
+        let (n, vocab) = (hidden.nrows(), self.shape.vocab);
+        let chunk = &mut self.logits[..n * vocab];
+        let mut logits = ArrayViewMut2::from_shape((n, vocab), chunk).expect("V logits a token");
+        for columns in tiles(self.projection, vocab) {
+            let tile = tile(self.projection, columns.clone(), &mut self.tile);
+            gemm(logits.slice_mut(s![.., columns]), false, hidden.view(), tile);
+        }
+        if self.projection.rounds_logits {
+            let dtype = self.projection.hidden.dtype();
+            self.logits[..n * vocab].par_iter_mut().for_each(|x| *x = round(*x, dtype));
+        }
+    }
+
+    /// From the dlogits of a chunk: `dhidden` of its tokens, and what they add to `dlm_head`.
+    fn add_gradients(&mut self, hidden: &Array2<f32>, places: &[Place]) {
+        let (n, vocab) = (hidden.nrows(), self.shape.vocab);
+        let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
+        let mut dhidden = Array2::zeros(hidden.dim());
+        for (i, columns) in tiles(self.projection, vocab).enumerate() {
+            let tile = tile(self.projection, columns.clone(), &mut self.tile);
+            let dlogits = dlogits.slice(s![.., columns.clone()]);
+            gemm(dhidden.view_mut(), i > 0, dlogits, tile.t());
+            let dlm_head = match self.projection.layout {
+                HeadLayout::HiddenByVocab => self.dlm_head.slice_mut(s![.., columns]),
+                HeadLayout::VocabByHidden => self.dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
+            };
+            gemm(dlm_head, true, hidden.t(), dlogits);
+        }
+        for (row, &(b, t)) in dhidden.rows().into_iter().zip(places) {
+            match &mut self.dhidden {
+                FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
+                FloatArray::F32(dhidden) => dhidden.slice_mut(s![b, t, ..]).assign(&row),
+                FloatArray::Bf16(dhidden) => {
+                    dhidden.slice_mut(s![b, t, ..]).zip_mut_with(&row, |to, x| *to = half::bf16::from_f32(*x))
+                }
+                FloatArray::F16(dhidden) => {
+                    dhidden.slice_mut(s![b, t, ..]).zip_mut_with(&row, |to, x| *to = half::f16::from_f32(*x))
+                }
+            }
+        }
+    }
+}
+
+/// The rows of a chunk, over which their dlogits are written.
+fn rows_of(logits: &mut [f32], vocab: usize, tokens: usize) -> Vec<Row<'_, f32>> {
+    logits.chunks_mut(vocab).take(tokens).map(|dlogits| Row { logits: None, dlogits }).collect()
+}
+
+fn round(x: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F64 | Dtype::F32 => x,
+        Dtype::Bf16 => half::bf16::from_f32(x).to_f32(),
+        Dtype::F16 => half::f16::from_f32(x).to_f32(),
+    }
+}
+
+/// The columns that a product takes at once: all of an f32 head.
+fn tiles(projection: &Projection, vocab: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let width = if projection.lm_head.dtype() == Dtype::F32 { vocab } else { TILE };
+    (0..vocab).step_by(width).map(move |first| first..vocab.min(first + width))
+}
+
+/// The columns `columns` of the head, `[H,n]`, widened into `room` where they are not f32.
+fn tile<'t>(projection: &'t Projection, columns: Range<usize>, room: &'t mut [f32]) -> ArrayView2<'t, f32> {
+    fn widened<'t, E: Copy + Sync>(
+        head: ArrayView2<E>,
+        layout: HeadLayout,
+        room: &'t mut [f32],
+        widen: impl Fn(&[E], &mut [f32]) + Sync,
+    ) -> ArrayView2<'t, f32> {
+        let (rows, length) = head.dim();
+        let room = &mut room[..rows * length];
+        let lines = room.par_chunks_mut(length).enumerate();
+        lines.for_each(|(i, to)| widen(head.row(i).as_slice().expect("a head's lines are dense"), to));
+        let tile = ArrayView2::from_shape((rows, length), room).expect("just filled");
+        by_hidden(tile, layout)
+    }
+    let layout = projection.layout;
+    match &projection.lm_head {
+        FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
+        FloatArray::F32(head) => by_hidden(of_columns(head.view(), layout, columns), layout),
+        FloatArray::Bf16(head) => {
+            widened(of_columns(head.view(), layout, columns), layout, room, |from, to| from.convert_to_f32_slice(to))
+        }
+        FloatArray::F16(head) => {
+            widened(of_columns(head.view(), layout, columns), layout, room, |from, to| from.convert_to_f32_slice(to))
+        }
+    }
+}
+
+/// Some columns of a head, as it lies.
+fn of_columns<E>(head: ArrayView2<'_, E>, layout: HeadLayout, columns: Range<usize>) -> ArrayView2<'_, E> {
+    match layout {
+        HeadLayout::HiddenByVocab => head.slice_move(s![.., columns]),
+        HeadLayout::VocabByHidden => head.slice_move(s![columns, ..]),
+    }
+}
+
+/// `[H,n]`, whatever the layout.
+fn by_hidden<E>(head: ArrayView2<'_, E>, layout: HeadLayout) -> ArrayView2<'_, E> {
+    match layout {
+        HeadLayout::HiddenByVocab => head,
+        HeadLayout::VocabByHidden => head.reversed_axes(),
+    }
+}
