@@ -15,7 +15,7 @@ use crate::problem::{Candidate, Dtype, HeadOutcome, HeadProblem, HeadShape, Prob
 use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
-use crate::xla::Xla;
+use crate::xla::{Xla, XlaHead};
 
 /// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
 /// product that is part of the work.
@@ -279,6 +279,15 @@ pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
     #[cfg(not(feature = "pjrt"))]
     let _ = plugin;
     all
+}
+
+/// Every implementation of the LM head and the loss there is, as [`registry`].
+pub fn lm_head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    #[cfg(feature = "pjrt")]
+    let all = XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<HeadProblem>>);
+    #[cfg(not(feature = "pjrt"))]
+    let (all, _) = (std::iter::empty(), plugin);
+    all.collect()
 }
 
 /// What the id of a user's own program begins with; the path of its manifest follows.
