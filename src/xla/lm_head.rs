@@ -180,7 +180,7 @@ impl XlaHead {
         let most = (self.chunk_bytes / (vocab * logits.size())).min(MOST_TOKENS) / CHUNK_ROWS * CHUNK_ROWS;
         let trips = tokens.div_ceil(most.max(CHUNK_ROWS));
         let rows = tokens.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
-        Chunks { tokens, rows, padded: trips * rows }
+        Chunks { tokens, rows, padded: trips * rows, bytes: self.chunk_bytes }
     }
 
     fn mesh(&self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
@@ -394,7 +394,7 @@ impl Head {
         let &[states, dlm_head, ref carried @ ..] = &results[..] else { unreachable!("as many as were given") };
         let dhidden = on.builder.slice(states, &[0, 0], &[chunks.tokens, shape[2]]);
         let dhidden = on.builder.reshape(dhidden, &shape);
-        let dlm_head = on.over(&[Axis::Batch, Axis::Tokens], Fold::Add, dlm_head);
+        let dlm_head = on.over_rows(dlm_head, chunks.bytes);
         ([dhidden, dlm_head], carried.to_vec())
     }
 }
@@ -416,6 +416,8 @@ struct Chunks {
     rows: usize,
     /// `N`, of all chunks.
     padded: usize,
+    /// What a chunk may take.
+    bytes: usize,
 }
 
 impl Chunks {
@@ -483,25 +485,63 @@ impl Program {
         carried: &[Value],
         body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
     ) -> Vec<Value> {
+        let [.., v] = self.local;
+        self.for_each(chunks.rows, chunks.padded, [1, chunks.rows, v], carried, body)
+    }
+
+    /// Goes on from `carried` with `body` for 0, `step`, … below `end`, on arrays of `local`.
+    fn for_each(
+        &mut self,
+        step: usize,
+        end: usize,
+        local: [usize; 3],
+        carried: &[Value],
+        body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
+    ) -> Vec<Value> {
         let index = Type::new(Element::I32, &[]);
-        let ([.., v], mesh, vocab) = (self.local, self.mesh, self.vocab);
+        let (mesh, vocab) = (self.mesh, self.vocab);
         let carried = [&[self.builder.constant(0.0, index.clone())], carried].concat();
         let results = self.builder.while_loop(
             &carried,
             |builder, carried| {
-                let end = builder.constant(chunks.padded as f64, index.clone());
+                let end = builder.constant(end as f64, index.clone());
                 builder.compare(Comparison::Less, carried[0], end)
             },
             |builder, carried| {
-                let mut on = Program { builder: mem::take(builder), local: [1, chunks.rows, v], mesh, vocab };
+                let mut on = Program { builder: mem::take(builder), local, mesh, vocab };
                 let next = body(&mut on, carried[0], &carried[1..]);
-                let rows = on.builder.constant(chunks.rows as f64, index.clone());
-                let first = on.builder.add(carried[0], rows);
+                let step = on.builder.constant(step as f64, index.clone());
+                let following = on.builder.add(carried[0], step);
                 *builder = on.builder;
-                [&[first], &next[..]].concat()
+                [&[following], &next[..]].concat()
             },
         );
         results[1..].to_vec()
+    }
+
+    /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, `bytes` of it at a time: a collective has its
+    /// result beside what it sums.
+    fn over_rows(&mut self, array: Value, bytes: usize) -> Value {
+        let axes = [Axis::Batch, Axis::Tokens];
+        let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
+        let block = (bytes / (width * Element::F32.size())).max(CHUNK_ROWS);
+        if self.mesh.batch * self.mesh.tokens == 1 || block >= rows {
+            return self.over(&axes, Fold::Add, array);
+        }
+        let sum = |on: &mut Program, array, first, rows| {
+            let start = [first, on.builder.constant(0.0, Type::new(Element::I32, &[]))];
+            let part = on.builder.dynamic_slice(array, &start, &[rows, width]);
+            let part = on.over(&axes, Fold::Add, part);
+            on.builder.dynamic_update_slice(array, part, &start)
+        };
+        let (local, whole) = (self.local, rows / block * block);
+        let array = self
+            .for_each(block, whole, local, &[array], |on, first, carried| vec![sum(on, carried[0], first, block)])[0];
+        if whole == rows {
+            return array;
+        }
+        let first = self.builder.constant(whole as f64, Type::new(Element::I32, &[]));
+        sum(self, array, first, rows - whole)
     }
 }
 

@@ -48,7 +48,7 @@ use crate::spec::LossSpec;
 use crate::stablehlo::Value;
 use crate::tile;
 use devices::{Devices, Plan, Sharding, compiled};
-pub use lm_head::{HeadArrays, XlaHead};
+pub use lm_head::{CHUNK_BYTES, HeadArrays, XlaHead};
 
 use program::{Evaluated, Given, Output, Program, Scalars, local_shape};
 use shards::{Padding, Shards};
