@@ -5,13 +5,14 @@
 //!
 //! - parameters, constants, tuples, bitcasts and `iota` of themselves;
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
+//! - an array of which a part is written, in place, beyond that part; and one of which a fusion takes no more than parts at
+//!   places told at run time, beyond those;
 //! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an
 //!   operand, or an async call copies a slice of it, is told by its shape in the computations that are called.
 //!
 //! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
-//! custom call reads its operands once and writes its outputs once like any other. The body of a `while` whose trips HLO
-//! knows counts as often; a part of an array that it carries, sliced or written by a fusion, counts there as the whole
-//! array, where that array is no parameter of the program's own. What an instruction keeps to
+//! custom call reads its operands once and writes its outputs once like any other. The body of a `while` counts as often as it
+//! runs, where that can be told. What an instruction keeps to
 //! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
 //! least it can move. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
 //! named.
@@ -270,10 +271,92 @@ impl<'i, 't> Definitions<'i, 't> {
         operand
     }
 
+    /// Which part of the computation's parameter `operand` is.
+    fn carried(&self, operand: &str) -> Option<usize> {
+        let (tuple, place) = self.origin(operand).split_once('#')?;
+        self.0.get(tuple).filter(|instruction| instruction.opcode == "parameter")?;
+        place.parse().ok()
+    }
+
     /// The value of an integer constant.
     fn constant(&self, operand: &str) -> Option<u64> {
         let constant = self.0.get(self.origin(operand)).filter(|instruction| instruction.opcode == "constant")?;
         constant.given.trim().parse().ok()
+    }
+}
+
+/// Bytes that an instruction moves of arrays that it does not read or write whole.
+#[derive(Default)]
+struct Windows {
+    /// By place among the operands.
+    read: HashMap<usize, u64>,
+    /// By place among the results.
+    written: HashMap<usize, u64>,
+}
+
+impl Windows {
+    fn of(instruction: &Instruction, around: &Definitions, computations: &HashMap<&str, Computation>) -> Self {
+        const TAKE: &str = "dynamic-slice";
+        const PUT: &str = "dynamic-update-slice";
+        let bytes = |definitions: &Definitions, name: &str| {
+            definitions.0.get(name).map_or(0, |instruction| instruction.shape.bytes())
+        };
+        let mut windows = Windows::default();
+        if let (PUT, [_, part, ..]) = (instruction.opcode, &instruction.operands[..]) {
+            windows.read.insert(0, 0);
+            windows.written.insert(0, bytes(around, part));
+        }
+        let body = instruction.called().next().and_then(|name| computations.get(name));
+        let Some(body) = body.filter(|_| instruction.opcode == "fusion").map(|body| &body.instructions) else {
+            return windows;
+        };
+        let inside = Definitions::of(body);
+        let source = |mut name| {
+            while let Some(view) = inside.0.get(name).filter(|instruction| instruction.opcode == "bitcast") {
+                name = view.operands[0];
+            }
+            name
+        };
+        let parameter = |name| -> Option<usize> {
+            let parameter = inside.0.get(source(name)).filter(|instruction| instruction.opcode == "parameter")?;
+            parameter.given.trim().parse().ok()
+        };
+        let mut whole = HashSet::new();
+        for user in body.iter().filter(|user| user.opcode != "bitcast") {
+            for (place, operand) in user.operands.iter().enumerate() {
+                let Some(parameter) = parameter(operand) else { continue };
+                match (user.opcode, place) {
+                    (TAKE, 0) => *windows.read.entry(parameter).or_default() += user.shape.bytes(),
+                    (PUT, 0) => *windows.read.entry(parameter).or_default() += 0,
+                    _ => _ = whole.insert(parameter),
+                }
+            }
+        }
+        windows.read.retain(|parameter, _| !whole.contains(parameter));
+        let root = body.iter().find(|instruction| instruction.root);
+        let results =
+            root.map_or(vec![], |root| if root.opcode == "tuple" { root.operands.clone() } else { vec![root.name] });
+        for (place, result) in results.into_iter().enumerate() {
+            let put = inside.0.get(source(result)).filter(|instruction| instruction.opcode == PUT);
+            if let Some([array, part, ..]) = put.map(|put| &put.operands[..])
+                && parameter(array).is_some()
+            {
+                windows.written.insert(place, bytes(&inside, part));
+            }
+        }
+        windows
+    }
+
+    /// Of the results, those that lie in HBM.
+    fn bytes_written(&self, results: &Shape) -> u64 {
+        let part = |(place, part): (usize, &Shape)| {
+            let whole = part.hbm_bytes();
+            self.written.get(&place).map_or(whole, |&bytes| whole.min(bytes))
+        };
+        match results {
+            Shape::Array(_) => part((0, results)),
+            Shape::Tuple(parts) => parts.iter().enumerate().map(part).fold(0, u64::saturating_add),
+        }
     }
 }
 
@@ -290,7 +373,7 @@ fn trips(repeated: &Instruction, around: &Definitions, computations: &HashMap<&s
         return None;
     }
     let end = Definitions::of(condition).constant(end)?;
-    let place: usize = counter.split_once('#')?.1.parse().ok()?;
+    let place = Definitions::of(condition).carried(counter)?;
     let start = around.0.get(repeated.operands.first()?).filter(|tuple| tuple.opcode == "tuple")?;
     let start = around.constant(start.operands.get(place)?)?;
     let next = &body[root(body)?];
@@ -298,7 +381,7 @@ fn trips(repeated: &Instruction, around: &Definitions, computations: &HashMap<&s
     let add = inside.0.get(next.operands.get(place)?).filter(|add| add.opcode == "add")?;
     let [left, right] = add.operands[..] else { return None };
     let step = inside.constant(right).filter(|&step| step > 0)?;
-    let same = inside.origin(left).split_once('#').is_some_and(|(_, other)| other.parse() == Ok(place));
+    let same = inside.carried(left) == Some(place);
     (same && next.opcode == "tuple").then(|| end.saturating_sub(start).div_ceil(step))
 }
 
@@ -348,7 +431,8 @@ impl Traffic {
             let parts = parts_taken(described, computations);
             let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
             let mut counted = HashSet::new();
-            for operand in &instruction.operands {
+            let windows = Windows::of(instruction, &definitions, computations);
+            for (place, operand) in instruction.operands.iter().enumerate() {
                 let (name, index) =
                     operand.split_once('#').map_or((*operand, None), |(name, index)| (name, Some(index)));
                 let unknown =
@@ -369,10 +453,11 @@ impl Traffic {
                     (_, Shape::Array(array)) => parts.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
                     _ => whole,
                 };
+                let read = windows.read.get(&place).map_or(read, |&bytes| read.min(bytes));
                 bytes = bytes.saturating_add(read);
             }
             if !starts {
-                bytes = bytes.saturating_add(instruction.shape.hbm_bytes());
+                bytes = bytes.saturating_add(windows.bytes_written(&instruction.shape));
             }
         }
         self.hbm_bytes = self.hbm_bytes.saturating_add(bytes.saturating_mul(runs));
@@ -494,8 +579,34 @@ ENTRY %main (a: f32[100]) -> f32[100] {
     }
 
     #[test]
+    fn a_part_that_is_written_in_place_or_taken_counts_alone() {
+        let text = "%put (p: f32[100], q: f32[50], i: s32[]) -> f32[100] {
+  %p = f32[100] parameter(0)
+  %q = f32[50] parameter(1)
+  %i = s32[] parameter(2)
+  %seen = f32[100] bitcast(%p)
+  %part = f32[7] dynamic-slice(%q, %i), dynamic_slice_sizes={7}
+  ROOT %r = f32[100] dynamic-update-slice(%seen, %part, %i)
+}
+
+ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
+  %a = f32[100] parameter(0)
+  %b = f32[50] parameter(1)
+  %c = f32[9] parameter(2)
+  %i = s32[]{:S(6)} constant(3)
+  %fused = f32[100] fusion(%a, %b, %i), kind=kLoop, calls=%put
+  ROOT %alone = f32[100] dynamic-update-slice(%fused, %c, %i)
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        assert_eq!(traffic.hbm_bytes, (7 + 7 + 9 + 9) * 4);
+        let read_whole = text.replace("bitcast(%p)", "negate(%p)");
+        assert_eq!(Traffic::parse("x", &read_whole).unwrap().hbm_bytes, (100 + 7 + 100 + 9 + 9) * 4);
+    }
+
+    #[test]
     fn a_loop_counts_as_often_as_it_runs_where_that_is_known() {
-        let program = |config: &str| {
+        let program = |counter: &str| {
             let text = format!(
                 "%goes_on (p: (s32[], f32[7])) -> pred[] {{
   %p = (s32[], f32[7]) parameter(0)
