@@ -99,12 +99,12 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
         rounds_logits: case.rounds_logits,
     };
     let exact = logits(&rounded(&states));
-    let ids = Array2::from_shape_simple_fn((batch, tokens), || rng.random_range(0..vocab as i64));
+    let ids = Array2::from_shape_simple_fn((batch, tokens), || rng.random_range(0..vocab));
     let mask = Array2::from_shape_fn((batch, tokens), |(b, t)| t < tokens - 2 * b && (b + t) % 5 != 3);
     let mut near_logp = || {
         Array2::from_shape_fn((batch, tokens), |(b, t)| {
             let row = exact.slice(s![b, t, ..]).to_vec();
-            log_softmax(&row, case.spec.temperature, ids[[b, t]] as usize) + rng.random_range(-0.5..0.5)
+            log_softmax(&row, case.spec.temperature, ids[[b, t]]) + rng.random_range(-0.5..0.5)
         })
     };
     let (old_logp, ref_logp) = (near_logp(), near_logp());
@@ -117,7 +117,7 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
     }
     Problem {
         logits: rounded(&masked),
-        ids,
+        ids: ids.mapv(|id| id as i64),
         mask,
         advantages: Advantages::Sequence(advantages),
         old_logp: (case.spec.old_logp == OldLogp::Given).then_some(old_logp),

@@ -30,7 +30,7 @@ pub struct Projection {
 pub enum HeadLayout {
     /// `[H,V]`, as JAX stores it.
     HiddenByVocab,
-    /// `[V,H]`, as PyTorch stores it, and as the embedding that it may be tied to.
+    /// `[V,H]`, as `PyTorch` stores it, and as the embedding that it may be tied to.
     VocabByHidden,
 }
 

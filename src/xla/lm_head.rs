@@ -27,7 +27,7 @@
 //! What a token's loss weighs, and the normalisers, are those of the whole batch. Tokens that fill the last chunk, and
 //! those that fill the devices, are masked: a masked hidden state is 0 before anything is made of it.
 //!
-//! `-rows` sums dlm_head over the devices, `-vocab` dhidden, and the statistics of a row as the programs on logits do;
+//! `-rows` sums `dlm_head` over the devices, `-vocab` dhidden, and the statistics of a row as the programs on logits do;
 //! `-mesh` all of these.
 
 use std::cell::RefCell;
@@ -54,9 +54,9 @@ use crate::runtime::{Axis, Buffer, Mesh, RuntimeError};
 use crate::spec::LossSpec;
 use crate::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
-/// Bytes of a chunk's logits, at most. A chunk reads the head twice and reads and writes its f32 gradient, 12 bytes a
-/// weight where the head is bf16, so few chunks are better; at (8192, 4096, 151936) bf16 four of them move 30 GB, which
-/// a v6e does in 18 ms beside 33 ms of products, and two would take 1.2 GB.
+/// Bytes of a chunk's logits, at most. A chunk reads the head twice, and reads and writes its f32 gradient: the fewer the
+/// better for HBM. At (8192, 4096, 151936) bf16 there are four of them, which move 45 GB, 28 ms on a v6e beside 41 ms of
+/// products; so nothing is gained by larger ones, which are held beside 4 GB of arguments and results.
 pub const CHUNK_BYTES: usize = 640_000_000;
 
 /// Rows of a chunk are a multiple of it: the rows of an f32 register.
@@ -158,8 +158,8 @@ impl XlaHead {
         let parameters = |builder: &mut Builder| {
             let array = |extents: &[usize]| Type::new(dtype.into(), extents);
             let hidden = builder.parameter(array(&[b, t, shape.hidden]), Some(Output::Gradient as usize));
-            let lm_head = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
-            (hidden, Head { lm_head, layout, dtype, rounds_logits })
+            let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
+            (hidden, Head { weights, layout, dtype, rounds_logits })
         };
         frame(structure, shape.logits(), mesh, parameters, |on, given, (hidden, head)| match self.kernel {
             Kernel::Baseline => head.materialised(on, structure, given, hidden),
@@ -204,14 +204,14 @@ impl XlaHead {
 #[derive(Clone, Copy)]
 struct Head {
     /// `[h,v]` or `[v,h]`
-    lm_head: Value,
+    weights: Value,
     layout: HeadLayout,
     dtype: Dtype,
     rounds_logits: bool,
 }
 
 impl Head {
-    /// The axis of `lm_head` that is `H`, and the one that is `V`.
+    /// The axis of the weights that is `H`, and the one that is `V`.
     fn axes(self) -> [usize; 2] {
         match self.layout {
             HeadLayout::HiddenByVocab => [0, 1],
@@ -222,7 +222,7 @@ impl Head {
     /// `[n,v]` of `[n,h]`, f32, or rounded in the dtype of hidden.
     fn logits(self, on: &mut Program, hidden: Value) -> Value {
         let [of_hidden, _] = self.axes();
-        let logits = on.builder.dot(hidden, self.lm_head, [1, of_hidden]);
+        let logits = on.builder.dot(hidden, self.weights, [1, of_hidden]);
         if !self.rounds_logits || self.dtype == Dtype::F32 {
             return logits;
         }
@@ -231,11 +231,11 @@ impl Head {
         on.builder.barrier(rounded)
     }
 
-    /// dhidden `[n,h]` in the dtype of hidden, and this device's part of dlm_head, f32, from `[n,v]` of dlogits. `mask` is `[n]`.
+    /// dhidden `[n,h]` in the dtype of hidden, and this device's part of `dlm_head`, f32, from `[n,v]` of dlogits. `mask` is `[n]`.
     fn gradients(self, on: &mut Program, hidden: Value, dlogits: Value, mask: Value) -> [Value; 2] {
         let dlogits = on.builder.convert(dlogits, self.dtype.into());
         let [_, of_vocab] = self.axes();
-        let dhidden = on.builder.dot(dlogits, self.lm_head, [1, of_vocab]);
+        let dhidden = on.builder.dot(dlogits, self.weights, [1, of_vocab]);
         let dhidden = on.over(&[Axis::Vocab], Fold::Add, dhidden);
         let dhidden = on.builder.convert(dhidden, self.dtype.into());
         let dhidden = unmasked(on, dhidden, mask);
@@ -293,7 +293,7 @@ impl Head {
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
             let kl = kl.unwrap_or_else(|| on.constant(0.0));
             let values = [logp, entropy, loss, reduced, ratio, kl, clipped_low, clipped_high];
-            let put = arrays.iter().zip(values).map(|(&array, value)| chunks.put(on, array, value, first)).collect();
+            let put = arrays.iter().zip(values).map(|(&array, value)| on.put(array, value, first)).collect();
             (gradient, put)
         };
         let (gradient, arrays) = self.gradient_loop(on, hidden, &in_line, chunks, &arrays, dlogits);
@@ -326,7 +326,7 @@ impl Head {
             let (_, logits) = self.logits_of_chunk(on, states, given.mask, chunks, first);
             let Rows { statistics, logp, entropy } = tiled::rows(on, structure, &given.forward(logits), calls);
             let values = statistics.to_array().into_iter().chain([logp, entropy]);
-            arrays.iter().zip(values).map(|(&array, value)| chunks.put(on, array, value, first)).collect()
+            arrays.iter().zip(values).map(|(&array, value)| on.put(array, value, first)).collect()
         });
         let (statistics, logp_and_entropy) = arrays.split_at(STATISTICS);
         let [logp, entropy] = [0, 1].map(|place| chunks.in_rows(on, logp_and_entropy[place]));
@@ -351,7 +351,7 @@ impl Head {
         chunks: Chunks,
         first: Value,
     ) -> (Value, Value) {
-        let start = chunks.start_of_states(on, first);
+        let start = on.at_row(first);
         let width = on.builder.type_of(states).shape[1];
         let hidden = on.builder.dynamic_slice(states, &start, &[chunks.rows, width]);
         let mask = on.builder.reshape(mask, &[chunks.rows]);
@@ -362,7 +362,7 @@ impl Head {
     }
 
     /// A loop over the chunks that gathers the gradients of both: dhidden `[b,t,h]`, written over the hidden states, and
-    /// dlm_head in f32, over all devices. `dlogits` makes those of a chunk from its first row, what is given of its tokens,
+    /// `dlm_head` in f32, over all devices. `dlogits` makes those of a chunk from its first row, what is given of its tokens,
     /// its logits `[1,c,v]` and what else is carried.
     fn gradient_loop(
         self,
@@ -375,7 +375,7 @@ impl Head {
     ) -> ([Value; 2], Vec<Value>) {
         let shape = on.builder.type_of(hidden).shape.clone();
         let states = chunks.states(on, hidden);
-        let of_head = on.builder.type_of(self.lm_head).shape.clone();
+        let of_head = on.builder.type_of(self.weights).shape.clone();
         let nothing = on.builder.constant(0.0, Type::new(Element::F32, &of_head));
         let carried = [&[states, nothing], carried].concat();
         let results = on.for_each_chunk(chunks, &carried, |on, first, carried| {
@@ -386,7 +386,7 @@ impl Head {
             let dlogits = on.builder.reshape(dlogits, &[chunks.rows, on.local[2]]);
             let mask = on.builder.reshape(given.mask, &[chunks.rows]);
             let [dhidden, of_chunk] = self.gradients(on, hidden, dlogits, mask);
-            let start = chunks.start_of_states(on, first);
+            let start = on.at_row(first);
             let states = on.builder.dynamic_update_slice(states, dhidden, &start);
             let dlm_head = on.builder.add(dlm_head, of_chunk);
             [&[states, dlm_head], &next[..]].concat()
@@ -452,32 +452,34 @@ impl Chunks {
         on.builder.pad(line, zero, &[self.padded, shape[2]])
     }
 
-    fn start_of_states(self, on: &mut Program, first: Value) -> [Value; 2] {
-        [first, on.builder.constant(0.0, Type::new(Element::I32, &[]))]
-    }
-
-    fn start(self, on: &mut Program, first: Value) -> [Value; 2] {
-        let [first, zero] = self.start_of_states(on, first);
-        [zero, first]
-    }
-
     /// The chunk of `[1,N]` from `first` on, `[1,c]`; a scalar as it is.
     fn cut(self, on: &mut Program, line: Value, first: Value) -> Value {
         if on.builder.type_of(line).shape.is_empty() {
             return line;
         }
-        let start = self.start(on, first);
+        let start = on.at_column(first);
         on.builder.dynamic_slice(line, &start, &[1, self.rows])
-    }
-
-    /// `line` with a chunk written at `first`.
-    fn put(self, on: &mut Program, line: Value, chunk: Value, first: Value) -> Value {
-        let start = self.start(on, first);
-        on.builder.dynamic_update_slice(line, chunk, &start)
     }
 }
 
 impl Program {
+    /// Where a part of a matrix begins that has its rows from `first` on.
+    fn at_row(&mut self, first: Value) -> [Value; 2] {
+        [first, self.builder.constant(0.0, Type::new(Element::I32, &[]))]
+    }
+
+    /// The same for its columns.
+    fn at_column(&mut self, first: Value) -> [Value; 2] {
+        let [first, zero] = self.at_row(first);
+        [zero, first]
+    }
+
+    /// `[1,N]` with a chunk of it written at `first`.
+    fn put(&mut self, line: Value, chunk: Value, first: Value) -> Value {
+        let start = self.at_column(first);
+        self.builder.dynamic_update_slice(line, chunk, &start)
+    }
+
     /// Goes on from `carried` with `body` for the first row of each chunk.
     fn for_each_chunk(
         &mut self,
@@ -529,7 +531,7 @@ impl Program {
             return self.over(&axes, Fold::Add, array);
         }
         let sum = |on: &mut Program, array, first, rows| {
-            let start = [first, on.builder.constant(0.0, Type::new(Element::I32, &[]))];
+            let start = on.at_row(first);
             let part = on.builder.dynamic_slice(array, &start, &[rows, width]);
             let part = on.over(&axes, Fold::Add, part);
             on.builder.dynamic_update_slice(array, part, &start)
