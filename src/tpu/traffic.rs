@@ -600,6 +600,8 @@ ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
 ";
         let traffic = Traffic::parse("x", text).unwrap();
         assert_eq!(traffic.hbm_bytes, (7 + 7 + 9 + 9) * 4);
+        let also_read_whole = text.replace("  ROOT %r", "  %also = f32[50] negate(%q)\n  ROOT %r");
+        assert_eq!(Traffic::parse("x", &also_read_whole).unwrap().hbm_bytes, (50 + 7 + 9 + 9) * 4);
         let read_whole = text.replace("bitcast(%p)", "negate(%p)");
         assert_eq!(Traffic::parse("x", &read_whole).unwrap().hbm_bytes, (100 + 7 + 100 + 9 + 9) * 4);
     }
