@@ -15,7 +15,7 @@ use crate::problem::{Candidate, Dtype, HeadOutcome, HeadProblem, HeadShape, Prob
 use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
 #[cfg(feature = "pjrt")]
-use crate::xla::Xla;
+use crate::xla::{Xla, XlaHead};
 
 /// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
 /// product that is part of the work.
@@ -283,8 +283,13 @@ pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
 
 /// Every implementation of the LM head with the loss; those that need a PJRT plugin as in [`registry`].
 pub fn lm_head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    #[allow(unused_mut, reason = "without PJRT there is but one")]
+    let mut all: Vec<Arc<dyn Implementation<HeadProblem>>> = vec![Arc::new(NativeHead::default())];
+    #[cfg(feature = "pjrt")]
+    all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<HeadProblem>>));
+    #[cfg(not(feature = "pjrt"))]
     let _ = plugin;
-    vec![Arc::new(NativeHead::default())]
+    all
 }
 
 /// What the id of a user's own program begins with; the path of its manifest follows.

@@ -526,6 +526,32 @@ impl Builder {
         self.define_list(outputs.to_vec(), format_args!("{operation}"))
     }
 
+    /// `Σ a·b` over one axis of each, in f32 products and sums whatever the operands are: what is left of the axes of `a`,
+    /// then of those of `b`. f32 operands are multiplied as f32, which a TPU does in six passes of its bf16 units.
+    pub fn dot(&mut self, a: Value, b: Value, [of_a, of_b]: [usize; 2]) -> Value {
+        let (left, right) = (self.type_of(a).clone(), self.type_of(b).clone());
+        assert_eq!(left.element, right.element, "dot: element types of {left} and {right}");
+        assert_eq!(left.shape.get(of_a), right.shape.get(of_b), "dot: axes {of_a} of {left} and {of_b} of {right}");
+        self.expect_float("dot", a);
+        let free = |ty: &Type, contracted: usize| {
+            let mut shape = ty.shape.clone();
+            shape.remove(contracted);
+            shape
+        };
+        let ty = Type { element: Element::F32, shape: [free(&left, of_a), free(&right, of_b)].concat() };
+        let precision = if left.element == Element::F32 { "HIGHEST" } else { "DEFAULT" };
+        let operation = format!(
+            "stablehlo.dot_general {a}, {b}, contracting_dims = [{of_a}] x [{of_b}], precision = [{precision}, {precision}] : ({left}, {right}) -> {ty}"
+        );
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// `a`, which the compiler may not see through: a value that was rounded stays rounded.
+    pub fn barrier(&mut self, a: Value) -> Value {
+        let ty = self.type_of(a).clone();
+        self.define(ty.clone(), format_args!("stablehlo.optimization_barrier {a} : {ty}"))
+    }
+
     /// `a` folded along `dimensions`.
     pub fn reduce(&mut self, fold: Fold, a: Value, dimensions: &[usize]) -> Value {
         let from = self.type_of(a).clone();
@@ -661,6 +687,28 @@ mod tests {
         let x = builder.parameter(f32s(&[4]), None);
         assert_eq!(builder.all_reduce(Fold::Add, x, &[vec![0], vec![1]]), x);
         assert_ne!(builder.all_reduce(Fold::Add, x, &[vec![0, 1]]), x);
+    }
+
+    #[test]
+    fn a_product_sums_in_f32_and_keeps_the_other_axes() {
+        let mut builder = Builder::default();
+        let bf16s = |shape: &[usize]| Type::new(Element::Bf16, shape);
+        let (x, w) = (builder.parameter(bf16s(&[5, 2]), None), builder.parameter(bf16s(&[3, 2]), None));
+        let y = builder.dot(x, w, [1, 1]);
+        assert_eq!(*builder.type_of(y), f32s(&[5, 3]));
+        assert!(
+            builder.body.contains("contracting_dims = [1] x [1], precision = [DEFAULT, DEFAULT]"),
+            "{}",
+            builder.body
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "dot: axes 1 of tensor<5x2xf32> and 0 of tensor<3x2xf32>")]
+    fn a_product_over_axes_of_different_extents_is_refused() {
+        let mut builder = Builder::default();
+        let (x, w) = (builder.parameter(f32s(&[5, 2]), None), builder.parameter(f32s(&[3, 2]), None));
+        builder.dot(x, w, [1, 0]);
     }
 
     #[test]

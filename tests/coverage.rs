@@ -9,13 +9,15 @@ use std::fs;
 use std::path::Path;
 
 use arms::Arms;
+use assay::conformance::cases::head_recipe;
 use assay::conformance::generate::Recipe;
 use assay::conformance::judge::judge;
+use assay::conformance::lm_head::judge_head;
 use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
 use assay::conformance::variants::variants;
 use assay::fixture::manifest_files;
-use assay::implementation::{find, registry};
+use assay::implementation::{find, lm_head_registry, registry};
 use assay::problem::Dtype;
 use assay::reference;
 use assay::spec::LossSpec;
@@ -73,6 +75,15 @@ fn every_output_is_judged() {
             arms.gate(verdict.gate);
         }
     }
+    let spec = LossSpec::default();
+    let problem = head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
+    let reference = reference::evaluate_head(&spec, &problem).unwrap();
+    for head in suites::immediate_heads() {
+        let outcome = head.run(&spec, problem.clone(), 1).unwrap();
+        for verdict in judge_head(&reference, &problem, &outcome, head.class(), Tolerances::builtin()).unwrap() {
+            arms.gate(verdict.gate);
+        }
+    }
     // Recorded scalars are compared by `assay replay`; `a_changed_recorded_scalar_fails_the_replay`.
     assert_eq!(arms.missing(), ["output: recorded"]);
 }
@@ -83,11 +94,17 @@ fn every_implementation_is_in_one_property_suite() {
         all.iter().map(|implementation| implementation.id().into()).collect()
     };
     let compiled = ids(suites::compiled(Path::new("nowhere.so")));
-    let mut suites = [ids(suites::immediate()), compiled].concat();
+    let mut in_suites = [ids(suites::immediate()), compiled].concat();
     let mut registered = ids(registry(None));
-    suites.sort();
+    in_suites.sort();
     registered.sort();
-    assert_eq!(suites, registered);
+    assert_eq!(in_suites, registered);
+    let heads = suites::immediate_heads().into_iter().chain(suites::compiled_heads(Path::new("nowhere.so")));
+    let mut heads: Vec<String> = heads.map(|head| head.id().into()).collect();
+    let mut registered: Vec<String> = lm_head_registry(None).iter().map(|head| head.id().into()).collect();
+    heads.sort();
+    registered.sort();
+    assert_eq!(heads, registered);
 }
 
 #[test]

@@ -5,8 +5,8 @@ use assay::conformance::cases;
 use assay::conformance::generate::HeadRecipe;
 use assay::conformance::judge::Verdict;
 use assay::conformance::lm_head::judge_head;
+use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
-use assay::implementation::lm_head_registry;
 use assay::problem::{FloatArray, HeadLayout, HeadProblem, HeadShape};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{Head, LossSpec};
@@ -19,7 +19,7 @@ fn described(verdict: &Verdict) -> String {
 fn expect_right(spec: &LossSpec, recipe: &HeadRecipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
     let reference = evaluate_head(spec, &problem).unwrap();
-    for implementation in lm_head_registry(None) {
+    for implementation in suites::immediate_heads() {
         if implementation.supports(spec, recipe.shape(), problem.dtype(), 1).is_err() {
             continue;
         }

@@ -1,11 +1,12 @@
 //! `tolerances.toml` keeps its own rules: every entry is used, argued, measured, and no looser than its measurement.
 
-use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::generate::{HeadRecipe, Recipe, Regime};
 use assay::conformance::judge::judge;
+use assay::conformance::lm_head::judge_head;
 use assay::conformance::recorded::{Scalar, judge_recorded};
 use assay::conformance::tolerance::{Tolerance, Tolerances};
-use assay::implementation::{find, registry};
-use assay::problem::Dtype;
+use assay::implementation::{find, lm_head_registry, registry};
+use assay::problem::{Dtype, HeadLayout};
 use assay::reference;
 use assay::spec::{Kl, KlEstimator, LossSpec};
 
@@ -72,6 +73,14 @@ fn every_entry_is_used() {
             let outcome = implementation.run(&spec, problem.clone(), devices).unwrap();
             judge(&reference, &outcome, implementation.class(), &tolerances).unwrap();
         }
+        let recipe = HeadRecipe { hidden: 5, layout: HeadLayout::VocabByHidden, rounds_logits: true, recipe };
+        let problem_of_head = recipe.problem(&spec).unwrap();
+        let of_head = reference::evaluate_head(&spec, &problem_of_head).unwrap();
+        for head in lm_head_registry(None) {
+            let Some(&devices) = head.device_counts().first() else { continue };
+            let outcome = head.run(&spec, problem_of_head.clone(), devices).unwrap();
+            judge_head(&of_head, &problem_of_head, &outcome, head.class(), &tolerances).unwrap();
+        }
         // What `assay judge` reads from a file has no metrics.
         let mut external = find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
         external.metrics = None;
@@ -80,7 +89,9 @@ fn every_entry_is_used() {
     judge_recorded(&[(Scalar { value: 1.0, scale: 1.0 }, 1.0)], &tolerances).unwrap();
     // What needs a plugin cannot be shown where there is none.
     let absent = |class: &str| {
-        ["xla", "tile"].contains(&class) && !registry(None).iter().any(|i| i.class() == class && i.available().is_ok())
+        let family = class.trim_end_matches("-lm-head");
+        ["xla", "tile"].contains(&family)
+            && !registry(None).iter().any(|i| i.class() == family && i.available().is_ok())
     };
     let (ignored, unused): (Vec<_>, Vec<_>) = tolerances.unused().partition(|entry| absent(&entry.class));
     if !ignored.is_empty() {

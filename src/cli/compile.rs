@@ -1,10 +1,11 @@
 //! `assay compile`: a program compiled for TPUs that need not be there, and what its compiler says of it.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
-use std::{env, fmt::Write as _};
+use std::{env, fmt, fmt::Write as _};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
@@ -12,12 +13,12 @@ use super::compile_table::{self, Rows};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::{Implementation, RunError};
 use crate::memory::CompiledMemory;
-use crate::problem::{Dtype, Shape};
+use crate::problem::{Dtype, HeadLayout, HeadShape, Shape};
 use crate::spec::LossSpec;
 use crate::tpu::recorded::{self, Recorded};
 use crate::tpu::schedule::Kernel;
 use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Request, Target};
-use crate::xla::{Core, Xla};
+use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
 
 /// Kernels that take less than this part of all cycles share one row of the table.
 const SMALL: f64 = 0.01;
@@ -27,15 +28,24 @@ pub(super) struct Compile {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse, required_unless_present = "table")]
     target: Option<Target>,
-    /// The implementation: xla, tile-one-pass, tile-two-pass or tile-entropy
+    /// The implementation: xla, tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head or tile-lm-head
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
-    /// Sequences, tokens and vocabulary that each device holds
+    /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV", required_unless_present = "table")]
-    shape: Option<Shape>,
-    /// Dtype of the logits: f32, bf16 or f16
+    shape: Option<Extents>,
+    /// Dtype of the logits, or of hidden states and head: f32, bf16 or f16
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
+    /// How the LM head lies
+    #[arg(long, value_enum, default_value = "hv")]
+    layout: Layout,
+    /// Logits of an LM head stay in f32 instead of being rounded to the dtype
+    #[arg(long)]
+    f32_logits: bool,
+    /// Bytes of logits that tile-lm-head holds at a time, at most
+    #[arg(long, value_name = "BYTES", default_value_t = CHUNK_BYTES)]
+    chunk_bytes: usize,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
@@ -53,6 +63,49 @@ pub(super) struct Compile {
     timeout: u64,
     #[command(flatten)]
     printing: Printing,
+}
+
+/// What each device holds, as `--shape` says.
+#[derive(Clone, Copy)]
+pub(super) enum Extents {
+    Logits(Shape),
+    Head(HeadShape),
+}
+
+impl FromStr for Extents {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let head = text.matches('x').count() == 3;
+        if head { text.parse().map(Extents::Head) } else { text.parse().map(Extents::Logits) }
+    }
+}
+
+impl fmt::Display for Extents {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Extents::Logits(shape) => shape.fmt(f),
+            Extents::Head(shape) => shape.fmt(f),
+        }
+    }
+}
+
+impl Extents {
+    fn to_vec(self) -> Vec<usize> {
+        match self {
+            Extents::Logits(shape) => vec![shape.batch, shape.tokens, shape.vocab],
+            Extents::Head(shape) => vec![shape.batch, shape.tokens, shape.hidden, shape.vocab],
+        }
+    }
+}
+
+/// [`HeadLayout`], on the command line.
+#[derive(Clone, Copy, ValueEnum)]
+enum Layout {
+    /// `[H,V]`
+    Hv,
+    /// `[V,H]`
+    Vh,
 }
 
 /// A child of [`Compile`]: compiles what lies in a folder.
@@ -73,16 +126,26 @@ struct Asked {
     target: Target,
     implementation: String,
     /// What each device holds.
-    shape: Shape,
+    shape: Extents,
     dtype: Dtype,
+    layout: HeadLayout,
+    rounds_logits: bool,
+    chunk_bytes: usize,
     spec: LossSpec,
 }
 
 impl Asked {
     fn compile(&self, compiler: &Compiler) -> Result<Figures, CliError> {
-        let xla = find(&self.implementation)?;
         let (devices, core) = (self.target.devices(), core_of(self.target.chip));
-        let code = xla.program_for(&self.spec, self.shape, self.dtype, devices, core).map_err(RunError::from)?;
+        let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
+        let code = match self.shape {
+            Extents::Logits(shape) => find(&self.implementation)?.program_for(spec, shape, dtype, devices, core),
+            Extents::Head(shape) => {
+                let head = find_head(&self.implementation)?.chunk_bytes(self.chunk_bytes);
+                head.program_for(spec, HeadArrays { shape, dtype, layout, rounds_logits }, devices, core)
+            }
+        };
+        let code = code.map_err(RunError::from)?;
         let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
         Ok(Figures::new(self, &compiler.compile(&request)?))
     }
@@ -91,16 +154,22 @@ impl Asked {
 impl Compile {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
-        let of = |implementation: &str, target: &Target, shape: Shape| Asked {
+        let of = |implementation: &str, target: &Target, shape: Extents| Asked {
             target: target.clone(),
             implementation: implementation.into(),
             shape,
             dtype: self.dtype,
+            layout: match self.layout {
+                Layout::Hv => HeadLayout::HiddenByVocab,
+                Layout::Vh => HeadLayout::VocabByHidden,
+            },
+            rounds_logits: !self.f32_logits,
+            chunk_bytes: self.chunk_bytes,
             spec: spec.clone(),
         };
         let (Some(target), Some(shape)) = (&self.target, self.shape) else {
             let target = Target::parse(compile_table::TARGET)?;
-            let shapes = compile_table::recorded().map(|recorded| recorded.shape);
+            let shapes = compile_table::recorded().map(|recorded| Extents::Logits(recorded.shape));
             let rows = shapes.flat_map(|shape| compile_table::IMPLEMENTATIONS.map(|id| (id, shape)));
             return self.run_table(&rows.map(|(id, shape)| of(id, &target, shape)).collect::<Vec<_>>());
         };
@@ -157,6 +226,16 @@ pub(super) fn find(id: &str) -> Result<Xla, CliError> {
     })
 }
 
+/// The same, of an LM head.
+fn find_head(id: &str) -> Result<XlaHead, CliError> {
+    let mut all: Vec<XlaHead> = XlaHead::all(None).into_iter().filter(XlaHead::sharding_is_whole).collect();
+    let Some(at) = all.iter().position(|head| head.id() == id) else {
+        let ids = all.iter().map(Implementation::id).collect::<Vec<_>>().join(", ");
+        return Err(CliError::Usage(format!("implementation: got `{id}`, expected one of an LM head: {ids}")));
+    };
+    Ok(all.swap_remove(at))
+}
+
 #[derive(Clone, Copy, Serialize)]
 pub(super) struct Memory {
     #[serde(flatten)]
@@ -179,8 +258,8 @@ pub(super) struct Figures {
     devices: usize,
     #[serde(rename = "impl")]
     pub(super) implementation: String,
-    /// `[B,T,V]` on each device.
-    pub(super) shape: [usize; 3],
+    /// `[B,T,V]` or `[B,T,H,V]` on each device.
+    pub(super) shape: Vec<usize>,
     pub(super) dtype: Dtype,
     pub(super) memory: Memory,
     kernels: Vec<Kernel>,
@@ -201,12 +280,15 @@ impl Figures {
         let chip = asked.target.chip;
         let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
         let bound = Bound::of(chip, cycles, hbm_bytes);
-        let recorded = recorded::baseline(&asked.target, asked.shape, asked.dtype);
+        let recorded = match asked.shape {
+            Extents::Logits(shape) => recorded::baseline(&asked.target, shape, asked.dtype),
+            Extents::Head(_) => None,
+        };
         Self {
             target: asked.target.to_string(),
             devices: asked.target.devices(),
             implementation: asked.implementation.clone(),
-            shape: [asked.shape.batch, asked.shape.tokens, asked.shape.vocab],
+            shape: asked.shape.to_vec(),
             dtype: asked.dtype,
             memory: Memory { compiled: compiled.memory, peak_bytes: compiled.memory.peak_bytes() },
             kernels: compiled.kernels.clone(),
@@ -221,20 +303,21 @@ impl Figures {
     }
 
     fn table(&self) -> String {
-        let [batch, tokens, vocab] = self.shape;
         let mut kernels = Table::new();
         kernels.load_style(UTF8_FULL_CONDENSED);
         kernels.set_header(["kernel", "cycles", "loops: bundles × trips", "busiest slot"]);
         kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
         let mut sorted: Vec<&Kernel> = self.kernels.iter().collect();
-        sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.cycles));
-        let small = |kernel: &&Kernel| (kernel.cycles as f64) < SMALL * self.cycles as f64;
+        sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.all_cycles()));
+        let small = |kernel: &&Kernel| (kernel.all_cycles() as f64) < SMALL * self.cycles as f64;
         let (small, large): (Vec<&Kernel>, Vec<&Kernel>) = sorted.into_iter().partition(small);
         for kernel in large {
-            kernels.add_row([kernel.name.clone(), kernel.cycles.to_string(), loops(kernel), busiest(kernel)]);
+            let name =
+                if kernel.runs == 1 { kernel.name.clone() } else { format!("{} × {}", kernel.runs, kernel.name) };
+            kernels.add_row([name, kernel.all_cycles().to_string(), loops(kernel), busiest(kernel)]);
         }
         if !small.is_empty() {
-            let cycles: u64 = small.iter().map(|kernel| kernel.cycles).sum();
+            let cycles: u64 = small.iter().map(|kernel| kernel.all_cycles()).sum();
             kernels.add_row([format!("{} more", small.len()), cycles.to_string(), String::new(), String::new()]);
         }
 
@@ -242,7 +325,7 @@ impl Figures {
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header([
             format!("{} on {}", self.implementation, self.target),
-            format!("{batch}x{tokens}x{vocab} {} on each of {} devices", self.dtype, self.devices),
+            format!("{} {} on each of {} devices", written(&self.shape), self.dtype, self.devices),
         ]);
         table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
         let Memory { compiled, peak_bytes } = self.memory;
@@ -277,6 +360,11 @@ impl Figures {
         }
         text
     }
+}
+
+/// `1x4096x151936`
+pub(super) fn written(shape: &[usize]) -> String {
+    shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
 /// `1274 × 594, 12 × ?`, the heaviest first.

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::CliError;
-use super::compile::Figures;
+use super::compile::{Figures, written};
 use crate::tpu::recorded::{BASELINE, RECORDED, Recorded};
 
 /// The lines that stand around the table in a document.
@@ -40,15 +40,15 @@ impl Rows {
             "| shape a device | program | peak, bytes | of the logits | cycles | HBM bytes | cycles, ms | HBM, ms | bound, ms | recorded, ms | bound / recorded |\n|---|---|---|---|---|---|---|---|---|---|---|\n",
         );
         for row in &self.rows {
-            let [batch, tokens, vocab] = row.shape;
-            let logits = batch * tokens * vocab * row.dtype.size();
+            let logits = row.shape.iter().product::<usize>() * row.dtype.size();
             let peak = row.memory.peak_bytes;
             let bound = &row.bound;
             let beside = |number: Option<f64>| number.map_or("–".into(), |number| format!("{number:.2}"));
             let recorded = row.recorded.as_ref().filter(|_| row.implementation == "xla");
             let _ = writeln!(
                 text,
-                "| {batch}x{tokens}x{vocab} | {} | {peak} | {:.3} × | {} | {} | {:.3} | {:.3} | {:.3} ({}) | {} | {} |",
+                "| {} | {} | {peak} | {:.3} × | {} | {} | {:.3} | {:.3} | {:.3} ({}) | {} | {} |",
+                written(&row.shape),
                 row.implementation,
                 peak as f64 / logits as f64,
                 row.cycles,

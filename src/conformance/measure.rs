@@ -13,7 +13,7 @@ use super::judge::{JudgeError, Verdict, judge};
 use super::lm_head::judge_head;
 use super::suites;
 use super::tolerance::{Gate, Tolerances};
-use crate::implementation::{Implementation, RunError, lm_head_registry};
+use crate::implementation::{Implementation, RunError};
 use crate::problem::{Dtype, HeadProblem, ProblemError};
 use crate::reference;
 use crate::spec::{Kl, KlEstimator, LossSpec, OldLogp};
@@ -76,9 +76,10 @@ pub fn classes(plugins: &[PathBuf]) -> BTreeMap<String, Option<String>> {
             *found = None;
         }
     }
-    for implementation in lm_head_registry(None) {
-        let hindrance = implementation.available().err().map(|why| why.reason);
-        classes.entry(implementation.class().to_string()).or_insert(hindrance);
+    let compiled = plugins.iter().flat_map(|plugin| suites::compiled_heads(plugin));
+    for head in suites::immediate_heads().into_iter().chain(compiled) {
+        let hindrance = head.available().err().map(|why| why.reason);
+        classes.entry(head.class().to_string()).or_insert(hindrance);
     }
     classes
 }
@@ -94,10 +95,9 @@ pub fn cases(class: Option<&str>, random: usize, plugins: &[PathBuf]) -> Vec<Cas
         let on = On { implementation, plugin: None, devices: 1 };
         on.any_shape(random, seeds, &mut cases);
     }
-    for implementation in lm_head_registry(None) {
-        if class.is_none_or(|class| class == implementation.class()) {
-            heads(&implementation, random / 2, seeds, &mut cases);
-        }
+    let wanted_head = |head: &Arc<dyn Implementation<HeadProblem>>| class.is_none_or(|class| class == head.class());
+    for head in suites::immediate_heads().into_iter().filter(wanted_head) {
+        any_head(&head, random / 2, seeds, &mut cases);
     }
     for (i, plugin) in plugins.iter().enumerate() {
         let all: Vec<_> = suites::compiled(plugin).into_iter().filter(wanted).collect();
@@ -108,6 +108,8 @@ pub fn cases(class: Option<&str>, random: usize, plugins: &[PathBuf]) -> Vec<Cas
         }
         if i == 0 {
             zero_kl(&all, plugin, seeds, &mut cases);
+            let heads = suites::compiled_heads(plugin);
+            heads.iter().filter(|head| wanted_head(head)).for_each(|head| few_heads(head, plugin, seeds, &mut cases));
         }
     }
     cases
@@ -189,8 +191,27 @@ impl On {
     }
 }
 
+/// Few programs for heads, on the largest device count.
+fn few_heads(
+    implementation: &Arc<dyn Implementation<HeadProblem>>,
+    plugin: &Path,
+    seeds: impl Fn(usize) -> usize,
+    cases: &mut Vec<Case>,
+) {
+    let Some(devices) = implementation.device_counts().into_iter().rfind(|devices| devices.is_power_of_two()) else {
+        return;
+    };
+    let file = plugin.file_name().map(|name| name.to_string_lossy().into_owned());
+    for dtype in Dtype::KERNEL {
+        for (spec, recipe) in suites::device_heads(dtype, seeds(8), devices as u64) {
+            let work = Work::Head(Arc::clone(implementation), recipe);
+            cases.push(Case { work, plugin: file.clone(), devices, spec });
+        }
+    }
+}
+
 /// Heads of any width; and those of one token, or one column beside the target, where no error is averaged away.
-fn heads(
+fn any_head(
     implementation: &Arc<dyn Implementation<HeadProblem>>,
     random: usize,
     seeds: impl Fn(usize) -> usize,

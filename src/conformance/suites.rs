@@ -8,8 +8,8 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::cases;
 use super::generate::{HeadRecipe, Recipe, Regime};
-use crate::implementation::{Implementation, registry};
-use crate::problem::Dtype;
+use crate::implementation::{Implementation, lm_head_registry, registry};
+use crate::problem::{Dtype, HeadLayout, HeadProblem};
 use crate::spec::LossSpec;
 
 /// Those that run any shape at once: they are given thousands of shapes.
@@ -25,6 +25,20 @@ pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
 
 fn compiles(implementation: &dyn Implementation) -> bool {
     ["xla", "tile"].contains(&implementation.class())
+}
+
+/// Those of the LM head that run any shape at once.
+pub fn immediate_heads() -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    lm_head_registry(None).into_iter().filter(|head| !head_compiles(&**head)).collect()
+}
+
+/// Those of the LM head that compile a program for each shape, on the devices of `plugin`.
+pub fn compiled_heads(plugin: &Path) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    lm_head_registry(Some(plugin)).into_iter().filter(|head| head_compiles(&**head)).collect()
+}
+
+fn head_compiles(head: &dyn Implementation<HeadProblem>) -> bool {
+    ["xla-lm-head", "tile-lm-head"].contains(&head.class())
 }
 
 /// Seed of the cases on which false alarms are counted.
@@ -58,6 +72,23 @@ fn drawn(rng: TestRng) -> impl Iterator<Item = (LossSpec, Recipe)> {
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
     let random = (cases::any_spec(), cases::any_recipe());
     std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
+}
+
+/// Cases for heads that compile a program for each shape: few programs, many problems. `structures` random specs, in turn
+/// with both layouts and with rounded logits, each in every regime that a product has. The same arguments give the same
+/// cases.
+pub fn device_heads(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, HeadRecipe)> {
+    let mut cases = Vec::new();
+    for (i, (spec, recipe)) in drawn(rng([seed, 16 + dtype as u64])).take(structures).enumerate() {
+        let (shape, hidden) = ([[3, 9, 131], [1, 16, 67]][i % 2], [33, 16][i % 2]);
+        let layout = [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden][i % 2];
+        let rounds_logits = i / 2 % 2 == 1;
+        for (seed, regime) in (recipe.seed..).zip(Regime::ALL.into_iter().filter(|regime| *regime != Regime::Holes)) {
+            let recipe = Recipe { shape, dtype, regime, seed, ..recipe.clone() };
+            cases.push((spec.clone(), HeadRecipe { hidden, layout, rounds_logits, recipe }));
+        }
+    }
+    cases
 }
 
 /// Tokens and vocabularies that 2, 4 and 8 devices do not divide; the last one leaves some of 8 devices a column less,

@@ -32,7 +32,7 @@ pub enum HeadLayout {
     /// `[H,V]`, as JAX stores it.
     #[serde(rename = "hv")]
     HiddenByVocab,
-    /// `[V,H]`, as PyTorch stores it, and as the embedding that it may be tied to.
+    /// `[V,H]`, as `PyTorch` stores it, and as the embedding that it may be tied to.
     #[serde(rename = "vh")]
     VocabByHidden,
 }

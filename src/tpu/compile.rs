@@ -73,9 +73,9 @@ pub struct Compiled {
 }
 
 impl Compiled {
-    /// Cycles of all kernels, one after another.
+    /// Cycles of all kernels, one after another, each as often as it is launched.
     pub fn cycles(&self) -> u64 {
-        self.kernels.iter().map(|kernel| kernel.cycles).fold(0, u64::saturating_add)
+        self.kernels.iter().map(Kernel::all_cycles).fold(0, u64::saturating_add)
     }
 }
 
@@ -175,12 +175,14 @@ impl Compiler {
         })?;
         match answer {
             Answer::Refused(message) => Err(TpuError::Refused { target, message }),
-            Answer::Compiled { memory, compile_s } => Ok(Compiled {
-                memory,
-                compile_s,
-                kernels: schedule::read(&folder.join(SCHEDULES), request.target.chip)?,
-                traffic: traffic::read(&folder.join(HLO))?,
-            }),
+            Answer::Compiled { memory, compile_s } => {
+                let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip)?;
+                let traffic = traffic::read(&folder.join(HLO))?;
+                for kernel in &mut kernels {
+                    kernel.runs = traffic.runs.get(&kernel.name).copied().unwrap_or(1);
+                }
+                Ok(Compiled { memory, compile_s, kernels, traffic })
+            }
         }
     }
 

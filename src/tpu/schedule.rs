@@ -25,7 +25,7 @@
 //! outside all others that a branch may pass over, such as the copy of an argument that the caller did not donate.
 //! `cycles` are a lower bound in that sense. Inside a loop, what a branch may pass over is counted in every trip.
 //!
-//! Each kernel is counted as launched once, which is so in a program without a `while`.
+//! `cycles` are those of one launch; how often a kernel is launched, HLO says.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -90,8 +90,10 @@ pub struct Kernel {
     pub bundles: u64,
     /// Its loops, in order of their start.
     pub loops: Vec<Loop>,
-    /// `Σ bundles × trips`; loops without known cycles count as one trip.
+    /// `Σ bundles × trips` of one launch; loops without known cycles count as one trip.
     pub cycles: u64,
+    /// How often it is launched.
+    pub runs: u64,
     /// Slots filled, over the same cycles.
     pub slots: Vec<SlotUse>,
     /// The slot with the highest use against capacity; `None` where none is used.
@@ -298,6 +300,11 @@ struct Span {
 }
 
 impl Kernel {
+    /// Cycles of all launches.
+    pub fn all_cycles(&self) -> u64 {
+        self.cycles.saturating_mul(self.runs)
+    }
+
     /// The kernel called `name` from the texts of its two files.
     ///
     /// # Errors
@@ -449,7 +456,7 @@ fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -
     let slots = slots(&total);
     let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| a.cycles().total_cmp(&b.cycles()));
     let binding = binding.map(|slot| slot.name.clone());
-    Kernel { name: name.into(), bundles: rows.len() as u64, loops, cycles, slots, binding }
+    Kernel { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
 }
 
 #[cfg(test)]

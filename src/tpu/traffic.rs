@@ -5,15 +5,19 @@
 //!
 //! - parameters, constants, tuples, bitcasts and `iota` of themselves;
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
+//! - an array of which a part is written, in place, beyond that part; and one of which a fusion takes no more than parts at
+//!   places told at run time, beyond those;
 //! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an
 //!   operand, or an async call copies a slice of it, is told by its shape in the computations that are called.
 //!
 //! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
-//! custom call reads its operands once and writes its outputs once like any other. What an instruction keeps to
+//! custom call reads its operands once and writes its outputs once like any other. The body of a `while` counts as often as it
+//! runs, where that can be told. What an instruction keeps to
 //! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
-//! least it can move. Bodies of `while` and `conditional` are not counted; the instructions are named.
+//! least it can move. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
+//! named.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::Path;
 
@@ -31,6 +35,8 @@ pub struct Traffic {
     pub hbm_bytes: u64,
     /// Instructions with bodies that run a number of times that HLO does not say.
     pub uncounted: Vec<String>,
+    /// How often the instructions of loops run, by name; every other runs once.
+    pub runs: BTreeMap<String, u64>,
 }
 
 /// The traffic of the program whose dump lies in `folder`.
@@ -186,20 +192,30 @@ struct Instruction<'t> {
     name: &'t str,
     shape: Shape,
     opcode: &'t str,
+    /// What stands between the parentheses.
+    given: &'t str,
     operands: Vec<&'t str>,
     attributes: &'t str,
+    /// Whether it is what its computation returns.
+    root: bool,
 }
 
 impl<'t> Instruction<'t> {
     fn parse(line: &'t str) -> Option<Instruction<'t>> {
         let line = line.trim_start();
-        let (name, rest) = line.strip_prefix("ROOT ").unwrap_or(line).split_once(" = ")?;
+        let returned = line.strip_prefix("ROOT ");
+        let (name, rest) = returned.unwrap_or(line).split_once(" = ")?;
         let (shape, rest) = shape(rest, 0)?;
         let (opcode, rest) = rest.trim_start().split_once('(')?;
         // Operands are names; a constant's value is none, and may hold anything.
-        let (operands, attributes) = rest.split_once(')').unwrap_or((rest, ""));
-        let operands = operands.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
-        Some(Instruction { name, shape, opcode, operands, attributes })
+        let (given, attributes) = rest.split_once(')').unwrap_or((rest, ""));
+        let operands = given.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
+        Some(Instruction { name, shape, opcode, given, operands, attributes, root: returned.is_some() })
+    }
+
+    /// The computation that an attribute names.
+    fn attribute(&self, name: &str) -> Option<&'t str> {
+        self.attributes.split(name).nth(1)?.split([',', ' ']).next()
     }
 
     /// Computations that it calls.
@@ -210,9 +226,10 @@ impl<'t> Instruction<'t> {
     }
 }
 
-/// A computation: what it takes parts of, and what it calls.
+/// A computation: what it does, what it takes parts of, and what it calls.
 #[derive(Default)]
 struct Computation<'t> {
+    instructions: Vec<Instruction<'t>>,
     /// `(opcode, shape taken from, bytes that come out)`
     parts: Vec<(&'t str, String, u64)>,
     called: Vec<&'t str>,
@@ -238,6 +255,136 @@ fn parts_taken(instruction: &Instruction, computations: &HashMap<&str, Computati
     found
 }
 
+/// Instructions of one computation by name.
+struct Definitions<'i, 't>(HashMap<&'t str, &'i Instruction<'t>>);
+
+impl<'i, 't> Definitions<'i, 't> {
+    fn of(instructions: &'i [Instruction<'t>]) -> Self {
+        Self(instructions.iter().map(|instruction| (instruction.name, instruction)).collect())
+    }
+
+    /// What `operand` is a copy of.
+    fn origin<'o>(&'o self, mut operand: &'o str) -> &'o str {
+        while let Some(copy) = self.0.get(operand).filter(|instruction| instruction.opcode == "copy") {
+            operand = copy.operands[0];
+        }
+        operand
+    }
+
+    /// Which part of the computation's parameter `operand` is.
+    fn carried(&self, operand: &str) -> Option<usize> {
+        let (tuple, place) = self.origin(operand).split_once('#')?;
+        self.0.get(tuple).filter(|instruction| instruction.opcode == "parameter")?;
+        place.parse().ok()
+    }
+
+    /// The value of an integer constant.
+    fn constant(&self, operand: &str) -> Option<u64> {
+        let constant = self.0.get(self.origin(operand)).filter(|instruction| instruction.opcode == "constant")?;
+        constant.given.trim().parse().ok()
+    }
+}
+
+/// Bytes that an instruction moves of arrays that it does not read or write whole.
+#[derive(Default)]
+struct Windows {
+    /// By place among the operands.
+    read: HashMap<usize, u64>,
+    /// By place among the results.
+    written: HashMap<usize, u64>,
+}
+
+impl Windows {
+    fn of(instruction: &Instruction, around: &Definitions, computations: &HashMap<&str, Computation>) -> Self {
+        const TAKE: &str = "dynamic-slice";
+        const PUT: &str = "dynamic-update-slice";
+        let bytes = |definitions: &Definitions, name: &str| {
+            definitions.0.get(name).map_or(0, |instruction| instruction.shape.bytes())
+        };
+        let mut windows = Windows::default();
+        if let (PUT, [_, part, ..]) = (instruction.opcode, &instruction.operands[..]) {
+            windows.read.insert(0, 0);
+            windows.written.insert(0, bytes(around, part));
+        }
+        let body = instruction.called().next().and_then(|name| computations.get(name));
+        let Some(body) = body.filter(|_| instruction.opcode == "fusion").map(|body| &body.instructions) else {
+            return windows;
+        };
+        let inside = Definitions::of(body);
+        let source = |mut name| {
+            while let Some(view) = inside.0.get(name).filter(|instruction| instruction.opcode == "bitcast") {
+                name = view.operands[0];
+            }
+            name
+        };
+        let parameter = |name| -> Option<usize> {
+            let parameter = inside.0.get(source(name)).filter(|instruction| instruction.opcode == "parameter")?;
+            parameter.given.trim().parse().ok()
+        };
+        let mut whole = HashSet::new();
+        for user in body.iter().filter(|user| user.opcode != "bitcast") {
+            for (place, operand) in user.operands.iter().enumerate() {
+                let Some(parameter) = parameter(operand) else { continue };
+                match (user.opcode, place) {
+                    (TAKE, 0) => *windows.read.entry(parameter).or_default() += user.shape.bytes(),
+                    (PUT, 0) => *windows.read.entry(parameter).or_default() += 0,
+                    _ => _ = whole.insert(parameter),
+                }
+            }
+        }
+        windows.read.retain(|parameter, _| !whole.contains(parameter));
+        let root = body.iter().find(|instruction| instruction.root);
+        let results =
+            root.map_or(vec![], |root| if root.opcode == "tuple" { root.operands.clone() } else { vec![root.name] });
+        for (place, result) in results.into_iter().enumerate() {
+            let put = inside.0.get(source(result)).filter(|instruction| instruction.opcode == PUT);
+            if let Some([array, part, ..]) = put.map(|put| &put.operands[..])
+                && parameter(array).is_some()
+            {
+                windows.written.insert(place, bytes(&inside, part));
+            }
+        }
+        windows
+    }
+
+    /// Of the results, those that lie in HBM.
+    fn bytes_written(&self, results: &Shape) -> u64 {
+        let part = |(place, part): (usize, &Shape)| {
+            let whole = part.hbm_bytes();
+            self.written.get(&place).map_or(whole, |&bytes| whole.min(bytes))
+        };
+        match results {
+            Shape::Array(_) => part((0, results)),
+            Shape::Tuple(parts) => parts.iter().enumerate().map(part).fold(0, u64::saturating_add),
+        }
+    }
+}
+
+/// How often the body of `repeated` runs, a `while` among `around`: where a number that it carries starts at a constant,
+/// grows by one and is compared with a third.
+fn trips(repeated: &Instruction, around: &Definitions, computations: &HashMap<&str, Computation>) -> Option<u64> {
+    let [condition, body] =
+        [" condition=", " body="].map(|name| repeated.attribute(name).and_then(|name| computations.get(name)));
+    let (condition, body) = (&condition?.instructions, &body?.instructions);
+    let root = |instructions: &[Instruction]| instructions.iter().position(|instruction| instruction.root);
+    let compare = &condition[root(condition)?];
+    let [counter, end] = compare.operands[..] else { return None };
+    if compare.opcode != "compare" || !compare.attributes.contains("direction=LT") {
+        return None;
+    }
+    let end = Definitions::of(condition).constant(end)?;
+    let place = Definitions::of(condition).carried(counter)?;
+    let start = around.0.get(repeated.operands.first()?).filter(|tuple| tuple.opcode == "tuple")?;
+    let start = around.constant(start.operands.get(place)?)?;
+    let next = &body[root(body)?];
+    let inside = Definitions::of(body);
+    let add = inside.0.get(next.operands.get(place)?).filter(|add| add.opcode == "add")?;
+    let [left, right] = add.operands[..] else { return None };
+    let step = inside.constant(right).filter(|&step| step > 0)?;
+    let same = inside.carried(left) == Some(place);
+    (same && next.opcode == "tuple").then(|| end.saturating_sub(start).div_ceil(step))
+}
+
 /// Opcodes that move nothing of themselves.
 const STILL: [&str; 10] = [
     "parameter",
@@ -253,6 +400,70 @@ const STILL: [&str; 10] = [
 ];
 
 impl Traffic {
+    /// Counts a computation that runs `runs` times; the bodies of its loops come back, each with how often it runs.
+    fn count<'t>(
+        &mut self,
+        file: &str,
+        instructions: &[Instruction<'t>],
+        runs: u64,
+        computations: &HashMap<&str, Computation>,
+    ) -> Result<Vec<(&'t str, u64)>, TpuError> {
+        let definitions = Definitions::of(instructions);
+        let by_name = &definitions.0;
+        let mut bodies = Vec::new();
+        let mut bytes = 0_u64;
+        for instruction in instructions.iter().filter(|instruction| !STILL.contains(&instruction.opcode)) {
+            if runs > 1 {
+                self.runs.insert(instruction.name.trim_start_matches('%').into(), runs);
+            }
+            if matches!(instruction.opcode, "while" | "conditional") {
+                let known = trips(instruction, &definitions, computations);
+                if let (Some(trips), Some(body)) = (known, instruction.attribute(" body=")) {
+                    bodies.push((body, runs.saturating_mul(trips)));
+                    continue;
+                }
+                self.uncounted.push(instruction.name.into());
+                continue;
+            }
+            // An async call is described where it starts: by the handle that `async-update` takes.
+            let handle = instruction.operands.first().filter(|_| instruction.opcode == "async-update");
+            let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
+            let parts = parts_taken(described, computations);
+            let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
+            let mut counted = HashSet::new();
+            let windows = Windows::of(instruction, &definitions, computations);
+            for (place, operand) in instruction.operands.iter().enumerate() {
+                let (name, index) =
+                    operand.split_once('#').map_or((*operand, None), |(name, index)| (name, Some(index)));
+                let unknown =
+                    || malformed(file, 0, format!("{operand} in {}", instruction.name), "an earlier instruction");
+                let source = by_name.get(name).ok_or_else(unknown)?;
+                // The handle of an async call is no array.
+                let handle = source.opcode.ends_with("-start") || source.opcode == "async-update";
+                if handle || !counted.insert(operand) {
+                    continue;
+                }
+                let shape = match index {
+                    None => &source.shape,
+                    Some(index) => index.parse().ok().and_then(|index| source.shape.part(index)).ok_or_else(unknown)?,
+                };
+                let whole = shape.hbm_bytes();
+                let read = match (instruction.opcode, shape) {
+                    ("gather" | "slice" | "dynamic-slice", _) => whole.min(instruction.shape.bytes()),
+                    (_, Shape::Array(array)) => parts.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
+                    _ => whole,
+                };
+                let read = windows.read.get(&place).map_or(read, |&bytes| read.min(bytes));
+                bytes = bytes.saturating_add(read);
+            }
+            if !starts {
+                bytes = bytes.saturating_add(windows.bytes_written(&instruction.shape));
+            }
+        }
+        self.hbm_bytes = self.hbm_bytes.saturating_add(bytes.saturating_mul(runs));
+        Ok(bodies)
+    }
+
     /// From the text of an optimized HLO module; `file` is its name.
     ///
     /// # Errors
@@ -286,56 +497,22 @@ impl Traffic {
                         let bytes = instruction.shape.bytes();
                         computation.parts.push((instruction.opcode, from.named.clone(), bytes));
                     }
-                    shapes.insert(instruction.name, instruction.shape);
+                    shapes.insert(instruction.name, instruction.shape.clone());
+                    computation.instructions.push(instruction);
                 }
             }
         }
         let entry = entry.ok_or_else(|| malformed(file, 0, "no ENTRY", "an entry computation"))?;
-        count(file, &entry, &computations)
-    }
-}
-
-fn count(file: &str, entry: &[Instruction], computations: &HashMap<&str, Computation>) -> Result<Traffic, TpuError> {
-    let by_name: HashMap<&str, &Instruction> =
-        entry.iter().map(|instruction| (instruction.name, instruction)).collect();
-    let mut traffic = Traffic::default();
-    for instruction in entry.iter().filter(|instruction| !STILL.contains(&instruction.opcode)) {
-        if matches!(instruction.opcode, "while" | "conditional") {
-            traffic.uncounted.push(instruction.name.into());
-            continue;
-        }
-        // An async call is described where it starts: by the handle that `async-update` takes.
-        let handle = instruction.operands.first().filter(|_| instruction.opcode == "async-update");
-        let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
-        let parts = parts_taken(described, computations);
-        let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
-        let mut counted = HashSet::new();
-        for operand in &instruction.operands {
-            let (name, index) = operand.split_once('#').map_or((*operand, None), |(name, index)| (name, Some(index)));
-            let unknown = || malformed(file, 0, format!("{operand} in {}", instruction.name), "an earlier instruction");
-            let source = by_name.get(name).ok_or_else(unknown)?;
-            // The handle of an async call is no array.
-            let handle = source.opcode.ends_with("-start") || source.opcode == "async-update";
-            if handle || !counted.insert(operand) {
-                continue;
+        let mut traffic = Traffic::default();
+        let mut waiting = vec![(&entry, 1)];
+        while let Some((instructions, runs)) = waiting.pop() {
+            for (body, trips) in traffic.count(file, instructions, runs, &computations)? {
+                let body = computations.get(body).ok_or_else(|| malformed(file, 0, body, "a computation"))?;
+                waiting.push((&body.instructions, trips));
             }
-            let shape = match index {
-                None => &source.shape,
-                Some(index) => index.parse().ok().and_then(|index| source.shape.part(index)).ok_or_else(unknown)?,
-            };
-            let whole = shape.hbm_bytes();
-            let read = match (instruction.opcode, shape) {
-                ("gather" | "slice" | "dynamic-slice", _) => whole.min(instruction.shape.bytes()),
-                (_, Shape::Array(array)) => parts.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
-                _ => whole,
-            };
-            traffic.hbm_bytes = traffic.hbm_bytes.saturating_add(read);
         }
-        if !starts {
-            traffic.hbm_bytes = traffic.hbm_bytes.saturating_add(instruction.shape.hbm_bytes());
-        }
+        Ok(traffic)
     }
-    Ok(traffic)
 }
 
 #[cfg(test)]
@@ -399,6 +576,87 @@ ENTRY %main (a: f32[100]) -> f32[100] {
         let traffic = Traffic::parse("x", text).unwrap();
         assert_eq!(traffic.hbm_bytes, (10 + 10 + 3 + 3 + 100 + 100) * 4);
         assert_eq!(traffic.uncounted, ["%loop"]);
+    }
+
+    #[test]
+    fn a_part_that_is_written_in_place_or_taken_counts_alone() {
+        let text = "%put (p: f32[100], q: f32[50], i: s32[]) -> f32[100] {
+  %p = f32[100] parameter(0)
+  %q = f32[50] parameter(1)
+  %i = s32[] parameter(2)
+  %seen = f32[100] bitcast(%p)
+  %part = f32[7] dynamic-slice(%q, %i), dynamic_slice_sizes={7}
+  ROOT %r = f32[100] dynamic-update-slice(%seen, %part, %i)
+}
+
+ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
+  %a = f32[100] parameter(0)
+  %b = f32[50] parameter(1)
+  %c = f32[9] parameter(2)
+  %i = s32[]{:S(6)} constant(3)
+  %fused = f32[100] fusion(%a, %b, %i), kind=kLoop, calls=%put
+  ROOT %alone = f32[100] dynamic-update-slice(%fused, %c, %i)
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        assert_eq!(traffic.hbm_bytes, (7 + 7 + 9 + 9) * 4);
+        let also_read_whole = text.replace("  ROOT %r", "  %also = f32[50] negate(%q)\n  ROOT %r");
+        assert_eq!(Traffic::parse("x", &also_read_whole).unwrap().hbm_bytes, (50 + 7 + 9 + 9) * 4);
+        let read_whole = text.replace("bitcast(%p)", "negate(%p)");
+        assert_eq!(Traffic::parse("x", &read_whole).unwrap().hbm_bytes, (100 + 7 + 100 + 9 + 9) * 4);
+    }
+
+    #[test]
+    fn a_loop_counts_as_often_as_it_runs_where_that_is_known() {
+        let program = |counter: &str| {
+            let text = format!(
+                "%goes_on (p: (s32[], f32[7])) -> pred[] {{
+  %p = (s32[], f32[7]) parameter(0)
+  %end = s32[] constant(10)
+  ROOT %less = pred[] compare(%p#0, %end), direction=LT
+}}
+
+%inner (p: (s32[], f32[7])) -> (s32[], f32[7]) {{
+  %p = (s32[], f32[7]) parameter(0)
+  %negated = f32[7] negate(%p#1)
+  %one = s32[] constant(1)
+  %next = s32[]{{:S(6)}} add(%p#0, %one)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %negated)
+}}
+
+%outer (p: (s32[], f32[7])) -> (s32[], f32[7]) {{
+  %p = (s32[], f32[7]) parameter(0)
+  %held = s32[]{{:S(6)}} copy(%p#0)
+  %step = s32[] constant(4)
+  %next = s32[]{{:S(6)}} add({counter}, %step)
+  %five = s32[] constant(5)
+  %begin = (s32[], f32[7]) tuple(%five, %p#1)
+  %loop.2 = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%inner
+  %doubled = f32[7] add(%loop.2#1, %p#1)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %doubled)
+}}
+
+ENTRY %main (a: f32[7]) -> f32[7] {{
+  %a = f32[7] parameter(0)
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[7]) tuple(%zero, %a)
+  %loop = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%outer
+  ROOT %result = f32[7] get-tuple-element(%loop), index=1
+}}
+"
+            );
+            Traffic::parse("x", &text).unwrap()
+        };
+        let known = program("%held");
+        // The counters move too, but for those in other memory: 3 of 4, from 0 below 10, and 5 of 1 in each, from 5.
+        let floats = 3 * 3 + 3 * 5 * 2;
+        let counters = 3 * (1 + 1) + 3 * 5 * (1 + 1);
+        assert_eq!(known.hbm_bytes, (7 * floats + counters) * 4);
+        assert_eq!(known.runs["negated"], 15);
+        assert_eq!(known.runs["doubled"], 3);
+        assert!(known.uncounted.is_empty());
+        let unknown = program("%begin#0");
+        assert_eq!((unknown.hbm_bytes, unknown.uncounted), (0, vec!["%loop".to_string()]));
     }
 
     #[test]

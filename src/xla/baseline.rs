@@ -27,10 +27,10 @@ use crate::problem::Dtype;
 use crate::runtime::Axis;
 use crate::stablehlo::{Comparison, Fold, Type, Value};
 
-/// The core of the baseline.
-pub(super) fn core(on: &mut Program, structure: Structure, given: &Given, dtype: Dtype) -> Evaluated {
+/// The core of the baseline: dlogits of `dtype` from logits of any.
+pub(super) fn core(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Evaluated {
     let columns = on.columns(given.ids, given.first_column);
-    let wide = on.builder.convert(given.logits, Element::F32);
+    let wide = on.builder.convert(logits, Element::F32);
     let x = on.without_padding(wide, &columns);
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
@@ -55,7 +55,7 @@ pub(super) fn core(on: &mut Program, structure: Structure, given: &Given, dtype:
     });
     let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), inverse_temperature);
     let dlogits = on.builder.convert(dlogits, dtype.into());
-    Evaluated { dlogits, logp, entropy, token }
+    Evaluated { gradient: dlogits, logp, entropy, token }
 }
 
 /// Where a row's target is.
@@ -261,7 +261,8 @@ mod tests {
 
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
         let structure = Structure::of(spec);
-        program(structure, SHAPE, Dtype::Bf16, mesh, false, |on, given| core(on, structure, given, Dtype::Bf16))
+        let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
+        program(structure, SHAPE, Dtype::Bf16, mesh, false, inside)
     }
 
     fn spec(x: f64) -> LossSpec {

@@ -24,15 +24,15 @@
 //! rounded once. dlogits lie over the logits on every device.
 
 mod baseline;
+mod devices;
+mod lm_head;
 mod program;
 mod shards;
 mod tiled;
 
-use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::Path;
 
-use ndarray::{Array2, Ix3, arr0};
+use ndarray::{Array2, Ix0, Ix2, Ix3, arr0};
 
 use crate::element::Element;
 use crate::implementation::{self, Answer, Implementation, Prepared, RunError, Step, Unavailable, Unsupported};
@@ -43,12 +43,16 @@ pub use crate::kernels::rows::Core;
 use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
-use crate::runtime::{Buffer, Client, Executable, Mesh, Program, RuntimeError, locate};
+use crate::runtime::{Buffer, Mesh, RuntimeError};
 use crate::spec::LossSpec;
+use crate::stablehlo::Value;
 use crate::tile;
-use program::{Evaluated, Given, Output, Program as Around, Scalars, local_shape};
-use shards::Shards;
-use tiled::Lowering;
+use devices::{Devices, Plan, Sharding, compiled};
+pub use lm_head::{CHUNK_BYTES, HeadArrays, XlaHead};
+
+use program::{Evaluated, Given, Output, Program, Scalars, local_shape};
+use shards::{Padding, Shards};
+use tiled::{Calls, Lowering};
 pub use tiled::{Named, TpuKernel};
 
 /// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
@@ -67,15 +71,6 @@ pub struct Signature {
     pub numbers: Vec<(&'static str, f32)>,
 }
 
-/// How the logits are cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sharding {
-    Whole,
-    Rows,
-    Vocab,
-    RowsAndVocab,
-}
-
 /// What computes the loss of a device's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
@@ -90,24 +85,21 @@ enum Kernel {
 /// A program under one sharding. See [the module](self).
 pub struct Xla {
     kernel: Kernel,
-    sharding: Sharding,
-    /// The plugin; `None` means the one that [`locate`] finds.
-    plugin: Option<PathBuf>,
+    on: Devices,
 }
 
 impl Xla {
     /// One for each sharding, on the devices of `plugin`, or of the one that [`locate`] finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Xla> {
-        let every = [Sharding::Whole, Sharding::Rows, Sharding::Vocab, Sharding::RowsAndVocab];
         let kernels: [(Kernel, &[Sharding]); 4] = [
-            (Kernel::Baseline, &every),
+            (Kernel::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
             (Kernel::OnePass, &[Sharding::Whole, Sharding::Rows]),
-            (Kernel::TwoPass, &every),
+            (Kernel::TwoPass, &Sharding::ALL),
             (Kernel::Entropy, &[Sharding::Whole]),
         ];
         let shardings = kernels.into_iter().flat_map(|(kernel, shardings)| shardings.iter().map(move |&s| (kernel, s)));
-        shardings.map(|(kernel, sharding)| Xla { kernel, sharding, plugin: plugin.map(Path::to_path_buf) }).collect()
+        shardings.map(|(kernel, sharding)| Xla { kernel, on: Devices::new(sharding, plugin) }).collect()
     }
 
     /// Whether it computes a loss and its gradient, and so is an implementation to judge; else logp and entropy alone,
@@ -125,8 +117,8 @@ impl Xla {
         let shape = problem.check(spec)?;
         let dtype = problem.logits.dtype();
         self.supports(spec, shape, dtype, 1)?;
-        let client = self.client()?;
-        let forward = Xla { kernel: Kernel::Entropy, sharding: Sharding::Whole, plugin: self.plugin.clone() };
+        let client = self.on.client()?;
+        let forward = Xla { kernel: Kernel::Entropy, on: self.on.whole() };
         let text = forward.program(Structure::of(spec), shape, dtype, Mesh::ONE, Lowering::Loops, ANY_DEVICE)?;
         let executable = compiled(&client, text, 1)?;
         let shards = Shards { shape, mesh: Mesh::ONE, client };
@@ -134,26 +126,14 @@ impl Xla {
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
         let inverse_temperature = spec.temperature.recip() as f32;
         let inputs = [
-            shards.upload_logits(0, &problem.logits)?,
+            shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,
             shards.upload_per_token(0, Element::I32, &ids, 0)?,
             shards.upload_per_token(0, Element::Pred, &problem.mask.mapv(u8::from), 0)?,
             shards.client.upload(0, Element::F32, &[], bytemuck::bytes_of(&inverse_temperature))?,
         ];
         let outputs = executable.execute(&[inputs.iter().collect()])?;
-        let output = |place: usize| {
-            shards.download_per_token(|device| {
-                outputs[device].get(place).ok_or_else(|| RuntimeError::Answer {
-                    what: "execute".into(),
-                    given: format!("{} outputs", outputs[device].len()),
-                    expected: "two".into(),
-                })
-            })
-        };
-        Ok([output(0)?, output(1)?])
-    }
-
-    fn client(&self) -> Result<Client, RuntimeError> {
-        Client::shared(&locate(self.plugin.as_deref())?)
+        let fetched = |place: usize| shards.download_per_token(|device| output(&outputs, device, place));
+        Ok([fetched(0)?, fetched(1)?])
     }
 
     /// Compiles the program for logits of `shape` and `dtype`, and checks that a run of it fits.
@@ -163,14 +143,8 @@ impl Xla {
         }
         self.supports(spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        let client = self.client()?;
-        client.expect_devices(devices)?;
-        let structure = Structure::of(spec);
-        let text = self.program(structure, shape, dtype, mesh, Lowering::Loops, ANY_DEVICE)?;
-        let executable = compiled(&client, text, devices)?;
-        let shards = Shards { shape, mesh, client };
-        shards.expect_room(&executable)?;
-        Ok(Plan { shards, executable })
+        let text = self.program(Structure::of(spec), shape, dtype, mesh, Lowering::Loops, ANY_DEVICE)?;
+        Ok(Plan::of(text, Shards { shape, mesh, client: self.on.client()? })?)
     }
 
     /// The program of one device of `mesh`.
@@ -184,18 +158,19 @@ impl Xla {
         core: Core,
     ) -> Result<String, Unsupported> {
         let row_major = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
-        let write = |inside: &dyn Fn(&mut Around, &Given) -> Evaluated| {
-            program::program(structure, shape, dtype, mesh, row_major, |on, given| inside(on, given))
+        let calls = Calls { dtype, lowering, core };
+        let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
+            program::program(structure, shape, dtype, mesh, row_major, |on, given, logits| inside(on, given, logits))
         };
         Ok(match self.kernel {
-            Kernel::Baseline => write(&|on, given| baseline::core(on, structure, given, dtype)),
+            Kernel::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
             Kernel::OnePass => {
                 let kernel = self.one_pass(structure, local_shape(shape, mesh), dtype, core)?;
-                write(&|on, given| tiled::one_pass_core(on, &kernel, structure, given, lowering, core))
+                write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
             }
-            Kernel::TwoPass => write(&|on, given| tiled::two_pass_core(on, structure, given, dtype, lowering, core)),
+            Kernel::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
             Kernel::Entropy => program::forward(shape, dtype, mesh, row_major, |on, given| {
-                let rows = tiled::rows(on, structure, given, dtype, lowering, core);
+                let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
         })
@@ -203,7 +178,7 @@ impl Xla {
 
     /// Whether one device holds all of the logits.
     pub fn sharding_is_whole(&self) -> bool {
-        self.sharding == Sharding::Whole
+        self.on.sharding == Sharding::Whole
     }
 
     /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
@@ -322,94 +297,19 @@ impl Xla {
         }
     }
 
+    /// The mesh that `devices` make for a batch of `shape`.
+    fn mesh(&self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
+        self.on.sharding.mesh(shape, devices).map_err(|counts| self.unsupported("device count", devices, counts))
+    }
+
     fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
         Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
     }
-
-    /// The mesh that `devices` make for a batch of `shape`.
-    fn mesh(&self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
-        // Sequences stay whole as far as the devices divide the batch; the rest of them cut the tokens.
-        let rows = |devices: usize| {
-            let batch = greatest_common_divisor(shape.batch, devices);
-            (batch, devices / batch)
-        };
-        let counts = |supported| self.unsupported("device count", devices, supported);
-        let power_of_two = devices.is_power_of_two();
-        match self.sharding {
-            Sharding::Whole if devices == 1 => Ok(Mesh::ONE),
-            Sharding::Whole => Err(counts("1")),
-            Sharding::Rows | Sharding::Vocab if !power_of_two => Err(counts("powers of two")),
-            Sharding::Rows => {
-                let (batch, tokens) = rows(devices);
-                if tokens > shape.tokens {
-                    let most = batch * shape.tokens;
-                    return Err(self.unsupported("device count", devices, format!("at most {most} for {shape}")));
-                }
-                Ok(Mesh { batch, tokens, vocab: 1 })
-            }
-            Sharding::Vocab if devices > shape.vocab => {
-                Err(self.unsupported("device count", devices, format!("at most {} for {shape}", shape.vocab)))
-            }
-            Sharding::Vocab => Ok(Mesh { batch: 1, tokens: 1, vocab: devices }),
-            Sharding::RowsAndVocab if !power_of_two || devices < 4 => Err(counts("4, 8 and larger powers of two")),
-            Sharding::RowsAndVocab => {
-                let (batch, tokens) = rows(devices / 2);
-                if tokens > shape.tokens || shape.vocab < 2 {
-                    let supported = format!("at most {} for {shape}", batch * shape.tokens * shape.vocab.min(2));
-                    return Err(self.unsupported("device count", devices, supported));
-                }
-                Ok(Mesh { batch, tokens, vocab: 2 })
-            }
-        }
-    }
-}
-
-fn greatest_common_divisor(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
-}
-
-/// The largest device count that is tried of itself.
-const MOST_DEVICES: usize = 8;
-
-/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
-/// a spec are run-time inputs.
-struct Compiled {
-    plugin: PathBuf,
-    code: String,
-    executable: Arc<Executable>,
-}
-
-/// The programs used last, the latest at the end.
-static COMPILED: Mutex<VecDeque<Compiled>> = Mutex::new(VecDeque::new());
-
-/// How many are kept: each takes megabytes.
-const KEPT: usize = 64;
-
-/// The executable of a program, compiled unless it is one of those used last.
-fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executable>, RuntimeError> {
-    let plugin = client.plugin().path();
-    let lock = || COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut kept = lock();
-    if let Some(at) = kept.iter().position(|entry| entry.code == code && entry.plugin == plugin) {
-        let entry = kept.remove(at).expect("just found");
-        let executable = Arc::clone(&entry.executable);
-        kept.push_back(entry);
-        return Ok(executable);
-    }
-    // Others may compile meanwhile.
-    drop(kept);
-    let executable = Arc::new(client.compile(&Program::replicated(code.as_bytes(), devices))?);
-    let mut kept = lock();
-    if kept.len() == KEPT {
-        kept.pop_front();
-    }
-    kept.push_back(Compiled { plugin: plugin.to_path_buf(), code, executable: Arc::clone(&executable) });
-    Ok(executable)
 }
 
 impl Implementation for Xla {
     fn id(&self) -> &'static str {
-        match (self.kernel, self.sharding) {
+        match (self.kernel, self.on.sharding) {
             (Kernel::Baseline, Sharding::Whole) => "xla",
             (Kernel::Baseline, Sharding::Rows) => "xla-rows",
             (Kernel::Baseline, Sharding::Vocab) => "xla-vocab",
@@ -425,7 +325,7 @@ impl Implementation for Xla {
     }
 
     fn summary(&self) -> &'static str {
-        match (self.kernel, self.sharding) {
+        match (self.kernel, self.on.sharding) {
             (Kernel::Baseline, Sharding::Whole) => {
                 "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place"
             }
@@ -443,21 +343,11 @@ impl Implementation for Xla {
     }
 
     fn available(&self) -> Result<(), Unavailable> {
-        let client = self.client().map_err(|error| Unavailable { reason: error.to_string() })?;
-        if self.device_counts().is_empty() {
-            let reason =
-                format!("{} device(s) of {}, fewer than it cuts over", client.device_count(), client.platform());
-            return Err(Unavailable { reason });
-        }
-        Ok(())
+        self.on.available()
     }
 
     fn device_counts(&self) -> Vec<usize> {
-        let Ok(client) = self.client() else { return Vec::new() };
-        // A shape that any number of devices can cut.
-        let roomy = Shape { batch: MOST_DEVICES, tokens: MOST_DEVICES, vocab: MOST_DEVICES };
-        let most = client.device_count().min(MOST_DEVICES);
-        (1..=most).filter(|&devices| self.mesh(roomy, devices).is_ok()).collect()
+        self.on.counts()
     }
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
@@ -476,7 +366,7 @@ impl Implementation for Xla {
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         let plan = self.plan(spec, shape, problem.logits.dtype(), devices)?;
-        let inputs = upload(&plan.shards, spec, &problem)?;
+        let inputs = upload_problem(&plan.shards, spec, &problem)?;
         let outputs = plan.execute(&inputs)?;
         Ok(download(&plan.shards, spec, problem.logits, &outputs)?.into())
     }
@@ -493,20 +383,6 @@ impl Implementation for Xla {
     }
 }
 
-/// The program of one shape, and how a batch is cut for it.
-struct Plan {
-    shards: Shards,
-    executable: Arc<Executable>,
-}
-
-impl Plan {
-    /// `outputs[device][output]` from `inputs[device][argument]`; the logits among the inputs are gone afterwards.
-    fn execute(&self, inputs: &[Vec<Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
-        let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
-        self.executable.execute(&arguments)
-    }
-}
-
 /// A compiled program and the spec whose numbers it is given.
 struct Ready<'s> {
     plan: Plan,
@@ -518,7 +394,7 @@ impl Prepared for Ready<'_> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
         let Self { plan, spec, logits } = self;
         logits.expect(spec, problem)?;
-        let inputs = upload(&plan.shards, spec, problem)?;
+        let inputs = upload_problem(&plan.shards, spec, problem)?;
         Ok(Box::new(move || {
             let outputs = plan.execute(&inputs)?;
             let answer: Answer<'p> = Box::new(move || {
@@ -532,21 +408,25 @@ impl Prepared for Ready<'_> {
     }
 
     fn host_bytes(&self) -> usize {
-        let Plan { shards, executable, .. } = &self.plan;
-        if shards.on_host() { shards.bytes_needed(executable) } else { 0 }
+        self.plan.host_bytes()
     }
 
     fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
-        self.plan.executable.memory().map_err(|error| Unavailable { reason: error.to_string() })
+        self.plan.compiled_memory()
     }
 
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
-        self.plan.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
+        self.plan.device_memory()
     }
 }
 
-/// Each device's arguments, in the program's order.
-fn upload(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+/// Each device's arguments, in the program's order: `arrays`, and what is known of the tokens.
+fn upload<L>(
+    shards: &Shards,
+    spec: &LossSpec,
+    problem: &Problem<L>,
+    arrays: impl Fn(usize) -> Result<Vec<Buffer>, RuntimeError>,
+) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
     let numbers: Vec<f32> =
         program::numbers(spec, [shards.shape.batch, shards.shape.tokens]).into_iter().map(|(_, value)| value).collect();
     let Settled { mask, inputs } = Settled::of(spec, &problem.tokens());
@@ -559,12 +439,12 @@ fn upload(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec
 
     (0..shards.mesh.devices())
         .map(|device| {
-            let mut buffers = vec![
-                shards.upload_logits(device, &problem.logits)?,
+            let mut buffers = arrays(device)?;
+            buffers.extend([
                 shards.upload_per_token(device, Element::I32, &ids, 0)?,
                 shards.upload_per_token(device, Element::Pred, &mask, 0)?,
                 shards.upload_per_token(device, Element::F32, &advantages, f32::NAN)?,
-            ];
+            ]);
             for values in &inputs {
                 buffers.push(shards.upload_per_token(device, Element::F32, values, f32::NAN)?);
             }
@@ -579,42 +459,67 @@ fn upload(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec
         .collect()
 }
 
+/// The logits of each device, and its tokens.
+fn upload_problem(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+    upload(shards, spec, problem, |device| {
+        Ok(vec![shards.upload_block(device, &problem.logits, &shards.logits(device), Padding::Nan)?])
+    })
+}
+
+/// Output `place` of a device.
+fn output(outputs: &[Vec<Buffer>], device: usize, place: usize) -> Result<&Buffer, RuntimeError> {
+    outputs[device].get(place).ok_or_else(|| RuntimeError::Answer {
+        what: "execute".into(),
+        given: format!("{} outputs", outputs[device].len()),
+        expected: format!("more than {place}"),
+    })
+}
+
 /// The outcome, from each device's outputs. dlogits are written over `logits`, whatever they hold.
 fn download(
     shards: &Shards,
     spec: &LossSpec,
     logits: FloatArray<Ix3>,
     outputs: &[Vec<Buffer>],
-) -> Result<Outcome, RunError> {
-    let output = |device: usize, output: Output| -> Result<&Buffer, RuntimeError> {
-        outputs[device].get(output as usize).ok_or_else(|| RuntimeError::Answer {
-            what: "execute".into(),
-            given: format!("{} outputs", outputs[device].len()),
-            expected: "five".into(),
-        })
-    };
+) -> Result<Outcome, RuntimeError> {
     let mut dlogits = logits;
     for device in 0..shards.mesh.devices() {
-        shards.download_logits(device, output(device, Output::Dlogits)?, &mut dlogits)?;
+        let buffer = output(outputs, device, Output::Gradient as usize)?;
+        shards.logits(device).download(buffer, &mut dlogits)?;
     }
-    let per_token = |which| shards.download_per_token(|device| output(device, which));
-    let mut scalars = [0.0_f32; Scalars::COUNT];
-    let bytes = bytemuck::cast_slice_mut(&mut scalars);
-    output(0, Output::Scalars)?.download(Element::F32, &[Scalars::COUNT], bytes)?;
-    let scalar = |place: usize| f64::from(scalars[place]);
-    Ok(Outcome {
-        loss: arr0(scalars[Scalars::LOSS]).into(),
-        logp: per_token(Output::Logp)?.into(),
-        entropy: per_token(Output::Entropy)?.into(),
-        token_loss: per_token(Output::TokenLoss)?.into(),
-        dlogits,
-        metrics: Metrics {
-            clip_low: scalar(Scalars::CLIP_LOW),
-            clip_high: scalar(Scalars::CLIP_HIGH),
-            clip_region: scalar(Scalars::CLIP_REGION),
-            kl_mean: spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
-            entropy_mean: scalar(Scalars::ENTROPY_MEAN),
-            ratio_mean: scalar(Scalars::RATIO_MEAN),
-        },
-    })
+    let OfTokens { loss, logp, entropy, token_loss, metrics } = OfTokens::download(shards, spec, outputs)?;
+    Ok(Outcome { loss, logp, entropy, token_loss, dlogits, metrics })
+}
+
+/// All of an outcome but its gradients.
+struct OfTokens {
+    loss: FloatArray<Ix0>,
+    logp: FloatArray<Ix2>,
+    entropy: FloatArray<Ix2>,
+    token_loss: FloatArray<Ix2>,
+    metrics: Metrics,
+}
+
+impl OfTokens {
+    fn download(shards: &Shards, spec: &LossSpec, outputs: &[Vec<Buffer>]) -> Result<Self, RuntimeError> {
+        let per_token = |which: Output| shards.download_per_token(|device| output(outputs, device, which as usize));
+        let mut scalars = [0.0_f32; Scalars::COUNT];
+        let bytes = bytemuck::cast_slice_mut(&mut scalars);
+        output(outputs, 0, Output::Scalars as usize)?.download(Element::F32, &[Scalars::COUNT], bytes)?;
+        let scalar = |place: usize| f64::from(scalars[place]);
+        Ok(Self {
+            loss: arr0(scalars[Scalars::LOSS]).into(),
+            logp: per_token(Output::Logp)?.into(),
+            entropy: per_token(Output::Entropy)?.into(),
+            token_loss: per_token(Output::TokenLoss)?.into(),
+            metrics: Metrics {
+                clip_low: scalar(Scalars::CLIP_LOW),
+                clip_high: scalar(Scalars::CLIP_HIGH),
+                clip_region: scalar(Scalars::CLIP_REGION),
+                kl_mean: spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
+                entropy_mean: scalar(Scalars::ENTROPY_MEAN),
+                ratio_mean: scalar(Scalars::RATIO_MEAN),
+            },
+        })
+    }
 }

@@ -23,8 +23,8 @@ pub(super) fn numbers(spec: &LossSpec, extents: [usize; 2]) -> Vec<(Number, f32)
 /// The outputs of the program, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Output {
-    /// `[b,t,v]`, over the logits.
-    Dlogits,
+    /// `[b,t,v]`, over the logits, or `[b,t,h]`, over the hidden states.
+    Gradient,
     /// `[b,t]`
     Logp,
     /// `[b,t]`
@@ -33,6 +33,8 @@ pub(super) enum Output {
     TokenLoss,
     /// The loss and the metrics, in the order of [`Scalars`].
     Scalars,
+    /// `[h,v]` or `[v,h]`, where there is a head.
+    DlmHead,
 }
 
 /// Places in the vector of scalars.
@@ -93,8 +95,6 @@ pub(super) struct Program {
 
 /// What a core is given. Arrays are `[b,t]` where nothing else is said, numbers f32 scalars.
 pub(super) struct Given {
-    /// `[b,t,v]`
-    pub(super) logits: Value,
     /// i32
     pub(super) ids: Value,
     /// Truth values.
@@ -137,16 +137,32 @@ pub(super) struct Forward {
 }
 
 impl Given {
-    pub(super) fn forward(&self) -> Forward {
-        let &Self { logits, ids, first_column, .. } = self;
+    pub(super) fn forward(&self, logits: Value) -> Forward {
+        let &Self { ids, first_column, .. } = self;
         Forward { logits, ids, inverse_temperature: self.number(Number::InverseTemperature), first_column }
+    }
+
+    /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
+    pub(super) fn part(&self, part: &mut impl FnMut(Value) -> Value) -> Given {
+        Given {
+            ids: part(self.ids),
+            mask: part(self.mask),
+            advantage: part(self.advantage),
+            inputs: self.inputs.iter().map(|&(input, value)| (input, part(value))).collect(),
+            grad_weight: part(self.grad_weight),
+            kl_share: self.kl_share.map(&mut *part),
+            entropy_factor: part(self.entropy_factor),
+            numbers: self.numbers.clone(),
+            row_counts: self.row_counts,
+            first_column: self.first_column,
+        }
     }
 }
 
 /// What a core returns. Arrays are `[b,t]` and, where the mask hides a token, anything.
-pub(super) struct Evaluated {
-    /// `[b,t,v]`, the logits' dtype, 0 where it is masked.
-    pub(super) dlogits: Value,
+pub(super) struct Evaluated<G = Value> {
+    /// 0 where it is masked: dlogits `[b,t,v]` in the logits' dtype, or what becomes of them.
+    pub(super) gradient: G,
     pub(super) logp: Value,
     pub(super) entropy: Value,
     pub(super) token: TokenLoss<Value, Value>,
@@ -164,18 +180,38 @@ pub(super) fn program(
     dtype: Dtype,
     mesh: Mesh,
     row_major: bool,
-    core: impl FnOnce(&mut Program, &Given) -> Evaluated,
+    core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
+) -> String {
+    let logits = |builder: &mut Builder| {
+        // A TPU would write f16 anew to read it as its bits: there they cross the boundary of the program as bits.
+        let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
+        let over = Some(Output::Gradient as usize);
+        let logits = builder.parameter(Type::new(element, &local_shape(shape, mesh)), over);
+        if row_major {
+            builder.lay_out_row_major(logits);
+        }
+        logits
+    };
+    frame(structure, shape, mesh, logits, |on, given, logits| {
+        let Evaluated { gradient, logp, entropy, token } = core(on, given, logits);
+        Evaluated { gradient: [gradient], logp, entropy, token }
+    })
+}
+
+/// The program whose first parameters are those that `arrays` writes, with `core` in its middle, which is given them. Its
+/// outputs are the first gradient, what else [`Output`] names of every program, and the other gradients.
+pub(super) fn frame<A, const GRADIENTS: usize>(
+    structure: Structure,
+    shape: Shape,
+    mesh: Mesh,
+    arrays: impl FnOnce(&mut Builder) -> A,
+    core: impl FnOnce(&mut Program, &Given, A) -> Evaluated<[Value; GRADIENTS]>,
 ) -> String {
     let local = local_shape(shape, mesh);
     let [b, t, _] = local;
     let mut builder = Builder::default();
     let per_token = |element| Type::new(element, &[b, t]);
-    // A TPU would write f16 anew to read it as its bits: there they cross the boundary of the program as bits.
-    let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
-    let logits = builder.parameter(Type::new(element, &local), Some(Output::Dlogits as usize));
-    if row_major {
-        builder.lay_out_row_major(logits);
-    }
+    let arrays = arrays(&mut builder);
     let ids = builder.parameter(per_token(Element::I32), None);
     let mask = builder.parameter(per_token(Element::Pred), None);
     let advantage = builder.parameter(per_token(Element::F32), None);
@@ -220,7 +256,6 @@ pub(super) fn program(
     let entropy_factor = on.times(entropy_weight, loss_scale);
     let entropy_factor = on.builder.negate(entropy_factor);
     let given = Given {
-        logits,
         ids,
         mask,
         advantage,
@@ -232,7 +267,7 @@ pub(super) fn program(
         row_counts: counts.of_rows,
         first_column,
     };
-    let Evaluated { dlogits, logp, entropy, token } = core(&mut on, &given);
+    let Evaluated { gradient, logp, entropy, token } = core(&mut on, &given, arrays);
     let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
     let scalars = {
@@ -261,7 +296,8 @@ pub(super) fn program(
     let zero = on.constant(0.0);
     let mut masked = |value| on.builder.select(mask, value, zero);
     let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
-    on.builder.finish(&[dlogits, logp, entropy, token_loss, scalars])
+    let (first, others) = gradient.split_first().expect("a program has a gradient");
+    on.builder.finish(&[&[*first, logp, entropy, token_loss, scalars], others].concat())
 }
 
 /// The program that returns logp and entropy alone, of which `core` makes both, and writes no dlogits. Rows are whole on

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use bytemuck::Pod;
-use ndarray::{Array2, Ix3};
+use ndarray::{Array2, Dimension};
 
 use super::program::local_shape;
 use crate::element::{ArrayBytes, Element};
@@ -23,6 +23,77 @@ pub(super) struct Part {
     pub(super) batch: Range<usize>,
     pub(super) tokens: Range<usize>,
     pub(super) vocab: Range<usize>,
+}
+
+/// What a device holds of an array: `ranges` of `whole`, in `local` extents, with padding behind.
+pub(super) struct Block {
+    whole: Vec<usize>,
+    ranges: Vec<Range<usize>>,
+    local: Vec<usize>,
+}
+
+/// What stands beyond the ends of an array.
+#[derive(Clone, Copy)]
+pub(super) enum Padding {
+    /// What a sum may hold.
+    Zero,
+    /// Padding that enters a result shows.
+    Nan,
+}
+
+impl Block {
+    /// All of an array.
+    pub(super) fn all(extents: &[usize]) -> Self {
+        let ranges = extents.iter().map(|&extent| 0..extent).collect();
+        Self { whole: extents.to_vec(), ranges, local: extents.to_vec() }
+    }
+
+    /// The same, but for `range` alone along `axis`, in a `local` extent.
+    pub(super) fn cut(mut self, axis: usize, range: Range<usize>, local: usize) -> Self {
+        self.ranges[axis] = range;
+        self.local[axis] = local;
+        self
+    }
+
+    fn is_whole(&self) -> bool {
+        self.local == self.whole && self.ranges.iter().zip(&self.whole).all(|(range, &extent)| *range == (0..extent))
+    }
+
+    /// The runs of consecutive elements that it shares with the whole: `(offset in the whole, offset in the block,
+    /// length)`.
+    fn runs(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let mut starts = vec![(0, 0)];
+        let axes = self.ranges.iter().zip(self.whole.iter().zip(&self.local));
+        let (last, leading) = (self.ranges.len() - 1, axes.clone().take(self.ranges.len() - 1));
+        for (range, (whole, local)) in leading {
+            let inside = |(in_whole, in_block): (usize, usize)| {
+                range.clone().map(move |i| (in_whole * whole + i, in_block * local + i - range.start))
+            };
+            starts = starts.into_iter().flat_map(inside).collect();
+        }
+        let (range, whole, local) = (&self.ranges[last], self.whole[last], self.local[last]);
+        starts.into_iter().map(move |(a, b)| (a * whole + range.start, b * local, range.len()))
+    }
+
+    /// Writes a device's block to its place in the whole.
+    pub(super) fn download<D: Dimension>(
+        &self,
+        buffer: &Buffer,
+        whole: &mut FloatArray<D>,
+    ) -> Result<(), RuntimeError> {
+        let element = Element::from(whole.dtype());
+        if self.is_whole() {
+            return buffer.download(element, &self.local, whole.bytes_mut());
+        }
+        let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
+        buffer.download(element, &self.local, &mut bytes)?;
+        let target = whole.bytes_mut();
+        for (whole, part, length) in self.runs() {
+            let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
+            target[whole..whole + length].copy_from_slice(&bytes[part..part + length]);
+        }
+        Ok(())
+    }
 }
 
 const DENSE: &str = "checked: dense row-major";
@@ -57,60 +128,44 @@ impl Shards {
         Ok(expect_room(what, self.bytes_needed(executable), self.client.available_bytes(0))?)
     }
 
-    /// The runs of consecutive elements that a part shares with the whole: `(offset in the whole, offset in the part,
-    /// length)`.
-    fn runs(&self, part: &Part) -> impl Iterator<Item = (usize, usize, usize)> {
-        let Shape { tokens, vocab, .. } = self.shape;
-        let [_, local_tokens, local_vocab] = local_shape(self.shape, self.mesh);
-        let Part { batch, tokens: part_tokens, vocab: columns } = part;
-        let (first_row, first_token) = (batch.start, part_tokens.start);
-        let columns = columns.clone();
-        let rows = batch.clone().flat_map({
-            let part_tokens = part_tokens.clone();
-            move |b| part_tokens.clone().map(move |t| (b, t))
-        });
-        rows.map(move |(b, t)| {
-            let whole = (b * tokens + t) * vocab + columns.start;
-            let local = ((b - first_row) * local_tokens + (t - first_token)) * local_vocab;
-            (whole, local, columns.len())
-        })
+    /// The rows of a `[B,T,width]` array that `device` holds.
+    pub(super) fn rows(&self, device: usize, width: usize) -> Block {
+        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let Part { batch, tokens, .. } = self.part(device);
+        let Shape { batch: rows, tokens: columns, .. } = self.shape;
+        Block { whole: vec![rows, columns, width], ranges: vec![batch, tokens, 0..width], local: vec![b, t, width] }
     }
 
-    pub(super) fn upload_logits(&self, device: usize, logits: &FloatArray<Ix3>) -> Result<Buffer, RuntimeError> {
-        let element = Element::from(logits.dtype());
-        let local = local_shape(self.shape, self.mesh);
-        if self.mesh.devices() == 1 {
-            return self.client.upload(device, element, &local, logits.bytes());
-        }
-        // All bits set is a NaN in every float type: padding that enters a result shows.
-        let mut bytes = vec![0xFF; local.iter().product::<usize>() * element.size()];
-        for (whole, part, length) in self.runs(&self.part(device)) {
-            let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
-            bytes[part..part + length].copy_from_slice(&logits.bytes()[whole..whole + length]);
-        }
-        self.client.upload(device, element, &local, &bytes)
+    /// What `device` holds of the logits.
+    pub(super) fn logits(&self, device: usize) -> Block {
+        let rows = self.rows(device, self.shape.vocab);
+        let [_, _, v] = local_shape(self.shape, self.mesh);
+        rows.cut(2, self.part(device).vocab, v)
     }
 
-    /// Writes a device's dlogits to their place in the whole.
-    pub(super) fn download_logits(
+    /// Sends a device its block of an array.
+    pub(super) fn upload_block<D: Dimension>(
         &self,
         device: usize,
-        buffer: &Buffer,
-        whole: &mut FloatArray<Ix3>,
-    ) -> Result<(), RuntimeError> {
-        let element = Element::from(whole.dtype());
-        let local = local_shape(self.shape, self.mesh);
-        if self.mesh.devices() == 1 {
-            return buffer.download(element, &local, whole.bytes_mut());
+        array: &FloatArray<D>,
+        block: &Block,
+        padding: Padding,
+    ) -> Result<Buffer, RuntimeError> {
+        let element = Element::from(array.dtype());
+        if block.is_whole() {
+            return self.client.upload(device, element, &block.local, array.bytes());
         }
-        let mut bytes = vec![0; local.iter().product::<usize>() * element.size()];
-        buffer.download(element, &local, &mut bytes)?;
-        let target = whole.bytes_mut();
-        for (whole, part, length) in self.runs(&self.part(device)) {
+        let fill = match padding {
+            Padding::Zero => 0,
+            // All bits set is a NaN in every float type.
+            Padding::Nan => 0xFF,
+        };
+        let mut bytes = vec![fill; block.local.iter().product::<usize>() * element.size()];
+        for (whole, part, length) in block.runs() {
             let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
-            target[whole..whole + length].copy_from_slice(&bytes[part..part + length]);
+            bytes[part..part + length].copy_from_slice(&array.bytes()[whole..whole + length]);
         }
-        Ok(())
+        self.client.upload(device, element, &block.local, &bytes)
     }
 
     /// Sends a device its part of a `[B,T]` array, with `padding` in the tokens past `B` and `T`.

@@ -26,6 +26,15 @@ pub(crate) enum Lowering {
     Mosaic,
 }
 
+/// What the tile kernels of a program are written for.
+#[derive(Clone, Copy)]
+pub(super) struct Calls {
+    /// That of the logits that they are given.
+    pub(super) dtype: Dtype,
+    pub(super) lowering: Lowering,
+    pub(super) core: Core,
+}
+
 /// A kernel for a TPU, and how it is called.
 #[derive(Clone, Debug)]
 pub struct TpuKernel {
@@ -111,16 +120,16 @@ pub(super) fn describe_dlogits(structure: Structure, shape: [usize; 3], element:
 }
 
 /// Calls `kernel`.
-fn call(on: &mut Program, kernel: &Kernel, lowering: Lowering, core: Core, operands: &[Value]) -> Vec<Value> {
+fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> Vec<Value> {
     let types = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>| {
         list.map(|(element, shape)| Type::new(element, &shape)).collect::<Vec<_>>()
     };
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
     assert_eq!(given, types(&mut kernel.operands()), "operands of {}", kernel.name());
-    match lowering {
+    match calls.lowering {
         Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
         Lowering::Mosaic => {
-            let payload = mosaic::payload(kernel, core.vmem_bytes);
+            let payload = mosaic::payload(kernel, calls.core.vmem_bytes);
             let outputs = types(&mut kernel.results());
             on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
         }
@@ -153,8 +162,8 @@ pub(super) fn one_pass_core(
     kernel: &Kernel,
     structure: Structure,
     given: &Given,
-    lowering: Lowering,
-    core: Core,
+    logits: Value,
+    calls: Calls,
 ) -> Evaluated {
     use one_pass::{Given as Column, Result};
     let [b, t, _] = on.local;
@@ -189,8 +198,8 @@ pub(super) fn one_pass_core(
         .map(|which| if which == Number::EntropyFactor { entropy_factor } else { given.number(which) })
         .collect();
     let numbers = on.builder.vector(&numbers);
-    let (logits, dtype) = on.stored_logits(given.logits);
-    let outputs = call(on, kernel, lowering, core, &[ids, numbers, logits, tokens]);
+    let (logits, dtype) = on.stored_logits(logits);
+    let outputs = call(on, kernel, calls, &[ids, numbers, logits, tokens]);
 
     let (dlogits, results) = (on.builder.bitcast(outputs[0], dtype), outputs[1]);
     let mut result = |which: Result| column(on, results, which as usize);
@@ -203,7 +212,7 @@ pub(super) fn one_pass_core(
     let reduced = if structure.kl_share() { column(on, results, Result::Reduced as usize) } else { loss };
     // The derivatives stay in the kernel.
     let token = TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
-    Evaluated { dlogits, logp, entropy, token }
+    Evaluated { gradient: dlogits, logp, entropy, token }
 }
 
 /// Sums over one softmax, `[b,t]`, over all columns.
@@ -216,45 +225,72 @@ struct Softmax {
     mean_gap: Value,
 }
 
-/// What follows from the statistics of every row, over all columns.
-pub(super) struct Rows {
-    /// As the dlogits kernel takes it.
-    call: Called,
+/// What of a token's softmaxes its gradient is made of, `[b,t]`.
+#[derive(Clone, Copy)]
+pub(super) struct Statistics {
     max: Value,
-    entropy_softmax: Softmax,
-    logp_softmax: Softmax,
+    /// `S` and `s` of the softmax that logp is of.
+    sum: Value,
+    others: Value,
+    /// `S` and `ā` of the one that entropy is of.
+    entropy_sum: Value,
+    mean_gap: Value,
+}
+
+impl Statistics {
+    pub(super) fn to_array(self) -> [Value; 5] {
+        [self.max, self.sum, self.others, self.entropy_sum, self.mean_gap]
+    }
+
+    pub(super) fn from_array([max, sum, others, entropy_sum, mean_gap]: [Value; 5]) -> Self {
+        Self { max, sum, others, entropy_sum, mean_gap }
+    }
+}
+
+/// What the statistics kernel makes of a device's logits, `[b,t]`.
+pub(super) struct Rows {
+    pub(super) statistics: Statistics,
     pub(super) logp: Value,
     pub(super) entropy: Value,
 }
 
 /// What both kernels are called with.
-struct Called {
+struct Operands {
     local: Local,
     /// Scalars, logits and ids.
-    operands: [Value; 4],
+    values: [Value; 4],
     /// The logits' own element type.
     element: Element,
 }
 
+impl Operands {
+    fn of(on: &mut Program, given: &Forward) -> Self {
+        let [b, t, v] = on.local;
+        let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
+        let local = Local { shape: on.local, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
+        let (ids, real) = on.of_device(given);
+        let ids = on.builder.reshape(ids, &[b, t, 1]);
+        let (logits, element) = on.stored_logits(given.logits);
+        Self { local, values: [numbers, real, logits, ids], element }
+    }
+}
+
 /// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
-pub(super) fn rows(
+pub(super) fn rows(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Rows {
+    let operands = Operands::of(on, given);
+    statistics(on, structure, given.inverse_temperature, &operands, calls)
+}
+
+fn statistics(
     on: &mut Program,
     structure: Structure,
-    given: &Forward,
-    dtype: Dtype,
-    lowering: Lowering,
-    core: Core,
+    inverse_temperature: Value,
+    operands: &Operands,
+    calls: Calls,
 ) -> Rows {
-    let [b, t, v] = on.local;
-    let inverse = (structure.temperature != Temperature::One).then_some(given.inverse_temperature);
-    let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
-    let local = Local { shape: on.local, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
-    let (ids, real) = on.of_device(given);
-    let ids = on.builder.reshape(ids, &[b, t, 1]);
-    let statistics = two_pass::statistics(structure.temperature, local, dtype.into(), core);
-    let (logits, element) = on.stored_logits(given.logits);
-    let operands = [numbers, real, logits, ids];
-    let results = call(on, &statistics, lowering, core, &operands)[0];
+    let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
+    let kernel = two_pass::statistics(structure.temperature, operands.local, calls.dtype.into(), calls.core);
+    let results = call(on, &kernel, calls, &operands.values)[0];
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
     let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
@@ -270,9 +306,16 @@ pub(super) fn rows(
 
     let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
     let logp = on.builder.negate(to_target);
-    let logp = if two_softmaxes { on.times(logp, given.inverse_temperature) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, inverse_temperature) } else { logp };
     let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
-    Rows { call: Called { local, operands, element }, max, entropy_softmax, logp_softmax, logp, entropy }
+    let statistics = Statistics {
+        max,
+        sum: logp_softmax.sum,
+        others: logp_softmax.others,
+        entropy_sum: entropy_softmax.sum,
+        mean_gap: entropy_softmax.mean_gap,
+    };
+    Rows { statistics, logp, entropy }
 }
 
 /// The core that is two kernels, with collectives between them where the vocabulary is cut. See [`two_pass`].
@@ -280,16 +323,45 @@ pub(super) fn two_pass_core(
     on: &mut Program,
     structure: Structure,
     given: &Given,
-    dtype: Dtype,
-    lowering: Lowering,
-    core: Core,
+    logits: Value,
+    calls: Calls,
 ) -> Evaluated {
-    let Rows { call: Called { local, operands, element }, max, entropy_softmax, logp_softmax, logp, entropy } =
-        rows(on, structure, &given.forward(), dtype, lowering, core);
-    let inverse = (structure.temperature != Temperature::One).then(|| given.number(Number::InverseTemperature));
+    let operands = Operands::of(on, &given.forward(logits));
+    let inverse_temperature = given.number(Number::InverseTemperature);
+    let Rows { statistics, logp, entropy } = statistics(on, structure, inverse_temperature, &operands, calls);
     let (token, factor) = on.token_loss(structure, given, logp);
-    let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
-    let share = on.builder.divide(factor, logp_softmax.sum);
+    let gradient = gradient(on, structure, given, &operands, statistics, factor, calls);
+    Evaluated { gradient, logp, entropy, token }
+}
+
+/// dlogits written over the logits, from their statistics and `∂loss/∂logp` of each token: the second kernel of
+/// [`two_pass`].
+pub(super) fn dlogits(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    statistics: Statistics,
+    grad_logp: Value,
+    calls: Calls,
+) -> Value {
+    let operands = Operands::of(on, &given.forward(logits));
+    gradient(on, structure, given, &operands, statistics, grad_logp, calls)
+}
+
+fn gradient(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    operands: &Operands,
+    statistics: Statistics,
+    grad_logp: Value,
+    calls: Calls,
+) -> Value {
+    let Statistics { max, sum, others, entropy_sum, mean_gap } = statistics;
+    let inverse = (structure.temperature != Temperature::One).then(|| given.number(Number::InverseTemperature));
+    let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
+    let share = on.builder.divide(factor, sum);
     let share = on.builder.negate(share);
     let mask = on.builder.convert(given.mask, Element::F32);
     // The target's column is made of the same share: a compiler may compute a value anew for each of its uses, and
@@ -297,21 +369,20 @@ pub(super) fn two_pass_core(
     let mut scales = vec![
         (Scale::Max as usize, max),
         (Scale::Share as usize, share),
-        (Scale::Others as usize, logp_softmax.others),
+        (Scale::Others as usize, others),
         (Scale::Mask as usize, mask),
     ];
     if structure.entropy_bonus.is_some() {
         let factor = on.per_token(given.entropy_factor);
         let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
-        let factor = on.builder.divide(factor, entropy_softmax.sum);
-        scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, entropy_softmax.mean_gap)]);
+        let factor = on.builder.divide(factor, entropy_sum);
+        scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
     }
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let kernel = two_pass::dlogits(structure, local, dtype.into(), core);
-    let [numbers, real, logits, ids] = operands;
-    let dlogits = call(on, &kernel, lowering, core, &[numbers, real, logits, ids, scales])[0];
-    let dlogits = on.builder.bitcast(dlogits, element);
-    Evaluated { dlogits, logp, entropy, token }
+    let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.core);
+    let [numbers, real, logits, ids] = operands.values;
+    let dlogits = call(on, &kernel, calls, &[numbers, real, logits, ids, scales])[0];
+    on.builder.bitcast(dlogits, operands.element)
 }
 
 impl Program {

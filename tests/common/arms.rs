@@ -354,6 +354,8 @@ impl Arms {
             Output::Entropy => "entropy",
             Output::TokenLoss => "token_loss",
             Output::Dlogits => "dlogits",
+            Output::Dhidden => "dhidden",
+            Output::DlmHead => "dlm_head",
             Output::EntropyMean => "entropy_mean",
             Output::KlMean => "kl_mean",
             Output::RatioMean => "ratio_mean",

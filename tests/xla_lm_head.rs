@@ -1,0 +1,296 @@
+//! The LM head programs against a plain f64 computation: logits by a loop, the reference on them, products of its dlogits.
+//!
+//! Hidden states and weights are eighths, so that every logit is exact in f32 and rounded logits are what they should be.
+#![cfg(feature = "pjrt")]
+
+#[path = "common/plugins.rs"]
+#[allow(dead_code, reason = "paths alone are asked for here")]
+mod plugins;
+
+use std::path::Path;
+
+use assay::implementation::{Implementation, lm_head_registry};
+use assay::problem::{
+    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Problem, Projection,
+};
+use assay::reference::evaluate;
+use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
+use assay::xla::{ANY_DEVICE, CHUNK_BYTES, HeadArrays, XlaHead};
+use ndarray::{Array1, Array2, Array3, s};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Four chunks of eight rows, the last not full; columns that no device count divides.
+const SHAPE: HeadShape = HeadShape { batch: 3, tokens: 9, hidden: 16, vocab: 203 };
+
+#[derive(Clone, Debug)]
+struct Case {
+    #[allow(dead_code, reason = "failures print it")]
+    name: &'static str,
+    spec: LossSpec,
+    dtype: Dtype,
+    layout: HeadLayout,
+    rounds_logits: bool,
+}
+
+fn specs() -> [(&'static str, LossSpec); 4] {
+    let plain = LossSpec::default();
+    let all_terms = LossSpec {
+        temperature: 0.7,
+        kl: Some(Kl::plain(0.1, KlEstimator::K3)),
+        entropy_coef: 0.01,
+        reduction: Reduction::SequenceMean { rows: Rows::All },
+        ..plain.clone()
+    };
+    let sequence = LossSpec {
+        ratio: Ratio { level: RatioLevel::Sequence, ..plain.ratio },
+        entropy_coef: 0.01,
+        temperature: 1.3,
+        ..plain.clone()
+    };
+    let sequence_token = LossSpec { ratio: Ratio { level: RatioLevel::SequenceToken, ..plain.ratio }, ..plain.clone() };
+    [("plain", plain), ("all terms", all_terms), ("sequence", sequence), ("sequence token", sequence_token)]
+}
+
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (name, spec) in specs() {
+        for dtype in Dtype::KERNEL {
+            for (layout, rounds_logits) in [
+                (HeadLayout::HiddenByVocab, false),
+                (HeadLayout::VocabByHidden, true),
+                (HeadLayout::HiddenByVocab, true),
+                (HeadLayout::VocabByHidden, false),
+            ] {
+                cases.push(Case { name, spec: spec.clone(), dtype, layout, rounds_logits });
+            }
+        }
+    }
+    cases
+}
+
+/// Logits `[B,T,V]` in f64, rounded where the problem says so.
+fn logits(Projection { hidden, lm_head, layout, rounds_logits }: &Projection) -> Array3<f64> {
+    let dtype = hidden.dtype();
+    let (hidden, lm_head) = (hidden.to_f64(), lm_head.to_f64());
+    let (b, t, h) = hidden.dim();
+    let vocab = lm_head.len() / h;
+    Array3::from_shape_fn((b, t, vocab), |(b, t, v)| {
+        let x: f64 = (0..h).map(|h| hidden[[b, t, h]] * lm_head[layout.at(h, v)]).sum();
+        if *rounds_logits { dtype.round(x) } else { x }
+    })
+}
+
+fn log_softmax(row: &[f64], temperature: f64, id: usize) -> f64 {
+    -row.iter().map(|x| ((x - row[id]) / temperature).exp()).sum::<f64>().ln()
+}
+
+/// A batch with masked tokens, whose hidden states are NaN, and a row of few tokens.
+fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let HeadShape { batch, tokens, hidden, vocab } = shape;
+    let mut eighths = || f64::from(rng.random_range(-12..=12)) / 8.0;
+    let states = Array3::from_shape_simple_fn((batch, tokens, hidden), &mut eighths);
+    let head = Array2::from_shape_simple_fn(case.layout.extents(hidden, vocab), &mut eighths);
+    let rounded = |states: &Array3<f64>| Projection {
+        hidden: FloatArray::rounded_from(states, case.dtype),
+        lm_head: FloatArray::rounded_from(&head, case.dtype),
+        layout: case.layout,
+        rounds_logits: case.rounds_logits,
+    };
+    let exact = logits(&rounded(&states));
+    let ids = Array2::from_shape_simple_fn((batch, tokens), || rng.random_range(0..vocab));
+    let mask = Array2::from_shape_fn((batch, tokens), |(b, t)| t < tokens - 2 * b && (b + t) % 5 != 3);
+    let mut near_logp = || {
+        Array2::from_shape_fn((batch, tokens), |(b, t)| {
+            let row = exact.slice(s![b, t, ..]).to_vec();
+            log_softmax(&row, case.spec.temperature, ids[[b, t]]) + rng.random_range(-0.5..0.5)
+        })
+    };
+    let (old_logp, ref_logp) = (near_logp(), near_logp());
+    let advantages = Array1::from_shape_simple_fn(batch, || rng.random_range(-2.0..2.0));
+    let mut masked = states;
+    for ((b, t), &counts) in mask.indexed_iter() {
+        if !counts {
+            masked.slice_mut(s![b, t, ..]).fill(f64::NAN);
+        }
+    }
+    Problem {
+        logits: rounded(&masked),
+        ids: ids.mapv(|id| id as i64),
+        mask,
+        advantages: Advantages::Sequence(advantages),
+        old_logp: (case.spec.old_logp == OldLogp::Given).then_some(old_logp),
+        ref_logp: case.spec.kl.as_ref().map(|_| ref_logp),
+        extra: Extra::default(),
+    }
+}
+
+/// `|x̂ − x| ≤ limit`, element by element.
+fn expect_near(what: &str, given: &[f64], expected: &[f64], limit: &[f64]) {
+    assert_eq!(given.len(), expected.len(), "{what}");
+    for (place, ((&x, &exact), &limit)) in given.iter().zip(expected).zip(limit).enumerate() {
+        assert!((x - exact).abs() <= limit, "{what}, element {place}: got {x}, expected {exact} within {limit}");
+    }
+}
+
+fn judge(case: &Case, problem: &HeadProblem, outcome: &HeadOutcome, name: &str) {
+    let exact = logits(&problem.logits);
+    let on_logits = problem.with_logits(FloatArray::F64(exact.clone()));
+    let reference = evaluate(&case.spec, &on_logits).unwrap().outcome();
+    let name = format!("{name}, {case:?}");
+    let scalar = |array: &FloatArray<ndarray::Ix0>| array.to_f64().into_scalar();
+    let loss = scalar(&reference.loss);
+    expect_near(&format!("loss: {name}"), &[scalar(&outcome.loss)], &[loss], &[2e-5 * (1.0 + loss.abs())]);
+    for (what, given, expected) in [
+        ("logp", &outcome.logp, &reference.logp),
+        ("entropy", &outcome.entropy, &reference.entropy),
+        ("token_loss", &outcome.token_loss, &reference.token_loss),
+    ] {
+        let (given, expected) = (given.to_f64().into_raw_vec_and_offset().0, expected.to_f64());
+        let limits: Vec<f64> = expected.iter().map(|x| 2e-5 * (1.0 + x.abs())).collect();
+        expect_near(&format!("{what}: {name}"), &given, expected.as_slice().unwrap(), &limits);
+    }
+    assert_eq!(outcome.dhidden.dtype(), case.dtype);
+    assert_eq!(outcome.dlm_head.dtype(), Dtype::F32);
+
+    let dlogits = reference.dlogits.to_f64();
+    let (hidden, head) = (problem.logits.hidden.to_f64(), problem.logits.lm_head.to_f64());
+    let HeadShape { batch, tokens, hidden: width, vocab } = problem.shape();
+    // dlogits are rounded to the dtype of hidden, and dhidden; f16 counts in 2⁻²⁴ below its normal numbers. A dlogit is
+    // itself a difference of larger terms, f32 all of them.
+    let (rounding, least) = match case.dtype {
+        Dtype::Bf16 => (2_f64.powi(-8), 0.0),
+        Dtype::F16 => (2_f64.powi(-11), 2_f64.powi(-25)),
+        _ => (0.0, 0.0),
+    };
+    let relative = rounding + 1e-4;
+    let mut dhidden = (vec![], vec![]);
+    for (b, t, h) in ndarray::indices((batch, tokens, width)) {
+        let terms = (0..vocab).map(|v| (dlogits[[b, t, v]], head[case.layout.at(h, v)]));
+        let counts = f64::from(u8::from(problem.mask[[b, t]]));
+        let exact: f64 = terms.clone().map(|(d, w)| d * w).sum();
+        let staged: f64 = terms.map(|(d, w)| (relative * d.abs() + least) * w.abs()).sum();
+        dhidden.0.push(exact);
+        dhidden.1.push(counts * (staged * (1.0 + rounding) + rounding * exact.abs() + least));
+    }
+    let given = outcome.dhidden.to_f64().into_raw_vec_and_offset().0;
+    expect_near(&format!("dhidden: {name}"), &given, &dhidden.0, &dhidden.1);
+    let mut dlm_head = (vec![], vec![]);
+    for (i, j) in ndarray::indices(case.layout.extents(width, vocab)) {
+        let [h, v] = if case.layout == HeadLayout::HiddenByVocab { [i, j] } else { [j, i] };
+        let unmasked = problem.mask.indexed_iter().filter(|(_, counts)| **counts);
+        let terms = unmasked.map(|((b, t), _)| (dlogits[[b, t, v]], hidden[[b, t, h]]));
+        dlm_head.0.push(terms.clone().map(|(d, x)| d * x).sum::<f64>());
+        dlm_head.1.push(terms.map(|(d, x)| (relative * d.abs() + least) * x.abs()).sum::<f64>());
+    }
+    let given = outcome.dlm_head.to_f64().into_raw_vec_and_offset().0;
+    expect_near(&format!("dlm_head: {name}"), &given, &dlm_head.0, &dlm_head.1);
+}
+
+fn run(implementation: &dyn Implementation<HeadProblem>, case: &Case, devices: usize, seed: u64) {
+    let problem = problem(case, SHAPE, seed);
+    let outcome = implementation.run(&case.spec, problem.clone(), devices);
+    let name = format!("{} on {devices} devices, seed {seed}", implementation.id());
+    judge(case, &problem, &outcome.unwrap_or_else(|error| panic!("{name}, {case:?}: {error}")), &name);
+}
+
+/// Every head program with chunks of eight rows.
+fn in_chunks(plugin: &Path) -> Vec<XlaHead> {
+    XlaHead::all(Some(plugin)).into_iter().map(|head| head.chunk_bytes(1)).collect()
+}
+
+#[test]
+fn every_output_every_dtype_layout_and_rounding_matches_f64_on_one_device() {
+    for (place, plugin) in plugins::cpu_plugins().iter().enumerate() {
+        // The older plugin meets a fifth of them: every spec, dtype, layout and rounding, not with every other.
+        let step = if place == 0 { 1 } else { 5 };
+        for head in in_chunks(plugin).iter().filter(|head| head.sharding_is_whole()) {
+            for (seed, case) in cases().iter().enumerate().step_by(step) {
+                run(head, case, 1, seed as u64);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_output_on_every_device_count_matches_f64() {
+    let cases = cases();
+    let mut seed = 0;
+    for head in in_chunks(&plugins::cpu_plugins()[0]) {
+        for devices in head.device_counts() {
+            // A step that is prime to the number of cases: each placement meets others.
+            for _ in 0..3 {
+                run(&head, &cases[seed * 7 % cases.len()], devices, seed as u64);
+                seed += 1;
+            }
+        }
+    }
+    assert_eq!(seed, 3 * 22, "8 ids: one device, 1 to 8 by rows and by vocabulary, 4 and 8 by both");
+}
+
+#[test]
+fn registered_implementations_match_f64_in_one_chunk() {
+    let registry = lm_head_registry(Some(&plugins::cpu_plugins()[0]));
+    assert!(registry.len() >= 8);
+    for (seed, implementation) in registry.iter().enumerate() {
+        let case = &cases()[seed * 5 % 48];
+        let devices = *implementation.device_counts().last().unwrap();
+        run(&**implementation, case, devices, seed as u64);
+    }
+}
+
+#[test]
+fn a_prepared_step_gives_what_a_run_gives() {
+    let head = &in_chunks(&plugins::cpu_plugins()[0])[4];
+    assert_eq!(head.id(), "tile-lm-head");
+    let case = &cases()[5];
+    let problem = problem(case, SHAPE, 3);
+    let prepared = head.prepare(&case.spec, SHAPE, case.dtype, 1).unwrap();
+    assert!(prepared.compiled_memory().unwrap_err().reason.contains("no problem was loaded"));
+    let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
+    judge(case, &problem, &outcome, "prepared");
+    assert!(prepared.compiled_memory().unwrap().peak_bytes() > 0);
+}
+
+/// Elements of the largest array that a program names.
+fn largest_array(program: &str) -> usize {
+    let types = program.split("tensor<").skip(1).filter_map(|rest| rest.split('>').next());
+    let elements = |ty: &str| ty.split('x').map_while(|extent| extent.parse::<usize>().ok()).product();
+    types.map(elements).max().unwrap()
+}
+
+#[test]
+fn no_array_of_all_logits_is_in_the_program_of_chunks() {
+    let shape = HeadShape { batch: 2, tokens: 4096, hidden: 512, vocab: 151_936 };
+    for (name, spec) in specs() {
+        for rounds_logits in [false, true] {
+            let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout: HeadLayout::VocabByHidden, rounds_logits };
+            let largest = |id: &str| {
+                let all = XlaHead::all(None);
+                let head = all.into_iter().find(|head| head.id() == id).unwrap();
+                largest_array(&head.program_for(&spec, arrays, 8, ANY_DEVICE).unwrap())
+            };
+            let chunk = CHUNK_BYTES / if rounds_logits { 2 } else { 4 };
+            assert!(largest("tile-lm-head") <= chunk, "{name}, {rounds_logits}");
+            assert_eq!(largest("xla-lm-head"), 2 * 4096 * 151_936);
+        }
+    }
+}
+
+#[test]
+fn what_is_not_computed_is_refused_by_name() {
+    let all = XlaHead::all(None);
+    let refused =
+        |spec: &LossSpec, shape, dtype, devices| all[4].supports(spec, shape, dtype, devices).unwrap_err().to_string();
+    let plain = LossSpec::default();
+    assert!(refused(&plain, SHAPE, Dtype::F64, 1).contains("tile-lm-head does not support hidden dtype f64"));
+    assert!(refused(&plain, SHAPE, Dtype::F32, 2).contains("device count 2"));
+    let wide = HeadShape { vocab: 1 << 31, ..SHAPE };
+    assert!(refused(&plain, wide, Dtype::F32, 1).contains("vocabulary 2147483648"));
+    let long = HeadShape { tokens: 1 << 31, ..SHAPE };
+    assert!(refused(&plain, long, Dtype::F32, 1).contains("tokens 3x2147483648"));
+    let mut capped = plain.clone();
+    capped.head.softcap = Some(30.0);
+    assert!(refused(&capped, SHAPE, Dtype::F32, 1).contains("does not support head"));
+}
