@@ -9,12 +9,15 @@ use serde::Serialize;
 
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::conformance::variants::variants;
-use crate::implementation::{Implementation, registry};
-use crate::problem::{Dtype, Shape};
+use crate::implementation::{Implementation, Input, lm_head_registry, registry};
+use crate::problem::{Dtype, HeadShape, Shape};
 use crate::spec::LossSpec;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
 const SHAPE: Shape = Shape { batch: 8, tokens: 8, vocab: 151_936 };
+
+/// The same, of an LM head.
+const HEAD_SHAPE: HeadShape = HeadShape { batch: 8, tokens: 8, hidden: 896, vocab: 151_936 };
 
 #[derive(Args)]
 pub(super) struct List {
@@ -45,16 +48,16 @@ struct Listed {
 }
 
 /// The fewest devices that an implementation takes.
-fn fewest_devices(implementation: &dyn Implementation) -> usize {
-    let takes = |devices: &usize| implementation.supports(&LossSpec::default(), SHAPE, Dtype::F32, *devices).is_ok();
+fn fewest_devices<P: Input>(implementation: &dyn Implementation<P>, shape: P::Shape) -> usize {
+    let takes = |devices: &usize| implementation.supports(&LossSpec::default(), shape, Dtype::F32, *devices).is_ok();
     [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1)
 }
 
 impl Listed {
-    fn of(implementation: &dyn Implementation) -> Self {
+    fn of<P: Input>(implementation: &dyn Implementation<P>, shape: P::Shape) -> Self {
         let spec = LossSpec::default();
-        let fewest = fewest_devices(implementation);
-        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, SHAPE, dtype, fewest);
+        let fewest = fewest_devices(implementation, shape);
+        let supports = |spec: &LossSpec, dtype| implementation.supports(spec, shape, dtype, fewest);
         let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype).is_ok()).collect();
         let some_dtype = dtypes.first().copied().unwrap_or(Dtype::F32);
         let available = implementation.available();
@@ -80,8 +83,9 @@ impl List {
         if self.matrix || self.markdown {
             return self.print_matrix();
         }
-        let listed: Vec<Listed> =
-            registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation)).collect();
+        let mut listed: Vec<Listed> =
+            registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation, SHAPE)).collect();
+        listed.extend(lm_head_registry(self.plugin.path()).iter().map(|head| Listed::of(&**head, HEAD_SHAPE)));
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header(["impl", "runs here", "dtypes", "devices", "spec options", "what it is"]);
@@ -159,7 +163,7 @@ impl Matrix {
             .into_iter()
             .map(|variant| {
                 let of = |implementation: &dyn Implementation| {
-                    let fewest = fewest_devices(implementation);
+                    let fewest = fewest_devices(implementation, SHAPE);
                     match implementation.supports(&variant.spec, SHAPE, Dtype::F32, fewest) {
                         Ok(()) => Cell::Yes,
                         Err(why) => Cell::No { refused: why.field, supported: why.supported },

@@ -18,8 +18,7 @@ use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
 use rayon::prelude::*;
 
-use super::simd::gemm;
-use super::{Batch, Graded, Isa, Place, Row, Scores};
+use super::{Batch, Graded, Isa, Place, Row, Scores, gemm};
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use crate::kernels::family::Reach;
 use crate::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection};

@@ -34,7 +34,7 @@ use loss::{Graded, Known, Loss};
 use reduction::Weights;
 pub use row::Element;
 use row::{Gradients, Kept, Row, Scores, Softmaxes};
-pub use simd::Isa;
+pub use simd::{Isa, gemm};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
 pub struct Native {

@@ -4,9 +4,12 @@ use gemm::Parallelism;
 use ndarray::{ArrayView2, ArrayViewMut2};
 use rayon::current_num_threads;
 
-/// `c ← a·b`, or `c ← c + a·b`, in f32 with fused products, on all threads. Any strides will do. Each element is summed over
-/// `K` by one thread, in an order that the number of threads does not change.
-pub(in crate::native) fn gemm(mut c: ArrayViewMut2<f32>, adds: bool, a: ArrayView2<f32>, b: ArrayView2<f32>) {
+/// `c ← a·b`, or `c ← c + a·b` where it `adds`: `[M,N]`, `[M,K]` and `[K,N]` of any strides, f32, with fused products, on all
+/// threads. Each element is summed over `K` by one thread, in an order that the number of threads does not change.
+///
+/// # Panics
+/// Where the extents do not fit each other.
+pub fn gemm(mut c: ArrayViewMut2<f32>, adds: bool, a: ArrayView2<f32>, b: ArrayView2<f32>) {
     let ((m, n), k) = (c.dim(), a.ncols());
     assert_eq!((a.nrows(), b.nrows(), b.ncols()), (m, k, n), "extents of a product");
     let strides = [c.strides(), a.strides(), b.strides()].map(|strides| [strides[0], strides[1]]);

@@ -21,7 +21,7 @@ mod portable;
 
 use std::fmt;
 
-pub(super) use gemm::gemm;
+pub use gemm::gemm;
 use half::{bf16, f16};
 
 /// Lanes of a vector.

@@ -1,0 +1,94 @@
+//! The LM head with the loss on the CPU against its three matrix products alone, at the head of Qwen2.5-0.5B, for several
+//! chunks of tokens. The answer is judged on a few tokens before anything is timed; the two sides take turns; medians.
+//!
+//! `ASSAY_BENCH_SHAPE` asks for another `BxTxHxV`.
+
+use std::time::{Duration, Instant};
+
+use assay::conformance::cases::head_recipe;
+use assay::conformance::lm_head::judge_head;
+use assay::conformance::tolerance::Tolerances;
+use assay::implementation::Implementation;
+use assay::native::{NativeHead, gemm};
+use assay::problem::{Dtype, HeadProblem, HeadShape};
+use assay::reference::evaluate_head;
+use assay::spec::LossSpec;
+use ndarray::Array2;
+
+const SAMPLES: usize = 5;
+
+fn main() {
+    let shape = std::env::var("ASSAY_BENCH_SHAPE").unwrap_or_else(|_| "1x512x896x151936".into());
+    let shape: HeadShape = shape.parse().unwrap_or_else(|error| panic!("{error}"));
+    check(HeadShape { batch: 1, tokens: 3, ..shape });
+    let flops = 6.0 * (shape.batch * shape.tokens * shape.hidden * shape.vocab) as f64;
+    println!("dtype  chunk  chunk MB   head s   products s  GFLOP/s  ratio_to_products");
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let problem = problem(shape, dtype);
+        for chunk in [64, 128, 256, 512] {
+            let head = NativeHead::default().chunk(chunk);
+            let [mut of_head, mut of_products] = [vec![], vec![]];
+            for _ in 0..SAMPLES {
+                of_head.push(timed(|| head.run(&LossSpec::default(), problem.clone(), 1).expect("supported")));
+                of_products.push(products(shape));
+            }
+            let [of_head, of_products] = [of_head, of_products].map(median);
+            println!(
+                "{dtype:<6} {chunk:>5} {:>9.0} {of_head:>8.3} {of_products:>12.3} {:>8.1} {:>18.3}",
+                (chunk.min(shape.batch * shape.tokens) * shape.vocab * 4) as f64 / 1e6,
+                flops / of_products / 1e9,
+                of_head / of_products,
+            );
+        }
+    }
+}
+
+fn problem(shape: HeadShape, dtype: Dtype) -> HeadProblem {
+    let mut recipe = head_recipe(shape);
+    recipe.recipe.dtype = dtype;
+    // So near to the policy that no token is clipped: one that is costs less.
+    recipe.recipe.old_logp_noise_scale = 0.03;
+    recipe.unmasked_problem(&LossSpec::default()).expect("a valid recipe")
+}
+
+fn check(shape: HeadShape) {
+    let spec = LossSpec::default();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let problem = problem(shape, dtype);
+        let reference = evaluate_head(&spec, &problem).expect("a valid problem");
+        let head = NativeHead::default();
+        let outcome = head.run(&spec, problem.clone(), 1).expect("supported");
+        let verdicts = judge_head(&reference, &problem, &outcome, head.class(), Tolerances::builtin()).expect("judged");
+        for verdict in &verdicts {
+            assert!(verdict.passed(), "{dtype}: {} {:?}", verdict.gate, verdict.tally);
+        }
+    }
+}
+
+/// Logits, dhidden and dlm_head of the whole batch as one product each, in f32.
+fn products(shape: HeadShape) -> f64 {
+    let n = shape.batch * shape.tokens;
+    let hidden = Array2::from_elem((n, shape.hidden), 0.5_f32);
+    let lm_head = Array2::from_elem((shape.hidden, shape.vocab), 0.25_f32);
+    let mut logits = Array2::from_elem((n, shape.vocab), 0.0);
+    let mut dhidden = Array2::from_elem((n, shape.hidden), 0.0);
+    let mut dlm_head = Array2::from_elem((shape.hidden, shape.vocab), 0.0);
+    timed(|| {
+        gemm(logits.view_mut(), false, hidden.view(), lm_head.view());
+        gemm(dhidden.view_mut(), false, logits.view(), lm_head.t());
+        gemm(dlm_head.view_mut(), false, hidden.t(), logits.view());
+    })
+}
+
+fn timed<R>(work: impl FnOnce() -> R) -> f64 {
+    let started = Instant::now();
+    let result = work();
+    let took: Duration = started.elapsed();
+    drop(result);
+    took.as_secs_f64()
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
