@@ -25,7 +25,7 @@
 
 mod baseline;
 mod devices;
-mod lm_head;
+pub mod lm_head;
 mod program;
 mod shards;
 mod tiled;
@@ -89,7 +89,7 @@ pub struct Xla {
 }
 
 impl Xla {
-    /// One for each sharding, on the devices of `plugin`, or of the one that [`locate`] finds.
+    /// One for each sharding, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Xla> {
         let kernels: [(Kernel, &[Sharding]); 4] = [
             (Kernel::Baseline, &Sharding::ALL),
