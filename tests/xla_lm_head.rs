@@ -1,4 +1,4 @@
-//! The LM head programs against a plain f64 computation: logits by a loop, the reference on them, products of its dlogits.
+//! The LM head programs against the reference, through the judge, on every device count.
 //!
 //! Hidden states and weights are eighths, so that every logit is exact in f32 and rounded logits are what they should be.
 #![cfg(feature = "pjrt")]
@@ -9,11 +9,13 @@ mod plugins;
 
 use std::path::Path;
 
+use assay::conformance::lm_head::judge_head;
+use assay::conformance::tolerance::Tolerances;
 use assay::implementation::{Implementation, lm_head_registry};
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Problem, Projection,
 };
-use assay::reference::evaluate;
+use assay::reference::evaluate_head;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::xla::{ANY_DEVICE, CHUNK_BYTES, HeadArrays, XlaHead};
 use ndarray::{Array1, Array2, Array3, s};
@@ -126,73 +128,22 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
     }
 }
 
-/// `|x̂ − x| ≤ limit`, element by element.
-fn expect_near(what: &str, given: &[f64], expected: &[f64], limit: &[f64]) {
-    assert_eq!(given.len(), expected.len(), "{what}");
-    for (place, ((&x, &exact), &limit)) in given.iter().zip(expected).zip(limit).enumerate() {
-        assert!((x - exact).abs() <= limit, "{what}, element {place}: got {x}, expected {exact} within {limit}");
-    }
-}
-
-fn judge(case: &Case, problem: &HeadProblem, outcome: &HeadOutcome, name: &str) {
-    let exact = logits(&problem.logits);
-    let on_logits = problem.with_logits(FloatArray::F64(exact.clone()));
-    let reference = evaluate(&case.spec, &on_logits).unwrap().outcome();
-    let name = format!("{name}, {case:?}");
-    let scalar = |array: &FloatArray<ndarray::Ix0>| array.to_f64().into_scalar();
-    let loss = scalar(&reference.loss);
-    expect_near(&format!("loss: {name}"), &[scalar(&outcome.loss)], &[loss], &[2e-5 * (1.0 + loss.abs())]);
-    for (what, given, expected) in [
-        ("logp", &outcome.logp, &reference.logp),
-        ("entropy", &outcome.entropy, &reference.entropy),
-        ("token_loss", &outcome.token_loss, &reference.token_loss),
-    ] {
-        let (given, expected) = (given.to_f64().into_raw_vec_and_offset().0, expected.to_f64());
-        let limits: Vec<f64> = expected.iter().map(|x| 2e-5 * (1.0 + x.abs())).collect();
-        expect_near(&format!("{what}: {name}"), &given, expected.as_slice().unwrap(), &limits);
-    }
+fn expect_right(case: &Case, problem: &HeadProblem, outcome: &HeadOutcome, class: &str, name: &str) {
     assert_eq!(outcome.dhidden.dtype(), case.dtype);
     assert_eq!(outcome.dlm_head.dtype(), Dtype::F32);
-
-    let dlogits = reference.dlogits.to_f64();
-    let (hidden, head) = (problem.logits.hidden.to_f64(), problem.logits.lm_head.to_f64());
-    let HeadShape { batch, tokens, hidden: width, vocab } = problem.shape();
-    // dlogits are rounded to the dtype of hidden, and dhidden; f16 counts in 2⁻²⁴ below its normal numbers. A dlogit is
-    // itself a difference of larger terms, f32 all of them.
-    let (rounding, least) = match case.dtype {
-        Dtype::Bf16 => (2_f64.powi(-8), 0.0),
-        Dtype::F16 => (2_f64.powi(-11), 2_f64.powi(-25)),
-        _ => (0.0, 0.0),
-    };
-    let relative = rounding + 1e-4;
-    let mut dhidden = (vec![], vec![]);
-    for (b, t, h) in ndarray::indices((batch, tokens, width)) {
-        let terms = (0..vocab).map(|v| (dlogits[[b, t, v]], head[case.layout.at(h, v)]));
-        let counts = f64::from(u8::from(problem.mask[[b, t]]));
-        let exact: f64 = terms.clone().map(|(d, w)| d * w).sum();
-        let staged: f64 = terms.map(|(d, w)| (relative * d.abs() + least) * w.abs()).sum();
-        dhidden.0.push(exact);
-        dhidden.1.push(counts * (staged * (1.0 + rounding) + rounding * exact.abs() + least));
+    let reference = evaluate_head(&case.spec, problem).unwrap();
+    let verdicts = judge_head(&reference, problem, outcome, class, Tolerances::builtin()).unwrap();
+    for verdict in verdicts.iter().filter(|verdict| !verdict.passed()) {
+        panic!("{name}, {case:?}: {} {} {:?}", verdict.gate, verdict.dtype, verdict.tally);
     }
-    let given = outcome.dhidden.to_f64().into_raw_vec_and_offset().0;
-    expect_near(&format!("dhidden: {name}"), &given, &dhidden.0, &dhidden.1);
-    let mut dlm_head = (vec![], vec![]);
-    for (i, j) in ndarray::indices(case.layout.extents(width, vocab)) {
-        let [h, v] = if case.layout == HeadLayout::HiddenByVocab { [i, j] } else { [j, i] };
-        let unmasked = problem.mask.indexed_iter().filter(|(_, counts)| **counts);
-        let terms = unmasked.map(|((b, t), _)| (dlogits[[b, t, v]], hidden[[b, t, h]]));
-        dlm_head.0.push(terms.clone().map(|(d, x)| d * x).sum::<f64>());
-        dlm_head.1.push(terms.map(|(d, x)| (relative * d.abs() + least) * x.abs()).sum::<f64>());
-    }
-    let given = outcome.dlm_head.to_f64().into_raw_vec_and_offset().0;
-    expect_near(&format!("dlm_head: {name}"), &given, &dlm_head.0, &dlm_head.1);
 }
 
 fn run(implementation: &dyn Implementation<HeadProblem>, case: &Case, devices: usize, seed: u64) {
     let problem = problem(case, SHAPE, seed);
     let outcome = implementation.run(&case.spec, problem.clone(), devices);
     let name = format!("{} on {devices} devices, seed {seed}", implementation.id());
-    judge(case, &problem, &outcome.unwrap_or_else(|error| panic!("{name}, {case:?}: {error}")), &name);
+    let outcome = outcome.unwrap_or_else(|error| panic!("{name}, {case:?}: {error}"));
+    expect_right(case, &problem, &outcome, implementation.class(), &name);
 }
 
 /// Every head program with chunks of eight rows.
@@ -201,12 +152,12 @@ fn in_chunks(plugin: &Path) -> Vec<XlaHead> {
 }
 
 #[test]
-fn every_output_every_dtype_layout_and_rounding_matches_f64_on_one_device() {
+fn every_output_every_dtype_layout_and_rounding_match_reference_on_one_device() {
     for (place, plugin) in plugins::cpu_plugins().iter().enumerate() {
         for head in in_chunks(plugin).iter().filter(|head| head.sharding_is_whole()) {
             // A third of the loops, which take long to compile, and a fifth of all on the older plugin: every spec, dtype,
             // layout and rounding is among them, not with every other.
-            let step = [[1, 3], [5, 5]][place][usize::from(head.class() == "tile")];
+            let step = [[1, 3], [5, 5]][place][usize::from(head.class() == "tile-lm-head")];
             for (seed, case) in cases().iter().enumerate().step_by(step) {
                 run(head, case, 1, seed as u64);
             }
@@ -215,7 +166,7 @@ fn every_output_every_dtype_layout_and_rounding_matches_f64_on_one_device() {
 }
 
 #[test]
-fn every_output_on_every_device_count_matches_f64() {
+fn every_output_on_every_device_count_matches_reference() {
     let cases = cases();
     let mut seed = 0;
     for head in in_chunks(&plugins::cpu_plugins()[0]) {
@@ -231,7 +182,7 @@ fn every_output_on_every_device_count_matches_f64() {
 }
 
 #[test]
-fn registered_implementations_match_f64_in_one_chunk() {
+fn registered_implementations_match_reference_in_one_chunk() {
     let registry = lm_head_registry(Some(&plugins::cpu_plugins()[0]));
     assert!(registry.len() >= 8);
     for (seed, implementation) in registry.iter().enumerate() {
@@ -250,7 +201,7 @@ fn a_prepared_step_gives_what_a_run_gives() {
     let prepared = head.prepare(&case.spec, SHAPE, case.dtype, 1).unwrap();
     assert!(prepared.compiled_memory().unwrap_err().reason.contains("no problem was loaded"));
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
-    judge(case, &problem, &outcome, "prepared");
+    expect_right(case, &problem, &outcome, head.class(), "prepared");
     assert!(prepared.compiled_memory().unwrap().peak_bytes() > 0);
 }
 

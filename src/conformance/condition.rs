@@ -281,13 +281,14 @@ impl Base {
         let factor = softmax.divisor / spec.temperature;
         let rounded = head_rounding(spec, softmax.stats.max.abs().max(z.abs()));
         let q = &token.entropy_softmax;
-        // ∂H/∂z_j = q_j (a_j − ā): what the errors of logits move H and ā by.
+        // ∂H/∂z_j = q_j (a_j − ā), which is 0 where all gaps are equal: the squares of the errors count too.
         let (mut mean_error, mut spread) = (0.0, 0.0);
         if !errors.is_empty() {
             for (j, &x) in row.iter().enumerate() {
                 mean_error += probability_and_gap(softmax, x).0 * error(j);
                 let (q_j, gap) = probability_and_gap(q, x);
-                spread += q_j * (gap - q.stats.mean_gap).abs() * error(j) / q.divisor;
+                let error = error(j) / q.divisor;
+                spread += q_j * ((gap - q.stats.mean_gap).abs() + U * error) * error;
             }
         }
         let product = if errors.is_empty() { 0.0 } else { (error(token.id) + mean_error) / softmax.divisor };

@@ -89,8 +89,8 @@ fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, kappa: f64) 
     errors.zip_mut_with(&exact, |error, &x| {
         let by = kappa * U * *error;
         let step = dtype.round(x + by) - dtype.round(x - by);
-        // The product's own error is rounded away.
-        *error = step / (U * kappa.min(1.0));
+        // The product's own error is rounded away. A step may be many nats: what it does to a probability counts.
+        *error = f64::exp_m1(step.min(80.0)) / (U * kappa.min(1.0));
     });
     errors
 }
