@@ -164,7 +164,9 @@ impl Gates {
     fn row(&mut self, at: Position, row: impl Iterator<Item = (Position, [f64; 4])>) {
         let (mut error2, mut rounding2, mut scale2) = (0.0, 0.0, 0.0);
         for (at, [exact, rounding, scale, actual]) in row {
-            let own = allowance(exact, scale, rounding + FLUSHED, self.dtype);
+            // Another branch may be larger, and is rounded at its own size.
+            let output = half_ulp(exact.abs() + rounding, self.dtype);
+            let own = Allowance { rounding: output, ..allowance(exact, scale, rounding + FLUSHED, self.dtype) };
             self.elements.1.compare(at, exact, actual, self.elements.0, own, self.dtype);
             error2 += (actual - exact).powi(2);
             rounding2 += (own.rounding + own.floor).powi(2);
