@@ -65,7 +65,7 @@ fn check(shape: HeadShape) {
     }
 }
 
-/// Logits, dhidden and dlm_head of the whole batch as one product each, in f32.
+/// Logits, dhidden and `dlm_head` of the whole batch as one product each, in f32.
 fn products(shape: HeadShape) -> f64 {
     let n = shape.batch * shape.tokens;
     let hidden = Array2::from_elem((n, shape.hidden), 0.5_f32);

@@ -133,8 +133,8 @@ fn expect_right(case: &Case, problem: &HeadProblem, outcome: &HeadOutcome, class
     assert_eq!(outcome.dlm_head.dtype(), Dtype::F32);
     let reference = evaluate_head(&case.spec, problem).unwrap();
     let verdicts = judge_head(&reference, problem, outcome, class, Tolerances::builtin()).unwrap();
-    for verdict in verdicts.iter().filter(|verdict| !verdict.passed()) {
-        panic!("{name}, {case:?}: {} {} {:?}", verdict.gate, verdict.dtype, verdict.tally);
+    for verdict in &verdicts {
+        assert!(verdict.passed(), "{name}, {case:?}: {} {} {:?}", verdict.gate, verdict.dtype, verdict.tally);
     }
 }
 

@@ -28,7 +28,7 @@ use crate::reference::HeadReference;
 /// Judges `outcome` against `reference`, by the limits of `class`.
 ///
 /// The hidden states of masked tokens must have a gradient of exactly 0. Where a token's reference is not finite, or
-/// overflows f32, its dhidden and all of dlm_head may be NaN or ∞.
+/// overflows f32, its dhidden and all of `dlm_head` may be NaN or ∞.
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape, or a dtype that `tolerances` has no limit for.

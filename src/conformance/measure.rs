@@ -57,7 +57,7 @@ impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match &self.work {
             Work::Logits(implementation, recipe) => {
-                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?
+                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?;
             }
             Work::Head(implementation, recipe) => write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?,
         }

@@ -70,7 +70,7 @@ impl Output {
 pub enum Model {
     /// Every element: `|x̂ − x| ≤ ½ulp(x) + κ·u·scale`.
     Elementwise,
-    /// Each row of dlogits without its target, of dhidden, or column of dlm_head:
+    /// Each row of dlogits without its target, of `dhidden`, or column of `dlm_head`:
     /// `‖x̂ − x‖₂ ≤ ‖½ulp(x)‖₂ + κ·u·‖scale‖₂`.
     RowL2,
     /// Each row of dlogits: `|Σ x̂ − Σ x| ≤ Σ ½ulp(x) + κ·u·Σ scale`.

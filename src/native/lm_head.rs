@@ -197,10 +197,10 @@ impl<'p> Work<'p> {
                 FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
                 FloatArray::F32(hidden) => row.copy_from_slice(hidden.slice(s![b, t, ..]).as_slice().expect("dense")),
                 FloatArray::Bf16(hidden) => {
-                    hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row)
+                    hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row);
                 }
                 FloatArray::F16(hidden) => {
-                    hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row)
+                    hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row);
                 }
             }
         }
@@ -242,10 +242,10 @@ impl<'p> Work<'p> {
                 FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
                 FloatArray::F32(dhidden) => dhidden.slice_mut(s![b, t, ..]).assign(&row),
                 FloatArray::Bf16(dhidden) => {
-                    dhidden.slice_mut(s![b, t, ..]).zip_mut_with(&row, |to, x| *to = half::bf16::from_f32(*x))
+                    dhidden.slice_mut(s![b, t, ..]).zip_mut_with(&row, |to, x| *to = half::bf16::from_f32(*x));
                 }
                 FloatArray::F16(dhidden) => {
-                    dhidden.slice_mut(s![b, t, ..]).zip_mut_with(&row, |to, x| *to = half::f16::from_f32(*x))
+                    dhidden.slice_mut(s![b, t, ..]).zip_mut_with(&row, |to, x| *to = half::f16::from_f32(*x));
                 }
             }
         }
@@ -291,10 +291,10 @@ fn tile<'t>(projection: &'t Projection, columns: Range<usize>, room: &'t mut [f3
         FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
         FloatArray::F32(head) => by_hidden(of_columns(head.view(), layout, columns), layout),
         FloatArray::Bf16(head) => {
-            widened(of_columns(head.view(), layout, columns), layout, room, |from, to| from.convert_to_f32_slice(to))
+            widened(of_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
         }
         FloatArray::F16(head) => {
-            widened(of_columns(head.view(), layout, columns), layout, room, |from, to| from.convert_to_f32_slice(to))
+            widened(of_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
         }
     }
 }
