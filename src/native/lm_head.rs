@@ -1,16 +1,4 @@
-//! The LM head with the loss: tokens in chunks, logits never all at once.
-//!
-//! For each chunk of `n` tokens: `logits = hidden · lm_head`, dlogits over them by the kernel of [the module above](super),
-//! `dhidden = dlogits · lm_headᵀ`, `dlm_head += hiddenᵀ · dlogits`. Three products, or four where tokens of a row share a
-//! ratio: all log-probabilities come first, and logits are made again. Masked tokens are in no chunk.
-//!
-//! Arithmetic: products of f32 by the `gemm` crate, summed in f32 over `H`, `V` and a chunk's tokens, and over the chunks in
-//! their order. bf16 and f16 are widened, exactly: a chunk's hidden states at once, the head by tiles of columns, twice a
-//! chunk, which costs about 3 % of the products at 256 tokens. dlogits stay f32. `dhidden` is rounded once to the dtype of
-//! `hidden`; `dlm_head` is f32. Results have the same bits for any number of threads.
-//!
-//! Memory beside inputs and outputs: a chunk of logits, at most 160 MiB unless [`NativeHead::chunk`] says otherwise; its hidden states and their gradient; for
-//! 16-bit dtypes a tile of the head; and what the kernel takes.
+//! The LM head with the loss: [`NativeHead`].
 
 use std::ops::Range;
 
@@ -31,7 +19,19 @@ const CHUNK_BYTES: usize = 160 << 20;
 /// Columns of a 16-bit head that are widened at once: 15 MB at `H = 896`.
 const TILE: usize = 4096;
 
-/// The LM head and the loss on the CPU. See [the module](self).
+/// The LM head and the loss on the CPU: tokens in chunks, logits never all at once.
+///
+/// For each chunk of `n` tokens: `logits = hidden · lm_head`, dlogits over them by the kernel of [the module](super),
+/// `dhidden = dlogits · lm_headᵀ`, `dlm_head += hiddenᵀ · dlogits`. Three products, or four where tokens of a row share a
+/// ratio: all log-probabilities come first, and logits are made again. Masked tokens are in no chunk.
+///
+/// Arithmetic: products of f32 by the `gemm` crate, summed in f32 over `H`, `V` and a chunk's tokens, and over the chunks in
+/// their order. bf16 and f16 are widened, exactly: a chunk's hidden states at once, the head by tiles of columns, twice a
+/// chunk, which costs about 3 % of the products at 256 tokens. dlogits stay f32. `dhidden` is rounded once to the dtype of
+/// `hidden`; `dlm_head` is f32. Results have the same bits for any number of threads.
+///
+/// Memory beside inputs and outputs: a chunk of logits, at most 160 MiB unless [`NativeHead::chunk`] says otherwise; its hidden states and their gradient; for
+/// 16-bit dtypes a tile of the head; and what the kernel takes.
 pub struct NativeHead {
     isa: Isa,
     chunk: Option<usize>,
