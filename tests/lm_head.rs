@@ -1,15 +1,19 @@
 //! The LM head with the loss: its reference against other ways to the same numbers, and every implementation that runs any
 //! shape at once against the reference, through the judge.
 
+use std::sync::Arc;
+
 use assay::conformance::cases;
 use assay::conformance::generate::HeadRecipe;
 use assay::conformance::judge::Verdict;
 use assay::conformance::lm_head::judge_head;
 use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
-use assay::problem::{FloatArray, HeadLayout, HeadProblem, HeadShape};
+use assay::implementation::Implementation;
+use assay::native::NativeHead;
+use assay::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape};
 use assay::reference::{evaluate, evaluate_head};
-use assay::spec::{Head, LossSpec};
+use assay::spec::{Head, LossSpec, Ratio, RatioLevel};
 use proptest::prelude::*;
 
 fn described(verdict: &Verdict) -> String {
@@ -19,7 +23,9 @@ fn described(verdict: &Verdict) -> String {
 fn expect_right(spec: &LossSpec, recipe: &HeadRecipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
     let reference = evaluate_head(spec, &problem).unwrap();
-    for implementation in suites::immediate_heads() {
+    // Chunks that the tokens do not fill; the one registered takes so few at once.
+    let in_chunks: Arc<dyn Implementation<HeadProblem>> = Arc::new(NativeHead::default().chunk(3));
+    for implementation in suites::immediate_heads().into_iter().chain([in_chunks]) {
         if implementation.supports(spec, recipe.shape(), problem.dtype(), 1).is_err() {
             continue;
         }
@@ -108,4 +114,61 @@ fn the_reference_is_that_of_its_logits() {
             assert!((x - token).abs() < 1e-13, "{at:?}");
         }
     }
+}
+
+/// Five tiles of a 16-bit head, chunks that are not full, and a ratio that a sequence shares.
+#[test]
+fn results_have_the_same_bits_for_any_number_of_threads() {
+    let ratio = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
+    for spec in [LossSpec::default(), LossSpec { ratio, entropy_coef: 0.01, ..LossSpec::default() }] {
+        for (dtype, layout) in Dtype::KERNEL.into_iter().zip([
+            HeadLayout::HiddenByVocab,
+            HeadLayout::VocabByHidden,
+            HeadLayout::HiddenByVocab,
+        ]) {
+            let mut recipe = cases::head_recipe(HeadShape { batch: 3, tokens: 7, hidden: 130, vocab: 17_001 });
+            (recipe.recipe.dtype, recipe.layout) = (dtype, layout);
+            let problem = recipe.problem(&spec).unwrap();
+            let run = |threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| NativeHead::default().chunk(4).run(&spec, problem.clone(), 1).unwrap())
+            };
+            let one = run(1);
+            let reference = evaluate_head(&spec, &problem).unwrap();
+            let verdicts = judge_head(&reference, &problem, &one, "native-lm-head", Tolerances::builtin()).unwrap();
+            for verdict in &verdicts {
+                assert!(verdict.passed(), "{dtype} {}", described(verdict));
+            }
+            for threads in [2, 3] {
+                let more = run(threads);
+                assert!(one.loss.same_bits(&more.loss) && one.logp.same_bits(&more.logp), "{dtype}, {threads} threads");
+                assert!(one.dhidden.same_bits(&more.dhidden), "{dtype}, {threads} threads");
+                assert!(one.dlm_head.same_bits(&more.dlm_head), "{dtype}, {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() {
+    let spec = LossSpec::default();
+    let good = cases::head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
+    let refused = |change: &dyn Fn(&mut HeadProblem)| {
+        let mut problem = good.clone();
+        change(&mut problem);
+        NativeHead::default().run(&spec, problem, 1).unwrap_err().to_string()
+    };
+    let narrow = refused(&|problem| problem.logits.lm_head = FloatArray::zeros((3, 5), Dtype::F32));
+    assert_eq!(narrow, "`lm_head`: got shape [3, 5], expected [H,V] with H = 4, that of `hidden`");
+    let other = refused(&|problem| problem.logits.lm_head = FloatArray::zeros((4, 5), Dtype::Bf16));
+    assert_eq!(other, "`lm_head`: got dtype bf16, expected f32, that of `hidden`");
+    let empty = refused(&|problem| problem.logits.hidden = FloatArray::zeros((2, 3, 0), Dtype::F32));
+    assert!(empty.contains("`hidden`: got shape [2, 3, 0], expected [B,T,H] with H ≥ 1"), "{empty}");
+    let fewer = refused(&|problem| problem.logits.lm_head = FloatArray::zeros((4, 1), Dtype::F32));
+    assert!(fewer.contains("expected 0 ≤ id < V = 1"), "{fewer}");
+    let f64s = refused(&|problem| {
+        problem.logits.hidden = FloatArray::zeros((2, 3, 4), Dtype::F64);
+        problem.logits.lm_head = FloatArray::zeros((4, 5), Dtype::F64);
+    });
+    assert!(f64s.contains("native-lm-head does not support hidden dtype f64"), "{f64s}");
 }

@@ -27,11 +27,11 @@ const TILE: usize = 4096;
 ///
 /// Arithmetic: products of f32 by the `gemm` crate, summed in f32 over `H`, `V` and a chunk's tokens, and over the chunks in
 /// their order. bf16 and f16 are widened, exactly: a chunk's hidden states at once, the head by tiles of columns, twice a
-/// chunk, which costs about 3 % of the products at 256 tokens. dlogits stay f32. `dhidden` is rounded once to the dtype of
-/// `hidden`; `dlm_head` is f32. Results have the same bits for any number of threads.
+/// chunk. dlogits stay f32. `dhidden` is rounded once to the dtype of `hidden`; `dlm_head` is f32. Results have the same
+/// bits for any number of threads.
 ///
-/// Memory beside inputs and outputs: a chunk of logits, at most 160 MiB unless [`NativeHead::chunk`] says otherwise; its hidden states and their gradient; for
-/// 16-bit dtypes a tile of the head; and what the kernel takes.
+/// Memory beside inputs and outputs: a chunk of logits, at most 160 MiB unless [`NativeHead::chunk`] says otherwise; its
+/// hidden states and their gradient; for 16-bit dtypes a tile of the head; and what the kernel takes.
 pub struct NativeHead {
     isa: Isa,
     chunk: Option<usize>,
