@@ -11,9 +11,10 @@ use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
 use assay::native::NativeHead;
-use assay::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape};
+use assay::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{Head, LossSpec, Ratio, RatioLevel};
+use ndarray::{Array2, Ix2, Ix3, s};
 use proptest::prelude::*;
 
 fn described(verdict: &Verdict) -> String {
@@ -171,4 +172,65 @@ fn what_does_not_fit_is_refused_by_name() {
         problem.logits.lm_head = FloatArray::zeros((4, 5), Dtype::F64);
     });
     assert!(f64s.contains("native-lm-head does not support hidden dtype f64"), "{f64s}");
+}
+
+/// What goes wrong in fused heads, each alone, on f32 and on bf16.
+#[test]
+fn wrong_gradients_are_rejected() {
+    let spec = LossSpec::default();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 9, hidden: 24, vocab: 131 });
+        (recipe.recipe.dtype, recipe.rounds_logits) = (dtype, true);
+        let problem = recipe.problem(&spec).unwrap();
+        let reference = evaluate_head(&spec, &problem).unwrap();
+        let right = HeadOutcome { dlogits_dtype: dtype, ..reference.outcome() };
+        let failed = |outcome: &HeadOutcome| -> Vec<String> {
+            let verdicts = judge_head(&reference, &problem, outcome, "native-lm-head", Tolerances::builtin()).unwrap();
+            verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
+        };
+        assert_eq!(failed(&right), Vec::<String>::new());
+
+        let dlogits = reference.dlogits();
+        let dhidden = |dlogits: &Array2<f64>| -> FloatArray<Ix3> {
+            reference.dhidden(dlogits).into_shape_with_order((2, 9, 24)).unwrap().into()
+        };
+        let dlm_head = |dlogits: &Array2<f64>| -> FloatArray<Ix2> {
+            reference.dlm_head(dlogits).reversed_axes().as_standard_layout().into_owned().into()
+        };
+        let without_tail = {
+            let mut dlogits = dlogits.clone();
+            dlogits.slice_mut(s![.., 128..]).fill(0.0);
+            dlogits
+        };
+        let without_last_token = {
+            let mut dlogits = dlogits.clone();
+            let last = problem.mask.as_slice().unwrap().iter().rposition(|counts| *counts).unwrap();
+            dlogits.row_mut(last).fill(0.0);
+            dlogits
+        };
+        let bf16_sums = right.dlm_head.to_f64().mapv(|x| Dtype::Bf16.round(Dtype::Bf16.round(x * 0.5) + x * 0.5));
+        let masked = problem.mask.indexed_iter().find(|(_, counts)| !**counts).unwrap().0;
+        let of_masked = {
+            let mut dhidden = right.dhidden.to_f64();
+            dhidden[[masked.0, masked.1, 0]] = 1e-30;
+            dhidden
+        };
+        let unrounded = {
+            let mut problem = problem.clone();
+            problem.logits.rounds_logits = false;
+            evaluate_head(&spec, &problem).unwrap().outcome()
+        };
+        let wrong = [
+            ("dhidden without the last columns", HeadOutcome { dhidden: dhidden(&without_tail), ..right.clone() }),
+            ("dlm_head without the last columns", HeadOutcome { dlm_head: dlm_head(&without_tail), ..right.clone() }),
+            ("the last token in no chunk", HeadOutcome { dlm_head: dlm_head(&without_last_token), ..right.clone() }),
+            ("dlm_head summed in bf16", HeadOutcome { dlm_head: bf16_sums.into(), ..right.clone() }),
+            ("a masked token with a gradient", HeadOutcome { dhidden: of_masked.into(), ..right.clone() }),
+            ("logits not rounded", HeadOutcome { logp: unrounded.logp, ..right.clone() }),
+        ];
+        for (what, outcome) in wrong {
+            let exact_anyway = dtype == Dtype::F32 && what == "logits not rounded";
+            assert_eq!(failed(&outcome).is_empty(), exact_anyway, "{dtype}: {what}");
+        }
+    }
 }
