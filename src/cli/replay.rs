@@ -309,7 +309,7 @@ impl Session {
         Ok(())
     }
 
-    /// One implementation of the LM head on one problem, on the most devices that it supports.
+    /// One implementation of the LM head on one problem, on the device counts asked for, or on the most that it supports.
     fn check_head(
         &mut self,
         label: &str,
@@ -320,17 +320,20 @@ impl Session {
         let spec = reference.on_logits().spec();
         let supports = |devices| implementation.supports(spec, problem.shape(), problem.dtype(), devices);
         let counts = implementation.device_counts();
-        let devices = counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).unwrap_or(1);
-        let available = implementation.available().map_err(|why| why.to_string());
-        if let Err(why) = available.and_then(|()| supports(devices).map_err(|why| why.to_string())) {
-            let what = format!("{label} with {}", on_devices(implementation.id(), devices));
-            self.ignored.push(Ignored { what, why });
-            return Ok(());
-        }
-        let outcome = implementation.run(spec, problem.clone(), devices)?;
-        for verdict in judge_head(reference, problem, &outcome, implementation.class(), Tolerances::builtin())? {
-            let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
-            self.checks.push(check.on_devices(devices));
+        let most = counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).unwrap_or(1);
+        let asked = if self.devices.is_empty() { vec![most] } else { self.devices.clone() };
+        for devices in asked {
+            let name = on_devices(implementation.id(), devices);
+            let available = implementation.available().map_err(|why| why.to_string());
+            if let Err(why) = available.and_then(|()| supports(devices).map_err(|why| why.to_string())) {
+                self.ignored.push(Ignored { what: format!("{label} with {name}"), why });
+                continue;
+            }
+            let outcome = implementation.run(spec, problem.clone(), devices)?;
+            for verdict in judge_head(reference, problem, &outcome, implementation.class(), Tolerances::builtin())? {
+                let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
+                self.checks.push(check.on_devices(devices));
+            }
         }
         Ok(())
     }
