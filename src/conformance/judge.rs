@@ -62,9 +62,20 @@ pub(super) struct Case<'r> {
     pub(super) token: &'r Token,
     pub(super) condition: Condition,
     pub(super) finite: bool,
+    /// Where logits are rounded: the condition were none of them near a tie, and what a unit of the difference comes to.
+    pub(super) untied: Option<(Condition, f64)>,
 }
 
 impl Case<'_> {
+    /// One of the token's scales, and what ties of rounded logits add to its limit, whatever `κ`.
+    pub(super) fn scale(&self, of: impl Fn(&Condition) -> f64) -> (f64, f64) {
+        let scale = of(&self.condition);
+        match &self.untied {
+            None => (scale, 0.0),
+            Some((untied, unit)) => (of(untied), unit * (scale - of(untied)).max(0.0)),
+        }
+    }
+
     pub(super) fn at(&self) -> Position {
         Position::token(self.b, self.t)
     }
@@ -85,7 +96,7 @@ pub fn judge(
 ) -> Result<Vec<Verdict>, JudgeError> {
     check_shapes(reference.shape(), candidate)?;
     let limits = Limits { tolerances, class };
-    let cases = cases(reference, limits.bands()?, &|_, _| Vec::new());
+    let cases = cases(reference, limits.bands()?, &|_, _| Vec::new(), None);
     let per_token = PerToken {
         loss: &candidate.loss,
         logp: candidate.logp.as_ref(),
@@ -100,15 +111,23 @@ pub fn judge(
     Ok(verdicts)
 }
 
-/// The unmasked tokens of a reference, in order, whose logits have `errors` of their own.
-pub(super) fn cases<'r>(reference: &'r Reference, bands: Bands, errors: LogitErrors) -> Vec<Case<'r>> {
-    let conditions = Condition::all(reference, bands, errors);
-    let case = |((b, t), condition): ((usize, usize), Option<Condition>)| {
-        let token = reference.token(b, t)?;
-        Some(Case { b, t, token, condition: condition?, finite: reference.finite(token) })
-    };
+/// The unmasked tokens of a reference, in order, whose logits have `errors` of their own. Where those are of ties, a unit of
+/// which comes to `tie`, no `κ` multiplies what follows from them.
+pub(super) fn cases<'r>(
+    reference: &'r Reference,
+    bands: Bands,
+    errors: LogitErrors,
+    tie: Option<f64>,
+) -> Vec<Case<'r>> {
+    let mut conditions = Condition::all(reference, bands, errors);
     let (batch, tokens) = conditions.dim();
-    ndarray::indices((batch, tokens)).into_iter().zip(conditions).filter_map(case).collect()
+    let mut untied = tie.map(|_| Condition::all(reference, bands, &|_, _| Vec::new()));
+    let case = |(b, t): (usize, usize)| {
+        let (token, condition) = (reference.token(b, t)?, conditions[[b, t]].take()?);
+        let untied = untied.as_mut().and_then(|untied| untied[[b, t]].take()).zip(tie);
+        Some(Case { b, t, token, condition, finite: reference.finite(token), untied })
+    };
+    ndarray::indices((batch, tokens)).into_iter().filter_map(case).collect()
 }
 
 /// What is judged whatever the logits are made of.
@@ -127,8 +146,14 @@ pub(super) fn judge_per_token(
 ) -> Result<Vec<Verdict>, JudgeError> {
     let mut verdicts = vec![judge_loss(reference, given.loss, cases, limits)?];
     let per_token: [(Output, Option<&FloatArray<Ix2>>, Judged); 3] = [
-        (Output::Logp, given.logp, |_, case| vec![(case.token.inputs.logp, case.condition.logp, 0.0)]),
-        (Output::Entropy, given.entropy, |_, case| vec![(case.token.entropy, case.condition.entropy, 0.0)]),
+        (Output::Logp, given.logp, |_, case| {
+            let (scale, floor) = case.scale(|condition| condition.logp);
+            vec![(case.token.inputs.logp, scale, floor)]
+        }),
+        (Output::Entropy, given.entropy, |_, case| {
+            let (scale, floor) = case.scale(|condition| condition.entropy);
+            vec![(case.token.entropy, scale, floor)]
+        }),
         (Output::TokenLoss, given.token_loss, token_losses),
     ];
     for (output, values, expected) in per_token {
@@ -189,7 +214,8 @@ pub(super) fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> 
 
 fn token_losses(reference: &Reference, case: &Case) -> Vec<(f64, f64, f64)> {
     let value = |branch| reference.token_loss(&case.token.inputs, branch);
-    let Condition { token_loss: scale, token_loss_floor: floor, .. } = case.condition;
+    let (scale, of_ties) = case.scale(|condition| condition.token_loss);
+    let floor = case.condition.token_loss_floor + of_ties;
     case.condition.alternatives.iter().map(|on| (value(&on.branch), scale, floor)).collect()
 }
 
@@ -239,7 +265,10 @@ fn judge_loss(
     let mut floor = FLUSHED;
     for case in cases {
         let weight = case.token.weight.max(case.token.kl_weight);
-        scale += weight * case.condition.token_loss + coef * case.token.entropy_weight * case.condition.entropy;
+        let (token_loss, of_ties) = case.scale(|condition| condition.token_loss);
+        let (entropy, of_entropy_ties) = case.scale(|condition| condition.entropy);
+        scale += weight * token_loss + coef * case.token.entropy_weight * entropy;
+        floor += weight * of_ties + coef * case.token.entropy_weight * of_entropy_ties;
         let losses = token_losses(reference, case);
         let kink = losses.iter().map(|(loss, ..)| (loss - losses[0].0).abs()).fold(0.0, f64::max);
         floor += weight * (kink + case.condition.token_loss_floor);
@@ -382,15 +411,18 @@ pub(super) fn judge_metrics(
 ) -> Result<Vec<Verdict>, JudgeError> {
     let expected = reference.metrics();
     let count = reference.count().max(1) as f64;
-    let mean = |scale: &dyn Fn(&Case) -> f64| cases.iter().map(scale).sum::<f64>() / count;
+    let mean = |of: fn(&Condition) -> f64| {
+        let scales = cases.iter().map(|case| case.scale(of));
+        scales.fold([0.0; 2], |[scale, floor], (s, f)| [scale + s / count, floor + f / count])
+    };
     let open = cases.iter().any(|case| case.condition.overflows || !case.finite);
     let means = [
-        (Output::EntropyMean, Some(expected.entropy_mean), Some(actual.entropy_mean), mean(&|c| c.condition.entropy)),
-        (Output::KlMean, expected.kl_mean, actual.kl_mean, mean(&|c| c.condition.kl)),
-        (Output::RatioMean, Some(expected.ratio_mean), Some(actual.ratio_mean), mean(&|c| c.condition.ratio)),
+        (Output::EntropyMean, Some(expected.entropy_mean), Some(actual.entropy_mean), mean(|c| c.entropy)),
+        (Output::KlMean, expected.kl_mean, actual.kl_mean, mean(|c| c.kl)),
+        (Output::RatioMean, Some(expected.ratio_mean), Some(actual.ratio_mean), mean(|c| c.ratio)),
     ];
     let mut verdicts = Vec::new();
-    for (output, expected, actual, scale) in means {
+    for (output, expected, actual, [scale, floor]) in means {
         let Some(expected) = expected else { continue };
         let kappa = limits.kappa(output, Model::Elementwise, Dtype::F64)?;
         let actual = actual.unwrap_or(f64::NAN);
@@ -399,7 +431,7 @@ pub(super) fn judge_metrics(
         if !actual.is_finite() && (open || expected * count > f64::from(f32::MAX) / 2.0) {
             tally.report(Position::default());
         } else {
-            let allowance = allowance(expected, scale, FLUSHED, Dtype::F64);
+            let allowance = allowance(expected, scale, FLUSHED + floor, Dtype::F64);
             tally.compare(Position::default(), expected, actual, kappa, allowance, Dtype::F64);
         }
         verdicts.push(verdict(output, Model::Elementwise, Dtype::F64, Some(kappa), tally));

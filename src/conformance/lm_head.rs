@@ -44,9 +44,9 @@ pub fn judge_head(
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
     let bands = limits.bands()?;
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
-    let errors = logit_errors(reference, rounding, bands.logp);
+    let (errors, tie) = logit_errors(reference, rounding, bands.logp);
     let errors_of = |b: usize, t: usize| errors.row(b * tokens + t).to_vec();
-    let cases = cases(on_logits, bands, &errors_of);
+    let cases = cases(on_logits, bands, &errors_of, tie);
     let per_token = PerToken {
         loss: &outcome.loss,
         logp: Some(&outcome.logp),
@@ -78,27 +78,31 @@ fn check_shapes(reference: &HeadReference, outcome: &HeadOutcome) -> Result<(), 
     Ok(())
 }
 
-/// `e`, `[N,V]`. Where logits are rounded to a dtype, one that its error may carry over a tie between two of its values
-/// has a step of that dtype for an error, which no smaller multiple of `u` than `kappa` is to fall short of.
-fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, kappa: f64) -> Array2<f64> {
+/// `e`, `[N,V]`. Where logits are rounded to a dtype, the product's own error is rounded away, but for one that it may
+/// carry over a tie between two values of that dtype: it has their step for an error, of which a unit comes to what is
+/// returned beside, and which no `kappa` is to make less of.
+fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, kappa: f64) -> (Array2<f64>, Option<f64>) {
     let depth = f64::sqrt(reference.shape().hidden as f64);
     let sizes = reference.hidden().mapv(f64::abs).dot(&reference.columns().mapv(f64::abs).t());
     let mut errors = sizes * depth;
-    let Some(dtype) = rounding else { return errors };
+    let Some(dtype) = rounding else { return (errors, None) };
     let exact = reference.hidden().dot(&reference.columns().t());
+    // Which branches a tie opens is asked of `kappa` times the errors.
+    let unit = U * kappa.min(1.0);
     errors.zip_mut_with(&exact, |error, &x| {
         let by = kappa * U * *error;
         let step = dtype.round(x + by) - dtype.round(x - by);
-        // The product's own error is rounded away. A step may be many nats: what it does to a probability counts.
-        *error = f64::exp_m1(step.min(80.0)) / (U * kappa.min(1.0));
+        // A step may be many nats: what it does to a probability counts.
+        *error = f64::exp_m1(step.min(80.0)) / unit;
     });
-    errors
+    (errors, Some(unit))
 }
 
 /// The dlogits of the reference and what an honest kernel's may be off by, `[N,V]`; zeros where a token is masked.
 struct Dlogits {
     exact: Array2<f64>,
-    /// Beyond any multiple of `u`: rounding to the dtype of the products, underflow, and another branch inside a tie band.
+    /// Beyond any multiple of `u`: rounding to the dtype of the products, underflow, ties of rounded logits, and another
+    /// branch inside a tie band.
     rounding: Array2<f64>,
     scale: Array2<f64>,
 }
@@ -118,8 +122,16 @@ impl Dlogits {
                     let grad_logp = on_logits.grad_logp(case.token, &on.branch, on.coupling);
                     let there = on_logits.dlogits_row_with(case.b, case.t, grad_logp);
                     let conditions = case.condition.dlogits(on_logits, case.token, &scaled, on);
+                    let untied = case
+                        .untied
+                        .as_ref()
+                        .map(|(condition, unit)| (condition.dlogits(on_logits, case.token, &scaled, on), *unit));
                     for (v, (x, (s, floor))) in there.into_iter().zip(conditions).enumerate() {
-                        rounding[v] = f64::max(rounding[v], half_ulp(x, dtype) + floor + (x - own[v]).abs());
+                        let (s, of_ties) = match &untied {
+                            None => (s, 0.0),
+                            Some((untied, unit)) => (untied[v].0, unit * (s - untied[v].0).max(0.0)),
+                        };
+                        rounding[v] = f64::max(rounding[v], half_ulp(x, dtype) + floor + of_ties + (x - own[v]).abs());
                         scale[v] = f64::max(scale[v], s);
                     }
                 }

@@ -2,25 +2,32 @@
 
 use super::simd::Simd;
 
-/// Exponentials are made times `2^26`, so that all of them are normal numbers.
-pub(super) const SCALE: f64 = (1_u64 << 26) as f64;
+/// Exponentials are made times `2^64`, so that all of them are normal numbers.
+pub(super) const SCALE: f64 = (1_u128 << 64) as f64;
 
-/// `1.5·2^23`, so that a sum is rounded to an integer, and the 26 that exponents are raised by.
-const MAGIC: f32 = 12_582_912.0 + 26.0;
+/// `1.5·2^23`, so that a sum is rounded to an integer, and the 64 that exponents are raised by.
+const MAGIC: f32 = 12_582_912.0 + 64.0;
 
 /// `(2^f − 1)/f` on `|f| ≤ ½`, with which `2^f` is right to 5.3e-9 of itself: a minimax polynomial (Remez) whose
 /// coefficients were rounded one by one, each before the next was fitted.
 const POWERS: [f32; 6] = [0.693_147_24, 0.240_226_55, 0.055_502_724, 0.009_617_063, 0.001_341_815_2, 0.000_158_215_87];
 
-/// Where `e^t` is below half of the smallest `f32`.
-pub(super) const FLOOR: f64 = -104.7;
+/// As far below the maximum as an exponential times [`SCALE`] is a normal number.
+pub(super) const FAR: f64 = 131.0;
 
-/// `d ↦ e^(d/T)` for `d ≤ 0`, within an ulp where `T = 1`; elsewhere `log₂ e / T` is off by 2⁻⁴⁸ of itself too.
+/// Gaps `a = m − x ≥ 0` to the maximum are counted in steps: the largest power of two of which two are within [`FAR`], so
+/// that what is nearer has neither of its two highest bits set.
+pub(super) fn step(inverse_temperature: f64) -> f64 {
+    (FAR / 2.0 / inverse_temperature).log2().floor().clamp(-126.0, 126.0).exp2()
+}
+
+/// `a ↦ e^(−a/T)` of gaps in steps, within an ulp where `T = 1`; elsewhere `log₂ e / T` is off by 2⁻⁴⁸ of itself too.
 #[derive(Clone, Copy)]
 pub(super) struct Exp<S: Simd> {
-    floor: S::Lanes,
+    steps_a_unit: S::Lanes,
+    far: S::Lanes,
     magic: S::Lanes,
-    /// `log₂ e / T`, rounded, and what rounding took from it.
+    /// `−log₂ e · step / T`, rounded, and what rounding took from it.
     rate: [S::Lanes; 2],
     powers: [S::Lanes; 6],
     one: S::Lanes,
@@ -30,10 +37,12 @@ impl<S: Simd> Exp<S> {
     /// Of `1/T`.
     #[inline(always)]
     pub(super) fn new(simd: S, inverse_temperature: f64) -> Self {
-        let rate = std::f64::consts::LOG2_E * inverse_temperature;
+        let step = step(inverse_temperature);
+        let rate = -std::f64::consts::LOG2_E * inverse_temperature * step;
         let [c1, c2, c3, c4, c5, c6] = POWERS;
         Self {
-            floor: simd.splat((FLOOR / inverse_temperature) as f32),
+            steps_a_unit: simd.splat((1.0 / step) as f32),
+            far: simd.splat((FAR / inverse_temperature / step) as f32),
             magic: simd.splat(MAGIC),
             rate: [simd.splat(rate as f32), simd.splat((rate - f64::from(rate as f32)) as f32)],
             powers: [simd.splat(c1), simd.splat(c2), simd.splat(c3), simd.splat(c4), simd.splat(c5), simd.splat(c6)],
@@ -41,20 +50,21 @@ impl<S: Simd> Exp<S> {
         }
     }
 
-    /// `d`, or where it is less, the number whose `exp` is 0. NaN stays.
+    /// The gap of `x` below `max`, or where that is larger, one whose exponential is 0. NaN stays.
     #[inline(always)]
-    pub(super) fn floored(&self, simd: S, d: S::Lanes) -> S::Lanes {
-        simd.max(self.floor, d)
+    pub(super) fn gap(&self, simd: S, max: S::Lanes, x: S::Lanes) -> S::Lanes {
+        simd.min(self.far, simd.mul(simd.sub(max, x), self.steps_a_unit))
     }
 
-    /// `2^26·e^(d/T) = 2^(26+k)·2^f` of a floored `d`, with `k + f = d·log₂ e / T`. Nothing is said of a NaN.
+    /// `2^64·e^(−a/T) = 2^(64+k)·2^f` of a gap that is not above [`FAR`], with `k + f = −a·log₂ e / T`. Nothing is said of
+    /// a NaN.
     #[inline(always)]
-    pub(super) fn scaled(&self, simd: S, d: S::Lanes) -> S::Lanes {
+    pub(super) fn scaled(&self, simd: S, a: S::Lanes) -> S::Lanes {
         let [high, low] = self.rate;
         let [c1, c2, c3, c4, c5, c6] = self.powers;
-        let raised = simd.mul_add(d, high, self.magic);
+        let raised = simd.mul_add(a, high, self.magic);
         let minus_k = simd.sub(self.magic, raised);
-        let f = simd.mul_add(d, low, simd.mul_add(d, high, minus_k));
+        let f = simd.mul_add(a, low, simd.mul_add(a, high, minus_k));
         let p = simd.mul_add(simd.mul_add(c6, f, c5), f, c4);
         let p = simd.mul_add(simd.mul_add(p, f, c3), f, c2);
         let p = simd.mul_add(simd.mul_add(p, f, c1), f, self.one);
@@ -69,7 +79,7 @@ mod tests {
     use super::*;
     use crate::native::simd::{Isa, LANES, Work};
 
-    /// `e^(d/T)` of each `d`, with `1/T`.
+    /// `e^(d/T)` of each `d ≤ 0`, with `1/T`.
     struct Exps<'x>(&'x [f32; LANES], f64);
 
     impl Work for Exps<'_> {
@@ -78,7 +88,7 @@ mod tests {
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> [f32; LANES] {
             let (exp, unscale) = (Exp::new(simd, self.1), simd.splat((1.0 / SCALE) as f32));
-            let e = exp.scaled(simd, exp.floored(simd, simd.load(self.0)));
+            let e = exp.scaled(simd, exp.gap(simd, simd.splat(0.0), simd.load(self.0)));
             let mut exps = [0.0; LANES];
             simd.store(simd.mul(e, unscale), &mut exps);
             exps

@@ -303,9 +303,8 @@ impl<'s> Batch<'s> {
         &self,
         rows: impl IndexedParallelIterator<Item = (Place, &'r [E])>,
     ) -> Vec<Option<Scores>> {
-        let score = |room: &mut Room, (at, row): (Place, &'r [E])| {
-            self.settled.mask[at].then(|| self.score(row, at, room, Keep::Nothing))
-        };
+        let score =
+            |room: &mut Room, (at, row): (Place, &'r [E])| self.settled.mask[at].then(|| self.score(row, at, room));
         rows.map_init(Room::default, score).collect()
     }
 
@@ -342,7 +341,10 @@ impl<'s> Batch<'s> {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            let scores = self.score(row.logits(), at, room, Keep::Exponentials);
+            let scores = match &self.head {
+                Some(_) => self.score(row.logits(), at, room),
+                None => self.softmaxes.score_and_keep(row, self.id(at), &mut room.kept),
+            };
             let graded = loss.grade(&[(self.known(at), scores)], |input, at| self.input(input, at)).pop()?;
             self.write(row, at, room, Keep::Exponentials, (&scores, &graded));
             Some(graded)
@@ -368,13 +370,13 @@ impl<'s> Batch<'s> {
     }
 
     /// Reads the row of an unmasked token.
-    fn score<E: Element>(&self, row: &[E], at: (usize, usize), room: &mut Room, keep: Keep) -> Scores {
+    fn score<E: Element>(&self, row: &[E], at: Place, room: &mut Room) -> Scores {
         let id = self.id(at);
         let Some(head) = &self.head else {
-            return self.softmaxes.score(row, id, (keep == Keep::Exponentials).then_some(&mut room.kept));
+            return self.softmaxes.score(row, id);
         };
         head.forward(row, id, &mut room.h);
-        self.softmaxes.score(&room.h, id, None)
+        self.softmaxes.score(&room.h, id)
     }
 
     /// Writes dlogits of an unmasked token.

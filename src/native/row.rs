@@ -1,27 +1,31 @@
 //! One row of logits: softmax statistics, and dlogits.
 //!
 //! ```text
-//! score    d_j = x_j − m,  e_j = exp(d_j/T)     Σ e_j for j ≠ y,  Σ e_j d_j        a_j = −d_j/T,  ā = −Σ e_j d_j / (S·T)
+//! score    a_j = m − x_j,  e_j = exp(−a_j/T)     Σ e_j for j ≠ y,  Σ e_j a_j        ā = Σ e_j a_j / (S·T)
 //! between  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
-//! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
+//! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j/T − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
 //! ```
 //!
 //! The score is one walk: `m` is the largest logit so far, and what was summed is multiplied by `exp((m_old − m_new)/T)`
-//! where a block of columns has a larger one. Sums are f32 over 16 columns, none of which is rounded more than eight times,
+//! where a block of columns has a larger one. Sums are f32 over 32 columns, none of which is rounded more than nine times,
 //! and f64 over those; f32 over two columns in the block that has the maximum.
 //!
-//! The exponentials may be kept for the write, each block's relative to the `m` that it was made with; where they are not,
-//! they are made again.
+//! What bounds it is the number of vector instructions, so the walk has none that looks for a larger maximum or for a
+//! column too far below it for the exponential's arithmetic: both show in the two highest bits of its gap, which are
+//! or'ed over a block, and only a block where one is set is walked again with care.
+//!
+//! The exponentials may be kept for the write, each block's relative to the `m` that it was made with: beside the row, or
+//! where f32 dlogits go over f32 logits, over those. Where they are not kept, they are made again.
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
-use super::exp::{Exp, FLOOR, SCALE};
-use super::simd::{Isa, LANES, Simd, Streaming, UNIT, Work};
+use super::exp::{Exp, FAR, SCALE, step};
+use super::simd::{Isa, LANES, Simd, Streaming, UNIT, Work, prefetch};
 use crate::problem::Float;
 use crate::spec::{LossSpec, TemperatureDivides};
 
-/// Vectors of exponentials that are added in f32, before their sums are in f64.
+/// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 8;
 
 /// Units in a block.
@@ -47,6 +51,10 @@ pub trait Packed: Float + PartialEq + Pod {
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
     /// In the same. Nothing is said of a NaN.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
+    /// A row as what exponentials may be kept in, if it is.
+    fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {
+        None
+    }
 }
 
 impl Packed for f32 {
@@ -67,6 +75,9 @@ impl Packed for f32 {
         let (halves, _) = to.as_chunks_mut();
         simd.store(low, &mut halves[0]);
         simd.store(high, &mut halves[1]);
+    }
+    fn as_floats(row: &mut [Self]) -> Option<&mut [f32]> {
+        Some(row)
     }
 }
 
@@ -102,12 +113,16 @@ pub(super) struct Softmaxes {
     inverse_temperature: f64,
     /// Whether entropy needs a softmax of its own.
     two: bool,
+    /// Whether entropy may have a part in the loss.
+    bonus: bool,
 }
 
 /// Exponentials of the row that was last scored, under the softmax that logp is of.
 #[derive(Default)]
 pub(super) struct Kept {
-    /// `2^26·e_j`, 0 for the target, by blocks.
+    /// Whether they are where the row's logits were.
+    over_logits: bool,
+    /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row.
     exps: Vec<[[f32; UNIT]; UNITS]>,
     /// The `m` of each block.
     maxima: Vec<f32>,
@@ -163,22 +178,61 @@ impl<E> Row<'_, E> {
     }
 }
 
+impl Softmax {
+    /// What gaps are counted in.
+    fn step(&self) -> f64 {
+        step(self.inverse_temperature)
+    }
+
+    /// `exp((max − m)/T)`: by how much exponentials relative to `max` were larger.
+    fn faded(&self, max: f32) -> f64 {
+        ((f64::from(max) - f64::from(self.max)) * self.inverse_temperature).exp()
+    }
+}
+
 impl Softmaxes {
     pub(super) fn of(spec: &LossSpec, isa: Isa) -> Self {
         Self {
             isa,
             inverse_temperature: 1.0 / spec.temperature,
             two: spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != 1.0,
+            bonus: spec.entropy_coef != 0.0,
         }
     }
 
     /// Reads the row of an unmasked token.
-    pub(super) fn score<E: Element>(self, row: &[E], id: usize, kept: Option<&mut Kept>) -> Scores {
-        let walk = |inverse_temperature, kept| self.isa.run(Walk { row, id, inverse_temperature, kept });
+    pub(super) fn score<E: Element>(self, row: &[E], id: usize) -> Scores {
+        self.score_by(|inverse_temperature, _| self.isa.run(Walk { row, id, inverse_temperature, kept: None }))
+    }
+
+    /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
+    /// for them again.
+    pub(super) fn score_and_keep<E: Element>(self, row: &mut Row<E>, id: usize, kept: &mut Kept) -> Scores {
+        kept.over_logits = false;
+        if row.logits.is_none()
+            && !self.two
+            && !self.bonus
+            && let Some(row) = E::as_floats(row.dlogits)
+        {
+            kept.over_logits = true;
+            let inverse_temperature = self.inverse_temperature;
+            return self.score_by(|_, _| {
+                self.isa.run(WalkOver { row: &mut *row, id, inverse_temperature, maxima: &mut kept.maxima })
+            });
+        }
+        let row = row.logits();
+        self.score_by(|inverse_temperature, keeps| {
+            let kept = if keeps { Some(&mut *kept) } else { None };
+            self.isa.run(Walk { row, id, inverse_temperature, kept })
+        })
+    }
+
+    /// By a walk under `1/T`, which keeps exponentials or not.
+    fn score_by(self, mut walk: impl FnMut(f64, bool) -> Softmax) -> Scores {
         let (logp_softmax, entropy_softmax, logp_factor) = if self.two {
-            (walk(1.0, kept), walk(self.inverse_temperature, None), self.inverse_temperature)
+            (walk(1.0, true), walk(self.inverse_temperature, false), self.inverse_temperature)
         } else {
-            let shared = walk(self.inverse_temperature, kept);
+            let shared = walk(self.inverse_temperature, true);
             (shared, shared, 1.0)
         };
         Scores {
@@ -208,8 +262,8 @@ impl Softmaxes {
         let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * self.inverse_temperature / entropy.sum };
         let factors = Factors {
             policy: -policy,
-            // e (a − ā) · bonus = e · (−bonus·d/T − bonus·ā)
-            slope: -bonus * self.inverse_temperature,
+            // e (a/T − ā) · bonus = e · (bonus·a/T − bonus·ā)
+            slope: bonus * self.inverse_temperature * step(self.inverse_temperature),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * entropy.mean_gap },
         };
         let target = if grad.logp == 0.0 { 0.0 } else { policy * logp.others };
@@ -222,7 +276,7 @@ impl Softmaxes {
             let kept = kept.filter(|_| !two);
             self.isa.run(Write { row, logp, entropy, two, kept, factors });
         } else {
-            factors.write_carefully(row, logp, entropy);
+            factors.write_carefully(row, logp, entropy, kept);
         }
         row.dlogits[id] = E::from_f32(target as f32);
     }
@@ -257,22 +311,42 @@ impl<E: Element> Work for Walk<'_, E> {
                 Some((exps, _)) => &mut exps[i],
                 None => &mut not_kept,
             };
-            match block.try_into() {
-                Ok(whole) if i != id / BLOCK => sums.add(simd, units(whole), exps),
-                _ => {
-                    let mut without_target = [E::MINUS_INFINITY; BLOCK];
-                    without_target[..block.len()].copy_from_slice(block);
-                    if i == id / BLOCK {
-                        without_target[id % BLOCK] = E::MINUS_INFINITY;
-                    }
-                    sums.add(simd, units(&without_target), exps);
-                }
-            }
+            sums.add(simd, block, (i == id / BLOCK).then_some(id % BLOCK), exps);
             if let Some((_, maxima)) = &mut kept {
                 maxima[i] = sums.max;
             }
         }
-        sums.softmax(target)
+        sums.softmax(simd, target)
+    }
+}
+
+/// Scores a row under one softmax, and writes its exponentials over it.
+struct WalkOver<'r> {
+    row: &'r mut [f32],
+    id: usize,
+    /// `1/T`.
+    inverse_temperature: f64,
+    /// The `m` of each block.
+    maxima: &'r mut Vec<f32>,
+}
+
+impl Work for WalkOver<'_> {
+    type Output = Softmax;
+
+    #[inline(always)]
+    fn on<S: Simd>(self, simd: S) -> Softmax {
+        let Self { row, id, inverse_temperature, maxima } = self;
+        let target = row[id];
+        let mut sums = Sums::new(simd, target, inverse_temperature);
+        maxima.clear();
+        for (i, block) in row.chunks_mut(BLOCK).enumerate() {
+            // Not at once over logits that may have to be read again.
+            let mut exps = [[0.0; UNIT]; UNITS];
+            sums.add(simd, block, (i == id / BLOCK).then_some(id % BLOCK), &mut exps);
+            block.copy_from_slice(&exps.as_flattened()[..block.len()]);
+            maxima.push(sums.max);
+        }
+        sums.softmax(simd, target)
     }
 }
 
@@ -285,12 +359,14 @@ struct Sums<S: Simd> {
     exp: Exp<S>,
     /// `1/T`
     inverse_temperature: f64,
+    /// What gaps are counted in.
+    step: f64,
     /// `m`
     max: f32,
-    /// `2^26·Σ e_j`
-    exps: f64,
-    /// `2^26·Σ e_j d_j`
-    weighted: f64,
+    /// `2^64·Σ e_j`, and `2^64·Σ e_j a_j` with `a` in steps, since `m` was last raised.
+    running: [S::Sums; 2],
+    /// The same until then.
+    before: [f64; 2],
 }
 
 impl<S: Simd> Sums<S> {
@@ -300,70 +376,120 @@ impl<S: Simd> Sums<S> {
         Self {
             exp: Exp::new(simd, inverse_temperature),
             inverse_temperature,
+            step: step(inverse_temperature),
             max: if target < f32::MIN { f32::MIN } else { target },
-            exps: 0.0,
-            weighted: 0.0,
+            running: [simd.sums(); 2],
+            before: [0.0; 2],
         }
     }
 
-    /// Adds a block, and writes down its exponentials.
+    /// Adds a block, all but its target, and writes down its exponentials.
     #[inline(always)]
-    fn add<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
-        let mut of_block = self.sum::<E, GROUP>(simd, block, exps);
-        if of_block.top > self.max {
-            // What was summed moves to the new maximum, and the block is done again; beside an exponential of 1 every
-            // rounding counts, so one vector at a time is added in f64.
-            let step = f64::from(self.max) - f64::from(of_block.top);
-            let faded = (step * self.inverse_temperature).exp();
-            self.weighted = faded * (self.weighted + step * self.exps);
-            self.exps *= faded;
-            self.max = of_block.top;
-            of_block = self.sum::<E, 1>(simd, block, exps);
-        }
-        self.exps += of_block.exps;
-        self.weighted += of_block.weighted;
-    }
-
-    /// The sums of a block under the present maximum, `VECTORS` at a time in f32.
-    #[inline(always)]
-    fn sum<E: Element, const VECTORS: usize>(
-        &self,
-        simd: S,
-        block: &[[E; UNIT]; UNITS],
-        exps: &mut [[f32; UNIT]; UNITS],
-    ) -> OfBlock {
-        let max = simd.splat(self.max);
-        let mut top = max;
-        let (mut sum, mut weighted) = (simd.sums(), simd.sums());
-        let [mut of_group, mut weighted_of_group] = [simd.splat(0.0); 2];
-        for (i, (unit, exps)) in block.iter().zip(exps).enumerate() {
-            let halves = E::load(simd, unit);
-            for (j, (x, exps)) in halves.into_iter().zip(exps.as_chunks_mut().0).enumerate() {
-                top = simd.max(x, top);
-                let d = self.exp.floored(simd, simd.sub(x, max));
-                let e = self.exp.scaled(simd, d);
-                of_group = simd.add(of_group, e);
-                weighted_of_group = simd.mul_add(e, d, weighted_of_group);
-                simd.store(e, exps);
-                if (2 * i + j + 1) % VECTORS == 0 {
-                    sum = simd.accumulate(sum, of_group);
-                    weighted = simd.accumulate(weighted, weighted_of_group);
-                    [of_group, weighted_of_group] = [simd.splat(0.0); 2];
+    fn add<E: Element>(&mut self, simd: S, block: &[E], target: Option<usize>, exps: &mut [[f32; UNIT]; UNITS]) {
+        match (block.try_into(), target) {
+            (Ok(whole), None) => self.add_whole(simd, units(whole), exps),
+            _ => {
+                let mut without_target = [E::MINUS_INFINITY; BLOCK];
+                without_target[..block.len()].copy_from_slice(block);
+                if let Some(target) = target {
+                    without_target[target] = E::MINUS_INFINITY;
                 }
+                self.add_with_care(simd, units(&without_target), exps);
             }
         }
-        let mut tops = [0.0; LANES];
-        simd.store(top, &mut tops);
-        OfBlock { exps: simd.total(sum), weighted: simd.total(weighted), top: largest(tops) }
+    }
+
+    /// Adds a block as if no column were above `m` or far below it, and where one is, again.
+    #[inline(always)]
+    fn add_whole<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
+        let (max, steps_a_unit) =
+            (simd.splat((f64::from(self.max) / self.step) as f32), simd.splat((-1.0 / self.step) as f32));
+        let mut seen = simd.splat(0.0);
+        let [mut sum, mut weighted] = self.running;
+        for (group, exps) in block.chunks(GROUP).zip(exps.chunks_mut(GROUP)) {
+            let [mut of_group, mut weighted_of_group] = [[simd.splat(-0.0); 2]; 2];
+            for (unit, exps) in group.iter().zip(exps) {
+                prefetch(unit);
+                let [low, high] = E::load(simd, unit);
+                let gaps = [simd.mul_add(low, steps_a_unit, max), simd.mul_add(high, steps_a_unit, max)];
+                seen = simd.either(seen, gaps[0], gaps[1]);
+                let e = [self.exp.scaled(simd, gaps[0]), self.exp.scaled(simd, gaps[1])];
+                for i in 0..2 {
+                    of_group[i] = simd.add(of_group[i], e[i]);
+                    weighted_of_group[i] = simd.mul_add(e[i], gaps[i], weighted_of_group[i]);
+                }
+                f32::store(simd, e, exps);
+            }
+            sum = simd.accumulate(sum, simd.add(of_group[0], of_group[1]));
+            weighted = simd.accumulate(weighted, simd.add(weighted_of_group[0], weighted_of_group[1]));
+        }
+        if simd.any_outside(seen) {
+            self.add_with_care(simd, block, exps);
+        } else {
+            self.running = [sum, weighted];
+        }
+    }
+
+    /// Adds a block of any logits.
+    #[inline(always)]
+    fn add_with_care<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
+        let top = largest(simd, block);
+        let raises = top > self.max;
+        if raises {
+            // What was summed moves to the new maximum. Beside an exponential of 1 every rounding counts, so each vector is
+            // added in f64 by itself.
+            let [mut sum, mut weighted] = self.total(simd);
+            let gap = f64::from(top) - f64::from(self.max);
+            let faded = (-gap * self.inverse_temperature).exp();
+            weighted += gap / self.step * sum;
+            sum *= faded;
+            self.before = [sum, faded * weighted];
+            self.running = [simd.sums(); 2];
+            self.max = top;
+        }
+        let max = simd.splat(self.max);
+        let [mut of_group, mut weighted_of_group] = [simd.splat(-0.0); 2];
+        for (i, (unit, exps)) in block.iter().zip(exps).enumerate() {
+            let halves = E::load(simd, unit);
+            let mut e = halves;
+            for (x, e) in halves.into_iter().zip(&mut e) {
+                let a = self.exp.gap(simd, max, x);
+                *e = self.exp.scaled(simd, a);
+                of_group = simd.add(of_group, *e);
+                weighted_of_group = simd.mul_add(*e, a, weighted_of_group);
+                if raises {
+                    self.accumulate(simd, &mut of_group, &mut weighted_of_group);
+                }
+            }
+            f32::store(simd, e, exps);
+            if (i + 1) % (GROUP / 2) == 0 {
+                self.accumulate(simd, &mut of_group, &mut weighted_of_group);
+            }
+        }
+    }
+
+    /// Moves sums of a few vectors to those in f64.
+    #[inline(always)]
+    fn accumulate(&mut self, simd: S, sum: &mut S::Lanes, weighted: &mut S::Lanes) {
+        self.running = [simd.accumulate(self.running[0], *sum), simd.accumulate(self.running[1], *weighted)];
+        [*sum, *weighted] = [simd.splat(-0.0); 2];
+    }
+
+    /// `2^64·Σ e_j` and `2^64·Σ e_j a_j`.
+    #[inline(always)]
+    fn total(&self, simd: S) -> [f64; 2] {
+        [self.before[0] + simd.total(self.running[0]), self.before[1] + simd.total(self.running[1])]
     }
 
     /// With the target. A NaN among the logits is a NaN in `weighted`, and then everywhere.
-    fn softmax(&self, target: f32) -> Softmax {
-        let others = if self.weighted.is_nan() { f64::NAN } else { self.exps / SCALE };
+    #[inline(always)]
+    fn softmax(&self, simd: S, target: f32) -> Softmax {
+        let [sum, weighted] = self.total(simd);
+        let others = if weighted.is_nan() { f64::NAN } else { sum / SCALE };
         let target_exponent = (f64::from(target) - f64::from(self.max)) * self.inverse_temperature;
         let target = target_exponent.exp();
-        let weighted = self.weighted / SCALE * self.inverse_temperature;
-        let weighted = weighted + if target == 0.0 { 0.0 } else { target * target_exponent };
+        let weighted = weighted / SCALE * self.step * self.inverse_temperature;
+        let weighted = weighted - if target == 0.0 { 0.0 } else { target * target_exponent };
         Softmax {
             max: self.max,
             inverse_temperature: self.inverse_temperature,
@@ -373,24 +499,21 @@ impl<S: Simd> Sums<S> {
             sum: others + target,
             // sum − 1, with nothing lost where the target is the maximum and the others are tiny.
             log_sum: (others + (target - 1.0)).ln_1p(),
-            mean_gap: -weighted / (others + target),
+            mean_gap: weighted / (others + target),
         }
     }
 }
 
-/// What a block comes to.
-struct OfBlock {
-    /// `2^26·Σ e_j`
-    exps: f64,
-    /// `2^26·Σ e_j d_j`
-    weighted: f64,
-    /// Its largest logit, or `m` where that is larger.
-    top: f32,
-}
-
-/// The largest of the lanes; NaN counts for nothing.
+/// The largest logit of a block, at least the least finite number; NaN counts for nothing.
 #[inline(always)]
-fn largest(lanes: [f32; LANES]) -> f32 {
+fn largest<S: Simd, E: Element>(simd: S, block: &[[E; UNIT]; UNITS]) -> f32 {
+    let mut top = simd.splat(f32::MIN);
+    for unit in block {
+        let [low, high] = E::load(simd, unit);
+        top = simd.max(high, simd.max(low, top));
+    }
+    let mut lanes = [0.0; LANES];
+    simd.store(top, &mut lanes);
     let mut largest = f32::MIN;
     for x in lanes {
         if x > largest {
@@ -400,7 +523,7 @@ fn largest(lanes: [f32; LANES]) -> f32 {
     largest
 }
 
-/// `dx_j = e_j·policy + q_j·(slope·d_j + offset)`, with `q` of the softmax that entropy is of.
+/// `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax that entropy is of.
 #[derive(Clone, Copy)]
 struct Factors {
     policy: f64,
@@ -409,24 +532,36 @@ struct Factors {
 }
 
 impl Factors {
-    /// Whether they are numbers and no product of them with an exponential can be NaN: no `d/T` is below the floor.
+    /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond [`FAR`].
     fn in_range(self, entropy: &Softmax) -> bool {
-        let lowest = (FLOOR / entropy.inverse_temperature).min(-1.0);
-        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * -lowest;
+        let farthest = FAR / entropy.inverse_temperature / entropy.step();
+        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * farthest;
         (largest as f32).is_finite()
     }
 
     /// A column of probability 0 has no part even in an infinite gradient.
-    fn write_carefully<E: Element>(self, row: &mut Row<E>, logp: &Softmax, entropy: &Softmax) {
+    fn write_carefully<E: Element>(self, row: &mut Row<E>, logp: &Softmax, entropy: &Softmax, kept: Option<&Kept>) {
+        if let Some(kept) = kept
+            && kept.over_logits
+        {
+            for (i, dlogits) in row.dlogits.chunks_mut(BLOCK).enumerate() {
+                let faded = logp.faded(kept.maxima[i]) / SCALE;
+                for x in dlogits {
+                    let e = (f64::from(x.to_f32()) * faded) as f32;
+                    *x = E::from_f32(if e == 0.0 { 0.0 } else { e * self.policy as f32 });
+                }
+            }
+            return;
+        }
         let term = |softmax: &Softmax, x: f32, factor: &dyn Fn(f64) -> f64| {
-            let d = f64::from(x - softmax.max);
-            let e = (d * softmax.inverse_temperature).exp() as f32;
-            if e == 0.0 { 0.0 } else { e * factor(d) as f32 }
+            let gap = f64::from(softmax.max - x);
+            let e = (-gap * softmax.inverse_temperature).exp() as f32;
+            if e == 0.0 { 0.0 } else { e * factor(gap / softmax.step()) as f32 }
         };
         for j in 0..row.dlogits.len() {
             let x = row.logits()[j].to_f32();
             let policy = if self.policy == 0.0 { 0.0 } else { term(logp, x, &|_| self.policy) };
-            let bonus = |d: f64| self.slope * d + self.offset;
+            let bonus = |a: f64| self.slope * a + self.offset;
             let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, x, &bonus) };
             row.dlogits[j] = E::from_f32(policy + bonus);
         }
@@ -475,16 +610,24 @@ impl<E: Element> Work for Write<'_, '_, E> {
                 let again = Again::of(simd, self.logp);
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
-                    let exps = &kept.exps[i];
                     if kept.maxima[i] != since {
                         since = kept.maxima[i];
-                        let step = f64::from(since) - f64::from(self.logp.max);
-                        faded = (step * self.logp.inverse_temperature).exp();
+                        faded = self.logp.faded(since);
                     }
                     let [slope, factor] = [slope * faded, (policy + offset) * faded];
                     let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
                     let scaled = (factor / SCALE) as f32;
+                    if kept.over_logits {
+                        let factors = if scaled.is_normal() {
+                            [simd.splat(scaled), simd.splat(1.0)]
+                        } else {
+                            [again.unscale, factors[1]]
+                        };
+                        write(simd, &streaming, None, dlogits, NOT_KEPT, &Over(factors));
+                        continue;
+                    }
+                    let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
+                    let exps = &kept.exps[i];
                     if slope == 0.0 && scaled.is_normal() {
                         write(simd, &streaming, logits, dlogits, exps, &Scaled(simd.splat(scaled)));
                     } else {
@@ -549,7 +692,19 @@ fn write_unit<S: Simd, E: Element>(simd: S, to: &mut [E; UNIT], exps: &[f32; UNI
     E::store(simd, x, to);
 }
 
-/// `e_j·factor`, of exponentials that were kept; `2^-26·factor` is a normal number.
+/// `(e_j·first)·second`, of exponentials that were kept over the logits.
+struct Over<S: Simd>([S::Lanes; 2]);
+
+impl<S: Simd> Unit<S> for Over<S> {
+    #[inline(always)]
+    fn dlogits<E: Element>(&self, simd: S, exps: &[E; UNIT], _: &[f32; UNIT]) -> [S::Lanes; 2] {
+        let [first, second] = self.0;
+        let [low, high] = E::load(simd, exps);
+        [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)]
+    }
+}
+
+/// `e_j·factor`, of exponentials that were kept; `2^-64·factor` is a normal number.
 struct Scaled<S: Simd>(S::Lanes);
 
 impl<S: Simd> Unit<S> for Scaled<S> {
@@ -562,7 +717,7 @@ impl<S: Simd> Unit<S> for Scaled<S> {
     }
 }
 
-/// `e_j·(slope·d_j + factor)`, of exponentials that were kept.
+/// `e_j·(slope·a_j + factor)`, of exponentials that were kept.
 struct Sloped<S: Simd> {
     again: Again<S>,
     factors: [S::Lanes; 2],
@@ -581,7 +736,7 @@ impl<S: Simd> Unit<S> for Sloped<S> {
     }
 }
 
-/// `e_j·(slope·d_j + factor)`.
+/// `e_j·(slope·a_j + factor)`.
 struct One<S: Simd> {
     softmax: Again<S>,
     factors: [S::Lanes; 2],
@@ -595,7 +750,7 @@ impl<S: Simd> Unit<S> for One<S> {
     }
 }
 
-/// `e_j·policy + q_j·(slope·d_j + offset)`.
+/// `e_j·policy + q_j·(slope·a_j + offset)`.
 struct Two<S: Simd> {
     logp: Again<S>,
     entropy: Again<S>,
@@ -637,21 +792,20 @@ impl<S: Simd> Again<S> {
         }
     }
 
-    /// `d`, floored.
     #[inline(always)]
     fn gap(&self, simd: S, x: S::Lanes) -> S::Lanes {
-        self.exp.floored(simd, simd.sub(x, self.max))
+        self.exp.gap(simd, self.max, x)
     }
 
     #[inline(always)]
-    fn exp(&self, simd: S, d: S::Lanes) -> S::Lanes {
-        simd.mul(self.exp.scaled(simd, d), self.unscale)
+    fn exp(&self, simd: S, a: S::Lanes) -> S::Lanes {
+        simd.mul(self.exp.scaled(simd, a), self.unscale)
     }
 
-    /// `e·(slope·d + factor)`
+    /// `e·(slope·a + factor)`
     #[inline(always)]
     fn sloped(&self, simd: S, x: S::Lanes, [slope, factor]: [S::Lanes; 2]) -> S::Lanes {
-        let d = self.gap(simd, x);
-        simd.mul(self.exp(simd, d), simd.mul_add(d, slope, factor))
+        let a = self.gap(simd, x);
+        simd.mul(self.exp(simd, a), simd.mul_add(a, slope, factor))
     }
 }

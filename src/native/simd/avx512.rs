@@ -66,6 +66,24 @@ impl Simd for Avx512 {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { _mm512_max_ps(a, b) }
     }
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    fn either(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe {
+            let [a, b, c] = [_mm512_castps_si512(a), _mm512_castps_si512(b), _mm512_castps_si512(c)];
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0b1111_1110>(a, b, c))
+        }
+    }
+    #[inline(always)]
+    fn any_outside(self, bits: __m512) -> bool {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_test_epi32_mask(_mm512_castps_si512(bits), _mm512_set1_epi32(-0x4000_0000)) != 0 }
+    }
 
     #[inline(always)]
     fn scale(self, a: __m512, integer: __m512) -> __m512 {

@@ -76,6 +76,22 @@ impl Simd for Neon {
         each!(larger, a, b)
     }
     #[inline(always)]
+    fn min(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(smaller, a, b)
+    }
+    #[inline(always)]
+    fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        each!(either, a, b, c)
+    }
+    #[inline(always)]
+    fn any_outside(self, bits: Lanes) -> bool {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let all = either(either(bits[0], bits[1], bits[2]), bits[3], bits[3]);
+            vmaxvq_u32(vreinterpretq_u32_f32(all)) >> 30 != 0
+        }
+    }
+    #[inline(always)]
     fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
         each!(scale, a, integer)
     }
@@ -167,6 +183,29 @@ impl Simd for Neon {
 unsafe fn larger(a: float32x4_t, b: float32x4_t) -> float32x4_t {
     // SAFETY: the caller's.
     unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
+}
+
+/// `a` where `a < b`, else `b`.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn smaller(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe { vbslq_f32(vcltq_f32(a, b), a, b) }
+}
+
+/// The bits that are set in any of the three.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn either(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe {
+        let [a, b, c] = [vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b), vreinterpretq_u32_f32(c)];
+        vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(a, b), c))
+    }
 }
 
 /// `a·2^n`, for the `n` in the low bits of `integer`.

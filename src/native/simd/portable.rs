@@ -49,6 +49,18 @@ impl Simd for Portable {
         from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
+    fn min(self, a: Lanes, b: Lanes) -> Lanes {
+        from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        from_fn(|i| f32::from_bits(a[i].to_bits() | b[i].to_bits() | c[i].to_bits()))
+    }
+    #[inline(always)]
+    fn any_outside(self, bits: Lanes) -> bool {
+        bits.iter().any(|x| x.to_bits() >> 30 != 0)
+    }
+    #[inline(always)]
     fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
         from_fn(|i| f32::from_bits(a[i].to_bits().wrapping_add(integer[i].to_bits() << 23)))
     }
