@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use assay::conformance::cases;
 use assay::implementation::Implementation;
-use assay::problem::{Dtype, Shape};
-use assay::spec::LossSpec;
+use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
+use assay::spec::{LossSpec, Ratio, RatioLevel};
 use assay::tpu::compile::locate;
 use assay::tpu::{Bound, Compiled, Compiler, Request, Target, TpuError};
-use assay::xla::{ANY_DEVICE, Xla};
+use assay::xla::{ANY_DEVICE, CHUNK_BYTES, HeadArrays, Xla, XlaHead};
 use libtest_mimic::{Arguments, Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
@@ -38,7 +38,7 @@ fn main() {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 7] = [
+    let checks: [(&str, Plain); 9] = [
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
@@ -46,6 +46,8 @@ fn main() {
         ("two_programs_compile_at_once", two_programs_compile_at_once),
         ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
         ("temp_bytes_bf16_qwen_vocabulary_are_those_pinned", temp_bytes_are_those_pinned),
+        ("memory_time_head_bf16_qwen_shape_are_within_what_the_shape_says", head_is_within_its_bounds),
+        ("no_array_of_all_logits_is_in_memory_with_a_head", no_head_holds_all_logits),
     ];
     needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
     let absent = locate(None).err().map(|error| error.to_string());
@@ -162,6 +164,61 @@ fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-two-pass", 1_245_152_288, 3_918_304)?;
     let bound = Bound::of(Target::parse("v6e")?.chip, compiled.cycles(), compiled.traffic.hbm_bytes);
     assert!(bound.cycles_ms <= bound.hbm_ms, "{bound:?}");
+    Ok(())
+}
+
+fn head(id: &str) -> XlaHead {
+    XlaHead::all(None).into_iter().find(|head| head.id() == id).expect("it is registered")
+}
+
+/// bf16 arrays of a head; logits are rounded.
+fn bf16_head(shape: &str, layout: HeadLayout) -> HeadArrays {
+    HeadArrays { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, layout, rounds_logits: true }
+}
+
+fn compile_head(id: &str, spec: &LossSpec, arrays: HeadArrays, target: &Target) -> Result<Compiled, Failed> {
+    let code = head(id).program_for(spec, arrays, target.devices(), ANY_DEVICE)?;
+    let request = Request { code: &code, target, replicas: target.devices(), partitions: 1 };
+    // Large products take libtpu long.
+    let compiled = compiler()?.limit(Duration::from_mins(10)).compile(&request);
+    Ok(compiled.map_err(|error| format!("{id} {} on {target}: {error}", arrays.shape))?)
+}
+
+/// Bytes of a head's arrays on a device that holds them whole: head, its gradient in f32, hidden states, dhidden.
+fn bytes_of_arrays(HeadShape { batch, tokens, hidden, vocab }: HeadShape) -> usize {
+    let (states, head) = (batch * tokens * hidden * Dtype::Bf16.size(), hidden * vocab);
+    2 * states + head * (Dtype::Bf16.size() + Dtype::F32.size())
+}
+
+/// The head, its gradient, hidden states, theirs and one chunk; on one device, 1.25 times the products at the chip's rate.
+fn head_is_within_its_bounds() -> Result<(), Failed> {
+    for (target, layout) in [("v6e:1x1", HeadLayout::HiddenByVocab), ("v6e:2x4", HeadLayout::VocabByHidden)] {
+        let target = Target::parse(target)?;
+        let arrays = bf16_head("1x8192x4096x151936", layout);
+        let compiled = compile_head("tile-lm-head", &LossSpec::default(), arrays, &target)?;
+        let most = bytes_of_arrays(arrays.shape) + CHUNK_BYTES;
+        assert!(usize::try_from(compiled.memory.peak_bytes())? <= most, "{:?}, at most {most}", compiled.memory);
+        assert!(compiled.traffic.uncounted.is_empty(), "{:?}", compiled.traffic.uncounted);
+        let bound = Bound::of(target.chip, compiled.cycles(), compiled.traffic.hbm_bytes);
+        let products_ms = target.chip.products_ms(3.0 * 8192.0 * 4096.0 * 151_936.0);
+        // The sum of the head's gradient over devices comes on top.
+        let alone = target.devices() == 1;
+        assert!(!alone || bound.predicted_ms <= 1.25 * products_ms, "{bound:?}, three products {products_ms}");
+    }
+    Ok(())
+}
+
+/// At a shape where they would be most of the memory.
+fn no_head_holds_all_logits() -> Result<(), Failed> {
+    let target = Target::parse("v6e:1x1")?;
+    let arrays = bf16_head("4x8192x256x151936", HeadLayout::VocabByHidden);
+    let ratio = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
+    for spec in [LossSpec::default(), LossSpec { ratio, ..LossSpec::default() }] {
+        let compiled = compile_head("tile-lm-head", &spec, arrays, &target)?;
+        let peak = usize::try_from(compiled.memory.peak_bytes())?;
+        let (most, logits) = (bytes_of_arrays(arrays.shape) + CHUNK_BYTES, 4 * 8192 * 151_936 * 2);
+        assert!(peak <= most && most < logits / 5, "{:?}, at most {most}", compiled.memory);
+    }
     Ok(())
 }
 
