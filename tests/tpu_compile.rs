@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use assay::conformance::cases;
 use assay::implementation::Implementation;
-use assay::problem::{Dtype, Shape};
+use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
 use assay::spec::LossSpec;
 use assay::tpu::compile::locate;
 use assay::tpu::{Bound, Compiled, Compiler, Request, Target, TpuError};
-use assay::xla::{ANY_DEVICE, Xla};
+use assay::xla::{ANY_DEVICE, HeadArrays, Xla, XlaHead};
 use libtest_mimic::{Arguments, Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
@@ -38,7 +38,7 @@ fn main() {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 7] = [
+    let checks: [(&str, Plain); 8] = [
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
@@ -46,6 +46,7 @@ fn main() {
         ("two_programs_compile_at_once", two_programs_compile_at_once),
         ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
         ("temp_bytes_bf16_qwen_vocabulary_are_those_pinned", temp_bytes_are_those_pinned),
+        ("memory_of_a_head_falls_as_devices_cut_it_up_to_a_pod", memory_of_a_head_falls),
     ];
     needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
     let absent = locate(None).err().map(|error| error.to_string());
@@ -162,6 +163,52 @@ fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-two-pass", 1_245_152_288, 3_918_304)?;
     let bound = Bound::of(Target::parse("v6e")?.chip, compiled.cycles(), compiled.traffic.hbm_bytes);
     assert!(bound.cycles_ms <= bound.hbm_ms, "{bound:?}");
+    Ok(())
+}
+
+fn head(id: &str) -> XlaHead {
+    XlaHead::all(None).into_iter().find(|head| head.id() == id).expect("it is registered")
+}
+
+/// bf16 arrays of a head; logits are rounded.
+fn bf16_head(shape: &str, layout: HeadLayout) -> HeadArrays {
+    HeadArrays { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, layout, rounds_logits: true }
+}
+
+fn compile_head(id: &str, arrays: HeadArrays, target: &Target) -> Result<Compiled, Failed> {
+    let code = head(id).program_for(&LossSpec::default(), arrays, target.devices(), ANY_DEVICE)?;
+    let request = Request { code: &code, target, replicas: target.devices(), partitions: 1 };
+    // Large products take libtpu long.
+    let compiled = compiler()?.limit(Duration::from_mins(10)).compile(&request);
+    Ok(compiled.map_err(|error| format!("{id} {} on {target}: {error}", arrays.shape))?)
+}
+
+/// Bytes of a head's arrays on a device that holds them whole: head, its gradient in f32, hidden states, dhidden.
+fn bytes_of_arrays(HeadShape { batch, tokens, hidden, vocab }: HeadShape) -> usize {
+    let (states, head) = (batch * tokens * hidden * Dtype::Bf16.size(), hidden * vocab);
+    2 * states + head * (Dtype::Bf16.size() + Dtype::F32.size())
+}
+
+/// On 8 and on 256 devices each holds its part of the tokens and of the columns, the whole gradient of those columns, and
+/// the logits of its tokens, which are one chunk, or later the gradient's sum over devices beside what is summed.
+fn memory_of_a_head_falls() -> Result<(), Failed> {
+    let arrays = bf16_head("8x64x256x32768", HeadLayout::HiddenByVocab);
+    let HeadShape { batch, tokens, hidden, vocab } = arrays.shape;
+    for target in ["v6e:2x4", "v6e:16x16"] {
+        let target = Target::parse(target)?;
+        let devices = target.devices();
+        for (id, columns) in [("tile-lm-head-rows", 1), ("tile-lm-head-vocab", devices), ("tile-lm-head-mesh", 2)] {
+            let compiled = compile_head(id, arrays, &target)?;
+            let (tokens, vocab) = (batch * tokens * columns / devices, vocab / columns);
+            let part = HeadShape { batch: 1, tokens, hidden, vocab };
+            let logits = tokens * vocab * Dtype::Bf16.size();
+            let summed = if columns < devices { hidden * vocab * Dtype::F32.size() } else { 0 };
+            // And numbers of each token, in whole tiles.
+            let most = bytes_of_arrays(part) + logits.max(summed) + (1 << 20);
+            let peak = usize::try_from(compiled.memory.peak_bytes())?;
+            assert!(peak <= most, "{id} on {target}: {:?}, at most {most}", compiled.memory);
+        }
+    }
     Ok(())
 }
 

@@ -231,6 +231,26 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
 }
 
 #[test]
+fn a_program_for_many_devices_holds_the_part_of_one() {
+    let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
+    let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+    let all = XlaHead::all(None);
+    let program = |id: &str, devices| {
+        let head = all.iter().find(|head| head.id() == id).unwrap();
+        head.program_for(&LossSpec::default(), arrays, devices, ANY_DEVICE)
+    };
+    for (id, batch, vocab) in [("tile-lm-head-rows", 1, 151_936), ("tile-lm-head-vocab", 256, 594)] {
+        let text = program(id, 256).unwrap();
+        let parameters = text.lines().find(|line| line.contains("@main")).unwrap();
+        for array in [format!("tensor<{batch}x128x512xbf16>"), format!("tensor<512x{vocab}xbf16>")] {
+            assert!(parameters.contains(&array), "{id}: no {array} in {parameters}");
+        }
+    }
+    assert!(program("tile-lm-head-mesh", 256).unwrap().contains("tensor<512x75968xbf16>"));
+    assert!(program("tile-lm-head-mesh", 2).unwrap_err().to_string().contains("device count 2"));
+}
+
+#[test]
 fn what_is_not_computed_is_refused_by_name() {
     let all = XlaHead::all(None);
     let refused =

@@ -1,23 +1,22 @@
 //! `assay compile`: a program compiled for TPUs that need not be there, and what its compiler says of it.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
-use std::{env, fmt, fmt::Write as _};
+use std::{env, fmt::Write as _};
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::compile_table::{self, Rows};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::{Implementation, RunError};
 use crate::memory::CompiledMemory;
-use crate::problem::{Dtype, HeadLayout, HeadShape, Shape};
+use crate::problem::{Dtype, HeadLayout, HeadShape};
 use crate::spec::LossSpec;
-use crate::tpu::recorded::{self, Recorded};
+use crate::tpu::recorded::{self, BASELINE, Recorded};
 use crate::tpu::schedule::Kernel;
-use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Request, Target};
+use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Extents, Request, Target};
 use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
 
 /// Kernels that take less than this part of all cycles share one row of the table.
@@ -28,10 +27,12 @@ pub(super) struct Compile {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse, required_unless_present = "table")]
     target: Option<Target>,
-    /// The implementation: xla, tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head or tile-lm-head
+    /// The implementation: xla, tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head or tile-lm-head,
+    /// or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
-    /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`
+    /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of -rows, -vocab and -mesh all
+    /// that the devices hold together
     #[arg(long, value_name = "BxTxV", required_unless_present = "table")]
     shape: Option<Extents>,
     /// Dtype of the logits, or of hidden states and head: f32, bf16 or f16
@@ -49,10 +50,11 @@ pub(super) struct Compile {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// Every recorded shape with xla, tile-one-pass and tile-two-pass instead, in bf16 for v6e:2x4, as Markdown
+    /// Every recorded shape with xla, tile-one-pass and tile-two-pass, or xla-lm-head and tile-lm-head, instead, in bf16 for
+    /// v6e:2x4, as Markdown
     #[arg(long, conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"])]
     table: bool,
-    /// Also put the table between its marks in a document, such as docs/tpu.md
+    /// Also put the tables between their marks in a document, such as docs/tpu.md
     #[arg(long, value_name = "FILE.md", requires = "table")]
     into: Option<PathBuf>,
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
@@ -63,40 +65,6 @@ pub(super) struct Compile {
     timeout: u64,
     #[command(flatten)]
     printing: Printing,
-}
-
-/// What each device holds, as `--shape` says.
-#[derive(Clone, Copy)]
-pub(super) enum Extents {
-    Logits(Shape),
-    Head(HeadShape),
-}
-
-impl FromStr for Extents {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let head = text.matches('x').count() == 3;
-        if head { text.parse().map(Extents::Head) } else { text.parse().map(Extents::Logits) }
-    }
-}
-
-impl fmt::Display for Extents {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Extents::Logits(shape) => shape.fmt(f),
-            Extents::Head(shape) => shape.fmt(f),
-        }
-    }
-}
-
-impl Extents {
-    fn to_vec(self) -> Vec<usize> {
-        match self {
-            Extents::Logits(shape) => vec![shape.batch, shape.tokens, shape.vocab],
-            Extents::Head(shape) => vec![shape.batch, shape.tokens, shape.hidden, shape.vocab],
-        }
-    }
 }
 
 /// [`HeadLayout`], on the command line.
@@ -125,7 +93,6 @@ impl Worker {
 struct Asked {
     target: Target,
     implementation: String,
-    /// What each device holds.
     shape: Extents,
     dtype: Dtype,
     layout: HeadLayout,
@@ -138,16 +105,20 @@ impl Asked {
     fn compile(&self, compiler: &Compiler) -> Result<Figures, CliError> {
         let (devices, core) = (self.target.devices(), core_of(self.target.chip));
         let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
-        let code = match self.shape {
-            Extents::Logits(shape) => find(&self.implementation)?.program_for(spec, shape, dtype, devices, core),
+        let (code, held_by) = match self.shape {
+            Extents::Logits(shape) => {
+                let code = find(&self.implementation)?.program_for(spec, shape, dtype, devices, core);
+                (code, HeldBy::EachDevice)
+            }
             Extents::Head(shape) => {
                 let head = find_head(&self.implementation)?.chunk_bytes(self.chunk_bytes);
-                head.program_for(spec, HeadArrays { shape, dtype, layout, rounds_logits }, devices, core)
+                let code = head.program_for(spec, HeadArrays { shape, dtype, layout, rounds_logits }, devices, core);
+                (code, if head.sharding_is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices })
             }
         };
         let code = code.map_err(RunError::from)?;
         let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
-        Ok(Figures::new(self, &compiler.compile(&request)?))
+        Ok(Figures::new(self, held_by, &compiler.compile(&request)?))
     }
 }
 
@@ -169,9 +140,8 @@ impl Compile {
         };
         let (Some(target), Some(shape)) = (&self.target, self.shape) else {
             let target = Target::parse(compile_table::TARGET)?;
-            let shapes = compile_table::recorded().map(|recorded| Extents::Logits(recorded.shape));
-            let rows = shapes.flat_map(|shape| compile_table::IMPLEMENTATIONS.map(|id| (id, shape)));
-            return self.run_table(&rows.map(|(id, shape)| of(id, &target, shape)).collect::<Vec<_>>());
+            let rows = compile_table::rows().map(|(id, shape)| of(id, &target, shape));
+            return self.run_table(&rows.collect::<Vec<_>>());
         };
         let asked = of(&self.implementation, target, shape);
         let progress = self.printing.progress(1);
@@ -226,9 +196,9 @@ pub(super) fn find(id: &str) -> Result<Xla, CliError> {
     })
 }
 
-/// The same, of an LM head.
+/// The same, of an LM head: all of them do.
 fn find_head(id: &str) -> Result<XlaHead, CliError> {
-    let mut all: Vec<XlaHead> = XlaHead::all(None).into_iter().filter(XlaHead::sharding_is_whole).collect();
+    let mut all = XlaHead::all(None);
     let Some(at) = all.iter().position(|head| head.id() == id) else {
         let ids = all.iter().map(Implementation::id).collect::<Vec<_>>().join(", ");
         return Err(CliError::Usage(format!("implementation: got `{id}`, expected one of an LM head: {ids}")));
@@ -239,7 +209,7 @@ fn find_head(id: &str) -> Result<XlaHead, CliError> {
 #[derive(Clone, Copy, Serialize)]
 pub(super) struct Memory {
     #[serde(flatten)]
-    compiled: CompiledMemory,
+    pub(super) compiled: CompiledMemory,
     pub(super) peak_bytes: i64,
 }
 
@@ -251,15 +221,39 @@ pub(super) struct Beside {
     pub(super) ratio: f64,
 }
 
+/// What `shape` is the extent of.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum HeldBy {
+    /// Of each device's own arrays.
+    EachDevice,
+    /// Of arrays that are cut over the devices.
+    AllDevices,
+}
+
+impl HeldBy {
+    fn text(self) -> &'static str {
+        match self {
+            HeldBy::EachDevice => "on each of",
+            HeldBy::AllDevices => "over",
+        }
+    }
+}
+
+fn as_text<S: Serializer>(target: &Target, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(target)
+}
+
 /// What is known of one compiled program; all of one device.
 #[derive(Serialize)]
 pub(super) struct Figures {
-    target: String,
+    #[serde(serialize_with = "as_text")]
+    pub(super) target: Target,
     devices: usize,
     #[serde(rename = "impl")]
     pub(super) implementation: String,
-    /// `[B,T,V]` or `[B,T,H,V]` on each device.
-    pub(super) shape: Vec<usize>,
+    pub(super) shape: Extents,
+    held_by: HeldBy,
     pub(super) dtype: Dtype,
     pub(super) memory: Memory,
     kernels: Vec<Kernel>,
@@ -268,6 +262,8 @@ pub(super) struct Figures {
     /// HLO instructions whose bytes are not among them.
     hbm_uncounted: Vec<String>,
     pub(super) bound: Bound,
+    /// Three products of a bf16 head on one device at the chip's rate: what any program of it takes at least.
+    pub(super) products_ms: Option<f64>,
     /// Assumed.
     clock_ghz: f64,
     compile_s: f64,
@@ -276,19 +272,26 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    fn new(asked: &Asked, compiled: &Compiled) -> Self {
+    fn new(asked: &Asked, held_by: HeldBy, compiled: &Compiled) -> Self {
         let chip = asked.target.chip;
         let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
         let bound = Bound::of(chip, cycles, hbm_bytes);
-        let recorded = match asked.shape {
-            Extents::Logits(shape) => recorded::baseline(&asked.target, shape, asked.dtype),
-            Extents::Head(_) => None,
+        let devices = asked.target.devices();
+        let products = match asked.shape {
+            Extents::Head(HeadShape { batch, tokens, hidden, vocab }) if asked.dtype == Dtype::Bf16 => {
+                let all = [3, batch, tokens, hidden, vocab].into_iter().map(|extent| extent as f64).product::<f64>();
+                Some(if held_by == HeldBy::AllDevices { all / devices as f64 } else { all })
+            }
+            _ => None,
         };
+        let recorded = recorded::find(BASELINE, &asked.target, asked.shape, asked.dtype);
+        let recorded = recorded.filter(|_| held_by == HeldBy::EachDevice);
         Self {
-            target: asked.target.to_string(),
-            devices: asked.target.devices(),
+            target: asked.target.clone(),
+            devices,
             implementation: asked.implementation.clone(),
-            shape: asked.shape.to_vec(),
+            shape: asked.shape,
+            held_by,
             dtype: asked.dtype,
             memory: Memory { compiled: compiled.memory, peak_bytes: compiled.memory.peak_bytes() },
             kernels: compiled.kernels.clone(),
@@ -296,6 +299,7 @@ impl Figures {
             hbm_bytes,
             hbm_uncounted: compiled.traffic.uncounted.clone(),
             bound,
+            products_ms: products.map(|products| chip.products_ms(products)),
             clock_ghz: chip.clock_ghz,
             compile_s: compiled.compile_s,
             recorded: recorded.map(|recorded| Beside { recorded, ratio: recorded.ratio(bound.predicted_ms) }),
@@ -325,7 +329,7 @@ impl Figures {
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header([
             format!("{} on {}", self.implementation, self.target),
-            format!("{} {} on each of {} devices", written(&self.shape), self.dtype, self.devices),
+            format!("{} {} {} {} devices", self.shape, self.dtype, self.held_by.text(), self.devices),
         ]);
         table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
         let Memory { compiled, peak_bytes } = self.memory;
@@ -348,6 +352,11 @@ impl Figures {
             format!("lower bound ({})", format!("{limit:?}").to_lowercase()),
             format!("{predicted_ms:.3} ms"),
         ]);
+        if let Some(products_ms) = self.products_ms {
+            let ratio = predicted_ms / products_ms;
+            let label = format!("3 products at {} TFLOP/s", self.target.chip.bf16_tflops);
+            table.add_row([label, format!("{products_ms:.3} ms; bound / products {ratio:.3}")]);
+        }
         if let Some(Beside { recorded, ratio }) = &self.recorded {
             let label = format!("recorded: {}", recorded.program);
             table.add_row([label, format!("{:.2} ms; bound / recorded {ratio:.2}", recorded.step_ms.0)]);
@@ -360,11 +369,6 @@ impl Figures {
         }
         text
     }
-}
-
-/// `1x4096x151936`
-pub(super) fn written(shape: &[usize]) -> String {
-    shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
 /// `1274 × 594, 12 × ?`, the heaviest first.

@@ -67,6 +67,11 @@ impl Chip {
     pub fn device_hbm_tb_per_s(&self) -> f64 {
         self.hbm_tb_per_s / self.devices as f64
     }
+
+    /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.
+    pub fn products_ms(&self, multiplications: f64) -> f64 {
+        2.0 * multiplications * self.devices as f64 / (self.bf16_tflops * 1e9)
+    }
 }
 
 /// Every chip that there is a target for.

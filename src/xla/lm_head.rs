@@ -122,30 +122,33 @@ impl XlaHead {
         self.on.sharding == Sharding::Whole
     }
 
-    /// The program that a device runs where each of `devices` holds hidden states of `local` of its own, all of them
-    /// together one batch, and the whole head. A text for compilers: nothing is run. Tile kernels are called as kernels
-    /// for a TPU of `core`.
+    /// The program of each of `devices`. Of `xla-lm-head` and `tile-lm-head`, `arrays` are what one device holds: hidden
+    /// states of its own, all of them together one batch, and the whole head. Of the others they are the batch and the head,
+    /// cut as [`run`](Implementation::run) cuts them. A text for compilers: nothing is run. Tile kernels are called as
+    /// kernels for a TPU of `core`.
     ///
     /// # Errors
-    /// [`Unsupported`], for f64, for a vocabulary or a batch beyond i32, and for shardings other than whole.
+    /// [`Unsupported`], for f64, for a vocabulary or a batch beyond i32, and for devices that do not cut the arrays.
     pub fn program_for(
         &self,
         spec: &LossSpec,
-        local: HeadArrays,
+        arrays: HeadArrays,
         devices: usize,
         core: Core,
     ) -> Result<String, Unsupported> {
+        let shape = arrays.shape;
         if !self.sharding_is_whole() {
-            let supported = "those whose devices hold whole rows: xla-lm-head, tile-lm-head";
-            return Err(self.unsupported("compiling ahead of time", self.id(), supported));
+            self.supports(spec, shape, arrays.dtype, devices)?;
+            let mesh = self.mesh(shape.logits(), devices)?;
+            return Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, core));
         }
-        self.supports(spec, local.shape, local.dtype, 1)?;
-        let batch = local.shape.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
+        self.supports(spec, shape, arrays.dtype, 1)?;
+        let batch = shape.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
-            return Err(self.unsupported("sequences a device", local.shape.batch, supported));
+            return Err(self.unsupported("sequences a device", shape.batch, supported));
         };
-        let arrays = HeadArrays { shape: HeadShape { batch, ..local.shape }, ..local };
+        let arrays = HeadArrays { shape: HeadShape { batch, ..shape }, ..arrays };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, core))
     }
