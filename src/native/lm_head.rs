@@ -152,19 +152,19 @@ impl<'p> Work<'p> {
                 }
             }
             let known = self.batch.graded(scores.into_raw_vec_and_offset().0);
-            for places in &chunks {
+            for (i, places) in chunks.iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);
                 let mut rows = rows_of(&mut self.logits, self.shape.vocab, places.len());
                 let rows =
                     rows.par_iter_mut().zip(places).map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row));
                 self.batch.write_rows(rows);
-                self.add_gradients(&hidden, places);
+                self.write_gradients(&hidden, places, i > 0);
             }
             let known = known.into_iter().map(|token| token.map(|(_, graded)| graded)).collect();
             graded = Array2::from_shape_vec((rows, tokens), known).expect("one entry a token");
         } else {
-            for places in &chunks {
+            for (i, places) in chunks.iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);
                 let mut rows = rows_of(&mut self.logits, self.shape.vocab, places.len());
@@ -172,7 +172,7 @@ impl<'p> Work<'p> {
                 for (&at, token) in places.iter().zip(tokens) {
                     graded[at] = token;
                 }
-                self.add_gradients(&hidden, places);
+                self.write_gradients(&hidden, places, i > 0);
             }
         }
         let evaluation = self.batch.evaluation(&graded);
@@ -222,8 +222,8 @@ impl<'p> Work<'p> {
         }
     }
 
-    /// From the dlogits of a chunk: `dhidden` of its tokens, and what they add to `dlm_head`.
-    fn add_gradients(&mut self, hidden: &Array2<f32>, places: &[Place]) {
+    /// From the dlogits of a chunk: `dhidden` of its tokens, and their part of `dlm_head`, to which it `adds` that.
+    fn write_gradients(&mut self, hidden: &Array2<f32>, places: &[Place], adds: bool) {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
         let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
         let mut dhidden = Array2::zeros(hidden.dim());
@@ -235,7 +235,7 @@ impl<'p> Work<'p> {
                 HeadLayout::HiddenByVocab => self.dlm_head.slice_mut(s![.., columns]),
                 HeadLayout::VocabByHidden => self.dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
             };
-            gemm(dlm_head, true, hidden.t(), dlogits);
+            gemm(dlm_head, adds, hidden.t(), dlogits);
         }
         for (row, &(b, t)) in dhidden.rows().into_iter().zip(places) {
             match &mut self.dhidden {
