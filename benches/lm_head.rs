@@ -9,11 +9,11 @@ use assay::conformance::cases::head_recipe;
 use assay::conformance::lm_head::judge_head;
 use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
-use assay::native::{NativeHead, gemm};
+use assay::native::NativeHead;
 use assay::problem::{Dtype, HeadProblem, HeadShape};
+use assay::products::ProductsOf;
 use assay::reference::evaluate_head;
 use assay::spec::LossSpec;
-use ndarray::Array2;
 
 const SAMPLES: usize = 5;
 
@@ -21,16 +21,17 @@ fn main() {
     let shape = std::env::var("ASSAY_BENCH_SHAPE").unwrap_or_else(|_| "1x512x896x151936".into());
     let shape: HeadShape = shape.parse().unwrap_or_else(|error| panic!("{error}"));
     check(HeadShape { batch: 1, tokens: 3, ..shape });
-    let flops = 6.0 * (shape.batch * shape.tokens * shape.hidden * shape.vocab) as f64;
+    let flops = ProductsOf::operations(shape);
     println!("dtype  chunk  chunk MB   head s   products s  GFLOP/s  ratio_to_products");
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let problem = problem(shape, dtype);
         for chunk in [64, 128, 256, 512] {
             let head = NativeHead::default().chunk(chunk);
+            let mut products = ProductsOf::of(shape);
             let [mut of_head, mut of_products] = [vec![], vec![]];
             for _ in 0..SAMPLES {
                 of_head.push(timed(|| head.run(&LossSpec::default(), problem.clone(), 1).expect("supported")));
-                of_products.push(products(shape));
+                of_products.push(products.time().as_secs_f64());
             }
             let [of_head, of_products] = [of_head, of_products].map(median);
             println!(
@@ -63,21 +64,6 @@ fn check(shape: HeadShape) {
             assert!(verdict.passed(), "{dtype}: {} {:?}", verdict.gate, verdict.tally);
         }
     }
-}
-
-/// Logits, dhidden and `dlm_head` of the whole batch as one product each, in f32.
-fn products(shape: HeadShape) -> f64 {
-    let n = shape.batch * shape.tokens;
-    let hidden = Array2::from_elem((n, shape.hidden), 0.5_f32);
-    let lm_head = Array2::from_elem((shape.hidden, shape.vocab), 0.25_f32);
-    let mut logits = Array2::from_elem((n, shape.vocab), 0.0);
-    let mut dhidden = Array2::from_elem((n, shape.hidden), 0.0);
-    let mut dlm_head = Array2::from_elem((shape.hidden, shape.vocab), 0.0);
-    timed(|| {
-        gemm(logits.view_mut(), false, hidden.view(), lm_head.view());
-        gemm(dhidden.view_mut(), false, logits.view(), lm_head.t());
-        gemm(dlm_head.view_mut(), false, hidden.t(), logits.view());
-    })
 }
 
 fn timed<R>(work: impl FnOnce() -> R) -> f64 {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::exported::{Exported, ExportedError};
 use crate::memory::{CompiledMemory, DeviceMemory};
 use crate::native::{Native, NativeHead};
-use crate::problem::{Candidate, Dtype, HeadOutcome, HeadProblem, HeadShape, Problem, ProblemError, Shape};
+use crate::problem::{Candidate, Dtype, HeadCandidate, HeadProblem, HeadShape, Problem, ProblemError, Shape};
 #[cfg(feature = "pjrt")]
 use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
@@ -35,6 +35,12 @@ pub trait Input: Clone + Send + Sync + 'static {
 
     /// The dtype of that array.
     fn dtype(&self) -> Dtype;
+
+    /// The implementation called `id`; those that need a PJRT plugin as in [`registry`].
+    ///
+    /// # Errors
+    /// A message that lists the ids there are.
+    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String>;
 }
 
 impl Input for Problem {
@@ -49,11 +55,15 @@ impl Input for Problem {
     fn dtype(&self) -> Dtype {
         self.logits.dtype()
     }
+
+    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+        find(id, plugin)
+    }
 }
 
 impl Input for HeadProblem {
     type Shape = HeadShape;
-    type Outcome = HeadOutcome;
+    type Outcome = HeadCandidate;
     const ARRAY: &'static str = "hidden";
 
     fn checked_shape(&self, spec: &LossSpec) -> Result<HeadShape, ProblemError> {
@@ -62,6 +72,10 @@ impl Input for HeadProblem {
 
     fn dtype(&self) -> Dtype {
         self.logits.hidden.dtype()
+    }
+
+    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String> {
+        find_head(id, plugin)
     }
 }
 
@@ -303,15 +317,31 @@ pub fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, 
     if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
         return from_manifest(manifest, plugin);
     }
-    let mut all = registry(plugin);
-    let Some(at) = all.iter().position(|implementation| implementation.id() == id) else {
-        let ids: Vec<_> = all.iter().map(|implementation| implementation.id()).collect();
-        return Err(format!(
-            "implementation: got `{id}`, expected one of: {}, {FILE_PREFIX}MANIFEST.toml",
-            ids.join(", ")
-        ));
-    };
-    Ok(all.swap_remove(at))
+    let all = registry(plugin);
+    called(id, &all).ok_or_else(|| {
+        let (on_logits, heads) = (ids(&all), ids(&lm_head_registry(plugin)));
+        format!(
+            "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
+             with an LM head: {heads}"
+        )
+    })
+}
+
+/// The implementation called `id` in [`lm_head_registry`].
+///
+/// # Errors
+/// A message that lists the ids there are.
+pub fn find_head(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<HeadProblem>>, String> {
+    let all = lm_head_registry(plugin);
+    called(id, &all).ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
+}
+
+fn called<P: Input>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
+    all.iter().find(|implementation| implementation.id() == id).cloned()
+}
+
+fn ids<P: Input>(all: &[Arc<dyn Implementation<P>>]) -> String {
+    all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(feature = "pjrt")]

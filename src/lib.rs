@@ -25,6 +25,7 @@ mod kernels;
 pub mod memory;
 pub mod native;
 pub mod problem;
+pub mod products;
 pub mod reference;
 #[cfg(feature = "pjrt")]
 pub mod runtime;

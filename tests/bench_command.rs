@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use assay::implementation::{find, registry};
+use assay::implementation::{find, lm_head_registry, registry};
 use assay::native::Isa;
 use assay::problem::{Dtype, Shape};
 use assay::spec::LossSpec;
@@ -91,6 +91,49 @@ fn opponents_take_turns_and_give_ratios() {
 }
 
 #[test]
+fn a_head_takes_turns_with_its_products() {
+    let args =
+        ["--impl", "native-lm-head", "--shape", "3x4x17x513", "--dtype", "bf16", "--layout", "vh", "--threads", "2"];
+    let against = ["--against", "gemm", "--against", "native-lm-head"];
+    let (code, stdout, stderr, json) = bench_of(&[&args[..], &against].concat());
+    assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    let result = json.unwrap();
+    let mut keys: BTreeSet<&str> = KEYS.into_iter().filter(|key| *key != "gb_per_s").collect();
+    let of_heads =
+        ["gflop_per_s", "ratio_to_gemm", "ratio_to_native-lm-head", "layout", "rounds_logits", "judged_shape"];
+    keys.extend(of_heads);
+    assert_eq!(result.as_object().unwrap().keys().map(String::as_str).collect::<BTreeSet<_>>(), keys);
+    assert_eq!(result["shape"], serde_json::json!([3, 4, 17, 513]));
+    assert_eq!(result["judged_shape"], serde_json::json!([2, 3, 17, 513]));
+    assert_eq!((&result["layout"], &result["rounds_logits"]), (&"vh".into(), &true.into()));
+    let number = |key: &str| result[key].as_f64().unwrap_or_else(|| panic!("{key} is a number"));
+    assert!((number("roofline_share") * number("ratio_to_gemm") - 1.0).abs() < 1e-9);
+    let operations = 6.0 * (3 * 4 * 17 * 513) as f64;
+    assert!((number("gflop_per_s") * number("step_s_p50") * 1e9 / operations - 1.0).abs() < 1e-9);
+    assert!(stdout.contains("ratio_to_gemm"), "{stdout}");
+}
+
+#[test]
+fn a_head_in_a_config_gives_the_seeds_keys() {
+    for head in lm_head_registry(None).iter().filter(|head| head.available().is_ok()) {
+        let devices = *head.device_counts().last().expect("it is available");
+        let config = format!(
+            "batch: {{generate_head: {{hidden: 9, layout: hv, rounds_logits: false, \
+             recipe: {{shape: [2, 4, 130], dtype: f32, regime: peaked}}}}}}\n\
+             kernel: {{enabled: true, impl: {}, devices: {devices}}}\nbench: {{warmup: 1, steps: 3}}\n",
+            head.id()
+        );
+        let (code, stdout, stderr, json) = bench(&config, &[]);
+        assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+        let result = json.expect("it was asked for");
+        assert_eq!((&result["impl"], &result["devices"]), (&head.id().into(), &devices.into()));
+        assert_eq!(result["rounds_logits"], false);
+        let of_seed = KEYS.into_iter().filter(|key| *key != "gb_per_s");
+        of_seed.for_each(|key| assert!(result.get(key).is_some(), "{key} of {}", head.id()));
+    }
+}
+
+#[test]
 fn impossible_turns_are_refused() {
     let native = ["--impl", "native", "--shape", "1x2x9"];
     for (args, part) in [
@@ -101,6 +144,10 @@ fn impossible_turns_are_refused() {
         (&["--dtype", "f8"], "dtype: got `f8`, expected f64, f32, bf16 or f16"),
         (&["--dtype", "f64"], "does not support logits dtype f64"),
         (&["--config", "some.yaml"], "cannot be used with"),
+        (&["--layout", "vh"], "--layout: got a shape without an LM head, expected --shape BxTxHxV"),
+        (&["--f32-logits"], "--f32-logits: got a shape without an LM head"),
+        (&["--against", "gemm"], "got `gemm`, expected one of: native"),
+        (&["--against", "native-lm-head"], "with an LM head: native-lm-head"),
     ] {
         let given = if part.contains("BxTxV") { &native[..2] } else { &native[..] };
         let (code, stdout, stderr, json) = bench_of(&[given, args].concat());

@@ -6,9 +6,9 @@ mod command;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use assay::fixture::{ProblemFile, write_candidate};
-use assay::implementation::find;
-use assay::problem::{Candidate, FloatArray};
+use assay::fixture::{ProblemFile, write_candidate, write_head_candidate, write_head_problem};
+use assay::implementation::{find, find_head};
+use assay::problem::{Candidate, FloatArray, HeadCandidate};
 use assay::spec::LossSpec;
 use command::{Output, assay, assert_refused};
 use serde_json::Value;
@@ -235,6 +235,140 @@ fn judge_under_another_spec_rejects() {
     assert_eq!(workplace.judge(&["--spec", &spec, "-q"]).code, 1);
 }
 
+/// A generated problem with an LM head and the CPU's answer to it, in files.
+struct HeadWorkplace {
+    folder: TempDir,
+}
+
+impl HeadWorkplace {
+    fn new(options: &[&str]) -> Self {
+        let workplace = Self { folder: TempDir::new().unwrap() };
+        let problem = workplace.path("problem.safetensors");
+        let args = ["generate", "--shape", "2x3x7x129", "--regime", "normal", "--seed", "4", "-o", &problem];
+        let output = assay(&[&args, options].concat());
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        workplace.write_candidate(|_| {});
+        workplace
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().into()
+    }
+
+    fn write_candidate(&self, break_it: impl FnOnce(&mut HeadCandidate)) {
+        let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
+        let problem = file.head_problem(Some("old_logps")).unwrap();
+        let mut candidate = find_head("native-lm-head", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
+        break_it(&mut candidate);
+        let path = self.path("candidate.safetensors");
+        write_head_candidate(path, &candidate, &std::collections::BTreeMap::new()).unwrap();
+    }
+
+    fn judge(&self, more: &[&str]) -> Output {
+        let (problem, candidate) = (self.path("problem.safetensors"), self.path("candidate.safetensors"));
+        assay(&[&["judge", "--problem", &problem, "--candidate", &candidate], more].concat())
+    }
+}
+
+#[test]
+fn a_head_in_files_is_judged_replayed_and_checked() {
+    for options in [&["--dtype", "f32", "--layout", "vh"][..], &["--dtype", "bf16", "--f32-logits"]] {
+        let workplace = HeadWorkplace::new(options);
+        let output = workplace.judge(&[]);
+        assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+        assert!(output.stdout.contains("dlm_head row_l2") && output.stdout.contains("dhidden"), "{}", output.stdout);
+
+        let problem = workplace.path("problem.safetensors");
+        let replayed = assay(&["replay", &problem]);
+        assert_eq!(replayed.code, 0, "{}{}", replayed.stdout, replayed.stderr);
+        assert!(replayed.stdout.contains("native-lm-head"), "{}", replayed.stdout);
+        let metrics = assay(&["metrics", "--problem", &problem]);
+        assert_eq!(metrics.code, 0, "{}", metrics.stderr);
+
+        let (config, json) = (workplace.path("case.yaml"), workplace.path("case.json"));
+        let text = "batch: {fixture: {path: problem.safetensors}}\nkernel: {enabled: true, impl: native-lm-head}\n";
+        fs::write(&config, text).unwrap();
+        let checked = assay(&["gradcheck", "--config", &config, "--json", &json]);
+        assert_eq!(checked.code, 0, "{}{}", checked.stdout, checked.stderr);
+        let result = read_json(Path::new(&json));
+        assert!(result["max_abs_diff_dhidden"].as_f64().unwrap() < 1e-2, "{result}");
+        assert!(result["max_rel_diff_dlm_head"].as_f64().unwrap() < 1e-2, "{result}");
+        assert!(result.get("max_abs_diff_dlogits").is_none());
+    }
+}
+
+#[test]
+fn a_wrong_head_is_explained() {
+    let workplace = HeadWorkplace::new(&["--dtype", "f32", "--layout", "vh"]);
+    let sign = |x: &mut f32| *x = -*x;
+    workplace.write_candidate(|candidate| {
+        let FloatArray::F32(dhidden) = &mut candidate.dhidden else { panic!("generated in f32") };
+        sign(dhidden.iter_mut().find(|x| **x != 0.0).expect("some token learns"));
+    });
+    let output = workplace.judge(&["--quiet"]);
+    assert_eq!(output.code, 1);
+    for part in [
+        "FAIL candidate: dhidden, f32",
+        "at  ",
+        "expected  ",
+        "actual  ",
+        "times the limit",
+        "inputs    mask true, id ",
+        ", hidden ",
+        "in the reference logp",
+        "replay    assay judge --problem",
+    ] {
+        assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
+    }
+    workplace.write_candidate(|candidate| {
+        let FloatArray::F32(dlm_head) = &mut candidate.dlm_head else { panic!("f32") };
+        sign(&mut dlm_head[[128, 6]]);
+    });
+    let output = workplace.judge(&["--quiet"]);
+    for part in
+        ["FAIL candidate: dlm_head, f32", "at        [6,128]", "weight ", "column 128 of a head [V,H]", "tokens that"]
+    {
+        assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
+    }
+}
+
+#[test]
+fn heads_in_files_that_do_not_fit_are_refused_by_field() {
+    let workplace = HeadWorkplace::new(&["--dtype", "f32"]);
+    let candidate = workplace.path("candidate.safetensors");
+    let refused = |metadata: &[(&str, &str)], parts: &[&str]| {
+        let file = ProblemFile::open(workplace.path("problem.safetensors")).unwrap();
+        let problem = file.head_problem(Some("old_logps")).unwrap();
+        let path = workplace.path("changed.safetensors");
+        write_head_problem(&path, &problem, file.metadata()).unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        for (from, to) in metadata {
+            let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).expect("in the header");
+            bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+        }
+        fs::write(&path, bytes).unwrap();
+        assert_refused(
+            &["judge", "--problem", &path, "--candidate", &candidate],
+            &[&["changed.safetensors"], parts].concat(),
+        );
+    };
+    refused(&[("\"layout\":\"hv\"", "\"layout\":\"xx\"")], &["metadata `layout`", "got `xx`", "hv, which is [H,V]"]);
+    refused(&[("\"layout\":\"hv\"", "\"layoux\":\"hv\"")], &["metadata `layout`", "got nothing"]);
+    refused(&[("\"layout\":\"hv\"", "\"layout\":\"vh\"")], &["`lm_head`", "[7, 129]", "[V,H] with H = 7"]);
+    let rounds = ("\"rounds_logits\":\"true\"", "\"rounds_logits\":\"trve\"");
+    refused(&[rounds], &["metadata `rounds_logits`", "got `trve`", "true or false"]);
+
+    workplace.write_candidate(|candidate| candidate.dlm_head = FloatArray::zeros((129, 7), assay::problem::Dtype::F32));
+    let output = workplace.judge(&[]);
+    assert_eq!(output.code, 2);
+    assert!(output.stderr.contains("candidate `dlm_head`: got shape [129, 7], expected [7, 129]"), "{}", output.stderr);
+    let without = HeadWorkplace::new(&[]);
+    without.write_candidate(|candidate| (candidate.logp, candidate.entropy) = (None, None));
+    let output = without.judge(&[]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("ignored  entropy: not in the candidate"), "{}", output.stdout);
+}
+
 #[test]
 fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() {
     let folder = TempDir::new().unwrap();
@@ -317,11 +451,11 @@ fn bad_usage_exits_with_2() {
 #[test]
 fn bad_shapes_dtypes_and_names_are_refused() {
     let out = ["-o", "/nonexistent/problem.safetensors"];
-    for shape in ["0x3x5", "2x3x0", "2x3", "2x3x5x7", "axbxc", "-1x2x3", "99999999999999999999x1x1"] {
+    for shape in ["0x3x5", "2x3x0", "2x3", "2x3x5x0", "2x3x5x7x9", "axbxc", "-1x2x3", "99999999999999999999x1x1"] {
         let output = assay(&[&["generate", "--shape", shape], &out[..]].concat());
         assert_eq!(output.code, 2);
         assert!(
-            output.stderr.contains("expected BxTxV") || output.stderr.contains("unexpected argument"),
+            output.stderr.contains("expected BxT") || output.stderr.contains("unexpected argument"),
             "{}",
             output.stderr
         );
@@ -335,7 +469,15 @@ fn bad_shapes_dtypes_and_names_are_refused() {
         &[&["generate", "--shape", "2x3x5", "--old-logp-noise-scale", "NaN"], &out[..]].concat(),
         &["`old_logp_noise_scale`", "got NaN", "≥ 0"],
     );
-    assert_refused(&["replay", "--impl", "cuda", "fixtures/qwen_tiny.safetensors"], &["got `cuda`", "native"]);
+    assert_refused(
+        &["replay", "--impl", "cuda", "fixtures/qwen_tiny.safetensors"],
+        &["got `cuda`", "expected one of: native", "with an LM head: native-lm-head"],
+    );
+    assert_refused(
+        &[&["generate", "--shape", "2x3x5", "--layout", "vh"], &out[..]].concat(),
+        &["--layout", "without an LM head", "expected --shape BxTxHxV"],
+    );
+    assert_refused(&[&["generate", "--shape", "2x3x4x5", "--regime", "holes"], &out[..]].concat(), &["`regime`", "−∞"]);
     assert_refused(&["replay", "no/such.safetensors"], &["no/such.safetensors", "cannot"]);
     assert_refused(&["replay", "Cargo.toml"], &["Cargo.toml", "expected"]);
     assert_refused(

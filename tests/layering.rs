@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 19] = [
+const ALLOWED: [(&str, &[&str]); 20] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -13,6 +13,7 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     ("kernels", &["spec", "problem", "element", "tile"]),
     ("native", &["spec", "problem", "implementation", "kernels"]),
     ("bandwidth", &["problem"]),
+    ("products", &["problem", "native"]),
     ("element", &["problem"]),
     ("stablehlo", &["element"]),
     ("tile", &["element", "stablehlo"]),
@@ -33,6 +34,7 @@ const ALLOWED: [(&str, &[&str]); 19] = [
             "reference",
             "implementation",
             "bandwidth",
+            "products",
             "memory",
             "runtime",
             "xla",

@@ -5,8 +5,8 @@ use assay::conformance::judge::judge;
 use assay::conformance::lm_head::judge_head;
 use assay::conformance::recorded::{Scalar, judge_recorded};
 use assay::conformance::tolerance::{Tolerance, Tolerances};
-use assay::implementation::{find, lm_head_registry, registry};
-use assay::problem::{Dtype, HeadLayout};
+use assay::implementation::{find, find_head, lm_head_registry, registry};
+use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::reference;
 use assay::spec::{Kl, KlEstimator, LossSpec};
 
@@ -81,7 +81,11 @@ fn every_entry_is_used() {
             let outcome = head.run(&spec, problem_of_head.clone(), devices).unwrap();
             judge_head(&of_head, &problem_of_head, &outcome, head.class(), &tolerances).unwrap();
         }
-        // What `assay judge` reads from a file has no metrics.
+        // What `assay judge` reads from a file has no metrics, and gradients of any dtype.
+        let mut external = find_head("native-lm-head", None).unwrap().run(&spec, problem_of_head.clone(), 1).unwrap();
+        external.metrics = None;
+        external.dlm_head = FloatArray::rounded_from(&external.dlm_head.to_f64(), dtype);
+        judge_head(&of_head, &problem_of_head, &external, "external-lm-head", &tolerances).unwrap();
         let mut external = find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
         external.metrics = None;
         judge(&reference, &external, "external", &tolerances).unwrap();

@@ -13,7 +13,7 @@ use assay::conformance::lm_head::judge_head;
 use assay::conformance::tolerance::Tolerances;
 use assay::implementation::{Implementation, lm_head_registry};
 use assay::problem::{
-    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Problem, Projection,
+    Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Problem, Projection,
 };
 use assay::reference::evaluate_head;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
@@ -128,7 +128,7 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
     }
 }
 
-fn expect_right(case: &Case, problem: &HeadProblem, outcome: &HeadOutcome, class: &str, name: &str) {
+fn expect_right(case: &Case, problem: &HeadProblem, outcome: &HeadCandidate, class: &str, name: &str) {
     assert_eq!(outcome.dhidden.dtype(), case.dtype);
     assert_eq!(outcome.dlm_head.dtype(), Dtype::F32);
     let reference = evaluate_head(&case.spec, problem).unwrap();

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::CliError;
-use crate::conformance::generate::Recipe;
+use super::extents::AnyRecipe;
+use super::problem_choice::AnyProblem;
+use crate::conformance::generate::{HeadRecipe, Recipe};
 use crate::fixture::{ProblemFile, verify};
-use crate::implementation::{FILE_PREFIX, Implementation, find, registry};
-use crate::problem::Problem;
+use crate::implementation::{FILE_PREFIX, Implementation, Input};
 use crate::spec::LossSpec;
 
-/// What `kernel.enabled: false` runs, the first that this machine can.
-const BASELINES: [&str; 2] = ["xla", "native"];
+/// What `kernel.enabled: false` runs, the first of its kind that this machine can.
+const BASELINES: [&str; 4] = ["xla", "native", "xla-lm-head", "native-lm-head"];
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -35,6 +36,7 @@ pub(super) struct Case {
 #[serde(rename_all = "snake_case")]
 pub(super) enum Batch {
     Generate(Recipe),
+    GenerateHead(HeadRecipe),
     Fixture(FixtureBatch),
 }
 
@@ -102,10 +104,13 @@ impl Default for Counts {
 
 impl Case {
     /// A generated batch, the default loss and one implementation.
-    pub(super) fn of(recipe: Recipe, implementation: &str) -> Self {
+    pub(super) fn of(recipe: AnyRecipe, implementation: &str) -> Self {
         Self {
             _reason: String::new(),
-            batch: Batch::Generate(recipe),
+            batch: match recipe {
+                AnyRecipe::Logits(recipe) => Batch::Generate(recipe),
+                AnyRecipe::Head(recipe) => Batch::GenerateHead(recipe),
+            },
             spec: LossSpec::default(),
             kernel: Kernel::of(implementation),
             bench: Counts::default(),
@@ -115,13 +120,14 @@ impl Case {
 
 impl Batch {
     /// The problem; `case` is the file that this batch stands in.
-    pub(super) fn problem(&self, spec: &LossSpec, case: &Path) -> Result<Problem, CliError> {
+    pub(super) fn problem(&self, spec: &LossSpec, case: &Path) -> Result<AnyProblem, CliError> {
         match self {
-            Batch::Generate(recipe) => Ok(recipe.problem(spec)?),
+            Batch::Generate(recipe) => Ok(AnyProblem::Logits(recipe.problem(spec)?)),
+            Batch::GenerateHead(recipe) => Ok(AnyProblem::Head(recipe.problem(spec)?)),
             Batch::Fixture(batch) => {
                 let path = beside(case, &batch.path);
                 verify(&path)?;
-                Ok(ProblemFile::open(&path)?.problem(&batch.logits, batch.old_logp.as_deref())?)
+                AnyProblem::read(&ProblemFile::open(&path)?, &batch.logits, batch.old_logp.as_deref())
             }
         }
     }
@@ -139,26 +145,25 @@ impl Kernel {
     }
 
     /// The implementation, once it is known to run here.
-    pub(super) fn implementation(
+    pub(super) fn implementation<P: Input>(
         &self,
         case: &Path,
         plugin: Option<&Path>,
-    ) -> Result<Arc<dyn Implementation>, CliError> {
+    ) -> Result<Arc<dyn Implementation<P>>, CliError> {
         let implementation = self.chosen(case, plugin)?;
         implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
         Ok(implementation)
     }
 
-    fn chosen(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, CliError> {
+    fn chosen<P: Input>(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, CliError> {
         if self.enabled {
             let id = match self.implementation.strip_prefix(FILE_PREFIX) {
                 Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),
                 None => self.implementation.clone(),
             };
-            return find(&id, plugin).map_err(CliError::Usage);
+            return P::find(&id, plugin).map_err(CliError::Usage);
         }
-        let all = registry(plugin);
-        let baseline = |id: &&str| all.iter().find(|i| i.id() == *id && i.available().is_ok()).cloned();
+        let baseline = |id: &&str| P::find(id, plugin).ok().filter(|found| found.available().is_ok());
         BASELINES.iter().find_map(baseline).ok_or_else(|| CliError::Usage("kernel: no baseline runs here".into()))
     }
 }

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::extents::{AnyRecipe, Extents, HeadChoice};
 use super::{CliError, Passed, Printing, config};
 use crate::conformance::generate::{Recipe, Regime};
-use crate::fixture::write_problem;
-use crate::problem::{Dtype, Shape};
+use crate::fixture::{write_head_problem, write_problem};
+use crate::problem::Dtype;
 use crate::spec::LossSpec;
 
 #[derive(Args)]
@@ -17,12 +18,14 @@ pub(super) struct Generate {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// Sequences, tokens and vocabulary
+    /// Sequences, tokens and vocabulary; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV")]
-    shape: Shape,
-    /// Dtype of the logits: f32, bf16, f16 or f64
+    shape: Extents,
+    /// Dtype of the logits, or of hidden states and head: f32, bf16, f16 or f64
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
+    #[command(flatten)]
+    head: HeadChoice,
     /// How logits are drawn
     #[arg(long, value_enum, default_value = "peaked")]
     regime: Regime,
@@ -32,7 +35,7 @@ pub(super) struct Generate {
     /// `old_logp = logp + SCALE · N(0,1)`
     #[arg(long, value_name = "SCALE", default_value_t = 0.3)]
     old_logp_noise_scale: f64,
-    /// Put NaN logits and log-probabilities and the id -100 under the mask
+    /// Put NaN logits or hidden states, NaN log-probabilities and the id -100 under the mask
     #[arg(long)]
     masked_garbage: bool,
     /// The file to write
@@ -49,29 +52,31 @@ fn json(value: &impl Serialize) -> String {
 #[derive(Serialize)]
 struct Generated<'g> {
     output: &'g PathBuf,
-    recipe: &'g Recipe,
+    recipe: &'g AnyRecipe,
     spec: &'g LossSpec,
 }
 
 impl Generate {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
-        let Shape { batch, tokens, vocab } = self.shape;
         let recipe = Recipe {
-            shape: [batch, tokens, vocab],
+            shape: self.shape.logits(),
             dtype: self.dtype,
             regime: self.regime,
             seed: self.seed,
             old_logp_noise_scale: self.old_logp_noise_scale,
             masked_garbage: self.masked_garbage,
         };
-        let problem = recipe.problem(&spec)?;
+        let recipe = self.head.recipe(self.shape, recipe)?;
         let metadata = BTreeMap::from([
             (config::SPEC_KEY.to_string(), json(&spec)),
             ("recipe".to_string(), json(&recipe)),
             ("generator".to_string(), format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))),
         ]);
-        write_problem(&self.output, &problem, &metadata)?;
+        match &recipe {
+            AnyRecipe::Logits(recipe) => write_problem(&self.output, &recipe.problem(&spec)?, &metadata)?,
+            AnyRecipe::Head(recipe) => write_head_problem(&self.output, &recipe.problem(&spec)?, &metadata)?,
+        }
         let text =
             format!("{}: {} {} {:?}, seed {}\n", self.output.display(), self.shape, self.dtype, self.regime, self.seed);
         self.printing.finish(&text, &Generated { output: &self.output, recipe: &recipe, spec: &spec })?;

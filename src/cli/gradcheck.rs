@@ -1,5 +1,6 @@
 //! `assay gradcheck`: one implementation against the reference on one batch.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -7,12 +8,14 @@ use clap::Args;
 use serde::Serialize;
 
 use super::case::Case;
+use super::problem_choice::AnyProblem;
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::conformance::judge::{Status, judge};
+use crate::conformance::judge::Status;
+use crate::conformance::judgeable::Judgeable;
 use crate::conformance::report::{Check, Report, explain};
 use crate::conformance::tolerance::Tolerances;
-use crate::problem::Candidate;
-use crate::reference::{self, Reference};
+use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
+use crate::reference::{HeadReference, Reference};
 
 #[derive(Args)]
 pub(super) struct Gradcheck {
@@ -34,9 +37,9 @@ struct Outcomes {
     loss_ref: f64,
     loss_kernel: f64,
     abs_diff_loss: f64,
-    max_abs_diff_dlogits: f64,
-    max_rel_diff_dlogits: f64,
-    mean_abs_diff_dlogits: f64,
+    /// `max_abs_diff_dlogits` and the like; with an LM head those of `dhidden` and `dlm_head`.
+    #[serde(flatten)]
+    differences: BTreeMap<String, f64>,
     #[serde(flatten)]
     report: Report,
 }
@@ -44,33 +47,41 @@ struct Outcomes {
 impl Gradcheck {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let config: Case = config::read(&self.config)?;
+        match config.batch.problem(&config.spec, &self.config)? {
+            AnyProblem::Logits(problem) => self.check(&config, &problem),
+            AnyProblem::Head(problem) => self.check(&config, &problem),
+        }
+    }
+
+    fn check<P: Differentiated>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
-        let problem = config.batch.problem(&config.spec, &self.config)?;
-        let implementation = config.kernel.implementation(&self.config, self.plugin.checked_path()?)?;
-        let reference = reference::evaluate(&config.spec, &problem).map_err(in_config)?;
+        let implementation = config.kernel.implementation::<P>(&self.config, self.plugin.checked_path()?)?;
+        let reference = problem.evaluate(&config.spec).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
-        let differences = Differences::between(&reference, &outcome);
-        let (loss_ref, loss_kernel) = (reference.loss(), outcome.loss.value());
+        let (loss_ref, loss_kernel) = (P::on_logits(&reference).loss(), P::loss(&outcome));
 
         let command = format!("assay gradcheck --config {}", self.config.display());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in judge(&reference, &outcome, implementation.class(), Tolerances::builtin())? {
+        for verdict in problem.judge(&reference, &outcome, implementation.class(), Tolerances::builtin())? {
             if verdict.status != Status::Pass {
-                super::print(&format!("{}\n", explain(&verdict, &reference, &problem, implementation.id(), &command)))?;
+                super::print(&format!("{}\n", explain(&verdict, &reference, problem, implementation.id(), &command)))?;
             }
             let check = Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
             checks.push(check.on_devices(config.kernel.devices));
         }
+        let differences = P::differences(&reference, &outcome).into_iter().flat_map(|(output, of)| {
+            let Differences { max_abs, max_rel, mean_abs } = of;
+            [("max_abs", max_abs), ("max_rel", max_rel), ("mean_abs", mean_abs)]
+                .map(|(which, x)| (format!("{which}_diff_{output}"), x))
+        });
         let result = Outcomes {
             implementation: implementation.id().into(),
             devices: config.kernel.devices,
             loss_ref,
             loss_kernel,
             abs_diff_loss: (loss_ref - loss_kernel).abs(),
-            max_abs_diff_dlogits: differences.max_abs,
-            max_rel_diff_dlogits: differences.max_rel,
-            mean_abs_diff_dlogits: differences.mean_abs,
+            differences: differences.collect(),
             report: Report::new(checks, Vec::new()),
         };
         self.printing.finish(&result.text(), &result)?;
@@ -78,7 +89,43 @@ impl Gradcheck {
     }
 }
 
-/// Plain differences of dlogits over unmasked tokens, as the seed project reports them.
+/// A problem whose gradients are compared plainly.
+trait Differentiated: Judgeable {
+    fn loss(outcome: &Self::Outcome) -> f64;
+
+    /// By output.
+    fn differences(reference: &Self::Reference<'_>, outcome: &Self::Outcome) -> Vec<(&'static str, Differences)>;
+}
+
+impl Differentiated for Problem {
+    fn loss(outcome: &Candidate) -> f64 {
+        outcome.loss.value()
+    }
+
+    fn differences(reference: &Reference, outcome: &Candidate) -> Vec<(&'static str, Differences)> {
+        let shape = reference.shape();
+        let tokens = || ndarray::indices((shape.batch, shape.tokens)).into_iter();
+        let pairs = tokens().flat_map(|(b, t)| reference.dlogits_row(b, t).into_iter().zip(outcome.dlogits.row(b, t)));
+        vec![("dlogits", Differences::of(pairs))]
+    }
+}
+
+impl Differentiated for HeadProblem {
+    fn loss(outcome: &HeadCandidate) -> f64 {
+        outcome.loss.value()
+    }
+
+    fn differences(reference: &HeadReference, outcome: &HeadCandidate) -> Vec<(&'static str, Differences)> {
+        let exact = reference.outcome();
+        let pairs = |exact: Vec<f64>, actual: Vec<f64>| Differences::of(exact.into_iter().zip(actual));
+        let [dhidden, actual] = [&exact.dhidden, &outcome.dhidden].map(|array| array.to_f64().into_iter().collect());
+        let of_hidden = pairs(dhidden, actual);
+        let [dlm_head, actual] = [&exact.dlm_head, &outcome.dlm_head].map(|array| array.to_f64().into_iter().collect());
+        vec![("dhidden", of_hidden), ("dlm_head", pairs(dlm_head, actual))]
+    }
+}
+
+/// Plain differences of a gradient, as the seed project reports them.
 #[derive(Default)]
 struct Differences {
     max_abs: f64,
@@ -88,26 +135,23 @@ struct Differences {
 }
 
 impl Differences {
-    fn between(reference: &Reference, outcome: &Candidate) -> Self {
+    /// Of `(reference, candidate)` of every element.
+    fn of(pairs: impl Iterator<Item = (f64, f64)>) -> Self {
         const SMALLEST: f64 = 1e-6;
-        let shape = reference.shape();
         let mut all = Self::default();
-        let mut total = 0.0;
-        for b in 0..shape.batch {
-            for t in 0..shape.tokens {
-                for (x, y) in reference.dlogits_row(b, t).into_iter().zip(outcome.dlogits.row(b, t)) {
-                    let error = (x - y).abs();
-                    // `max` would pass over a NaN.
-                    let worse = |max: f64, x: f64| if x > max || x.is_nan() { x } else { max };
-                    all.max_abs = worse(all.max_abs, error);
-                    if x.abs() > SMALLEST {
-                        all.max_rel = worse(all.max_rel, error / x.abs());
-                    }
-                    total += error;
-                }
+        let (mut total, mut count) = (0.0, 0);
+        for (x, y) in pairs {
+            let error = (x - y).abs();
+            // `max` would pass over a NaN.
+            let worse = |max: f64, x: f64| if x > max || x.is_nan() { x } else { max };
+            all.max_abs = worse(all.max_abs, error);
+            if x.abs() > SMALLEST {
+                all.max_rel = worse(all.max_rel, error / x.abs());
             }
+            total += error;
+            count += 1;
         }
-        all.mean_abs = total / shape.elements().map_or(1.0, |n| n as f64);
+        all.mean_abs = total / f64::from(count.max(1));
         all
     }
 }
@@ -115,15 +159,10 @@ impl Differences {
 impl Outcomes {
     fn text(&self) -> String {
         let mut text = self.report.table();
-        let lines = [
-            ("loss_ref", self.loss_ref),
-            ("loss_kernel", self.loss_kernel),
-            ("abs_diff_loss", self.abs_diff_loss),
-            ("max_abs_diff_dlogits", self.max_abs_diff_dlogits),
-            ("max_rel_diff_dlogits", self.max_rel_diff_dlogits),
-            ("mean_abs_diff_dlogits", self.mean_abs_diff_dlogits),
-        ];
-        for (name, value) in lines {
+        let losses =
+            [("loss_ref", self.loss_ref), ("loss_kernel", self.loss_kernel), ("abs_diff_loss", self.abs_diff_loss)];
+        let differences = self.differences.iter().map(|(name, x)| (name.as_str(), *x));
+        for (name, value) in losses.into_iter().chain(differences) {
             let _ = writeln!(text, "{name:<22} {value:e}");
         }
         text

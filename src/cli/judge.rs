@@ -3,24 +3,30 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use ndarray::Ix2;
 
-use super::problem_choice::ProblemChoice;
+use super::problem_choice::{AnyProblem, ProblemChoice};
 use super::{CliError, Passed, Printing};
-use crate::conformance::judge::{Status, judge};
+use crate::conformance::judge::Status;
+use crate::conformance::judgeable::Judgeable;
 use crate::conformance::report::{Check, Ignored, Report, explain};
 use crate::conformance::tolerance::Tolerances;
-use crate::fixture::read_candidate;
-use crate::problem::Candidate;
-use crate::reference;
+use crate::fixture::{read_candidate, read_head_candidate};
+use crate::problem::{Candidate, FloatArray, HeadCandidate};
+use crate::spec::LossSpec;
 
 /// The class whose limits hold for kernels that are not ours.
 pub(super) const CLASS: &str = "external";
+
+/// The same of an LM head with the loss.
+const HEAD_CLASS: &str = "external-lm-head";
 
 #[derive(Args)]
 pub(super) struct Judge {
     #[command(flatten)]
     choice: ProblemChoice,
-    /// What it put out: `loss` and `dlogits`, and `logp`, `entropy`, `token_loss` where it has them
+    /// What it put out: `loss` and `dlogits`, or `dhidden` and `dlm_head`, and `logp`, `entropy`, `token_loss` where it has
+    /// them
     #[arg(long, value_name = "CANDIDATE.safetensors")]
     candidate: PathBuf,
     #[command(flatten)]
@@ -30,19 +36,39 @@ pub(super) struct Judge {
 impl Judge {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (spec, problem) = self.choice.read()?;
-        let candidate = read_candidate(&self.candidate)?;
-        let reference = reference::evaluate(&spec, &problem).map_err(|reason| self.choice.wrong(reason))?;
+        match problem {
+            AnyProblem::Logits(problem) => {
+                let candidate = read_candidate(&self.candidate)?;
+                let Candidate { logp, entropy, token_loss, .. } = &candidate;
+                self.judge(&spec, &problem, &candidate, CLASS, absent(logp, entropy, token_loss))
+            }
+            AnyProblem::Head(problem) => {
+                let candidate = read_head_candidate(&self.candidate)?;
+                let HeadCandidate { logp, entropy, token_loss, .. } = &candidate;
+                self.judge(&spec, &problem, &candidate, HEAD_CLASS, absent(logp, entropy, token_loss))
+            }
+        }
+    }
 
+    fn judge<P: Judgeable>(
+        &self,
+        spec: &LossSpec,
+        problem: &P,
+        candidate: &P::Outcome,
+        class: &str,
+        absent: Vec<Ignored>,
+    ) -> Result<Passed, CliError> {
+        let reference = problem.evaluate(spec).map_err(|reason| self.choice.wrong(reason))?;
         let label = self.choice.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in judge(&reference, &candidate, CLASS, Tolerances::builtin())? {
+        for verdict in problem.judge(&reference, candidate, class, Tolerances::builtin())? {
             if verdict.status != Status::Pass {
-                super::print(&format!("{}\n", explain(&verdict, &reference, &problem, &name, &self.command())))?;
+                super::print(&format!("{}\n", explain(&verdict, &reference, problem, &name, &self.command())))?;
             }
             checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
         }
-        let report = Report::new(checks, absent(&candidate));
+        let report = Report::new(checks, absent);
         self.printing.finish(&report.table(), &report)?;
         Ok(report.pass.into())
     }
@@ -52,9 +78,12 @@ impl Judge {
     }
 }
 
-/// The outputs that a candidate may have and this one lacks.
-fn absent(candidate: &Candidate) -> Vec<Ignored> {
-    let optional = [("logp", &candidate.logp), ("entropy", &candidate.entropy), ("token_loss", &candidate.token_loss)];
+/// An output that a candidate may have.
+type PerToken = Option<FloatArray<Ix2>>;
+
+/// Those that it lacks.
+fn absent(logp: &PerToken, entropy: &PerToken, token_loss: &PerToken) -> Vec<Ignored> {
+    let optional = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
     let lacking = optional.into_iter().filter(|(_, array)| array.is_none());
     lacking.map(|(name, _)| Ignored { what: name.into(), why: "not in the candidate".into() }).collect()
 }

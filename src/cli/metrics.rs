@@ -3,9 +3,9 @@
 use clap::Args;
 use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 
-use super::problem_choice::ProblemChoice;
+use super::problem_choice::{AnyProblem, ProblemChoice};
 use super::{CliError, Passed, Printing};
-use crate::reference;
+use crate::conformance::judgeable::Judgeable;
 use crate::reference::metrics::Project;
 
 #[derive(Args)]
@@ -22,8 +22,11 @@ pub(super) struct Metrics {
 impl Metrics {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (spec, problem) = self.choice.read()?;
-        let reference = reference::evaluate(&spec, &problem).map_err(|reason| self.choice.wrong(reason))?;
-        let metrics = self.names.metrics(&reference);
+        let wrong = |reason| self.choice.wrong(reason);
+        let metrics = match &problem {
+            AnyProblem::Logits(problem) => self.names.metrics(&problem.evaluate(&spec).map_err(wrong)?),
+            AnyProblem::Head(problem) => self.names.metrics(problem.evaluate(&spec).map_err(wrong)?.on_logits()),
+        };
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header(["metric", "value", "definition"]);

@@ -9,6 +9,7 @@ mod compile_table;
 mod config;
 #[cfg(feature = "pjrt")]
 mod emit;
+mod extents;
 mod generate;
 mod gradcheck;
 mod judge;

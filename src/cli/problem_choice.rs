@@ -6,8 +6,24 @@ use clap::Args;
 
 use super::{CliError, config};
 use crate::fixture::{ProblemFile, verify};
-use crate::problem::{Problem, ProblemError};
+use crate::problem::{HeadProblem, Problem, ProblemError};
 use crate::spec::LossSpec;
+
+/// A problem of either kind.
+pub(super) enum AnyProblem {
+    Logits(Problem),
+    Head(HeadProblem),
+}
+
+impl AnyProblem {
+    /// That of `file`: with `logits`, or with its LM head.
+    pub(super) fn read(file: &ProblemFile, logits: &str, old_logp: Option<&str>) -> Result<Self, CliError> {
+        if file.has_head() {
+            return Ok(Self::Head(file.head_problem(old_logp)?));
+        }
+        Ok(Self::Logits(file.problem(logits, old_logp)?))
+    }
+}
 
 #[derive(Args)]
 pub(super) struct ProblemChoice {
@@ -17,7 +33,7 @@ pub(super) struct ProblemChoice {
     /// The loss, in YAML, TOML or JSON; a generated problem carries its own
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// The problem's logits tensor
+    /// The problem's logits tensor, where it has no LM head
     #[arg(long, value_name = "NAME", default_value = "logits")]
     logits: String,
     /// The problem's old log-probabilities
@@ -27,12 +43,12 @@ pub(super) struct ProblemChoice {
 
 impl ProblemChoice {
     /// Reads both.
-    pub(super) fn read(&self) -> Result<(LossSpec, Problem), CliError> {
+    pub(super) fn read(&self) -> Result<(LossSpec, AnyProblem), CliError> {
         verify(&self.problem)?;
         let file = ProblemFile::open(&self.problem)?;
         let spec = self.spec(&file)?;
         let old_logp = spec.reads_old_logp().then_some(self.old_logp.as_str());
-        let problem = file.problem(&self.logits, old_logp)?;
+        let problem = AnyProblem::read(&file, &self.logits, old_logp)?;
         Ok((spec, problem))
     }
 

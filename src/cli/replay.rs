@@ -9,18 +9,17 @@ use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::conformance::invariance::Invariance;
-use crate::conformance::judge::{Status, judge};
-use crate::conformance::lm_head::judge_head;
+use crate::conformance::judge::Status;
+use crate::conformance::judgeable::Judgeable;
 use crate::conformance::recorded::{
     Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
 use crate::conformance::report::{Check, Compared, Ignored, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
-use crate::implementation::{Implementation, find, lm_head_registry, registry};
-use crate::problem::{Candidate, HeadProblem, Problem};
-use crate::reference::{self, HeadReference, Reference};
+use crate::implementation::{Implementation, RunError, find, lm_head_registry, registry};
+use crate::problem::{HeadProblem, Problem};
+use crate::reference::{self, Reference};
 use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
@@ -108,10 +107,12 @@ impl Replay {
     }
 
     /// The command that shows one check again.
-    fn command(&self, path: &Path, logits: &str, old_logp: Option<&str>, id: &str) -> String {
-        let mut command = format!("assay replay {} --logits {logits} --impl {id}", path.display());
-        if let Some(old_logp) = old_logp {
-            command += &format!(" --old-logp {old_logp}");
+    fn command(&self, path: &Path, logits: Option<&str>, old_logp: Option<&str>, id: &str) -> String {
+        let mut command = format!("assay replay {} --impl {id}", path.display());
+        for (option, name) in [("--logits", logits), ("--old-logp", old_logp)] {
+            if let Some(name) = name {
+                command += &format!(" {option} {name}");
+            }
         }
         if let Some(spec) = &self.spec {
             command += &format!(" --spec {}", spec.display());
@@ -146,6 +147,9 @@ impl Session {
         let other_spec = self.spec.clone().map_or_else(|| config::spec_within(&file), |spec| Ok(Some(spec)))?;
         let has_recorded = other_spec.is_none();
         let spec = other_spec.unwrap_or_else(recorded_spec);
+        if file.has_head() {
+            return self.replay_head(args, &file, path, &spec);
+        }
         let mut expected = Expected::of(&file);
         let logits_names = Replay::chosen(args.logits.as_ref(), file.logits_names());
         let old_logps: Vec<Option<&str>> = if spec.reads_old_logp() {
@@ -171,14 +175,14 @@ impl Session {
                     self.check_recorded_tokens(&label, &file, logits, &reference)?;
                 }
                 for implementation in self.implementations.clone() {
-                    let command = args.command(path, logits, *old_logp, implementation.id());
+                    let command = args.command(path, Some(logits), *old_logp, implementation.id());
                     self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
                 }
             }
         }
         if has_recorded && args.logits.is_none() && args.old_logp.is_none() {
             for old_logp in &old_logps {
-                self.replay_sub_vocabulary(&file, path, *old_logp, &mut expected)?;
+                self.replay_sub_vocabulary(args, &file, path, *old_logp, &mut expected)?;
             }
             let why = "this version computes no scalar of that name";
             self.ignored.extend(expected.rest().map(|key| Ignored { what: key.into(), why: why.into() }));
@@ -186,23 +190,44 @@ impl Session {
         Ok(())
     }
 
+    /// A file that has an LM head, and nothing recorded.
+    fn replay_head(&mut self, args: &Replay, file: &ProblemFile, path: &Path, spec: &LossSpec) -> Result<(), CliError> {
+        let old_logps: Vec<Option<&str>> = if spec.reads_old_logp() {
+            Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
+        } else {
+            vec![None]
+        };
+        for old_logp in old_logps {
+            let problem = file.head_problem(old_logp)?;
+            let wrong = |reason| CliError::Problem { path: path.into(), reason };
+            let reference = problem.evaluate(spec).map_err(wrong)?;
+            let label = label(path, "lm_head", old_logp);
+            for implementation in self.heads.clone() {
+                let command = args.command(path, None, old_logp, implementation.id());
+                self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
+            }
+        }
+        Ok(())
+    }
+
     /// One implementation on one problem, on the device counts asked for, or on the most that it supports.
-    fn check_on_devices(
+    fn check_on_devices<P: Judgeable>(
         &mut self,
         label: &str,
-        implementation: &dyn Implementation,
-        problem: &Problem,
-        reference: &Reference,
+        implementation: &dyn Implementation<P>,
+        problem: &P,
+        reference: &P::Reference<'_>,
         command: &str,
     ) -> Result<(), CliError> {
-        let supports =
-            |devices| implementation.supports(reference.spec(), problem.shape(), problem.logits.dtype(), devices);
+        let spec = P::on_logits(reference).spec();
+        let shape = problem.checked_shape(spec).map_err(RunError::from)?;
+        let supports = |devices| implementation.supports(spec, shape, problem.dtype(), devices);
         let most = || {
             let counts = implementation.device_counts();
             counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
         };
         let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
-        let mut first: Option<(usize, Candidate)> = None;
+        let mut first: Option<(usize, P::Outcome)> = None;
         for devices in asked {
             let hindrance = implementation
                 .available()
@@ -213,23 +238,23 @@ impl Session {
                 self.ignored.push(Ignored { what: format!("{label} with {name}"), why });
                 continue;
             }
-            let outcome = implementation.run(reference.spec(), problem.clone(), devices)?;
-            match &first {
-                None => first = Some((devices, outcome.clone())),
-                Some((first_devices, first)) => self.invariance.push(Compared {
-                    fixture: label.into(),
-                    implementation: implementation.id().into(),
-                    devices: [*first_devices, devices],
-                    invariance: Invariance::between(first, &outcome),
-                }),
-            }
+            let outcome = implementation.run(spec, problem.clone(), devices)?;
             let command = format!("{command} --devices {devices}");
-            for verdict in judge(reference, &outcome, implementation.class(), Tolerances::builtin())? {
+            for verdict in problem.judge(reference, &outcome, implementation.class(), Tolerances::builtin())? {
                 if verdict.status != Status::Pass {
                     self.failures.push(explain(&verdict, reference, problem, &name, &command));
                 }
                 let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
                 self.checks.push(check.on_devices(devices));
+            }
+            match &first {
+                None => first = Some((devices, outcome)),
+                Some((first_devices, first)) => self.invariance.push(Compared {
+                    fixture: label.into(),
+                    implementation: implementation.id().into(),
+                    devices: [*first_devices, devices],
+                    invariance: P::invariance(first, &outcome),
+                }),
             }
         }
         Ok(())
@@ -283,6 +308,7 @@ impl Session {
     /// The scalars recorded for a head with a part of the vocabulary, where the file has one.
     fn replay_sub_vocabulary(
         &mut self,
+        args: &Replay,
         file: &ProblemFile,
         path: &Path,
         old_logp: Option<&str>,
@@ -300,40 +326,12 @@ impl Session {
             .map_err(|reason| CliError::Config { path: path.into(), reason })?;
         let spec = recorded_spec();
         let wrong = |reason| CliError::Problem { path: path.into(), reason };
-        let reference = reference::evaluate_head(&spec, &problem).map_err(wrong)?;
+        let reference = problem.evaluate(&spec).map_err(wrong)?;
         let label = label(path, SOURCE, old_logp);
         self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&reference))?;
         for implementation in self.heads.clone() {
-            self.check_head(&label, &*implementation, &problem, &reference)?;
-        }
-        Ok(())
-    }
-
-    /// One implementation of the LM head on one problem, on the device counts asked for, or on the most that it supports.
-    fn check_head(
-        &mut self,
-        label: &str,
-        implementation: &dyn Implementation<HeadProblem>,
-        problem: &HeadProblem,
-        reference: &HeadReference,
-    ) -> Result<(), CliError> {
-        let spec = reference.on_logits().spec();
-        let supports = |devices| implementation.supports(spec, problem.shape(), problem.dtype(), devices);
-        let counts = implementation.device_counts();
-        let most = counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).unwrap_or(1);
-        let asked = if self.devices.is_empty() { vec![most] } else { self.devices.clone() };
-        for devices in asked {
-            let name = on_devices(implementation.id(), devices);
-            let available = implementation.available().map_err(|why| why.to_string());
-            if let Err(why) = available.and_then(|()| supports(devices).map_err(|why| why.to_string())) {
-                self.ignored.push(Ignored { what: format!("{label} with {name}"), why });
-                continue;
-            }
-            let outcome = implementation.run(spec, problem.clone(), devices)?;
-            for verdict in judge_head(reference, problem, &outcome, implementation.class(), Tolerances::builtin())? {
-                let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
-                self.checks.push(check.on_devices(devices));
-            }
+            let command = args.command(path, None, None, implementation.id());
+            self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
         }
         Ok(())
     }

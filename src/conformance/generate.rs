@@ -279,6 +279,24 @@ impl HeadRecipe {
         HeadShape { batch, tokens, hidden: self.hidden, vocab }
     }
 
+    /// Checks the recipe and the spec that it would be made for.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
+        let Self { hidden: width, ref recipe, .. } = *self;
+        recipe.check(spec)?;
+        let [batch, tokens, vocab] = recipe.shape;
+        let too_large = |n: usize| n.checked_mul(width).is_none_or(|n| n == 0 || n > 1 << 31);
+        if too_large(batch * tokens) || too_large(vocab) {
+            return Err(RecipeError::Hidden { given: width });
+        }
+        if recipe.regime == Regime::Holes {
+            return Err(RecipeError::Regime { given: recipe.regime });
+        }
+        Ok(())
+    }
+
     /// Makes the problem, as [`Recipe::problem`] does; under the mask NaN stands in hidden states.
     ///
     /// # Errors
@@ -297,15 +315,8 @@ impl HeadRecipe {
 
     fn draw(&self, spec: &LossSpec, tokens_that_count: Tokens) -> Result<HeadProblem, RecipeError> {
         let Self { hidden: width, layout, rounds_logits, ref recipe } = *self;
-        recipe.check(spec)?;
+        self.check(spec)?;
         let [batch, tokens, vocab] = recipe.shape;
-        let too_large = |n: usize| n.checked_mul(width).is_none_or(|n| n == 0 || n > 1 << 31);
-        if too_large(batch * tokens) || too_large(vocab) {
-            return Err(RecipeError::Hidden { given: width });
-        }
-        if recipe.regime == Regime::Holes {
-            return Err(RecipeError::Regime { given: recipe.regime });
-        }
         let mut rng = ChaCha8Rng::seed_from_u64(recipe.seed);
         let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
         if !spec.support.keep_sampled {

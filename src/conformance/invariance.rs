@@ -4,7 +4,7 @@ use ndarray::Ix2;
 use serde::Serialize;
 
 use super::tolerance::Output;
-use crate::problem::{Candidate, FloatArray};
+use crate::problem::{Candidate, FloatArray, HeadCandidate};
 
 /// Which outputs of one run have the bits of another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -18,21 +18,38 @@ pub struct Invariance {
 impl Invariance {
     /// Compares what two runs on one problem both returned.
     pub fn between(a: &Candidate, b: &Candidate) -> Self {
-        let per_token = |output, of: fn(&Candidate) -> Option<&FloatArray<Ix2>>| {
-            (output, of(a).zip(of(b)).map(|(a, b)| a.same_bits(b)))
-        };
-        let outputs = [
+        Self::of([
             (Output::Loss, Some(a.loss.same_bits(&b.loss))),
-            per_token(Output::Logp, |candidate| candidate.logp.as_ref()),
-            per_token(Output::Entropy, |candidate| candidate.entropy.as_ref()),
-            per_token(Output::TokenLoss, |candidate| candidate.token_loss.as_ref()),
+            (Output::Logp, both(&a.logp, &b.logp)),
+            (Output::Entropy, both(&a.entropy, &b.entropy)),
+            (Output::TokenLoss, both(&a.token_loss, &b.token_loss)),
             (Output::Dlogits, Some(a.dlogits.same_bits(&b.dlogits))),
-        ];
+        ])
+    }
+
+    /// The same of the LM head with the loss.
+    pub fn between_heads(a: &HeadCandidate, b: &HeadCandidate) -> Self {
+        Self::of([
+            (Output::Loss, Some(a.loss.same_bits(&b.loss))),
+            (Output::Logp, both(&a.logp, &b.logp)),
+            (Output::Entropy, both(&a.entropy, &b.entropy)),
+            (Output::TokenLoss, both(&a.token_loss, &b.token_loss)),
+            (Output::Dhidden, Some(a.dhidden.same_bits(&b.dhidden))),
+            (Output::DlmHead, Some(a.dlm_head.same_bits(&b.dlm_head))),
+        ])
+    }
+
+    fn of<const N: usize>(outputs: [(Output, Option<bool>); N]) -> Self {
         let named = |wanted: bool| {
             outputs.iter().filter(|(_, same)| *same == Some(wanted)).map(|(output, _)| output.name()).collect()
         };
         Self { same: named(true), other: named(false) }
     }
+}
+
+/// Whether two outputs have the same bits; `None` where one is lacking.
+fn both(a: &Option<FloatArray<Ix2>>, b: &Option<FloatArray<Ix2>>) -> Option<bool> {
+    a.as_ref().zip(b.as_ref()).map(|(a, b)| a.same_bits(b))
 }
 
 #[cfg(test)]

@@ -22,10 +22,10 @@ use super::judge::{
 };
 use super::metric::{Allowance, Position, Tally, half_ulp};
 use super::tolerance::{Model, Output, Tolerances};
-use crate::problem::{Dtype, HeadOutcome, HeadProblem, HeadShape};
+use crate::problem::{Dtype, HeadCandidate, HeadProblem, HeadShape};
 use crate::reference::HeadReference;
 
-/// Judges `outcome` against `reference`, by the limits of `class`.
+/// Judges `outcome` against `reference`, by the limits of `class`. Outputs that the candidate lacks get no verdict.
 ///
 /// The hidden states of masked tokens must have a gradient of exactly 0. Where a token's reference is not finite, or
 /// overflows f32, its dhidden and all of `dlm_head` may be NaN or ∞.
@@ -35,7 +35,7 @@ use crate::reference::HeadReference;
 pub fn judge_head(
     reference: &HeadReference,
     problem: &HeadProblem,
-    outcome: &HeadOutcome,
+    outcome: &HeadCandidate,
     class: &str,
     tolerances: &Tolerances,
 ) -> Result<Vec<Verdict>, JudgeError> {
@@ -49,28 +49,30 @@ pub fn judge_head(
     let cases = cases(on_logits, bands, &errors_of, tie);
     let per_token = PerToken {
         loss: &outcome.loss,
-        logp: Some(&outcome.logp),
-        entropy: Some(&outcome.entropy),
-        token_loss: Some(&outcome.token_loss),
+        logp: outcome.logp.as_ref(),
+        entropy: outcome.entropy.as_ref(),
+        token_loss: outcome.token_loss.as_ref(),
     };
     let mut verdicts = judge_per_token(on_logits, &per_token, &cases, &limits)?;
     let dlogits = Dlogits::of(reference, &cases, outcome.dlogits_dtype);
     verdicts.extend(judge_dhidden(reference, outcome, &cases, &dlogits, &limits)?);
     verdicts.extend(judge_dlm_head(reference, outcome, &cases, &dlogits, &limits)?);
-    verdicts.extend(judge_metrics(on_logits, &outcome.metrics, &cases, &limits)?);
+    if let Some(metrics) = &outcome.metrics {
+        verdicts.extend(judge_metrics(on_logits, metrics, &cases, &limits)?);
+    }
     Ok(verdicts)
 }
 
-fn check_shapes(reference: &HeadReference, outcome: &HeadOutcome) -> Result<(), JudgeError> {
+fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<(), JudgeError> {
     let HeadShape { batch, tokens, hidden, vocab } = reference.shape();
-    let expected = [
-        ("logp", outcome.logp.shape(), vec![batch, tokens]),
-        ("entropy", outcome.entropy.shape(), vec![batch, tokens]),
-        ("token_loss", outcome.token_loss.shape(), vec![batch, tokens]),
+    let gradients = [
         ("dhidden", outcome.dhidden.shape(), vec![batch, tokens, hidden]),
         ("dlm_head", outcome.dlm_head.shape(), reference.layout().extents(hidden, vocab).to_vec()),
     ];
-    for (output, given, expected) in expected {
+    let per_token = [("logp", &outcome.logp), ("entropy", &outcome.entropy), ("token_loss", &outcome.token_loss)];
+    let per_token =
+        per_token.into_iter().filter_map(|(name, array)| Some((name, array.as_ref()?.shape(), vec![batch, tokens])));
+    for (output, given, expected) in per_token.chain(gradients) {
         if given != expected {
             return Err(JudgeError::Shape { output, given: given.to_vec(), expected });
         }
@@ -198,7 +200,7 @@ impl Gates {
 
 fn judge_dhidden(
     reference: &HeadReference,
-    outcome: &HeadOutcome,
+    outcome: &HeadCandidate,
     cases: &[Case],
     dlogits: &Dlogits,
     limits: &Limits,
@@ -231,7 +233,7 @@ fn judge_dhidden(
 
 fn judge_dlm_head(
     reference: &HeadReference,
-    outcome: &HeadOutcome,
+    outcome: &HeadCandidate,
     cases: &[Case],
     dlogits: &Dlogits,
     limits: &Limits,

@@ -8,6 +8,7 @@ pub mod condition;
 pub mod generate;
 pub mod invariance;
 pub mod judge;
+pub mod judgeable;
 pub mod lm_head;
 pub mod measure;
 pub mod metric;

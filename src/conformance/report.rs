@@ -7,10 +7,9 @@ use serde::Serialize;
 
 use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
+use super::judgeable::Judgeable;
 use super::metric::{ULP_EDGES, hex};
 use super::tolerance::Output;
-use crate::problem::Problem;
-use crate::reference::Reference;
 
 /// One line of a report.
 #[derive(Clone, Debug, Serialize)]
@@ -242,10 +241,10 @@ fn status_word(status: Status) -> &'static str {
 
 /// A failed verdict in words: where, from what inputs, expected and actual in decimal and hexadecimal, the error against
 /// its limit, the histogram of all errors in ulp, and the command that shows it again.
-pub fn explain(
+pub fn explain<P: Judgeable>(
     verdict: &Verdict,
-    reference: &Reference,
-    problem: &Problem,
+    reference: &P::Reference<'_>,
+    problem: &P,
     implementation: &str,
     replay: &str,
 ) -> String {
@@ -273,41 +272,14 @@ pub fn explain(
         }
         (None, None) => None,
     };
-    if let Some((b, t)) = at.and_then(|at| at.b.zip(at.t)) {
-        line("inputs", &inputs(reference, problem, b, t, at.and_then(|at| at.v)));
+    if let Some(inputs) = at.and_then(|at| problem.inputs(reference, at)) {
+        line("inputs", &inputs);
     }
     if let Some(kappa) = verdict.kappa {
         line("κ", &format!("{:.3} needed, {kappa} allowed", tally.kappa_seen));
     }
     line("ulp", &histogram(&tally.histogram));
     line("replay", replay);
-    text
-}
-
-/// The inputs of token `[b,t]`, and of column `v`.
-fn inputs(reference: &Reference, problem: &Problem, b: usize, t: usize, v: Option<usize>) -> String {
-    let mut text = format!(
-        "mask {}, id {}, advantage {:e}",
-        problem.mask[[b, t]],
-        problem.ids[[b, t]],
-        problem.advantages.at(b, t)
-    );
-    for (name, array) in [("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)] {
-        if let Some(array) = array {
-            let _ = write!(text, ", {name} {:e}", array[[b, t]]);
-        }
-    }
-    if let Some(v) = v {
-        let _ = write!(text, ", logit {:e}", problem.logits.row(b, t)[v]);
-    }
-    if let Some(token) = reference.token(b, t) {
-        let _ = write!(
-            text,
-            "; in the reference logp {:e}, ratio {:e}",
-            token.inputs.logp,
-            token.inputs.ratio(reference.spec())
-        );
-    }
     text
 }
 

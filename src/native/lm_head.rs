@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::{Batch, Graded, Isa, Place, Row, Scores, gemm};
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use crate::kernels::family::Reach;
-use crate::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection};
+use crate::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection};
 use crate::spec::LossSpec;
 
 /// Bytes of a chunk's logits, unless [`NativeHead::chunk`] says how many tokens it has: the more, the fewer times `dlm_head`
@@ -94,10 +94,10 @@ impl Implementation<HeadProblem> for NativeHead {
         }
     }
 
-    fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadOutcome, RunError> {
+    fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.dtype(), devices)?;
-        Ok(Work::of(self, spec, &problem, shape).outcome())
+        Ok(Work::of(self, spec, &problem, shape).outcome().into())
     }
 }
 

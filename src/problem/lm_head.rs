@@ -51,12 +51,31 @@ impl HeadLayout {
         self.extents(h, v)
     }
 
+    /// `hv` or `vh`, as files and options have it.
+    pub fn key(self) -> &'static str {
+        match self {
+            HeadLayout::HiddenByVocab => "hv",
+            HeadLayout::VocabByHidden => "vh",
+        }
+    }
+
     /// `[H,V]` or `[V,H]`.
     pub fn name(self) -> &'static str {
         match self {
             HeadLayout::HiddenByVocab => "[H,V]",
             HeadLayout::VocabByHidden => "[V,H]",
         }
+    }
+}
+
+impl FromStr for HeadLayout {
+    type Err = String;
+
+    fn from_str(key: &str) -> Result<Self, String> {
+        let all = [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden];
+        all.into_iter()
+            .find(|layout| layout.key() == key)
+            .ok_or_else(|| format!("layout: got `{key}`, expected hv, which is [H,V], or vh, which is [V,H]"))
     }
 }
 

@@ -13,7 +13,7 @@ use ndarray::{Array1, Array2, Ix3};
 
 pub use array::{Dtype, Float, FloatArray};
 pub use lm_head::{HeadLayout, HeadProblem, HeadShape, Projection};
-pub use outcome::{Candidate, HeadOutcome, Metrics, Outcome};
+pub use outcome::{Candidate, HeadCandidate, HeadOutcome, Metrics, Outcome};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 

@@ -79,6 +79,43 @@ pub struct Candidate {
     pub metrics: Option<Metrics>,
 }
 
+/// What an implementation of the LM head with the loss returns, to be judged. As [`Candidate`], with the gradients of what the
+/// logits are made of: only `loss`, `dhidden` and `dlm_head` are always there.
+#[derive(Clone, Debug)]
+pub struct HeadCandidate {
+    /// The loss, a scalar.
+    pub loss: FloatArray<Ix0>,
+    /// `[B,T,H]`: `∂loss / ∂hidden`.
+    pub dhidden: FloatArray<Ix3>,
+    /// `[H,V]` or `[V,H]`, as the problem's `lm_head`: `∂loss / ∂lm_head`.
+    pub dlm_head: FloatArray<Ix2>,
+    /// The dtype that dlogits were rounded to before those two products.
+    pub dlogits_dtype: Dtype,
+    /// `[B,T]`, nats.
+    pub logp: Option<FloatArray<Ix2>>,
+    /// `[B,T]`, nats.
+    pub entropy: Option<FloatArray<Ix2>>,
+    /// `[B,T]`.
+    pub token_loss: Option<FloatArray<Ix2>>,
+    /// What trainers log.
+    pub metrics: Option<Metrics>,
+}
+
+impl From<HeadOutcome> for HeadCandidate {
+    fn from(outcome: HeadOutcome) -> Self {
+        Self {
+            loss: outcome.loss,
+            dhidden: outcome.dhidden,
+            dlm_head: outcome.dlm_head,
+            dlogits_dtype: outcome.dlogits_dtype,
+            logp: Some(outcome.logp),
+            entropy: Some(outcome.entropy),
+            token_loss: Some(outcome.token_loss),
+            metrics: Some(outcome.metrics),
+        }
+    }
+}
+
 impl From<Outcome> for Candidate {
     fn from(outcome: Outcome) -> Self {
         Self {

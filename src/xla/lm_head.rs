@@ -49,7 +49,7 @@ use crate::kernels::one_pass::{MOST_TOKENS, one_pass};
 use crate::kernels::rows::Core;
 use crate::kernels::structure::Structure;
 use crate::memory::{CompiledMemory, DeviceMemory};
-use crate::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Shape};
+use crate::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Shape};
 use crate::runtime::{Axis, Buffer, Mesh, RuntimeError};
 use crate::spec::LossSpec;
 use crate::stablehlo::{Builder, Comparison, Fold, Type, Value};
@@ -608,14 +608,14 @@ impl Implementation<HeadProblem> for XlaHead {
         self.mesh(shape.logits(), devices).map(|_| ())
     }
 
-    fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadOutcome, RunError> {
+    fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let shape = problem.check(spec)?;
         let plan = self.plan(spec, &problem, shape, devices)?;
         let arrays = HeadArrays::of(&problem, shape);
         let inputs = upload_head(&plan.shards, spec, &problem, arrays)?;
         drop(problem);
         let outputs = plan.execute(&inputs)?;
-        Ok(download_head(&plan.shards, spec, arrays, &outputs)?)
+        Ok(download_head(&plan.shards, spec, arrays, &outputs)?.into())
     }
 
     fn prepare<'s>(
@@ -660,7 +660,7 @@ impl Prepared<HeadProblem> for Ready<'_> {
             let answer: Answer<'p, HeadProblem> = Box::new(move || {
                 // The inputs live until here, so that nothing is freed while a step is timed.
                 drop(inputs);
-                Ok(download_head(&plan.shards, self.spec, arrays, &outputs)?)
+                Ok(download_head(&plan.shards, self.spec, arrays, &outputs)?.into())
             });
             Ok(answer)
         }))

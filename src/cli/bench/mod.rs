@@ -1,5 +1,5 @@
-//! `assay bench`: how long one implementation takes for one batch, how much memory, and how much longer than others or a
-//! mere copy of the logits.
+//! `assay bench`: how long one implementation takes for one batch, how much memory, and how much longer than others, than a
+//! mere copy of the logits, or with an LM head than its three products.
 //!
 //! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again: for
 //! PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends when
@@ -8,12 +8,15 @@
 //!
 //! Every token of a bench counts, whatever mask the recipe draws.
 //!
-//! The outputs of the first step are judged, whole, before any other is made. A wrong answer is not timed. Others take
-//! turns with it, step by step, and are judged like it.
+//! The outputs of the first step are judged, whole, before any other is made; with an LM head, those of a few tokens with
+//! the whole head, as the reference takes minutes for more. A wrong answer is not timed. Others take turns with it, step
+//! by step, and are judged like it.
+
+mod workload;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -21,17 +24,18 @@ use clap::{ArgGroup, Args, value_parser};
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
+use self::workload::Workload;
 use super::case::{Batch, Case, Counts, Kernel};
+use super::extents::{Extents, HeadChoice};
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::bandwidth::CopyOf;
 use crate::conformance::generate::{Recipe, Regime};
-use crate::conformance::judge::{Status, Verdict, judge};
+use crate::conformance::judge::{Status, Verdict};
+use crate::conformance::judgeable::Judgeable;
 use crate::conformance::report::{Check, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
-use crate::implementation::{Answer, Implementation, Prepared, RunError, Step, Unavailable};
+use crate::implementation::{Answer, Implementation, Input, Prepared, RunError, Step, Unavailable};
 use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
-use crate::problem::{Candidate, Dtype, Problem, Shape};
-use crate::reference;
+use crate::problem::Dtype;
 use crate::spec::LossSpec;
 
 #[derive(Args)]
@@ -43,16 +47,18 @@ pub(super) struct Bench {
     /// The implementation, with the default loss
     #[arg(long = "impl", value_name = "ID")]
     implementation: Option<String>,
-    /// Extents of the logits: half a gigabyte in bf16 if none are given
+    /// Extents of the logits, half a gigabyte in bf16 if none are given; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV", requires = "implementation", default_value = "1x1792x151936")]
-    shape: Shape,
-    /// Dtype of the logits
+    shape: Extents,
+    /// Dtype of the logits, or of hidden states and head
     #[arg(long, requires = "implementation", default_value = "bf16")]
     dtype: Dtype,
-    /// Take turns with another implementation, or with a copy of the logits
-    #[arg(long, value_name = "ID|copy")]
+    #[command(flatten)]
+    head: HeadChoice,
+    /// Take turns with another implementation, with a copy of the logits, or with the products of an LM head
+    #[arg(long, value_name = "ID|copy|gemm")]
     against: Vec<String>,
-    /// Threads of kernels on this machine's cores, and of the copy; all cores if none are given
+    /// Threads of kernels on this machine's cores, of the copy and of the products; all cores if none are given
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     #[command(flatten)]
@@ -65,26 +71,35 @@ impl Bench {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let file = self.config.clone().unwrap_or_default();
         let (case, command) = self.case()?;
-        let invalid = |reason: &str| CliError::Config { path: file.clone(), reason: reason.into() };
-        let Batch::Generate(recipe) = &case.batch else {
-            return Err(invalid("`batch`: got `fixture`, expected `generate`: a bench is of a shape"));
-        };
-        if recipe.masked_garbage {
-            return Err(invalid(
-                "`batch.generate.masked_garbage`: got true, expected false: every token of a bench counts",
-            ));
+        match &case.batch {
+            Batch::Generate(recipe) => self.bench(&file, &case, recipe, &command),
+            Batch::GenerateHead(recipe) => self.bench(&file, &case, recipe, &command),
+            Batch::Fixture(_) => {
+                let reason = "`batch`: got `fixture`, expected `generate` or `generate_head`: a bench is of a shape";
+                Err(CliError::Config { path: file, reason: reason.into() })
+            }
+        }
+    }
+
+    fn bench<W: Workload>(&self, file: &Path, case: &Case, recipe: &W, command: &str) -> Result<Passed, CliError> {
+        let invalid = |reason: &str| CliError::Config { path: file.into(), reason: reason.into() };
+        if recipe.recipe().masked_garbage {
+            let given = "masked_garbage`: got true, expected false: every token of a bench counts";
+            return Err(invalid(&format!("`{}.{given}", W::FIELD)));
         }
         if case.bench.steps == 0 {
             return Err(invalid("`bench.steps`: got 0, expected at least 1"));
         }
         let plugin = self.plugin.checked_path()?;
-        let implementation = case.kernel.implementation(&file, plugin)?;
+        let implementation = case.kernel.implementation(file, plugin)?;
         let opponents = self
             .against
             .iter()
-            .map(|id| match id.as_str() {
-                COPY => Ok(Opponent::Copy),
-                id => Ok(Opponent::Implementation(Kernel::of(id).implementation(&file, plugin)?)),
+            .map(|id| {
+                if id == W::BOUND {
+                    return Ok(Opponent::Bound);
+                }
+                Ok(Opponent::Implementation(Kernel::of(id).implementation(file, plugin)?))
             })
             .collect::<Result<_, CliError>>()?;
         let subject = Subject {
@@ -94,7 +109,7 @@ impl Bench {
             devices: case.kernel.devices,
             opponents,
         };
-        let measure = || subject.measure(case.bench, available_host_bytes(), &command, &self.printing);
+        let measure = || subject.measure(case.bench, available_host_bytes(), command, &self.printing);
         let measured = match self.threads {
             None => measure()?,
             Some(threads) => {
@@ -123,9 +138,8 @@ impl Bench {
             let config = self.config.as_ref().expect("one of the two is required");
             return Ok((config::read(config)?, format!("assay bench --config {}", config.display())));
         };
-        let Shape { batch, tokens, vocab } = self.shape;
         let recipe = Recipe {
-            shape: [batch, tokens, vocab],
+            shape: self.shape.logits(),
             dtype: self.dtype,
             regime: Regime::Peaked,
             seed: 0,
@@ -133,36 +147,27 @@ impl Bench {
             old_logp_noise_scale: 0.03,
             masked_garbage: false,
         };
-        let command = format!("assay bench --impl {id} --shape {} --dtype {}", self.shape, self.dtype);
+        let recipe = self.head.recipe(self.shape, recipe)?;
+        let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
+        let command = format!("assay bench --impl {id} --shape {shape} --dtype {dtype}{head}");
         Ok((Case::of(recipe, id), command))
     }
 }
 
-/// The name of the opponent that only copies.
-const COPY: &str = "copy";
-
 /// What takes turns with the subject.
-enum Opponent {
-    Copy,
-    Implementation(Arc<dyn Implementation>),
-}
-
-impl Opponent {
-    fn name(&self) -> &str {
-        match self {
-            Opponent::Copy => COPY,
-            Opponent::Implementation(implementation) => implementation.id(),
-        }
-    }
+enum Opponent<P: Input> {
+    /// [`Workload::BOUND`]
+    Bound,
+    Implementation(Arc<dyn Implementation<P>>),
 }
 
 /// What is measured.
-struct Subject<'s> {
-    implementation: &'s dyn Implementation,
+struct Subject<'s, W: Workload> {
+    implementation: &'s dyn Implementation<W::Problem>,
     spec: &'s LossSpec,
-    recipe: &'s Recipe,
+    recipe: &'s W,
     devices: usize,
-    opponents: Vec<Opponent>,
+    opponents: Vec<Opponent<W::Problem>>,
 }
 
 enum Measured {
@@ -174,7 +179,7 @@ enum Measured {
     },
 }
 
-impl Subject<'_> {
+impl<W: Workload> Subject<'_, W> {
     /// `available` are the bytes that this machine has left.
     fn measure(
         &self,
@@ -184,9 +189,8 @@ impl Subject<'_> {
         printing: &Printing,
     ) -> Result<Measured, CliError> {
         let Self { implementation, spec, recipe, devices, ref opponents } = *self;
-        let ([batch, tokens, vocab], dtype) = (recipe.shape, recipe.dtype);
-        let shape = Shape { batch, tokens, vocab };
-        self.expect_room(shape, 0, available)?;
+        let (shape, dtype) = (recipe.shape(), recipe.recipe().dtype);
+        self.expect_room(0, available)?;
         recipe.check(spec)?;
 
         let progress = printing.progress(counts.warmup + counts.steps + 1);
@@ -197,48 +201,60 @@ impl Subject<'_> {
         let mut ready = Vec::new();
         for opponent in opponents {
             ready.push(match opponent {
-                Opponent::Copy => None,
+                Opponent::Bound => None,
                 Opponent::Implementation(implementation) => Some(implementation.prepare(spec, shape, dtype, 1)?),
             });
         }
-        let copies = ready.iter().filter(|ready| ready.is_none()).count();
-        let host_bytes = |prepared: &dyn Prepared| prepared.host_bytes();
-        let others = ready.iter().flatten().map(|prepared| host_bytes(&**prepared)).max().unwrap_or(0);
-        let beside = prepared.host_bytes().max(others) + copies * shape.elements().unwrap_or(0) * dtype.size();
-        self.expect_room(shape, beside, available)?;
+        let bounds = ready.iter().filter(|ready| ready.is_none()).count();
+        let others = ready.iter().flatten().map(|prepared| prepared.host_bytes()).max().unwrap_or(0);
+        let of_bound = if bounds > 0 { recipe.bound_bytes() } else { 0 };
+        self.expect_room(prepared.host_bytes().max(others) + of_bound, available)?;
 
+        progress.set_message("judging");
+        let part = recipe.judged_part(devices);
+        if let Some(part) = &part {
+            let problem = part.unmasked_problem(spec)?;
+            for (implementation, devices) in self.implementations() {
+                let prepared = implementation.prepare(spec, part.shape(), dtype, devices)?;
+                let outcome = timed::<W::Problem>(prepared.load(&problem)?)?.0()?;
+                if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, outcome, command)? {
+                    return Ok(wrong);
+                }
+            }
+        }
         progress.set_message("generating");
         let problem = recipe.unmasked_problem(spec)?;
         progress.set_message("the first step");
         let step = prepared.load(&problem)?;
         let after_alloc = prepared.device_memory();
-        let (answer, first) = timed(step)?;
-        progress.set_message("judging");
-        let outcome = answer()?;
-        if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, outcome, command)? {
-            return Ok(wrong);
-        }
-        for (opponent, ready) in opponents.iter().zip(&ready) {
-            if let (Opponent::Implementation(implementation), Some(prepared)) = (opponent, ready) {
-                let outcome = timed(prepared.load(&problem)?)?.0()?;
-                if let Some(wrong) = judge_answer(&**implementation, spec, &problem, 1, outcome, command)? {
-                    return Ok(wrong);
+        let (answer, first) = timed::<W::Problem>(step)?;
+        if part.is_none() {
+            progress.set_message("judging");
+            if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, answer()?, command)? {
+                return Ok(wrong);
+            }
+            for (opponent, ready) in opponents.iter().zip(&ready) {
+                if let (Opponent::Implementation(implementation), Some(prepared)) = (opponent, ready) {
+                    let outcome = timed::<W::Problem>(prepared.load(&problem)?)?.0()?;
+                    if let Some(wrong) = judge_answer(&**implementation, spec, &problem, 1, outcome, command)? {
+                        return Ok(wrong);
+                    }
                 }
             }
         }
-        let mut copy = (copies > 0).then(|| CopyOf::of(&problem.logits));
-        let mut turn = |ready: &Option<Box<dyn Prepared + '_>>| -> Result<Duration, CliError> {
-            match (ready, &mut copy) {
-                (Some(prepared), _) => Ok(timed(prepared.load(&problem)?)?.1),
-                (None, Some(copy)) => Ok(copy.time()),
-                (None, None) => unreachable!("there is one where a copy takes a turn"),
+        let mut bound = (bounds > 0).then(|| recipe.bound(&problem));
+        let mut turn = |ready: &Option<Box<dyn Prepared<W::Problem> + '_>>| -> Result<Duration, CliError> {
+            match (ready, &mut bound) {
+                (Some(prepared), _) => Ok(timed::<W::Problem>(prepared.load(&problem)?)?.1),
+                (None, Some(bound)) => Ok(bound()),
+                (None, None) => unreachable!("there is one where it takes a turn"),
             }
         };
         progress.inc(1);
 
         progress.set_message("steps");
         for _ in 0..counts.warmup {
-            drop(timed(prepared.load(&problem)?)?);
+            drop(timed::<W::Problem>(prepared.load(&problem)?)?);
             ready.iter().try_for_each(|ready| turn(ready).map(drop))?;
             progress.inc(1);
         }
@@ -246,7 +262,7 @@ impl Subject<'_> {
         let mut of_opponents = vec![Vec::new(); opponents.len()];
         let mut after_run = after_alloc.clone();
         for _ in 0..counts.steps {
-            let (answer, took) = timed(prepared.load(&problem)?)?;
+            let (answer, took) = timed::<W::Problem>(prepared.load(&problem)?)?;
             steps.push(took);
             after_run = prepared.device_memory();
             drop(answer);
@@ -258,37 +274,47 @@ impl Subject<'_> {
         progress.finish_and_clear();
         let times = Times { first: compiling + first, steps, of_opponents };
         let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
-        Ok(Measured::Right(Box::new(self.figures(shape, counts, times, memory))))
+        Ok(Measured::Right(Box::new(self.figures(counts, times, memory))))
     }
 
-    /// Checks that this machine holds the problem while it is made, in f64 and in its dtype, and then with its outcome and
-    /// `beside` bytes.
-    fn expect_room(&self, shape: Shape, beside: usize, available: Option<usize>) -> Result<(), CliError> {
-        let dtype = self.recipe.dtype;
-        let arrays = |bytes: usize| shape.elements().unwrap_or(usize::MAX).saturating_mul(bytes);
-        let generating = arrays(Dtype::F64.size() + dtype.size());
-        let running = arrays(2 * dtype.size()).saturating_add(beside);
-        let what = || format!("a bench of {shape} {dtype} with {}", on_devices(self.implementation.id(), self.devices));
-        Ok(expect_room(what, generating.max(running), available)?)
+    /// The subject and those of its opponents that have an answer, with the devices that they run on.
+    fn implementations(&self) -> impl Iterator<Item = (&dyn Implementation<W::Problem>, usize)> {
+        let others = self.opponents.iter().filter_map(|opponent| match opponent {
+            Opponent::Bound => None,
+            Opponent::Implementation(implementation) => Some((&**implementation, 1)),
+        });
+        std::iter::once((self.implementation, self.devices)).chain(others)
     }
 
-    fn figures(&self, shape: Shape, counts: Counts, times: Times, memory: MemorySeen) -> Figures {
+    /// Checks that this machine holds the problem while it is made and judged, and then with its outcome and `beside` bytes.
+    fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), CliError> {
+        let Self { recipe, implementation, devices, .. } = *self;
+        let running = recipe.running_bytes().saturating_add(beside);
+        let (shape, dtype) = (recipe.shape(), recipe.recipe().dtype);
+        let what = || format!("a bench of {shape} {dtype} with {}", on_devices(implementation.id(), devices));
+        Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
+    }
+
+    fn figures(&self, counts: Counts, times: Times, memory: MemorySeen) -> Figures {
         let steps = sorted(&times.steps);
         let mean = steps.iter().sum::<f64>() / steps.len() as f64;
         let median = percentile(&steps, 50);
         let ratio = |times: &Vec<Duration>| median / percentile(&sorted(times), 50);
+        let name = |opponent: &Opponent<W::Problem>| match opponent {
+            Opponent::Bound => W::BOUND.to_string(),
+            Opponent::Implementation(implementation) => implementation.id().into(),
+        };
         let ratios = self.opponents.iter().zip(&times.of_opponents);
-        let traffic = 2 * shape.elements().unwrap_or(0) * self.recipe.dtype.size();
         let mut why_null = BTreeMap::new();
         let isa = self.implementation.isa();
         if isa.is_none() {
             why_null.insert("isa", "only kernels on this machine's cores say which instructions they use".into());
         }
         let ratios: BTreeMap<String, f64> =
-            ratios.map(|(opponent, times)| (format!("ratio_to_{}", opponent.name()), ratio(times))).collect();
-        let roofline_share = ratios.get(&format!("ratio_to_{COPY}")).map(|ratio| 1.0 / ratio);
+            ratios.map(|(opponent, times)| (format!("ratio_to_{}", name(opponent)), ratio(times))).collect();
+        let roofline_share = ratios.get(&format!("ratio_to_{}", W::BOUND)).map(|ratio| 1.0 / ratio);
         if roofline_share.is_none() {
-            why_null.insert("roofline_share", format!("the bound is a copy of the logits: --against {COPY}"));
+            why_null.insert("roofline_share", format!("the bound is {}: --against {}", W::BOUND_IS, W::BOUND));
         }
         let mut keep =
             |key, figure: Result<i64, Unavailable>| figure.map_err(|why| why_null.insert(key, why.reason)).ok();
@@ -301,8 +327,9 @@ impl Subject<'_> {
         Figures {
             implementation: self.implementation.id().into(),
             devices: self.devices,
-            shape: [shape.batch, shape.tokens, shape.vocab],
-            dtype: self.recipe.dtype,
+            shape: self.recipe.extents(),
+            dtype: self.recipe.recipe().dtype,
+            problem: self.recipe.says(self.devices),
             warmup: counts.warmup,
             steps: counts.steps,
             first_call_s: times.first.as_secs_f64(),
@@ -316,7 +343,7 @@ impl Subject<'_> {
             mem_after_run: keep("mem_after_run", in_use(&memory.after_run)),
             peak_bytes_in_use: keep("peak_bytes_in_use", peak(|memory| memory.peak_bytes_in_use)),
             peak_bytes_reserved: keep("peak_bytes_reserved", peak(|memory| memory.peak_bytes_reserved)),
-            gb_per_s: traffic as f64 / median / 1e9,
+            rate: BTreeMap::from([(W::RATE, self.recipe.rate() / median)]),
             threads: rayon::current_num_threads(),
             isa,
             ratios,
@@ -331,30 +358,30 @@ impl Subject<'_> {
 }
 
 /// The verdicts on an answer, if one of them failed.
-fn judge_answer(
-    implementation: &dyn Implementation,
+fn judge_answer<P: Judgeable>(
+    implementation: &dyn Implementation<P>,
     spec: &LossSpec,
-    problem: &Problem,
+    problem: &P,
     devices: usize,
-    outcome: Candidate,
+    outcome: P::Outcome,
     command: &str,
 ) -> Result<Option<Measured>, CliError> {
     let id = implementation.id();
-    let reference = reference::evaluate(spec, problem).map_err(RunError::from)?;
-    let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin())?;
+    let reference = problem.evaluate(spec).map_err(RunError::from)?;
+    let verdicts = problem.judge(&reference, &outcome, implementation.class(), Tolerances::builtin())?;
     let failed = verdicts.iter().filter(|verdict| verdict.status != Status::Pass);
     let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
     if failures.is_empty() {
         return Ok(None);
     }
-    let label = format!("{} {}", problem.shape(), problem.logits.dtype());
+    let label = format!("{} {}", problem.checked_shape(spec).map_err(RunError::from)?, problem.dtype());
     let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
     let checks = verdicts.iter().map(|verdict| check(verdict).on_devices(devices)).collect();
     Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
 }
 
 /// Makes a step, and says how long it took.
-fn timed(step: Step) -> Result<(Answer, Duration), CliError> {
+fn timed<P: Input>(step: Step<P>) -> Result<(Answer<P>, Duration), CliError> {
     let started = Instant::now();
     let answer = step()?;
     Ok((answer, started.elapsed()))
@@ -394,9 +421,12 @@ struct Figures {
     #[serde(rename = "impl")]
     implementation: String,
     devices: usize,
-    /// `[B, T, V]`.
-    shape: [usize; 3],
+    /// `[B, T, V]` or `[B, T, H, V]`.
+    shape: Vec<usize>,
     dtype: Dtype,
+    /// How an LM head lies, whether its logits are rounded, and how much of it was judged.
+    #[serde(flatten)]
+    problem: BTreeMap<&'static str, serde_json::Value>,
     warmup: usize,
     steps: usize,
     /// Compiling, where the implementation does, and the first step.
@@ -407,8 +437,10 @@ struct Figures {
     step_s_p90: f64,
     step_s_min: f64,
     step_s_max: f64,
-    /// Bytes of logits read and of dlogits written, over the median step.
-    gb_per_s: f64,
+    /// Over the median step: `gb_per_s`, of logits read and dlogits written; `gflop_per_s`, of the three products of an LM
+    /// head.
+    #[serde(flatten)]
+    rate: BTreeMap<&'static str, f64>,
     /// Of kernels on this machine's cores.
     threads: usize,
     /// The instruction set, where it runs on them.
@@ -437,10 +469,13 @@ impl Figures {
     fn table(&self) -> String {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
-        let [batch, tokens, vocab] = self.shape;
+        let shape: Vec<String> = self.shape.iter().map(usize::to_string).collect();
         let name = on_devices(&self.implementation, self.devices);
-        table.set_header([name, format!("{batch}x{tokens}x{vocab} {}", self.dtype)]);
+        table.set_header([name, format!("{} {}", shape.join("x"), self.dtype)]);
         table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
+        for (key, value) in &self.problem {
+            table.add_row([key.to_string(), value.to_string()]);
+        }
         table.add_row(["avg_step_ms".into(), format!("{:.3}", self.avg_step_ms)]);
         let seconds = [
             ("first_call_s", self.first_call_s),
@@ -453,7 +488,9 @@ impl Figures {
         for (key, seconds) in seconds {
             table.add_row([key.into(), format!("{seconds:.6}")]);
         }
-        table.add_row(["gb_per_s".into(), format!("{:.2}", self.gb_per_s)]);
+        for (key, rate) in &self.rate {
+            table.add_row([key.to_string(), format!("{rate:.2}")]);
+        }
         table.add_row(["threads".into(), self.threads.to_string()]);
         table.add_row(["isa", self.isa.unwrap_or("–")]);
         for (key, ratio) in &self.ratios {
@@ -490,6 +527,7 @@ mod tests {
 
     use super::*;
     use crate::implementation::{Unsupported, find};
+    use crate::problem::{Candidate, Problem, Shape};
 
     const QUIET: Printing = Printing { json: None, quiet: true };
 
@@ -642,8 +680,12 @@ mod tests {
             let path = entry.unwrap().path();
             if path.file_name().unwrap().to_string_lossy().starts_with("bench_") {
                 let case: Case = config::read(&path).unwrap_or_else(|error| panic!("{error}"));
-                let Batch::Generate(recipe) = case.batch else { panic!("{}: a bench is of a shape", path.display()) };
-                recipe.check(&case.spec).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                let (checked, recipe) = match &case.batch {
+                    Batch::Generate(recipe) => (recipe.check(&case.spec), recipe),
+                    Batch::GenerateHead(head) => (head.check(&case.spec), &head.recipe),
+                    Batch::Fixture(_) => panic!("{}: a bench is of a shape", path.display()),
+                };
+                checked.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
                 assert!(case.bench.steps > 0 && !recipe.masked_garbage, "{}", path.display());
                 shapes.push(recipe.shape);
             }

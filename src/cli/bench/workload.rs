@@ -1,0 +1,213 @@
+//! What a bench is of: logits, or hidden states and the LM head.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::bandwidth::CopyOf;
+use crate::conformance::generate::{HeadRecipe, Recipe, RecipeError};
+use crate::conformance::judgeable::Judgeable;
+use crate::implementation::Input;
+use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
+use crate::products::ProductsOf;
+use crate::spec::LossSpec;
+
+/// A recipe for a problem to be timed.
+pub(super) trait Workload: Clone + Sync {
+    type Problem: Judgeable;
+
+    /// The field of a config that says the recipe.
+    const FIELD: &'static str;
+
+    /// What any implementation has to do, as an opponent.
+    const BOUND: &'static str;
+
+    /// That in words.
+    const BOUND_IS: &'static str;
+
+    /// The key of [`rate`](Self::rate).
+    const RATE: &'static str;
+
+    /// All but the extents of the logits.
+    fn recipe(&self) -> &Recipe;
+    fn shape(&self) -> <Self::Problem as Input>::Shape;
+    fn extents(&self) -> Vec<usize>;
+    fn check(&self, spec: &LossSpec) -> Result<(), RecipeError>;
+    fn unmasked_problem(&self, spec: &LossSpec) -> Result<Self::Problem, RecipeError>;
+
+    /// As many of the tokens as are judged, one for each of `devices` or more; `None` where all of them are.
+    fn judged_part(&self, devices: usize) -> Option<Self>;
+
+    /// What is timed on `devices`, beside its extents.
+    fn says(&self, devices: usize) -> BTreeMap<&'static str, Value>;
+
+    /// Bytes of this machine's memory while the problem is made, and judged on `devices`.
+    fn making_bytes(&self, devices: usize) -> usize;
+
+    /// Bytes of the problem, of a copy of it and of its outcome.
+    fn running_bytes(&self) -> usize;
+
+    /// Bytes of the bound's own arrays.
+    fn bound_bytes(&self) -> usize;
+
+    /// The bound, to be timed again and again.
+    fn bound<'p>(&self, problem: &'p Self::Problem) -> Box<dyn FnMut() -> Duration + 'p>;
+
+    /// Bytes or operations of a step, in 10⁹.
+    fn rate(&self) -> f64;
+}
+
+/// Bytes of a product of extents; the most there can be where that overflows.
+fn bytes(extents: &[usize], each: usize) -> usize {
+    extents.iter().fold(each, |bytes, &extent| bytes.saturating_mul(extent))
+}
+
+impl Workload for Recipe {
+    type Problem = Problem;
+    const FIELD: &'static str = "batch.generate";
+    const BOUND: &'static str = "copy";
+    const BOUND_IS: &'static str = "a copy of the logits";
+    const RATE: &'static str = "gb_per_s";
+
+    fn recipe(&self) -> &Recipe {
+        self
+    }
+
+    fn shape(&self) -> Shape {
+        let [batch, tokens, vocab] = self.shape;
+        Shape { batch, tokens, vocab }
+    }
+
+    fn extents(&self) -> Vec<usize> {
+        self.shape.to_vec()
+    }
+
+    fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
+        self.check(spec)
+    }
+
+    fn unmasked_problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+        self.unmasked_problem(spec)
+    }
+
+    fn judged_part(&self, _: usize) -> Option<Self> {
+        None
+    }
+
+    fn says(&self, _: usize) -> BTreeMap<&'static str, Value> {
+        BTreeMap::new()
+    }
+
+    /// Logits in f64 and in their dtype.
+    fn making_bytes(&self, _: usize) -> usize {
+        bytes(&self.shape, Dtype::F64.size() + self.dtype.size())
+    }
+
+    fn running_bytes(&self) -> usize {
+        bytes(&self.shape, 2 * self.dtype.size())
+    }
+
+    fn bound_bytes(&self) -> usize {
+        bytes(&self.shape, self.dtype.size())
+    }
+
+    fn bound<'p>(&self, problem: &'p Problem) -> Box<dyn FnMut() -> Duration + 'p> {
+        let mut copy = CopyOf::of(&problem.logits);
+        Box::new(move || copy.time())
+    }
+
+    /// Logits read and dlogits written.
+    fn rate(&self) -> f64 {
+        bytes(&self.shape, 2 * self.dtype.size()) as f64 / 1e9
+    }
+}
+
+/// Sequences of a head, and tokens of each, whose answer is judged: the reference adds `H·V` products a token with
+/// compensation, and holds six arrays of `H·V` and of `N·V` in f64.
+const JUDGED: [usize; 2] = [2, 3];
+
+impl HeadRecipe {
+    /// Those of the arrays that `N·V`, `H·V` and `N·H` are the sizes of.
+    fn sizes(&self) -> [[usize; 3]; 3] {
+        let HeadShape { batch, tokens, hidden, vocab } = self.shape();
+        [[batch, tokens, vocab], [1, hidden, vocab], [batch, tokens, hidden]]
+    }
+}
+
+impl Workload for HeadRecipe {
+    type Problem = HeadProblem;
+    const FIELD: &'static str = "batch.generate_head.recipe";
+    const BOUND: &'static str = "gemm";
+    const BOUND_IS: &'static str = "the three products alone";
+    const RATE: &'static str = "gflop_per_s";
+
+    fn recipe(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    fn shape(&self) -> HeadShape {
+        self.shape()
+    }
+
+    fn extents(&self) -> Vec<usize> {
+        let HeadShape { batch, tokens, hidden, vocab } = self.shape();
+        vec![batch, tokens, hidden, vocab]
+    }
+
+    fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
+        self.check(spec)
+    }
+
+    fn unmasked_problem(&self, spec: &LossSpec) -> Result<HeadProblem, RecipeError> {
+        self.unmasked_problem(spec)
+    }
+
+    fn judged_part(&self, devices: usize) -> Option<Self> {
+        let [batch, tokens, vocab] = self.recipe.shape;
+        let rows = batch.min(JUDGED[0]);
+        let shape = [rows, tokens.min(JUDGED[1].max(devices.div_ceil(rows))), vocab];
+        let part = Self { recipe: Recipe { shape, ..self.recipe.clone() }, ..self.clone() };
+        (shape != self.recipe.shape).then_some(part)
+    }
+
+    fn says(&self, devices: usize) -> BTreeMap<&'static str, Value> {
+        let judged = self.judged_part(devices).map_or_else(|| self.extents(), |part| part.extents());
+        BTreeMap::from([
+            ("layout", self.layout.key().into()),
+            ("rounds_logits", self.rounds_logits.into()),
+            ("judged_shape", judged.into()),
+        ])
+    }
+
+    /// Made: logits and two heads in f64, and a head in its dtype. Judged: six of each for the part.
+    fn making_bytes(&self, devices: usize) -> usize {
+        let [logits, head, _] = self.sizes();
+        let made = bytes(&logits, 8).saturating_add(bytes(&head, 16 + self.recipe.dtype.size()));
+        let part = self.judged_part(devices).unwrap_or_else(|| self.clone());
+        made.max(bytes(&part.sizes()[0], 48).saturating_add(bytes(&head, 48)))
+    }
+
+    /// `dlm_head` is f32.
+    fn running_bytes(&self) -> usize {
+        let (dtype, [_, head, hidden]) = (self.recipe.dtype.size(), self.sizes());
+        bytes(&head, 2 * dtype + 4).saturating_add(bytes(&hidden, 3 * dtype))
+    }
+
+    fn bound_bytes(&self) -> usize {
+        let [logits, head, hidden] = self.sizes();
+        [(logits, 4), (head, 8), (hidden, 8)]
+            .into_iter()
+            .fold(0, |sum, (extents, each)| bytes(&extents, each).saturating_add(sum))
+    }
+
+    fn bound<'p>(&self, _: &'p HeadProblem) -> Box<dyn FnMut() -> Duration + 'p> {
+        let mut products = ProductsOf::of(self.shape());
+        Box::new(move || products.time())
+    }
+
+    /// The operations of the three products, also where an implementation makes four.
+    fn rate(&self) -> f64 {
+        ProductsOf::operations(self.shape()) / 1e9
+    }
+}

@@ -1,0 +1,89 @@
+//! What `--shape` says: extents of logits, or of hidden states and an LM head.
+
+use std::fmt;
+use std::str::FromStr;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::CliError;
+use crate::conformance::generate::{HeadRecipe, Recipe};
+use crate::problem::{HeadLayout, HeadShape, Shape};
+
+/// Three extents or four.
+#[derive(Clone, Copy)]
+pub(super) enum Extents {
+    Logits(Shape),
+    Head(HeadShape),
+}
+
+impl FromStr for Extents {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let head = text.matches('x').count() == 3;
+        if head { text.parse().map(Extents::Head) } else { text.parse().map(Extents::Logits) }
+    }
+}
+
+impl fmt::Display for Extents {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Extents::Logits(shape) => shape.fmt(f),
+            Extents::Head(shape) => shape.fmt(f),
+        }
+    }
+}
+
+impl Extents {
+    /// `[B, T, V]`
+    pub(super) fn logits(self) -> [usize; 3] {
+        let Shape { batch, tokens, vocab } = match self {
+            Extents::Logits(shape) => shape,
+            Extents::Head(shape) => shape.logits(),
+        };
+        [batch, tokens, vocab]
+    }
+}
+
+/// What is said of an LM head beside its extents.
+#[derive(Args)]
+pub(super) struct HeadChoice {
+    /// How the LM head lies: hv, which is [H,V], or vh, which is [V,H]; hv if none is given
+    #[arg(long, value_name = "hv|vh")]
+    layout: Option<HeadLayout>,
+    /// Logits of the LM head stay in f32 instead of being rounded to the dtype
+    #[arg(long)]
+    f32_logits: bool,
+}
+
+/// A recipe of either kind.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(super) enum AnyRecipe {
+    Logits(Recipe),
+    Head(HeadRecipe),
+}
+
+impl HeadChoice {
+    /// The recipe for problems of `extents`; `recipe` says the rest of it.
+    pub(super) fn recipe(&self, extents: Extents, recipe: Recipe) -> Result<AnyRecipe, CliError> {
+        let Extents::Head(HeadShape { hidden, .. }) = extents else {
+            let given = [("--layout", self.layout.is_some()), ("--f32-logits", self.f32_logits)];
+            return match given.into_iter().find(|(_, given)| *given) {
+                Some((option, _)) => {
+                    Err(CliError::Usage(format!("{option}: got a shape without an LM head, expected --shape BxTxHxV")))
+                }
+                None => Ok(AnyRecipe::Logits(recipe)),
+            };
+        };
+        let layout = self.layout.unwrap_or(HeadLayout::HiddenByVocab);
+        Ok(AnyRecipe::Head(HeadRecipe { hidden, layout, rounds_logits: !self.f32_logits, recipe }))
+    }
+
+    /// The options that choose the same again.
+    pub(super) fn options(&self) -> String {
+        let layout = self.layout.map_or(String::new(), |layout| format!(" --layout {}", layout.key()));
+        format!("{layout}{}", if self.f32_logits { " --f32-logits" } else { "" })
+    }
+}
