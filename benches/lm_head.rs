@@ -30,7 +30,8 @@ fn main() {
             let mut products = ProductsOf::of(shape);
             let [mut of_head, mut of_products] = [vec![], vec![]];
             for _ in 0..SAMPLES {
-                of_head.push(timed(|| head.run(&LossSpec::default(), problem.clone(), 1).expect("supported")));
+                let problem = problem.clone();
+                of_head.push(timed(|| head.run(&LossSpec::default(), problem, 1).expect("supported")));
                 of_products.push(products.time().as_secs_f64());
             }
             let [of_head, of_products] = [of_head, of_products].map(median);
