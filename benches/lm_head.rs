@@ -25,7 +25,7 @@ fn main() {
     println!("dtype  chunk  chunk MB   head s   products s  GFLOP/s  ratio_to_products");
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let problem = problem(shape, dtype);
-        for chunk in [64, 128, 256, 512] {
+        for chunk in [128, 256, 512] {
             let head = NativeHead::default().chunk(chunk);
             let mut products = ProductsOf::of(shape);
             let [mut of_head, mut of_products] = [vec![], vec![]];

@@ -14,7 +14,7 @@ use crate::spec::LossSpec;
 
 /// Bytes of a chunk's logits, unless [`NativeHead::chunk`] says how many tokens it has: the more, the fewer times `dlm_head`
 /// is read and written, and a 16-bit head widened.
-const CHUNK_BYTES: usize = 160 << 20;
+const CHUNK_BYTES: usize = 320 << 20;
 
 /// Columns of a 16-bit head that are widened at once: 15 MB at `H = 896`.
 const TILE: usize = 4096;
@@ -30,7 +30,7 @@ const TILE: usize = 4096;
 /// chunk. dlogits stay f32. `dhidden` is rounded once to the dtype of `hidden`; `dlm_head` is f32. Results have the same
 /// bits for any number of threads.
 ///
-/// Memory beside inputs and outputs: a chunk of logits, at most 160 MiB unless [`NativeHead::chunk`] says otherwise; its
+/// Memory beside inputs and outputs: a chunk of logits, at most 320 MiB unless [`NativeHead::chunk`] says otherwise; its
 /// hidden states and their gradient; for 16-bit dtypes a tile of the head; and what the kernel takes.
 pub struct NativeHead {
     isa: Isa,
@@ -44,7 +44,7 @@ impl Default for NativeHead {
 }
 
 impl NativeHead {
-    /// The same with chunks of `tokens`; with 0, as many as 160 MiB hold.
+    /// The same with chunks of `tokens`; with 0, as many as 320 MiB hold.
     #[must_use]
     pub fn chunk(self, tokens: usize) -> Self {
         Self { chunk: (tokens > 0).then_some(tokens), ..self }
