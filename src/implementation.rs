@@ -23,7 +23,7 @@ pub trait Input: Clone + Send + Sync + 'static {
     /// Its extents.
     type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
     /// What it comes to.
-    type Outcome: Send;
+    type Outcome: Send + Sync;
     /// What has the extents, and is given in a dtype.
     const ARRAY: &'static str;
 

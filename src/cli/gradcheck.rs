@@ -139,7 +139,7 @@ impl Differences {
     fn of(pairs: impl Iterator<Item = (f64, f64)>) -> Self {
         const SMALLEST: f64 = 1e-6;
         let mut all = Self::default();
-        let (mut total, mut count) = (0.0, 0);
+        let (mut total, mut count) = (0.0, 0_usize);
         for (x, y) in pairs {
             let error = (x - y).abs();
             // `max` would pass over a NaN.
@@ -151,7 +151,7 @@ impl Differences {
             total += error;
             count += 1;
         }
-        all.mean_abs = total / f64::from(count.max(1));
+        all.mean_abs = total / count.max(1) as f64;
         all
     }
 }

@@ -6,7 +6,9 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{CliError, Passed, Printing, config};
-use crate::conformance::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, property_cases};
+use crate::conformance::mutants::{
+    BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, head_cases, property_cases,
+};
 use crate::conformance::recorded::recorded_spec;
 use crate::conformance::report::Ignored;
 use crate::fixture::{ProblemFile, manifest_files, verify};
@@ -42,9 +44,11 @@ impl Mutants {
         let mutants = self.chosen()?;
         let mut ignored = Vec::new();
         let fixtures = self.fixtures(&mut ignored)?;
-        let mut trial = Trial::of(&mutants);
+        let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.class.of_heads());
+        let (mut trial, mut heads) = (Trial::of(&on_logits), Trial::of(&of_heads));
         let progress = self.printing.progress(mutants.len());
         let mut false_alarm = trial.run(&property_cases(), |_| progress.inc(1)).err();
+        false_alarm = false_alarm.or(heads.run(&head_cases(), |_| progress.inc(1)).err());
         for path in &fixtures {
             progress.set_message(path.display().to_string());
             for_each_case(path, |case| {
@@ -59,7 +63,7 @@ impl Mutants {
         }
 
         let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
-        let outcomes = Outcomes { score: trial.score(&elsewhere), ignored };
+        let outcomes = Outcomes { score: trial.score(&elsewhere).and(heads.score(&[])), ignored };
         let mut text = if self.markdown { outcomes.score.markdown() } else { outcomes.score.table() };
         if !self.markdown {
             text.extend(outcomes.ignored.iter().map(|Ignored { what, why }| format!("ignored  {what}: {why}\n")));

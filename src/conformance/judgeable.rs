@@ -15,7 +15,7 @@ use crate::spec::LossSpec;
 /// A problem that there is a reference for, and a judge.
 pub trait Judgeable: Input {
     /// It, evaluated.
-    type Reference<'p>: Sync;
+    type Reference<'p>: Send + Sync;
 
     /// Evaluates it under `spec`.
     ///

@@ -55,11 +55,17 @@ pub enum Class {
     Devices,
     /// What is left over from one grid step to another, or from one read to the next.
     State,
+    /// With an LM head: chunks of tokens.
+    HeadChunks,
+    /// With an LM head: its three products.
+    HeadProducts,
+    /// With an LM head: tokens and vocabulary over devices.
+    HeadDevices,
 }
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 17] = [
+    pub const ALL: [Class; 20] = [
         Class::Columns,
         Class::Maximum,
         Class::Holes,
@@ -77,7 +83,15 @@ impl Class {
         Class::Indexing,
         Class::Devices,
         Class::State,
+        Class::HeadChunks,
+        Class::HeadProducts,
+        Class::HeadDevices,
     ];
+
+    /// Whether it is of the LM head's path, which a kernel on logits does not have.
+    pub fn of_heads(self) -> bool {
+        matches!(self, Class::HeadChunks | Class::HeadProducts | Class::HeadDevices)
+    }
 
     /// Its name in tables and JSON.
     pub fn name(self) -> &'static str {
@@ -99,6 +113,9 @@ impl Class {
             Class::Indexing => "indexing",
             Class::Devices => "devices",
             Class::State => "state",
+            Class::HeadChunks => "head_chunks",
+            Class::HeadProducts => "head_products",
+            Class::HeadDevices => "head_devices",
         }
     }
 
@@ -122,6 +139,9 @@ impl Class {
             Class::Indexing => "Indexing",
             Class::Devices => "Devices",
             Class::State => "State: what is left over",
+            Class::HeadChunks => "LM head: chunks of tokens",
+            Class::HeadProducts => "LM head: products",
+            Class::HeadDevices => "LM head: devices",
         }
     }
 }
@@ -478,5 +498,76 @@ bank! {
             "verl's fused backward adds with f32 atomics";
         LastRowSkipped, "last-row-skipped",
             "the grid has one row too few: its dlogits are never written", "";
+    }
+    HeadChunks {
+        LastChunkDropped, "last-chunk-dropped",
+            "the backward loop has ⌊N / chunk⌋ trips: tokens beyond them have no `dhidden`, and add nothing to `dlm_head`", "";
+        ChunkBeginsEarly, "chunk-begins-early",
+            "each chunk but the first begins a token early: that one adds to `dlm_head` twice", "";
+        LastChunkRepeatsLastToken, "last-chunk-repeats-last-token",
+            "the last chunk is filled up with its last token, whose dlogits add to `dlm_head` each time", "";
+        StaleRowsInLastChunk, "stale-rows-in-last-chunk",
+            "the last chunk multiplies its whole buffer: rows of the chunk before add to `dlm_head` again", "";
+        HiddenOfChunkBefore, "hidden-of-chunk-before",
+            "in `dlm_head` a chunk's dlogits meet the hidden states of the chunk before", "";
+        HiddenNotGathered, "hidden-not-gathered",
+            "tokens that count are gathered, but `dlm_head` reads hidden states one after another, masked or not", "";
+        MaskedDhiddenNotZeroed, "masked-dhidden-not-zeroed",
+            "`dhidden` lies over the hidden states, and those of masked tokens stay", "";
+        SoftmaxOfChunkBefore, "softmax-of-chunk-before",
+            "dlogits take the maxima and sums that the chunk before left in their rows", "";
+        NormaliserOfChunk, "normaliser-of-chunk",
+            "dlogits are over the tokens of their chunk, not of the batch",
+            "Liger's chunked losses are handed the whole mask for this";
+        DlmHeadOverwritten, "dlm-head-overwritten",
+            "`dlm_head` is what the last chunk adds", "";
+        DlmHeadSummedInHeadDtype, "dlm-head-summed-in-head-dtype",
+            "what the chunks add to `dlm_head` is summed in the dtype of the head",
+            "Liger's linear losses add `grad_weight` over chunks in the weight's dtype";
+        OneHotOverwritten, "one-hot-overwritten",
+            "the sampled columns' part of `dlm_head` is scattered, not added: of a chunk's tokens with one id the last stays", "";
+    }
+    HeadProducts {
+        HeadLayoutMistaken, "head-layout-mistaken",
+            "a head `[V,H]` is read as `[H,V]`", "";
+        DlmHeadLayoutMistaken, "dlm-head-layout-mistaken",
+            "`dlm_head` of a head `[V,H]` is written as `[H,V]`", "";
+        LogitsNotRounded, "logits-not-rounded",
+            "logits stay f32 where they are declared rounded to the hidden states' dtype", "";
+        LogitsRounded, "logits-rounded",
+            "logits are rounded to the hidden states' dtype where they are declared f32", "";
+        LogitsSummedInHiddenDtype, "logits-summed-in-hidden-dtype",
+            "the product for the logits is summed in the hidden states' dtype", "";
+        DepthTailDropped, "depth-tail-dropped",
+            "the product for the logits takes ⌊H / 8⌋·8 hidden units", "";
+        DhiddenOfLogits, "dhidden-of-logits",
+            "`dhidden` multiplies the chunk before dlogits are written over its logits", "";
+        DlogitsRounded, "dlogits-rounded",
+            "dlogits are rounded to the hidden states' dtype before the products, and are said to be f32",
+            "QuACK and Liger stage dlogits in bf16, which a candidate says";
+        DhiddenLacksTail, "dhidden-lacks-tail",
+            "`dhidden` lacks the columns that do not fill a tile", "";
+        DlmHeadLacksTail, "dlm-head-lacks-tail",
+            "`dlm_head` is 0 in the columns that do not fill a tile", "";
+        DhiddenSummedInHiddenDtype, "dhidden-summed-in-hidden-dtype",
+            "`dhidden` is summed over tiles of columns in the hidden states' dtype", "";
+        ScaleForgottenInDlmHead, "scale-forgotten-in-dlm-head",
+            "the loss and `dhidden` are scaled, `dlm_head` is not", "";
+        TemperatureForgottenInDhidden, "temperature-forgotten-in-dhidden",
+            "`dhidden` lacks 1/T", "";
+    }
+    HeadDevices {
+        DhiddenOfFirstShard, "dhidden-of-first-shard",
+            "`dhidden` is that of the first vocabulary shard, not the sum", "";
+        DhiddenRoundedBeforeSum, "dhidden-rounded-before-sum",
+            "each vocabulary shard's `dhidden` is rounded to its dtype before they are summed", "";
+        HeadOffsetForgotten, "head-offset-forgotten",
+            "in `dhidden` each vocabulary shard multiplies by the head's first columns", "";
+        DlmHeadOfFirstDevice, "dlm-head-of-first-device",
+            "`dlm_head` is that of the first row shard, not the sum", "";
+        DlmHeadAveraged, "dlm-head-averaged",
+            "`dlm_head` is averaged over row shards, as data parallelism does where each has a mean of its own", "";
+        DlmHeadShardsSwapped, "dlm-head-shards-swapped",
+            "the vocabulary shards of `dlm_head` come back in the wrong order", "";
     }
 }

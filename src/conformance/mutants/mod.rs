@@ -1,9 +1,11 @@
 //! A bank of deliberately wrong kernels: what a suite is worth is what it catches.
 //!
-//! [`Specimen`] is a correct kernel; each [`Mutant`] is one small change to it.
+//! [`Specimen`] is a correct kernel, of the loss on logits and of the LM head with the loss; each [`Mutant`] is one small
+//! change to it.
 
 mod bank;
 mod elsewhere;
+mod lm_head;
 mod loss;
 mod property;
 mod run;
@@ -12,7 +14,7 @@ mod specimen;
 
 pub use bank::{BANK, Bug, Class, Mutant};
 pub use elsewhere::{Cell, PROJECTS, Project, Tests};
-pub use run::{Case, Kill, Suite, property_cases};
+pub use run::{Case, Kill, Suite, head_cases, property_cases};
 pub use score::{Outcome, Score, Trial};
 pub use specimen::Specimen;
 

@@ -2,12 +2,15 @@
 
 use super::bank::Class;
 use super::run::Case;
-use crate::conformance::generate::{Recipe, Regime};
-use crate::problem::Dtype;
+use crate::conformance::generate::{HeadRecipe, Recipe, Regime};
+use crate::problem::{Dtype, HeadLayout, HeadProblem};
 use crate::spec::{
     AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Ratio,
     RatioLevel, Reduction, Rows, TemperatureDivides,
 };
+
+/// Hidden units, which no step of a product divides.
+const WIDTH: usize = 21;
 
 /// A recipe for every combination.
 struct Grid {
@@ -31,22 +34,21 @@ impl Default for Grid {
 }
 
 impl Grid {
-    fn cases(self, class: Class) -> Vec<Case> {
+    fn recipes(self, masked_garbage: bool) -> Vec<(LossSpec, Recipe)> {
         let Self { specs, shapes, regimes, dtypes, noise } = self;
-        let mut cases = Vec::new();
+        let mut recipes = Vec::new();
         for spec in &specs {
             for &shape in &shapes {
                 for &regime in &regimes {
                     for &dtype in &dtypes {
-                        let seed = cases.len() as u64;
-                        let recipe =
-                            Recipe { shape, dtype, regime, seed, old_logp_noise_scale: noise, masked_garbage: true };
-                        cases.push(Case::generated(class.name(), spec.clone(), &recipe));
+                        let (seed, old_logp_noise_scale) = (recipes.len() as u64, noise);
+                        let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage };
+                        recipes.push((spec.clone(), recipe));
                     }
                 }
             }
         }
-        cases
+        recipes
     }
 }
 
@@ -81,7 +83,20 @@ fn levelled(level: RatioLevel, spec: LossSpec) -> LossSpec {
 impl Class {
     /// The cases that target it.
     pub fn property(self) -> Vec<Case> {
-        self.grid().cases(self)
+        let case = |(spec, recipe)| Case::generated(self.name(), spec, &recipe);
+        self.grid().recipes(true).into_iter().map(case).collect()
+    }
+
+    /// The same of heads, in both layouts. Masked hidden states are finite: what they reach is a wrong number, and no NaN.
+    pub fn head_property(self) -> Vec<Case<HeadProblem>> {
+        let heads = [(HeadLayout::HiddenByVocab, false), (HeadLayout::VocabByHidden, true)];
+        let case = |(spec, recipe): (LossSpec, Recipe)| {
+            heads.map(|(layout, rounds_logits)| {
+                let recipe = HeadRecipe { hidden: WIDTH, layout, rounds_logits, recipe: recipe.clone() };
+                Case::of_head(self.name(), spec.clone(), &recipe)
+            })
+        };
+        self.grid().recipes(false).into_iter().flat_map(case).collect()
     }
 
     #[expect(clippy::too_many_lines, reason = "one arm a class")]
@@ -208,6 +223,22 @@ impl Class {
                 regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
                 ..Grid::default()
             },
+            // Among five columns tokens of a chunk have the same id.
+            Class::HeadChunks => Grid {
+                specs: vec![plain(), bonus()],
+                shapes: vec![[4, 6, 5], [4, 6, 97]],
+                dtypes: vec![Dtype::F32, Dtype::Bf16],
+                ..Grid::default()
+            },
+            Class::HeadProducts => Grid {
+                specs: vec![LossSpec { scale: 0.25, ..tempered(TemperatureDivides::Logits) }],
+                shapes: vec![[3, 6, 97], [2, 4, 515]],
+                dtypes: Dtype::KERNEL.into(),
+                ..Grid::default()
+            },
+            Class::HeadDevices => {
+                Grid { shapes: vec![[5, 6, 97], [4, 4, 33]], dtypes: vec![Dtype::F32, Dtype::Bf16], ..Grid::default() }
+            }
         }
     }
 }

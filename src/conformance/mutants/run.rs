@@ -5,30 +5,31 @@ use rayon::prelude::*;
 use super::QWEN_VOCABULARY;
 use super::bank::Mutant;
 use super::specimen::Specimen;
-use crate::conformance::generate::{Recipe, Regime};
-use crate::conformance::invariance::Invariance;
-use crate::conformance::judge::judge;
-use crate::conformance::suites::measured_cases;
+use crate::conformance::generate::{HeadRecipe, Recipe, Regime};
+use crate::conformance::judgeable::Judgeable;
+use crate::conformance::suites::{measured_cases, measured_heads};
 use crate::conformance::tolerance::Tolerances;
 use crate::conformance::variants;
 use crate::implementation::Implementation;
-use crate::problem::{Candidate, Dtype, Problem};
-use crate::reference::{self, Reference};
+use crate::problem::{Dtype, HeadProblem, Problem};
 use crate::spec::LossSpec;
 
 /// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
 /// supports are run.
 const DRAWN: usize = 1500;
 
+/// The same of heads.
+const DRAWN_HEADS: usize = 400;
+
 /// One batch, and the loss that is asked for.
 #[derive(Clone, Debug)]
-pub struct Case {
+pub struct Case<P = Problem> {
     /// What a report calls it.
     pub label: String,
     /// The loss.
     pub spec: LossSpec,
     /// The batch.
-    pub problem: Problem,
+    pub problem: P,
 }
 
 impl Case {
@@ -40,15 +41,24 @@ impl Case {
         let label = format!("{family}: {} {} {regime}, seed {}", problem.shape(), recipe.dtype, recipe.seed);
         Self { label, spec, problem }
     }
+}
 
-    fn supported(&self) -> bool {
-        is_supported(&self.spec, self.problem.logits.dtype())
+impl Case<HeadProblem> {
+    /// The same with an LM head.
+    pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
+        let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
+        let HeadRecipe { layout, rounds_logits, recipe: Recipe { dtype, regime, seed, .. }, .. } = recipe;
+        let regime = serde_json::to_value(regime).expect("a name");
+        let regime = regime.as_str().unwrap_or_default();
+        let rounding = if *rounds_logits { "rounded" } else { "f32 logits" };
+        let (shape, layout) = (problem.shape(), layout.key());
+        let label = format!("{family}: {shape} {layout} {dtype} {rounding} {regime}, seed {seed}");
+        Self { label, spec, problem }
     }
 }
 
 fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
-    let shape = crate::problem::Shape { batch: 1, tokens: 1, vocab: 1 };
-    Specimen::default().supports(spec, shape, dtype, 1).is_ok()
+    Specimen::expect_computed(spec, dtype, 1).is_ok()
 }
 
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
@@ -71,6 +81,16 @@ pub fn property_cases() -> Vec<Case> {
     random.chain(named).chain(wide_cases()).collect()
 }
 
+/// The same of heads: random specs and regimes, from a fixed seed.
+pub fn head_cases() -> Vec<Case<HeadProblem>> {
+    let drawn: Vec<(usize, (LossSpec, HeadRecipe))> = measured_heads().take(DRAWN_HEADS).enumerate().collect();
+    drawn
+        .into_par_iter()
+        .filter(|(_, (spec, head))| is_supported(spec, head.recipe.dtype))
+        .map(|(i, (spec, head))| Case::of_head(&format!("random {i}"), spec, &head))
+        .collect()
+}
+
 /// Qwen's vocabulary, in every dtype.
 fn wide_cases() -> Vec<Case> {
     let specs = [LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() }, LossSpec::default()];
@@ -86,15 +106,15 @@ fn wide_cases() -> Vec<Case> {
 }
 
 /// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
-pub struct Suite<'c> {
-    cases: Vec<Prepared<'c>>,
+pub struct Suite<'c, P: Judgeable = Problem> {
+    cases: Vec<Prepared<'c, P>>,
 }
 
-struct Prepared<'c> {
-    case: &'c Case,
-    reference: Reference<'c>,
+struct Prepared<'c, P: Judgeable> {
+    case: &'c Case<P>,
+    reference: P::Reference<'c>,
     /// By number of devices.
-    correct: Vec<(usize, Candidate)>,
+    correct: Vec<(usize, P::Outcome)>,
 }
 
 /// What rejected a kernel.
@@ -110,14 +130,18 @@ pub struct Kill {
     pub cases: usize,
 }
 
-impl<'c> Suite<'c> {
+impl<'c, P: Judgeable> Suite<'c, P>
+where
+    Specimen: Implementation<P>,
+{
     /// Evaluates the cases that the specimen supports.
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
-    pub fn of(cases: &'c [Case]) -> Result<Self, Kill> {
-        let prepared = cases.par_iter().filter(|case| case.supported()).map(|case| {
-            let reference = reference::evaluate(&case.spec, &case.problem).expect("a valid problem");
+    pub fn of(cases: &'c [Case<P>]) -> Result<Self, Kill> {
+        let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
+        let prepared = supported.map(|case| {
+            let reference = case.problem.evaluate(&case.spec).expect("a valid problem");
             let mut prepared = Prepared { case, reference, correct: Vec::new() };
             prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| Kill {
                 gate,
@@ -150,31 +174,27 @@ impl<'c> Suite<'c> {
     }
 }
 
-impl Prepared<'_> {
+impl<P: Judgeable> Prepared<'_, P> {
     /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
-    fn judged(&self, kernel: &Specimen) -> Result<Vec<(usize, Candidate)>, (String, usize)> {
+    fn judged(&self, kernel: &dyn Implementation<P>) -> Result<Vec<(usize, P::Outcome)>, (String, usize)> {
         let counts = kernel.device_counts().into_iter();
         counts.map(|devices| Ok((devices, self.judged_on(kernel, devices).map_err(|gate| (gate, devices))?))).collect()
     }
 
-    fn judged_on(&self, kernel: &Specimen, devices: usize) -> Result<Candidate, String> {
-        let run = || kernel.run(&self.case.spec, self.case.problem.clone(), devices).map_err(|error| error.to_string());
+    fn judged_on(&self, kernel: &dyn Implementation<P>, devices: usize) -> Result<P::Outcome, String> {
+        let Case { spec, problem, .. } = self.case;
+        let run = || kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
         let (candidate, again) = (run()?, run()?);
         // The judge has seen these bits.
         let correct = self.correct.iter().find(|(of, _)| *of == devices);
-        if !correct.is_some_and(|(_, correct)| same_bits(correct, &candidate)) {
-            let verdicts = judge(&self.reference, &candidate, kernel.class(), Tolerances::builtin());
+        if !correct.is_some_and(|(_, correct)| P::invariance(correct, &candidate).other.is_empty()) {
+            let verdicts = problem.judge(&self.reference, &candidate, kernel.class(), Tolerances::builtin());
             let verdicts = verdicts.map_err(|error| error.to_string())?;
             if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
                 return Err(format!("{} {}", failed.gate, failed.dtype));
             }
         }
-        let other = Invariance::between(&candidate, &again).other;
+        let other = P::invariance(&candidate, &again).other;
         if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
     }
-}
-
-/// Whether two runs of the specimen returned the same.
-pub(super) fn same_bits(a: &Candidate, b: &Candidate) -> bool {
-    Invariance::between(a, b).other.is_empty()
 }

@@ -9,7 +9,10 @@ use serde::Serialize;
 
 use super::elsewhere::{Cell, PROJECTS, Tests};
 use super::run::{Case, Kill, Suite};
+use super::specimen::Specimen;
 use super::{Class, Mutant};
+use crate::conformance::judgeable::Judgeable;
+use crate::implementation::Implementation;
 
 /// Mutants, and what has rejected each so far.
 pub struct Trial {
@@ -27,7 +30,10 @@ impl Trial {
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
-    pub fn run(&mut self, cases: &[Case], done: impl Fn(&Mutant) + Sync) -> Result<(), Kill> {
+    pub fn run<P: Judgeable>(&mut self, cases: &[Case<P>], done: impl Fn(&Mutant) + Sync) -> Result<(), Kill>
+    where
+        Specimen: Implementation<P>,
+    {
         let suite = Suite::of(cases)?;
         let before = self.cases;
         self.mutants.par_iter_mut().filter(|(_, kill)| kill.is_none()).for_each(|(mutant, kill)| {
@@ -113,6 +119,17 @@ impl Outcome {
 }
 
 impl Score {
+    /// With what became of others.
+    #[must_use]
+    pub fn and(mut self, other: Score) -> Self {
+        self.total += other.total;
+        self.killed += other.killed;
+        self.cases += other.cases;
+        self.survived.extend(other.survived);
+        self.mutants.extend(other.mutants);
+        self
+    }
+
     /// A line for each mutant, and the total.
     pub fn table(&self) -> String {
         let mut table = Table::new();
@@ -161,27 +178,23 @@ impl Score {
         let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
         for class in Class::ALL {
             let _ = writeln!(text, "\n### {}\n", class.title());
-            let _ = writeln!(text, "| mutant | what it does | seen | killed by | cases | {} |", projects.join(" | "));
+            // Their inputs here are logits.
+            let projects: &[&str] = if class.of_heads() { &[] } else { &projects };
+            let line = |cells: &[&str]| format!("| {} |", cells.join(" | "));
+            let columns = [&["mutant", "what it does", "seen", "killed by", "cases"], projects].concat();
+            let _ = writeln!(text, "{}", line(&columns));
             let _ = writeln!(text, "|---|---|---|---|--:|{}", "---|".repeat(projects.len()));
             for mutant in self.mutants.iter().filter(|mutant| mutant.class == class) {
-                let cells: Vec<&str> = projects
-                    .iter()
-                    .map(|project| match mutant.elsewhere.get(project) {
-                        Some(Cell::Caught) => "caught",
-                        Some(Cell::Passes) => "**passes**",
-                        Some(Cell::NotExercised) | None => "–",
-                    })
-                    .collect();
+                let word = |project: &&str| match mutant.elsewhere.get(project) {
+                    Some(Cell::Caught) => "caught",
+                    Some(Cell::Passes) => "**passes**",
+                    Some(Cell::NotExercised) | None => "–",
+                };
                 let killed_by = mutant.gate.as_deref().unwrap_or("**survives**");
-                let _ = writeln!(
-                    text,
-                    "| {} | {} | {} | {killed_by} | {} | {} |",
-                    mutant.name,
-                    mutant.does,
-                    mutant.seen,
-                    mutant.cases,
-                    cells.join(" | ")
-                );
+                let cases = mutant.cases.to_string();
+                let mut cells = vec![mutant.name, mutant.does, mutant.seen, killed_by, &cases];
+                cells.extend(projects.iter().map(word));
+                let _ = writeln!(text, "{}", line(&cells));
             }
         }
         text

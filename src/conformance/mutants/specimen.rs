@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::{bf16, f16};
-use ndarray::{Array2, arr0};
+use ndarray::{Array2, Ix2, arr0};
 
 use super::bank::Bug;
 use super::loss::{self, Graded};
@@ -23,7 +23,12 @@ use crate::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens
 use crate::spec::{Head, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
 
 /// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
-const TILE: usize = 256;
+pub(super) const TILE: usize = 256;
+
+const ID: &str = "specimen";
+
+/// Simulated.
+pub(super) const DEVICE_COUNTS: [usize; 3] = [1, 2, 4];
 
 /// A correct GRPO kernel, or one with a bug of the [bank](super::BANK).
 #[derive(Debug, Default)]
@@ -42,38 +47,16 @@ impl Specimen {
     pub(super) fn has(&self, bug: Bug) -> bool {
         self.bug == Some(bug)
     }
-}
 
-impl Implementation for Specimen {
-    fn id(&self) -> &'static str {
-        "specimen"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the kernel that mutants are made of, on devices that are simulated"
-    }
-
-    /// Elements in f32 and sums in f64, as the CPU kernel has them.
-    fn class(&self) -> &'static str {
-        "native"
-    }
-
-    fn available(&self) -> Result<(), Unavailable> {
-        Ok(())
-    }
-
-    fn device_counts(&self) -> Vec<usize> {
-        vec![1, 2, 4]
-    }
-
-    fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+    /// Says what is not computed, on logits or hidden states of `dtype`.
+    pub(super) fn expect_computed(spec: &LossSpec, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let refused = |field, given: String, supported: &str| {
-            Err(Unsupported { implementation: self.id().into(), field, given, supported: supported.into() })
+            Err(Unsupported { implementation: ID.into(), field, given, supported: supported.into() })
         };
         if dtype == Dtype::F64 {
-            return refused("logits dtype", dtype.to_string(), "f32, bf16 and f16");
+            return refused("dtype", dtype.to_string(), "f32, bf16 and f16");
         }
-        if !self.device_counts().contains(&devices) {
+        if !DEVICE_COUNTS.contains(&devices) {
             return refused("devices", devices.to_string(), "1, 2 and 4");
         }
         let objective = matches!(
@@ -107,10 +90,42 @@ impl Implementation for Specimen {
         }
     }
 
+    /// Counts an evaluation.
+    pub(super) fn begin(&self) {
+        self.runs.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Implementation for Specimen {
+    fn id(&self) -> &'static str {
+        ID
+    }
+
+    fn summary(&self) -> &'static str {
+        "the kernel that mutants are made of, on devices that are simulated"
+    }
+
+    /// Elements in f32 and sums in f64, as the CPU kernel has them.
+    fn class(&self) -> &'static str {
+        "native"
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        Ok(())
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        DEVICE_COUNTS.into()
+    }
+
+    fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        Self::expect_computed(spec, dtype, devices)
+    }
+
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
-        self.supports(spec, shape, problem.logits.dtype(), devices)?;
-        self.runs.fetch_add(1, Ordering::Relaxed);
+        Self::expect_computed(spec, problem.logits.dtype(), devices)?;
+        self.begin();
         let Problem { mut logits, ids, mask, advantages, old_logp, ref_logp, extra } = problem;
         let (old_logp, ref_logp) = (old_logp.as_ref(), ref_logp.as_ref());
         let tokens = Tokens { ids: &ids, mask: &mask, advantages: &advantages, old_logp, ref_logp, extra: &extra };
@@ -121,16 +136,9 @@ impl Implementation for Specimen {
             FloatArray::Bf16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
             FloatArray::F16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
         };
-        let per_token =
-            |value: fn(&Graded) -> f64| evaluation.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32);
-        Ok(Candidate {
-            loss: arr0(evaluation.loss as f32).into(),
-            logp: Some(per_token(|token| token.scored.logp).into()),
-            entropy: Some(per_token(|token| token.scored.entropy).into()),
-            token_loss: Some(per_token(|token| token.loss).into()),
-            dlogits: logits,
-            metrics: None,
-        })
+        let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
+        let loss = arr0(evaluation.loss as f32).into();
+        Ok(Candidate { loss, logp, entropy, token_loss, dlogits: logits, metrics: None })
     }
 }
 
@@ -144,7 +152,7 @@ pub(super) struct Mesh {
 }
 
 impl Mesh {
-    fn of(devices: usize) -> Self {
+    pub(super) fn of(devices: usize) -> Self {
         match devices {
             1 => Self { rows: 1, columns: 1 },
             2 => Self { rows: 1, columns: 2 },
@@ -165,9 +173,18 @@ pub(super) struct Evaluation {
     pub(super) tokens: Array2<Option<Graded>>,
 }
 
+impl Evaluation {
+    /// Log-probabilities, entropies and losses, 0 where a token is masked.
+    pub(super) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
+        let values: [fn(&Graded) -> f64; 3] =
+            [|token| token.scored.logp, |token| token.scored.entropy, |token| token.loss];
+        values.map(|value| self.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32).into())
+    }
+}
+
 /// What one device keeps of a row while it walks the tiles.
 #[derive(Clone, Copy)]
-struct Scratch {
+pub(super) struct Scratch {
     /// `m`, in logits.
     max: f32,
     /// `Σ e_j`
@@ -207,6 +224,13 @@ pub(super) struct Scored {
     id: usize,
     logp_softmax: Softmax,
     entropy_softmax: Softmax,
+}
+
+impl Scored {
+    /// The same token with the maxima and sums of another.
+    pub(super) fn with_softmax_of(self, other: &Self) -> Self {
+        Self { logp: self.logp, entropy: self.entropy, id: self.id, ..*other }
+    }
 }
 
 /// One evaluation.
@@ -259,7 +283,7 @@ impl Launch<'_> {
     }
 
     /// The sampled column, as the kernel reads it.
-    fn id(&self, b: usize, t: usize) -> usize {
+    pub(super) fn id(&self, b: usize, t: usize) -> usize {
         let id = self.tokens.ids[[b, t]];
         let vocab = self.shape.vocab as i64;
         let id = if self.has(Bug::IdTruncated) { i64::from(id as i16).rem_euclid(vocab) } else { id };
@@ -318,35 +342,47 @@ impl Launch<'_> {
         x
     }
 
-    /// Every row of every device, and what the devices tell each other of it.
+    /// Every row of every device.
     fn forward<E: Float>(&self, logits: &[E]) -> Array2<Option<Scored>> {
-        let Shape { batch, tokens, vocab } = self.shape;
-        let rates = self.rates();
+        let Shape { batch, tokens, .. } = self.shape;
         let mut scored = Array2::from_elem((batch, tokens), None);
-        // Each device's scratch lives from one grid step to the next.
-        let mut scratch = vec![[Scratch::default(); 2]; self.mesh.rows * self.mesh.columns];
         for device_row in 0..self.mesh.rows {
+            let mut scratch = self.scratch();
             for b in part(batch, self.mesh.rows, device_row) {
                 for t in (0..tokens).filter(|&t| self.counts(b, t)) {
-                    let (row, id) = (self.offset(b, t), self.id(b, t));
-                    let mut of_rate = |i: usize| {
-                        let shards: Vec<Scratch> = (0..self.mesh.columns)
-                            .map(|device_column| {
-                                let scratch = &mut scratch[device_row * self.mesh.columns + device_column][i];
-                                let columns = part(vocab, self.mesh.columns, device_column);
-                                self.walk(logits, row, &columns, id, rates[i], scratch);
-                                *scratch
-                            })
-                            .collect();
-                        self.exchange(&shards, rates[i])
-                    };
-                    let of_logp = of_rate(0);
-                    let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
-                    scored[[b, t]] = Some(self.score::<E>(logits, row, id, of_rate, rates));
+                    scored[[b, t]] = Some(self.score_row(logits, self.offset(b, t), self.id(b, t), &mut scratch));
                 }
             }
         }
         scored
+    }
+
+    /// What the devices of a row shard keep from one grid step to the next.
+    pub(super) fn scratch(&self) -> Vec<[Scratch; 2]> {
+        vec![[Scratch::default(); 2]; self.mesh.columns]
+    }
+
+    /// The row that begins at `row`, on the devices that `scratch` is of, and what they tell each other of it.
+    pub(super) fn score_row<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        id: usize,
+        scratch: &mut [[Scratch; 2]],
+    ) -> Scored {
+        let rates = self.rates();
+        let mut of_rate = |i: usize| {
+            let walked = |(device_column, scratch): (usize, &mut [Scratch; 2])| {
+                let columns = part(self.shape.vocab, self.mesh.columns, device_column);
+                self.walk(logits, row, &columns, id, rates[i], &mut scratch[i]);
+                scratch[i]
+            };
+            let shards: Vec<Scratch> = scratch.iter_mut().enumerate().map(walked).collect();
+            self.exchange(&shards, rates[i])
+        };
+        let of_logp = of_rate(0);
+        let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
+        self.score::<E>(logits, row, id, of_rate, rates)
     }
 
     /// One grid step: the columns of one row on one device.
@@ -536,7 +572,14 @@ impl Launch<'_> {
     /// ```text
     /// dx_j = (G·(1[j=y] − p_j) + E·q_j(a_j − ā)) / T        1 − p_y summed over the other columns
     /// ```
-    fn write<E: Float>(&self, logits: &mut [E], row: usize, columns: &Range<usize>, shard: usize, token: &Graded) {
+    pub(super) fn write<E: Float>(
+        &self,
+        logits: &mut [E],
+        row: usize,
+        columns: &Range<usize>,
+        shard: usize,
+        token: &Graded,
+    ) {
         let Scored { id, logp_softmax, entropy_softmax, .. } = token.scored;
         let (grad_logp, grad_entropy) = (token.grad_logp, token.grad_entropy);
         let per_logit = match () {
