@@ -24,6 +24,7 @@ use super::metric::{Allowance, Position, Tally, half_ulp};
 use super::tolerance::{Model, Output, Tolerances};
 use crate::problem::{Dtype, HeadCandidate, HeadProblem, HeadShape};
 use crate::reference::HeadReference;
+use crate::spec::{LossSpec, TemperatureDivides};
 
 /// Judges `outcome` against `reference`, by the limits of `class`. Outputs that the candidate lacks get no verdict.
 ///
@@ -91,13 +92,30 @@ fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, kappa: f64) 
     let exact = reference.hidden().dot(&reference.columns().t());
     // Which branches a tie opens is asked of `kappa` times the errors.
     let unit = U * kappa.min(1.0);
+    let rate = steepest_exponent(reference.on_logits().spec());
     errors.zip_mut_with(&exact, |error, &x| {
         let by = kappa * U * *error;
         let step = dtype.round(x + by) - dtype.round(x - by);
-        // A step may be many nats: what it does to a probability counts.
-        *error = f64::exp_m1(step.min(80.0)) / unit;
+        *error = step_error(step, rate) / unit;
     });
     (errors, Some(unit))
+}
+
+/// By how much at most an exponent of a softmax, or the log-probability, grows with a logit.
+fn steepest_exponent(spec: &LossSpec) -> f64 {
+    let of_logp = match spec.temperature_divides {
+        TemperatureDivides::Logits => 0.0,
+        TemperatureDivides::Logp => 1.0,
+    };
+    spec.head.scale.abs() * f64::max(of_logp, 1.0 / spec.temperature)
+}
+
+/// The error of a logit that may be off by `step`, which may be many nats: `(e^(2·rate·step) − 1)/rate`.
+///
+/// A probability becomes `e^a(1 + Σ p_v(e^(a_v) − 1))⁻¹` of itself, where logits are off by `a` and `a_v`, times `rate`. That
+/// is at most `1 + (e^2|a| − 1) + Σ p_v(e^2|a_v| − 1)`, which is what errors that are added up come to.
+fn step_error(step: f64, rate: f64) -> f64 {
+    if step == 0.0 { 0.0 } else { f64::exp_m1((2.0 * rate * step).min(160.0)) / rate }
 }
 
 /// The dlogits of the reference and what an honest kernel's may be off by, `[N,V]`; zeros where a token is masked.
