@@ -35,6 +35,8 @@ pub mod stablehlo;
 mod tile;
 #[cfg(feature = "pjrt")]
 pub mod tpu;
+#[cfg(feature = "train")]
+pub mod train;
 #[cfg(feature = "pjrt")]
 pub mod xla;
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 19] = [
+const ALLOWED: [(&str, &[&str]); 20] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -24,6 +24,7 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["spec", "problem"]),
+    ("train", &["spec", "problem", "implementation", "native", "memory", "fixture"]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     (
         "cli",
@@ -37,6 +38,7 @@ const ALLOWED: [(&str, &[&str]); 19] = [
             "runtime",
             "xla",
             "tpu",
+            "train",
             "conformance",
             "fixture",
         ],

@@ -1,5 +1,7 @@
 //! The `assay` command. Exit codes: 0 every verdict passed, 1 one failed, 2 bad usage or input.
 
+#[cfg(feature = "train")]
+mod ab;
 mod bench;
 mod case;
 #[cfg(feature = "pjrt")]
@@ -20,6 +22,8 @@ mod problem_choice;
 mod replay;
 mod spec;
 mod tolerances;
+#[cfg(feature = "train")]
+mod train;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -40,6 +44,8 @@ use crate::problem::ProblemError;
 use crate::spec::presets::PresetError;
 #[cfg(feature = "pjrt")]
 use crate::tpu::TpuError;
+#[cfg(feature = "train")]
+use crate::train::TrainError;
 
 /// Judges GRPO loss kernels against an f64 reference.
 #[derive(Parser)]
@@ -79,6 +85,18 @@ enum Command {
     Spec(spec::Spec),
     /// Show the limits of the judge, or measure them again
     Tolerances(tolerances::Limits),
+    /// Train a small policy with GRPO, by a kernel or by candle's own operations
+    #[cfg(feature = "train")]
+    Train(train::Train),
+    /// Make the same run by candle's own operations and by a kernel, and compare them
+    #[cfg(feature = "train")]
+    Ab(ab::Ab),
+    /// Train a small policy with GRPO (in builds with the feature `train`)
+    #[cfg(not(feature = "train"))]
+    Train(NotBuilt),
+    /// Make the same run by candle's own operations and by a kernel (in builds with the feature `train`)
+    #[cfg(not(feature = "train"))]
+    Ab(NotBuilt),
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = crate::tpu::compile::WORKER_COMMAND)]
     TpuWorker(compile::Worker),
@@ -93,6 +111,21 @@ struct Printing {
     /// Print nothing but failures
     #[arg(short, long)]
     quiet: bool,
+}
+
+/// A command that this build lacks, whatever it is told.
+#[cfg(not(feature = "train"))]
+#[derive(Args)]
+struct NotBuilt {
+    #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    _arguments: Vec<String>,
+}
+
+#[cfg(not(feature = "train"))]
+impl NotBuilt {
+    fn run(self) -> Result<Passed, CliError> {
+        Err(CliError::Usage("this build does not train: `cargo build --release --features train` makes one".into()))
+    }
 }
 
 /// Which PJRT plugin the device implementations use.
@@ -153,6 +186,9 @@ enum CliError {
     #[cfg(feature = "pjrt")]
     #[error(transparent)]
     Tpu(#[from] TpuError),
+    #[cfg(feature = "train")]
+    #[error(transparent)]
+    Train(#[from] TrainError),
     #[error("{0}")]
     Usage(String),
 }
@@ -188,6 +224,8 @@ pub fn main() -> ExitCode {
         Command::Mutants(command) => command.run(),
         Command::Spec(command) => command.run(),
         Command::Tolerances(command) => command.run(),
+        Command::Train(command) => command.run(),
+        Command::Ab(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::TpuWorker(command) => command.run(),
     };
