@@ -94,6 +94,14 @@ impl Meter {
         (result, self.catch_up().saturating_sub(before))
     }
 
+    /// What `work` comes to, whose bytes do not count.
+    pub fn apart<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        self.catch_up();
+        let result = work();
+        peak_alloc::PeakAlloc.reset_peak_usage();
+        result
+    }
+
     /// The most bytes that were held since the beginning, beyond what there was.
     pub fn finish(mut self) -> usize {
         self.catch_up();

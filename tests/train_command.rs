@@ -27,7 +27,7 @@ fn settings(folder: &Path, out: &str) -> String {
 }
 
 fn command(name: &str, config: &Path) -> Command {
-    let mut command = Command::new(assert_cmd::cargo::cargo_bin!("assay"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
     command.arg(name).arg("--config").arg(config);
     command
 }

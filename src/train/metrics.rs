@@ -51,7 +51,7 @@ pub struct Record {
     /// The part of it from hidden states to the gradients of hidden states and LM head.
     #[serde(rename = "time/loss_step_s")]
     pub loss_step_s: f64,
-    /// Both.
+    /// Both, without an evaluation.
     #[serde(rename = "time/step_s")]
     pub step_s: f64,
     /// The most bytes that a loss step held beyond what there was; `None` where nobody counts.

@@ -226,7 +226,8 @@ impl Trainer {
         let updated = self.update(&mut optimizer, step, &prompts, &completions, &advantages, observe);
         self.optimizer = optimizer;
         let updated = updated?;
-        let update_s = update_started.elapsed().as_secs_f64();
+        let update_s = update_started.elapsed().as_secs_f64() - updated.observed_s;
+        let step_s = started.elapsed().as_secs_f64() - updated.observed_s;
         self.step = step;
         let due = |every: usize| step.is_multiple_of(every) || step == self.config.steps;
         let evaluation = if due(self.config.evaluate_every) { Some(self.evaluation()?) } else { None };
@@ -248,7 +249,7 @@ impl Trainer {
             rollout_s,
             update_s,
             loss_step_s: updated.loss_step_s,
-            step_s: started.elapsed().as_secs_f64(),
+            step_s,
             loss_step_bytes: updated.loss_step_bytes,
             update_bytes: updated.bytes,
             evaluation,
@@ -341,15 +342,14 @@ impl Trainer {
                 updated.loss_step_s += started.elapsed().as_secs_f64();
                 updated.loss_step_bytes = updated.loss_step_bytes.max(bytes);
                 updated.add(&graded, here / epochs as f64, 1.0 / epochs as f64);
-                observe(&LossStep {
-                    step,
-                    epoch,
-                    micro_batch,
-                    share,
-                    loss: graded.loss,
-                    work: &work,
-                    graded: &graded,
-                })?;
+                let shown =
+                    LossStep { step, epoch, micro_batch, share, loss: graded.loss, work: &work, graded: &graded };
+                let started = Instant::now();
+                match &mut meter {
+                    Some(meter) => meter.apart(|| observe(&shown))?,
+                    None => observe(&shown)?,
+                }
+                updated.observed_s += started.elapsed().as_secs_f64();
                 graded.through(&hidden, policy.lm_head(), &mut gradients, &self.weights)?;
             }
             let norm = optimizer.step(&self.config.update.optimizer, &self.weights, gradients)?;
@@ -367,6 +367,8 @@ struct Updated {
     metrics: Metrics,
     grad_norm: f64,
     loss_step_s: f64,
+    /// What whoever watched took: no part of the update.
+    observed_s: f64,
     loss_step_bytes: Option<usize>,
     bytes: Option<usize>,
 }
