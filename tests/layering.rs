@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 19] = [
+const ALLOWED: [(&str, &[&str]); 21] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -24,6 +24,9 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["spec", "problem"]),
+    ("record", &["spec", "problem", "fixture"]),
+    // Of other commands it knows their JSON alone.
+    ("report", &[]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     (
         "cli",
@@ -39,6 +42,8 @@ const ALLOWED: [(&str, &[&str]); 19] = [
             "tpu",
             "conformance",
             "fixture",
+            "record",
+            "report",
         ],
     ),
     ("main", &["cli", "runtime"]),
