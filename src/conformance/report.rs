@@ -39,7 +39,7 @@ pub struct Check {
     /// The `κ` it is allowed; `None` where no tolerance applies.
     pub kappa_allowed: Option<f64>,
     /// Elements by their error in ulp of that dtype, up to each of the report's `ulp_edges`, and beyond the last; `None`
-    /// where the output was not compared element by element.
+    /// where the output has no elements, as metrics have none, or was not compared one by one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ulp: Option<[u64; ULP_EDGES.len()]>,
     /// Checks of one family share a row of the table while they pass.
@@ -56,6 +56,7 @@ impl Check {
         let tally = &verdict.tally;
         let odd = tally.nonfinite.or(tally.silent).map(|(at, _)| at);
         let worst = if odd.is_some() { None } else { tally.worst };
+        let family = family(verdict.gate.output);
         Self {
             fixture: fixture.into(),
             implementation: implementation.into(),
@@ -68,8 +69,8 @@ impl Check {
             verdict: verdict.status,
             kappa_needed: tally.kappa_seen,
             kappa_allowed: verdict.kappa,
-            ulp: (verdict.gate.model == Model::Elementwise).then_some(tally.histogram),
-            family: family(verdict.gate.output),
+            ulp: (verdict.gate.model == Model::Elementwise && family.is_none()).then_some(tally.histogram),
+            family,
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
         }
     }

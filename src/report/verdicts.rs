@@ -1,5 +1,7 @@
 //! What the judge said: results of `assay replay`, `gradcheck` and `judge`.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use maud::{Markup, html};
 use serde::Deserialize;
 
@@ -99,16 +101,19 @@ impl Check {
 
 /// The values of `of`, each once, in order of first appearance.
 fn distinct<'c>(checks: &[&'c Check], of: impl Fn(&'c Check) -> String) -> Vec<String> {
-    let mut seen = std::collections::BTreeSet::new();
+    let mut seen = BTreeSet::new();
     checks.iter().map(|check| of(check)).filter(|name| seen.insert(name.clone())).collect()
 }
 
-/// The worst check of every row and output: how many times smaller its error is than it may be.
-fn matrix(checks: &[&Check], corner: &str, row_of: fn(&Check) -> String) -> Markup {
-    let outputs = distinct(checks, |check| check.output.clone());
-    let mut cells: std::collections::BTreeMap<(String, &str), &Check> = std::collections::BTreeMap::new();
+/// What names a row, or a column.
+type Named = fn(&Check) -> String;
+
+/// The worst check of every row and column: how many times smaller its error is than it may be.
+fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> Markup {
+    let columns = distinct(checks, column_of);
+    let mut cells: BTreeMap<(String, String), &Check> = BTreeMap::new();
     for check in checks {
-        let cell = cells.entry((row_of(check), check.output.as_str())).or_insert(check);
+        let cell = cells.entry((row_of(check), column_of(check))).or_insert(check);
         let worse = (check.verdict != Status::Pass, check.share()) > (cell.verdict != Status::Pass, cell.share());
         if worse {
             *cell = check;
@@ -116,13 +121,13 @@ fn matrix(checks: &[&Check], corner: &str, row_of: fn(&Check) -> String) -> Mark
     }
     html! {
         div.scroll { table.matrix {
-            thead { tr { th { (corner) } @for output in &outputs { th.number { (clipped(output)) } } } }
+            thead { tr { th { (corner) } @for column in &columns { th.number { (clipped(column)) } } } }
             tbody {
                 @for row in distinct(checks, row_of) {
                     tr {
                         th { (clipped(&row)) }
-                        @for output in &outputs {
-                            @match cells.get(&(row.clone(), output.as_str())) {
+                        @for column in &columns {
+                            @match cells.get(&(row.clone(), column.clone())) {
                                 Some(check) => (cell(check)),
                                 None => td.number.none { "·" },
                             }
@@ -145,7 +150,7 @@ fn cell(check: &Check) -> Markup {
         Status::Pass if share > 0.5 => ("tight", format!("{}×", short(1.0 / share))),
         Status::Pass => ("well", format!("{}×", short(1.0 / share))),
     };
-    html! { td.number class=(class) title=(clipped(&place)) { (text) } }
+    html! { td class={ "number " (class) } title=(clipped(&place)) { (text) } }
 }
 
 /// Checks, one a row.
@@ -266,9 +271,12 @@ impl Part for Verdicts {
             }
             @if !kernels.is_empty() {
                 h3 { "Verdicts" }
-                p { "How many times smaller the worst error of any problem is than its limit." }
+                p {
+                    "How many times smaller the worst error of any problem is than its limit. Rounding the exact value to the output's "
+                    "dtype is within the limit, and of bf16 it takes nearly all: 1.00× is then a value that was rounded right."
+                 }
                 (key(&[(Tone::Third, "within half of the limit"), (Tone::Second, "beyond half"), (Tone::Bad, "beyond the limit")]))
-                (matrix(&kernels, "implementation", Check::name))
+                (matrix(&kernels, "implementation", Check::name, |check| check.output.clone()))
                 h3 { "Error against limit" }
                 p { "A dot for the worst element of each problem and implementation. Left of the line is right." }
                 (errors(&kernels, &html! { "error / limit, by output" }))
@@ -277,7 +285,7 @@ impl Part for Verdicts {
             @if !reference.is_empty() {
                 h3 { "The reference against recorded values" }
                 p { "The answer key itself: what was recorded with each problem, computed again." }
-                (matrix(&reference, "problem", |check| check.fixture.clone()))
+                (matrix(&reference, "output", |check| check.output.clone(), |check| check.fixture.clone()))
             }
             @if !self.invariance.is_empty() {
                 h3 { "Bits on other device counts" }
