@@ -25,7 +25,10 @@ mod kernels;
 pub mod memory;
 pub mod native;
 pub mod problem;
+#[cfg(feature = "train")]
+pub mod record;
 pub mod reference;
+pub mod report;
 #[cfg(feature = "pjrt")]
 pub mod runtime;
 pub mod spec;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 20] = [
+const ALLOWED: [(&str, &[&str]); 22] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -25,6 +25,9 @@ const ALLOWED: [(&str, &[&str]); 20] = [
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["spec", "problem"]),
     ("train", &["spec", "problem", "implementation", "native", "memory", "fixture"]),
+    ("record", &["spec", "problem", "fixture"]),
+    // Of other commands it knows their JSON alone.
+    ("report", &[]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),
     (
         "cli",
@@ -41,6 +44,8 @@ const ALLOWED: [(&str, &[&str]); 20] = [
             "train",
             "conformance",
             "fixture",
+            "record",
+            "report",
         ],
     ),
     ("main", &["cli", "runtime"]),

@@ -13,17 +13,16 @@ use std::sync::atomic::AtomicBool;
 use clap::Args;
 use comfy_table::Table;
 use ndarray::arr0;
-use serde::Serialize;
 
-use super::train::{Trained, read_settings, stopped_by_ctrl_c, trained};
-use super::{CliError, Passed, PluginChoice, Printing};
-use crate::conformance::judge::Status;
+use super::train::{Trained, read_settings, trained};
+use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
 use crate::conformance::lm_head::judge_head;
 use crate::conformance::tolerance::{Output, Tolerances};
 use crate::problem::{Dtype, FloatArray, HeadOutcome, Metrics};
 use crate::reference::evaluate_head;
+use crate::report::ab::{self as report, Arm, Comparison, Step, Verdict};
 use crate::spec::LossSpec;
-use crate::train::metrics::Record;
+use crate::train::metrics::{Evaluation, Record};
 use crate::train::{LossStep, Summary, TrainConfig};
 
 /// The class whose limits both arms are held to: f32 logits, products summed in f32, one pass over each row.
@@ -51,14 +50,14 @@ pub(super) struct Ab {
 }
 
 /// Which of the two.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     Baseline,
     Kernel,
 }
 
 impl Side {
+    /// In the order of [`Comparison::arms`].
     const BOTH: [Side; 2] = [Side::Baseline, Side::Kernel];
 
     fn name(self) -> &'static str {
@@ -70,7 +69,6 @@ impl Side {
 }
 
 /// One arm of one seed.
-#[derive(Serialize)]
 struct Run {
     summary: Summary,
     judged: Judged,
@@ -78,64 +76,30 @@ struct Run {
 }
 
 /// How the judged loss steps of a run stand against the reference.
-#[derive(Default, Serialize)]
+#[derive(Default)]
 struct Judged {
-    losses: usize,
-    gates: usize,
-    failed: usize,
-    /// The largest error of each output, as a multiple of its limit.
-    worst: BTreeMap<&'static str, f64>,
+    steps: usize,
+    /// The largest error of each output, as a multiple of its limit, and whether every gate of it was passed.
+    outputs: BTreeMap<&'static str, (f64, bool)>,
 }
 
 /// Both arms of one seed.
-#[derive(Serialize)]
 struct Pair {
     seed: u64,
-    runs: BTreeMap<Side, Run>,
-    /// Over how many steps, from the first on, both arms sampled the same tokens.
-    equal_steps: usize,
-    /// The largest difference of the loss over these steps.
-    loss_difference: f64,
-    /// The largest difference of the gradient's norm over these steps, as a share of it.
-    grad_norm_difference: f64,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Decision {
-    Pass,
-    Fail,
-    Ignored,
-}
-
-/// One line of the verdict.
-#[derive(Serialize)]
-struct Finding {
-    claim: String,
-    decision: Decision,
-    found: String,
-}
-
-#[derive(Serialize)]
-struct Comparison {
-    config: TrainConfig,
-    pairs: Vec<Pair>,
-    findings: Vec<Finding>,
+    runs: [Run; 2],
 }
 
 impl Ab {
     pub(super) fn run(self) -> Result<Passed, CliError> {
         let config = read_settings(&self.config)?;
         let plugin = self.plugin.checked_path()?;
-        let stop = stopped_by_ctrl_c()?;
+        let stop = stop_flag()?;
         let pairs = (0..self.seeds)
             .map(|i| self.pair(&config, config.seed + i, plugin, &stop))
             .collect::<Result<Vec<_>, _>>()?;
-        let findings = findings(&pairs);
-        let passed = !findings.iter().any(|finding| matches!(finding.decision, Decision::Fail));
-        let text = text(&pairs, &findings);
-        self.printing.finish(&text, &Comparison { config, pairs, findings })?;
-        Ok(Passed::from(passed))
+        let comparison = comparison(&config, &pairs);
+        self.printing.finish(&text(&pairs, &comparison.verdicts), &comparison)?;
+        Ok(Passed::from(comparison.pass))
     }
 
     fn pair(
@@ -146,8 +110,7 @@ impl Ab {
         stop: &AtomicBool,
     ) -> Result<Pair, CliError> {
         let folder = config.out.join(format!("seed-{seed}"));
-        let mut runs = BTreeMap::new();
-        for side in Side::BOTH {
+        let run = |side: Side| {
             let mut settings = config.clone();
             settings.seed = seed;
             settings.kernel.enabled = side == Side::Kernel;
@@ -156,9 +119,9 @@ impl Ab {
                 warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
             }
             forget(&settings.out.join("checkpoint.safetensors"))?;
-            runs.insert(side, self.one(&settings, plugin, stop)?);
-        }
-        Ok(Pair::of(seed, runs))
+            self.one(&settings, plugin, stop)
+        };
+        Ok(Pair { seed, runs: [run(Side::Baseline)?, run(Side::Kernel)?] })
     }
 
     fn one(&self, settings: &TrainConfig, plugin: Option<&Path>, stop: &AtomicBool) -> Result<Run, CliError> {
@@ -205,142 +168,219 @@ impl Judged {
             metrics: Metrics::default(),
         };
         let verdicts = judge_head(&reference, &problem, &outcome, CLASS, Tolerances::builtin())?;
-        self.losses += 1;
+        self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
-            self.gates += 1;
-            self.failed += usize::from(verdict.status != Status::Pass);
-            let worst = self.worst.entry(verdict.gate.output.name()).or_default();
+            let (worst, passed) = self.outputs.entry(verdict.gate.output.name()).or_insert((0.0, true));
             *worst = worst.max(verdict.tally.badness());
+            *passed &= verdict.passed();
         }
         Ok(())
     }
 }
 
 impl Pair {
-    fn of(seed: u64, runs: BTreeMap<Side, Run>) -> Self {
-        let [baseline, kernel] = Side::BOTH.map(|side| &runs[&side].records);
-        let both = || baseline.iter().zip(kernel).take_while(|(a, b)| a.tokens_sha256 == b.tokens_sha256);
-        let largest = |of: fn(&Record, &Record) -> f64| both().map(|(a, b)| of(a, b)).fold(0.0, f64::max);
-        let (equal_steps, loss_difference, grad_norm_difference) = (
-            both().count(),
-            largest(|a, b| (a.loss - b.loss).abs()),
-            largest(
-                |a, b| if a.grad_norm == 0.0 { b.grad_norm } else { (a.grad_norm - b.grad_norm).abs() / a.grad_norm },
-            ),
-        );
-        Self { seed, runs, equal_steps, loss_difference, grad_norm_difference }
+    /// Over how many steps, from the first on, both arms sampled the same tokens.
+    fn equal_steps(&self) -> usize {
+        let [baseline, kernel] = &self.runs;
+        let both = baseline.records.iter().zip(&kernel.records);
+        both.take_while(|(a, b)| a.tokens_sha256 == b.tokens_sha256).count()
+    }
+
+    /// The largest difference of what `of` says of these steps.
+    fn largest_difference(&self, of: fn(&Record) -> f64) -> f64 {
+        let [baseline, kernel] = &self.runs;
+        let both = baseline.records.iter().zip(&kernel.records).take(self.equal_steps());
+        both.map(|(a, b)| (of(a) - of(b)).abs()).fold(0.0, f64::max)
     }
 }
 
-/// What of the runs is decided.
-fn findings(pairs: &[Pair]) -> Vec<Finding> {
-    let of = |side: Side| pairs.iter().map(move |pair| &pair.runs[&side]);
-    let mut findings: Vec<Finding> = Side::BOTH
-        .into_iter()
-        .map(|side| {
-            let (gates, failed, losses) = of(side).fold((0, 0, 0), |(gates, failed, losses), run| {
-                (gates + run.judged.gates, failed + run.judged.failed, losses + run.judged.losses)
-            });
-            Finding {
-                claim: format!("{}: loss, dhidden and dlm_head within the derived bound", side.name()),
-                decision: if failed == 0 { Decision::Pass } else { Decision::Fail },
-                found: format!("{} of {gates} gates of {losses} loss steps", gates - failed),
-            }
-        })
-        .collect();
+/// What `assay report` shows too.
+fn comparison(config: &TrainConfig, pairs: &[Pair]) -> Comparison {
+    let implementation = |side: Side| match side {
+        Side::Baseline => "candle's log_softmax, gather and autograd".to_string(),
+        Side::Kernel => config.kernel.implementation.clone(),
+    };
+    let curve = |run: &Run| run.records.iter().map(step_of).collect();
+    let arm = |side: Side| Arm {
+        name: side.name().into(),
+        implementation: implementation(side),
+        runs: pairs
+            .iter()
+            .map(|pair| report::Run { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
+            .collect(),
+    };
+    let verdicts = verdicts(pairs);
+    Comparison { pass: verdicts.iter().all(|verdict| verdict.pass != Some(false)), arms: Side::BOTH.map(arm), verdicts }
+}
+
+fn step_of(record: &Record) -> Step {
+    Step {
+        step: record.step as u64,
+        loss: record.loss,
+        reward: record.reward,
+        entropy: record.entropy,
+        grad_norm: record.grad_norm,
+        loss_step_s: record.loss_step_s,
+        update_s: record.update_s,
+        loss_step_bytes: record.loss_step_bytes.map_or(f64::NAN, |bytes| bytes as f64),
+    }
+}
+
+/// Agreement, which is decided, and cost, which is shown.
+fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
+    let mut all: Vec<Verdict> = JUDGED.iter().map(|output| within_limits(pairs, output.name())).collect();
+    let informed = |what: &str, difference: f64| Verdict {
+        what: what.into(),
+        baseline: None,
+        kernel: None,
+        difference: Some(difference),
+        limit: None,
+        pass: None,
+    };
+    let least = pairs.iter().map(Pair::equal_steps).min().unwrap_or(0);
+    let largest = |of: fn(&Record) -> f64| pairs.iter().map(|pair| pair.largest_difference(of)).fold(0.0, f64::max);
+    all.push(informed("steps from the first on with the same tokens in both arms", least as f64));
+    all.push(informed("loss of these steps, largest difference", largest(|record| record.loss)));
+    all.push(informed("gradient norm of these steps, largest difference", largest(|record| record.grad_norm)));
     let reward = |run: &Run| run.summary.evaluation.map_or(f64::NAN, |evaluation| evaluation.reward);
-    let statistics: [(&str, &dyn Fn(&Run) -> f64); 2] =
-        [("final evaluation reward", &reward), ("final entropy", &|run| run.summary.entropy)];
-    for (what, value) in statistics {
-        let [baseline, kernel] = Side::BOTH.map(|side| of(side).map(value).collect::<Vec<_>>());
-        findings.push(within_spread(what, &baseline, &kernel));
-    }
-    findings
+    all.push(within_spread("final evaluation reward, mean of the seeds", pairs, reward));
+    all.push(within_spread("final entropy, mean of the seeds", pairs, |run| run.summary.entropy));
+    let costs: [(&str, fn(&Record) -> f64); 5] = [
+        ("loss step, s, median; baseline / kernel", |record| record.loss_step_s),
+        ("update, s, median; baseline / kernel", |record| record.update_s),
+        ("whole step, s, median; baseline / kernel", |record| record.step_s),
+        ("loss step, bytes, median; baseline / kernel", |record| bytes(record.loss_step_bytes)),
+        ("update, bytes, median; baseline / kernel", |record| bytes(record.update_bytes)),
+    ];
+    all.extend(costs.map(|(what, of)| {
+        let [baseline, kernel] = Side::BOTH
+            .map(|side| median(pairs.iter().flat_map(|pair| &pair.runs[side as usize].records).map(of).collect()));
+        let (baseline, kernel) = (Some(baseline), Some(kernel));
+        let ratio = baseline.zip(kernel).map(|(baseline, kernel)| baseline / kernel);
+        Verdict { what: what.into(), baseline, kernel, difference: ratio, limit: None, pass: None }
+    }));
+    all
 }
 
-/// Whether the means of two sets of runs differ by no more than the runs of one set do.
-fn within_spread(what: &str, baseline: &[f64], kernel: &[f64]) -> Finding {
+fn bytes(counted: Option<usize>) -> f64 {
+    counted.map_or(f64::NAN, |bytes| bytes as f64)
+}
+
+/// `NaN` of nothing.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => f64::NAN,
+        odd if odd % 2 == 1 => values[middle],
+        _ => f64::midpoint(values[middle - 1], values[middle]),
+    }
+}
+
+/// Whether every judged loss step of both arms is within the derived bound.
+fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
+    let of = |side: Side| pairs.iter().map(move |pair| &pair.runs[side as usize].judged);
+    let outputs = || Side::BOTH.into_iter().flat_map(of).map(|judged| judged.outputs.get(output));
+    let [baseline, kernel] = Side::BOTH.map(|side| {
+        of(side).filter_map(|judged| judged.outputs.get(output)).map(|(worst, _)| *worst).fold(0.0, f64::max)
+    });
+    let steps: usize = Side::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
+    Verdict {
+        what: format!("{output}, worst error / limit of {steps} loss steps against the reference"),
+        baseline: Some(baseline),
+        kernel: Some(kernel),
+        difference: Some(baseline.max(kernel)),
+        limit: Some(1.0),
+        pass: Some(outputs().all(|output| output.is_some_and(|(_, passed)| *passed))),
+    }
+}
+
+/// Whether the means of two sets of runs differ by no more than the runs of one set do; one run says nothing of that.
+fn within_spread(what: &str, pairs: &[Pair], of: fn(&Run) -> f64) -> Verdict {
+    let [baseline, kernel] =
+        Side::BOTH.map(|side| pairs.iter().map(|pair| of(&pair.runs[side as usize])).collect::<Vec<_>>());
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let range = |values: &[f64]| {
         let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         largest - values.iter().copied().fold(f64::INFINITY, f64::min)
     };
-    let (difference, spread) = ((mean(baseline) - mean(kernel)).abs(), range(baseline).max(range(kernel)));
-    let decision = match baseline.len() {
-        1 => Decision::Ignored,
-        _ if difference <= spread => Decision::Pass,
-        _ => Decision::Fail,
-    };
-    let against =
-        if baseline.len() == 1 { "one seed has no spread".into() } else { format!("spread of seeds {spread:.4}") };
-    Finding {
-        claim: format!("{what} within the spread of the seeds"),
-        decision,
-        found: format!("{:.4} and {:.4}, difference {difference:.4}, {against}", mean(baseline), mean(kernel)),
+    let difference = (mean(&baseline) - mean(&kernel)).abs();
+    let spread = (pairs.len() > 1).then(|| range(&baseline).max(range(&kernel)));
+    Verdict {
+        what: what.into(),
+        baseline: Some(mean(&baseline)),
+        kernel: Some(mean(&kernel)),
+        difference: Some(difference),
+        limit: spread,
+        pass: spread.map(|spread| difference <= spread),
     }
 }
 
-fn text(pairs: &[Pair], findings: &[Finding]) -> String {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::ASCII_MARKDOWN);
-    table.set_header([
+fn text(pairs: &[Pair], verdicts: &[Verdict]) -> String {
+    let mut arms = Table::new();
+    arms.load_style(comfy_table::presets::ASCII_MARKDOWN);
+    arms.set_header([
         "seed",
         "arm",
         "eval reward",
-        "entropy",
-        "loss step, s",
-        "update, s",
-        "step, s",
-        "loss step, bytes",
-        "update, bytes",
+        "eval answers",
+        "last entropy",
+        "last loss",
+        "steps with equal tokens",
     ]);
-    for pair in pairs {
-        for (side, Run { summary, .. }) in &pair.runs {
-            let bytes = |bytes: Option<usize>| bytes.map_or("–".into(), |bytes| bytes.to_string());
-            table.add_row([
-                pair.seed.to_string(),
-                side.name().into(),
-                summary.evaluation.map_or("–".into(), |evaluation| format!("{:.4}", evaluation.reward)),
-                format!("{:.4}", summary.entropy),
-                format!("{:.4}", summary.loss_step_s),
-                format!("{:.4}", summary.update_s),
-                format!("{:.4}", summary.step_s),
-                bytes(summary.loss_step_bytes),
-                bytes(summary.update_bytes),
-            ]);
-        }
-        let [baseline, kernel] = Side::BOTH.map(|side| &pair.runs[&side].summary);
-        let bytes = |of: fn(&Summary) -> Option<usize>| match (of(baseline), of(kernel)) {
-            (Some(baseline), Some(kernel)) => format!("{:.2} ×", baseline as f64 / kernel as f64),
-            _ => "–".into(),
-        };
-        let time = |of: fn(&Summary) -> f64| format!("{:.2} ×", of(baseline) / of(kernel));
-        table.add_row([
+    for (pair, side) in pairs.iter().flat_map(|pair| Side::BOTH.map(|side| (pair, side))) {
+        let Summary { evaluation, entropy, loss, .. } = &pair.runs[side as usize].summary;
+        let evaluated =
+            |of: fn(&Evaluation) -> f64| evaluation.as_ref().map_or("–".into(), |it| format!("{:.4}", of(it)));
+        arms.add_row([
             pair.seed.to_string(),
-            "baseline / kernel".into(),
-            String::new(),
-            String::new(),
-            time(|summary| summary.loss_step_s),
-            time(|summary| summary.update_s),
-            time(|summary| summary.step_s),
-            bytes(|summary| summary.loss_step_bytes),
-            bytes(|summary| summary.update_bytes),
+            side.name().into(),
+            evaluated(|evaluation| evaluation.reward),
+            evaluated(|evaluation| evaluation.answer),
+            format!("{entropy:.4}"),
+            format!("{loss:+.5}"),
+            format!("{} of {}", pair.equal_steps(), pair.runs[side as usize].records.len()),
         ]);
     }
-    let mut text = format!("{table}\n\n");
-    for pair in pairs {
-        text += &format!(
-            "seed {}: the same tokens for {} steps; there losses differ by at most {:.3e}, norms of the gradient by {:.3e} of it\n",
-            pair.seed, pair.equal_steps, pair.loss_difference, pair.grad_norm_difference
-        );
-    }
-    for finding in findings {
-        let decision = match finding.decision {
-            Decision::Pass => "PASS",
-            Decision::Fail => "FAIL",
-            Decision::Ignored => "ignored",
+    let mut compared = Table::new();
+    compared.load_style(comfy_table::presets::ASCII_MARKDOWN);
+    compared.set_header(["compared", "baseline", "kernel", "difference or ratio", "limit", "verdict"]);
+    let shown = |value: Option<f64>| value.map_or(String::new(), short);
+    for Verdict { what, baseline, kernel, difference, limit, pass } in verdicts {
+        let decided = match pass {
+            Some(true) => "PASS",
+            Some(false) => "FAIL",
+            None => "",
         };
-        text += &format!("{decision}  {}: {}\n", finding.claim, finding.found);
+        compared.add_row([
+            what.clone(),
+            shown(*baseline),
+            shown(*kernel),
+            shown(*difference),
+            shown(*limit),
+            decided.into(),
+        ]);
     }
-    text
+    format!("{arms}\n\n{compared}\n")
+}
+
+/// Whole numbers in full, four digits of others.
+fn short(x: f64) -> String {
+    match x {
+        x if x.fract() == 0.0 && x.abs() < 1e15 => format!("{x}"),
+        x if x.abs() < 1e-3 => format!("{x:.3e}"),
+        x => format!("{x:.4}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_are_of_the_middle() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 8.0]), 3.0);
+        assert!(median(Vec::new()).is_nan());
+    }
 }

@@ -15,7 +15,7 @@ use crate::implementation::{Implementation, RunError};
 use crate::memory::CompiledMemory;
 use crate::problem::{Dtype, HeadLayout, HeadShape, Shape};
 use crate::spec::LossSpec;
-use crate::tpu::recorded::{self, Recorded};
+use crate::tpu::recorded::{self, BASELINE, Recorded, SEED_KERNEL};
 use crate::tpu::schedule::Kernel;
 use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Request, Target};
 use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
@@ -273,6 +273,8 @@ pub(super) struct Figures {
     compile_s: f64,
     /// The recorded baseline of this target, shape and dtype.
     pub(super) recorded: Option<Beside>,
+    /// What the seed project's own kernel took there.
+    recorded_kernel: Option<&'static Recorded>,
 }
 
 impl Figures {
@@ -280,8 +282,8 @@ impl Figures {
         let chip = asked.target.chip;
         let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
         let bound = Bound::of(chip, cycles, hbm_bytes);
-        let recorded = match asked.shape {
-            Extents::Logits(shape) => recorded::baseline(&asked.target, shape, asked.dtype),
+        let recorded = |program| match asked.shape {
+            Extents::Logits(shape) => recorded::of(program, &asked.target, shape, asked.dtype),
             Extents::Head(_) => None,
         };
         Self {
@@ -298,7 +300,8 @@ impl Figures {
             bound,
             clock_ghz: chip.clock_ghz,
             compile_s: compiled.compile_s,
-            recorded: recorded.map(|recorded| Beside { recorded, ratio: recorded.ratio(bound.predicted_ms) }),
+            recorded: recorded(BASELINE).map(|recorded| Beside { recorded, ratio: recorded.ratio(bound.predicted_ms) }),
+            recorded_kernel: recorded(SEED_KERNEL),
         }
     }
 

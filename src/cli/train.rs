@@ -1,14 +1,13 @@
 //! `assay train`: a whole GRPO run on this machine.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
 use comfy_table::Table;
 use rayon::ThreadPoolBuilder;
 
-use super::{CliError, Passed, PluginChoice, Printing, config, write_json};
+use super::{CliError, Passed, PluginChoice, Printing, config, stop_flag, write_json};
 use crate::train::{Arm, LossStep, Summary, TrainConfig, TrainError, Trainer};
 
 /// A run goes on from the checkpoint in the folder of its results, where there is one.
@@ -33,7 +32,7 @@ impl Train {
             settings.out = out;
         }
         let plugin = self.plugin.checked_path()?;
-        let stop = stopped_by_ctrl_c()?;
+        let stop = stop_flag()?;
         let summary = trained(&settings, plugin, &self.printing, &stop, &mut |_| Ok(()))?.summary;
         let mut table = Table::new();
         if let serde_json::Value::Object(fields) = serde_json::to_value(&summary).expect("plain data") {
@@ -54,20 +53,6 @@ pub(super) fn read_settings(path: &Path) -> Result<TrainConfig, CliError> {
     Ok(settings)
 }
 
-/// Set by Ctrl-C: the run ends after its step, with a checkpoint.
-pub(super) fn stopped_by_ctrl_c() -> Result<Arc<AtomicBool>, CliError> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = stop.clone();
-    ctrlc::set_handler(move || {
-        // Whoever asks twice does not want to wait.
-        if flag.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })
-    .map_err(|error| CliError::Usage(format!("Ctrl-C: {error}")))?;
-    Ok(stop)
-}
-
 /// A run that has made all its steps.
 pub(super) struct Trained {
     pub(super) trainer: Trainer,
@@ -85,7 +70,7 @@ pub(super) fn trained(
     let pool = ThreadPoolBuilder::new().num_threads(settings.threads.unwrap_or(0)).build();
     let pool = pool.map_err(|error| CliError::Usage(format!("threads: {error}")))?;
     pool.install(|| {
-        let mut trainer = Trainer::start(settings.clone(), Arm::of(settings, plugin)?)?;
+        let mut trainer = Trainer::start(settings.clone(), Arm::of(settings, plugin)?, stop)?;
         let progress = printing.progress(settings.steps);
         progress.set_position(trainer.steps() as u64);
         while !trainer.finished() {
@@ -93,7 +78,7 @@ pub(super) fn trained(
                 trainer.save()?;
                 progress.finish_and_clear();
                 let done = format!("after {} of {} steps; the same command goes on", trainer.steps(), settings.steps);
-                return Err(CliError::Usage(format!("interrupted {done}")));
+                return Err(TrainError::Interrupted { done }.into());
             }
             let record = trainer.advance(observe)?;
             progress.set_message(format!("loss {:+.4}  reward {:.3}", record.loss, record.reward));

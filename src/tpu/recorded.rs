@@ -71,10 +71,10 @@ pub const RECORDED: [Recorded; 4] = [
     },
 ];
 
-/// The recorded baseline of this shape, dtype and target, if there is one.
-pub fn baseline(target: &Target, shape: Shape, dtype: Dtype) -> Option<&'static Recorded> {
+/// What was recorded of `program` at this shape, dtype and target, if it was.
+pub fn of(program: &str, target: &Target, shape: Shape, dtype: Dtype) -> Option<&'static Recorded> {
     let there = target.to_string() == "v6e:2x4" && dtype == Dtype::Bf16;
-    RECORDED.iter().find(|recorded| there && recorded.program == BASELINE && recorded.shape == shape)
+    RECORDED.iter().find(|recorded| there && recorded.program == program && recorded.shape == shape)
 }
 
 impl Recorded {
@@ -91,10 +91,12 @@ mod tests {
     #[test]
     fn a_record_is_of_its_target_shape_and_dtype_only() {
         let v6e = Target::parse("v6e:2x4").unwrap();
-        let recorded = baseline(&v6e, shape(1, 4096, 151_936), Dtype::Bf16).unwrap();
+        let recorded = of(BASELINE, &v6e, shape(1, 4096, 151_936), Dtype::Bf16).unwrap();
         assert_eq!(recorded.ratio(4.505), 0.5);
-        assert!(baseline(&v6e, shape(1, 4096, 151_936), Dtype::F32).is_none());
-        assert!(baseline(&v6e, shape(2, 4096, 151_936), Dtype::Bf16).is_none());
-        assert!(baseline(&Target::parse("v5p").unwrap(), shape(1, 4096, 151_936), Dtype::Bf16).is_none());
+        assert_eq!(of(SEED_KERNEL, &v6e, shape(1, 4096, 151_936), Dtype::Bf16).unwrap().step_ms, (52.9, 55.2));
+        assert!(of(SEED_KERNEL, &v6e, shape(4, 1024, 151_643), Dtype::Bf16).is_none());
+        assert!(of(BASELINE, &v6e, shape(1, 4096, 151_936), Dtype::F32).is_none());
+        assert!(of(BASELINE, &v6e, shape(2, 4096, 151_936), Dtype::Bf16).is_none());
+        assert!(of(BASELINE, &Target::parse("v5p").unwrap(), shape(1, 4096, 151_936), Dtype::Bf16).is_none());
     }
 }

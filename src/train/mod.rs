@@ -131,6 +131,12 @@ pub enum TrainError {
         /// What it is.
         given: f64,
     },
+    /// Somebody asked to stop.
+    #[error("interrupted {done}")]
+    Interrupted {
+        /// How far it was.
+        done: String,
+    },
     /// The system refused.
     #[error("{path}: cannot {action}: {reason}")]
     Io {

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use candle_core::{Device, Tensor, Var};
@@ -140,8 +141,9 @@ impl Trainer {
     /// A run from its beginning, or from the checkpoint in its folder: after a warm start, if there is to be one.
     ///
     /// # Errors
-    /// [`TrainError`] naming the setting or file that is wrong.
-    pub fn start(config: TrainConfig, arm: Arm) -> Result<Self, TrainError> {
+    /// [`TrainError`] naming the setting or file that is wrong; [`TrainError::Interrupted`] where `stop` was set before the
+    /// warm start was done.
+    pub fn start(config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
         config.check()?;
         fs::create_dir_all(&config.out).map_err(|reason| TrainError::io(&config.out, "create", reason))?;
         let (model, weights) = match &config.model {
@@ -171,7 +173,7 @@ impl Trainer {
             let found = checkpoint::read(&path, &model, &config.fingerprint())?;
             (found.step, found.weights, found.optimizer)
         } else {
-            (0, warm(&config, &model, weights, &train)?, AdamW::default())
+            (0, warm(&config, &model, weights, &train, stop)?, AdamW::default())
         };
         let journal = Journal::open(&config.out, step)?;
         Ok(Self { config, arm, tokenizer, model, weights, optimizer, step, train, evaluate, journal })
@@ -503,6 +505,7 @@ fn warm(
     model: &Qwen2Config,
     weights: Weights,
     train: &[Prompted],
+    stop: &AtomicBool,
 ) -> Result<Weights, TrainError> {
     let Some(WarmStart { steps, batch, learning_rate, cache }) = &config.warm_start else { return Ok(weights) };
     let path = cache.clone().unwrap_or_else(|| config.out.join("warm_start.safetensors"));
@@ -518,6 +521,11 @@ fn warm(
     let mut optimizer = AdamW::default();
     let policy = Qwen2::recorded(model, &weights);
     for step in 0..*steps {
+        if stop.load(Ordering::Relaxed) {
+            return Err(TrainError::Interrupted {
+                done: format!("in the warm start, after {step} of {steps} steps; it begins anew"),
+            });
+        }
         let exercises = drawn(train.len(), step * batch, *batch, !config.seed);
         let sequences = Sequences {
             prompts: exercises.iter().map(|&i| train[i].prompt.as_slice()).collect(),
