@@ -13,6 +13,8 @@
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
 pub mod bandwidth;
+#[cfg(feature = "train")]
+mod checkpoint;
 pub mod cli;
 pub mod conformance;
 #[cfg(feature = "pjrt")]

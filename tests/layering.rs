@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 22] = [
+const ALLOWED: [(&str, &[&str]); 23] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -24,8 +24,9 @@ const ALLOWED: [(&str, &[&str]); 22] = [
     ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
     ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
     ("fixture", &["spec", "problem"]),
-    ("train", &["spec", "problem", "implementation", "native", "memory", "fixture"]),
-    ("record", &["spec", "problem", "fixture"]),
+    ("checkpoint", &["problem", "fixture"]),
+    ("train", &["spec", "problem", "implementation", "native", "memory", "fixture", "checkpoint"]),
+    ("record", &["spec", "problem", "fixture", "checkpoint"]),
     // Of other commands it knows their JSON alone.
     ("report", &[]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),

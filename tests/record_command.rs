@@ -1,98 +1,31 @@
 //! `assay record`: a tiny checkpoint of random weights, made here, as a folder and as a GGUF file. What is recorded is
 //! replayed, compared with another way through the model, and refused where it should be.
 
+#[path = "common/checkpoint.rs"]
+mod checkpoint;
 #[path = "common/command.rs"]
 mod command;
+#[path = "common/interruption.rs"]
+mod interruption;
 
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use assay::fixture::SafetensorsFile;
-use assert_cmd::cargo::cargo_bin;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen2::{Config, ModelForCausalLM};
+use checkpoint::{END, HIDDEN, VOCAB, Weights, settings, tokenizer, tokens, weights};
 use command::{assay, assert_refused};
+use interruption::{interrupted, limited};
 use ndarray::{Array2, Ix1, Ix2, Ix3};
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use serde_json::json;
 use tempfile::TempDir;
 
-/// A byte-level vocabulary of single characters; the last two are special. The head has columns without a token, as
-/// Qwen's has.
-const CHARACTERS: &str = "abcdefghijklmnopqrstuvwxyz0123456789#.,ĠĊ";
-const END: &str = "<|im_end|>";
-const PAD: &str = "<|endoftext|>";
-const VOCAB: usize = 64;
-const HIDDEN: usize = 64;
 const PROMPT: &str = "what is 7 plus 5 ";
-
-type Weights = Vec<(String, Tensor)>;
-
-fn tokens() -> Vec<String> {
-    CHARACTERS.chars().map(String::from).chain([END.into(), PAD.into()]).collect()
-}
-
-fn settings(vocab: usize, tied: bool) -> serde_json::Value {
-    let end = tokens().len() - 2;
-    json!({
-        "model_type": "qwen2", "vocab_size": vocab, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 256,
-        "max_window_layers": 2, "tie_word_embeddings": tied, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-        "use_sliding_window": false, "hidden_act": "silu", "eos_token_id": end, "pad_token_id": end + 1,
-    })
-}
-
-fn weights(vocab: usize, tied: bool) -> Weights {
-    let mut rng = ChaCha8Rng::seed_from_u64(7);
-    let mut draw = |name: &str, shape: &[usize], scale: f32, around: f32| {
-        let n = shape.iter().product();
-        let values: Vec<f32> = (0..n).map(|_| around + scale * rng.random_range(-1.0..1.0f32)).collect();
-        (name.to_string(), Tensor::from_vec(values, shape, &Device::Cpu).unwrap())
-    };
-    let mut all = vec![
-        draw("model.embed_tokens.weight", &[vocab, HIDDEN], 0.5, 0.0),
-        draw("model.norm.weight", &[HIDDEN], 0.1, 1.0),
-    ];
-    if !tied {
-        all.push(draw("lm_head.weight", &[vocab, HIDDEN], 0.3, 0.0));
-    }
-    for i in 0..2 {
-        let mut layer = |name: &str, shape: &[usize], scale, around| {
-            all.push(draw(&format!("model.layers.{i}.{name}"), shape, scale, around));
-        };
-        layer("input_layernorm.weight", &[HIDDEN], 0.1, 1.0);
-        layer("post_attention_layernorm.weight", &[HIDDEN], 0.1, 1.0);
-        for (name, out) in [("q", HIDDEN), ("k", HIDDEN / 2), ("v", HIDDEN / 2)] {
-            layer(&format!("self_attn.{name}_proj.weight"), &[out, HIDDEN], 0.2, 0.0);
-            layer(&format!("self_attn.{name}_proj.bias"), &[out], 0.2, 0.0);
-        }
-        layer("self_attn.o_proj.weight", &[HIDDEN, HIDDEN], 0.2, 0.0);
-        layer("mlp.gate_proj.weight", &[96, HIDDEN], 0.2, 0.0);
-        layer("mlp.up_proj.weight", &[96, HIDDEN], 0.2, 0.0);
-        layer("mlp.down_proj.weight", &[HIDDEN, 96], 0.2, 0.0);
-    }
-    all
-}
-
-fn tokenizer() -> serde_json::Value {
-    let all = tokens();
-    let vocab: serde_json::Map<_, _> = all.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
-    let special = |id: usize| json!({"id": id, "content": all[id], "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
-    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
-    json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [special(all.len() - 2), special(all.len() - 1)],
-        "normalizer": null, "pre_tokenizer": bytes, "post_processor": null, "decoder": bytes,
-        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
-    })
-}
 
 /// A checkpoint and what is recorded of it.
 struct Case {
@@ -106,11 +39,8 @@ impl Case {
 
     fn of(vocab: usize, tied: bool) -> Self {
         let case = Self { folder: TempDir::new().unwrap() };
-        fs::create_dir(case.path("model")).unwrap();
+        checkpoint::write(&case.path("model"), vocab, tied);
         fs::create_dir(case.path("out")).unwrap();
-        case.write("model/config.json", &settings(vocab, tied).to_string());
-        case.write("model/tokenizer.json", &tokenizer().to_string());
-        case.write_weights(&weights(vocab, tied));
         case.write("prompts.jsonl", &format!("{}\n", json!({"prompt": PROMPT, "answer": 12})));
         case
     }
@@ -124,8 +54,7 @@ impl Case {
     }
 
     fn write_weights(&self, weights: &Weights) {
-        let map: HashMap<_, _> = weights.iter().cloned().collect();
-        candle_core::safetensors::save(&map, self.path("model/model.safetensors")).unwrap();
+        checkpoint::write_weights(&self.path("model"), weights);
     }
 
     fn args(&self, model: &str, more: &[&str]) -> Vec<String> {
@@ -448,23 +377,15 @@ fn prompts_that_say_nothing_are_refused() {
     case.assert_refused("model", &[], &["prompts.jsonl", "cannot read"]);
 }
 
-/// In a shell, for its limits.
-#[cfg(unix)]
-fn limited(case: &Case, limits: &str, more: &[&str]) -> std::process::Output {
-    let args = case.args("model", more).iter().map(|arg| format!("'{arg}'")).collect::<Vec<_>>().join(" ");
-    let script = format!("{limits} && exec '{}' {args}", cargo_bin!("assay").display());
-    Command::new("sh").args(["-c", &script]).output().unwrap()
-}
-
 /// A limit on the size of files stands for a full disk: both end a write with an error.
 #[cfg(unix)]
 #[test]
 fn a_disk_that_fills_leaves_nothing() {
     let case = Case::new();
-    let output = limited(&case, "trap '' XFSZ && ulimit -f 64", &["--group", "8", "--max-tokens", "64"]);
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{error}");
-    assert!(error.contains("f.safetensors: cannot write: File too large"), "{error}");
+    let args = case.args("model", &["--group", "8", "--max-tokens", "64"]);
+    let output = limited("trap '' XFSZ && ulimit -f 64", &args);
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    assert!(output.stderr.contains("f.safetensors: cannot write: File too large"), "{}", output.stderr);
     case.assert_nothing_written();
 }
 
@@ -474,8 +395,8 @@ fn a_disk_that_fills_leaves_nothing() {
 fn memory_does_not_grow_with_the_batch() {
     let case = Case::of(50_000, true);
     let options = ["--group", "8", "--max-tokens", "128", "--dtype", "f64"];
-    let output = limited(&case, "ulimit -d 200000", &options);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let output = limited("ulimit -d 200000", &case.args("model", &options));
+    assert_eq!(output.code, 0, "{}", output.stderr);
     let bytes = fs::metadata(case.path("out/f.safetensors")).unwrap().len();
     assert!(bytes > 300_000_000, "{bytes}");
 }
@@ -484,20 +405,10 @@ fn memory_does_not_grow_with_the_batch() {
 #[test]
 fn an_interrupted_recording_leaves_nothing() {
     let case = Case::of(50_000, true);
-    let mut process = Command::new(cargo_bin!("assay"))
-        .args(case.args("model", &["--group", "8", "--max-tokens", "200"]))
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let args = case.args("model", &["--group", "8", "--max-tokens", "200"]);
     // Once the file has been begun.
-    while fs::read_dir(case.path("out")).unwrap().next().is_none() {
-        assert!(process.try_wait().unwrap().is_none(), "ended early");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert!(Command::new("kill").args(["-INT", &process.id().to_string()]).status().unwrap().success());
-    let output = process.wait_with_output().unwrap();
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{error}");
-    assert!(error.contains("interrupted, nothing was written"), "{error}");
+    let output = interrupted(&args, || fs::read_dir(case.path("out")).unwrap().next().is_some());
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    assert!(output.stderr.contains("interrupted, nothing was written"), "{}", output.stderr);
     case.assert_nothing_written();
 }

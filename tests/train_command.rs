@@ -1,11 +1,22 @@
 //! `assay train` and `assay ab` as they are run: killed and gone on, and with input that is wrong.
 
-use std::fs;
-use std::path::Path;
-use std::process::{Command, Output};
-use std::time::{Duration, Instant};
+#[path = "common/checkpoint.rs"]
+mod checkpoint;
+#[path = "common/command.rs"]
+mod command;
+#[path = "common/interruption.rs"]
+mod interruption;
 
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use assay::report::ab::Comparison;
 use assay::train::metrics::Record;
+use candle_core::{DType, Device, Tensor};
+use checkpoint::{HIDDEN, VOCAB};
+use command::{Output, assay};
+use interruption::{interrupted, limited, stopped};
+use serde_json::json;
 
 /// A run of some seconds.
 const SETTINGS: &str = "
@@ -26,16 +37,36 @@ fn settings(folder: &Path, out: &str) -> String {
     SETTINGS.replace("OUT", folder.join(out).to_str().unwrap())
 }
 
-fn command(name: &str, config: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
-    command.arg(name).arg("--config").arg(config);
-    command
+fn args(name: &str, config: &Path) -> Vec<String> {
+    [name, "-q", "--config", config.to_str().unwrap()].map(String::from).to_vec()
 }
 
-fn run(folder: &Path, settings: &str) -> Output {
+/// The arguments that train as `settings` say.
+fn train(folder: &Path, settings: &str) -> Vec<String> {
     let config = folder.join("config.yaml");
     fs::write(&config, settings).unwrap();
-    command("train", &config).output().unwrap()
+    args("train", &config)
+}
+
+fn run(args: &[String]) -> Output {
+    assay(&args.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+#[track_caller]
+fn expect_success(args: &[String]) {
+    let output = run(args);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+}
+
+/// How many steps have been written down.
+fn written(out: &Path) -> usize {
+    fs::read_to_string(out.join("metrics.jsonl")).map_or(0, |text| text.lines().count())
+}
+
+#[track_caller]
+fn expect_no_temporary_file(out: &Path) {
+    let names: Vec<_> = fs::read_dir(out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(names.iter().all(|name| !name.to_string_lossy().starts_with(".tmp")), "{names:?}");
 }
 
 /// The curve, without what a clock or an allocator said.
@@ -54,43 +85,33 @@ fn curve(out: &Path) -> Vec<Record> {
     text.lines().map(timeless).collect()
 }
 
+/// The weights and moments of the last checkpoint, by name.
+fn state(out: &Path) -> Vec<(String, Vec<f32>)> {
+    let read = candle_core::safetensors::load(out.join("checkpoint.safetensors"), &Device::Cpu).unwrap();
+    let values = |tensor: Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let mut all: Vec<_> = read.into_iter().map(|(name, tensor)| (name, values(tensor))).collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
 #[test]
 fn a_killed_run_goes_on_to_the_same_curve() {
     let folder = tempfile::tempdir().unwrap();
-    let whole = run(folder.path(), &settings(folder.path(), "whole"));
-    assert!(whole.status.success(), "{}", String::from_utf8_lossy(&whole.stderr));
-    let config = folder.path().join("killed.yaml");
-    fs::write(&config, settings(folder.path(), "killed")).unwrap();
+    expect_success(&train(folder.path(), &settings(folder.path(), "whole")));
+    let killed = train(folder.path(), &settings(folder.path(), "killed"));
     let out = folder.path().join("killed");
-    // Killed twice, after the first checkpoint and before it.
-    for lines in [2, 5] {
-        let mut child = command("train", &config).arg("-q").spawn().unwrap();
-        let started = Instant::now();
-        let written = || fs::read_to_string(out.join("metrics.jsonl")).map_or(0, |text| text.lines().count());
-        while written() < lines && child.try_wait().unwrap().is_none() {
-            assert!(started.elapsed() < Duration::from_secs(300), "no step is made");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        child.kill().unwrap();
-        child.wait().unwrap();
+    // In the warm start, before the first checkpoint, and after every step from then on.
+    stopped("-KILL", &killed, || out.exists());
+    for lines in 1..8 {
+        let before = fs::read(out.join("metrics.jsonl")).ok();
+        stopped("-KILL", &killed, || written(&out) >= lines && fs::read(out.join("metrics.jsonl")).ok() != before);
     }
-    let rest = command("train", &config).output().unwrap();
-    assert!(rest.status.success(), "{}", String::from_utf8_lossy(&rest.stderr));
+    expect_success(&killed);
     let (expected, given) = (curve(&folder.path().join("whole")), curve(&out));
     assert_eq!(expected.len(), 8);
     assert!(expected[3].evaluation.is_some() && expected.iter().any(|record| record.grad_norm > 0.0));
     assert_eq!(given, expected);
-    let weights = |out: &str| {
-        let read = candle_core::safetensors::load(
-            folder.path().join(out).join("checkpoint.safetensors"),
-            &candle_core::Device::Cpu,
-        );
-        let mut all: Vec<_> = read.unwrap().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        let bits = |tensor: candle_core::Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        all.into_iter().map(|(name, tensor)| (name, bits(tensor))).collect::<Vec<_>>()
-    };
-    assert_eq!(weights("killed"), weights("whole"));
+    assert_eq!(state(&out), state(&folder.path().join("whole")));
     let summary: serde_json::Value =
         serde_json::from_str(&fs::read_to_string(out.join("summary.json")).unwrap()).unwrap();
     for key in [
@@ -104,9 +125,89 @@ fn a_killed_run_goes_on_to_the_same_curve() {
     ] {
         assert!(summary[key].as_f64().is_some_and(|value| value >= 0.0), "{key}: {summary}");
     }
-    let left: Vec<_> =
-        fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    assert!(left.iter().all(|name| !name.starts_with(".tmp")), "{left:?}");
+}
+
+/// A limit on the size of files stands for a full disk: both end a write with an error.
+#[cfg(unix)]
+#[test]
+fn a_disk_that_fills_leaves_the_last_checkpoint_and_the_run_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, out) = (settings(folder.path(), "whole"), folder.path().join("out"));
+    expect_success(&train(folder.path(), &whole));
+    let begun = settings(folder.path(), "out");
+    expect_success(&train(folder.path(), &begun.replace("steps: 8", "steps: 1")));
+    let before = fs::read(out.join("checkpoint.safetensors")).unwrap();
+    let rest = train(folder.path(), &begun);
+    let output = limited("trap '' XFSZ && ulimit -f 64", &rest);
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    assert!(output.stderr.contains("checkpoint.safetensors: cannot write: File too large"), "{}", output.stderr);
+    assert_eq!(fs::read(out.join("checkpoint.safetensors")).unwrap(), before);
+    expect_no_temporary_file(&out);
+    expect_success(&rest);
+    assert_eq!(curve(&out), curve(&folder.path().join("whole")));
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_run_keeps_its_steps_and_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, out) = (settings(folder.path(), "whole"), folder.path().join("out"));
+    expect_success(&train(folder.path(), &whole));
+    let begun = settings(folder.path(), "out");
+    let long = train(folder.path(), &begun.replace("steps: 8", "steps: 1000000"));
+    let output = interrupted(&long, || written(&out) >= 2);
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    assert!(output.stderr.contains("of 1000000 steps; the same command goes on"), "{}", output.stderr);
+    let kept = written(&out);
+    expect_no_temporary_file(&out);
+    let rest = begun.replace("steps: 8", &format!("steps: {}", kept.max(8)));
+    expect_success(&train(folder.path(), &rest));
+    let whole_curve = curve(&folder.path().join("whole"));
+    // The last step is evaluated, wherever it is.
+    assert_eq!(curve(&out)[..7], whole_curve[..7]);
+
+    let warming = settings(folder.path(), "warming");
+    let warming_out = folder.path().join("warming");
+    let endless = train(folder.path(), &warming.replace("warm_start: {steps: 4", "warm_start: {steps: 1000000"));
+    let output = interrupted(&endless, || warming_out.exists());
+    assert_eq!(output.code, 2, "{}", output.stderr);
+    assert!(output.stderr.contains("interrupted in the warm start"), "{}", output.stderr);
+    assert_eq!(fs::read_dir(warming_out).unwrap().count(), 0);
+}
+
+/// The loop on a checkpoint with its own tokenizer, and what of one is refused.
+#[test]
+fn a_checkpoint_is_trained_with_its_own_tokenizer() {
+    let folder = tempfile::tempdir().unwrap();
+    checkpoint::write(&folder.path().join("model"), VOCAB, true);
+    let lines = [json!({"question": "what is 7 plus 5 ", "answer": "it is\n#### 12"}).to_string()];
+    fs::write(folder.path().join("gsm8k.jsonl"), lines.concat()).unwrap();
+    let (start, end) = (SETTINGS.find("model:").unwrap(), SETTINGS.find("warm_start:").unwrap());
+    let chosen = "model: {path: model}\ntask: {gsm8k: {train: gsm8k.jsonl, evaluate: gsm8k.jsonl}}\n";
+    let text = format!("{}{chosen}{}", &SETTINGS[..start], &SETTINGS[end..]).replace("steps: 8", "steps: 1");
+    let text = text.replace("OUT", folder.path().join("out").to_str().unwrap());
+    expect_success(&train(folder.path(), &text));
+    let embedding = &state(&folder.path().join("out")).into_iter().find(|(name, _)| name.contains("embed")).unwrap().1;
+    assert_eq!(embedding.len(), VOCAB * HIDDEN);
+    assert!(curve(&folder.path().join("out"))[0].loss.is_finite());
+
+    let refused = |part: &str| {
+        let output = run(&train(folder.path(), &text.replace("/out", "/refused")));
+        assert_eq!(output.code, 2, "{}", output.stderr);
+        assert!(output.stderr.contains(part), "`{part}` not in {}", output.stderr);
+        assert!(!folder.path().join("refused/checkpoint.safetensors").exists());
+    };
+    let whole = checkpoint::weights(VOCAB, true);
+    let without: checkpoint::Weights = whole.iter().filter(|(name, _)| name != "model.norm.weight").cloned().collect();
+    checkpoint::write_weights(&folder.path().join("model"), &without);
+    refused("`model.norm.weight`: got none, expected one");
+    let mut misshaped = without;
+    misshaped.push(("model.norm.weight".into(), Tensor::zeros(HIDDEN - 1, DType::F32, &Device::Cpu).unwrap()));
+    checkpoint::write_weights(&folder.path().join("model"), &misshaped);
+    refused("`model.norm.weight`: got shape [63], expected [64]");
+    checkpoint::write_weights(&folder.path().join("model"), &whole);
+    fs::write(folder.path().join("model/config.json"), checkpoint::settings(40, true).to_string()).unwrap();
+    refused("ids below the model's vocabulary of 40");
 }
 
 #[test]
@@ -114,10 +215,9 @@ fn what_is_wrong_is_named_and_the_last_checkpoint_stays() {
     let folder = tempfile::tempdir().unwrap();
     let whole = settings(folder.path(), "out");
     let expect = |settings: &str, reason: &str| {
-        let output = run(folder.path(), settings);
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{error}");
-        assert!(error.contains(reason), "{error}, expected {reason}");
+        let output = run(&train(folder.path(), settings));
+        assert_eq!(output.code, 2, "{}", output.stderr);
+        assert!(output.stderr.contains(reason), "{}, expected {reason}", output.stderr);
     };
     expect(&whole.replace("steps: 8", "stops: 8"), "stops");
     expect(&whole.replace("group: 4", "group: 1"), "`rollout.group`: got 1, expected at least 2");
@@ -149,7 +249,7 @@ fn what_is_wrong_is_named_and_the_last_checkpoint_stays() {
     expect(&whole.replace("model: {init:", "model: {path: nowhere}\n_unused: {init:"), "_unused");
 
     let short = whole.replace("steps: 8", "steps: 1");
-    assert!(run(folder.path(), &short).status.success());
+    expect_success(&train(folder.path(), &short));
     let checkpoint = folder.path().join("out/checkpoint.safetensors");
     let bytes = fs::read(&checkpoint).unwrap();
     expect(&whole.replace("group: 4", "group: 2"), "checkpoint.safetensors: written under other settings");
@@ -167,22 +267,23 @@ fn both_arms_agree_in_a_short_run() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("ab.yaml");
     fs::write(&config, settings(folder.path(), "ab").replace("steps: 8", "steps: 2")).unwrap();
-    let json = folder.path().join("ab.json");
-    let output = command("ab", &config).arg("--json").arg(&json).output().unwrap();
-    assert!(
-        output.status.success(),
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let written: serde_json::Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
-    let pair = &written["pairs"][0];
-    assert!(pair["equal_steps"].as_u64().unwrap() >= 1);
-    for side in ["baseline", "kernel"] {
-        let judged = &pair["runs"][side]["judged"];
-        assert_eq!((judged["losses"].as_u64(), judged["failed"].as_u64()), (Some(2), Some(0)), "{side}: {judged}");
-        assert!(judged["gates"].as_u64().unwrap() >= 6, "{judged}");
+    let [json, page]: [PathBuf; 2] = ["ab.json", "page.html"].map(|name| folder.path().join(name));
+    let [config, json_path, page_path] = [&config, &json, &page].map(|path| path.to_str().unwrap());
+    let output = assay(&["ab", "--config", config, "--json", json_path]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    for said in ["| kernel ", "against the reference", "baseline / kernel", "final evaluation reward"] {
+        assert!(output.stdout.contains(said), "`{said}` not in {}", output.stdout);
     }
-    let table = String::from_utf8(output.stdout).unwrap();
-    assert!(table.contains("baseline / kernel") && table.contains("ignored  final evaluation reward"), "{table}");
+    let compared: Comparison = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    assert!(compared.pass);
+    assert_eq!(compared.arms.each_ref().map(|arm| arm.runs[0].steps.len()), [2, 2]);
+    let decided: Vec<_> = compared.verdicts.iter().filter(|verdict| verdict.pass == Some(true)).collect();
+    assert_eq!(decided.len(), 3, "loss, dhidden, dlm_head: {decided:?}");
+    for verdict in decided {
+        assert!(verdict.baseline.unwrap() > 0.0 && verdict.kernel.unwrap() > 0.0, "{verdict:?}");
+        assert!(verdict.what.contains("of 4 loss steps"), "{verdict:?}");
+    }
+    assert!(compared.arms.iter().flat_map(|arm| &arm.runs[0].steps).all(|step| step.loss_step_bytes > 0.0));
+    assert_eq!(assay(&["report", json_path, "-o", page_path, "-q"]).code, 0);
+    assert!(fs::read_to_string(page).unwrap().contains("Kernel off and on"));
 }

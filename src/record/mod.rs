@@ -12,14 +12,13 @@
 //!
 //! Memory holds the model, the KV cache of one sequence and the logits of [`CHUNK`] positions, whatever `B·T` is.
 
-mod checkpoint;
 mod expected;
 mod prompts;
 mod qwen2;
 mod reward;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::{bf16, f16};
@@ -27,11 +26,11 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
-use self::checkpoint::Checkpoint;
 use self::expected::{CLIP, Expected, Row, log_softmax};
 use self::prompts::{Line, read};
 use self::qwen2::{Prefilled, Qwen2};
-use crate::fixture::{FixtureError, SafetensorsStream, StoredDtype, sha256};
+use crate::checkpoint::{Checkpoint, Vocabulary, hash_of, one_line};
+use crate::fixture::{FixtureError, SafetensorsStream, StoredDtype};
 use crate::problem::Dtype;
 use crate::spec::{LossSpec, Objective, PpoClip};
 
@@ -132,8 +131,11 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
     let vocab = checkpoint.config.vocab_size;
     let provenance = provenance(asked, &checkpoint, &lines)?;
     let vocabulary = checkpoint.vocabulary.clone();
-    let model =
-        checkpoint.load(lines.iter().map(|line| line.prompt_ids.len()).max().unwrap_or(0) + asked.max_tokens)?;
+    let model = Qwen2::load(
+        checkpoint,
+        lines.iter().map(|line| line.prompt_ids.len()).max().unwrap_or(0) + asked.max_tokens,
+        &asked.model,
+    )?;
     let steps = 2 * lines.iter().map(|line| line.completions(asked.sampling)).sum::<usize>();
     let scribe = Scribe { asked, stop, model: &model, vocabulary: &vocabulary, steps };
 
@@ -167,23 +169,6 @@ fn advantages(lines: &[Line], completions: &[Completion]) -> Vec<f32> {
     groups.flat_map(of_group).collect()
 }
 
-/// What the model's tokens are: what becomes of the special ones.
-#[derive(Clone)]
-struct Vocabulary {
-    tokenizer: tokenizers::Tokenizer,
-    /// Ids that end a completion.
-    end: Vec<u32>,
-    /// What fills masked positions.
-    padding: u32,
-}
-
-impl Vocabulary {
-    fn text(&self, ids: &[u32]) -> String {
-        // Only ids of the tokenizer have text: a head may have more columns than there are tokens.
-        self.tokenizer.decode(ids, false).unwrap_or_default()
-    }
-}
-
 struct Scribe<'r> {
     asked: &'r Recording,
     stop: &'r AtomicBool,
@@ -202,7 +187,7 @@ impl Scribe<'_> {
     }
 
     fn failed(&self, error: &candle_core::Error) -> RecordError {
-        RecordError::Model { path: self.asked.model.clone(), reason: checkpoint::one_line(error) }
+        RecordError::Model { path: self.asked.model.clone(), reason: one_line(error) }
     }
 
     /// The completions given, or drawn.
@@ -230,9 +215,14 @@ impl Scribe<'_> {
 
     fn completion(&self, prompt: usize, line: &Line, ids: Vec<u32>, old_logps: Option<Vec<f32>>) -> Completion {
         let ended = ids.last().is_some_and(|id| self.vocabulary.end.contains(id));
-        let text = self.vocabulary.text(&ids);
+        let text = self.text(&ids);
         let reward = line.reward.unwrap_or_else(|| reward::of(&text, ended, line.answer));
         Completion { prompt, ids, old_logps, ended, text, reward }
+    }
+
+    fn text(&self, ids: &[u32]) -> String {
+        // Only ids of the tokenizer have text: a head may have more columns than there are tokens.
+        self.vocabulary.tokenizer.decode(ids, false).unwrap_or_default()
     }
 
     fn prefill(&self, line: &Line) -> Result<Prefilled, RecordError> {
@@ -498,11 +488,6 @@ fn provenance(
         say(&format!("tensor.{name}"), text);
     }
     Ok(metadata)
-}
-
-/// The SHA-256 of a file.
-fn hash_of(path: &Path) -> Result<String, FixtureError> {
-    std::fs::File::open(path).and_then(sha256).map_err(|reason| FixtureError::io(path, "read", reason))
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::checkpoint::{Checkpoint, one_line};
 use super::{RecordError, Recording, Sampling, reward};
+use crate::checkpoint::{Checkpoint, one_line};
 use crate::fixture::FixtureError;
 
 /// No prompts file is longer.

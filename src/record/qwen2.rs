@@ -1,19 +1,23 @@
 //! A Qwen2 model that gives the hidden states before its head, and the head apart: logits are made for a few positions at
 //! a time.
 
-use candle_core::{Device, Result, Tensor};
-use candle_transformers::models::qwen2::Model;
+use std::path::Path;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Activation, VarBuilder};
+use candle_transformers::models::qwen2::{Config, Model};
 
 use super::RecordError;
+use crate::checkpoint::{Checkpoint, one_line};
 
 /// Positions whose logits are held at a time.
 pub const CHUNK: usize = 32;
 
 /// The model in f32.
 pub(super) struct Qwen2 {
-    pub(super) body: Model,
+    body: Model,
     /// `[V,H]`.
-    pub(super) lm_head: Tensor,
+    lm_head: Tensor,
 }
 
 /// A model that has read the start of a sequence. Clones share what they have read.
@@ -26,6 +30,38 @@ pub(super) struct Prefilled {
 }
 
 impl Qwen2 {
+    /// The model of a checkpoint, for sequences of at most `positions` tokens. `path` is where it comes from.
+    pub(super) fn load(
+        checkpoint: Checkpoint,
+        positions: usize,
+        path: &Path,
+    ) -> std::result::Result<Self, RecordError> {
+        let extents = checkpoint.config.clone();
+        let config = Config {
+            vocab_size: extents.vocab_size,
+            hidden_size: extents.hidden_size,
+            intermediate_size: extents.intermediate_size,
+            num_hidden_layers: extents.num_hidden_layers,
+            num_attention_heads: extents.num_attention_heads,
+            num_key_value_heads: extents.num_key_value_heads,
+            // The tables of the rotary embedding are as long as they need to be, whatever a stranger's settings say.
+            max_position_embeddings: positions,
+            sliding_window: positions,
+            max_window_layers: extents.num_hidden_layers,
+            tie_word_embeddings: extents.tie_word_embeddings,
+            rope_theta: extents.rope_theta,
+            rms_norm_eps: extents.rms_norm_eps,
+            use_sliding_window: false,
+            hidden_act: Activation::Silu,
+        };
+        let weights = checkpoint.weights()?;
+        let lm_head = weights[extents.head_name()].clone();
+        let weights = VarBuilder::from_tensors(weights.into_iter().collect(), DType::F32, &Device::Cpu);
+        let body = Model::new(&config, weights)
+            .map_err(|error| RecordError::Model { path: path.into(), reason: one_line(&error) })?;
+        Ok(Self { body, lm_head })
+    }
+
     pub(super) fn vocab(&self) -> usize {
         self.lm_head.dims()[0]
     }

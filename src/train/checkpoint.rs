@@ -6,13 +6,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use candle_core::Tensor;
+use candle_core::{Tensor, Var};
 use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::optimizer::AdamW;
-use super::qwen2::{Qwen2Config, Weights, read_safetensors, weights_from};
-use crate::fixture::persist;
+use super::qwen2::Weights;
+use crate::checkpoint::{Qwen2Config, single_tensor};
+use crate::fixture::{SafetensorsFile, persist};
 
 /// The one entry of the file's metadata.
 const METADATA: &str = "assay.train";
@@ -60,8 +61,8 @@ pub(super) fn write(
 /// # Errors
 /// [`TrainError`] where it cannot be read, was written under other settings, or lacks a tensor.
 pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Result<Checkpoint, TrainError> {
-    let (mut tensors, metadata) = read_safetensors(path)?;
-    let Some(header) = metadata.get(METADATA) else {
+    let file = SafetensorsFile::open(path)?;
+    let Some(header) = file.metadata().get(METADATA) else {
         return Err(TrainError::file(path, format!("no `{METADATA}` in its metadata, expected a checkpoint")));
     };
     let header: Header = serde_json::from_str(header).map_err(|error| TrainError::file(path, error.to_string()))?;
@@ -69,11 +70,13 @@ pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Resu
         let reason = "written under other settings; remove it, or choose another folder for the results";
         return Err(TrainError::file(path, reason.into()));
     }
-    let weights = weights_from(config, |name| Ok(tensors.remove(&format!("weight.{name}"))), path)?;
+    let mut weights = Weights::new();
+    for (name, shape) in config.tensors() {
+        let weight = single_tensor(&file, &format!("weight.{name}"), &shape)?;
+        weights.insert(name, Var::from_tensor(&weight)?);
+    }
     let optimizer = AdamW::restored(header.optimizer_steps, &weights, |name, count| {
-        let moments = tensors.remove(name).map(|tensor| tensor.to_vec1::<f32>()).transpose()?;
-        let missing = || TrainError::file(path, format!("`{name}`: not there, expected {count} values of f32"));
-        moments.filter(|values| values.len() == count).ok_or_else(missing)
+        Ok(single_tensor(&file, name, &[count])?.to_vec1::<f32>()?)
     })?;
     Ok(Checkpoint { step: header.step, weights, optimizer })
 }

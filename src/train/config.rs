@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::optimizer::AdamWConfig;
-use super::qwen2::Qwen2Config;
 use super::task::Arithmetic;
+use crate::checkpoint::Qwen2Config;
 use crate::spec::LossSpec;
 
 /// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
@@ -26,7 +26,7 @@ pub struct TrainConfig {
     pub out: PathBuf,
     /// The policy.
     pub model: Model,
-    /// A tokenizer; one token a byte where none is given.
+    /// A tokenizer; where none is given that of the checkpoint, or one token a byte.
     #[serde(default)]
     pub tokenizer: Option<TokenizerFile>,
     /// What it learns.
@@ -67,7 +67,7 @@ fn default_checkpoint_every() -> usize {
 pub enum Model {
     /// The seed.
     Init(Qwen2Config),
-    /// A directory as Hugging Face writes it.
+    /// A folder as Hugging Face writes it, or a GGUF file; with its tokenizer.
     Path(PathBuf),
 }
 
@@ -232,7 +232,7 @@ impl TrainConfig {
         }
         self.loss.check().map_err(crate::problem::ProblemError::from)?;
         if let Model::Init(model) = &self.model {
-            model.check().map_err(|reason| TrainError::Model { reason })?;
+            model.check()?;
         }
         Ok(())
     }

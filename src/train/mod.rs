@@ -30,11 +30,13 @@ use candle_core::Error as CandleError;
 pub use baseline::Baseline;
 pub use config::TrainConfig;
 pub use loss::{Batch, Evaluated, GrpoLoss};
-pub use qwen2::{Qwen2, Qwen2Config};
+pub use qwen2::Qwen2;
 pub use summary::Summary;
 pub use tokenizer::Tokenizer;
 pub use trainer::{Arm, LossStep, Trainer};
 
+pub use crate::checkpoint::{Misfit, Qwen2Config};
+use crate::fixture::FixtureError;
 use crate::implementation::RunError;
 use crate::problem::ProblemError;
 
@@ -107,11 +109,11 @@ pub enum TrainError {
         expected: String,
     },
     /// The extents of a policy do not fit each other.
-    #[error("model: {reason}")]
-    Model {
-        /// Which.
-        reason: String,
-    },
+    #[error("model: {0}")]
+    Model(#[from] Misfit),
+    /// A checkpoint cannot be read or believed.
+    #[error(transparent)]
+    Checkpoint(#[from] FixtureError),
     /// A tokenizer has ids that the policy has no logits for.
     #[error("`vocab_size`: got {given}, expected at least {needed}, the ids of the tokenizer")]
     Vocabulary {

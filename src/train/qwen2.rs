@@ -10,139 +10,21 @@
 //! f32 throughout; weights of a checkpoint in bf16 or f16 are widened. Names of weights and configuration are those of Hugging
 //! Face's `Qwen2ForCausalLM`, so that a directory of Qwen2 or Qwen2.5 loads as it is.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::path::Path;
 
-use candle_core::{D, DType, Device, Tensor, Var};
+use candle_core::{D, Device, Tensor, Var};
 use candle_nn::ops::softmax;
 use candle_nn::rotary_emb::rope_slow;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
-use serde::{Deserialize, Serialize};
 
-use super::TrainError;
+use super::{Tokenizer, TrainError};
+use crate::checkpoint::{Checkpoint, EMBEDDING, Qwen2Config};
 
 /// Standard deviation of weights that are not loaded.
 const INITIAL_STD: f32 = 0.02;
-
-/// Extents of a policy, named as in `config.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[expect(missing_docs, reason = "Hugging Face's names")]
-pub struct Qwen2Config {
-    pub vocab_size: usize,
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    pub num_key_value_heads: usize,
-    #[serde(default = "default_theta")]
-    pub rope_theta: f64,
-    #[serde(default = "default_epsilon")]
-    pub rms_norm_eps: f64,
-    #[serde(default)]
-    pub tie_word_embeddings: bool,
-}
-
-fn default_theta() -> f64 {
-    10_000.0
-}
-
-fn default_epsilon() -> f64 {
-    1e-6
-}
-
-impl Qwen2Config {
-    /// Reads a `config.json`, whose other settings are left alone.
-    ///
-    /// # Errors
-    /// [`TrainError`] where it cannot be read or an extent is missing or does not fit the others.
-    pub fn read(path: &Path) -> Result<Self, TrainError> {
-        let text = fs::read_to_string(path).map_err(|reason| TrainError::io(path, "read", reason))?;
-        let invalid = |reason: String| TrainError::file(path, reason);
-        let all: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_str(&text).map_err(|error| invalid(error.to_string()))?;
-        let known = [
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "rope_theta",
-            "rms_norm_eps",
-            "tie_word_embeddings",
-        ];
-        let known = all.into_iter().filter(|(name, _)| known.contains(&name.as_str())).collect();
-        let config: Self =
-            serde_json::from_value(serde_json::Value::Object(known)).map_err(|error| invalid(error.to_string()))?;
-        config.check().map_err(invalid)?;
-        Ok(config)
-    }
-
-    /// Checks that the extents fit each other.
-    ///
-    /// # Errors
-    /// A message that names the first that does not.
-    pub fn check(&self) -> Result<(), String> {
-        let extents = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-        ];
-        if let Some((name, _)) = extents.iter().find(|(_, extent)| *extent == 0) {
-            return Err(format!("`{name}`: got 0, expected at least 1"));
-        }
-        let expect_multiple = |name, given: usize, of_name, of: usize| {
-            if given.is_multiple_of(of) {
-                return Ok(());
-            }
-            Err(format!("`{name}`: got {given}, expected a multiple of {of_name} = {of}"))
-        };
-        let heads = self.num_attention_heads;
-        expect_multiple("hidden_size", self.hidden_size, "2·num_attention_heads", 2 * heads)?;
-        expect_multiple("num_attention_heads", heads, "num_key_value_heads", self.num_key_value_heads)
-    }
-
-    fn head_dim(&self) -> usize {
-        self.hidden_size / self.num_attention_heads
-    }
-
-    /// Every weight and its shape.
-    fn weights(&self) -> Vec<(String, Vec<usize>)> {
-        let (width, inner, kv) = (self.hidden_size, self.intermediate_size, self.num_key_value_heads * self.head_dim());
-        let mut all = vec![
-            ("model.embed_tokens.weight".to_string(), vec![self.vocab_size, width]),
-            ("model.norm.weight".into(), vec![width]),
-        ];
-        if !self.tie_word_embeddings {
-            all.push(("lm_head.weight".into(), vec![self.vocab_size, width]));
-        }
-        for layer in 0..self.num_hidden_layers {
-            let of_layer = [
-                ("input_layernorm.weight", vec![width]),
-                ("post_attention_layernorm.weight", vec![width]),
-                ("self_attn.q_proj.weight", vec![width, width]),
-                ("self_attn.q_proj.bias", vec![width]),
-                ("self_attn.k_proj.weight", vec![kv, width]),
-                ("self_attn.k_proj.bias", vec![kv]),
-                ("self_attn.v_proj.weight", vec![kv, width]),
-                ("self_attn.v_proj.bias", vec![kv]),
-                ("self_attn.o_proj.weight", vec![width, width]),
-                ("mlp.gate_proj.weight", vec![inner, width]),
-                ("mlp.up_proj.weight", vec![inner, width]),
-                ("mlp.down_proj.weight", vec![width, inner]),
-            ];
-            all.extend(of_layer.map(|(name, shape)| (format!("model.layers.{layer}.{name}"), shape)));
-        }
-        all
-    }
-}
 
 /// The weights of a policy by name, which an optimizer changes.
 pub type Weights = BTreeMap<String, Var>;
@@ -155,7 +37,7 @@ pub fn initial_weights(config: &Qwen2Config, seed: u64) -> Result<Weights, Train
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let normal = Normal::new(0.0f32, INITIAL_STD).expect("a positive deviation");
     let mut weights = Weights::new();
-    for (name, shape) in config.weights() {
+    for (name, shape) in config.tensors() {
         let count = shape.iter().product();
         let values: Vec<f32> = if name.ends_with("norm.weight") {
             vec![1.0; count]
@@ -169,67 +51,18 @@ pub fn initial_weights(config: &Qwen2Config, seed: u64) -> Result<Weights, Train
     Ok(weights)
 }
 
-/// Weights from `tensors`, of which those that the policy does not have are left alone. `file` is where they come from.
+/// Reads a checkpoint of Qwen2 or Qwen2.5: a folder as Hugging Face writes it, or a GGUF file, dequantised. The tokenizer is
+/// the checkpoint's own.
 ///
 /// # Errors
-/// [`TrainError`] naming the first weight that is missing or has another shape.
-pub fn weights_from(
-    config: &Qwen2Config,
-    mut tensors: impl FnMut(&str) -> Result<Option<Tensor>, TrainError>,
-    file: &Path,
-) -> Result<Weights, TrainError> {
-    let mut weights = Weights::new();
-    for (name, shape) in config.weights() {
-        let missing = || TrainError::file(file, format!("`{name}`: not there, expected shape {shape:?}"));
-        let tensor = tensors(&name)?.ok_or_else(missing)?;
-        if tensor.dims() != shape {
-            let given = tensor.dims();
-            return Err(TrainError::file(file, format!("`{name}`: got shape {given:?}, expected {shape:?}")));
-        }
-        weights.insert(name, Var::from_tensor(&tensor.to_dtype(DType::F32)?)?);
-    }
-    Ok(weights)
-}
-
-/// Reads a directory as Hugging Face writes it: `config.json` and `model.safetensors`, or the parts that
-/// `model.safetensors.index.json` names.
-///
-/// # Errors
-/// [`TrainError`] naming the file, and the weight that is missing or has another shape.
-pub fn read_checkpoint(folder: &Path) -> Result<(Qwen2Config, Weights), TrainError> {
-    #[derive(Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, PathBuf>,
-    }
-    let config = Qwen2Config::read(&folder.join("config.json"))?;
-    let index = folder.join("model.safetensors.index.json");
-    let parts: BTreeSet<PathBuf> = if index.exists() {
-        let text = fs::read_to_string(&index).map_err(|reason| TrainError::io(&index, "read", reason))?;
-        let parsed: Index = serde_json::from_str(&text).map_err(|error| TrainError::file(&index, error.to_string()))?;
-        parsed.weight_map.into_values().collect()
-    } else {
-        BTreeSet::from(["model.safetensors".into()])
-    };
-    let mut tensors = BTreeMap::new();
-    for part in parts {
-        let path = folder.join(part);
-        tensors.extend(read_safetensors(&path)?.0);
-    }
-    let weights = weights_from(&config, |name| Ok(tensors.remove(name)), folder)?;
-    Ok((config, weights))
-}
-
-/// The tensors and the metadata of a safetensors file.
-pub(super) fn read_safetensors(
-    path: &Path,
-) -> Result<(BTreeMap<String, Tensor>, std::collections::HashMap<String, String>), TrainError> {
-    let bytes = fs::read(path).map_err(|reason| TrainError::io(path, "read", reason))?;
-    let invalid = |error: safetensors::SafeTensorError| TrainError::file(path, error.to_string());
-    let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).map_err(invalid)?;
-    // candle checks the extents against the bytes that are there.
-    let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)
-        .map_err(|error| TrainError::file(path, error.to_string()))?;
-    Ok((tensors.into_iter().collect(), metadata.metadata().clone().unwrap_or_default()))
+/// [`TrainError`] naming the file, and the setting or tensor that is wrong.
+pub fn read_checkpoint(path: &Path) -> Result<(Qwen2Config, Weights, Tokenizer), TrainError> {
+    let checkpoint = Checkpoint::open(path)?;
+    let config = checkpoint.config.clone();
+    let tokenizer = Tokenizer::of(&checkpoint.vocabulary, path)?;
+    let variable = |(name, tensor)| Ok((name, Var::from_tensor(&tensor)?));
+    let weights = checkpoint.weights()?.into_iter().map(variable).collect::<Result<_, TrainError>>()?;
+    Ok((config, weights, tokenizer))
 }
 
 /// A policy over weights that it shares: they may change between calls.
@@ -284,8 +117,7 @@ impl Qwen2 {
 
     /// The LM head, `[V,H]`.
     pub fn lm_head(&self) -> &Tensor {
-        let tied = self.config.tie_word_embeddings;
-        self.weight(if tied { "model.embed_tokens.weight" } else { "lm_head.weight" })
+        self.weight(self.config.head_name())
     }
 
     /// What the last norm leaves, `[B,L,H]`, of tokens `ids`, `[B,L]` u32, that follow those in `cache`.
@@ -297,7 +129,7 @@ impl Qwen2 {
     pub fn hidden(&self, ids: &Tensor, mut cache: Option<&mut KvCache>) -> Result<Tensor, TrainError> {
         let (rows, length) = ids.dims2()?;
         let before = cache.as_ref().map_or(Ok(0), |cache| cache.len())?;
-        let embedded = self.weight("model.embed_tokens.weight").index_select(&ids.flatten_all()?, 0)?;
+        let embedded = self.weight(EMBEDDING).index_select(&ids.flatten_all()?, 0)?;
         let mut x = embedded.reshape((rows, length, self.config.hidden_size))?;
         let positions = Positions::of(&self.config, before, length)?;
         for layer in 0..self.config.num_hidden_layers {

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::TrainError;
+use crate::checkpoint::Vocabulary;
 
 /// The id that ends a completion, for the built-in tokenizer: the first after the bytes.
 const END: u32 = 256;
@@ -35,6 +36,14 @@ impl Tokenizer {
             ));
         };
         Ok(Tokenizer::File { tokenizer: Box::new(tokenizer), end })
+    }
+
+    /// That of a checkpoint in `path`, whose first end token ends a completion.
+    pub(super) fn of(vocabulary: &Vocabulary, path: &Path) -> Result<Self, TrainError> {
+        let Some(&end) = vocabulary.end.first() else {
+            return Err(TrainError::file(path, "`eos_token_id`: got none, expected one".into()));
+        };
+        Ok(Tokenizer::File { tokenizer: Box::new(vocabulary.tokenizer.clone()), end })
     }
 
     /// Checks that a policy over `vocab` ids has every token.

@@ -17,12 +17,13 @@ use super::config::{Model, Task, TrainConfig, WarmStart};
 use super::loss::{array2, array3};
 use super::metrics::{Evaluation, Journal, Record};
 use super::optimizer::{AdamW, AdamWConfig, Gradients, accumulate};
-use super::qwen2::{Qwen2, Qwen2Config, Weights, initial_weights, read_checkpoint};
+use super::qwen2::{Qwen2, Weights, initial_weights, read_checkpoint};
 use super::reward::{Reward, advantages};
 use super::rollout::{Completion, Sampling, generate};
 use super::task::{Exercise, read_gsm8k};
 use super::tokenizer::Tokenizer;
 use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainError};
+use crate::checkpoint::Qwen2Config;
 use crate::memory::Meter;
 use crate::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
 use crate::spec::{LossSpec, Objective, OldLogp, Reduction};
@@ -146,13 +147,13 @@ impl Trainer {
     pub fn start(config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
         config.check()?;
         fs::create_dir_all(&config.out).map_err(|reason| TrainError::io(&config.out, "create", reason))?;
-        let (model, weights) = match &config.model {
-            Model::Init(model) => (model.clone(), initial_weights(model, config.seed)?),
-            Model::Path(folder) => read_checkpoint(folder)?,
+        let (model, weights, own) = match &config.model {
+            Model::Init(model) => (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes),
+            Model::Path(path) => read_checkpoint(path)?,
         };
         let tokenizer = match &config.tokenizer {
             Some(file) => Tokenizer::read(&file.path, &file.end)?,
-            None => Tokenizer::Bytes,
+            None => own,
         };
         tokenizer.expect_within(model.vocab_size)?;
         let (train, evaluate) = match &config.task {
