@@ -160,9 +160,9 @@ fn gradients_of_every_weight_are_differences_of_the_formula() {
     for (name, weight) in &weights {
         let gradient = gradients.get(weight).unwrap_or_else(|| panic!("{name} has no gradient"));
         let gradient = gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let direction = |i: usize| (i as f64 * 0.9 + 0.4).sin();
+        // Along the gradient's own signs: no element hides behind another.
+        let direction = |i: usize| f64::from(gradient[i].signum()) * (1.5 + (i as f64 * 0.9 + 0.4).sin());
         let given: f64 = gradient.iter().enumerate().map(|(i, &g)| f64::from(g) * direction(i)).sum();
-        let scale: f64 = gradient.iter().enumerate().map(|(i, &g)| (f64::from(g) * direction(i)).abs()).sum();
         let value = |step: f64| {
             let mut formula = Formula::of(&config, &weights);
             let moved = formula.weights.get_mut(name).unwrap();
@@ -170,9 +170,10 @@ fn gradients_of_every_weight_are_differences_of_the_formula() {
             formula.hidden(&tokens).indexed_iter().map(|((t, h), x)| x * along(t, h)).sum::<f64>()
         };
         let expected = (value(1e-5) - value(-1e-5)) / 2e-5;
-        assert!((given - expected).abs() < 1e-5 * scale, "{name}: {given}, expected {expected}, of terms {scale}");
+        let limit = 1e-5 * (1.0 + given.abs());
+        assert!((given - expected).abs() < limit, "{name}: {given}, expected {expected} within {limit}");
         // Keys' biases turn all scores alike.
-        assert!(expected.abs() > 1e-3 || name.ends_with("k_proj.bias"), "{name}: {expected} tells nothing");
+        assert!(expected > 1e-2 || name.ends_with("k_proj.bias"), "{name}: {expected} tells nothing");
     }
 }
 
