@@ -25,15 +25,16 @@ replay: setup
 # Everything that CI runs.
 test: setup
 	$(CARGO) fmt --check
-	$(CARGO) clippy --all-targets --locked -- -D warnings
+	$(CARGO) clippy --all-targets --locked --all-features -- -D warnings
 	$(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --quiet
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
 	$(CARGO) bench --no-run --locked --quiet
-	$(CARGO) test --locked
+	$(CARGO) test --locked --all-features
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
-	ASSAY_CASES=10000 PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked
+	ASSAY_CASES=10000 PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked --all-features
+	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --lib exp_every_f32 -- --ignored
 	@$(MAKE) --no-print-directory sanitize

@@ -13,6 +13,8 @@
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
 pub mod bandwidth;
+#[cfg(feature = "train")]
+mod checkpoint;
 pub mod cli;
 pub mod conformance;
 #[cfg(feature = "pjrt")]
@@ -26,7 +28,10 @@ pub mod memory;
 pub mod native;
 pub mod problem;
 pub mod products;
+#[cfg(feature = "train")]
+pub mod record;
 pub mod reference;
+pub mod report;
 #[cfg(feature = "pjrt")]
 pub mod runtime;
 pub mod spec;
@@ -36,6 +41,8 @@ pub mod stablehlo;
 mod tile;
 #[cfg(feature = "pjrt")]
 pub mod tpu;
+#[cfg(feature = "train")]
+pub mod train;
 #[cfg(feature = "pjrt")]
 pub mod xla;
 

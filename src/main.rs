@@ -2,6 +2,11 @@
 
 use std::process::ExitCode;
 
+/// Counts what training allocates.
+#[cfg(feature = "train")]
+#[global_allocator]
+static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+
 fn main() -> ExitCode {
     #[cfg(feature = "pjrt")]
     assay::runtime::quiet_plugins();

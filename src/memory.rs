@@ -69,3 +69,50 @@ pub fn available_host_bytes() -> Option<usize> {
     let kibibytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kibibytes.checked_mul(1024)
 }
+
+/// Counts the bytes that the allocator of this process hands out, where that is [`peak_alloc::PeakAlloc`].
+#[cfg(feature = "train")]
+pub struct Meter {
+    before: usize,
+    highest: usize,
+}
+
+#[cfg(feature = "train")]
+impl Meter {
+    /// Begins; `None` where another allocator is installed, which does not count.
+    pub fn start() -> Option<Self> {
+        let before = peak_alloc::PeakAlloc.current_usage();
+        peak_alloc::PeakAlloc.reset_peak_usage();
+        (before > 0).then_some(Self { before, highest: before })
+    }
+
+    /// What `work` comes to, and the most bytes that it held beyond what there was.
+    pub fn most_bytes<T>(&mut self, work: impl FnOnce() -> T) -> (T, usize) {
+        self.catch_up();
+        let before = peak_alloc::PeakAlloc.current_usage();
+        let result = work();
+        (result, self.catch_up().saturating_sub(before))
+    }
+
+    /// What `work` comes to, whose bytes do not count.
+    pub fn apart<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        self.catch_up();
+        let result = work();
+        peak_alloc::PeakAlloc.reset_peak_usage();
+        result
+    }
+
+    /// The most bytes that were held since the beginning, beyond what there was.
+    pub fn finish(mut self) -> usize {
+        self.catch_up();
+        self.highest.saturating_sub(self.before)
+    }
+
+    /// The most since the last call.
+    fn catch_up(&mut self) -> usize {
+        let peak = peak_alloc::PeakAlloc.peak_usage();
+        peak_alloc::PeakAlloc.reset_peak_usage();
+        self.highest = self.highest.max(peak);
+        peak
+    }
+}

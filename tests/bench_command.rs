@@ -12,7 +12,8 @@ use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
 use tempfile::TempDir;
 
-const KEYS: [&str; 26] = [
+const KEYS: [&str; 27] = [
+    "command",
     "impl",
     "devices",
     "shape",

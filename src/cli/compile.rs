@@ -14,7 +14,7 @@ use crate::implementation::{Implementation, RunError};
 use crate::memory::CompiledMemory;
 use crate::problem::{Dtype, HeadLayout, HeadShape};
 use crate::spec::LossSpec;
-use crate::tpu::recorded::{self, BASELINE, Recorded};
+use crate::tpu::recorded::{self, BASELINE, Recorded, SEED_KERNEL};
 use crate::tpu::schedule::Kernel;
 use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Extents, Request, Target};
 use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
@@ -269,6 +269,8 @@ pub(super) struct Figures {
     compile_s: f64,
     /// The recorded baseline of this target, shape and dtype.
     pub(super) recorded: Option<Beside>,
+    /// What the seed project's own kernel took there.
+    recorded_kernel: Option<&'static Recorded>,
 }
 
 impl Figures {
@@ -284,8 +286,10 @@ impl Figures {
             }
             _ => None,
         };
-        let recorded = recorded::find(BASELINE, &asked.target, asked.shape, asked.dtype);
-        let recorded = recorded.filter(|_| held_by == HeldBy::EachDevice);
+        let recorded = |program| {
+            let recorded = recorded::find(program, &asked.target, asked.shape, asked.dtype);
+            recorded.filter(|_| held_by == HeldBy::EachDevice)
+        };
         Self {
             target: asked.target.clone(),
             devices,
@@ -302,7 +306,8 @@ impl Figures {
             products_ms: products.map(|products| chip.products_ms(products)),
             clock_ghz: chip.clock_ghz,
             compile_s: compiled.compile_s,
-            recorded: recorded.map(|recorded| Beside { recorded, ratio: recorded.ratio(bound.predicted_ms) }),
+            recorded: recorded(BASELINE).map(|recorded| Beside { recorded, ratio: recorded.ratio(bound.predicted_ms) }),
+            recorded_kernel: recorded(SEED_KERNEL),
         }
     }
 

@@ -102,14 +102,14 @@ impl List {
                 entry.summary.clone(),
             ]);
         }
-        self.printing.finish(&format!("{table}\n"), &listed)?;
+        self.printing.finish_list(&format!("{table}\n"), &listed)?;
         Ok(Passed::Yes)
     }
 
     fn print_matrix(&self) -> Result<Passed, CliError> {
         let matrix = Matrix::of(&registry(self.plugin.path()));
         let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
-        self.printing.finish(&text, &matrix.rows)?;
+        self.printing.finish_list(&text, &matrix.rows)?;
         Ok(Passed::Yes)
     }
 }

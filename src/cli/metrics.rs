@@ -33,7 +33,7 @@ impl Metrics {
         for metric in &metrics {
             table.add_row([metric.name.to_string(), format!("{:.9e}", metric.value), metric.definition.to_string()]);
         }
-        self.printing.finish(&format!("{table}\n"), &metrics)?;
+        self.printing.finish_list(&format!("{table}\n"), &metrics)?;
         Ok(Passed::Yes)
     }
 }

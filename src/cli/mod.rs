@@ -1,5 +1,7 @@
 //! The `assay` command. Exit codes: 0 every verdict passed, 1 one failed, 2 bad usage or input.
 
+#[cfg(feature = "train")]
+mod ab;
 mod bench;
 mod case;
 #[cfg(feature = "pjrt")]
@@ -18,13 +20,23 @@ mod metrics;
 mod mutants;
 mod parity;
 mod problem_choice;
+#[cfg(feature = "train")]
+mod record;
 mod replay;
+mod report;
 mod spec;
 mod tolerances;
+#[cfg(feature = "train")]
+mod train;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+#[cfg(feature = "train")]
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use clap::{Args, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -38,9 +50,14 @@ use crate::fixture::FixtureError;
 use crate::implementation::RunError;
 use crate::memory::Shortage;
 use crate::problem::ProblemError;
+#[cfg(feature = "train")]
+use crate::record::RecordError;
+use crate::report::InputError;
 use crate::spec::presets::PresetError;
 #[cfg(feature = "pjrt")]
 use crate::tpu::TpuError;
+#[cfg(feature = "train")]
+use crate::train::TrainError;
 
 /// Judges GRPO loss kernels against an f64 reference.
 #[derive(Parser)]
@@ -76,10 +93,30 @@ enum Command {
     Parity(parity::Parity),
     /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
     Mutants(mutants::Mutants),
+    /// Run a Qwen2 model and keep its logits as a fixture
+    #[cfg(feature = "train")]
+    Record(record::Record),
+    /// Make one page of what other commands wrote with --json
+    Report(report::Report),
     /// Say what a loss computes, as a published project or a spec file has it
     Spec(spec::Spec),
     /// Show the limits of the judge, or measure them again
     Tolerances(tolerances::Limits),
+    /// Train a small policy with GRPO, by a kernel or by candle's own operations
+    #[cfg(feature = "train")]
+    Train(train::Train),
+    /// Make the same run by candle's own operations and by a kernel, and compare them
+    #[cfg(feature = "train")]
+    Ab(ab::Ab),
+    /// Run a Qwen2 model and keep its logits as a fixture (in builds with the feature `train`)
+    #[cfg(not(feature = "train"))]
+    Record(NotBuilt),
+    /// Train a small policy with GRPO (in builds with the feature `train`)
+    #[cfg(not(feature = "train"))]
+    Train(NotBuilt),
+    /// Make the same run by candle's own operations and by a kernel (in builds with the feature `train`)
+    #[cfg(not(feature = "train"))]
+    Ab(NotBuilt),
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = crate::tpu::compile::WORKER_COMMAND)]
     TpuWorker(compile::Worker),
@@ -94,6 +131,23 @@ struct Printing {
     /// Print nothing but failures
     #[arg(short, long)]
     quiet: bool,
+}
+
+/// A command that this build lacks, whatever it is told.
+#[cfg(not(feature = "train"))]
+#[derive(Args)]
+struct NotBuilt {
+    #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    _arguments: Vec<String>,
+}
+
+#[cfg(not(feature = "train"))]
+impl NotBuilt {
+    fn run(self) -> Result<Passed, CliError> {
+        Err(CliError::Usage(
+            "this build has no models: `cargo build --release --features train` makes one that has".into(),
+        ))
+    }
 }
 
 /// Which PJRT plugin the device implementations use.
@@ -151,9 +205,17 @@ enum CliError {
     Memory(#[from] Shortage),
     #[error(transparent)]
     Preset(#[from] PresetError),
+    #[error(transparent)]
+    Input(#[from] InputError),
+    #[cfg(feature = "train")]
+    #[error(transparent)]
+    Record(#[from] RecordError),
     #[cfg(feature = "pjrt")]
     #[error(transparent)]
     Tpu(#[from] TpuError),
+    #[cfg(feature = "train")]
+    #[error(transparent)]
+    Train(#[from] TrainError),
     #[error("{0}")]
     Usage(String),
 }
@@ -187,8 +249,12 @@ pub fn main() -> ExitCode {
         Command::List(command) => command.run(),
         Command::Parity(command) => command.run(),
         Command::Mutants(command) => command.run(),
+        Command::Record(command) => command.run(),
+        Command::Report(command) => command.run(),
         Command::Spec(command) => command.run(),
         Command::Tolerances(command) => command.run(),
+        Command::Train(command) => command.run(),
+        Command::Ab(command) => command.run(),
         #[cfg(feature = "pjrt")]
         Command::TpuWorker(command) => command.run(),
     };
@@ -203,9 +269,45 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// A result and the command that made it.
+#[derive(Serialize)]
+struct Made<'r, R> {
+    command: String,
+    #[serde(flatten)]
+    result: &'r R,
+}
+
+/// This process's command line, as a shell takes it.
+fn command_line() -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%^".contains(c);
+    let quoted = |argument: String| {
+        if !argument.is_empty() && argument.chars().all(plain) {
+            return argument;
+        }
+        format!("'{}'", argument.replace('\'', r"'\''"))
+    };
+    let arguments = std::env::args_os().skip(1).map(|argument| quoted(argument.to_string_lossy().into_owned()));
+    std::iter::once("assay".into()).chain(arguments).collect::<Vec<_>>().join(" ")
+}
+
+/// Set by Ctrl-C: who sees it ends in good order.
+#[cfg(feature = "train")]
+fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let set = Arc::clone(&stop);
+    ctrlc::set_handler(move || set.store(true, Ordering::Relaxed))
+        .map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}")))?;
+    Ok(stop)
+}
+
 impl Printing {
-    /// Prints `text` unless quiet, and writes `json` where asked to.
-    fn finish(&self, text: &str, json: &impl Serialize) -> Result<(), CliError> {
+    /// Prints `text` unless quiet, and writes `result`, an object, with the command that made it where asked to.
+    fn finish(&self, text: &str, result: &impl Serialize) -> Result<(), CliError> {
+        self.finish_list(text, &Made { command: command_line(), result })
+    }
+
+    /// Prints `text` unless quiet, and writes `json` as it is where asked to.
+    fn finish_list(&self, text: &str, json: &impl Serialize) -> Result<(), CliError> {
         if !self.quiet {
             print(text)?;
         }

@@ -63,7 +63,7 @@ impl Limits {
             }
         };
         let entries: Vec<&Tolerance> = tolerances.entries().collect();
-        self.printing.finish(&table(&entries), &entries)?;
+        self.printing.finish_list(&table(&entries), &entries)?;
         Ok(Passed::Yes)
     }
 

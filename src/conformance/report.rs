@@ -9,7 +9,8 @@ use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
 use super::judgeable::Judgeable;
 use super::metric::{ULP_EDGES, hex};
-use super::tolerance::Output;
+use super::tolerance::{Model, Output};
+use crate::problem::Dtype;
 
 /// One line of a report.
 #[derive(Clone, Debug, Serialize)]
@@ -23,6 +24,8 @@ pub struct Check {
     pub devices: usize,
     /// The output and how it was compared.
     pub output: String,
+    /// Dtype of the output.
+    pub dtype: Dtype,
     /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
     pub worst: Option<f64>,
     /// Its limit.
@@ -35,6 +38,10 @@ pub struct Check {
     pub kappa_needed: f64,
     /// The `κ` it is allowed; `None` where no tolerance applies.
     pub kappa_allowed: Option<f64>,
+    /// Elements by their error in ulp of that dtype, up to each of the report's `ulp_edges`, and beyond the last; `None`
+    /// where the output has no elements, as metrics have none, or was not compared one by one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ulp: Option<[u64; ULP_EDGES.len()]>,
     /// Checks of one family share a row of the table while they pass.
     #[serde(skip)]
     family: Option<&'static str>,
@@ -49,18 +56,21 @@ impl Check {
         let tally = &verdict.tally;
         let odd = tally.nonfinite.or(tally.silent).map(|(at, _)| at);
         let worst = if odd.is_some() { None } else { tally.worst };
+        let family = family(verdict.gate.output);
         Self {
             fixture: fixture.into(),
             implementation: implementation.into(),
             devices: 1,
             output: output.into(),
+            dtype: verdict.dtype,
             worst: worst.map(|worst| worst.error),
             limit: worst.map(|worst| worst.limit),
             at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
             verdict: verdict.status,
             kappa_needed: tally.kappa_seen,
             kappa_allowed: verdict.kappa,
-            family: family(verdict.gate.output),
+            ulp: (verdict.gate.model == Model::Elementwise && family.is_none()).then_some(tally.histogram),
+            family,
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
         }
     }
@@ -100,6 +110,8 @@ pub fn on_devices(id: &str, devices: usize) -> String {
 pub struct Report {
     /// Whether every check passed.
     pub pass: bool,
+    /// Upper edges of the histograms in the checks, of every bucket but the last.
+    pub ulp_edges: &'static [f64],
     /// The checks, in the order they were made.
     pub checks: Vec<Check>,
     /// What was not checked, and why.
@@ -138,6 +150,7 @@ impl Report {
     pub fn new(checks: Vec<Check>, ignored: Vec<Ignored>) -> Self {
         Self {
             pass: !checks.is_empty() && checks.iter().all(|check| check.verdict == Status::Pass),
+            ulp_edges: &ULP_EDGES[..ULP_EDGES.len() - 1],
             checks,
             ignored,
             invariance: Vec::new(),

@@ -9,9 +9,15 @@ pub(crate) struct Output {
 }
 
 pub(crate) fn assay(args: &[&str]) -> Output {
-    let output = cargo_bin_cmd!("assay").args(args).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    Output { code: output.status.code().expect("not killed"), stdout: text(output.stdout), stderr: text(output.stderr) }
+    cargo_bin_cmd!("assay").args(args).output().unwrap().into()
+}
+
+impl From<std::process::Output> for Output {
+    fn from(output: std::process::Output) -> Self {
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        let code = output.status.code().expect("not killed");
+        Output { code, stdout: text(output.stdout), stderr: text(output.stderr) }
+    }
 }
 
 /// Bad input: exit code 2, nothing on stdout, and one line that says all of `parts`.

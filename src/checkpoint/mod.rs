@@ -1,0 +1,493 @@
+//! Checkpoints of Qwen2 and Qwen2.5 on disk: a folder of safetensors as Hugging Face writes it, or a GGUF file.
+//!
+//! Nothing of the tensors is read before all of them have been seen to be there in their shapes, and then one at a time.
+
+mod gguf;
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::Content;
+use candle_core::quantized::tokenizer::TokenizerFromGguf;
+use candle_core::{Device, Tensor};
+use ndarray::IxDyn;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+use crate::fixture::{self, FixtureError, SafetensorsFile, sha256};
+use crate::problem::FloatArray;
+
+/// Longest `config.json` and `tokenizer.json`; Qwen2.5's take 7 MB.
+const LONGEST_SETTINGS: u64 = 64 << 20;
+
+/// The name of the embedding, and of the head where it is another tensor.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(crate) const HEAD: &str = "lm_head.weight";
+
+/// Extents of a policy, named as in `config.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[expect(missing_docs, reason = "Hugging Face's names")]
+pub struct Qwen2Config {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    #[serde(default = "rope_theta")]
+    pub rope_theta: f64,
+    #[serde(default = "rms_norm_eps")]
+    pub rms_norm_eps: f64,
+    #[serde(default)]
+    pub tie_word_embeddings: bool,
+}
+
+fn rope_theta() -> f64 {
+    10_000.0
+}
+
+fn rms_norm_eps() -> f64 {
+    1e-6
+}
+
+/// A setting of a policy that is out of range, or does not fit the others.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{field}`: got {given}, expected {expected}")]
+pub struct Misfit {
+    field: &'static str,
+    given: String,
+    expected: String,
+}
+
+impl Qwen2Config {
+    /// Checks that the extents fit each other.
+    ///
+    /// # Errors
+    /// [`Misfit`], the first that does not.
+    pub fn check(&self) -> Result<(), Misfit> {
+        let expect = |holds: bool, field: &'static str, given: String, expected: &str| {
+            if holds { Ok(()) } else { Err(Misfit { field, given, expected: expected.into() }) }
+        };
+        for (field, n) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+        ] {
+            expect((1..=i32::MAX as usize).contains(&n), field, n.to_string(), "an integer from 1 to 2^31 - 1")?;
+        }
+        let (hidden, heads, pairs) = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads);
+        let given = hidden.to_string();
+        expect(hidden % heads == 0, "hidden_size", given.clone(), &format!("a multiple of the {heads} heads"))?;
+        let even = "an even number of units a head, for rotation";
+        expect(self.head_dim() % 2 == 0, "hidden_size", given, even)?;
+        let divisor = format!("a divisor of the {heads} heads");
+        expect(heads % pairs == 0, "num_key_value_heads", pairs.to_string(), &divisor)?;
+        for (field, x) in [("rope_theta", self.rope_theta), ("rms_norm_eps", self.rms_norm_eps)] {
+            expect(x.is_finite() && x > 0.0, field, x.to_string(), "a number > 0")?;
+        }
+        Ok(())
+    }
+
+    /// Units of a head.
+    pub(crate) fn head_dim(&self) -> usize {
+        self.hidden_size / self.num_attention_heads
+    }
+
+    /// The name of the LM head's tensor.
+    pub(crate) fn head_name(&self) -> &'static str {
+        if self.tie_word_embeddings { EMBEDDING } else { HEAD }
+    }
+
+    /// The tensors by their names in a folder, and their shapes. Lazily: a stranger may claim any number of layers.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (String, Vec<usize>)> + use<> {
+        let &Self { vocab_size: v, hidden_size: h, intermediate_size: m, .. } = self;
+        let of_keys = self.head_dim() * self.num_key_value_heads;
+        let layer = move |i: usize| {
+            [
+                ("input_layernorm.weight", vec![h]),
+                ("self_attn.q_proj.weight", vec![h, h]),
+                ("self_attn.q_proj.bias", vec![h]),
+                ("self_attn.k_proj.weight", vec![of_keys, h]),
+                ("self_attn.k_proj.bias", vec![of_keys]),
+                ("self_attn.v_proj.weight", vec![of_keys, h]),
+                ("self_attn.v_proj.bias", vec![of_keys]),
+                ("self_attn.o_proj.weight", vec![h, h]),
+                ("post_attention_layernorm.weight", vec![h]),
+                ("mlp.gate_proj.weight", vec![m, h]),
+                ("mlp.up_proj.weight", vec![m, h]),
+                ("mlp.down_proj.weight", vec![h, m]),
+            ]
+            .map(|(name, shape)| (format!("model.layers.{i}.{name}"), shape))
+        };
+        let head = (!self.tie_word_embeddings).then(|| (HEAD.to_owned(), vec![v, h]));
+        let ends = [(EMBEDDING.to_owned(), vec![v, h]), ("model.norm.weight".to_owned(), vec![h])];
+        ends.into_iter().chain(head).chain((0..self.num_hidden_layers).flat_map(layer))
+    }
+}
+
+/// A tokenizer whose ids are all columns of the head, and what becomes of its special tokens.
+#[derive(Clone)]
+pub(crate) struct Vocabulary {
+    pub(crate) tokenizer: Tokenizer,
+    /// Ids that end a completion.
+    pub(crate) end: Vec<u32>,
+    /// What fills masked positions.
+    pub(crate) padding: u32,
+}
+
+/// A checkpoint whose settings and tensor shapes have been checked.
+pub(crate) struct Checkpoint {
+    path: PathBuf,
+    pub(crate) config: Qwen2Config,
+    /// Most positions that the model is for.
+    pub(crate) positions: usize,
+    pub(crate) vocabulary: Vocabulary,
+    weights: Weights,
+    /// What a fixture's metadata say of the model.
+    pub(crate) provenance: BTreeMap<String, String>,
+}
+
+enum Weights {
+    /// The files, and which of them holds a tensor.
+    Safetensors {
+        files: Vec<SafetensorsFile>,
+        holder: BTreeMap<String, usize>,
+    },
+    Gguf {
+        file: BufReader<File>,
+        content: Box<Content>,
+    },
+}
+
+/// The settings of `config.json` that matter here. Those that would change the model and are not known here are refused.
+#[derive(Deserialize)]
+struct Settings {
+    model_type: String,
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    max_position_embeddings: usize,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    #[serde(default = "rope_theta")]
+    rope_theta: f64,
+    rms_norm_eps: f64,
+    #[serde(default)]
+    use_sliding_window: bool,
+    hidden_act: String,
+    #[serde(default)]
+    rope_scaling: Option<serde_json::Value>,
+    #[serde(default)]
+    head_dim: Option<usize>,
+    #[serde(default)]
+    eos_token_id: Option<Ids>,
+    #[serde(default)]
+    pad_token_id: Option<u32>,
+}
+
+#[derive(Deserialize)]
+struct Generation {
+    #[serde(default)]
+    eos_token_id: Option<Ids>,
+    #[serde(default)]
+    pad_token_id: Option<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Ids {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl From<Ids> for Vec<u32> {
+    fn from(ids: Ids) -> Self {
+        match ids {
+            Ids::One(id) => vec![id],
+            Ids::Many(ids) => ids,
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Reads what a checkpoint says of itself.
+    ///
+    /// # Errors
+    /// [`FixtureError`] where a file cannot be read, a setting is none that is known here, a tensor is missing or has another
+    /// shape than the settings say, or the tokenizer has ids beyond the vocabulary.
+    pub(crate) fn open(path: &Path) -> Result<Self, FixtureError> {
+        if path.is_dir() { Self::open_folder(path) } else { Self::open_gguf(path) }
+    }
+
+    fn open_folder(path: &Path) -> Result<Self, FixtureError> {
+        let settings_path = path.join("config.json");
+        let settings: Settings = read_json(&settings_path)?;
+        let config = config(&settings_path, &settings)?;
+        let generation_path = path.join("generation_config.json");
+        let generation: Option<Generation> =
+            generation_path.exists().then(|| read_json(&generation_path)).transpose()?;
+        let (end, padding) = match generation {
+            Some(Generation { eos_token_id: Some(end), pad_token_id }) => {
+                (Some(end), pad_token_id.or(settings.pad_token_id))
+            }
+            _ => (settings.eos_token_id, settings.pad_token_id),
+        };
+        let tokenizer_path = path.join("tokenizer.json");
+        let tokenizer = Tokenizer::from_bytes(read_bounded(&tokenizer_path)?).map_err(|error| {
+            FixtureError::invalid(&tokenizer_path, "tokenizer", one_line(&error), "what the tokenizers library reads")
+        })?;
+
+        let listing = |reason| FixtureError::io(path, "list", reason);
+        let mut names: Vec<PathBuf> = Vec::new();
+        for entry in fs::read_dir(path).map_err(listing)? {
+            let file = entry.map_err(listing)?.path();
+            if file.extension().is_some_and(|extension| extension == "safetensors") {
+                names.push(file);
+            }
+        }
+        names.sort();
+        let mut provenance = BTreeMap::from([
+            ("model".into(), name_of(path)),
+            ("weights".into(), "safetensors, each tensor converted to f32".into()),
+        ]);
+        let (mut files, mut holder) = (Vec::new(), BTreeMap::new());
+        for name in &names {
+            let file = SafetensorsFile::open(name)?;
+            for tensor in file.names() {
+                if let Some(first) = holder.insert(tensor.to_owned(), files.len()) {
+                    let given = format!("one here and one in {}", names[first].display());
+                    return Err(FixtureError::invalid(name, &format!("tensor `{tensor}`"), given, "one").into());
+                }
+            }
+            provenance.insert(format!("sha256_of.{}", name_of(name)), hash_of(name)?);
+            files.push(file);
+        }
+        Checkpoint {
+            path: path.into(),
+            positions: settings.max_position_embeddings,
+            vocabulary: vocabulary(&tokenizer_path, tokenizer, &config, end.map_or_else(Vec::new, Vec::from), padding)?,
+            config,
+            weights: Weights::Safetensors { files, holder },
+            provenance,
+        }
+        .checked()
+    }
+
+    fn open_gguf(path: &Path) -> Result<Self, FixtureError> {
+        let io = |reason| FixtureError::io(path, "read", reason);
+        let mut file = BufReader::new(File::open(path).map_err(io)?);
+        gguf::expect_alignment(path)?;
+        let content = Content::read(&mut file).map_err(|error| {
+            FixtureError::invalid(path, "header", one_line(&error), "a GGUF file, or a folder with config.json")
+        })?;
+        let settings = gguf::settings_of(path, &content)?;
+        let config = config(path, &settings)?;
+        let tokenizer = Tokenizer::from_gguf(&content).map_err(|error| {
+            FixtureError::invalid(path, "tokenizer", one_line(&error), "a byte-level BPE in the GGUF's metadata")
+        })?;
+        let mut types: BTreeMap<String, usize> = BTreeMap::new();
+        for info in content.tensor_infos.values() {
+            *types.entry(format!("{:?}", info.ggml_dtype)).or_default() += 1;
+        }
+        let types = types.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
+        let named = content.metadata.get("general.name").and_then(|name| name.to_string().ok());
+        let provenance = BTreeMap::from([
+            ("model".into(), named.map_or_else(|| name_of(path), |name| fixture::one_line(name))),
+            ("weights".into(), format!("GGUF, dequantised to f32: {types}")),
+            ("gguf_file".into(), name_of(path)),
+            ("gguf_sha256".into(), hash_of(path)?),
+        ]);
+        let end = settings.eos_token_id.map_or_else(Vec::new, Vec::from);
+        Checkpoint {
+            path: path.into(),
+            positions: settings.max_position_embeddings,
+            vocabulary: vocabulary(path, tokenizer, &config, end, settings.pad_token_id)?,
+            config,
+            weights: Weights::Gguf { file, content: Box::new(content) },
+            provenance,
+        }
+        .checked()
+    }
+
+    /// Itself, once every tensor is there in its shape.
+    fn checked(self) -> Result<Self, FixtureError> {
+        for (name, expected) in self.config.tensors() {
+            let (held, given) = self.shape_of(&name)?;
+            if given != expected {
+                let field = format!("tensor `{held}`");
+                return Err(FixtureError::invalid(
+                    &self.path,
+                    &field,
+                    format!("shape {given:?}"),
+                    format!("{expected:?}, as the settings say"),
+                )
+                .into());
+            }
+        }
+        Ok(self)
+    }
+
+    /// The name of a tensor in the file, and its shape.
+    fn shape_of(&self, name: &str) -> Result<(String, Vec<usize>), FixtureError> {
+        let missing = |held: &str| {
+            FixtureError::invalid(&self.path, &format!("tensor `{held}`"), "none", "one, as the settings say")
+        };
+        match &self.weights {
+            Weights::Safetensors { files, holder } => {
+                let file = &files[*holder.get(name).ok_or_else(|| missing(name))?];
+                Ok((name.into(), file.info(name)?.1.to_vec()))
+            }
+            Weights::Gguf { content, .. } => {
+                let held = gguf::name_of(name);
+                let info = content.tensor_infos.get(&held).ok_or_else(|| missing(&held))?;
+                Ok((held, info.shape.dims().to_vec()))
+            }
+        }
+    }
+
+    /// The weights by their names in a folder, in f32.
+    ///
+    /// # Errors
+    /// [`FixtureError`] where one cannot be read.
+    pub(crate) fn weights(mut self) -> Result<BTreeMap<String, Tensor>, FixtureError> {
+        let mut weights = BTreeMap::new();
+        for (name, shape) in self.config.tensors() {
+            let tensor = match &mut self.weights {
+                Weights::Safetensors { files, holder } => single_tensor(&files[holder[&name]], &name, &shape)?,
+                Weights::Gguf { file, content } => {
+                    let held = gguf::name_of(&name);
+                    let tensor = content.tensor(file, &held, &Device::Cpu);
+                    tensor.and_then(|tensor| tensor.dequantize(&Device::Cpu)).map_err(|error| {
+                        let field = format!("tensor `{held}`");
+                        FixtureError::invalid(&self.path, &field, one_line(&error), "what candle reads")
+                    })?
+                }
+            };
+            weights.insert(name, tensor);
+        }
+        Ok(weights)
+    }
+}
+
+/// A tensor of a safetensors file, in f32.
+///
+/// # Errors
+/// [`FixtureError`] where it is missing, has another shape, or is not of floats.
+pub(crate) fn single_tensor(file: &SafetensorsFile, name: &str, shape: &[usize]) -> Result<Tensor, FixtureError> {
+    file.expect_shape(name, shape, "as the settings say")?;
+    let values = match file.floats::<IxDyn>(name)? {
+        FloatArray::F64(values) => values.iter().map(|&x| x as f32).collect(),
+        FloatArray::F32(values) => values.into_raw_vec_and_offset().0,
+        FloatArray::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+        FloatArray::F16(values) => values.iter().map(|x| x.to_f32()).collect(),
+    };
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu).expect("as many values as the shape says"))
+}
+
+/// The extents, once the settings are of a model that is known here.
+fn config(path: &Path, s: &Settings) -> Result<Qwen2Config, FixtureError> {
+    let config = Qwen2Config {
+        vocab_size: s.vocab_size,
+        hidden_size: s.hidden_size,
+        intermediate_size: s.intermediate_size,
+        num_hidden_layers: s.num_hidden_layers,
+        num_attention_heads: s.num_attention_heads,
+        num_key_value_heads: s.num_key_value_heads,
+        rope_theta: s.rope_theta,
+        rms_norm_eps: s.rms_norm_eps,
+        tie_word_embeddings: s.tie_word_embeddings,
+    };
+    config.check().map_err(|Misfit { field, given, expected }| {
+        FixtureError::invalid(path, &format!("`{field}`"), given, expected)
+    })?;
+    let expect = |holds: bool, field: &str, given: String, expected: &str| {
+        if holds { Ok(()) } else { Err(FixtureError::invalid(path, &format!("`{field}`"), given, expected)) }
+    };
+    expect(s.model_type == "qwen2", "model_type", format!("`{}`", s.model_type), "`qwen2`: Qwen2 or Qwen2.5")?;
+    expect(s.hidden_act == "silu", "hidden_act", format!("`{}`", s.hidden_act), "`silu`")?;
+    expect(!s.use_sliding_window, "use_sliding_window", "true".into(), "false")?;
+    expect(s.rope_scaling.is_none(), "rope_scaling", "a scaling".into(), "null")?;
+    expect(
+        s.head_dim.is_none_or(|n| n == config.head_dim()),
+        "head_dim",
+        format!("{:?}", s.head_dim),
+        "hidden_size / num_attention_heads",
+    )?;
+    expect(s.max_position_embeddings > 0, "max_position_embeddings", "0".into(), "at least 1")?;
+    Ok(config)
+}
+
+/// The tokenizer, once all of its ids are columns of the head.
+fn vocabulary(
+    path: &Path,
+    mut tokenizer: Tokenizer,
+    config: &Qwen2Config,
+    end: Vec<u32>,
+    padding: Option<u32>,
+) -> Result<Vocabulary, FixtureError> {
+    let columns = config.vocab_size;
+    let beyond = |id: u32| id as usize >= columns;
+    if let Some((token, id)) =
+        tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).filter(|(_, id)| beyond(*id))
+    {
+        let field = format!("token `{}`", fixture::one_line(&token));
+        return Err(FixtureError::invalid(
+            path,
+            &field,
+            format!("id {id}"),
+            format!("ids below the model's vocabulary of {columns}"),
+        ));
+    }
+    let padding = padding.or(end.first().copied()).unwrap_or(0);
+    if let Some(id) = end.iter().copied().chain([padding]).find(|id| beyond(*id)) {
+        let expected = format!("ids below the model's vocabulary of {columns}");
+        return Err(FixtureError::invalid(path, "end or padding token", format!("id {id}"), expected));
+    }
+    // A prompt is what it is.
+    tokenizer.with_padding(None);
+    tokenizer
+        .with_truncation(None)
+        .map_err(|error| FixtureError::invalid(path, "truncation", one_line(&error), "none"))?;
+    Ok(Vocabulary { tokenizer, end, padding })
+}
+
+fn read_bounded(path: &Path) -> Result<Vec<u8>, FixtureError> {
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(LONGEST_SETTINGS + 1).read_to_end(&mut bytes));
+    read.map_err(|reason| FixtureError::io(path, "read", reason))?;
+    if bytes.len() as u64 > LONGEST_SETTINGS {
+        let given = format!("more than {LONGEST_SETTINGS} bytes");
+        return Err(FixtureError::invalid(path, "length", given, "settings"));
+    }
+    Ok(bytes)
+}
+
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, FixtureError> {
+    serde_json::from_slice(&read_bounded(path)?)
+        .map_err(|error| FixtureError::invalid(path, "settings", one_line(&error), "those of a Qwen2 model, in JSON"))
+}
+
+fn name_of(path: &Path) -> String {
+    fixture::one_line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
+}
+
+/// The SHA-256 of a file.
+pub(crate) fn hash_of(path: &Path) -> Result<String, FixtureError> {
+    File::open(path).and_then(sha256).map_err(|reason| FixtureError::io(path, "read", reason))
+}
+
+/// The first line of an error: candle puts a backtrace behind it.
+pub(crate) fn one_line(error: &impl Display) -> String {
+    fixture::one_line(error.to_string().lines().next().unwrap_or_default())
+}

@@ -1,0 +1,94 @@
+//! `assay record`: a model's own logits as a fixture.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use clap::Args;
+use time::OffsetDateTime;
+
+use super::{CliError, Passed, Printing, command_line, stop_flag};
+use crate::problem::Dtype;
+use crate::record::{Recorded, Recording, Sampling, record};
+
+#[derive(Args)]
+pub(super) struct Record {
+    /// A Qwen2 or Qwen2.5 model: a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file
+    #[arg(long, value_name = "DIR|FILE.gguf")]
+    model: PathBuf,
+    /// JSON lines of `prompt`, the text that the model sees, template included; `answer`, the number that is right; or
+    /// `completion`, which is then scored instead of sampled, with `reward` or `answer`
+    #[arg(long, value_name = "FILE.jsonl")]
+    prompts: PathBuf,
+    /// The fixture to write
+    #[arg(long, value_name = "FILE.safetensors")]
+    out: PathBuf,
+    /// Completions of each prompt; 8 if none is given
+    #[arg(long, value_name = "G")]
+    group: Option<NonZeroUsize>,
+    /// Temperature of sampling; 1 if none is given
+    #[arg(long, value_name = "T")]
+    temperature: Option<f64>,
+    /// Seed of sampling; 0 if none is given
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Most tokens of a completion
+    #[arg(long, value_name = "N", default_value = "64")]
+    max_tokens: NonZeroUsize,
+    /// Dtype of the logits in the file
+    #[arg(long, default_value = "bf16")]
+    dtype: Dtype,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Record {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let asked = Recording {
+            model: self.model.clone(),
+            prompts: self.prompts.clone(),
+            out: self.out.clone(),
+            sampling: self.sampling()?,
+            max_tokens: self.max_tokens.get(),
+            dtype: self.dtype,
+            provenance: BTreeMap::from([
+                ("command".into(), command_line()),
+                ("date".into(), OffsetDateTime::now_utc().date().to_string()),
+                ("assay".into(), env!("CARGO_PKG_VERSION").into()),
+            ]),
+        };
+        let progress = self.printing.progress(0);
+        progress.set_message("sequences drawn and scored");
+        let recorded = record(&asked, &*stop_flag()?, |steps| {
+            progress.set_length(steps as u64);
+            progress.inc(1);
+        });
+        progress.finish_and_clear();
+        let recorded = recorded?;
+        self.printing.finish(&text(&recorded), &recorded)?;
+        Ok(Passed::Yes)
+    }
+
+    fn sampling(&self) -> Result<Option<Sampling>, CliError> {
+        if self.group.is_none() && self.temperature.is_none() && self.seed.is_none() {
+            return Ok(None);
+        }
+        let default = Sampling::default();
+        let temperature = self.temperature.unwrap_or(default.temperature);
+        if !(temperature.is_finite() && temperature > 0.0) {
+            return Err(CliError::Usage(format!("--temperature: got {temperature}, expected a number > 0")));
+        }
+        let group = self.group.map_or(default.group, NonZeroUsize::get);
+        Ok(Some(Sampling { group, temperature, seed: self.seed.unwrap_or(default.seed) }))
+    }
+}
+
+fn text(recorded: &Recorded) -> String {
+    let Recorded { out, shape: [b, t, v], tokens, rewards, all_advantages_are_zero } = recorded;
+    let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
+    let mut text = format!("{}: {b}x{t}x{v}, {tokens} tokens, mean reward {mean:.3}\n", out.display());
+    if *all_advantages_are_zero {
+        text += "every advantage is 0, as every completion of a prompt has the same reward: the loss has no gradient\n";
+    }
+    text
+}

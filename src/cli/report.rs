@@ -1,0 +1,37 @@
+//! `assay report`: one page from the JSON of other commands.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{CliError, Passed, command_line};
+use crate::report::{Input, render};
+
+#[derive(Args)]
+pub(super) struct Report {
+    /// What `--json` of replay, gradcheck, judge, bench, compile, mutants, parity or ab wrote
+    #[arg(value_name = "INPUT.json", required = true)]
+    inputs: Vec<PathBuf>,
+    /// The page to write
+    #[arg(short, long, value_name = "PAGE.html")]
+    output: PathBuf,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+impl Report {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let inputs = self.inputs.iter().map(|path| Input::read(path)).collect::<Result<Vec<_>, _>>()?;
+        let page = render(&inputs, &command_line());
+        crate::fixture::persist(&self.output, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {
+            path: self.output.clone(),
+            action: "write",
+            reason,
+        })?;
+        if !self.quiet {
+            super::print(&format!("{}: {} results, {} bytes\n", self.output.display(), inputs.len(), page.len()))?;
+        }
+        Ok(Passed::Yes)
+    }
+}

@@ -1,0 +1,112 @@
+//! `assay train`: a whole GRPO run on this machine.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::Args;
+use comfy_table::Table;
+use rayon::ThreadPoolBuilder;
+
+use super::{CliError, Passed, PluginChoice, Printing, config, stop_flag, write_json};
+use crate::train::{Arm, LossStep, Summary, TrainConfig, TrainError, Trainer};
+
+/// A run goes on from the checkpoint in the folder of its results, where there is one.
+#[derive(Args)]
+pub(super) struct Train {
+    /// Settings of the run; `configs/train_small.yaml` is one
+    #[arg(long, value_name = "FILE.yaml")]
+    config: PathBuf,
+    /// Folder of the results, in place of the settings' own
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    plugin: PluginChoice,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Train {
+    pub(super) fn run(self) -> Result<Passed, CliError> {
+        let mut settings = read_settings(&self.config)?;
+        if let Some(out) = self.out {
+            settings.out = out;
+        }
+        let plugin = self.plugin.checked_path()?;
+        let stop = stop_flag()?;
+        let summary = trained(&settings, plugin, &self.printing, &stop, &mut |_| Ok(()))?.summary;
+        let mut table = Table::new();
+        if let serde_json::Value::Object(fields) = serde_json::to_value(&summary).expect("plain data") {
+            table.load_style(comfy_table::presets::NOTHING);
+            table.add_rows(fields.iter().map(|(name, value)| vec![name.clone(), value.to_string()]));
+        }
+        self.printing.finish(&format!("{table}\n"), &summary)?;
+        Ok(Passed::Yes)
+    }
+}
+
+/// The settings in `path`, whose inputs are found from where it is.
+pub(super) fn read_settings(path: &Path) -> Result<TrainConfig, CliError> {
+    let mut settings: TrainConfig = config::read(path)?;
+    settings.beside(path.parent().unwrap_or(Path::new("")));
+    let invalid = |error: TrainError| CliError::Config { path: path.into(), reason: error.to_string() };
+    settings.check().map_err(invalid)?;
+    Ok(settings)
+}
+
+/// A run that has made all its steps.
+pub(super) struct Trained {
+    pub(super) trainer: Trainer,
+    pub(super) summary: Summary,
+}
+
+/// Makes the steps that are left of a run on threads of its own, and writes its summary.
+pub(super) fn trained(
+    settings: &TrainConfig,
+    plugin: Option<&Path>,
+    printing: &Printing,
+    stop: &AtomicBool,
+    observe: &mut (dyn FnMut(&LossStep) -> Result<(), TrainError> + Send),
+) -> Result<Trained, CliError> {
+    let pool = ThreadPoolBuilder::new().num_threads(settings.threads.unwrap_or(0)).build();
+    let pool = pool.map_err(|error| CliError::Usage(format!("threads: {error}")))?;
+    pool.install(|| {
+        let mut trainer = Trainer::start(settings.clone(), Arm::of(settings, plugin)?, stop)?;
+        let progress = printing.progress(settings.steps);
+        progress.set_position(trainer.steps() as u64);
+        while !trainer.finished() {
+            if stop.load(Ordering::Relaxed) {
+                trainer.save()?;
+                progress.finish_and_clear();
+                let done = format!("after {} of {} steps; the same command goes on", trainer.steps(), settings.steps);
+                return Err(TrainError::Interrupted { done }.into());
+            }
+            let record = trainer.advance(observe)?;
+            progress.set_message(format!("loss {:+.4}  reward {:.3}", record.loss, record.reward));
+            progress.inc(1);
+        }
+        progress.finish_and_clear();
+        let summary = Summary::of(trainer.records()).expect("at least one step");
+        write_json(&settings.out.join("summary.json"), &summary)?;
+        Ok(Trained { trainer, summary })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shipped_train_configs_are_valid() {
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir("configs").unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if ["train_", "ab_"].iter().any(|start| name.starts_with(start)) {
+                read_settings(&path).unwrap_or_else(|error| panic!("{error}"));
+                names.push(name);
+            }
+        }
+        names.sort();
+        assert_eq!(names, ["ab_qwen_vocab.yaml", "ab_small.yaml", "train_small.yaml"]);
+    }
+}

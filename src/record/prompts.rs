@@ -1,0 +1,124 @@
+//! The prompts file: JSON lines.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::{RecordError, Recording, Sampling, reward};
+use crate::checkpoint::{Checkpoint, one_line};
+use crate::fixture::FixtureError;
+
+/// No prompts file is longer.
+const LONGEST: u64 = 64 << 20;
+
+/// One line, read.
+pub(super) struct Line {
+    pub(super) prompt: String,
+    pub(super) prompt_ids: Vec<u32>,
+    pub(super) completion_ids: Option<Vec<u32>>,
+    pub(super) answer: Option<f64>,
+    pub(super) reward: Option<f64>,
+}
+
+impl Line {
+    /// Sequences that it becomes: what was given, or a group.
+    pub(super) fn completions(&self, sampling: Option<Sampling>) -> usize {
+        if self.completion_ids.is_some() { 1 } else { sampling.unwrap_or_default().group }
+    }
+}
+
+/// One line, as it stands in the file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    /// The text that the model sees, template and special tokens included.
+    prompt: String,
+    #[serde(default)]
+    completion: Option<String>,
+    #[serde(default)]
+    answer: Option<Answer>,
+    #[serde(default)]
+    reward: Option<f64>,
+}
+
+/// A number, or a text that ends in one, as GSM8K's answers do.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Answer {
+    Number(f64),
+    Text(String),
+}
+
+/// The lines of `path`, tokenised.
+pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> Result<Vec<Line>, RecordError> {
+    let invalid = |field: &str, given: String, expected: &str| FixtureError::invalid(path, field, given, expected);
+    let mut text = String::new();
+    File::open(path)
+        .and_then(|file| file.take(LONGEST + 1).read_to_string(&mut text))
+        .map_err(|reason| FixtureError::io(path, "read", reason))?;
+    if text.len() as u64 > LONGEST {
+        return Err(invalid("length", format!("more than {LONGEST} bytes"), "a prompts file").into());
+    }
+    let mut lines = Vec::new();
+    for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let field = |name: &str| format!("line {}{name}", number + 1);
+        let written: Written = serde_json::from_str(line).map_err(|error| {
+            let expected = "a JSON object with `prompt`, and `completion`, `answer`, `reward` where there are any";
+            invalid(&field(""), format!("`{error}`"), expected)
+        })?;
+        let encode = |name: &str, text: &str| -> Result<Vec<u32>, RecordError> {
+            let encoding = checkpoint.vocabulary.tokenizer.encode_fast(text, false);
+            let encoding = encoding.map_err(|error| {
+                invalid(&field(name), format!("`{}`", one_line(&error)), "text that the tokenizer takes")
+            })?;
+            if encoding.get_ids().is_empty() {
+                return Err(invalid(&field(name), "no token".into(), "at least one").into());
+            }
+            Ok(encoding.get_ids().to_vec())
+        };
+        let answer = match written.answer {
+            None => None,
+            Some(Answer::Number(number)) => Some(number),
+            Some(Answer::Text(text)) => {
+                let last = reward::numbers(&text).last().copied();
+                Some(last.ok_or_else(|| {
+                    invalid(&field(", `answer`"), format!("`{text}`"), "a number, or a text that ends in one")
+                })?)
+            }
+        };
+        let prompt_ids = encode(", `prompt`", &written.prompt)?;
+        let (longest, positions) = (prompt_ids.len() + asked.max_tokens, checkpoint.positions);
+        if longest > positions {
+            let given = format!("{} tokens, with {} more to come", prompt_ids.len(), asked.max_tokens);
+            return Err(
+                invalid(&field(", `prompt`"), given, &format!("at most the model's {positions} positions")).into()
+            );
+        }
+        let completion_ids = written.completion.as_deref().map(|text| encode(", `completion`", text)).transpose()?;
+        lines.push(Line { prompt: written.prompt, prompt_ids, completion_ids, answer, reward: written.reward });
+        let first_given = lines[0].completion_ids.is_some();
+        if lines[lines.len() - 1].completion_ids.is_some() != first_given {
+            let (given, expected) = if first_given {
+                ("none", "one, as the first line has")
+            } else {
+                ("one", "none, as the first line has none")
+            };
+            return Err(invalid(&field(", `completion`"), given.into(), expected).into());
+        }
+    }
+    let given = match lines.first() {
+        None => return Err(invalid("lines", "none".into(), "at least one prompt").into()),
+        Some(line) => line.completion_ids.is_some(),
+    };
+    if given && asked.sampling.is_some() {
+        let expected = "no group, temperature or seed: nothing is sampled";
+        return Err(invalid("completions", "one on each line".into(), expected).into());
+    }
+    if !given && let Some(at) = lines.iter().position(|line| line.reward.is_some()) {
+        let expected = "none: what will be sampled is not known yet; give an `answer`";
+        return Err(invalid("`reward`", format!("one for prompt {}", at + 1), expected).into());
+    }
+    Ok(lines)
+}

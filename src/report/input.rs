@@ -1,0 +1,124 @@
+//! Results of other commands, read from files that nobody vouches for.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use maud::Markup;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::ab::Comparison;
+use super::bench::Bench;
+use super::compiled::{Compiled, Table};
+use super::mutants::Mutants;
+use super::number::clipped;
+use super::parity::Parity;
+use super::verdicts::Verdicts;
+
+/// Longest input accepted, in bytes. A replay of everything needs one or two million.
+pub const LONGEST: u64 = 16 << 20;
+
+/// A file that cannot become a part of a report. The message is one line and starts with the file.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    /// The system refused.
+    #[error("{path}: cannot read: {reason}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        reason: io::Error,
+    },
+    /// The file is no result of a command, or not one that has a part in a report.
+    #[error("{path}: got {given}, expected {expected}")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What it holds.
+        given: String,
+        /// What it may hold.
+        expected: String,
+    },
+}
+
+/// What a result says for itself.
+pub(super) trait Part {
+    /// Whether it passed; `None` where it decides nothing.
+    fn passed(&self) -> Option<bool>;
+    /// One line.
+    fn summary(&self) -> String;
+    /// Tables and plots.
+    fn body(&self) -> Markup;
+}
+
+/// One result, as `--json` of its command wrote it.
+pub struct Input {
+    pub(super) name: String,
+    /// What the result is, as the page's headings have it.
+    pub(super) title: &'static str,
+    pub(super) command: Option<String>,
+    pub(super) part: Box<dyn Part>,
+}
+
+type Parse = fn(Value) -> serde_json::Result<Box<dyn Part>>;
+
+fn parse<P: Part + DeserializeOwned + 'static>(value: Value) -> serde_json::Result<Box<dyn Part>> {
+    Ok(Box::new(serde_json::from_value::<P>(value)?))
+}
+
+/// The key that only results of a kind have, the commands that write them, the heading and the parser.
+const KINDS: [(&str, &str, &str, Parse); 7] = [
+    ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
+    ("step_s_p50", "bench", "Time and memory", parse::<Bench>),
+    ("cycles", "compile", "Compiled for a TPU", parse::<Compiled>),
+    ("rows", "compile --table", "Compiled for a TPU", parse::<Table>),
+    ("mutants", "mutants", "Wrong kernels", parse::<Mutants>),
+    ("files", "parity", "Recorded runs of others", parse::<Parity>),
+    ("arms", "ab", "Kernel off and on", parse::<Comparison>),
+];
+
+impl Input {
+    /// Reads one result.
+    ///
+    /// # Errors
+    /// [`InputError::Io`]; [`InputError::Invalid`] where the file is longer than [`LONGEST`], no JSON object, of no known
+    /// kind, or lacks what its kind has.
+    pub fn read(path: &Path) -> Result<Self, InputError> {
+        let io = |reason| InputError::Io { path: path.into(), reason };
+        let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
+        let mut bytes = Vec::new();
+        File::open(path).map_err(io)?.take(LONGEST + 1).read_to_end(&mut bytes).map_err(io)?;
+        if bytes.len() as u64 > LONGEST {
+            return Err(invalid(format!("more than {LONGEST} bytes"), "a shorter result".into()));
+        }
+        let value: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| invalid(format!("`{}`", clipped(&error.to_string())), "JSON".into()))?;
+        let kind = KINDS.iter().find(|(key, ..)| value.get(key).is_some());
+        let Some((_, commands, title, parse)) = kind else {
+            let kinds: Vec<String> = KINDS.iter().map(|(key, commands, ..)| format!("{commands} (`{key}`)")).collect();
+            let expected = format!("the JSON of an `assay` command: {}", kinds.join(", "));
+            return Err(invalid(described(&value), expected));
+        };
+        let command = value.get("command").and_then(Value::as_str).map(str::to_owned);
+        let part = parse(value).map_err(|error| {
+            invalid(format!("`{}`", clipped(&error.to_string())), format!("what `assay {commands} --json` writes"))
+        })?;
+        Ok(Self { name: path.display().to_string(), title, command, part })
+    }
+}
+
+/// What a value is, for an error message.
+fn described(value: &Value) -> String {
+    const SHOWN: usize = 6;
+    match value {
+        Value::Object(map) if map.is_empty() => "an empty object".into(),
+        Value::Object(map) => {
+            let keys: Vec<String> = map.keys().take(SHOWN).map(|key| format!("`{}`", clipped(key))).collect();
+            let more = if map.len() > SHOWN { ", …" } else { "" };
+            format!("an object with {}{more}", keys.join(", "))
+        }
+        Value::Array(_) => "an array".into(),
+        _ => "a single value".into(),
+    }
+}

@@ -1,0 +1,22 @@
+//! One page from the JSON of other commands: verdicts, times, memory, mutants, recorded runs and training curves.
+//!
+//! The page is one HTML file that needs no network and no script. Every part carries the command that made its figures.
+//! Inputs come from strangers: [`Input::read`] bounds them, their text is escaped wherever it appears, and what cannot be
+//! drawn is said.
+//!
+//! Plots are SVG by `plotters`, whose colours are stand-ins that the page's style replaces, so that one drawing serves
+//! light, dark and paper.
+
+pub mod ab;
+mod bench;
+mod compiled;
+mod input;
+mod mutants;
+mod number;
+mod page;
+mod parity;
+mod plot;
+mod verdicts;
+
+pub use self::input::{Input, InputError, LONGEST};
+pub use self::page::render;

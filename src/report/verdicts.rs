@@ -1,0 +1,308 @@
+//! What the judge said: results of `assay replay`, `gradcheck` and `judge`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use maud::{Markup, html};
+use serde::Deserialize;
+
+use super::input::Part;
+use super::number::{clipped, or_dash, short};
+use super::plot::{Strip, Tone, histogram, key, strips};
+
+/// Id under which the reference itself is compared with recorded values.
+const REFERENCE: &str = "reference";
+
+#[derive(Deserialize)]
+pub(super) struct Verdicts {
+    pass: bool,
+    checks: Vec<Check>,
+    #[serde(default)]
+    ignored: Vec<Ignored>,
+    #[serde(default)]
+    invariance: Vec<Compared>,
+    /// Upper edges of all buckets of the histograms but the last, which is open.
+    #[serde(default)]
+    ulp_edges: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct Check {
+    fixture: String,
+    #[serde(rename = "impl")]
+    implementation: String,
+    #[serde(default = "one")]
+    devices: u64,
+    output: String,
+    worst: Option<f64>,
+    limit: Option<f64>,
+    #[serde(default)]
+    at: String,
+    verdict: Status,
+    #[serde(default)]
+    dtype: Option<String>,
+    #[serde(default)]
+    ulp: Option<Vec<u64>>,
+}
+
+fn one() -> u64 {
+    1
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Status {
+    Pass,
+    Fail,
+    Nonfinite,
+}
+
+#[derive(Deserialize)]
+pub(super) struct Ignored {
+    what: String,
+    why: String,
+}
+
+#[derive(Deserialize)]
+struct Compared {
+    fixture: String,
+    #[serde(rename = "impl")]
+    implementation: String,
+    devices: [u64; 2],
+    same: Vec<String>,
+    other: Vec<String>,
+}
+
+impl Check {
+    fn name(&self) -> String {
+        if self.devices == 1 {
+            self.implementation.clone()
+        } else {
+            format!("{} ×{}", self.implementation, self.devices)
+        }
+    }
+
+    /// `error / limit`; beyond everything where the judge rejected a value that has no error.
+    fn share(&self) -> f64 {
+        match (self.worst, self.limit) {
+            (Some(worst), Some(limit)) if worst > 0.0 && limit >= 0.0 => worst / limit,
+            _ if self.verdict != Status::Pass => f64::INFINITY,
+            _ => 0.0,
+        }
+    }
+
+    fn word(&self) -> &'static str {
+        match self.verdict {
+            Status::Pass => "pass",
+            Status::Fail => "fail",
+            Status::Nonfinite => "nonfinite",
+        }
+    }
+}
+
+/// The values of `of`, each once, in order of first appearance.
+fn distinct<'c>(checks: &[&'c Check], of: impl Fn(&'c Check) -> String) -> Vec<String> {
+    let mut seen = BTreeSet::new();
+    checks.iter().map(|check| of(check)).filter(|name| seen.insert(name.clone())).collect()
+}
+
+/// What names a row, or a column.
+type Named = fn(&Check) -> String;
+
+/// The worst check of every row and column: how many times smaller its error is than it may be.
+fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> Markup {
+    let columns = distinct(checks, column_of);
+    let mut cells: BTreeMap<(String, String), &Check> = BTreeMap::new();
+    for check in checks {
+        let cell = cells.entry((row_of(check), column_of(check))).or_insert(check);
+        let worse = (check.verdict != Status::Pass, check.share()) > (cell.verdict != Status::Pass, cell.share());
+        if worse {
+            *cell = check;
+        }
+    }
+    html! {
+        div.scroll { table.matrix {
+            thead { tr { th { (corner) } @for column in &columns { th.number { (clipped(column)) } } } }
+            tbody {
+                @for row in distinct(checks, row_of) {
+                    tr {
+                        th { (clipped(&row)) }
+                        @for column in &columns {
+                            @match cells.get(&(row.clone(), column.clone())) {
+                                Some(check) => (cell(check)),
+                                None => td.number.none { "·" },
+                            }
+                        }
+                    }
+                }
+            }
+        } }
+    }
+}
+
+fn cell(check: &Check) -> Markup {
+    let share = check.share();
+    let place = format!("{}: error {}, limit {}", check.fixture, or_dash(check.worst), or_dash(check.limit));
+    let (class, text) = match check.verdict {
+        Status::Nonfinite => ("bad", "NaN or ∞".into()),
+        Status::Fail if share.is_finite() => ("bad", format!("{}×", short(1.0 / share))),
+        Status::Fail => ("bad", "fail".into()),
+        Status::Pass if share == 0.0 => ("exact", "exact".into()),
+        Status::Pass if share > 0.5 => ("tight", format!("{}×", short(1.0 / share))),
+        Status::Pass => ("well", format!("{}×", short(1.0 / share))),
+    };
+    html! { td class={ "number " (class) } title=(clipped(&place)) { (text) } }
+}
+
+/// Checks, one a row.
+fn lines(checks: &[&Check]) -> Markup {
+    html! {
+        div.scroll { table {
+            thead { tr {
+                th { "problem" } th { "implementation" } th { "output" } th.number { "worst error" } th.number { "limit" }
+                th { "at" } th { "verdict" }
+            } }
+            tbody {
+                @for check in checks {
+                    tr {
+                        td { (clipped(&check.fixture)) } td { (clipped(&check.name())) } td { (clipped(&check.output)) }
+                        td.number { (or_dash(check.worst)) } td.number { (or_dash(check.limit)) }
+                        td { (clipped(&check.at)) }
+                        td class=(if check.verdict == Status::Pass { "well" } else { "bad" }) { (check.word()) }
+                    }
+                }
+            }
+        } }
+    }
+}
+
+/// What was not checked.
+pub(super) fn not_checked(ignored: &[Ignored]) -> Markup {
+    html! {
+        @if !ignored.is_empty() {
+            details {
+                summary { (ignored.len()) " not checked, and why" }
+                div.scroll { table {
+                    thead { tr { th { "what" } th { "why" } } }
+                    tbody { @for Ignored { what, why } in ignored { tr { td { (clipped(what)) } td { (clipped(why)) } } } }
+                } }
+            }
+        }
+    }
+}
+
+/// A strip for each output.
+fn errors(checks: &[&Check], caption: &Markup) -> Markup {
+    let strip = |output: String| {
+        let shares = checks.iter().filter(|check| check.output == output).map(|check| check.share()).collect();
+        Strip { name: output, shares }
+    };
+    let all: Vec<Strip> = distinct(checks, |check| check.output.clone()).into_iter().map(strip).collect();
+    strips(&all, caption)
+}
+
+impl Verdicts {
+    fn failed(&self) -> Vec<&Check> {
+        self.checks.iter().filter(|check| check.verdict != Status::Pass).collect()
+    }
+
+    /// Errors in ulp of all implementations, by output and dtype.
+    fn histograms(&self, checks: &[&Check]) -> Markup {
+        let buckets = self.ulp_edges.len() + 1;
+        let counted = |check: &&&Check| check.ulp.as_ref().is_some_and(|counts| counts.len() == buckets);
+        let counted: Vec<&Check> = checks.iter().filter(counted).copied().collect();
+        let name = |check: &Check| format!("{}, {}", check.output, check.dtype.as_deref().unwrap_or("dtype unknown"));
+        let mut labels: Vec<String> = self.ulp_edges.iter().map(|edge| format!("≤{}", ulps(*edge))).collect();
+        labels.push("more".into());
+        html! {
+            @if !counted.is_empty() {
+                h3 { "Errors in ulp" }
+                p {
+                    "Elements by the distance from the exact value, in units in the last place of the output's own dtype, over all "
+                    "implementations and problems. Up to ½ is the exact value, rounded. The axis is logarithmic: single elements show."
+                }
+                div.several {
+                    @for group in distinct(&counted, |check| name(check)) {
+                        @let counts = total(counted.iter().filter(|check| name(check) == group), buckets);
+                        (histogram(&labels, &counts, &html! { (clipped(&group)) }))
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn total<'c>(checks: impl Iterator<Item = &'c &'c Check>, buckets: usize) -> Vec<u64> {
+    let mut sum = vec![0u64; buckets];
+    for counts in checks.filter_map(|check| check.ulp.as_ref()) {
+        sum.iter_mut().zip(counts).for_each(|(sum, n)| *sum = sum.saturating_add(*n));
+    }
+    sum
+}
+
+/// `½`, `16`, `64k`.
+fn ulps(edge: f64) -> String {
+    match edge {
+        0.5 => "½".into(),
+        edge if edge >= 1024.0 => format!("{}k", edge / 1024.0),
+        edge => edge.to_string(),
+    }
+}
+
+impl Part for Verdicts {
+    fn passed(&self) -> Option<bool> {
+        Some(self.pass)
+    }
+
+    fn summary(&self) -> String {
+        let failed = self.failed().len();
+        format!("{} checks passed, {failed} failed, {} not made", self.checks.len() - failed, self.ignored.len())
+    }
+
+    fn body(&self) -> Markup {
+        let of = |reference: bool| -> Vec<&Check> {
+            self.checks.iter().filter(|check| (check.implementation == REFERENCE) == reference).collect()
+        };
+        let (kernels, reference) = (of(false), of(true));
+        let failed = self.failed();
+        html! {
+            @if !failed.is_empty() {
+                h3 { "What failed" }
+                (lines(&failed))
+            }
+            @if !kernels.is_empty() {
+                h3 { "Verdicts" }
+                p {
+                    "How many times smaller the worst error of any problem is than its limit. Rounding the exact value to the output's "
+                    "dtype is within the limit, and of bf16 it takes nearly all: 1.00× is then a value that was rounded right."
+                 }
+                (key(&[(Tone::Third, "within half of the limit"), (Tone::Second, "beyond half"), (Tone::Bad, "beyond the limit")]))
+                (matrix(&kernels, "implementation", Check::name, |check| check.output.clone()))
+                h3 { "Error against limit" }
+                p { "A dot for the worst element of each problem and implementation. Left of the line is right." }
+                (errors(&kernels, &html! { "error / limit, by output" }))
+                (self.histograms(&kernels))
+            }
+            @if !reference.is_empty() {
+                h3 { "The reference against recorded values" }
+                p { "The answer key itself: what was recorded with each problem, computed again." }
+                (matrix(&reference, "output", |check| check.output.clone(), |check| check.fixture.clone()))
+            }
+            @if !self.invariance.is_empty() {
+                h3 { "Bits on other device counts" }
+                div.scroll { table {
+                    thead { tr { th { "problem" } th { "implementation" } th { "devices" } th { "same bits" } th { "others" } } }
+                    tbody { @for compared in &self.invariance { tr {
+                        td { (clipped(&compared.fixture)) } td { (clipped(&compared.implementation)) }
+                        td { (compared.devices[0]) " and " (compared.devices[1]) }
+                        td { (clipped(&compared.same.join(", "))) } td { (clipped(&compared.other.join(", "))) }
+                    } } }
+                } }
+            }
+            details {
+                summary { "All " (self.checks.len()) " checks" }
+                (lines(&self.checks.iter().collect::<Vec<_>>()))
+            }
+            (not_checked(&self.ignored))
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! [`Baseline`]: the same loss by candle's own operations, which its autograd differentiates.
+
+use candle_core::{D, DType, Device, Tensor};
+use candle_nn::ops::log_softmax;
+
+use super::{Batch, Evaluated, TrainError};
+use crate::problem::Metrics;
+use crate::spec::{LossSpec, Objective, PpoClip};
+
+/// PPO-clip by `log_softmax`, `gather` and autograd: what a careful candle user would write, and what a kernel is compared
+/// with.
+///
+/// ```text
+/// loss = scale · Σ m · −min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A) / max(Σ m, 1),   ρ = exp(logp − old_logp)
+/// ```
+///
+/// Logits are `[B,T,V]`, f64, f32, bf16 or f16; 16-bit ones are widened to f32, and everything is computed in what results.
+/// Entropy and clip fractions, which trainers log, are computed outside the graph.
+#[derive(Clone, Debug)]
+pub struct Baseline {
+    clip: PpoClip,
+    scale: f64,
+}
+
+impl Baseline {
+    /// The loss `spec`.
+    ///
+    /// # Errors
+    /// [`TrainError::Baseline`] for a spec other than PPO-clip with the mean over all tokens.
+    pub fn of(spec: &LossSpec) -> Result<Self, TrainError> {
+        let Objective::PpoClip(clip) = &spec.objective else {
+            return Err(TrainError::Baseline { field: "objective" });
+        };
+        if clip.delta.is_some() || clip.dual_clip.is_some() {
+            return Err(TrainError::Baseline { field: "objective.ppo_clip" });
+        }
+        let plain = LossSpec { objective: spec.objective.clone(), scale: spec.scale, ..LossSpec::default() };
+        if *spec != plain {
+            return Err(TrainError::Baseline { field: "spec" });
+        }
+        Ok(Self { clip: clip.clone(), scale: spec.scale })
+    }
+
+    /// The same loss times `by`, which is above 0: that of a part of a batch.
+    #[must_use]
+    pub fn scaled(&self, by: f64) -> Self {
+        Self { clip: self.clip.clone(), scale: self.scale * by }
+    }
+
+    /// The loss of `logits`, `[B,T,V]`.
+    ///
+    /// # Errors
+    /// [`TrainError`] where `batch` does not fit the logits.
+    pub fn on_logits(&self, logits: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+        let (rows, tokens, vocab) = logits.dims3()?;
+        let shape = crate::problem::Shape { batch: rows, tokens, vocab };
+        batch.tokens().check(&self.spec(), shape)?;
+        let wide = match logits.dtype() {
+            DType::BF16 | DType::F16 => logits.to_dtype(DType::F32)?,
+            _ => logits.clone(),
+        };
+        let per_token = |value: &dyn Fn(usize, usize) -> f64| {
+            let values: Vec<f64> = ndarray::indices((rows, tokens))
+                .into_iter()
+                .map(|(b, t)| if batch.mask[[b, t]] { value(b, t) } else { 0.0 })
+                .collect();
+            Tensor::from_vec(values, (rows, tokens), &Device::Cpu)?.to_dtype(wide.dtype())
+        };
+        let old_logp = batch.old_logp.as_ref().expect("checked");
+        let ids = batch.ids.indexed_iter().map(|(at, &id)| if batch.mask[at] { id } else { 0 }).collect();
+        let ids = Tensor::from_vec(ids, (rows, tokens, 1), &Device::Cpu)?;
+        let mask = per_token(&|_, _| 1.0)?;
+        let advantages = per_token(&|b, t| batch.advantages.at(b, t))?;
+        let log_softmax = log_softmax(&wide, D::Minus1)?;
+        let logp = log_softmax.gather(&ids, D::Minus1)?.squeeze(D::Minus1)?;
+        let ratio = ((&logp - per_token(&|b, t| old_logp[[b, t]])?)? * &mask)?.exp()?;
+        let clipped = ratio.clamp(1.0 - self.clip.epsilon_low, 1.0 + self.clip.epsilon_high)?;
+        let policy = (&ratio * &advantages)?.minimum(&(clipped * &advantages)?)?.neg()?;
+        let count = batch.mask.iter().filter(|counts| **counts).count().max(1) as f64;
+        let loss = ((policy * mask)?.sum_all()? * (self.scale / count))?;
+        let metrics = self.metrics(&log_softmax.detach(), &ratio.detach(), batch, count)?;
+        Ok(Evaluated { loss, metrics: Some(metrics) })
+    }
+
+    /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the arrays do not fit each other.
+    pub fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+        let (rows, tokens, width) = hidden.dims3()?;
+        let logits = hidden.reshape((rows * tokens, width))?.matmul(&lm_head.t()?)?;
+        self.on_logits(&logits.reshape((rows, tokens, ()))?, batch)
+    }
+
+    fn spec(&self) -> LossSpec {
+        LossSpec { objective: Objective::PpoClip(self.clip.clone()), scale: self.scale, ..LossSpec::default() }
+    }
+
+    fn metrics(&self, log_softmax: &Tensor, ratio: &Tensor, batch: &Batch, count: f64) -> Result<Metrics, TrainError> {
+        let entropy = (log_softmax.exp()? * log_softmax)?.sum(D::Minus1)?.neg()?;
+        let [entropy, ratio] = [entropy, ratio.clone()].map(|values| values.to_dtype(DType::F64)?.to_vec2::<f64>());
+        let (entropy, ratio) = (entropy?, ratio?);
+        let mut metrics = Metrics::default();
+        for ((b, t), _) in batch.mask.indexed_iter().filter(|(_, counts)| **counts) {
+            let (ratio, advantage) = (ratio[b][t], batch.advantages.at(b, t));
+            metrics.entropy_mean += entropy[b][t] / count;
+            metrics.ratio_mean += ratio / count;
+            metrics.clip_low += f64::from(u8::from(ratio < 1.0 - self.clip.epsilon_low && advantage < 0.0)) / count;
+            metrics.clip_high += f64::from(u8::from(ratio > 1.0 + self.clip.epsilon_high && advantage > 0.0)) / count;
+        }
+        metrics.clip_region = metrics.clip_low + metrics.clip_high;
+        Ok(metrics)
+    }
+}

@@ -1,0 +1,82 @@
+//! [`Checkpoint`]: weights and optimizer after a step, in one safetensors file.
+//!
+//! A file appears whole or not at all: it is written under another name and renamed. Random numbers need no state in it: they
+//! are functions of the run's seed and the step.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use candle_core::{Tensor, Var};
+use serde::{Deserialize, Serialize};
+
+use super::TrainError;
+use super::optimizer::AdamW;
+use super::qwen2::Weights;
+use crate::checkpoint::{Qwen2Config, single_tensor};
+use crate::fixture::{SafetensorsFile, persist};
+
+/// The one entry of the file's metadata.
+const METADATA: &str = "assay.train";
+
+/// What stands there, as JSON.
+#[derive(Serialize, Deserialize)]
+struct Header {
+    step: usize,
+    optimizer_steps: i32,
+    fingerprint: String,
+}
+
+/// A run after `step` steps.
+pub(super) struct Checkpoint {
+    /// How many steps it has made.
+    pub step: usize,
+    /// The policy.
+    pub weights: Weights,
+    /// The optimizer.
+    pub optimizer: AdamW,
+}
+
+/// Writes the run after `step` steps to `path`, over whatever was there.
+///
+/// # Errors
+/// [`TrainError`] where the system refuses; `path` is then as it was.
+pub(super) fn write(
+    path: &Path,
+    step: usize,
+    weights: &Weights,
+    optimizer: &AdamW,
+    fingerprint: &str,
+) -> Result<(), TrainError> {
+    let weights = weights.iter().map(|(name, weight)| (format!("weight.{name}"), weight.as_tensor().clone()));
+    let tensors: BTreeMap<String, Tensor> = weights.chain(optimizer.tensors()?).collect();
+    let header = Header { step, optimizer_steps: optimizer.steps(), fingerprint: fingerprint.into() };
+    let header = serde_json::to_string(&header).expect("plain data");
+    let bytes = safetensors::serialize(&tensors, Some(HashMap::from([(METADATA.to_string(), header)])))
+        .map_err(|error| TrainError::file(path, error.to_string()))?;
+    persist(path, |out| out.write_all(&bytes)).map_err(|reason| TrainError::io(path, "write", reason))
+}
+
+/// Reads the checkpoint in `path` of a policy of `config`, written under `fingerprint`.
+///
+/// # Errors
+/// [`TrainError`] where it cannot be read, was written under other settings, or lacks a tensor.
+pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Result<Checkpoint, TrainError> {
+    let file = SafetensorsFile::open(path)?;
+    let Some(header) = file.metadata().get(METADATA) else {
+        return Err(TrainError::file(path, format!("no `{METADATA}` in its metadata, expected a checkpoint")));
+    };
+    let header: Header = serde_json::from_str(header).map_err(|error| TrainError::file(path, error.to_string()))?;
+    if header.fingerprint != fingerprint {
+        let reason = "written under other settings; remove it, or choose another folder for the results";
+        return Err(TrainError::file(path, reason.into()));
+    }
+    let mut weights = Weights::new();
+    for (name, shape) in config.tensors() {
+        let weight = single_tensor(&file, &format!("weight.{name}"), &shape)?;
+        weights.insert(name, Var::from_tensor(&weight)?);
+    }
+    let optimizer = AdamW::restored(header.optimizer_steps, &weights, |name, count| {
+        Ok(single_tensor(&file, name, &[count])?.to_vec1::<f32>()?)
+    })?;
+    Ok(Checkpoint { step: header.step, weights, optimizer })
+}

@@ -1,0 +1,256 @@
+//! [`TrainConfig`]: what `assay train` is told, in YAML.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::TrainError;
+use super::optimizer::AdamWConfig;
+use super::task::Arithmetic;
+use crate::checkpoint::Qwen2Config;
+use crate::spec::LossSpec;
+
+/// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Of everything that is drawn: weights, exercises, completions.
+    #[serde(default)]
+    pub seed: u64,
+    /// Threads of this machine; all where none are given. With 1, a run gives the same bits again.
+    #[serde(default)]
+    pub threads: Option<usize>,
+    /// Steps of GRPO.
+    pub steps: usize,
+    /// The folder of the results.
+    pub out: PathBuf,
+    /// The policy.
+    pub model: Model,
+    /// A tokenizer; where none is given that of the checkpoint, or one token a byte.
+    #[serde(default)]
+    pub tokenizer: Option<TokenizerFile>,
+    /// What it learns.
+    pub task: Task,
+    /// Supervised steps before those of GRPO.
+    #[serde(default)]
+    pub warm_start: Option<WarmStart>,
+    /// How completions are made.
+    pub rollout: Rollout,
+    /// What is made of them.
+    #[serde(default)]
+    pub update: Update,
+    /// After how many steps the policy is evaluated, greedily; always after the last.
+    #[serde(default = "default_evaluate_every")]
+    pub evaluate_every: usize,
+    /// After how many steps a checkpoint is written; always after the last.
+    #[serde(default = "default_checkpoint_every")]
+    pub checkpoint_every: usize,
+    /// The loss. Completions are sampled at its temperature.
+    #[serde(default)]
+    pub loss: LossSpec,
+    /// What computes it.
+    #[serde(default)]
+    pub kernel: KernelChoice,
+}
+
+fn default_evaluate_every() -> usize {
+    20
+}
+
+fn default_checkpoint_every() -> usize {
+    10
+}
+
+/// Where weights come from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Model {
+    /// The seed.
+    Init(Qwen2Config),
+    /// A folder as Hugging Face writes it, or a GGUF file; with its tokenizer.
+    Path(PathBuf),
+}
+
+/// A `tokenizer.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenizerFile {
+    /// The file.
+    pub path: PathBuf,
+    /// The token that ends a completion.
+    pub end: String,
+}
+
+/// What is to be learnt.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Task {
+    /// Word problems from the seed.
+    Arithmetic(Arithmetic),
+    /// GSM8K's own files.
+    Gsm8k(Gsm8k),
+}
+
+/// GSM8K's own files.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gsm8k {
+    /// `train.jsonl`
+    pub train: PathBuf,
+    /// `test.jsonl`
+    pub evaluate: PathBuf,
+}
+
+/// Supervised steps: cross-entropy of the exercises' solutions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WarmStart {
+    /// How many.
+    pub steps: usize,
+    /// Exercises a step.
+    pub batch: usize,
+    /// Of AdamW, which is otherwise as in [`Update`].
+    pub learning_rate: f64,
+    /// Where the weights are kept for the next run; in the folder of the results where it is not said.
+    #[serde(default)]
+    pub cache: Option<PathBuf>,
+}
+
+/// How completions are made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rollout {
+    /// Exercises a step.
+    pub prompts: usize,
+    /// Completions of each, the group of its advantages.
+    pub group: usize,
+    /// The most tokens of a completion.
+    pub max_new_tokens: usize,
+}
+
+/// What is made of completions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Update {
+    /// How often each completion is used.
+    pub ppo_epochs: usize,
+    /// In how many parts its gradient is computed.
+    pub micro_batches: usize,
+    /// The optimizer, which makes one step an epoch.
+    pub optimizer: AdamWConfig,
+}
+
+impl Default for Update {
+    fn default() -> Self {
+        Self { ppo_epochs: 1, micro_batches: 1, optimizer: AdamWConfig::default() }
+    }
+}
+
+/// What computes the loss.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelChoice {
+    /// `false`: candle's own operations and autograd.
+    pub enabled: bool,
+    /// An implementation on logits or with the LM head; see `assay list`.
+    #[serde(rename = "impl", default = "default_implementation")]
+    pub implementation: String,
+}
+
+fn default_implementation() -> String {
+    "native".into()
+}
+
+impl Default for KernelChoice {
+    fn default() -> Self {
+        Self { enabled: true, implementation: default_implementation() }
+    }
+}
+
+impl TrainConfig {
+    /// Makes the paths of inputs relative to `folder`.
+    pub fn beside(&mut self, folder: &Path) {
+        let paths = [
+            match &mut self.model {
+                Model::Path(path) => Some(path),
+                Model::Init(_) => None,
+            },
+            self.tokenizer.as_mut().map(|tokenizer| &mut tokenizer.path),
+            self.warm_start.as_mut().and_then(|warm_start| warm_start.cache.as_mut()),
+        ];
+        let of_task = match &mut self.task {
+            Task::Gsm8k(Gsm8k { train, evaluate }) => vec![train, evaluate],
+            Task::Arithmetic(_) => Vec::new(),
+        };
+        for path in paths.into_iter().flatten().chain(of_task) {
+            *path = folder.join(&*path);
+        }
+    }
+
+    /// Checks every count and range.
+    ///
+    /// # Errors
+    /// [`TrainError`] naming the first that is out of range.
+    pub fn check(&self) -> Result<(), TrainError> {
+        let counts = [
+            ("steps", self.steps),
+            ("threads", self.threads.unwrap_or(1)),
+            ("rollout.prompts", self.rollout.prompts),
+            ("rollout.max_new_tokens", self.rollout.max_new_tokens),
+            ("update.ppo_epochs", self.update.ppo_epochs),
+            ("update.micro_batches", self.update.micro_batches),
+            ("evaluate_every", self.evaluate_every),
+            ("checkpoint_every", self.checkpoint_every),
+            ("warm_start.batch", self.warm_start.as_ref().map_or(1, |warm_start| warm_start.batch)),
+        ];
+        let wrong =
+            |field, given: String, expected: &str| Err(TrainError::Setting { field, given, expected: expected.into() });
+        if let Some((field, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
+            return wrong(field, "0".into(), "at least 1");
+        }
+        if self.rollout.group < 2 {
+            return wrong("rollout.group", self.rollout.group.to_string(), "at least 2: advantages are within a group");
+        }
+        let sequences = self.rollout.prompts.saturating_mul(self.rollout.group);
+        if !sequences.is_multiple_of(self.update.micro_batches) {
+            let expected = format!("a divisor of prompts·group = {sequences}");
+            return wrong("update.micro_batches", self.update.micro_batches.to_string(), &expected);
+        }
+        let optimizer = &self.update.optimizer;
+        let positive = [
+            ("update.optimizer.learning_rate", optimizer.learning_rate),
+            ("update.optimizer.epsilon", optimizer.epsilon),
+            ("update.optimizer.max_grad_norm", optimizer.max_grad_norm),
+            ("warm_start.learning_rate", self.warm_start.as_ref().map_or(1.0, |warm_start| warm_start.learning_rate)),
+        ];
+        if let Some((field, given)) = positive.into_iter().find(|(_, x)| !(x.is_finite() && *x > 0.0)) {
+            return wrong(field, given.to_string(), "a finite number above 0");
+        }
+        let betas = [("update.optimizer.beta1", optimizer.beta1), ("update.optimizer.beta2", optimizer.beta2)];
+        if let Some((field, given)) = betas.into_iter().find(|(_, x)| !(0.0..1.0).contains(x)) {
+            return wrong(field, given.to_string(), "0 ≤ beta < 1");
+        }
+        self.loss.check().map_err(crate::problem::ProblemError::from)?;
+        if let Model::Init(model) = &self.model {
+            model.check()?;
+        }
+        Ok(())
+    }
+
+    /// What a checkpoint must have been written under to be gone on from: all that changes a curve, as JSON.
+    pub(super) fn fingerprint(&self) -> String {
+        let mut config = serde_json::to_value(self).expect("plain data");
+        let settings = config.as_object_mut().expect("a struct");
+        for free in ["threads", "steps", "out", "checkpoint_every"] {
+            settings.remove(free);
+        }
+        config.to_string()
+    }
+
+    /// What a warm start must have been made under to be used again.
+    pub(super) fn warm_fingerprint(&self) -> String {
+        let warm_start = self.warm_start.as_ref().map(|warm_start| WarmStart { cache: None, ..warm_start.clone() });
+        let settings = (self.seed, &self.model, &self.tokenizer, &self.task, warm_start, &self.update.optimizer);
+        serde_json::to_string(&settings).expect("plain data")
+    }
+}

@@ -1,0 +1,272 @@
+//! [`Journal`]: the curve of a run, a line of JSON a step, and the same as an event file for TensorBoard.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use prost::Message;
+use serde::{Deserialize, Serialize};
+
+use super::TrainError;
+use crate::fixture::persist;
+
+/// What a step came to. Means are over the tokens that count, and over epochs; times are in seconds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// From 1 on.
+    pub step: usize,
+    /// Seconds since 1970, when the step was done.
+    pub unix_time: f64,
+    /// sha256 of the completions' tokens.
+    pub tokens_sha256: String,
+    /// The loss.
+    pub loss: f64,
+    /// Mean entropy, nats.
+    pub entropy: f64,
+    /// Share of tokens clipped low.
+    pub clip_low: f64,
+    /// Share of tokens clipped high.
+    pub clip_high: f64,
+    /// Share of tokens clipped.
+    pub clip_region: f64,
+    /// Norm of the whole gradient, before it is clipped.
+    pub grad_norm: f64,
+    /// Mean reward of the completions.
+    #[serde(rename = "reward/total/mean")]
+    pub reward: f64,
+    /// The part of it for answers.
+    #[serde(rename = "reward/answer/mean")]
+    pub reward_answer: f64,
+    /// The part of it for format.
+    #[serde(rename = "reward/format/mean")]
+    pub reward_format: f64,
+    /// Completion tokens that the losses were of.
+    pub valid_tokens: usize,
+    /// Making completions.
+    #[serde(rename = "time/rollout_generate_s")]
+    pub rollout_s: f64,
+    /// Everything from completions to new weights.
+    #[serde(rename = "time/update_s")]
+    pub update_s: f64,
+    /// The part of it from hidden states to the gradients of hidden states and LM head.
+    #[serde(rename = "time/loss_step_s")]
+    pub loss_step_s: f64,
+    /// Both, without an evaluation.
+    #[serde(rename = "time/step_s")]
+    pub step_s: f64,
+    /// The most bytes that a loss step held beyond what there was; `None` where nobody counts.
+    #[serde(rename = "bytes/loss_step")]
+    pub loss_step_bytes: Option<usize>,
+    /// The most bytes that the update held beyond what there was.
+    #[serde(rename = "bytes/update")]
+    pub update_bytes: Option<usize>,
+    /// What an evaluation found, where there was one.
+    #[serde(flatten)]
+    pub evaluation: Option<Evaluation>,
+}
+
+/// Greedy completions of the exercises that are not trained on.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Mean reward.
+    #[serde(rename = "eval/reward/total/mean")]
+    pub reward: f64,
+    /// Mean of its part for answers.
+    #[serde(rename = "eval/reward/answer/mean")]
+    pub answer: f64,
+    /// Mean of its part for format.
+    #[serde(rename = "eval/reward/format/mean")]
+    pub format: f64,
+}
+
+impl Record {
+    /// Every number, by its name.
+    fn scalars(&self) -> Vec<(String, f32)> {
+        let serde_json::Value::Object(fields) = serde_json::to_value(self).expect("plain data") else {
+            unreachable!("a record is a struct")
+        };
+        let number = |(name, value): (String, serde_json::Value)| Some((name, value.as_f64()? as f32));
+        fields
+            .into_iter()
+            .filter(|(name, _)| !["step", "unix_time"].contains(&name.as_str()))
+            .filter_map(number)
+            .collect()
+    }
+}
+
+/// The file for TensorBoard: it knows one by a part of its name.
+const EVENTS: &str = "events.out.tfevents.assay";
+
+/// The files of a run's curve.
+pub struct Journal {
+    path: PathBuf,
+    lines: File,
+    events: File,
+    records: Vec<Record>,
+}
+
+impl Journal {
+    /// The curve in `folder` up to and with step `kept`; what is beyond is forgotten.
+    ///
+    /// # Errors
+    /// [`TrainError`] where a step before is missing, or the system refuses.
+    pub fn open(folder: &Path, kept: usize) -> Result<Self, TrainError> {
+        let path = folder.join("metrics.jsonl");
+        let text = match kept {
+            0 => String::new(),
+            _ => fs::read_to_string(&path).map_err(|reason| TrainError::io(&path, "read", reason))?,
+        };
+        let mut records = Vec::new();
+        for (i, line) in text.lines().take(kept).enumerate() {
+            let record: Record = serde_json::from_str(line)
+                .map_err(|error| TrainError::file(&path, format!("line {}: {error}", i + 1)))?;
+            records.push(record);
+        }
+        if records.iter().map(|record| record.step).ne(1..=kept) {
+            return Err(TrainError::file(&path, format!("expected steps 1 to {kept}, a line each")));
+        }
+        let io = |reason| TrainError::io(&path, "write", reason);
+        // As they stand: a number that is read and written again may lose its last bit.
+        let as_they_stand = |out: &mut dyn Write| text.lines().take(kept).try_for_each(|line| writeln!(out, "{line}"));
+        persist(&path, as_they_stand).map_err(io)?;
+        let lines = OpenOptions::new().append(true).open(&path).map_err(io)?;
+        let events_path = folder.join(EVENTS);
+        let mut journal = Self {
+            events: File::create(&events_path).map_err(|reason| TrainError::io(&events_path, "write", reason))?,
+            path,
+            lines,
+            records: Vec::new(),
+        };
+        journal.write_event(Event::opening())?;
+        for record in &records {
+            journal.write_event(Event::of(record))?;
+        }
+        journal.records = records;
+        Ok(journal)
+    }
+
+    /// Adds a step.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub fn push(&mut self, record: Record) -> Result<(), TrainError> {
+        let line = serde_json::to_string(&record).expect("plain data") + "\n";
+        let written = self.lines.write_all(line.as_bytes());
+        written.map_err(|reason| TrainError::io(&self.path, "write", reason))?;
+        self.write_event(Event::of(&record))?;
+        self.records.push(record);
+        Ok(())
+    }
+
+    /// The steps so far.
+    pub fn records(&self) -> &[Record] {
+        &self.records
+    }
+
+    fn write_event(&mut self, event: Event) -> Result<(), TrainError> {
+        let write = self.events.write_all(&framed(&event.encode_to_vec()));
+        write.map_err(|reason| TrainError::io(&self.path.with_file_name(EVENTS), "write", reason))
+    }
+}
+
+/// TensorBoard's `tensorflow.Event`, the fields that a scalar needs.
+#[derive(Message)]
+struct Event {
+    #[prost(double, tag = "1")]
+    wall_time: f64,
+    #[prost(int64, tag = "2")]
+    step: i64,
+    #[prost(string, optional, tag = "3")]
+    file_version: Option<String>,
+    #[prost(message, optional, tag = "5")]
+    summary: Option<Scalars>,
+}
+
+/// `tensorflow.Summary`.
+#[derive(Message)]
+struct Scalars {
+    #[prost(message, repeated, tag = "1")]
+    value: Vec<Scalar>,
+}
+
+/// `tensorflow.Summary.Value`.
+#[derive(Message)]
+struct Scalar {
+    #[prost(string, tag = "1")]
+    tag: String,
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
+}
+
+impl Event {
+    /// The first of a file.
+    fn opening() -> Self {
+        Self { wall_time: 0.0, step: 0, file_version: Some("brain.Event:2".into()), summary: None }
+    }
+
+    fn of(record: &Record) -> Self {
+        let scalar = |(tag, value)| Scalar { tag, simple_value: Some(value) };
+        let value = record.scalars().into_iter().map(scalar).collect();
+        let (wall_time, step) = (record.unix_time, record.step as i64);
+        Self { wall_time, step, file_version: None, summary: Some(Scalars { value }) }
+    }
+}
+
+/// A record of a TFRecord file: length, its checksum, `bytes`, their checksum.
+fn framed(bytes: &[u8]) -> Vec<u8> {
+    let length = (bytes.len() as u64).to_le_bytes();
+    [&length, &masked_crc(&length).to_le_bytes()[..], bytes, &masked_crc(bytes).to_le_bytes()].concat()
+}
+
+/// TFRecord's masked CRC-32C.
+fn masked_crc(bytes: &[u8]) -> u32 {
+    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// RFC 3720's check value of CRC-32C is e3069283; a reader of `TFRecord` takes the length first.
+    #[test]
+    fn records_are_framed_and_read_back() {
+        assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
+        let record = Record {
+            step: 3,
+            unix_time: 1.5,
+            tokens_sha256: "00".into(),
+            loss: -0.25,
+            entropy: 1.0,
+            clip_low: 0.0,
+            clip_high: 0.5,
+            clip_region: 0.5,
+            grad_norm: 2.0,
+            reward: 1.5,
+            reward_answer: 0.75,
+            reward_format: 0.75,
+            valid_tokens: 12,
+            rollout_s: 0.1,
+            update_s: 0.2,
+            loss_step_s: 0.05,
+            step_s: 0.3,
+            loss_step_bytes: Some(4096),
+            update_bytes: None,
+            evaluation: Some(Evaluation { reward: 2.0, answer: 1.0, format: 1.0 }),
+        };
+        let bytes = framed(&Event::of(&record).encode_to_vec());
+        let (length, rest) = bytes.split_at(8);
+        let length_value = u64::from_le_bytes(length.try_into().unwrap()) as usize;
+        assert_eq!(bytes.len(), 16 + length_value);
+        assert_eq!(rest[..4], masked_crc(length).to_le_bytes());
+        let event = Event::decode(&rest[4..4 + length_value]).unwrap();
+        assert_eq!((event.step, event.wall_time), (3, 1.5));
+        let scalars: Vec<(String, f32)> =
+            event.summary.unwrap().value.into_iter().map(|scalar| (scalar.tag, scalar.simple_value.unwrap())).collect();
+        for expected in
+            [("loss", -0.25), ("valid_tokens", 12.0), ("bytes/loss_step", 4096.0), ("eval/reward/total/mean", 2.0)]
+        {
+            assert!(scalars.contains(&(expected.0.into(), expected.1)), "{expected:?} in {scalars:?}");
+        }
+        assert!(scalars.iter().all(|(tag, _)| tag != "step" && tag != "unix_time" && tag != "bytes/update"));
+    }
+}

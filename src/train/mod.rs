@@ -1,0 +1,170 @@
+//! Training with the losses, on [candle](https://docs.rs/candle-core) (feature `train`).
+//!
+//! [`GrpoLoss`] is a loss that candle differentiates, for a training loop of one's own. [`Trainer`] is a whole loop on one
+//! machine: a [`Qwen2`] policy answers [questions with exact answers](task), completions are [rewarded](reward) and compared
+//! within their group, and the loss of [`LossSpec`](crate::spec::LossSpec) changes the policy, by a kernel or by candle's own
+//! operations ([`Arm`]), as the [`TrainConfig`] says.
+//!
+//! Everything that is drawn is a function of the seed and the step, and every sum has an order of its own, so that with one
+//! thread a run gives the same bits again, killed and resumed or not.
+
+mod baseline;
+mod checkpoint;
+pub mod config;
+mod loss;
+pub mod metrics;
+pub mod optimizer;
+pub mod qwen2;
+pub mod reward;
+pub mod rollout;
+mod summary;
+pub mod task;
+mod tokenizer;
+mod trainer;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use candle_core::Error as CandleError;
+
+pub use baseline::Baseline;
+pub use config::TrainConfig;
+pub use loss::{Batch, Evaluated, GrpoLoss};
+pub use qwen2::Qwen2;
+pub use summary::Summary;
+pub use tokenizer::Tokenizer;
+pub use trainer::{Arm, LossStep, Trainer};
+
+pub use crate::checkpoint::{Misfit, Qwen2Config};
+use crate::fixture::FixtureError;
+use crate::implementation::RunError;
+use crate::problem::ProblemError;
+
+/// Why training cannot go on: one line that names the file or field.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// A loss failed.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// A batch does not fit its logits or its spec.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// candle failed.
+    #[error("candle: {0}")]
+    Candle(#[from] CandleError),
+    /// There is no such implementation, or it does not run here.
+    #[error("kernel `{id}`: {reason}")]
+    Kernel {
+        /// What was asked for.
+        id: String,
+        /// Why it is not there.
+        reason: String,
+    },
+    /// An implementation of the LM head was given logits.
+    #[error("kernel `{id}`: got logits, expected hidden states and an LM head (`GrpoLoss::on_hidden`)")]
+    NeedsHead {
+        /// The implementation.
+        id: String,
+    },
+    /// The baseline has no such loss.
+    #[error(
+        "`{field}`: candle's own operations compute PPO-clip (`epsilon_low`, `epsilon_high`) over the token mean only"
+    )]
+    Baseline {
+        /// What is beyond it.
+        field: &'static str,
+    },
+    /// A tensor lies on a device that kernels here do not see.
+    #[error("`{field}`: got a tensor on a device, expected one on the CPU")]
+    Device {
+        /// The tensor.
+        field: &'static str,
+    },
+    /// A tensor has a dtype that no kernel takes.
+    #[error("`{field}`: got dtype {given}, expected f32, bf16 or f16")]
+    Dtype {
+        /// The tensor.
+        field: &'static str,
+        /// Its dtype.
+        given: String,
+    },
+    /// A tensor has the wrong shape.
+    #[error("`{field}`: got shape {given:?}, expected {expected}")]
+    Shape {
+        /// The tensor.
+        field: String,
+        /// Its shape.
+        given: Vec<usize>,
+        /// The shape wanted, in words.
+        expected: String,
+    },
+    /// A setting is out of range.
+    #[error("`{field}`: got {given}, expected {expected}")]
+    Setting {
+        /// The setting.
+        field: &'static str,
+        /// Its value.
+        given: String,
+        /// What would do.
+        expected: String,
+    },
+    /// The extents of a policy do not fit each other.
+    #[error("model: {0}")]
+    Model(#[from] Misfit),
+    /// A checkpoint cannot be read or believed.
+    #[error(transparent)]
+    Checkpoint(#[from] FixtureError),
+    /// A tokenizer has ids that the policy has no logits for.
+    #[error("`vocab_size`: got {given}, expected at least {needed}, the ids of the tokenizer")]
+    Vocabulary {
+        /// That of the policy.
+        given: usize,
+        /// That of the tokenizer.
+        needed: usize,
+    },
+    /// A tokenizer failed.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// A number is no number any more.
+    #[error("{what} is {given}: training diverged")]
+    Diverged {
+        /// Which.
+        what: &'static str,
+        /// What it is.
+        given: f64,
+    },
+    /// Somebody asked to stop.
+    #[error("interrupted {done}")]
+    Interrupted {
+        /// How far it was.
+        done: String,
+    },
+    /// The system refused.
+    #[error("{path}: cannot {action}: {reason}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// The system's answer.
+        reason: io::Error,
+    },
+    /// A file says something that it may not say.
+    #[error("{path}: {reason}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What, and what was expected.
+        reason: String,
+    },
+}
+
+impl TrainError {
+    fn io(path: &Path, action: &'static str, reason: io::Error) -> Self {
+        TrainError::Io { path: path.into(), action, reason }
+    }
+
+    fn file(path: &Path, reason: String) -> Self {
+        TrainError::File { path: path.into(), reason }
+    }
+}

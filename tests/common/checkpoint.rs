@@ -1,0 +1,92 @@
+//! A tiny checkpoint of random weights, as Hugging Face writes one.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::json;
+
+/// A byte-level vocabulary of single characters; the last two are special. The head has columns without a token, as
+/// Qwen's has.
+pub(crate) const CHARACTERS: &str = "abcdefghijklmnopqrstuvwxyz0123456789#.,ĠĊ";
+pub(crate) const END: &str = "<|im_end|>";
+pub(crate) const PAD: &str = "<|endoftext|>";
+pub(crate) const VOCAB: usize = 64;
+pub(crate) const HIDDEN: usize = 64;
+
+pub(crate) type Weights = Vec<(String, Tensor)>;
+
+pub(crate) fn tokens() -> Vec<String> {
+    CHARACTERS.chars().map(String::from).chain([END.into(), PAD.into()]).collect()
+}
+
+pub(crate) fn settings(vocab: usize, tied: bool) -> serde_json::Value {
+    let end = tokens().len() - 2;
+    json!({
+        "model_type": "qwen2", "vocab_size": vocab, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 256,
+        "max_window_layers": 2, "tie_word_embeddings": tied, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "use_sliding_window": false, "hidden_act": "silu", "eos_token_id": end, "pad_token_id": end + 1,
+    })
+}
+
+pub(crate) fn weights(vocab: usize, tied: bool) -> Weights {
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let mut draw = |name: &str, shape: &[usize], scale: f32, around: f32| {
+        let n = shape.iter().product();
+        let values: Vec<f32> = (0..n).map(|_| around + scale * rng.random_range(-1.0..1.0f32)).collect();
+        (name.to_string(), Tensor::from_vec(values, shape, &Device::Cpu).unwrap())
+    };
+    let mut all = vec![
+        draw("model.embed_tokens.weight", &[vocab, HIDDEN], 0.5, 0.0),
+        draw("model.norm.weight", &[HIDDEN], 0.1, 1.0),
+    ];
+    if !tied {
+        all.push(draw("lm_head.weight", &[vocab, HIDDEN], 0.3, 0.0));
+    }
+    for i in 0..2 {
+        let mut layer = |name: &str, shape: &[usize], scale, around| {
+            all.push(draw(&format!("model.layers.{i}.{name}"), shape, scale, around));
+        };
+        layer("input_layernorm.weight", &[HIDDEN], 0.1, 1.0);
+        layer("post_attention_layernorm.weight", &[HIDDEN], 0.1, 1.0);
+        for (name, out) in [("q", HIDDEN), ("k", HIDDEN / 2), ("v", HIDDEN / 2)] {
+            layer(&format!("self_attn.{name}_proj.weight"), &[out, HIDDEN], 0.2, 0.0);
+            layer(&format!("self_attn.{name}_proj.bias"), &[out], 0.2, 0.0);
+        }
+        layer("self_attn.o_proj.weight", &[HIDDEN, HIDDEN], 0.2, 0.0);
+        layer("mlp.gate_proj.weight", &[96, HIDDEN], 0.2, 0.0);
+        layer("mlp.up_proj.weight", &[96, HIDDEN], 0.2, 0.0);
+        layer("mlp.down_proj.weight", &[HIDDEN, 96], 0.2, 0.0);
+    }
+    all
+}
+
+pub(crate) fn tokenizer() -> serde_json::Value {
+    let all = tokens();
+    let vocab: serde_json::Map<_, _> = all.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+    let special = |id: usize| json!({"id": id, "content": all[id], "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [special(all.len() - 2), special(all.len() - 1)],
+        "normalizer": null, "pre_tokenizer": bytes, "post_processor": null, "decoder": bytes,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    })
+}
+
+/// The whole folder.
+pub(crate) fn write(folder: &Path, vocab: usize, tied: bool) {
+    fs::create_dir(folder).unwrap();
+    fs::write(folder.join("config.json"), settings(vocab, tied).to_string()).unwrap();
+    fs::write(folder.join("tokenizer.json"), tokenizer().to_string()).unwrap();
+    write_weights(folder, &weights(vocab, tied));
+}
+
+pub(crate) fn write_weights(folder: &Path, weights: &Weights) {
+    let map: HashMap<_, _> = weights.iter().cloned().collect();
+    candle_core::safetensors::save(&map, folder.join("model.safetensors")).unwrap();
+}

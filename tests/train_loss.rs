@@ -1,0 +1,215 @@
+//! The losses as candle's operations: their gradients are the reference's, and those of candle's own autograd.
+
+use assay::conformance::cases;
+use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::judge::judge;
+use assay::conformance::lm_head::judge_head;
+use assay::conformance::tolerance::Tolerances;
+use assay::problem::{Candidate, Dtype, FloatArray, HeadLayout, HeadOutcome, HeadShape, Problem};
+use assay::reference::{evaluate, evaluate_head};
+use assay::spec::{LossSpec, Reduction, Rows};
+use assay::train::{Baseline, Batch, GrpoLoss, TrainError};
+use candle_core::{DType, Device, Tensor, Var};
+use ndarray::{Array3, Dimension, arr0};
+
+fn recipe(dtype: Dtype) -> Recipe {
+    Recipe {
+        shape: [3, 5, 97],
+        dtype,
+        regime: Regime::Normal,
+        seed: 4,
+        old_logp_noise_scale: 1.0,
+        masked_garbage: false,
+    }
+}
+
+fn batch<L>(problem: &Problem<L>) -> Batch {
+    problem.with_logits(())
+}
+
+fn candle_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::Bf16 => DType::BF16,
+        Dtype::F16 => DType::F16,
+    }
+}
+
+/// `array` in its own dtype, or in `dtype`.
+fn variable<D: Dimension>(array: &FloatArray<D>, dtype: Dtype) -> Var {
+    let wide = Tensor::from_iter(array.to_f64(), &Device::Cpu).unwrap().reshape(array.shape()).unwrap();
+    Var::from_tensor(&wide.to_dtype(candle_dtype(dtype)).unwrap()).unwrap()
+}
+
+fn array<D: Dimension>(tensor: &Tensor, dtype: Dtype, shape: D) -> FloatArray<D> {
+    let wide = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    FloatArray::rounded_from(&ndarray::Array::from_shape_vec(shape, wide).unwrap(), dtype)
+}
+
+fn three(shape: [usize; 3]) -> ndarray::Ix3 {
+    ndarray::Dim(shape)
+}
+
+/// Masked tokens, both signs of the advantage and both sides of the clip are in the batch.
+fn specs() -> [LossSpec; 2] {
+    let of_sequences = Reduction::SequenceMean { rows: Rows::NonEmpty };
+    [LossSpec::default(), LossSpec { entropy_coef: 0.01, reduction: of_sequences, ..LossSpec::default() }]
+}
+
+#[test]
+fn dlogits_all_dtypes_pass_the_judge() {
+    for spec in specs() {
+        for dtype in Dtype::KERNEL {
+            let problem = recipe(dtype).problem(&spec).unwrap();
+            let logits = variable(&problem.logits, dtype);
+            let evaluated = GrpoLoss::native(spec.clone()).on_logits(&logits, &batch(&problem)).unwrap();
+            let dlogits = evaluated.loss.backward().unwrap().remove(&logits).unwrap();
+            assert_eq!(dlogits.dtype(), logits.dtype());
+            let candidate = Candidate {
+                loss: arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into(),
+                dlogits: array(&dlogits, dtype, three(recipe(dtype).shape)),
+                logp: None,
+                entropy: None,
+                token_loss: None,
+                metrics: evaluated.metrics,
+            };
+            let reference = evaluate(&spec, &problem).unwrap();
+            for verdict in judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap() {
+                assert!(verdict.passed(), "{dtype}: {verdict:?}");
+            }
+        }
+    }
+}
+
+/// candle's autograd in f64, through `log_softmax`, `gather` and the clip, to f64's own precision.
+#[test]
+fn dlogits_f64_of_candles_autograd_are_the_references() {
+    let spec = LossSpec { scale: 0.5, ..LossSpec::default() };
+    let problem = recipe(Dtype::F32).problem(&spec).unwrap();
+    let logits = variable(&problem.logits, Dtype::F64);
+    let evaluated = Baseline::of(&spec).unwrap().on_logits(&logits, &batch(&problem)).unwrap();
+    let dlogits = evaluated.loss.backward().unwrap().remove(&logits).unwrap();
+    let expected = evaluate(&spec, &problem).unwrap();
+    assert!((evaluated.loss.to_scalar::<f64>().unwrap() - expected.loss()).abs() < 1e-14);
+    let (dlogits, outcome) = (array(&dlogits, Dtype::F64, three([3, 5, 97])), expected.outcome());
+    let expected_dlogits = outcome.dlogits.to_f64();
+    assert!(expected_dlogits.iter().any(|x| x.abs() > 1e-3), "there is something to compare");
+    for (at, &x) in dlogits.to_f64().indexed_iter() {
+        assert!((x - expected_dlogits[at]).abs() < 1e-15, "dlogits{at:?}: {x}, expected {}", expected_dlogits[at]);
+    }
+    let (given, expected) = (evaluated.metrics.unwrap(), outcome.metrics);
+    let pairs = [
+        (given.clip_low, expected.clip_low),
+        (given.clip_high, expected.clip_high),
+        (given.clip_region, expected.clip_region),
+        (given.entropy_mean, expected.entropy_mean),
+        (given.ratio_mean, expected.ratio_mean),
+    ];
+    assert!(pairs.iter().all(|(given, expected)| (given - expected).abs() < 1e-13), "{pairs:?}");
+    assert!(expected.clip_low > 0.0 && expected.clip_high > 0.0, "both sides are clipped");
+}
+
+#[test]
+fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
+    let shape = HeadShape { batch: 3, tokens: 5, hidden: 16, vocab: 97 };
+    for spec in specs() {
+        for dtype in Dtype::KERNEL {
+            let mut recipe = cases::head_recipe(shape);
+            recipe.layout = HeadLayout::VocabByHidden;
+            recipe.recipe.dtype = dtype;
+            let problem = recipe.problem(&spec).unwrap();
+            let hidden = variable(&problem.logits.hidden, dtype);
+            let lm_head = variable(&problem.logits.lm_head, dtype);
+            let reference = evaluate_head(&spec, &problem).unwrap();
+            for grpo in [GrpoLoss::native_lm_head(spec.clone()), GrpoLoss::native(spec.clone())] {
+                let evaluated = grpo.on_hidden(&hidden, &lm_head, &batch(&problem)).unwrap();
+                let mut gradients = evaluated.loss.backward().unwrap();
+                let (dhidden, dlm_head) = (gradients.remove(&hidden).unwrap(), gradients.remove(&lm_head).unwrap());
+                assert_eq!((dhidden.dtype(), dlm_head.dtype()), (hidden.dtype(), lm_head.dtype()));
+                let exact = reference.outcome();
+                expect_rounded(&array(&dlm_head, Dtype::F64, ndarray::Dim([97, 16])), &exact.dlm_head.to_f64(), dtype);
+                let outcome = HeadOutcome {
+                    loss: arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into(),
+                    dhidden: array(&dhidden, dtype, three([3, 5, 16])),
+                    dlm_head: match dtype {
+                        Dtype::F32 => array(&dlm_head, dtype, ndarray::Dim([97, 16])),
+                        // Implementations return f32, whatever the head is: the limits are of that.
+                        _ => FloatArray::rounded_from(&exact.dlm_head.to_f64(), Dtype::F32),
+                    },
+                    dlogits_dtype: Dtype::F32,
+                    metrics: evaluated.metrics.unwrap(),
+                    // The operation does not return these.
+                    logp: FloatArray::rounded_from(&exact.logp.to_f64(), Dtype::F32),
+                    entropy: FloatArray::rounded_from(&exact.entropy.to_f64(), Dtype::F32),
+                    token_loss: FloatArray::rounded_from(&exact.token_loss.to_f64(), Dtype::F32),
+                };
+                let verdicts = judge_head(&reference, &problem, &outcome, "native-lm-head", Tolerances::builtin());
+                for verdict in verdicts.unwrap() {
+                    assert!(verdict.passed(), "{dtype}: {verdict:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Half a unit in the last place of `dtype`, and what f32 sums of cancelling terms leave.
+fn expect_rounded<D: Dimension>(given: &FloatArray<D>, exact: &ndarray::Array<f64, D>, dtype: Dtype) {
+    let (roundoff, smallest) = match dtype {
+        Dtype::Bf16 => (2f64.powi(-8), 0.0),
+        Dtype::F16 => (2f64.powi(-11), 2f64.powi(-25)),
+        Dtype::F32 | Dtype::F64 => (2f64.powi(-24), 0.0),
+    };
+    let largest = exact.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+    for (given, exact) in given.to_f64().iter().zip(exact) {
+        let limit = roundoff * exact.abs() + smallest + 1e-5 * largest;
+        assert!((given - exact).abs() <= limit, "{dtype}: {given}, expected {exact} within {limit}");
+    }
+}
+
+/// A loss within a larger graph: what comes before it and what multiplies it have their part in the gradient.
+#[test]
+fn gradients_pass_through_what_is_around() {
+    let spec = LossSpec::default();
+    let problem = recipe(Dtype::F32).problem(&spec).unwrap();
+    let logits = variable(&problem.logits, Dtype::F32);
+    let grpo = GrpoLoss::native(spec);
+    let alone = grpo.on_logits(&logits, &batch(&problem)).unwrap().loss.backward().unwrap().remove(&logits).unwrap();
+    let half = Var::from_tensor(&logits.affine(0.5, 0.0).unwrap()).unwrap();
+    let loss =
+        grpo.on_logits(&half.affine(2.0, 0.0).unwrap(), &batch(&problem)).unwrap().loss.affine(8.0, 1.0).unwrap();
+    // Powers of two round nothing, and a graph may be walked twice.
+    for _ in 0..2 {
+        let around = loss.backward().unwrap().remove(&half).unwrap();
+        let expected: Array3<f64> = array(&alone, Dtype::F64, three([3, 5, 97])).to_f64() * 16.0;
+        assert_eq!(array(&around, Dtype::F64, three([3, 5, 97])).to_f64(), expected);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let spec = LossSpec::default();
+    let problem = recipe(Dtype::F32).problem(&spec).unwrap();
+    let (logits, batch) = (variable(&problem.logits, Dtype::F32), batch(&problem));
+    let message = |result: Result<assay::train::Evaluated, TrainError>| result.unwrap_err().to_string();
+    let grpo = GrpoLoss::native(spec.clone());
+    let flat = logits.flatten_all().unwrap();
+    assert_eq!(message(grpo.on_logits(&flat, &batch)), "`logits`: got shape [1455], expected three extents");
+    let wide = logits.to_dtype(DType::F64).unwrap();
+    assert_eq!(message(grpo.on_logits(&wide, &batch)), "`logits`: got dtype f64, expected f32, bf16 or f16");
+    let fewer = logits.narrow(1, 0, 4).unwrap();
+    assert_eq!(
+        message(grpo.on_logits(&fewer, &batch)),
+        "`ids`: got shape [3, 5], expected [3, 4] ([B,T] of the logits)"
+    );
+    let head = GrpoLoss::native_lm_head(spec.clone());
+    assert!(
+        message(head.on_logits(&logits, &batch)).starts_with("kernel `native-lm-head`: got logits, expected hidden")
+    );
+    let narrow = Tensor::zeros((97, 3), DType::F32, &Device::Cpu).unwrap();
+    assert!(message(grpo.on_hidden(&logits, &narrow, &batch)).starts_with("`lm_head`: got shape [97, 3]"));
+    let unknown = GrpoLoss::by_id(spec, "pallas", None).err().unwrap().to_string();
+    assert!(unknown.starts_with("kernel `pallas`: expected one of: native, ") && unknown.contains("native-lm-head"));
+    let sapo = LossSpec { entropy_coef: 0.1, ..LossSpec::default() };
+    assert!(Baseline::of(&sapo).unwrap_err().to_string().starts_with("`spec`: candle's own operations"));
+}
