@@ -5,7 +5,7 @@ use assay::conformance::generate::{Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::lm_head::judge_head;
 use assay::conformance::tolerance::Tolerances;
-use assay::problem::{Candidate, Dtype, FloatArray, HeadLayout, HeadOutcome, HeadShape, Problem};
+use assay::problem::{Advantages, Candidate, Dtype, FloatArray, HeadLayout, HeadOutcome, HeadShape, Problem};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{LossSpec, Reduction, Rows};
 use assay::train::{Baseline, Batch, GrpoLoss, TrainError};
@@ -87,7 +87,8 @@ fn dlogits_all_dtypes_pass_the_judge() {
 fn dlogits_f64_of_candles_autograd_are_the_references() {
     let spec = LossSpec { scale: 0.5, ..LossSpec::default() };
     let shape = [6, 9, 97];
-    let problem = Recipe { shape, ..recipe(Dtype::F32) }.problem(&spec).unwrap();
+    let mut problem = Recipe { shape, ..recipe(Dtype::F32) }.problem(&spec).unwrap();
+    problem.advantages = Advantages::Sequence([1.5, -0.5, 1.0, -1.0, 0.5, -1.5].into_iter().collect());
     let logits = variable(&problem.logits, Dtype::F64);
     let evaluated = Baseline::of(&spec).unwrap().on_logits(&logits, &batch(&problem)).unwrap();
     let dlogits = evaluated.loss.backward().unwrap().remove(&logits).unwrap();
