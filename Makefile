@@ -29,7 +29,7 @@ test: setup
 	$(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
 	$(CARGO) bench --no-run --locked --quiet
-	$(CARGO) test --locked --all-features
+	$(CARGO) test --locked
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
