@@ -3,7 +3,7 @@
 //! The two lines of a training step that are not candle's own are marked. Hidden states are random, and the rewarded token is
 //! 7: its log-probability rises.
 
-use assay::problem::Advantages;
+use assay::problem::{Advantages, Extra};
 use assay::spec::LossSpec;
 use assay::train::{Batch, GrpoLoss};
 use candle_core::{DType, Device, Tensor, Var};
@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         advantages: Advantages::Sequence(Array1::from_iter((0..sequences).map(|b| if b < 2 { 1.0 } else { -1.0 }))),
         old_logp: Some(Array2::from_elem((sequences, tokens), -(vocab as f64).ln())),
         ref_logp: None,
-        extra: Default::default(),
+        extra: Extra::default(),
     };
 
     let grpo = GrpoLoss::native_lm_head(LossSpec::default()); // once

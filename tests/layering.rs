@@ -27,7 +27,7 @@ const ALLOWED: [(&str, &[&str]); 24] = [
     ("fixture", &["spec", "problem"]),
     ("checkpoint", &["problem", "fixture"]),
     ("train", &["spec", "problem", "implementation", "native", "memory", "fixture", "checkpoint"]),
-    ("record", &["spec", "problem", "fixture", "checkpoint"]),
+    ("record", &["spec", "problem", "fixture", "checkpoint", "train"]),
     // Of other commands it knows their JSON alone.
     ("report", &[]),
     ("conformance", &["spec", "problem", "reference", "implementation"]),

@@ -175,14 +175,15 @@ fn logits_f32_are_the_models_and_old_logps_those_of_the_drawn_tokens() {
     let (weights, mut compared) = (weights(VOCAB, false), 0);
     for ((b, t), &counts) in mask.indexed_iter() {
         let before = ids.row(b).to_vec();
-        let sequence: Vec<u32> = prompt.iter().copied().chain(before[..t].iter().map(|&id| id as u32)).collect();
+        let sequence: Vec<u32> =
+            prompt.iter().copied().chain(before[..t].iter().map(|&id| u32::try_from(id).unwrap())).collect();
         let expected = logits_of(&weights, &sequence);
         for (v, &x) in expected.iter().enumerate() {
             assert!((logits[[b, t, v]] - f64::from(x)).abs() < 1e-4, "[{b},{t},{v}]: {} {x}", logits[[b, t, v]]);
         }
         if counts == 1.0 {
             let lse = expected.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln();
-            let logp = f64::from(expected[ids[[b, t]] as usize]) - lse;
+            let logp = f64::from(expected[usize::try_from(ids[[b, t]]).unwrap()]) - lse;
             assert!((old_logps[[b, t]] - logp).abs() < 1e-4, "[{b},{t}]: {} {logp}", old_logps[[b, t]]);
             compared += 1;
         } else {

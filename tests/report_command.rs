@@ -252,7 +252,7 @@ fn what_is_no_result_is_refused_and_nothing_is_written() {
         &["missing field `pass`", "what `assay replay, gradcheck or judge --json` writes"],
     );
     refuse("a.json", b"{\"arms\": [], \"pass\": true, \"verdicts\": []}", &["ab --json"]);
-    refuse("a.json", &[b'['; 100_000], &["expected JSON"]);
+    refuse("a.json", &"[".repeat(100_000).into_bytes(), &["expected JSON"]);
     refuse("a.json", &vec![b' '; (assay::report::LONGEST + 1) as usize], &["got more than 16777216 bytes"]);
     refuse("a.json", &[0xff, 0xfe], &["expected JSON"]);
     assert_refused(&["report", "nowhere.json", "-o", &output], &["nowhere.json", "cannot read"]);

@@ -209,7 +209,9 @@ fn a_checkpoint_of_two_parts_in_bf16_is_widened() {
     checkpoint::write(&model, checkpoint::VOCAB, false);
     let round = |tensor: &Tensor| tensor.to_dtype(DType::BF16).unwrap();
     let mut written = checkpoint::weights(checkpoint::VOCAB, false);
-    written.iter_mut().for_each(|(_, tensor)| *tensor = round(tensor));
+    for (_, tensor) in &mut written {
+        *tensor = round(tensor);
+    }
     let (first, second) = written.split_at(7);
     checkpoint::write_weights(&model, &first.to_vec());
     std::fs::rename(model.join("model.safetensors"), model.join("model-00001-of-00002.safetensors")).unwrap();

@@ -85,11 +85,16 @@ impl Qwen2Config {
         }
         let (hidden, heads, pairs) = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads);
         let given = hidden.to_string();
-        expect(hidden % heads == 0, "hidden_size", given.clone(), &format!("a multiple of the {heads} heads"))?;
+        expect(
+            hidden.is_multiple_of(heads),
+            "hidden_size",
+            given.clone(),
+            &format!("a multiple of the {heads} heads"),
+        )?;
         let even = "an even number of units a head, for rotation";
-        expect(self.head_dim() % 2 == 0, "hidden_size", given, even)?;
+        expect(self.head_dim().is_multiple_of(2), "hidden_size", given, even)?;
         let divisor = format!("a divisor of the {heads} heads");
-        expect(heads % pairs == 0, "num_key_value_heads", pairs.to_string(), &divisor)?;
+        expect(heads.is_multiple_of(pairs), "num_key_value_heads", pairs.to_string(), &divisor)?;
         for (field, x) in [("rope_theta", self.rope_theta), ("rms_norm_eps", self.rms_norm_eps)] {
             expect(x.is_finite() && x > 0.0, field, x.to_string(), "a number > 0")?;
         }
@@ -267,7 +272,7 @@ impl Checkpoint {
             for tensor in file.names() {
                 if let Some(first) = holder.insert(tensor.to_owned(), files.len()) {
                     let given = format!("one here and one in {}", names[first].display());
-                    return Err(FixtureError::invalid(name, &format!("tensor `{tensor}`"), given, "one").into());
+                    return Err(FixtureError::invalid(name, &format!("tensor `{tensor}`"), given, "one"));
                 }
             }
             provenance.insert(format!("sha256_of.{}", name_of(name)), hash_of(name)?);
@@ -331,8 +336,7 @@ impl Checkpoint {
                     &field,
                     format!("shape {given:?}"),
                     format!("{expected:?}, as the settings say"),
-                )
-                .into());
+                ));
             }
         }
         Ok(self)

@@ -225,6 +225,9 @@ fn step_of(record: &Record) -> Step {
     }
 }
 
+/// What a step cost, and what that is called.
+type Measured = (&'static str, fn(&Record) -> f64);
+
 /// Agreement, which is decided, and cost, which is shown.
 fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
     let mut all: Vec<Verdict> = JUDGED.iter().map(|output| within_limits(pairs, output.name())).collect();
@@ -244,7 +247,7 @@ fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
     let reward = |run: &Run| run.summary.evaluation.map_or(f64::NAN, |evaluation| evaluation.reward);
     all.push(within_spread("final evaluation reward, mean of the seeds", pairs, reward));
     all.push(within_spread("final entropy, mean of the seeds", pairs, |run| run.summary.entropy));
-    let costs: [(&str, fn(&Record) -> f64); 5] = [
+    let costs: [Measured; 5] = [
         ("loss step, s, median; baseline / kernel", |record| record.loss_step_s),
         ("update, s, median; baseline / kernel", |record| record.update_s),
         ("whole step, s, median; baseline / kernel", |record| record.step_s),
@@ -254,9 +257,9 @@ fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
     all.extend(costs.map(|(what, of)| {
         let [baseline, kernel] = Side::BOTH
             .map(|side| median(pairs.iter().flat_map(|pair| &pair.runs[side as usize].records).map(of).collect()));
+        let difference = Some(baseline / kernel);
         let (baseline, kernel) = (Some(baseline), Some(kernel));
-        let ratio = baseline.zip(kernel).map(|(baseline, kernel)| baseline / kernel);
-        Verdict { what: what.into(), baseline, kernel, difference: ratio, limit: None, pass: None }
+        Verdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
     }));
     all
 }

@@ -143,6 +143,7 @@ struct NotBuilt {
 
 #[cfg(not(feature = "train"))]
 impl NotBuilt {
+    #[expect(clippy::unused_self, reason = "as all commands are run")]
     fn run(self) -> Result<Passed, CliError> {
         Err(CliError::Usage(
             "this build has no models: `cargo build --release --features train` makes one that has".into(),

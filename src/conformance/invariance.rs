@@ -20,9 +20,9 @@ impl Invariance {
     pub fn between(a: &Candidate, b: &Candidate) -> Self {
         Self::of([
             (Output::Loss, Some(a.loss.same_bits(&b.loss))),
-            (Output::Logp, both(&a.logp, &b.logp)),
-            (Output::Entropy, both(&a.entropy, &b.entropy)),
-            (Output::TokenLoss, both(&a.token_loss, &b.token_loss)),
+            (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref())),
+            (Output::Entropy, both(a.entropy.as_ref(), b.entropy.as_ref())),
+            (Output::TokenLoss, both(a.token_loss.as_ref(), b.token_loss.as_ref())),
             (Output::Dlogits, Some(a.dlogits.same_bits(&b.dlogits))),
         ])
     }
@@ -31,9 +31,9 @@ impl Invariance {
     pub fn between_heads(a: &HeadCandidate, b: &HeadCandidate) -> Self {
         Self::of([
             (Output::Loss, Some(a.loss.same_bits(&b.loss))),
-            (Output::Logp, both(&a.logp, &b.logp)),
-            (Output::Entropy, both(&a.entropy, &b.entropy)),
-            (Output::TokenLoss, both(&a.token_loss, &b.token_loss)),
+            (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref())),
+            (Output::Entropy, both(a.entropy.as_ref(), b.entropy.as_ref())),
+            (Output::TokenLoss, both(a.token_loss.as_ref(), b.token_loss.as_ref())),
             (Output::Dhidden, Some(a.dhidden.same_bits(&b.dhidden))),
             (Output::DlmHead, Some(a.dlm_head.same_bits(&b.dlm_head))),
         ])
@@ -48,8 +48,8 @@ impl Invariance {
 }
 
 /// Whether two outputs have the same bits; `None` where one is lacking.
-fn both(a: &Option<FloatArray<Ix2>>, b: &Option<FloatArray<Ix2>>) -> Option<bool> {
-    a.as_ref().zip(b.as_ref()).map(|(a, b)| a.same_bits(b))
+fn both(a: Option<&FloatArray<Ix2>>, b: Option<&FloatArray<Ix2>>) -> Option<bool> {
+    a.zip(b).map(|(a, b)| a.same_bits(b))
 }
 
 #[cfg(test)]

@@ -386,17 +386,16 @@ impl<S: Simd> Sums<S> {
     /// Adds a block, all but its target, and writes down its exponentials.
     #[inline(always)]
     fn add<E: Element>(&mut self, simd: S, block: &[E], target: Option<usize>, exps: &mut [[f32; UNIT]; UNITS]) {
-        match (block.try_into(), target) {
-            (Ok(whole), None) => self.add_whole(simd, units(whole), exps),
-            _ => {
-                let mut without_target = [E::MINUS_INFINITY; BLOCK];
-                without_target[..block.len()].copy_from_slice(block);
-                if let Some(target) = target {
-                    without_target[target] = E::MINUS_INFINITY;
-                }
-                self.add_with_care(simd, units(&without_target), exps);
-            }
+        if let (Ok(whole), None) = (block.try_into(), target) {
+            self.add_whole(simd, units(whole), exps);
+            return;
         }
+        let mut without_target = [E::MINUS_INFINITY; BLOCK];
+        without_target[..block.len()].copy_from_slice(block);
+        if let Some(target) = target {
+            without_target[target] = E::MINUS_INFINITY;
+        }
+        self.add_with_care(simd, units(&without_target), exps);
     }
 
     /// Adds a block as if no column were above `m` or far below it, and where one is, again.

@@ -33,6 +33,7 @@ use crate::checkpoint::{Checkpoint, Vocabulary, hash_of, one_line};
 use crate::fixture::{FixtureError, SafetensorsStream, StoredDtype};
 use crate::problem::Dtype;
 use crate::spec::{LossSpec, Objective, PpoClip};
+use crate::train::reward::advantages as of_rewards;
 
 pub use self::qwen2::CHUNK;
 
@@ -158,13 +159,8 @@ fn advantages(lines: &[Line], completions: &[Completion]) -> Vec<f32> {
     let text = |completion: &Completion| &lines[completion.prompt].prompt;
     let groups = completions.chunk_by(|a, b| text(a) == text(b));
     let of_group = |group: &[Completion]| {
-        let n = group.len() as f64;
-        let mean = group.iter().map(|completion| completion.reward).sum::<f64>() / n;
-        let variance = group.iter().map(|completion| (completion.reward - mean).powi(2)).sum::<f64>() / n;
-        group
-            .iter()
-            .map(|completion| ((completion.reward - mean) / (variance.sqrt() + 1e-4)) as f32)
-            .collect::<Vec<_>>()
+        let rewards: Vec<f64> = group.iter().map(|completion| completion.reward).collect();
+        of_rewards(&rewards).into_iter().map(|advantage| advantage as f32)
     };
     groups.flat_map(of_group).collect()
 }

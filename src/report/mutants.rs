@@ -14,7 +14,8 @@ use super::verdicts::{Ignored, not_checked};
 pub(super) struct Mutants {
     survived: Vec<String>,
     cases: u64,
-    mutants: Vec<Mutant>,
+    #[serde(rename = "mutants")]
+    all: Vec<Mutant>,
     #[serde(default)]
     ignored: Vec<Ignored>,
 }
@@ -40,22 +41,22 @@ enum Cell {
 
 impl Mutants {
     fn projects(&self) -> BTreeSet<&str> {
-        self.mutants.iter().flat_map(|mutant| mutant.elsewhere.keys().map(String::as_str)).collect()
+        self.all.iter().flat_map(|mutant| mutant.elsewhere.keys().map(String::as_str)).collect()
     }
 
     fn score(&self, project: &str) -> [usize; 3] {
         [Cell::Caught, Cell::Passes, Cell::NotExercised]
-            .map(|cell| self.mutants.iter().filter(|mutant| mutant.elsewhere.get(project) == Some(&cell)).count())
+            .map(|cell| self.all.iter().filter(|mutant| mutant.elsewhere.get(project) == Some(&cell)).count())
     }
 
     fn bars(&self) -> Vec<Bar> {
         let bar = |name: &str, [caught, passes, rest]: [usize; 3]| Bar {
             name: name.into(),
             parts: vec![(caught as f64, Tone::Third), (passes as f64, Tone::Bad), (rest as f64, Tone::Rule)],
-            note: format!("{caught} of {}", self.mutants.len()),
+            note: format!("{caught} of {}", self.all.len()),
         };
-        let killed = self.mutants.iter().filter(|mutant| mutant.gate.is_some()).count();
-        let ours = bar("assay", [killed, self.mutants.len() - killed, 0]);
+        let killed = self.all.iter().filter(|mutant| mutant.gate.is_some()).count();
+        let ours = bar("assay", [killed, self.all.len() - killed, 0]);
         std::iter::once(ours)
             .chain(self.projects().into_iter().map(|project| bar(project, self.score(project))))
             .collect()
@@ -68,8 +69,8 @@ impl Part for Mutants {
     }
 
     fn summary(&self) -> String {
-        let killed = self.mutants.iter().filter(|mutant| mutant.gate.is_some()).count();
-        format!("{killed} of {} wrong kernels rejected, {} cases", self.mutants.len(), self.cases)
+        let killed = self.all.iter().filter(|mutant| mutant.gate.is_some()).count();
+        format!("{killed} of {} wrong kernels rejected, {} cases", self.all.len(), self.cases)
     }
 
     fn body(&self) -> Markup {
@@ -82,13 +83,13 @@ impl Part for Mutants {
             (key(&[(Tone::Third, "rejected"), (Tone::Bad, "accepted"), (Tone::Rule, "not exercised: no input reaches the bug")]))
             (bars(&self.bars(), None, &html! { "wrong kernels rejected" }))
             details {
-                summary { "All " (self.mutants.len()) " kernels" }
+                summary { "All " (self.all.len()) " kernels" }
                 div.scroll { table {
                     thead { tr {
                         th { "kernel" } th { "class" } th { "what it does" } th { "rejected by" } th.number { "after cases" }
                         @for project in &projects { th { (clipped(project)) } }
                     } }
-                    tbody { @for mutant in &self.mutants { tr {
+                    tbody { @for mutant in &self.all { tr {
                         td { (clipped(&mutant.name)) } td { (clipped(&mutant.class)) } td { (clipped(&mutant.does)) }
                         @match &mutant.gate { Some(gate) => td { (clipped(gate)) }, None => td.bad { "nothing" } }
                         td.number { (mutant.cases) }

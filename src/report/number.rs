@@ -10,7 +10,7 @@ pub(super) fn short(x: f64) -> String {
     }
     match x.abs() {
         a if !(1e-3..1e5).contains(&a) => format!("{x:.2e}"),
-        a => format!("{x:.*}", (2 - a.log10().floor() as i32).max(0) as usize),
+        a => format!("{x:.*}", usize::try_from(2 - a.log10().floor() as i32).unwrap_or(0)),
     }
 }
 

@@ -312,6 +312,7 @@ fn extent(values: impl Iterator<Item = f64>) -> Option<Range<f64>> {
 }
 
 /// Pixels that the longest label needs.
+#[allow(clippy::cast_sign_loss, reason = "it is ≥ 0")]
 fn label_width<'t>(labels: impl Iterator<Item = &'t str>) -> u32 {
     const MOST: f64 = 260.0;
     let longest = labels.map(|label| clipped(label).chars().count()).max().unwrap_or(0);

@@ -221,7 +221,7 @@ impl Verdicts {
                     "implementations and problems. Up to ½ is the exact value, rounded. The axis is logarithmic: single elements show."
                 }
                 div.several {
-                    @for group in distinct(&counted, |check| name(check)) {
+                    @for group in distinct(&counted, name) {
                         @let counts = total(counted.iter().filter(|check| name(check) == group), buckets);
                         (histogram(&labels, &counts, &html! { (clipped(&group)) }))
                     }

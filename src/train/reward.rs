@@ -32,14 +32,11 @@ impl Reward {
     }
 }
 
-/// `(r − mean) / (std + 1e-4)` within each group of `size`, with the group's own standard deviation `√(Σ (r − mean)² / size)`.
-pub fn advantages(rewards: &[f64], size: usize) -> Vec<f64> {
-    let of_group = |group: &[f64]| {
-        let mean = group.iter().sum::<f64>() / group.len() as f64;
-        let variance = group.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / group.len() as f64;
-        group.iter().map(move |r| (r - mean) / (variance.sqrt() + EPSILON)).collect::<Vec<_>>()
-    };
-    rewards.chunks(size).flat_map(of_group).collect()
+/// `(r − mean) / (std + 1e-4)` of the rewards of one group, with their own standard deviation `√(Σ (r − mean)² / n)`.
+pub fn advantages(group: &[f64]) -> Vec<f64> {
+    let mean = group.iter().sum::<f64>() / group.len() as f64;
+    let variance = group.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / group.len() as f64;
+    group.iter().map(|r| (r - mean) / (variance.sqrt() + EPSILON)).collect()
 }
 
 #[cfg(test)]
@@ -64,7 +61,7 @@ mod tests {
 
     #[test]
     fn advantages_are_those_of_the_group() {
-        let given = advantages(&[2.0, 0.0, 1.0, 1.0], 2);
-        assert_eq!(given, [1.0 / 1.0001, -1.0 / 1.0001, 0.0, 0.0]);
+        assert_eq!(advantages(&[2.0, 0.0]), [1.0 / 1.0001, -1.0 / 1.0001]);
+        assert_eq!(advantages(&[1.0, 1.0]), [0.0, 0.0]);
     }
 }

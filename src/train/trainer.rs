@@ -24,6 +24,7 @@ use super::task::{Exercise, read_gsm8k};
 use super::tokenizer::Tokenizer;
 use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainError};
 use crate::checkpoint::Qwen2Config;
+use crate::fixture::hexadecimal;
 use crate::memory::Meter;
 use crate::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
 use crate::spec::{LossSpec, Objective, OldLogp, Reduction};
@@ -35,7 +36,7 @@ const EVALUATED_AT_ONCE: usize = 64;
 #[derive(Clone)]
 pub enum Arm {
     /// An implementation of this crate.
-    Kernel(GrpoLoss),
+    Kernel(Box<GrpoLoss>),
     /// candle's own operations.
     Candle(Baseline),
 }
@@ -49,12 +50,13 @@ impl Arm {
         if !config.kernel.enabled {
             return Baseline::of(&config.loss).map(Arm::Candle);
         }
-        GrpoLoss::by_id(config.loss.clone(), &config.kernel.implementation, plugin).map(Arm::Kernel)
+        let grpo = GrpoLoss::by_id(config.loss.clone(), &config.kernel.implementation, plugin)?;
+        Ok(Arm::Kernel(Box::new(grpo)))
     }
 
     fn scaled(&self, by: f64) -> Self {
         match self {
-            Arm::Kernel(grpo) => Arm::Kernel(grpo.scaled(by)),
+            Arm::Kernel(grpo) => Arm::Kernel(Box::new(grpo.scaled(by))),
             Arm::Candle(baseline) => Arm::Candle(baseline.scaled(by)),
         }
     }
@@ -222,7 +224,7 @@ impl Trainer {
             .map(|(i, completion)| self.reward(completion, self.train[exercises[i / group]].answer));
         let rewards = rewards.collect::<Result<Vec<_>, _>>()?;
         let totals: Vec<f64> = rewards.iter().map(|reward| reward.total()).collect();
-        let advantages = advantages(&totals, group);
+        let advantages: Vec<f64> = totals.chunks(group).flat_map(advantages).collect();
 
         let update_started = Instant::now();
         let mut optimizer = std::mem::take(&mut self.optimizer);
@@ -517,7 +519,7 @@ fn warm(
     // −A·logp with A = 1: cross-entropy.
     let cross_entropy =
         LossSpec { objective: Objective::PolicyGradient, old_logp: OldLogp::Current, ..LossSpec::default() };
-    let arm = Arm::Kernel(GrpoLoss::native(cross_entropy));
+    let arm = Arm::Kernel(Box::new(GrpoLoss::native(cross_entropy)));
     let settings = AdamWConfig { learning_rate: *learning_rate, ..config.update.optimizer.clone() };
     let mut optimizer = AdamW::default();
     let policy = Qwen2::recorded(model, &weights);
@@ -573,7 +575,7 @@ fn digest(completions: &[Completion]) -> String {
             hash.update(id.to_le_bytes());
         }
     }
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hexadecimal(hash)
 }
 
 fn checkpoint_path(folder: &Path) -> PathBuf {

@@ -73,8 +73,8 @@ struct Head<'l> {
     shape: HeadShape,
     /// `[N,H]`
     hidden: Array2<f64>,
-    /// `[H,V]`
-    lm_head: Array2<f64>,
+    /// The head's, `[H,V]`
+    weights: Array2<f64>,
 }
 
 /// What a chunk leaves.
@@ -90,14 +90,14 @@ impl<'l> Head<'l> {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
         let stored = projection.lm_head.to_f64();
-        let lm_head = match projection.layout {
+        let weights = match projection.layout {
             HeadLayout::HiddenByVocab => stored,
             HeadLayout::VocabByHidden if launch.has(Bug::HeadLayoutMistaken) => {
                 stored.into_shape_with_order((width, vocab)).expect("as many elements")
             }
             HeadLayout::VocabByHidden => stored.reversed_axes(),
         };
-        Self { launch, projection, shape, hidden, lm_head }
+        Self { launch, projection, shape, hidden, weights }
     }
 
     fn has(&self, bug: Bug) -> bool {
@@ -178,27 +178,25 @@ impl<'l> Head<'l> {
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
         for first in (0..depth).step_by(DEPTH) {
             let units = first..depth.min(first + DEPTH);
-            logits += &hidden.slice(s![.., units.clone()]).dot(&self.lm_head.slice(s![units, ..]));
+            logits += &hidden.slice(s![.., units.clone()]).dot(&self.weights.slice(s![units, ..]));
             if self.has(Bug::LogitsSummedInHiddenDtype) {
                 logits.mapv_inplace(|x| self.dtype().round(x));
             }
         }
-        let rounds = match self.projection.rounds_logits {
-            true => !self.has(Bug::LogitsNotRounded),
-            false => self.has(Bug::LogitsRounded),
-        };
+        let wrong = if self.projection.rounds_logits { Bug::LogitsNotRounded } else { Bug::LogitsRounded };
+        let rounds = self.projection.rounds_logits != self.has(wrong);
         let dtype = if rounds { self.dtype() } else { Dtype::F32 };
         logits.into_iter().map(|x| dtype.round(x) as f32).collect()
     }
 
     /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
     fn backward(&self, evaluation: &Evaluation) -> (Array2<f64>, Array2<f64>) {
-        let (mut dhidden, mut dlm_head) = (Array2::zeros(self.hidden.dim()), Array2::zeros(self.lm_head.dim()));
+        let (mut dhidden, mut dlm_head) = (Array2::zeros(self.hidden.dim()), Array2::zeros(self.weights.dim()));
         if self.has(Bug::MaskedDhiddenNotZeroed) {
             dhidden.assign(&self.hidden);
         }
         for device_row in 0..self.launch.mesh.rows {
-            let mut of_shard = Array2::zeros(self.lm_head.dim());
+            let mut of_shard = Array2::zeros(self.weights.dim());
             let mut chunks = self.chunks(device_row);
             self.change(&mut chunks);
             let mut done: Vec<Chunk> = Vec::new();
@@ -302,7 +300,7 @@ impl<'l> Head<'l> {
                     continue;
                 }
                 let from = if self.has(Bug::HeadOffsetForgotten) { columns.start } else { 0 };
-                let weights = self.lm_head.slice(s![.., tile.start - from..tile.end - from]);
+                let weights = self.weights.slice(s![.., tile.start - from..tile.end - from]);
                 of_shard += &dlogits.slice(s![.., tile]).dot(&weights.t());
                 if self.has(Bug::DhiddenSummedInHiddenDtype) {
                     of_shard.mapv_inplace(|x| self.dtype().round(x));

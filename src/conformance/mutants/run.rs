@@ -10,7 +10,7 @@ use crate::conformance::judgeable::Judgeable;
 use crate::conformance::suites::{measured_cases, measured_heads};
 use crate::conformance::tolerance::Tolerances;
 use crate::conformance::variants;
-use crate::implementation::Implementation;
+use crate::implementation::{Implementation, Input};
 use crate::problem::{Dtype, HeadProblem, Problem};
 use crate::spec::LossSpec;
 
@@ -174,9 +174,12 @@ where
     }
 }
 
+/// What a kernel returns on each number of devices.
+type Outcomes<P> = Vec<(usize, <P as Input>::Outcome)>;
+
 impl<P: Judgeable> Prepared<'_, P> {
     /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
-    fn judged(&self, kernel: &dyn Implementation<P>) -> Result<Vec<(usize, P::Outcome)>, (String, usize)> {
+    fn judged(&self, kernel: &dyn Implementation<P>) -> Result<Outcomes<P>, (String, usize)> {
         let counts = kernel.device_counts().into_iter();
         counts.map(|devices| Ok((devices, self.judged_on(kernel, devices).map_err(|gate| (gate, devices))?))).collect()
     }
