@@ -109,7 +109,7 @@ fn a_head_takes_turns_with_its_products() {
     assert_eq!((&result["layout"], &result["rounds_logits"]), (&"vh".into(), &true.into()));
     let number = |key: &str| result[key].as_f64().unwrap_or_else(|| panic!("{key} is a number"));
     assert!((number("roofline_share") * number("ratio_to_gemm") - 1.0).abs() < 1e-9);
-    let operations = 6.0 * (3 * 4 * 17 * 513) as f64;
+    let operations = f64::from(6 * 3 * 4 * 17 * 513);
     assert!((number("gflop_per_s") * number("step_s_p50") * 1e9 / operations - 1.0).abs() < 1e-9);
     assert!(stdout.contains("ratio_to_gemm"), "{stdout}");
 }
