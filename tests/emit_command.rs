@@ -40,7 +40,10 @@ impl Emitted {
         assert!(output.stdout.contains(shape) && output.stdout.contains("v6e:2x2"), "{}", output.stdout);
         let read = |path| serde_json::from_str::<Value>(&fs::read_to_string(path).unwrap()).unwrap();
         let manifest = read(path("out/manifest.json"));
-        assert_eq!(manifest, read(json), "--json is the manifest");
+        let mut result = read(json);
+        let command = result.as_object_mut().unwrap().remove("command").unwrap();
+        assert!(command.as_str().unwrap().starts_with("assay emit --spec "), "{command}");
+        assert_eq!(manifest, result, "--json is the manifest, and the command");
         Self { folder, manifest }
     }
 

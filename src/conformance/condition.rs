@@ -171,10 +171,16 @@ impl Condition {
             policy_terms(spec, inputs, branch) + weighted(beta, kl_terms) + response
         });
 
+        // k3's own exponential, which an importance ratio below 1 may bring back into range.
+        let k3 = spec.kl.as_ref().filter(|kl| kl.estimator == KlEstimator::K3).map_or(0.0, |kl| {
+            let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
+            d.min(kl.difference_clamp.unwrap_or(f64::INFINITY)).exp()
+        });
         let largest = f64::from(f32::MAX) / 2.0;
         let parts = [token.policy, token.kl].map(|term| [term.value, term.by_logp, term.by_log_ratio]);
         let overflows = parts.as_flattened().iter().any(|x| x.abs() > largest)
-            || (token.policy.by_log_ratio != 0.0 && ratio > largest);
+            || (token.policy.by_log_ratio != 0.0 && ratio > largest)
+            || k3 > largest;
         // A token whose values are not finite is judged by that alone, and adds no scale to a sum.
         let tame = |scale: f64| if scale.is_finite() { scale } else { 0.0 };
         Self {
