@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::CliError;
-use super::extents::AnyRecipe;
+use super::head_choice::AnyRecipe;
 use super::problem_choice::AnyProblem;
 use crate::conformance::generate::{HeadRecipe, Recipe};
 use crate::fixture::{ProblemFile, verify};

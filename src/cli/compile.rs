@@ -12,11 +12,11 @@ use super::compile_table::{self, Rows};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::{Implementation, RunError};
 use crate::memory::CompiledMemory;
-use crate::problem::{Dtype, HeadLayout, HeadShape};
+use crate::problem::{Dtype, Extents, HeadLayout, HeadShape};
 use crate::spec::LossSpec;
 use crate::tpu::recorded::{self, BASELINE, Recorded, SEED_KERNEL};
 use crate::tpu::schedule::Kernel;
-use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Extents, Request, Target};
+use crate::tpu::{self, Bound, Chip, Compiled, Compiler, Request, Target};
 use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
 
 /// Kernels that take less than this part of all cycles share one row of the table.

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::CliError;
 use super::compile::{Figures, Memory};
-use crate::tpu::Extents;
+use crate::problem::Extents;
 use crate::tpu::recorded::{BASELINE, RECORDED, SEED_KERNEL, find};
 
 /// The lines that stand around each table in a document: that of logits, and that of LM heads.

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::extents::{AnyRecipe, Extents, HeadChoice};
+use super::head_choice::{AnyRecipe, HeadChoice};
 use super::{CliError, Passed, Printing, config};
 use crate::conformance::generate::{Recipe, Regime};
 use crate::fixture::{write_head_problem, write_problem};
-use crate::problem::Dtype;
+use crate::problem::{Dtype, Extents};
 use crate::spec::LossSpec;
 
 #[derive(Args)]

@@ -11,9 +11,9 @@ mod compile_table;
 mod config;
 #[cfg(feature = "pjrt")]
 mod emit;
-mod extents;
 mod generate;
 mod gradcheck;
+mod head_choice;
 mod judge;
 mod list;
 mod metrics;

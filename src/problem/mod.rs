@@ -3,6 +3,7 @@
 //! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff.
 
 mod array;
+mod extents;
 mod lm_head;
 mod outcome;
 
@@ -12,6 +13,7 @@ use std::str::FromStr;
 use ndarray::{Array1, Array2, Ix3};
 
 pub use array::{Dtype, Float, FloatArray};
+pub use extents::Extents;
 pub use lm_head::{HeadLayout, HeadProblem, HeadShape, Projection};
 pub use outcome::{Candidate, HeadCandidate, HeadOutcome, Metrics, Outcome};
 

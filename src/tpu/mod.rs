@@ -20,59 +20,11 @@ pub mod schedule;
 pub mod target;
 pub mod traffic;
 
-use std::fmt;
-use std::str::FromStr;
-
-use serde::{Serialize, Serializer};
-
-use crate::problem::{HeadShape, Shape};
+use serde::Serialize;
 
 pub use compile::{Compiled, Compiler, Request};
 pub use error::TpuError;
 pub use target::{Chip, Target};
-
-/// The arrays of a program: logits, `BxTxV`, or hidden states and a head, `BxTxHxV`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extents {
-    /// Of logits.
-    Logits(Shape),
-    /// Of hidden states and an LM head.
-    Head(HeadShape),
-}
-
-impl Extents {
-    /// `[B,T,V]` or `[B,T,H,V]`.
-    pub fn to_vec(self) -> Vec<usize> {
-        match self {
-            Extents::Logits(Shape { batch, tokens, vocab }) => vec![batch, tokens, vocab],
-            Extents::Head(HeadShape { batch, tokens, hidden, vocab }) => vec![batch, tokens, hidden, vocab],
-        }
-    }
-}
-
-impl Serialize for Extents {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(self.to_vec())
-    }
-}
-
-impl FromStr for Extents {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let head = text.matches('x').count() == 3;
-        if head { text.parse().map(Extents::Head) } else { text.parse().map(Extents::Logits) }
-    }
-}
-
-impl fmt::Display for Extents {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Extents::Logits(shape) => shape.fmt(f),
-            Extents::Head(shape) => shape.fmt(f),
-        }
-    }
-}
 
 /// Which of two bounds is the larger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

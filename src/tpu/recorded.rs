@@ -7,9 +7,8 @@
 
 use serde::Serialize;
 
-use super::Extents;
 use super::target::Target;
-use crate::problem::{Dtype, HeadShape, Shape};
+use crate::problem::{Dtype, Extents, HeadShape, Shape};
 
 /// One measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

@@ -26,7 +26,7 @@ use serde::Serialize;
 
 use self::workload::Workload;
 use super::case::{Batch, Case, Counts, Kernel};
-use super::extents::{Extents, HeadChoice};
+use super::head_choice::HeadChoice;
 use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::conformance::generate::{Recipe, Regime};
 use crate::conformance::judge::{Status, Verdict};
@@ -35,7 +35,7 @@ use crate::conformance::report::{Check, Report, explain, on_devices};
 use crate::conformance::tolerance::Tolerances;
 use crate::implementation::{Answer, Implementation, Input, Prepared, RunError, Step, Unavailable};
 use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
-use crate::problem::Dtype;
+use crate::problem::{Dtype, Extents};
 use crate::spec::LossSpec;
 
 #[derive(Args)]

@@ -1,50 +1,11 @@
-//! What `--shape` says: extents of logits, or of hidden states and an LM head.
-
-use std::fmt;
-use std::str::FromStr;
+//! What commands are told of an LM head beside `--shape`, and the recipe that follows.
 
 use clap::Args;
 use serde::Serialize;
 
 use super::CliError;
 use crate::conformance::generate::{HeadRecipe, Recipe};
-use crate::problem::{HeadLayout, HeadShape, Shape};
-
-/// Three extents or four.
-#[derive(Clone, Copy)]
-pub(super) enum Extents {
-    Logits(Shape),
-    Head(HeadShape),
-}
-
-impl FromStr for Extents {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let head = text.matches('x').count() == 3;
-        if head { text.parse().map(Extents::Head) } else { text.parse().map(Extents::Logits) }
-    }
-}
-
-impl fmt::Display for Extents {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Extents::Logits(shape) => shape.fmt(f),
-            Extents::Head(shape) => shape.fmt(f),
-        }
-    }
-}
-
-impl Extents {
-    /// `[B, T, V]`
-    pub(super) fn logits(self) -> [usize; 3] {
-        let Shape { batch, tokens, vocab } = match self {
-            Extents::Logits(shape) => shape,
-            Extents::Head(shape) => shape.logits(),
-        };
-        [batch, tokens, vocab]
-    }
-}
+use crate::problem::{Extents, HeadLayout, HeadShape};
 
 /// What is said of an LM head beside its extents.
 #[derive(Args)]
