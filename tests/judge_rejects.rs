@@ -9,7 +9,7 @@ use assay::conformance::tolerance::{Gate, Model, Output, Tolerances};
 use assay::implementation::find;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay::reference::{self, Reference};
-use assay::spec::{Kl, KlEstimator, LossSpec};
+use assay::spec::{Kl, KlEstimator, KlImportance, LossSpec};
 use half::bf16;
 use ndarray::{Array3, arr0};
 
@@ -299,6 +299,40 @@ fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
     assert!(!clipped(&problem, &spec), "below the bound the gradient is not 0");
     let (spec, problem) = at_the_clip(2000.0);
     assert!(clipped(&problem, &spec), "above the bound it is");
+}
+
+/// `ρ·(e^d − d − 1)` of one token, whose `ρ` is 0.005 and whose `e^d` is what f32 overflows at, or not.
+fn importance_sampled_k3(d: f64) -> (LossSpec, Problem) {
+    let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };
+    let (spec, mut problem) = at_the_clip(0.0);
+    let spec = LossSpec { kl: Some(kl), ..spec };
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    let target = usize::try_from(problem.ids[[0, 0]]).unwrap();
+    logits[[0, 0, target]] -= 100.0;
+    let logp = reference::evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.logp;
+    problem.old_logp = Some(ndarray::arr2(&[[logp - 0.005_f64.ln()]]));
+    problem.ref_logp = Some(ndarray::arr2(&[[logp + d]]));
+    (spec, problem)
+}
+
+#[test]
+fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not() {
+    let not_finite = |d: f64| {
+        let (spec, problem) = importance_sampled_k3(d);
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        assert!(reference.loss() < f64::from(f32::MAX), "{}", reference.loss());
+        let mut candidate = find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
+        candidate.loss = arr0(f32::INFINITY).into();
+        *token(&mut candidate, Output::TokenLoss, 0, 0) = f32::INFINITY;
+        candidate.dlogits.fill_row(0, 0, f64::NAN);
+        judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap()
+    };
+    for verdict in not_finite(92.0) {
+        assert!(verdict.passed(), "{verdict:?}");
+    }
+    for output in [Output::Loss, Output::TokenLoss, Output::Dlogits] {
+        assert_rejected(&not_finite(85.0), gate(output), Status::Nonfinite);
+    }
 }
 
 #[test]

@@ -7,9 +7,12 @@
 #[allow(dead_code, reason = "paths alone are asked for here")]
 mod plugins;
 
+use std::env;
 use std::path::Path;
 
+use assay::conformance::generate::{HeadRecipe, Regime};
 use assay::conformance::lm_head::judge_head;
+use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
 use assay::implementation::{Implementation, lm_head_registry};
 use assay::problem::{
@@ -24,6 +27,9 @@ use rand_chacha::ChaCha8Rng;
 
 /// Four chunks of eight rows, the last not full; columns that no device count divides.
 const SHAPE: HeadShape = HeadShape { batch: 3, tokens: 9, hidden: 16, vocab: 203 };
+
+/// 8 ids: one device, 1 to 8 by rows and by vocabulary, 4 and 8 by both.
+const PLACEMENTS: u64 = 22;
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -128,22 +134,22 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
     }
 }
 
-fn expect_right(case: &Case, problem: &HeadProblem, outcome: &HeadCandidate, class: &str, name: &str) {
-    assert_eq!(outcome.dhidden.dtype(), case.dtype);
+fn expect_right(spec: &LossSpec, problem: &HeadProblem, outcome: &HeadCandidate, class: &str, name: &str) {
+    assert_eq!(outcome.dhidden.dtype(), problem.dtype());
     assert_eq!(outcome.dlm_head.dtype(), Dtype::F32);
-    let reference = evaluate_head(&case.spec, problem).unwrap();
+    let reference = evaluate_head(spec, problem).unwrap();
     let verdicts = judge_head(&reference, problem, outcome, class, Tolerances::builtin()).unwrap();
     for verdict in &verdicts {
-        assert!(verdict.passed(), "{name}, {case:?}: {} {} {:?}", verdict.gate, verdict.dtype, verdict.tally);
+        assert!(verdict.passed(), "{name}: {} {} {:?}", verdict.gate, verdict.dtype, verdict.tally);
     }
 }
 
 fn run(implementation: &dyn Implementation<HeadProblem>, case: &Case, devices: usize, seed: u64) {
     let problem = problem(case, SHAPE, seed);
     let outcome = implementation.run(&case.spec, problem.clone(), devices);
-    let name = format!("{} on {devices} devices, seed {seed}", implementation.id());
-    let outcome = outcome.unwrap_or_else(|error| panic!("{name}, {case:?}: {error}"));
-    expect_right(case, &problem, &outcome, implementation.class(), &name);
+    let name = format!("{} on {devices} devices, seed {seed}, {case:?}", implementation.id());
+    let outcome = outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
+    expect_right(&case.spec, &problem, &outcome, implementation.class(), &name);
 }
 
 /// Every head program with chunks of eight rows.
@@ -168,17 +174,48 @@ fn every_output_every_dtype_layout_and_rounding_match_reference_on_one_device() 
 #[test]
 fn every_output_on_every_device_count_matches_reference() {
     let cases = cases();
-    let mut seed = 0;
+    let mut seed: u64 = 0;
     for head in in_chunks(&plugins::cpu_plugins()[0]) {
         for devices in head.device_counts() {
             // A step that is prime to the number of cases: each placement meets others.
             for _ in 0..2 {
-                run(&head, &cases[seed * 7 % cases.len()], devices, seed as u64);
+                run(&head, &cases[seed as usize * 7 % cases.len()], devices, seed);
                 seed += 1;
             }
         }
     }
-    assert_eq!(seed, 2 * 22, "8 ids: one device, 1 to 8 by rows and by vocabulary, 4 and 8 by both");
+    assert_eq!(seed, 2 * PLACEMENTS);
+}
+
+/// Random specs, layouts and roundings a placement. `ASSAY_DEVICE_CASES` asks for more.
+const STRUCTURES: usize = 1;
+
+#[test]
+fn every_output_any_spec_any_head_on_every_device_count_matches_reference() {
+    let structures = env::var("ASSAY_DEVICE_CASES").ok();
+    let structures = structures.map_or(STRUCTURES, |text| text.parse().expect("a number of specs a placement"));
+    let mut placements: u64 = 0;
+    for head in in_chunks(&plugins::cpu_plugins()[0]) {
+        for devices in head.device_counts() {
+            let dtype = Dtype::KERNEL[placements as usize % Dtype::KERNEL.len()];
+            // Of sixteen drawn specs as many as asked for are supported, each in every regime but that of holes.
+            let cases = suites::device_heads(dtype, 16 * structures, placements).into_iter();
+            let supported =
+                |(spec, recipe): &(LossSpec, HeadRecipe)| head.supports(spec, recipe.shape(), dtype, devices).is_ok();
+            let asked = structures * (Regime::ALL.len() - 1);
+            let cases: Vec<_> = cases.filter(supported).take(asked).collect();
+            assert_eq!(cases.len(), asked, "{} on {devices} devices", head.id());
+            for (spec, recipe) in cases {
+                let problem = recipe.problem(&spec).expect("a valid recipe");
+                let name = format!("{} on {devices} devices, {recipe:?}, {spec:?}", head.id());
+                let outcome = head.run(&spec, problem.clone(), devices);
+                let outcome = outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
+                expect_right(&spec, &problem, &outcome, head.class(), &name);
+            }
+            placements += 1;
+        }
+    }
+    assert_eq!(placements, PLACEMENTS);
 }
 
 #[test]
@@ -201,7 +238,7 @@ fn a_prepared_step_gives_what_a_run_gives() {
     let prepared = head.prepare(&case.spec, SHAPE, case.dtype, 1).unwrap();
     assert!(prepared.compiled_memory().unwrap_err().reason.contains("no problem was loaded"));
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
-    expect_right(case, &problem, &outcome, head.class(), "prepared");
+    expect_right(&case.spec, &problem, &outcome, head.class(), "prepared");
     assert!(prepared.compiled_memory().unwrap().peak_bytes() > 0);
 }
 

@@ -55,11 +55,13 @@ pub struct Condition {
     pub entropy: f64,
     /// Scale of the token loss, the largest over the alternatives.
     pub token_loss: f64,
-    /// What of the token loss may be lost where f32 flushes numbers below its normal ones: the ratio, times `A`, and the
-    /// loss itself.
+    /// What of the token loss may be lost where f32 flushes numbers below its normal ones: the ratio, times `A` and times
+    /// the KL estimate, and the loss itself.
     pub token_loss_floor: f64,
     /// Scale of the KL estimate.
     pub kl: f64,
+    /// What of it may be flushed.
+    pub kl_floor: f64,
     /// Scale of the ratio.
     pub ratio: f64,
     /// The pieces that rounding may have put the token on; the reference's own first.
@@ -190,9 +192,11 @@ impl Condition {
             token_loss_floor: {
                 let reach = if is_score(&spec.objective) { inputs.logp.abs() } else { 0.0 };
                 let of_score = if reach.is_finite() { reach * flushed_of_policy(spec, inputs) } else { 0.0 };
-                (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score) * FLUSHED
+                let of_kl = weighted(beta, flushed_of_kl(spec, inputs, &token.branch)[0]);
+                (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score + of_kl) * FLUSHED
             },
             kl: tame(kl_terms + respond(&|inputs| kl_of(&token.branch, inputs))),
+            kl_floor: (1.0 + flushed_of_kl(spec, inputs, &token.branch)[0]) * FLUSHED,
             ratio: tame(ratio + respond(&|inputs| inputs.ratio(spec))),
             alternatives,
             tied,
@@ -231,7 +235,7 @@ impl Condition {
         }
         let grad_entropy = reference.grad_entropy(token).abs();
         let lost_of_row = if spec.ratio.level == RatioLevel::Sequence { token.share * self.row_floor } else { 0.0 };
-        let lost_of_grad = token.weight * flushed_of_policy(spec, &token.inputs) + lost_of_row;
+        let lost_of_grad = flushed_of_grad(spec, token, branch) + lost_of_row;
 
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
         let others = token.probability_of_others;
@@ -365,7 +369,7 @@ impl OfRow {
             sum: sum + if weights.is_finite() { weights } else { 0.0 },
             couplings: vec![row.first().map_or(0.0, |(_, token, _)| token.coupling)],
             ratio_terms: (0.0, 0.0),
-            floor: row.iter().map(|(_, token, _)| token.weight * flushed_of_policy(spec, &token.inputs)).sum(),
+            floor: row.iter().map(|(_, token, _)| flushed_of_grad(spec, token, &token.branch)).sum(),
         };
         if spec.ratio.level != RatioLevel::Sequence {
             return of_row;
@@ -480,6 +484,22 @@ fn flushed_of_policy(spec: &LossSpec, inputs: &TokenInputs) -> f64 {
         Objective::PpoClip(_) => inputs.advantage.abs(),
         _ => (1.0 + inputs.advantage.abs()) * (1.0 + inputs.policy_weight),
     }
+}
+
+/// What of a KL estimate may be flushed with the ratio that it is multiplied by, and of its derivatives by `ℓ` and `w`.
+fn flushed_of_kl(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch) -> [f64; 2] {
+    let Some(kl) = spec.kl.as_ref().filter(|kl| kl.importance == KlImportance::Ratio) else { return [0.0; 2] };
+    let ratio_of_1 = TokenInputs { old_logp: inputs.logp, row_log_ratio: inputs.row_log_ratio.map(|_| 0.0), ..*inputs };
+    let estimate = branch.kl(spec, kl, &ratio_of_1);
+    let [value, derivatives] = [estimate.value.abs(), estimate.value.abs() + estimate.by_logp.abs()];
+    [value, derivatives].map(|lost| if lost.is_finite() { lost } else { 0.0 })
+}
+
+/// What of `∂loss/∂ℓ` may be flushed on the way, in units of [`FLUSHED`].
+fn flushed_of_grad(spec: &LossSpec, token: &Token, branch: &Branch) -> f64 {
+    let beta = spec.kl.as_ref().map_or(0.0, |kl| kl.beta);
+    let of_kl = weighted(beta, flushed_of_kl(spec, &token.inputs, branch)[1]);
+    token.weight * flushed_of_policy(spec, &token.inputs) + token.kl_weight * of_kl
 }
 
 /// By how much the rounding of an exponent's terms is larger than that of its value: VESPO's `λ + k·ln w − λ·w`.

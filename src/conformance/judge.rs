@@ -413,12 +413,14 @@ pub(super) fn judge_metrics(
     let count = reference.count().max(1) as f64;
     let mean = |of: fn(&Condition) -> f64| {
         let scales = cases.iter().map(|case| case.scale(of));
-        scales.fold([0.0; 2], |[scale, floor], (s, f)| [scale + s / count, floor + f / count])
+        scales.fold([0.0, FLUSHED], |[scale, floor], (s, f)| [scale + s / count, floor + f / count])
     };
+    let kl = mean(|c| c.kl);
+    let flushed_of_kl: f64 = cases.iter().map(|case| case.condition.kl_floor / count).sum();
     let open = cases.iter().any(|case| case.condition.overflows || !case.finite);
     let means = [
         (Output::EntropyMean, Some(expected.entropy_mean), Some(actual.entropy_mean), mean(|c| c.entropy)),
-        (Output::KlMean, expected.kl_mean, actual.kl_mean, mean(|c| c.kl)),
+        (Output::KlMean, expected.kl_mean, actual.kl_mean, [kl[0], kl[1] + flushed_of_kl]),
         (Output::RatioMean, Some(expected.ratio_mean), Some(actual.ratio_mean), mean(|c| c.ratio)),
     ];
     let mut verdicts = Vec::new();
@@ -431,7 +433,7 @@ pub(super) fn judge_metrics(
         if !actual.is_finite() && (open || expected * count > f64::from(f32::MAX) / 2.0) {
             tally.report(Position::default());
         } else {
-            let allowance = allowance(expected, scale, FLUSHED + floor, Dtype::F64);
+            let allowance = allowance(expected, scale, floor, Dtype::F64);
             tally.compare(Position::default(), expected, actual, kappa, allowance, Dtype::F64);
         }
         verdicts.push(verdict(output, Model::Elementwise, Dtype::F64, Some(kappa), tally));

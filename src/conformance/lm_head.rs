@@ -29,7 +29,8 @@ use crate::spec::{LossSpec, TemperatureDivides};
 /// Judges `outcome` against `reference`, by the limits of `class`. Outputs that the candidate lacks get no verdict.
 ///
 /// The hidden states of masked tokens must have a gradient of exactly 0. Where a token's reference is not finite, or
-/// overflows f32, its dhidden and all of `dlm_head` may be NaN or ∞.
+/// overflows f32, or its dlogits the dtype in which they go into the products, its dhidden and all of `dlm_head` may be
+/// NaN or ∞.
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape, or a dtype that `tolerances` has no limit for.
@@ -125,6 +126,8 @@ struct Dlogits {
     /// branch inside a tie band.
     rounding: Array2<f64>,
     scale: Array2<f64>,
+    /// `[N]`: whether one may overflow the dtype of the products.
+    overflow: Vec<bool>,
 }
 
 impl Dlogits {
@@ -159,13 +162,15 @@ impl Dlogits {
             })
             .collect();
         let [mut exact, mut rounding, mut scale] = [(); 3].map(|()| Array2::zeros((batch * tokens, vocab)));
+        let mut overflow = vec![false; batch * tokens];
         for (case, row) in cases.iter().zip(rows) {
             let n = case.b * tokens + case.t;
+            overflow[n] = row.0.iter().any(|x| !dtype.round(2.0 * x.abs()).is_finite());
             exact.row_mut(n).assign(&ArrayView1::from(&row.0));
             rounding.row_mut(n).assign(&ArrayView1::from(&row.1));
             scale.row_mut(n).assign(&ArrayView1::from(&row.2));
         }
-        Self { exact, rounding, scale }
+        Self { exact, rounding, scale, overflow }
     }
 
     /// `scale + √terms·|dlogits|`.
@@ -238,7 +243,7 @@ fn judge_dhidden(
             }
             continue;
         };
-        if actual.iter().any(|x| !x.is_finite()) && may_be_nonfinite(&cases[i]) {
+        if actual.iter().any(|x| !x.is_finite()) && (may_be_nonfinite(&cases[i]) || dlogits.overflow[n]) {
             gates.elements.1.report(cases[i].at());
             continue;
         }
@@ -263,7 +268,8 @@ fn judge_dlm_head(
     let rounding = dlogits.rounding.t().dot(&sizes);
     let scale = dlogits.scale_in_sum_of(cases.len()).t().dot(&sizes);
     let actual = outcome.dlm_head.to_f64();
-    if actual.iter().any(|x| !x.is_finite()) && cases.iter().any(may_be_nonfinite) {
+    let open = cases.iter().any(may_be_nonfinite) || dlogits.overflow.contains(&true);
+    if open && actual.iter().any(|x| !x.is_finite()) {
         gates.elements.1.report(Position::default());
         return Ok(gates.verdicts());
     }

@@ -203,7 +203,7 @@ fn few_heads(
     };
     let file = plugin.file_name().map(|name| name.to_string_lossy().into_owned());
     for dtype in Dtype::KERNEL {
-        for (spec, recipe) in suites::device_heads(dtype, seeds(8), devices as u64) {
+        for (spec, recipe) in suites::device_heads(dtype, seeds(16), devices as u64) {
             let work = Work::Head(Arc::clone(implementation), recipe);
             cases.push(Case { work, plugin: file.clone(), devices, spec });
         }

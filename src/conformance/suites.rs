@@ -9,7 +9,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use super::cases;
 use super::generate::{HeadRecipe, Recipe, Regime};
 use crate::implementation::{Implementation, lm_head_registry, registry};
-use crate::problem::{Dtype, HeadLayout, HeadProblem};
+use crate::problem::{Dtype, HeadProblem, HeadShape};
 use crate::spec::LossSpec;
 
 /// Those that run any shape at once: they are given thousands of shapes.
@@ -46,19 +46,17 @@ pub const SEED: u64 = 7;
 
 /// Random specs and recipes without end; the same `seed` gives the same ones.
 pub fn random_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
-    drawn(rng([seed, 0]))
+    drawn(rng([seed, 0]), cases::any_recipe())
 }
 
 /// The random cases that `worst_seen` is measured on.
 pub(super) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
-    drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha))
+    drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_recipe())
 }
 
 /// The same of heads.
 pub(super) fn measured_heads() -> impl Iterator<Item = (LossSpec, HeadRecipe)> {
-    let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    let random = (cases::any_spec(), cases::any_head_recipe());
-    std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
+    drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_head_recipe())
 }
 
 fn rng(seed: [u64; 2]) -> TestRng {
@@ -68,27 +66,10 @@ fn rng(seed: [u64; 2]) -> TestRng {
     TestRng::from_seed(RngAlgorithm::ChaCha, &bytes)
 }
 
-fn drawn(rng: TestRng) -> impl Iterator<Item = (LossSpec, Recipe)> {
+fn drawn<R: Strategy>(rng: TestRng, recipe: R) -> impl Iterator<Item = (LossSpec, R::Value)> {
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
-    let random = (cases::any_spec(), cases::any_recipe());
+    let random = (cases::any_spec(), recipe);
     std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
-}
-
-/// Cases for heads that compile a program for each shape: few programs, many problems. `structures` random specs, in turn
-/// with both layouts and with rounded logits, each in every regime that a product has. The same arguments give the same
-/// cases.
-pub fn device_heads(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, HeadRecipe)> {
-    let mut cases = Vec::new();
-    for (i, (spec, recipe)) in drawn(rng([seed, 16 + dtype as u64])).take(structures).enumerate() {
-        let (shape, hidden) = ([[3, 9, 131], [1, 16, 67]][i % 2], [33, 16][i % 2]);
-        let layout = [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden][i % 2];
-        let rounds_logits = i / 2 % 2 == 1;
-        for (seed, regime) in (recipe.seed..).zip(Regime::ALL.into_iter().filter(|regime| *regime != Regime::Holes)) {
-            let recipe = Recipe { shape, dtype, regime, seed, ..recipe.clone() };
-            cases.push((spec.clone(), HeadRecipe { hidden, layout, rounds_logits, recipe }));
-        }
-    }
-    cases
 }
 
 /// Tokens and vocabularies that 2, 4 and 8 devices do not divide; the last one leaves some of 8 devices a column less,
@@ -100,10 +81,32 @@ pub const DEVICE_SHAPES: [[usize; 3]; 4] = [[2, 5, 131], [8, 2, 37], [3, 9, 1031
 /// for it. The same arguments give the same cases.
 pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, Recipe)> {
     let mut cases = Vec::new();
-    for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64])).take(structures).enumerate() {
+    for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64]), cases::any_recipe()).take(structures).enumerate() {
         let shape = DEVICE_SHAPES[(i + seed as usize) % DEVICE_SHAPES.len()];
         for (seed, regime) in (recipe.seed..).zip(Regime::ALL) {
             cases.push((spec.clone(), Recipe { shape, dtype, regime, seed, ..recipe.clone() }));
+        }
+    }
+    cases
+}
+
+/// The same of heads, with widths that the devices do not divide: the last one leaves some of 8 devices no row of `dlm_head`.
+pub const DEVICE_HEADS: [HeadShape; 4] = {
+    const fn shape([batch, tokens, hidden, vocab]: [usize; 4]) -> HeadShape {
+        HeadShape { batch, tokens, hidden, vocab }
+    }
+    [shape([2, 5, 33, 131]), shape([8, 2, 16, 37]), shape([3, 9, 65, 1031]), shape([1, 16, 5, 9])]
+};
+
+/// [`device_cases`] for heads, in every regime that a product has. Layout and rounding are drawn with the spec.
+pub fn device_heads(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, HeadRecipe)> {
+    let mut cases = Vec::new();
+    let drawn = drawn(rng([seed, 16 + dtype as u64]), cases::any_head_recipe()).take(structures);
+    for (i, (spec, HeadRecipe { layout, rounds_logits, recipe, .. })) in drawn.enumerate() {
+        let HeadShape { batch, tokens, hidden, vocab } = DEVICE_HEADS[(i + seed as usize) % DEVICE_HEADS.len()];
+        for (seed, regime) in (recipe.seed..).zip(Regime::ALL.into_iter().filter(|regime| *regime != Regime::Holes)) {
+            let recipe = Recipe { shape: [batch, tokens, vocab], dtype, regime, seed, ..recipe.clone() };
+            cases.push((spec.clone(), HeadRecipe { hidden, layout, rounds_logits, recipe }));
         }
     }
     cases
