@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive sanitize jax-example measure bench
+.PHONY: setup setup-tpu replay test test-extensive sanitize miri neon jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -29,7 +29,7 @@ test: setup
 	$(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
 	$(CARGO) bench --no-run --locked --quiet
-	$(CARGO) test --locked
+	$(CARGO) test --locked --all-features
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
@@ -37,7 +37,7 @@ test-extensive: test
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --lib exp_every_f32 -- --ignored
-	@$(MAKE) --no-print-directory sanitize
+	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory jax-example
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
@@ -53,6 +53,27 @@ sanitize: export RUSTFLAGS = -Zsanitizer=address
 sanitize:
 	$(CARGO) test --locked --no-default-features --target $(HOST) --lib native::
 	$(CARGO) test --locked --no-default-features --target $(HOST) --test native
+
+# The portable path, interpreted: on an architecture that has no other, so that no intrinsic is in the way. Tree borrows are
+# what rayon's queues keep to.
+miri: export MIRIFLAGS = -Zmiri-tree-borrows -Zmiri-permissive-provenance -Zmiri-disable-isolation
+miri:
+	rustup toolchain install nightly --profile minimal --component miri,rust-src
+	$(CARGO) +nightly miri test --locked --no-default-features --target riscv64gc-unknown-linux-gnu --lib native::
+	$(CARGO) +nightly miri test --locked --no-default-features --target riscv64gc-unknown-linux-gnu --test native rows_
+
+# NEON on any Linux machine, under an emulator (Debian's qemu-user and gcc-aarch64-linux-gnu).
+NEON = aarch64-unknown-linux-gnu
+neon: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER = aarch64-linux-gnu-gcc
+neon: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER = qemu-aarch64 -L /usr/aarch64-linux-gnu
+neon:
+	@if command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null; then \
+		set -ex; rustup target add $(NEON); \
+		$(CARGO) test --locked --no-default-features --target $(NEON) --lib native::; \
+		$(CARGO) test --locked --no-default-features --target $(NEON) --test native; \
+	else \
+		echo "neon: skipped, an emulator is missing (apt-get install qemu-user gcc-aarch64-linux-gnu)"; \
+	fi
 
 # The JAX example, compiled for a TPU: where JAX and libtpu are.
 jax-example:

@@ -547,7 +547,9 @@ impl Factors {
                 let faded = logp.faded(kept.maxima[i]) / SCALE;
                 for x in dlogits {
                     let e = (f64::from(x.to_f32()) * faded) as f32;
-                    *x = E::from_f32(if e == 0.0 { 0.0 } else { e * self.policy as f32 });
+                    // What stands there for a NaN is any number.
+                    let has_part = e != 0.0 || self.policy.is_nan();
+                    *x = E::from_f32(if has_part { e * self.policy as f32 } else { 0.0 });
                 }
             }
             return;

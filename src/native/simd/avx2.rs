@@ -69,6 +69,11 @@ impl Simd for Avx2 {
         unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
     }
     #[inline(always)]
+    fn mul_sub(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_fmsub_ps(a[0], b[0], c[0]), _mm256_fmsub_ps(a[1], b[1], c[1])] }
+    }
+    #[inline(always)]
     fn max(self, a: Lanes, b: Lanes) -> Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
@@ -93,7 +98,7 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
+    fn scale(self, a: Lanes, _: Lanes, integer: Lanes) -> Lanes {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe { [scale(a[0], integer[0]), scale(a[1], integer[1])] }
     }

@@ -62,6 +62,11 @@ impl Simd for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    fn mul_sub(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_fmsub_ps(a, b, c) }
+    }
+    #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { _mm512_max_ps(a, b) }
@@ -86,12 +91,9 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn scale(self, a: __m512, integer: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instructions.
-        unsafe {
-            let exponent = _mm512_slli_epi32::<23>(_mm512_castps_si512(integer));
-            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), exponent))
-        }
+    fn scale(self, a: __m512, n: __m512, _: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_scalef_ps(a, n) }
     }
 
     #[inline(always)]
@@ -159,7 +161,8 @@ unsafe fn round_bf16(x: __m512) -> __m512i {
     // SAFETY: the caller's.
     unsafe {
         let bits = _mm512_castps_si512(x);
-        let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last)
+        let odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x1_0000));
+        let even = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+        _mm512_mask_add_epi32(even, odd, bits, _mm512_set1_epi32(0x8000))
     }
 }

@@ -71,6 +71,10 @@ impl Simd for Neon {
         each!(vfmaq_f32, c, a, b)
     }
     #[inline(always)]
+    fn mul_sub(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        self.mul_add(a, b, each!(vnegq_f32, c))
+    }
+    #[inline(always)]
     fn max(self, a: Lanes, b: Lanes) -> Lanes {
         // `fmax` would be NaN where either is.
         each!(larger, a, b)
@@ -92,7 +96,7 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
+    fn scale(self, a: Lanes, _: Lanes, integer: Lanes) -> Lanes {
         each!(scale, a, integer)
     }
 

@@ -45,6 +45,10 @@ impl Simd for Portable {
         from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
     #[inline(always)]
+    fn mul_sub(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        from_fn(|i| a[i].mul_add(b[i], -c[i]))
+    }
+    #[inline(always)]
     fn max(self, a: Lanes, b: Lanes) -> Lanes {
         from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
@@ -61,7 +65,7 @@ impl Simd for Portable {
         bits.iter().any(|x| x.to_bits() >> 30 != 0)
     }
     #[inline(always)]
-    fn scale(self, a: Lanes, integer: Lanes) -> Lanes {
+    fn scale(self, a: Lanes, _: Lanes, integer: Lanes) -> Lanes {
         from_fn(|i| f32::from_bits(a[i].to_bits().wrapping_add(integer[i].to_bits() << 23)))
     }
 
