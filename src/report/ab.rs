@@ -123,7 +123,11 @@ impl Part for Comparison {
         let [baseline, kernel] = &self.arms;
         let steps = kernel.runs.iter().map(|run| run.steps.len()).max().unwrap_or(0);
         let (off, on) = (&baseline.implementation, &kernel.implementation);
-        format!("{on} against {off}: {} seeds of {steps} steps", kernel.runs.len())
+        let seeds = match kernel.runs.len() {
+            1 => "one seed".into(),
+            many => format!("{many} seeds"),
+        };
+        format!("{on} against {off}: {seeds} of {steps} steps")
     }
 
     fn body(&self) -> Markup {

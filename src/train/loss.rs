@@ -109,6 +109,14 @@ impl GrpoLoss {
         Ok(Self { spec, kernel: Kernel::OnLogits(implementation) })
     }
 
+    /// The class of `tolerances.toml` for what [`on_hidden`](Self::on_hidden) returns.
+    pub fn class_on_hidden(&self) -> String {
+        match &self.kernel {
+            Kernel::OnLogits(kernel) => format!("{}-lm-head", kernel.class()),
+            Kernel::WithHead(kernel) => kernel.class().into(),
+        }
+    }
+
     /// The same loss times `by`, which is above 0: that of a part of a batch.
     #[must_use]
     pub fn scaled(&self, by: f64) -> Self {
