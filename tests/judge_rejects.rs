@@ -335,6 +335,34 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
     }
 }
 
+/// `ρ·|d|` with `|d| = 120` and a `ρ` that f32 flushes, or not: what is lost of the ratio is lost 120-fold.
+#[test]
+fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
+    let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::Abs) };
+    let lost = |log_ratio: f64| {
+        let (spec, mut problem) = at_the_clip(0.0);
+        let spec = LossSpec { kl: Some(kl.clone()), ..spec };
+        let logp = reference::evaluate(&LossSpec::default(), &problem).unwrap().token(0, 0).unwrap().inputs.logp;
+        problem.old_logp = Some(ndarray::arr2(&[[logp - log_ratio]]));
+        problem.ref_logp = Some(ndarray::arr2(&[[logp - 120.0]]));
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        assert!(reference.loss() > 2.0 * f64::from(f32::MIN_POSITIVE) * 0.1, "{:e}", reference.loss());
+        let mut candidate = find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
+        candidate.loss = arr0(0.0_f32).into();
+        *token(&mut candidate, Output::TokenLoss, 0, 0) = 0.0;
+        candidate.dlogits.fill_row(0, 0, 0.0);
+        candidate.metrics.as_mut().unwrap().kl_mean = Some(0.0);
+        judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap()
+    };
+    for verdict in lost(-87.7) {
+        assert!(verdict.passed(), "{verdict:?}");
+    }
+    let verdicts = lost(-80.0);
+    for output in [Output::Loss, Output::TokenLoss, Output::Dlogits, Output::KlMean] {
+        assert_rejected(&verdicts, gate(output), Status::Fail);
+    }
+}
+
 #[test]
 fn outputs_of_the_wrong_shape_or_dtype_are_refused_by_name() {
     let (spec, problem) = (spec(), problem(Dtype::F32));

@@ -48,6 +48,25 @@ proptest! {
     }
 }
 
+/// Dlogits beyond 65504 are ∞ where they go into the products in f16, and then dlm_head may be; where they go in f32, not.
+#[test]
+fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
+    let spec = LossSpec { scale: 1e7, ..LossSpec::default() };
+    let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 7 });
+    recipe.recipe.dtype = Dtype::F16;
+    let problem = recipe.problem(&spec).unwrap();
+    let reference = evaluate_head(&spec, &problem).unwrap();
+    let mut outcome = NativeHead::default().run(&spec, problem.clone(), 1).unwrap();
+    let FloatArray::F32(dlm_head) = &mut outcome.dlm_head else { panic!("f32 whatever the head") };
+    dlm_head[[0, 0]] = f32::INFINITY;
+    for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
+        outcome.dlogits_dtype = dtype;
+        let verdicts = judge_head(&reference, &problem, &outcome, "native-lm-head", Tolerances::builtin()).unwrap();
+        let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
+        assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
+    }
+}
+
 /// Central differences of the loss by every hidden state and every weight.
 #[test]
 fn gradients_of_the_reference_are_those_of_its_loss() {

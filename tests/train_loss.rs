@@ -158,8 +158,8 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
     }
 }
 
-/// Why `assay ab` shows the errors of candle's operations and does not decide by them: under a confident target they are many
-/// hundred roundings off, as sums of a long row in f32 are.
+/// Why `assay ab` shows the errors of candle's operations and does not decide by them: in a long row with a confident target
+/// they are many hundred roundings off.
 #[test]
 fn dlogits_of_a_confident_target_at_qwens_vocabulary_are_right_to_few_roundings_by_the_kernel_alone() {
     let (spec, vocab, gap) = (LossSpec::default(), 151_936, 22.6_f32);

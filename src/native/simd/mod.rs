@@ -354,8 +354,10 @@ mod tests {
                 all.into_flattened().into_iter().map(bits).collect()
             };
             let [all @ .., portable] = &Isa::available()[..] else { unreachable!("portable is always there") };
+            // Where there is no other, that it is defined behaviour is all that is asked.
+            let expected = run(*portable);
             for isa in all {
-                assert_eq!(run(*isa), run(*portable), "{isa}");
+                assert_eq!(run(*isa), expected, "{isa}");
             }
         }
     }
