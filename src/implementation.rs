@@ -112,6 +112,11 @@ pub trait Implementation<P: Input = Problem>: Send + Sync {
     /// [`Unsupported`], naming the first thing it does not do.
     fn supports(&self, spec: &LossSpec, shape: P::Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
 
+    /// Bytes of this machine's memory that a run takes beside the problem, of `shape` and `dtype`, and its outcome.
+    fn host_bytes(&self, _shape: P::Shape, _dtype: Dtype) -> usize {
+        0
+    }
+
     /// Computes the loss on `devices` devices. Takes the problem by value, so that dlogits may be written over the
     /// logits.
     ///
@@ -218,9 +223,9 @@ impl<P: Input, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> {
         }))
     }
 
-    /// The copy becomes the outcome.
+    /// Those of a run: the copy becomes the outcome.
     fn host_bytes(&self) -> usize {
-        0
+        self.implementation.host_bytes(self.given.shape, self.given.dtype)
     }
 
     fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {

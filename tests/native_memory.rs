@@ -1,9 +1,10 @@
-//! What the CPU kernel takes beside its inputs and outputs. The only test of its binary: the allocator counts what any
+//! What the CPU kernels take beside their inputs and outputs. The only test of its binary: the allocator counts what any
 //! thread takes.
 
-use assay::conformance::generate::{Recipe, Regime};
-use assay::native::Native;
-use assay::problem::{Dtype, FloatArray};
+use assay::conformance::generate::{HeadRecipe, Recipe, Regime};
+use assay::implementation::Implementation;
+use assay::native::{Native, NativeHead};
+use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::spec::LossSpec;
 use peak_alloc::PeakAlloc;
 use rayon::ThreadPoolBuilder;
@@ -17,6 +18,9 @@ const OF_A_THREAD: usize = 1_000_000;
 /// What a token may take: its mask, advantage, weights, scores, gradients and metrics, in f64.
 const OF_A_TOKEN: usize = 1000;
 
+/// What the library of products may take to pack what it multiplies.
+const OF_PRODUCTS: usize = 8_000_000;
+
 /// The most that `work` held at once beyond what there was.
 fn most_bytes(work: impl FnOnce()) -> usize {
     let before = ALLOCATOR.current_usage();
@@ -26,7 +30,37 @@ fn most_bytes(work: impl FnOnce()) -> usize {
 }
 
 #[test]
-fn extra_memory_is_within_a_megabyte_a_thread() {
+fn extra_memory_is_within_a_megabyte_a_thread_and_with_an_lm_head_a_chunk() {
+    rows();
+    lm_head();
+}
+
+fn lm_head() {
+    let (spec, tokens, hidden, vocab) = (LossSpec::default(), 96, 64, 151_936);
+    for (dtype, chunk) in [(Dtype::F32, 96), (Dtype::F32, 32), (Dtype::Bf16, 32)] {
+        let recipe = Recipe {
+            shape: [1, tokens, vocab],
+            dtype,
+            regime: Regime::Normal,
+            seed: 0,
+            old_logp_noise_scale: 0.03,
+            masked_garbage: false,
+        };
+        let recipe = HeadRecipe { hidden, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe };
+        let problem = recipe.unmasked_problem(&spec).expect("a valid recipe");
+        let native = NativeHead::default().chunk(chunk);
+        let shape = problem.check(&spec).expect("a valid problem");
+        // What comes in is gone when what goes out is there, but for the gradient of the head in f32.
+        let outcome = 4 * hidden * vocab + dtype.size() * tokens * hidden;
+        let said = native.host_bytes(shape, dtype);
+        let taken = most_bytes(|| drop(native.run(&spec, problem, 1).expect("supported"))) - outcome;
+        println!("LM head, {dtype}, {chunk} tokens a chunk: {taken} bytes, {said} said");
+        let range = said..=said + OF_PRODUCTS;
+        assert!(range.contains(&taken), "{dtype}, {chunk} tokens a chunk: {taken} bytes, expected {range:?}");
+    }
+}
+
+fn rows() {
     let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
     for (tokens, threads) in [(24, 1), (24, 2), (96, 2)] {
         let recipe = Recipe {

@@ -94,6 +94,13 @@ impl Implementation<HeadProblem> for NativeHead {
         }
     }
 
+    /// A chunk of logits, its hidden states and their gradient, and a tile of the head.
+    fn host_bytes(&self, shape: HeadShape, dtype: Dtype) -> usize {
+        let HeadShape { batch, tokens, hidden, vocab } = shape;
+        let chunk = self.chunk_tokens(vocab).min(batch * tokens).max(1);
+        size_of::<f32>() * (chunk * (vocab + 2 * hidden) + tile_elements(hidden, vocab, dtype))
+    }
+
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.dtype(), devices)?;
@@ -123,7 +130,6 @@ impl<'p> Work<'p> {
         let places: Vec<Place> =
             batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
         let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);
-        let wide = problem.dtype() == Dtype::F32;
         Self {
             batch,
             projection: &problem.logits,
@@ -131,7 +137,7 @@ impl<'p> Work<'p> {
             places,
             chunk,
             logits: vec![0.0; chunk * vocab],
-            tile: vec![0.0; if wide { 0 } else { hidden * TILE.min(vocab) }],
+            tile: vec![0.0; tile_elements(hidden, vocab, problem.dtype())],
             dhidden: FloatArray::zeros((rows, tokens, hidden), problem.dtype()),
             dlm_head: Array2::zeros(problem.logits.layout.extents(hidden, vocab)),
         }
@@ -263,6 +269,11 @@ fn round(x: f32, dtype: Dtype) -> f32 {
         Dtype::Bf16 => half::bf16::from_f32(x).to_f32(),
         Dtype::F16 => half::f16::from_f32(x).to_f32(),
     }
+}
+
+/// Elements of a head's tile that is widened: none of an f32 head.
+fn tile_elements(hidden: usize, vocab: usize, dtype: Dtype) -> usize {
+    if dtype == Dtype::F32 { 0 } else { hidden * TILE.min(vocab) }
 }
 
 /// The columns that a product takes at once: all of an f32 head.

@@ -207,6 +207,11 @@ impl Implementation for Native {
         }
     }
 
+    /// A row of f32 a thread.
+    fn host_bytes(&self, shape: Shape, _: Dtype) -> usize {
+        rayon::current_num_threads() * size_of::<f32>() * shape.vocab
+    }
+
     fn run(&self, spec: &LossSpec, mut problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;

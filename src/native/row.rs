@@ -39,6 +39,24 @@ pub trait Element: Packed {}
 
 impl<E: Packed> Element for E {}
 
+/// `2^16 + 1`
+const SPLIT: f32 = 65_537.0;
+
+/// What products are made with, and [`SPLIT`] times it.
+#[derive(Clone, Copy)]
+pub struct Factor<S: Simd> {
+    factor: S::Lanes,
+    split: S::Lanes,
+}
+
+/// `x·factor` to the nearest number of eight significant bits, by Veltkamp's splitting: its difference to a number 2¹⁶ times as
+/// large has bits for no more of it. The product itself is rounded nowhere else.
+#[inline(always)]
+fn high_product<S: Simd>(simd: S, x: S::Lanes, by: Factor<S>) -> S::Lanes {
+    let large = simd.mul(x, by.split);
+    simd.add(simd.mul_sub(x, by.factor, large), large)
+}
+
 /// How elements are loaded and stored; widened to f32 exactly, narrowed to nearest even.
 pub trait Packed: Float + PartialEq + Pod {
     /// −∞
@@ -51,6 +69,11 @@ pub trait Packed: Float + PartialEq + Pod {
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
     /// In the same. Nothing is said of a NaN.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
+    /// `x·factor`, in the same.
+    #[inline(always)]
+    fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
+        Self::store(simd, [simd.mul(low, by.factor), simd.mul(high, by.factor)], to);
+    }
     /// A row as what exponentials may be kept in, if it is.
     fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {
         None
@@ -82,7 +105,7 @@ impl Packed for f32 {
 }
 
 macro_rules! sixteen_bits {
-    ($type:ident, $load:ident, $store:ident) => {
+    ($type:ident, $load:ident, $store:ident $(, $products:item)?) => {
         impl Packed for $type {
             const MINUS_INFINITY: Self = Self::NEG_INFINITY;
             fn to_f32(self) -> f32 {
@@ -99,10 +122,19 @@ macro_rules! sixteen_bits {
             fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]) {
                 simd.$store(x, to);
             }
+            $($products)?
         }
     };
 }
-sixteen_bits!(bf16, load_bf16, store_bf16);
+sixteen_bits!(
+    bf16,
+    load_bf16,
+    store_bf16,
+    #[inline(always)]
+    fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
+        simd.truncate_bf16([high_product(simd, even, by), high_product(simd, odd, by)], to);
+    }
+);
 sixteen_bits!(f16, load_f16, store_f16);
 
 /// The settings that all rows share.
@@ -117,13 +149,18 @@ pub(super) struct Softmaxes {
     bonus: bool,
 }
 
+/// The exponentials of a block, on whole cache lines.
+#[derive(Clone)]
+#[repr(align(64))]
+struct Exps([[f32; UNIT]; UNITS]);
+
 /// Exponentials of the row that was last scored, under the softmax that logp is of.
 #[derive(Default)]
 pub(super) struct Kept {
     /// Whether they are where the row's logits were.
     over_logits: bool,
     /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row.
-    exps: Vec<[[f32; UNIT]; UNITS]>,
+    exps: Vec<Exps>,
     /// The `m` of each block.
     maxima: Vec<f32>,
 }
@@ -299,15 +336,15 @@ impl<E: Element> Work for Walk<'_, E> {
         let Self { row, id, inverse_temperature, kept } = self;
         let target = row[id].to_f32();
         let mut sums = Sums::new(simd, target, inverse_temperature);
-        let mut not_kept = [[0.0; UNIT]; UNITS];
+        let mut not_kept = Exps([[0.0; UNIT]; UNITS]);
         let mut kept = kept.map(|kept| {
             let blocks = row.len().div_ceil(BLOCK);
-            kept.exps.resize(blocks, not_kept);
+            kept.exps.resize(blocks, not_kept.clone());
             kept.maxima.resize(blocks, 0.0);
             (&mut kept.exps[..], &mut kept.maxima[..])
         });
         for (i, block) in row.chunks(BLOCK).enumerate() {
-            let exps = match &mut kept {
+            let Exps(exps) = match &mut kept {
                 Some((exps, _)) => &mut exps[i],
                 None => &mut not_kept,
             };
@@ -628,9 +665,9 @@ impl<E: Element> Work for Write<'_, '_, E> {
                         continue;
                     }
                     let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
-                    let exps = &kept.exps[i];
-                    if slope == 0.0 && scaled.is_normal() {
-                        write(simd, &streaming, logits, dlogits, exps, &Scaled(simd.splat(scaled)));
+                    let Exps(exps) = &kept.exps[i];
+                    if let (true, Some(scaled)) = (slope == 0.0, Scaled::by(simd, scaled)) {
+                        write(simd, &streaming, logits, dlogits, exps, &scaled);
                     } else {
                         write(simd, &streaming, logits, dlogits, exps, &Sloped { again, factors });
                     }
@@ -645,7 +682,8 @@ trait Unit<S: Simd> {
     /// Whether logits have a part in it.
     const READS_LOGITS: bool = true;
 
-    fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2];
+    /// Over the logits, or what stands for them.
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
 }
 
 /// Writes a row, or the block of one that `exps` are of. Where dlogits do not go over the logits, they go past the caches,
@@ -666,7 +704,7 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
                 block[..from.len()].copy_from_slice(from);
             }
             for (to, exps) in block.as_chunks_mut().0.iter_mut().zip(exps) {
-                write_unit(simd, to, exps, unit);
+                unit.write(simd, to, exps);
             }
             streaming.copy(cast_slice(&block[..to.len()]), cast_slice_mut(to));
         }
@@ -676,21 +714,15 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
         let (units, tail) = block.as_chunks_mut();
         let mut exps = exps.iter();
         for (to, exps) in units.iter_mut().zip(&mut exps) {
-            write_unit(simd, to, exps, unit);
+            unit.write(simd, to, exps);
         }
         if let (false, Some(exps)) = (tail.is_empty(), exps.next()) {
             let mut last = [E::MINUS_INFINITY; UNIT];
             last[..tail.len()].copy_from_slice(tail);
-            write_unit(simd, &mut last, exps, unit);
+            unit.write(simd, &mut last, exps);
             tail.copy_from_slice(&last[..tail.len()]);
         }
     }
-}
-
-#[inline(always)]
-fn write_unit<S: Simd, E: Element>(simd: S, to: &mut [E; UNIT], exps: &[f32; UNIT], unit: &impl Unit<S>) {
-    let x = unit.dlogits(simd, to, exps);
-    E::store(simd, x, to);
 }
 
 /// `(e_j·first)·second`, of exponentials that were kept over the logits.
@@ -698,23 +730,33 @@ struct Over<S: Simd>([S::Lanes; 2]);
 
 impl<S: Simd> Unit<S> for Over<S> {
     #[inline(always)]
-    fn dlogits<E: Element>(&self, simd: S, exps: &[E; UNIT], _: &[f32; UNIT]) -> [S::Lanes; 2] {
+    fn write<E: Element>(&self, simd: S, exps: &mut [E; UNIT], _: &[f32; UNIT]) {
         let [first, second] = self.0;
         let [low, high] = E::load(simd, exps);
-        [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)]
+        E::store(simd, [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)], exps);
     }
 }
 
-/// `e_j·factor`, of exponentials that were kept; `2^-64·factor` is a normal number.
-struct Scaled<S: Simd>(S::Lanes);
+/// `e_j·factor`, of exponentials that were kept.
+struct Scaled<S: Simd>(Factor<S>);
+
+impl<S: Simd> Scaled<S> {
+    /// Of `2^-64·factor`, where that is a normal number and no product is out of range on the way.
+    #[inline(always)]
+    fn by(simd: S, factor: f32) -> Option<Self> {
+        let split = factor * SPLIT;
+        // An exponential is 2^64 at most.
+        let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
+        in_range.then_some(Self(Factor { factor: simd.splat(factor), split: simd.splat(split) }))
+    }
+}
 
 impl<S: Simd> Unit<S> for Scaled<S> {
     const READS_LOGITS: bool = false;
 
     #[inline(always)]
-    fn dlogits<E: Element>(&self, simd: S, _: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
-        let [low, high] = f32::load(simd, exps);
-        [simd.mul(low, self.0), simd.mul(high, self.0)]
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+        E::store_products(simd, f32::load(simd, exps), self.0, logits);
     }
 }
 
@@ -726,14 +768,14 @@ struct Sloped<S: Simd> {
 
 impl<S: Simd> Unit<S> for Sloped<S> {
     #[inline(always)]
-    fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
         let [slope, factor] = self.factors;
         let [low, high] = E::load(simd, logits);
         let [e_low, e_high] = f32::load(simd, exps);
         let low = simd.mul_add(self.again.gap(simd, low), slope, factor);
         let high = simd.mul_add(self.again.gap(simd, high), slope, factor);
         let unscale = self.again.unscale;
-        [simd.mul(simd.mul(e_low, unscale), low), simd.mul(simd.mul(e_high, unscale), high)]
+        E::store(simd, [simd.mul(simd.mul(e_low, unscale), low), simd.mul(simd.mul(e_high, unscale), high)], logits);
     }
 }
 
@@ -745,9 +787,10 @@ struct One<S: Simd> {
 
 impl<S: Simd> Unit<S> for One<S> {
     #[inline(always)]
-    fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], _: &[f32; UNIT]) -> [S::Lanes; 2] {
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
         let [low, high] = E::load(simd, logits);
-        [self.softmax.sloped(simd, low, self.factors), self.softmax.sloped(simd, high, self.factors)]
+        let [low, high] = [self.softmax.sloped(simd, low, self.factors), self.softmax.sloped(simd, high, self.factors)];
+        E::store(simd, [low, high], logits);
     }
 }
 
@@ -769,9 +812,9 @@ impl<S: Simd> Two<S> {
 
 impl<S: Simd> Unit<S> for Two<S> {
     #[inline(always)]
-    fn dlogits<E: Element>(&self, simd: S, logits: &[E; UNIT], _: &[f32; UNIT]) -> [S::Lanes; 2] {
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
         let [low, high] = E::load(simd, logits);
-        [self.sum(simd, low), self.sum(simd, high)]
+        E::store(simd, [self.sum(simd, low), self.sum(simd, high)], logits);
     }
 }
 
@@ -808,5 +851,53 @@ impl<S: Simd> Again<S> {
     fn sloped(&self, simd: S, x: S::Lanes, [slope, factor]: [S::Lanes; 2]) -> S::Lanes {
         let a = self.gap(simd, x);
         simd.mul(self.exp(simd, a), simd.mul_add(a, slope, factor))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{RngExt as _, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    /// Products of `exps` and a factor, in bf16.
+    struct Products<'x>(&'x [f32; UNIT], f32);
+
+    impl Work for Products<'_> {
+        type Output = [bf16; UNIT];
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> [bf16; UNIT] {
+            let mut products = [bf16::ZERO; UNIT];
+            let Scaled(factor) = Scaled::by(simd, self.1).expect("in range");
+            // Elements in any order, as long as it is one.
+            bf16::store_products(simd, f32::load(simd, self.0), factor, &mut products);
+            products
+        }
+    }
+
+    #[test]
+    fn products_are_rounded_once_to_the_nearest_bf16() {
+        let mut rng = ChaCha8Rng::seed_from_u64(6);
+        for case in 0..(if cfg!(miri) { 20 } else { 20_000 }) {
+            let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(-60.0_f32..64.0).exp2());
+            exps[..5].copy_from_slice(&[0.0, 1.0, 1.0 + f32::EPSILON, 2.0 - f32::EPSILON, 257.0 / 256.0]);
+            let factor = match case % 4 {
+                0 => 1.0,
+                1 => -(1.0 + f32::EPSILON),
+                2 => 1.0 - f32::EPSILON / 2.0,
+                _ => rng.random_range(-4.0_f32..4.0),
+            };
+            // In the order in which they are stored.
+            let exact = |j: usize| f64::from(exps[j / 2 + j % 2 * LANES]) * f64::from(factor);
+            for isa in Isa::available() {
+                for (j, product) in isa.run(Products(&exps, factor)).into_iter().enumerate() {
+                    let (exact, product) = (exact(j), f64::from(product.to_f32()));
+                    let half_ulp = if exact == 0.0 { 0.0 } else { (exact.abs().log2().floor() - 8.0).exp2() };
+                    assert!((product - exact).abs() <= half_ulp, "{isa}: {exact:e} as {product:e}");
+                }
+            }
+        }
     }
 }

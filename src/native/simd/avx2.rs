@@ -154,6 +154,18 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn truncate_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+        let to = to.as_mut_ptr().cast::<__m256i>();
+        // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
+        unsafe {
+            for i in 0..2 {
+                let (even, odd) = (_mm256_castps_si256(even[i]), _mm256_castps_si256(odd[i]));
+                let pairs = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd);
+                _mm256_storeu_si256(to.add(i), pairs);
+            }
+        }
+    }
+    #[inline(always)]
     fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
         let from = from.as_ptr().cast::<__m128i>();
         // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.

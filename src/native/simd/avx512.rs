@@ -137,6 +137,17 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    fn truncate_bf16(self, [even, odd]: [__m512; 2], to: &mut [bf16; UNIT]) {
+        // SAFETY: `self` shows that the machine has the instructions; a unit takes the whole register.
+        unsafe {
+            let even = _mm512_srli_epi32::<16>(_mm512_castps_si512(even));
+            let (odd, upper) = (_mm512_castps_si512(odd), _mm512_set1_epi32(-0x1_0000));
+            // even | odd & upper
+            let pairs = _mm512_ternarylogic_epi32::<0b1111_1000>(even, odd, upper);
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
+        }
+    }
+    #[inline(always)]
     fn load_f16(self, from: &[f16; UNIT]) -> [__m512; 2] {
         let from = from.as_ptr().cast::<__m256i>();
         // SAFETY: `self` shows that the machine has the instructions; both sixteens lie within the unit.

@@ -76,6 +76,8 @@ pub trait Simd: Copy {
     fn load_bf16(self, from: &[bf16; UNIT]) -> [Self::Lanes; 2];
     /// As they were loaded, to nearest even. Nothing is said of a NaN.
     fn store_bf16(self, x: [Self::Lanes; 2], to: &mut [bf16; UNIT]);
+    /// As they were loaded, their upper halves.
+    fn truncate_bf16(self, x: [Self::Lanes; 2], to: &mut [bf16; UNIT]);
     /// Elements in order.
     fn load_f16(self, from: &[f16; UNIT]) -> [Self::Lanes; 2];
     /// As they were loaded, to nearest even; NaN stays NaN.
@@ -308,19 +310,20 @@ mod tests {
         }
     }
 
-    /// To 16 bits.
+    /// To 16 bits: rounded, and the upper halves.
     struct Rounded<'x>(&'x [[f32; LANES]; 2]);
 
     impl Work for Rounded<'_> {
-        type Output = ([bf16; UNIT], [f16; UNIT]);
+        type Output = ([bf16; UNIT], [f16; UNIT], [bf16; UNIT]);
 
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> Self::Output {
             let x = [simd.load(&self.0[0]), simd.load(&self.0[1])];
-            let (mut brain, mut half) = ([bf16::ZERO; UNIT], [f16::ZERO; UNIT]);
+            let (mut brain, mut half, mut upper) = ([bf16::ZERO; UNIT], [f16::ZERO; UNIT], [bf16::ZERO; UNIT]);
             simd.store_bf16(x, &mut brain);
             simd.store_f16(x, &mut half);
-            (brain, half)
+            simd.truncate_bf16(x, &mut upper);
+            (brain, half, upper)
         }
     }
 
@@ -383,10 +386,11 @@ mod tests {
     fn numbers_are_rounded_to_16_bits_to_nearest_even() {
         for pair in vectors(60_000 / EVERY).as_chunks().0 {
             for isa in Isa::available() {
-                let (brain, half) = isa.run(Rounded(pair));
+                let (brain, half, upper) = isa.run(Rounded(pair));
                 for i in 0..UNIT {
                     let (even_odd, in_order) = (pair[i % 2][i / 2], pair[i / LANES][i % LANES]);
                     assert!(even_odd.is_nan() || brain[i] == bf16::from_f32(even_odd), "{isa}: {even_odd:e}");
+                    assert_eq!(u32::from(upper[i].to_bits()), even_odd.to_bits() >> 16, "{isa}: {even_odd:e}");
                     assert!(in_order.is_nan() || half[i] == f16::from_f32(in_order), "{isa}: {in_order:e}");
                 }
             }

@@ -152,6 +152,17 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
+    fn truncate_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+        for i in 0..4 {
+            // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
+            unsafe {
+                let (even, odd) = (vreinterpretq_u32_f32(even[i]), vreinterpretq_u32_f32(odd[i]));
+                let pairs = vsriq_n_u32::<16>(odd, even);
+                vst1q_u16(to.as_mut_ptr().cast::<u16>().add(8 * i), vreinterpretq_u16_u32(pairs));
+            }
+        }
+    }
+    #[inline(always)]
     fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
         let mut lanes = [self.splat(0.0); 2];
         for i in 0..8 {

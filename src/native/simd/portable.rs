@@ -91,6 +91,10 @@ impl Simd for Portable {
         *to = from_fn(|j| bf16::from_f32(x[j % 2][j / 2]));
     }
     #[inline(always)]
+    fn truncate_bf16(self, x: [Lanes; 2], to: &mut [bf16; UNIT]) {
+        *to = from_fn(|j| bf16::from_bits((x[j % 2][j / 2].to_bits() >> 16) as u16));
+    }
+    #[inline(always)]
     fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
         [from_fn(|i| from[i].to_f32()), from_fn(|i| from[16 + i].to_f32())]
     }
