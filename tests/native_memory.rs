@@ -50,7 +50,7 @@ fn lm_head() {
         let problem = recipe.unmasked_problem(&spec).expect("a valid recipe");
         let native = NativeHead::default().chunk(chunk);
         let shape = problem.check(&spec).expect("a valid problem");
-        // What comes in is gone when what goes out is there, but for the gradient of the head in f32.
+        // The gradient of the head is f32.
         let outcome = 4 * hidden * vocab + dtype.size() * tokens * hidden;
         let said = native.host_bytes(shape, dtype);
         let taken = most_bytes(|| drop(native.run(&spec, problem, 1).expect("supported"))) - outcome;

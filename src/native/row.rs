@@ -50,7 +50,8 @@ pub struct Factor<S: Simd> {
 }
 
 /// `x·factor` to the nearest number of eight significant bits, by Veltkamp's splitting: its difference to a number 2¹⁶ times as
-/// large has bits for no more of it. The product itself is rounded nowhere else.
+/// large has bits for no more of it. The product itself is rounded nowhere else. Below the smallest normal number bf16 has fewer
+/// bits than eight, and what it lacks is cut off: at most 9e-41.
 #[inline(always)]
 fn high_product<S: Simd>(simd: S, x: S::Lanes, by: Factor<S>) -> S::Lanes {
     let large = simd.mul(x, by.split);
