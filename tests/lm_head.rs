@@ -48,7 +48,7 @@ proptest! {
     }
 }
 
-/// Dlogits beyond 65504 are ∞ where they go into the products in f16, and then dlm_head may be; where they go in f32, not.
+/// Dlogits beyond 65504 are ∞ where they go into the products in f16, and then `dlm_head` may be; where they go in f32, not.
 #[test]
 fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     let spec = LossSpec { scale: 1e7, ..LossSpec::default() };
