@@ -1,6 +1,7 @@
 //! The CPU kernel against what memory allows: dlogits over the logits, and beside them, against a copy; logp and entropy alone
-//! against a read; at Qwen's vocabulary and half a gigabyte of logits, for every instruction set and number of threads; then how the
-//! time grows with rows and columns. Each answer is judged before it is timed; the two sides of a ratio take turns; medians.
+//! against a read; and both as often on rows that never leave the caches, which is what its instructions take. At Qwen's vocabulary
+//! and half a gigabyte of logits, for every instruction set and number of threads; then how the time grows with rows and columns.
+//! Each answer is judged before it is timed; the two sides of a ratio take turns; medians.
 //!
 //! `ASSAY_BENCH_ROWS` asks for another number of rows of bf16.
 
@@ -15,17 +16,20 @@ use assay::native::{Isa, Native};
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::reference;
 use assay::spec::LossSpec;
-use ndarray::Ix3;
+use ndarray::{Ix3, s};
 use rayon::ThreadPoolBuilder;
 
 const VOCAB: usize = 151_936;
 const SAMPLES: usize = 10;
 
+/// Rows of a thread that stay in its second cache, with the exponentials of one: 1.2 MB.
+const ROWS_IN_CACHE: usize = 2;
+
 fn main() {
     let rows = std::env::var("ASSAY_BENCH_ROWS").map_or(1792, |rows| rows.parse().expect("a number of rows"));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     println!(
-        "dtype  threads  isa       in place     GB/s  ratio_to_copy  |  beside  ratio_to_copy  |  forward    GB/s  ratio_to_read"
+        "dtype  threads  isa       in place     GB/s  ratio_to_copy  in_cache_to_copy  |     beside  ratio_to_copy  |    forward    GB/s  ratio_to_read  in_cache_to_read"
     );
     for dtype in Dtype::KERNEL {
         let problem = problem(rows * 2 / dtype.size(), VOCAB, dtype);
@@ -49,7 +53,7 @@ fn main() {
             .into_iter()
             .map(|(rows, vocab)| {
                 let problem = problem(rows, vocab, Dtype::Bf16);
-                let seconds = median((0..SAMPLES).map(|_| backward(&Native::default(), &problem)).collect());
+                let seconds = median((0..SAMPLES).map(|_| backward(&Native::default(), &problem, 1)).collect());
                 println!("  {rows} x {vocab}: {:.4}", seconds * 1e9 / (rows * vocab) as f64);
                 ((rows * vocab) as f64, seconds)
             })
@@ -87,40 +91,49 @@ fn line(isa: Isa, threads: usize, problem: &Problem) {
     let native = Native::on(isa);
     let mut copy = CopyOf::of(&problem.logits);
     let mut dlogits = problem.logits.clone();
-    let mut times = [const { Vec::new() }; 5];
+    let few = self::problem(ROWS_IN_CACHE * threads, VOCAB, problem.logits.dtype());
+    let often = problem.shape().tokens / (ROWS_IN_CACHE * threads);
+    let mut times = [const { Vec::new() }; 7];
     for _ in 0..=SAMPLES {
-        times[0].push(backward(&native, problem));
+        times[0].push(backward(&native, problem, 1));
         times[1].push(copy.time());
         times[2].push(beside(&native, problem, &mut dlogits));
-        times[3].push(forward(&native, problem));
-        times[4].push(time_read(&problem.logits));
+        times[3].push(backward(&native, &few, often));
+        times[4].push(forward(&native, problem));
+        times[5].push(time_read(&problem.logits));
+        times[6].push(forward_in_cache(&native, problem));
     }
     // The first warms up.
-    let [backward, copy, beside, forward, read] = times.map(|times| median(times[1..].to_vec()));
+    let [backward, copy, beside, backward_in_cache, forward, read, forward_in_cache] =
+        times.map(|times| median(times[1..].to_vec()));
     let shape = problem.shape();
     let gigabytes = (shape.tokens * shape.vocab * problem.logits.dtype().size()) as f64 / 1e9;
     println!(
-        "{:5}  {threads:7}  {isa:8}  {:7.1} ms  {:6.2}  {:13.2}  |  {:6.1} ms  {:10.2}  |  {:6.1} ms  {:6.2}  {:13.2}",
+        "{:5}  {threads:7}  {isa:8}  {:6.1} ms  {:6.2}  {:13.2}  {:16.2}  |  {:6.1} ms  {:13.2}  |  {:6.1} ms  {:6.2}  {:13.2}  {:16.2}",
         problem.logits.dtype().to_string(),
         backward * 1e3,
         2.0 * gigabytes / backward,
         backward / copy,
+        backward_in_cache / copy,
         beside * 1e3,
         beside / copy,
         forward * 1e3,
         gigabytes / forward,
         forward / read,
+        forward_in_cache / read,
     );
 }
 
-/// A step on a copy of the logits.
-fn backward(native: &Native, problem: &Problem) -> Duration {
+/// A step on a copy of the logits, and `often`, where that is more than 1, on what it leaves there.
+fn backward(native: &Native, problem: &Problem, often: usize) -> Duration {
     let (spec, tokens) = (LossSpec::default(), problem.tokens());
     macro_rules! step {
         ($logits:expr) => {{
             let mut logits = $logits.clone();
             let started = Instant::now();
-            native.forward_backward_in_place(&spec, logits.view_mut(), tokens).expect("supported");
+            for _ in 0..often {
+                native.forward_backward_in_place(&spec, logits.view_mut(), tokens).expect("supported");
+            }
             started.elapsed()
         }};
     }
@@ -154,6 +167,26 @@ fn forward(native: &Native, problem: &Problem) -> Duration {
         FloatArray::F32(logits) => native.forward(&spec, logits.view(), tokens),
         FloatArray::Bf16(logits) => native.forward(&spec, logits.view(), tokens),
         FloatArray::F16(logits) => native.forward(&spec, logits.view(), tokens),
+    }
+    .expect("supported");
+    started.elapsed()
+}
+
+/// The same, where each row is the first one.
+fn forward_in_cache(native: &Native, problem: &Problem) -> Duration {
+    let (spec, tokens) = (LossSpec::default(), problem.tokens());
+    macro_rules! forward {
+        ($logits:expr) => {{
+            let first = $logits.slice(s![.., ..1, ..]);
+            native.forward(&spec, first.broadcast($logits.dim()).expect("one row as many"), tokens)
+        }};
+    }
+    let started = Instant::now();
+    match &problem.logits {
+        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
+        FloatArray::F32(logits) => forward!(logits),
+        FloatArray::Bf16(logits) => forward!(logits),
+        FloatArray::F16(logits) => forward!(logits),
     }
     .expect("supported");
     started.elapsed()

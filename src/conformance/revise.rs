@@ -9,7 +9,7 @@ use toml_edit::{DocumentMut, Item, Table, Value};
 use super::measure::{Measurement, Subject};
 use super::tolerance::{Tolerance, ToleranceError, Tolerances};
 
-/// `κ` may be this many times `worst_seen`, or that of f32, where `derived` allows it.
+/// `κ` may be this many times `worst_seen`, where `derived` allows it.
 const SLACK: f64 = 4.0;
 
 /// A figure that a measurement meets this closely, relatively, stands: files have four digits.
@@ -111,7 +111,7 @@ fn list(lines: &[Line]) -> String {
 impl Revision {
     /// What `measurement` means for each of `tolerances`.
     pub fn of(tolerances: &Tolerances, measurement: &Measurement) -> Self {
-        Self { entries: tolerances.entries().map(|entry| line(tolerances, entry, measurement)).collect() }
+        Self { entries: tolerances.entries().map(|entry| line(entry, measurement)).collect() }
     }
 
     /// The entries that needed more than was derived.
@@ -171,7 +171,7 @@ impl Revision {
     }
 }
 
-fn line(tolerances: &Tolerances, entry: &Tolerance, measurement: &Measurement) -> Line {
+fn line(entry: &Tolerance, measurement: &Measurement) -> Line {
     let subject = Subject { gate: entry.gate(), dtype: entry.dtype, class: entry.class.clone() };
     let old = Figures { kappa: entry.kappa, worst_seen: entry.worst_seen };
     let Some(needed) = measurement.needed(&subject) else {
@@ -179,8 +179,7 @@ fn line(tolerances: &Tolerances, entry: &Tolerance, measurement: &Measurement) -
     };
     let same = (needed.kappa - old.worst_seen).abs() <= SAME * old.worst_seen;
     let worst_seen = if same { old.worst_seen } else { written(needed.kappa) };
-    let in_f32 = tolerances.in_f32(entry).map_or(0.0, |in_f32| line(tolerances, in_f32, measurement).new.kappa);
-    let new = Figures { kappa: entry.derived.min(in_f32.max(SLACK * worst_seen)), worst_seen };
+    let new = Figures { kappa: entry.derived.min(SLACK * worst_seen), worst_seen };
     let change = if new.worst_seen > old.worst_seen || new.kappa > old.kappa {
         Change::Raised
     } else if new == old {

@@ -233,13 +233,6 @@ impl Tolerances {
         Ok(entry.kappa)
     }
 
-    /// The f32 entry of the same output and class as an entry for 16 bits: both are of the same arithmetic, whose errors the
-    /// rounding to 16 bits hides from a measurement.
-    pub fn in_f32(&self, entry: &Tolerance) -> Option<&Tolerance> {
-        let narrow = matches!(entry.dtype, Dtype::Bf16 | Dtype::F16);
-        self.entries().find(|other| narrow && other.answers(entry.gate(), Dtype::F32, &entry.class))
-    }
-
     /// All entries, in file order.
     pub fn entries(&self) -> impl Iterator<Item = &Tolerance> {
         self.entries.iter().map(|(entry, _)| entry)

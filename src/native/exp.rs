@@ -58,19 +58,32 @@ impl<S: Simd> Exp<S> {
         simd.min(self.far, simd.mul(simd.sub(max, x), self.steps_a_unit))
     }
 
-    /// `2^64·e^(−a/T) = 2^k·(2^64·2^f)` of a gap that is not above [`FAR`], with `k + f = −a·log₂ e / T`. Nothing is said of
-    /// a NaN.
+    /// `2^64·e^(−a/T) = 2^k·(2^64·2^f)` of gaps that are not above [`FAR`], with `k + f = −a·log₂ e / T`. Nothing is said of
+    /// a NaN. The vectors go step by step together: each step waits for the one before it, and no processor looks far
+    /// enough ahead to find others to do meanwhile.
     #[inline(always)]
-    pub(super) fn scaled(&self, simd: S, a: S::Lanes) -> S::Lanes {
+    pub(super) fn scaled<const N: usize>(&self, simd: S, a: [S::Lanes; N]) -> [S::Lanes; N] {
         let [high, low] = self.rate;
         let [c1, c2, c3, c4, c5, c6] = self.powers;
-        let raised = simd.mul_add(a, high, self.magic);
-        let k = simd.sub(raised, self.magic);
-        let f = simd.mul_add(a, low, simd.mul_sub(a, high, k));
-        let p = simd.mul_add(simd.mul_add(c6, f, c5), f, c4);
-        let p = simd.mul_add(simd.mul_add(p, f, c3), f, c2);
-        let p = simd.mul_add(simd.mul_add(p, f, c1), f, self.one);
-        simd.scale(p, k, raised)
+        let (mut raised, mut k, mut f, mut p) = (a, a, a, [c6; N]);
+        for i in 0..N {
+            raised[i] = simd.mul_add(a[i], high, self.magic);
+        }
+        for i in 0..N {
+            k[i] = simd.sub(raised[i], self.magic);
+        }
+        for i in 0..N {
+            f[i] = simd.mul_add(a[i], low, simd.mul_sub(a[i], high, k[i]));
+        }
+        for c in [c5, c4, c3, c2, c1, self.one] {
+            for i in 0..N {
+                p[i] = simd.mul_add(p[i], f[i], c);
+            }
+        }
+        for i in 0..N {
+            p[i] = simd.scale(p[i], k[i], raised[i]);
+        }
+        p
     }
 }
 
@@ -90,7 +103,7 @@ mod tests {
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> [f32; LANES] {
             let (exp, unscale) = (Exp::new(simd, self.1), simd.splat((1.0 / SCALE) as f32));
-            let e = exp.scaled(simd, exp.gap(simd, simd.splat(0.0), simd.load(self.0)));
+            let [e] = exp.scaled(simd, [exp.gap(simd, simd.splat(0.0), simd.load(self.0))]);
             let mut exps = [0.0; LANES];
             simd.store(simd.mul(e, unscale), &mut exps);
             exps

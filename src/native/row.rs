@@ -39,23 +39,17 @@ pub trait Element: Packed {}
 
 impl<E: Packed> Element for E {}
 
-/// `2^16 + 1`
+/// `2^16 + 1`, by which [`Simd::high_product`] takes off all but eight bits.
 const SPLIT: f32 = 65_537.0;
 
-/// What products are made with, and [`SPLIT`] times it.
+/// What products are made with.
 #[derive(Clone, Copy)]
 pub struct Factor<S: Simd> {
-    factor: S::Lanes,
+    value: S::Lanes,
+    /// [`SPLIT`] times it.
     split: S::Lanes,
-}
-
-/// `x·factor` to the nearest number of eight significant bits, by Veltkamp's splitting: its difference to a number 2¹⁶ times as
-/// large has bits for no more of it. The product itself is rounded nowhere else. Below the smallest normal number bf16 has fewer
-/// bits than eight, and what it lacks is cut off: at most 9e-41.
-#[inline(always)]
-fn high_product<S: Simd>(simd: S, x: S::Lanes, by: Factor<S>) -> S::Lanes {
-    let large = simd.mul(x, by.split);
-    simd.add(simd.mul_sub(x, by.factor, large), large)
+    /// What is below has a product of 0.
+    smallest: S::Lanes,
 }
 
 /// How elements are loaded and stored; widened to f32 exactly, narrowed to nearest even.
@@ -70,10 +64,11 @@ pub trait Packed: Float + PartialEq + Pod {
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
     /// In the same. Nothing is said of a NaN.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
-    /// `x·factor`, in the same.
+    /// `x·factor`, or 0 where `x` is below the factor's smallest, in the same.
     #[inline(always)]
     fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
-        Self::store(simd, [simd.mul(low, by.factor), simd.mul(high, by.factor)], to);
+        let (low, high) = (simd.at_least(low, by.smallest), simd.at_least(high, by.smallest));
+        Self::store(simd, [simd.mul(low, by.value), simd.mul(high, by.value)], to);
     }
     /// A row as what exponentials may be kept in, if it is.
     fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {
@@ -133,7 +128,9 @@ sixteen_bits!(
     store_bf16,
     #[inline(always)]
     fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
-        simd.truncate_bf16([high_product(simd, even, by), high_product(simd, odd, by)], to);
+        let even = simd.high_product(even, by.smallest, by.value, by.split);
+        let odd = simd.high_product(odd, by.smallest, by.value, by.split);
+        simd.truncate_bf16([even, odd], to);
     }
 );
 sixteen_bits!(f16, load_f16, store_f16);
@@ -220,6 +217,11 @@ impl Softmax {
     /// What gaps are counted in.
     fn step(&self) -> f64 {
         step(self.inverse_temperature)
+    }
+
+    /// As far below the maximum as an exponential is reckoned, in steps.
+    fn farthest(&self) -> f64 {
+        FAR / self.inverse_temperature / self.step()
     }
 
     /// `exp((max − m)/T)`: by how much exponentials relative to `max` were larger.
@@ -445,17 +447,24 @@ impl<S: Simd> Sums<S> {
         let [mut sum, mut weighted] = self.running;
         for (group, exps) in block.chunks(GROUP).zip(exps.chunks_mut(GROUP)) {
             let [mut of_group, mut weighted_of_group] = [[simd.splat(-0.0); 2]; 2];
-            for (unit, exps) in group.iter().zip(exps) {
-                prefetch(unit);
-                let [low, high] = E::load(simd, unit);
-                let gaps = [simd.mul_add(low, steps_a_unit, max), simd.mul_add(high, steps_a_unit, max)];
-                seen = simd.either(seen, gaps[0], gaps[1]);
-                let e = [self.exp.scaled(simd, gaps[0]), self.exp.scaled(simd, gaps[1])];
-                for i in 0..2 {
-                    of_group[i] = simd.add(of_group[i], e[i]);
-                    weighted_of_group[i] = simd.mul_add(e[i], gaps[i], weighted_of_group[i]);
+            for (units, exps) in group.as_chunks().0.iter().zip(exps.as_chunks_mut().0) {
+                let [first, second]: &[_; 2] = units;
+                prefetch(first);
+                prefetch(second);
+                let ([x0, x1], [x2, x3]) = (E::load(simd, first), E::load(simd, second));
+                let mut gaps = [x0, x1, x2, x3];
+                for x in &mut gaps {
+                    *x = simd.mul_add(*x, steps_a_unit, max);
                 }
-                f32::store(simd, e, exps);
+                seen = simd.either(simd.either(seen, gaps[0], gaps[1]), gaps[2], gaps[3]);
+                let e = self.exp.scaled(simd, gaps);
+                for i in 0..4 {
+                    of_group[i % 2] = simd.add(of_group[i % 2], e[i]);
+                    weighted_of_group[i % 2] = simd.mul_add(e[i], gaps[i], weighted_of_group[i % 2]);
+                }
+                let [exps_of_first, exps_of_second]: &mut [_; 2] = exps;
+                f32::store(simd, [e[0], e[1]], exps_of_first);
+                f32::store(simd, [e[2], e[3]], exps_of_second);
             }
             sum = simd.accumulate(sum, simd.add(of_group[0], of_group[1]));
             weighted = simd.accumulate(weighted, simd.add(weighted_of_group[0], weighted_of_group[1]));
@@ -487,13 +496,12 @@ impl<S: Simd> Sums<S> {
         let max = simd.splat(self.max);
         let [mut of_group, mut weighted_of_group] = [simd.splat(-0.0); 2];
         for (i, (unit, exps)) in block.iter().zip(exps).enumerate() {
-            let halves = E::load(simd, unit);
-            let mut e = halves;
-            for (x, e) in halves.into_iter().zip(&mut e) {
-                let a = self.exp.gap(simd, max, x);
-                *e = self.exp.scaled(simd, a);
-                of_group = simd.add(of_group, *e);
-                weighted_of_group = simd.mul_add(*e, a, weighted_of_group);
+            let [low, high] = E::load(simd, unit);
+            let gaps = [self.exp.gap(simd, max, low), self.exp.gap(simd, max, high)];
+            let e = self.exp.scaled(simd, gaps);
+            for i in 0..2 {
+                of_group = simd.add(of_group, e[i]);
+                weighted_of_group = simd.mul_add(e[i], gaps[i], weighted_of_group);
                 if raises {
                     self.accumulate(simd, &mut of_group, &mut weighted_of_group);
                 }
@@ -571,8 +579,7 @@ struct Factors {
 impl Factors {
     /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond [`FAR`].
     fn in_range(self, entropy: &Softmax) -> bool {
-        let farthest = FAR / entropy.inverse_temperature / entropy.step();
-        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * farthest;
+        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * entropy.farthest();
         (largest as f32).is_finite()
     }
 
@@ -607,7 +614,15 @@ impl Factors {
     }
 }
 
-/// Writes dlogits, the target's apart.
+/// The smallest exponential, times 2^64, that is a normal number without that and times `factor` too. Smaller ones count for
+/// 0: a processor takes a hundred times as long over numbers below the normal ones, which end at 1.2e-38.
+fn smallest(factor: f64) -> f32 {
+    // So much more that no rounding leads below.
+    let margin = 1.0 + 1e-6;
+    (f64::from(f32::MIN_POSITIVE) * SCALE / factor.abs().min(1.0) * margin) as f32
+}
+
+/// Writes dlogits, the target's apart. Those below 1.2e-38 are 0; where entropy has a part in them, almost all of those.
 struct Write<'w, 'r, E> {
     row: &'w mut Row<'r, E>,
     logp: &'w Softmax,
@@ -628,7 +643,8 @@ impl<E: Element> Work for Write<'_, '_, E> {
         let streaming = Streaming::begin();
         match self.kept {
             _ if self.two => {
-                let [logp, entropy] = [Again::of(simd, self.logp), Again::of(simd, self.entropy)];
+                let largest = offset.abs() + slope.abs() * self.entropy.farthest();
+                let [logp, entropy] = [Again::of(simd, self.logp, policy), Again::of(simd, self.entropy, largest)];
                 let policy = simd.splat(policy as f32);
                 let factors = [simd.splat(slope as f32), simd.splat(offset as f32)];
                 write(
@@ -641,12 +657,14 @@ impl<E: Element> Work for Write<'_, '_, E> {
                 );
             }
             None => {
+                let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
-                let again = One { softmax: Again::of(simd, self.logp), factors };
+                let again = One { softmax: Again::of(simd, self.logp, largest), factors };
                 write(simd, &streaming, self.row.logits, self.row.dlogits, NOT_KEPT, &again);
             }
             Some(kept) => {
-                let again = Again::of(simd, self.logp);
+                let again = Again::of(simd, self.logp, policy + offset);
+                let farthest = self.logp.farthest();
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
                     if kept.maxima[i] != since {
@@ -654,6 +672,8 @@ impl<E: Element> Work for Write<'_, '_, E> {
                         faded = self.logp.faded(since);
                     }
                     let [slope, factor] = [slope * faded, (policy + offset) * faded];
+                    let largest = factor.abs() + slope.abs() * farthest;
+                    let again = Again { smallest: simd.splat(smallest(largest)), ..again };
                     let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
                     let scaled = (factor / SCALE) as f32;
                     if kept.over_logits {
@@ -662,7 +682,8 @@ impl<E: Element> Work for Write<'_, '_, E> {
                         } else {
                             [again.unscale, factors[1]]
                         };
-                        write(simd, &streaming, None, dlogits, NOT_KEPT, &Over(factors));
+                        let over = Over { factors, smallest: again.smallest };
+                        write(simd, &streaming, None, dlogits, NOT_KEPT, &over);
                         continue;
                     }
                     let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
@@ -727,13 +748,17 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
 }
 
 /// `(e_j·first)·second`, of exponentials that were kept over the logits.
-struct Over<S: Simd>([S::Lanes; 2]);
+struct Over<S: Simd> {
+    factors: [S::Lanes; 2],
+    smallest: S::Lanes,
+}
 
 impl<S: Simd> Unit<S> for Over<S> {
     #[inline(always)]
     fn write<E: Element>(&self, simd: S, exps: &mut [E; UNIT], _: &[f32; UNIT]) {
-        let [first, second] = self.0;
+        let [first, second] = self.factors;
         let [low, high] = E::load(simd, exps);
+        let (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
         E::store(simd, [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)], exps);
     }
 }
@@ -748,7 +773,11 @@ impl<S: Simd> Scaled<S> {
         let split = factor * SPLIT;
         // An exponential is 2^64 at most.
         let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
-        in_range.then_some(Self(Factor { factor: simd.splat(factor), split: simd.splat(split) }))
+        in_range.then_some(Self(Factor {
+            value: simd.splat(factor),
+            split: simd.splat(split),
+            smallest: simd.splat(smallest(f64::from(factor) * SCALE)),
+        }))
     }
 }
 
@@ -775,8 +804,8 @@ impl<S: Simd> Unit<S> for Sloped<S> {
         let [e_low, e_high] = f32::load(simd, exps);
         let low = simd.mul_add(self.again.gap(simd, low), slope, factor);
         let high = simd.mul_add(self.again.gap(simd, high), slope, factor);
-        let unscale = self.again.unscale;
-        E::store(simd, [simd.mul(simd.mul(e_low, unscale), low), simd.mul(simd.mul(e_high, unscale), high)], logits);
+        let (e_low, e_high) = (self.again.unscaled(simd, e_low), self.again.unscaled(simd, e_high));
+        E::store(simd, [simd.mul(e_low, low), simd.mul(e_high, high)], logits);
     }
 }
 
@@ -825,15 +854,18 @@ struct Again<S: Simd> {
     exp: Exp<S>,
     max: S::Lanes,
     unscale: S::Lanes,
+    smallest: S::Lanes,
 }
 
 impl<S: Simd> Again<S> {
+    /// To be multiplied with what is at most `largest`.
     #[inline(always)]
-    fn of(simd: S, softmax: &Softmax) -> Self {
+    fn of(simd: S, softmax: &Softmax, largest: f64) -> Self {
         Self {
             exp: Exp::new(simd, softmax.inverse_temperature),
             max: simd.splat(softmax.max),
             unscale: simd.splat((1.0 / SCALE) as f32),
+            smallest: simd.splat(smallest(largest)),
         }
     }
 
@@ -844,7 +876,14 @@ impl<S: Simd> Again<S> {
 
     #[inline(always)]
     fn exp(&self, simd: S, a: S::Lanes) -> S::Lanes {
-        simd.mul(self.exp.scaled(simd, a), self.unscale)
+        let [e] = self.exp.scaled(simd, [a]);
+        self.unscaled(simd, e)
+    }
+
+    /// `e` of `2^64·e`.
+    #[inline(always)]
+    fn unscaled(&self, simd: S, e: S::Lanes) -> S::Lanes {
+        simd.mul(simd.at_least(e, self.smallest), self.unscale)
     }
 
     /// `e·(slope·a + factor)`
@@ -862,19 +901,17 @@ mod tests {
 
     use super::*;
 
-    /// Products of `exps` and a factor, in bf16.
+    /// Products of `exps` and a factor, in bf16, if the factor is in range.
     struct Products<'x>(&'x [f32; UNIT], f32);
 
     impl Work for Products<'_> {
-        type Output = [bf16; UNIT];
+        type Output = Option<[bf16; UNIT]>;
 
         #[inline(always)]
-        fn on<S: Simd>(self, simd: S) -> [bf16; UNIT] {
+        fn on<S: Simd>(self, simd: S) -> Option<[bf16; UNIT]> {
             let mut products = [bf16::ZERO; UNIT];
-            let Scaled(factor) = Scaled::by(simd, self.1).expect("in range");
-            // Elements in any order, as long as it is one.
-            bf16::store_products(simd, f32::load(simd, self.0), factor, &mut products);
-            products
+            Scaled::by(simd, self.1)?.write(simd, &mut products, self.0);
+            Some(products)
         }
     }
 
@@ -893,11 +930,68 @@ mod tests {
             // In the order in which they are stored.
             let exact = |j: usize| f64::from(exps[j / 2 + j % 2 * LANES]) * f64::from(factor);
             for isa in Isa::available() {
-                for (j, product) in isa.run(Products(&exps, factor)).into_iter().enumerate() {
+                for (j, product) in isa.run(Products(&exps, factor)).unwrap().into_iter().enumerate() {
                     let (exact, product) = (exact(j), f64::from(product.to_f32()));
                     let half_ulp = if exact == 0.0 { 0.0 } else { (exact.abs().log2().floor() - 8.0).exp2() };
                     assert!((product - exact).abs() <= half_ulp, "{isa}: {exact:e} as {product:e}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn factors_are_in_range_as_long_as_no_product_overflows_or_loses_bits() {
+        let power = |exponent: i32| f64::from(exponent).exp2() as f32;
+        let largest = [power(64); UNIT];
+        for isa in Isa::available() {
+            let product = |factor: f32| isa.run(Products(&largest, factor)).map(|products| products[0].to_f32());
+            for factor in [power(-126), -power(-126), 1.0, 1.75 * power(46), -1.75 * power(46)] {
+                assert_eq!(product(factor), Some(factor * power(64)), "{isa}: {factor:e}");
+            }
+            for factor in [0.0, power(-127), power(47), -power(47), power(127), f32::INFINITY, f32::NAN] {
+                assert_eq!(product(factor), None, "{isa}: {factor:e}");
+            }
+        }
+    }
+
+    /// Dlogits of a row that goes down to e^-110 of its largest, which is the target, against f64.
+    fn dlogits_are_normal_numbers_or_0<E: Element>(isa: Isa, keeps: bool, entropy_coef: f64) {
+        let columns = BLOCK + 50;
+        let logits: Vec<E> = (0..columns).map(|j| E::from_f32(-110.0 * j as f32 / columns as f32)).collect();
+        let gaps: Vec<f64> = logits.iter().map(|x| -f64::from(x.to_f32())).collect();
+        let (mut dlogits, mut kept) = (logits.clone(), Kept::default());
+        let mut row = Row { logits: None, dlogits: &mut dlogits };
+        let softmaxes = Softmaxes::of(&LossSpec { entropy_coef, ..LossSpec::default() }, isa);
+        let grad = Gradients { logp: 1e-3, entropy: entropy_coef };
+        if keeps {
+            let scores = softmaxes.score_and_keep(&mut row, 0, &mut kept);
+            softmaxes.write(&mut row, 0, &scores, Some(&kept), grad);
+        } else {
+            softmaxes.write(&mut row, 0, &softmaxes.score(&logits, 0), None, grad);
+        }
+        let sum: f64 = gaps.iter().map(|a| (-a).exp()).sum();
+        let mean_gap = gaps.iter().map(|a| (-a).exp() * a).sum::<f64>() / sum;
+        for (j, (&a, dx)) in gaps.iter().zip(dlogits).enumerate().skip(1) {
+            let exact = (-a).exp() / sum * (entropy_coef * (a - mean_gap) - grad.logp);
+            let (dx, case) = (dx.to_f32(), format!("{isa}, {:?}, column {j}, kept {keeps}, {entropy_coef}", E::DTYPE));
+            // The part of entropy differs from column to column, so that a few slip through.
+            assert!(dx == 0.0 || dx.is_normal() || entropy_coef != 0.0, "{case}: {dx:e}");
+            let error = (f64::from(dx) - exact).abs();
+            let allowed = if dx == 0.0 {
+                f32::MIN_POSITIVE.into()
+            } else {
+                exact.abs() * if size_of::<E>() == 2 { 2.0_f64.powi(-8) } else { 1e-5 }
+            };
+            assert!(error <= allowed, "{case}: {dx:e} for {exact:e}");
+        }
+    }
+
+    #[test]
+    fn dlogits_below_the_normal_numbers_are_0_and_no_others() {
+        for isa in Isa::available() {
+            for (keeps, entropy_coef) in [(true, 0.0), (false, 0.0), (true, 1e-3), (false, 1e-3)] {
+                dlogits_are_normal_numbers_or_0::<f32>(isa, keeps, entropy_coef);
+                dlogits_are_normal_numbers_or_0::<bf16>(isa, keeps, entropy_coef);
             }
         }
     }

@@ -84,6 +84,14 @@ impl Simd for Avx2 {
         unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
     }
     #[inline(always)]
+    fn at_least(self, x: Lanes, bound: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let there = [_mm256_cmp_ps::<_CMP_GE_OQ>(x[0], bound[0]), _mm256_cmp_ps::<_CMP_GE_OQ>(x[1], bound[1])];
+            [_mm256_and_ps(there[0], x[0]), _mm256_and_ps(there[1], x[1])]
+        }
+    }
+    #[inline(always)]
     fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_or_ps(_mm256_or_ps(a[0], b[0]), c[0]), _mm256_or_ps(_mm256_or_ps(a[1], b[1]), c[1])] }
@@ -143,15 +151,9 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn store_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
-        let to = to.as_mut_ptr().cast::<__m256i>();
-        // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
-        unsafe {
-            for i in 0..2 {
-                let (even, odd) = (round_bf16(even[i]), round_bf16(odd[i]));
-                let pairs = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd);
-                _mm256_storeu_si256(to.add(i), pairs);
-            }
-        }
+        // SAFETY: `self` shows that the machine has the instructions.
+        let rounded = unsafe { [[round_bf16(even[0]), round_bf16(even[1])], [round_bf16(odd[0]), round_bf16(odd[1])]] };
+        self.truncate_bf16(rounded, to);
     }
     #[inline(always)]
     fn truncate_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
@@ -191,12 +193,12 @@ impl Simd for Avx2 {
 /// # Safety
 /// The machine must have AVX2.
 #[inline(always)]
-unsafe fn round_bf16(x: __m256) -> __m256i {
+unsafe fn round_bf16(x: __m256) -> __m256 {
     // SAFETY: the caller's.
     unsafe {
         let bits = _mm256_castps_si256(x);
         let last = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-        _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last)
+        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last))
     }
 }
 

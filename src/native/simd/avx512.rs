@@ -77,6 +77,20 @@ impl Simd for Avx512 {
         unsafe { _mm512_min_ps(a, b) }
     }
     #[inline(always)]
+    fn at_least(self, x: __m512, bound: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, bound), x) }
+    }
+    #[inline(always)]
+    fn high_product(self, x: __m512, bound: __m512, factor: __m512, split: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let there = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, bound);
+            let large = _mm512_maskz_mul_ps(there, x, split);
+            _mm512_add_ps(_mm512_maskz_fmsub_ps(there, x, factor, large), large)
+        }
+    }
+    #[inline(always)]
     fn either(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe {
@@ -129,12 +143,9 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn store_bf16(self, [even, odd]: [__m512; 2], to: &mut [bf16; UNIT]) {
-        // SAFETY: `self` shows that the machine has the instructions; a unit takes the whole register.
-        unsafe {
-            let (even, odd) = (round_bf16(even), round_bf16(odd));
-            let pairs = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd);
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
-        }
+        // SAFETY: `self` shows that the machine has the instructions.
+        let rounded = unsafe { [round_bf16(even), round_bf16(odd)] };
+        self.truncate_bf16(rounded, to);
     }
     #[inline(always)]
     fn truncate_bf16(self, [even, odd]: [__m512; 2], to: &mut [bf16; UNIT]) {
@@ -168,12 +179,12 @@ impl Simd for Avx512 {
 /// # Safety
 /// The machine must have AVX-512F.
 #[inline(always)]
-unsafe fn round_bf16(x: __m512) -> __m512i {
+unsafe fn round_bf16(x: __m512) -> __m512 {
     // SAFETY: the caller's.
     unsafe {
         let bits = _mm512_castps_si512(x);
         let odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x1_0000));
         let even = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-        _mm512_mask_add_epi32(even, odd, bits, _mm512_set1_epi32(0x8000))
+        _mm512_castsi512_ps(_mm512_mask_add_epi32(even, odd, bits, _mm512_set1_epi32(0x8000)))
     }
 }

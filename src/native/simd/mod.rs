@@ -57,6 +57,17 @@ pub trait Simd: Copy {
     fn max(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// `a` where `a < b`, else `b`: so `b` where either is NaN.
     fn min(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+    /// `x` where `x ≥ bound`, else 0.
+    fn at_least(self, x: Self::Lanes, bound: Self::Lanes) -> Self::Lanes;
+    /// `x·factor` to the nearest number of eight significant bits where `x ≥ bound`, else 0, by Veltkamp's splitting: the
+    /// product's difference to one `2¹⁶` times as large, of which `split = (2¹⁶ + 1)·factor` is made, has bits for no more of
+    /// it. It is rounded nowhere else, and must be a normal number.
+    #[inline(always)]
+    fn high_product(self, x: Self::Lanes, bound: Self::Lanes, factor: Self::Lanes, split: Self::Lanes) -> Self::Lanes {
+        let x = self.at_least(x, bound);
+        let large = self.mul(x, split);
+        self.add(self.mul_sub(x, factor, large), large)
+    }
     /// The bits that are set in any of the three.
     fn either(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
     /// Whether one of the two highest bits is set in any lane, as they are in what is below 0, at least 2, or NaN.
@@ -276,6 +287,7 @@ mod tests {
                 simd.mul_sub(a, b, c),
                 simd.max(a, b),
                 simd.min(a, b),
+                simd.at_least(a, b),
                 simd.either(a, b, c),
                 simd.splat(1.5),
             ] {
@@ -283,6 +295,9 @@ mod tests {
                 simd.store(x, &mut to);
                 all.push(to);
             }
+            let mut product = [0.0; LANES];
+            simd.store(simd.high_product(a, b, simd.splat(-1.1), simd.splat(-1.1 * 65_537.0)), &mut product);
+            all.push(product);
             let sums = simd.accumulate(simd.accumulate(simd.sums(), a), b);
             all.push([simd.total(sums) as f32; LANES]);
             all.push([f32::from(u8::from(simd.any_outside(a))); LANES]);

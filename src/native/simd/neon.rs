@@ -84,6 +84,10 @@ impl Simd for Neon {
         each!(smaller, a, b)
     }
     #[inline(always)]
+    fn at_least(self, x: Lanes, bound: Lanes) -> Lanes {
+        each!(at_least, x, bound)
+    }
+    #[inline(always)]
     fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
         each!(either, a, b, c)
     }
@@ -143,13 +147,7 @@ impl Simd for Neon {
     }
     #[inline(always)]
     fn store_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
-        for i in 0..4 {
-            // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
-            unsafe {
-                let pairs = vsriq_n_u32::<16>(round_bf16(odd[i]), round_bf16(even[i]));
-                vst1q_u16(to.as_mut_ptr().cast::<u16>().add(8 * i), vreinterpretq_u16_u32(pairs));
-            }
-        }
+        self.truncate_bf16([each!(round_bf16, even), each!(round_bf16, odd)], to);
     }
     #[inline(always)]
     fn truncate_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
@@ -210,6 +208,16 @@ unsafe fn smaller(a: float32x4_t, b: float32x4_t) -> float32x4_t {
     unsafe { vbslq_f32(vcltq_f32(a, b), a, b) }
 }
 
+/// `x` where `x ≥ bound`, else 0.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn at_least(x: float32x4_t, bound: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe { vreinterpretq_f32_u32(vandq_u32(vcgeq_f32(x, bound), vreinterpretq_u32_f32(x))) }
+}
+
 /// The bits that are set in any of the three.
 ///
 /// # Safety
@@ -241,11 +249,11 @@ unsafe fn scale(a: float32x4_t, integer: float32x4_t) -> float32x4_t {
 /// # Safety
 /// The machine must have NEON.
 #[inline(always)]
-unsafe fn round_bf16(x: float32x4_t) -> uint32x4_t {
+unsafe fn round_bf16(x: float32x4_t) -> float32x4_t {
     // SAFETY: the caller's.
     unsafe {
         let bits = vreinterpretq_u32_f32(x);
         let last = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
-        vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last)
+        vreinterpretq_f32_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last))
     }
 }

@@ -57,6 +57,10 @@ impl Simd for Portable {
         from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
+    fn at_least(self, x: Lanes, bound: Lanes) -> Lanes {
+        from_fn(|i| if x[i] >= bound[i] { x[i] } else { 0.0 })
+    }
+    #[inline(always)]
     fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
         from_fn(|i| f32::from_bits(a[i].to_bits() | b[i].to_bits() | c[i].to_bits()))
     }
