@@ -58,6 +58,7 @@ fn main() {
         })
         .collect();
     trials.push(Trial::test("a_worker_that_aborts_is_an_error_with_its_last_lines", a_worker_that_aborts));
+    trials.push(Trial::test("flags_reach_libtpu", flags_reach_libtpu));
     trials.push(Trial::test("a_worker_that_hangs_is_ended", a_worker_that_hangs));
     trials.push(Trial::test("a_worker_that_answers_nonsense_is_an_error", a_worker_that_answers_nonsense));
     trials.push(Trial::test("bad_usage_is_refused_with_what_would_do_and_writes_nothing", bad_usage_is_refused));
@@ -275,7 +276,7 @@ fn worked_by(worker: PathBuf, limit: Duration) -> Result<TpuError, Failed> {
     let target = Target::parse("v6e")?;
     // No worker here loads it.
     let library = Path::new("Cargo.toml").to_path_buf();
-    let compiler = Compiler::new(library, worker).limit(limit);
+    let compiler = Compiler::new(library, worker).flags("--a_flag=1").limit(limit);
     let request = Request { code: "module {}", target: &target, replicas: 8, partitions: 1 };
     compiler.compile(&request).err().ok_or_else(|| "it compiled".into())
 }
@@ -284,6 +285,15 @@ fn a_worker_that_aborts() -> Result<(), Failed> {
     let (_folder, worker) = scripted("echo 'F1121 check failed: lanes == 128' >&2; kill -ABRT $$")?;
     let error = worked_by(worker, Duration::from_secs(20))?.to_string();
     for part in ["v6e:2x4", "signal: 6", "check failed: lanes == 128"] {
+        assert!(error.contains(part), "`{part}` not in: {error}");
+    }
+    Ok(())
+}
+
+fn flags_reach_libtpu() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo $LIBTPU_INIT_ARGS >&2; exit 1")?;
+    let error = worked_by(worker, Duration::from_secs(20))?.to_string();
+    for part in ["--a_flag=1", "--xla_jf_dump_to="] {
         assert!(error.contains(part), "`{part}` not in: {error}");
     }
     Ok(())

@@ -60,6 +60,9 @@ pub(super) struct Compile {
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
     #[arg(long, value_name = "FILE.so")]
     libtpu: Option<PathBuf>,
+    /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`: `--xla_tpu_scoped_vmem_limit_kib=61440`
+    #[arg(long, value_name = "FLAGS", default_value = "", allow_hyphen_values = true)]
+    libtpu_flags: String,
     /// Seconds that compiling may take
     #[arg(long, value_name = "SECONDS", default_value_t = tpu::compile::TIME_LIMIT.as_secs())]
     timeout: u64,
@@ -99,6 +102,7 @@ struct Asked {
     rounds_logits: bool,
     chunk_bytes: usize,
     spec: LossSpec,
+    libtpu_flags: String,
 }
 
 impl Asked {
@@ -137,6 +141,7 @@ impl Compile {
             rounds_logits: !self.f32_logits,
             chunk_bytes: self.chunk_bytes,
             spec: spec.clone(),
+            libtpu_flags: self.libtpu_flags.clone(),
         };
         let (Some(target), Some(shape)) = (&self.target, self.shape) else {
             let target = Target::parse(compile_table::TARGET)?;
@@ -177,7 +182,7 @@ impl Compile {
             reason,
         })?;
         let library = tpu::compile::locate(self.libtpu.as_deref())?;
-        Ok(Compiler::new(library, worker).limit(Duration::from_secs(self.timeout)))
+        Ok(Compiler::new(library, worker).flags(&self.libtpu_flags).limit(Duration::from_secs(self.timeout)))
     }
 }
 
@@ -261,6 +266,7 @@ pub(super) struct Figures {
     pub(super) hbm_bytes: u64,
     /// HLO instructions whose bytes are not among them.
     hbm_uncounted: Vec<String>,
+    libtpu_flags: String,
     pub(super) bound: Bound,
     /// Three products of a bf16 head on one device at the chip's rate: what any program of it takes at least.
     pub(super) products_ms: Option<f64>,
@@ -302,6 +308,7 @@ impl Figures {
             cycles,
             hbm_bytes,
             hbm_uncounted: compiled.traffic.uncounted.clone(),
+            libtpu_flags: asked.libtpu_flags.clone(),
             bound,
             products_ms: products.map(|products| chip.products_ms(products)),
             clock_ghz: chip.clock_ghz,
@@ -365,6 +372,9 @@ impl Figures {
         if let Some(Beside { recorded, ratio }) = &self.recorded {
             let label = format!("recorded: {}", recorded.program);
             table.add_row([label, format!("{:.2} ms; bound / recorded {ratio:.2}", recorded.step_ms.0)]);
+        }
+        if !self.libtpu_flags.is_empty() {
+            table.add_row(["libtpu flags", &self.libtpu_flags]);
         }
         table.add_row(["compile_s".into(), format!("{:.2}", self.compile_s)]);
 

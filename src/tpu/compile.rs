@@ -86,6 +86,7 @@ pub struct Compiler {
     /// Called as `worker tpu-worker FOLDER`.
     worker: PathBuf,
     limit: Duration,
+    flags: String,
 }
 
 /// What a worker is to do.
@@ -121,13 +122,20 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, TpuError> {
 impl Compiler {
     /// With the library at `library`, loaded by `worker`: an `assay` executable.
     pub fn new(library: PathBuf, worker: PathBuf) -> Compiler {
-        Compiler { library, worker, limit: TIME_LIMIT }
+        Compiler { library, worker, limit: TIME_LIMIT, flags: String::new() }
     }
 
     /// The same with another time limit.
     #[must_use]
     pub fn limit(self, limit: Duration) -> Compiler {
         Compiler { limit, ..self }
+    }
+
+    /// The same with flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`:
+    /// `--xla_tpu_scoped_vmem_limit_kib=61440 …`. libtpu dies of one that it does not know.
+    #[must_use]
+    pub fn flags(self, flags: &str) -> Compiler {
+        Compiler { flags: flags.into(), ..self }
     }
 
     /// Compiles a program and reads what the compiler says of it.
@@ -198,7 +206,8 @@ impl Compiler {
             .env(
                 "LIBTPU_INIT_ARGS",
                 format!(
-                    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={}",
+                    "{} --xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={}",
+                    self.flags,
                     dump(SCHEDULES),
                     schedule::PASSES
                 ),
