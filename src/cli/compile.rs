@@ -22,6 +22,9 @@ use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
 /// Kernels that take less than this part of all cycles share one row of the table.
 const SMALL: f64 = 0.01;
 
+/// VMEM for the windows of an LM head's products on a chip that has 128 MiB, 2¹⁰ bytes: docs/tpu.md has what others give.
+const WINDOWS_KIB: usize = 73_728;
+
 #[derive(Args)]
 pub(super) struct Compile {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
@@ -60,9 +63,10 @@ pub(super) struct Compile {
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
     #[arg(long, value_name = "FILE.so")]
     libtpu: Option<PathBuf>,
-    /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`: `--xla_tpu_scoped_vmem_limit_kib=61440`
-    #[arg(long, value_name = "FLAGS", default_value = "", allow_hyphen_values = true)]
-    libtpu_flags: String,
+    /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`; of an LM head, if none are given, those that give
+    /// its products more of VMEM where there is enough
+    #[arg(long, value_name = "FLAGS", allow_hyphen_values = true)]
+    libtpu_flags: Option<String>,
     /// Seconds that compiling may take
     #[arg(long, value_name = "SECONDS", default_value_t = tpu::compile::TIME_LIMIT.as_secs())]
     timeout: u64,
@@ -122,7 +126,7 @@ impl Asked {
         };
         let code = code.map_err(RunError::from)?;
         let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
-        Ok(Figures::new(self, held_by, &compiler.compile(&request)?))
+        Ok(Figures::new(self, held_by, &compiler.clone().flags(&self.libtpu_flags).compile(&request)?))
     }
 }
 
@@ -141,7 +145,7 @@ impl Compile {
             rounds_logits: !self.f32_logits,
             chunk_bytes: self.chunk_bytes,
             spec: spec.clone(),
-            libtpu_flags: self.libtpu_flags.clone(),
+            libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(shape, target.chip)),
         };
         let (Some(target), Some(shape)) = (&self.target, self.shape) else {
             let target = Target::parse(compile_table::TARGET)?;
@@ -182,13 +186,22 @@ impl Compile {
             reason,
         })?;
         let library = tpu::compile::locate(self.libtpu.as_deref())?;
-        Ok(Compiler::new(library, worker).flags(&self.libtpu_flags).limit(Duration::from_secs(self.timeout)))
+        Ok(Compiler::new(library, worker).limit(Duration::from_secs(self.timeout)))
     }
 }
 
 /// What a chip's cores have for a kernel: of their VMEM one part in sixteen stays the compiler's own.
 pub(super) fn core_of(chip: &Chip) -> Core {
     Core { vmem_bytes: (chip.vmem_mib << 20) / 16 * 15, bf16_arithmetic: chip.bf16_arithmetic }
+}
+
+/// What libtpu is told of programs over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless it
+/// is told otherwise, and its schedules of an LM head's products are better with twice that.
+fn flags_for(shape: Extents, chip: &Chip) -> String {
+    match shape {
+        Extents::Head(_) if chip.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
+        _ => String::new(),
+    }
 }
 
 /// The implementation called `id`, which must be one that compiles for TPUs.
@@ -263,6 +276,8 @@ pub(super) struct Figures {
     pub(super) memory: Memory,
     kernels: Vec<Kernel>,
     pub(super) cycles: u64,
+    /// Collectives whose cycles are not among them.
+    cycles_uncounted: Vec<String>,
     pub(super) hbm_bytes: u64,
     /// HLO instructions whose bytes are not among them.
     hbm_uncounted: Vec<String>,
@@ -306,6 +321,7 @@ impl Figures {
             memory: Memory { compiled: compiled.memory, peak_bytes: compiled.memory.peak_bytes() },
             kernels: compiled.kernels.clone(),
             cycles,
+            cycles_uncounted: compiled.uncounted.clone(),
             hbm_bytes,
             hbm_uncounted: compiled.traffic.uncounted.clone(),
             libtpu_flags: asked.libtpu_flags.clone(),
@@ -381,6 +397,9 @@ impl Figures {
         let mut text = format!("{kernels}\n{table}\n");
         for instruction in &self.hbm_uncounted {
             let _ = writeln!(text, "not counted in hbm_bytes: the body of {instruction}");
+        }
+        for collective in &self.cycles_uncounted {
+            let _ = writeln!(text, "not counted in cycles: {collective}");
         }
         text
     }

@@ -80,9 +80,8 @@ impl Mesh {
     }
 }
 
-/// Part `index` of `extent` cut into `parts` of `⌈extent / parts⌉`; the last ones may be shorter, or empty.
-pub fn shard(extent: usize, parts: usize, index: usize) -> Range<usize> {
-    let length = extent.div_ceil(parts);
+/// Part `index` of `extent` cut into parts of `length`; the last ones may be shorter, or empty.
+pub fn shard(extent: usize, length: usize, index: usize) -> Range<usize> {
     (index * length).min(extent)..((index + 1) * length).min(extent)
 }
 
@@ -103,7 +102,8 @@ mod tests {
     fn shards_cover_the_extent_once_in_order() {
         for extent in 1..40 {
             for parts in [1, 2, 4, 8] {
-                let covered: Vec<usize> = (0..parts).flat_map(|index| shard(extent, parts, index)).collect();
+                let length = extent.div_ceil(parts);
+                let covered: Vec<usize> = (0..parts).flat_map(|index| shard(extent, length, index)).collect();
                 assert_eq!(covered, (0..extent).collect::<Vec<_>>(), "{extent} in {parts}");
             }
         }

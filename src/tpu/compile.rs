@@ -29,7 +29,7 @@ pub const WORKER_COMMAND: &str = "tpu-worker";
 pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
 
 /// How long one program may take to compile unless a [`Compiler`] says otherwise.
-pub const TIME_LIMIT: Duration = Duration::from_mins(2);
+pub const TIME_LIMIT: Duration = Duration::from_mins(5);
 
 /// The largest file that is read back. The longest seen takes 1 MB.
 const MOST_BYTES: u64 = 64 << 20;
@@ -70,6 +70,8 @@ pub struct Compiled {
     pub kernels: Vec<Kernel>,
     /// Bytes through HBM.
     pub traffic: Traffic,
+    /// Collectives whose cycles are in no kernel.
+    pub uncounted: Vec<String>,
 }
 
 impl Compiled {
@@ -186,10 +188,8 @@ impl Compiler {
             Answer::Compiled { memory, compile_s } => {
                 let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip)?;
                 let traffic = traffic::read(&folder.join(HLO))?;
-                for kernel in &mut kernels {
-                    kernel.runs = traffic.runs.get(&kernel.name).copied().unwrap_or(1);
-                }
-                Ok(Compiled { memory, compile_s, kernels, traffic })
+                let uncounted = traffic.launch(&mut kernels);
+                Ok(Compiled { memory, compile_s, kernels, traffic, uncounted })
             }
         }
     }

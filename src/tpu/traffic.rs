@@ -25,6 +25,7 @@ use serde::Serialize;
 
 use super::compile::read_text;
 use super::error::TpuError;
+use super::schedule::Kernel;
 
 const SUFFIX: &str = ".after_optimizations.txt";
 
@@ -37,6 +38,32 @@ pub struct Traffic {
     pub uncounted: Vec<String>,
     /// How often the instructions of loops run, by name; every other runs once.
     pub runs: BTreeMap<String, u64>,
+    /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
+    pub collectives: Vec<Vec<String>>,
+}
+
+impl Traffic {
+    /// Says of each kernel how often it is launched, for what has its name and for collectives that it serves too. Those that
+    /// none serves come back.
+    pub fn launch(&self, kernels: &mut [Kernel]) -> Vec<String> {
+        let runs = |name: &str| self.runs.get(name).copied().unwrap_or(1);
+        for kernel in &mut *kernels {
+            kernel.runs = runs(&kernel.name);
+        }
+        let compiled: HashSet<String> = kernels.iter().map(|kernel| kernel.name.clone()).collect();
+        let mut unserved = Vec::new();
+        for alike in &self.collectives {
+            let (serving, served): (Vec<&String>, Vec<&String>) =
+                alike.iter().partition(|name| compiled.contains(*name));
+            match kernels.iter_mut().find(|kernel| serving.first().is_some_and(|name| **name == kernel.name)) {
+                Some(kernel) => {
+                    kernel.runs = served.iter().map(|name| runs(name)).fold(kernel.runs, u64::saturating_add);
+                }
+                None => unserved.extend(served.into_iter().cloned()),
+            }
+        }
+        unserved
+    }
 }
 
 /// The traffic of the program whose dump lies in `folder`.
@@ -385,6 +412,45 @@ fn trips(repeated: &Instruction, around: &Definitions, computations: &HashMap<&s
     (same && next.opcode == "tuple").then(|| end.saturating_sub(start).div_ceil(step))
 }
 
+/// Opcodes of what devices do together, at once or from here on.
+const COLLECTIVES: [&str; 9] = [
+    "all-gather",
+    "all-gather-start",
+    "all-reduce",
+    "all-reduce-start",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "collective-permute-start",
+    "reduce-scatter",
+];
+
+/// What makes collectives alike.
+#[derive(PartialEq)]
+struct Likeness<'t> {
+    opcode: &'t str,
+    shape: Shape,
+    operands: Vec<Option<Shape>>,
+    groups: Option<&'t str>,
+    /// What they reduce by.
+    by: Option<&'t str>,
+}
+
+impl<'t> Likeness<'t> {
+    fn of(instruction: &Instruction<'t>, around: &Definitions, computations: &HashMap<&str, Computation<'t>>) -> Self {
+        let shape_of = |operand: &&str| around.0.get(*operand).map(|instruction| instruction.shape.clone());
+        let reducer = instruction.called().next().and_then(|name| computations.get(name));
+        let groups = instruction.attributes.split_once("replica_groups=").map(|(_, after)| after);
+        Likeness {
+            opcode: instruction.opcode,
+            shape: instruction.shape.clone(),
+            operands: instruction.operands.iter().map(shape_of).collect(),
+            groups: groups.map(|groups| groups.split_once(", ").map_or(groups, |(groups, _)| groups)),
+            by: reducer.and_then(|body| body.instructions.iter().find(|last| last.root)).map(|last| last.opcode),
+        }
+    }
+}
+
 /// Opcodes that move nothing of themselves.
 const STILL: [&str; 10] = [
     "parameter",
@@ -406,15 +472,26 @@ impl Traffic {
         file: &str,
         instructions: &[Instruction<'t>],
         runs: u64,
-        computations: &HashMap<&str, Computation>,
+        computations: &HashMap<&str, Computation<'t>>,
+        likenesses: &mut Vec<Likeness<'t>>,
     ) -> Result<Vec<(&'t str, u64)>, TpuError> {
         let definitions = Definitions::of(instructions);
         let by_name = &definitions.0;
         let mut bodies = Vec::new();
         let mut bytes = 0_u64;
         for instruction in instructions.iter().filter(|instruction| !STILL.contains(&instruction.opcode)) {
+            let own_name = instruction.name.trim_start_matches('%');
             if runs > 1 {
-                self.runs.insert(instruction.name.trim_start_matches('%').into(), runs);
+                self.runs.insert(own_name.into(), runs);
+            }
+            if COLLECTIVES.contains(&instruction.opcode) {
+                let likeness = Likeness::of(instruction, &definitions, computations);
+                let place = likenesses.iter().position(|other| *other == likeness).unwrap_or_else(|| {
+                    likenesses.push(likeness);
+                    self.collectives.push(Vec::new());
+                    self.collectives.len() - 1
+                });
+                self.collectives[place].push(own_name.into());
             }
             if matches!(instruction.opcode, "while" | "conditional") {
                 let known = trips(instruction, &definitions, computations);
@@ -504,9 +581,10 @@ impl Traffic {
         }
         let entry = entry.ok_or_else(|| malformed(file, 0, "no ENTRY", "an entry computation"))?;
         let mut traffic = Traffic::default();
+        let mut likenesses = Vec::new();
         let mut waiting = vec![(&entry, 1)];
         while let Some((instructions, runs)) = waiting.pop() {
-            for (body, trips) in traffic.count(file, instructions, runs, &computations)? {
+            for (body, trips) in traffic.count(file, instructions, runs, &computations, &mut likenesses)? {
                 let body = computations.get(body).ok_or_else(|| malformed(file, 0, body, "a computation"))?;
                 waiting.push((&body.instructions, trips));
             }
@@ -657,6 +735,68 @@ ENTRY %main (a: f32[7]) -> f32[7] {{
         assert!(known.uncounted.is_empty());
         let unknown = program("%begin#0");
         assert_eq!((unknown.hbm_bytes, unknown.uncounted), (0, vec!["%loop".to_string()]));
+    }
+
+    #[test]
+    fn a_kernel_serves_every_collective_that_is_like_its_own() {
+        let text = "%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%add.2 (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%max (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %most = f32[] maximum(%x, %y)
+}
+
+%goes_on (p: (s32[], f32[7])) -> pred[] {
+  %p = (s32[], f32[7]) parameter(0)
+  %end = s32[] constant(3)
+  ROOT %less = pred[] compare(%p#0, %end), direction=LT
+}
+
+%body (p: (s32[], f32[7])) -> (s32[], f32[7]) {
+  %p = (s32[], f32[7]) parameter(0)
+  %part = f32[7] copy(%p#1)
+  %in_loop = f32[7] all-reduce(%part), replica_groups={{0,1}}, to_apply=%add.2
+  %one = s32[] constant(1)
+  %next = s32[] add(%p#0, %one)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %in_loop)
+}
+
+ENTRY %main (a: f32[7]) -> f32[7] {
+  %a = f32[7] parameter(0)
+  %first = f32[7] all-reduce(%a), replica_groups={{0,1}}, to_apply=%add
+  %second = f32[7] all-reduce(%first), replica_groups={{0,1}}, to_apply=%add
+  %largest = f32[7] all-reduce(%second), replica_groups={{0,1}}, to_apply=%max
+  %alone = f32[7] all-reduce(%largest), replica_groups={{0},{1}}, to_apply=%add
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[7]) tuple(%zero, %alone)
+  %loop = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%body
+  ROOT %result = f32[7] get-tuple-element(%loop), index=1
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        let kernel = |name: &str| Kernel {
+            name: name.into(),
+            bundles: 1,
+            loops: vec![],
+            cycles: 1,
+            runs: 0,
+            slots: vec![],
+            binding: None,
+        };
+        let mut kernels = ["second", "largest", "part"].map(kernel);
+        assert_eq!(traffic.launch(&mut kernels), ["alone"]);
+        assert_eq!(kernels.each_ref().map(|kernel| kernel.runs), [1 + 1 + 3, 1, 3]);
     }
 
     #[test]

@@ -62,6 +62,9 @@ pub const CHUNK_BYTES: usize = 640_000_000;
 /// Rows of a chunk are a multiple of it: the rows of an f32 register.
 const CHUNK_ROWS: usize = 8;
 
+/// In how many blocks at most a gradient is summed over devices.
+const MOST_BLOCKS: usize = 16;
+
 /// What makes the loss of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
@@ -490,32 +493,20 @@ impl Program {
         carried: &[Value],
         body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
     ) -> Vec<Value> {
-        let [.., v] = self.local;
-        self.for_each(chunks.rows, chunks.padded, [1, chunks.rows, v], carried, body)
-    }
-
-    /// Goes on from `carried` with `body` for 0, `step`, … below `end`, on arrays of `local`.
-    fn for_each(
-        &mut self,
-        step: usize,
-        end: usize,
-        local: [usize; 3],
-        carried: &[Value],
-        body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
-    ) -> Vec<Value> {
         let index = Type::new(Element::I32, &[]);
+        let local = [1, chunks.rows, self.local[2]];
         let (mesh, vocab) = (self.mesh, self.vocab);
         let carried = [&[self.builder.constant(0.0, index.clone())], carried].concat();
         let results = self.builder.while_loop(
             &carried,
             |builder, carried| {
-                let end = builder.constant(end as f64, index.clone());
+                let end = builder.constant(chunks.padded as f64, index.clone());
                 builder.compare(Comparison::Less, carried[0], end)
             },
             |builder, carried| {
                 let mut on = Program { builder: mem::take(builder), local, mesh, vocab };
                 let next = body(&mut on, carried[0], &carried[1..]);
-                let step = on.builder.constant(step as f64, index.clone());
+                let step = on.builder.constant(chunks.rows as f64, index.clone());
                 let following = on.builder.add(carried[0], step);
                 *builder = on.builder;
                 [&[following], &next[..]].concat()
@@ -524,29 +515,26 @@ impl Program {
         results[1..].to_vec()
     }
 
-    /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, `bytes` of it at a time: a collective has its
-    /// result beside what it sums.
-    fn over_rows(&mut self, array: Value, bytes: usize) -> Value {
+    /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, about `bytes` of it at a time: a collective
+    /// has its result beside what it sums. Blocks begin with a register, or XLA puts them back three times as slowly.
+    fn over_rows(&mut self, mut array: Value, bytes: usize) -> Value {
         let axes = [Axis::Batch, Axis::Tokens];
         let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
-        let block = (bytes / (width * Element::F32.size())).max(CHUNK_ROWS);
+        let blocks = (rows * width * Element::F32.size()).div_ceil(bytes.max(1)).min(MOST_BLOCKS);
+        let block = rows.div_ceil(blocks).next_multiple_of(CHUNK_ROWS);
         if self.mesh.batch * self.mesh.tokens == 1 || block >= rows {
             return self.over(&axes, Fold::Add, array);
         }
-        let sum = |on: &mut Program, array, first, rows| {
-            let start = on.at_row(first);
-            let part = on.builder.dynamic_slice(array, &start, &[rows, width]);
-            let part = on.over(&axes, Fold::Add, part);
-            on.builder.dynamic_update_slice(array, part, &start)
-        };
-        let (local, whole) = (self.local, rows / block * block);
-        let array = self
-            .for_each(block, whole, local, &[array], |on, first, carried| vec![sum(on, carried[0], first, block)])[0];
-        if whole == rows {
-            return array;
+        for first in (0..rows).step_by(block) {
+            // One after another: sums side by side would take their memory together.
+            array = self.builder.barrier(array);
+            let part = self.builder.slice(array, &[first, 0], &[block.min(rows - first), width]);
+            let part = self.over(&axes, Fold::Add, part);
+            let first = self.builder.constant(first as f64, Type::new(Element::I32, &[]));
+            let start = self.at_row(first);
+            array = self.builder.dynamic_update_slice(array, part, &start);
         }
-        let first = self.builder.constant(whole as f64, Type::new(Element::I32, &[]));
-        sum(self, array, first, rows - whole)
+        array
     }
 }
 

@@ -13,6 +13,7 @@ use crate::problem::{Dtype, Shape};
 use crate::runtime::{Axis, Mesh};
 use crate::spec::{LossSpec, RatioLevel};
 use crate::stablehlo::{Builder, Comparison, Fold, Type, Value};
+use crate::tile::LANES;
 
 /// The run-time numbers of a spec for a batch of `[B,T]`, in the order that the program reads them.
 pub(super) fn numbers(spec: &LossSpec, extents: [usize; 2]) -> Vec<(Number, f32)> {
@@ -56,7 +57,15 @@ impl Scalars {
 
 /// Extents that one device holds.
 pub(super) fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
-    [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), shape.vocab.div_ceil(mesh.vocab)]
+    [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), columns(shape.vocab, mesh.vocab)]
+}
+
+/// Of `vocab` cut over `devices`. XLA turns an array round to fill a TPU's registers better: where it costs at
+/// most one column in 64, a device's columns are whole registers.
+fn columns(vocab: usize, devices: usize) -> usize {
+    let even = vocab.div_ceil(devices);
+    let full = even.next_multiple_of(LANES);
+    if devices > 1 && full - even <= even / 64 { full } else { even }
 }
 
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.

@@ -101,11 +101,12 @@ const DENSE: &str = "checked: dense row-major";
 impl Shards {
     /// What `device` holds.
     pub(super) fn part(&self, device: usize) -> Part {
-        let along = |axis, extent| shard(extent, self.mesh.extent(axis), self.mesh.coordinate(device, axis));
+        let [b, t, v] = local_shape(self.shape, self.mesh);
+        let along = |axis, extent, local| shard(extent, local, self.mesh.coordinate(device, axis));
         Part {
-            batch: along(Axis::Batch, self.shape.batch),
-            tokens: along(Axis::Tokens, self.shape.tokens),
-            vocab: along(Axis::Vocab, self.shape.vocab),
+            batch: along(Axis::Batch, self.shape.batch, b),
+            tokens: along(Axis::Tokens, self.shape.tokens, t),
+            vocab: along(Axis::Vocab, self.shape.vocab, v),
         }
     }
 
