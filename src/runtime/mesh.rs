@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn shards_cover_the_extent_once_in_order() {
-        for extent in 1..40 {
+        for extent in 1_usize..40 {
             for parts in [1, 2, 4, 8] {
                 let length = extent.div_ceil(parts);
                 let covered: Vec<usize> = (0..parts).flat_map(|index| shard(extent, length, index)).collect();
