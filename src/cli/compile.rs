@@ -63,8 +63,8 @@ pub(super) struct Compile {
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
     #[arg(long, value_name = "FILE.so")]
     libtpu: Option<PathBuf>,
-    /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`; of an LM head, if none are given, those that give
-    /// its products more of VMEM where there is enough
+    /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`. If this is not given, an LM head has
+    /// `--xla_tpu_scoped_vmem_limit_kib=73728` on chips with 128 MiB of VMEM
     #[arg(long, value_name = "FLAGS", allow_hyphen_values = true)]
     libtpu_flags: Option<String>,
     /// Seconds that compiling may take
@@ -196,7 +196,7 @@ pub(super) fn core_of(chip: &Chip) -> Core {
 }
 
 /// What libtpu is told of programs over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless it
-/// is told otherwise, and its schedules of an LM head's products are better with twice that.
+/// is told otherwise, and its schedules of an LM head's products are better with more.
 fn flags_for(shape: Extents, chip: &Chip) -> String {
     match shape {
         Extents::Head(_) if chip.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
@@ -428,4 +428,17 @@ fn busiest(kernel: &Kernel) -> String {
     let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
     let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
     slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lm_heads_alone_have_more_vmem_where_there_is_enough() {
+        let flags = |shape: &str, target| flags_for(shape.parse().unwrap(), Target::parse(target).unwrap().chip);
+        let more = "--xla_tpu_scoped_vmem_limit_kib=73728";
+        assert_eq!(["v5e", "v6e", "v5p", "v7x"].map(|chip| flags("1x8x16x64", chip)), [more, more, "", ""]);
+        assert_eq!(flags("1x8x64", "v6e"), "");
+    }
 }
