@@ -96,9 +96,15 @@ pub trait Implementation<P: Input = Problem>: Send + Sync {
     /// [`Unavailable`], saying what is absent.
     fn available(&self) -> Result<(), Unavailable>;
 
-    /// The device counts that it can be run on here, ascending; empty where it is not available.
+    /// The device counts that it can be run on here, ascending; empty where it is not available. Of more than eight
+    /// devices [`takes`](Self::takes) knows.
     fn device_counts(&self) -> Vec<usize> {
         vec![1]
+    }
+
+    /// Whether there is anything that it can be run on here with `devices` devices.
+    fn takes(&self, devices: usize) -> bool {
+        self.device_counts().contains(&devices)
     }
 
     /// The instruction set that it uses, where it runs on this machine's cores.

@@ -3,9 +3,11 @@
 #[path = "common/command.rs"]
 mod command;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use assay::conformance::report::on_devices;
 use assay::fixture::{ProblemFile, write_candidate, write_head_candidate, write_head_problem};
 use assay::implementation::{find, find_head};
 use assay::problem::{Candidate, FloatArray, HeadCandidate};
@@ -49,7 +51,7 @@ impl Workplace {
         let problem = file.problem("logits", Some("old_logps")).unwrap();
         let mut candidate = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
-        write_candidate(self.path("candidate.safetensors"), &candidate, &std::collections::BTreeMap::new()).unwrap();
+        write_candidate(self.path("candidate.safetensors"), &candidate, &BTreeMap::new()).unwrap();
     }
 
     fn judge(&self, more: &[&str]) -> Output {
@@ -86,13 +88,114 @@ fn replay_of_a_recorded_fixture_passes_and_reports_every_output() {
     for key in ["fixture", "worst", "limit", "verdict"] {
         assert!(checks.iter().all(|check| check.get(key).is_some()), "{key}");
     }
+
+    // What a person reads is short: a line for each implementation on its device count, the reference among them.
+    let total = format!("PASS  {} checks passed, 0 failed, 0 ignored\n", checks.len());
+    assert!(output.stdout.ends_with(&total), "{}", output.stdout);
+    assert!(output.stdout.lines().count() <= 60, "{}", output.stdout);
+    assert_narrow(&output.stdout);
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for check in checks {
+        let (id, devices) = (check["impl"].as_str().unwrap(), check["devices"].as_u64().unwrap());
+        *counts.entry(on_devices(id, devices as usize)).or_default() += 1;
+    }
+    let lines = summary_lines(&output.stdout);
+    assert_eq!(lines.len(), counts.len(), "{}", output.stdout);
+    for (name, count) in counts {
+        let line = lines.iter().find(|line| line[0] == name).unwrap_or_else(|| panic!("{name} in {}", output.stdout));
+        assert_eq!(line[1], count.to_string(), "{line:?}");
+        let (seconds, worst) = (&line[2], &line[3]);
+        assert_eq!(seconds.parse::<f64>().is_ok(), name != "reference", "{line:?}");
+        let share: f64 = worst.split(' ').next().unwrap().parse().unwrap();
+        assert!((0.0..=1.0).contains(&share) && (worst.len() <= 4 || worst.contains(" of qwen_tiny ")), "{line:?}");
+    }
+    let worst = |entry: &Value| {
+        let own = checks.iter().filter(|check| check["impl"] == entry["impl"] && check["devices"] == entry["devices"]);
+        let shares = own.filter_map(|check| Some(check["kappa_needed"].as_f64()? / check["kappa_allowed"].as_f64()?));
+        shares.fold(0.0, f64::max)
+    };
+    for entry in report["implementations"].as_array().unwrap() {
+        assert!((entry["worst_kappa"]["share"].as_f64().unwrap() - worst(entry)).abs() < 1e-12, "{entry}");
+    }
+}
+
+/// The cells of a table's rows.
+fn summary_lines(stdout: &str) -> Vec<Vec<String>> {
+    let rows = stdout.lines().filter_map(|line| line.strip_prefix('│')?.strip_suffix('│'));
+    rows.skip(1).map(|row| row.split('┆').map(|cell| cell.trim().to_string()).collect()).collect()
+}
+
+#[track_caller]
+fn assert_narrow(stdout: &str) {
+    for line in stdout.lines() {
+        assert!(line.chars().count() <= 100, "{} columns: {line}", line.chars().count());
+    }
+}
+
+#[test]
+fn replay_shows_every_check_with_verbose() {
+    let workplace = Workplace::new();
+    let problem = workplace.path("problem.safetensors");
+    let args = ["replay", &problem, "--impl", "native"];
+    let [short, long] = [&args[..], &[&args[..], &["-v"]].concat()].map(assay);
+    assert_eq!((short.code, long.code), (0, 0), "{}{}", short.stderr, long.stderr);
+    assert_eq!(summary_lines(&short.stdout).len(), 1, "{}", short.stdout);
+    for output in ["loss", "logp", "entropy", "token_loss", "dlogits", "dlogits row_l2", "dlogits row_sum"] {
+        let row = format!("│ problem logits old_logps ┆ native ┆ {output} ");
+        assert!(long.stdout.contains(&row) && !short.stdout.contains(&row), "{row}: {}{}", long.stdout, short.stdout);
+    }
+    assert!(long.stdout.ends_with("PASS  12 checks passed, 0 failed, 0 ignored\n"), "{}", long.stdout);
+    assert_eq!(assay(&[&args[..], &["-v", "-q"]].concat()).code, 2);
+}
+
+#[test]
+fn an_implementation_that_compared_nothing_is_no_pass() {
+    let workplace = Workplace::new();
+    let problem = workplace.path("problem.safetensors");
+    // Asked for, beside one that can be run.
+    let output = assay(&["replay", &problem, "--impl", "native", "--impl", "native-lm-head"]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    let lines = summary_lines(&output.stdout);
+    assert_eq!(lines.len(), 2, "{}", output.stdout);
+    assert_eq!(lines[1], ["native-lm-head", "0", "–", "nothing compared"]);
+    // Alone.
+    let output = assay(&["replay", &problem, "--impl", "native-lm-head"]);
+    assert_eq!(output.code, 1, "{}{}", output.stdout, output.stderr);
+    assert_eq!(summary_lines(&output.stdout), [["native-lm-head", "0", "–", "nothing compared"]]);
+    assert!(output.stdout.ends_with("FAIL  0 checks passed, 0 failed, 0 ignored\n"), "{}", output.stdout);
+}
+
+#[test]
+fn checks_that_compared_nothing_are_counted_apart() {
+    let workplace = Workplace::new();
+    let path = workplace.path("problem.safetensors");
+    let file = ProblemFile::open(&path).unwrap();
+    let mut problem = file.problem("logits", Some("old_logps")).unwrap();
+    problem.mask.fill(false);
+    let masked = workplace.path("masked.safetensors");
+    assay::fixture::write_problem(&masked, &problem, file.metadata()).unwrap();
+    let output = assay(&["replay", &masked, "--impl", "native"]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    // No token has a logp, an entropy, a loss or dlogits.
+    assert_eq!(summary_lines(&output.stdout)[0][..3], ["native", "12", "6"], "{}", output.stdout);
+    assert!(output.stdout.contains("┆ compared nothing ┆"), "{}", output.stdout);
+    let total = "PASS  6 checks passed, 0 failed, 0 ignored, 6 compared nothing\n";
+    assert!(output.stdout.ends_with(total), "{}", output.stdout);
+}
+
+#[test]
+fn a_device_count_that_no_implementation_takes_is_refused() {
+    let parts = ["--devices", "got 1000", "expected counts that some implementation takes here: 1"];
+    assert_refused(&["replay", "--devices", "1000"], &parts);
+    let args = ["replay", "fixtures/qwen_tiny.safetensors", "--impl", "native", "--devices", "1,2"];
+    assert_refused(&args, &["--devices: got 2, expected counts that native takes here: 1"]);
 }
 
 #[test]
 fn replay_under_another_spec_judges_without_recorded_scalars() {
     let workplace = Workplace::new();
     let spec = workplace.write("spec.toml", "temperature = 0.7\nkl = { beta = 0.1 }\nold_logp = \"current\"\n");
-    let output = assay(&["replay", "fixtures/qwen_tiny.safetensors", "--spec", &spec, "--logits", "logits"]);
+    let output = assay(&["replay", "fixtures/qwen_tiny.safetensors", "--spec", &spec, "--logits", "logits", "-v"]);
     assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
     assert!(output.stdout.contains("qwen_tiny logits current") && !output.stdout.contains("recorded"));
 }
@@ -120,9 +223,23 @@ fn a_changed_recorded_scalar_fails_the_replay() {
     changed[at..at + new.len()].copy_from_slice(new);
     let path = workplace.path("changed.safetensors");
     fs::write(&path, changed).unwrap();
-    let output = assay(&["replay", &path, "--logits", "logits", "--old-logp", "old_logps"]);
+    let args = ["replay", &path, "--logits", "logits", "--old-logp", "old_logps"];
+    let output = assay(&args);
     assert_eq!(output.code, 1, "{}", output.stdout);
-    assert!(output.stdout.contains("recorded loss") && output.stdout.contains("FAIL"), "{}", output.stdout);
+    let replay = format!("  replay    assay {}\n", args.join(" "));
+    for part in [
+        "FAIL reference: recorded loss, f64\n",
+        "  reference 1.40449798628877",
+        "  recorded  1.50449798628877",
+        "times the limit",
+        "κ         ",
+        &replay,
+        ", 1 failed, 0 ignored\n",
+    ] {
+        assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
+    }
+    // Its checks, and how many failed.
+    assert_eq!(summary_lines(&output.stdout)[0][..3], ["reference", "15", "1"], "{}", output.stdout);
 }
 
 #[test]
@@ -261,7 +378,7 @@ impl HeadWorkplace {
         let mut candidate = find_head("native-lm-head", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         let path = self.path("candidate.safetensors");
-        write_head_candidate(path, &candidate, &std::collections::BTreeMap::new()).unwrap();
+        write_head_candidate(path, &candidate, &BTreeMap::new()).unwrap();
     }
 
     fn judge(&self, more: &[&str]) -> Output {
@@ -435,8 +552,23 @@ fn list_shows_every_implementation() {
     assert_eq!(output.code, 0);
     let listed = read_json(&json);
     for implementation in assay::implementation::registry(None) {
-        assert!(output.stdout.contains(implementation.id()));
+        assert!(output.stdout.contains(&format!("│ {} ", implementation.id())), "{}", output.stdout);
         assert!(listed.as_array().unwrap().iter().any(|entry| entry["id"] == implementation.id()));
+    }
+    assert_narrow(&output.stdout);
+    // Descriptions and refused options are broken over lines; those of several implementations are said once.
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let (table, below) = output.stdout.split_once('└').expect("a table");
+    let descriptions: Vec<&str> = table.lines().filter_map(|line| line.rsplit_once('┆')?.1.strip_suffix('│')).collect();
+    let descriptions = words(&descriptions.join(" "));
+    let below = words(below);
+    for entry in listed.as_array().unwrap() {
+        assert!(descriptions.contains(entry["summary"].as_str().unwrap()), "{entry} {descriptions}");
+        let options: Vec<&str> = entry["unsupported"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+        let groups = below.split("refused by ").filter_map(|group| group.trim().split_once(": "));
+        let own: Vec<&str> =
+            groups.filter(|(ids, _)| ids.split(", ").any(|id| entry["id"] == id)).map(|(_, of_them)| of_them).collect();
+        assert_eq!(own, [options.join(", ")], "{entry} {below}");
     }
 }
 
@@ -541,7 +673,7 @@ fn problems_that_do_not_fit_their_spec_are_refused_by_file_and_index() {
         let mut wrong = right.clone();
         change(&mut wrong);
         let path = workplace.path("wrong.safetensors");
-        assay::fixture::write_problem(&path, &wrong, &std::collections::BTreeMap::new()).unwrap();
+        assay::fixture::write_problem(&path, &wrong, &BTreeMap::new()).unwrap();
         assert_refused(&["replay", &path, "--spec", &spec], &[&["wrong.safetensors"], parts].concat());
     };
     refused(|problem| problem.ids[[1, 2]] = 129, &["`ids[1,2]`", "got 129", "V = 129"]);

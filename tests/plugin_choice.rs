@@ -18,8 +18,8 @@ fn assay(args: &[&str], plugin: Option<&str>) -> (i32, String, String) {
 }
 
 fn expect_refused(args: &[&str], plugin: Option<&str>, wanted: &[&str]) {
-    let (code, _, stderr) = assay(args, plugin);
-    assert_eq!(code, 2, "{stderr}");
+    let (code, stdout, stderr) = assay(args, plugin);
+    assert_eq!((code, stdout.as_str()), (2, ""), "{stderr}");
     for wanted in wanted {
         assert!(stderr.contains(wanted), "`{wanted}` in: {stderr}");
     }
@@ -49,29 +49,55 @@ fn the_option_goes_before_the_environment() {
 fn list_says_why_an_implementation_cannot_run() {
     let (code, stdout, _) = assay(&["list"], Some("/nowhere/plugin.so"));
     assert_eq!(code, 0);
-    assert!(stdout.contains("cannot be"), "{stdout}");
+    // Once, in full, though broken over lines, and for all that share it.
+    let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    let reason = "tile-lm-head-mesh: PJRT plugin /nowhere/plugin.so: cannot be loaded: No such file or directory";
+    assert_eq!(words.matches(reason).count(), 1, "{stdout}");
+    assert_eq!(words.matches("cannot be loaded").count(), 1, "{stdout}");
+    assert!(words.contains("│ xla ┆ no ┆ f32,bf16,f16 ┆ – ┆"), "{stdout}");
+    assert!(stdout.lines().all(|line| line.chars().count() <= 100), "{stdout}");
 }
 
 #[test]
-fn a_device_count_that_the_plugin_cannot_give_is_refused() {
-    let args = ["replay", FIXTURE, "--impl", "xla-vocab", "--devices", "16"];
-    expect_refused(&args, None, &["device count: got 16, expected 1 to 8 (platform cpu)"]);
+fn a_device_count_that_nothing_here_takes_is_refused() {
+    let args = |id| ["replay", FIXTURE, "--impl", id, "--devices", "4,16"];
+    let expected = ["--devices: got 16, expected counts that xla-vocab takes here: 1, 2, 4, 8\n"];
+    expect_refused(&args("xla-vocab"), None, &expected);
+    expect_refused(&args("xla-mesh"), None, &["--devices: got 16", "xla-mesh takes here: 4, 8\n"]);
+    expect_refused(&args("xla"), None, &["--devices: got 4, expected counts that xla takes here: 1\n"]);
+    expect_refused(
+        &["replay", "--devices", "1000"],
+        None,
+        &["got 1000", "some implementation takes here: 1, 2, 4, 8\n"],
+    );
 }
 
 #[test]
-fn a_device_count_that_the_implementation_never_takes_is_ignored_by_name() {
-    let (code, stdout, _) = assay(&["replay", FIXTURE, "--impl", "xla-mesh", "--devices", "3,4"], None);
+fn a_device_count_that_one_implementation_never_takes_is_ignored_by_name() {
+    let args =
+        ["replay", FIXTURE, "--logits", "logits", "--impl", "xla-mesh", "--impl", "xla-rows", "--devices", "2,4"];
+    let (code, stdout, _) = assay(&args, None);
     assert_eq!(code, 0, "{stdout}");
-    assert!(stdout.contains("ignored  qwen_tiny logits old_logps with xla-mesh ×3:"), "{stdout}");
+    assert!(stdout.contains("ignored  2 runs of xla-mesh ×2: xla-mesh does not support device count 2;"), "{stdout}");
+    let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("│ xla-mesh ×2 ┆ 0 ┆ – ┆ nothing compared │"), "{stdout}");
+    assert!(words.contains("│ xla-rows ×2 ┆ 24 ┆"), "{stdout}");
+    let (_, stdout, _) = assay(&[&args[..], &["--verbose"]].concat(), None);
+    assert!(stdout.contains("ignored  qwen_tiny logits old_logps with xla-mesh ×2:"), "{stdout}");
 }
 
 #[test]
 fn replay_on_several_counts_says_which_outputs_keep_their_bits() {
-    let (code, stdout, stderr) = assay(&["replay", FIXTURE, "--impl", "xla-rows", "--devices", "1,2,4"], None);
+    let args = ["replay", FIXTURE, "--logits", "logits", "--impl", "xla-rows", "--devices", "1,2,4"];
+    let (code, stdout, stderr) = assay(&args, None);
     assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    // A line for both problems; with --verbose one for each.
+    let (_, verbose, _) = assay(&[&args[..], &["--verbose"]].concat(), None);
+    assert_eq!([&stdout, &verbose].map(|text| text.matches("bits  ").count()), [2, 4], "{stdout}{verbose}");
     for devices in ["×2", "×4"] {
+        assert!(stdout.contains(&format!("bits     xla-rows: {devices} has those of ×1 in ")), "{stdout}");
         let line = format!("bits     qwen_tiny logits old_logps with xla-rows: {devices} has those of ×1 in ");
-        assert!(stdout.contains(&line), "{stdout}");
+        assert!(verbose.contains(&line), "{verbose}");
     }
 }
 

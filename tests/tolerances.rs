@@ -3,6 +3,7 @@
 use assay::conformance::generate::{HeadRecipe, Recipe, Regime};
 use assay::conformance::judge::judge;
 use assay::conformance::lm_head::judge_head;
+use assay::conformance::metric::Position;
 use assay::conformance::recorded::{Scalar, judge_recorded};
 use assay::conformance::tolerance::{Tolerance, Tolerances};
 use assay::implementation::{find, find_head, lm_head_registry, registry};
@@ -90,7 +91,7 @@ fn every_entry_is_used() {
         external.metrics = None;
         judge(&reference, &external, "external", &tolerances).unwrap();
     }
-    judge_recorded(&[(Scalar { value: 1.0, scale: 1.0 }, 1.0)], &tolerances).unwrap();
+    judge_recorded(&[(Position::default(), Scalar { value: 1.0, scale: 1.0 }, 1.0)], &tolerances).unwrap();
     // What needs a plugin cannot be shown where there is none.
     let absent = |class: &str| {
         let family = class.trim_end_matches("-lm-head");

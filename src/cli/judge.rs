@@ -85,5 +85,5 @@ type PerToken = Option<FloatArray<Ix2>>;
 fn absent(logp: &PerToken, entropy: &PerToken, token_loss: &PerToken) -> Vec<Ignored> {
     let optional = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
     let lacking = optional.into_iter().filter(|(_, array)| array.is_none());
-    lacking.map(|(name, _)| Ignored { what: name.into(), why: "not in the candidate".into() }).collect()
+    lacking.map(|(name, _)| Ignored { what: name.into(), why: "not in the candidate".into(), not_run: None }).collect()
 }

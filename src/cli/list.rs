@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use clap::Args;
-use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
+use comfy_table::{ContentArrangement, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
 use super::{CliError, Passed, PluginChoice, Printing};
+use crate::conformance::summary::{COLUMNS, grouped, notes};
 use crate::conformance::variants::variants;
 use crate::implementation::{Implementation, Input, lm_head_registry, registry};
 use crate::problem::{Dtype, HeadShape, Shape};
@@ -86,23 +87,7 @@ impl List {
         let mut listed: Vec<Listed> =
             registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation, SHAPE)).collect();
         listed.extend(lm_head_registry(self.plugin.path()).iter().map(|head| Listed::of(&**head, HEAD_SHAPE)));
-        let mut table = Table::new();
-        table.load_style(UTF8_FULL_CONDENSED);
-        table.set_header(["impl", "runs here", "dtypes", "devices", "spec options", "what it is"]);
-        for entry in &listed {
-            let runs = entry.why_not.as_ref().map_or("yes".to_string(), |why| format!("no: {why}"));
-            let options =
-                if entry.unsupported.is_empty() { "all".into() } else { format!("not {}", join(&entry.unsupported)) };
-            table.add_row([
-                entry.id.clone(),
-                runs,
-                join(&entry.dtypes),
-                join(&entry.devices),
-                options,
-                entry.summary.clone(),
-            ]);
-        }
-        self.printing.finish_list(&format!("{table}\n"), &listed)?;
+        self.printing.finish_list(&text(&listed), &listed)?;
         Ok(Passed::Yes)
     }
 
@@ -114,8 +99,35 @@ impl List {
     }
 }
 
-fn join(items: impl IntoIterator<Item = impl ToString>) -> String {
-    items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(", ")
+/// A table, and below it what several implementations share: why they cannot run here, and the options they refuse.
+fn text(listed: &[Listed]) -> String {
+    let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS);
+    table.set_header(["impl", "runs\nhere", "dtypes", "devices", "what it is"]);
+    for entry in listed {
+        table.add_row([
+            entry.id.clone(),
+            if entry.available { "yes".into() } else { "no".into() },
+            join(&entry.dtypes, ","),
+            if entry.devices.is_empty() { "–".into() } else { join(&entry.devices, ",") },
+            entry.summary.clone(),
+        ]);
+    }
+    let ids = |entries: &[&Listed]| join(entries.iter().map(|entry| &entry.id), ", ");
+    let reasons = grouped(listed, |entry| &entry.why_not).into_iter().filter_map(|entries| {
+        let why = entries[0].why_not.as_ref()?;
+        Some(("not here", format!("{}: {why}", ids(&entries))))
+    });
+    let refused = grouped(listed, |entry| &entry.unsupported).into_iter().map(|entries| {
+        let options = &entries[0].unsupported;
+        let options = if options.is_empty() { "nothing".into() } else { join(options, ", ") };
+        ("refused", format!("by {}: {options}", ids(&entries)))
+    });
+    format!("{table}\n{}", notes(reasons.chain(refused)))
+}
+
+fn join(items: impl IntoIterator<Item = impl ToString>, between: &str) -> String {
+    items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(between)
 }
 
 /// Every named choice of a spec against every implementation.

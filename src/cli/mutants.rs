@@ -66,7 +66,7 @@ impl Mutants {
         let outcomes = Outcomes { score: trial.score(&elsewhere).and(heads.score(&[])), ignored };
         let mut text = if self.markdown { outcomes.score.markdown() } else { outcomes.score.table() };
         if !self.markdown {
-            text.extend(outcomes.ignored.iter().map(|Ignored { what, why }| format!("ignored  {what}: {why}\n")));
+            text.extend(outcomes.ignored.iter().map(|Ignored { what, why, .. }| format!("ignored  {what}: {why}\n")));
         }
         self.printing.finish(&text, &outcomes)?;
         for name in &outcomes.score.survived {
@@ -93,7 +93,7 @@ impl Mutants {
         let folder = self.fixtures.as_deref().unwrap_or(Path::new(DEFAULT_FOLDER));
         if self.fixtures.is_none() && !folder.exists() {
             let why = format!("there is no folder `{DEFAULT_FOLDER}` here; name one with --fixtures");
-            ignored.push(Ignored { what: "recorded problems".into(), why });
+            ignored.push(Ignored { what: "recorded problems".into(), why, not_run: None });
             return Ok(Vec::new());
         }
         Ok(manifest_files(folder)?)

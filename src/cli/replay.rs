@@ -4,17 +4,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::conformance::judge::Status;
+use crate::conformance::judge::{Status, Verdict};
 use crate::conformance::judgeable::Judgeable;
+use crate::conformance::metric::Position;
 use crate::conformance::recorded::{
     Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
-use crate::conformance::report::{Check, Compared, Ignored, Report, explain, on_devices};
+use crate::conformance::report::{Check, Compared, Ignored, Report, explain, explain_recorded, on_devices};
+use crate::conformance::summary::Summary;
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, RunError, find, lm_head_registry, registry};
@@ -24,6 +27,9 @@ use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
+
+/// The id of what is compared with recorded values.
+const REFERENCE: &str = "reference";
 
 #[derive(Args)]
 pub(super) struct Replay {
@@ -48,6 +54,9 @@ pub(super) struct Replay {
     /// Use only these old log-probabilities
     #[arg(long, value_name = "NAME")]
     old_logp: Option<String>,
+    /// Show every check, not one line an implementation alone
+    #[arg(short, long, conflicts_with = "quiet")]
+    verbose: bool,
     #[command(flatten)]
     printing: Printing,
 }
@@ -64,6 +73,7 @@ impl Replay {
             devices: self.devices.iter().map(|devices| devices.get()).collect(),
             ..Session::default()
         };
+        self.expect_devices(&session.chosen())?;
         let progress = self.printing.progress(fixtures.len());
         for path in &fixtures {
             progress.set_message(path.display().to_string());
@@ -72,12 +82,36 @@ impl Replay {
         }
         progress.finish_and_clear();
 
-        let report = Report { invariance: session.invariance, ..Report::new(session.checks, session.ignored) };
+        let implementations = session.summaries(!self.implementations.is_empty());
+        let report =
+            Report { implementations, invariance: session.invariance, ..Report::new(session.checks, session.ignored) };
+        if !self.printing.quiet {
+            let every_check = if self.verbose { report.checks_table() } else { String::new() };
+            super::print(&(every_check + &report.summary()))?;
+        }
         for failure in &session.failures {
             super::print(&format!("{failure}\n"))?;
         }
-        self.printing.finish(&report.table(), &report)?;
+        let rest = if self.verbose { report.below_table() } else { report.below_summary() };
+        self.printing.finish(&rest, &report)?;
         Ok(report.pass.into())
+    }
+
+    /// Refuses a device count that none of `chosen` can be run on here.
+    fn expect_devices(&self, chosen: &[Chosen]) -> Result<(), CliError> {
+        let Some(given) = self.devices.iter().find(|given| !chosen.iter().any(|one| one.takes(given.get()))) else {
+            return Ok(());
+        };
+        let counts: BTreeSet<usize> = chosen.iter().flat_map(Chosen::device_counts).collect();
+        let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
+        let whose = match self.implementations.as_slice() {
+            [] => "some implementation".into(),
+            ids => ids.join(" or "),
+        };
+        Err(CliError::Usage(format!(
+            "--devices: got {given}, expected counts that {whose} takes here: {}",
+            counts.join(", ")
+        )))
     }
 
     /// Those asked for, or all.
@@ -106,10 +140,10 @@ impl Replay {
         asked.map_or(held, |name| vec![name.as_str()])
     }
 
-    /// The command that shows one check again.
-    fn command(&self, path: &Path, logits: Option<&str>, old_logp: Option<&str>, id: &str) -> String {
-        let mut command = format!("assay replay {} --impl {id}", path.display());
-        for (option, name) in [("--logits", logits), ("--old-logp", old_logp)] {
+    /// The command that shows one check again: of the implementation `id`, or of the reference.
+    fn command(&self, path: &Path, logits: Option<&str>, old_logp: Option<&str>, id: Option<&str>) -> String {
+        let mut command = format!("assay replay {}", path.display());
+        for (option, name) in [("--impl", id), ("--logits", logits), ("--old-logp", old_logp)] {
             if let Some(name) = name {
                 command += &format!(" {option} {name}");
             }
@@ -121,6 +155,35 @@ impl Replay {
             command += &format!(" --plugin {}", plugin.display());
         }
         command
+    }
+}
+
+/// One implementation to run, of either kind.
+enum Chosen<'s> {
+    OnLogits(&'s dyn Implementation),
+    Head(&'s dyn Implementation<HeadProblem>),
+}
+
+impl Chosen<'_> {
+    fn id(&self) -> &str {
+        match self {
+            Self::OnLogits(implementation) => implementation.id(),
+            Self::Head(head) => head.id(),
+        }
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        match self {
+            Self::OnLogits(implementation) => implementation.device_counts(),
+            Self::Head(head) => head.device_counts(),
+        }
+    }
+
+    fn takes(&self, devices: usize) -> bool {
+        match self {
+            Self::OnLogits(implementation) => implementation.takes(devices),
+            Self::Head(head) => head.takes(devices),
+        }
     }
 }
 
@@ -138,9 +201,46 @@ struct Session {
     ignored: Vec<Ignored>,
     invariance: Vec<Compared>,
     failures: Vec<String>,
+    /// How long the runs of an implementation on a device count took together.
+    run_times: BTreeMap<(String, usize), Duration>,
 }
 
 impl Session {
+    fn chosen(&self) -> Vec<Chosen<'_>> {
+        let on_logits = self.implementations.iter().map(|implementation| Chosen::OnLogits(&**implementation));
+        on_logits.chain(self.heads.iter().map(|head| Chosen::Head(&**head))).collect()
+    }
+
+    /// What the reference and each implementation came to, on each device count. Those that were `asked_for` by name have
+    /// a line each, even where they compared nothing.
+    fn summaries(&self, asked_for: bool) -> Vec<Summary> {
+        let ran = |id: &str| -> Vec<usize> {
+            let own = self.checks.iter().filter(|check| check.implementation == id);
+            own.map(|check| check.devices).collect::<BTreeSet<_>>().into_iter().collect()
+        };
+        let mut lines: Vec<(String, usize)> =
+            ran(REFERENCE).into_iter().map(|devices| (REFERENCE.into(), devices)).collect();
+        for chosen in self.chosen() {
+            let mut counts = ran(chosen.id());
+            if asked_for && !self.devices.is_empty() {
+                counts.clone_from(&self.devices);
+            } else if asked_for && counts.is_empty() {
+                counts.push(chosen.device_counts().last().copied().unwrap_or(1));
+            }
+            for devices in counts {
+                let line = (chosen.id().to_string(), devices);
+                if !lines.contains(&line) {
+                    lines.push(line);
+                }
+            }
+        }
+        let summary = |line: (String, usize)| {
+            let run = self.run_times.get(&line).copied();
+            Summary::new(&line.0, line.1, &self.checks, run)
+        };
+        lines.into_iter().map(summary).collect()
+    }
+
     fn replay(&mut self, args: &Replay, path: &Path) -> Result<(), CliError> {
         verify(path)?;
         let file = ProblemFile::open(path)?;
@@ -171,11 +271,12 @@ impl Session {
                 let reference = evaluate(&spec, &problem, path)?;
                 if has_recorded {
                     let values = scalars(&reference);
-                    self.check_recorded(&label, &mut expected, logits, *old_logp, &values)?;
-                    self.check_recorded_tokens(&label, &file, logits, &reference)?;
+                    let command = args.command(path, Some(logits), *old_logp, None);
+                    self.check_recorded(&label, &mut expected, logits, *old_logp, &values, &command)?;
+                    self.check_recorded_tokens(&label, &file, logits, &reference, &command)?;
                 }
                 for implementation in self.implementations.clone() {
-                    let command = args.command(path, Some(logits), *old_logp, implementation.id());
+                    let command = args.command(path, Some(logits), *old_logp, Some(implementation.id()));
                     self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
                 }
             }
@@ -185,7 +286,11 @@ impl Session {
                 self.replay_sub_vocabulary(args, &file, path, *old_logp, &mut expected)?;
             }
             let why = "this version computes no scalar of that name";
-            self.ignored.extend(expected.rest().map(|key| Ignored { what: key.into(), why: why.into() }));
+            self.ignored.extend(expected.rest().map(|key| Ignored {
+                what: key.into(),
+                why: why.into(),
+                not_run: None,
+            }));
         }
         Ok(())
     }
@@ -203,7 +308,7 @@ impl Session {
             let reference = problem.evaluate(spec).map_err(wrong)?;
             let label = label(path, "lm_head", old_logp);
             for implementation in self.heads.clone() {
-                let command = args.command(path, None, old_logp, implementation.id());
+                let command = args.command(path, None, old_logp, Some(implementation.id()));
                 self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
             }
         }
@@ -235,10 +340,13 @@ impl Session {
                 .and_then(|()| supports(devices).map_err(|why| why.to_string()));
             let name = on_devices(implementation.id(), devices);
             if let Err(why) = hindrance {
-                self.ignored.push(Ignored { what: format!("{label} with {name}"), why });
+                self.ignored.push(Ignored { what: format!("{label} with {name}"), why, not_run: Some(name) });
                 continue;
             }
-            let outcome = implementation.run(spec, problem.clone(), devices)?;
+            let given = problem.clone();
+            let start = Instant::now();
+            let outcome = implementation.run(spec, given, devices)?;
+            *self.run_times.entry((implementation.id().into(), devices)).or_default() += start.elapsed();
             let command = format!("{command} --devices {devices}");
             for verdict in problem.judge(reference, &outcome, implementation.class(), Tolerances::builtin())? {
                 if verdict.status != Status::Pass {
@@ -268,14 +376,15 @@ impl Session {
         source: &str,
         old_logp: Option<&str>,
         values: &BTreeMap<&str, Scalar>,
+        command: &str,
     ) -> Result<(), CliError> {
         for (&name, &scalar) in values {
             let keys =
                 [Some(format!("{source}.{name}")), old_logp.map(|old_logp| format!("{source}.{old_logp}.{name}"))];
             for key in keys.into_iter().flatten() {
                 let Some(recorded) = expected.take(&key)? else { continue };
-                let verdict = judge_recorded(&[(scalar, recorded)], Tolerances::builtin())?;
-                self.checks.push(Check::new(label, "reference", &format!("recorded {name}"), &verdict));
+                let verdict = judge_recorded(&[(Position::default(), scalar, recorded)], Tolerances::builtin())?;
+                self.add_recorded(label, name, &verdict, command);
             }
         }
         Ok(())
@@ -288,6 +397,7 @@ impl Session {
         file: &ProblemFile,
         logits: &str,
         reference: &Reference,
+        command: &str,
     ) -> Result<(), CliError> {
         for name in ["logp", "entropy"] {
             let tensor = format!("expected_{name}_of_{logits}");
@@ -297,12 +407,22 @@ impl Session {
             let recorded: Array2<f64> = file.file().numbers::<Ix2>(&tensor)?;
             let shape = reference.shape();
             file.file().expect_shape(&tensor, &[shape.batch, shape.tokens], "[B,T] of the logits")?;
-            let pairs: Vec<_> =
-                token_values(reference, name == "entropy").map(|(at, scalar)| (scalar, recorded[at])).collect();
+            let pairs: Vec<_> = token_values(reference, name == "entropy")
+                .map(|(at, scalar)| (Position::token(at.0, at.1), scalar, recorded[at]))
+                .collect();
             let verdict = judge_recorded(&pairs, Tolerances::builtin())?;
-            self.checks.push(Check::new(label, "reference", &format!("recorded {name}"), &verdict));
+            self.add_recorded(label, name, &verdict, command);
         }
         Ok(())
+    }
+
+    /// The check of what is recorded as `name`.
+    fn add_recorded(&mut self, label: &str, name: &str, verdict: &Verdict, command: &str) {
+        let output = format!("recorded {name}");
+        if verdict.status != Status::Pass {
+            self.failures.push(explain_recorded(verdict, &format!("{REFERENCE}: {output}"), command));
+        }
+        self.checks.push(Check::new(label, REFERENCE, &output, verdict));
     }
 
     /// The scalars recorded for a head with a part of the vocabulary, where the file has one.
@@ -328,9 +448,10 @@ impl Session {
         let wrong = |reason| CliError::Problem { path: path.into(), reason };
         let reference = problem.evaluate(&spec).map_err(wrong)?;
         let label = label(path, SOURCE, old_logp);
-        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&reference))?;
+        let command = args.command(path, None, None, None);
+        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&reference), &command)?;
         for implementation in self.heads.clone() {
-            let command = args.command(path, None, None, implementation.id());
+            let command = args.command(path, None, None, Some(implementation.id()));
             self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
         }
         Ok(())

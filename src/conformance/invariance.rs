@@ -39,6 +39,11 @@ impl Invariance {
         ])
     }
 
+    /// All that were compared.
+    pub fn outputs(&self) -> impl Iterator<Item = &'static str> {
+        self.same.iter().chain(&self.other).copied()
+    }
+
     fn of<const N: usize>(outputs: [(Output, Option<bool>); N]) -> Self {
         let named = |wanted: bool| {
             outputs.iter().filter(|(_, same)| *same == Some(wanted)).map(|(output, _)| output.name()).collect()

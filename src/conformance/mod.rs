@@ -18,6 +18,7 @@ pub mod recorded;
 pub mod report;
 pub mod revise;
 pub mod suites;
+pub mod summary;
 pub mod tolerance;
 pub mod variants;
 

@@ -184,17 +184,17 @@ pub fn sub_vocabulary_problem(
     Ok(HeadProblem { ids, ..whole.with_logits(projection) })
 }
 
-/// Judges recorded values against the reference's.
+/// Judges recorded values, each with the token it is of, against the reference's.
 ///
 /// # Errors
 /// [`ToleranceError::Absent`] where `tolerances` has no entry for recorded values.
-pub fn judge_recorded(pairs: &[(Scalar, f64)], tolerances: &Tolerances) -> Result<Verdict, ToleranceError> {
+pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances) -> Result<Verdict, ToleranceError> {
     let gate = Gate { output: Output::Recorded, model: Model::Elementwise };
     let kappa = tolerances.kappa(gate, Dtype::F64, "reference")?;
     let mut tally = Tally::default();
-    for (scalar, recorded) in pairs {
+    for &(at, scalar, recorded) in pairs {
         let allowance = Allowance { rounding: 0.0, unit: f64::EPSILON / 2.0, scale: scalar.scale, floor: 0.0 };
-        tally.compare(Position::default(), scalar.value, *recorded, kappa, allowance, Dtype::F64);
+        tally.compare(at, scalar.value, recorded, kappa, allowance, Dtype::F64);
     }
     let status = if tally.passes() { Status::Pass } else { Status::Fail };
     Ok(Verdict { gate, dtype: Dtype::F64, status, kappa: Some(kappa), tally })

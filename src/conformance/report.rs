@@ -1,4 +1,4 @@
-//! Verdicts as a table, as JSON, and, where one failed, in words.
+//! Verdicts as a table, as JSON, and, where one failed, in words. A summary of many is in [`super::summary`].
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,8 @@ use serde::Serialize;
 use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
 use super::judgeable::Judgeable;
-use super::metric::{ULP_EDGES, hex};
+use super::metric::{Position, ULP_EDGES, hex};
+use super::summary::Summary;
 use super::tolerance::{Model, Output};
 use crate::problem::Dtype;
 
@@ -81,6 +82,12 @@ impl Check {
         Self { devices, ..self }
     }
 
+    /// Whether it passed without a number to hold against a limit: no token counts, or those that do are NaN or ∞ as in
+    /// the reference.
+    pub fn compared_nothing(&self) -> bool {
+        self.verdict == Status::Pass && self.worst.is_none()
+    }
+
     /// `error / limit`; 0 where nothing was compared or the comparison was exact.
     fn share(&self) -> f64 {
         match (self.worst, self.limit) {
@@ -116,6 +123,9 @@ pub struct Report {
     pub checks: Vec<Check>,
     /// What was not checked, and why.
     pub ignored: Vec<Ignored>,
+    /// What each implementation came to, where a command runs several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub implementations: Vec<Summary>,
     /// Runs on one device count against runs on another.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub invariance: Vec<Compared>,
@@ -143,6 +153,9 @@ pub struct Ignored {
     pub what: String,
     /// Why it was not.
     pub why: String,
+    /// The implementation, with its devices, that was not run.
+    #[serde(skip)]
+    pub not_run: Option<String>,
 }
 
 impl Report {
@@ -153,12 +166,18 @@ impl Report {
             ulp_edges: &ULP_EDGES[..ULP_EDGES.len() - 1],
             checks,
             ignored,
+            implementations: Vec::new(),
             invariance: Vec::new(),
         }
     }
 
     /// The table, the ignored checks and the total line.
     pub fn table(&self) -> String {
+        self.checks_table() + &self.below_table()
+    }
+
+    /// A row a check.
+    pub fn checks_table(&self) -> String {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
         table.set_header(["fixture", "impl", "output", "worst error", "limit", "margin", "at", "verdict"]);
@@ -183,8 +202,13 @@ impl Report {
                 status_word(check.verdict).into(),
             ]);
         }
-        let mut text = format!("{table}\n");
-        for Ignored { what, why } in &self.ignored {
+        format!("{table}\n")
+    }
+
+    /// Every ignored check, every comparison of two runs, and the total line.
+    pub fn below_table(&self) -> String {
+        let mut text = String::new();
+        for Ignored { what, why, .. } in &self.ignored {
             let _ = writeln!(text, "ignored  {what}: {why}");
         }
         for Compared { fixture, implementation, devices: [one, many], invariance } in &self.invariance {
@@ -218,9 +242,14 @@ impl Report {
     /// One line: how many checks there were and how they ended.
     pub fn total(&self) -> String {
         let failed = self.checks.iter().filter(|check| check.verdict != Status::Pass).count();
+        let nothing = self.checks.iter().filter(|check| check.compared_nothing()).count();
         let verdict = if self.pass { "PASS" } else { "FAIL" };
-        let passed = self.checks.len() - failed;
-        format!("{verdict}  {passed} checks passed, {failed} failed, {} ignored", self.ignored.len())
+        let passed = self.checks.len() - failed - nothing;
+        let mut line = format!("{verdict}  {passed} checks passed, {failed} failed, {} ignored", self.ignored.len());
+        if nothing > 0 {
+            let _ = write!(line, ", {nothing} compared nothing");
+        }
+        line
     }
 }
 
@@ -261,10 +290,29 @@ pub fn explain<P: Judgeable>(
     implementation: &str,
     replay: &str,
 ) -> String {
-    let Verdict { gate, dtype, tally, .. } = verdict;
-    let mut text = format!("{} {implementation}: {gate}, {dtype}\n", status_word(verdict.status));
+    let inputs = |at| problem.inputs(reference, at);
+    in_words(verdict, &format!("{implementation}: {}", verdict.gate), ["expected", "actual"], inputs, replay)
+}
+
+/// The same of a recorded value, `what`, that the reference does not come to.
+pub fn explain_recorded(verdict: &Verdict, what: &str, replay: &str) -> String {
+    in_words(verdict, what, ["reference", "recorded"], |_| None, replay)
+}
+
+fn in_words(
+    verdict: &Verdict,
+    what: &str,
+    [of_reference, judged]: [&str; 2],
+    inputs: impl Fn(Position) -> Option<String>,
+    replay: &str,
+) -> String {
+    let Verdict { dtype, tally, .. } = verdict;
+    let mut text = format!("{} {what}, {dtype}\n", status_word(verdict.status));
+    // A scalar stands nowhere.
     let mut line = |name: &str, value: &str| {
-        let _ = writeln!(text, "  {name:<9} {value}");
+        if !value.is_empty() {
+            let _ = writeln!(text, "  {name:<9} {value}");
+        }
     };
     let both = |x: f64| format!("{x:.17e}  {}", hex(x, *dtype));
     let odd =
@@ -272,20 +320,20 @@ pub fn explain<P: Judgeable>(
     let at = match (odd, tally.worst) {
         (Some(((at, actual), expected)), _) => {
             line("at", &at.to_string());
-            line("expected", expected);
-            line("actual", &both(actual));
+            line(of_reference, expected);
+            line(judged, &both(actual));
             Some(at)
         }
         (None, Some(worst)) => {
             line("at", &worst.at.to_string());
-            line("expected", &both(worst.expected));
-            line("actual", &both(worst.actual));
+            line(of_reference, &both(worst.expected));
+            line(judged, &both(worst.actual));
             line("error", &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.share(), worst.limit));
             Some(worst.at)
         }
         (None, None) => None,
     };
-    if let Some(inputs) = at.and_then(|at| problem.inputs(reference, at)) {
+    if let Some(inputs) = at.and_then(inputs) {
         line("inputs", &inputs);
     }
     if let Some(kappa) = verdict.kappa {

@@ -97,13 +97,22 @@ impl Devices {
         Ok(())
     }
 
-    /// The device counts that it cuts over, ascending.
+    /// The device counts that it cuts over of itself, ascending.
     pub(super) fn counts(&self) -> Vec<usize> {
         let Ok(client) = self.client() else { return Vec::new() };
-        // A shape that any number of devices can cut.
-        let roomy = Shape { batch: MOST_DEVICES, tokens: MOST_DEVICES, vocab: MOST_DEVICES };
         let most = client.device_count().min(MOST_DEVICES);
-        (1..=most).filter(|&devices| self.sharding.mesh(roomy, devices).is_ok()).collect()
+        (1..=most).filter(|&devices| self.cuts_over(devices)).collect()
+    }
+
+    /// Whether there are `devices` devices, and it cuts over them.
+    pub(super) fn takes(&self, devices: usize) -> bool {
+        self.client().is_ok_and(|client| devices <= client.device_count()) && self.cuts_over(devices)
+    }
+
+    /// Whether it cuts a shape that `devices` devices can cut.
+    fn cuts_over(&self, devices: usize) -> bool {
+        let roomy = Shape { batch: devices, tokens: devices, vocab: devices };
+        self.sharding.mesh(roomy, devices).is_ok()
     }
 }
 

@@ -579,6 +579,10 @@ impl Implementation<HeadProblem> for XlaHead {
         self.on.counts()
     }
 
+    fn takes(&self, devices: usize) -> bool {
+        self.on.takes(devices)
+    }
+
     fn supports(&self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         Reach::Row.expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {

@@ -350,6 +350,10 @@ impl Implementation for Xla {
         self.on.counts()
     }
 
+    fn takes(&self, devices: usize) -> bool {
+        self.on.takes(devices)
+    }
+
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         self.reach().expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
