@@ -5,6 +5,7 @@ use std::ffi::c_char;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pjrt_sys::{
@@ -34,6 +35,8 @@ struct Inner {
     platform_version: String,
     /// Held while a program runs on several devices.
     collective: Mutex<()>,
+    /// See [`Client::compile_quickly`].
+    compiles_quickly: AtomicBool,
 }
 
 // SAFETY: PJRT clients and devices may be used from any thread; nothing else here is shared or changes.
@@ -124,6 +127,7 @@ impl Client {
             platform: String::new(),
             platform_version: String::new(),
             collective: Mutex::new(()),
+            compiles_quickly: AtomicBool::new(false),
         };
 
         let mut name = PJRT_Client_PlatformName_Args::new();
@@ -183,6 +187,17 @@ impl Client {
             return Ok(());
         }
         Err(RuntimeError::Devices { given: devices, available, platform: self.platform().into() })
+    }
+
+    /// Lets XLA's CPU backend optimise programs as little as it can, from now on: they compile sooner and run slower.
+    /// For tests, which run a program a few times. What runs on other platforms is compiled as ever, and so is what is
+    /// compiled ahead of time for a [`Topology`](super::Topology).
+    pub fn compile_quickly(&self) {
+        self.0.compiles_quickly.store(self.platform() == "cpu", Ordering::Relaxed);
+    }
+
+    pub(super) fn compiles_quickly(&self) -> bool {
+        self.0.compiles_quickly.load(Ordering::Relaxed)
     }
 
     /// The plugin's numbers for the devices.
