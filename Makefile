@@ -18,9 +18,9 @@ setup-tpu: setup
 
 # Every recorded fixture through every implementation that this machine can run.
 replay: setup
-	$(CARGO) build --release --locked --quiet
+	$(CARGO) build --locked --all-features --quiet
 	@mkdir -p target/assay
-	./target/release/assay replay --json target/assay/report.json
+	./target/debug/assay replay --json target/assay/report.json
 
 # Everything that CI runs.
 test: setup
@@ -28,12 +28,12 @@ test: setup
 	$(CARGO) clippy --all-targets --locked --all-features -- -D warnings
 	$(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
-	$(CARGO) bench --no-run --locked --quiet
-	$(CARGO) test --locked --all-features
+	setup/test.sh --locked --all-features
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
-	ASSAY_CASES=10000 PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 $(CARGO) test --release --locked --all-features
+	ASSAY_CASES=10000 PROPTEST_CASES=5000 ASSAY_DEVICE_CASES=40 ASSAY_FULL_OPTIMIZATION=1 \
+		$(CARGO) test --release --locked --all-features
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --lib exp_every_f32 -- --ignored
@@ -52,7 +52,7 @@ sanitize: export RUSTC_BOOTSTRAP = 1
 sanitize: export RUSTFLAGS = -Zsanitizer=address
 sanitize:
 	$(CARGO) test --locked --no-default-features --target $(HOST) --lib native::
-	$(CARGO) test --locked --no-default-features --target $(HOST) --test native
+	$(CARGO) test --locked --no-default-features --target $(HOST) --test kernels native::
 
 # The portable path's exponential and operations, interpreted: Miri has no vector unit, no hints and no streaming stores. Whole
 # rows take it too long. Tree borrows are what rayon's queues keep to; its threads stay.
@@ -69,7 +69,7 @@ neon:
 	@if command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null; then \
 		set -ex; rustup target add $(NEON); \
 		$(CARGO) test --locked --no-default-features --target $(NEON) --lib native::; \
-		$(CARGO) test --locked --no-default-features --target $(NEON) --test native; \
+		$(CARGO) test --locked --no-default-features --target $(NEON) --test kernels native::; \
 	else \
 		echo "neon: skipped, an emulator is missing (apt-get install qemu-user gcc-aarch64-linux-gnu)"; \
 	fi

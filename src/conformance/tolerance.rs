@@ -212,8 +212,9 @@ impl Tolerances {
     /// The crate's own `tolerances.toml`, built in.
     pub fn builtin() -> &'static Self {
         static BUILTIN: OnceLock<Tolerances> = OnceLock::new();
-        BUILTIN
-            .get_or_init(|| Self::parse(include_str!("../../tolerances.toml")).expect("checked by tests/tolerances.rs"))
+        BUILTIN.get_or_init(|| {
+            Self::parse(include_str!("../../tolerances.toml")).expect("checked by tests/judge/tolerances.rs")
+        })
     }
 
     /// `κ` for a gate. An output stored as f64 is held to the f32 entry: it was computed by an f32 kernel and stored wider.

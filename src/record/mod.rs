@@ -4,7 +4,7 @@
 //! prompts ─▶ completions (sampled, or given) ─▶ teacher-forced forward ─▶ logits [B,T,V], a row at a time ─▶ file
 //! ```
 //!
-//! The model is Qwen2 or Qwen2.5 in f32, by `candle-transformers`, from a folder of safetensors or from a GGUF file that is
+//! The model is Qwen2 or Qwen2.5 in f32, by the training loop's own forward, from a folder of safetensors or from a GGUF file that is
 //! dequantised. Sampling runs token by token with a KV cache and keeps the log-probability of each token as it was drawn:
 //! `old_logps`. The training forward then runs over the same tokens in chunks, padding included, so that `r ≠ 1` is a
 //! real mismatch between two forwards and the rounding of the logits. Completions that are given have no sampler: their
@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use candle_core::Tensor;
 use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -28,12 +29,13 @@ use serde::Serialize;
 
 use self::expected::{CLIP, Expected, Row, log_softmax};
 use self::prompts::{Line, read};
-use self::qwen2::{Prefilled, Qwen2};
+use self::qwen2::{Prefilled, load, logits};
 use crate::checkpoint::{Checkpoint, Vocabulary, hash_of, one_line};
 use crate::fixture::{FixtureError, SafetensorsStream, StoredDtype};
 use crate::problem::Dtype;
 use crate::spec::{LossSpec, Objective, PpoClip};
 use crate::train::reward::advantages as of_rewards;
+use crate::train::{Qwen2, TrainError};
 
 pub use self::qwen2::CHUNK;
 
@@ -132,11 +134,7 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
     let vocab = checkpoint.config.vocab_size;
     let provenance = provenance(asked, &checkpoint, &lines)?;
     let vocabulary = checkpoint.vocabulary.clone();
-    let model = Qwen2::load(
-        checkpoint,
-        lines.iter().map(|line| line.prompt_ids.len()).max().unwrap_or(0) + asked.max_tokens,
-        &asked.model,
-    )?;
+    let model = load(checkpoint)?;
     let steps = 2 * lines.iter().map(|line| line.completions(asked.sampling)).sum::<usize>();
     let scribe = Scribe { asked, stop, model: &model, vocabulary: &vocabulary, steps };
 
@@ -182,8 +180,12 @@ impl Scribe<'_> {
         Ok(())
     }
 
-    fn failed(&self, error: &candle_core::Error) -> RecordError {
+    fn failed(&self, error: &TrainError) -> RecordError {
         RecordError::Model { path: self.asked.model.clone(), reason: one_line(error) }
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Result<Vec<f32>, RecordError> {
+        logits(self.model, hidden).map_err(|error| self.failed(&error.into()))
     }
 
     /// The completions given, or drawn.
@@ -221,22 +223,22 @@ impl Scribe<'_> {
         self.vocabulary.tokenizer.decode(ids, false).unwrap_or_default()
     }
 
-    fn prefill(&self, line: &Line) -> Result<Prefilled, RecordError> {
+    fn prefill(&self, line: &Line) -> Result<Prefilled<'_>, RecordError> {
         let check = || self.check_stop();
-        self.model.prefill(&line.prompt_ids, &check, &|error| self.failed(error))
+        Prefilled::of(self.model, &line.prompt_ids, &check, &|error| self.failed(error))
     }
 
     /// One completion, token by token, and each token's log-probability under the distribution that it was drawn from.
     fn draw(
         &self,
-        mut state: Prefilled,
+        mut state: Prefilled<'_>,
         temperature: f64,
         rng: &mut ChaCha8Rng,
     ) -> Result<(Vec<u32>, Vec<f32>), RecordError> {
         let (mut ids, mut logps) = (Vec::new(), Vec::new());
         loop {
             self.check_stop()?;
-            let logits = self.model.logits(&state.last).map_err(|error| self.failed(&error))?;
+            let logits = self.logits(&state.last)?;
             let logp = self.finite(log_softmax(&logits, temperature))?;
             let id = choose(&logp, rng.random());
             ids.push(id as u32);
@@ -268,7 +270,7 @@ impl Scribe<'_> {
         mut metadata: BTreeMap<String, String>,
         done: &dyn Fn(usize),
     ) -> Result<(), RecordError> {
-        let width = self.model.width();
+        let width = self.model.config().hidden_size;
         let of_tokens = [batch, tokens];
         let dtype = match self.asked.dtype {
             Dtype::F64 => StoredDtype::F64,
@@ -333,18 +335,18 @@ impl Scribe<'_> {
         stream: &mut SafetensorsStream,
         expected: &mut Expected,
         Sequence { completion, advantage, padded }: &Sequence,
-        mut state: Prefilled,
+        mut state: Prefilled<'_>,
     ) -> Result<(), RecordError> {
         let mut t = 0;
         // The last token of the prompt predicts the first of the completion, which predicts the next.
         let mut hidden = state.last.clone();
         loop {
             self.check_stop()?;
-            let failed = |error: candle_core::Error| self.failed(&error);
-            let values = hidden.flatten_all().and_then(|hidden| hidden.to_vec1::<f32>()).map_err(failed)?;
+            let values = hidden.flatten_all().and_then(|hidden| hidden.to_vec1::<f32>());
+            let values = values.map_err(|error| self.failed(&error.into()))?;
             stream.append("hidden", &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())?;
-            let logits = self.model.logits(&hidden).map_err(failed)?;
-            for logits in logits.chunks(self.model.vocab()) {
+            let logits = self.logits(&hidden)?;
+            for logits in logits.chunks(self.model.config().vocab_size) {
                 let (bytes, stored) = rounded(logits, self.asked.dtype);
                 stream.append("logits", &bytes)?;
                 let id = padded[t] as usize;
@@ -369,7 +371,7 @@ impl Scribe<'_> {
                 return Ok(());
             }
             let chunk = &padded[t - 1..(t - 1 + CHUNK).min(padded.len() - 1)];
-            hidden = state.forward(chunk).map_err(failed)?;
+            hidden = state.forward(chunk).map_err(|error| self.failed(&error))?;
         }
     }
 }
@@ -452,7 +454,7 @@ fn provenance(
     say("prompt_ids", json(&lines.iter().map(|line| &line.prompt_ids).collect::<Vec<_>>()));
     say(
         "training_forward",
-        "candle-transformers qwen2, f32, teacher-forced in chunks with KV cache, padding fed".into(),
+        "the training loop's qwen2 on candle, f32, teacher-forced in chunks with KV cache, padding fed".into(),
     );
     if given {
         say("sampling", "none: completions were given".into());

@@ -72,7 +72,7 @@ pub struct Qwen2 {
 }
 
 /// Keys and values of the tokens so far, `[B,heads,L,head_dim]`, a layer each.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct KvCache {
     layers: Vec<(Tensor, Tensor)>,
 }
@@ -98,6 +98,11 @@ impl KvCache {
 }
 
 impl Qwen2 {
+    /// The policy of weights that stay as they are, by name.
+    pub fn of(config: Qwen2Config, weights: BTreeMap<String, Tensor>) -> Self {
+        Self { config, weights }
+    }
+
     /// The policy that is trained: operations on its weights are recorded.
     pub fn recorded(config: &Qwen2Config, weights: &Weights) -> Self {
         let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();

@@ -181,6 +181,12 @@ impl XlaHead {
         })
     }
 
+    /// The program that any device runs.
+    pub(super) fn loops(&self, spec: &LossSpec, arrays: HeadArrays, devices: usize) -> Result<String, Unsupported> {
+        let mesh = self.mesh(arrays.shape.logits(), devices)?;
+        Ok(self.program(spec, arrays, mesh, Lowering::Loops, ANY_DEVICE))
+    }
+
     /// How many tokens a trip takes of a device's.
     fn chunks(&self, [tokens, vocab]: [usize; 2], logits: Dtype) -> Chunks {
         let most = (self.chunk_bytes / (vocab * logits.size())).min(MOST_TOKENS) / CHUNK_ROWS * CHUNK_ROWS;
@@ -197,7 +203,7 @@ impl XlaHead {
     fn plan(&self, spec: &LossSpec, problem: &HeadProblem, shape: HeadShape, devices: usize) -> Result<Plan, RunError> {
         self.supports(spec, shape, problem.dtype(), devices)?;
         let mesh = self.mesh(shape.logits(), devices)?;
-        let text = self.program(spec, HeadArrays::of(problem, shape), mesh, Lowering::Loops, ANY_DEVICE);
+        let text = self.loops(spec, HeadArrays::of(problem, shape), devices)?;
         Ok(Plan::of(text, Shards { shape: shape.logits(), mesh, client: self.on.client()? })?)
     }
 

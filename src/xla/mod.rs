@@ -527,3 +527,48 @@ impl OfTokens {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::{HeadLayout, HeadShape};
+    use crate::spec::{Ratio, RatioLevel};
+
+    /// The tests on devices run what is whole in place of what is cut over one device.
+    #[test]
+    fn programs_cut_over_one_device_are_those_of_what_is_whole() {
+        let sequence = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
+        let specs = [
+            LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() },
+            LossSpec { ratio: sequence, ..LossSpec::default() },
+        ];
+        let (all, heads) = (Xla::all(None), XlaHead::all(None));
+        let shape = HeadShape { batch: 3, tokens: 5, hidden: 16, vocab: 131 };
+        let (mut same, mut same_heads) = (0, 0);
+        for spec in &specs {
+            let takes = |xla: &&Xla| xla.supports(spec, shape.logits(), Dtype::Bf16, 1).is_ok();
+            let text = |xla: &Xla| {
+                let mesh = xla.mesh(shape.logits(), 1).unwrap();
+                assert_eq!(mesh, Mesh::ONE);
+                xla.program(Structure::of(spec), shape.logits(), Dtype::Bf16, mesh, Lowering::Loops, ANY_DEVICE)
+                    .unwrap()
+            };
+            for cut in all.iter().filter(|xla| !xla.sharding_is_whole()).filter(takes) {
+                let whole = all.iter().find(|xla| xla.sharding_is_whole() && xla.kernel == cut.kernel).unwrap();
+                assert!(text(cut) == text(whole), "{}", cut.id());
+                same += 1;
+            }
+            let layout = HeadLayout::HiddenByVocab;
+            let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout, rounds_logits: true };
+            let cut = heads.iter().filter(|head| !head.sharding_is_whole());
+            for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
+                let whole = heads.iter().find(|head| head.sharding_is_whole() && head.class() == cut.class()).unwrap();
+                let text = |head: &XlaHead| head.loops(spec, arrays, 1).unwrap();
+                assert!(text(cut) == text(whole), "{}", cut.id());
+                same_heads += 1;
+            }
+        }
+        // Rows and vocabulary of each; the one-pass kernel knows no sequence and cuts no vocabulary.
+        assert_eq!((same, same_heads), (9, 8));
+    }
+}

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use assert_cmd::cargo::cargo_bin;
 
-use crate::command::Output;
+use super::command::Output;
 
 /// With the shell's `limits`.
 pub(crate) fn limited(limits: &str, args: &[String]) -> Output {

@@ -1,21 +1,28 @@
-//! The CPU plugins that `make setup` installs.
+//! The CPU plugins that `make setup` installs, and how tests compile with them.
 
-use std::path::PathBuf;
+use std::env;
+use std::path::Path;
 
-use assay::runtime::Client;
+use assay::runtime::{Client, RuntimeError};
 
-/// The default plugin and the older one.
-pub(crate) fn cpu_plugins() -> Vec<PathBuf> {
-    ["pjrt_cpu.so", "pjrt_cpu_0_81.so"]
-        .map(|name| {
-            let path = PathBuf::from(".plugins").join(name);
-            assert!(path.is_file(), "{} is missing: run `make setup`", path.display());
-            path
-        })
-        .to_vec()
+/// The client of a plugin. Programs compile with XLA's least optimisation, as a test runs each a few times; with
+/// `ASSAY_FULL_OPTIMIZATION` set, as users compile them.
+pub(crate) fn client(path: &Path) -> Result<Client, RuntimeError> {
+    let client = Client::shared(path)?;
+    if env::var_os("ASSAY_FULL_OPTIMIZATION").is_none() {
+        client.compile_quickly();
+    }
+    Ok(client)
 }
 
-/// One client of each.
+/// One client of the default plugin and of the older one.
+#[allow(dead_code, reason = "not of those that make their own trials")]
 pub(crate) fn cpu_clients() -> Vec<Client> {
-    cpu_plugins().iter().map(|path| Client::shared(path).unwrap()).collect()
+    ["pjrt_cpu.so", "pjrt_cpu_0_81.so"]
+        .map(|name| {
+            let path = Path::new(".plugins").join(name);
+            assert!(path.is_file(), "{} is missing: run `make setup`", path.display());
+            client(&path).unwrap()
+        })
+        .to_vec()
 }

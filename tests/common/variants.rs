@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-pub(crate) use assay::conformance::variants::recipe;
-use assay::conformance::variants::{SHAPE, Variant, variants};
+pub(crate) use assay::conformance::variants::{SHAPE, recipe};
+use assay::conformance::variants::{Variant, variants};
 use assay::implementation::Implementation;
 use assay::problem::{Dtype, Shape};
 

@@ -1,0 +1,244 @@
+//! `assay emit`: the files agree with each other and with what was asked, and a refused command leaves none.
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::common::command::{assay, assert_refused};
+use assay::spec::LossSpec;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const SPEC: &str = "objective: {ppo_clip: {epsilon_low: 0.1, epsilon_high: 0.3, dual_clip: 3.0}}
+kl: {beta: 0.04, estimator: k3}
+temperature: 0.8
+entropy_coef: 0.02
+reduction: {fixed_length: {rows: all, length: 64}}
+";
+
+/// A folder that something was emitted into, beside its spec.
+struct Emitted {
+    folder: TempDir,
+    manifest: Value,
+}
+
+impl Emitted {
+    fn new(implementation: &str, shape: &str, dtype: &str) -> Self {
+        let folder = TempDir::new().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+        fs::write(path("spec.yaml"), SPEC).unwrap();
+        let (spec, out, json) = (path("spec.yaml"), path("out"), path("emit.json"));
+        let asked = ["--impl", implementation, "--shape", shape, "--dtype", dtype, "--target", "v6e:2x2"];
+        let output = assay(&[&["emit", "--spec", &spec, "-o", &out, "--json", &json], &asked[..]].concat());
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        assert!(output.stdout.contains(shape) && output.stdout.contains("v6e:2x2"), "{}", output.stdout);
+        let read = |path| serde_json::from_str::<Value>(&fs::read_to_string(path).unwrap()).unwrap();
+        let manifest = read(path("out/manifest.json"));
+        let mut result = read(json);
+        let command = result.as_object_mut().unwrap().remove("command").unwrap();
+        assert!(command.as_str().unwrap().starts_with("assay emit --spec "), "{command}");
+        assert_eq!(manifest, result, "--json is the manifest, and the command");
+        Self { folder, manifest }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join("out").join(name)
+    }
+
+    fn text(&self, name: &Value) -> String {
+        fs::read_to_string(self.path(name.as_str().unwrap())).unwrap()
+    }
+
+    fn kernels(&self) -> &Vec<Value> {
+        self.manifest["kernels"].as_array().unwrap()
+    }
+}
+
+/// `tensor<1x2xf32>` of each array of a list.
+fn types(arrays: &Value) -> Vec<String> {
+    let one = |array: &Value| {
+        let extents = array["shape"].as_array().unwrap().iter().map(|extent| format!("{extent}x"));
+        let dtype = array["dtype"].as_str().unwrap().replace("pred", "i1");
+        format!("tensor<{}{dtype}>", extents.collect::<String>())
+    };
+    arrays.as_array().unwrap().iter().map(one).collect()
+}
+
+/// The types of a list of parameters or outputs, whatever their names and attributes.
+fn tensors(text: &str) -> Vec<String> {
+    let end = |rest: &str| rest.find('>').expect("a type ends");
+    text.split("tensor<").skip(1).map(|rest| format!("tensor<{}>", &rest[..end(rest)])).collect()
+}
+
+fn names(arrays: &Value) -> Vec<&str> {
+    arrays.as_array().unwrap().iter().map(|array| array["name"].as_str().unwrap()).collect()
+}
+
+/// Both implementations, in the two dtypes that are stored in different ways.
+fn every() -> impl Iterator<Item = Emitted> {
+    let asked = ["tile-one-pass", "tile-two-pass"].into_iter().flat_map(|id| ["bf16", "f16"].map(|dtype| (id, dtype)));
+    asked.map(|(id, dtype)| Emitted::new(id, "2x5x1031", dtype))
+}
+
+#[test]
+fn the_manifest_names_every_file_and_no_other() {
+    for emitted in every() {
+        let named = emitted.kernels().iter().flat_map(|kernel| [&kernel["payload"], &kernel["text"]]);
+        let named = named.chain([&emitted.manifest["module"]["file"]]).map(|name| name.as_str().unwrap().to_string());
+        let named: BTreeSet<String> = named.chain(["manifest.json".to_string()]).collect();
+        let there = fs::read_dir(emitted.path("")).unwrap();
+        let there: BTreeSet<String> = there.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        assert_eq!(named, there);
+    }
+}
+
+#[test]
+fn the_manifest_says_what_was_asked_and_the_spec_round_trips() {
+    let emitted = Emitted::new("tile-two-pass", "2x5x1031", "f16");
+    let manifest = &emitted.manifest;
+    for (field, value) in [
+        ("assay", json!(env!("CARGO_PKG_VERSION"))),
+        ("impl", json!("tile-two-pass")),
+        ("target", json!("v6e:2x2")),
+        ("devices", json!(4)),
+        ("shape", json!([2, 5, 1031])),
+        ("dtype", json!("f16")),
+    ] {
+        assert_eq!(manifest[field], value, "{field}");
+    }
+    let spec: LossSpec = serde_json::from_value(manifest["spec"].clone()).unwrap();
+    assert_eq!(spec, serde_saphyr::from_str::<LossSpec>(SPEC).unwrap());
+    let pinned = format!("libtpu=={} ", manifest["libtpu"].as_str().unwrap());
+    assert!(fs::read_to_string("setup/tpu.txt").unwrap().contains(&pinned), "tried with what is installed");
+}
+
+#[test]
+fn the_numbers_are_those_of_the_spec() {
+    let numbers = &Emitted::new("tile-one-pass", "2x5x1031", "bf16").manifest["numbers"];
+    let expected = [
+        ("low", 0.9_f32),
+        ("high", 1.3),
+        ("dual_clip", 3.0),
+        ("beta", 0.04),
+        ("inverse_temperature", 1.25),
+        ("entropy_coef", 0.02),
+        // Two sequences on each of four devices, 64 tokens each.
+        ("denominator", 512.0),
+        ("loss_scale", 1.0),
+    ];
+    for (name, value) in expected {
+        assert_eq!(numbers[name].as_f64().unwrap() as f32, value, "{name}");
+    }
+    assert_eq!(numbers["delta"], json!("inf"), "JSON has no infinity");
+    assert_eq!(numbers.as_object().unwrap().len(), expected.len() + 1);
+}
+
+#[test]
+fn payloads_hold_the_text_of_their_kernels() {
+    for emitted in every() {
+        for kernel in emitted.kernels() {
+            let text = emitted.text(&kernel["text"]);
+            let payload: Value = serde_json::from_str(&emitted.text(&kernel["payload"])).unwrap();
+            let body = payload["custom_call_config"]["body"].as_str().unwrap();
+            assert_eq!(String::from_utf8(STANDARD.decode(body).unwrap()).unwrap(), text);
+            assert!(text.contains(&format!("sym_name = {}", kernel["name"])));
+            let version = format!("stable_mosaic.version = {} : i64", emitted.manifest["mosaic_version"]);
+            assert!(text.contains(&version), "{version}");
+            let limit = &payload["scoped_memory_configs"][0]["size"];
+            assert!(kernel["vmem_bytes"].as_u64() <= limit.as_u64(), "{} of {limit}", kernel["vmem_bytes"]);
+        }
+    }
+}
+
+#[test]
+fn kernels_are_listed_as_the_module_calls_them() {
+    for emitted in every() {
+        let module = emitted.text(&emitted.manifest["module"]["file"]);
+        let calls: Vec<&str> = module.lines().filter(|line| line.contains("@tpu_custom_call")).collect();
+        assert_eq!(calls.len(), emitted.kernels().len());
+        for (call, kernel) in calls.into_iter().zip(emitted.kernels()) {
+            let (given, returned) = call.rsplit_once("} : (").unwrap().1.split_once(") -> (").unwrap();
+            assert_eq!(types(&kernel["operands"]), tensors(given));
+            assert_eq!(types(&kernel["results"]), tensors(returned));
+            let payload = emitted.text(&kernel["payload"]).replace('\\', "\\5C").replace('"', "\\22");
+            assert!(call.contains(&format!("backend_config = \"{payload}\"")), "{}", kernel["name"]);
+
+            let alias = |alias: &Value| format!("operand_index = {},", alias["operand"]);
+            let aliases = kernel["aliases"].as_array().unwrap();
+            assert_eq!(call.matches("operand_index = ").count(), aliases.len());
+            assert!(aliases.iter().map(alias).all(|alias| call.contains(&alias)));
+            for array in ["operands", "results"].into_iter().flat_map(|key| kernel[key].as_array().unwrap()) {
+                let rank = array["shape"].as_array().unwrap().len();
+                assert_eq!(array["layout"], json!((0..rank).collect::<Vec<_>>()));
+                let bits = array["name"].as_str().unwrap().ends_with("logits") && emitted.manifest["dtype"] == "f16";
+                assert_eq!((&array["dtype"] == "i16", array["bits_of"] == "f16"), (bits, bits), "{array}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_module_is_given_and_returns_what_the_manifest_says() {
+    for emitted in every() {
+        let module = &emitted.manifest["module"];
+        let text = emitted.text(&module["file"]);
+        let (given, returned) = text.split_once("@main(").unwrap().1.split_once(") -> (").unwrap();
+        let returned = returned.split_once(") {\n").unwrap().0;
+        assert_eq!((types(&module["inputs"]), types(&module["outputs"])), (tensors(given), tensors(returned)));
+        let inputs = ["logits", "ids", "mask", "advantages", "old_logp", "ref_logp", "numbers"];
+        assert_eq!(names(&module["inputs"]), inputs);
+        assert_eq!(names(&module["outputs"]), ["dlogits", "logp", "entropy", "token_loss", "scalars"]);
+        let numbers: Vec<&str> = emitted.manifest["numbers"].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(module["inputs"][6]["columns"], json!(numbers));
+        assert_eq!(module["aliases"], json!([{"operand": 0, "result": 0}]));
+        assert!(given.split_once(',').unwrap().0.contains("tf.aliasing_output = 0"), "{given}");
+    }
+}
+
+#[test]
+fn bad_usage_is_refused_and_leaves_nothing() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("out");
+    let out = out.to_str().unwrap();
+    let good =
+        [("--impl", "tile-one-pass"), ("--shape", "1x8x256"), ("--dtype", "bf16"), ("--target", "v6e"), ("-o", out)];
+    let with = |option: &str, value: &str| -> Vec<String> {
+        let options = good.iter().map(|&(name, good)| [name, if name == option { value } else { good }]);
+        ["emit"].into_iter().chain(options.flatten()).map(String::from).collect()
+    };
+    let lost = format!("{out}/deeper/still");
+    let one_line: [(&str, &str, &[&str]); 6] = [
+        ("--impl", "fastest", &["implementation", "got `fastest`", "tile-one-pass, tile-two-pass"]),
+        ("--impl", "xla", &["implementation", "got `xla`", "no kernels", "tile-one-pass, tile-two-pass"]),
+        ("--dtype", "f64", &["logits dtype f64", "f32, bf16 and f16"]),
+        ("--shape", "4294967296x1x8", &["tokens a device", "up to", "tile-two-pass takes any"]),
+        ("--shape", "1x8x9999999", &["vocabulary", "tile-two-pass takes any"]),
+        ("-o", &lost, &[&lost, "cannot write"]),
+    ];
+    for (option, value, parts) in one_line {
+        let args = with(option, value);
+        assert_refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), parts);
+    }
+    for (option, value, part) in [("--shape", "1x8x0", "integers ≥ 1"), ("--target", "v4", "v5e, v5p, v6e, v7x")] {
+        let args = with(option, value);
+        let output = assay(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        assert_eq!(output.code, 2, "{}", output.stderr);
+        assert!(output.stderr.contains(part) && output.stderr.contains(value), "{}", output.stderr);
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "something was left");
+}
+
+#[test]
+fn what_exists_is_left_as_it_is() {
+    let folder = TempDir::new().unwrap();
+    let (kept, link) = (folder.path().join("kept"), folder.path().join("link"));
+    fs::create_dir(&kept).unwrap();
+    std::os::unix::fs::symlink("nowhere", &link).unwrap();
+    for path in [&kept, &link] {
+        let path = path.to_str().unwrap();
+        assert_refused(&["emit", "--shape", "1x8x256", "--target", "v6e", "-o", path], &[path, "it exists"]);
+    }
+    assert_eq!((fs::read_dir(&kept).unwrap().count(), fs::read_link(&link).unwrap()), (0, Path::new("nowhere").into()));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "something was left");
+}

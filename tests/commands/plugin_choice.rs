@@ -1,0 +1,105 @@
+//! The command line with plugins and devices that cannot be had, and with those that can.
+use assert_cmd::cargo::cargo_bin_cmd;
+
+const FIXTURE: &str = "fixtures/qwen_tiny.safetensors";
+
+/// Runs `assay` and returns its exit code, stdout and stderr.
+fn assay(args: &[&str], plugin: Option<&str>) -> (i32, String, String) {
+    let mut command = cargo_bin_cmd!("assay");
+    command.args(args).env_remove("ASSAY_PJRT_PLUGIN");
+    if let Some(plugin) = plugin {
+        command.env("ASSAY_PJRT_PLUGIN", plugin);
+    }
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
+fn expect_refused(args: &[&str], plugin: Option<&str>, wanted: &[&str]) {
+    let (code, stdout, stderr) = assay(args, plugin);
+    assert_eq!((code, stdout.as_str()), (2, ""), "{stderr}");
+    for wanted in wanted {
+        assert!(stderr.contains(wanted), "`{wanted}` in: {stderr}");
+    }
+    assert!(!stderr.contains("panicked"), "{stderr}");
+}
+
+#[test]
+fn a_plugin_that_was_asked_for_and_cannot_be_loaded_is_refused() {
+    let missing = &["PJRT plugin /nowhere/plugin.so: cannot be loaded", "No such file"];
+    expect_refused(&["replay", FIXTURE, "--plugin", "/nowhere/plugin.so"], None, missing);
+    expect_refused(&["replay", FIXTURE], Some("/nowhere/plugin.so"), missing);
+    expect_refused(&["replay", FIXTURE, "--plugin", "Cargo.toml"], None, &["Cargo.toml: cannot be loaded"]);
+    expect_refused(
+        &["gradcheck", "--config", "configs/gradcheck_qwen.yaml", "--plugin", "/nowhere/plugin.so"],
+        None,
+        missing,
+    );
+}
+
+#[test]
+fn the_option_goes_before_the_environment() {
+    let args = ["replay", FIXTURE, "--plugin", ".plugins/pjrt_cpu.so", "--impl", "xla", "-q"];
+    assert_eq!(assay(&args, Some("/nowhere/plugin.so")).0, 0);
+}
+
+#[test]
+fn list_says_why_an_implementation_cannot_run() {
+    let (code, stdout, _) = assay(&["list"], Some("/nowhere/plugin.so"));
+    assert_eq!(code, 0);
+    // Once, in full, though broken over lines, and for all that share it.
+    let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    let reason = "tile-lm-head-mesh: PJRT plugin /nowhere/plugin.so: cannot be loaded: No such file or directory";
+    assert_eq!(words.matches(reason).count(), 1, "{stdout}");
+    assert_eq!(words.matches("cannot be loaded").count(), 1, "{stdout}");
+    assert!(words.contains("│ xla ┆ no ┆ f32,bf16,f16 ┆ – ┆"), "{stdout}");
+    assert!(stdout.lines().all(|line| line.chars().count() <= 100), "{stdout}");
+}
+
+#[test]
+fn a_device_count_that_nothing_here_takes_is_refused() {
+    let args = |id| ["replay", FIXTURE, "--impl", id, "--devices", "4,16"];
+    let expected = ["--devices: got 16, expected counts that xla-vocab takes here: 1, 2, 4, 8\n"];
+    expect_refused(&args("xla-vocab"), None, &expected);
+    expect_refused(&args("xla-mesh"), None, &["--devices: got 16", "xla-mesh takes here: 4, 8\n"]);
+    expect_refused(&args("xla"), None, &["--devices: got 4, expected counts that xla takes here: 1\n"]);
+    expect_refused(
+        &["replay", "--devices", "1000"],
+        None,
+        &["got 1000", "some implementation takes here: 1, 2, 4, 8\n"],
+    );
+}
+
+#[test]
+fn a_device_count_that_one_implementation_never_takes_is_ignored_by_name() {
+    let args =
+        ["replay", FIXTURE, "--logits", "logits", "--impl", "xla-mesh", "--impl", "xla-rows", "--devices", "2,4"];
+    let (code, stdout, _) = assay(&args, None);
+    assert_eq!(code, 0, "{stdout}");
+    assert!(stdout.contains("ignored  2 runs of xla-mesh ×2: xla-mesh does not support device count 2;"), "{stdout}");
+    let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("│ xla-mesh ×2 ┆ 0 ┆ – ┆ nothing compared │"), "{stdout}");
+    assert!(words.contains("│ xla-rows ×2 ┆ 24 ┆"), "{stdout}");
+    let (_, stdout, _) = assay(&[&args[..], &["--verbose"]].concat(), None);
+    assert!(stdout.contains("ignored  qwen_tiny logits old_logps with xla-mesh ×2:"), "{stdout}");
+}
+
+#[test]
+fn replay_on_several_counts_says_which_outputs_keep_their_bits() {
+    let args = ["replay", FIXTURE, "--logits", "logits", "--impl", "xla-rows", "--devices", "1,2,4"];
+    let (code, stdout, stderr) = assay(&args, None);
+    assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+    // A line for both problems; with --verbose one for each.
+    let (_, verbose, _) = assay(&[&args[..], &["--verbose"]].concat(), None);
+    assert_eq!([&stdout, &verbose].map(|text| text.matches("bits  ").count()), [2, 4], "{stdout}{verbose}");
+    for devices in ["×2", "×4"] {
+        assert!(stdout.contains(&format!("bits     xla-rows: {devices} has those of ×1 in ")), "{stdout}");
+        let line = format!("bits     qwen_tiny logits old_logps with xla-rows: {devices} has those of ×1 in ");
+        assert!(verbose.contains(&line), "{verbose}");
+    }
+}
+
+#[test]
+fn a_device_count_of_zero_is_refused() {
+    expect_refused(&["replay", "--devices", "0"], None, &["--devices", "zero"]);
+}

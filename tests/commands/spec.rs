@@ -1,0 +1,84 @@
+//! `assay spec`: a preset or a file in full, and in words.
+
+use std::fs;
+
+use crate::common::command::{assay, assert_refused};
+use assay::spec::{LossSpec, Objective, Rows};
+use assay::spec::{PpoClip, Reduction};
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn shown(args: &[&str]) -> String {
+    let output = assay(&[&["spec"], args].concat());
+    assert_eq!(output.code, 0, "{args:?}: {}", output.stderr);
+    output.stdout
+}
+
+#[test]
+fn what_is_printed_is_a_spec_file() {
+    let text = shown(&["--preset", "trl", "loss_type=grpo", "epsilon_high=0.28", "gradient_accumulation_steps=4"]);
+    let spec: LossSpec = serde_saphyr::from_str(&text).unwrap();
+    assert_eq!(spec.objective, Objective::PpoClip(PpoClip { epsilon_high: 0.28, ..PpoClip::default() }));
+    assert_eq!(spec.reduction, Reduction::SequenceMean { rows: Rows::All });
+    assert_eq!(spec.scale, 0.25);
+    for line in [
+        "# policy     −min(ρ·A, clip(ρ, 0.8, 1.28)·A); one A a sequence",
+        "# reduction  w = 1/(B·n_b): mean over rows of their token means, empty rows counted",
+        "# loss       0.25 · (Σ w·m·policy)",
+    ] {
+        assert!(text.contains(line), "{line}\nnot in\n{text}");
+    }
+
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("spec.yaml");
+    fs::write(&file, &text).unwrap();
+    let again = shown(&["--spec", file.to_str().unwrap()]);
+    assert_eq!(serde_saphyr::from_str::<LossSpec>(&again).unwrap(), spec);
+}
+
+#[test]
+fn the_loss_is_said_in_formulas() {
+    let verl = ["--preset", "verl", "loss_mode=gspo", "use_kl_loss=True", "kl_loss_type=k3+", "entropy_coeff=0.01"];
+    let text = shown(&verl);
+    for part in [
+        "ρ = exp(min(Σ m·x / n_b, 10))",
+        "the gradient of the token's own ℓ",
+        "0.001·kl, kl = clamp(e^d − d − 1, ±10), d = clamp(ref_logp − ℓ, ±20); the gradient is that of d²/2",
+        "Σ w·m·policy + Σ w·m·0.001·kl − 0.01·mean(H)",
+    ] {
+        assert!(text.contains(part), "{part}\nnot in\n{text}");
+    }
+    assert!(shown(&["--preset", "mllm-jax", "temperature=0.7"]).contains("log_softmax(logits)[id] / 0.7"));
+    assert!(shown(&["--preset", "verl", "--function", "compute_entropy_loss"]).contains("# loss       mean(H)"));
+}
+
+#[test]
+fn options_without_effect_and_notes_are_listed() {
+    let text = shown(&["--preset", "trl", "loss_type=dapo", "sapo_temperature_pos=2", "num_generations=8"]);
+    assert!(text.contains("without effect on the loss: num_generations, sapo_temperature_pos"), "{text}");
+    assert!(text.contains("note: num_items_in_batch is not given"), "{text}");
+    assert!(!shown(&["--preset", "trl", "loss_type=dapo", "--num-items", "64"]).contains("note:"));
+}
+
+#[test]
+fn json_holds_the_spec_and_the_words() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("spec.json");
+    let printed = shown(&["--preset", "tunix", "beta=0", "--json", path.to_str().unwrap(), "--quiet"]);
+    assert_eq!(printed, "");
+    let json: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    assert_eq!((&json["preset"], &json["function"]), (&"tunix".into(), &"grpo_loss_fn".into()));
+    let spec: LossSpec = serde_json::from_value(json["spec"].clone()).unwrap();
+    assert_eq!(json["description"], spec.describe());
+}
+
+#[test]
+fn bad_options_are_refused_by_name() {
+    assert_refused(&["spec", "--preset", "nobody"], &["`nobody`", "trl", "openrlhf"]);
+    assert_refused(&["spec", "--preset", "trl", "--function", "f"], &["`f`", "GMPOTrainer"]);
+    assert_refused(&["spec", "--preset", "trl", "epsilon"], &["`epsilon`", "name=value"]);
+    assert_refused(&["spec", "--preset", "trl", "epsilom=0.2"], &["`epsilom`", "(given 0.2)", "epsilon"]);
+    assert_refused(&["spec", "--preset", "trl", "loss_type=ppo"], &["`loss_type`", "\"ppo\"", "vespo"]);
+    assert_refused(&["spec", "--preset", "trl", "epsilon=-1"], &["epsilon_low", "got -1"]);
+    assert_refused(&["spec", "--preset", "trl", "use_vllm=true"], &["importance_sampling_ratio", "`use_vllm`"]);
+}

@@ -1,0 +1,176 @@
+//! Specs among which every two settings that shape a program meet: a few dozen programs in place of all combinations.
+
+use std::collections::BTreeSet;
+
+use assay::conformance::variants::{SHAPE, variants};
+use assay::implementation::Implementation;
+use assay::problem::{Dtype, Shape};
+use assay::spec::{
+    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective, OldLogp,
+    Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, TemperatureDivides, Terms,
+};
+
+/// Rows of one choice a factor, of as many as `choices` says, among which any two choices of any two factors meet.
+fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
+    let factors = 0..choices.len();
+    let pairs_of = |row: &[Option<usize>], factor: usize, choice: usize| -> Vec<[(usize, usize); 2]> {
+        let met = row.iter().enumerate().filter_map(|(other, met)| met.map(|met| (other, met)));
+        met.filter(|(other, _)| *other != factor)
+            .map(|other| if other.0 < factor { [other, (factor, choice)] } else { [(factor, choice), other] })
+            .collect()
+    };
+    let mut missing: BTreeSet<[(usize, usize); 2]> = BTreeSet::new();
+    for b in factors.clone() {
+        for (a, x, y) in (0..b).flat_map(|a| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| (a, x, y))))
+        {
+            missing.insert([(a, x), (b, y)]);
+        }
+    }
+    let mut rows: Vec<Vec<usize>> = Vec::new();
+    while let Some(&[(a, x), (b, y)]) = missing.first() {
+        let mut row = vec![None; choices.len()];
+        (row[a], row[b]) = (Some(x), Some(y));
+        for factor in factors.clone().filter(|factor| ![a, b].contains(factor)) {
+            let new =
+                |choice: &usize| pairs_of(&row, factor, *choice).iter().filter(|pair| missing.contains(*pair)).count();
+            // Among equals another at each row, so that no choice is worn out.
+            let turned = (0..choices[factor]).map(|choice| (choice + rows.len()) % choices[factor]);
+            row[factor] = turned.max_by_key(new);
+        }
+        for factor in factors.clone() {
+            for pair in pairs_of(&row, factor, row[factor].expect("all are chosen")) {
+                missing.remove(&pair);
+            }
+        }
+        rows.push(row.into_iter().flatten().collect());
+    }
+    rows
+}
+
+const OF_ROWS: Averaging =
+    Averaging { reduction: Reduction::SequenceMean { rows: Rows::All }, denominator_epsilon: 0.0 };
+
+const ESTIMATORS: [Option<KlEstimator>; 5] =
+    [None, Some(KlEstimator::K1), Some(KlEstimator::K2), Some(KlEstimator::K3), Some(KlEstimator::Abs)];
+const IMPORTANCES: [KlImportance; 3] = [KlImportance::One, KlImportance::Ratio, KlImportance::Score];
+const GRADIENTS: [KlGradient; 2] = [KlGradient::Own, KlGradient::K2];
+const DIFFERENCE_CLAMPS: [Option<f64>; 2] = [None, Some(0.2)];
+/// Each with whether it comes after the importance weight.
+const VALUE_CLAMPS: [(Option<f64>, bool); 3] = [(None, false), (Some(0.02), false), (Some(0.02), true)];
+const KL_AVERAGINGS: [Option<Averaging>; 2] = [None, Some(OF_ROWS)];
+/// Each with its epsilon.
+const REDUCTIONS: [(Reduction, f64); 5] = [
+    (Reduction::TokenMean, 0.0),
+    (Reduction::SequenceMean { rows: Rows::All }, 0.0),
+    (Reduction::SequenceMean { rows: Rows::NonEmpty }, 0.5),
+    (Reduction::SequenceSum { rows: Rows::NonEmpty }, 0.0),
+    (Reduction::FixedLength { rows: Rows::All, length: Some(7) }, 0.0),
+];
+/// Each with the mean that the bonus is of.
+const ENTROPIES: [(f64, Option<Averaging>); 3] = [(0.0, None), (0.03, None), (-0.02, Some(OF_ROWS))];
+const TEMPERATURES: [(f64, TemperatureDivides); 3] =
+    [(1.0, TemperatureDivides::Logits), (0.8, TemperatureDivides::Logits), (1.3, TemperatureDivides::Logp)];
+const OLD_LOGPS: [OldLogp; 3] = [OldLogp::Given, OldLogp::Current, OldLogp::Rollout];
+/// Bounds on a log-ratio: `clamp`, `clip`, `cap`.
+const BOUNDS: [(Option<f64>, Option<LogClip>, Option<f64>); 4] = [
+    (None, None, None),
+    (Some(0.25), None, None),
+    (None, Some(LogClip { low: 0.2, high: 0.1 }), None),
+    (None, None, Some(0.1)),
+];
+/// What rollout weights apply to.
+const WEIGHTS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::PolicyAndKl)];
+/// What rejected tokens are dropped from.
+const DROPS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::PolicyAndKl)];
+const ADVANTAGES: [AdvantageLevel; 2] = [AdvantageLevel::Sequence, AdvantageLevel::Token];
+
+/// How many choices each factor has, in the order that [`spec`] reads them.
+const CHOICES: [usize; 14] = [
+    ESTIMATORS.len(),
+    IMPORTANCES.len(),
+    GRADIENTS.len(),
+    DIFFERENCE_CLAMPS.len(),
+    VALUE_CLAMPS.len(),
+    KL_AVERAGINGS.len(),
+    REDUCTIONS.len(),
+    ENTROPIES.len(),
+    TEMPERATURES.len(),
+    OLD_LOGPS.len(),
+    BOUNDS.len(),
+    WEIGHTS.len(),
+    DROPS.len(),
+    ADVANTAGES.len(),
+];
+
+/// One choice of each factor around an objective.
+fn spec(objective: Objective, row: &[usize]) -> LossSpec {
+    let [estimator, importance, gradient, difference, value, of_kl, rest @ ..] = row else {
+        unreachable!("14 factors")
+    };
+    let [reduction, entropy, temperature, old_logp, bounds, weights, drops, advantages] = *rest else {
+        unreachable!("14 factors")
+    };
+    let kl = ESTIMATORS[*estimator].map(|estimator| Kl {
+        importance: IMPORTANCES[*importance],
+        gradient: GRADIENTS[*gradient],
+        difference_clamp: DIFFERENCE_CLAMPS[*difference],
+        value_clamp: VALUE_CLAMPS[*value].0,
+        clamp_after_importance: VALUE_CLAMPS[*value].1,
+        averaging: KL_AVERAGINGS[*of_kl],
+        ..Kl::plain(0.07, estimator)
+    });
+    let rollout = WEIGHTS[weights].map(|applies_to| RolloutWeights {
+        source: RolloutSource::Logp,
+        level: RolloutLevel::Token,
+        outside: Outside::Truncate,
+        min: None,
+        max: Some(1.1),
+        clamp: None,
+        normalize: false,
+        applies_to,
+    });
+    let rejection = DROPS[drops].map(|drops_from| Rejection {
+        estimator: RejectionEstimator::K2,
+        level: RejectionLevel::Token,
+        min: None,
+        max: 0.03,
+        counts: true,
+        drops_from,
+    });
+    let (clamp, clip, cap) = BOUNDS[bounds];
+    LossSpec {
+        objective,
+        ratio: Ratio { clamp, clip, cap, ..Ratio::default() },
+        advantages: ADVANTAGES[advantages],
+        old_logp: OLD_LOGPS[old_logp],
+        temperature: TEMPERATURES[temperature].0,
+        temperature_divides: TEMPERATURES[temperature].1,
+        kl,
+        entropy_coef: ENTROPIES[entropy].0,
+        entropy_averaging: ENTROPIES[entropy].1,
+        rollout,
+        rejection: rejection.into_iter().collect(),
+        reduction: REDUCTIONS[reduction].0,
+        denominator_epsilon: REDUCTIONS[reduction].1,
+        ..LossSpec::default()
+    }
+}
+
+/// Specs that `implementation` computes, every objective that it knows among them in turn.
+pub(crate) fn structures(implementation: &dyn Implementation) -> Vec<LossSpec> {
+    let [batch, tokens, vocab] = SHAPE;
+    let supports =
+        |spec: &LossSpec| implementation.supports(spec, Shape { batch, tokens, vocab }, Dtype::F32, 1).is_ok();
+    let objectives: Vec<Objective> = variants()
+        .into_iter()
+        .filter(|variant| variant.field == "objective" && supports(&variant.spec))
+        .map(|variant| variant.spec.objective)
+        .collect();
+    let specs: Vec<LossSpec> =
+        pairwise(&CHOICES).iter().zip(objectives.into_iter().cycle()).map(|(row, of)| spec(of, row)).collect();
+    for spec in &specs {
+        assert!(supports(spec), "{} refuses {spec:?}", implementation.id());
+    }
+    specs
+}

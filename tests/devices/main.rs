@@ -1,0 +1,539 @@
+//! Every implementation that runs on devices against the reference, through the judge: shapes, dtypes, device counts,
+//! on every PJRT plugin that set-up installs, or on the one that `ASSAY_PJRT_PLUGIN` names.
+//!
+//! A program takes a quarter of a second to compile and a problem milliseconds to run, so each program is given many
+//! problems, and a program is compiled where it can be wrong in a way of its own: see docs/device-tests.md, which also
+//! says which changes of the lowerings these tests were seen to catch.
+//!
+//! A plugin that is absent, or has too few devices, reads *ignored*.
+
+mod covering;
+#[path = "../common"]
+mod common {
+    #[allow(dead_code, reason = "specs alone are looked at here")]
+    pub(crate) mod arms;
+    pub(crate) mod plugins;
+    pub(crate) mod slowest;
+    pub(crate) mod variants;
+}
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::env;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+
+use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::invariance::Invariance;
+use assay::conformance::judge::judge;
+use assay::conformance::report::{explain, on_devices};
+use assay::conformance::suites;
+use assay::conformance::tolerance::{Output, Tolerances};
+use assay::conformance::variants::Variant;
+use assay::implementation::Implementation;
+use assay::problem::{Candidate, Dtype, Problem};
+use assay::reference::{self, Reference};
+use assay::runtime::{PLUGIN_VARIABLE, Plugin};
+use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
+use assay::xla::Xla;
+use common::arms::Arms;
+use common::plugins::client;
+use common::{slowest, variants};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
+
+/// Random specs an implementation, each in another dtype. `ASSAY_DEVICE_CASES` asks for more.
+const STRUCTURES: usize = 3;
+
+fn structures() -> usize {
+    env::var("ASSAY_DEVICE_CASES").ok().map_or(STRUCTURES, |text| text.parse().expect("a number of specs"))
+}
+
+/// Whether there is nothing to run on, and why.
+type Hindrance = Option<String>;
+
+/// A plugin under test.
+struct Under {
+    path: PathBuf,
+    /// `C API 0.115`
+    name: String,
+    hindrance: Hindrance,
+}
+
+fn plugins() -> Vec<Under> {
+    let given = env::var_os(PLUGIN_VARIABLE).map(PathBuf::from);
+    let paths = given
+        .map_or_else(|| vec![".plugins/pjrt_cpu.so".into(), ".plugins/pjrt_cpu_0_81.so".into()], |path| vec![path]);
+    let load = |path: &PathBuf| {
+        let plugin = Plugin::load(path)?;
+        client(path)?;
+        Ok(plugin)
+    };
+    paths
+        .into_iter()
+        .map(|path: PathBuf| match load(&path) {
+            Ok(plugin) => {
+                let (major, minor) = plugin.version();
+                Under { name: format!("C API {major}.{minor}"), path, hindrance: None }
+            }
+            Err::<_, assay::runtime::RuntimeError>(error) => {
+                Under { name: path.display().to_string(), path, hindrance: Some(error.to_string()) }
+            }
+        })
+        .collect()
+}
+
+fn main() {
+    let arguments = Arguments::from_args();
+    let mut trials = Vec::new();
+    let plugins = plugins();
+    for (i, plugin) in plugins.iter().enumerate() {
+        for implementation in suites::compiled(&plugin.path) {
+            let of = Trials { plugin, implementation, found: &mut trials };
+            if i == 0 { of.all() } else { of.on_another_plugin() }
+        }
+        let path = plugin.path.clone();
+        let name = format!("regressions_stay_mended: {}", plugin.name);
+        trials.push(trial(name, &plugin.hindrance, move || regressions_stay_mended(&path)));
+    }
+    trials.push(tpu_plugin());
+    let all = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.list && !arguments.ignored;
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    slowest::print();
+    if all && !conclusion.has_failed() {
+        let judged = JUDGED.lock().unwrap_or_else(PoisonError::into_inner);
+        let missing = judged.missing(&plugins[0]);
+        if !missing.is_empty() {
+            eprintln!("judged by no trial: {missing:#?}");
+            std::process::exit(101);
+        }
+        eprintln!("no false alarm of compiled implementations in {} cases, each of a fixed seed", judged.cases);
+    }
+    conclusion.exit();
+}
+
+/// What a verdict was given on.
+struct Judged {
+    cases: usize,
+    /// Implementations, each on a device count and in a dtype.
+    placed: BTreeSet<(String, usize, Dtype)>,
+    /// The specs that `xla` was given.
+    specs: Arms,
+}
+
+static JUDGED: LazyLock<Mutex<Judged>> =
+    LazyLock::new(|| Mutex::new(Judged { cases: 0, placed: BTreeSet::new(), specs: Arms::default() }));
+
+impl Judged {
+    /// What all trials together should have judged and did not: every implementation on every device count and in every
+    /// dtype, and every choice that a spec has under `xla`.
+    fn missing(&self, plugin: &Under) -> Vec<String> {
+        let mut missing = Vec::new();
+        for implementation in suites::compiled(&plugin.path) {
+            let of = Trials { plugin, implementation: Arc::clone(&implementation), found: &mut Vec::new() };
+            for (devices, dtype) in
+                of.available_counts().into_iter().flat_map(|n| Dtype::KERNEL.map(|dtype| (n, dtype)))
+            {
+                if !self.placed.contains(&(implementation.id().into(), devices, dtype)) {
+                    missing.push(format!("{} in {dtype}", on_devices(implementation.id(), devices)));
+                }
+            }
+            if implementation.id() == "xla" && of.hindrance(1).is_none() {
+                let computed = variants::supported(&*implementation, 1);
+                let computed = Arms::of_specs(computed.iter().map(|variant| &variant.spec));
+                missing.extend(self.specs.missing_of(&computed).into_iter().map(|arm| format!("xla with {arm}")));
+            }
+        }
+        missing
+    }
+}
+
+/// The trials of one implementation on one plugin.
+struct Trials<'t> {
+    plugin: &'t Under,
+    implementation: Arc<dyn Implementation>,
+    found: &'t mut Vec<Trial>,
+}
+
+impl Trials<'_> {
+    /// The device counts that it takes, were they there: of what is cut, those above one, where its program is that of
+    /// what is whole (`programs_cut_over_one_device_are_those_of_what_is_whole`).
+    fn counts(&self) -> Vec<usize> {
+        let takes = |devices: &usize| takes(&*self.implementation, *devices);
+        let counts: Vec<usize> = DEVICE_COUNTS.into_iter().filter(takes).collect();
+        if counts.len() > 1 { counts.into_iter().filter(|&devices| devices > 1).collect() } else { counts }
+    }
+
+    /// Why `devices` of the plugin cannot be had.
+    fn hindrance(&self, devices: usize) -> Hindrance {
+        let counts = self.implementation.device_counts();
+        let few = || format!("{devices} devices, of {counts:?}");
+        self.plugin.hindrance.clone().or_else(|| (!counts.contains(&devices)).then(few))
+    }
+
+    /// What can be had of [`counts`](Self::counts); the trial of the others reads *ignored*.
+    fn available_counts(&self) -> Vec<usize> {
+        self.counts().into_iter().filter(|&devices| self.hindrance(devices).is_none()).collect()
+    }
+
+    fn push(
+        &mut self,
+        claim: &str,
+        devices: usize,
+        detail: &str,
+        check: impl FnOnce(Run) -> Result<usize, Failed> + Send + 'static,
+    ) {
+        let on = on_devices(self.implementation.id(), devices);
+        let name = format!("{claim}: {on}{detail} {}", self.plugin.name);
+        let implementation = Arc::clone(&self.implementation);
+        let run = Run { implementation, devices, plugin: self.plugin.path.clone() };
+        let check = move || match check(run)? {
+            0 => Err("nothing was judged".into()),
+            _ => Ok(()),
+        };
+        self.found.push(trial(name, &self.hindrance(devices), check));
+    }
+
+    fn all(mut self) {
+        let id = self.implementation.id().to_string();
+        let counts = self.counts();
+        let [first, .., last] = counts[..] else { return self.whole(&id, counts[0]) };
+        let available = self.available_counts();
+        for devices in counts.iter().copied().filter(|devices| !available.contains(devices)) {
+            self.push("all_outputs_any_spec_any_dtype_match_reference", devices, "", |_| Ok(0));
+        }
+        let (counts, least) = (available.clone(), available.first().copied().unwrap_or(first));
+        let listed = available.iter().skip(1).map(|devices| format!(" ×{devices}")).collect::<Vec<_>>().concat();
+        let claim = "all_outputs_any_spec_any_dtype_match_reference";
+        self.push(claim, least, &listed, move |run| run.any_spec(&counts));
+        let largest = available.last().copied().unwrap_or(last);
+        self.push("all_outputs_qwen_vocabulary_match_reference", largest, "", |run| run.qwen_vocabulary());
+        if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
+            self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());
+        }
+        if id == "xla-mesh" {
+            let claim = "all_outputs_every_sum_over_tokens_match_reference";
+            self.push(claim, largest, "", |run| run.every_sum_over_tokens());
+        }
+    }
+
+    /// The trials of what one device holds whole.
+    fn whole(&mut self, id: &str, devices: usize) {
+        let claim = "all_outputs_any_spec_any_dtype_match_reference";
+        self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
+        self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
+        if self.implementation.class() == "tile" {
+            self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
+        }
+        // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once.
+        if ["xla", "tile-one-pass"].contains(&id) {
+            let rows = covering::structures(&*self.implementation);
+            for (part, rows) in rows.chunks(rows.len().div_ceil(2)).map(<[_]>::to_vec).enumerate() {
+                let detail = format!(" {}/2", part + 1);
+                let claim = "all_outputs_every_pair_of_structures_match_reference";
+                self.push(claim, devices, &detail, |run| run.structures(rows));
+            }
+        }
+        if id == "xla" && self.hindrance(devices).is_none() {
+            let mut fields: BTreeMap<&str, Vec<(usize, Variant)>> = BTreeMap::new();
+            for (i, variant) in variants::supported(&*self.implementation, devices).into_iter().enumerate() {
+                fields.entry(variant.field).or_default().push((i, variant));
+            }
+            for (field, variants) in fields {
+                let claim = "all_outputs_every_variant_match_reference";
+                self.push(claim, devices, &format!(" {field}"), |run| run.variants(variants, variants::SHAPE));
+            }
+        }
+        if id == "tile-two-pass" {
+            self.push("logp_entropy_forward_alone_match_reference", devices, "", |run| run.forward_alone());
+        }
+    }
+
+    /// What this crate computes is settled on the first plugin; of another it is asked whether it runs each kind of
+    /// program: what is cut, on all its devices, and the tile kernels' loops.
+    fn on_another_plugin(mut self) {
+        let largest = *self.counts().last().expect("every implementation takes some count");
+        if self.implementation.class() == "tile" {
+            if largest == 1 {
+                self.push("all_outputs_qwen_vocabulary_match_reference", 1, "", |run| run.qwen_vocabulary());
+            }
+        } else {
+            let claim = "all_outputs_any_spec_any_dtype_match_reference";
+            self.push(claim, largest, "", move |run| run.on(largest).specs(1, &[largest]));
+        }
+    }
+}
+
+/// The cases that once failed, each with its reason, through the command that a user replays them with.
+fn regressions_stay_mended(plugin: &Path) -> Result<(), Failed> {
+    let mut seen = 0;
+    for entry in std::fs::read_dir("fixtures/regressions/devices")? {
+        let path = entry?.path();
+        if !std::fs::read_to_string(&path)?.starts_with("reason: ") {
+            return Err(format!("{} does not say why it is kept", path.display()).into());
+        }
+        let mut gradcheck = assert_cmd::cargo::cargo_bin_cmd!("assay");
+        let output = gradcheck.args(["gradcheck", "--config"]).arg(&path).arg("--plugin").arg(plugin).output()?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stdout).into_owned().into());
+        }
+        seen += 1;
+    }
+    if seen == 0 { Err("fixtures/regressions/devices holds no case".into()) } else { Ok(()) }
+}
+
+/// libtpu, the newest C API there is, in a process of its own: it reads its settings when it is loaded, and may abort. It
+/// creates a client where there is a TPU, and elsewhere says so in its own words: its argument structs were long enough.
+fn tpu_plugin() -> Trial {
+    const LIBTPU: &str = ".plugins/libtpu.so";
+    let absent = !Path::new(LIBTPU).is_file();
+    let hindrance = absent.then(|| format!("{LIBTPU} is missing: run `make setup-tpu`"));
+    trial("libtpu_reaches_its_devices_or_says_that_there_are_none".into(), &hindrance, || {
+        let mut list = assert_cmd::cargo::cargo_bin_cmd!("assay");
+        let output = list.args(["list", "--plugin", LIBTPU]).env("TPU_SKIP_MDS_QUERY", "1").output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        // A reason is broken over lines.
+        let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let reached =
+            words.contains("device found") || text.lines().any(|line| line.contains("xla") && line.contains("yes"));
+        if output.status.success() && reached { Ok(()) } else { Err(text.into()) }
+    })
+}
+
+/// Whether an implementation takes so many devices for some shape, were they there.
+fn takes(implementation: &dyn Implementation, devices: usize) -> bool {
+    let shape = "8x8x64".parse().expect("a shape");
+    implementation.supports(&LossSpec::default(), shape, Dtype::F32, devices).is_ok()
+}
+
+fn trial(name: String, hindrance: &Hindrance, check: impl FnOnce() -> Result<(), Failed> + Send + 'static) -> Trial {
+    let ignored = hindrance.is_some();
+    let name = hindrance.as_ref().map_or(name.clone(), |why| format!("{name} ({why})"));
+    Trial::test(name.clone(), move || slowest::timed(name, check)).with_ignored_flag(ignored)
+}
+
+/// A problem with its reference, made once for all that are asked about it.
+type Known = Reference<'static>;
+
+/// Qwen's vocabulary, 151,936 = 128 × 1187, in three regimes.
+fn qwen() -> &'static [(Recipe, &'static Problem, Known)] {
+    static KNOWN: OnceLock<Vec<(Recipe, &'static Problem, Known)>> = OnceLock::new();
+    KNOWN.get_or_init(|| {
+        let spec = Box::leak(Box::new(LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() }));
+        let of = |regime| {
+            let recipe = Recipe {
+                shape: [1, 8, 151_936],
+                dtype: Dtype::Bf16,
+                regime,
+                seed: 1,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            let problem: &Problem = Box::leak(Box::new(recipe.problem(spec).expect("a valid recipe")));
+            (recipe, problem, reference::evaluate(spec, problem).expect("a valid problem"))
+        };
+        [Regime::Small, Regime::Peaked, Regime::Confident].map(of).into()
+    })
+}
+
+/// One implementation on one device count. Its checks return how many cases were judged.
+#[derive(Clone)]
+struct Run {
+    implementation: Arc<dyn Implementation>,
+    devices: usize,
+    plugin: PathBuf,
+}
+
+impl Run {
+    fn on(&self, devices: usize) -> Self {
+        Self { devices, ..self.clone() }
+    }
+
+    fn takes(&self, spec: &LossSpec, [batch, tokens, vocab]: [usize; 3], dtype: Dtype) -> bool {
+        let shape = assay::problem::Shape { batch, tokens, vocab };
+        self.implementation.supports(spec, shape, dtype, self.devices).is_ok()
+    }
+
+    /// Judges one case, which is supported.
+    fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Candidate, Failed> {
+        let problem = recipe.problem(spec).map_err(|error| format!("{error}: {recipe:?} {spec:?}"))?;
+        let reference = reference::evaluate(spec, &problem).expect("a valid problem");
+        self.judge_against(&reference, recipe, &problem)
+    }
+
+    fn judge_against(&self, reference: &Reference, recipe: &Recipe, problem: &Problem) -> Result<Candidate, Failed> {
+        let (spec, id) = (reference.spec(), self.implementation.id());
+        let name = on_devices(id, self.devices);
+        let outcome = self.implementation.run(spec, problem.clone(), self.devices);
+        let outcome = outcome.map_err(|error| format!("{name}: {error}: {recipe:?} {spec:?}"))?;
+        let verdicts = judge(reference, &outcome, self.implementation.class(), Tolerances::builtin());
+        for verdict in verdicts.expect("every output has a tolerance") {
+            if !verdict.passed() {
+                let config = serde_json::json!({
+                    "reason": "…",
+                    "batch": { "generate": recipe },
+                    "spec": spec,
+                    "kernel": { "enabled": true, "impl": id, "devices": self.devices },
+                });
+                let plugin = self.plugin.display();
+                let replay =
+                    format!("save as NAME.json and run `assay gradcheck --plugin {plugin} --config` on it: {config}");
+                return Err(explain(&verdict, reference, problem, &name, &replay).into());
+            }
+        }
+        let mut judged = JUDGED.lock().unwrap_or_else(PoisonError::into_inner);
+        judged.cases += 1;
+        judged.placed.insert((id.into(), self.devices, recipe.dtype));
+        if id == "xla" {
+            judged.specs.spec(spec);
+        }
+        drop(judged);
+        Ok(outcome)
+    }
+
+    fn any_spec(&self, counts: &[usize]) -> Result<usize, Failed> {
+        self.specs(structures(), counts)
+    }
+
+    /// Random specs, each in another dtype and in every regime, on each of `counts`: each answer within the gates of the
+    /// reference, and so of every other; shares of tokens, which are counts, the same to the bit. With `--nocapture`, which
+    /// other outputs keep their bits.
+    fn specs(&self, specs: usize, counts: &[usize]) -> Result<usize, Failed> {
+        const DRAWN: usize = 32;
+        let mut judged = 0;
+        // Each implementation begins at another shape.
+        let seed = self.implementation.id().bytes().map(u64::from).sum::<u64>();
+        for i in 0..specs {
+            let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
+            let cases = suites::device_cases(dtype, DRAWN, seed + i as u64);
+            let takes = |regimes: &&[(LossSpec, Recipe)]| {
+                let (spec, recipe) = &regimes[0];
+                counts.iter().all(|&devices| self.on(devices).takes(spec, recipe.shape, dtype))
+            };
+            let Some(regimes) = cases.chunks(Regime::ALL.len()).find(takes) else {
+                return Err(format!("none of {DRAWN} specs in {dtype} is supported").into());
+            };
+            for (spec, recipe) in regimes {
+                let mut first: Option<(usize, Candidate)> = None;
+                for &devices in counts {
+                    let outcome = self.on(devices).judge(spec, recipe)?;
+                    judged += 1;
+                    match &first {
+                        None => first = Some((devices, outcome)),
+                        Some((fewest, first)) => self.agree((*fewest, first), (devices, &outcome))?,
+                    }
+                }
+            }
+        }
+        Ok(judged)
+    }
+
+    fn agree(&self, (fewest, first): (usize, &Candidate), (devices, other): (usize, &Candidate)) -> Result<(), Failed> {
+        let shares = |outcome: &Candidate| {
+            let metrics = outcome.metrics.expect("ours return all outputs");
+            [metrics.clip_low, metrics.clip_high, metrics.clip_region]
+        };
+        if shares(first) != shares(other) {
+            let (one, many) = (shares(first), shares(other));
+            return Err(format!("clip shares {one:?} on {fewest} devices, {many:?} on {devices}").into());
+        }
+        let bits = Invariance::between(first, other);
+        println!("{} ×{devices} against ×{fewest}: {bits:?}", self.implementation.id());
+        Ok(())
+    }
+
+    fn qwen_vocabulary(&self) -> Result<usize, Failed> {
+        for (recipe, problem, reference) in qwen() {
+            self.judge_against(reference, recipe, problem)?;
+        }
+        Ok(qwen().len())
+    }
+
+    /// Logp and entropy of the kernel that computes nothing else; loss and gradient, which it lacks, are the reference's.
+    fn forward_alone(&self) -> Result<usize, Failed> {
+        let all = Xla::all(Some(&self.plugin));
+        let kernel = all.iter().find(|xla| xla.id() == "tile-entropy").expect("it is listed");
+        let mut judged = 0;
+        for dtype in Dtype::KERNEL {
+            for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
+                let problem = recipe.problem(&spec).expect("a valid recipe");
+                let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
+                let [logp, entropy] = kernel.logp_and_entropy(&spec, &problem)?;
+                let mut candidate: Candidate = reference.outcome().clone().into();
+                (candidate.logp, candidate.entropy) = (Some(logp.into()), Some(entropy.into()));
+                candidate.token_loss = None;
+                candidate.metrics = None;
+                let outputs = [Output::Logp, Output::Entropy];
+                for verdict in judge(&reference, &candidate, "tile", Tolerances::builtin())? {
+                    if outputs.contains(&verdict.gate.output) && !verdict.passed() {
+                        return Err(explain(&verdict, &reference, &problem, "tile-entropy", "this test").into());
+                    }
+                }
+                judged += 1;
+            }
+        }
+        Ok(judged)
+    }
+
+    /// One token, one column, vocabularies around registers and without a common factor with anything, rows that no block
+    /// divides. What is cut takes those with something for each device.
+    fn awkward_shapes(&self) -> Result<usize, Failed> {
+        let shapes = [[1, 1, 1], [1, 1, 127], [3, 7, 128], [1, 1, 129], [2, 17, 2049], [1, 8, 151_643]];
+        let spec = LossSpec { kl: Some(Kl::plain(0.05, KlEstimator::K3)), entropy_coef: 0.01, ..LossSpec::default() };
+        let mut judged = 0;
+        for (i, shape) in shapes.into_iter().enumerate() {
+            let recipe = Recipe {
+                shape,
+                dtype: Dtype::KERNEL[(i + self.devices) % Dtype::KERNEL.len()],
+                regime: Regime::ALL[(i + self.implementation.id().len()) % Regime::ALL.len()],
+                seed: i as u64,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            if self.takes(&spec, shape, recipe.dtype) {
+                self.judge(&spec, &recipe)?;
+                judged += 1;
+            }
+        }
+        Ok(judged)
+    }
+
+    /// Named choices of a spec, alone, each with its place among all.
+    fn variants(&self, variants: Vec<(usize, Variant)>, shape: [usize; 3]) -> Result<usize, Failed> {
+        const PROBLEMS: usize = 3;
+        for (i, variant) in &variants {
+            for step in 0..PROBLEMS {
+                self.judge(&variant.spec, &Recipe { shape, ..variants::recipe(*i, step) })?;
+            }
+        }
+        Ok(PROBLEMS * variants.len())
+    }
+
+    /// The named choices under which tokens of a row, or rows, share a number, where rows are cut as well as the batch:
+    /// what differs from a program for one device is their sums.
+    fn every_sum_over_tokens(&self) -> Result<usize, Failed> {
+        let shares = |spec: &LossSpec| {
+            spec.ratio.level != RatioLevel::Token
+                || matches!(spec.objective, Objective::Vespo(_))
+                || spec.off_policy_mask.is_some()
+                || spec.reduction != Reduction::TokenMean
+                || spec.entropy_averaging.is_some()
+                || spec.kl.as_ref().is_some_and(|kl| kl.averaging.is_some())
+        };
+        let all = variants::supported(&*self.implementation, self.devices).into_iter().enumerate();
+        // Six rows of six tokens: four devices a half of the columns, two for each half of the rows.
+        self.variants(all.filter(|(_, variant)| shares(&variant.spec)).collect(), [6, 6, 33])
+    }
+
+    fn structures(&self, specs: Vec<LossSpec>) -> Result<usize, Failed> {
+        let mut judged = 0;
+        for (i, spec) in specs.iter().enumerate() {
+            // The last so far off that exponentials of a difference overflow.
+            for (step, old_logp_noise_scale) in [0.5, 0.5, 60.0].into_iter().enumerate() {
+                self.judge(spec, &Recipe { old_logp_noise_scale, ..variants::recipe(i, step) })?;
+                judged += 1;
+            }
+        }
+        Ok(judged)
+    }
+}

@@ -1,0 +1,451 @@
+//! Users' own programs: the shipped examples are judged right and broken ones are not, on every CPU plugin that set-up
+//! installs; and every way that a manifest can be wrong is refused by name.
+use crate::cpu_plugins;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use crate::common::command::{assay, assert_refused};
+use assay::conformance::generate::{Recipe, Regime};
+use assay::conformance::judge::{Verdict, judge};
+use assay::conformance::tolerance::Tolerances;
+use assay::element::Element;
+use assay::exported::Exported;
+use assay::fixture::write_problem;
+use assay::implementation::{Implementation, RunError, find};
+use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
+use assay::reference;
+use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
+use ndarray::{arr1, arr2, arr3};
+use tempfile::TempDir;
+
+const F32: &str = "fixtures/exported/grpo_f32.toml";
+const BF16: &str = "fixtures/exported/grpo_bf16.toml";
+const SHAPE: [usize; 3] = [2, 5, 1031];
+
+fn recipe(regime: Regime, dtype: Dtype, seed: u64) -> Recipe {
+    Recipe { shape: SHAPE, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true }
+}
+
+/// A problem in which whatever a program gets wrong shows: every token counts and learns, at a ratio of 1 or, the first,
+/// of 1.15.
+fn full_problem() -> Problem {
+    let recipe = Recipe { masked_garbage: false, old_logp_noise_scale: 0.0, ..recipe(Regime::Normal, Dtype::F32, 1) };
+    let mut problem = recipe.problem(&LossSpec::default()).unwrap();
+    problem.mask.fill(true);
+    problem.advantages = Advantages::Sequence(arr1(&[1.0, -0.5]));
+    problem.old_logp.as_mut().unwrap()[[0, 0]] -= 0.14;
+    problem
+}
+
+fn read(manifest: impl AsRef<Path>, plugin: &Path) -> Exported {
+    Exported::read(manifest, Some(plugin)).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn run(exported: &Exported, problem: &Problem) -> Result<Candidate, RunError> {
+    exported.run(&LossSpec::default(), problem.clone(), 1)
+}
+
+fn verdicts(exported: &Exported, problem: &Problem) -> Vec<Verdict> {
+    let candidate = run(exported, problem).unwrap_or_else(|error| panic!("{error}"));
+    let spec = LossSpec::default();
+    let reference = reference::evaluate(&spec, problem).unwrap();
+    judge(&reference, &candidate, exported.class(), Tolerances::builtin()).unwrap()
+}
+
+fn failed(verdicts: &[Verdict]) -> Vec<String> {
+    verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
+}
+
+/// The f32 example in a folder of its own, to be changed.
+struct Copy {
+    folder: TempDir,
+}
+
+impl Copy {
+    fn new() -> Self {
+        let copy = Self { folder: TempDir::new().unwrap() };
+        for name in ["grpo_f32.toml", "grpo_f32.mlir"] {
+            fs::copy(Path::new("fixtures/exported").join(name), copy.path(name)).unwrap();
+        }
+        copy
+    }
+
+    /// One whose program has `from`, which it holds, replaced by `to`.
+    #[track_caller]
+    fn with_program(from: &str, to: &str) -> Self {
+        let copy = Self::new();
+        copy.edit("grpo_f32.mlir", from, to);
+        copy
+    }
+
+    /// One whose manifest has `from`, which it holds, replaced by `to`.
+    #[track_caller]
+    fn with_manifest(from: &str, to: &str) -> Self {
+        let copy = Self::new();
+        copy.edit("grpo_f32.toml", from, to);
+        copy
+    }
+
+    #[track_caller]
+    fn edit(&self, name: &str, from: &str, to: &str) {
+        let text = fs::read_to_string(self.path(name)).unwrap();
+        assert!(text.contains(from), "{name} does not hold `{from}`");
+        fs::write(self.path(name), text.replacen(from, to, 1)).unwrap();
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn manifest(&self) -> PathBuf {
+        self.path("grpo_f32.toml")
+    }
+
+    /// The manifest is refused in one line that starts with its folder and says all of `parts`.
+    #[track_caller]
+    fn assert_refused(&self, parts: &[&str]) {
+        let error = Exported::read(self.manifest(), None).err().expect("a manifest that is wrong").to_string();
+        assert!(error.starts_with(self.folder.path().to_str().unwrap()) && error.lines().count() == 1, "{error}");
+        for part in parts {
+            assert!(error.contains(part), "`{part}` not in: {error}");
+        }
+    }
+}
+
+#[test]
+fn shipped_examples_every_regime_but_confident_pass_every_gate() {
+    for plugin in cpu_plugins() {
+        for (manifest, dtype, gates) in [(F32, Dtype::F32, 7), (BF16, Dtype::Bf16, 4)] {
+            let exported = read(manifest, plugin);
+            for regime in Regime::ALL.into_iter().filter(|&regime| regime != Regime::Confident) {
+                for seed in 0..3 {
+                    let problem = recipe(regime, dtype, seed).problem(&LossSpec::default()).unwrap();
+                    let verdicts = verdicts(&exported, &problem);
+                    let what = format!("{manifest} {regime:?} {seed} on {}", plugin.display());
+                    assert_eq!(failed(&verdicts), Vec::<String>::new(), "{what}");
+                    assert_eq!(verdicts.len(), gates, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// `G − G·p_y` for a target with `1 − p_y` below f32's unit roundoff: the difference is rounding, or 0.
+#[test]
+fn automatic_differentiation_loses_a_confident_targets_gradient_and_is_rejected() {
+    for plugin in cpu_plugins() {
+        for (manifest, dtype) in [(F32, Dtype::F32), (BF16, Dtype::Bf16)] {
+            let problem = recipe(Regime::Confident, dtype, 2).problem(&LossSpec::default()).unwrap();
+            let verdicts = verdicts(&read(manifest, plugin), &problem);
+            assert_eq!(failed(&verdicts), ["dlogits", "dlogits row_sum"], "{manifest} on {}", plugin.display());
+        }
+    }
+}
+
+#[test]
+fn wrong_programs_are_rejected_by_the_gate_of_what_is_wrong() {
+    let zero_dlogits = (
+        "stablehlo.select %arg0, %arg1, %0 : tensor<2x5x1031xi1>",
+        "stablehlo.select %arg0, %0, %0 : tensor<2x5x1031xi1>",
+    );
+    let other_clip = ("dense<1.200000e+00>", "dense<1.100000e+00>");
+    for plugin in cpu_plugins() {
+        assert_eq!(failed(&verdicts(&read(F32, plugin), &full_problem())), Vec::<String>::new());
+        let failed_with =
+            |(from, to)| failed(&verdicts(&read(Copy::with_program(from, to).manifest(), plugin), &full_problem()));
+        assert_eq!(failed_with(zero_dlogits), ["dlogits", "dlogits row_l2"]);
+        let clipped = failed_with(other_clip);
+        for gate in ["loss", "token_loss", "dlogits", "dlogits row_l2"] {
+            assert!(clipped.iter().any(|failed| failed == gate), "{gate} not in {clipped:?}");
+        }
+    }
+}
+
+/// Every input comes back out: logits as dlogits, advantages as the loss, `old_logp` as logp, mask as entropy, ids as
+/// the token loss.
+fn mirror(mask: Element, ids: Element) -> Copy {
+    let copy = Copy::new();
+    let (mask_type, ids_type) = (mask.mlir(), ids.mlir());
+    let program = format!(
+        "module {{ func.func public @main(%old: tensor<1x2xf16>, %ids: tensor<1x2x{ids_type}>, %x: tensor<1x2x3xbf16>,
+            %mask: tensor<1x2x{mask_type}>, %a: tensor<1xbf16>)
+            -> (tensor<1x2xf32>, tensor<1x2x3xbf16>, tensor<bf16>, tensor<1x2xf16>, tensor<1x2xf32>) {{
+          %i = stablehlo.convert %ids : (tensor<1x2x{ids_type}>) -> tensor<1x2xf32>
+          %m = stablehlo.convert %mask : (tensor<1x2x{mask_type}>) -> tensor<1x2xf32>
+          %loss = stablehlo.reshape %a : (tensor<1xbf16>) -> tensor<bf16>
+          return %i, %x, %loss, %old, %m : tensor<1x2xf32>, tensor<1x2x3xbf16>, tensor<bf16>, tensor<1x2xf16>, tensor<1x2xf32>
+        }} }}"
+    );
+    fs::write(copy.path("grpo_f32.mlir"), program).unwrap();
+    let mask_dtype = mask.to_string();
+    let ids_dtype = ids.to_string();
+    let entries = [
+        ("input", "old_logp", "f16"),
+        ("input", "ids", &ids_dtype),
+        ("input", "logits", "bf16"),
+        ("input", "mask", &mask_dtype),
+        ("input", "advantages", "bf16"),
+        ("output", "token_loss", "f32"),
+        ("output", "dlogits", "bf16"),
+        ("output", "loss", "bf16"),
+        ("output", "logp", "f16"),
+        ("output", "entropy", "f32"),
+    ];
+    let entries = entries.map(|(kind, name, dtype)| format!("[[{kind}]]\nname = \"{name}\"\ndtype = \"{dtype}\"\n"));
+    let manifest = format!("program = \"grpo_f32.mlir\"\nshape = [1, 2, 3]\n{}", entries.concat());
+    fs::write(copy.manifest(), manifest).unwrap();
+    copy
+}
+
+#[test]
+fn inputs_any_order_any_dtype_arrive_as_the_problem_holds_them() {
+    let logits = arr3(&[[[0.5, -1.0, 2.0], [f64::NAN, f64::INFINITY, 3.0]]]);
+    let problem = Problem {
+        logits: FloatArray::rounded_from(&logits, Dtype::Bf16),
+        // The second token is masked: its id is beyond i32.
+        ids: arr2(&[[2, -5_000_000_000]]),
+        mask: arr2(&[[true, false]]),
+        // Halfway between two bf16, and between two f16: to even.
+        advantages: Advantages::Sequence(arr1(&[1.0 + 2_f64.powi(-8)])),
+        old_logp: Some(arr2(&[[-1.0 - 3.0 * 2_f64.powi(-11), f64::NAN]])),
+        ref_logp: None,
+        extra: Extra::default(),
+    };
+    for plugin in cpu_plugins() {
+        for mask in Element::ALL {
+            for ids in [Element::I32, Element::I64] {
+                let candidate = run(&read(mirror(mask, ids).manifest(), plugin), &problem).unwrap();
+                let what = format!("mask {mask}, ids {ids} on {}", plugin.display());
+                let masked_id = if ids == Element::I32 { f64::from(i32::MIN) } else { f64::from(-5e9_f32) };
+                assert_eq!(candidate.token_loss.unwrap().to_f64(), arr2(&[[2.0, masked_id]]), "{what}");
+                assert_eq!(candidate.entropy.unwrap().to_f64(), arr2(&[[1.0, 0.0]]), "{what}");
+                assert_eq!((candidate.loss.dtype(), candidate.loss.value()), (Dtype::Bf16, 1.0), "{what}");
+                let logp = candidate.logp.unwrap();
+                assert_eq!((logp.dtype(), logp.at(0, 0)), (Dtype::F16, -1.0 - 2_f64.powi(-9)), "{what}");
+                assert!(logp.at(0, 1).is_nan(), "{what}");
+                assert_eq!(candidate.dlogits.row(0, 0), [0.5, -1.0, 2.0], "{what}");
+                let masked = candidate.dlogits.row(0, 1);
+                assert!(masked[0].is_nan() && masked[1..] == [f64::INFINITY, 3.0], "{what}");
+                assert!(candidate.metrics.is_none());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_loss_in_a_dtype_without_a_limit_is_refused_by_the_judge() {
+    let problem = Recipe { shape: [1, 2, 3], masked_garbage: false, ..recipe(Regime::Normal, Dtype::Bf16, 1) };
+    let problem = problem.problem(&LossSpec::default()).unwrap();
+    let plugin = cpu_plugins()[0];
+    let candidate = run(&read(mirror(Element::Pred, Element::I32).manifest(), plugin), &problem).unwrap();
+    let spec = LossSpec::default();
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let error = judge(&reference, &candidate, "external", Tolerances::builtin()).unwrap_err().to_string();
+    assert!(error.contains("`loss`: got dtype bf16") && error.contains("expected f32"), "{error}");
+}
+
+#[test]
+fn programs_that_are_not_what_the_manifest_says_are_refused_on_every_plugin() {
+    let entry = |kind: &str, name: &str| format!("[[{kind}]]\nname = \"{name}\"\ndtype = \"f32\"\n");
+    let cases: [(Copy, &[&str]); 8] = [
+        (
+            Copy::with_manifest(&entry("output", "entropy"), ""),
+            &["grpo_f32.toml: output: got 4 listed, expected 5, as many as the program returns"],
+        ),
+        (
+            Copy::with_manifest("name = \"logp\"\ndtype = \"f32\"", "name = \"logp\"\ndtype = \"bf16\""),
+            &["grpo_f32.toml: output `logp`", "returned f32 [2, 5], expected bf16 [2, 5]"],
+        ),
+        (
+            Copy::with_manifest(
+                "name = \"loss\"\ndtype = \"f32\"\n\n[[output]]\nname = \"dlogits\"",
+                "name = \"dlogits\"\ndtype = \"f32\"\n\n[[output]]\nname = \"loss\"",
+            ),
+            &["grpo_f32.toml: output `loss`", "returned f32 [2, 5, 1031], expected f32 []"],
+        ),
+        (
+            Copy::with_manifest("[[input]]\nname = \"mask\"\ndtype = \"pred\"\n", ""),
+            &["grpo_f32.toml: execute", "supplied 4", "expected 5"],
+        ),
+        (
+            Copy::with_manifest("name = \"ids\"\ndtype = \"i32\"", "name = \"ids\"\ndtype = \"i64\""),
+            &["grpo_f32.toml: execute", "parameter 1 of size 40", "size 80"],
+        ),
+        (Copy::with_program("stablehlo.negate", "stablehlo.neglect"), &["grpo_f32.mlir: compile", "neglect"]),
+        (Copy::with_program("func.func public @main", "func.func public @grpo"), &["grpo_f32.mlir: compile", "main"]),
+        (Copy::with_program("module @jit_program", "module @"), &["grpo_f32.mlir: compile", "expected"]),
+    ];
+    for plugin in cpu_plugins() {
+        for (copy, parts) in &cases {
+            let error = run(&read(copy.manifest(), plugin), &full_problem()).unwrap_err().to_string();
+            assert!(error.starts_with(copy.folder.path().to_str().unwrap()) && error.lines().count() == 1, "{error}");
+            for part in *parts {
+                assert!(error.contains(part), "{}: `{part}` not in: {error}", plugin.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn another_shape_dtype_device_count_or_spec_is_refused_by_name() {
+    let exported = find(&format!("file:{F32}"), None).unwrap();
+    assert_eq!((exported.id(), exported.class()), ("file:fixtures/exported/grpo_f32.toml", "external"));
+    let problem = full_problem();
+    let supports = |spec: &LossSpec, shape: &str, dtype, devices| {
+        exported.supports(spec, shape.parse().unwrap(), dtype, devices).map_err(|error| error.to_string())
+    };
+    let refused = |given: &str, supported: &str| {
+        Err(format!("file:{F32} does not support {given}; it supports {supported}, as its manifest says"))
+    };
+    let plain = LossSpec::default();
+    assert_eq!(exported.supports(&plain, problem.shape(), Dtype::F32, 1), Ok(()));
+    assert_eq!(supports(&plain, "2x5x1030", Dtype::F32, 1), refused("shape 2x5x1030", "2x5x1031"));
+    assert_eq!(supports(&plain, "2x5x1031", Dtype::Bf16, 1), refused("logits dtype bf16", "f32"));
+    assert_eq!(supports(&plain, "2x5x1031", Dtype::F32, 2), refused("device count 2", "1"));
+    let clip = PpoClip { epsilon_high: 0.3, ..PpoClip::default() };
+    let cases = [
+        (
+            LossSpec { objective: Objective::PpoClip(clip), temperature: 0.7, ..plain.clone() },
+            "`objective.ppo_clip.epsilon_high` = 0.3",
+            "0.2",
+        ),
+        (LossSpec { temperature: 0.7, ..plain.clone() }, "`temperature` = 0.7", "1.0"),
+        (LossSpec { old_logp: OldLogp::Current, ..plain.clone() }, "`old_logp` = \"current\"", "\"given\""),
+        (
+            LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..plain.clone() },
+            concat!(
+                "`kl` = {\"beta\":0.1,\"estimator\":\"k3\",\"gradient\":\"own\",\"importance\":\"one\",",
+                "\"difference_clamp\":null,\"value_clamp\":null,\"clamp_after_importance\":false,\"averaging\":null}"
+            ),
+            "null",
+        ),
+        (
+            LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(8) }, ..plain.clone() },
+            "`reduction` = {\"fixed_length\":{\"rows\":\"all\",\"length\":8}}",
+            "\"token_mean\"",
+        ),
+    ];
+    for (spec, given, supported) in cases {
+        assert_eq!(supports(&spec, "2x5x1031", Dtype::F32, 1), refused(&format!("spec field {given}"), supported));
+    }
+    let bf16 = recipe(Regime::Normal, Dtype::Bf16, 1).problem(&plain).unwrap();
+    assert!(matches!(exported.run(&plain, bf16, 1), Err(RunError::Unsupported(_))));
+}
+
+#[test]
+fn manifests_that_are_wrong_are_refused_by_file_and_field() {
+    let logits = "[[input]]\nname = \"logits\"\ndtype = \"f32\"\n";
+    let loss = "[[output]]\nname = \"loss\"\ndtype = \"f32\"\n";
+    let old_logp = "[[input]]\nname = \"old_logp\"\ndtype = \"f32\"\n";
+    let with_kl = "[spec.kl]\nbeta = 0.1\n\n[spec.objective.ppo_clip]";
+    let ref_logp = format!("{old_logp}\n[[input]]\nname = \"ref_logp\"\ndtype = \"f32\"\n");
+    let twice = |entry: &str| format!("{entry}\n{entry}");
+    let cases: &[(&str, &str, &[&str])] = &[
+        ("program = ", "= ", &["line 1", "`= \"grpo_f32.mlir\"`"]),
+        ("program = \"grpo_f32.mlir\"\n", "", &["missing field `program`"]),
+        ("program = ", "programme = ", &["line 1", "`programme`", "`program`"]),
+        ("\"grpo_f32.mlir\"", "\"gone.mlir\"", &["gone.mlir", "cannot read", "No such file"]),
+        ("\"grpo_f32.mlir\"", "\".\"", &["cannot read", "directory"]),
+        ("\"grpo_f32.mlir\"", "7", &["line 1", "integer `7`", "`program = 7`"]),
+        ("shape = [2, 5, 1031]\n", "", &["missing field `shape`"]),
+        ("[2, 5, 1031]", "[2, 5]", &["line 2", "length 2", "3"]),
+        ("[2, 5, 1031]", "[2, 0, 1031]", &["shape", "got [2, 0, 1031]", "≥ 1"]),
+        ("[2, 5, 1031]", "[2, -5, 1031]", &["line 2", "-5", "shape"]),
+        ("[2, 5, 1031]", "[4294967296, 4294967296, 2]", &["shape", "4294967296", "≥ 1"]),
+        ("[2, 5, 1031]", "[1, 1, 2147483648]", &["input `ids`: dtype", "got i32", "expected i64"]),
+        ("shape =", "devices = 2\nshape =", &["devices", "got 2", "expected 1"]),
+        ("epsilon_low", "epsilon", &["`epsilon`", "`epsilon_low`"]),
+        ("0.2", "-0.2", &["`objective.ppo_clip.epsilon_low`", "got -0.2", "≥ 0"]),
+        ("\"logits\"", "\"logit\"", &["`logit`", "`logits`"]),
+        ("\"f32\"", "\"f8\"", &["`f8`", "`f32`"]),
+        ("\"f32\"", "\"f\\u001b[31m\"", &["`f [31m`"]),
+        ("\"f32\"", "\"i32\"", &["input `logits`: dtype", "got i32", "expected f64, f32, bf16 or f16"]),
+        ("\"i32\"", "\"f32\"", &["input `ids`: dtype", "got f32", "expected i32 or i64"]),
+        ("\"i32\"", "\"u8\"", &["input `ids`: dtype", "got u8", "expected i32 or i64"]),
+        ("dtype = \"i32\"", "dtype = \"i32\"\nshape = [2, 5]", &["unknown field `shape`", "`dtype`"]),
+        (logits, &twice(logits), &["input", "`logits` twice", "each name once"]),
+        (loss, &twice(loss), &["output", "`loss` twice", "each name once"]),
+        (logits, "", &["input: got no `logits`", "`advantages`"]),
+        ("[[input]]\nname = \"ids\"\ndtype = \"i32\"\n", "", &["input: got no `ids`"]),
+        (old_logp, "", &["input: got no `old_logp`", "`old_logp: given`"]),
+        (old_logp, &ref_logp, &["input: got an `ref_logp`", "no `kl` term"]),
+        ("[spec.objective.ppo_clip]", with_kl, &["input: got no `ref_logp`", "a `kl` term"]),
+        ("[spec", "[spec]\nold_logp = \"current\"\n[spec", &["input: got an `old_logp`", "`old_logp: current`"]),
+        ("[spec", "[spec]\nold_logp = \"rollout\"\n[spec", &["spec.old_logp: got a setting that reads another array"]),
+        (loss, "", &["output: got no `loss`", "`dlogits`"]),
+        ("\"dlogits\"", "\"dlogit\"", &["`dlogit`", "`dlogits`"]),
+        ("name = \"loss\"\ndtype = \"f32\"", "name = \"loss\"\ndtype = \"i32\"", &["`i32`", "`f32`"]),
+    ];
+    for (from, to, parts) in cases {
+        Copy::with_manifest(from, to).assert_refused(parts);
+    }
+}
+
+#[test]
+fn files_that_are_no_manifest_or_program_are_refused() {
+    let replaced = |name: &str, bytes: &[u8]| {
+        let copy = Copy::new();
+        fs::write(copy.path(name), bytes).unwrap();
+        copy
+    };
+    let longer_than = |name: &str, length: u64| {
+        let copy = Copy::new();
+        File::create(copy.path(name)).unwrap().set_len(length + 1).unwrap();
+        copy
+    };
+    replaced("grpo_f32.toml", b"\xff\xfe").assert_refused(&["no UTF-8", "TOML"]);
+    replaced("grpo_f32.toml", b"").assert_refused(&["missing field"]);
+    replaced("grpo_f32.mlir", b"\xff\xfe").assert_refused(&[
+        "grpo_f32.mlir: program",
+        "`mlir_module()`",
+        "`serialize()`",
+    ]);
+    replaced("grpo_f32.mlir", b" \n").assert_refused(&["grpo_f32.mlir: program", "neither"]);
+    longer_than("grpo_f32.toml", 1 << 20).assert_refused(&["length", "more than 1048576 bytes", "at most 1048576"]);
+    longer_than("grpo_f32.mlir", 64 << 20).assert_refused(&["grpo_f32.mlir: length", "at most 67108864"]);
+    let gone = Copy::new();
+    fs::remove_file(gone.manifest()).unwrap();
+    gone.assert_refused(&["grpo_f32.toml: cannot read: No such file"]);
+}
+
+#[test]
+fn replay_and_gradcheck_take_a_manifest_and_exit_with_0_1_or_2() {
+    let right = Copy::new();
+    let wrong = Copy::with_program("dense<1.200000e+00>", "dense<1.100000e+00>");
+    let text = |path: PathBuf| path.to_str().unwrap().to_string();
+    for copy in [&right, &wrong] {
+        let metadata = [("spec".to_string(), serde_json::to_string(&LossSpec::default()).unwrap())];
+        write_problem(copy.path("problem.safetensors"), &full_problem(), &metadata.into()).unwrap();
+    }
+    let problem = text(right.path("problem.safetensors"));
+    let id = |copy: &Copy| format!("file:{}", text(copy.manifest()));
+
+    let passed = assay(&["replay", &problem, "--impl", &id(&right)]);
+    assert_eq!(passed.code, 0, "{}{}", passed.stdout, passed.stderr);
+    assert!(passed.stdout.contains("PASS  7 checks passed, 0 failed, 0 ignored"), "{}", passed.stdout);
+    let failed = assay(&["replay", &problem, "--impl", &id(&wrong)]);
+    assert_eq!(failed.code, 1, "{}{}", failed.stdout, failed.stderr);
+    assert!(failed.stdout.contains(&format!("--impl {}", id(&wrong))), "the line runs again: {}", failed.stdout);
+    assert_refused(&["replay", &problem, "--impl", "file:gone.toml"], &["gone.toml: cannot read"]);
+    let tiny = assay(&["replay", "fixtures/qwen_tiny.safetensors", "--logits", "logits_f32", "--impl", &id(&right)]);
+    // The reason is broken over lines.
+    let words = tiny.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("does not support shape 2x4x151936; it supports 2x5x1031"), "{}", tiny.stdout);
+    assert!(words.contains(&format!("│ {} ┆ 0 ┆ – ┆ nothing compared", id(&right))), "{}", tiny.stdout);
+
+    // The config names the problem and the manifest beside it.
+    let fixture = "{fixture: {path: problem.safetensors}}";
+    let config = |copy: &Copy, batch: &str| {
+        let path = copy.path("config.yaml");
+        fs::write(&path, format!("batch: {batch}\nkernel: {{enabled: true, impl: \"file:grpo_f32.toml\"}}\n")).unwrap();
+        text(path)
+    };
+    let passed = assay(&["gradcheck", "--config", &config(&right, fixture)]);
+    assert_eq!(passed.code, 0, "{}{}", passed.stdout, passed.stderr);
+    let failed = assay(&["gradcheck", "--config", &config(&wrong, fixture)]);
+    assert_eq!(failed.code, 1, "{}{}", failed.stdout, failed.stderr);
+    assert_refused(
+        &["gradcheck", "--config", &config(&right, "{generate: {shape: [2, 5, 1030], dtype: f32, regime: normal}}")],
+        &["does not support shape 2x5x1030", "2x5x1031"],
+    );
+}
