@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::CliError;
-use super::compile::{Figures, Memory};
+use super::compiled::{Figures, Memory};
 use crate::problem::Extents;
 use crate::tpu::recorded::{BASELINE, RECORDED, SEED_KERNEL, find};
 

@@ -8,6 +8,8 @@ mod case;
 mod compile;
 #[cfg(feature = "pjrt")]
 mod compile_table;
+#[cfg(feature = "pjrt")]
+mod compiled;
 mod config;
 #[cfg(feature = "pjrt")]
 mod emit;

@@ -1,7 +1,7 @@
 //! The KL estimate of one token, value and derivatives side by side.
 
-use super::objective::{Term, TokenInputs, sign};
 use super::ratio::held;
+use super::token::{Term, TokenInputs, sign};
 use crate::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec};
 
 /// Which smooth piece of its KL estimate a token is on.

@@ -19,6 +19,7 @@ mod reduction;
 mod rollout;
 mod selection;
 mod sum;
+mod token;
 
 use std::borrow::Cow;
 
@@ -28,10 +29,11 @@ use rayon::prelude::*;
 pub use head::Scaled;
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
-pub use objective::{Branch, Term, TokenInputs, clipped};
+pub use objective::{Branch, clipped};
 pub use ratio::Held;
 pub use selection::Choice;
 pub use sum::Sum;
+pub use token::{Term, TokenInputs};
 
 use crate::problem::{Metrics, Outcome, Problem, ProblemError, Shape};
 use crate::spec::{Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides};

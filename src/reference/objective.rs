@@ -8,85 +8,8 @@
 //! that rounding may have crossed.
 
 use super::kl::KlPiece;
-use super::ratio::{self, Held};
-use super::selection::Choice;
+use super::token::{Term, TokenInputs, sign};
 use crate::spec::{Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PpoClip, Sapo, TrustRegion, Vespo};
-
-/// What one token's loss depends on.
-#[derive(Clone, Copy, Debug)]
-pub struct TokenInputs {
-    /// `ℓ`, nats.
-    pub logp: f64,
-    /// Nats; equal to `logp` under [`OldLogp::Current`](crate::spec::OldLogp::Current).
-    pub old_logp: f64,
-    /// Nats; `None` without a KL term.
-    pub ref_logp: Option<f64>,
-    /// `A`.
-    pub advantage: f64,
-    /// The mean log-ratio of the row, where the ratio is that of a sequence.
-    pub row_log_ratio: Option<f64>,
-    /// VESPO's `ln w` of the row, before it is clamped; 0 for the others.
-    pub row_log_weight: f64,
-    /// What the sampler's correction multiplies the policy term by.
-    pub policy_weight: f64,
-    /// And the KL estimate.
-    pub kl_weight: f64,
-    /// Whether the row is near enough to the policy that acted.
-    pub on_policy: Choice,
-    /// Whether the entropy is among the highest.
-    pub top_entropy: Choice,
-    /// Whether KL-Cov or Clip-Cov selects the token.
-    pub selected: Choice,
-}
-
-impl TokenInputs {
-    /// `x = ℓ − old_logp` after its clamp and clip.
-    pub fn log_ratio(&self, spec: &LossSpec) -> Held {
-        ratio::log_ratio(&spec.ratio, self.logp - self.old_logp, self.advantage)
-    }
-
-    /// `w = ln ρ`, of the token or of its row.
-    pub fn level_log_ratio(&self, spec: &LossSpec) -> Held {
-        ratio::capped(&spec.ratio, self.row_log_ratio.unwrap_or_else(|| self.log_ratio(spec).value))
-    }
-
-    /// `ρ`.
-    pub fn ratio(&self, spec: &LossSpec) -> f64 {
-        self.level_log_ratio(spec).value.exp()
-    }
-}
-
-/// A value and its two derivatives.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Term {
-    /// The value.
-    pub value: f64,
-    /// Its derivative with respect to `ℓ`, the log-ratio held.
-    pub by_logp: f64,
-    /// Its derivative with respect to `w = ln ρ`.
-    pub by_log_ratio: f64,
-}
-
-impl Term {
-    /// A term that only depends on the ratio.
-    fn of_ratio(value: f64, by_log_ratio: f64) -> Self {
-        Self { value, by_logp: 0.0, by_log_ratio }
-    }
-
-    /// `−coefficient·A·ℓ` with the coefficient held constant.
-    fn score(coefficient: f64, inputs: &TokenInputs) -> Self {
-        let by_logp = -coefficient * inputs.advantage;
-        Self { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
-    }
-
-    pub(super) fn times(self, factor: f64) -> Self {
-        // A token that a mask leaves out has no term, even where it overflows.
-        if factor == 0.0 {
-            return Self::default();
-        }
-        Self { value: self.value * factor, by_logp: self.by_logp * factor, by_log_ratio: self.by_log_ratio * factor }
-    }
-}
 
 /// Which smooth piece of the loss a token is on.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -220,16 +143,6 @@ impl Branch {
     }
 }
 
-impl Term {
-    fn plus(self, other: Term) -> Term {
-        Term {
-            value: self.value + other.value,
-            by_logp: self.by_logp + other.by_logp,
-            by_log_ratio: self.by_log_ratio + other.by_log_ratio,
-        }
-    }
-}
-
 /// Where `−min(min(ρ, δ)·A, clip(ρ, 1 − εl, 1 + εh)·A)` lies, and for `A < 0` its cap `−c·A`:
 ///
 /// ```text
@@ -342,9 +255,4 @@ pub fn clipped(spec: &LossSpec, inputs: &TokenInputs) -> (bool, bool) {
 pub(super) fn held_by_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> bool {
     let clamped = ratio.clamp(1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high);
     -advantage * clamped > -advantage * ratio
-}
-
-/// −1, 0 or 1.
-pub(super) fn sign(x: f64) -> f64 {
-    if x == 0.0 { 0.0 } else { x.signum() }
 }

@@ -3,8 +3,8 @@
 use maud::{Markup, html};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::input::Part;
 use super::number::{bytes, clipped, milliseconds, short};
+use super::part::Part;
 use super::plot::{Axis, Curve, Tone, curves, key};
 
 /// Both arms, and what was decided of them.

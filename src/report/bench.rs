@@ -6,8 +6,8 @@ use maud::{Markup, html};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::input::Part;
 use super::number::{bytes, clipped, milliseconds, shape, short};
+use super::part::Part;
 use super::plot::{Bar, Tone, bars, key};
 
 /// How keys of ratios begin, and the opponents that are bounds rather than rivals.

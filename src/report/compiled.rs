@@ -3,8 +3,8 @@
 use maud::{Markup, html};
 use serde::Deserialize;
 
-use super::input::Part;
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
+use super::part::Part;
 use super::plot::{Bar, Tone, bars, key};
 
 #[derive(Deserialize)]

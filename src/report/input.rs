@@ -4,7 +4,6 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use maud::Markup;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -14,6 +13,7 @@ use super::compiled::{Compiled, Table};
 use super::mutants::Mutants;
 use super::number::clipped;
 use super::parity::Parity;
+use super::part::Part;
 use super::verdicts::Verdicts;
 
 /// Longest input accepted, in bytes. A replay of everything needs one or two million.
@@ -40,16 +40,6 @@ pub enum InputError {
         /// What it may hold.
         expected: String,
     },
-}
-
-/// What a result says for itself.
-pub(super) trait Part {
-    /// Whether it passed; `None` where it decides nothing.
-    fn passed(&self) -> Option<bool>;
-    /// One line.
-    fn summary(&self) -> String;
-    /// Tables and plots.
-    fn body(&self) -> Markup;
 }
 
 /// One result, as `--json` of its command wrote it.

@@ -15,6 +15,7 @@ mod mutants;
 mod number;
 mod page;
 mod parity;
+mod part;
 mod plot;
 mod verdicts;
 

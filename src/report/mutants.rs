@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use maud::{Markup, html};
 use serde::Deserialize;
 
-use super::input::Part;
 use super::number::clipped;
+use super::part::Part;
 use super::plot::{Bar, Tone, bars, key};
 use super::verdicts::{Ignored, not_checked};
 

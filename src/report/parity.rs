@@ -3,8 +3,8 @@
 use maud::{Markup, html};
 use serde::Deserialize;
 
-use super::input::Part;
 use super::number::{clipped, or_dash};
+use super::part::Part;
 use super::plot::{Strip, strips};
 
 #[derive(Deserialize)]

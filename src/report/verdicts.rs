@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use maud::{Markup, html};
 use serde::Deserialize;
 
-use super::input::Part;
 use super::number::{clipped, or_dash, short};
+use super::part::Part;
 use super::plot::{Strip, Tone, histogram, key, strips};
 
 /// Id under which the reference itself is compared with recorded values.

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::error::TpuError;
+use super::files::{failed, read_text};
 use super::schedule::{self, Kernel};
 use super::target::Target;
 use super::traffic::{self, Traffic};
@@ -30,9 +31,6 @@ pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
 
 /// How long one program may take to compile unless a [`Compiler`] says otherwise.
 pub const TIME_LIMIT: Duration = Duration::from_mins(5);
-
-/// The largest file that is read back. The longest seen takes 1 MB.
-const MOST_BYTES: u64 = 64 << 20;
 
 /// How much of a dead worker's stderr is told.
 const LAST_BYTES: u64 = 4 << 10;
@@ -263,25 +261,8 @@ fn compile_here(job: &Job, code: &str) -> Result<Answer, RuntimeError> {
     Ok(Answer::Compiled { compile_s: started.elapsed().as_secs_f64(), memory: unloaded.memory()? })
 }
 
-fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> TpuError {
-    let path = path.to_path_buf();
-    move |reason| TpuError::Io { path, action, reason }
-}
-
 fn write(path: &Path, bytes: &[u8]) -> Result<(), TpuError> {
     fs::write(path, bytes).map_err(failed("write", path))
-}
-
-/// A whole file, if it is not too large for one; bytes that are no UTF-8 are replaced.
-pub(super) fn read_text(path: &Path) -> Result<String, TpuError> {
-    let mut bytes = Vec::new();
-    let file = File::open(path).map_err(failed("open", path))?;
-    file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(failed("read", path))?;
-    if bytes.len() as u64 > MOST_BYTES {
-        let reason = io::Error::other(format!("it has more than {MOST_BYTES} bytes"));
-        return Err(failed("read", path)(reason));
-    }
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// The last lines of a file, or why there are none.

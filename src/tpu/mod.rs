@@ -14,6 +14,7 @@
 
 pub mod compile;
 mod error;
+mod files;
 pub mod interpret;
 pub mod recorded;
 pub mod schedule;

@@ -33,8 +33,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::compile::read_text;
 use super::error::TpuError;
+use super::files::read_text;
 use super::target::Chip;
 
 const BUNDLES: &str = "-final_bundles.txt";

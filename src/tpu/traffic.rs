@@ -23,8 +23,8 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::compile::read_text;
 use super::error::TpuError;
+use super::files::read_text;
 use super::schedule::Kernel;
 
 const SUFFIX: &str = ".after_optimizations.txt";

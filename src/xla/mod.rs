@@ -50,10 +50,11 @@ use crate::tile;
 use devices::{Devices, Plan, Sharding, compiled};
 pub use lm_head::{CHUNK_BYTES, HeadArrays, XlaHead};
 
+pub use program::Named;
 use program::{Evaluated, Given, Output, Program, Scalars, local_shape};
 use shards::{Padding, Shards};
+pub use tiled::TpuKernel;
 use tiled::{Calls, Lowering};
-pub use tiled::{Named, TpuKernel};
 
 /// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
 pub const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };

@@ -3,7 +3,8 @@
 //! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; row counts are reduced over the tokens'
 //! devices, everything that is one number over the rows' as well. Tokens past `B` or `T` are masked.
 
-use super::tiled::Named;
+use serde::Serialize;
+
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
@@ -66,6 +67,20 @@ fn columns(vocab: usize, devices: usize) -> usize {
     let even = vocab.div_ceil(devices);
     let full = even.next_multiple_of(LANES);
     if devices > 1 && full - even <= even / 64 { full } else { even }
+}
+
+/// An operand or a result of a program or a kernel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Named {
+    /// Its name.
+    pub name: &'static str,
+    /// Element type.
+    pub dtype: Element,
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// What its last axis holds, place by place, where those are different things.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub columns: Vec<&'static str>,
 }
 
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.

@@ -2,9 +2,7 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use serde::Serialize;
-
-use super::program::{Evaluated, Forward, Given, Program};
+use super::program::{Evaluated, Forward, Given, Named, Program};
 use crate::element::Element;
 use crate::kernels::arithmetic::Arithmetic;
 use crate::kernels::objective::TokenLoss;
@@ -52,20 +50,6 @@ pub struct TpuKernel {
     pub aliases: Vec<(usize, usize)>,
     /// Bytes of VMEM that it needs.
     pub vmem_bytes: usize,
-}
-
-/// An operand or a result.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Named {
-    /// Its name.
-    pub name: &'static str,
-    /// Element type.
-    pub dtype: Element,
-    /// Extents.
-    pub shape: Vec<usize>,
-    /// What its last axis holds, place by place, where those are different things.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub columns: Vec<&'static str>,
 }
 
 /// A name, and what the last axis holds.
