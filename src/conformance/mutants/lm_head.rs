@@ -16,8 +16,9 @@ use std::ops::Range;
 use ndarray::{Array2, ArrayView2, Axis, arr0, concatenate, s};
 
 use super::bank::Bug;
-use super::loss::{self, Graded};
-use super::specimen::{DEVICE_COUNTS, Evaluation, Launch, Mesh, Scored, Specimen, TILE, part};
+use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
+use super::loss;
+use super::specimen::{DEVICE_COUNTS, Specimen, TILE};
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use crate::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Projection};
 use crate::spec::LossSpec;
@@ -56,9 +57,7 @@ impl Implementation<HeadProblem> for Specimen {
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let shape = problem.check(spec)?;
         Self::expect_computed(spec, problem.dtype(), devices)?;
-        self.begin();
-        let (tokens, mesh) = (problem.tokens(), Mesh::of(devices));
-        let launch = Launch { kernel: self, spec, shape: shape.logits(), tokens, mesh };
+        let launch = self.launch(spec, shape.logits(), problem.tokens(), Mesh::of(devices));
         Ok(Head::of(launch, &problem.logits, shape).candidate())
     }
 }

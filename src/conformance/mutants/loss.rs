@@ -3,24 +3,12 @@
 use ndarray::Array2;
 
 use super::bank::Bug;
-use super::specimen::{Evaluation, Launch, Scored, part};
+use super::launch::{Evaluation, Graded, Launch, Scored, part};
 use crate::problem::Shape;
 use crate::spec::{
     AdvantageLevel, Cispo, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Reduction,
     Rows,
 };
-
-/// A token when all is known but its dlogits.
-#[derive(Clone)]
-pub(super) struct Graded {
-    pub(super) scored: Scored,
-    /// Policy term plus `beta · kl`.
-    pub(super) loss: f64,
-    /// `∂loss/∂logp`
-    pub(super) grad_logp: f64,
-    /// `∂loss/∂entropy`
-    pub(super) grad_entropy: f64,
-}
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
 #[derive(Clone, Copy, Default)]

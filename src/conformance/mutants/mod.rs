@@ -5,6 +5,7 @@
 
 mod bank;
 mod elsewhere;
+mod launch;
 mod lm_head;
 mod loss;
 mod property;

@@ -14,10 +14,11 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::{bf16, f16};
-use ndarray::{Array2, Ix2, arr0};
+use ndarray::{Array2, arr0};
 
 use super::bank::Bug;
-use super::loss::{self, Graded};
+use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
+use super::loss;
 use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use crate::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
 use crate::spec::{Head, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
@@ -42,10 +43,6 @@ impl Specimen {
     /// The kernel with `bug`.
     pub fn with(bug: Bug) -> Self {
         Self { bug: Some(bug), ..Self::default() }
-    }
-
-    pub(super) fn has(&self, bug: Bug) -> bool {
-        self.bug == Some(bug)
     }
 
     /// Says what is not computed, on logits or hidden states of `dtype`.
@@ -90,9 +87,9 @@ impl Specimen {
         }
     }
 
-    /// Counts an evaluation.
-    pub(super) fn begin(&self) {
-        self.runs.fetch_add(1, Ordering::Relaxed);
+    /// One evaluation more.
+    pub(super) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
+        Launch { bug: self.bug, turn: self.runs.fetch_add(1, Ordering::Relaxed) + 1, spec, shape, tokens, mesh }
     }
 }
 
@@ -125,11 +122,10 @@ impl Implementation for Specimen {
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         Self::expect_computed(spec, problem.logits.dtype(), devices)?;
-        self.begin();
         let Problem { mut logits, ids, mask, advantages, old_logp, ref_logp, extra } = problem;
         let (old_logp, ref_logp) = (old_logp.as_ref(), ref_logp.as_ref());
         let tokens = Tokens { ids: &ids, mask: &mask, advantages: &advantages, old_logp, ref_logp, extra: &extra };
-        let launch = Launch { kernel: self, spec, shape, tokens, mesh: Mesh::of(devices) };
+        let launch = self.launch(spec, shape, tokens, Mesh::of(devices));
         let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
             FloatArray::F32(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
@@ -139,46 +135,6 @@ impl Implementation for Specimen {
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
         let loss = arr0(evaluation.loss as f32).into();
         Ok(Candidate { loss, logp, entropy, token_loss, dlogits: logits, metrics: None })
-    }
-}
-
-/// How devices cut a batch.
-#[derive(Clone, Copy)]
-pub(super) struct Mesh {
-    /// Parts that the sequences are cut in.
-    pub(super) rows: usize,
-    /// Parts that the vocabulary is cut in.
-    pub(super) columns: usize,
-}
-
-impl Mesh {
-    pub(super) fn of(devices: usize) -> Self {
-        match devices {
-            1 => Self { rows: 1, columns: 1 },
-            2 => Self { rows: 1, columns: 2 },
-            _ => Self { rows: devices / 2, columns: 2 },
-        }
-    }
-}
-
-/// The `i`th of `parts` of `0..length`, the last of them shorter or empty.
-pub(super) fn part(length: usize, parts: usize, i: usize) -> Range<usize> {
-    let each = length.div_ceil(parts);
-    (each * i).min(length)..(each * (i + 1)).min(length)
-}
-
-/// What the tokens of a batch come to.
-pub(super) struct Evaluation {
-    pub(super) loss: f64,
-    pub(super) tokens: Array2<Option<Graded>>,
-}
-
-impl Evaluation {
-    /// Log-probabilities, entropies and losses, 0 where a token is masked.
-    pub(super) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
-        let values: [fn(&Graded) -> f64; 3] =
-            [|token| token.scored.logp, |token| token.scored.entropy, |token| token.loss];
-        values.map(|value| self.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32).into())
     }
 }
 
@@ -204,49 +160,7 @@ impl Default for Scratch {
     }
 }
 
-/// A softmax over logits times `rate`.
-#[derive(Clone, Copy)]
-pub(super) struct Softmax {
-    max: f32,
-    rate: f32,
-    sum: f64,
-    others: f64,
-    mean_gap: f64,
-    /// The maximum of each vocabulary shard.
-    shard_max: [f32; 2],
-}
-
-/// What the logits of a token come to.
-#[derive(Clone, Copy)]
-pub(super) struct Scored {
-    pub(super) logp: f64,
-    pub(super) entropy: f64,
-    id: usize,
-    logp_softmax: Softmax,
-    entropy_softmax: Softmax,
-}
-
-impl Scored {
-    /// The same token with the maxima and sums of another.
-    pub(super) fn with_softmax_of(self, other: &Self) -> Self {
-        Self { logp: self.logp, entropy: self.entropy, id: self.id, ..*other }
-    }
-}
-
-/// One evaluation.
-pub(super) struct Launch<'l> {
-    pub(super) kernel: &'l Specimen,
-    pub(super) spec: &'l LossSpec,
-    pub(super) shape: Shape,
-    pub(super) tokens: Tokens<'l>,
-    pub(super) mesh: Mesh,
-}
-
 impl Launch<'_> {
-    pub(super) fn has(&self, bug: Bug) -> bool {
-        self.kernel.has(bug)
-    }
-
     fn run<E: Float>(&self, logits: &mut [E]) -> Evaluation {
         let scored = self.forward(logits);
         let mut evaluation = loss::evaluate(self, scored);
@@ -262,34 +176,6 @@ impl Launch<'_> {
             }
         }
         evaluation
-    }
-
-    /// Whether the kernel looks at token `[b,t]`.
-    pub(super) fn counts(&self, b: usize, t: usize) -> bool {
-        let mask = self.tokens.mask;
-        if self.has(Bug::MaskMultiplied) {
-            return true;
-        }
-        if self.has(Bug::MaskShifted) {
-            return mask[[b, (t + 1).min(self.shape.tokens - 1)]];
-        }
-        if self.has(Bug::MaskOfFirstRow) {
-            return mask[[0, t]];
-        }
-        if self.has(Bug::MaskedTokensInLoss) {
-            return (t..self.shape.tokens).any(|t| mask[[b, t]]);
-        }
-        mask[[b, t]]
-    }
-
-    /// The sampled column, as the kernel reads it.
-    pub(super) fn id(&self, b: usize, t: usize) -> usize {
-        let id = self.tokens.ids[[b, t]];
-        let vocab = self.shape.vocab as i64;
-        let id = if self.has(Bug::IdTruncated) { i64::from(id as i16).rem_euclid(vocab) } else { id };
-        let id = if self.has(Bug::IdOffByOne) { (id + 1) % vocab } else { id };
-        // Only a bug reads the id of a masked token.
-        usize::try_from(id.clamp(0, vocab - 1)).expect("not negative")
     }
 
     /// Where row `[b,t]` begins.
@@ -411,9 +297,7 @@ impl Launch<'_> {
         let order: Vec<usize> = match () {
             () if self.has(Bug::LastTileSkipped) && partial => (0..last).collect(),
             () if self.has(Bug::LastTileReadTwice) && partial => (0..tiles).chain([last]).collect(),
-            () if self.has(Bug::SumInAnyOrder) && self.kernel.runs.load(Ordering::Relaxed).is_multiple_of(2) => {
-                (0..tiles).rev().collect()
-            }
+            () if self.has(Bug::SumInAnyOrder) && self.turn.is_multiple_of(2) => (0..tiles).rev().collect(),
             () => (0..tiles).collect(),
         };
         for tile in order {
