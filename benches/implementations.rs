@@ -3,7 +3,7 @@
 #[path = "common/steps.rs"]
 mod steps;
 
-use assay::implementation::find;
+use assay::registry::find;
 use criterion::{Criterion, criterion_group, criterion_main};
 
 /// A small vocabulary, and Qwen's at two batch sizes.

@@ -1,21 +1,14 @@
-//! [`Implementation`]: something that computes a GRPO loss and can be judged; [`registry`]: all there are.
+//! [`Implementation`]: something that computes a GRPO loss and can be judged. [`registry`](crate::registry) lists all there
+//! are.
 //!
 //! The reference is not among them: it is what they are judged against.
 
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 
-#[cfg(feature = "pjrt")]
-use crate::exported::{Exported, ExportedError};
 use crate::memory::{CompiledMemory, DeviceMemory};
-use crate::native::{Native, NativeHead};
 use crate::problem::{Candidate, Dtype, HeadCandidate, HeadProblem, HeadShape, Problem, ProblemError, Shape};
-#[cfg(feature = "pjrt")]
-use crate::runtime::RuntimeError;
 use crate::spec::LossSpec;
-#[cfg(feature = "pjrt")]
-use crate::xla::{Xla, XlaHead};
 
 /// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
 /// product that is part of the work.
@@ -35,12 +28,6 @@ pub trait Input: Clone + Send + Sync + 'static {
 
     /// The dtype of that array.
     fn dtype(&self) -> Dtype;
-
-    /// The implementation called `id`; those that need a PJRT plugin as in [`registry`].
-    ///
-    /// # Errors
-    /// A message that lists the ids there are.
-    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String>;
 }
 
 impl Input for Problem {
@@ -55,10 +42,6 @@ impl Input for Problem {
     fn dtype(&self) -> Dtype {
         self.logits.dtype()
     }
-
-    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-        find(id, plugin)
-    }
 }
 
 impl Input for HeadProblem {
@@ -72,10 +55,6 @@ impl Input for HeadProblem {
 
     fn dtype(&self) -> Dtype {
         self.logits.hidden.dtype()
-    }
-
-    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String> {
-        find_head(id, plugin)
     }
 }
 
@@ -243,6 +222,9 @@ impl<P: Input, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> {
     }
 }
 
+/// What the id of a user's own program begins with; the path of its manifest follows.
+pub const FILE_PREFIX: &str = "file:";
+
 /// Why this machine cannot run an implementation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not available here: {reason}")]
@@ -282,86 +264,25 @@ pub enum RunError {
         /// The one prepared for.
         expected: String,
     },
-    /// A plugin or its devices failed.
-    #[cfg(feature = "pjrt")]
+    /// What runs the implementation failed: a plugin, its devices, or a program that does not do what its manifest says.
     #[error(transparent)]
-    Runtime(#[from] RuntimeError),
-    /// A user's program does not do what its manifest says.
-    #[cfg(feature = "pjrt")]
-    #[error(transparent)]
-    Exported(#[from] ExportedError),
+    Backend(#[from] BackendError),
 }
 
-/// Every implementation there is; those that need a PJRT plugin use `plugin`, or where that is `None` the one that the
-/// environment names or set-up installed. Tests, benches and commands iterate over it.
-pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
-    #[allow(unused_mut, reason = "without PJRT there is but one")]
-    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
-    #[cfg(feature = "pjrt")]
-    let with_gradient = Xla::all(plugin).into_iter().filter(Xla::has_gradient);
-    #[cfg(feature = "pjrt")]
-    all.extend(with_gradient.map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
-    #[cfg(not(feature = "pjrt"))]
-    let _ = plugin;
-    all
-}
+/// The failure of what an implementation runs on, in that backend's own words. Clones are the same failure.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct BackendError(Arc<dyn std::error::Error + Send + Sync>);
 
-/// Every implementation of the LM head with the loss; those that need a PJRT plugin as in [`registry`].
-pub fn lm_head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    #[allow(unused_mut, reason = "without PJRT there is but one")]
-    let mut all: Vec<Arc<dyn Implementation<HeadProblem>>> = vec![Arc::new(NativeHead::default())];
-    #[cfg(feature = "pjrt")]
-    all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<HeadProblem>>));
-    #[cfg(not(feature = "pjrt"))]
-    let _ = plugin;
-    all
-}
-
-/// What the id of a user's own program begins with; the path of its manifest follows.
-pub const FILE_PREFIX: &str = "file:";
-
-/// The implementation called `id` in [`registry`]; for `file:MANIFEST.toml` the program that the manifest describes.
-///
-/// # Errors
-/// A message that lists the ids there are, or says what is wrong with the manifest.
-pub fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-    if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
-        return from_manifest(manifest, plugin);
+impl BackendError {
+    /// `error`, whatever the backend calls it.
+    pub fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(Arc::new(error))
     }
-    let all = registry(plugin);
-    called(id, &all).ok_or_else(|| {
-        let (on_logits, heads) = (ids(&all), ids(&lm_head_registry(plugin)));
-        format!(
-            "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
-             with an LM head: {heads}"
-        )
-    })
 }
 
-/// The implementation called `id` in [`lm_head_registry`].
-///
-/// # Errors
-/// A message that lists the ids there are.
-pub fn find_head(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<HeadProblem>>, String> {
-    let all = lm_head_registry(plugin);
-    called(id, &all).ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
-}
-
-fn called<P: Input>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
-    all.iter().find(|implementation| implementation.id() == id).cloned()
-}
-
-fn ids<P: Input>(all: &[Arc<dyn Implementation<P>>]) -> String {
-    all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
-}
-
-#[cfg(feature = "pjrt")]
-fn from_manifest(manifest: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-    let exported = Exported::read(manifest, plugin).map_err(|error| error.to_string())?;
-    Ok(Arc::new(exported))
-}
-
-#[cfg(not(feature = "pjrt"))]
-fn from_manifest(manifest: &str, _: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-    Err(format!("implementation: got `{FILE_PREFIX}{manifest}`, expected a build with the feature `pjrt`"))
+impl PartialEq for BackendError {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_string() == other.to_string()
+    }
 }

@@ -31,6 +31,7 @@ pub mod products;
 #[cfg(feature = "train")]
 pub mod record;
 pub mod reference;
+pub mod registry;
 pub mod report;
 #[cfg(feature = "pjrt")]
 pub mod runtime;

@@ -10,7 +10,8 @@ use super::head_choice::AnyRecipe;
 use super::problem_choice::AnyProblem;
 use crate::conformance::generate::{HeadRecipe, Recipe};
 use crate::fixture::{ProblemFile, verify};
-use crate::implementation::{FILE_PREFIX, Implementation, Input};
+use crate::implementation::{FILE_PREFIX, Implementation};
+use crate::registry::Listed;
 use crate::spec::LossSpec;
 
 /// What `kernel.enabled: false` runs, the first of its kind that this machine can.
@@ -145,7 +146,7 @@ impl Kernel {
     }
 
     /// The implementation, once it is known to run here.
-    pub(super) fn implementation<P: Input>(
+    pub(super) fn implementation<P: Listed>(
         &self,
         case: &Path,
         plugin: Option<&Path>,
@@ -155,7 +156,7 @@ impl Kernel {
         Ok(implementation)
     }
 
-    fn chosen<P: Input>(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, CliError> {
+    fn chosen<P: Listed>(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, CliError> {
         if self.enabled {
             let id = match self.implementation.strip_prefix(FILE_PREFIX) {
                 Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),

@@ -16,6 +16,7 @@ use crate::conformance::report::{Check, Report, explain};
 use crate::conformance::tolerance::Tolerances;
 use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
 use crate::reference::{HeadReference, Reference};
+use crate::registry::Listed;
 
 #[derive(Args)]
 pub(super) struct Gradcheck {
@@ -90,7 +91,7 @@ impl Gradcheck {
 }
 
 /// A problem whose gradients are compared plainly.
-trait Differentiated: Judgeable {
+trait Differentiated: Judgeable + Listed {
     fn loss(outcome: &Self::Outcome) -> f64;
 
     /// By output.

@@ -10,8 +10,9 @@ use serde::Serialize;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::conformance::summary::{COLUMNS, grouped, notes};
 use crate::conformance::variants::variants;
-use crate::implementation::{Implementation, Input, lm_head_registry, registry};
+use crate::implementation::{Implementation, Input};
 use crate::problem::{Dtype, HeadShape, Shape};
+use crate::registry::{lm_head_registry, registry};
 use crate::spec::LossSpec;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.

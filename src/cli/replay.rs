@@ -20,9 +20,10 @@ use crate::conformance::report::{Check, Compared, Ignored, Report, explain, expl
 use crate::conformance::summary::Summary;
 use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
-use crate::implementation::{Implementation, RunError, find, lm_head_registry, registry};
+use crate::implementation::{Implementation, RunError};
 use crate::problem::{HeadProblem, Problem};
 use crate::reference::{self, Reference};
+use crate::registry::{find, lm_head_registry, registry};
 use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.

@@ -14,7 +14,7 @@ use super::{CliError, Passed, Printing};
 use crate::conformance::measure::{self, CASES, Measurement};
 use crate::conformance::revise::{Change, Figures, Reason, ReviseError, Revision};
 use crate::conformance::tolerance::{Tolerance, Tolerances};
-use crate::implementation::registry;
+use crate::registry::registry;
 
 /// Where the law stands in the project.
 const FILE: &str = "tolerances.toml";

@@ -8,8 +8,9 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::cases;
 use super::generate::{HeadRecipe, Recipe, Regime};
-use crate::implementation::{Implementation, lm_head_registry, registry};
+use crate::implementation::Implementation;
 use crate::problem::{Dtype, HeadProblem, HeadShape};
+use crate::registry::{lm_head_registry, registry};
 use crate::spec::LossSpec;
 
 /// Those that run any shape at once: they are given thousands of shapes.

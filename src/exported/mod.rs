@@ -50,7 +50,7 @@ use ndarray::{Dimension, ShapeBuilder};
 use serde_json::Value;
 
 use crate::element::{ArrayBytes, Element};
-use crate::implementation::{FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
+use crate::implementation::{BackendError, FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
 use crate::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
@@ -93,6 +93,12 @@ pub enum ExportedError {
         /// The system's, the parser's or the plugin's message.
         reason: String,
     },
+}
+
+impl From<ExportedError> for RunError {
+    fn from(error: ExportedError) -> Self {
+        BackendError::new(error).into()
+    }
 }
 
 impl ExportedError {

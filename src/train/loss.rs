@@ -7,9 +7,10 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Shape, Tensor
 use ndarray::{Array, Array2, Dimension};
 
 use super::TrainError;
-use crate::implementation::{Implementation, find, lm_head_registry, registry};
+use crate::implementation::Implementation;
 use crate::native::{Native, NativeHead, gemm};
 use crate::problem::{Candidate, FloatArray, HeadCandidate, HeadLayout, Metrics, Problem, Projection};
+use crate::registry::{find, lm_head_registry, registry};
 use crate::spec::LossSpec;
 
 /// A batch without its logits: what a loss is told of the tokens.

@@ -35,7 +35,9 @@ use std::path::Path;
 use ndarray::{Array2, Ix0, Ix2, Ix3, arr0};
 
 use crate::element::Element;
-use crate::implementation::{self, Answer, Implementation, Prepared, RunError, Step, Unavailable, Unsupported};
+use crate::implementation::{
+    self, Answer, BackendError, Implementation, Prepared, RunError, Step, Unavailable, Unsupported,
+};
 use crate::kernels::family::Reach;
 use crate::kernels::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
 use crate::kernels::rollout::Settled;
@@ -422,6 +424,12 @@ impl Prepared for Ready<'_> {
 
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
         self.plan.device_memory()
+    }
+}
+
+impl From<RuntimeError> for RunError {
+    fn from(error: RuntimeError) -> Self {
+        BackendError::new(error).into()
     }
 }
 

@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use assay::implementation::{find, lm_head_registry, registry};
 use assay::native::Isa;
 use assay::problem::{Dtype, Shape};
+use assay::registry::{find, lm_head_registry, registry};
 use assay::spec::LossSpec;
 use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use crate::common::command::{Output, assay, assert_refused};
 use assay::conformance::report::on_devices;
 use assay::fixture::{ProblemFile, write_candidate, write_head_candidate, write_head_problem};
-use assay::implementation::{find, find_head};
 use assay::problem::{Candidate, FloatArray, HeadCandidate};
+use assay::registry::{find, find_head};
 use assay::spec::LossSpec;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -80,7 +80,7 @@ fn replay_of_a_recorded_fixture_passes_and_reports_every_output() {
     assert_eq!(report["pass"], true);
     assert_eq!(report["ignored"], serde_json::json!([]));
     let checks = report["checks"].as_array().unwrap();
-    for implementation in assay::implementation::registry(None).iter().filter(|i| i.available().is_ok()) {
+    for implementation in assay::registry::registry(None).iter().filter(|i| i.available().is_ok()) {
         for output in ["loss", "logp", "entropy", "token_loss", "dlogits", "dlogits row_l2", "dlogits row_sum"] {
             let of = |check: &&Value| check["impl"] == implementation.id() && check["output"] == output;
             // Two logits tensors, each with two arrays of old log-probabilities.
@@ -511,7 +511,7 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
     for (row, variant) in rows.as_array().unwrap().iter().zip(variants) {
         assert_eq!((row["field"].as_str(), row["choice"].as_str()), (Some(variant.field), Some(variant.choice)));
         assert_eq!(row["support"]["reference"], "yes");
-        for implementation in assay::implementation::registry(None) {
+        for implementation in assay::registry::registry(None) {
             assert!(!row["support"][implementation.id()].is_null(), "{} {row}", implementation.id());
             assert!(table.stdout.contains(implementation.id()));
         }
@@ -560,7 +560,7 @@ fn list_shows_every_implementation() {
     let output = assay(&["list", "--json", json.to_str().unwrap()]);
     assert_eq!(output.code, 0);
     let listed = read_json(&json);
-    for implementation in assay::implementation::registry(None) {
+    for implementation in assay::registry::registry(None) {
         assert!(output.stdout.contains(&format!("│ {} ", implementation.id())), "{}", output.stdout);
         assert!(listed.as_array().unwrap().iter().any(|entry| entry["id"] == implementation.id()));
     }

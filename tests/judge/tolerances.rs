@@ -6,9 +6,9 @@ use assay::conformance::lm_head::judge_head;
 use assay::conformance::metric::Position;
 use assay::conformance::recorded::{Scalar, judge_recorded};
 use assay::conformance::tolerance::{Tolerance, Tolerances};
-use assay::implementation::{find, find_head, lm_head_registry, registry};
 use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::reference;
+use assay::registry::{find, find_head, lm_head_registry, registry};
 use assay::spec::{Kl, KlEstimator, LossSpec};
 
 /// A limit may be this many times the worst error seen.

@@ -190,7 +190,7 @@ fn f64_logits_are_refused_by_name() {
     };
     let problem = recipe.problem(&LossSpec::default()).unwrap();
     assert!(matches!(problem.logits, FloatArray::F64(_)));
-    let error = assay::implementation::find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap_err();
+    let error = assay::registry::find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap_err();
     assert_eq!(error.to_string(), "native does not support logits dtype f64; it supports f32, bf16 and f16");
 }
 

@@ -9,11 +9,12 @@ use assay::conformance::generate::{HeadRecipe, Regime};
 use assay::conformance::lm_head::judge_head;
 use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
-use assay::implementation::{Implementation, lm_head_registry};
+use assay::implementation::Implementation;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Problem, Projection,
 };
 use assay::reference::evaluate_head;
+use assay::registry::lm_head_registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::xla::{ANY_DEVICE, CHUNK_BYTES, HeadArrays, XlaHead};
 use ndarray::{Array1, Array2, Array3, s};

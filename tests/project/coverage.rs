@@ -14,9 +14,9 @@ use assay::conformance::suites;
 use assay::conformance::tolerance::Tolerances;
 use assay::conformance::variants::variants;
 use assay::fixture::manifest_files;
-use assay::implementation::{find, lm_head_registry, registry};
 use assay::problem::Dtype;
 use assay::reference;
+use assay::registry::{find, lm_head_registry, registry};
 use assay::spec::LossSpec;
 
 /// The seed and number of cases of `make test-extensive`.

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// What each layer may name of the crate, besides itself.
-const ALLOWED: [(&str, &[&str]); 24] = [
+const ALLOWED: [(&str, &[&str]); 25] = [
     ("spec", &[]),
     ("problem", &["spec"]),
     // The oracle shares nothing with any kernel.
@@ -23,14 +23,15 @@ const ALLOWED: [(&str, &[&str]); 24] = [
     // The interpreter checks what an emitter wrote, and shares nothing with it.
     ("tpu", &["problem", "element", "memory", "runtime"]),
     ("exported", &["spec", "problem", "implementation", "element", "runtime"]),
-    ("implementation", &["spec", "problem", "memory", "native", "xla", "exported", "runtime"]),
+    ("implementation", &["spec", "problem", "memory"]),
+    ("registry", &["problem", "implementation", "native", "xla", "exported"]),
     ("fixture", &["spec", "problem"]),
     ("checkpoint", &["problem", "fixture"]),
-    ("train", &["spec", "problem", "implementation", "native", "memory", "fixture", "checkpoint"]),
+    ("train", &["spec", "problem", "implementation", "registry", "native", "memory", "fixture", "checkpoint"]),
     ("record", &["spec", "problem", "fixture", "checkpoint", "train"]),
     // Of other commands it knows their JSON alone.
     ("report", &[]),
-    ("conformance", &["spec", "problem", "reference", "implementation"]),
+    ("conformance", &["spec", "problem", "reference", "implementation", "registry"]),
     (
         "cli",
         &[
@@ -38,6 +39,7 @@ const ALLOWED: [(&str, &[&str]); 24] = [
             "problem",
             "reference",
             "implementation",
+            "registry",
             "bandwidth",
             "products",
             "memory",

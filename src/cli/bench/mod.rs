@@ -526,8 +526,9 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::implementation::{Unsupported, find};
+    use crate::implementation::Unsupported;
     use crate::problem::{Candidate, Problem, Shape};
+    use crate::registry::find;
 
     const QUIET: Printing = Printing { json: None, quiet: true };
 

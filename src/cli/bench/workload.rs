@@ -11,11 +11,12 @@ use crate::conformance::judgeable::Judgeable;
 use crate::implementation::Input;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::ProductsOf;
+use crate::registry::Listed;
 use crate::spec::LossSpec;
 
 /// A recipe for a problem to be timed.
 pub(super) trait Workload: Clone + Sync {
-    type Problem: Judgeable;
+    type Problem: Judgeable + Listed;
 
     /// The field of a config that says the recipe.
     const FIELD: &'static str;
