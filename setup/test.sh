@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `cargo test` with its arguments, and then what each test binary and the slowest tests of all took.
+# `cargo test` with its arguments, and then the slowest tests of all its binaries.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,4 +10,4 @@ log=target/assay/tests.log
 echo
 echo "The slowest tests, in seconds:"
 # libtest: `test NAME ... ok <1.234s>`; the harnesses that make their own trials: `took <1.234s> NAME`.
-sed -nE 's/^test (.*) \.\.\. .*<([0-9.]+)s>$/\2 \1/p; s/^took <([0-9.]+)s> (.*)$/\1 \2/p' "$log" | sort -rn | head -20
+sed -nE 's/^test (.*) \.\.\. .*<([0-9.]+)s>$/\2 \1/p; s/^took <([0-9.]+)s> (.*)$/\1 \2/p' "$log" | sort -rn | sed -n 1,20p
