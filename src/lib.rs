@@ -12,21 +12,18 @@
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
+pub use assay_core::{element, implementation, memory, problem, spec};
+
 pub mod bandwidth;
 #[cfg(feature = "train")]
 mod checkpoint;
 pub mod cli;
 pub mod conformance;
 #[cfg(feature = "pjrt")]
-pub mod element;
-#[cfg(feature = "pjrt")]
 pub mod exported;
 pub mod fixture;
-pub mod implementation;
 mod kernels;
-pub mod memory;
 pub mod native;
-pub mod problem;
 pub mod products;
 #[cfg(feature = "train")]
 pub mod record;
@@ -35,7 +32,6 @@ pub mod registry;
 pub mod report;
 #[cfg(feature = "pjrt")]
 pub mod runtime;
-pub mod spec;
 #[cfg(feature = "pjrt")]
 pub mod stablehlo;
 #[cfg(feature = "pjrt")]

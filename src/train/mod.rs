@@ -12,6 +12,7 @@ mod baseline;
 mod checkpoint;
 pub mod config;
 mod loss;
+mod meter;
 pub mod metrics;
 pub mod optimizer;
 pub mod qwen2;

@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 use super::checkpoint;
 use super::config::{Model, Task, TrainConfig, WarmStart};
 use super::loss::{array2, array3};
+use super::meter::Meter;
 use super::metrics::{Evaluation, Journal, Record};
 use super::optimizer::{AdamW, AdamWConfig, Gradients, accumulate};
 use super::qwen2::{Qwen2, Weights, initial_weights, read_checkpoint};
@@ -25,7 +26,6 @@ use super::tokenizer::Tokenizer;
 use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainError};
 use crate::checkpoint::Qwen2Config;
 use crate::fixture::hexadecimal;
-use crate::memory::Meter;
 use crate::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
 use crate::spec::{LossSpec, Objective, OldLogp, Reduction};
 

@@ -100,8 +100,11 @@ impl From<Dtype> for Element {
 const DENSE: &str = "checked: dense row-major";
 
 /// The bytes of a dense row-major array, as a device is sent them.
-pub(crate) trait ArrayBytes {
+pub trait ArrayBytes {
+    /// Of every element, the last axis fastest.
     fn bytes(&self) -> &[u8];
+
+    /// The same, to be written.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 

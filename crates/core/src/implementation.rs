@@ -168,7 +168,7 @@ pub struct Given<P: Input = Problem> {
 
 impl<P: Input> Given<P> {
     /// Checks `problem`, and that its array is this.
-    pub(crate) fn expect(&self, spec: &LossSpec, problem: &P) -> Result<(), RunError> {
+    pub fn expect(&self, spec: &LossSpec, problem: &P) -> Result<(), RunError> {
         let given = Given::<P> { shape: problem.checked_shape(spec)?, dtype: problem.dtype() };
         if given.shape == self.shape && given.dtype == self.dtype {
             return Ok(());
