@@ -13,6 +13,7 @@
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
 pub use assay_core::{element, implementation, memory, problem, spec};
+pub use assay_reference as reference;
 
 pub mod bandwidth;
 #[cfg(feature = "train")]
@@ -27,7 +28,7 @@ pub mod native;
 pub mod products;
 #[cfg(feature = "train")]
 pub mod record;
-pub mod reference;
+
 pub mod registry;
 pub mod report;
 #[cfg(feature = "pjrt")]

@@ -7,7 +7,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, Printing, config, one_of};
 use crate::conformance::generate::{Recipe, Regime};
 use crate::fixture::{write_head_problem, write_problem};
 use crate::problem::{Dtype, Extents};
@@ -27,7 +27,7 @@ pub(super) struct Generate {
     #[command(flatten)]
     head: HeadChoice,
     /// How logits are drawn
-    #[arg(long, value_enum, default_value = "peaked")]
+    #[arg(long, value_parser = one_of(&Regime::ALL), default_value = "peaked")]
     regime: Regime,
     /// Seed of every draw
     #[arg(long, default_value_t = 0)]
@@ -78,7 +78,7 @@ impl Generate {
             AnyRecipe::Head(recipe) => write_head_problem(&self.output, &recipe.problem(&spec)?, &metadata)?,
         }
         let text =
-            format!("{}: {} {} {:?}, seed {}\n", self.output.display(), self.shape, self.dtype, self.regime, self.seed);
+            format!("{}: {} {} {}, seed {}\n", self.output.display(), self.shape, self.dtype, self.regime, self.seed);
         self.printing.finish(&text, &Generated { output: &self.output, recipe: &recipe, spec: &spec })?;
         Ok(Passed::Yes)
     }

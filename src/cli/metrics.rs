@@ -4,7 +4,7 @@ use clap::Args;
 use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 
 use super::problem_choice::{AnyProblem, ProblemChoice};
-use super::{CliError, Passed, Printing};
+use super::{CliError, Passed, Printing, one_of};
 use crate::conformance::judgeable::Judgeable;
 use crate::reference::metrics::Project;
 
@@ -13,7 +13,7 @@ pub(super) struct Metrics {
     #[command(flatten)]
     choice: ProblemChoice,
     /// Under whose names, and by whose definitions
-    #[arg(long, value_name = "PROJECT", default_value = "trl")]
+    #[arg(long, value_name = "PROJECT", value_parser = one_of(&Project::ALL), default_value = "trl")]
     names: Project,
     #[command(flatten)]
     printing: Printing,

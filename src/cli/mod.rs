@@ -31,6 +31,7 @@ mod tolerances;
 #[cfg(feature = "train")]
 mod train;
 
+use std::fmt;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -40,6 +41,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -221,6 +223,15 @@ enum CliError {
     Train(#[from] TrainError),
     #[error("{0}")]
     Usage(String),
+}
+
+/// A parser of what is one of `all`, each typed as it is shown.
+fn one_of<T: Copy + fmt::Display + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
+    let names = all.iter().map(|value| PossibleValue::new(value.to_string()));
+    PossibleValuesParser::new(names).map(|name| {
+        let value = all.iter().find(|value| value.to_string() == name);
+        *value.expect("clap takes no other name")
+    })
 }
 
 /// Whether every verdict passed.

@@ -1,5 +1,7 @@
 //! Problems made from a seed, in the regimes where kernels go wrong.
 
+use std::fmt;
+
 use ndarray::{Array1, Array2, Array3, Axis, Ix3, Zip};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -13,9 +15,8 @@ use crate::reference;
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Vespo};
 
 /// How logits are drawn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
 pub enum Regime {
     /// Uniform in ±0.1: every column counts alike, so a padded or dropped one shows.
     Small,
@@ -36,6 +37,13 @@ pub enum Regime {
     Holes,
     /// Each logit −1, 0 or 1: maxima and probabilities tie.
     Ties,
+}
+
+impl fmt::Display for Regime {
+    /// As it is typed.
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.serialize(f)
+    }
 }
 
 impl Regime {
@@ -95,7 +103,7 @@ pub enum RecipeError {
         given: usize,
     },
     /// A regime that no product has.
-    #[error("`regime`: got {given:?}, expected another: logits that are a product are not −∞")]
+    #[error("`regime`: got {given}, expected another: logits that are a product are not −∞")]
     Regime {
         /// The regime asked for.
         given: Regime,

@@ -4,8 +4,8 @@ use ndarray::Array2;
 
 use super::Token;
 use super::sum::Sum;
-use crate::problem::Metrics;
-use crate::spec::{Averaging, LossSpec, Objective, Reduction, Rows};
+use assay_core::problem::Metrics;
+use assay_core::spec::{Averaging, LossSpec, Objective, Reduction, Rows};
 
 /// The weight `w_b` of every unmasked token of row `b`, whose row has `counts[b]` of them; 0 for a row without one.
 pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) -> Vec<f64> {

@@ -1,7 +1,7 @@
 //! From the logits given to those that the softmax is of.
 
-use crate::problem::Problem;
-use crate::spec::LossSpec;
+use assay_core::problem::Problem;
+use assay_core::spec::LossSpec;
 
 /// The head's logits of one token.
 pub struct Scaled {

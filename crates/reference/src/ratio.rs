@@ -1,7 +1,7 @@
 //! The log-ratios of a row, and what its tokens take for their ratio.
 
 use super::sum::Sum;
-use crate::spec::{OldLogp, Ratio};
+use assay_core::spec::{OldLogp, Ratio};
 
 /// A value that follows its argument, or stands at a bound where its derivative is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,14 +2,14 @@
 
 use super::ratio::{self, Held};
 use super::selection::Choice;
-use crate::spec::LossSpec;
+use assay_core::spec::LossSpec;
 
 /// What one token's loss depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenInputs {
     /// `ℓ`, nats.
     pub logp: f64,
-    /// Nats; equal to `logp` under [`OldLogp::Current`](crate::spec::OldLogp::Current).
+    /// Nats; equal to `logp` under [`OldLogp::Current`](assay_core::spec::OldLogp::Current).
     pub old_logp: f64,
     /// Nats; `None` without a KL term.
     pub ref_logp: Option<f64>,

@@ -1,16 +1,21 @@
 //! What trainers log, under their own names and by their own definitions.
 //!
-//! [`crate::problem::Metrics`] is what kernels of ours return. This is what a project's dashboard shows of the same
+//! [`assay_core::problem::Metrics`] is what kernels of ours return. This is what a project's dashboard shows of the same
 //! batch: the same name is not the same number in two of them. Options that are logged as they are set are left out.
+
+use std::fmt;
+
+use serde::Serialize;
 
 use super::objective::gamma_weight;
 use super::rollout::{corrections, log_weights};
 use super::sum::Sum;
 use super::{Reference, Token};
-use crate::spec::{Cispo, LossSpec, Objective, PpoClip, RatioLevel, RolloutLevel};
+use assay_core::spec::{Cispo, LossSpec, Objective, PpoClip, RatioLevel, RolloutLevel};
 
 /// Whose metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Project {
     /// TRL 1.16 `GRPOTrainer`, `GMPOTrainer`.
     Trl,
@@ -23,7 +28,7 @@ pub enum Project {
 }
 
 /// One logged number.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Metric {
     /// The project's name for it.
     pub name: &'static str,
@@ -33,7 +38,17 @@ pub struct Metric {
     pub definition: &'static str,
 }
 
+impl fmt::Display for Project {
+    /// As it is typed.
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
 impl Project {
+    /// All of them.
+    pub const ALL: [Project; 4] = [Project::Trl, Project::Verl, Project::Tunix, Project::Liger];
+
     /// The metrics that the project logs of a batch under its spec, in the order of its source.
     pub fn metrics(self, reference: &Reference) -> Vec<Metric> {
         let batch = Batch::of(reference);

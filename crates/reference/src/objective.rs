@@ -9,7 +9,7 @@
 
 use super::kl::KlPiece;
 use super::token::{Term, TokenInputs, sign};
-use crate::spec::{Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PpoClip, Sapo, TrustRegion, Vespo};
+use assay_core::spec::{Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PpoClip, Sapo, TrustRegion, Vespo};
 
 /// Which smooth piece of the loss a token is on.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,7 +2,7 @@
 
 use super::ratio::held;
 use super::token::{Term, TokenInputs, sign};
-use crate::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec};
+use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec};
 
 /// Which smooth piece of its KL estimate a token is on.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -5,8 +5,8 @@
 use ndarray::Array2;
 
 use super::sum::Sum;
-use crate::problem::ProblemError;
-use crate::spec::{CovarianceBand, QuantilePrecision, TopCovariance, TopEntropy};
+use assay_core::problem::ProblemError;
+use assay_core::spec::{CovarianceBand, QuantilePrecision, TopCovariance, TopEntropy};
 
 /// A choice about one token, and how far what it was made by lies from making it otherwise.
 #[derive(Clone, Copy, Debug, PartialEq)]

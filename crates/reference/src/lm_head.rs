@@ -16,8 +16,8 @@ use ndarray::{Array2, ArrayView1, Axis, arr0};
 use rayon::prelude::*;
 
 use super::{Reference, Sum, evaluate_owned};
-use crate::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, ProblemError};
-use crate::spec::LossSpec;
+use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, ProblemError};
+use assay_core::spec::LossSpec;
 
 /// A [`HeadProblem`], evaluated. `8·B·T·V` bytes of logits are held.
 #[derive(Debug)]

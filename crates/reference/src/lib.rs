@@ -1,7 +1,7 @@
 //! The oracle: the GRPO loss, entropy and dlogits in f64, written to be read beside the formulas.
 //!
 //! Inputs are widened exactly, sums are compensated ([`Sum`]), gradients are in closed form. Nothing here is shared
-//! with any kernel, and nothing outside [`crate::spec`] and [`crate::problem`] is used.
+//! with any kernel, and nothing outside [`assay_core::spec`] and [`assay_core::problem`] is used.
 //!
 //! A masked token is never looked at: it is absent from every sum, whatever stands in its logits, id, advantage or
 //! log-probabilities, and its dlogits are 0. Where a value cannot be finite (a NaN logit, `exp` beyond 1.8e308) the
@@ -35,8 +35,8 @@ pub use selection::Choice;
 pub use sum::Sum;
 pub use token::{Term, TokenInputs};
 
-use crate::problem::{Metrics, Outcome, Problem, ProblemError, Shape};
-use crate::spec::{Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides};
+use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Shape};
+use assay_core::spec::{Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides};
 use rollout::Corrections;
 use selection::Sample;
 
@@ -208,7 +208,7 @@ fn join(
             let weight = corrections.weights[[b, t]];
             let in_vespo = matches!(spec.objective, Objective::Vespo(_));
             let to_kl =
-                spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == crate::spec::Terms::PolicyAndKl);
+                spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == assay_core::spec::Terms::PolicyAndKl);
             let inputs = TokenInputs {
                 logp: token.logp,
                 old_logp: old_logp((b, t), token.logp),

@@ -3,8 +3,8 @@
 use ndarray::Array2;
 
 use super::sum::Sum;
-use crate::problem::Problem;
-use crate::spec::{
+use assay_core::problem::Problem;
+use assay_core::spec::{
     LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Terms,
 };
