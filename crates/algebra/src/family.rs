@@ -2,12 +2,11 @@
 
 use serde::Serialize;
 
-use crate::spec::{Head, LossSpec, Objective, RatioLevel};
+use assay_core::spec::{Head, LossSpec, Objective, RatioLevel};
 
 /// How much of a batch a kernel sees where it computes a token's loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(feature = "pjrt"), allow(dead_code, reason = "what native sees is all that is asked for"))]
-pub(crate) enum Reach {
+pub enum Reach {
     /// The token alone.
     Token,
     /// Its row.
@@ -20,13 +19,13 @@ pub(crate) enum Reach {
 
 /// A setting that a kernel does not compute.
 #[derive(Debug)]
-pub(crate) struct Beyond {
+pub struct Beyond {
     /// As a file spells it.
-    pub(crate) field: &'static str,
+    pub field: &'static str,
     /// Its value.
-    pub(crate) given: String,
+    pub given: String,
     /// What would do.
-    pub(crate) supported: &'static str,
+    pub supported: &'static str,
 }
 
 const ROWS: &str = "what one token decides: its row's tokens are not seen together";
@@ -37,7 +36,7 @@ impl Reach {
     ///
     /// # Errors
     /// The first setting that it does not.
-    pub(crate) fn expect(self, spec: &LossSpec) -> Result<(), Beyond> {
+    pub fn expect(self, spec: &LossSpec) -> Result<(), Beyond> {
         let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
             if computed { Ok(()) } else { Err(Beyond { field, given: given(), supported }) }
         };

@@ -6,8 +6,8 @@
 use ndarray::{Array2, ArrayView1, Zip};
 
 use super::structure::{Form, Input, Structure};
-use crate::problem::{Extra, Tokens};
-use crate::spec::{
+use assay_core::problem::{Extra, Tokens};
+use assay_core::spec::{
     LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Terms,
 };
@@ -16,15 +16,16 @@ use crate::spec::{
 const LOG_WEIGHTS: [f64; 2] = [-18.420_680_743_952_367, 20.0];
 
 /// The part of a batch that is no logits, as kernels are given it.
-pub(crate) struct Settled {
+pub struct Settled {
     /// The tokens that count: the problem's mask without those that are rejected as if masked.
-    pub(crate) mask: Array2<bool>,
+    pub mask: Array2<bool>,
     /// What the structure reads, in its order.
-    pub(crate) inputs: Vec<(Input, Array2<f64>)>,
+    pub inputs: Vec<(Input, Array2<f64>)>,
 }
 
 impl Settled {
-    pub(crate) fn of(spec: &LossSpec, tokens: &Tokens) -> Self {
+    /// What `spec` makes of the `tokens`.
+    pub fn of(spec: &LossSpec, tokens: &Tokens) -> Self {
         let structure = Structure::of(spec);
         let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term.
@@ -78,7 +79,7 @@ impl Settled {
     }
 
     /// An array that the structure reads.
-    pub(crate) fn input(&self, input: Input) -> Option<&Array2<f64>> {
+    pub fn input(&self, input: Input) -> Option<&Array2<f64>> {
         self.inputs.iter().find(|(other, _)| *other == input).map(|(_, values)| values)
     }
 }

@@ -8,35 +8,42 @@
 
 use super::arithmetic::Arithmetic;
 use super::structure::{Form, KlForm, Number, Numbers, Structure, ValueClamp};
-use crate::spec::{Divergence, KlEstimator, KlGradient, KlImportance};
+use assay_core::spec::{Divergence, KlEstimator, KlGradient, KlImportance};
 
 /// What the loss of a token depends on.
 #[derive(Clone, Copy)]
-pub(crate) struct Token<V, T> {
-    pub(crate) logp: V,
+pub struct Token<V, T> {
+    /// `ℓ`, of the policy.
+    pub logp: V,
     /// `logp` itself where the spec has `old_logp: current`.
-    pub(crate) old_logp: V,
-    pub(crate) advantage: V,
+    pub old_logp: V,
+    /// `A`.
+    pub advantage: V,
     /// The log-ratio of its level: its own after [`own_log_ratio`], or that of its row.
-    pub(crate) log_ratio: V,
-    pub(crate) ref_logp: Option<V>,
-    pub(crate) policy_weight: Option<V>,
-    pub(crate) kl_weight: Option<V>,
+    pub log_ratio: V,
+    /// The reference policy's log-probability, where there is a KL penalty.
+    pub ref_logp: Option<V>,
+    /// What the policy term is multiplied by.
+    pub policy_weight: Option<V>,
+    /// What the KL estimate is multiplied by.
+    pub kl_weight: Option<V>,
     /// What the KL penalty's own reduction weighs it with, over that of the policy term.
-    pub(crate) kl_share: Option<V>,
+    pub kl_share: Option<V>,
     /// Above 0 where KL-Cov penalizes.
-    pub(crate) selected: Option<V>,
+    pub selected: Option<V>,
     /// VESPO's `ln w` of the row, not yet clamped.
-    pub(crate) log_weight: Option<V>,
+    pub log_weight: Option<V>,
     /// Whether its row is near enough to the policy that acted.
-    pub(crate) on_policy: Option<T>,
+    pub on_policy: Option<T>,
 }
 
 /// A value, and where it stands at a bound, without gradient.
 #[derive(Clone, Copy)]
-pub(crate) struct Held<V, T> {
-    pub(crate) value: V,
-    pub(crate) held: Option<T>,
+pub struct Held<V, T> {
+    /// What is computed with.
+    pub value: V,
+    /// Whether it stands at a bound; `None` where there is none.
+    pub held: Option<T>,
 }
 
 /// A term of the loss and its derivatives. `None` is 0.
@@ -48,34 +55,35 @@ struct Term<V> {
 }
 
 /// The loss of a token and what is logged of it.
-pub(crate) struct TokenLoss<V, T> {
+pub struct TokenLoss<V, T> {
     /// Policy term plus `beta · kl`.
-    pub(crate) loss: V,
+    pub loss: V,
     /// What the reduction weighs: the same, but for a KL penalty with a reduction of its own.
-    pub(crate) reduced: V,
+    pub reduced: V,
     /// The derivative of `reduced` with respect to `logp`, the log-ratio held; `None` is 0.
-    pub(crate) by_logp: Option<V>,
+    pub by_logp: Option<V>,
     /// And to the log-ratio of the token's level.
-    pub(crate) by_log_ratio: Option<V>,
-    pub(crate) ratio: V,
+    pub by_log_ratio: Option<V>,
+    /// `r`, that of its level.
+    pub ratio: V,
     /// The KL estimate, without `beta`.
-    pub(crate) kl: Option<V>,
+    pub kl: Option<V>,
     /// The ratio is below the lower bound, and `A < 0`.
-    pub(crate) clipped_low: T,
+    pub clipped_low: T,
     /// The ratio is above the upper bound, and `A > 0`.
-    pub(crate) clipped_high: T,
+    pub clipped_high: T,
 }
 
 impl<V: Copy, T: Copy> TokenLoss<V, T> {
     /// The derivative with respect to `logp` of a token whose ratio is its own.
-    pub(crate) fn grad<A: Arithmetic<Value = V, Truth = T>>(&self, on: &mut A, log_ratio: Held<V, T>) -> V {
+    pub fn grad<A: Arithmetic<Value = V, Truth = T>>(&self, on: &mut A, log_ratio: Held<V, T>) -> V {
         let through_ratio = self.by_log_ratio.map(|slope| unless(on, log_ratio.held, slope));
         sum(on, self.by_logp, through_ratio)
     }
 }
 
 /// `a + b`, where `None` is 0.
-pub(crate) fn sum<A: Arithmetic>(on: &mut A, a: Option<A::Value>, b: Option<A::Value>) -> A::Value {
+pub fn sum<A: Arithmetic>(on: &mut A, a: Option<A::Value>, b: Option<A::Value>) -> A::Value {
     match (a, b) {
         (Some(a), Some(b)) => on.add(a, b),
         (Some(one), None) | (None, Some(one)) => one,
@@ -84,7 +92,7 @@ pub(crate) fn sum<A: Arithmetic>(on: &mut A, a: Option<A::Value>, b: Option<A::V
 }
 
 /// `value`, 0 where `out` holds.
-pub(crate) fn unless<A: Arithmetic>(on: &mut A, out: Option<A::Truth>, value: A::Value) -> A::Value {
+pub fn unless<A: Arithmetic>(on: &mut A, out: Option<A::Truth>, value: A::Value) -> A::Value {
     let Some(out) = out else { return value };
     let zero = on.constant(0.0);
     on.select(out, zero, value)
@@ -115,7 +123,7 @@ fn within<A: Arithmetic>(on: &mut A, x: A::Value, bound: A::Value) -> Held<A::Va
 }
 
 /// A token's own log-ratio, after its clamp and GMPO's clip.
-pub(crate) fn own_log_ratio<A: Arithmetic>(
+pub fn own_log_ratio<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
     numbers: &Numbers<A::Value>,
@@ -143,7 +151,7 @@ pub(crate) fn own_log_ratio<A: Arithmetic>(
 }
 
 /// The loss of one token.
-pub(crate) fn token_loss<A: Arithmetic>(
+pub fn token_loss<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
     numbers: &Numbers<A::Value>,

@@ -1,6 +1,6 @@
 //! What of a spec shapes a program, and which numbers and arrays that program reads.
 
-use crate::spec::{
+use assay_core::spec::{
     Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel,
     Reduction, Rows, TemperatureDivides, Terms,
 };
@@ -8,100 +8,137 @@ use crate::spec::{
 /// What of a spec shapes a program. Its numbers are run-time inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an input that a program has or lacks")]
-pub(crate) struct Structure {
-    pub(crate) form: Form,
-    pub(crate) level: RatioLevel,
+pub struct Structure {
+    /// The policy term.
+    pub form: Form,
+    /// Whose log-ratio that term takes.
+    pub level: RatioLevel,
     /// Which bounds log-ratios have.
-    pub(crate) bounds: Bounds,
+    pub bounds: Bounds,
     /// Whether old log-probabilities come in; else they are the policy's own.
-    pub(crate) old_logp_given: bool,
-    pub(crate) temperature: Temperature,
-    pub(crate) kl: Option<KlForm>,
+    pub old_logp_given: bool,
+    /// What the temperature divides.
+    pub temperature: Temperature,
+    /// The KL penalty, if there is one.
+    pub kl: Option<KlForm>,
     /// The mean that the entropy bonus is of, if there is one.
-    pub(crate) entropy_bonus: Option<Denominator>,
-    pub(crate) denominator: Denominator,
+    pub entropy_bonus: Option<Denominator>,
+    /// The mean that the loss is.
+    pub denominator: Denominator,
     /// Whether the policy term of each token has a factor that comes in.
-    pub(crate) policy_weight: bool,
+    pub policy_weight: bool,
     /// Whether the KL estimate has.
-    pub(crate) kl_weight: bool,
-    pub(crate) off_policy_mask: bool,
+    pub kl_weight: bool,
+    /// Whether rows that are too far from the policy that acted are left out.
+    pub off_policy_mask: bool,
 }
 
 /// The policy term. Clip-Cov is PPO-clip with a weight of 0 on the tokens selected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
+pub enum Form {
+    /// The lesser of the ratio's and the clipped ratio's surrogate.
     PpoClip,
+    /// `−sg(clipped ratio) · A · ℓ`.
     Cispo,
+    /// `−(4/τ) · σ(τ(r − 1)) · A`.
     Sapo,
+    /// `−w · A · ℓ`, the weight `w` a gamma kernel of the row's ratio.
     Vespo,
+    /// `−A · ℓ`.
     PolicyGradient,
+    /// `−r · A`.
     ImportanceSampling,
+    /// `−r · A · ℓ`, the ratio held, where it is within its bounds; else 0.
     MaskedRatio,
+    /// `−r · A`, or its score function, where a divergence is within its bounds; a squared log-ratio everywhere.
     TrustRegion {
+        /// Which divergence.
         divergence: Divergence,
+        /// Whether both bounds hold whatever the sign of the advantage.
         two_sided: bool,
         /// Whether it is a score function, of a ratio with an upper bound.
         score: bool,
     },
+    /// `−A · ℓ` and a squared log-ratio.
     Dro,
+    /// `−r · A`, and the absolute log-ratio of the selected.
     KlCov,
+    /// No policy term.
     None,
 }
 
+/// The bounds of log-ratios.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Bounds {
+pub struct Bounds {
     /// `|x| ≤ clamp` of each token.
-    pub(crate) clamp: bool,
+    pub clamp: bool,
     /// GMPO's, by the sign of the advantage.
-    pub(crate) clip: bool,
+    pub clip: bool,
     /// Of the level's log-ratio.
-    pub(crate) cap: bool,
+    pub cap: bool,
 }
 
+/// The KL penalty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct KlForm {
-    pub(crate) estimator: KlEstimator,
-    pub(crate) gradient: KlGradient,
-    pub(crate) importance: KlImportance,
-    pub(crate) difference_clamp: bool,
-    pub(crate) value_clamp: Option<ValueClamp>,
+pub struct KlForm {
+    /// Of the divergence.
+    pub estimator: KlEstimator,
+    /// What its derivative is taken of.
+    pub gradient: KlGradient,
+    /// What multiplies it.
+    pub importance: KlImportance,
+    /// Whether `ref_logp − logp` has a bound.
+    pub difference_clamp: bool,
+    /// Whether the estimate has one, and where it stands.
+    pub value_clamp: Option<ValueClamp>,
     /// Its own, where it differs from that of the policy term.
-    pub(crate) denominator: Option<Denominator>,
+    pub denominator: Option<Denominator>,
 }
 
+/// Where the estimate's bound stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ValueClamp {
+pub enum ValueClamp {
+    /// Before the importance multiplies it.
     BeforeImportance,
+    /// After that.
     AfterImportance,
 }
 
+/// What the temperature divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Temperature {
+pub enum Temperature {
+    /// Nothing: it is 1.
     One,
+    /// The logits, before their softmax.
     Logits,
+    /// The log-probability; the softmax is that of the logits as they are.
     Logp,
 }
 
 /// What a term of a token is divided by: `(tokens + ε) · filled rows · a number that is given`, each factor where it is
 /// asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Denominator {
-    pub(crate) tokens: Option<Tokens>,
+pub struct Denominator {
+    /// The tokens counted, if any are.
+    pub tokens: Option<Tokens>,
     /// The rows that have a token.
-    pub(crate) filled_rows: bool,
+    pub filled_rows: bool,
     /// Whether there is an `ε`.
-    pub(crate) epsilon: bool,
+    pub epsilon: bool,
 }
 
 /// Which tokens are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tokens {
+pub enum Tokens {
+    /// All.
     OfBatch,
+    /// Those of the same row.
     OfRow,
 }
 
 impl Denominator {
-    pub(crate) const ALL_TOKENS: Self = Self { tokens: Some(Tokens::OfBatch), filled_rows: false, epsilon: false };
+    /// The mean over all tokens.
+    pub const ALL_TOKENS: Self = Self { tokens: Some(Tokens::OfBatch), filled_rows: false, epsilon: false };
 
     fn of(averaging: Averaging) -> Self {
         let tokens = match averaging.reduction {
@@ -114,7 +151,7 @@ impl Denominator {
     }
 
     /// Whether rows differ in it.
-    pub(crate) fn by_row(self) -> bool {
+    pub fn by_row(self) -> bool {
         self.tokens == Some(Tokens::OfRow)
     }
 }
@@ -143,7 +180,8 @@ fn known_denominator(averaging: Averaging, [batch, tokens]: [usize; 2]) -> f64 {
 }
 
 impl Structure {
-    pub(crate) fn of(spec: &LossSpec) -> Self {
+    /// Everything but the numbers of `spec`.
+    pub fn of(spec: &LossSpec) -> Self {
         let drops = |from: &[Terms]| {
             spec.rejection.iter().any(|rejection| rejection.counts && from.contains(&rejection.drops_from))
         };
@@ -185,22 +223,22 @@ impl Structure {
     }
 
     /// Whether the loss of a token depends on other tokens of its row.
-    pub(crate) fn couples_rows(self) -> bool {
+    pub fn couples_rows(self) -> bool {
         self.level != RatioLevel::Token || self.form == Form::Vespo || self.off_policy_mask
     }
 
     /// Whether the KL penalty has a reduction of its own.
-    pub(crate) fn kl_share(self) -> bool {
+    pub fn kl_share(self) -> bool {
         self.kl.is_some_and(|kl| kl.denominator.is_some())
     }
 
     /// Whether `∂loss/∂entropy` is a number of each row.
-    pub(crate) fn entropy_by_row(self) -> bool {
+    pub fn entropy_by_row(self) -> bool {
         self.entropy_bonus.is_some_and(Denominator::by_row)
     }
 
     /// The numbers that [`token_loss`](super::objective::token_loss) reads, in order.
-    pub(crate) fn numbers(self) -> Vec<Number> {
+    pub fn numbers(self) -> Vec<Number> {
         use Number as N;
         let of_form: &[Number] = match self.form {
             Form::PpoClip => &[N::Low, N::High, N::Delta, N::DualClip],
@@ -229,7 +267,7 @@ impl Structure {
     }
 
     /// The numbers that a whole program reads, in order.
-    pub(crate) fn program_numbers(self) -> Vec<Number> {
+    pub fn program_numbers(self) -> Vec<Number> {
         use Number as N;
         let epsilon = |denominator: Option<Denominator>| denominator.is_some_and(|denominator| denominator.epsilon);
         let kl = self.kl.and_then(|kl| kl.denominator);
@@ -248,7 +286,7 @@ impl Structure {
     }
 
     /// The `[B,T]` arrays that a program reads beside ids, mask and advantages, in order.
-    pub(crate) fn inputs(self) -> Vec<Input> {
+    pub fn inputs(self) -> Vec<Input> {
         let all = [
             (self.old_logp_given, Input::OldLogp),
             (self.kl.is_some(), Input::RefLogp),
@@ -286,9 +324,10 @@ impl Form {
 
 /// A `[B,T]` array, f32 on devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Input {
+pub enum Input {
     /// The denominator of the ratio.
     OldLogp,
+    /// The reference policy's log-probability.
     RefLogp,
     /// What the policy term of a token is multiplied by.
     PolicyWeight,
@@ -303,7 +342,8 @@ pub(crate) enum Input {
 }
 
 impl Input {
-    pub(crate) fn name(self) -> &'static str {
+    /// As programs call it.
+    pub fn name(self) -> &'static str {
         match self {
             Input::OldLogp => "old_logp",
             Input::RefLogp => "ref_logp",
@@ -318,33 +358,50 @@ impl Input {
 
 /// A number of a spec, f32 on devices. A bound that the spec lacks is infinite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Number {
+pub enum Number {
     /// Lower end of the ratio, or of a trust region.
     Low,
     /// Upper end.
     High,
+    /// Upper bound of the ratio that is not clipped.
     Delta,
+    /// `c`: where the advantage is negative the loss is at most `−c · A`.
     DualClip,
+    /// SAPO's temperature where the advantage is positive.
     TauPositive,
+    /// And elsewhere.
     TauNegative,
+    /// VESPO's exponent of the ratio where the advantage is positive.
     KPositive,
+    /// And its rate.
     LambdaPositive,
+    /// The exponent elsewhere.
     KNegative,
+    /// And the rate.
     LambdaNegative,
     /// What the squared log-ratio is multiplied by, or KL-Cov's absolute one.
     Penalty,
     /// Upper bound of a score function's ratio.
     Truncate,
+    /// Bound of a token's absolute log-ratio.
     LogRatioClamp,
+    /// GMPO's lower bound of a log-ratio, at most 0.
     LogRatioLow,
+    /// GMPO's upper bound.
     LogRatioHigh,
+    /// Upper bound of the level's log-ratio.
     LogRatioCap,
+    /// The divergence of a row beyond which it is left out.
     OffPolicyThreshold,
     /// Added to the tokens of a row where its mean log-ratio is taken.
     RatioEpsilon,
+    /// What the KL estimate is multiplied by.
     Beta,
+    /// Bound of `ref_logp − logp`.
     KlDifferenceClamp,
+    /// Bound of the estimate.
     KlValueClamp,
+    /// `1/T`.
     InverseTemperature,
     /// `∂loss/∂entropy` of an unmasked token, without `1/T`: a kernel's, which a program works out.
     EntropyFactor,
@@ -354,15 +411,21 @@ pub(crate) enum Number {
     Denominator,
     /// The cotangent of the loss, which multiplies dlogits.
     LossScale,
+    /// What is added to the tokens that the loss is divided by.
     DenominatorEpsilon,
+    /// That of the KL penalty's own mean.
     KlDenominator,
+    /// And what is added to its tokens.
     KlDenominatorEpsilon,
+    /// That of the entropy bonus's own mean.
     EntropyDenominator,
+    /// And what is added to its tokens.
     EntropyDenominatorEpsilon,
 }
 
 impl Number {
-    pub(crate) fn name(self) -> &'static str {
+    /// As programs call it.
+    pub fn name(self) -> &'static str {
         match self {
             Number::Low => "low",
             Number::High => "high",
@@ -399,7 +462,7 @@ impl Number {
     }
 
     /// Its value in `spec`, for a batch of `[B,T]`; NaN where the spec has no such number.
-    pub(crate) fn of(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
+    pub fn of(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
         let none = f64::NAN;
         let kl = spec.kl.as_ref();
         let of_entropy = spec.entropy_averaging;
@@ -461,15 +524,16 @@ impl Number {
 
 /// Numbers by name.
 #[derive(Clone)]
-pub(crate) struct Numbers<V>(Vec<(Number, V)>);
+pub struct Numbers<V>(Vec<(Number, V)>);
 
 impl<V: Copy> Numbers<V> {
-    pub(crate) fn new(numbers: impl IntoIterator<Item = (Number, V)>) -> Self {
+    /// Those of `numbers`.
+    pub fn new(numbers: impl IntoIterator<Item = (Number, V)>) -> Self {
         Self(numbers.into_iter().collect())
     }
 
     /// A number that the structure reads.
-    pub(crate) fn get(&self, number: Number) -> V {
+    pub fn get(&self, number: Number) -> V {
         let found = self.0.iter().find(|(other, _)| *other == number);
         found.unwrap_or_else(|| panic!("the structure does not read `{}`", number.name())).1
     }

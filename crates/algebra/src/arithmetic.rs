@@ -2,7 +2,7 @@
 //! that is being written.
 
 /// Arithmetic on one kind of value.
-pub(crate) trait Arithmetic {
+pub trait Arithmetic {
     /// A real number.
     type Value: Copy;
     /// A truth value.
@@ -39,7 +39,7 @@ pub(crate) trait Arithmetic {
 }
 
 /// f64, computed at once.
-pub(crate) struct Immediate;
+pub struct Immediate;
 
 impl Arithmetic for Immediate {
     type Value = f64;
