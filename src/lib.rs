@@ -12,7 +12,9 @@
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
+use assay_core::text;
 pub use assay_core::{element, implementation, memory, problem, spec};
+pub use assay_fixture as fixture;
 pub use assay_reference as reference;
 
 pub mod bandwidth;
@@ -22,7 +24,7 @@ pub mod cli;
 pub mod conformance;
 #[cfg(feature = "pjrt")]
 pub mod exported;
-pub mod fixture;
+
 mod kernels;
 pub mod native;
 pub mod products;

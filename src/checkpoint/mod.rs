@@ -18,8 +18,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
-use crate::fixture::{self, FixtureError, SafetensorsFile, sha256};
+use crate::fixture::{FixtureError, SafetensorsFile, sha256};
 use crate::problem::FloatArray;
+use crate::text::one_line;
 
 /// Longest `config.json` and `tokenizer.json`; Qwen2.5's take 7 MB.
 const LONGEST_SETTINGS: u64 = 64 << 20;
@@ -250,7 +251,7 @@ impl Checkpoint {
         };
         let tokenizer_path = path.join("tokenizer.json");
         let tokenizer = Tokenizer::from_bytes(read_bounded(&tokenizer_path)?).map_err(|error| {
-            FixtureError::invalid(&tokenizer_path, "tokenizer", one_line(&error), "what the tokenizers library reads")
+            FixtureError::invalid(&tokenizer_path, "tokenizer", first_line(&error), "what the tokenizers library reads")
         })?;
 
         let listing = |reason| FixtureError::io(path, "list", reason);
@@ -294,12 +295,12 @@ impl Checkpoint {
         let mut file = BufReader::new(File::open(path).map_err(io)?);
         gguf::expect_alignment(path)?;
         let content = Content::read(&mut file).map_err(|error| {
-            FixtureError::invalid(path, "header", one_line(&error), "a GGUF file, or a folder with config.json")
+            FixtureError::invalid(path, "header", first_line(&error), "a GGUF file, or a folder with config.json")
         })?;
         let settings = gguf::settings_of(path, &content)?;
         let config = config(path, &settings)?;
         let tokenizer = Tokenizer::from_gguf(&content).map_err(|error| {
-            FixtureError::invalid(path, "tokenizer", one_line(&error), "a byte-level BPE in the GGUF's metadata")
+            FixtureError::invalid(path, "tokenizer", first_line(&error), "a byte-level BPE in the GGUF's metadata")
         })?;
         let mut types: BTreeMap<String, usize> = BTreeMap::new();
         for info in content.tensor_infos.values() {
@@ -308,7 +309,7 @@ impl Checkpoint {
         let types = types.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
         let named = content.metadata.get("general.name").and_then(|name| name.to_string().ok());
         let provenance = BTreeMap::from([
-            ("model".into(), named.map_or_else(|| name_of(path), |name| fixture::one_line(name))),
+            ("model".into(), named.map_or_else(|| name_of(path), |name| one_line(name))),
             ("weights".into(), format!("GGUF, dequantised to f32: {types}")),
             ("gguf_file".into(), name_of(path)),
             ("gguf_sha256".into(), hash_of(path)?),
@@ -374,7 +375,7 @@ impl Checkpoint {
                     let tensor = content.tensor(file, &held, &Device::Cpu);
                     tensor.and_then(|tensor| tensor.dequantize(&Device::Cpu)).map_err(|error| {
                         let field = format!("tensor `{held}`");
-                        FixtureError::invalid(&self.path, &field, one_line(&error), "what candle reads")
+                        FixtureError::invalid(&self.path, &field, first_line(&error), "what candle reads")
                     })?
                 }
             };
@@ -445,7 +446,7 @@ fn vocabulary(
     if let Some((token, id)) =
         tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).filter(|(_, id)| beyond(*id))
     {
-        let field = format!("token `{}`", fixture::one_line(&token));
+        let field = format!("token `{}`", one_line(&token));
         return Err(FixtureError::invalid(
             path,
             &field,
@@ -462,7 +463,7 @@ fn vocabulary(
     tokenizer.with_padding(None);
     tokenizer
         .with_truncation(None)
-        .map_err(|error| FixtureError::invalid(path, "truncation", one_line(&error), "none"))?;
+        .map_err(|error| FixtureError::invalid(path, "truncation", first_line(&error), "none"))?;
     Ok(Vocabulary { tokenizer, end, padding })
 }
 
@@ -479,11 +480,11 @@ fn read_bounded(path: &Path) -> Result<Vec<u8>, FixtureError> {
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, FixtureError> {
     serde_json::from_slice(&read_bounded(path)?)
-        .map_err(|error| FixtureError::invalid(path, "settings", one_line(&error), "those of a Qwen2 model, in JSON"))
+        .map_err(|error| FixtureError::invalid(path, "settings", first_line(&error), "those of a Qwen2 model, in JSON"))
 }
 
 fn name_of(path: &Path) -> String {
-    fixture::one_line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
+    one_line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
 }
 
 /// The SHA-256 of a file.
@@ -492,6 +493,6 @@ pub(crate) fn hash_of(path: &Path) -> Result<String, FixtureError> {
 }
 
 /// The first line of an error: candle puts a backtrace behind it.
-pub(crate) fn one_line(error: &impl Display) -> String {
-    fixture::one_line(error.to_string().lines().next().unwrap_or_default())
+pub(crate) fn first_line(error: &impl Display) -> String {
+    one_line(error.to_string().lines().next().unwrap_or_default())
 }

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use super::CliError;
 use crate::fixture::ProblemFile;
 use crate::spec::LossSpec;
+use crate::text::one_line;
 
 /// The metadata key under which a generated problem carries its spec, as JSON.
 pub(super) const SPEC_KEY: &str = "spec";
@@ -56,8 +57,4 @@ fn yaml_reason(error: &serde_saphyr::Error, text: &str) -> String {
     let line = error.location().and_then(|at| text.lines().nth(usize::try_from(at.line()).ok()?.checked_sub(1)?));
     let message = error.without_snippet();
     line.map_or(message.to_string(), |line| format!("{message}, in `{}`", line.trim()))
-}
-
-fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

@@ -54,6 +54,7 @@ use crate::implementation::{BackendError, FILE_PREFIX, Implementation, RunError,
 use crate::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
 use crate::spec::LossSpec;
+use crate::text::one_line;
 use manifest::{Input, InputName, Manifest, OutputName, read_program};
 
 /// A user's own program. See [the module](self).
@@ -109,18 +110,6 @@ impl ExportedError {
     fn program(at: impl fmt::Display, reason: impl fmt::Display) -> Self {
         Self::Program { at: at.to_string(), reason: one_line(&reason.to_string()) }
     }
-}
-
-/// A message with a stranger's text in it: that may be long, or drive a terminal.
-fn one_line(text: &str) -> String {
-    const LONGEST: usize = 600;
-    let words = text.split(|c: char| c.is_whitespace() || c.is_control()).filter(|word| !word.is_empty());
-    let mut line = words.collect::<Vec<_>>().join(" ");
-    if let Some((end, _)) = line.char_indices().nth(LONGEST) {
-        line.truncate(end);
-        line.push('…');
-    }
-    line
 }
 
 impl Exported {

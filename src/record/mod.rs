@@ -30,7 +30,7 @@ use serde::Serialize;
 use self::expected::{CLIP, Expected, Row, log_softmax};
 use self::prompts::{Line, read};
 use self::qwen2::{Prefilled, load, logits};
-use crate::checkpoint::{Checkpoint, Vocabulary, hash_of, one_line};
+use crate::checkpoint::{Checkpoint, Vocabulary, first_line, hash_of};
 use crate::fixture::{FixtureError, SafetensorsStream, StoredDtype};
 use crate::problem::Dtype;
 use crate::spec::{LossSpec, Objective, PpoClip};
@@ -181,7 +181,7 @@ impl Scribe<'_> {
     }
 
     fn failed(&self, error: &TrainError) -> RecordError {
-        RecordError::Model { path: self.asked.model.clone(), reason: one_line(error) }
+        RecordError::Model { path: self.asked.model.clone(), reason: first_line(error) }
     }
 
     fn logits(&self, hidden: &Tensor) -> Result<Vec<f32>, RecordError> {

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::{RecordError, Recording, Sampling, reward};
-use crate::checkpoint::{Checkpoint, one_line};
+use crate::checkpoint::{Checkpoint, first_line};
 use crate::fixture::FixtureError;
 
 /// No prompts file is longer.
@@ -71,7 +71,7 @@ pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> R
         let encode = |name: &str, text: &str| -> Result<Vec<u32>, RecordError> {
             let encoding = checkpoint.vocabulary.tokenizer.encode_fast(text, false);
             let encoding = encoding.map_err(|error| {
-                invalid(&field(name), format!("`{}`", one_line(&error)), "text that the tokenizer takes")
+                invalid(&field(name), format!("`{}`", first_line(&error)), "text that the tokenizer takes")
             })?;
             if encoding.get_ids().is_empty() {
                 return Err(invalid(&field(name), "no token".into(), "at least one").into());

@@ -9,3 +9,4 @@ pub mod implementation;
 pub mod memory;
 pub mod problem;
 pub mod spec;
+pub mod text;
