@@ -16,6 +16,8 @@ use assay_core::text;
 pub use assay_core::{element, implementation, memory, problem, spec};
 pub use assay_fixture as fixture;
 pub use assay_reference as reference;
+use assay_tile as tile;
+pub use assay_tile::stablehlo;
 
 pub mod bandwidth;
 #[cfg(feature = "train")]
@@ -35,10 +37,6 @@ pub mod registry;
 pub mod report;
 #[cfg(feature = "pjrt")]
 pub mod runtime;
-#[cfg(feature = "pjrt")]
-pub mod stablehlo;
-#[cfg(feature = "pjrt")]
-mod tile;
 #[cfg(feature = "pjrt")]
 pub mod tpu;
 #[cfg(feature = "train")]

@@ -3,8 +3,8 @@
 use std::{env, fs};
 
 use super::{Builder, Column, Fold, Kernel, Type, Window, mosaic, xla};
-use crate::element::Element;
 use crate::stablehlo;
+use assay_core::element::Element;
 
 /// Rows of logits, in place: `2^((x − m)·scale)` of bf16, the maximum `m` over windows kept in scratch, and for the last
 /// window the sum of the lanes below a bound. It means nothing and has one of everything.
@@ -58,7 +58,7 @@ fn kernel() -> Kernel {
 }
 
 fn expect(name: &str, text: &str) {
-    let path = format!("fixtures/tpu/golden.{name}.mlir");
+    let path = format!("{}/../../fixtures/tpu/golden.{name}.mlir", env!("CARGO_MANIFEST_DIR"));
     if env::var_os("ASSAY_BLESS").is_some() {
         fs::write(&path, text).unwrap();
     }

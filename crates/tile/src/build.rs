@@ -4,20 +4,21 @@ use super::LANES;
 use super::ir::{
     Array, Binary, Comparison, Fold, For, Kernel, Memory, Operation, Place, Statement, Type, Unary, Value, Window,
 };
-use crate::element::Element;
+use assay_core::element::Element;
 
 /// A column of memory, to load from or store to.
-pub(crate) type Column = Place<Value>;
+pub type Column = Place<Value>;
 
 /// Writes a kernel. A scalar, or a tile of one column, meets a wider tile in any elementwise operation and is repeated.
-pub(crate) struct Builder {
+pub struct Builder {
     kernel: Kernel,
     /// The blocks that are open, the innermost last.
     open: Vec<Vec<Statement>>,
 }
 
 impl Builder {
-    pub(crate) fn new(name: impl Into<String>, grid: &[usize]) -> Self {
+    /// A kernel called `name`, whose steps are those of `grid`, the last axis fastest.
+    pub fn new(name: impl Into<String>, grid: &[usize]) -> Self {
         let kernel = Kernel {
             name: name.into(),
             grid: grid.to_vec(),
@@ -33,7 +34,7 @@ impl Builder {
     }
 
     /// An array of `length` in SMEM.
-    pub(crate) fn scalars(&mut self, element: Element, length: usize) -> Memory {
+    pub fn scalars(&mut self, element: Element, length: usize) -> Memory {
         self.kernel.scalars.push((element, length));
         Memory::Scalars(self.kernel.scalars.len() - 1)
     }
@@ -53,21 +54,21 @@ impl Builder {
     }
 
     /// An input and its window.
-    pub(crate) fn input(&mut self, element: Element, shape: &[usize], window: Window) -> Memory {
+    pub fn input(&mut self, element: Element, shape: &[usize], window: Window) -> Memory {
         let array = self.array(element, shape, window);
         self.kernel.inputs.push(array);
         Memory::Input(self.kernel.inputs.len() - 1)
     }
 
     /// An output and its window.
-    pub(crate) fn output(&mut self, element: Element, shape: &[usize], window: Window) -> Memory {
+    pub fn output(&mut self, element: Element, shape: &[usize], window: Window) -> Memory {
         let array = self.array(element, shape, window);
         self.kernel.outputs.push(array);
         Memory::Output(self.kernel.outputs.len() - 1)
     }
 
     /// An output that takes the memory of an input. Block by block each is read before it is written: both have one window.
-    pub(crate) fn output_over(&mut self, input: Memory) -> Memory {
+    pub fn output_over(&mut self, input: Memory) -> Memory {
         let Memory::Input(i) = input else { panic!("output over {input:?}, expected an input") };
         self.kernel.outputs.push(self.kernel.inputs[i].clone());
         let output = self.kernel.outputs.len() - 1;
@@ -76,19 +77,20 @@ impl Builder {
     }
 
     /// `[rows, columns]` of scratch.
-    pub(crate) fn scratch(&mut self, element: Element, rows: usize, columns: usize) -> Memory {
+    pub fn scratch(&mut self, element: Element, rows: usize, columns: usize) -> Memory {
         self.kernel.scratch.push((element, [rows, columns]));
         Memory::Scratch(self.kernel.scratch.len() - 1)
     }
 
     /// The kernel.
-    pub(crate) fn finish(mut self) -> Kernel {
+    pub fn finish(mut self) -> Kernel {
         self.kernel.body = self.open.pop().expect("the kernel's own block");
         assert!(self.open.is_empty(), "a block is still open");
         self.kernel
     }
 
-    pub(crate) fn type_of(&self, value: Value) -> Type {
+    /// That of `value`.
+    pub fn type_of(&self, value: Value) -> Type {
         self.kernel.types[value.0]
     }
 
@@ -112,36 +114,36 @@ impl Builder {
     }
 
     /// The number `x` in every place of `ty`.
-    pub(crate) fn constant(&mut self, x: f64, ty: Type) -> Value {
+    pub fn constant(&mut self, x: f64, ty: Type) -> Value {
         assert!(ty.element.is_float() || x.fract() == 0.0, "constant: {x} as {ty}");
         self.define(ty, Operation::Constant(x))
     }
 
     /// The scalar f32 `x`.
-    pub(crate) fn number(&mut self, x: f64) -> Value {
+    pub fn number(&mut self, x: f64) -> Value {
         self.constant(x, Type::scalar(Element::F32))
     }
 
     /// The scalar i32 `x`.
-    pub(crate) fn integer(&mut self, x: usize) -> Value {
+    pub fn integer(&mut self, x: usize) -> Value {
         self.constant(x as f64, Type::scalar(Element::I32))
     }
 
     /// The index of this step along `axis` of the grid, a scalar i32.
-    pub(crate) fn grid_index(&mut self, axis: usize) -> Value {
+    pub fn grid_index(&mut self, axis: usize) -> Value {
         assert!(axis < self.kernel.grid.len(), "grid axis {axis} of {:?}", self.kernel.grid);
         self.define(Type::scalar(Element::I32), Operation::GridIndex(axis))
     }
 
     /// The scalar at `index` of an array in SMEM.
-    pub(crate) fn load_scalar(&mut self, memory: Memory, index: Value) -> Value {
+    pub fn load_scalar(&mut self, memory: Memory, index: Value) -> Value {
         let Memory::Scalars(i) = memory else { panic!("scalar of {memory:?}, expected an array in SMEM") };
         assert_eq!(self.type_of(index), Type::scalar(Element::I32), "index of a scalar");
         self.define(Type::scalar(self.kernel.scalars[i].0), Operation::LoadScalar(i, index))
     }
 
     /// The element type of memory other than scalars.
-    pub(crate) fn memory_element(&self, memory: Memory) -> Element {
+    pub fn memory_element(&self, memory: Memory) -> Element {
         self.kernel.tile_of(memory).0
     }
 
@@ -159,14 +161,14 @@ impl Builder {
     }
 
     /// All rows of `columns` columns from `place`.
-    pub(crate) fn load(&mut self, memory: Memory, place: Column, columns: usize) -> Value {
+    pub fn load(&mut self, memory: Memory, place: Column, columns: usize) -> Value {
         let tile = self.check_place(memory, place, columns);
         let (element, _) = self.kernel.tile_of(memory);
         self.define(Type { element, tile: Some(tile) }, Operation::Load(memory, place))
     }
 
     /// Writes all rows of a tile from column `place`.
-    pub(crate) fn store(&mut self, memory: Memory, place: Column, value: Value) {
+    pub fn store(&mut self, memory: Memory, place: Column, value: Value) {
         let ty = self.type_of(value);
         let [_, columns] = ty.tile.expect("a tile is stored");
         let tile = self.check_place(memory, place, columns);
@@ -181,22 +183,22 @@ impl Builder {
     }
 
     /// `−a`
-    pub(crate) fn neg(&mut self, a: Value) -> Value {
+    pub fn neg(&mut self, a: Value) -> Value {
         self.unary(Unary::Neg, a)
     }
 
     /// `e^a`
-    pub(crate) fn exp(&mut self, a: Value) -> Value {
+    pub fn exp(&mut self, a: Value) -> Value {
         self.unary(Unary::Exp, a)
     }
 
     /// `2^a`
-    pub(crate) fn exp2(&mut self, a: Value) -> Value {
+    pub fn exp2(&mut self, a: Value) -> Value {
         self.unary(Unary::Exp2, a)
     }
 
     /// `ln a`
-    pub(crate) fn log(&mut self, a: Value) -> Value {
+    pub fn log(&mut self, a: Value) -> Value {
         self.unary(Unary::Log, a)
     }
 
@@ -220,57 +222,57 @@ impl Builder {
     }
 
     /// `a + b`
-    pub(crate) fn add(&mut self, a: Value, b: Value) -> Value {
+    pub fn add(&mut self, a: Value, b: Value) -> Value {
         self.binary(Binary::Add, a, b)
     }
 
     /// `a − b`
-    pub(crate) fn sub(&mut self, a: Value, b: Value) -> Value {
+    pub fn sub(&mut self, a: Value, b: Value) -> Value {
         self.binary(Binary::Sub, a, b)
     }
 
     /// `a · b`
-    pub(crate) fn mul(&mut self, a: Value, b: Value) -> Value {
+    pub fn mul(&mut self, a: Value, b: Value) -> Value {
         self.binary(Binary::Mul, a, b)
     }
 
     /// `a / b`
-    pub(crate) fn div(&mut self, a: Value, b: Value) -> Value {
+    pub fn div(&mut self, a: Value, b: Value) -> Value {
         assert!(self.element(a).is_float(), "division of {}", self.type_of(a));
         self.binary(Binary::Div, a, b)
     }
 
     /// The larger; NaN if either is.
-    pub(crate) fn max(&mut self, a: Value, b: Value) -> Value {
+    pub fn max(&mut self, a: Value, b: Value) -> Value {
         self.binary(Binary::Max, a, b)
     }
 
     /// The smaller; NaN if either is.
-    pub(crate) fn min(&mut self, a: Value, b: Value) -> Value {
+    pub fn min(&mut self, a: Value, b: Value) -> Value {
         self.binary(Binary::Min, a, b)
     }
 
     /// `a ∧ b`, of truth values or of the bits of integers.
-    pub(crate) fn and(&mut self, a: Value, b: Value) -> Value {
+    pub fn and(&mut self, a: Value, b: Value) -> Value {
         assert!(!self.element(a).is_float(), "and of {}", self.type_of(a));
         self.binary(Binary::And, a, b)
     }
 
     /// `a >> b` of integers, the sign kept.
-    pub(crate) fn shift_right(&mut self, a: Value, b: Value) -> Value {
+    pub fn shift_right(&mut self, a: Value, b: Value) -> Value {
         assert!(!self.element(a).is_float(), "shift of {}", self.type_of(a));
         self.binary(Binary::ShiftRight, a, b)
     }
 
     /// The bits of `a` as f32 or i32.
-    pub(crate) fn bitcast(&mut self, a: Value, element: Element) -> Value {
+    pub fn bitcast(&mut self, a: Value, element: Element) -> Value {
         let from = self.type_of(a);
         assert!(from.element.size() == 4 && element.size() == 4, "bitcast: {from} to {element}");
         self.define(Type { element, ..from }, Operation::Bitcast(a))
     }
 
     /// `a ∨ b`, of truth values.
-    pub(crate) fn or(&mut self, a: Value, b: Value) -> Value {
+    pub fn or(&mut self, a: Value, b: Value) -> Value {
         assert_eq!(self.element(a), Element::Pred, "or of {}", self.type_of(a));
         self.binary(Binary::Or, a, b)
     }
@@ -284,17 +286,17 @@ impl Builder {
     }
 
     /// `a = b`; false where either is NaN
-    pub(crate) fn equal(&mut self, a: Value, b: Value) -> Value {
+    pub fn equal(&mut self, a: Value, b: Value) -> Value {
         self.compare(Comparison::Equal, a, b)
     }
 
     /// `a < b`; false where either is NaN
-    pub(crate) fn less(&mut self, a: Value, b: Value) -> Value {
+    pub fn less(&mut self, a: Value, b: Value) -> Value {
         self.compare(Comparison::Less, a, b)
     }
 
     /// `yes` where `condition` holds, else `no`.
-    pub(crate) fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
+    pub fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
         assert_eq!(self.element(condition), Element::Pred, "select: the condition");
         let (yes, no) = self.meet("select", yes, no);
         let (condition, yes) = self.meet("select", condition, yes);
@@ -304,13 +306,13 @@ impl Builder {
     }
 
     /// The row (`axis` 0) or column (`axis` 1) of each place, i32.
-    pub(crate) fn iota(&mut self, axis: usize, rows: usize, columns: usize) -> Value {
+    pub fn iota(&mut self, axis: usize, rows: usize, columns: usize) -> Value {
         assert!(axis < 2, "iota along {axis}");
         self.define(Type::tile(Element::I32, rows, columns), Operation::Iota(axis))
     }
 
     /// `a` in another element type, rounded to nearest even.
-    pub(crate) fn convert(&mut self, a: Value, element: Element) -> Value {
+    pub fn convert(&mut self, a: Value, element: Element) -> Value {
         if self.element(a) == element {
             return a;
         }
@@ -318,7 +320,7 @@ impl Builder {
     }
 
     /// A scalar, or a tile of one column, repeated.
-    pub(crate) fn broadcast(&mut self, a: Value, rows: usize, columns: usize) -> Value {
+    pub fn broadcast(&mut self, a: Value, rows: usize, columns: usize) -> Value {
         let from = self.type_of(a);
         if from.tile == Some([rows, columns]) {
             return a;
@@ -329,7 +331,7 @@ impl Builder {
     }
 
     /// `columns` columns of a tile, from `start`.
-    pub(crate) fn columns(&mut self, a: Value, start: usize, columns: usize) -> Value {
+    pub fn columns(&mut self, a: Value, start: usize, columns: usize) -> Value {
         let from = self.type_of(a);
         let [rows, extent] = from.tile.expect("columns of a tile");
         assert!(start + columns <= extent, "columns {start} + {columns} of {from}");
@@ -340,7 +342,7 @@ impl Builder {
     }
 
     /// A tile folded along its columns, `[rows, 1]`.
-    pub(crate) fn fold_lanes(&mut self, fold: Fold, a: Value) -> Value {
+    pub fn fold_lanes(&mut self, fold: Fold, a: Value) -> Value {
         let from = self.type_of(a);
         let [rows, _] = from.tile.expect("a tile is folded");
         self.define(Type::tile(from.element, rows, 1), Operation::FoldLanes(fold, a))
@@ -348,7 +350,7 @@ impl Builder {
 
     /// Runs `body` `trips` times. It is given the trip, a scalar i32, and what is carried, and returns what the next trip
     /// is given.
-    pub(crate) fn for_loop(
+    pub fn for_loop(
         &mut self,
         trips: usize,
         initial: &[Value],
@@ -380,7 +382,7 @@ impl Builder {
     }
 
     /// Runs `body` where `condition`, a scalar truth value, holds.
-    pub(crate) fn when(&mut self, condition: Value, body: impl FnOnce(&mut Self)) {
+    pub fn when(&mut self, condition: Value, body: impl FnOnce(&mut Self)) {
         assert_eq!(self.type_of(condition), Type::scalar(Element::Pred), "when: the condition");
         self.open.push(Vec::new());
         body(self);

@@ -14,13 +14,13 @@ use serde_json::json;
 
 use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type, Unary};
 use super::lower::{LoopBody, Lowering, Operand, lower};
-use crate::element::Element;
+use assay_core::element::Element;
 
 /// The version of the dialects that the text is written in.
-pub(crate) const VERSION: usize = 11;
+pub const VERSION: usize = 11;
 
 /// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with `vmem_bytes` of VMEM to use.
-pub(crate) fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
+pub fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
     json!({
         "custom_call_config": {
             "body": STANDARD.encode(text(kernel)),
@@ -38,7 +38,7 @@ pub(crate) fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
 }
 
 /// The module.
-pub(crate) fn text(kernel: &Kernel) -> String {
+pub fn text(kernel: &Kernel) -> String {
     let mut writer = Writer { kernel, body: String::new(), names: 0, depth: 2 };
     let arguments = writer.arguments();
     lower(kernel, &mut writer);

@@ -10,11 +10,11 @@ use std::mem;
 use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type as TileType, Unary};
 use super::lower::{LoopBody, Lowering, Operand, lower};
 use super::{POISON, POISON_16};
-use crate::element::Element;
 use crate::stablehlo::{self, Builder, Type, Value};
+use assay_core::element::Element;
 
 /// Writes `kernel` called with `operands`, scalars first, and returns its outputs.
-pub(crate) fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec<Value> {
+pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec<Value> {
     let (scalars, inputs) = operands.split_at(kernel.scalars.len());
     let whole = |array: &Array| -> Vec<usize> {
         let blocks = |along: &Option<usize>| along.map_or(1, |axis| kernel.grid[axis]);

@@ -6,7 +6,7 @@
 
 use std::fmt::{self, Write as _};
 
-use crate::element::Element;
+use assay_core::element::Element;
 
 /// Element type and extents of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]

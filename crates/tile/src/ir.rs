@@ -2,22 +2,25 @@
 
 use std::fmt;
 
-use crate::element::Element;
+use assay_core::element::Element;
 
 /// Element type of a value, and its extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Type {
-    pub(crate) element: Element,
+pub struct Type {
+    /// Of every element.
+    pub element: Element,
     /// `[rows, columns]` of a tile; `None` for a scalar.
-    pub(crate) tile: Option<[usize; 2]>,
+    pub tile: Option<[usize; 2]>,
 }
 
 impl Type {
-    pub(crate) fn scalar(element: Element) -> Self {
+    /// One number.
+    pub fn scalar(element: Element) -> Self {
         Self { element, tile: None }
     }
 
-    pub(crate) fn tile(element: Element, rows: usize, columns: usize) -> Self {
+    /// `[rows, columns]`.
+    pub fn tile(element: Element, rows: usize, columns: usize) -> Self {
         Self { element, tile: Some([rows, columns]) }
     }
 }
@@ -33,11 +36,11 @@ impl fmt::Display for Type {
 
 /// A value of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Value(pub(super) usize);
+pub struct Value(pub(super) usize);
 
 /// Memory that a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Memory {
+pub enum Memory {
     /// An array in SMEM.
     Scalars(usize),
     /// The window of an input. The kernel may write to it: its own copy, which is lost.
@@ -52,19 +55,19 @@ pub(crate) enum Memory {
 ///
 /// Leading dimensions have blocks of one and are not seen by the kernel; the last two are the window's rows and columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Window {
+pub struct Window {
     /// Extents of a block. It may reach beyond the end of the array.
-    pub(crate) block: Vec<usize>,
+    pub block: Vec<usize>,
     /// For each dimension, the axis of the grid whose index is the block's index; block 0 where there is none.
-    pub(crate) along: Vec<Option<usize>>,
+    pub along: Vec<Option<usize>>,
 }
 
 /// An array that a kernel is called with, or returns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Array {
-    pub(crate) element: Element,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) window: Window,
+    pub element: Element,
+    pub shape: Vec<usize>,
+    pub window: Window,
 }
 
 impl Array {
@@ -117,7 +120,7 @@ pub(crate) enum Comparison {
 
 /// How a reduction combines two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fold {
+pub enum Fold {
     /// Sum, from 0.
     Add,
     /// Maximum, from −∞. NaN if any is.
@@ -126,7 +129,7 @@ pub(crate) enum Fold {
 
 /// A column of a tile or of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place<V> {
+pub enum Place<V> {
     Static(usize),
     /// A scalar i32, a multiple of [`super::LANES`].
     Dynamic(V),
@@ -194,7 +197,7 @@ pub(super) enum Statement {
 
 /// A kernel.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Kernel {
+pub struct Kernel {
     pub(super) name: String,
     pub(super) grid: Vec<usize>,
     /// Element type and length.
@@ -216,36 +219,36 @@ pub(crate) fn vmem_bytes(element: Element, [rows, columns]: [usize; 2]) -> usize
 
 impl Kernel {
     /// Its name.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Bytes of VMEM: two buffers for each window, one for each scratch.
-    pub(crate) fn vmem_bytes(&self) -> usize {
+    pub fn vmem_bytes(&self) -> usize {
         let windows = self.inputs.iter().chain(&self.outputs);
         let windows: usize = windows.map(|array| 2 * vmem_bytes(array.element, array.tile())).sum();
         windows + self.scratch.iter().map(|&(element, tile)| vmem_bytes(element, tile)).sum::<usize>()
     }
 
     /// Bytes between HBM and VMEM over the whole grid, each block once.
-    pub(crate) fn hbm_bytes(&self) -> usize {
+    pub fn hbm_bytes(&self) -> usize {
         let bytes = |array: &Array| array.shape.iter().product::<usize>() * array.element.size();
         self.inputs.iter().chain(&self.outputs).map(bytes).sum()
     }
 
     /// Element type and extents of its operands, scalars first.
-    pub(crate) fn operands(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
+    pub fn operands(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
         let scalars = self.scalars.iter().map(|&(element, length)| (element, vec![length]));
         scalars.chain(self.inputs.iter().map(|array| (array.element, array.shape.clone())))
     }
 
     /// Element type and extents of its outputs.
-    pub(crate) fn results(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
+    pub fn results(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
         self.outputs.iter().map(|array| (array.element, array.shape.clone()))
     }
 
     /// Operand and output that share an array, operands counted with the scalars.
-    pub(crate) fn shared(&self) -> Vec<(usize, usize)> {
+    pub fn shared(&self) -> Vec<(usize, usize)> {
         self.aliases.iter().map(|&(input, output)| (input + self.scalars.len(), output)).collect()
     }
 
@@ -269,12 +272,12 @@ struct Work {
 
 impl Kernel {
     /// Real additions, products and comparisons over the whole grid.
-    pub(crate) fn flops(&self) -> usize {
+    pub fn flops(&self) -> usize {
         self.work(&self.body).flops * self.grid.iter().product::<usize>()
     }
 
     /// Exponentials, logarithms and divisions over the whole grid.
-    pub(crate) fn transcendentals(&self) -> usize {
+    pub fn transcendentals(&self) -> usize {
         self.work(&self.body).transcendentals * self.grid.iter().product::<usize>()
     }
 

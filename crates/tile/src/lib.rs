@@ -1,4 +1,4 @@
-//! A small language for TPU kernels, embedded in Rust.
+//! A small language for TPU kernels, embedded in Rust, and [`stablehlo`] text.
 //!
 //! A [`Kernel`] walks a grid. At each step it sees *windows*: blocks of arrays in HBM that were fetched into VMEM, or
 //! that are written back from it, where an index map says which block belongs to which step. Beside them it has scratch
@@ -28,17 +28,18 @@ mod build;
 mod golden;
 mod ir;
 mod lower;
-pub(crate) mod mosaic;
-pub(crate) mod xla;
+pub mod mosaic;
+pub mod stablehlo;
+pub mod xla;
 
-pub(crate) use build::{Builder, Column};
-pub(crate) use ir::{Fold, Kernel, Memory, Type, Value, Window};
+pub use build::{Builder, Column};
+pub use ir::{Fold, Kernel, Memory, Type, Value, Window};
 
 /// What an i32 beyond the end of an array reads as.
-pub(crate) const POISON: i32 = 0x5A5A_5A5A;
+pub const POISON: i32 = 0x5A5A_5A5A;
 
 /// What an i16 beyond the end of an array reads as: NaN, to a kernel that holds f16 in it.
-pub(crate) const POISON_16: i16 = 0x7E00;
+pub const POISON_16: i16 = 0x7E00;
 
 /// Columns of a vector register: dynamic columns are multiples of it.
-pub(crate) const LANES: usize = 128;
+pub const LANES: usize = 128;
