@@ -15,11 +15,12 @@
 use assay_core::text;
 pub use assay_core::{element, implementation, memory, problem, spec};
 pub use assay_fixture as fixture;
+pub use assay_native as native;
+pub use assay_native::{bandwidth, products};
 pub use assay_reference as reference;
 use assay_tile as tile;
 pub use assay_tile::stablehlo;
 
-pub mod bandwidth;
 #[cfg(feature = "train")]
 mod checkpoint;
 pub mod cli;
@@ -28,8 +29,6 @@ pub mod conformance;
 pub mod exported;
 
 mod kernels;
-pub mod native;
-pub mod products;
 #[cfg(feature = "train")]
 pub mod record;
 

@@ -3,8 +3,8 @@
 use ndarray::{Array2, Axis};
 
 use super::loss::Graded;
-use crate::problem::Metrics;
-use crate::spec::{Averaging, LossSpec, Reduction, Rows};
+use assay_core::problem::Metrics;
+use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
 /// What the terms of each row's tokens are multiplied by.
 pub(super) struct Weights {

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use ndarray::Array2;
 
-use crate::native::gemm;
-use crate::problem::HeadShape;
+use crate::gemm;
+use assay_core::problem::HeadShape;
 
 /// The products of a whole batch, each at once, in f32: logits `[N,V]`, `dhidden` `[N,H]`, `dlm_head` `[H,V]`.
 pub struct ProductsOf {

@@ -92,7 +92,7 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::native::simd::{Isa, LANES, Work};
+    use crate::simd::{Isa, LANES, Work};
 
     /// `e^(d/T)` of each `d ≤ 0`, with `1/T`.
     struct Exps<'x>(&'x [f32; LANES], f64);

@@ -7,10 +7,12 @@ use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
 use rayon::prelude::*;
 
 use super::{Batch, Graded, Isa, Place, Row, Scores, gemm};
-use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use crate::kernels::family::Reach;
-use crate::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection};
-use crate::spec::LossSpec;
+use assay_algebra::family::Reach;
+use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
+use assay_core::problem::{
+    Dtype, FloatArray, HeadCandidate, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection,
+};
+use assay_core::spec::LossSpec;
 
 /// Bytes of a chunk's logits, unless [`NativeHead::chunk`] says how many tokens it has: the more, the fewer times `dlm_head`
 /// is read and written, and a 16-bit head widened.

@@ -228,7 +228,7 @@ impl Isa {
     }
 
     /// Does `work` with these instructions.
-    pub(in crate::native) fn run<W: Work>(self, work: W) -> W::Output {
+    pub(crate) fn run<W: Work>(self, work: W) -> W::Output {
         match self.0 {
             // SAFETY: an `Isa` of this kind is made only where the machine was seen to have what `run` asks for.
             #[cfg(target_arch = "x86_64")]

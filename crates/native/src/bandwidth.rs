@@ -7,7 +7,7 @@ use half::slice::HalfFloatSliceExt;
 use ndarray::{Array3, Ix3};
 use rayon::prelude::*;
 
-use crate::problem::FloatArray;
+use assay_core::problem::FloatArray;
 
 /// Room for a copy of a batch's logits.
 pub struct CopyOf<'l> {

@@ -8,7 +8,7 @@
 use ndarray::Array1;
 
 use super::row::{Element, Row};
-use crate::spec::LossSpec;
+use assay_core::spec::LossSpec;
 
 /// The head's last steps, in f32.
 pub(super) struct Head {
@@ -22,7 +22,7 @@ pub(super) struct Head {
 impl Head {
     /// `None` where the softmax is of the logits as they are.
     pub(super) fn of(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Option<Self> {
-        if spec.head == crate::spec::Head::default() && spec.support.is_whole() {
+        if spec.head == assay_core::spec::Head::default() && spec.support.is_whole() {
             return None;
         }
         let mut excluded: Vec<usize> = (spec.support.vocab.unwrap_or(vocab)..vocab).collect();

@@ -11,10 +11,12 @@
 
 #![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
+pub mod bandwidth;
 mod exp;
 mod head;
 mod lm_head;
 mod loss;
+pub mod products;
 mod reduction;
 mod row;
 mod simd;
@@ -22,12 +24,12 @@ mod simd;
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 use rayon::prelude::*;
 
-use crate::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use crate::kernels::family::Reach;
-use crate::kernels::rollout::Settled;
-use crate::kernels::structure::{Input, Structure};
-use crate::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
-use crate::spec::{LossSpec, Objective};
+use assay_algebra::family::Reach;
+use assay_algebra::rollout::Settled;
+use assay_algebra::structure::{Input, Structure};
+use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
+use assay_core::spec::{LossSpec, Objective};
 use head::Head;
 pub use lm_head::NativeHead;
 use loss::{Graded, Known, Loss};

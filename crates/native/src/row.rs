@@ -22,8 +22,8 @@ use half::{bf16, f16};
 
 use super::exp::{Exp, FAR, SCALE, step};
 use super::simd::{Isa, LANES, Simd, Streaming, UNIT, Work, prefetch};
-use crate::problem::Float;
-use crate::spec::{LossSpec, TemperatureDivides};
+use assay_core::problem::Float;
+use assay_core::spec::{LossSpec, TemperatureDivides};
 
 /// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 8;

@@ -10,10 +10,10 @@
 //! ```
 
 use super::row::Scores;
-use crate::kernels::arithmetic::Immediate;
-use crate::kernels::objective::{Held, Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
-use crate::kernels::structure::{Input, Number, Numbers, Structure};
-use crate::spec::{LossSpec, RatioLevel};
+use assay_algebra::arithmetic::Immediate;
+use assay_algebra::objective::{Held, Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
+use assay_algebra::structure::{Input, Number, Numbers, Structure};
+use assay_core::spec::{LossSpec, RatioLevel};
 
 /// What is known of an unmasked token before its logits are looked at.
 #[derive(Clone, Copy)]
