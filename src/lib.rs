@@ -17,31 +17,25 @@ pub use assay_core::{element, implementation, memory, problem, spec};
 pub use assay_fixture as fixture;
 pub use assay_native as native;
 pub use assay_native::{bandwidth, products};
+#[cfg(feature = "pjrt")]
+pub use assay_pjrt::{exported, runtime, xla};
+pub use assay_programs as programs;
 pub use assay_reference as reference;
-use assay_tile as tile;
 pub use assay_tile::stablehlo;
+pub use assay_tpu as tpu;
 
 #[cfg(feature = "train")]
 mod checkpoint;
 pub mod cli;
 pub mod conformance;
-#[cfg(feature = "pjrt")]
-pub mod exported;
 
-mod kernels;
 #[cfg(feature = "train")]
 pub mod record;
 
 pub mod registry;
 pub mod report;
-#[cfg(feature = "pjrt")]
-pub mod runtime;
-#[cfg(feature = "pjrt")]
-pub mod tpu;
 #[cfg(feature = "train")]
 pub mod train;
-#[cfg(feature = "pjrt")]
-pub mod xla;
 
 /// The README's example is compiled and run.
 #[cfg(doctest)]

@@ -38,9 +38,7 @@ pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
     #[allow(unused_mut, reason = "without PJRT there is but one")]
     let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
     #[cfg(feature = "pjrt")]
-    let with_gradient = Xla::all(plugin).into_iter().filter(Xla::has_gradient);
-    #[cfg(feature = "pjrt")]
-    all.extend(with_gradient.map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
+    all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
     #[cfg(not(feature = "pjrt"))]
     let _ = plugin;
     all

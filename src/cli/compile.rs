@@ -8,11 +8,12 @@ use clap::{Args, ValueEnum};
 
 use super::compile_table::{self, Rows};
 use super::compiled::{Asked, Figures, HeldBy};
+use super::emit::find;
 use super::{CliError, Passed, Printing, config};
-use crate::implementation::{Implementation, RunError};
+use crate::implementation::RunError;
 use crate::problem::{Dtype, Extents, HeadLayout};
+use crate::programs::{CHUNK_BYTES, HeadArrays, HeadProgram};
 use crate::tpu::{self, Chip, Compiler, Request, Target};
-use crate::xla::{CHUNK_BYTES, Core, HeadArrays, Xla, XlaHead};
 
 /// VMEM for the windows of an LM head's products on a chip that has 128 MiB, 2¹⁰ bytes: docs/tpu.md has what others give.
 const WINDOWS_KIB: usize = 73_728;
@@ -90,7 +91,7 @@ impl Worker {
 
 impl Asked {
     fn compile(&self, compiler: &Compiler) -> Result<Figures, CliError> {
-        let (devices, core) = (self.target.devices(), core_of(self.target.chip));
+        let (devices, core) = (self.target.devices(), self.target.chip.core());
         let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
         let (code, held_by) = match self.shape {
             Extents::Logits(shape) => {
@@ -100,7 +101,7 @@ impl Asked {
             Extents::Head(shape) => {
                 let head = find_head(&self.implementation)?.chunk_bytes(self.chunk_bytes);
                 let code = head.program_for(spec, HeadArrays { shape, dtype, layout, rounds_logits }, devices, core);
-                (code, if head.sharding_is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices })
+                (code, if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices })
             }
         };
         let code = code.map_err(RunError::from)?;
@@ -169,11 +170,6 @@ impl Compile {
     }
 }
 
-/// What a chip's cores have for a kernel: of their VMEM one part in sixteen stays the compiler's own.
-pub(super) fn core_of(chip: &Chip) -> Core {
-    Core { vmem_bytes: (chip.vmem_mib << 20) / 16 * 15, bf16_arithmetic: chip.bf16_arithmetic }
-}
-
 /// What libtpu is told of programs over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless it
 /// is told otherwise, and its schedules of an LM head's products are better with more.
 fn flags_for(shape: Extents, chip: &Chip) -> String {
@@ -183,24 +179,13 @@ fn flags_for(shape: Extents, chip: &Chip) -> String {
     }
 }
 
-/// The implementation called `id`, which must be one that compiles for TPUs.
-pub(super) fn find(id: &str) -> Result<Xla, CliError> {
-    let all = Xla::all(None);
-    let compiles = |xla: &Xla| xla.sharding_is_whole();
-    let ids = all.iter().filter(|xla| compiles(xla)).map(Implementation::id).collect::<Vec<_>>().join(", ");
-    all.into_iter().find(|xla| xla.id() == id && compiles(xla)).ok_or_else(|| {
-        CliError::Usage(format!("implementation: got `{id}`, expected one that compiles for TPUs: {ids}"))
+/// The programs called `id`, of an LM head: all of them compile for TPUs.
+fn find_head(id: &str) -> Result<HeadProgram, CliError> {
+    let all = HeadProgram::all();
+    all.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
+        let ids = all.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
+        CliError::Usage(format!("implementation: got `{id}`, expected one of an LM head: {ids}"))
     })
-}
-
-/// The same, of an LM head: all of them do.
-fn find_head(id: &str) -> Result<XlaHead, CliError> {
-    let mut all = XlaHead::all(None);
-    let Some(at) = all.iter().position(|head| head.id() == id) else {
-        let ids = all.iter().map(Implementation::id).collect::<Vec<_>>().join(", ");
-        return Err(CliError::Usage(format!("implementation: got `{id}`, expected one of an LM head: {ids}")));
-    };
-    Ok(all.swap_remove(at))
 }
 
 #[cfg(test)]

@@ -6,13 +6,12 @@ use std::{fmt::Write as _, fs, io};
 use clap::Args;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-use super::compile::{core_of, find};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::RunError;
 use crate::problem::{Dtype, Shape};
+use crate::programs::{LossProgram, MOSAIC_VERSION, Named, Signature, TpuKernel};
 use crate::spec::LossSpec;
 use crate::tpu::Target;
-use crate::xla::{MOSAIC_VERSION, Named, Signature, TpuKernel};
 
 /// The libtpu that kernels were compiled with: the one that `make setup-tpu` installs.
 const LIBTPU: &str = "0.0.51";
@@ -49,7 +48,7 @@ impl Emit {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
         let implementation = find(&self.implementation)?;
         let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
-        let core = core_of(self.target.chip);
+        let core = self.target.chip.core();
         let kernels = implementation.kernels_for(&spec, local, dtype, core).map_err(RunError::from)?;
         if kernels.is_empty() {
             let id = &self.implementation;
@@ -212,4 +211,13 @@ impl<'e> Kernel<'e> {
             vmem_bytes: kernel.vmem_bytes,
         }
     }
+}
+
+/// The programs called `id`, which must be some that compile for TPUs.
+pub(super) fn find(id: &str) -> Result<LossProgram, CliError> {
+    let compiled: Vec<LossProgram> = LossProgram::all().into_iter().filter(|program| program.is_whole()).collect();
+    compiled.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
+        let ids = compiled.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
+        CliError::Usage(format!("implementation: got `{id}`, expected one that compiles for TPUs: {ids}"))
+    })
 }

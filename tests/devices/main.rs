@@ -34,7 +34,7 @@ use assay::problem::{Candidate, Dtype, Problem};
 use assay::reference::{self, Reference};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
-use assay::xla::Xla;
+use assay::xla::XlaEntropy;
 use common::arms::Arms;
 use common::plugins::client;
 use common::{slowest, variants};
@@ -451,8 +451,7 @@ impl Run {
 
     /// Logp and entropy of the kernel that computes nothing else; loss and gradient, which it lacks, are the reference's.
     fn forward_alone(&self) -> Result<usize, Failed> {
-        let all = Xla::all(Some(&self.plugin));
-        let kernel = all.iter().find(|xla| xla.id() == "tile-entropy").expect("it is listed");
+        let kernel = XlaEntropy::new(Some(&self.plugin));
         let mut judged = 0;
         for dtype in Dtype::KERNEL {
             for (spec, recipe) in suites::device_cases(dtype, 1, 5) {

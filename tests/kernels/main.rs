@@ -7,8 +7,6 @@ mod common {
 
 mod lm_head;
 mod match_reference;
-#[cfg(feature = "pjrt")]
 mod mosaic;
-#[cfg(feature = "pjrt")]
 mod mosaic_interpreter;
 mod native;

@@ -7,15 +7,14 @@ use assay::conformance::judge::judge;
 use assay::conformance::report::explain;
 use assay::conformance::tolerance::Tolerances;
 use assay::conformance::variants::variants;
-use assay::implementation::Implementation;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
+use assay::programs::{ANY_DEVICE, Core, LossProgram, TpuKernel};
 use assay::reference;
 use assay::spec::{
     Averaging, ClipCov, Head, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
-use assay::tpu::interpret::{self, Array};
-use assay::xla::{ANY_DEVICE, Core, TpuKernel, Xla};
+use assay_mosaic_interpreter::{self as interpret, Array};
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, arr0};
 use proptest::prelude::*;
@@ -25,7 +24,7 @@ const SHAPES: [[usize; 3]; 8] =
     [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 33, 1031], [1, 2, 9001], [1, 1, 33_001]];
 
 fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, core: Core) -> Vec<TpuKernel> {
-    let all = Xla::all(None);
+    let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
     implementation.kernels_for(spec, shape, dtype, core).unwrap()
 }
@@ -486,7 +485,7 @@ proptest! {
 /// Every named choice of a spec that the one-pass kernel computes, alone.
 #[test]
 fn all_outputs_one_pass_text_every_variant_match_reference() {
-    let all = Xla::all(None);
+    let all = LossProgram::all();
     let one_pass = all.iter().find(|implementation| implementation.id() == "tile-one-pass").unwrap();
     let (mut judged, mut forms) = (0, std::collections::BTreeSet::new());
     for (i, variant) in variants().into_iter().enumerate() {

@@ -3,7 +3,7 @@
 use std::fs;
 
 use assay::element::Element;
-use assay::tpu::interpret::{Array, InterpretError, run};
+use assay_mosaic_interpreter::{Array, InterpretError, run};
 use half::bf16;
 
 /// Rows of a window.

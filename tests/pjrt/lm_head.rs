@@ -13,10 +13,11 @@ use assay::implementation::Implementation;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Problem, Projection,
 };
+use assay::programs::{ANY_DEVICE, CHUNK_BYTES, HeadArrays};
 use assay::reference::evaluate_head;
 use assay::registry::lm_head_registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
-use assay::xla::{ANY_DEVICE, CHUNK_BYTES, HeadArrays, XlaHead};
+use assay::xla::XlaHead;
 use ndarray::{Array1, Array2, Array3, s};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -159,7 +160,7 @@ fn in_chunks(plugin: &Path) -> Vec<XlaHead> {
 fn placements(plugin: &Path) -> Vec<(XlaHead, Vec<usize>)> {
     let placed = |head: XlaHead| {
         let counts = head.device_counts().into_iter();
-        let counts = counts.filter(|&devices| devices > 1 || head.sharding_is_whole()).collect();
+        let counts = counts.filter(|&devices| devices > 1 || head.program().is_whole()).collect();
         (head, counts)
     };
     in_chunks(plugin).into_iter().map(placed).collect()
@@ -169,7 +170,7 @@ fn placements(plugin: &Path) -> Vec<(XlaHead, Vec<usize>)> {
 fn every_output_every_dtype_layout_and_rounding_match_reference_on_one_device() {
     for (place, plugin) in cpu_plugins().iter().enumerate() {
         let cases = if place == 0 { cases() } else { vec![cases().swap_remove(9)] };
-        for head in in_chunks(plugin).iter().filter(|head| head.sharding_is_whole()) {
+        for head in in_chunks(plugin).iter().filter(|head| head.program().is_whole()) {
             for (seed, case) in cases.iter().enumerate() {
                 run(head, case, 1, seed as u64);
             }
@@ -262,7 +263,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
-                largest_array(&head.program_for(&spec, arrays, 8, ANY_DEVICE).unwrap())
+                largest_array(&head.program().program_for(&spec, arrays, 8, ANY_DEVICE).unwrap())
             };
             let chunk = CHUNK_BYTES / if rounds_logits { 2 } else { 4 };
             assert!(largest("tile-lm-head") <= chunk, "{name}, {rounds_logits}");
@@ -278,7 +279,7 @@ fn a_program_for_many_devices_holds_the_part_of_one() {
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();
-        head.program_for(&LossSpec::default(), arrays, devices, ANY_DEVICE)
+        head.program().program_for(&LossSpec::default(), arrays, devices, ANY_DEVICE)
     };
     for (id, batch, vocab) in [("tile-lm-head-rows", 1, 151_936), ("tile-lm-head-vocab", 256, 594)] {
         let text = program(id, 256).unwrap();

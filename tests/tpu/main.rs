@@ -11,13 +11,12 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use assay::conformance::cases;
-use assay::implementation::Implementation;
 use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
+use assay::programs::{ANY_DEVICE, HeadArrays, HeadProgram, LossProgram};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::tpu::compile::locate;
 use assay::tpu::{Bound, Compiled, Compiler, Request, Target, TpuError};
-use assay::xla::{ANY_DEVICE, HeadArrays, Xla, XlaHead};
 use libtest_mimic::{Arguments, Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
@@ -83,7 +82,7 @@ fn shape(batch: usize, tokens: usize, vocab: usize) -> Shape {
 
 /// The `xla` program where each device of `target` holds `local`.
 fn program(target: &Target, local: Shape) -> Result<String, Failed> {
-    let xla = &Xla::all(None)[0];
+    let xla = LossProgram::all()[0];
     Ok(xla.program_for(&LossSpec::default(), local, Dtype::Bf16, target.devices(), ANY_DEVICE)?)
 }
 
@@ -123,8 +122,8 @@ fn figures_stay() -> Result<(), Failed> {
     Ok(())
 }
 
-fn xla(id: &str) -> Xla {
-    Xla::all(None).into_iter().find(|xla| xla.id() == id).expect("it is registered")
+fn xla(id: &str) -> LossProgram {
+    LossProgram::all().into_iter().find(|xla| xla.id() == id).expect("it is registered")
 }
 
 /// Random specs on random shapes, and the largest vocabulary that fits. `ASSAY_DEVICE_CASES` asks for more.
@@ -192,8 +191,8 @@ fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     Ok(())
 }
 
-fn head(id: &str) -> XlaHead {
-    XlaHead::all(None).into_iter().find(|head| head.id() == id).expect("it is registered")
+fn head(id: &str) -> HeadProgram {
+    HeadProgram::all().into_iter().find(|head| head.id() == id).expect("it is registered")
 }
 
 /// bf16 arrays of a head; logits are rounded.

@@ -1,0 +1,241 @@
+//! An interpreter of the Mosaic text that libtpu is given: the check of what the emitter wrote, apart from the emitter.
+//!
+//! [`run`] takes a module in MLIR's generic form, every operation but the module renamed
+//! `stable_mosaic.<dialect>.<op>`, and the arrays of the custom call that carries it. It knows the forms that JAX 0.10.2
+//! prints for version 11; an operation, attribute or type that it does not know is an error, never a guess. The text is
+//! not trusted: parsing, checking and running end with an error that names the line, the operation and what was
+//! expected, and sizes and work are bounded.
+//!
+//! # Arithmetic
+//!
+//! f32 computes in f32. bf16 and f16 compute in f32 and round to nearest even after every operation. A reduction folds
+//! by halves; a TPU's order may be another, so sums agree to rounding only. The transcendental functions are those of the host. `index` has 32 bits. `tpu.assume_multiple` is checked. What MLIR
+//! leaves undefined is an error (division by zero, shifts beyond the width) or poison (`fptosi` out of range).
+//!
+//! # Memory
+//!
+//! Whatever was not written is poison: NaN for floats, `0x5A5A5A5A` cut to the width for integers,
+//! but `0x7E00`, the NaN of f16, for i16. That holds for an
+//! output's window when it comes to a block, for scratch before the first step, for the elements of a window beyond its
+//! array, and for the elements of an output that no step wrote. Window elements beyond the array are dropped on the way
+//! back. A body may write to an input's window: it is a private copy, which stays until the window moves.
+//!
+//! # Pipeline
+//!
+//! Steps run in order, the grid's last dimension fastest. At each, a window lies at the block that its transform gives:
+//! block index × window extent, in every dimension. Copies overlap the bodies, as a double-buffered pipeline has them:
+//!
+//! - The block that an input needs at step j is fetched, if its index is not that of step j − 1, at some time between
+//!   the beginning of body j − 1 and that of body j.
+//! - The block that an output leaves after step i is written at some time between the end of body i and that of body
+//!   i + 1, or the end of the run.
+//!
+//! Fetches are made at the earliest of these times and write-backs at the latest. With an output that overwrites an
+//! input in place the times could matter: a fetch for step j may meet a write-back of step j − 2, which is under way
+//! when the fetch begins, or one of step j − 1, which begins before the fetch must end. A fetch that shares an element
+//! with either is an error. Those of step j and later cannot touch it, since the fetch is over; those of step j − 3 and
+//! earlier have landed, and the fetch reads what they wrote. So a run without an error has one result, whatever the
+//! times.
+//!
+//! An output that comes back to a block that it left is an error (its contents are gone from VMEM), and so is a block
+//! that lies wholly outside its array.
+
+mod check;
+mod elementwise;
+mod parse;
+mod pipeline;
+mod run;
+mod value;
+
+#[cfg(test)]
+mod tests;
+
+use pipeline::{Arrays, HbmArray};
+use value::{Elements, Kind, Shaped};
+
+use assay_core::element::Element;
+
+/// Elements that a run may handle: some minutes.
+const MOST_WORK: u64 = 1 << 36;
+
+/// A dense row-major array.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Array {
+    /// Its element type: f32, bf16, f16 or i32.
+    pub element: Element,
+    /// Its extents.
+    pub shape: Vec<usize>,
+    /// Its elements, little-endian.
+    pub bytes: Vec<u8>,
+}
+
+/// Why a module was not run to its end.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InterpretError {
+    /// The text is not the generic form of a module, or not of the supported part of it.
+    #[error("line {line}: {problem}")]
+    Text {
+        /// Where it is, counted from 1.
+        line: usize,
+        /// What was found, and what was expected.
+        problem: String,
+    },
+    /// An operation is unknown, is wrong in itself, or failed when it ran.
+    #[error("line {line}: {name}: {problem}")]
+    Operation {
+        /// Where it is, counted from 1.
+        line: usize,
+        /// Its dialect and name.
+        name: String,
+        /// What was found, and what was expected.
+        problem: String,
+    },
+    /// A window lies where it must not, or is read and written at once.
+    #[error("{window}, at grid step {step:?}: {problem}")]
+    Window {
+        /// `input 0`, `output 1`.
+        window: String,
+        /// The grid indices.
+        step: Vec<usize>,
+        /// What was found, and what was expected.
+        problem: String,
+    },
+    /// The caller's arrays are not those that the module takes.
+    #[error("{0}")]
+    Arrays(String),
+    /// The run was given up.
+    #[error("not finished after {most} elements: the module is too large to be interpreted, or does not end")]
+    Endless {
+        /// Elements that a run may handle.
+        most: u64,
+    },
+}
+
+impl InterpretError {
+    /// With the grid step at which an operation failed.
+    fn at(self, step: &[usize]) -> Self {
+        match self {
+            InterpretError::Operation { line, name, problem } => {
+                InterpretError::Operation { line, name, problem: format!("{problem}, at grid step {step:?}") }
+            }
+            other => other,
+        }
+    }
+}
+
+/// What the kernel of `module` makes of `operands`: the `outputs`, each of the given type.
+///
+/// Operands come in the custom call's order: the arrays for scalar memory, then the inputs. Each of `aliases` names an
+/// operand and the output that takes its memory. See [the module](self) for what a run does.
+///
+/// # Errors
+/// When the text is malformed or not supported, when the arrays are not those that it takes, and when the run breaks a
+/// rule: a place out of range, a broken assumption, a fetch and a write-back that race.
+pub fn run(
+    module: &str,
+    operands: Vec<Array>,
+    outputs: &[(Element, Vec<usize>)],
+    aliases: &[(usize, usize)],
+) -> Result<Vec<Array>, InterpretError> {
+    run_within(MOST_WORK, module, operands, outputs, aliases)
+}
+
+fn run_within(
+    most_work: u64,
+    module: &str,
+    mut operands: Vec<Array>,
+    outputs: &[(Element, Vec<usize>)],
+    aliases: &[(usize, usize)],
+) -> Result<Vec<Array>, InterpretError> {
+    let program = check::check(&parse::parse(module)?)?;
+    let (prefetched, windows) = (program.prefetch.len(), program.windows.len());
+    if operands.len() < prefetched || operands.len() - prefetched + outputs.len() != windows {
+        return Err(InterpretError::Arrays(format!(
+            "{} operands and {} outputs, expected {prefetched} arrays for scalar memory and {windows} inputs and outputs",
+            operands.len(),
+            outputs.len()
+        )));
+    }
+    let inputs = operands.split_off(prefetched);
+    let mut prefetch = Vec::new();
+    for (i, (array, expected)) in operands.into_iter().zip(&program.prefetch).enumerate() {
+        let array = hbm_array(array, expected.kind, &format!("operand {i}"))?;
+        if array.ty != *expected {
+            return Err(InterpretError::Arrays(format!("operand {i} is {}, expected {expected}", array.ty)));
+        }
+        prefetch.push(array.elements);
+    }
+    let mut arrays = Arrays { in_hbm: Vec::new(), of_window: (0..inputs.len()).collect(), inputs: inputs.len() };
+    let kinds: Vec<Kind> = program.windows.iter().map(|window| window.ty.kind).collect();
+    for (i, array) in inputs.into_iter().enumerate() {
+        arrays.in_hbm.push(hbm_array(array, kinds[i], &format!("operand {}", prefetched + i))?);
+    }
+    let sources = alias_sources(aliases, prefetched, &arrays, outputs.len())?;
+    for (i, ((element, shape), source)) in outputs.iter().zip(sources).enumerate() {
+        let output = unwritten(*element, shape, kinds[arrays.inputs + i], &format!("output {i}"))?;
+        let place = source.unwrap_or(arrays.in_hbm.len());
+        match arrays.in_hbm.get(place) {
+            Some(input) if input.ty != output => {
+                return Err(InterpretError::Arrays(format!("output {i} is {output} and overwrites {}", input.ty)));
+            }
+            Some(_) => {}
+            None => arrays.in_hbm.push(HbmArray { elements: Elements::poison(&output), ty: output }),
+        }
+        arrays.of_window.push(place);
+    }
+    for (window, &array) in program.windows.iter().zip(&arrays.of_window) {
+        let array = &arrays.in_hbm[array].ty;
+        if array.shape.len() != window.ty.shape.len() {
+            return Err(InterpretError::Arrays(format!("an array of {array} under a window of {}", window.ty)));
+        }
+    }
+    pipeline::run(&program, prefetch, &mut arrays, most_work)?;
+    let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.in_hbm[array]);
+    let results = written.zip(outputs).map(|(array, (element, shape))| Array {
+        element: *element,
+        shape: shape.clone(),
+        bytes: array.elements.to_bytes(array.ty.kind),
+    });
+    Ok(results.collect())
+}
+
+/// Of each output, the input whose array it overwrites.
+fn alias_sources(
+    aliases: &[(usize, usize)],
+    prefetched: usize,
+    arrays: &Arrays,
+    outputs: usize,
+) -> Result<Vec<Option<usize>>, InterpretError> {
+    let mut sources = vec![None; outputs];
+    for &(operand, output) in aliases {
+        let input = operand.checked_sub(prefetched).filter(|&input| input < arrays.inputs);
+        let free = input.is_some_and(|input| !sources.contains(&Some(input)));
+        match sources.get_mut(output) {
+            Some(source @ None) if free => *source = input,
+            _ => {
+                let problem = format!("operand {operand} cannot be overwritten by output {output}");
+                return Err(InterpretError::Arrays(problem));
+            }
+        }
+    }
+    Ok(sources)
+}
+
+/// The type of an array of the caller's, which holds elements of `kind`.
+fn unwritten(element: Element, shape: &[usize], kind: Kind, name: &str) -> Result<Shaped, InterpretError> {
+    if kind.element() != Some(element) {
+        return Err(InterpretError::Arrays(format!("{name} holds {element}, expected {kind}")));
+    }
+    Shaped::new(kind, shape.to_vec())
+        .ok_or_else(|| InterpretError::Arrays(format!("{name} of {shape:?} is larger than any array that is run")))
+}
+
+fn hbm_array(array: Array, kind: Kind, name: &str) -> Result<HbmArray, InterpretError> {
+    let ty = unwritten(array.element, &array.shape, kind, name)?;
+    let expected = ty.len() * array.element.size();
+    if array.bytes.len() != expected {
+        let problem = format!("{name} has {} bytes, expected {expected} for {ty}", array.bytes.len());
+        return Err(InterpretError::Arrays(problem));
+    }
+    Ok(HbmArray { elements: Elements::from_bytes(kind, &array.bytes), ty })
+}

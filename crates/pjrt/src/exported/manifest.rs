@@ -1,0 +1,241 @@
+//! What a manifest says, checked.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::ExportedError;
+use assay_core::element::Element;
+use assay_core::problem::{Dtype, Shape};
+use assay_core::spec::{LossSpec, OldLogp};
+
+/// No manifest is longer; a larger file is something else.
+const LONGEST_MANIFEST: u64 = 1 << 20;
+/// Room for constants beside the code. A loss has no weights.
+const LONGEST_PROGRAM: u64 = 64 << 20;
+
+/// How MLIR bytecode begins.
+const BYTECODE: &[u8] = b"ML\xefR";
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Manifest {
+    program: PathBuf,
+    /// `[B, T, V]`.
+    shape: [usize; 3],
+    #[serde(default = "one_device")]
+    devices: usize,
+    #[serde(default)]
+    pub(super) spec: LossSpec,
+    #[serde(rename = "input")]
+    pub(super) inputs: Vec<Input>,
+    #[serde(rename = "output")]
+    pub(super) outputs: Vec<Output>,
+}
+
+fn one_device() -> usize {
+    1
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Input {
+    pub(super) name: InputName,
+    pub(super) dtype: Element,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum InputName {
+    Logits,
+    Ids,
+    Mask,
+    Advantages,
+    OldLogp,
+    RefLogp,
+}
+
+impl InputName {
+    const ALL: [InputName; 6] = [
+        InputName::Logits,
+        InputName::Ids,
+        InputName::Mask,
+        InputName::Advantages,
+        InputName::OldLogp,
+        InputName::RefLogp,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            InputName::Logits => "logits",
+            InputName::Ids => "ids",
+            InputName::Mask => "mask",
+            InputName::Advantages => "advantages",
+            InputName::OldLogp => "old_logp",
+            InputName::RefLogp => "ref_logp",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Output {
+    pub(super) name: OutputName,
+    pub(super) dtype: Dtype,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum OutputName {
+    Loss,
+    Dlogits,
+    Logp,
+    Entropy,
+    TokenLoss,
+}
+
+impl OutputName {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            OutputName::Loss => "loss",
+            OutputName::Dlogits => "dlogits",
+            OutputName::Logp => "logp",
+            OutputName::Entropy => "entropy",
+            OutputName::TokenLoss => "token_loss",
+        }
+    }
+}
+
+impl Manifest {
+    /// Reads and checks the manifest at `path`.
+    pub(super) fn read(path: &Path) -> Result<Self, ExportedError> {
+        let bytes = read(path, LONGEST_MANIFEST)?;
+        let text = str::from_utf8(&bytes)
+            .map_err(|_| ExportedError::invalid(path, "text", "bytes that are no UTF-8", "TOML"))?;
+        let manifest: Manifest = toml::from_str(text).map_err(|error| {
+            let line = error.span().map_or(0, |span| text[..span.start].matches('\n').count());
+            let within = text.lines().nth(line).unwrap_or_default().trim();
+            ExportedError::program(
+                format!("{}: line {}", path.display(), line + 1),
+                format!("{}, in `{within}`", error.message()),
+            )
+        })?;
+        manifest.check(path)?;
+        Ok(manifest)
+    }
+
+    pub(super) fn shape(&self) -> Shape {
+        let [batch, tokens, vocab] = self.shape;
+        Shape { batch, tokens, vocab }
+    }
+
+    /// The program's file; its path is relative to the manifest's folder.
+    pub(super) fn program(&self, path: &Path) -> PathBuf {
+        path.parent().unwrap_or(Path::new("")).join(&self.program)
+    }
+
+    pub(super) fn logits_dtype(&self) -> Element {
+        let logits = self.inputs.iter().find(|input| input.name == InputName::Logits);
+        logits.expect("checked: every manifest has logits").dtype
+    }
+
+    fn check(&self, path: &Path) -> Result<(), ExportedError> {
+        let invalid = |field: &str, given: &dyn ToString, expected: &str| {
+            Err(ExportedError::invalid(path, field, given.to_string(), expected))
+        };
+        if self.shape().elements().is_none_or(|elements| elements == 0) {
+            return invalid("shape", &format!("{:?}", self.shape), "[B,T,V] with B, T, V ≥ 1");
+        }
+        if self.devices != 1 {
+            return invalid("devices", &self.devices, "1: programs for several devices are not run yet");
+        }
+        self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
+        if let Some(setting) = self.spec.reads_extra() {
+            let expected = "a loss of logits, ids, mask, advantages, old_logp and ref_logp: programs are given no more";
+            return invalid(&format!("spec.{setting}"), &"a setting that reads another array", expected);
+        }
+        for (i, input) in self.inputs.iter().enumerate() {
+            let name = input.name.name();
+            if self.inputs[..i].iter().any(|other| other.name == input.name) {
+                return invalid("input", &format!("`{name}` twice"), "each name once");
+            }
+            if let Err(expected) = self.accepts(*input) {
+                return invalid(&format!("input `{name}`: dtype"), &input.dtype, expected);
+            }
+        }
+        for (i, output) in self.outputs.iter().enumerate() {
+            if self.outputs[..i].iter().any(|other| other.name == output.name) {
+                return invalid("output", &format!("`{}` twice", output.name.name()), "each name once");
+            }
+        }
+        for name in InputName::ALL {
+            let listed = self.inputs.iter().any(|input| input.name == name);
+            if let Err(expected) = self.expects(name, listed) {
+                let given = format!("{} `{}`", if listed { "an" } else { "no" }, name.name());
+                return invalid("input", &given, expected);
+            }
+        }
+        for name in [OutputName::Loss, OutputName::Dlogits] {
+            if !self.outputs.iter().any(|output| output.name == name) {
+                return invalid("output", &format!("no `{}`", name.name()), "at least `loss` and `dlogits`");
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a program may take this input in this dtype; otherwise what it may be.
+    fn accepts(&self, input: Input) -> Result<(), &'static str> {
+        match input.name {
+            InputName::Mask => Ok(()),
+            InputName::Ids => match input.dtype {
+                Element::I32 if i32::try_from(self.shape().vocab).is_err() => Err("i64, as V is beyond i32"),
+                Element::I32 | Element::I64 => Ok(()),
+                _ => Err("i32 or i64"),
+            },
+            _ if input.dtype.is_float() => Ok(()),
+            _ => Err("f64, f32, bf16 or f16"),
+        }
+    }
+
+    /// Whether an input may be listed or left out under this spec; otherwise what is expected. Without a mask a program
+    /// is for batches in which every token counts; without any of the others it computes no GRPO loss.
+    fn expects(&self, name: InputName, listed: bool) -> Result<(), &'static str> {
+        let old_logp = self.spec.old_logp == OldLogp::Given;
+        let kl = self.spec.kl.is_some();
+        match (name, listed) {
+            (InputName::Logits | InputName::Ids | InputName::Advantages, false) => {
+                Err("at least `logits`, `ids` and `advantages`")
+            }
+            (InputName::OldLogp, false) if old_logp => Err("one, as the spec has `old_logp: given`"),
+            (InputName::OldLogp, true) if !old_logp => Err("none, as the spec has `old_logp: current`"),
+            (InputName::RefLogp, false) if kl => Err("one, as the spec has a `kl` term"),
+            (InputName::RefLogp, true) if !kl => Err("none, as the spec has no `kl` term"),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The code in the file at `path`.
+pub(super) fn read_program(path: &Path) -> Result<Vec<u8>, ExportedError> {
+    let code = read(path, LONGEST_PROGRAM)?;
+    if code.starts_with(BYTECODE) || str::from_utf8(&code).is_ok_and(|text| !text.trim().is_empty()) {
+        return Ok(code);
+    }
+    let expected = "StableHLO as MLIR text or bytecode, which jax.export gives as `mlir_module()` and \
+        `mlir_module_serialized`; its `serialize()` wraps that in a format of its own";
+    Err(ExportedError::invalid(path, "program", "neither MLIR text nor bytecode", expected))
+}
+
+/// All of a file that is no longer than `longest` bytes.
+fn read(path: &Path, longest: u64) -> Result<Vec<u8>, ExportedError> {
+    let io = |reason: std::io::Error| ExportedError::program(path.display(), format!("cannot read: {reason}"));
+    let mut bytes = Vec::new();
+    let length = File::open(path).map_err(io)?.take(longest + 1).read_to_end(&mut bytes).map_err(io)?;
+    if length as u64 > longest {
+        let given = format!("more than {longest} bytes");
+        return Err(ExportedError::invalid(path, "length", given, format!("at most {longest}")));
+    }
+    Ok(bytes)
+}

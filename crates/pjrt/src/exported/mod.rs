@@ -1,0 +1,310 @@
+//! A user's own program: StableHLO text or bytecode, as `jax.export` writes it, with a manifest that says what goes in
+//! and what comes out.
+//!
+//! ```toml
+//! program = "grpo_f32.mlir"        # beside the manifest
+//! shape = [2, 5, 1031]             # [B, T, V] that it was exported for
+//!
+//! [spec]                           # the loss it computes; what is left out has its default
+//! reduction = "token_mean"
+//!
+//! [[input]]                        # in the program's order
+//! name = "logits"
+//! dtype = "f32"
+//! # …
+//!
+//! [[output]]
+//! name = "loss"
+//! dtype = "f32"
+//! # …
+//! ```
+//!
+//! | input | shape | dtype |
+//! |---|---|---|
+//! | `logits` | `[B,T,V]` | that of the problem: f64, f32, bf16, f16 |
+//! | `ids` | `[B,T]` | i32, i64 |
+//! | `mask`, optional | `[B,T]`, 0 or 1 | any |
+//! | `advantages` | `[B]` or `[B,T]`, as the spec says | f64, f32, bf16, f16 |
+//! | `old_logp`, with `old_logp: given` | `[B,T]` | the same |
+//! | `ref_logp`, with a `kl` term | `[B,T]` | the same |
+//!
+//! | output | shape | dtype |
+//! |---|---|---|
+//! | `loss` | `[]` | f64, f32, bf16, f16 |
+//! | `dlogits` | `[B,T,V]` | the same |
+//! | `logp`, `entropy`, `token_loss`, each optional | `[B,T]` | the same |
+//!
+//! Values go in as the problem holds them, whatever stands under the mask included; floats are rounded to the input's
+//! dtype, to nearest even. An id beyond i32, which only a masked token can have, becomes the nearest i32.
+//!
+//! A program is compiled into this process and has its rights: run only programs that you trust.
+
+mod manifest;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytemuck::Pod;
+use ndarray::{Dimension, ShapeBuilder};
+use serde_json::Value;
+
+use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
+use assay_core::element::{ArrayBytes, Element};
+use assay_core::implementation::{BackendError, FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
+use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
+use assay_core::spec::LossSpec;
+use assay_core::text::one_line;
+use manifest::{Input, InputName, Manifest, OutputName, read_program};
+
+/// A user's own program. See [the module](self).
+pub struct Exported {
+    /// `file:` and the manifest's path as given, so that a report's line runs again as it stands.
+    id: String,
+    path: PathBuf,
+    manifest: Manifest,
+    program: PathBuf,
+    code: Vec<u8>,
+    /// The plugin; `None` means the one that [`locate`] finds.
+    plugin: Option<PathBuf>,
+    /// Compiled when it first runs.
+    executable: Mutex<Option<Arc<Executable>>>,
+}
+
+/// A manifest or program that cannot be used. The message is one line and starts with the file.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ExportedError {
+    /// The manifest or the program says something that it may not say.
+    #[error("{path}: {field}: got {given}, expected {expected}")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        field: String,
+        /// What it holds.
+        given: String,
+        /// What it may hold.
+        expected: String,
+    },
+    /// The file cannot be read, or the program does not compile or run.
+    #[error("{at}: {reason}")]
+    Program {
+        /// The file, and where in it.
+        at: String,
+        /// The system's, the parser's or the plugin's message.
+        reason: String,
+    },
+}
+
+impl From<ExportedError> for RunError {
+    fn from(error: ExportedError) -> Self {
+        BackendError::new(error).into()
+    }
+}
+
+impl ExportedError {
+    fn invalid(path: &Path, field: &str, given: impl Into<String>, expected: impl Into<String>) -> Self {
+        Self::Invalid { path: path.into(), field: field.into(), given: given.into(), expected: expected.into() }
+    }
+
+    fn program(at: impl fmt::Display, reason: impl fmt::Display) -> Self {
+        Self::Program { at: at.to_string(), reason: one_line(&reason.to_string()) }
+    }
+}
+
+impl Exported {
+    /// Reads the manifest at `path` and the program that it names, to be run by `plugin`, or the one that [`locate`]
+    /// finds.
+    ///
+    /// # Errors
+    /// [`ExportedError`] where a file is missing or too long, the manifest is no TOML or has an unknown or missing
+    /// field, an input or output is listed twice, has a dtype it cannot have, or is missing although the spec needs
+    /// it, or the program is no MLIR. Whether it compiles shows when it runs.
+    pub fn read(path: impl AsRef<Path>, plugin: Option<&Path>) -> Result<Self, ExportedError> {
+        let path = path.as_ref().to_path_buf();
+        let manifest = Manifest::read(&path)?;
+        let program = manifest.program(&path);
+        Ok(Self {
+            id: format!("{FILE_PREFIX}{}", path.display()),
+            code: read_program(&program)?,
+            path,
+            manifest,
+            program,
+            plugin: plugin.map(Path::to_path_buf),
+            executable: Mutex::new(None),
+        })
+    }
+
+    fn client(&self) -> Result<Client, RuntimeError> {
+        Client::shared(&locate(self.plugin.as_deref())?)
+    }
+
+    fn executable(&self, client: &Client) -> Result<Arc<Executable>, ExportedError> {
+        let mut executable = self.executable.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(executable) = &*executable {
+            return Ok(Arc::clone(executable));
+        }
+        let compiled = client
+            .compile(&Program::replicated(&self.code, 1))
+            .map_err(|error| ExportedError::program(self.program.display(), error))?;
+        Ok(Arc::clone(executable.insert(Arc::new(compiled))))
+    }
+
+    fn unsupported(&self, field: &'static str, given: impl ToString, supported: impl ToString) -> Unsupported {
+        let supported = format!("{}, as its manifest says", supported.to_string());
+        Unsupported { implementation: self.id.clone(), field, given: given.to_string(), supported }
+    }
+
+    /// The outputs, each checked against its name's shape and the manifest's dtype.
+    fn candidate(&self, buffers: &[Buffer]) -> Result<Candidate, ExportedError> {
+        const CHECKED: &str = "checked: every manifest has loss and dlogits";
+        let (returned, listed) = (buffers.len(), self.manifest.outputs.len());
+        if returned != listed {
+            let expected = format!("{returned}, as many as the program returns");
+            return Err(ExportedError::invalid(&self.path, "output", format!("{listed} listed"), expected));
+        }
+        let Shape { batch, tokens, vocab } = self.manifest.shape();
+        Ok(Candidate {
+            loss: self.download(buffers, OutputName::Loss, ())?.expect(CHECKED),
+            dlogits: self.download(buffers, OutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
+            logp: self.download(buffers, OutputName::Logp, (batch, tokens))?,
+            entropy: self.download(buffers, OutputName::Entropy, (batch, tokens))?,
+            token_loss: self.download(buffers, OutputName::TokenLoss, (batch, tokens))?,
+            metrics: None,
+        })
+    }
+
+    fn download<D: Dimension>(
+        &self,
+        buffers: &[Buffer],
+        name: OutputName,
+        shape: impl ShapeBuilder<Dim = D>,
+    ) -> Result<Option<FloatArray<D>>, ExportedError> {
+        let Some(at) = self.manifest.outputs.iter().position(|output| output.name == name) else { return Ok(None) };
+        let dtype = self.manifest.outputs[at].dtype;
+        let mut array = FloatArray::zeros(shape, dtype);
+        let extents = array.shape().to_vec();
+        buffers[at].download(dtype.into(), &extents, array.bytes_mut()).map_err(|error| {
+            ExportedError::program(format!("{}: output `{}`", self.path.display(), name.name()), error)
+        })?;
+        Ok(Some(array))
+    }
+}
+
+/// Sends one input of a checked problem.
+fn upload(client: &Client, input: Input, problem: &Problem) -> Result<Buffer, RuntimeError> {
+    const CHECKED: &str = "checked: the spec needs it, so the problem has it";
+    let Input { name, dtype } = input;
+    let per_token = problem.ids.shape();
+    let send = |shape: &[usize], bytes: &[u8]| client.upload(0, dtype, shape, bytes);
+    match name {
+        InputName::Logits => send(problem.logits.shape(), problem.logits.bytes()),
+        InputName::Ids => send(per_token, &ids(problem.ids.iter().copied(), dtype)),
+        InputName::Mask => send(per_token, &numbers(problem.mask.iter().map(|&counts| f64::from(counts)), dtype)),
+        InputName::Advantages => {
+            let bytes = match &problem.advantages {
+                Advantages::Sequence(advantages) => numbers(advantages.iter().copied(), dtype),
+                Advantages::Token(advantages) => numbers(advantages.iter().copied(), dtype),
+            };
+            send(problem.advantages.shape(), &bytes)
+        }
+        InputName::OldLogp => {
+            send(per_token, &numbers(problem.old_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
+        }
+        InputName::RefLogp => {
+            send(per_token, &numbers(problem.ref_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
+        }
+    }
+}
+
+fn to_bytes<T: Pod>(values: impl Iterator<Item = T>) -> Vec<u8> {
+    values.flat_map(|x| bytemuck::bytes_of(&x).to_vec()).collect()
+}
+
+/// `ids` as i64, or clamped to i32.
+fn ids(ids: impl Iterator<Item = i64>, element: Element) -> Vec<u8> {
+    match element {
+        Element::I64 => to_bytes(ids),
+        _ => to_bytes(ids.map(|id| id.clamp(i32::MIN.into(), i32::MAX.into()) as i32)),
+    }
+}
+
+/// `values` as floats, rounded to nearest even; of the integer types, which only a mask has, 0 or 1.
+fn numbers(values: impl Iterator<Item = f64>, element: Element) -> Vec<u8> {
+    match element {
+        Element::F64 => to_bytes(values),
+        Element::F32 => to_bytes(values.map(<f32 as Float>::from_f64)),
+        Element::Bf16 => to_bytes(values.map(<half::bf16 as Float>::from_f64)),
+        Element::F16 => to_bytes(values.map(<half::f16 as Float>::from_f64)),
+        Element::I64 => to_bytes(values.map(|x| x as i64)),
+        Element::I32 => to_bytes(values.map(|x| x as i32)),
+        Element::I16 => to_bytes(values.map(|x| x as i16)),
+        Element::U8 | Element::Pred => to_bytes(values.map(|x| u8::from(x != 0.0))),
+    }
+}
+
+/// The first field that differs: its path, and the two values.
+fn difference(path: &str, given: &Value, supported: &Value) -> Option<(String, String, String)> {
+    match (given, supported) {
+        (Value::Object(fields), Value::Object(others)) if fields.keys().eq(others.keys()) => {
+            fields.iter().find_map(|(key, value)| {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                difference(&path, value, &others[key])
+            })
+        }
+        _ if given == supported => None,
+        _ => Some((path.into(), given.to_string(), supported.to_string())),
+    }
+}
+
+impl Implementation for Exported {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn summary(&self) -> &'static str {
+        "a user's program through PJRT"
+    }
+
+    fn class(&self) -> &'static str {
+        "external"
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        self.client().map(|_| ()).map_err(|error| Unavailable { reason: error.to_string() })
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        if self.available().is_ok() { vec![1] } else { Vec::new() }
+    }
+
+    fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        if shape != self.manifest.shape() {
+            return Err(self.unsupported("shape", shape, self.manifest.shape()));
+        }
+        if Element::from(dtype) != self.manifest.logits_dtype() {
+            return Err(self.unsupported("logits dtype", dtype, self.manifest.logits_dtype()));
+        }
+        if devices != 1 {
+            return Err(self.unsupported("device count", devices, 1));
+        }
+        let fields = |spec: &LossSpec| serde_json::to_value(spec).expect("plain data");
+        if let Some((path, given, supported)) = difference("", &fields(spec), &fields(&self.manifest.spec)) {
+            return Err(self.unsupported("spec field", format!("`{path}` = {given}"), supported));
+        }
+        Ok(())
+    }
+
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
+        let shape = problem.check(spec)?;
+        self.supports(spec, shape, problem.logits.dtype(), devices)?;
+        let client = self.client()?;
+        let executable = self.executable(&client)?;
+        let inputs = self.manifest.inputs.iter().map(|&input| upload(&client, input, &problem));
+        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
+        let outputs = executable
+            .execute(&[inputs.iter().collect()])
+            .map_err(|error| ExportedError::program(self.path.display(), error))?;
+        Ok(self.candidate(&outputs[0])?)
+    }
+}

@@ -1,0 +1,10 @@
+//! PJRT: plugins, devices and buffers ([`runtime`]); programs of ours on a mesh of devices ([`xla`]) and of users
+//! ([`exported`]).
+//!
+//! Without the default feature `bindings`, which needs libclang and protoc, there is nothing here.
+
+#![cfg(feature = "bindings")]
+
+pub mod exported;
+pub mod runtime;
+pub mod xla;

@@ -1,0 +1,205 @@
+//! Arrays on a device.
+
+use std::ptr::{self, NonNull};
+
+use pjrt_sys::{
+    PJRT_Buffer, PJRT_Buffer_Destroy_Args, PJRT_Buffer_Dimensions_Args, PJRT_Buffer_ElementType_Args,
+    PJRT_Buffer_MemoryLayout, PJRT_Buffer_MemoryLayout_Tiled,
+    PJRT_Buffer_MemoryLayout_Type_PJRT_Buffer_MemoryLayout_Type_Tiled, PJRT_Buffer_ToHostBuffer_Args, PJRT_Buffer_Type,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_BF16, PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_F32, PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_PRED, PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
+    PJRT_Buffer_Type_PJRT_Buffer_Type_S32, PJRT_Buffer_Type_PJRT_Buffer_Type_S64, PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
+    PJRT_Client_BufferFromHostBuffer_Args, PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
+    PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes,
+};
+
+use super::abi::slice_from;
+use super::client::Client;
+use super::error::RuntimeError;
+use super::plugin::{Plugin, call};
+use assay_core::element::Element;
+
+/// A dense array on one device. Freed when dropped.
+#[derive(Debug)]
+pub struct Buffer {
+    client: Client,
+    raw: NonNull<PJRT_Buffer>,
+}
+
+// SAFETY: PJRT buffers may be used from any thread.
+unsafe impl Send for Buffer {}
+// SAFETY: as above.
+unsafe impl Sync for Buffer {}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let mut args = PJRT_Buffer_Destroy_Args::new();
+        args.buffer = self.raw.as_ptr();
+        // A destructor has nobody to tell: a buffer that cannot be freed is leaked.
+        let _ = call!(self.client.plugin(), PJRT_Buffer_Destroy, args, "free a buffer");
+    }
+}
+
+/// PJRT's number for an element type.
+fn buffer_type(element: Element) -> PJRT_Buffer_Type {
+    match element {
+        Element::F64 => PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
+        Element::F32 => PJRT_Buffer_Type_PJRT_Buffer_Type_F32,
+        Element::Bf16 => PJRT_Buffer_Type_PJRT_Buffer_Type_BF16,
+        Element::F16 => PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
+        Element::I64 => PJRT_Buffer_Type_PJRT_Buffer_Type_S64,
+        Element::I32 => PJRT_Buffer_Type_PJRT_Buffer_Type_S32,
+        Element::I16 => PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
+        Element::U8 => PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
+        Element::Pred => PJRT_Buffer_Type_PJRT_Buffer_Type_PRED,
+    }
+}
+
+/// Bytes of a dense array.
+fn byte_count(element: Element, shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(element.size(), |bytes, &extent| bytes.checked_mul(extent))
+}
+
+/// Waits for an event, frees it, and returns the error that it carries.
+pub(super) fn wait(plugin: &Plugin, event: *mut PJRT_Event, what: &str) -> Result<(), RuntimeError> {
+    if event.is_null() {
+        return Ok(());
+    }
+    let mut wait = PJRT_Event_Await_Args::new();
+    wait.event = event;
+    let result = call!(plugin, PJRT_Event_Await, wait, what);
+    let mut destroy = PJRT_Event_Destroy_Args::new();
+    destroy.event = event;
+    result.and(call!(plugin, PJRT_Event_Destroy, destroy, "free an event"))
+}
+
+impl Client {
+    /// Copies a dense row-major array to a device, and returns when `bytes` has been read.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Bytes`] where `bytes` does not hold `shape`; [`RuntimeError::Devices`]; the plugin's own error,
+    /// such as one of memory.
+    pub fn upload(
+        &self,
+        device: usize,
+        element: Element,
+        shape: &[usize],
+        bytes: &[u8],
+    ) -> Result<Buffer, RuntimeError> {
+        let what = || format!("upload {element} {shape:?} to device {device}");
+        let expected = byte_count(element, shape).unwrap_or(usize::MAX);
+        if bytes.len() != expected {
+            let (given, shape) = (bytes.len(), shape.to_vec());
+            return Err(RuntimeError::Bytes { what: "upload".into(), given, expected, element, shape });
+        }
+        let dims: Vec<i64> = shape.iter().map(|&extent| extent as i64).collect();
+        let mut args = PJRT_Client_BufferFromHostBuffer_Args::new();
+        args.client = self.raw();
+        args.data = bytes.as_ptr().cast();
+        args.type_ = buffer_type(element);
+        args.dims = dims.as_ptr();
+        args.num_dims = dims.len();
+        args.host_buffer_semantics = PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes;
+        args.device = self.device(device)?;
+        call!(self.plugin(), PJRT_Client_BufferFromHostBuffer, args, what())?;
+        let buffer = Buffer::own(self, args.buffer, &what());
+        // The plugin reads `bytes` until this event.
+        wait(self.plugin(), args.done_with_host_buffer, &what())?;
+        buffer
+    }
+}
+
+impl Buffer {
+    /// Takes ownership of what the plugin returned.
+    pub(super) fn own(client: &Client, raw: *mut PJRT_Buffer, what: &str) -> Result<Buffer, RuntimeError> {
+        let raw = NonNull::new(raw).ok_or_else(|| RuntimeError::Answer {
+            what: what.into(),
+            given: "null".into(),
+            expected: "a buffer".into(),
+        })?;
+        Ok(Buffer { client: client.clone(), raw })
+    }
+
+    pub(super) fn raw(&self) -> *mut PJRT_Buffer {
+        self.raw.as_ptr()
+    }
+
+    /// The element type.
+    ///
+    /// # Errors
+    /// The plugin's own, or [`RuntimeError::Answer`] for a type that this crate has no use for.
+    pub fn element(&self) -> Result<Element, RuntimeError> {
+        let what = "read a buffer's element type";
+        let mut args = PJRT_Buffer_ElementType_Args::new();
+        args.buffer = self.raw();
+        call!(self.client.plugin(), PJRT_Buffer_ElementType, args, what)?;
+        Element::ALL.into_iter().find(|&element| buffer_type(element) == args.type_).ok_or_else(|| {
+            let expected = Element::ALL.map(|element| element.to_string()).join(", ");
+            RuntimeError::Answer { what: what.into(), given: format!("PJRT type {}", args.type_), expected }
+        })
+    }
+
+    /// The extents.
+    ///
+    /// # Errors
+    /// The plugin's own.
+    pub fn shape(&self) -> Result<Vec<usize>, RuntimeError> {
+        let what = "read a buffer's shape";
+        let mut args = PJRT_Buffer_Dimensions_Args::new();
+        args.buffer = self.raw();
+        call!(self.client.plugin(), PJRT_Buffer_Dimensions, args, what)?;
+        // SAFETY: the buffer owns the list.
+        let dims = unsafe { slice_from(args.dims, args.num_dims) };
+        dims.iter()
+            .map(|&extent| {
+                let answer = |_| RuntimeError::Answer {
+                    what: what.into(),
+                    given: format!("{dims:?}"),
+                    expected: "extents ≥ 0".into(),
+                };
+                usize::try_from(extent).map_err(answer)
+            })
+            .collect()
+    }
+
+    /// Copies the array into `bytes`, dense and row-major, after checking that it is `element` and `shape`.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Answer`] where the buffer holds another type, shape or size; the plugin's own error, also one
+    /// of the computation that was to fill the buffer.
+    pub fn download(&self, element: Element, shape: &[usize], bytes: &mut [u8]) -> Result<(), RuntimeError> {
+        let what = || format!("download {element} {shape:?}");
+        let answer = |given: String, expected: String| Err(RuntimeError::Answer { what: what(), given, expected });
+        let (own_element, own_shape) = (self.element()?, self.shape()?);
+        if (own_element, &own_shape[..]) != (element, shape) {
+            return answer(format!("{own_element} {own_shape:?}"), format!("{element} {shape:?}"));
+        }
+        if Some(bytes.len()) != byte_count(element, shape) {
+            let (given, expected) = (bytes.len(), byte_count(element, shape).unwrap_or(usize::MAX));
+            return Err(RuntimeError::Bytes { what: what(), given, expected, element, shape: shape.to_vec() });
+        }
+        // A device may keep the array in an order of its own.
+        let minor_to_major: Vec<i64> = (0..shape.len() as i64).rev().collect();
+        let mut tiled = PJRT_Buffer_MemoryLayout_Tiled::new();
+        tiled.minor_to_major = minor_to_major.as_ptr();
+        tiled.minor_to_major_size = minor_to_major.len();
+        let mut layout = PJRT_Buffer_MemoryLayout::new();
+        layout.type_ = PJRT_Buffer_MemoryLayout_Type_PJRT_Buffer_MemoryLayout_Type_Tiled;
+        layout.__bindgen_anon_1.tiled = tiled;
+
+        let mut args = PJRT_Buffer_ToHostBuffer_Args::new();
+        args.src = self.raw();
+        args.host_layout = &raw mut layout;
+        args.dst = ptr::null_mut();
+        // Without a destination the plugin says how much it would write.
+        call!(self.client.plugin(), PJRT_Buffer_ToHostBuffer, args, what())?;
+        if args.dst_size != bytes.len() {
+            return answer(format!("{} bytes", args.dst_size), format!("{} bytes", bytes.len()));
+        }
+        args.dst = bytes.as_mut_ptr().cast();
+        call!(self.client.plugin(), PJRT_Buffer_ToHostBuffer, args, what())?;
+        // The plugin writes to `bytes` until this event.
+        wait(self.client.plugin(), args.event, &what())
+    }
+}

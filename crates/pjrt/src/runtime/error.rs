@@ -1,0 +1,181 @@
+//! What can go wrong between this process and a plugin.
+
+use std::path::PathBuf;
+
+use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_Error_Destroy_Args, PJRT_Error_GetCode_Args, PJRT_Error_Message_Args};
+
+use super::abi::bytes_from;
+use assay_core::element::Element;
+use assay_core::memory::Shortage;
+
+/// Why the runtime did not do what it was asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RuntimeError {
+    /// No plugin was named and none lies where set-up puts it.
+    #[error(
+        "PJRT plugin: none given and none found ({}); run `make setup`, or give one by --plugin or \
+         ASSAY_PJRT_PLUGIN",
+        looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    NoPlugin {
+        /// Where it was looked for.
+        looked: Vec<PathBuf>,
+    },
+    /// The file cannot be loaded as a shared library.
+    #[error("PJRT plugin {path}: cannot be loaded: {reason}")]
+    Load {
+        /// The file.
+        path: PathBuf,
+        /// The loader's message.
+        reason: String,
+    },
+    /// A shared library that is no PJRT plugin.
+    #[error("PJRT plugin {path}: {found}; expected a library that exports `GetPjrtApi`")]
+    NotAPlugin {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        found: String,
+    },
+    /// A C API that this crate does not speak.
+    #[error("PJRT plugin {path}: C API {major}.{minor}; expected 0.{oldest} or newer")]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// Its major version.
+        major: i32,
+        /// Its minor version.
+        minor: i32,
+        /// The oldest minor version that is supported.
+        oldest: i32,
+    },
+    /// More plugins than this process has room for.
+    #[error("PJRT plugin {path}: already {limit} plugins are loaded, the most that one process may hold")]
+    TooManyPlugins {
+        /// The file.
+        path: PathBuf,
+        /// How many there may be.
+        limit: usize,
+    },
+    /// The plugin refused or failed.
+    #[error("{what}: {code}: {message}")]
+    Plugin {
+        /// What it was asked to do.
+        what: String,
+        /// PJRT's name of the error.
+        code: &'static str,
+        /// The plugin's message.
+        message: String,
+    },
+    /// The plugin lacks a function.
+    #[error("{what}: the plugin does not implement it")]
+    Missing {
+        /// What it was asked to do.
+        what: String,
+    },
+    /// The plugin answered something impossible.
+    #[error("{what}: the plugin returned {given}, expected {expected}")]
+    Answer {
+        /// What it was asked.
+        what: String,
+        /// The answer.
+        given: String,
+        /// What would have made sense.
+        expected: String,
+    },
+    /// Not as many devices as were asked for.
+    #[error("device count: got {given}, expected 1 to {available} (platform {platform})")]
+    Devices {
+        /// Devices asked for.
+        given: usize,
+        /// Devices there are.
+        available: usize,
+        /// The plugin's platform.
+        platform: String,
+    },
+    /// Bytes that do not make the array they should.
+    #[error("{what}: got {given} bytes, expected {expected} for {element} {shape:?}")]
+    Bytes {
+        /// Which array.
+        what: String,
+        /// Bytes given.
+        given: usize,
+        /// Bytes that the shape takes.
+        expected: usize,
+        /// Element type.
+        element: Element,
+        /// Extents.
+        shape: Vec<usize>,
+    },
+    /// Arguments that do not fit the executable.
+    #[error("execute: got {given}, expected {expected}")]
+    Arguments {
+        /// What was passed.
+        given: String,
+        /// What the executable takes.
+        expected: String,
+    },
+    /// It would not fit.
+    #[error(transparent)]
+    Memory(#[from] Shortage),
+}
+
+/// Turns a PJRT status into a `Result`, and frees it.
+///
+/// # Safety
+/// `error` came from `api` and is used nowhere else.
+pub(super) unsafe fn check(
+    api: &PJRT_Api,
+    error: *mut PJRT_Error,
+    what: impl FnOnce() -> String,
+) -> Result<(), RuntimeError> {
+    if error.is_null() {
+        return Ok(());
+    }
+    let mut message = PJRT_Error_Message_Args::new();
+    message.error = error;
+    let mut code = PJRT_Error_GetCode_Args::new();
+    code.error = error;
+    let mut destroy = PJRT_Error_Destroy_Args::new();
+    destroy.error = error;
+    // SAFETY: the error is alive until the last call, and the message is copied before that.
+    let message = unsafe {
+        if let Some(read) = api.PJRT_Error_Message {
+            read(&raw mut message);
+        }
+        if let Some(read) = api.PJRT_Error_GetCode {
+            let nested = read(&raw mut code);
+            debug_assert!(nested.is_null(), "an error without a code");
+        }
+        let text = String::from_utf8_lossy(bytes_from(message.message, message.message_size)).into_owned();
+        if let Some(free) = api.PJRT_Error_Destroy {
+            free(&raw mut destroy);
+        }
+        text
+    };
+    Err(RuntimeError::Plugin { what: what(), code: code_name(code.code), message })
+}
+
+/// PJRT's error codes are those of absl.
+fn code_name(code: u32) -> &'static str {
+    const NAMES: [&str; 17] = [
+        "OK",
+        "CANCELLED",
+        "UNKNOWN",
+        "INVALID_ARGUMENT",
+        "DEADLINE_EXCEEDED",
+        "NOT_FOUND",
+        "ALREADY_EXISTS",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "FAILED_PRECONDITION",
+        "ABORTED",
+        "OUT_OF_RANGE",
+        "UNIMPLEMENTED",
+        "INTERNAL",
+        "UNAVAILABLE",
+        "DATA_LOSS",
+        "UNAUTHENTICATED",
+    ];
+    NAMES.get(code as usize).copied().unwrap_or("an error code that PJRT does not define")
+}

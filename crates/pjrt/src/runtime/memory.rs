@@ -1,0 +1,63 @@
+//! What plugins say of memory.
+
+use pjrt_sys::{PJRT_Device_MemoryStats_Args, PJRT_Executable, PJRT_Executable_GetCompiledMemoryStats_Args};
+
+use super::client::Client;
+use super::error::RuntimeError;
+use super::execute::Executable;
+use super::plugin::{Plugin, call};
+use assay_core::memory::{CompiledMemory, DeviceMemory, available_host_bytes};
+
+/// What one run of `executable` takes on each device.
+pub(super) fn compiled_memory(
+    plugin: &Plugin,
+    executable: *mut PJRT_Executable,
+) -> Result<CompiledMemory, RuntimeError> {
+    let mut args = PJRT_Executable_GetCompiledMemoryStats_Args::new();
+    args.executable = executable;
+    call!(plugin, PJRT_Executable_GetCompiledMemoryStats, args, "read a program's memory")?;
+    Ok(CompiledMemory {
+        argument_bytes: args.argument_size_in_bytes,
+        output_bytes: args.output_size_in_bytes,
+        temp_bytes: args.temp_size_in_bytes,
+        alias_bytes: args.alias_size_in_bytes,
+        code_bytes: args.generated_code_size_in_bytes,
+    })
+}
+
+impl Executable {
+    /// What one run takes on each device, as the compiler counted.
+    ///
+    /// # Errors
+    /// The plugin's own, `UNIMPLEMENTED` where it does not count.
+    pub fn memory(&self) -> Result<CompiledMemory, RuntimeError> {
+        self.read(|executable| compiled_memory(self.client().plugin(), executable))
+    }
+}
+
+impl Client {
+    /// What the allocator of a device says.
+    ///
+    /// # Errors
+    /// The plugin's own, `UNIMPLEMENTED` where it has no such figures (the CPU plugins have none).
+    pub fn device_memory(&self, device: usize) -> Result<DeviceMemory, RuntimeError> {
+        let mut args = PJRT_Device_MemoryStats_Args::new();
+        args.device = self.device(device)?;
+        call!(self.plugin(), PJRT_Device_MemoryStats, args, format!("read the memory of device {device}"))?;
+        Ok(DeviceMemory {
+            bytes_in_use: args.bytes_in_use,
+            peak_bytes_in_use: args.peak_bytes_in_use_is_set.then_some(args.peak_bytes_in_use),
+            peak_bytes_reserved: args.peak_bytes_reserved_is_set.then_some(args.peak_bytes_reserved),
+            bytes_limit: args.bytes_limit_is_set.then_some(args.bytes_limit),
+        })
+    }
+
+    /// Bytes that may still be allocated on a device: the allocator's limit less what is in use, or, for a plugin
+    /// without such figures whose devices are this machine, what this machine has left. `None` where neither is known.
+    pub fn available_bytes(&self, device: usize) -> Option<usize> {
+        if let Ok(DeviceMemory { bytes_in_use, bytes_limit: Some(limit), .. }) = self.device_memory(device) {
+            return usize::try_from(limit - bytes_in_use).ok();
+        }
+        (self.platform() == "cpu").then(available_host_bytes).flatten()
+    }
+}

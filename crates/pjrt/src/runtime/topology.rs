@@ -1,0 +1,145 @@
+//! Devices that are described and not there: what a plugin compiles for ahead of time.
+
+use std::fmt;
+use std::ptr::{self, NonNull};
+
+use pjrt_sys::{
+    PJRT_Compile_Args, PJRT_DeviceDescription_Id_Args, PJRT_Executable, PJRT_Executable_Destroy_Args,
+    PJRT_TopologyDescription, PJRT_TopologyDescription_Create_Args, PJRT_TopologyDescription_Destroy_Args,
+    PJRT_TopologyDescription_GetDeviceDescriptions_Args,
+};
+
+use super::abi::slice_from;
+use super::error::RuntimeError;
+use super::execute::Program;
+use super::memory::compiled_memory;
+use super::plugin::{Plugin, call};
+use assay_core::memory::CompiledMemory;
+
+/// The devices of a machine that need not exist. Freed when dropped.
+pub struct Topology {
+    plugin: &'static Plugin,
+    raw: NonNull<PJRT_TopologyDescription>,
+    name: String,
+    /// The plugin's numbers for the devices.
+    device_ids: Vec<i64>,
+}
+
+// SAFETY: PJRT topologies may be used from any thread.
+unsafe impl Send for Topology {}
+// SAFETY: as above.
+unsafe impl Sync for Topology {}
+
+impl Drop for Topology {
+    fn drop(&mut self) {
+        let mut args = PJRT_TopologyDescription_Destroy_Args::new();
+        args.topology = self.raw.as_ptr();
+        // A destructor has nobody to tell: a topology that cannot be freed is leaked.
+        let _ = call!(self.plugin, PJRT_TopologyDescription_Destroy, args, "free a topology");
+    }
+}
+
+impl fmt::Debug for Topology {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} ({} devices) of {:?}", self.name, self.device_count(), self.plugin)
+    }
+}
+
+impl Topology {
+    /// The topology that `plugin` knows by `name`: for libtpu `v6e:2x4` and its like.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Plugin`] with the plugin's own message where it knows no such name;
+    /// [`RuntimeError::Answer`] where the topology has no device.
+    pub fn named(plugin: &'static Plugin, name: &str) -> Result<Topology, RuntimeError> {
+        let what = || format!("describe the topology `{name}`");
+        let answer = |given: &str, expected: &str| RuntimeError::Answer {
+            what: what(),
+            given: given.into(),
+            expected: expected.into(),
+        };
+        let mut args = PJRT_TopologyDescription_Create_Args::new();
+        args.topology_name = name.as_ptr().cast();
+        args.topology_name_size = name.len();
+        call!(plugin, PJRT_TopologyDescription_Create, args, what())?;
+        let raw = NonNull::new(args.topology).ok_or_else(|| answer("null", "a topology"))?;
+        let mut topology = Topology { plugin, raw, name: name.into(), device_ids: Vec::new() };
+
+        let mut devices = PJRT_TopologyDescription_GetDeviceDescriptions_Args::new();
+        devices.topology = raw.as_ptr();
+        call!(plugin, PJRT_TopologyDescription_GetDeviceDescriptions, devices, "list the devices of a topology")?;
+        // SAFETY: the topology owns the list and the descriptions.
+        let descriptions = unsafe { slice_from(devices.descriptions, devices.num_descriptions) };
+        if descriptions.is_empty() {
+            return Err(answer("no devices", "at least one"));
+        }
+        for &description in descriptions {
+            let mut args = PJRT_DeviceDescription_Id_Args::new();
+            args.device_description = description;
+            call!(plugin, PJRT_DeviceDescription_Id, args, "read a device's number")?;
+            topology.device_ids.push(args.id.into());
+        }
+        Ok(topology)
+    }
+
+    /// Devices in it.
+    pub fn device_count(&self) -> usize {
+        self.device_ids.len()
+    }
+
+    /// Compiles a program for devices `0 .. program.devices()`.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Devices`]; the plugin's own error where the program does not compile.
+    pub fn compile(&self, program: &Program) -> Result<Unloaded, RuntimeError> {
+        let available = self.device_count();
+        if !(1..=available).contains(&program.devices()) {
+            return Err(RuntimeError::Devices { given: program.devices(), available, platform: self.name.clone() });
+        }
+        let options = program.options(&self.device_ids);
+        let code = program.raw();
+        let mut args = PJRT_Compile_Args::new();
+        args.topology = self.raw.as_ptr();
+        args.program = &raw const code;
+        args.compile_options = options.as_ptr().cast();
+        args.compile_options_size = options.len();
+        args.client = ptr::null_mut();
+        call!(self.plugin, PJRT_Compile, args, "compile")?;
+        let Some(raw) = NonNull::new(args.executable) else {
+            let (given, expected) = ("null".into(), "an executable".into());
+            return Err(RuntimeError::Answer { what: "compile".into(), given, expected });
+        };
+        Ok(Unloaded { plugin: self.plugin, raw })
+    }
+}
+
+/// A program compiled for devices that are not here. Freed when dropped.
+#[derive(Debug)]
+pub struct Unloaded {
+    plugin: &'static Plugin,
+    raw: NonNull<PJRT_Executable>,
+}
+
+// SAFETY: PJRT executables may be used from any thread.
+unsafe impl Send for Unloaded {}
+// SAFETY: as above.
+unsafe impl Sync for Unloaded {}
+
+impl Drop for Unloaded {
+    fn drop(&mut self) {
+        let mut args = PJRT_Executable_Destroy_Args::new();
+        args.executable = self.raw.as_ptr();
+        // A destructor has nobody to tell: an executable that cannot be freed is leaked.
+        let _ = call!(self.plugin, PJRT_Executable_Destroy, args, "free an executable");
+    }
+}
+
+impl Unloaded {
+    /// What one run takes on each device, as the compiler counted.
+    ///
+    /// # Errors
+    /// The plugin's own, `UNIMPLEMENTED` where it does not count.
+    pub fn memory(&self) -> Result<CompiledMemory, RuntimeError> {
+        compiled_memory(self.plugin, self.raw.as_ptr())
+    }
+}

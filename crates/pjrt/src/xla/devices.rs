@@ -1,0 +1,134 @@
+//! The devices of a plugin, how a batch is cut over them, and what was compiled for them.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::shards::Shards;
+use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
+use assay_core::implementation::Unavailable;
+use assay_core::memory::{CompiledMemory, DeviceMemory};
+use assay_core::problem::Shape;
+use assay_programs::Sharding;
+
+/// The largest device count that is tried of itself.
+const MOST_DEVICES: usize = 8;
+
+/// Where an implementation runs.
+pub(super) struct Devices {
+    sharding: Sharding,
+    /// The plugin; `None` means the one that [`locate`] finds.
+    plugin: Option<PathBuf>,
+}
+
+impl Devices {
+    pub(super) fn new(sharding: Sharding, plugin: Option<&Path>) -> Self {
+        Self { sharding, plugin: plugin.map(Path::to_path_buf) }
+    }
+
+    pub(super) fn client(&self) -> Result<Client, RuntimeError> {
+        Client::shared(&locate(self.plugin.as_deref())?)
+    }
+
+    /// Whether there are as many devices as it cuts over.
+    pub(super) fn available(&self) -> Result<(), Unavailable> {
+        let client = self.client().map_err(|error| Unavailable { reason: error.to_string() })?;
+        if self.counts().is_empty() {
+            let reason =
+                format!("{} device(s) of {}, fewer than it cuts over", client.device_count(), client.platform());
+            return Err(Unavailable { reason });
+        }
+        Ok(())
+    }
+
+    /// The device counts that it cuts over of itself, ascending.
+    pub(super) fn counts(&self) -> Vec<usize> {
+        let Ok(client) = self.client() else { return Vec::new() };
+        let most = client.device_count().min(MOST_DEVICES);
+        (1..=most).filter(|&devices| self.cuts_over(devices)).collect()
+    }
+
+    /// Whether there are `devices` devices, and it cuts over them.
+    pub(super) fn takes(&self, devices: usize) -> bool {
+        self.client().is_ok_and(|client| devices <= client.device_count()) && self.cuts_over(devices)
+    }
+
+    /// Whether it cuts a shape that `devices` devices can cut.
+    fn cuts_over(&self, devices: usize) -> bool {
+        let roomy = Shape { batch: devices, tokens: devices, vocab: devices };
+        self.sharding.mesh(roomy, devices).is_ok()
+    }
+}
+
+/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
+/// a spec are run-time inputs.
+struct Compiled {
+    plugin: PathBuf,
+    code: String,
+    executable: Arc<Executable>,
+}
+
+/// The programs used last, the latest at the end.
+static COMPILED: Mutex<VecDeque<Compiled>> = Mutex::new(VecDeque::new());
+
+/// How many are kept: each takes megabytes.
+const KEPT: usize = 64;
+
+/// The executable of a program, compiled unless it is one of those used last.
+pub(super) fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executable>, RuntimeError> {
+    let plugin = client.plugin().path();
+    let lock = || COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut kept = lock();
+    if let Some(at) = kept.iter().position(|entry| entry.code == code && entry.plugin == plugin) {
+        let entry = kept.remove(at).expect("just found");
+        let executable = Arc::clone(&entry.executable);
+        kept.push_back(entry);
+        return Ok(executable);
+    }
+    // Others may compile meanwhile.
+    drop(kept);
+    let executable = Arc::new(client.compile(&Program::replicated(code.as_bytes(), devices))?);
+    let mut kept = lock();
+    if kept.len() == KEPT {
+        kept.pop_front();
+    }
+    kept.push_back(Compiled { plugin: plugin.to_path_buf(), code, executable: Arc::clone(&executable) });
+    Ok(executable)
+}
+
+/// The program of one shape, and how a batch is cut for it.
+pub(super) struct Plan {
+    pub(super) shards: Shards,
+    executable: Arc<Executable>,
+}
+
+impl Plan {
+    /// Compiles `code`, and checks that a run of it fits.
+    pub(super) fn of(code: String, shards: Shards) -> Result<Self, RuntimeError> {
+        let devices = shards.mesh.devices();
+        shards.client.expect_devices(devices)?;
+        let executable = compiled(&shards.client, code, devices)?;
+        shards.expect_room(&executable)?;
+        Ok(Self { shards, executable })
+    }
+
+    /// `outputs[device][output]` from `inputs[device][argument]`; what is written over among the inputs is gone
+    /// afterwards.
+    pub(super) fn execute(&self, inputs: &[Vec<Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+        let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
+        self.executable.execute(&arguments)
+    }
+
+    /// Bytes of this machine's memory that a run takes.
+    pub(super) fn host_bytes(&self) -> usize {
+        if self.shards.on_host() { self.shards.bytes_needed(&self.executable) } else { 0 }
+    }
+
+    pub(super) fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
+        self.executable.memory().map_err(|error| Unavailable { reason: error.to_string() })
+    }
+
+    pub(super) fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
+        self.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
+    }
+}

@@ -1,0 +1,210 @@
+//! A batch cut over a mesh, and put together again.
+
+use std::ops::Range;
+
+use bytemuck::Pod;
+use ndarray::{Array2, Dimension};
+
+use crate::runtime::{Buffer, Client, Executable, RuntimeError};
+use assay_core::element::{ArrayBytes, Element};
+use assay_core::memory::expect_room;
+use assay_core::problem::{FloatArray, Shape};
+use assay_programs::local_shape;
+use assay_programs::mesh::{Axis, Mesh, shard};
+
+/// A batch of `shape` over the devices of `mesh`.
+pub(super) struct Shards {
+    pub(super) shape: Shape,
+    pub(super) mesh: Mesh,
+    pub(super) client: Client,
+}
+
+/// What one device holds; the rest of its local shape is padding.
+pub(super) struct Part {
+    pub(super) batch: Range<usize>,
+    pub(super) tokens: Range<usize>,
+    pub(super) vocab: Range<usize>,
+}
+
+/// What a device holds of an array: `ranges` of `whole`, in `local` extents, with padding behind.
+pub(super) struct Block {
+    whole: Vec<usize>,
+    ranges: Vec<Range<usize>>,
+    local: Vec<usize>,
+}
+
+/// What stands beyond the ends of an array.
+#[derive(Clone, Copy)]
+pub(super) enum Padding {
+    /// What a sum may hold.
+    Zero,
+    /// Padding that enters a result shows.
+    Nan,
+}
+
+impl Block {
+    /// All of an array.
+    pub(super) fn all(extents: &[usize]) -> Self {
+        let ranges = extents.iter().map(|&extent| 0..extent).collect();
+        Self { whole: extents.to_vec(), ranges, local: extents.to_vec() }
+    }
+
+    /// The same, but for `range` alone along `axis`, in a `local` extent.
+    pub(super) fn cut(mut self, axis: usize, range: Range<usize>, local: usize) -> Self {
+        self.ranges[axis] = range;
+        self.local[axis] = local;
+        self
+    }
+
+    fn is_whole(&self) -> bool {
+        self.local == self.whole && self.ranges.iter().zip(&self.whole).all(|(range, &extent)| *range == (0..extent))
+    }
+
+    /// The runs of consecutive elements that it shares with the whole: `(offset in the whole, offset in the block,
+    /// length)`.
+    fn runs(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let mut starts = vec![(0, 0)];
+        let axes = self.ranges.iter().zip(self.whole.iter().zip(&self.local));
+        let (last, leading) = (self.ranges.len() - 1, axes.clone().take(self.ranges.len() - 1));
+        for (range, (whole, local)) in leading {
+            let inside = |(in_whole, in_block): (usize, usize)| {
+                range.clone().map(move |i| (in_whole * whole + i, in_block * local + i - range.start))
+            };
+            starts = starts.into_iter().flat_map(inside).collect();
+        }
+        let (range, whole, local) = (&self.ranges[last], self.whole[last], self.local[last]);
+        starts.into_iter().map(move |(a, b)| (a * whole + range.start, b * local, range.len()))
+    }
+
+    /// Writes a device's block to its place in the whole.
+    pub(super) fn download<D: Dimension>(
+        &self,
+        buffer: &Buffer,
+        whole: &mut FloatArray<D>,
+    ) -> Result<(), RuntimeError> {
+        let element = Element::from(whole.dtype());
+        if self.is_whole() {
+            return buffer.download(element, &self.local, whole.bytes_mut());
+        }
+        let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
+        buffer.download(element, &self.local, &mut bytes)?;
+        let target = whole.bytes_mut();
+        for (whole, part, length) in self.runs() {
+            let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
+            target[whole..whole + length].copy_from_slice(&bytes[part..part + length]);
+        }
+        Ok(())
+    }
+}
+
+const DENSE: &str = "checked: dense row-major";
+
+impl Shards {
+    /// What `device` holds.
+    pub(super) fn part(&self, device: usize) -> Part {
+        let [b, t, v] = local_shape(self.shape, self.mesh);
+        let along = |axis, extent, local| shard(extent, local, self.mesh.coordinate(device, axis));
+        Part {
+            batch: along(Axis::Batch, self.shape.batch, b),
+            tokens: along(Axis::Tokens, self.shape.tokens, t),
+            vocab: along(Axis::Vocab, self.shape.vocab, v),
+        }
+    }
+
+    /// Whether the devices share this machine's memory.
+    pub(super) fn on_host(&self) -> bool {
+        self.client.platform() == "cpu"
+    }
+
+    /// Bytes that one run takes of a device's memory, or of all devices' where they share it; 0 where the plugin does
+    /// not count.
+    pub(super) fn bytes_needed(&self, executable: &Executable) -> usize {
+        let sharers = if self.on_host() { self.mesh.devices() } else { 1 };
+        let peak = executable.memory().map_or(0, |memory| memory.peak_bytes());
+        usize::try_from(peak).unwrap_or(0).saturating_mul(sharers)
+    }
+
+    /// Checks that one run fits in what every device has left.
+    pub(super) fn expect_room(&self, executable: &Executable) -> Result<(), RuntimeError> {
+        let what = || format!("the program for {} on {} device(s)", self.shape, self.mesh.devices());
+        Ok(expect_room(what, self.bytes_needed(executable), self.client.available_bytes(0))?)
+    }
+
+    /// The rows of a `[B,T,width]` array that `device` holds.
+    pub(super) fn rows(&self, device: usize, width: usize) -> Block {
+        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let Part { batch, tokens, .. } = self.part(device);
+        let Shape { batch: rows, tokens: columns, .. } = self.shape;
+        Block { whole: vec![rows, columns, width], ranges: vec![batch, tokens, 0..width], local: vec![b, t, width] }
+    }
+
+    /// What `device` holds of the logits.
+    pub(super) fn logits(&self, device: usize) -> Block {
+        let rows = self.rows(device, self.shape.vocab);
+        let [_, _, v] = local_shape(self.shape, self.mesh);
+        rows.cut(2, self.part(device).vocab, v)
+    }
+
+    /// Sends a device its block of an array.
+    pub(super) fn upload_block<D: Dimension>(
+        &self,
+        device: usize,
+        array: &FloatArray<D>,
+        block: &Block,
+        padding: Padding,
+    ) -> Result<Buffer, RuntimeError> {
+        let element = Element::from(array.dtype());
+        if block.is_whole() {
+            return self.client.upload(device, element, &block.local, array.bytes());
+        }
+        let fill = match padding {
+            Padding::Zero => 0,
+            // All bits set is a NaN in every float type.
+            Padding::Nan => 0xFF,
+        };
+        let mut bytes = vec![fill; block.local.iter().product::<usize>() * element.size()];
+        for (whole, part, length) in block.runs() {
+            let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
+            bytes[part..part + length].copy_from_slice(&array.bytes()[whole..whole + length]);
+        }
+        self.client.upload(device, element, &block.local, &bytes)
+    }
+
+    /// Sends a device its part of a `[B,T]` array, with `padding` in the tokens past `B` and `T`.
+    pub(super) fn upload_per_token<P: Pod>(
+        &self,
+        device: usize,
+        element: Element,
+        values: &Array2<P>,
+        padding: P,
+    ) -> Result<Buffer, RuntimeError> {
+        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let part = self.part(device);
+        let local = Array2::from_shape_fn((b, t), |(b, t)| {
+            let (b, t) = (part.batch.start + b, part.tokens.start + t);
+            if part.batch.contains(&b) && part.tokens.contains(&t) { values[[b, t]] } else { padding }
+        });
+        self.client.upload(device, element, &[b, t], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
+    }
+
+    /// A `[B,T]` array from the devices that hold the first columns.
+    pub(super) fn download_per_token<'b>(
+        &self,
+        buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+    ) -> Result<Array2<f32>, RuntimeError> {
+        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let mut whole = Array2::zeros((self.shape.batch, self.shape.tokens));
+        let mut local = vec![0.0_f32; b * t];
+        let holders = (0..self.mesh.devices()).filter(|&device| self.mesh.coordinate(device, Axis::Vocab) == 0);
+        for device in holders {
+            buffer(device)?.download(Element::F32, &[b, t], bytemuck::cast_slice_mut(&mut local))?;
+            let part = self.part(device);
+            for b in part.batch.clone() {
+                for token in part.tokens.clone() {
+                    whole[[b, token]] = local[(b - part.batch.start) * t + token - part.tokens.start];
+                }
+            }
+        }
+        Ok(whole)
+    }
+}

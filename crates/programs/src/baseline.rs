@@ -1,0 +1,328 @@
+//! The baseline program: what a careful JAX user writes with `log_softmax`, `take_along_axis` and autodiff, with the
+//! gradient written out by hand.
+//!
+//! ```text
+//! m   = max_j x_j                      a_j = (m − x_j)·(1/T)        e_j = exp(−a_j)
+//! s_y = Σ_{j≠y} e_j                    S   = s_y + e_y              ā   = Σ e_j a_j / S
+//! ℓ   = −(a_y + ln S)                  H   = ln S + ā
+//! dx_j = −G e_j / (S·T) + E e_j (a_j − ā) / (S·T)                   G = ∂loss/∂ℓ,  E = ∂loss/∂H
+//! dx_y =  G s_y / (S·T) + E e_y (a_y − ā) / (S·T)
+//! ```
+//!
+//! Logits are widened to f32 and every statistic is f32. The operations are those that JAX lowers this to (maximum,
+//! subtract, exponential, reduce, gather, select), with four differences, each of which a careful user would make:
+//! the target's gradient is patched by comparing columns, where autodiff scatters; `1 − p_y` is `s_y / S`, which keeps
+//! its digits where the target has almost all the probability; the temperature multiplies after the maximum is
+//! subtracted; and masked tokens are selected away, so that nothing they hold can reach a sum.
+//!
+//! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; max, sums and the chosen logit are
+//! reduced over the vocabulary's devices, row counts over the tokens', everything that is one number over both of the
+//! others. Columns past `V` are −∞ before anything looks at them, and tokens past `B` or `T` are masked.
+
+use super::program::{Evaluated, Given, Program};
+use crate::mesh::Axis;
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::structure::{Number, Structure, Temperature};
+use assay_core::element::Element;
+use assay_core::problem::Dtype;
+use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+
+/// The core of the baseline: dlogits of `dtype` from logits of any.
+pub(crate) fn core(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Evaluated {
+    let columns = on.columns(given.ids, given.first_column);
+    let wide = on.builder.convert(logits, Element::F32);
+    let x = on.without_padding(wide, &columns);
+    let max = on.builder.reduce(Fold::Max, x, &[2]);
+    let max = on.over(&[Axis::Vocab], Fold::Max, max);
+    let target_logit = on.target_logit(wide, &columns);
+    let row = Row { x, max, target_logit, is_target: columns.is_target };
+    let inverse = given.number(Number::InverseTemperature);
+    let inverse_temperature = (structure.temperature != Temperature::One).then_some(inverse);
+    let entropy_softmax = on.softmax(&row, inverse_temperature);
+    let two_softmaxes = structure.temperature == Temperature::Logp;
+    let logp_softmax = if two_softmaxes { on.softmax(&row, None) } else { entropy_softmax };
+
+    let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
+    let logp = on.builder.negate(to_target);
+    let logp = if two_softmaxes { on.times(logp, inverse) } else { logp };
+    let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+
+    let (token, grad_logp) = on.token_loss(structure, given, logp);
+    let policy = Part { factor: grad_logp, softmax: &logp_softmax };
+    let bonus = structure.entropy_bonus.map(|_| {
+        let factor = on.per_token(given.entropy_factor);
+        Part { factor, softmax: &entropy_softmax }
+    });
+    let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), inverse_temperature);
+    let dlogits = on.builder.convert(dlogits, dtype.into());
+    Evaluated { gradient: dlogits, logp, entropy, token }
+}
+
+/// Where a row's target is.
+struct Columns {
+    /// `[b,t]`: the target's column on this device.
+    local_ids: Value,
+    /// `[b,t]`: whether this device has it; `None` where one device has every column.
+    here: Option<Value>,
+    /// `[b,t,v]`
+    is_target: Value,
+    /// `[b,t,v]`: columns below `V`; `None` where all are.
+    real: Option<Value>,
+}
+
+/// The logits, widened.
+struct Row {
+    /// `[b,t,v]`
+    x: Value,
+    /// `[b,t]`
+    max: Value,
+    /// `[b,t]`
+    target_logit: Value,
+    /// `[b,t,v]`
+    is_target: Value,
+}
+
+/// Sums over one softmax.
+#[derive(Clone, Copy)]
+struct Softmax {
+    /// `a`, `[b,t,v]`
+    gap: Value,
+    /// `e`, `[b,t,v]`
+    exp: Value,
+    /// `a_y`, `[b,t]`
+    target_gap: Value,
+    /// `s_y`, `[b,t]`
+    others: Value,
+    /// `S`, `[b,t]`
+    sum: Value,
+    /// `ln S`, `[b,t]`
+    log_sum: Value,
+    /// `ā`, `[b,t]`
+    mean_gap: Value,
+}
+
+/// A derivative of the loss, and the softmax that it goes through.
+struct Part<'s> {
+    /// `[b,t]`
+    factor: Value,
+    softmax: &'s Softmax,
+}
+
+impl Program {
+    /// A scalar or `[b,t]` value in every place of `[b,t,v]`.
+    fn per_element(&mut self, value: Value) -> Value {
+        let dimensions: &[usize] = if self.builder.type_of(value).shape.is_empty() { &[] } else { &[0, 1] };
+        self.builder.broadcast(value, dimensions, &self.local.clone())
+    }
+
+    /// A number in every place of `[b,t,v]`.
+    fn constant_elements(&mut self, x: f64) -> Value {
+        let ty = Type::new(Element::F32, &self.local);
+        self.builder.constant(x, ty)
+    }
+
+    fn columns(&mut self, ids: Value, first_column: Option<Value>) -> Columns {
+        let [b, t, v] = self.local;
+        let integers = |shape: &[usize]| Type::new(Element::I32, shape);
+        let column = self.builder.iota(2, integers(&[b, t, v]));
+        let Some(first) = first_column else {
+            let wanted = self.per_element(ids);
+            let is_target = self.builder.compare(Comparison::Equal, column, wanted);
+            return Columns { local_ids: ids, here: None, is_target, real: None };
+        };
+        let first_per_token = self.per_token(first);
+        let local_ids = self.builder.subtract(ids, first_per_token);
+        let zero = self.builder.constant(0.0, integers(&[b, t]));
+        let end = self.builder.constant(v as f64, integers(&[b, t]));
+        let not_before = self.builder.compare(Comparison::AtLeast, local_ids, zero);
+        let not_after = self.builder.compare(Comparison::Less, local_ids, end);
+        let here = self.builder.and(not_before, not_after);
+        let wanted = self.per_element(local_ids);
+        let is_target = self.builder.compare(Comparison::Equal, column, wanted);
+        let real = (v * self.mesh.vocab > self.vocab).then(|| {
+            let vocab = self.builder.constant(self.vocab as f64, integers(&[]));
+            let left = self.builder.subtract(vocab, first);
+            let left = self.per_element(left);
+            self.builder.compare(Comparison::Less, column, left)
+        });
+        Columns { local_ids, here: Some(here), is_target, real }
+    }
+
+    /// −∞ in the columns past `V`.
+    fn without_padding(&mut self, x: Value, columns: &Columns) -> Value {
+        let Some(real) = columns.real else { return x };
+        let nothing = self.constant_elements(f64::NEG_INFINITY);
+        self.builder.select(real, x, nothing)
+    }
+
+    /// `x_y`, from the device that has it.
+    fn target_logit(&mut self, x: Value, columns: &Columns) -> Value {
+        let taken = self.builder.take_along_last(x, columns.local_ids);
+        let Some(here) = columns.here else { return taken };
+        let zero = self.constant(0.0);
+        let own = self.builder.select(here, taken, zero);
+        self.over(&[Axis::Vocab], Fold::Add, own)
+    }
+
+    fn softmax(&mut self, row: &Row, inverse_temperature: Option<Value>) -> Softmax {
+        let scaled = |program: &mut Self, gap| match inverse_temperature {
+            Some(factor) => program.times(gap, factor),
+            None => gap,
+        };
+        let max = self.per_element(row.max);
+        let gap = self.builder.subtract(max, row.x);
+        let gap = scaled(self, gap);
+        let minus_gap = self.builder.negate(gap);
+        let exp = self.builder.exponential(minus_gap);
+        let target_gap = self.builder.subtract(row.max, row.target_logit);
+        let target_gap = scaled(self, target_gap);
+        let minus_target_gap = self.builder.negate(target_gap);
+        let target = self.builder.exponential(minus_target_gap);
+
+        let zero = self.constant_elements(0.0);
+        let of_others = self.builder.select(row.is_target, zero, exp);
+        let others = self.builder.reduce(Fold::Add, of_others, &[2]);
+        let others = self.over(&[Axis::Vocab], Fold::Add, others);
+        // A logit of −∞ has an infinite gap and no weight.
+        let weighted = self.builder.multiply(exp, gap);
+        let nothing = self.builder.compare(Comparison::Equal, exp, zero);
+        let weighted = self.builder.select(nothing, zero, weighted);
+        let weighted = self.builder.reduce(Fold::Add, weighted, &[2]);
+        let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
+
+        let sum = self.builder.add(others, target);
+        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
+        let one = self.constant(1.0);
+        let short_of_one = self.builder.subtract(target, one);
+        let excess = self.builder.add(others, short_of_one);
+        let log_sum = self.builder.log_plus_one(excess);
+        let mean_gap = self.builder.divide(weighted, sum);
+        Softmax { gap, exp, target_gap, others, sum, log_sum, mean_gap }
+    }
+
+    /// `[b,t,v]`, f32. A factor of 0, and a column of probability 0, leave their term out, so that nothing multiplies
+    /// them into a NaN.
+    fn dlogits(
+        &mut self,
+        row: &Row,
+        mask: Value,
+        policy: &Part,
+        bonus: Option<&Part>,
+        inverse_temperature: Option<Value>,
+    ) -> Value {
+        let tempered = |program: &mut Self, part: &Part| match inverse_temperature {
+            Some(inverse) => program.times(part.factor, inverse),
+            None => part.factor,
+        };
+        let zero = self.constant_elements(0.0);
+        let factor = tempered(self, policy);
+        let share_of_others = self.builder.divide(policy.softmax.others, policy.softmax.sum);
+        let target = self.builder.multiply(factor, share_of_others);
+        let factor = self.builder.divide(factor, policy.softmax.sum);
+        let minus_factor = self.builder.negate(factor);
+        let minus_factor = self.per_element(minus_factor);
+        let others = self.builder.multiply(minus_factor, policy.softmax.exp);
+        let nothing = self.builder.compare(Comparison::Equal, policy.softmax.exp, zero);
+        let others = self.builder.select(nothing, zero, others);
+        let target = self.per_element(target);
+        let term = self.builder.select(row.is_target, target, others);
+        let no_factor = self.constant(0.0);
+        let idle = self.builder.compare(Comparison::Equal, policy.factor, no_factor);
+        let idle = self.per_element(idle);
+        let mut dlogits = self.builder.select(idle, zero, term);
+
+        if let Some(bonus) = bonus {
+            let factor = tempered(self, bonus);
+            let factor = self.builder.divide(factor, bonus.softmax.sum);
+            let factor = self.per_element(factor);
+            let mean_gap = self.per_element(bonus.softmax.mean_gap);
+            let above_mean = self.builder.subtract(bonus.softmax.gap, mean_gap);
+            // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
+            let exp_above_mean = self.builder.multiply(bonus.softmax.exp, above_mean);
+            let term = self.builder.multiply(exp_above_mean, factor);
+            let nothing = self.builder.compare(Comparison::Equal, bonus.softmax.exp, zero);
+            let term = self.builder.select(nothing, zero, term);
+            dlogits = self.builder.add(dlogits, term);
+        }
+        let counts = self.per_element(mask);
+        self.builder.select(counts, dlogits, zero)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::program::{numbers, program};
+    use super::*;
+    use crate::mesh::Mesh;
+    use assay_core::problem::Shape;
+    use assay_core::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction, Rows};
+
+    const SHAPE: Shape = Shape { batch: 4, tokens: 6, vocab: 13 };
+
+    fn text(spec: &LossSpec, mesh: Mesh) -> String {
+        let structure = Structure::of(spec);
+        let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
+        program(structure, SHAPE, Dtype::Bf16, mesh, false, inside)
+    }
+
+    fn spec(x: f64) -> LossSpec {
+        LossSpec {
+            objective: Objective::PpoClip(PpoClip {
+                epsilon_low: 0.1 * x,
+                epsilon_high: 0.3 * x,
+                delta: (x > 1.0).then_some(2.0),
+                dual_clip: (x > 1.0).then_some(3.0),
+            }),
+            temperature: 0.5 * x,
+            kl: Some(Kl::plain(0.1 * x, KlEstimator::K3)),
+            entropy_coef: 0.01 * x,
+            reduction: Reduction::Normalizer(7.0 * x),
+            ..LossSpec::default()
+        }
+    }
+
+    #[test]
+    fn every_number_of_a_spec_is_a_run_time_input() {
+        assert_eq!(text(&spec(1.0), Mesh::ONE), text(&spec(1.5), Mesh::ONE));
+        let sum = LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(9) }, ..spec(1.0) };
+        assert_eq!(text(&spec(1.0), Mesh::ONE), text(&sum, Mesh::ONE), "both divide by a given number");
+        let plain = LossSpec { kl: None, ..spec(1.0) };
+        assert_ne!(text(&spec(1.0), Mesh::ONE), text(&plain, Mesh::ONE));
+    }
+
+    #[test]
+    fn numbers_hold_what_the_program_divides_by() {
+        let denominator = |reduction| {
+            let spec = LossSpec { reduction, scale: 0.5, ..spec(1.0) };
+            let numbers = numbers(&spec, [4, 6]);
+            numbers.into_iter().find(|(number, _)| *number == Number::Denominator).unwrap().1
+        };
+        assert_eq!(denominator(Reduction::Normalizer(7.0)), 14.0);
+        assert_eq!(denominator(Reduction::FixedLength { rows: Rows::All, length: Some(9) }), 72.0);
+        assert_eq!(denominator(Reduction::FixedLength { rows: Rows::NonEmpty, length: None }), 12.0);
+        assert_eq!(denominator(Reduction::SequenceMean { rows: Rows::All }), 8.0);
+        assert_eq!(denominator(Reduction::SequenceSum { rows: Rows::Given(3.0) }), 6.0);
+    }
+
+    #[test]
+    fn collectives_stand_only_where_the_mesh_is_cut() {
+        let count = |mesh| text(&spec(1.0), mesh).matches("stablehlo.all_reduce").count();
+        assert_eq!(count(Mesh::ONE), 0);
+        assert_eq!(count(Mesh { batch: 2, tokens: 1, vocab: 1 }), 2, "the count of tokens, the sums");
+        // Maximum, target logit, Σ e of the others, Σ e·a.
+        assert_eq!(count(Mesh { batch: 1, tokens: 1, vocab: 2 }), 4);
+    }
+
+    #[test]
+    fn columns_are_masked_only_where_the_vocabulary_is_padded() {
+        let padded =
+            |vocab| text(&spec(1.0), Mesh { batch: 1, tokens: 1, vocab }).contains("dense<0xFF800000> : tensor<4x6x");
+        assert!(padded(2), "13 columns over 2 devices");
+        assert!(!padded(13) && !padded(1));
+    }
+
+    #[test]
+    fn logits_are_read_and_written_in_place() {
+        assert!(text(&spec(1.0), Mesh::ONE).contains("@main(%0: tensor<4x6x13xbf16> {tf.aliasing_output = 0 : i32}"));
+    }
+}

@@ -1,0 +1,370 @@
+//! GRPO losses on logits as programs for PJRT devices: one frame around each of several cores, on one device or cut over several.
+//!
+//! | id | what computes a device's tokens |
+//! |---|---|
+//! | `xla` | plain XLA operations, the baseline |
+//! | `tile-one-pass` | a TPU kernel that reads logits once |
+//! | `tile-two-pass` | two that stream over the columns |
+//! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
+//!
+//! | ending | what a device holds of `[B,T,V]` |
+//! |---|---|
+//! | none | all of it |
+//! | `-rows` | some sequences; where the devices outnumber them, some tokens of some sequences |
+//! | `-vocab` | some columns of every row, as a tensor-parallel head leaves them |
+//! | `-mesh` | some columns of some rows |
+//!
+//! A tile kernel is part of the program in one of two ways: as StableHLO loops, which any device runs, or as a kernel that
+//! libtpu compiles, in the programs that [`LossProgram::program_for`] writes for TPUs.
+//!
+//! An extent that the devices do not divide is padded: with tokens that the mask leaves out, and with columns that hold
+//! NaN and that the program sets to −∞ before it looks at them. [`assay_tile::stablehlo`] writes the program.
+//!
+//! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
+//! rounded once. dlogits lie over the logits on every device.
+
+use assay_algebra::family::Reach;
+use assay_algebra::structure::Structure;
+use assay_core::implementation::Unsupported;
+use assay_core::problem::{Dtype, Shape};
+use assay_core::spec::LossSpec;
+
+use crate::mesh::Mesh;
+use crate::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
+use crate::program::{self, Evaluated, Given, Program, local_shape};
+use crate::rows::Core;
+use crate::sharding::Sharding;
+use crate::tiled::{self, Calls, Lowering, TpuKernel};
+use crate::{ANY_DEVICE, Named, baseline};
+use assay_tile::stablehlo::Value;
+
+/// What a program is given and returns, in order, on each device.
+pub struct Signature {
+    /// Its parameters.
+    pub inputs: Vec<Named>,
+    /// Its outputs, the first written over the first parameter.
+    pub outputs: Vec<Named>,
+    /// What it is given of the spec's numbers, by name.
+    pub numbers: Vec<(&'static str, f32)>,
+}
+
+/// What computes the loss of a device's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    /// Plain XLA operations.
+    Baseline,
+    OnePass,
+    TwoPass,
+    /// The first of the two passes: logp and entropy, no loss and no gradient.
+    Entropy,
+}
+
+/// The programs of one loss kernel under one sharding. See [the module](self).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LossProgram {
+    kernel: Kernel,
+    sharding: Sharding,
+}
+
+impl LossProgram {
+    /// One for each kernel and each sharding that it knows.
+    pub fn all() -> Vec<LossProgram> {
+        let kernels: [(Kernel, &[Sharding]); 4] = [
+            (Kernel::Baseline, &Sharding::ALL),
+            // The sums of a row stay in the kernel.
+            (Kernel::OnePass, &[Sharding::Whole, Sharding::Rows]),
+            (Kernel::TwoPass, &Sharding::ALL),
+            (Kernel::Entropy, &[Sharding::Whole]),
+        ];
+        let shardings = kernels.into_iter().flat_map(|(kernel, shardings)| shardings.iter().map(move |&s| (kernel, s)));
+        shardings.map(|(kernel, sharding)| LossProgram { kernel, sharding }).collect()
+    }
+
+    /// The one that returns logp and entropy alone.
+    pub fn entropy() -> LossProgram {
+        LossProgram { kernel: Kernel::Entropy, sharding: Sharding::Whole }
+    }
+
+    /// How a batch is cut for it.
+    pub fn sharding(self) -> Sharding {
+        self.sharding
+    }
+
+    /// The name that commands and reports use.
+    pub fn id(self) -> &'static str {
+        match (self.kernel, self.sharding) {
+            (Kernel::Baseline, Sharding::Whole) => "xla",
+            (Kernel::Baseline, Sharding::Rows) => "xla-rows",
+            (Kernel::Baseline, Sharding::Vocab) => "xla-vocab",
+            (Kernel::Baseline, Sharding::RowsAndVocab) => "xla-mesh",
+            (Kernel::OnePass, Sharding::Whole) => "tile-one-pass",
+            (Kernel::OnePass, _) => "tile-one-pass-rows",
+            (Kernel::TwoPass, Sharding::Whole) => "tile-two-pass",
+            (Kernel::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
+            (Kernel::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
+            (Kernel::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
+            (Kernel::Entropy, _) => "tile-entropy",
+        }
+    }
+
+    /// One line on what it is and where it runs.
+    pub fn summary(self) -> &'static str {
+        match (self.kernel, self.sharding) {
+            (Kernel::Baseline, Sharding::Whole) => {
+                "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place"
+            }
+            (Kernel::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
+            (Kernel::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (Kernel::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
+            (_, Sharding::Rows) => "the same, rows over devices",
+            (_, Sharding::Vocab) => "the same, vocabulary over devices",
+            (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
+        }
+    }
+
+    /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
+    pub fn class(self) -> &'static str {
+        if self.kernel == Kernel::Baseline { "xla" } else { "tile" }
+    }
+
+    /// Whether it computes `spec` on logits of `shape` and `dtype` over `devices` devices.
+    ///
+    /// # Errors
+    /// [`Unsupported`], naming the first thing it does not do.
+    pub fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        self.reach().expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
+        if dtype == Dtype::F64 {
+            return Err(self.unsupported("logits dtype", dtype, "f32, bf16 and f16"));
+        }
+        // Columns and ids are i32 on the device.
+        if i32::try_from(shape.vocab).is_err() {
+            return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
+        }
+        let mesh = self.mesh(shape, devices)?;
+        self.expect_fits(local_shape(shape, mesh), dtype, ANY_DEVICE)
+    }
+
+    /// Whether it computes a loss and its gradient, and so is an implementation to judge; else logp and entropy alone,
+    /// and no implementation to judge.
+    pub fn has_gradient(self) -> bool {
+        self.kernel != Kernel::Entropy
+    }
+
+    /// The program that any device runs, one of `devices`, of `[B,T,V]` logits of `shape` and `dtype`.
+    ///
+    /// # Errors
+    /// [`Unsupported`], as of [`supports`](Self::supports).
+    pub fn loops(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<String, Unsupported> {
+        self.supports(spec, shape, dtype, devices)?;
+        let mesh = self.mesh(shape, devices)?;
+        self.program(Structure::of(spec), shape, dtype, mesh, Lowering::Loops, ANY_DEVICE)
+    }
+
+    /// The program of one device of `mesh`.
+    fn program(
+        self,
+        structure: Structure,
+        shape: Shape,
+        dtype: Dtype,
+        mesh: Mesh,
+        lowering: Lowering,
+        core: Core,
+    ) -> Result<String, Unsupported> {
+        let row_major = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
+        let calls = Calls { dtype, lowering, core };
+        let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
+            program::program(structure, shape, dtype, mesh, row_major, |on, given, logits| inside(on, given, logits))
+        };
+        Ok(match self.kernel {
+            Kernel::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
+            Kernel::OnePass => {
+                let kernel = self.one_pass(structure, local_shape(shape, mesh), dtype, core)?;
+                write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
+            }
+            Kernel::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
+            Kernel::Entropy => program::forward(shape, dtype, mesh, row_major, |on, given| {
+                let rows = tiled::rows(on, structure, given, calls);
+                [rows.logp, rows.entropy]
+            }),
+        })
+    }
+
+    /// Whether one device holds all of the logits.
+    pub fn is_whole(self) -> bool {
+        self.sharding == Sharding::Whole
+    }
+
+    /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
+    /// one batch: data-parallel, whatever the sharding of this implementation. A text for compilers: nothing is run. Tile
+    /// kernels are called as kernels for a TPU of `core`.
+    ///
+    /// # Errors
+    /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
+    pub fn program_for(
+        self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        devices: usize,
+        core: Core,
+    ) -> Result<String, Unsupported> {
+        if !self.is_whole() {
+            let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
+            return Err(self.unsupported("compiling ahead of time", self.id(), supported));
+        }
+        // The limit of the core asked for comes before that of any other.
+        self.expect_fits(local_shape(local, Mesh::ONE), dtype, core)?;
+        self.supports(spec, local, dtype, 1)?;
+        let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
+        let Some(batch) = batch else {
+            let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
+            return Err(self.unsupported("sequences a device", local.batch, supported));
+        };
+        let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
+        self.program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh, Lowering::Mosaic, core)
+    }
+
+    /// The tile kernels of that program, in the order that it calls them; none of the baseline.
+    ///
+    /// # Errors
+    /// As [`program_for`](Self::program_for).
+    pub fn kernels_for(
+        self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        core: Core,
+    ) -> Result<Vec<TpuKernel>, Unsupported> {
+        self.supports(spec, local, dtype, 1)?;
+        let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
+        Ok(match self.kernel {
+            Kernel::Baseline => vec![],
+            Kernel::OnePass => {
+                vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, core)?, structure, core)]
+            }
+            Kernel::TwoPass => vec![
+                tiled::describe_statistics(structure, shape, dtype.into(), core),
+                tiled::describe_dlogits(structure, shape, dtype.into(), core),
+            ],
+            Kernel::Entropy => vec![tiled::describe_statistics(structure, shape, dtype.into(), core)],
+        })
+    }
+
+    /// What that program is given and returns.
+    ///
+    /// # Errors
+    /// As [`program_for`](Self::program_for).
+    pub fn signature_for(
+        self,
+        spec: &LossSpec,
+        local: Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<Signature, Unsupported> {
+        self.supports(spec, local, dtype, 1)?;
+        let shape = local_shape(local, Mesh::ONE);
+        let [inputs, outputs] = match self.kernel {
+            Kernel::Entropy => program::forward_signature(shape, dtype),
+            _ => program::signature(Structure::of(spec), shape, dtype),
+        };
+        let values = program::numbers(spec, [local.batch.saturating_mul(devices), local.tokens]);
+        let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
+        Ok(Signature { inputs, outputs, numbers })
+    }
+
+    /// Checks that a row of the vocabulary fits the VMEM of `core` and the ids of all tokens its SMEM, where they must.
+    fn expect_fits(self, local: [usize; 3], dtype: Dtype, core: Core) -> Result<(), Unsupported> {
+        if self.kernel != Kernel::OnePass {
+            return Ok(());
+        }
+        let tokens = local[0].saturating_mul(local[1]);
+        if tokens > MOST_TOKENS {
+            let supported = format!("up to {MOST_TOKENS}, whose ids fit SMEM; tile-two-pass takes any number");
+            return Err(self.unsupported("tokens a device", tokens, supported));
+        }
+        rows_of_a_block(local, dtype.into(), core).map(|_| ()).map_err(|largest| {
+            let mebibytes = core.vmem_bytes >> 20;
+            let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
+            self.unsupported("vocabulary", local[2], supported)
+        })
+    }
+
+    /// The one-pass kernel for `local` logits.
+    fn one_pass(
+        self,
+        structure: Structure,
+        local: [usize; 3],
+        dtype: Dtype,
+        core: Core,
+    ) -> Result<assay_tile::Kernel, Unsupported> {
+        self.expect_fits(local, dtype, core)?;
+        Ok(one_pass(structure, local, dtype.into(), core).expect("checked: it fits"))
+    }
+
+    /// How much of a batch it sees where it computes a token's loss.
+    fn reach(self) -> Reach {
+        match self.kernel {
+            Kernel::Baseline | Kernel::TwoPass => Reach::Row,
+            Kernel::OnePass => Reach::Token,
+            Kernel::Entropy => Reach::Softmax,
+        }
+    }
+
+    /// The mesh that `devices` make for a batch of `shape`.
+    ///
+    /// # Errors
+    /// [`Unsupported`], naming the counts that would do.
+    pub fn mesh(self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
+        self.sharding.mesh(shape, devices).map_err(|counts| self.unsupported("device count", devices, counts))
+    }
+
+    fn unsupported(self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
+        Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{HeadArrays, HeadProgram};
+    use assay_core::problem::{HeadLayout, HeadShape};
+    use assay_core::spec::{Ratio, RatioLevel};
+
+    /// The tests on devices run what is whole in place of what is cut over one device.
+    #[test]
+    fn programs_cut_over_one_device_are_those_of_what_is_whole() {
+        let sequence = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
+        let specs = [
+            LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() },
+            LossSpec { ratio: sequence, ..LossSpec::default() },
+        ];
+        let (all, heads) = (LossProgram::all(), HeadProgram::all());
+        let shape = HeadShape { batch: 3, tokens: 5, hidden: 16, vocab: 131 };
+        let (mut same, mut same_heads) = (0, 0);
+        for spec in &specs {
+            let takes = |xla: &&LossProgram| xla.supports(spec, shape.logits(), Dtype::Bf16, 1).is_ok();
+            let text = |xla: &LossProgram| {
+                let mesh = xla.mesh(shape.logits(), 1).unwrap();
+                assert_eq!(mesh, Mesh::ONE);
+                xla.program(Structure::of(spec), shape.logits(), Dtype::Bf16, mesh, Lowering::Loops, ANY_DEVICE)
+                    .unwrap()
+            };
+            for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
+                let whole = all.iter().find(|xla| xla.is_whole() && xla.kernel == cut.kernel).unwrap();
+                assert!(text(cut) == text(whole), "{}", cut.id());
+                same += 1;
+            }
+            let layout = HeadLayout::HiddenByVocab;
+            let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout, rounds_logits: true };
+            let cut = heads.iter().filter(|head| !head.is_whole());
+            for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
+                let whole = heads.iter().find(|head| head.is_whole() && head.class() == cut.class()).unwrap();
+                let text = |head: &HeadProgram| head.loops(spec, arrays, 1).unwrap();
+                assert!(text(cut) == text(whole), "{}", cut.id());
+                same_heads += 1;
+            }
+        }
+        // Rows and vocabulary of each; the one-pass kernel knows no sequence and cuts no vocabulary.
+        assert_eq!((same, same_heads), (9, 8));
+    }
+}

@@ -1,0 +1,559 @@
+//! Loss, entropy and dlogits in one pass over HBM: a block of whole rows stays in VMEM from the first look at its logits
+//! to the dlogits that are written over them.
+//!
+//! ```text
+//! target   x_y is taken out of the block and FLOOR left in its place, so that what follows sums over the others
+//! pass 0   m   = max(max_j x_j, x_y)
+//! pass 1   g_j = (x_j − m)·log₂e/T      e_j = 2^g_j      s = Σ e_j,  w = Σ e_j g_j           e_j kept in VMEM
+//! scalars  S = s + e_y,  ā = −ln 2 · (w + e_y g_y)/S,  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
+//! pass 2   dx_j = −G e_j/(S·T)  +  E e_j (a_j − ā)/(S·T)          rounded to the logits' dtype
+//! target   dx_y =  G s/(S·T)    +  E e_y (a_y − ā)/(S·T)          patched
+//! ```
+//!
+//! HBM sees each logit once and each dlogit once. A token-level loss only: `G` needs nothing of other rows but the
+//! normaliser, which comes in with the token's weight.
+
+use std::f64::consts::LN_2;
+
+use super::rows::{
+    ACCUMULATORS, Columns, Core, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
+    raised, rows_of_a_register, stored_as, widen,
+};
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
+use assay_algebra::structure::{Form, Number, Numbers, Structure, Temperature};
+use assay_core::element::Element;
+use assay_tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
+
+/// Tokens of a batch, at most: their ids lie in SMEM, 1 MiB on every chip, of which one part in sixteen is left alone.
+pub(crate) const MOST_TOKENS: usize = (1 << 20) / 16 * 15 / 4;
+
+/// The columns of the array that holds what the kernel is given of each token.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Given {
+    Advantage,
+    OldLogp,
+    RefLogp,
+    /// What the token's loss is multiplied by, 0 where it is masked; times any cotangent of the loss.
+    Weight,
+    /// 1 or 0.
+    Mask,
+    PolicyWeight,
+    KlWeight,
+    /// 1 where KL-Cov penalizes.
+    Selected,
+    /// What the KL penalty's own reduction multiplies it by, over `Weight`.
+    KlShare,
+    /// `∂loss/∂entropy` without `1/T`, where rows differ in it.
+    EntropyFactor,
+}
+
+impl Given {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Given::Advantage => "advantage",
+            Given::OldLogp => "old_logp",
+            Given::RefLogp => "ref_logp",
+            Given::Weight => "weight",
+            Given::Mask => "mask",
+            Given::PolicyWeight => "policy_weight",
+            Given::KlWeight => "kl_weight",
+            Given::Selected => "selected",
+            Given::KlShare => "kl_share",
+            Given::EntropyFactor => "entropy_factor",
+        }
+    }
+}
+
+/// The columns that a structure has, in order: the first five whether it reads them or not.
+pub(crate) fn given_columns(structure: Structure) -> Vec<Given> {
+    let optional = [
+        (structure.policy_weight, Given::PolicyWeight),
+        (structure.kl_weight, Given::KlWeight),
+        (structure.form == Form::KlCov, Given::Selected),
+        (structure.kl_share(), Given::KlShare),
+        (structure.entropy_by_row(), Given::EntropyFactor),
+    ];
+    let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
+    always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
+}
+
+/// How wide an array of so many columns is.
+pub(crate) fn width(columns: usize) -> usize {
+    columns.next_multiple_of(PER_TOKEN)
+}
+
+/// The columns of the array that it returns.
+#[derive(Clone, Copy)]
+pub(crate) enum Result {
+    Logp,
+    Entropy,
+    Loss,
+    Ratio,
+    Kl,
+    /// 1 or 0.
+    ClippedLow,
+    /// 1 or 0.
+    ClippedHigh,
+    /// What `Weight` multiplies, where a KL penalty with a reduction of its own makes it another than `Loss`.
+    Reduced,
+}
+
+/// The names of [`Result`], in order; the last is only of structures that have it.
+const RESULT_NAMES: [&str; PER_TOKEN] =
+    ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high", "reduced"];
+
+/// The names of the columns that a structure returns, in order.
+pub(crate) fn result_names(structure: Structure) -> &'static [&'static str] {
+    &RESULT_NAMES[..PER_TOKEN - usize::from(!structure.kl_share())]
+}
+
+/// Columns of both arrays, as far as the structure has no more to give.
+pub(crate) const PER_TOKEN: usize = 8;
+
+/// The numbers that it is given, in SMEM, in order.
+pub(crate) fn numbers(structure: Structure) -> Vec<Number> {
+    let mut numbers = structure.numbers();
+    numbers.extend([Number::InverseTemperature, Number::EntropyFactor]);
+    numbers
+}
+
+/// The kernel for `[b,t,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
+pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, core: Core) -> Option<Kernel> {
+    let rows = rows_of_a_block(local, logits, core).ok()?;
+    Some(write(structure, local, logits, core, rows))
+}
+
+/// Rows of a block: two registers of them where they fit VMEM and there are as many, else one.
+///
+/// # Errors
+/// The largest vocabulary of which one register of rows fits.
+pub(crate) fn rows_of_a_block([_, t, v]: [usize; 3], logits: Element, core: Core) -> std::result::Result<usize, usize> {
+    let granule = rows_of_a_register(logits);
+    let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * t);
+    let fits = |rows: &usize| vmem_bytes(logits, *rows, v) <= core.vmem_bytes;
+    worthwhile.into_iter().find(fits).ok_or_else(|| {
+        let of_no_columns = vmem_bytes(logits, granule, 0);
+        let of_a_register = vmem_bytes(logits, granule, LANES) - of_no_columns;
+        core.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * LANES
+    })
+}
+
+/// VMEM that the compiler needs beside a kernel's own, for values that do not stay in registers.
+const SPILLS: usize = 4 << 20;
+
+/// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, and the tokens' arrays.
+fn vmem_bytes(logits: Element, rows: usize, vocab: usize) -> usize {
+    let columns = vocab.next_multiple_of(LANES);
+    let per_token = 4 * rows.next_multiple_of(rows_of_a_register(Element::F32)) * LANES * Element::F32.size();
+    rows * columns * (4 * logits.size() + Element::F32.size()) + per_token + SPILLS
+}
+
+/// Sums over one softmax.
+#[derive(Clone, Copy)]
+struct Softmax {
+    /// What gaps are multiplied by.
+    scale: Value,
+    /// `s`
+    others: Value,
+    /// `S`
+    sum: Value,
+    /// `a_y`
+    target_gap: Value,
+    /// `e_y`
+    target_exp: Value,
+    /// `ln S`
+    log_sum: Value,
+    /// `ā`
+    mean_gap: Value,
+}
+
+struct Writer {
+    on: Builder,
+    core: Core,
+    vocab: usize,
+    rows: usize,
+    logits: Memory,
+    dlogits: Memory,
+    tokens: Memory,
+    given: Vec<Given>,
+    results: Memory,
+    exps: Memory,
+}
+
+fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, core: Core, rows: usize) -> Kernel {
+    let mut on = Builder::new("grpo_one_pass", &[b, t.div_ceil(rows)]);
+    let ids = on.scalars(Element::I32, b * t);
+    let of_spec = numbers(structure);
+    let numbers = on.scalars(Element::F32, of_spec.len());
+    let given = given_columns(structure);
+    let padded = v.next_multiple_of(LANES);
+    let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
+    let logits = on.input(stored_as(element), &[b, t, v], window(padded));
+    let tokens = on.input(Element::F32, &[b, t, width(given.len())], window(width(given.len())));
+    let dlogits = on.output_over(logits);
+    let results = on.output(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
+    let exps = on.scratch(Element::F32, rows, padded);
+    let mut writer = Writer { on, core, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
+    writer.body(structure, [b, t], ids, numbers);
+    writer.on.finish()
+}
+
+impl Writer {
+    fn per_row(&mut self) -> PerRow<'_> {
+        PerRow { on: &mut self.on, rows: self.rows }
+    }
+
+    /// The columns of a row.
+    fn columns(&mut self) -> Columns {
+        let (real, whole) = (self.on.integer(self.vocab), self.vocab / LANES);
+        Columns { all: self.vocab.next_multiple_of(LANES), whole: whole * LANES, real }
+    }
+
+    fn given(&mut self, column: Given) -> Value {
+        let place = self.given.iter().position(|&other| other == column).expect("the structure has the column");
+        self.on.load(self.tokens, Column::Static(place), 1)
+    }
+
+    /// A column that not every structure has.
+    fn given_if(&mut self, column: Given) -> Option<Value> {
+        self.given.contains(&column).then(|| self.given(column))
+    }
+
+    fn give(&mut self, column: Result, value: Value) {
+        self.on.store(self.results, Column::Static(column as usize), value);
+    }
+
+    /// A truth value as 1 or 0.
+    fn give_truth(&mut self, column: Result, truth: Value) {
+        let (zero, one) = (self.per_row().constant(0.0), self.per_row().constant(1.0));
+        let value = self.on.select(truth, one, zero);
+        self.give(column, value);
+    }
+
+    fn body(&mut self, structure: Structure, batch: [usize; 2], ids: Memory, numbers: Memory) {
+        let of_spec = self::numbers(structure);
+        let number = |on: &mut Builder, which: Number| {
+            let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
+            let at = on.integer(place);
+            on.load_scalar(numbers, at)
+        };
+        let targets = self.targets(batch, ids);
+        let target_logit = self.take_targets(&targets);
+        let max = self.max(target_logit);
+
+        let inverse = number(&mut self.on, Number::InverseTemperature);
+        let tempered = (structure.temperature != Temperature::One).then_some(inverse);
+        let one_softmax = structure.temperature != Temperature::Logp;
+        // The last softmax written leaves its exponentials in VMEM: the one that the policy's gradient goes through.
+        let entropy_softmax = self.softmax(max, target_logit, tempered);
+        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(max, target_logit, None) };
+
+        let mut per_row = self.per_row();
+        let to_target = per_row.add(logp_softmax.target_gap, logp_softmax.log_sum);
+        let logp = per_row.neg(to_target);
+        let logp = if one_softmax { logp } else { per_row.mul(logp, inverse) };
+        let entropy = per_row.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+
+        let spread = |writer: &mut Self, which| {
+            let scalar = number(&mut writer.on, which);
+            writer.on.broadcast(scalar, writer.rows, 1)
+        };
+        let spec_numbers = Numbers::new(structure.numbers().into_iter().map(|which| (which, spread(self, which))));
+        let advantage = self.given(Given::Advantage);
+        let old_logp = if structure.old_logp_given { self.given(Given::OldLogp) } else { logp };
+        let ref_logp = structure.kl.map(|_| self.given(Given::RefLogp));
+        let policy_weight = self.given_if(Given::PolicyWeight);
+        let kl_weight = self.given_if(Given::KlWeight);
+        let kl_share = self.given_if(Given::KlShare);
+        let selected = self.given_if(Given::Selected);
+        let on = &mut self.per_row();
+        let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
+        let token = Token {
+            logp,
+            old_logp,
+            advantage,
+            log_ratio: own.value,
+            ref_logp,
+            policy_weight,
+            kl_weight,
+            kl_share,
+            selected,
+            log_weight: None,
+            on_policy: None,
+        };
+        let token = token_loss(on, structure, &spec_numbers, &token);
+        let grad = token.grad(on, own);
+        let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
+
+        self.give(Result::Logp, logp);
+        self.give(Result::Entropy, entropy);
+        self.give(Result::Loss, loss);
+        self.give(Result::Ratio, ratio);
+        if let Some(kl) = kl {
+            self.give(Result::Kl, kl);
+        }
+        self.give_truth(Result::ClippedLow, clipped_low);
+        self.give_truth(Result::ClippedHigh, clipped_high);
+        if structure.kl_share() {
+            self.give(Result::Reduced, reduced);
+        }
+
+        let weight = self.given(Given::Weight);
+        let with_temperature = |writer: &mut Self, factor| match tempered {
+            Some(inverse) => writer.on.mul(factor, inverse),
+            None => factor,
+        };
+        let factor = self.on.mul(weight, grad);
+        let factor = with_temperature(self, factor);
+        let of_row = self.given_if(Given::EntropyFactor);
+        let bonus = structure.entropy_bonus.map(|_| {
+            let factor = of_row.unwrap_or_else(|| number(&mut self.on, Number::EntropyFactor));
+            let factor = with_temperature(self, factor);
+            let factor = self.on.div(factor, entropy_softmax.sum);
+            Bonus { factor, softmax: entropy_softmax, same_exps: one_softmax }
+        });
+        self.dlogits(max, factor, &logp_softmax, bonus.as_ref(), &targets);
+    }
+
+    /// For each row of the block, the first column of the register that holds its target, and the target's place in it.
+    fn targets(&mut self, [b, t]: [usize; 2], ids: Memory) -> Vec<Target> {
+        let on = &mut self.on;
+        let (sequence, block) = (on.grid_index(0), on.grid_index(1));
+        let (tokens, rows) = (on.integer(t), on.integer(self.rows));
+        let first = {
+            let before = on.mul(sequence, tokens);
+            let inside = on.mul(block, rows);
+            on.add(before, inside)
+        };
+        let (zero, last) = (on.integer(0), on.integer(b * t - 1));
+        let last_column = on.integer(self.vocab - 1);
+        let whole_registers = on.constant(-(LANES as f64), Type::scalar(Element::I32));
+        (0..self.rows)
+            .map(|row| {
+                let offset = on.integer(row);
+                let token = on.add(first, offset);
+                // Rows beyond the end, and what stands where the mask hides it, must point somewhere in the block.
+                let token = on.min(token, last);
+                let id = on.load_scalar(ids, token);
+                let id = on.max(id, zero);
+                let id = on.min(id, last_column);
+                let register = on.and(id, whole_registers);
+                let lane = on.sub(id, register);
+                let before = on.integer(row * LANES);
+                Target { register, place: on.add(lane, before) }
+            })
+            .collect()
+    }
+
+    /// `row · 128 + lane` in a register of each row.
+    fn places(&mut self) -> Value {
+        let on = &mut self.on;
+        let (row, lane) = (on.iota(0, self.rows, LANES), on.iota(1, self.rows, LANES));
+        let lanes = on.integer(LANES);
+        let before = on.mul(row, lanes);
+        on.add(before, lane)
+    }
+
+    /// Takes every target's logit out of the block, `[rows, 1]`, and leaves the floor there.
+    fn take_targets(&mut self, targets: &[Target]) -> Value {
+        let places = self.places();
+        let on = &mut self.on;
+        let element = on.memory_element(self.logits);
+        let floor = on.number(FLOOR);
+        let mut taken = on.constant(0.0, Type::tile(Element::F32, self.rows, LANES));
+        for target in targets {
+            let column = Column::Dynamic(target.register);
+            let x = on.load(self.logits, column, LANES);
+            let x = widen(on, x);
+            let hit = on.equal(places, target.place);
+            taken = on.select(hit, x, taken);
+            let left = on.select(hit, floor, x);
+            let left = narrow(on, left, element);
+            on.store(self.logits, column, left);
+        }
+        on.fold_lanes(Fold::Add, taken)
+    }
+
+    /// `m`, −∞ where every logit is at or below the floor.
+    fn max(&mut self, target_logit: Value) -> Value {
+        let (logits, core, columns) = (self.logits, self.core, self.columns());
+        let on = &mut self.on;
+        let element = on.memory_element(logits);
+        let native = element == Element::F32 || element == Element::Bf16 && core.bf16_arithmetic;
+        let element = if native { element } else { Element::F32 };
+        let lowest = on.constant(FLOOR, Type::tile(element, self.rows, LANES));
+        let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
+            let x = load_logits(on, logits, chunk);
+            let x = if native { x } else { widen(on, x) };
+            let mut maxima = carried.to_vec();
+            accumulate(on, Fold::Max, &mut maxima, x);
+            maxima
+        });
+        let maximum = join(on, Fold::Max, &maxima);
+        let maximum = on.convert(maximum, Element::F32);
+        let others = on.fold_lanes(Fold::Max, maximum);
+        let max = on.max(others, target_logit);
+        let mut per_row = self.per_row();
+        let (floor, nothing) = (per_row.constant(FLOOR), per_row.constant(f64::NEG_INFINITY));
+        let real = per_row.less(floor, max);
+        let lost = per_row.select(real, max, nothing);
+        // A NaN is not below the floor, and must stay one.
+        let number = per_row.equal(max, max);
+        per_row.select(number, lost, max)
+    }
+
+    /// Pass 1.
+    fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Softmax {
+        let (logits, exps, core, columns) = (self.logits, self.exps, self.core, self.columns());
+        let on = &mut self.on;
+        let scale = exponent_scale(on, inverse_temperature);
+        let zero = on.constant(0.0, Type::tile(Element::F32, self.rows, LANES));
+        let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
+            let x = load_logits(on, logits, chunk);
+            let x = raised(on, core, x);
+            let gap = on.sub(max, x);
+            let exponent = on.mul(gap, scale);
+            let exp = on.exp2(exponent);
+            on.store(exps, chunk.column, exp);
+            let weighted = on.mul(exp, exponent);
+            let mut sums = carried.to_vec();
+            accumulate(on, Fold::Add, &mut sums[..ACCUMULATORS], exp);
+            accumulate(on, Fold::Add, &mut sums[ACCUMULATORS..], weighted);
+            sums
+        });
+        let others = join(on, Fold::Add, &sums[..ACCUMULATORS]);
+        let others = on.fold_lanes(Fold::Add, others);
+        let weighted = join(on, Fold::Add, &sums[ACCUMULATORS..]);
+        let weighted = on.fold_lanes(Fold::Add, weighted);
+
+        let mut per_row = self.per_row();
+        let gap = per_row.sub(max, target_logit);
+        let target_gap = match inverse_temperature {
+            Some(inverse) => per_row.mul(gap, inverse),
+            None => gap,
+        };
+        let floor = per_row.constant(FLOOR);
+        let raised_target = per_row.on.max(target_logit, floor);
+        let gap = per_row.sub(max, raised_target);
+        let exponent = per_row.mul(gap, scale);
+        let target_exp = per_row.on.exp2(exponent);
+        let of_target = per_row.mul(target_exp, exponent);
+        let weighted = per_row.add(weighted, of_target);
+        let sum = per_row.add(others, target_exp);
+        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
+        let minus_one = per_row.constant(-1.0);
+        let short_of_one = per_row.add(target_exp, minus_one);
+        let excess = per_row.add(others, short_of_one);
+        let log_sum = per_row.log_1p(excess);
+        let mean = per_row.on.div(weighted, sum);
+        let minus_ln_2 = per_row.constant(-LN_2);
+        let mean_gap = per_row.mul(mean, minus_ln_2);
+        Softmax { scale, others, sum, target_gap, target_exp, log_sum, mean_gap }
+    }
+
+    /// Pass 2. `factor` is `G/T`.
+    fn dlogits(&mut self, max: Value, factor: Value, policy: &Softmax, bonus: Option<&Bonus>, targets: &[Target]) {
+        let mask = self.given(Given::Mask);
+        let (logits, dlogits, exps, core) = (self.logits, self.dlogits, self.exps, self.core);
+        let columns = self.columns();
+        let on = &mut self.on;
+        let element = on.memory_element(dlogits);
+        let share = on.div(factor, policy.sum);
+        let minus_share = on.neg(share);
+        let zero = on.number(0.0);
+        let minus_ln_2 = on.number(-LN_2);
+        let counts = on.less(zero, mask);
+        for_each_chunk(on, columns, &[], |on, chunk, _| {
+            let exp = on.load(exps, chunk.column, chunk.columns);
+            let mut gradient = on.mul(exp, minus_share);
+            if let Some(bonus) = bonus {
+                let x = load_logits(on, logits, chunk);
+                let x = raised(on, core, x);
+                let gap = on.sub(max, x);
+                let exponent = on.mul(gap, bonus.softmax.scale);
+                let exp = if bonus.same_exps { exp } else { on.exp2(exponent) };
+                let gap = on.mul(exponent, minus_ln_2);
+                let above_mean = on.sub(gap, bonus.softmax.mean_gap);
+                // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
+                let exp_above_mean = on.mul(exp, above_mean);
+                let term = on.mul(exp_above_mean, bonus.factor);
+                gradient = on.add(gradient, term);
+            }
+            let [rows, columns] = on.type_of(gradient).tile.expect("a tile");
+            let counts = {
+                let mask = on.broadcast(mask, rows, columns);
+                on.less(zero, mask)
+            };
+            let gradient = on.select(counts, gradient, zero);
+            let gradient = narrow(on, gradient, element);
+            on.store(dlogits, chunk.column, gradient);
+            vec![]
+        });
+
+        let share_of_others = on.div(policy.others, policy.sum);
+        let mut target = on.mul(factor, share_of_others);
+        if let Some(bonus) = bonus {
+            let above_mean = on.sub(bonus.softmax.target_gap, bonus.softmax.mean_gap);
+            let exp_above_mean = on.mul(bonus.softmax.target_exp, above_mean);
+            let term = on.mul(exp_above_mean, bonus.factor);
+            // A logit of −∞ has an infinite gap and no weight.
+            let nothing = on.equal(bonus.softmax.target_exp, zero);
+            let term = on.select(nothing, zero, term);
+            target = on.add(target, term);
+        }
+        let target = on.select(counts, target, zero);
+        let target = on.broadcast(target, self.rows, LANES);
+        let places = self.places();
+        let on = &mut self.on;
+        for Target { register, place } in targets {
+            let column = Column::Dynamic(*register);
+            let written = on.load(dlogits, column, LANES);
+            let written = widen(on, written);
+            let hit = on.equal(places, *place);
+            let patched = on.select(hit, target, written);
+            let patched = narrow(on, patched, element);
+            on.store(dlogits, column, patched);
+        }
+    }
+}
+
+/// The entropy bonus's part of the gradient.
+struct Bonus {
+    /// `E/(S·T)`
+    factor: Value,
+    softmax: Softmax,
+    /// Whether the exponentials that are kept are its own.
+    same_exps: bool,
+}
+
+/// Where the target of a row is.
+struct Target {
+    /// The first column of its register.
+    register: Value,
+    /// `row · 128 + lane`
+    place: Value,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use assay_core::spec::LossSpec;
+
+    /// The limit on the vocabulary is worked out before there is a kernel.
+    #[test]
+    fn bytes_of_vmem_are_those_that_the_kernel_counts() {
+        let core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
+        let structure = Structure::of(&LossSpec::default());
+        for logits in [Element::F32, Element::Bf16, Element::F16] {
+            for local in [[1, 1, 1], [2, 40, 129], [1, 4096, 151_936]] {
+                let rows = rows_of_a_block(local, logits, core).unwrap();
+                let kernel = one_pass(structure, local, logits, core).unwrap();
+                assert_eq!(kernel.vmem_bytes() + SPILLS, vmem_bytes(logits, rows, local[2]), "{logits} {local:?}");
+            }
+            let largest = rows_of_a_block([1, 1, 10_000_000], logits, core).unwrap_err();
+            assert!(rows_of_a_block([1, 1, largest], logits, core).is_ok());
+            assert_eq!(rows_of_a_block([1, 1, largest + 1], logits, core), Err(largest));
+        }
+    }
+}

@@ -1,0 +1,636 @@
+//! The program around a core: what becomes of token losses, whatever computes them.
+//!
+//! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; row counts are reduced over the tokens'
+//! devices, everything that is one number over the rows' as well. Tokens past `B` or `T` are masked.
+
+use serde::Serialize;
+
+use crate::mesh::{Axis, Mesh};
+use crate::rows::stored_as;
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
+use assay_algebra::structure::{Denominator, Input, Number, Numbers, Structure, Tokens};
+use assay_core::element::Element;
+use assay_core::problem::{Dtype, Shape};
+use assay_core::spec::{LossSpec, RatioLevel};
+use assay_tile::LANES;
+use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
+
+/// The run-time numbers of a spec for a batch of `[B,T]`, in the order that the program reads them.
+pub fn numbers(spec: &LossSpec, extents: [usize; 2]) -> Vec<(Number, f32)> {
+    let numbers = Structure::of(spec).program_numbers();
+    numbers.into_iter().map(|number| (number, number.of(spec, extents) as f32)).collect()
+}
+
+/// The outputs of the program, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// `[b,t,v]`, over the logits, or `[b,t,h]`, over the hidden states.
+    Gradient,
+    /// `[b,t]`
+    Logp,
+    /// `[b,t]`
+    Entropy,
+    /// `[b,t]`
+    TokenLoss,
+    /// The loss and the metrics, in the order of [`Scalars`].
+    Scalars,
+    /// `[h,v]` or `[v,h]`, where there is a head.
+    DlmHead,
+}
+
+/// Places in the vector of scalars.
+pub struct Scalars;
+
+impl Scalars {
+    /// The loss.
+    pub const LOSS: usize = 0;
+    /// See [`Metrics`](assay_core::problem::Metrics) for this and the rest.
+    pub const ENTROPY_MEAN: usize = 1;
+    /// The mean ratio.
+    pub const RATIO_MEAN: usize = 2;
+    /// The mean KL estimate; 0 where there is no penalty.
+    pub const KL_MEAN: usize = 3;
+    /// The share of tokens clipped low.
+    pub const CLIP_LOW: usize = 4;
+    /// And high.
+    pub const CLIP_HIGH: usize = 5;
+    /// And either way.
+    pub const CLIP_REGION: usize = 6;
+    /// How many there are.
+    pub const COUNT: usize = 7;
+    /// In order.
+    pub const NAMES: [&str; Self::COUNT] =
+        ["loss", "entropy_mean", "ratio_mean", "kl_mean", "clip_low", "clip_high", "clip_region"];
+}
+
+/// Extents that one device holds.
+pub fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
+    [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), columns(shape.vocab, mesh.vocab)]
+}
+
+/// Of `vocab` cut over `devices`. XLA turns an array round to fill a TPU's registers better: where it costs at
+/// most one column in 64, a device's columns are whole registers.
+fn columns(vocab: usize, devices: usize) -> usize {
+    let even = vocab.div_ceil(devices);
+    let full = even.next_multiple_of(LANES);
+    if devices > 1 && full - even <= even / 64 { full } else { even }
+}
+
+/// An operand or a result of a program or a kernel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Named {
+    /// Its name.
+    pub name: &'static str,
+    /// Element type.
+    pub dtype: Element,
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// What its last axis holds, place by place, where those are different things.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub columns: Vec<&'static str>,
+}
+
+/// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
+pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+    let [b, t, _] = local;
+    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
+    let per_token = |name, dtype| named(name, dtype, &[b, t]);
+    let mut inputs = vec![
+        named("logits", stored_as(dtype.into()), &local),
+        per_token("ids", Element::I32),
+        per_token("mask", Element::Pred),
+        per_token("advantages", Element::F32),
+    ];
+    inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), Element::F32)));
+    let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
+    inputs.push(Named { columns: numbers.clone(), ..named("numbers", Element::F32, &[numbers.len()]) });
+    let outputs = vec![
+        named("dlogits", stored_as(dtype.into()), &local),
+        per_token("logp", Element::F32),
+        per_token("entropy", Element::F32),
+        per_token("token_loss", Element::F32),
+        Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", Element::F32, &[Scalars::COUNT]) },
+    ];
+    [inputs, outputs]
+}
+
+/// The program while it is being written.
+pub(crate) struct Program {
+    pub(crate) builder: Builder,
+    /// `[b, t, v]`
+    pub(crate) local: [usize; 3],
+    pub(crate) mesh: Mesh,
+    /// `V`
+    pub(crate) vocab: usize,
+}
+
+/// What a core is given. Arrays are `[b,t]` where nothing else is said, numbers f32 scalars.
+pub(crate) struct Given {
+    /// i32
+    pub(crate) ids: Value,
+    /// Truth values.
+    pub(crate) mask: Value,
+    pub(crate) advantage: Value,
+    /// What the structure reads beside.
+    inputs: Vec<(Input, Value)>,
+    /// What `∂token_loss` is multiplied by: 0 where it is masked.
+    pub(crate) grad_weight: Value,
+    /// What the KL penalty is multiplied by before that, where it has a reduction of its own.
+    pub(crate) kl_share: Option<Value>,
+    /// `∂loss/∂entropy` of an unmasked token: a number, or an array where rows differ in it.
+    pub(crate) entropy_factor: Value,
+    numbers: Numbers<Value>,
+    /// Unmasked tokens of each row, over all devices that have some of it: `[b]`.
+    row_counts: Value,
+    /// This device's first column, a scalar i32, where the vocabulary is cut.
+    pub(crate) first_column: Option<Value>,
+}
+
+impl Given {
+    /// An array, where the structure reads it.
+    pub(crate) fn input(&self, input: Input) -> Option<Value> {
+        self.inputs.iter().find(|(other, _)| *other == input).map(|(_, value)| *value)
+    }
+
+    /// A number that the structure reads.
+    pub(crate) fn number(&self, number: Number) -> Value {
+        self.numbers.get(number)
+    }
+}
+
+/// What of [`Given`] logp and entropy follow from.
+#[derive(Clone, Copy)]
+pub(crate) struct Forward {
+    pub(crate) logits: Value,
+    pub(crate) ids: Value,
+    pub(crate) inverse_temperature: Value,
+    pub(crate) first_column: Option<Value>,
+}
+
+impl Given {
+    pub(crate) fn forward(&self, logits: Value) -> Forward {
+        let &Self { ids, first_column, .. } = self;
+        Forward { logits, ids, inverse_temperature: self.number(Number::InverseTemperature), first_column }
+    }
+
+    /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
+    pub(crate) fn part(&self, part: &mut impl FnMut(Value) -> Value) -> Given {
+        Given {
+            ids: part(self.ids),
+            mask: part(self.mask),
+            advantage: part(self.advantage),
+            inputs: self.inputs.iter().map(|&(input, value)| (input, part(value))).collect(),
+            grad_weight: part(self.grad_weight),
+            kl_share: self.kl_share.map(&mut *part),
+            entropy_factor: part(self.entropy_factor),
+            numbers: self.numbers.clone(),
+            row_counts: self.row_counts,
+            first_column: self.first_column,
+        }
+    }
+}
+
+/// What a core returns. Arrays are `[b,t]` and, where the mask hides a token, anything.
+pub(crate) struct Evaluated<G = Value> {
+    /// 0 where it is masked: dlogits `[b,t,v]` in the logits' dtype, or what becomes of them.
+    pub(crate) gradient: G,
+    pub(crate) logp: Value,
+    pub(crate) entropy: Value,
+    pub(crate) token: TokenLoss<Value, Value>,
+}
+
+/// The program for logits of `shape` and `dtype`, cut over `mesh`, with `core` in its middle. `row_major` is how logits must
+/// lie on a TPU for kernels that are not XLA's; f16 ones are then i16, their bits.
+///
+/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
+/// all `[b,t]`; its [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
+/// as a scalar i32.
+pub(crate) fn program(
+    structure: Structure,
+    shape: Shape,
+    dtype: Dtype,
+    mesh: Mesh,
+    row_major: bool,
+    core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
+) -> String {
+    let logits = |builder: &mut Builder| {
+        // A TPU would write f16 anew to read it as its bits: there they cross the boundary of the program as bits.
+        let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
+        let over = Some(Output::Gradient as usize);
+        let logits = builder.parameter(Type::new(element, &local_shape(shape, mesh)), over);
+        if row_major {
+            builder.lay_out_row_major(logits);
+        }
+        logits
+    };
+    frame(structure, shape, mesh, logits, |on, given, logits| {
+        let Evaluated { gradient, logp, entropy, token } = core(on, given, logits);
+        Evaluated { gradient: [gradient], logp, entropy, token }
+    })
+}
+
+/// The program whose first parameters are those that `arrays` writes, with `core` in its middle, which is given them. Its
+/// outputs are the first gradient, what else [`Output`] names of every program, and the other gradients.
+pub(crate) fn frame<A, const GRADIENTS: usize>(
+    structure: Structure,
+    shape: Shape,
+    mesh: Mesh,
+    arrays: impl FnOnce(&mut Builder) -> A,
+    core: impl FnOnce(&mut Program, &Given, A) -> Evaluated<[Value; GRADIENTS]>,
+) -> String {
+    let local = local_shape(shape, mesh);
+    let [b, t, _] = local;
+    let mut builder = Builder::default();
+    let per_token = |element| Type::new(element, &[b, t]);
+    let arrays = arrays(&mut builder);
+    let ids = builder.parameter(per_token(Element::I32), None);
+    let mask = builder.parameter(per_token(Element::Pred), None);
+    let advantage = builder.parameter(per_token(Element::F32), None);
+    let inputs = structure.inputs().into_iter();
+    let inputs = inputs.map(|input| (input, builder.parameter(per_token(Element::F32), None))).collect();
+    let of_spec = structure.program_numbers();
+    let numbers = builder.parameter(Type::new(Element::F32, &[of_spec.len()]), None);
+    let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(Element::I32, &[]), None));
+
+    let mut on = Program { builder, local, mesh, vocab: shape.vocab };
+    let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
+    let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+    let loss_scale = numbers.get(Number::LossScale);
+    let counts = on.counts(mask);
+    let known = |known, epsilon, denominator: Denominator| Known {
+        denominator,
+        given: Some(numbers.get(known)),
+        epsilon: denominator.epsilon.then(|| numbers.get(epsilon)),
+    };
+    let divisor = on.divisor(&counts, known(Number::Denominator, Number::DenominatorEpsilon, structure.denominator));
+    let weight = on.share(mask, divisor);
+    let grad_weight = on.times(weight, loss_scale);
+    let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
+        let of_kl = on.divisor(&counts, known(Number::KlDenominator, Number::KlDenominatorEpsilon, denominator));
+        let [divisor, of_kl] = [divisor, of_kl].map(|divisor| on.per_token(divisor));
+        on.builder.divide(divisor, of_kl)
+    });
+    let entropy_weight = {
+        let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
+        let own = denominator != Denominator::ALL_TOKENS;
+        let (known_part, epsilon) = (Number::EntropyDenominator, Number::EntropyDenominatorEpsilon);
+        let plain = Known { denominator, given: None, epsilon: None };
+        let divisor = on.divisor(&counts, if own { known(known_part, epsilon, denominator) } else { plain });
+        let coef = numbers.get(Number::EntropyCoef);
+        if denominator.by_row() {
+            let share = on.share(mask, divisor);
+            on.times(share, coef)
+        } else {
+            on.builder.divide(coef, divisor)
+        }
+    };
+    let entropy_factor = on.times(entropy_weight, loss_scale);
+    let entropy_factor = on.builder.negate(entropy_factor);
+    let given = Given {
+        ids,
+        mask,
+        advantage,
+        inputs,
+        grad_weight,
+        kl_share,
+        entropy_factor,
+        numbers,
+        row_counts: counts.of_rows,
+        first_column,
+    };
+    let Evaluated { gradient, logp, entropy, token } = core(&mut on, &given, arrays);
+    let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
+
+    let scalars = {
+        let mut weighted = on.builder.multiply(weight, reduced);
+        if structure.entropy_bonus.is_some() {
+            let weight = on.per_token(entropy_weight);
+            let bonus = on.builder.multiply(weight, entropy);
+            weighted = on.builder.subtract(weighted, bonus);
+        }
+        let clipped = on.builder.or(clipped_low, clipped_high);
+        let zero = on.constant(0.0);
+        let mut sums = [zero; Scalars::COUNT];
+        sums[Scalars::LOSS] = on.total(mask, weighted);
+        sums[Scalars::ENTROPY_MEAN] = on.total(mask, entropy);
+        sums[Scalars::RATIO_MEAN] = on.total(mask, ratio);
+        sums[Scalars::KL_MEAN] = on.total(mask, kl.unwrap_or(zero));
+        for (place, truth) in
+            [(Scalars::CLIP_LOW, clipped_low), (Scalars::CLIP_HIGH, clipped_high), (Scalars::CLIP_REGION, clipped)]
+        {
+            let share = on.builder.convert(truth, Element::F32);
+            sums[place] = on.total(mask, share);
+        }
+        on.means(&sums, counts.of_batch)
+    };
+
+    let zero = on.constant(0.0);
+    let mut masked = |value| on.builder.select(mask, value, zero);
+    let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
+    let (first, others) = gradient.split_first().expect("a program has a gradient");
+    on.builder.finish(&[&[*first, logp, entropy, token_loss, scalars], others].concat())
+}
+
+/// The program that returns logp and entropy alone, of which `core` makes both, and writes no dlogits. Rows are whole on
+/// every device.
+///
+/// Parameters: logits `[b,t,v]`, which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
+pub(crate) fn forward(
+    shape: Shape,
+    dtype: Dtype,
+    mesh: Mesh,
+    row_major: bool,
+    core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
+) -> String {
+    let local = local_shape(shape, mesh);
+    let [b, t, _] = local;
+    let mut builder = Builder::default();
+    let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
+    let logits = builder.parameter(Type::new(element, &local), None);
+    if row_major {
+        builder.lay_out_row_major(logits);
+    }
+    let ids = builder.parameter(Type::new(Element::I32, &[b, t]), None);
+    let mask = builder.parameter(Type::new(Element::Pred, &[b, t]), None);
+    let inverse_temperature = builder.parameter(Type::new(Element::F32, &[]), None);
+    let mut on = Program { builder, local, mesh, vocab: shape.vocab };
+    let given = Forward { logits, ids, inverse_temperature, first_column: None };
+    let outputs = core(&mut on, &given);
+    let zero = on.constant(0.0);
+    let outputs = outputs.map(|value| on.builder.select(mask, value, zero));
+    on.builder.finish(&outputs)
+}
+
+/// The parameters and the outputs of [`forward`] for a TPU.
+pub(crate) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+    let [b, t, _] = local;
+    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
+    let inputs = vec![
+        named("logits", stored_as(dtype.into()), &local),
+        named("ids", Element::I32, &[b, t]),
+        named("mask", Element::Pred, &[b, t]),
+        named("inverse_temperature", Element::F32, &[]),
+    ];
+    [inputs, vec![named("logp", Element::F32, &[b, t]), named("entropy", Element::F32, &[b, t])]]
+}
+
+/// How many tokens count.
+struct Counts {
+    /// `[b]`
+    of_rows: Value,
+    /// A scalar.
+    of_batch: Value,
+}
+
+/// A denominator with the scalars that are given of it.
+struct Known {
+    denominator: Denominator,
+    given: Option<Value>,
+    epsilon: Option<Value>,
+}
+
+impl Program {
+    /// A scalar in every place of `[b,t]`; an array as it is.
+    pub(crate) fn per_token(&mut self, value: Value) -> Value {
+        let [b, t, _] = self.local;
+        if self.builder.type_of(value).shape.is_empty() { self.builder.broadcast(value, &[], &[b, t]) } else { value }
+    }
+
+    fn scalar(&mut self, x: f64) -> Value {
+        self.builder.constant(x, Type::new(Element::F32, &[]))
+    }
+
+    /// `a · scalar`, for `a` of any shape.
+    pub(crate) fn times(&mut self, a: Value, scalar: Value) -> Value {
+        let shape = self.builder.type_of(a).shape.clone();
+        let scalar = self.builder.broadcast(scalar, &[], &shape);
+        self.builder.multiply(a, scalar)
+    }
+
+    /// `a` folded over the devices along `axes`.
+    pub(crate) fn over(&mut self, axes: &[Axis], fold: Fold, a: Value) -> Value {
+        self.builder.all_reduce(fold, a, &self.mesh.groups(axes))
+    }
+
+    /// The loss of each token, and `∂loss/∂logp` of each: see [`own_log_ratio`] and [`token_loss`].
+    ///
+    /// Where tokens share a ratio, with `c` their weights, `x` their own log-ratios and `n` the tokens of the row:
+    ///
+    /// ```text
+    /// sequence_token   w = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
+    /// sequence         w = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+    /// ```
+    pub(crate) fn token_loss(
+        &mut self,
+        structure: Structure,
+        given: &Given,
+        logp: Value,
+    ) -> (TokenLoss<Value, Value>, Value) {
+        let numbers = structure.numbers().into_iter().map(|number| (number, self.per_token(given.number(number))));
+        let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+        let old_logp = given.input(Input::OldLogp).unwrap_or(logp);
+        let own = own_log_ratio(self, structure, &numbers, [logp, old_logp, given.advantage]);
+        let mean = (structure.level != RatioLevel::Token).then(|| {
+            let count = self.of_rows(given.row_counts);
+            let count = self.builder.add(count, numbers.get(Number::RatioEpsilon));
+            let sum = self.row_sum(given.mask, own.value);
+            (self.builder.divide(sum, count), count)
+        });
+        let log_weight = given.input(Input::LogWeight).map(|of_sampler| {
+            let x = self.builder.subtract(logp, old_logp);
+            let (least, most) = (self.constant(-20.0), self.constant(20.0));
+            let x = self.builder.maximum(x, least);
+            let x = self.builder.minimum(x, most);
+            let of_tokens = self.row_sum(given.mask, x);
+            self.builder.add(of_tokens, of_sampler)
+        });
+        let on_policy = given.input(Input::Behaviour).map(|behaviour| {
+            let zero = self.constant(0.0);
+            let scored = self.equal(behaviour, behaviour);
+            let fallen = self.builder.subtract(behaviour, logp);
+            let fallen = self.builder.select(scored, fallen, zero);
+            let sum = self.row_sum(given.mask, fallen);
+            let count = self.of_rows(given.row_counts);
+            let mean = self.builder.divide(sum, count);
+            let gains = self.builder.compare(Comparison::AtLeast, given.advantage, zero);
+            let near = self.builder.compare(Comparison::AtLeast, numbers.get(Number::OffPolicyThreshold), mean);
+            self.builder.or(gains, near)
+        });
+        let token = Token {
+            logp,
+            old_logp,
+            advantage: given.advantage,
+            log_ratio: mean.map_or(own.value, |(mean, _)| mean),
+            ref_logp: given.input(Input::RefLogp),
+            policy_weight: given.input(Input::PolicyWeight),
+            kl_weight: given.input(Input::KlWeight),
+            kl_share: given.kl_share,
+            selected: given.input(Input::Selected),
+            log_weight,
+            on_policy,
+        };
+        let token = token_loss(self, structure, &numbers, &token);
+        let weighed = |on: &mut Self, slope: Value| on.builder.multiply(given.grad_weight, slope);
+        let grad = match (structure.level, mean) {
+            (RatioLevel::Sequence, Some((_, count))) => {
+                let at_first_hand = token.by_logp.map(|slope| weighed(self, slope));
+                let through_ratio = token.by_log_ratio.map(|slope| {
+                    let owed = weighed(self, slope);
+                    let owed = self.row_sum(given.mask, owed);
+                    let owed = self.builder.divide(owed, count);
+                    unless(self, own.held, owed)
+                });
+                sum(self, at_first_hand, through_ratio)
+            }
+            (RatioLevel::SequenceToken, _) => {
+                let slope = sum(self, token.by_logp, token.by_log_ratio);
+                weighed(self, slope)
+            }
+            _ => {
+                let slope = token.grad(self, own);
+                weighed(self, slope)
+            }
+        };
+        (token, grad)
+    }
+
+    /// A number of each row, `[b]`, in the places of its tokens.
+    fn of_rows(&mut self, rows: Value) -> Value {
+        let [b, t, _] = self.local;
+        self.builder.broadcast(rows, &[0], &[b, t])
+    }
+
+    /// The sum over a row's unmasked tokens, on whichever devices they are, in the places of all its tokens.
+    fn row_sum(&mut self, mask: Value, values: Value) -> Value {
+        let zero = self.constant(0.0);
+        let unmasked = self.builder.select(mask, values, zero);
+        let sums = self.builder.reduce(Fold::Add, unmasked, &[1]);
+        let sums = self.over(&[Axis::Tokens], Fold::Add, sums);
+        self.of_rows(sums)
+    }
+
+    fn counts(&mut self, mask: Value) -> Counts {
+        let ones = self.builder.convert(mask, Element::F32);
+        let of_rows = self.builder.reduce(Fold::Add, ones, &[1]);
+        let of_rows = self.over(&[Axis::Tokens], Fold::Add, of_rows);
+        let of_batch = self.builder.reduce(Fold::Add, of_rows, &[0]);
+        let of_batch = self.over(&[Axis::Batch], Fold::Add, of_batch);
+        Counts { of_rows, of_batch }
+    }
+
+    /// What a term of a token is divided by: `[b,t]` where rows differ in it, else a scalar, which is then a number above
+    /// 0 even where no token counts.
+    fn divisor(&mut self, counts: &Counts, Known { denominator, given, epsilon }: Known) -> Value {
+        let tokens = denominator.tokens.map(|tokens| match tokens {
+            Tokens::OfBatch => self.at_least_one(counts.of_batch),
+            Tokens::OfRow => self.of_rows(counts.of_rows),
+        });
+        let tokens = match (tokens, epsilon) {
+            (Some(tokens), Some(epsilon)) if denominator.by_row() => {
+                let epsilon = self.per_token(epsilon);
+                Some(self.builder.add(tokens, epsilon))
+            }
+            (Some(tokens), Some(epsilon)) => Some(self.builder.add(tokens, epsilon)),
+            (tokens, _) => tokens,
+        };
+        let filled = denominator.filled_rows.then(|| {
+            let [b, ..] = self.local;
+            let zero = self.builder.constant(0.0, Type::new(Element::F32, &[b]));
+            let filled = self.builder.compare(Comparison::Less, zero, counts.of_rows);
+            let filled = self.builder.convert(filled, Element::F32);
+            let rows = self.builder.reduce(Fold::Add, filled, &[0]);
+            let rows = self.over(&[Axis::Batch], Fold::Add, rows);
+            self.at_least_one(rows)
+        });
+        let scalar = [filled, given].into_iter().flatten().reduce(|a, b| self.builder.multiply(a, b));
+        match (tokens, scalar) {
+            (Some(tokens), Some(scalar)) => self.times(tokens, scalar),
+            (Some(one), None) | (None, Some(one)) => one,
+            (None, None) => self.scalar(1.0),
+        }
+    }
+
+    /// `1/divisor`, 0 where the mask hides a token.
+    fn share(&mut self, mask: Value, divisor: Value) -> Value {
+        let (zero, one) = (self.constant(0.0), self.constant(1.0));
+        let divisor = self.per_token(divisor);
+        let share = self.builder.divide(one, divisor);
+        self.builder.select(mask, share, zero)
+    }
+
+    /// The sum of `[b,t]` values over this device's unmasked tokens.
+    fn total(&mut self, mask: Value, values: Value) -> Value {
+        let zero = self.constant(0.0);
+        let unmasked = self.builder.select(mask, values, zero);
+        self.builder.reduce(Fold::Add, unmasked, &[0, 1])
+    }
+
+    fn at_least_one(&mut self, count: Value) -> Value {
+        let one = self.scalar(1.0);
+        let none = self.builder.compare(Comparison::Less, count, one);
+        self.builder.select(none, one, count)
+    }
+
+    /// The loss and the metrics, from their sums over this device's tokens.
+    fn means(&mut self, sums: &[Value; Scalars::COUNT], count: Value) -> Value {
+        let sums = self.builder.vector(sums);
+        let sums = self.over(&[Axis::Batch, Axis::Tokens], Fold::Add, sums);
+        let count = self.at_least_one(count);
+        let mut values: Vec<Value> = (0..Scalars::COUNT).map(|i| self.builder.element_at(sums, i)).collect();
+        for mean in &mut values[Scalars::ENTROPY_MEAN..] {
+            *mean = self.builder.divide(*mean, count);
+        }
+        self.builder.vector(&values)
+    }
+}
+
+/// On `[b,t]`, f32.
+impl Arithmetic for Program {
+    type Value = Value;
+    type Truth = Value;
+
+    fn constant(&mut self, x: f64) -> Value {
+        let [b, t, _] = self.local;
+        self.builder.constant(x, Type::new(Element::F32, &[b, t]))
+    }
+    fn add(&mut self, a: Value, b: Value) -> Value {
+        self.builder.add(a, b)
+    }
+    fn sub(&mut self, a: Value, b: Value) -> Value {
+        self.builder.subtract(a, b)
+    }
+    fn mul(&mut self, a: Value, b: Value) -> Value {
+        self.builder.multiply(a, b)
+    }
+    fn div(&mut self, a: Value, b: Value) -> Value {
+        self.builder.divide(a, b)
+    }
+    fn neg(&mut self, a: Value) -> Value {
+        self.builder.negate(a)
+    }
+    fn exp(&mut self, a: Value) -> Value {
+        self.builder.exponential(a)
+    }
+    fn exp_m1(&mut self, a: Value) -> Value {
+        self.builder.exponential_minus_one(a)
+    }
+    fn ln(&mut self, a: Value) -> Value {
+        self.builder.log(a)
+    }
+    fn less(&mut self, a: Value, b: Value) -> Value {
+        self.builder.compare(Comparison::Less, a, b)
+    }
+    fn equal(&mut self, a: Value, b: Value) -> Value {
+        self.builder.compare(Comparison::Equal, a, b)
+    }
+    fn and(&mut self, a: Value, b: Value) -> Value {
+        self.builder.and(a, b)
+    }
+    fn or(&mut self, a: Value, b: Value) -> Value {
+        self.builder.or(a, b)
+    }
+    fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
+        self.builder.select(condition, yes, no)
+    }
+}

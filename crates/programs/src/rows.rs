@@ -1,0 +1,328 @@
+//! What the tile kernels do with a block of rows.
+
+use std::f64::consts::LOG2_E;
+
+use assay_algebra::arithmetic::Arithmetic;
+use assay_core::element::Element;
+use assay_tile::{Builder, Column, Fold, LANES, Memory, Type, Value};
+
+/// What a kernel is written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Core {
+    /// Bytes of VMEM that a kernel may use.
+    pub vmem_bytes: usize,
+    /// Whether it computes in bf16.
+    pub bf16_arithmetic: bool,
+}
+
+/// What a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row whose
+/// logits are all at or below it has no softmax.
+pub(crate) const FLOOR: f64 = -1e30;
+
+/// Registers of columns that a trip of a loop takes, at most. Many, because what a trip costs beside its work is shared by
+/// all of them.
+const REGISTERS: usize = 64;
+
+/// Independent sums along a row, so that an addition need not wait for the one before.
+pub(crate) const ACCUMULATORS: usize = 4;
+
+/// Rows of which a register of an element type holds a column.
+pub(crate) fn rows_of_a_register(element: Element) -> usize {
+    32 / element.size()
+}
+
+/// Some columns of a block of rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Chunk {
+    pub(crate) column: Column,
+    /// A multiple of [`LANES`].
+    pub(crate) columns: usize,
+    /// How many of them are columns of the array, a scalar i32, where not all need be.
+    pub(crate) real: Option<Value>,
+}
+
+/// The columns of a window.
+#[derive(Clone, Copy)]
+pub(crate) struct Columns {
+    /// A multiple of [`LANES`].
+    pub(crate) all: usize,
+    /// Those of them, a multiple of [`LANES`] from the first on, that are columns of the array in every window.
+    pub(crate) whole: usize,
+    /// How many are columns of the array in this window, a scalar i32.
+    pub(crate) real: Value,
+}
+
+/// Calls `body` on every chunk of the columns, in a loop, then the rest. What is carried goes from each
+/// to the next.
+pub(crate) fn for_each_chunk(
+    on: &mut Builder,
+    columns: Columns,
+    initial: &[Value],
+    mut body: impl FnMut(&mut Builder, Chunk, &[Value]) -> Vec<Value>,
+) -> Vec<Value> {
+    // As many trips as need be, with as little left over as that number allows.
+    let registers = columns.whole / LANES;
+    let width = registers / registers.div_ceil(REGISTERS).max(1) * LANES;
+    let trips = columns.whole.checked_div(width).unwrap_or(0);
+    let mut carried = if trips == 1 {
+        body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
+    } else {
+        on.for_loop(trips, initial, |on, trip, carried| {
+            let width_of_one = on.integer(width);
+            let column = on.mul(trip, width_of_one);
+            body(on, Chunk { column: Column::Dynamic(column), columns: width, real: None }, carried)
+        })
+    };
+    let done = trips * width;
+    if done < columns.whole {
+        let rest = Chunk { column: Column::Static(done), columns: columns.whole - done, real: None };
+        carried = body(on, rest, &carried);
+    }
+    if columns.whole < columns.all {
+        let before = on.integer(columns.whole);
+        let real = on.sub(columns.real, before);
+        let tail =
+            Chunk { column: Column::Static(columns.whole), columns: columns.all - columns.whole, real: Some(real) };
+        carried = body(on, tail, &carried);
+    }
+    carried
+}
+
+/// Folds `a` into the accumulators, register by register in turn. What one accumulator gets is folded by halves first:
+/// an error then grows with the logarithm of a chunk's columns and the number of chunks.
+pub(crate) fn accumulate(on: &mut Builder, fold: Fold, accumulators: &mut [Value], a: Value) {
+    let [_, columns] = on.type_of(a).tile.expect("a tile is accumulated");
+    let registers: Vec<Value> = (0..columns).step_by(LANES).map(|start| on.columns(a, start, LANES)).collect();
+    let turns = accumulators.len();
+    for (turn, accumulator) in accumulators.iter_mut().enumerate() {
+        let own: Vec<Value> = registers.iter().copied().skip(turn).step_by(turns).collect();
+        if !own.is_empty() {
+            let folded = join(on, fold, &own);
+            *accumulator = combine(on, fold, *accumulator, folded);
+        }
+    }
+}
+
+fn combine(on: &mut Builder, fold: Fold, a: Value, b: Value) -> Value {
+    match fold {
+        Fold::Add => on.add(a, b),
+        Fold::Max => on.max(a, b),
+    }
+}
+
+/// One value from several, folded by halves.
+pub(crate) fn join(on: &mut Builder, fold: Fold, values: &[Value]) -> Value {
+    let mut rest = values.to_vec();
+    while rest.len() > 1 {
+        rest = rest.chunks(2).map(|pair| if let [a, b] = *pair { combine(on, fold, a, b) } else { pair[0] }).collect();
+    }
+    rest[0]
+}
+
+/// How logits lie in memory: f16 as its bits, for a TPU has no f16.
+pub(crate) fn stored_as(logits: Element) -> Element {
+    if logits == Element::F16 { Element::I16 } else { logits }
+}
+
+/// Stored logits in f32, exactly.
+pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
+    if on.type_of(x).element != Element::I16 {
+        return on.convert(x, Element::F32);
+    }
+    let bits = on.convert(x, Element::I32);
+    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(Element::I32));
+    let (zero, no_sign) = (on.integer(0), integer(on, 0x7FFF));
+    let magnitude = on.and(bits, no_sign);
+    let (least_normal, infinite) = (integer(on, 0x0400), integer(on, 0x7C00));
+    // Exponent and fraction move to their places in an f32, whose bias is 112 more; that of ∞ and NaN, all ones, by 224.
+    let (wider, bias, bias_of_specials) = (integer(on, 1 << 13), integer(on, 112 << 23), integer(on, 224 << 23));
+    let finite = on.less(magnitude, infinite);
+    let bias = on.select(finite, bias, bias_of_specials);
+    let moved = on.mul(magnitude, wider);
+    let moved = on.add(moved, bias);
+    let normal = on.bitcast(moved, Element::F32);
+    // Below the normal numbers the fraction counts units of 2⁻²⁴.
+    let counted = on.convert(magnitude, Element::F32);
+    let unit = on.number(2_f64.powi(-24));
+    let subnormal = on.mul(counted, unit);
+    let small = on.less(magnitude, least_normal);
+    let value = on.select(small, subnormal, normal);
+    let negated = on.neg(value);
+    let negative = on.less(bits, zero);
+    on.select(negative, negated, value)
+}
+
+/// f32 as logits are stored, rounded to nearest even.
+pub(crate) fn narrow(on: &mut Builder, x: Value, stored: Element) -> Value {
+    if stored != Element::I16 {
+        return on.convert(x, stored);
+    }
+    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(Element::I32));
+    let zero = on.number(0.0);
+    let negated = on.neg(x);
+    let negative = on.less(x, zero);
+    let value = on.select(negative, negated, x);
+    // 13 bits of the fraction go: half of the last that stays is added, and less where a tie is to stay even.
+    let bits = on.bitcast(value, Element::I32);
+    let (one, dropped, almost_half) = (integer(on, 1), integer(on, 13), integer(on, (1 << 12) - 1));
+    let kept = on.shift_right(bits, dropped);
+    let odd = on.and(kept, one);
+    let up = on.add(odd, almost_half);
+    let rounded = on.add(bits, up);
+    let rounded = on.shift_right(rounded, dropped);
+    let (bias, infinite, nan) = (integer(on, 112 << 10), integer(on, 0x7C00), integer(on, 0x7E00));
+    let normal = on.sub(rounded, bias);
+    let normal = on.min(normal, infinite);
+    // Below the normal numbers: added to 2²³ the value is rounded to whole units of 2⁻²⁴, which are its last bits.
+    let (unit, whole, fraction) = (on.number(2_f64.powi(24)), on.number(2_f64.powi(23)), integer(on, (1 << 23) - 1));
+    let counted = on.mul(value, unit);
+    let counted = on.add(counted, whole);
+    let counted = on.bitcast(counted, Element::I32);
+    let subnormal = on.and(counted, fraction);
+    let least_normal = on.number(2_f64.powi(-14));
+    let small = on.less(value, least_normal);
+    let magnitude = on.select(small, subnormal, normal);
+    let number = on.equal(x, x);
+    let magnitude = on.select(number, magnitude, nan);
+    let sign = integer(on, -0x8000);
+    let with_sign = on.add(magnitude, sign);
+    let result = on.select(negative, with_sign, magnitude);
+    on.convert(result, stored)
+}
+
+/// A sum that is taken by halves while its terms come: few of them wait at any time.
+#[derive(Clone, Default)]
+pub(crate) struct Pairwise {
+    /// Sums of ever fewer terms, each with the logarithm of their number.
+    waiting: Vec<(u32, Value)>,
+}
+
+impl Pairwise {
+    pub(crate) fn add(&mut self, on: &mut Builder, term: Value) {
+        let mut sum = (0, term);
+        while let Some((terms, before)) = self.waiting.pop_if(|(terms, _)| *terms == sum.0) {
+            sum = (terms + 1, on.add(before, sum.1));
+        }
+        self.waiting.push(sum);
+    }
+
+    /// `start` plus all terms.
+    pub(crate) fn onto(self, on: &mut Builder, start: Value) -> Value {
+        let total = self.waiting.into_iter().map(|(_, sum)| sum).rev().reduce(|a, b| on.add(b, a));
+        total.map_or(start, |total| on.add(start, total))
+    }
+}
+
+/// The columns of `chunk`, `FLOOR` in those that are beyond the array.
+pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Value {
+    let x = on.load(logits, chunk.column, chunk.columns);
+    let Some(real) = chunk.real else { return x };
+    let ty = on.type_of(x);
+    let [rows, columns] = ty.tile.expect("logits are loaded as tiles");
+    // Compared in 32 bits whatever the logits are: the mask is then one of 32-bit lanes.
+    let wide = widen(on, x);
+    let lane = on.iota(1, rows, columns);
+    let inside = on.less(lane, real);
+    let floor = on.number(FLOOR);
+    let kept = on.select(inside, wide, floor);
+    narrow(on, kept, ty.element)
+}
+
+/// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
+pub(crate) fn raised(on: &mut Builder, core: Core, x: Value) -> Value {
+    let ty = on.type_of(x);
+    let native = ty.element == Element::Bf16 && core.bf16_arithmetic;
+    let x = if native { x } else { widen(on, x) };
+    let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
+    let x = on.max(x, floor);
+    on.convert(x, Element::F32)
+}
+
+/// `−log₂e · scale`: what a gap from the maximum is multiplied by to become an exponent of 2.
+pub(crate) fn exponent_scale(on: &mut Builder, inverse_temperature: Option<Value>) -> Value {
+    let minus_log2_e = on.number(-LOG2_E);
+    match inverse_temperature {
+        Some(inverse) => on.mul(minus_log2_e, inverse),
+        None => minus_log2_e,
+    }
+}
+
+/// Per-token arithmetic on `[rows, 1]`, f32.
+pub(crate) struct PerRow<'b> {
+    pub(crate) on: &'b mut Builder,
+    pub(crate) rows: usize,
+}
+
+impl PerRow<'_> {
+    /// `ln (1 + a)`, a few ulp from it everywhere: with `u = 1 + a` rounded, `ln u · a / (u − 1)`.
+    pub(crate) fn log_1p(&mut self, a: Value) -> Value {
+        let (zero, one) = (self.constant(0.0), self.constant(1.0));
+        let u = self.add(one, a);
+        let d = self.sub(u, one);
+        let log = self.on.log(u);
+        let correction = self.on.div(a, d);
+        let product = self.mul(log, correction);
+        let nothing_added = self.equal(d, zero);
+        self.select(nothing_added, a, product)
+    }
+}
+
+impl Arithmetic for PerRow<'_> {
+    type Value = Value;
+    type Truth = Value;
+
+    fn constant(&mut self, x: f64) -> Value {
+        self.on.constant(x, Type::tile(Element::F32, self.rows, 1))
+    }
+    fn add(&mut self, a: Value, b: Value) -> Value {
+        self.on.add(a, b)
+    }
+    fn sub(&mut self, a: Value, b: Value) -> Value {
+        self.on.sub(a, b)
+    }
+    fn mul(&mut self, a: Value, b: Value) -> Value {
+        self.on.mul(a, b)
+    }
+    fn div(&mut self, a: Value, b: Value) -> Value {
+        self.on.div(a, b)
+    }
+    fn neg(&mut self, a: Value) -> Value {
+        self.on.neg(a)
+    }
+    fn exp(&mut self, a: Value) -> Value {
+        self.on.exp(a)
+    }
+    /// With `u = e^a` rounded, `(u − 1) · a / ln u`; `a` itself where `u` is 1, `u − 1` where that is −1 or infinite.
+    fn exp_m1(&mut self, a: Value) -> Value {
+        let (zero, minus_one, infinite) = (self.constant(0.0), self.constant(-1.0), self.constant(f64::INFINITY));
+        let u = self.exp(a);
+        let d = self.add(u, minus_one);
+        let log = self.on.log(u);
+        let correction = self.on.div(a, log);
+        let product = self.mul(d, correction);
+        let lost = self.equal(d, minus_one);
+        let overflown = self.equal(d, infinite);
+        let at_an_end = self.or(lost, overflown);
+        let value = self.select(at_an_end, d, product);
+        let nothing_left = self.equal(d, zero);
+        self.select(nothing_left, a, value)
+    }
+    fn ln(&mut self, a: Value) -> Value {
+        self.on.log(a)
+    }
+    fn less(&mut self, a: Value, b: Value) -> Value {
+        self.on.less(a, b)
+    }
+    fn equal(&mut self, a: Value, b: Value) -> Value {
+        self.on.equal(a, b)
+    }
+    fn and(&mut self, a: Value, b: Value) -> Value {
+        self.on.and(a, b)
+    }
+    fn or(&mut self, a: Value, b: Value) -> Value {
+        self.on.or(a, b)
+    }
+    fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
+        self.on.select(condition, yes, no)
+    }
+}

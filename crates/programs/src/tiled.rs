@@ -1,0 +1,449 @@
+//! Cores that call tile kernels, in the way that a device can run them.
+
+use std::f64::consts::{LN_2, LOG2_E};
+
+use super::program::{Evaluated, Forward, Given, Named, Program};
+use crate::mesh::Axis;
+use crate::one_pass;
+use crate::rows::{Core, FLOOR, stored_as};
+use crate::two_pass::{self, Local, Scale, Statistic};
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::objective::TokenLoss;
+use assay_algebra::structure::{Input, Number, Structure, Temperature};
+use assay_core::element::Element;
+use assay_core::problem::Dtype;
+use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::{Kernel, mosaic, xla};
+
+/// How a program calls a tile kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lowering {
+    /// As StableHLO loops, for any device.
+    Loops,
+    /// As a kernel for a TPU.
+    Mosaic,
+}
+
+/// What the tile kernels of a program are written for.
+#[derive(Clone, Copy)]
+pub(crate) struct Calls {
+    /// That of the logits that they are given.
+    pub(crate) dtype: Dtype,
+    pub(crate) lowering: Lowering,
+    pub(crate) core: Core,
+}
+
+/// A kernel for a TPU, and how it is called.
+#[derive(Clone, Debug)]
+pub struct TpuKernel {
+    /// What profiles call it.
+    pub name: String,
+    /// Mosaic, as MLIR text.
+    pub text: String,
+    /// The `backend_config` of the `tpu_custom_call`, JSON.
+    pub payload: String,
+    /// What it is called with, in order, each dense row-major.
+    pub operands: Vec<Named>,
+    /// What it returns, in order, each dense row-major.
+    pub results: Vec<Named>,
+    /// Operand and result that share one array.
+    pub aliases: Vec<(usize, usize)>,
+    /// Bytes of VMEM that it needs.
+    pub vmem_bytes: usize,
+}
+
+/// A name, and what the last axis holds.
+type Label<'l> = (&'static str, &'l [&'static str]);
+
+fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label]) -> TpuKernel {
+    let named = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>, labels: &[Label]| {
+        let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
+            let columns = columns.to_vec();
+            Named { name, dtype, shape, columns }
+        };
+        labels.iter().zip(list).map(one).collect()
+    };
+    TpuKernel {
+        name: kernel.name().into(),
+        text: mosaic::text(kernel),
+        payload: mosaic::payload(kernel, core.vmem_bytes),
+        operands: named(&mut kernel.operands(), operands),
+        results: named(&mut kernel.results(), results),
+        aliases: kernel.shared(),
+        vmem_bytes: kernel.vmem_bytes(),
+    }
+}
+
+/// [`one_pass`] for a TPU.
+pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure, core: Core) -> TpuKernel {
+    let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
+    let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
+    let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given)];
+    described(kernel, core, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
+}
+
+/// The statistics kernel of [`two_pass`] for a TPU.
+pub(crate) fn describe_statistics(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
+    let local = Local { shape, least: shape[2] };
+    let kernel = two_pass::statistics(structure.temperature, local, element, core);
+    let operands = [("inverse_temperature", &[][..]), ("columns", &[]), ("logits", &[]), ("ids", &[])];
+    described(&kernel, core, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
+}
+
+/// The dlogits kernel of [`two_pass`] for a TPU.
+pub(crate) fn describe_dlogits(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
+    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element, core);
+    let operands = [
+        ("inverse_temperature", &[][..]),
+        ("columns", &[]),
+        ("logits", &[]),
+        ("ids", &[]),
+        ("scales", &two_pass::SCALE_NAMES),
+    ];
+    described(&kernel, core, &operands, &[("dlogits", &[])])
+}
+
+/// Calls `kernel`.
+fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> Vec<Value> {
+    let types = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>| {
+        list.map(|(element, shape)| Type::new(element, &shape)).collect::<Vec<_>>()
+    };
+    let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
+    assert_eq!(given, types(&mut kernel.operands()), "operands of {}", kernel.name());
+    match calls.lowering {
+        Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
+        Lowering::Mosaic => {
+            let payload = mosaic::payload(kernel, calls.core.vmem_bytes);
+            let outputs = types(&mut kernel.results());
+            on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
+        }
+    }
+}
+
+/// `[b,t,8]` from `[b,t]` columns, 0 in those that are not given.
+fn columns(on: &mut Program, given: &[(usize, Value)], width: usize) -> Value {
+    let [b, t, _] = on.local;
+    let zero = on.constant(0.0);
+    let columns: Vec<Value> = (0..width)
+        .map(|column| {
+            let value = given.iter().find(|(place, _)| *place == column).map_or(zero, |(_, value)| *value);
+            on.builder.reshape(value, &[b, t, 1])
+        })
+        .collect();
+    on.builder.concatenate(&columns, 2)
+}
+
+/// Column `place` of `[b,t,8]`, as `[b,t]`.
+fn column(on: &mut Program, array: Value, place: usize) -> Value {
+    let [b, t, _] = on.local;
+    let column = on.builder.slice(array, &[0, 0, place], &[b, t, 1]);
+    on.builder.reshape(column, &[b, t])
+}
+
+/// The core that is one kernel. See [`one_pass`].
+pub(crate) fn one_pass_core(
+    on: &mut Program,
+    kernel: &Kernel,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    calls: Calls,
+) -> Evaluated {
+    use one_pass::{Given as Column, Result};
+    let [b, t, _] = on.local;
+    let mask = on.builder.convert(given.mask, Element::F32);
+    let names = one_pass::given_columns(structure);
+    let of_tokens: Vec<(usize, Value)> = names
+        .iter()
+        .enumerate()
+        .filter_map(|(place, column)| {
+            let value = match column {
+                Column::Advantage => Some(given.advantage),
+                Column::OldLogp => given.input(Input::OldLogp),
+                Column::RefLogp => given.input(Input::RefLogp),
+                Column::Weight => Some(given.grad_weight),
+                Column::Mask => Some(mask),
+                Column::PolicyWeight => given.input(Input::PolicyWeight),
+                Column::KlWeight => given.input(Input::KlWeight),
+                Column::Selected => given.input(Input::Selected),
+                Column::KlShare => given.kl_share,
+                Column::EntropyFactor => Some(given.entropy_factor),
+            };
+            Some((place, value?))
+        })
+        .collect();
+    let tokens = columns(on, &of_tokens, one_pass::width(names.len()));
+    let ids = on.builder.reshape(given.ids, &[b * t]);
+    // Where rows differ in it, it comes with the tokens.
+    let entropy_factor =
+        if structure.entropy_by_row() { given.number(Number::EntropyCoef) } else { given.entropy_factor };
+    let numbers: Vec<Value> = one_pass::numbers(structure)
+        .into_iter()
+        .map(|which| if which == Number::EntropyFactor { entropy_factor } else { given.number(which) })
+        .collect();
+    let numbers = on.builder.vector(&numbers);
+    let (logits, dtype) = on.stored_logits(logits);
+    let outputs = call(on, kernel, calls, &[ids, numbers, logits, tokens]);
+
+    let (dlogits, results) = (on.builder.bitcast(outputs[0], dtype), outputs[1]);
+    let mut result = |which: Result| column(on, results, which as usize);
+    let (logp, entropy, loss) = (result(Result::Logp), result(Result::Entropy), result(Result::Loss));
+    let (ratio, kl) = (result(Result::Ratio), structure.kl.map(|_| result(Result::Kl)));
+    let (low, high) = (result(Result::ClippedLow), result(Result::ClippedHigh));
+    let zero = on.constant(0.0);
+    let clipped_low = on.builder.compare(Comparison::Less, zero, low);
+    let clipped_high = on.builder.compare(Comparison::Less, zero, high);
+    let reduced = if structure.kl_share() { column(on, results, Result::Reduced as usize) } else { loss };
+    // The derivatives stay in the kernel.
+    let token = TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
+    Evaluated { gradient: dlogits, logp, entropy, token }
+}
+
+/// Sums over one softmax, `[b,t]`, over all columns.
+#[derive(Clone, Copy)]
+struct Softmax {
+    others: Value,
+    sum: Value,
+    target_gap: Value,
+    log_sum: Value,
+    mean_gap: Value,
+}
+
+/// What of a token's softmaxes its gradient is made of, `[b,t]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Statistics {
+    max: Value,
+    /// `S` and `s` of the softmax that logp is of.
+    sum: Value,
+    others: Value,
+    /// `S` and `ā` of the one that entropy is of.
+    entropy_sum: Value,
+    mean_gap: Value,
+}
+
+impl Statistics {
+    pub(crate) fn to_array(self) -> [Value; 5] {
+        [self.max, self.sum, self.others, self.entropy_sum, self.mean_gap]
+    }
+
+    pub(crate) fn from_array([max, sum, others, entropy_sum, mean_gap]: [Value; 5]) -> Self {
+        Self { max, sum, others, entropy_sum, mean_gap }
+    }
+}
+
+/// What the statistics kernel makes of a device's logits, `[b,t]`.
+pub(crate) struct Rows {
+    pub(crate) statistics: Statistics,
+    pub(crate) logp: Value,
+    pub(crate) entropy: Value,
+}
+
+/// What both kernels are called with.
+struct Operands {
+    local: Local,
+    /// Scalars, logits and ids.
+    values: [Value; 4],
+    /// The logits' own element type.
+    element: Element,
+}
+
+impl Operands {
+    fn of(on: &mut Program, given: &Forward) -> Self {
+        let [b, t, v] = on.local;
+        let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
+        let local = Local { shape: on.local, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
+        let (ids, real) = on.of_device(given);
+        let ids = on.builder.reshape(ids, &[b, t, 1]);
+        let (logits, element) = on.stored_logits(given.logits);
+        Self { local, values: [numbers, real, logits, ids], element }
+    }
+}
+
+/// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
+pub(crate) fn rows(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Rows {
+    let operands = Operands::of(on, given);
+    statistics(on, structure, given.inverse_temperature, &operands, calls)
+}
+
+fn statistics(
+    on: &mut Program,
+    structure: Structure,
+    inverse_temperature: Value,
+    operands: &Operands,
+    calls: Calls,
+) -> Rows {
+    let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
+    let kernel = two_pass::statistics(structure.temperature, operands.local, calls.dtype.into(), calls.core);
+    let results = call(on, &kernel, calls, &operands.values)[0];
+
+    let mut statistic = |which: Statistic| column(on, results, which as usize);
+    let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
+    let entropy_sums = [statistic(Statistic::Others), statistic(Statistic::Weighted)];
+    let two_softmaxes = structure.temperature == Temperature::Logp;
+    let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
+    let max = on.over(&[Axis::Vocab], Fold::Max, local_max);
+    let target_logit = on.over(&[Axis::Vocab], Fold::Add, target_logit);
+    let max = on.without_floor(max);
+    let rise = on.builder.subtract(max, local_max);
+    let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, inverse);
+    let logp_softmax = logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, None));
+
+    let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
+    let logp = on.builder.negate(to_target);
+    let logp = if two_softmaxes { on.times(logp, inverse_temperature) } else { logp };
+    let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+    let statistics = Statistics {
+        max,
+        sum: logp_softmax.sum,
+        others: logp_softmax.others,
+        entropy_sum: entropy_softmax.sum,
+        mean_gap: entropy_softmax.mean_gap,
+    };
+    Rows { statistics, logp, entropy }
+}
+
+/// The core that is two kernels, with collectives between them where the vocabulary is cut. See [`two_pass`].
+pub(crate) fn two_pass_core(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    calls: Calls,
+) -> Evaluated {
+    let operands = Operands::of(on, &given.forward(logits));
+    let inverse_temperature = given.number(Number::InverseTemperature);
+    let Rows { statistics, logp, entropy } = statistics(on, structure, inverse_temperature, &operands, calls);
+    let (token, factor) = on.token_loss(structure, given, logp);
+    let gradient = gradient(on, structure, given, &operands, statistics, factor, calls);
+    Evaluated { gradient, logp, entropy, token }
+}
+
+/// dlogits written over the logits, from their statistics and `∂loss/∂logp` of each token: the second kernel of
+/// [`two_pass`].
+pub(crate) fn dlogits(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    statistics: Statistics,
+    grad_logp: Value,
+    calls: Calls,
+) -> Value {
+    let operands = Operands::of(on, &given.forward(logits));
+    gradient(on, structure, given, &operands, statistics, grad_logp, calls)
+}
+
+fn gradient(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    operands: &Operands,
+    statistics: Statistics,
+    grad_logp: Value,
+    calls: Calls,
+) -> Value {
+    let Statistics { max, sum, others, entropy_sum, mean_gap } = statistics;
+    let inverse = (structure.temperature != Temperature::One).then(|| given.number(Number::InverseTemperature));
+    let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
+    let share = on.builder.divide(factor, sum);
+    let share = on.builder.negate(share);
+    let mask = on.builder.convert(given.mask, Element::F32);
+    // The target's column is made of the same share: a compiler may compute a value anew for each of its uses, and
+    // at a kink another rounding is another branch.
+    let mut scales = vec![
+        (Scale::Max as usize, max),
+        (Scale::Share as usize, share),
+        (Scale::Others as usize, others),
+        (Scale::Mask as usize, mask),
+    ];
+    if structure.entropy_bonus.is_some() {
+        let factor = on.per_token(given.entropy_factor);
+        let factor = inverse.map_or(factor, |inverse| on.times(factor, inverse));
+        let factor = on.builder.divide(factor, entropy_sum);
+        scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
+    }
+    let scales = columns(on, &scales, two_pass::PER_TOKEN);
+    let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.core);
+    let [numbers, real, logits, ids] = operands.values;
+    let dlogits = call(on, &kernel, calls, &[numbers, real, logits, ids, scales])[0];
+    on.builder.bitcast(dlogits, operands.element)
+}
+
+impl Program {
+    /// The logits as a kernel takes them, and their own element type.
+    fn stored_logits(&mut self, logits: Value) -> (Value, Element) {
+        let dtype = self.builder.type_of(logits).element;
+        (self.builder.bitcast(logits, stored_as(dtype)), dtype)
+    }
+
+    /// The ids, counted from this device's first column, −1 where another has it; and how many columns it has, `[1]` i32.
+    fn of_device(&mut self, given: &Forward) -> (Value, Value) {
+        let [b, t, v] = self.local;
+        let scalar = Type::new(Element::I32, &[]);
+        let columns = self.builder.constant(v as f64, scalar.clone());
+        let Some(first) = given.first_column else {
+            return (given.ids, self.builder.reshape(columns, &[1]));
+        };
+        let before = self.builder.broadcast(first, &[], &[b, t]);
+        let ids = self.builder.subtract(given.ids, before);
+        let vocab = self.builder.constant(self.vocab as f64, scalar);
+        let left = self.builder.subtract(vocab, first);
+        let real = self.builder.minimum(left, columns);
+        // A window reaches beyond the device's columns, and no target may be found there.
+        let of_each = |on: &mut Self, scalar| on.builder.broadcast(scalar, &[], &[b, t]);
+        let (end, elsewhere) = (of_each(self, real), self.builder.constant(-1.0, Type::new(Element::I32, &[b, t])));
+        let before_end = self.builder.compare(Comparison::Less, ids, end);
+        let ids = self.builder.select(before_end, ids, elsewhere);
+        (ids, self.builder.reshape(real, &[1]))
+    }
+
+    /// `max`, −∞ where it is at or below the floor: such a row has no softmax.
+    fn without_floor(&mut self, max: Value) -> Value {
+        let (floor, nothing) = (self.constant(FLOOR), self.constant(f64::NEG_INFINITY));
+        let lost = self.builder.compare(Comparison::AtLeast, floor, max);
+        self.builder.select(lost, nothing, max)
+    }
+
+    /// A softmax from the sums that every device took below its own maximum.
+    fn joined_softmax(
+        &mut self,
+        max: Value,
+        rise: Value,
+        target_logit: Value,
+        [others, weighted]: [Value; 2],
+        inverse: Option<Value>,
+    ) -> Softmax {
+        let tempered = |on: &mut Self, value| inverse.map_or(value, |inverse| on.times(value, inverse));
+        let rise = tempered(self, rise);
+        let minus_rise = self.builder.negate(rise);
+        let shrink = self.builder.exponential(minus_rise);
+        let minus_log2_e = self.constant(-LOG2_E);
+        let shift = self.builder.multiply(rise, minus_log2_e);
+        let shifted = self.builder.multiply(others, shift);
+        let weighted = self.builder.add(weighted, shifted);
+        let others = self.builder.multiply(others, shrink);
+        let weighted = self.builder.multiply(weighted, shrink);
+        let others = self.over(&[Axis::Vocab], Fold::Add, others);
+        let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
+
+        let target_gap = self.builder.subtract(max, target_logit);
+        let target_gap = tempered(self, target_gap);
+        let minus_gap = self.builder.negate(target_gap);
+        let target_exp = self.builder.exponential(minus_gap);
+        let sum = self.builder.add(others, target_exp);
+        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
+        let one = self.constant(1.0);
+        let short_of_one = self.builder.subtract(target_exp, one);
+        let excess = self.builder.add(others, short_of_one);
+        let log_sum = self.builder.log_plus_one(excess);
+        let minus_ln_2 = self.constant(-LN_2);
+        let weighted_gaps = self.builder.multiply(weighted, minus_ln_2);
+        let zero = self.constant(0.0);
+        let of_target = self.builder.multiply(target_exp, target_gap);
+        let nothing = self.builder.compare(Comparison::Equal, target_exp, zero);
+        let of_target = self.builder.select(nothing, zero, of_target);
+        let weighted_gaps = self.builder.add(weighted_gaps, of_target);
+        let mean_gap = self.builder.divide(weighted_gaps, sum);
+        Softmax { others, sum, target_gap, log_sum, mean_gap }
+    }
+}

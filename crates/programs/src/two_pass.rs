@@ -1,0 +1,356 @@
+//! Two kernels that stream over the columns: the statistics of every row, then dlogits from a scale for each token.
+//!
+//! ```text
+//! statistics   m = max x_j      g_j = (x_j − m)·log₂e/T     e_j = 2^g_j     s = Σ_{j≠y} e_j,  w = Σ_{j≠y} e_j g_j,  x_y
+//! between      anything: logp, entropy and the loss from the statistics; collectives; losses over whole sequences
+//! dlogits      dx_j = share · e_j  +  bonus · e_j (a_j − ā),   dx_y = −share · s  +  bonus · e_y (a_y − ā),   0 where masked
+//! ```
+//!
+//! HBM sees each logit twice and each dlogit once. Rows need not fit VMEM, and a row may lie on several devices: an id
+//! that is not among a device's columns meets none of them. The maximum runs with the columns, one for each lane, and
+//! what was summed is rescaled when it rises; the lanes meet at the end of the row.
+
+use std::f64::consts::LN_2;
+
+use super::rows::{
+    Chunk, Columns, Core, FLOOR, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
+    rows_of_a_register, stored_as, widen,
+};
+use assay_algebra::structure::{Structure, Temperature};
+use assay_core::element::Element;
+use assay_tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
+
+/// Columns of a window, at most.
+const WINDOW: usize = 65536;
+
+/// Rows of a window, at most.
+const ROWS: usize = 32;
+
+/// The columns of the array that [`statistics`] returns.
+#[derive(Clone, Copy)]
+pub(crate) enum Statistic {
+    Max,
+    /// 0 where the target is not among the columns.
+    TargetLogit,
+    /// `s` and `w` of the softmax that entropy is of.
+    Others,
+    Weighted,
+    /// The same of the one that logp is of, where that is another.
+    LogpOthers,
+    LogpWeighted,
+}
+
+/// The names of [`Statistic`], in order.
+pub(crate) const STATISTIC_NAMES: [&str; 6] =
+    ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
+
+/// The columns of the array that [`dlogits`] is given.
+#[derive(Clone, Copy)]
+pub(crate) enum Scale {
+    Max,
+    /// `−G/(S·T)`
+    Share,
+    /// `s` of the softmax that logp is of.
+    Others,
+    /// 1 or 0.
+    Mask,
+    /// `E/(S·T)`
+    Bonus,
+    /// `ā`
+    MeanGap,
+}
+
+/// The names of [`Scale`], in order.
+pub(crate) const SCALE_NAMES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
+
+/// Columns of both arrays.
+pub(crate) const PER_TOKEN: usize = 8;
+
+/// The logits of a device.
+#[derive(Clone, Copy)]
+pub(crate) struct Local {
+    /// `[b,t,v]`
+    pub(crate) shape: [usize; 3],
+    /// How many columns the device that has the fewest has. The others of its `v` are padding.
+    pub(crate) least: usize,
+}
+
+/// How a batch is cut into windows.
+#[derive(Clone, Copy)]
+struct Cut {
+    batch: usize,
+    tokens: usize,
+    vocab: usize,
+    /// Columns that are real on every device.
+    least: usize,
+    rows: usize,
+    columns: usize,
+}
+
+impl Cut {
+    fn of(Local { shape: [batch, tokens, vocab], least }: Local, logits: Element) -> Self {
+        let rows = tokens.next_multiple_of(rows_of_a_register(logits)).min(ROWS);
+        let columns = vocab.div_ceil(vocab.div_ceil(WINDOW)).next_multiple_of(LANES);
+        Self { batch, tokens, vocab, least, rows, columns }
+    }
+
+    fn blocks(self) -> usize {
+        self.vocab.div_ceil(self.columns)
+    }
+
+    fn grid(self) -> [usize; 3] {
+        [self.batch, self.tokens.div_ceil(self.rows), self.blocks()]
+    }
+
+    fn logits(self, on: &mut Builder, element: Element) -> Memory {
+        let window = Window { block: vec![1, self.rows, self.columns], along: vec![Some(0), Some(1), Some(2)] };
+        on.input(stored_as(element), &[self.batch, self.tokens, self.vocab], window)
+    }
+
+    /// A `[B,T,columns]` array of which every step of a row sees the same rows.
+    fn per_token(self, columns: usize) -> ([usize; 3], Window) {
+        let window = Window { block: vec![1, self.rows, columns], along: vec![Some(0), Some(1), None] };
+        ([self.batch, self.tokens, columns], window)
+    }
+
+    /// The columns of this step's window.
+    fn of_window(self, on: &mut Builder, real: Memory) -> Columns {
+        let (zero, block, columns) = (on.integer(0), on.grid_index(2), on.integer(self.columns));
+        let real = on.load_scalar(real, zero);
+        let before = on.mul(block, columns);
+        let real = on.sub(real, before);
+        // The last window has the fewest.
+        let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
+        Columns { all: self.columns, whole: fewest / LANES * LANES, real }
+    }
+
+    /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
+    fn targets(self, on: &mut Builder, ids: Memory) -> Value {
+        let ids = on.load(ids, Column::Static(0), 1);
+        let block = on.grid_index(2);
+        let columns = on.integer(self.columns);
+        let before = on.mul(block, columns);
+        on.sub(ids, before)
+    }
+}
+
+/// Which of `columns` places from column `start` of a chunk are their row's target.
+fn hits(on: &mut Builder, targets: Value, chunk: Chunk, start: usize, columns: usize) -> Value {
+    let first = match chunk.column {
+        Column::Static(column) => on.integer(column + start),
+        Column::Dynamic(column) => {
+            let start = on.integer(start);
+            on.add(column, start)
+        }
+    };
+    // The same in all rows, so that one addition serves them.
+    let [rows, _] = on.type_of(targets).tile.expect("one column");
+    let place = on.iota(1, rows, columns);
+    let place = on.add(place, first);
+    on.equal(place, targets)
+}
+
+/// What gaps are multiplied by: for the softmax that entropy is of, and for that of logp where it is another.
+fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) -> Vec<Value> {
+    let zero = on.integer(0);
+    let inverse = on.load_scalar(numbers, zero);
+    match temperature {
+        Temperature::One => vec![exponent_scale(on, None)],
+        Temperature::Logits => vec![exponent_scale(on, Some(inverse))],
+        Temperature::Logp => vec![exponent_scale(on, Some(inverse)), exponent_scale(on, None)],
+    }
+}
+
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]` and ids `[B,T,1]` i32; returns
+/// `[B,T,8]` f32, see [`Statistic`].
+pub(crate) fn statistics(temperature: Temperature, local: Local, element: Element, core: Core) -> Kernel {
+    let cut = Cut::of(local, element);
+    let mut builder = Builder::new("grpo_statistics", &cut.grid());
+    let on = &mut builder;
+    let numbers = on.scalars(Element::F32, 1);
+    let real = on.scalars(Element::I32, 1);
+    let logits = cut.logits(on, element);
+    let (shape, window) = cut.per_token(1);
+    let ids = on.input(Element::I32, &shape, window);
+    let (shape, window) = cut.per_token(PER_TOKEN);
+    let results = on.output(Element::F32, &shape, window);
+    let scales = exponent_scales(on, temperature, numbers);
+    let mut of_lanes = || on.scratch(Element::F32, cut.rows, LANES);
+    let (maxima, chosen) = (of_lanes(), of_lanes());
+    let sums: Vec<[Memory; 2]> = scales.iter().map(|_| [of_lanes(), of_lanes()]).collect();
+    let lanes = Type::tile(Element::F32, cut.rows, LANES);
+    let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), LANES);
+    let keep = |on: &mut Builder, memory, value| on.store(memory, Column::Static(0), value);
+
+    let block = on.grid_index(2);
+    let first = on.integer(0);
+    let is_first = on.equal(block, first);
+    on.when(is_first, |on| {
+        let (floor, zero) = (on.constant(FLOOR, lanes), on.constant(0.0, lanes));
+        keep(on, maxima, floor);
+        keep(on, chosen, zero);
+        sums.iter().flatten().for_each(|&sum| keep(on, sum, zero));
+    });
+
+    let columns = cut.of_window(on, real);
+    let native = element == Element::F32 || element == Element::Bf16 && core.bf16_arithmetic;
+    let compared = if native { element } else { Element::F32 };
+    let lowest = on.constant(FLOOR, Type { element: compared, ..lanes });
+    let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
+        let x = load_logits(on, logits, chunk);
+        let x = if native { x } else { widen(on, x) };
+        let mut maximum = carried.to_vec();
+        accumulate(on, Fold::Max, &mut maximum, x);
+        maximum
+    });
+    let highest = on.convert(highest[0], Element::F32);
+    let before = whole(on, maxima);
+    let max = on.max(before, highest);
+    keep(on, maxima, max);
+    let rise = on.sub(max, before);
+
+    let targets = cut.targets(on, ids);
+    // Sums of this window alone: few terms, then one addition to those of the windows before.
+    let zero = on.constant(0.0, lanes);
+    let mut initial = vec![zero; 1 + 2 * scales.len()];
+    initial[0] = whole(on, chosen);
+    let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
+        let x = load_logits(on, logits, chunk);
+        let x = raised(on, core, x);
+        let zero = on.number(0.0);
+        let mut next = carried.to_vec();
+        let mut terms = vec![Pairwise::default(); 2 * scales.len()];
+        for start in (0..chunk.columns).step_by(LANES) {
+            let hit = hits(on, targets, chunk, start, LANES);
+            let part = on.columns(x, start, LANES);
+            next[0] = on.select(hit, part, next[0]);
+            let gap = on.sub(max, part);
+            for (i, &scale) in scales.iter().enumerate() {
+                let exponent = on.mul(gap, scale);
+                let exp = on.exp2(exponent);
+                let exp = on.select(hit, zero, exp);
+                let term = on.mul(exp, exponent);
+                terms[2 * i].add(on, exp);
+                terms[2 * i + 1].add(on, term);
+            }
+        }
+        for (sum, terms) in next[1..].iter_mut().zip(terms) {
+            *sum = terms.onto(on, *sum);
+        }
+        next
+    });
+    keep(on, chosen, of_window[0]);
+    for ((&scale, &[others, weighted]), of_window) in scales.iter().zip(&sums).zip(of_window[1..].chunks(2)) {
+        let before = [whole(on, others), whole(on, weighted)];
+        let before = rescaled(on, scale, rise, before[0], before[1]);
+        for ((memory, before), of_window) in [others, weighted].into_iter().zip(before).zip(of_window) {
+            let sum = on.add(before, *of_window);
+            keep(on, memory, sum);
+        }
+    }
+
+    let last = on.integer(cut.blocks() - 1);
+    let is_last = on.equal(block, last);
+    on.when(is_last, |on| Lanes { maxima, chosen, sums }.meet(on, &scales, results));
+    builder.finish()
+}
+
+/// What each lane has gathered of a row, `[rows, 128]`.
+struct Lanes {
+    maxima: Memory,
+    chosen: Memory,
+    /// `s` and `w` of each softmax.
+    sums: Vec<[Memory; 2]>,
+}
+
+impl Lanes {
+    /// The statistics of the row.
+    fn meet(&self, on: &mut Builder, scales: &[Value], results: Memory) {
+        let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), LANES);
+        let give =
+            |on: &mut Builder, column: Statistic, value| on.store(results, Column::Static(column as usize), value);
+        let of_lanes = whole(on, self.maxima);
+        let max = on.fold_lanes(Fold::Max, of_lanes);
+        let rise = on.sub(max, of_lanes);
+        give(on, Statistic::Max, max);
+        let chosen = whole(on, self.chosen);
+        let target_logit = on.fold_lanes(Fold::Add, chosen);
+        // What was raised to the floor was −∞.
+        let (floor, nothing) = (on.number(FLOOR), on.number(f64::NEG_INFINITY));
+        let lost = on.equal(target_logit, floor);
+        let target_logit = on.select(lost, nothing, target_logit);
+        give(on, Statistic::TargetLogit, target_logit);
+        let columns = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
+        for ((&scale, &[others, weighted]), columns) in scales.iter().zip(&self.sums).zip(columns) {
+            let (others, weighted) = (whole(on, others), whole(on, weighted));
+            for (column, value) in columns.into_iter().zip(rescaled(on, scale, rise, others, weighted)) {
+                let value = on.fold_lanes(Fold::Add, value);
+                give(on, column, value);
+            }
+        }
+    }
+}
+
+/// `s` and `w` after the maximum has risen.
+fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted: Value) -> [Value; 2] {
+    let shift = on.mul(rise, scale);
+    let shrink = on.exp2(shift);
+    let shifted = on.mul(others, shift);
+    let weighted = on.add(weighted, shifted);
+    [on.mul(others, shrink), on.mul(weighted, shrink)]
+}
+
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]`, which dlogits are written over,
+/// ids `[B,T,1]` i32 and scales `[B,T,8]` f32, see [`Scale`].
+pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core: Core) -> Kernel {
+    let cut = Cut::of(local, element);
+    let mut builder = Builder::new("grpo_dlogits", &cut.grid());
+    let on = &mut builder;
+    let numbers = on.scalars(Element::F32, 1);
+    let real = on.scalars(Element::I32, 1);
+    let logits = cut.logits(on, element);
+    let (shape, window) = cut.per_token(1);
+    let ids = on.input(Element::I32, &shape, window);
+    let (shape, window) = cut.per_token(PER_TOKEN);
+    let tokens = on.input(Element::F32, &shape, window);
+    let dlogits = on.output_over(logits);
+
+    let scales = exponent_scales(on, structure.temperature, numbers);
+    let given = |on: &mut Builder, column: Scale| on.load(tokens, Column::Static(column as usize), 1);
+    let (max, share, others) = (given(on, Scale::Max), given(on, Scale::Share), given(on, Scale::Others));
+    let mask = given(on, Scale::Mask);
+    let bonus = structure.entropy_bonus.map(|_| [given(on, Scale::Bonus), given(on, Scale::MeanGap)]);
+    let of_others = on.mul(share, others);
+    let target = on.neg(of_others);
+    let targets = cut.targets(on, ids);
+    let columns = cut.of_window(on, real);
+    for_each_chunk(on, columns, &[], |on, chunk, _| {
+        let x = load_logits(on, logits, chunk);
+        let x = raised(on, core, x);
+        let gap = on.sub(max, x);
+        let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
+        let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
+        // The policy's gradient goes through the last softmax, the bonus's through the first.
+        let policy = on.mul(exps[exps.len() - 1], share);
+        let hit = hits(on, targets, chunk, 0, chunk.columns);
+        let mut gradient = on.select(hit, target, policy);
+        if let Some([factor, mean_gap]) = bonus {
+            let minus_ln_2 = on.number(-LN_2);
+            let gap = on.mul(exponents[0], minus_ln_2);
+            let above_mean = on.sub(gap, mean_gap);
+            // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
+            let exp_above_mean = on.mul(exps[0], above_mean);
+            let term = on.mul(exp_above_mean, factor);
+            gradient = on.add(gradient, term);
+        }
+        let zero = on.number(0.0);
+        let [rows, columns] = on.type_of(gradient).tile.expect("a tile");
+        let mask = on.broadcast(mask, rows, columns);
+        let counts = on.less(zero, mask);
+        let gradient = on.select(counts, gradient, zero);
+        let gradient = narrow(on, gradient, stored_as(element));
+        on.store(dlogits, chunk.column, gradient);
+        vec![]
+    });
+    builder.finish()
+}

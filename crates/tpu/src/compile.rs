@@ -1,0 +1,285 @@
+//! Compiling in a child process.
+//!
+//! libtpu may abort the process on an internal error, or never return. So the program, in a folder of its own under the
+//! system's temporary one, is compiled by a worker: the `assay` executable with the hidden command `tpu-worker FOLDER`,
+//! with the environment that libtpu reads when it loads. The worker writes its answer to the folder, libtpu its dumps;
+//! a worker that dies or outlasts the limit becomes an error with the last lines of its stderr.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::error::TpuError;
+use super::files::{failed, read_text};
+use super::schedule::{self, Kernel};
+use super::target::Target;
+use super::traffic::{self, Traffic};
+use assay_core::memory::CompiledMemory;
+use assay_pjrt::runtime::{Plugin, Program, RuntimeError, Topology, find_installed};
+
+/// The hidden command that makes the `assay` executable a worker.
+pub const WORKER_COMMAND: &str = "tpu-worker";
+
+/// Names the library where no option does; JAX reads the same.
+pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
+
+/// How long one program may take to compile unless a [`Compiler`] says otherwise.
+pub const TIME_LIMIT: Duration = Duration::from_mins(5);
+
+/// How much of a dead worker's stderr is told.
+const LAST_BYTES: u64 = 4 << 10;
+const LAST_LINES: usize = 12;
+
+/// The files of a folder that a worker is given.
+const JOB: &str = "job.json";
+const PROGRAM: &str = "program.mlir";
+const ANSWER: &str = "answer.json";
+const STDERR: &str = "stderr.txt";
+const SCHEDULES: &str = "schedules";
+const HLO: &str = "hlo";
+
+/// What to compile.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'r> {
+    /// StableHLO text.
+    pub code: &'r str,
+    /// For which devices.
+    pub target: &'r Target,
+    /// Copies joined by collectives, one a device.
+    pub replicas: usize,
+    /// The same, for programs that count their devices as partitions.
+    pub partitions: usize,
+}
+
+/// What came of it.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// Of one run, on one device.
+    pub memory: CompiledMemory,
+    /// Seconds that libtpu took.
+    pub compile_s: f64,
+    /// Every kernel's final program.
+    pub kernels: Vec<Kernel>,
+    /// Bytes through HBM.
+    pub traffic: Traffic,
+    /// Collectives whose cycles are in no kernel.
+    pub uncounted: Vec<String>,
+}
+
+impl Compiled {
+    /// Cycles of all kernels, one after another, each as often as it is launched.
+    pub fn cycles(&self) -> u64 {
+        self.kernels.iter().map(Kernel::all_cycles).fold(0, u64::saturating_add)
+    }
+}
+
+/// A libtpu, and the executable that loads it.
+#[derive(Clone, Debug)]
+pub struct Compiler {
+    library: PathBuf,
+    /// Called as `worker tpu-worker FOLDER`.
+    worker: PathBuf,
+    limit: Duration,
+    flags: String,
+}
+
+/// What a worker is to do.
+#[derive(Serialize, Deserialize)]
+struct Job {
+    library: PathBuf,
+    topology: String,
+    replicas: usize,
+    partitions: usize,
+}
+
+/// What a worker says.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Answer {
+    Compiled { memory: CompiledMemory, compile_s: f64 },
+    Refused(String),
+}
+
+/// libtpu: `given`, else what [`LIBRARY_VARIABLE`] names, else what `make setup-tpu` installed.
+///
+/// # Errors
+/// [`TpuError::Absent`], saying where was looked.
+pub fn locate(given: Option<&Path>) -> Result<PathBuf, TpuError> {
+    let variable = || env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    match given.map(Path::to_path_buf).or_else(variable) {
+        Some(path) if path.is_file() => Ok(path),
+        Some(path) => Err(TpuError::Absent { looked: vec![path] }),
+        None => find_installed("libtpu.so").map_err(|looked| TpuError::Absent { looked }),
+    }
+}
+
+impl Compiler {
+    /// With the library at `library`, loaded by `worker`: an `assay` executable.
+    pub fn new(library: PathBuf, worker: PathBuf) -> Compiler {
+        Compiler { library, worker, limit: TIME_LIMIT, flags: String::new() }
+    }
+
+    /// The same with another time limit.
+    #[must_use]
+    pub fn limit(self, limit: Duration) -> Compiler {
+        Compiler { limit, ..self }
+    }
+
+    /// The same with flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`:
+    /// `--xla_tpu_scoped_vmem_limit_kib=61440 …`. libtpu dies of one that it does not know.
+    #[must_use]
+    pub fn flags(self, flags: &str) -> Compiler {
+        Compiler { flags: flags.into(), ..self }
+    }
+
+    /// Compiles a program and reads what the compiler says of it.
+    ///
+    /// # Errors
+    /// [`TpuError::Refused`] with libtpu's message where it does not compile; [`TpuError::Died`] or
+    /// [`TpuError::TimedOut`] where the worker gave no answer; [`TpuError::Dump`] where what libtpu wrote is not
+    /// understood; [`TpuError::Io`].
+    pub fn compile(&self, request: &Request) -> Result<Compiled, TpuError> {
+        let temporary = env::temp_dir();
+        let folder = tempfile::Builder::new().prefix("assay-tpu-").tempdir().map_err(failed("write to", &temporary))?;
+        let folder = folder.path();
+        let job = Job {
+            // The worker runs elsewhere.
+            library: fs::canonicalize(&self.library).map_err(failed("find", &self.library))?,
+            topology: request.target.topology_name(),
+            replicas: request.replicas,
+            partitions: request.partitions,
+        };
+        for dumps in [SCHEDULES, HLO].map(|name| folder.join(name)) {
+            fs::create_dir(&dumps).map_err(failed("create", &dumps))?;
+        }
+        write(&folder.join(JOB), &serde_json::to_vec(&job).expect("plain data has a JSON form"))?;
+        write(&folder.join(PROGRAM), request.code.as_bytes())?;
+        let status = self.work(request.target, folder)?;
+
+        let target = request.target.to_string();
+        let answer = folder.join(ANSWER);
+        let (true, Some(status)) = (answer.is_file(), status) else {
+            let stderr = last_lines(&folder.join(STDERR));
+            return Err(match status {
+                Some(status) => TpuError::Died { target, status: status.to_string(), stderr },
+                None => TpuError::TimedOut { target, limit: self.limit, stderr },
+            });
+        };
+        if !status.success() {
+            let stderr = last_lines(&folder.join(STDERR));
+            return Err(TpuError::Died { target, status: status.to_string(), stderr });
+        }
+        let answer = serde_json::from_str(&read_text(&answer)?).map_err(|error| TpuError::Dump {
+            file: ANSWER.into(),
+            line: error.line(),
+            given: error.to_string(),
+            expected: "a worker's answer",
+        })?;
+        match answer {
+            Answer::Refused(message) => Err(TpuError::Refused { target, message }),
+            Answer::Compiled { memory, compile_s } => {
+                let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip)?;
+                let traffic = traffic::read(&folder.join(HLO))?;
+                let uncounted = traffic.launch(&mut kernels);
+                Ok(Compiled { memory, compile_s, kernels, traffic, uncounted })
+            }
+        }
+    }
+
+    /// Runs a worker to its end; `None` where it did not come to one in time.
+    fn work(&self, target: &Target, folder: &Path) -> Result<Option<ExitStatus>, TpuError> {
+        let stderr = folder.join(STDERR);
+        let stderr = File::create(&stderr).map_err(failed("create", &stderr))?;
+        let dump = |name| folder.join(name).display().to_string();
+        let mut worker = Command::new(&self.worker)
+            .arg(WORKER_COMMAND)
+            .arg(folder)
+            .envs(target.environment())
+            .env(
+                "LIBTPU_INIT_ARGS",
+                format!(
+                    "{} --xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={}",
+                    self.flags,
+                    dump(SCHEDULES),
+                    schedule::PASSES
+                ),
+            )
+            .env("XLA_FLAGS", format!("--xla_dump_to={} --xla_dump_hlo_as_text", dump(HLO)))
+            // Errors only: they are what is told of a worker that died. A compile cache would suppress the dumps.
+            .env("TF_CPP_MIN_LOG_LEVEL", "2")
+            .env_remove("JAX_COMPILATION_CACHE_DIR")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(stderr)
+            .spawn()
+            .map_err(failed("run", &self.worker))?;
+        let started = Instant::now();
+        loop {
+            if let Some(status) = worker.try_wait().map_err(failed("wait for", &self.worker))? {
+                return Ok(Some(status));
+            }
+            if started.elapsed() >= self.limit {
+                // It may have ended since; either way it is gone after this.
+                let _ = worker.kill();
+                worker.wait().map_err(failed("wait for", &self.worker))?;
+                return Ok(None);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// The worker's part: compiles the job in `folder` and leaves the answer there.
+///
+/// # Errors
+/// [`TpuError::Io`] where the job cannot be read or the answer not be written. A program that does not compile is an
+/// answer.
+pub fn work(folder: &Path) -> Result<(), TpuError> {
+    let job = read_text(&folder.join(JOB))?;
+    let job: Job = serde_json::from_str(&job).map_err(|error| TpuError::Dump {
+        file: JOB.into(),
+        line: error.line(),
+        given: error.to_string(),
+        expected: "a job, as `assay compile` writes it",
+    })?;
+    let code = read_text(&folder.join(PROGRAM))?;
+    let answer = compile_here(&job, &code).unwrap_or_else(|error| Answer::Refused(error.to_string()));
+    write(&folder.join(ANSWER), &serde_json::to_vec(&answer).expect("plain data has a JSON form"))
+}
+
+fn compile_here(job: &Job, code: &str) -> Result<Answer, RuntimeError> {
+    let topology = Topology::named(Plugin::load(&job.library)?, &job.topology)?;
+    let program = Program { code: code.as_bytes(), replicas: job.replicas, partitions: job.partitions };
+    let started = Instant::now();
+    let unloaded = topology.compile(&program)?;
+    Ok(Answer::Compiled { compile_s: started.elapsed().as_secs_f64(), memory: unloaded.memory()? })
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), TpuError> {
+    fs::write(path, bytes).map_err(failed("write", path))
+}
+
+/// The last lines of a file, or why there are none.
+fn last_lines(path: &Path) -> String {
+    let read = || -> io::Result<String> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(LAST_BYTES)))?;
+        let mut bytes = Vec::new();
+        file.take(LAST_BYTES).read_to_end(&mut bytes)?;
+        let text = String::from_utf8_lossy(&bytes);
+        let lines: Vec<&str> = text.lines().collect();
+        Ok(lines[lines.len().saturating_sub(LAST_LINES)..].join("\n"))
+    };
+    match read() {
+        Ok(text) if text.trim().is_empty() => "(nothing)".into(),
+        Ok(text) => text,
+        Err(error) => format!("(unreadable: {error})"),
+    }
+}
