@@ -5,15 +5,15 @@
 
 use std::time::{Duration, Instant};
 
-use assay::conformance::cases::head_recipe;
-use assay::conformance::lm_head::judge_head;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
+use assay::judge::lm_head::judge_head;
+use assay::judge::tolerance::Tolerances;
 use assay::native::NativeHead;
 use assay::problem::{Dtype, HeadProblem, HeadShape};
 use assay::products::ProductsOf;
 use assay::reference::evaluate_head;
 use assay::spec::LossSpec;
+use assay::suites::cases::head_recipe;
 
 const SAMPLES: usize = 5;
 

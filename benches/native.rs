@@ -8,10 +8,10 @@
 use std::time::{Duration, Instant};
 
 use assay::bandwidth::{CopyOf, time_read};
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::tolerance::Tolerances;
 use assay::native::{Isa, Native};
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::reference;

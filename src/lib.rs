@@ -15,24 +15,25 @@
 use assay_core::text;
 pub use assay_core::{element, implementation, memory, problem, spec};
 pub use assay_fixture as fixture;
+pub use assay_judge as judge;
 pub use assay_native as native;
 pub use assay_native::{bandwidth, products};
 #[cfg(feature = "pjrt")]
 pub use assay_pjrt::{exported, runtime, xla};
 pub use assay_programs as programs;
 pub use assay_reference as reference;
+pub use assay_registry as registry;
+pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
 pub use assay_tpu as tpu;
 
 #[cfg(feature = "train")]
 mod checkpoint;
 pub mod cli;
-pub mod conformance;
 
 #[cfg(feature = "train")]
 pub mod record;
 
-pub mod registry;
 pub mod report;
 #[cfg(feature = "train")]
 pub mod train;

@@ -1,8 +1,8 @@
 //! What the CPU kernels take beside their inputs and outputs. The only test of its binary: the allocator counts what any
 //! thread takes.
 
-use assay::conformance::generate::{HeadRecipe, Recipe, Regime};
 use assay::implementation::Implementation;
+use assay::judge::generate::{HeadRecipe, Recipe, Regime};
 use assay::native::{Native, NativeHead};
 use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::spec::LossSpec;

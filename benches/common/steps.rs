@@ -3,11 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::report::on_devices;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::report::on_devices;
+use assay::judge::tolerance::Tolerances;
 use assay::problem::{Dtype, Problem};
 use assay::reference::{self, Reference};
 use assay::spec::LossSpec;

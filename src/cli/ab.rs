@@ -16,9 +16,9 @@ use ndarray::arr0;
 
 use super::train::{Trained, read_settings, trained};
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
-use crate::conformance::judge;
-use crate::conformance::lm_head::judge_head;
-use crate::conformance::tolerance::{Output, Tolerances};
+use crate::judge::judge;
+use crate::judge::lm_head::judge_head;
+use crate::judge::tolerance::{Output, Tolerances};
 use crate::problem::{Dtype, HeadCandidate};
 use crate::reference::evaluate_head;
 use crate::report::ab::{self as report, Arm, Comparison, Step, Verdict};

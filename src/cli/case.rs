@@ -8,9 +8,9 @@ use serde::Deserialize;
 use super::CliError;
 use super::head_choice::AnyRecipe;
 use super::problem_choice::AnyProblem;
-use crate::conformance::generate::{HeadRecipe, Recipe};
 use crate::fixture::{ProblemFile, verify};
 use crate::implementation::{FILE_PREFIX, Implementation};
+use crate::judge::generate::{HeadRecipe, Recipe};
 use crate::registry::Listed;
 use crate::spec::LossSpec;
 

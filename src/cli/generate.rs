@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
 use super::{CliError, Passed, Printing, config, one_of};
-use crate::conformance::generate::{Recipe, Regime};
 use crate::fixture::{write_head_problem, write_problem};
+use crate::judge::generate::{Recipe, Regime};
 use crate::problem::{Dtype, Extents};
 use crate::spec::LossSpec;
 

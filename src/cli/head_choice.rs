@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::CliError;
-use crate::conformance::generate::{HeadRecipe, Recipe};
+use crate::judge::generate::{HeadRecipe, Recipe};
 use crate::problem::{Extents, HeadLayout, HeadShape};
 
 /// What is said of an LM head beside its extents.

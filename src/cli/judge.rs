@@ -7,11 +7,11 @@ use ndarray::Ix2;
 
 use super::problem_choice::{AnyProblem, ProblemChoice};
 use super::{CliError, Passed, Printing};
-use crate::conformance::judge::Status;
-use crate::conformance::judgeable::Judgeable;
-use crate::conformance::report::{Check, Ignored, Report, explain};
-use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{read_candidate, read_head_candidate};
+use crate::judge::judge::Status;
+use crate::judge::judgeable::Judgeable;
+use crate::judge::report::{Check, Ignored, Report, explain};
+use crate::judge::tolerance::Tolerances;
 use crate::problem::{Candidate, FloatArray, HeadCandidate};
 use crate::spec::LossSpec;
 

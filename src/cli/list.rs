@@ -8,9 +8,9 @@ use comfy_table::{ContentArrangement, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
 use super::{CliError, Passed, PluginChoice, Printing};
-use crate::conformance::summary::{COLUMNS, grouped, notes};
-use crate::conformance::variants::variants;
 use crate::implementation::{Implementation, Input};
+use crate::judge::summary::{COLUMNS, grouped, notes};
+use crate::judge::variants::variants;
 use crate::problem::{Dtype, HeadShape, Shape};
 use crate::registry::{lm_head_registry, registry};
 use crate::spec::LossSpec;

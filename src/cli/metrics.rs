@@ -5,7 +5,7 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 
 use super::problem_choice::{AnyProblem, ProblemChoice};
 use super::{CliError, Passed, Printing, one_of};
-use crate::conformance::judgeable::Judgeable;
+use crate::judge::judgeable::Judgeable;
 use crate::reference::metrics::Project;
 
 #[derive(Args)]

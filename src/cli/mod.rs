@@ -19,6 +19,7 @@ mod head_choice;
 mod judge;
 mod list;
 mod metrics;
+#[cfg(feature = "mutants")]
 mod mutants;
 mod parity;
 mod problem_choice;
@@ -46,18 +47,18 @@ use clap::{Args, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use crate::conformance::generate::RecipeError;
-use crate::conformance::judge::JudgeError;
-use crate::conformance::measure::MeasureError;
-use crate::conformance::tolerance::ToleranceError;
 use crate::fixture::FixtureError;
 use crate::implementation::RunError;
+use crate::judge::generate::RecipeError;
+use crate::judge::judge::JudgeError;
+use crate::judge::tolerance::ToleranceError;
 use crate::memory::Shortage;
 use crate::problem::ProblemError;
 #[cfg(feature = "train")]
 use crate::record::RecordError;
 use crate::report::InputError;
 use crate::spec::presets::PresetError;
+use crate::suites::measure::MeasureError;
 #[cfg(feature = "pjrt")]
 use crate::tpu::TpuError;
 #[cfg(feature = "train")]
@@ -96,6 +97,7 @@ enum Command {
     /// Compare the reference with what published implementations returned
     Parity(parity::Parity),
     /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
+    #[cfg(feature = "mutants")]
     Mutants(mutants::Mutants),
     /// Run a Qwen2 model and keep its logits as a fixture
     #[cfg(feature = "train")]
@@ -262,6 +264,7 @@ pub fn main() -> ExitCode {
         Command::Emit(command) => command.run(),
         Command::List(command) => command.run(),
         Command::Parity(command) => command.run(),
+        #[cfg(feature = "mutants")]
         Command::Mutants(command) => command.run(),
         Command::Record(command) => command.run(),
         Command::Report(command) => command.run(),

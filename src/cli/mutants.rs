@@ -6,12 +6,10 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{CliError, Passed, Printing, config};
-use crate::conformance::mutants::{
-    BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, head_cases, property_cases,
-};
-use crate::conformance::recorded::recorded_spec;
-use crate::conformance::report::Ignored;
 use crate::fixture::{ProblemFile, manifest_files, verify};
+use crate::judge::recorded::recorded_spec;
+use crate::judge::report::Ignored;
+use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, head_cases, property_cases};
 
 /// Where fixtures are looked for when no folder is named.
 const DEFAULT_FOLDER: &str = "fixtures";

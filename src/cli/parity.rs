@@ -11,12 +11,12 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
 use super::{CliError, Passed, Printing};
-use crate::conformance::judge::{JudgeError, judge};
-use crate::conformance::parity::{Difference, limit};
-use crate::conformance::tolerance::Tolerances;
 use crate::fixture::ParityFile;
+use crate::judge::judge::{JudgeError, judge};
+use crate::judge::tolerance::Tolerances;
 use crate::problem::Dtype;
 use crate::reference::{self, Reference};
+use crate::suites::parity::{Difference, limit};
 
 /// How the names end of files that record a defect of one release.
 const QUIRK: &str = "_quirk";

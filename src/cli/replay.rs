@@ -10,17 +10,17 @@ use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
 use super::{CliError, Passed, PluginChoice, Printing, config};
-use crate::conformance::judge::{Status, Verdict};
-use crate::conformance::judgeable::Judgeable;
-use crate::conformance::metric::Position;
-use crate::conformance::recorded::{
-    Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
-};
-use crate::conformance::report::{Check, Compared, Ignored, Report, explain, explain_recorded, on_devices};
-use crate::conformance::summary::Summary;
-use crate::conformance::tolerance::Tolerances;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, RunError};
+use crate::judge::judge::{Status, Verdict};
+use crate::judge::judgeable::Judgeable;
+use crate::judge::metric::Position;
+use crate::judge::recorded::{
+    Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
+};
+use crate::judge::report::{Check, Compared, Ignored, Report, explain, explain_recorded, on_devices};
+use crate::judge::summary::Summary;
+use crate::judge::tolerance::Tolerances;
 use crate::problem::{HeadProblem, Problem};
 use crate::reference::{self, Reference};
 use crate::registry::{find, lm_head_registry, registry};

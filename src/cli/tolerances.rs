@@ -11,10 +11,10 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use time::OffsetDateTime;
 
 use super::{CliError, Passed, Printing};
-use crate::conformance::measure::{self, CASES, Measurement};
-use crate::conformance::revise::{Change, Figures, Reason, ReviseError, Revision};
-use crate::conformance::tolerance::{Tolerance, Tolerances};
+use crate::judge::tolerance::{Tolerance, Tolerances};
 use crate::registry::registry;
+use crate::suites::measure::{self, CASES, Measurement};
+use crate::suites::revise::{Change, Figures, Reason, ReviseError, Revision};
 
 /// Where the law stands in the project.
 const FILE: &str = "tolerances.toml";

@@ -287,10 +287,10 @@ fn quiet_prints_nothing_and_counts_have_defaults() {
 #[test]
 fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
     let spec = LossSpec::default();
-    let recipe = assay::conformance::generate::Recipe {
+    let recipe = assay::judge::generate::Recipe {
         shape: [2, 4, 130],
         dtype: Dtype::Bf16,
-        regime: assay::conformance::generate::Regime::Normal,
+        regime: assay::judge::generate::Regime::Normal,
         seed: 3,
         old_logp_noise_scale: 0.3,
         masked_garbage: true,
@@ -315,10 +315,10 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
         let devices = implementation.device_counts()[0];
         let prepared =
             implementation.prepare(&spec, Shape { batch: 2, tokens: 4, vocab: 130 }, Dtype::Bf16, devices).unwrap();
-        let other = assay::conformance::generate::Recipe {
+        let other = assay::judge::generate::Recipe {
             shape: [2, 4, 130],
             dtype: Dtype::F16,
-            regime: assay::conformance::generate::Regime::Normal,
+            regime: assay::judge::generate::Regime::Normal,
             seed: 3,
             old_logp_noise_scale: 0.3,
             masked_garbage: false,

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::command::{Output, assay, assert_refused};
-use assay::conformance::report::on_devices;
 use assay::fixture::{ProblemFile, write_candidate, write_head_candidate, write_head_problem};
+use assay::judge::report::on_devices;
 use assay::problem::{Candidate, FloatArray, HeadCandidate};
 use assay::registry::{find, find_head};
 use assay::spec::LossSpec;
@@ -503,7 +503,7 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
     let markdown = assay(&["list", "--markdown"]);
     assert_eq!((table.code, markdown.code), (0, 0), "{}{}", table.stderr, markdown.stderr);
     let rows = read_json(&json);
-    let variants = assay::conformance::variants::variants();
+    let variants = assay::judge::variants::variants();
     assert_eq!(rows.as_array().unwrap().len(), variants.len());
     assert_eq!(markdown.stdout.lines().count(), variants.len() + 2);
     assert!(markdown.stdout.contains("| objective | ppo_clip | yes | yes |"), "{}", markdown.stdout);

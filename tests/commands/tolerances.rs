@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::common::command::{Output, assay, assert_refused};
-use assay::conformance::tolerance::{Tolerance, Tolerances};
+use assay::judge::tolerance::{Tolerance, Tolerances};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use assay::conformance::generate::Recipe;
-use assay::conformance::tolerance::{Gate, Model, Output};
+use assay::judge::generate::Recipe;
+use assay::judge::tolerance::{Gate, Model, Output};
 use assay::problem::Dtype;
 use assay::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
@@ -321,7 +321,7 @@ impl Arms {
 
     /// What a recipe for a problem chooses.
     pub(crate) fn recipe(&mut self, recipe: &Recipe) {
-        use assay::conformance::generate::Regime;
+        use assay::judge::generate::Regime;
 
         let Recipe { shape: _, dtype, regime, seed: _, old_logp_noise_scale, masked_garbage } = recipe;
         choose!(self, "dtype", dtype, {

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-pub(crate) use assay::conformance::variants::{SHAPE, recipe};
-use assay::conformance::variants::{Variant, variants};
 use assay::implementation::Implementation;
+pub(crate) use assay::judge::variants::{SHAPE, recipe};
+use assay::judge::variants::{Variant, variants};
 use assay::problem::{Dtype, Shape};
 
 /// The settings that an implementation may refuse, and no other.

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use assay::conformance::variants::{SHAPE, variants};
 use assay::implementation::Implementation;
+use assay::judge::variants::{SHAPE, variants};
 use assay::problem::{Dtype, Shape};
 use assay::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective, OldLogp,

@@ -6,14 +6,14 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::sync::OnceLock;
 
-use assay::conformance::judge::Status;
-use assay::conformance::judgeable::Judgeable;
-use assay::conformance::mutants::{
+use assay::implementation::Implementation;
+use assay::judge::judge::Status;
+use assay::judge::judgeable::Judgeable;
+use assay::judge::tolerance::Tolerances;
+use assay::problem::HeadProblem;
+use assay::suites::mutants::{
     BANK, Case, Cell, Class, Mutant, PROJECTS, Project, Score, Specimen, Suite, Trial, head_cases, property_cases,
 };
-use assay::conformance::tolerance::Tolerances;
-use assay::implementation::Implementation;
-use assay::problem::HeadProblem;
 use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
 

@@ -1,11 +1,11 @@
 //! The comparator is itself tested: each way of being wrong must be rejected, by the gate that is there for it, and a
 //! right answer never.
 
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::{Status, Verdict, judge};
-use assay::conformance::metric::half_ulp;
-use assay::conformance::recorded::recorded_spec;
-use assay::conformance::tolerance::{Gate, Model, Output, Tolerances};
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::{Status, Verdict, judge};
+use assay::judge::metric::half_ulp;
+use assay::judge::recorded::recorded_spec;
+use assay::judge::tolerance::{Gate, Model, Output, Tolerances};
 use assay::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay::reference::{self, Reference};
 use assay::registry::find;
@@ -277,7 +277,7 @@ fn at_the_clip(steps: f64) -> (LossSpec, Problem) {
     let mut problem = recipe.problem(&spec).unwrap();
     problem.advantages = assay::problem::Advantages::Sequence(ndarray::arr1(&[1.0]));
     let logp = reference::evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.logp;
-    let old_logp = logp - 1.2_f64.ln() - steps * assay::conformance::U;
+    let old_logp = logp - 1.2_f64.ln() - steps * assay::judge::U;
     problem.old_logp = Some(ndarray::arr2(&[[old_logp]]));
     (spec, problem)
 }

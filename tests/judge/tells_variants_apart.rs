@@ -3,9 +3,9 @@
 //!
 //! Each pair is a difference between published projects, or a mistake that one of them has had.
 
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::tolerance::Tolerances;
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::tolerance::Tolerances;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::reference;
 use assay::spec::{

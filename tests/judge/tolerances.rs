@@ -1,11 +1,11 @@
 //! `tolerances.toml` keeps its own rules: every entry is used, argued, measured, and no looser than its measurement.
 
-use assay::conformance::generate::{HeadRecipe, Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::lm_head::judge_head;
-use assay::conformance::metric::Position;
-use assay::conformance::recorded::{Scalar, judge_recorded};
-use assay::conformance::tolerance::{Tolerance, Tolerances};
+use assay::judge::generate::{HeadRecipe, Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::lm_head::judge_head;
+use assay::judge::metric::Position;
+use assay::judge::recorded::{Scalar, judge_recorded};
+use assay::judge::tolerance::{Tolerance, Tolerances};
 use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::reference;
 use assay::registry::{find, find_head, lm_head_registry, registry};

@@ -3,18 +3,18 @@
 
 use std::sync::Arc;
 
-use assay::conformance::cases;
-use assay::conformance::generate::HeadRecipe;
-use assay::conformance::invariance::Invariance;
-use assay::conformance::judge::Verdict;
-use assay::conformance::lm_head::judge_head;
-use assay::conformance::suites;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
+use assay::judge::generate::HeadRecipe;
+use assay::judge::invariance::Invariance;
+use assay::judge::judge::Verdict;
+use assay::judge::lm_head::judge_head;
+use assay::judge::tolerance::Tolerances;
 use assay::native::NativeHead;
 use assay::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{Head, LossSpec, Ratio, RatioLevel};
+use assay::suites;
+use assay::suites::cases;
 use ndarray::{Array2, Ix2, Ix3, s};
 use proptest::prelude::*;
 

@@ -6,16 +6,16 @@ use std::env;
 use std::fs;
 use std::io::{self, Write};
 
-use assay::conformance::cases;
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::{Verdict, judge};
-use assay::conformance::report::explain;
-use assay::conformance::suites;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::{Verdict, judge};
+use assay::judge::report::explain;
+use assay::judge::tolerance::Tolerances;
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::reference;
 use assay::spec::LossSpec;
+use assay::suites;
+use assay::suites::cases;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, FileFailurePersistence};
 

@@ -1,12 +1,11 @@
 //! The text that libtpu is given for every tile kernel, run by the interpreter and judged against the reference. No
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
-use assay::conformance::cases;
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::report::explain;
-use assay::conformance::tolerance::Tolerances;
-use assay::conformance::variants::variants;
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::report::explain;
+use assay::judge::tolerance::Tolerances;
+use assay::judge::variants::variants;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::programs::{ANY_DEVICE, Core, LossProgram, TpuKernel};
 use assay::reference;
@@ -14,6 +13,7 @@ use assay::spec::{
     Averaging, ClipCov, Head, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
+use assay::suites::cases;
 use assay_mosaic_interpreter::{self as interpret, Array};
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, arr0};

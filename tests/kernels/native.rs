@@ -3,15 +3,15 @@
 //!
 //! That the answer is right is shown elsewhere, on the fastest instruction set, and so holds for all.
 
-use assay::conformance::cases;
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::{Implementation, RunError};
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::tolerance::Tolerances;
 use assay::native::{Element, Evaluation, Isa, Native};
 use assay::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
 use assay::reference;
 use assay::spec::{Kl, KlEstimator, LossSpec, TemperatureDivides};
+use assay::suites::cases;
 use ndarray::{Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;

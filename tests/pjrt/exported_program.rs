@@ -5,13 +5,13 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use crate::common::command::{assay, assert_refused};
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::{Verdict, judge};
-use assay::conformance::tolerance::Tolerances;
 use assay::element::Element;
 use assay::exported::Exported;
 use assay::fixture::write_problem;
 use assay::implementation::{Implementation, RunError};
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::{Verdict, judge};
+use assay::judge::tolerance::Tolerances;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::reference;
 use assay::registry::find;

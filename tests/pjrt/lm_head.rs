@@ -5,11 +5,10 @@ use crate::cpu_plugins;
 use std::env;
 use std::path::Path;
 
-use assay::conformance::generate::{HeadRecipe, Regime};
-use assay::conformance::lm_head::judge_head;
-use assay::conformance::suites;
-use assay::conformance::tolerance::Tolerances;
 use assay::implementation::Implementation;
+use assay::judge::generate::{HeadRecipe, Regime};
+use assay::judge::lm_head::judge_head;
+use assay::judge::tolerance::Tolerances;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Problem, Projection,
 };
@@ -17,6 +16,7 @@ use assay::programs::{ANY_DEVICE, CHUNK_BYTES, HeadArrays};
 use assay::reference::evaluate_head;
 use assay::registry::lm_head_registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
+use assay::suites;
 use assay::xla::XlaHead;
 use ndarray::{Array1, Array2, Array3, s};
 use rand::{RngExt, SeedableRng};

@@ -6,18 +6,18 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::arms::Arms;
-use assay::conformance::cases::head_recipe;
-use assay::conformance::generate::Recipe;
-use assay::conformance::judge::judge;
-use assay::conformance::lm_head::judge_head;
-use assay::conformance::suites;
-use assay::conformance::tolerance::Tolerances;
-use assay::conformance::variants::variants;
 use assay::fixture::manifest_files;
+use assay::judge::generate::Recipe;
+use assay::judge::judge::judge;
+use assay::judge::lm_head::judge_head;
+use assay::judge::tolerance::Tolerances;
+use assay::judge::variants::variants;
 use assay::problem::Dtype;
 use assay::reference;
 use assay::registry::{find, lm_head_registry, registry};
 use assay::spec::LossSpec;
+use assay::suites;
+use assay::suites::cases::head_recipe;
 
 /// The seed and number of cases of `make test-extensive`.
 const SEED: u64 = suites::SEED;

@@ -6,9 +6,9 @@
 
 use std::fs;
 
-use assay::conformance::judge::{Verdict, judge};
-use assay::conformance::tolerance::{Model, Output, Tolerances};
 use assay::fixture::ParityFile;
+use assay::judge::judge::{Verdict, judge};
+use assay::judge::tolerance::{Model, Output, Tolerances};
 use assay::reference;
 
 /// A recorded run under judgement.

@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use assay::conformance::cases;
 use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
 use assay::programs::{ANY_DEVICE, HeadArrays, HeadProgram, LossProgram};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
+use assay::suites::cases;
 use assay::tpu::compile::locate;
 use assay::tpu::{Bound, Compiled, Compiler, Request, Target, TpuError};
 use libtest_mimic::{Arguments, Failed, Trial};

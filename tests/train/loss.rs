@@ -1,13 +1,13 @@
 //! The losses as candle's operations: their gradients are the reference's, and those of candle's own autograd.
 
-use assay::conformance::cases;
-use assay::conformance::generate::{Recipe, Regime};
-use assay::conformance::judge::judge;
-use assay::conformance::lm_head::judge_head;
-use assay::conformance::tolerance::Tolerances;
+use assay::judge::generate::{Recipe, Regime};
+use assay::judge::judge::judge;
+use assay::judge::lm_head::judge_head;
+use assay::judge::tolerance::Tolerances;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadShape, Problem};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{LossSpec, Reduction, Rows};
+use assay::suites::cases;
 use assay::train::{Baseline, Batch, GrpoLoss, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use ndarray::{Array3, Dimension, arr0};

@@ -6,9 +6,9 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::bandwidth::CopyOf;
-use crate::conformance::generate::{HeadRecipe, Recipe, RecipeError};
-use crate::conformance::judgeable::Judgeable;
 use crate::implementation::Input;
+use crate::judge::generate::{HeadRecipe, Recipe, RecipeError};
+use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::ProductsOf;
 use crate::registry::Listed;
@@ -128,12 +128,10 @@ impl Workload for Recipe {
 /// compensation, and holds six arrays of `H·V` and of `N·V` in f64.
 const JUDGED: [usize; 2] = [2, 3];
 
-impl HeadRecipe {
-    /// Those of the arrays that `N·V`, `H·V` and `N·H` are the sizes of.
-    fn sizes(&self) -> [[usize; 3]; 3] {
-        let HeadShape { batch, tokens, hidden, vocab } = self.shape();
-        [[batch, tokens, vocab], [1, hidden, vocab], [batch, tokens, hidden]]
-    }
+/// The extents of the arrays that `N·V`, `H·V` and `N·H` are the sizes of.
+fn sizes(recipe: &HeadRecipe) -> [[usize; 3]; 3] {
+    let HeadShape { batch, tokens, hidden, vocab } = recipe.shape();
+    [[batch, tokens, vocab], [1, hidden, vocab], [batch, tokens, hidden]]
 }
 
 impl Workload for HeadRecipe {
@@ -183,20 +181,20 @@ impl Workload for HeadRecipe {
 
     /// Made: logits and two heads in f64, and a head in its dtype. Judged: six of each for the part.
     fn making_bytes(&self, devices: usize) -> usize {
-        let [logits, head, _] = self.sizes();
+        let [logits, head, _] = sizes(self);
         let made = bytes(&logits, 8).saturating_add(bytes(&head, 16 + self.recipe.dtype.size()));
         let part = self.judged_part(devices).unwrap_or_else(|| self.clone());
-        made.max(bytes(&part.sizes()[0], 48).saturating_add(bytes(&head, 48)))
+        made.max(bytes(&sizes(&part)[0], 48).saturating_add(bytes(&head, 48)))
     }
 
     /// `dlm_head` is f32.
     fn running_bytes(&self) -> usize {
-        let (dtype, [_, head, hidden]) = (self.recipe.dtype.size(), self.sizes());
+        let (dtype, [_, head, hidden]) = (self.recipe.dtype.size(), sizes(self));
         bytes(&head, 2 * dtype + 4).saturating_add(bytes(&hidden, 3 * dtype))
     }
 
     fn bound_bytes(&self) -> usize {
-        let [logits, head, hidden] = self.sizes();
+        let [logits, head, hidden] = sizes(self);
         [(logits, 4), (head, 8), (hidden, 8)]
             .into_iter()
             .fold(0, |sum, (extents, each)| bytes(&extents, each).saturating_add(sum))

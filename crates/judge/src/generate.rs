@@ -1,0 +1,498 @@
+//! Problems made from a seed, in the regimes where kernels go wrong.
+
+use std::fmt;
+
+use ndarray::{Array1, Array2, Array3, Axis, Ix3, Zip};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
+use serde::{Deserialize, Serialize};
+
+use assay_core::problem::{
+    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, Problem, ProblemError, Projection, Shape,
+};
+use assay_core::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Vespo};
+use assay_reference as reference;
+
+/// How logits are drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Regime {
+    /// Uniform in ±0.1: every column counts alike, so a padded or dropped one shows.
+    Small,
+    /// Normal, σ = 1.
+    Normal,
+    /// Normal, σ = 8: as peaked as a trained model.
+    Peaked,
+    /// Normal, σ = 1, around 10⁴.
+    ShiftedUp,
+    /// Normal, σ = 1, around −10⁴.
+    ShiftedDown,
+    /// Normal, σ = 1, around −120: `exp` without the maximum subtracted is 0, and a maximum started at 0 is wrong.
+    Negative,
+    /// One column 30 to 60 nats above the rest, most often the sampled one.
+    Confident,
+    /// Normal, σ = 2, with a quarter of the other columns at −∞; where the first is, so is the first half: a block of
+    /// nothing else.
+    Holes,
+    /// Each logit −1, 0 or 1: maxima and probabilities tie.
+    Ties,
+}
+
+impl fmt::Display for Regime {
+    /// As it is typed.
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
+impl Regime {
+    /// All of them.
+    pub const ALL: [Regime; 9] = [
+        Regime::Small,
+        Regime::Normal,
+        Regime::Peaked,
+        Regime::ShiftedUp,
+        Regime::ShiftedDown,
+        Regime::Negative,
+        Regime::Confident,
+        Regime::Holes,
+        Regime::Ties,
+    ];
+}
+
+/// A recipe for a [`Problem`]: the same recipe and spec give the same problem, bit for bit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// `[B, T, V]`.
+    pub shape: [usize; 3],
+    /// Dtype of the logits.
+    pub dtype: Dtype,
+    /// How logits are drawn.
+    pub regime: Regime,
+    /// Seed of every draw.
+    #[serde(default)]
+    pub seed: u64,
+    /// `old_logp = logp + scale · N(0,1)`, and `ref_logp` likewise; either may exceed 0, as no kernel should mind.
+    #[serde(default = "default_noise")]
+    pub old_logp_noise_scale: f64,
+    /// Whether NaN logits, advantages, log-probabilities and weights and the id −100 stand under the mask.
+    #[serde(default)]
+    pub masked_garbage: bool,
+}
+
+/// The seed project's own choice.
+fn default_noise() -> f64 {
+    0.3
+}
+
+/// A recipe that makes no problem.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RecipeError {
+    /// A zero or unreasonable extent.
+    #[error("`shape`: got {given:?}, expected [B,T,V] with every extent ≥ 1 and at most 2³¹ elements")]
+    Shape {
+        /// The shape asked for.
+        given: [usize; 3],
+    },
+    /// A zero or unreasonable width.
+    #[error("`hidden`: got {given}, expected H ≥ 1 with at most 2³¹ hidden states and weights")]
+    Hidden {
+        /// The width asked for.
+        given: usize,
+    },
+    /// A regime that no product has.
+    #[error("`regime`: got {given}, expected another: logits that are a product are not −∞")]
+    Regime {
+        /// The regime asked for.
+        given: Regime,
+    },
+    /// A noise scale that is not a number ≥ 0.
+    #[error("`old_logp_noise_scale`: got {given}, expected a finite number ≥ 0")]
+    Noise {
+        /// The scale asked for.
+        given: f64,
+    },
+    /// The spec is out of range.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+}
+
+impl Recipe {
+    /// Checks the recipe and the spec that it would be made for.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
+        let [batch, tokens, vocab] = self.shape;
+        if (Shape { batch, tokens, vocab }).elements().is_none_or(|n| n == 0 || n > 1 << 31) {
+            return Err(RecipeError::Shape { given: self.shape });
+        }
+        if !(self.old_logp_noise_scale >= 0.0 && self.old_logp_noise_scale.is_finite()) {
+            return Err(RecipeError::Noise { given: self.old_logp_noise_scale });
+        }
+        Ok(spec.check().map_err(ProblemError::from)?)
+    }
+
+    /// Makes the problem, with the arrays that the spec reads. Masks are ragged, with at least one token; a tenth of the
+    /// advantages are 0; the sampler's log-probabilities are `old_logp` with noise of the same scale, at most 1, and a
+    /// twentieth NaN where the spec allows that; given weights lie around 1; every value fits f32 exactly.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+        let mut problem = self.draw(spec, Tokens::Ragged)?;
+        if self.masked_garbage {
+            put_garbage_under_the_mask(spec, &mut problem);
+        }
+        Ok(problem)
+    }
+
+    /// The same draws, but every token counts: a problem to be timed, since masked rows cost nothing to read.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn unmasked_problem(&self, spec: &LossSpec) -> Result<Problem, RecipeError> {
+        self.draw(spec, Tokens::All)
+    }
+
+    fn draw(&self, spec: &LossSpec, tokens_that_count: Tokens) -> Result<Problem, RecipeError> {
+        self.check(spec)?;
+        let [batch, tokens, vocab] = self.shape;
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        if !spec.support.keep_sampled {
+            sampled.mapv_inplace(|id| within_support(spec, vocab, id));
+        }
+        let mut logits = Array3::zeros((batch, tokens, vocab));
+        for (mut row, &id) in logits.lanes_mut(Axis(2)).into_iter().zip(&sampled) {
+            draw_row(self.regime, &mut rng, row.as_slice_mut().expect("lanes of the last axis are dense"), id);
+        }
+        let logits = FloatArray::rounded_from(&logits, self.dtype);
+        self.around(spec, tokens_that_count, rng, logits, &sampled)
+    }
+
+    /// The problem around logits and the tokens that were sampled, from the draws that are left of `rng`.
+    fn around(
+        &self,
+        spec: &LossSpec,
+        tokens_that_count: Tokens,
+        mut rng: ChaCha8Rng,
+        logits: FloatArray<Ix3>,
+        sampled: &Array2<usize>,
+    ) -> Result<Problem, RecipeError> {
+        let [batch, tokens, vocab] = self.shape;
+        let mut mask = ragged_mask(&mut rng, batch, tokens);
+        if tokens_that_count == Tokens::All {
+            mask.fill(true);
+        }
+        let mut advantage = || if rng.random_bool(0.1) { 0.0 } else { f32_value(rng.sample(StandardNormal)) };
+        let advantages = match spec.advantages {
+            AdvantageLevel::Sequence => Advantages::Sequence(Array1::from_shape_fn(batch, |_| advantage())),
+            AdvantageLevel::Token => Advantages::Token(Array2::from_shape_fn((batch, tokens), |_| advantage())),
+        };
+        let mut problem = Problem {
+            logits,
+            ids: sampled.mapv(|id| i64::try_from(id).expect("at most 2³¹")),
+            mask,
+            advantages,
+            old_logp: None,
+            ref_logp: None,
+            extra: Extra::default(),
+        };
+        // Draws of their own: what a spec reads beside does not change the rest of its problem.
+        let mut others = ChaCha8Rng::seed_from_u64(self.seed);
+        others.set_stream(1);
+        let mut normal = |scale: f64| f32_value(scale * others.sample::<f64, _>(StandardNormal));
+        problem.extra.bias = spec.head.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
+
+        // The policy's own log-probabilities, which need nothing but its softmax.
+        let policy = LossSpec {
+            objective: Objective::None,
+            old_logp: OldLogp::Current,
+            kl: None,
+            rollout: None,
+            rejection: Vec::new(),
+            off_policy_mask: None,
+            top_entropy: None,
+            reduction: Reduction::TokenMean,
+            ..spec.clone()
+        };
+        let reference = reference::evaluate(&policy, &problem)?;
+        let logp = |b, t| reference.token(b, t).map_or(0.0, |token| token.inputs.logp);
+        let mut noisy = || {
+            Array2::from_shape_fn((batch, tokens), |(b, t)| {
+                let noise: f64 = rng.sample(StandardNormal);
+                f32_value(logp(b, t) + self.old_logp_noise_scale * noise)
+            })
+        };
+        let (old_logp, ref_logp) = (noisy(), noisy());
+        self.draw_sampler(spec, &old_logp, &mut problem.extra, &mut normal);
+        (problem.old_logp, problem.ref_logp) = (Some(old_logp), Some(ref_logp));
+        Ok(problem)
+    }
+
+    /// What the sampler says, and which tokens are selected, where the spec reads it.
+    fn draw_sampler(
+        &self,
+        spec: &LossSpec,
+        old_logp: &Array2<f64>,
+        extra: &mut Extra,
+        normal: &mut impl FnMut(f64) -> f64,
+    ) {
+        let [batch, tokens, _] = self.shape;
+        if reads_rollout_logp(spec) {
+            let scale = self.old_logp_noise_scale.min(1.0);
+            extra.rollout_logp = Some(old_logp.mapv(|logp| {
+                let (noise, scored) = (normal(scale), normal(1.0) < 1.6 || spec.old_logp == OldLogp::Rollout);
+                if scored { f32_value(logp + noise) } else { f64::NAN }
+            }));
+        }
+        if let Some(rollout) = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given) {
+            let of_sequence = rollout.level == RolloutLevel::Token && self.seed.is_multiple_of(3);
+            let columns = if of_sequence { 1 } else { tokens };
+            let weights = Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.3).exp()));
+            extra.rollout_weights = Some(weights);
+        }
+        let selects = match &spec.objective {
+            Objective::KlCov(cov) => cov.selection.is_none(),
+            Objective::ClipCov(cov) => cov.selection.is_none(),
+            _ => false,
+        };
+        if selects {
+            extra.selected = Some(Array2::from_shape_simple_fn((batch, tokens), || normal(1.0) > 0.5));
+        }
+    }
+}
+
+/// A recipe for a [`HeadProblem`]: hidden states and a head whose product has the regime's logits, near enough.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HeadRecipe {
+    /// `H`.
+    pub hidden: usize,
+    /// How the head lies.
+    pub layout: HeadLayout,
+    /// Whether logits are rounded to the dtype.
+    pub rounds_logits: bool,
+    /// Extents, dtype of hidden states and head, regime and tokens. Not [`Regime::Holes`]: a product is no −∞.
+    pub recipe: Recipe,
+}
+
+impl HeadRecipe {
+    /// `(B, T, H, V)`.
+    pub fn shape(&self) -> HeadShape {
+        let [batch, tokens, vocab] = self.recipe.shape;
+        HeadShape { batch, tokens, hidden: self.hidden, vocab }
+    }
+
+    /// Checks the recipe and the spec that it would be made for.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
+        let Self { hidden: width, ref recipe, .. } = *self;
+        recipe.check(spec)?;
+        let [batch, tokens, vocab] = recipe.shape;
+        let too_large = |n: usize| n.checked_mul(width).is_none_or(|n| n == 0 || n > 1 << 31);
+        if too_large(batch * tokens) || too_large(vocab) {
+            return Err(RecipeError::Hidden { given: width });
+        }
+        if recipe.regime == Regime::Holes {
+            return Err(RecipeError::Regime { given: recipe.regime });
+        }
+        Ok(())
+    }
+
+    /// Makes the problem, as [`Recipe::problem`] does; under the mask NaN stands in hidden states.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn problem(&self, spec: &LossSpec) -> Result<HeadProblem, RecipeError> {
+        self.draw(spec, Tokens::Ragged)
+    }
+
+    /// The same draws, but every token counts.
+    ///
+    /// # Errors
+    /// As [`HeadRecipe::problem`].
+    pub fn unmasked_problem(&self, spec: &LossSpec) -> Result<HeadProblem, RecipeError> {
+        self.draw(spec, Tokens::All)
+    }
+
+    fn draw(&self, spec: &LossSpec, tokens_that_count: Tokens) -> Result<HeadProblem, RecipeError> {
+        let Self { hidden: width, layout, rounds_logits, ref recipe } = *self;
+        self.check(spec)?;
+        let [batch, tokens, vocab] = recipe.shape;
+        let mut rng = ChaCha8Rng::seed_from_u64(recipe.seed);
+        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        if !spec.support.keep_sampled {
+            sampled.mapv_inplace(|id| within_support(spec, vocab, id));
+        }
+        let (mut hidden, mut columns) = draw_factors(recipe.regime, &mut rng, [batch * tokens, width, vocab], &sampled);
+        for factor in [&mut hidden, &mut columns] {
+            factor.mapv_inplace(|x| recipe.dtype.round(x));
+        }
+        let logits = hidden.dot(&columns.t()).as_standard_layout().into_owned();
+        let logits = logits.into_shape_with_order((batch, tokens, vocab)).expect("dense");
+        let mut problem = recipe.around(spec, tokens_that_count, rng, FloatArray::F64(logits), &sampled)?;
+
+        let lm_head = match layout {
+            HeadLayout::HiddenByVocab => columns.reversed_axes().as_standard_layout().into_owned(),
+            HeadLayout::VocabByHidden => columns,
+        };
+        let hidden = hidden.into_shape_with_order((batch, tokens, width)).expect("dense");
+        let mut hidden = FloatArray::rounded_from(&hidden, recipe.dtype);
+        if recipe.masked_garbage {
+            put_garbage_under_the_mask(spec, &mut problem);
+            for ((b, t), _) in problem.mask.indexed_iter().filter(|(_, counts)| !**counts) {
+                hidden.fill_row(b, t, f64::NAN);
+            }
+        }
+        let lm_head = FloatArray::rounded_from(&lm_head, recipe.dtype);
+        Ok(problem.with_logits(Projection { hidden, lm_head, layout, rounds_logits }))
+    }
+}
+
+/// Hidden states `[N,H]` and columns of a head `[V,H]` whose products are logits of `regime`.
+fn draw_factors(
+    regime: Regime,
+    rng: &mut ChaCha8Rng,
+    [n, width, vocab]: [usize; 3],
+    sampled: &Array2<usize>,
+) -> (Array2<f64>, Array2<f64>) {
+    if regime == Regime::Ties {
+        // Each logit is one weight.
+        let hidden = Array2::from_shape_fn((n, width), |(i, h)| f64::from(u8::from(h == i % width)));
+        return (hidden, Array2::from_shape_simple_fn((vocab, width), || f64::from(rng.random_range(-1..=1))));
+    }
+    let deviation = match regime {
+        Regime::Small => 0.05,
+        Regime::Peaked => 8.0,
+        _ => 1.0,
+    };
+    let mut normal = |deviation: f64| deviation * rng.sample::<f64, _>(StandardNormal);
+    let mut hidden = Array2::from_shape_simple_fn((n, width), || normal(1.0));
+    let each = deviation / f64::sqrt(width as f64);
+    let mut columns = Array2::from_shape_simple_fn((vocab, width), || normal(each));
+    // The first hidden unit shifts all logits of a row alike.
+    let shift = match regime {
+        Regime::ShiftedUp => 1e4,
+        Regime::ShiftedDown => -1e4,
+        Regime::Negative => -120.0,
+        _ => 0.0,
+    };
+    if shift != 0.0 {
+        hidden.column_mut(0).fill(f64::sqrt(f64::abs(shift)));
+        columns.column_mut(0).fill(f64::signum(shift) * f64::sqrt(f64::abs(shift)));
+    }
+    if regime == Regime::Confident {
+        for (mut row, &id) in hidden.rows_mut().into_iter().zip(sampled) {
+            let column = columns.row(id);
+            let length2 = column.dot(&column);
+            row.scaled_add(rng.random_range(30.0..60.0) / length2.max(0.1), &column);
+        }
+    }
+    (hidden, columns)
+}
+
+fn reads_rollout_logp(spec: &LossSpec) -> bool {
+    spec.old_logp == OldLogp::Rollout
+        || spec.compares_with_sampler()
+        || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
+}
+
+/// The first id from `id` on that the support has; `id` where it has none.
+fn within_support(spec: &LossSpec, vocab: usize, id: usize) -> usize {
+    let columns = spec.support.vocab.unwrap_or(vocab).min(vocab);
+    let inside = (id..id + columns).map(|id| id % columns).find(|id| !spec.support.excluded_ids.contains(id));
+    inside.unwrap_or(id)
+}
+
+/// Which tokens of a problem count.
+#[derive(PartialEq, Eq)]
+enum Tokens {
+    Ragged,
+    All,
+}
+
+fn f32_value(x: f64) -> f64 {
+    f64::from(x as f32)
+}
+
+fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
+    let normal = |mean, deviation| Normal::new(mean, deviation).expect("finite and positive");
+    let mut fill = |distribution: &dyn Fn(&mut ChaCha8Rng) -> f64| row.iter_mut().for_each(|x| *x = distribution(rng));
+    match regime {
+        Regime::Small => {
+            let uniform = Uniform::new(-0.1, 0.1).expect("a non-empty range");
+            fill(&|rng| uniform.sample(rng));
+        }
+        Regime::Normal | Regime::Confident => fill(&|rng| normal(0.0, 1.0).sample(rng)),
+        Regime::Peaked => fill(&|rng| normal(0.0, 8.0).sample(rng)),
+        Regime::ShiftedUp => fill(&|rng| normal(1e4, 1.0).sample(rng)),
+        Regime::ShiftedDown => fill(&|rng| normal(-1e4, 1.0).sample(rng)),
+        Regime::Negative => fill(&|rng| normal(-120.0, 1.0).sample(rng)),
+        Regime::Holes => {
+            fill(&|rng| if rng.random_bool(0.25) { f64::NEG_INFINITY } else { normal(0.0, 2.0).sample(rng) });
+        }
+        Regime::Ties => fill(&|rng| f64::from(rng.random_range(-1..=1))),
+    }
+    match regime {
+        Regime::Confident => {
+            let peak = if rng.random_bool(0.8) { id } else { rng.random_range(0..row.len()) };
+            row[peak] += rng.random_range(30.0..60.0);
+        }
+        Regime::Holes => {
+            let leading = if row[0] == f64::NEG_INFINITY { row.len() / 2 } else { 0 };
+            row[..leading].fill(f64::NEG_INFINITY);
+            row[id] = normal(0.0, 2.0).sample(rng);
+        }
+        _ => {}
+    }
+}
+
+/// Completions end at random lengths, some rows are empty, and a few tokens inside are left out, as tool calls are.
+fn ragged_mask(rng: &mut ChaCha8Rng, batch: usize, tokens: usize) -> Array2<bool> {
+    let mut mask = Array2::from_elem((batch, tokens), false);
+    for mut row in mask.rows_mut() {
+        let length = rng.random_range(0..=tokens);
+        row.iter_mut().take(length).for_each(|counts| *counts = !rng.random_bool(0.1));
+    }
+    mask[[rng.random_range(0..batch), 0]] = true;
+    mask
+}
+
+fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
+    let mask = &problem.mask;
+    Zip::from(&mut problem.ids).and(mask).for_each(|id, &counts| {
+        if !counts {
+            *id = -100;
+        }
+    });
+    let garbage = |array: &mut Array2<f64>| {
+        Zip::from(array).and(mask).for_each(|x, &counts| {
+            if !counts {
+                *x = f64::NAN;
+            }
+        });
+    };
+    let Extra { rollout_logp, rollout_weights, .. } = &mut problem.extra;
+    for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp].into_iter().flatten() {
+        garbage(array);
+    }
+    // One spec has a use for weights of masked tokens.
+    let read = matches!(&spec.objective, Objective::Vespo(Vespo { weights_of_masked_tokens: true, .. }));
+    if let Some(weights) = rollout_weights.as_mut().filter(|weights| !read && weights.dim() == mask.dim()) {
+        garbage(weights);
+    }
+    if let Advantages::Token(advantages) = &mut problem.advantages {
+        garbage(advantages);
+    }
+    for ((b, t), &counts) in mask.indexed_iter() {
+        if !counts {
+            problem.logits.fill_row(b, t, f64::NAN);
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! [`Judgeable`]: what can be done with a problem, whether its logits are given or a product.
+
+use std::fmt::Write as _;
+
+use super::invariance::Invariance;
+use super::judge::{JudgeError, Verdict, judge};
+use super::lm_head::judge_head;
+use super::metric::Position;
+use super::tolerance::Tolerances;
+use assay_core::implementation::Input;
+use assay_core::problem::{HeadProblem, Problem, ProblemError};
+use assay_core::spec::LossSpec;
+use assay_reference::{self as reference, HeadReference, Reference};
+
+/// A problem that there is a reference for, and a judge.
+pub trait Judgeable: Input {
+    /// It, evaluated.
+    type Reference<'p>: Send + Sync;
+
+    /// Evaluates it under `spec`.
+    ///
+    /// # Errors
+    /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
+    fn evaluate<'p>(&'p self, spec: &'p LossSpec) -> Result<Self::Reference<'p>, ProblemError>;
+
+    /// The loss on logits, in a reference of it.
+    fn on_logits<'r>(reference: &'r Self::Reference<'_>) -> &'r Reference<'r>;
+
+    /// Judges `outcome` against `reference`, by the limits of `class`.
+    ///
+    /// # Errors
+    /// [`JudgeError`] where an output has the wrong shape, or a dtype that `tolerances` has no limit for.
+    fn judge(
+        &self,
+        reference: &Self::Reference<'_>,
+        outcome: &Self::Outcome,
+        class: &str,
+        tolerances: &Tolerances,
+    ) -> Result<Vec<Verdict>, JudgeError>;
+
+    /// Which outputs of two runs have the same bits.
+    fn invariance(a: &Self::Outcome, b: &Self::Outcome) -> Invariance;
+
+    /// What went into an output at `at`, in words; `None` where it is of no one place.
+    fn inputs(&self, reference: &Self::Reference<'_>, at: Position) -> Option<String>;
+}
+
+impl Judgeable for Problem {
+    type Reference<'p> = Reference<'p>;
+
+    fn evaluate<'p>(&'p self, spec: &'p LossSpec) -> Result<Reference<'p>, ProblemError> {
+        reference::evaluate(spec, self)
+    }
+
+    fn on_logits<'r>(reference: &'r Reference<'_>) -> &'r Reference<'r> {
+        reference
+    }
+
+    fn judge(
+        &self,
+        reference: &Reference<'_>,
+        outcome: &Self::Outcome,
+        class: &str,
+        tolerances: &Tolerances,
+    ) -> Result<Vec<Verdict>, JudgeError> {
+        judge(reference, outcome, class, tolerances)
+    }
+
+    fn invariance(a: &Self::Outcome, b: &Self::Outcome) -> Invariance {
+        Invariance::between(a, b)
+    }
+
+    fn inputs(&self, reference: &Reference<'_>, at: Position) -> Option<String> {
+        let (b, t) = at.b.zip(at.t)?;
+        let logit = at.v.map(|v| ("logit", self.logits.row(b, t)[v]));
+        Some(of_token(self, reference, (b, t), logit))
+    }
+}
+
+impl Judgeable for HeadProblem {
+    type Reference<'p> = HeadReference<'p>;
+
+    fn evaluate<'p>(&'p self, spec: &'p LossSpec) -> Result<HeadReference<'p>, ProblemError> {
+        reference::evaluate_head(spec, self)
+    }
+
+    fn on_logits<'r>(reference: &'r HeadReference<'_>) -> &'r Reference<'r> {
+        reference.on_logits()
+    }
+
+    fn judge(
+        &self,
+        reference: &HeadReference<'_>,
+        outcome: &Self::Outcome,
+        class: &str,
+        tolerances: &Tolerances,
+    ) -> Result<Vec<Verdict>, JudgeError> {
+        judge_head(reference, self, outcome, class, tolerances)
+    }
+
+    fn invariance(a: &Self::Outcome, b: &Self::Outcome) -> Invariance {
+        Invariance::between_heads(a, b)
+    }
+
+    /// A weight's gradient is a sum over tokens: of those that count there is a number.
+    fn inputs(&self, reference: &HeadReference<'_>, at: Position) -> Option<String> {
+        if let Some((b, t)) = at.b.zip(at.t) {
+            let hidden = at.h.map(|h| ("hidden", self.logits.hidden.row(b, t)[h]));
+            return Some(of_token(self, reference.on_logits(), (b, t), hidden));
+        }
+        let v = at.v?;
+        let weight = at.h.map_or(String::new(), |h| format!("weight {:e}, ", reference.columns()[[v, h]]));
+        let tokens = reference.on_logits().count();
+        Some(format!("{weight}column {v} of a head {}, {tokens} tokens that count", self.logits.layout.name()))
+    }
+}
+
+/// The inputs of token `[b,t]`, and of what the output is a gradient of.
+fn of_token<L>(
+    problem: &Problem<L>,
+    reference: &Reference,
+    (b, t): (usize, usize),
+    element: Option<(&str, f64)>,
+) -> String {
+    let mut text = format!(
+        "mask {}, id {}, advantage {:e}",
+        problem.mask[[b, t]],
+        problem.ids[[b, t]],
+        problem.advantages.at(b, t)
+    );
+    let given = |(name, array): (&'static str, &Option<ndarray::Array2<f64>>)| Some((name, array.as_ref()?[[b, t]]));
+    let logps = [("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)].into_iter().filter_map(given);
+    for (name, x) in logps.chain(element) {
+        let _ = write!(text, ", {name} {x:e}");
+    }
+    if let Some(token) = reference.token(b, t) {
+        let ratio = token.inputs.ratio(reference.spec());
+        let _ = write!(text, "; in the reference logp {:e}, ratio {ratio:e}", token.inputs.logp);
+    }
+    text
+}

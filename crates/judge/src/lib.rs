@@ -1,0 +1,20 @@
+//! The judge: derived tolerances, comparators, verdicts, and the problems to judge on.
+//!
+//! It sees the reference, and of kernels what they returned. What each gate allows, and why, is derived in
+//! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
+
+pub mod condition;
+pub mod generate;
+pub mod invariance;
+pub mod judge;
+pub mod judgeable;
+pub mod lm_head;
+pub mod metric;
+pub mod recorded;
+pub mod report;
+pub mod summary;
+pub mod tolerance;
+pub mod variants;
+
+/// Unit roundoff of f32, the arithmetic that kernels are expected to work in: 2⁻²⁴.
+pub const U: f64 = 1.0 / 16_777_216.0;

@@ -1,0 +1,217 @@
+//! How far one number is from another, and a tally of many such comparisons.
+
+use assay_core::problem::Dtype;
+
+/// Half the spacing of `dtype` at `x`: the error of rounding `x` to nearest. Below the smallest normal number the
+/// spacing stays that of the subnormals.
+pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
+    let (precision, min_exponent) = match dtype {
+        Dtype::F64 => (53, -1022),
+        Dtype::F32 => (24, -126),
+        Dtype::Bf16 => (8, -126),
+        Dtype::F16 => (11, -14),
+    };
+    // For a subnormal f64 the biased exponent is 0, below every `min_exponent`.
+    let exponent = ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023;
+    power_of_two(exponent.max(min_exponent) - precision)
+}
+
+/// `2^exponent`, through the subnormals of f64.
+fn power_of_two(exponent: i32) -> f64 {
+    2.0_f64.powi(exponent / 2) * 2.0_f64.powi(exponent - exponent / 2)
+}
+
+/// The smallest normal number of `dtype`.
+pub fn min_normal(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F64 => f64::MIN_POSITIVE,
+        Dtype::F32 | Dtype::Bf16 => f64::from(f32::MIN_POSITIVE),
+        Dtype::F16 => f64::from(half::f16::MIN_POSITIVE),
+    }
+}
+
+/// The bits of `x` rounded to `dtype`, in hexadecimal.
+pub fn hex(x: f64, dtype: Dtype) -> String {
+    match dtype {
+        Dtype::F64 => format!("{:#018x}", x.to_bits()),
+        Dtype::F32 => format!("{:#010x}", (x as f32).to_bits()),
+        Dtype::Bf16 => format!("{:#06x}", half::bf16::from_f64(x).to_bits()),
+        Dtype::F16 => format!("{:#06x}", half::f16::from_f64(x).to_bits()),
+    }
+}
+
+/// Where a value stands in an output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+pub struct Position {
+    /// Sequence.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub b: Option<usize>,
+    /// Token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub t: Option<usize>,
+    /// Hidden unit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub h: Option<usize>,
+    /// Column.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub v: Option<usize>,
+}
+
+impl Position {
+    /// Token `[b,t]`.
+    pub fn token(b: usize, t: usize) -> Self {
+        Self { b: Some(b), t: Some(t), ..Self::default() }
+    }
+
+    /// Column `[b,t,v]`.
+    pub fn column(b: usize, t: usize, v: usize) -> Self {
+        Self { v: Some(v), ..Self::token(b, t) }
+    }
+
+    /// Hidden unit `[b,t,h]`.
+    pub fn hidden(b: usize, t: usize, h: usize) -> Self {
+        Self { h: Some(h), ..Self::token(b, t) }
+    }
+
+    /// Weight `[h,v]` of the LM head, whatever its layout.
+    pub fn weight(h: usize, v: usize) -> Self {
+        Self { h: Some(h), v: Some(v), ..Self::default() }
+    }
+}
+
+impl std::fmt::Display for Position {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let parts: Vec<String> =
+            [self.b, self.t, self.h, self.v].into_iter().flatten().map(|i| i.to_string()).collect();
+        if parts.is_empty() { Ok(()) } else { write!(f, "[{}]", parts.join(",")) }
+    }
+}
+
+/// What an error is measured against: `limit = rounding + κ·u·scale + floor`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Allowance {
+    /// Error of rounding the exact value to the output's dtype.
+    pub rounding: f64,
+    /// Unit roundoff of the arithmetic.
+    pub unit: f64,
+    /// The value's own condition.
+    pub scale: f64,
+    /// Errors that no multiple of the scale covers, such as underflow to zero.
+    pub floor: f64,
+}
+
+/// One comparison.
+#[derive(Clone, Copy, Debug)]
+pub struct Comparison {
+    /// Where.
+    pub at: Position,
+    /// The exact value.
+    pub expected: f64,
+    /// The value judged.
+    pub actual: f64,
+    /// `|actual − expected|`.
+    pub error: f64,
+    /// The largest error allowed.
+    pub limit: f64,
+}
+
+impl Comparison {
+    /// `error / limit`; 0 where both are 0.
+    pub fn share(&self) -> f64 {
+        if self.error == 0.0 { 0.0 } else { self.error / self.limit }
+    }
+}
+
+/// Upper edges of the histogram's buckets, in ulp of the output's dtype; the last bucket is open.
+pub const ULP_EDGES: [f64; 8] = [0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0, f64::INFINITY];
+
+/// The worst of many comparisons.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// The comparison with the largest share of its limit.
+    pub worst: Option<Comparison>,
+    /// The first value that is NaN or ∞ where the exact one is not.
+    pub nonfinite: Option<(Position, f64)>,
+    /// The first value that is finite where the exact one is not.
+    pub silent: Option<(Position, f64)>,
+    /// The first value that is NaN or ∞ as the exact one is.
+    pub reported: Option<Position>,
+    /// The largest `(error − rounding − floor)⁺ / (u·scale)`: the `κ` that would have been needed.
+    pub kappa_seen: f64,
+    /// Errors in ulp, counted by [`ULP_EDGES`].
+    pub histogram: [u64; ULP_EDGES.len()],
+}
+
+impl Tally {
+    /// Compares `actual` with `expected`.
+    ///
+    /// A value that is not finite is right only where the exact one is not finite either, or rounds to the same ∞.
+    pub fn compare(
+        &mut self,
+        at: Position,
+        expected: f64,
+        actual: f64,
+        kappa: f64,
+        allowance: Allowance,
+        dtype: Dtype,
+    ) {
+        if !expected.is_finite() {
+            let slot = if actual.is_finite() { &mut self.silent } else { return self.report(at) };
+            slot.get_or_insert((at, actual));
+            return;
+        }
+        let limit = allowance.rounding + kappa * allowance.unit * allowance.scale + allowance.floor;
+        if !actual.is_finite() {
+            // What is within the limit may be beyond the dtype.
+            if dtype.round(expected + actual.signum() * limit) != actual {
+                self.nonfinite.get_or_insert((at, actual));
+            }
+            return;
+        }
+        let error = (actual - expected).abs();
+        let excess = (error - allowance.rounding - allowance.floor).max(0.0);
+        if excess > 0.0 {
+            self.kappa_seen = self.kappa_seen.max(excess / (allowance.unit * allowance.scale));
+        }
+        let ulps = error / (2.0 * half_ulp(expected, dtype));
+        self.histogram[ULP_EDGES.iter().position(|&edge| ulps <= edge).unwrap_or(ULP_EDGES.len() - 1)] += 1;
+        let comparison = Comparison { at, expected, actual, error, limit };
+        if self.worst.is_none_or(|worst| comparison.share() > worst.share()) {
+            self.worst = Some(comparison);
+        }
+    }
+
+    /// Notes a value that is rightly not finite.
+    pub fn report(&mut self, at: Position) {
+        self.reported.get_or_insert(at);
+    }
+
+    /// Whether every comparison was within its limit.
+    pub fn passes(&self) -> bool {
+        self.nonfinite.is_none() && self.silent.is_none() && self.worst.is_none_or(|worst| worst.error <= worst.limit)
+    }
+
+    /// How badly the worst comparison did: above 1 is a failure.
+    pub fn badness(&self) -> f64 {
+        if self.nonfinite.is_some() || self.silent.is_some() {
+            return f64::INFINITY;
+        }
+        self.worst.map_or(0.0, |worst| worst.share())
+    }
+
+    /// Joins a later part of the same output.
+    pub fn absorb(&mut self, later: Tally) {
+        if let Some(theirs) = later.worst
+            && self.worst.is_none_or(|ours| theirs.share() > ours.share())
+        {
+            self.worst = Some(theirs);
+        }
+        self.nonfinite = self.nonfinite.or(later.nonfinite);
+        self.silent = self.silent.or(later.silent);
+        self.reported = self.reported.or(later.reported);
+        self.kappa_seen = self.kappa_seen.max(later.kappa_seen);
+        for (ours, theirs) in self.histogram.iter_mut().zip(later.histogram) {
+            *ours += theirs;
+        }
+    }
+}

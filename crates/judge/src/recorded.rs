@@ -1,0 +1,201 @@
+//! The scalars recorded with a fixture, computed again from the reference: a check of the reference itself.
+//!
+//! A key is `expected.<source>.<scalar>` or `expected.<source>.<old log-probabilities>.<scalar>`; what each scalar is
+//! stands in `fixtures/README.md`.
+
+use std::collections::BTreeMap;
+
+use ndarray::{Array1, Array2, Ix2, Ix3};
+
+use super::condition::{Bands, Condition};
+use super::judge::{Status, Verdict};
+use super::metric::{Allowance, Position, Tally};
+use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
+use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, Problem, Projection};
+use assay_core::spec::{LossSpec, Objective, PpoClip};
+use assay_reference::{HeadReference, Reference, Sum, Token};
+
+/// The clip of every recorded run.
+const EPSILON_LOW: f64 = 0.2;
+const EPSILON_HIGH: f64 = 0.3;
+
+/// The loss that every recorded scalar belongs to: PPO-clip at 0.2/0.3, temperature 1, mean over the batch's tokens.
+pub fn recorded_spec() -> LossSpec {
+    let clip = PpoClip { epsilon_low: EPSILON_LOW, epsilon_high: EPSILON_HIGH, ..PpoClip::default() };
+    LossSpec { objective: Objective::PpoClip(clip), ..LossSpec::default() }
+}
+
+/// A scalar and its condition: the recorded value may differ by `κ·u(f64)·scale`.
+#[derive(Clone, Copy, Debug)]
+pub struct Scalar {
+    /// The value.
+    pub value: f64,
+    /// Its condition; 0 for a count.
+    pub scale: f64,
+}
+
+/// `scalar → value` of one reference, under the names that fixtures use.
+pub fn scalars(reference: &Reference) -> BTreeMap<&'static str, Scalar> {
+    sums(reference).0.named(reference)
+}
+
+/// The same of a head over a part of the vocabulary, and of its gradients.
+pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
+    let reference = head.on_logits();
+    let (sums, conditions) = sums(reference);
+    let mut scalars = sums.named(reference);
+    let gradients = head.dlogits();
+    let mut scales = Array2::zeros(gradients.dim());
+    for ((b, t), condition) in conditions.indexed_iter() {
+        let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
+        let scaled = reference.scaled_row(b, t, token);
+        let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
+        let row = limits.iter().map(|(scale, _)| *scale).collect::<Array1<_>>();
+        scales.row_mut(b * reference.shape().tokens + t).assign(&row);
+    }
+    let sum_abs = |product: Array2<f64>, scale: Array2<f64>| Scalar {
+        value: product.iter().map(|x| x.abs()).collect::<Sum>().value(),
+        scale: scale.sum(),
+    };
+    let [hidden, columns] = [head.hidden(), head.columns()].map(|factor| factor.mapv(f64::abs));
+    scalars.insert("dhidden_sum_abs", sum_abs(head.dhidden(&gradients), scales.dot(&columns)));
+    scalars.insert("dlm_head_rows_sum_abs", sum_abs(head.dlm_head(&gradients), scales.t().dot(&hidden)));
+    scalars
+}
+
+/// The sums over all tokens, and their conditions.
+fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
+    let mut sums = Sums::default();
+    let shape = reference.shape();
+    // Both sides are f64, far finer than any tie band.
+    let conditions = Condition::all(reference, Bands::default(), &|_, _| Vec::new());
+    for b in 0..shape.batch {
+        for t in 0..shape.tokens {
+            let Some(token) = reference.token(b, t) else { continue };
+            let Some(condition) = &conditions[[b, t]] else { continue };
+            let scaled = reference.scaled_row(b, t, token);
+            let dlogits = reference.dlogits_row(b, t);
+            let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
+            for ((&x, &d), &(scale, _)) in scaled.logits.iter().zip(&dlogits).zip(&limits) {
+                sums.sum_abs.add(d.abs(), scale);
+                sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
+                sums.dot.add(d * x, x.abs() * scale);
+            }
+            sums.add_token(reference, token, condition);
+        }
+    }
+    (sums, conditions)
+}
+
+/// A sum over all elements, compensated: a million plain additions would lose more than the limit allows.
+#[derive(Clone, Copy, Default)]
+struct Total {
+    value: Sum,
+    scale: f64,
+}
+
+impl Total {
+    fn add(&mut self, value: f64, scale: f64) {
+        self.value.add(value);
+        self.scale += scale;
+    }
+}
+
+#[derive(Default)]
+struct Sums {
+    sum_abs: Total,
+    sum_sq: Total,
+    dot: Total,
+    loss_scale: f64,
+    entropy_scale: f64,
+    ratio_scale: f64,
+    ratios: Vec<f64>,
+    clipped: [u32; 2],
+}
+
+impl Sums {
+    fn add_token(&mut self, reference: &Reference, token: &Token, condition: &Condition) {
+        self.loss_scale += token.weight * condition.token_loss;
+        self.entropy_scale += condition.entropy / reference.count() as f64;
+        self.ratio_scale = self.ratio_scale.max(condition.ratio);
+        self.ratios.push(token.inputs.ratio(reference.spec()));
+        self.clipped[0] += u32::from(token.clipped_low);
+        self.clipped[1] += u32::from(token.clipped_high);
+    }
+
+    fn named(self, reference: &Reference) -> BTreeMap<&'static str, Scalar> {
+        let (low, high) = (1.0 - EPSILON_LOW, 1.0 + EPSILON_HIGH);
+        let count = |holds: &dyn Fn(f64) -> bool| self.ratios.iter().filter(|r| holds(**r)).count() as f64;
+        let exact = |value: f64| Scalar { value, scale: 0.0 };
+        let scalar = |total: Total| Scalar { value: total.value.value(), scale: total.scale };
+        let of_ratio = |value: f64| Scalar { value, scale: self.ratio_scale };
+        let margin = |r: &f64| (r - low).abs().min((r - high).abs());
+        BTreeMap::from([
+            ("n_tokens", exact(reference.count() as f64)),
+            ("entropy_mean", Scalar { value: reference.metrics().entropy_mean, scale: self.entropy_scale }),
+            ("loss", Scalar { value: reference.loss(), scale: self.loss_scale }),
+            ("dlogits_sum_abs", scalar(self.sum_abs)),
+            ("dlogits_sum_sq", scalar(self.sum_sq)),
+            ("dlogits_dot_logits", scalar(self.dot)),
+            ("ratio_low", exact(count(&|r| r < low))),
+            ("ratio_high", exact(count(&|r| r > high))),
+            ("clipped_low", exact(f64::from(self.clipped[0]))),
+            ("clipped_high", exact(f64::from(self.clipped[1]))),
+            ("ratio_min", of_ratio(self.ratios.iter().copied().fold(f64::INFINITY, f64::min))),
+            ("ratio_max", of_ratio(self.ratios.iter().copied().fold(0.0, f64::max))),
+            ("tie_margin", of_ratio(self.ratios.iter().map(margin).fold(f64::INFINITY, f64::min))),
+        ])
+    }
+}
+
+/// `logp`, or entropy, of every unmasked token.
+pub fn token_values<'r>(
+    reference: &'r Reference,
+    entropy: bool,
+) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
+    let conditions = Condition::all(reference, Bands::default(), &|_, _| Vec::new());
+    conditions.into_iter().enumerate().filter_map(move |(i, condition)| {
+        let tokens = reference.shape().tokens;
+        let (b, t) = (i / tokens, i % tokens);
+        let (token, condition) = (reference.token(b, t)?, condition?);
+        let (value, scale) =
+            if entropy { (token.entropy, condition.entropy) } else { (token.inputs.logp, condition.logp) };
+        Some(((b, t), Scalar { value, scale }))
+    })
+}
+
+/// The problem of `whole`'s tokens over a part of the vocabulary, whose rows of the head are `lm_head_rows`, `[V,H]`.
+///
+/// # Errors
+/// A message naming the id that is no row.
+pub fn sub_vocabulary_problem(
+    whole: &Problem,
+    hidden: FloatArray<Ix3>,
+    lm_head_rows: FloatArray<Ix2>,
+    row_ids: &Array1<i64>,
+) -> Result<HeadProblem, String> {
+    let index: BTreeMap<i64, i64> = row_ids.iter().copied().zip(0..).collect();
+    if let Some(((b, t), id)) = whole.ids.indexed_iter().find(|(at, id)| whole.mask[*at] && !index.contains_key(id)) {
+        return Err(format!("`ids[{b},{t}]`: got {id}, expected one of `lm_head_row_ids`"));
+    }
+    let projection =
+        Projection { hidden, lm_head: lm_head_rows, layout: HeadLayout::VocabByHidden, rounds_logits: false };
+    let ids = whole.ids.mapv(|id| index.get(&id).copied().unwrap_or(-1));
+    Ok(HeadProblem { ids, ..whole.with_logits(projection) })
+}
+
+/// Judges recorded values, each with the token it is of, against the reference's.
+///
+/// # Errors
+/// [`ToleranceError::Absent`] where `tolerances` has no entry for recorded values.
+pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances) -> Result<Verdict, ToleranceError> {
+    let gate = Gate { output: Output::Recorded, model: Model::Elementwise };
+    let kappa = tolerances.kappa(gate, Dtype::F64, "reference")?;
+    let mut tally = Tally::default();
+    for &(at, scalar, recorded) in pairs {
+        let allowance = Allowance { rounding: 0.0, unit: f64::EPSILON / 2.0, scale: scalar.scale, floor: 0.0 };
+        tally.compare(at, scalar.value, recorded, kappa, allowance, Dtype::F64);
+    }
+    let status = if tally.passes() { Status::Pass } else { Status::Fail };
+    Ok(Verdict { gate, dtype: Dtype::F64, status, kappa: Some(kappa), tally })
+}

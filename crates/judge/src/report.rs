@@ -1,0 +1,354 @@
+//! Verdicts as a table, as JSON, and, where one failed, in words. A summary of many is in [`super::summary`].
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::invariance::Invariance;
+use super::judge::{Status, Verdict};
+use super::judgeable::Judgeable;
+use super::metric::{Position, ULP_EDGES, hex};
+use super::summary::Summary;
+use super::tolerance::{Model, Output};
+use assay_core::problem::Dtype;
+
+/// One line of a report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    /// What was evaluated: a fixture with its logits and old log-probabilities, or a generated problem.
+    pub fixture: String,
+    /// Id of the implementation.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// Devices that it ran on.
+    pub devices: usize,
+    /// The output and how it was compared.
+    pub output: String,
+    /// Dtype of the output.
+    pub dtype: Dtype,
+    /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
+    pub worst: Option<f64>,
+    /// Its limit.
+    pub limit: Option<f64>,
+    /// Where it stands.
+    pub at: String,
+    /// The decision.
+    pub verdict: Status,
+    /// The `κ` that the output needed.
+    pub kappa_needed: f64,
+    /// The `κ` it is allowed; `None` where no tolerance applies.
+    pub kappa_allowed: Option<f64>,
+    /// Elements by their error in ulp of that dtype, up to each of the report's `ulp_edges`, and beyond the last; `None`
+    /// where the output has no elements, as metrics have none, or was not compared one by one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ulp: Option<[u64; ULP_EDGES.len()]>,
+    /// Checks of one family share a row of the table while they pass.
+    #[serde(skip)]
+    family: Option<&'static str>,
+    /// The first token that is rightly NaN or ∞.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nonfinite_as_in_reference: Option<String>,
+}
+
+impl Check {
+    /// The line for `verdict`.
+    pub fn new(fixture: &str, implementation: &str, output: &str, verdict: &Verdict) -> Self {
+        let tally = &verdict.tally;
+        let odd = tally.nonfinite.or(tally.silent).map(|(at, _)| at);
+        let worst = if odd.is_some() { None } else { tally.worst };
+        let family = family(verdict.gate.output);
+        Self {
+            fixture: fixture.into(),
+            implementation: implementation.into(),
+            devices: 1,
+            output: output.into(),
+            dtype: verdict.dtype,
+            worst: worst.map(|worst| worst.error),
+            limit: worst.map(|worst| worst.limit),
+            at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
+            verdict: verdict.status,
+            kappa_needed: tally.kappa_seen,
+            kappa_allowed: verdict.kappa,
+            ulp: (verdict.gate.model == Model::Elementwise && family.is_none()).then_some(tally.histogram),
+            family,
+            nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
+        }
+    }
+
+    /// The same check of a run on `devices` devices.
+    #[must_use]
+    pub fn on_devices(self, devices: usize) -> Self {
+        Self { devices, ..self }
+    }
+
+    /// Whether it passed without a number to hold against a limit: no token counts, or those that do are NaN or ∞ as in
+    /// the reference.
+    pub fn compared_nothing(&self) -> bool {
+        self.verdict == Status::Pass && self.worst.is_none()
+    }
+
+    /// `error / limit`; 0 where nothing was compared or the comparison was exact.
+    fn share(&self) -> f64 {
+        match (self.worst, self.limit) {
+            (Some(worst), Some(limit)) if worst > 0.0 => worst / limit,
+            _ => 0.0,
+        }
+    }
+
+    /// `limit / error`: how many times smaller the error is than it may be.
+    fn margin(&self) -> String {
+        match (self.worst, self.limit) {
+            (Some(0.0), _) => "exact".into(),
+            (Some(worst), Some(limit)) if worst > limit => format!("{:.3}×", limit / worst),
+            (Some(worst), Some(limit)) => format!("{:.1}×", limit / worst),
+            _ => "–".into(),
+        }
+    }
+}
+
+/// `xla-rows ×4`; one device goes without saying.
+pub fn on_devices(id: &str, devices: usize) -> String {
+    if devices == 1 { id.into() } else { format!("{id} ×{devices}") }
+}
+
+/// All checks of one command.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Whether every check passed.
+    pub pass: bool,
+    /// Upper edges of the histograms in the checks, of every bucket but the last.
+    pub ulp_edges: &'static [f64],
+    /// The checks, in the order they were made.
+    pub checks: Vec<Check>,
+    /// What was not checked, and why.
+    pub ignored: Vec<Ignored>,
+    /// What each implementation came to, where a command runs several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub implementations: Vec<Summary>,
+    /// Runs on one device count against runs on another.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub invariance: Vec<Compared>,
+}
+
+/// Two runs of one implementation on different device counts.
+#[derive(Clone, Debug, Serialize)]
+pub struct Compared {
+    /// What was evaluated.
+    pub fixture: String,
+    /// Id of the implementation.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// Devices of the two runs.
+    pub devices: [usize; 2],
+    /// Which outputs have the same bits.
+    #[serde(flatten)]
+    pub invariance: Invariance,
+}
+
+/// Something that was not checked.
+#[derive(Clone, Debug, Serialize)]
+pub struct Ignored {
+    /// What it would have been.
+    pub what: String,
+    /// Why it was not.
+    pub why: String,
+    /// The implementation, with its devices, that was not run.
+    #[serde(skip)]
+    pub not_run: Option<String>,
+}
+
+impl Report {
+    /// A report over `checks`. One without a check does not pass.
+    pub fn new(checks: Vec<Check>, ignored: Vec<Ignored>) -> Self {
+        Self {
+            pass: !checks.is_empty() && checks.iter().all(|check| check.verdict == Status::Pass),
+            ulp_edges: &ULP_EDGES[..ULP_EDGES.len() - 1],
+            checks,
+            ignored,
+            implementations: Vec::new(),
+            invariance: Vec::new(),
+        }
+    }
+
+    /// The table, the ignored checks and the total line.
+    pub fn table(&self) -> String {
+        self.checks_table() + &self.below_table()
+    }
+
+    /// A row a check.
+    pub fn checks_table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(["fixture", "impl", "output", "worst error", "limit", "margin", "at", "verdict"]);
+        for column in 3..6 {
+            table.column_mut(column).expect("eight columns").set_cell_alignment(CellAlignment::Right);
+        }
+        let number = |x: Option<f64>| x.map_or("–".into(), |x| format!("{x:.2e}"));
+        for (check, count) in self.rows() {
+            let output = if count == 1 {
+                check.output.clone()
+            } else {
+                format!("{count} {}", check.family.unwrap_or("outputs"))
+            };
+            table.add_row([
+                check.fixture.clone(),
+                on_devices(&check.implementation, check.devices),
+                output,
+                number(check.worst),
+                number(check.limit),
+                check.margin(),
+                check.at.clone(),
+                status_word(check.verdict).into(),
+            ]);
+        }
+        format!("{table}\n")
+    }
+
+    /// Every ignored check, every comparison of two runs, and the total line.
+    pub fn below_table(&self) -> String {
+        let mut text = String::new();
+        for Ignored { what, why, .. } in &self.ignored {
+            let _ = writeln!(text, "ignored  {what}: {why}");
+        }
+        for Compared { fixture, implementation, devices: [one, many], invariance } in &self.invariance {
+            let list = |names: &[&str]| if names.is_empty() { "nothing".into() } else { names.join(", ") };
+            let (same, other) = (list(&invariance.same), list(&invariance.other));
+            let _ = writeln!(
+                text,
+                "bits     {fixture} with {implementation}: ×{many} has those of ×{one} in {same}; others in {other}"
+            );
+        }
+        let _ = writeln!(text, "{}", self.total());
+        text
+    }
+
+    /// The checks as the table shows them: those of one family that passed in a row become one, the closest to its limit.
+    fn rows(&self) -> Vec<(&Check, usize)> {
+        let joins = |a: &Check, b: &Check| {
+            let same = |of: fn(&Check) -> (&str, &str)| of(a) == of(b);
+            a.family.is_some()
+                && a.family == b.family
+                && same(|check| (&check.fixture, &check.implementation))
+                && [a, b].iter().all(|check| check.verdict == Status::Pass)
+        };
+        let closest = |checks: &'_ [Check]| {
+            checks.iter().enumerate().max_by(|(_, a), (_, b)| a.share().total_cmp(&b.share())).map_or(0, |(i, _)| i)
+        };
+        let groups = self.checks.chunk_by(joins);
+        groups.map(|group| (&group[closest(group)], group.len())).collect()
+    }
+
+    /// One line: how many checks there were and how they ended.
+    pub fn total(&self) -> String {
+        let failed = self.checks.iter().filter(|check| check.verdict != Status::Pass).count();
+        let nothing = self.checks.iter().filter(|check| check.compared_nothing()).count();
+        let verdict = if self.pass { "PASS" } else { "FAIL" };
+        let passed = self.checks.len() - failed - nothing;
+        let mut line = format!("{verdict}  {passed} checks passed, {failed} failed, {} ignored", self.ignored.len());
+        if nothing > 0 {
+            let _ = write!(line, ", {nothing} compared nothing");
+        }
+        line
+    }
+}
+
+/// What a table calls outputs that it shows together.
+fn family(output: Output) -> Option<&'static str> {
+    match output {
+        Output::Recorded => Some("recorded values"),
+        Output::EntropyMean
+        | Output::KlMean
+        | Output::RatioMean
+        | Output::ClipLow
+        | Output::ClipHigh
+        | Output::ClipRegion => Some("metrics"),
+        Output::Loss
+        | Output::Logp
+        | Output::Entropy
+        | Output::TokenLoss
+        | Output::Dlogits
+        | Output::Dhidden
+        | Output::DlmHead => None,
+    }
+}
+
+fn status_word(status: Status) -> &'static str {
+    match status {
+        Status::Pass => "pass",
+        Status::Fail => "FAIL",
+        Status::Nonfinite => "NONFINITE",
+    }
+}
+
+/// A failed verdict in words: where, from what inputs, expected and actual in decimal and hexadecimal, the error against
+/// its limit, the histogram of all errors in ulp, and the command that shows it again.
+pub fn explain<P: Judgeable>(
+    verdict: &Verdict,
+    reference: &P::Reference<'_>,
+    problem: &P,
+    implementation: &str,
+    replay: &str,
+) -> String {
+    let inputs = |at| problem.inputs(reference, at);
+    in_words(verdict, &format!("{implementation}: {}", verdict.gate), ["expected", "actual"], inputs, replay)
+}
+
+/// The same of a recorded value, `what`, that the reference does not come to.
+pub fn explain_recorded(verdict: &Verdict, what: &str, replay: &str) -> String {
+    in_words(verdict, what, ["reference", "recorded"], |_| None, replay)
+}
+
+fn in_words(
+    verdict: &Verdict,
+    what: &str,
+    [of_reference, judged]: [&str; 2],
+    inputs: impl Fn(Position) -> Option<String>,
+    replay: &str,
+) -> String {
+    let Verdict { dtype, tally, .. } = verdict;
+    let mut text = format!("{} {what}, {dtype}\n", status_word(verdict.status));
+    // A scalar stands nowhere.
+    let mut line = |name: &str, value: &str| {
+        if !value.is_empty() {
+            let _ = writeln!(text, "  {name:<9} {value}");
+        }
+    };
+    let both = |x: f64| format!("{x:.17e}  {}", hex(x, *dtype));
+    let odd =
+        tally.nonfinite.map(|odd| (odd, "finite")).or(tally.silent.map(|odd| (odd, "NaN or ∞, as the reference")));
+    let at = match (odd, tally.worst) {
+        (Some(((at, actual), expected)), _) => {
+            line("at", &at.to_string());
+            line(of_reference, expected);
+            line(judged, &both(actual));
+            Some(at)
+        }
+        (None, Some(worst)) => {
+            line("at", &worst.at.to_string());
+            line(of_reference, &both(worst.expected));
+            line(judged, &both(worst.actual));
+            line("error", &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.share(), worst.limit));
+            Some(worst.at)
+        }
+        (None, None) => None,
+    };
+    if let Some(inputs) = at.and_then(inputs) {
+        line("inputs", &inputs);
+    }
+    if let Some(kappa) = verdict.kappa {
+        line("κ", &format!("{:.3} needed, {kappa} allowed", tally.kappa_seen));
+    }
+    line("ulp", &histogram(&tally.histogram));
+    line("replay", replay);
+    text
+}
+
+/// `≤½: 120  ≤1: 3  …`, without the empty tail.
+fn histogram(counts: &[u64]) -> String {
+    let filled = counts.iter().rposition(|&n| n > 0).map_or(0, |last| last + 1);
+    let bucket =
+        |(edge, n): (&f64, &u64)| if edge.is_finite() { format!("≤{edge}: {n}") } else { format!("more: {n}") };
+    let buckets: Vec<String> = ULP_EDGES.iter().zip(counts).take(filled).map(bucket).collect();
+    if buckets.is_empty() { "nothing compared".into() } else { buckets.join("  ") }
+}

@@ -1,0 +1,349 @@
+//! [`Summary`]: what many checks of one implementation came to, and a report of several in a few lines.
+
+use std::time::Duration;
+
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets::NOTHING, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
+
+use super::judge::Status;
+use super::report::{Check, Compared, Ignored, Report, on_devices};
+
+/// Columns of a terminal that lists for a person to read keep to.
+pub const COLUMNS: u16 = 100;
+
+/// What was ignored for one reason is named up to here, and counted beyond.
+const NAMED: usize = 4;
+
+/// What the checks of one implementation came to on one device count.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// Id of the implementation.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// Devices that it ran on.
+    pub devices: usize,
+    /// How many checks there were.
+    pub checks: usize,
+    /// How many failed.
+    pub failed: usize,
+    /// How many passed without a number to hold against a limit.
+    pub compared_nothing: usize,
+    /// The check that needed most of its `κ`; `None` where none has a `κ`.
+    pub worst_kappa: Option<WorstKappa>,
+    /// Seconds that its runs took, compiling among them; `None` where it was not run.
+    pub run_s: Option<f64>,
+}
+
+/// The check that came closest to the `κ` it is allowed, or went furthest beyond.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorstKappa {
+    /// The `κ` needed over the `κ` allowed; ∞ where no `κ` would do.
+    pub share: f64,
+    /// The output and how it was compared.
+    pub output: String,
+    /// What was evaluated.
+    pub fixture: String,
+}
+
+impl Summary {
+    /// Of those `checks` that are of `implementation` on `devices` devices, whose runs took `run`.
+    pub fn new(implementation: &str, devices: usize, checks: &[Check], run: Option<Duration>) -> Self {
+        let own: Vec<&Check> = checks
+            .iter()
+            .filter(|check| (check.implementation.as_str(), check.devices) == (implementation, devices))
+            .collect();
+        let share = |check: &Check| {
+            let allowed = check.kappa_allowed.filter(|&allowed| allowed > 0.0 && !check.compared_nothing())?;
+            // A value that is NaN or ∞ where it should not be, or finite where it should be neither, leaves no worst error.
+            Some(if check.worst.is_some() { check.kappa_needed / allowed } else { f64::INFINITY })
+        };
+        let shares = own.iter().filter_map(|check| Some((share(check)?, check)));
+        // Of several the first.
+        let worst = shares.rev().max_by(|(a, _), (b, _)| a.total_cmp(b));
+        Self {
+            implementation: implementation.into(),
+            devices,
+            checks: own.len(),
+            failed: own.iter().filter(|check| check.verdict != Status::Pass).count(),
+            compared_nothing: own.iter().filter(|check| check.compared_nothing()).count(),
+            worst_kappa: worst.map(|(share, check)| WorstKappa {
+                share,
+                output: check.output.clone(),
+                fixture: check.fixture.clone(),
+            }),
+            run_s: run.map(|run| run.as_secs_f64()),
+        }
+    }
+}
+
+impl Report {
+    /// A line an implementation. Where one would be too long, the check that is its worst goes unnamed.
+    pub fn summary(&self) -> String {
+        if self.implementations.is_empty() {
+            return String::new();
+        }
+        let mut placed: Vec<bool> = self.implementations.iter().map(|of| of.worst_kappa.is_some()).collect();
+        loop {
+            let table = self.summary_table(&placed);
+            let too_wide = table.lines().any(|line| line.chars().count() > COLUMNS.into());
+            let length = |i: &usize| self.implementations[*i].worst_kappa.as_ref().map(|worst| worst.place().len());
+            match (0..placed.len()).filter(|&i| placed[i]).max_by_key(length) {
+                Some(longest) if too_wide => placed[longest] = false,
+                _ => return table,
+            }
+        }
+    }
+
+    /// Those lines, with the worst check named where `placed` says so.
+    fn summary_table(&self, placed: &[bool]) -> String {
+        let any = |count: fn(&Summary) -> usize| self.implementations.iter().any(|of| count(of) > 0);
+        let (failed, nothing) = (any(|of| of.failed), any(|of| of.compared_nothing));
+        let mut header = vec!["impl", "checks"];
+        header.extend(failed.then_some("failed"));
+        header.extend(nothing.then_some("compared nothing"));
+        header.push("run, s");
+        let numbers = 1..header.len();
+        header.push("worst κ, of the κ allowed");
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(header);
+        for column in numbers {
+            table.column_mut(column).expect("in the header").set_cell_alignment(CellAlignment::Right);
+        }
+        for (of, &placed) in self.implementations.iter().zip(placed) {
+            let mut row = vec![on_devices(&of.implementation, of.devices), of.checks.to_string()];
+            row.extend(failed.then(|| of.failed.to_string()));
+            row.extend(nothing.then(|| of.compared_nothing.to_string()));
+            row.push(of.run_s.map_or("–".into(), |seconds| format!("{seconds:.2}")));
+            row.push(match &of.worst_kappa {
+                _ if of.checks == of.compared_nothing => "nothing compared".into(),
+                None => "–".into(),
+                Some(worst) if placed => format!("{}  {}", worst.share(), worst.place()),
+                Some(worst) => worst.share(),
+            });
+            table.add_row(row);
+        }
+        format!("{table}\n")
+    }
+
+    /// The ignored checks by their reason, the comparisons of two runs by implementation, and the total line.
+    pub fn below_summary(&self) -> String {
+        let ignored = self.ignored_by_reason().into_iter().map(|text| ("ignored", text));
+        let bits = self.bits_by_implementation().into_iter().map(|text| ("bits", text));
+        format!("{}{}\n", notes(ignored.chain(bits)), self.total())
+    }
+
+    fn ignored_by_reason(&self) -> Vec<String> {
+        let line = |of_reason: Vec<&Ignored>| {
+            let why = &of_reason[0].why;
+            let runs = distinct(of_reason.iter().filter_map(|ignored| ignored.not_run.as_deref()));
+            if let [one] = of_reason.as_slice() {
+                return format!("{}: {why}", one.what);
+            }
+            if !runs.is_empty() {
+                return format!("{} runs of {}: {why}", of_reason.len(), runs.join(", "));
+            }
+            let named: Vec<&str> = of_reason.iter().take(NAMED).map(|ignored| ignored.what.as_str()).collect();
+            let more = of_reason.len() - named.len();
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{}{more}: {why}", named.join(", "))
+        };
+        grouped(&self.ignored, |ignored| &ignored.why).into_iter().map(line).collect()
+    }
+
+    fn bits_by_implementation(&self) -> Vec<String> {
+        let line = |of_pair: Vec<&Compared>| {
+            let Compared { implementation, devices: [one, many], .. } = of_pair[0];
+            let outputs = distinct(of_pair.iter().flat_map(|compared| compared.invariance.outputs()));
+            let problems = of_pair.len();
+            let (mut always, mut sometimes, mut never) = (Vec::new(), Vec::new(), Vec::new());
+            for output in outputs {
+                match of_pair.iter().filter(|compared| compared.invariance.same.contains(&output)).count() {
+                    0 => never.push(output.to_string()),
+                    same if same == problems => always.push(output.to_string()),
+                    same => sometimes.push(format!("{output} ({same} of {problems} problems)")),
+                }
+            }
+            let list = |names: &[String]| if names.is_empty() { "nothing".into() } else { names.join(", ") };
+            let same = list(&[always, sometimes].concat());
+            format!("{implementation}: ×{many} has those of ×{one} in {same}; others in {}", list(&never))
+        };
+        let pair = |compared: &Compared| (compared.implementation.clone(), compared.devices);
+        grouped(&self.invariance, pair).into_iter().map(line).collect()
+    }
+}
+
+impl WorstKappa {
+    /// A number of two digits after the point while it is one that is read so.
+    fn share(&self) -> String {
+        match self.share {
+            share if share < 1000.0 => format!("{share:.2}"),
+            f64::INFINITY => "∞".into(),
+            share => format!("{share:.0e}"),
+        }
+    }
+
+    fn place(&self) -> String {
+        format!("{} of {}", self.output, self.fixture)
+    }
+}
+
+/// `items` of one key together, in the order of their first.
+pub fn grouped<'i, T, K: PartialEq>(items: &'i [T], key: impl Fn(&'i T) -> K) -> Vec<Vec<&'i T>> {
+    let mut groups: Vec<(K, Vec<&T>)> = Vec::new();
+    for item in items {
+        let key = key(item);
+        match groups.iter_mut().find(|(of, _)| *of == key) {
+            Some((_, group)) => group.push(item),
+            None => groups.push((key, vec![item])),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
+}
+
+/// `names` without those that were there before.
+fn distinct<'n>(names: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
+    let mut seen = Vec::new();
+    for name in names {
+        if !seen.contains(&name) {
+            seen.push(name);
+        }
+    }
+    seen
+}
+
+/// Lines below a table, each a word on what it is of and a text, broken at [`COLUMNS`].
+pub fn notes(lines: impl IntoIterator<Item = (&'static str, String)>) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS);
+    for (of, text) in lines {
+        table.add_row([format!("{of:<7}"), text]);
+    }
+    if table.is_empty() {
+        return String::new();
+    }
+    table.column_mut(0).expect("two columns").set_padding((0, 1));
+    table.column_mut(1).expect("two columns").set_padding((1, 0));
+    format!("{}\n", table.trim_fmt())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariance::Invariance;
+    use crate::judge::Verdict;
+    use crate::metric::{Allowance, Position, Tally};
+    use crate::tolerance::{Gate, Model, Output};
+    use assay_core::problem::Dtype;
+
+    /// A check of `fixture` that needs `needed` of the `κ` of 4 that it is allowed; one that compares nothing.
+    fn check(fixture: &str, needed: Option<f64>) -> Check {
+        let mut tally = Tally::default();
+        if let Some(needed) = needed {
+            let allowance = Allowance { unit: 1.0, scale: 1.0, ..Allowance::default() };
+            tally.compare(Position::default(), 1.0, 1.0 + needed, 4.0, allowance, Dtype::F64);
+        }
+        let status = match needed {
+            Some(needed) if needed.is_nan() => Status::Nonfinite,
+            Some(needed) if needed > 4.0 => Status::Fail,
+            _ => Status::Pass,
+        };
+        let gate = Gate { output: Output::Logp, model: Model::Elementwise };
+        Check::new(fixture, "native", "logp", &Verdict { gate, dtype: Dtype::F64, status, kappa: Some(4.0), tally })
+    }
+
+    fn without_kappa(mut check: Check) -> Check {
+        check.kappa_allowed = None;
+        check
+    }
+
+    fn report(checks: Vec<Check>) -> Report {
+        let summary = Summary::new("native", 1, &checks, Some(Duration::from_millis(1234)));
+        Report { implementations: vec![summary], ..Report::new(checks, Vec::new()) }
+    }
+
+    /// The cells of the one row.
+    fn row(report: &Report) -> Vec<String> {
+        let text = report.summary();
+        let row = text.lines().nth(3).expect("a border, the header, a line, the row");
+        row.trim_matches('│').split('┆').map(|cell| cell.trim().to_string()).collect()
+    }
+
+    #[test]
+    fn the_worst_share_of_kappa_is_named() {
+        let two = report(vec![check("a", Some(1.0)), check("b", Some(2.0)), check("c", Some(2.0))]);
+        assert_eq!(row(&two), ["native", "3", "1.23", "0.50  logp of b"]);
+        assert_eq!(two.total(), "PASS  3 checks passed, 0 failed, 0 ignored");
+        let of_one = report(vec![check("a", Some(1.0)), without_kappa(check("b", Some(2.0)))]);
+        assert_eq!(row(&of_one)[3], "0.25  logp of a");
+        assert_eq!(row(&report(vec![without_kappa(check("a", Some(1.0)))]))[3], "–");
+    }
+
+    #[test]
+    fn failures_are_counted_and_what_no_kappa_allows_is_the_worst() {
+        let failed = report(vec![check("a", Some(6.0)), check("b", Some(1.0))]);
+        assert_eq!(row(&failed), ["native", "2", "1", "1.23", "1.50  logp of a"]);
+        let wild = report(vec![check("a", Some(5e6)), check("b", Some(1.0))]);
+        assert_eq!(row(&wild)[4], "1e6  logp of a");
+        let nan = report(vec![check("a", Some(6.0)), check("b", Some(f64::NAN))]);
+        assert_eq!(row(&nan), ["native", "2", "2", "1.23", "∞  logp of b"]);
+    }
+
+    #[test]
+    fn what_compared_nothing_is_counted_apart() {
+        let one = report(vec![check("a", None), check("b", Some(1.0))]);
+        assert_eq!(row(&one), ["native", "2", "1", "1.23", "0.25  logp of b"]);
+        assert_eq!(one.total(), "PASS  1 checks passed, 0 failed, 0 ignored, 1 compared nothing");
+        assert_eq!(row(&report(vec![check("a", None)]))[3..], ["1.23", "nothing compared"]);
+        assert_eq!(row(&report(Vec::new())), ["native", "0", "1.23", "nothing compared"]);
+        assert!(!report(Vec::new()).pass);
+    }
+
+    #[test]
+    fn a_check_whose_name_does_not_fit_goes_unnamed() {
+        let mut both = report(vec![check("short", Some(1.0))]);
+        both.implementations.push(Summary::new("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
+        let text = both.summary();
+        assert!(text.lines().all(|line| line.chars().count() <= COLUMNS.into()), "{text}");
+        assert!(text.contains("0.25  logp of short") && text.contains("┆      – ┆ 0.50 "), "{text}");
+    }
+
+    #[test]
+    fn what_was_ignored_for_one_reason_is_one_line() {
+        let ignored = |what: &str, why: &str, not_run: Option<&str>| Ignored {
+            what: what.into(),
+            why: why.into(),
+            not_run: not_run.map(String::from),
+        };
+        let run = |what: &str, id: &str| ignored(&format!("{what} with {id}"), "no plugin", Some(id));
+        let mut all = vec![run("a", "xla"), run("a", "xla-rows ×2"), ignored("c with xla", "too large", Some("xla"))];
+        all.extend([run("b", "xla"), run("b", "xla-rows ×2")]);
+        all.extend((0..6).map(|i| ignored(&format!("scalar_{i}"), "unknown", None)));
+        let text = Report::new(vec![check("a", Some(1.0))], all).below_summary();
+        let expected = [
+            "ignored  4 runs of xla, xla-rows ×2: no plugin",
+            "ignored  c with xla: too large",
+            "ignored  scalar_0, scalar_1, scalar_2, scalar_3 and 2 more: unknown",
+            "PASS  1 checks passed, 0 failed, 11 ignored",
+        ];
+        assert_eq!(text.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn bits_of_several_problems_are_one_line_and_long_lines_are_broken() {
+        let compared = |same: &[&'static str], other: &[&'static str]| Compared {
+            fixture: "a".into(),
+            implementation: "xla-rows".into(),
+            devices: [1, 2],
+            invariance: Invariance { same: same.into(), other: other.into() },
+        };
+        let invariance = vec![compared(&["logp", "entropy"], &["loss"]), compared(&["logp"], &["entropy", "loss"])];
+        let text = Report { invariance, ..Report::new(Vec::new(), Vec::new()) }.below_summary();
+        let line = "bits     xla-rows: ×2 has those of ×1 in logp, entropy (1 of 2 problems); others in loss\n";
+        assert!(text.starts_with(line), "{text}");
+        let long = notes([("bits", "word ".repeat(40))]);
+        assert!(long.lines().count() == 3 && long.lines().all(|line| line.chars().count() <= 100), "{long}");
+        assert!(long.lines().skip(1).all(|line| line.starts_with("         word")), "{long}");
+        assert_eq!(notes([]), "");
+    }
+}

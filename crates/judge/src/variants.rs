@@ -1,0 +1,304 @@
+//! Every named choice of a spec, alone: what a table of support has for rows, and what a suite runs one by one.
+
+use super::generate::{Recipe, Regime};
+use assay_core::problem::Dtype;
+use assay_core::spec::{
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
+    Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
+    TopEntropy, TrustRegion, Vespo,
+};
+
+/// A named choice.
+#[derive(Clone, Debug)]
+pub struct Variant {
+    /// The field of the spec that it is a choice of.
+    pub field: &'static str,
+    /// The choice, as a file spells it.
+    pub choice: &'static str,
+    /// A spec that makes it, and otherwise is plain.
+    pub spec: LossSpec,
+}
+
+/// All of them, by field.
+pub fn variants() -> Vec<Variant> {
+    let of = |field: &'static str, choices: Vec<(&'static str, LossSpec)>| {
+        choices.into_iter().map(move |(choice, spec)| Variant { field, choice, spec })
+    };
+    let mut all = Vec::new();
+    all.extend(of("objective", objectives()));
+    all.extend(of("ratio", ratios()));
+    all.extend(of("old_logp", old_logps()));
+    all.extend(of("advantages", vec![("token", LossSpec { advantages: AdvantageLevel::Token, ..plain() })]));
+    all.extend(of("temperature", temperatures()));
+    all.extend(of("kl", kls()));
+    all.extend(of("entropy", entropies()));
+    all.extend(of("rollout", rollouts()));
+    all.extend(of("rejection", rejections()));
+    all.extend(of("masks", masks()));
+    all.extend(of("reduction", reductions()));
+    all.extend(of("head", heads()));
+    all.extend(of("support", supports()));
+    all
+}
+
+/// Rows of several lengths, an empty one most likely among them.
+pub const SHAPE: [usize; 3] = [4, 6, 33];
+
+/// The `step`th problem for the `variant`th variant: each has one dtype, and another regime at every step.
+pub fn recipe(variant: usize, step: usize) -> Recipe {
+    Recipe {
+        shape: SHAPE,
+        dtype: Dtype::KERNEL[variant % Dtype::KERNEL.len()],
+        regime: Regime::ALL[(variant + step) % Regime::ALL.len()],
+        seed: (variant + 10 * step) as u64,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: true,
+    }
+}
+
+fn plain() -> LossSpec {
+    LossSpec::default()
+}
+
+fn objectives() -> Vec<(&'static str, LossSpec)> {
+    let of = |objective| LossSpec { objective, ..plain() };
+    let clip = |clip| of(Objective::PpoClip(clip));
+    let region = TrustRegion {
+        divergence: Divergence::TotalVariation,
+        low: 0.002,
+        high: 0.003,
+        two_sided: false,
+        truncate: None,
+        penalty: 0.0,
+    };
+    let trust = |region| of(Objective::TrustRegion(region));
+    let sampling = |empty_rows| of(Objective::ImportanceSampling(ImportanceSampling { empty_rows }));
+    let gmpo = |spec| LossSpec {
+        ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+        reduction: Reduction::SequenceMean { rows: Rows::All },
+        ..spec
+    };
+    let kl_cov = |selection| of(Objective::KlCov(KlCov { coefficient: 0.5, selection }));
+    let clip_cov = |selection| of(Objective::ClipCov(ClipCov { clip: PpoClip::default(), selection }));
+    let band = CovarianceBand { fraction: 0.9, lower: 1.0, upper: 5.0 };
+    vec![
+        ("ppo_clip", plain()),
+        ("ppo_clip, delta", clip(PpoClip { delta: Some(1.1), ..PpoClip::default() })),
+        ("ppo_clip, dual_clip", clip(PpoClip { dual_clip: Some(1.3), ..PpoClip::default() })),
+        ("cispo", of(Objective::Cispo(Cispo { lower: Some(0.8), upper: 1.3 }))),
+        ("cispo, no lower bound", of(Objective::Cispo(Cispo { lower: None, upper: 5.0 }))),
+        ("sapo", of(Objective::Sapo(Sapo::default()))),
+        ("vespo", of(Objective::Vespo(Vespo::default()))),
+        ("policy_gradient", of(Objective::PolicyGradient)),
+        ("importance_sampling", sampling(false)),
+        ("importance_sampling, empty_rows", gmpo(sampling(true))),
+        ("masked_ratio", of(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2 }))),
+        ("trust_region, total_variation", trust(region.clone())),
+        ("trust_region, binary_kl", trust(TrustRegion { divergence: Divergence::BinaryKl, ..region.clone() })),
+        ("trust_region, two_sided", trust(TrustRegion { two_sided: true, ..region.clone() })),
+        ("trust_region, truncate", trust(TrustRegion { truncate: Some(1.2), ..region.clone() })),
+        ("trust_region, penalty", trust(TrustRegion { penalty: 0.1, ..region })),
+        ("dro", of(Objective::Dro(Dro { beta: 0.3 }))),
+        ("kl_cov, selected given", kl_cov(None)),
+        ("kl_cov, selection", kl_cov(Some(TopCovariance { fraction: 0.2 }))),
+        ("clip_cov, selected given", clip_cov(None)),
+        ("clip_cov, selection", clip_cov(Some(band))),
+        ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
+    ]
+}
+
+fn ratios() -> Vec<(&'static str, LossSpec)> {
+    let with = |ratio| LossSpec { ratio, ..plain() };
+    let sequence = || Ratio { level: RatioLevel::Sequence, ..Ratio::default() };
+    let clip = Some(LogClip { low: 0.2, high: 0.1 });
+    vec![
+        ("level: sequence", with(sequence())),
+        ("level: sequence_token", with(Ratio { level: RatioLevel::SequenceToken, ..Ratio::default() })),
+        ("clamp", with(Ratio { clamp: Some(0.25), ..Ratio::default() })),
+        (
+            "clip, sequence",
+            LossSpec {
+                ratio: Ratio { clip, ..sequence() },
+                objective: Objective::ImportanceSampling(ImportanceSampling::default()),
+                ..plain()
+            },
+        ),
+        ("clip, token", with(Ratio { clip, ..Ratio::default() })),
+        ("cap", with(Ratio { cap: Some(0.1), ..Ratio::default() })),
+        ("denominator_epsilon", with(Ratio { denominator_epsilon: 0.5, ..sequence() })),
+    ]
+}
+
+fn old_logps() -> Vec<(&'static str, LossSpec)> {
+    let from = |old_logp| LossSpec { old_logp, ..plain() };
+    vec![("given", plain()), ("current", from(OldLogp::Current)), ("rollout", from(OldLogp::Rollout))]
+}
+
+fn temperatures() -> Vec<(&'static str, LossSpec)> {
+    let of = |temperature_divides| LossSpec { temperature: 0.7, temperature_divides, ..plain() };
+    vec![("divides logits", of(TemperatureDivides::Logits)), ("divides logp", of(TemperatureDivides::Logp))]
+}
+
+fn kls() -> Vec<(&'static str, LossSpec)> {
+    let with = |kl| LossSpec { kl: Some(kl), ..plain() };
+    let k3 = || Kl::plain(0.1, KlEstimator::K3);
+    let corrected = || Kl { importance: KlImportance::Ratio, ..k3() };
+    let of_rows = Averaging { reduction: Reduction::SequenceMean { rows: Rows::All }, denominator_epsilon: 0.0 };
+    vec![
+        ("estimator: k1", with(Kl::plain(0.1, KlEstimator::K1))),
+        ("estimator: k2", with(Kl::plain(0.1, KlEstimator::K2))),
+        ("estimator: k3", with(k3())),
+        ("estimator: abs", with(Kl::plain(0.1, KlEstimator::Abs))),
+        ("gradient: k2", with(Kl { gradient: KlGradient::K2, ..k3() })),
+        ("importance: ratio", with(corrected())),
+        (
+            "importance: ratio, sequence",
+            LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..with(corrected()) },
+        ),
+        ("importance: score", with(Kl { importance: KlImportance::Score, ..k3() })),
+        ("difference_clamp", with(Kl { difference_clamp: Some(0.2), ..k3() })),
+        ("value_clamp", with(Kl { value_clamp: Some(0.02), ..k3() })),
+        (
+            "value_clamp, clamp_after_importance",
+            with(Kl { value_clamp: Some(0.02), clamp_after_importance: true, ..corrected() }),
+        ),
+        ("averaging", with(Kl { averaging: Some(of_rows), ..k3() })),
+    ]
+}
+
+fn entropies() -> Vec<(&'static str, LossSpec)> {
+    let with = |entropy_averaging| LossSpec { entropy_coef: 0.01, entropy_averaging, ..plain() };
+    let of = |reduction| Some(Averaging { reduction, denominator_epsilon: 1e-8 });
+    vec![
+        ("entropy_coef", with(None)),
+        ("entropy_averaging: sequence_mean", with(of(Reduction::SequenceMean { rows: Rows::NonEmpty }))),
+        ("entropy_averaging: sequence_sum", with(of(Reduction::SequenceSum { rows: Rows::All }))),
+    ]
+}
+
+fn rollouts() -> Vec<(&'static str, LossSpec)> {
+    let from = |source, level| RolloutWeights {
+        source,
+        level,
+        outside: Outside::Truncate,
+        min: None,
+        max: Some(1.1),
+        clamp: None,
+        normalize: false,
+        applies_to: Terms::Policy,
+    };
+    let k3 = || Some(Kl::plain(0.1, KlEstimator::K3));
+    let with = |rollout| LossSpec { rollout: Some(rollout), kl: k3(), ..plain() };
+    let of_logp = |level| from(RolloutSource::Logp, level);
+    let token = || of_logp(RolloutLevel::Token);
+    let given = |level| RolloutWeights { max: None, ..from(RolloutSource::Given, level) };
+    let vespo = |weights_of_masked_tokens| Objective::Vespo(Vespo { weights_of_masked_tokens, ..Vespo::default() });
+    vec![
+        ("given, token", with(given(RolloutLevel::Token))),
+        ("given, geometric", with(given(RolloutLevel::Geometric))),
+        ("token, truncate", with(token())),
+        ("token, mask", with(RolloutWeights { outside: Outside::Mask, min: Some(0.9), ..token() })),
+        ("sequence, mask", with(RolloutWeights { outside: Outside::Mask, ..of_logp(RolloutLevel::Sequence) })),
+        ("geometric", with(of_logp(RolloutLevel::Geometric))),
+        (
+            "token_gated_by_geometric",
+            with(RolloutWeights { min: Some(0.9), ..of_logp(RolloutLevel::TokenGatedByGeometric) }),
+        ),
+        ("clamp", with(RolloutWeights { clamp: Some(0.05), ..token() })),
+        ("normalize", with(RolloutWeights { normalize: true, ..token() })),
+        ("applies_to: policy_and_kl", with(RolloutWeights { applies_to: Terms::PolicyAndKl, ..token() })),
+        (
+            "within a sequence's ratio",
+            LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..with(token()) },
+        ),
+        ("within vespo", LossSpec { objective: vespo(false), ..with(token()) }),
+        (
+            "within vespo, weights_of_masked_tokens",
+            LossSpec { objective: vespo(true), ..with(given(RolloutLevel::Token)) },
+        ),
+    ]
+}
+
+fn rejections() -> Vec<(&'static str, LossSpec)> {
+    let with =
+        |rejection| LossSpec { rejection: vec![rejection], kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..plain() };
+    let of = |level, max| Rejection {
+        estimator: RejectionEstimator::K2,
+        level,
+        min: None,
+        max,
+        counts: false,
+        drops_from: Terms::PolicyAndKl,
+    };
+    let token = || of(RejectionLevel::Token, 0.03);
+    vec![
+        ("token", with(token())),
+        ("token, k1", with(Rejection { estimator: RejectionEstimator::K1, min: Some(-0.2), max: 0.3, ..token() })),
+        ("token, k3", with(Rejection { estimator: RejectionEstimator::K3, ..token() })),
+        ("token, counts", with(Rejection { counts: true, ..token() })),
+        ("token, counts, drops_from: policy", with(Rejection { counts: true, drops_from: Terms::Policy, ..token() })),
+        ("sequence_sum", with(of(RejectionLevel::SequenceSum, 0.1))),
+        ("sequence_mean", with(of(RejectionLevel::SequenceMean, 0.04))),
+        ("sequence_max", with(of(RejectionLevel::SequenceMax, 0.1))),
+    ]
+}
+
+fn masks() -> Vec<(&'static str, LossSpec)> {
+    let off_policy = |behaviour| LossSpec {
+        off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour }),
+        kl: Some(Kl::plain(0.1, KlEstimator::K3)),
+        ..plain()
+    };
+    let quantile =
+        |drops, precision| LossSpec { top_entropy: Some(TopEntropy { fraction: 0.4, drops, precision }), ..plain() };
+    let top = |drops| quantile(drops, QuantilePrecision::Exact);
+    vec![
+        ("off_policy_mask, given", off_policy(OldLogp::Given)),
+        ("off_policy_mask, rollout", off_policy(OldLogp::Rollout)),
+        ("top_entropy", top(Drops::PolicyTerm)),
+        ("top_entropy, precision: f32_threshold", quantile(Drops::PolicyTerm, QuantilePrecision::F32Threshold)),
+        ("top_entropy, precision: f32", quantile(Drops::PolicyTerm, QuantilePrecision::F32)),
+        (
+            "top_entropy, drops: ratio",
+            LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..top(Drops::Ratio) },
+        ),
+    ]
+}
+
+fn reductions() -> Vec<(&'static str, LossSpec)> {
+    let with = |reduction| LossSpec { reduction, ..plain() };
+    let of_rows = |rows| with(Reduction::SequenceMean { rows });
+    let fixed = |length| with(Reduction::FixedLength { rows: Rows::All, length });
+    vec![
+        ("token_mean", plain()),
+        ("sequence_mean, all", of_rows(Rows::All)),
+        ("sequence_mean, non_empty", of_rows(Rows::NonEmpty)),
+        ("sequence_mean, given", of_rows(Rows::Given(24.0))),
+        ("sequence_sum", with(Reduction::SequenceSum { rows: Rows::NonEmpty })),
+        ("fixed_length", fixed(Some(1024))),
+        ("fixed_length, padded width", fixed(None)),
+        ("normalizer", with(Reduction::Normalizer(1024.0))),
+        ("denominator_epsilon", LossSpec { denominator_epsilon: 0.5, ..of_rows(Rows::All) }),
+        ("scale", LossSpec { scale: 0.25, ..plain() }),
+    ]
+}
+
+fn heads() -> Vec<(&'static str, LossSpec)> {
+    let with = |head| LossSpec { head, ..plain() };
+    vec![
+        ("scale", with(Head { scale: 0.5, ..Head::default() })),
+        ("softcap", with(Head { softcap: Some(30.0), ..Head::default() })),
+        ("bias", with(Head { bias: true, ..Head::default() })),
+    ]
+}
+
+fn supports() -> Vec<(&'static str, LossSpec)> {
+    let with = |support| LossSpec { support, ..plain() };
+    vec![
+        ("vocab", with(Support { vocab: Some(30), ..Support::default() })),
+        ("excluded_ids", with(Support { excluded_ids: vec![1, 7], ..Support::default() })),
+        ("keep_sampled", with(Support { vocab: Some(20), excluded_ids: vec![3], keep_sampled: true })),
+    ]
+}

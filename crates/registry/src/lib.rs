@@ -1,0 +1,102 @@
+//! The list of implementations: every one there is, and the one that an id names.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use assay_core::implementation::{FILE_PREFIX, Implementation, Input};
+use assay_core::problem::{HeadProblem, Problem};
+use assay_native::{Native, NativeHead};
+#[cfg(feature = "pjrt")]
+use assay_pjrt::exported::Exported;
+#[cfg(feature = "pjrt")]
+use assay_pjrt::xla::{Xla, XlaHead};
+
+/// A kind of problem whose implementations are listed.
+pub trait Listed: Input {
+    /// The implementation called `id`; those that need a PJRT plugin as in [`registry`].
+    ///
+    /// # Errors
+    /// A message that lists the ids there are.
+    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String>;
+}
+
+impl Listed for Problem {
+    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+        find(id, plugin)
+    }
+}
+
+impl Listed for HeadProblem {
+    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String> {
+        find_head(id, plugin)
+    }
+}
+
+/// Every implementation there is; those that need a PJRT plugin use `plugin`, or where that is `None` the one that the
+/// environment names or set-up installed. Tests, benches and commands iterate over it.
+pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
+    #[allow(unused_mut, reason = "without PJRT there is but one")]
+    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
+    #[cfg(feature = "pjrt")]
+    all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
+    #[cfg(not(feature = "pjrt"))]
+    let _ = plugin;
+    all
+}
+
+/// Every implementation of the LM head with the loss; those that need a PJRT plugin as in [`registry`].
+pub fn lm_head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    #[allow(unused_mut, reason = "without PJRT there is but one")]
+    let mut all: Vec<Arc<dyn Implementation<HeadProblem>>> = vec![Arc::new(NativeHead::default())];
+    #[cfg(feature = "pjrt")]
+    all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<HeadProblem>>));
+    #[cfg(not(feature = "pjrt"))]
+    let _ = plugin;
+    all
+}
+
+/// The implementation called `id` in [`registry`]; for `file:MANIFEST.toml` the program that the manifest describes.
+///
+/// # Errors
+/// A message that lists the ids there are, or says what is wrong with the manifest.
+pub fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
+        return from_manifest(manifest, plugin);
+    }
+    let all = registry(plugin);
+    called(id, &all).ok_or_else(|| {
+        let (on_logits, heads) = (ids(&all), ids(&lm_head_registry(plugin)));
+        format!(
+            "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
+             with an LM head: {heads}"
+        )
+    })
+}
+
+/// The implementation called `id` in [`lm_head_registry`].
+///
+/// # Errors
+/// A message that lists the ids there are.
+pub fn find_head(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<HeadProblem>>, String> {
+    let all = lm_head_registry(plugin);
+    called(id, &all).ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
+}
+
+fn called<P: Input>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
+    all.iter().find(|implementation| implementation.id() == id).cloned()
+}
+
+fn ids<P: Input>(all: &[Arc<dyn Implementation<P>>]) -> String {
+    all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(feature = "pjrt")]
+fn from_manifest(manifest: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    let exported = Exported::read(manifest, plugin).map_err(|error| error.to_string())?;
+    Ok(Arc::new(exported))
+}
+
+#[cfg(not(feature = "pjrt"))]
+fn from_manifest(manifest: &str, _: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+    Err(format!("implementation: got `{FILE_PREFIX}{manifest}`, expected a build with the feature `pjrt`"))
+}

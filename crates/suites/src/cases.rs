@@ -1,0 +1,351 @@
+//! Random specs, and recipes for problems in every regime: proptest strategies.
+
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use assay_core::problem::{Dtype, HeadLayout, HeadShape};
+use assay_core::spec::{
+    AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, Head, ImportanceSampling, Kl, KlCov, KlEstimator,
+    KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TrustRegion, Vespo,
+};
+use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+
+/// Every option of [`LossSpec`] that some kernel computes: PPO-clip alone in two cases of five.
+pub fn any_spec() -> BoxedStrategy<LossSpec> {
+    prop_oneof![2 => any_ppo_spec().boxed(), 3 => any_family_spec().boxed()].boxed()
+}
+
+/// Any member of the family: an objective, a ratio and a reduction, and of everything else something in some cases.
+fn any_family_spec() -> impl Strategy<Value = LossSpec> {
+    let levels = (
+        select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]),
+        select(vec![OldLogp::Given, OldLogp::Given, OldLogp::Current, OldLogp::Rollout]),
+        prop_oneof![Just(1.0), 0.3..2.0_f64],
+        select(vec![TemperatureDivides::Logits, TemperatureDivides::Logits, TemperatureDivides::Logp]),
+    );
+    let corrections = (
+        weighted(0.25, rollout()),
+        prop_oneof![3 => Just(vec![]).boxed(), 1 => proptest::collection::vec(rejection(), 1..3).boxed()],
+        weighted(0.15, off_policy_mask()),
+    );
+    let head = prop_oneof![6 => Just((Head::default(), Support::default())), 1 => (head(), support())];
+    let bonus = (prop_oneof![Just(0.0), -0.1..0.1_f64], weighted(0.4, averaging()));
+    (objective(), ratio(), levels, corrections, weighted(0.5, kl()), head, bonus, averaging(), scale()).prop_map(
+        |(objective, ratio, levels, corrections, kl, head, bonus, averaging, scale)| {
+            let (advantages, old_logp, temperature, temperature_divides) = levels;
+            let (rollout, rejection, off_policy_mask) = corrections;
+            let mut spec = LossSpec {
+                objective,
+                ratio,
+                advantages,
+                old_logp,
+                head: head.0,
+                support: head.1,
+                temperature,
+                temperature_divides,
+                rollout,
+                rejection,
+                off_policy_mask,
+                top_entropy: None,
+                kl,
+                entropy_coef: bonus.0,
+                entropy_averaging: bonus.1,
+                reduction: averaging.reduction,
+                denominator_epsilon: averaging.denominator_epsilon,
+                scale,
+            };
+            if let Objective::ImportanceSampling(sampling) = &mut spec.objective {
+                // A sequence of no tokens has an advantage of its own.
+                sampling.empty_rows = spec.ratio.level == RatioLevel::Sequence
+                    && spec.advantages == AdvantageLevel::Sequence
+                    && spec.reduction == Reduction::SequenceMean { rows: Rows::All };
+            }
+            spec
+        },
+    )
+}
+
+fn clip() -> impl Strategy<Value = PpoClip> {
+    (0.0..0.9_f64, 0.0..1.5_f64, option(0.5..3.0_f64), option(1.01..4.0_f64)).prop_map(
+        |(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip { epsilon_low, epsilon_high, delta, dual_clip },
+    )
+}
+
+fn objective() -> impl Strategy<Value = Objective> {
+    let vespo = (0.0..4.0_f64, 0.0..4.0_f64, 0.0..4.0_f64, 0.0..4.0_f64, any::<bool>()).prop_map(
+        |(k_positive, lambda_positive, k_negative, lambda_negative, weights_of_masked_tokens)| Vespo {
+            k_positive,
+            lambda_positive,
+            k_negative,
+            lambda_negative,
+            weights_of_masked_tokens,
+        },
+    );
+    let region = (
+        select(vec![Divergence::TotalVariation, Divergence::BinaryKl]),
+        (0.0..0.2_f64, 0.0..0.2_f64),
+        any::<bool>(),
+        option(0.9..4.0_f64),
+        prop_oneof![Just(0.0), 1e-3..0.5_f64],
+    )
+        .prop_map(|(divergence, (low, high), two_sided, truncate, penalty)| TrustRegion {
+            divergence,
+            low,
+            high,
+            two_sided,
+            truncate,
+            penalty,
+        });
+    prop_oneof![
+        1 => clip().prop_map(Objective::PpoClip),
+        1 => (option(0.0..0.95_f64), 1.0..6.0_f64)
+            .prop_map(|(lower, upper)| Objective::Cispo(Cispo { lower, upper })),
+        1 => (0.3..3.0_f64, 0.3..3.0_f64)
+            .prop_map(|(tau_positive, tau_negative)| Objective::Sapo(Sapo { tau_positive, tau_negative })),
+        1 => vespo.prop_map(Objective::Vespo),
+        1 => Just(Objective::PolicyGradient),
+        1 => Just(Objective::ImportanceSampling(ImportanceSampling::default())),
+        1 => (0.0..0.95_f64, 1.0..3.0_f64)
+            .prop_map(|(lower, upper)| Objective::MaskedRatio(MaskedRatio { lower, upper })),
+        2 => region.prop_map(Objective::TrustRegion),
+        1 => (0.05..1.0_f64).prop_map(|beta| Objective::Dro(Dro { beta })),
+        1 => (0.0..1.0_f64).prop_map(|coefficient| Objective::KlCov(KlCov { coefficient, selection: None })),
+        1 => clip().prop_map(|clip| Objective::ClipCov(ClipCov { clip, selection: None })),
+        1 => Just(Objective::None),
+    ]
+}
+
+fn ratio() -> impl Strategy<Value = Ratio> {
+    let level = select(vec![RatioLevel::Token, RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken]);
+    let clip = (0.0..0.5_f64, 0.0..0.5_f64).prop_map(|(low, high)| LogClip { low, high });
+    (
+        level,
+        weighted(0.3, 0.1..20.0_f64),
+        weighted(0.2, clip),
+        weighted(0.2, -0.1..10.0_f64),
+        select(vec![0.0, 1e-8, 0.5]),
+    )
+        .prop_map(|(level, clamp, clip, cap, denominator_epsilon)| Ratio {
+            level,
+            clamp,
+            clip,
+            cap,
+            denominator_epsilon,
+        })
+}
+
+fn kl() -> impl Strategy<Value = Kl> {
+    let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
+    let gradient = select(vec![KlGradient::Own, KlGradient::Own, KlGradient::K2]);
+    let importance = select(vec![KlImportance::One, KlImportance::Ratio, KlImportance::Score]);
+    let clamps = (weighted(0.3, 0.05..20.0_f64), weighted(0.3, 0.01..10.0_f64), any::<bool>());
+    (0.0..0.5_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging())).prop_map(
+        |(beta, estimator, gradient, importance, clamps, averaging)| Kl {
+            beta,
+            estimator,
+            gradient,
+            importance,
+            difference_clamp: clamps.0,
+            value_clamp: clamps.1,
+            clamp_after_importance: clamps.2,
+            averaging,
+        },
+    )
+}
+
+fn averaging() -> impl Strategy<Value = Averaging> {
+    let rows = || prop_oneof![Just(Rows::All), Just(Rows::NonEmpty), (0.5..20.0_f64).prop_map(Rows::Given)];
+    let reduction = prop_oneof![
+        Just(Reduction::TokenMean),
+        rows().prop_map(|rows| Reduction::SequenceMean { rows }),
+        rows().prop_map(|rows| Reduction::SequenceSum { rows }),
+        (rows(), option(1..64_usize)).prop_map(|(rows, length)| Reduction::FixedLength { rows, length }),
+        (0.5..500.0_f64).prop_map(Reduction::Normalizer),
+    ];
+    (reduction, select(vec![0.0, 0.0, 1e-8, 0.5]))
+        .prop_map(|(reduction, denominator_epsilon)| Averaging { reduction, denominator_epsilon })
+}
+
+fn scale() -> impl Strategy<Value = f64> {
+    prop_oneof![Just(1.0), 0.1..8.0_f64]
+}
+
+fn rollout() -> impl Strategy<Value = RolloutWeights> {
+    let of_logp = select(vec![
+        RolloutLevel::Token,
+        RolloutLevel::Sequence,
+        RolloutLevel::Geometric,
+        RolloutLevel::TokenGatedByGeometric,
+    ]);
+    let source = prop_oneof![
+        select(vec![RolloutLevel::Token, RolloutLevel::Geometric]).prop_map(|level| (RolloutSource::Given, level)),
+        of_logp.prop_map(|level| (RolloutSource::Logp, level)),
+    ];
+    (
+        source,
+        select(vec![Outside::Truncate, Outside::Mask]),
+        (option(0.0..0.95_f64), option(1.0..3.0_f64), option(0.1..20.0_f64)),
+        any::<bool>(),
+        select(vec![Terms::Policy, Terms::PolicyAndKl]),
+    )
+        .prop_map(|((source, level), outside, (min, max, clamp), normalize, applies_to)| {
+            let plain = RolloutWeights {
+                source,
+                level,
+                outside: Outside::Truncate,
+                min: None,
+                max: None,
+                clamp: None,
+                normalize,
+                applies_to,
+            };
+            // Given weights are taken as they are.
+            if source == RolloutSource::Given { plain } else { RolloutWeights { outside, min, max, clamp, ..plain } }
+        })
+}
+
+fn rejection() -> impl Strategy<Value = Rejection> {
+    (
+        select(vec![RejectionEstimator::K1, RejectionEstimator::K2, RejectionEstimator::K3]),
+        select(vec![
+            RejectionLevel::Token,
+            RejectionLevel::SequenceSum,
+            RejectionLevel::SequenceMean,
+            RejectionLevel::SequenceMax,
+        ]),
+        option(-1.0..0.0_f64),
+        0.01..1.0_f64,
+        any::<bool>(),
+        select(vec![Terms::Policy, Terms::PolicyAndKl]),
+    )
+        .prop_map(|(estimator, level, min, max, counts, drops_from)| Rejection {
+            estimator,
+            level,
+            min,
+            max,
+            counts,
+            drops_from,
+        })
+}
+
+fn off_policy_mask() -> impl Strategy<Value = OffPolicyMask> {
+    (-0.2..0.5_f64, select(vec![OldLogp::Given, OldLogp::Rollout]))
+        .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour })
+}
+
+fn head() -> impl Strategy<Value = Head> {
+    (select(vec![1.0, 0.5, 1.7]), option(5.0..50.0_f64), any::<bool>()).prop_map(|(scale, softcap, bias)| Head {
+        scale,
+        softcap,
+        bias,
+    })
+}
+
+fn support() -> impl Strategy<Value = Support> {
+    (option(1..300_usize), proptest::collection::vec(0..40_usize, 0..4)).prop_map(|(vocab, excluded_ids)| Support {
+        vocab,
+        excluded_ids,
+        keep_sampled: true,
+    })
+}
+
+/// Every option of PPO-clip, clip widths and bounds on either side of each other.
+pub fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
+    let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
+    let kl = option((0.0..0.5_f64, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
+    let reduction = prop_oneof![
+        Just(Reduction::TokenMean),
+        select(vec![Rows::All, Rows::NonEmpty]).prop_map(|rows| Reduction::SequenceMean { rows }),
+        (1..64_usize).prop_map(|max_length| Reduction::FixedLength { rows: Rows::All, length: Some(max_length) }),
+        (0.5..500.0_f64).prop_map(Reduction::Normalizer),
+    ];
+    let temperature = prop_oneof![Just(1.0), 0.3..2.0_f64];
+    (
+        clip(),
+        select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]),
+        select(vec![OldLogp::Given, OldLogp::Given, OldLogp::Current]),
+        temperature,
+        select(vec![TemperatureDivides::Logits, TemperatureDivides::Logits, TemperatureDivides::Logp]),
+        kl,
+        prop_oneof![Just(0.0), -0.1..0.1_f64],
+        reduction,
+    )
+        .prop_map(|(clip, advantages, old_logp, temperature, temperature_divides, kl, entropy_coef, reduction)| {
+            LossSpec {
+                objective: Objective::PpoClip(clip),
+                advantages,
+                old_logp,
+                temperature,
+                temperature_divides,
+                kl,
+                entropy_coef,
+                reduction,
+                ..LossSpec::default()
+            }
+        })
+}
+
+/// Small batches in every regime and dtype; vocabularies of 1, around the tiles of vector units and GPU blocks, and primes.
+pub fn any_recipe() -> impl Strategy<Value = Recipe> {
+    let around_tiles =
+        select(vec![8_usize, 16, 32, 64, 128, 256, 1024, 2048]).prop_flat_map(|tile| tile - 1..=tile + 1);
+    let vocab = prop_oneof![1..10_usize, around_tiles, select(vec![97_usize, 997, 4099])];
+    (
+        (1..5_usize, 1..9_usize, vocab),
+        select(Dtype::KERNEL.to_vec()),
+        select(Regime::ALL.to_vec()),
+        any::<u64>(),
+        prop_oneof![Just(0.0), 0.01..1.0_f64, Just(5.0), Just(60.0)],
+        any::<bool>(),
+    )
+        .prop_map(|((b, t, v), dtype, regime, seed, old_logp_noise_scale, masked_garbage)| Recipe {
+            shape: [b, t, v],
+            dtype,
+            regime,
+            seed,
+            old_logp_noise_scale,
+            masked_garbage,
+        })
+}
+
+/// Small batches over heads of any width, in both layouts, with and without rounded logits.
+pub fn any_head_recipe() -> impl Strategy<Value = HeadRecipe> {
+    let width = prop_oneof![1..10_usize, select(vec![16_usize, 31, 64, 65, 128, 257])];
+    let layout = select(vec![HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]);
+    (any_recipe(), width, layout, any::<bool>()).prop_map(|(mut recipe, hidden, layout, rounds_logits)| {
+        if recipe.regime == Regime::Holes {
+            recipe.regime = Regime::Normal;
+        }
+        HeadRecipe { hidden, layout, rounds_logits, recipe }
+    })
+}
+
+/// One batch of f32, `[H,V]`.
+pub fn head_recipe(shape: HeadShape) -> HeadRecipe {
+    let HeadShape { batch, tokens, hidden, vocab } = shape;
+    let recipe = Recipe {
+        shape: [batch, tokens, vocab],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 1,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    };
+    HeadRecipe { hidden, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe }
+}
+
+fn option<S: Strategy>(strategy: S) -> impl Strategy<Value = Option<S::Value>>
+where
+    S::Value: Clone,
+{
+    proptest::option::of(strategy)
+}
+
+fn weighted<S: Strategy>(share: f64, strategy: S) -> impl Strategy<Value = Option<S::Value>>
+where
+    S::Value: Clone,
+{
+    proptest::option::weighted(share, strategy)
+}

@@ -1,0 +1,120 @@
+//! Which implementations are run on which cases: what tests, measurements and counts of false alarms share.
+
+pub mod cases;
+pub mod measure;
+#[cfg(feature = "mutants")]
+pub mod mutants;
+pub mod parity;
+pub mod revise;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, HeadProblem, HeadShape};
+use assay_core::spec::LossSpec;
+use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+use assay_registry::{lm_head_registry, registry};
+
+/// Those that run any shape at once: they are given thousands of shapes.
+pub fn immediate() -> Vec<Arc<dyn Implementation>> {
+    registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
+}
+
+/// Those that compile a program for each shape, on the devices of `plugin`: they are given a few shapes and every device
+/// count.
+pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
+    registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
+}
+
+fn compiles(implementation: &dyn Implementation) -> bool {
+    ["xla", "tile"].contains(&implementation.class())
+}
+
+/// Those of the LM head that run any shape at once.
+pub fn immediate_heads() -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    lm_head_registry(None).into_iter().filter(|head| !head_compiles(&**head)).collect()
+}
+
+/// Those of the LM head that compile a program for each shape, on the devices of `plugin`.
+pub fn compiled_heads(plugin: &Path) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    lm_head_registry(Some(plugin)).into_iter().filter(|head| head_compiles(&**head)).collect()
+}
+
+fn head_compiles(head: &dyn Implementation<HeadProblem>) -> bool {
+    ["xla-lm-head", "tile-lm-head"].contains(&head.class())
+}
+
+/// Seed of the cases on which false alarms are counted.
+pub const SEED: u64 = 7;
+
+/// Random specs and recipes without end; the same `seed` gives the same ones.
+pub fn random_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
+    drawn(rng([seed, 0]), cases::any_recipe())
+}
+
+/// The random cases that `worst_seen` is measured on.
+pub(crate) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
+    drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_recipe())
+}
+
+/// The same of heads.
+pub(crate) fn measured_heads() -> impl Iterator<Item = (LossSpec, HeadRecipe)> {
+    drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_head_recipe())
+}
+
+fn rng(seed: [u64; 2]) -> TestRng {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed[0].to_le_bytes());
+    bytes[8..16].copy_from_slice(&seed[1].to_le_bytes());
+    TestRng::from_seed(RngAlgorithm::ChaCha, &bytes)
+}
+
+fn drawn<R: Strategy>(rng: TestRng, recipe: R) -> impl Iterator<Item = (LossSpec, R::Value)> {
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    let random = (cases::any_spec(), recipe);
+    std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
+}
+
+/// Tokens and vocabularies that 2, 4 and 8 devices do not divide; the last one leaves some of 8 devices a column less,
+/// or none. Eight sequences cut the batch alone, three cut tokens as well.
+pub const DEVICE_SHAPES: [[usize; 3]; 4] = [[2, 5, 131], [8, 2, 37], [3, 9, 1031], [1, 16, 9]];
+
+/// Cases for implementations that compile a program for each shape: few shapes, many problems. `structures` random
+/// specs, each in every regime, on [`DEVICE_SHAPES`] in turn: a spec is a program to compile, its regimes are problems
+/// for it. The same arguments give the same cases.
+pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, Recipe)> {
+    let mut cases = Vec::new();
+    for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64]), cases::any_recipe()).take(structures).enumerate() {
+        let shape = DEVICE_SHAPES[(i + seed as usize) % DEVICE_SHAPES.len()];
+        for (seed, regime) in (recipe.seed..).zip(Regime::ALL) {
+            cases.push((spec.clone(), Recipe { shape, dtype, regime, seed, ..recipe.clone() }));
+        }
+    }
+    cases
+}
+
+/// The same of heads, with widths that the devices do not divide: the last one leaves some of 8 devices no row of `dlm_head`.
+pub const DEVICE_HEADS: [HeadShape; 4] = {
+    const fn shape([batch, tokens, hidden, vocab]: [usize; 4]) -> HeadShape {
+        HeadShape { batch, tokens, hidden, vocab }
+    }
+    [shape([2, 5, 33, 131]), shape([8, 2, 16, 37]), shape([3, 9, 65, 1031]), shape([1, 16, 5, 9])]
+};
+
+/// [`device_cases`] for heads, in every regime that a product has. Layout and rounding are drawn with the spec.
+pub fn device_heads(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, HeadRecipe)> {
+    let mut cases = Vec::new();
+    let drawn = drawn(rng([seed, 16 + dtype as u64]), cases::any_head_recipe()).take(structures);
+    for (i, (spec, HeadRecipe { layout, rounds_logits, recipe, .. })) in drawn.enumerate() {
+        let HeadShape { batch, tokens, hidden, vocab } = DEVICE_HEADS[(i + seed as usize) % DEVICE_HEADS.len()];
+        for (seed, regime) in (recipe.seed..).zip(Regime::ALL.into_iter().filter(|regime| *regime != Regime::Holes)) {
+            let recipe = Recipe { shape: [batch, tokens, vocab], dtype, regime, seed, ..recipe.clone() };
+            cases.push((spec.clone(), HeadRecipe { hidden, layout, rounds_logits, recipe }));
+        }
+    }
+    cases
+}

@@ -1,0 +1,439 @@
+//! `worst_seen`, measured: the largest `κ` that each gate has needed over fixed seeds.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use indicatif::HumanCount;
+use serde::Serialize;
+
+use assay_core::implementation::{Implementation, RunError};
+use assay_core::problem::{Dtype, HeadProblem, ProblemError};
+use assay_core::spec::{Kl, KlEstimator, LossSpec, OldLogp};
+use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
+use assay_judge::judge::{JudgeError, Verdict, judge};
+use assay_judge::lm_head::judge_head;
+use assay_judge::tolerance::{Gate, Tolerances};
+use assay_reference as reference;
+
+/// Random cases of a whole measurement; with fewer, the seeds of all other cases are fewer in proportion.
+pub const CASES: usize = 20_000;
+
+/// One problem for one implementation.
+#[derive(Clone)]
+pub struct Case {
+    work: Work,
+    /// File name of the plugin that it runs on.
+    plugin: Option<String>,
+    devices: usize,
+    spec: LossSpec,
+}
+
+#[derive(Clone)]
+enum Work {
+    Logits(Arc<dyn Implementation>, Recipe),
+    Head(Arc<dyn Implementation<HeadProblem>>, HeadRecipe),
+}
+
+impl Work {
+    fn class(&self) -> &str {
+        match self {
+            Work::Logits(implementation, _) => implementation.class(),
+            Work::Head(implementation, _) => implementation.class(),
+        }
+    }
+
+    /// `V`
+    fn vocab(&self) -> usize {
+        match self {
+            Work::Logits(_, recipe) | Work::Head(_, HeadRecipe { recipe, .. }) => recipe.shape[2],
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match &self.work {
+            Work::Logits(implementation, recipe) => {
+                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?;
+            }
+            Work::Head(implementation, recipe) => write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?,
+        }
+        write!(f, " {:?}", self.spec)
+    }
+}
+
+/// The classes that there are measurements for, by what hinders them here.
+pub fn classes(plugins: &[PathBuf]) -> BTreeMap<String, Option<String>> {
+    let mut classes = BTreeMap::new();
+    let compiled = plugins.iter().flat_map(|plugin| crate::compiled(plugin));
+    for implementation in crate::immediate().into_iter().chain(compiled) {
+        let hindrance = implementation.available().err().map(|why| why.reason);
+        let found = classes.entry(implementation.class().to_string()).or_insert_with(|| hindrance.clone());
+        if hindrance.is_none() {
+            *found = None;
+        }
+    }
+    let compiled = plugins.iter().flat_map(|plugin| crate::compiled_heads(plugin));
+    for head in crate::immediate_heads().into_iter().chain(compiled) {
+        let hindrance = head.available().err().map(|why| why.reason);
+        classes.entry(head.class().to_string()).or_insert(hindrance);
+    }
+    classes
+}
+
+/// The cases of a measurement, of one `class` or all: `random` random ones for what runs any shape at once, narrow and
+/// wide vocabularies; for what compiles a program for each shape, the shapes and device counts of its tests, on each
+/// of `plugins`, and where the policy is the reference policy.
+pub fn cases(class: Option<&str>, random: usize, plugins: &[PathBuf]) -> Vec<Case> {
+    let seeds = |of_all: usize| of_all * random / CASES;
+    let wanted = |implementation: &Arc<dyn Implementation>| class.is_none_or(|class| class == implementation.class());
+    let mut cases = Vec::new();
+    for implementation in crate::immediate().into_iter().filter(wanted) {
+        let on = On { implementation, plugin: None, devices: 1 };
+        on.any_shape(random, seeds, &mut cases);
+    }
+    let wanted_head = |head: &Arc<dyn Implementation<HeadProblem>>| class.is_none_or(|class| class == head.class());
+    for head in crate::immediate_heads().into_iter().filter(wanted_head) {
+        any_head(&head, random / 2, seeds, &mut cases);
+    }
+    for (i, plugin) in plugins.iter().enumerate() {
+        let all: Vec<_> = crate::compiled(plugin).into_iter().filter(wanted).collect();
+        for implementation in &all {
+            for on in On::each_count(implementation, plugin, i == 0) {
+                on.few_shapes(seeds, &mut cases);
+            }
+        }
+        if i == 0 {
+            zero_kl(&all, plugin, seeds, &mut cases);
+            let heads = crate::compiled_heads(plugin);
+            heads.iter().filter(|head| wanted_head(head)).for_each(|head| few_heads(head, plugin, seeds, &mut cases));
+        }
+    }
+    cases
+}
+
+/// Where cases run.
+struct On {
+    implementation: Arc<dyn Implementation>,
+    plugin: Option<String>,
+    devices: usize,
+}
+
+impl On {
+    fn compiled(implementation: &Arc<dyn Implementation>, plugin: &Path, devices: usize) -> Self {
+        let plugin = plugin.file_name().map(|name| name.to_string_lossy().into_owned());
+        Self { implementation: Arc::clone(implementation), plugin, devices }
+    }
+
+    /// The device counts of `implementation`. Tile kernels take long to compile as loops, and sum in an order of their
+    /// own on any plugin; their rows are computed one by one, so that cutting the batch changes nothing.
+    fn each_count(implementation: &Arc<dyn Implementation>, plugin: &Path, first: bool) -> Vec<Self> {
+        let tile = is_tile(&**implementation);
+        let batch_cut = ["-rows", "-mesh"].iter().any(|end| implementation.id().ends_with(end));
+        if tile && (batch_cut || !first) {
+            return Vec::new();
+        }
+        let counts = implementation.device_counts();
+        let most = counts.last().copied();
+        let counts =
+            counts.into_iter().filter(|devices| devices.is_power_of_two() && (!tile || Some(*devices) == most));
+        counts.map(|devices| Self::compiled(implementation, plugin, devices)).collect()
+    }
+
+    fn case(&self, spec: &LossSpec, recipe: Recipe) -> Case {
+        let work = Work::Logits(Arc::clone(&self.implementation), recipe);
+        Case { work, plugin: self.plugin.clone(), devices: self.devices, spec: spec.clone() }
+    }
+
+    fn any_shape(&self, random: usize, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+        let mut drawn = crate::measured_cases();
+        cases.extend(drawn.by_ref().take(random).map(|(spec, recipe)| self.case(&spec, recipe)));
+        for dtype in Dtype::KERNEL {
+            // One non-target column: an error there is the whole row's, with nothing to average it away.
+            // Equal logits round alike, so that a row's sum gathers their errors.
+            for vocab in [2, 3, 5] {
+                for (seed, (spec, recipe)) in (0..seeds(100) as u64).zip(&mut drawn) {
+                    let narrow = Recipe { shape: [64, 64, vocab], dtype, seed, ..recipe };
+                    cases.push(self.case(&spec, narrow.clone()));
+                    cases.push(self.case(&spec, Recipe { regime: Regime::Ties, ..narrow }));
+                }
+            }
+            for regime in Regime::ALL {
+                for (seed, (spec, recipe)) in (0..seeds(3) as u64).zip(&mut drawn) {
+                    let wide = Recipe { shape: [1, 4, 151_936], dtype, regime, seed, ..recipe };
+                    cases.push(self.case(&spec, wide));
+                }
+            }
+        }
+    }
+
+    fn few_shapes(&self, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+        let structures = if is_tile(&*self.implementation) { 4 } else { 8 };
+        let specs = [
+            LossSpec { entropy_coef: 0.02, temperature: 0.6, ..LossSpec::default() },
+            LossSpec { entropy_coef: 0.0, ..LossSpec::default() },
+        ];
+        let seed = self.devices as u64;
+        for dtype in Dtype::KERNEL {
+            let random = crate::device_cases(dtype, seeds(structures), seed);
+            cases.extend(random.into_iter().map(|(spec, recipe)| self.case(&spec, recipe)));
+            for (spec, regime) in specs.iter().flat_map(|spec| Regime::ALL.map(|regime| (spec, regime))) {
+                for shape in [[64, 64, 2], [64, 64, 5], [1, 8, 151_936]] {
+                    let (old_logp_noise_scale, masked_garbage) = (0.3, false);
+                    let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage };
+                    cases.push(self.case(spec, recipe));
+                }
+            }
+        }
+    }
+}
+
+/// Few programs for heads, on the largest device count.
+fn few_heads(
+    implementation: &Arc<dyn Implementation<HeadProblem>>,
+    plugin: &Path,
+    seeds: impl Fn(usize) -> usize,
+    cases: &mut Vec<Case>,
+) {
+    let Some(devices) = implementation.device_counts().into_iter().rfind(|devices| devices.is_power_of_two()) else {
+        return;
+    };
+    let file = plugin.file_name().map(|name| name.to_string_lossy().into_owned());
+    for dtype in Dtype::KERNEL {
+        for (spec, recipe) in crate::device_heads(dtype, seeds(16), devices as u64) {
+            let work = Work::Head(Arc::clone(implementation), recipe);
+            cases.push(Case { work, plugin: file.clone(), devices, spec });
+        }
+    }
+}
+
+/// Heads of any width; and those of one token, or one column beside the target, where no error is averaged away.
+fn any_head(
+    implementation: &Arc<dyn Implementation<HeadProblem>>,
+    random: usize,
+    seeds: impl Fn(usize) -> usize,
+    cases: &mut Vec<Case>,
+) {
+    let case = |spec: LossSpec, recipe| Case {
+        work: Work::Head(Arc::clone(implementation), recipe),
+        plugin: None,
+        devices: 1,
+        spec,
+    };
+    let mut drawn = crate::measured_heads();
+    cases.extend(drawn.by_ref().take(random).map(|(spec, recipe)| case(spec, recipe)));
+    for shape in [[64, 64, 2], [64, 64, 3], [1, 1, 97]] {
+        for (spec, head) in drawn.by_ref().take(seeds(300)) {
+            let recipe = Recipe { shape, ..head.recipe };
+            cases.push(case(spec, HeadRecipe { recipe, ..head }));
+        }
+    }
+    // Qwen2.5-0.5B's width.
+    for (spec, head) in drawn.take(seeds(30)) {
+        let recipe = Recipe { shape: [1, 4, 4099], ..head.recipe };
+        cases.push(case(spec, HeadRecipe { hidden: 896, recipe, ..head }));
+    }
+}
+
+fn is_tile(implementation: &dyn Implementation) -> bool {
+    implementation.class() == "tile"
+}
+
+/// Where the policy is the reference policy: the gradient of the KL term is then all rounding, and a candidate rounds
+/// another number than the reference does.
+fn zero_kl(all: &[Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+    const ON: [(&str, usize); 5] =
+        [("xla", 1), ("xla-vocab", 2), ("tile-one-pass", 1), ("tile-two-pass", 1), ("tile-two-pass-vocab", 2)];
+    let called = |id: &str| all.iter().find(|implementation| implementation.id() == id);
+    let on: Vec<On> = ON
+        .into_iter()
+        .filter_map(|(id, devices)| Some(On::compiled(called(id)?, plugin, devices)))
+        .filter(|on| on.implementation.device_counts().contains(&on.devices))
+        .collect();
+    for estimator in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs] {
+        for old_logp in [OldLogp::Given, OldLogp::Current] {
+            for dtype in Dtype::KERNEL {
+                for (seed, regime) in (0..seeds(40)).flat_map(|seed| Regime::ALL.map(|regime| (seed, regime))) {
+                    let beta = 0.01 + 0.02 * (seed % 25) as f64;
+                    let spec = LossSpec { kl: Some(Kl::plain(beta, estimator)), old_logp, ..LossSpec::default() };
+                    let recipe = Recipe {
+                        shape: [2, 5, 131],
+                        dtype,
+                        regime,
+                        seed: seed as u64,
+                        old_logp_noise_scale: 0.0,
+                        masked_garbage: false,
+                    };
+                    let few = |on: &&On| seed < 8 || !is_tile(&*on.implementation);
+                    cases.extend(on.iter().filter(few).map(|on| on.case(&spec, recipe.clone())));
+                }
+            }
+        }
+    }
+}
+
+/// A gate of one class: what an entry of `tolerances.toml` is for.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Subject {
+    /// What is judged and how.
+    #[serde(flatten)]
+    pub gate: Gate,
+    /// Dtype of the output, as the file lists it.
+    pub dtype: Dtype,
+    /// Class of implementation.
+    pub class: String,
+}
+
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} {} {}", self.class, self.gate, self.dtype)
+    }
+}
+
+/// What a gate has needed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Needed {
+    /// The largest `κ`.
+    pub kappa: f64,
+    /// The case that needed it; empty where none needed any.
+    pub case: String,
+}
+
+/// What the cases of one class were.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Covered {
+    cases: u64,
+    vocab: [usize; 2],
+    devices: [usize; 2],
+    plugins: BTreeSet<String>,
+}
+
+impl Covered {
+    fn nothing() -> Self {
+        let empty = [usize::MAX, 0];
+        Self { cases: 0, vocab: empty, devices: empty, plugins: BTreeSet::new() }
+    }
+
+    fn add(&mut self, case: &Case) {
+        let widen = |range: &mut [usize; 2], x: usize| *range = [range[0].min(x), range[1].max(x)];
+        self.cases += 1;
+        widen(&mut self.vocab, case.work.vocab());
+        widen(&mut self.devices, case.devices);
+        self.plugins.extend(case.plugin.clone());
+    }
+}
+
+impl fmt::Display for Covered {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let count = |n: usize| HumanCount(n as u64);
+        let [narrowest, widest] = self.vocab.map(count);
+        write!(f, "{} cases, V = {narrowest} to {widest}", HumanCount(self.cases))?;
+        if !self.plugins.is_empty() {
+            let plugins: Vec<_> = self.plugins.iter().map(String::as_str).collect();
+            write!(f, ", {} to {} devices of {}", self.devices[0], self.devices[1], plugins.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+/// A case that could not be judged.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{case}: {reason}")]
+pub struct MeasureError {
+    /// The case.
+    pub case: String,
+    /// Why.
+    pub reason: Unjudged,
+}
+
+/// Why a case was not judged.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Unjudged {
+    /// No problem comes of the recipe.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// The reference refuses it.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// The implementation failed.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// There is no limit for an output.
+    #[error(transparent)]
+    Judge(#[from] JudgeError),
+}
+
+/// What the judge says of a case; `None` where it is not supported.
+fn verdicts(case: &Case) -> Result<Option<Vec<Verdict>>, Unjudged> {
+    let Case { work, devices, spec, .. } = case;
+    let law = Tolerances::builtin();
+    Ok(match work {
+        Work::Logits(implementation, recipe) => {
+            let problem = recipe.problem(spec)?;
+            if implementation.supports(spec, problem.shape(), recipe.dtype, *devices).is_err() {
+                return Ok(None);
+            }
+            let reference = reference::evaluate(spec, &problem)?;
+            let outcome = implementation.run(spec, problem.clone(), *devices)?;
+            Some(judge(&reference, &outcome, implementation.class(), law)?)
+        }
+        Work::Head(implementation, recipe) => {
+            let problem = recipe.problem(spec)?;
+            if implementation.supports(spec, recipe.shape(), problem.dtype(), *devices).is_err() {
+                return Ok(None);
+            }
+            let reference = reference::evaluate_head(spec, &problem)?;
+            let outcome = implementation.run(spec, problem.clone(), *devices)?;
+            Some(judge_head(&reference, &problem, &outcome, implementation.class(), law)?)
+        }
+    })
+}
+
+/// The largest `κ` by gate, and what it was measured on by class.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Measurement {
+    needed: BTreeMap<Subject, Needed>,
+    covered: BTreeMap<String, Covered>,
+}
+
+impl Measurement {
+    /// Judges one case, where it is supported; tie bands are those of the law that is built in.
+    ///
+    /// # Errors
+    /// [`MeasureError`], naming the case.
+    pub fn add(&mut self, case: &Case) -> Result<(), MeasureError> {
+        self.judge(case).map_err(|reason| MeasureError { case: case.to_string(), reason })
+    }
+
+    fn judge(&mut self, case: &Case) -> Result<(), Unjudged> {
+        let Some(verdicts) = verdicts(case)? else { return Ok(()) };
+        let class = case.work.class();
+        for verdict in verdicts {
+            if verdict.kappa.is_some() {
+                let dtype = verdict.gate.listed_dtype(verdict.dtype);
+                self.need(Subject { gate: verdict.gate, dtype, class: class.into() }, verdict.tally.kappa_seen, case);
+            }
+        }
+        self.covered.entry(class.into()).or_insert_with(Covered::nothing).add(case);
+        Ok(())
+    }
+
+    fn need(&mut self, subject: Subject, kappa: f64, case: &Case) {
+        let worst = self.needed.entry(subject).or_default();
+        if kappa > worst.kappa {
+            *worst = Needed { kappa, case: case.to_string() };
+        }
+    }
+
+    /// What a gate has needed; `None` where no case reached it.
+    pub fn needed(&self, subject: &Subject) -> Option<&Needed> {
+        self.needed.get(subject)
+    }
+
+    /// The cases of a class, in words: how many, which vocabularies, and on what.
+    pub fn covered(&self, class: &str) -> Option<String> {
+        self.covered.get(class).map(Covered::to_string)
+    }
+}

@@ -1,0 +1,440 @@
+//! Which mutants other projects' tests would accept: their kind of input, their twin, their tolerances.
+//!
+//! Each of them compares a kernel with a twin that is right by construction: here the specimen without a bug, in
+//! f32 as theirs is, on one device. Batches are cut down; vocabularies and distributions are not.
+
+use ndarray::{Array2, Ix2, Ix3, s};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal, Uniform};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::specimen::Specimen;
+use super::{Mutant, QWEN_VOCABULARY};
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::spec::{
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rows,
+};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::invariance::Invariance;
+
+/// What a project's tests say of a mutant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cell {
+    /// Its outputs have the bits of the correct kernel's: these inputs do not reach the bug.
+    NotExercised,
+    /// Its outputs differ, and are accepted.
+    Passes,
+    /// They are rejected.
+    Caught,
+}
+
+impl Cell {
+    /// Its word in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Cell::NotExercised => "not exercised",
+            Cell::Passes => "passes",
+            Cell::Caught => "caught",
+        }
+    }
+}
+
+/// The tests of one project.
+#[derive(Clone, Copy, Debug)]
+pub struct Project {
+    /// Its name in tables.
+    pub name: &'static str,
+    /// Where they stand.
+    pub source: &'static str,
+    /// What they draw and compare, and what of it is cut down here.
+    pub inputs: &'static str,
+    /// Whether its kernel has the entropy among its outputs.
+    entropy: bool,
+    checks: fn() -> Vec<Check>,
+}
+
+/// All of them.
+pub const PROJECTS: [Project; 7] = [
+    Project {
+        name: "Liger bf16",
+        source: "linkedin/Liger-Kernel test/transformers/test_grpo_loss.py, test_grpo_loss, beta 0",
+        inputs: "randn bf16 logits, V = 151,936, T = 0.7, old log-probabilities randn or absent, mask all ones but for its \
+                 end; token losses and dlogits against f32 at 5e-2 + 5e-1·|x|. 6 tokens of 1,024, upstream gradients 1 for \
+                 randn",
+        entropy: false,
+        checks: || liger_bf16(0.0),
+    },
+    Project {
+        name: "Liger bf16, KL",
+        source: "the same test, beta 0.04",
+        inputs: "the same with reference log-probabilities randn: about 12 nats from those of randn logits, so that the \
+                 gradient of k3 is near e¹²",
+        entropy: false,
+        checks: || liger_bf16(0.04),
+    },
+    Project {
+        name: "Liger f32",
+        source: "the same file, test_grpo_loss_vs_trl and test_grpo_loss_sequence_backward_matches_reference",
+        inputs: "randn f32 logits, mask all ones, T = 0.9: five reductions, ratios of tokens and sequences, beta 0 and \
+                 0.04; V = 1,000: the loss at 1e-4 + 1e-4·|x|, dlogits without NaN, 16 tokens of 128. V = 32: loss at 1e-5, \
+                 dlogits at 1e-4",
+        entropy: false,
+        checks: liger_f32,
+    },
+    Project {
+        name: "TRL",
+        source: "huggingface/trl tests/test_utils.py, TestSelectiveLogSoftmax; July 2026",
+        inputs: "randn logits, [4,32,1024]: logp and entropy in f32 at 1e-5 + 1e-5·|x|; their gradients in bf16 at 1e-2",
+        entropy: true,
+        checks: trl,
+    },
+    Project {
+        name: "verl fused",
+        source: "verl-project/verl tests/utils/test_linear_cross_entropy.py",
+        inputs: "logits of uniform ±0.5 states and heads, σ = 2.5, V = 151,936, T = 1.5: logp at 1e-3 + 2e-4·|x|, entropy at \
+                 5e-3 + 5e-4·|x|, gradients of states and head at 2e-2 + 4e-2·|x|. 4 tokens of 2,169, logits drawn normal, 4 \
+                 of 896 states, the entropy's upstream gradient 0.25 for uniform ±0.5",
+        entropy: true,
+        checks: verl_fused,
+    },
+    Project {
+        name: "Tokamax",
+        source: "openxla/tokamax linear_softmax_cross_entropy_loss/pallas_mosaic_tpu_kernel_test.py, chunked_xla_test.py",
+        inputs: "logits of randn states and heads, σ = 32, V = 2,048, 2,664 and 10,000, f32: loss and logp at 1e-4 + 1e-4·|x|, \
+                 gradients of states and head at 5e-2 + 5e-2·|x|. 16 tokens of 1,024 to 5,136, logits drawn normal, 4 of \
+                 1,024 states",
+        entropy: false,
+        checks: tokamax,
+    },
+    Project {
+        name: "MLLM-JAX",
+        source: "demon2036/MLLM-JAX, gates of its gradient check",
+        inputs: "Qwen2.5 logits, for which normal ones of σ = 8 stand here, V = 151,936, old_logp = logp + 0.3·randn: loss at \
+                 3e-3, dlogits at 2e-2, and at 1·|x| where |x| > 1e-6. 6 tokens of 129",
+        entropy: false,
+        checks: mllm_jax,
+    },
+];
+
+impl Project {
+    /// Its tests, with what the correct kernel returns.
+    pub fn prepare(self) -> Tests {
+        let prepared = |check| Prepared::of(check, self.entropy);
+        Tests { project: self, checks: (self.checks)().into_par_iter().map(prepared).collect() }
+    }
+}
+
+/// A project's tests, ready to be run.
+pub struct Tests {
+    /// Whose they are.
+    pub project: Project,
+    checks: Vec<Prepared>,
+}
+
+impl Tests {
+    /// What they say of `mutant`.
+    pub fn judge(&self, mutant: &Mutant) -> Cell {
+        let specimen = Specimen::with(mutant.bug);
+        self.checks.iter().map(|check| check.judge(&specimen)).max().expect("a project has tests")
+    }
+
+    /// What they say of the correct kernel.
+    pub fn accept_the_correct_kernel(&self) -> bool {
+        self.checks
+            .iter()
+            .all(|check| check.judge(&Specimen::default()) == Cell::NotExercised && check.accepts(&check.correct))
+    }
+}
+
+/// One comparison with a twin in f32.
+struct Check {
+    spec: LossSpec,
+    problem: Problem,
+    limits: Vec<Limit>,
+}
+
+/// `|x̂ − x| ≤ atol + rtol·|x|`; a NaN is never close.
+#[derive(Clone, Copy)]
+struct Close {
+    atol: f64,
+    rtol: f64,
+}
+
+impl Close {
+    fn both(tolerance: f64) -> Self {
+        Self { atol: tolerance, rtol: tolerance }
+    }
+
+    fn holds<'a>(self, actual: impl IntoIterator<Item = &'a f64>, expected: impl IntoIterator<Item = &'a f64>) -> bool {
+        let close = |(x, y): (&f64, &f64)| x == y || (x - y).abs() <= self.atol + self.rtol * y.abs();
+        actual.into_iter().zip(expected).all(close)
+    }
+}
+
+/// What a test compares.
+enum Limit {
+    Loss(Close),
+    Logp(Close),
+    Entropy(Close),
+    TokenLoss(Close),
+    Dlogits(Close),
+    /// dlogits hold no NaN.
+    NoNan,
+    /// `|Δ| ≤ |x|` of dlogits where `|x|` is above this.
+    RelativeAbove(f64),
+    /// Gradients of states and head: `dlogits · head`, and `states` times dlogits.
+    ThroughHead {
+        states: Array2<f64>,
+        head: Array2<f64>,
+        close: Close,
+    },
+}
+
+struct Prepared {
+    check: Check,
+    entropy: bool,
+    twin: Candidate,
+    correct: Candidate,
+}
+
+impl Prepared {
+    fn of(check: Check, entropy: bool) -> Self {
+        let logits = FloatArray::rounded_from(&check.problem.logits.to_f64(), Dtype::F32);
+        let twin = Problem { logits, ..check.problem.clone() };
+        let [twin, correct] =
+            [&twin, &check.problem].map(|problem| run(&Specimen::default(), &check.spec, problem, entropy));
+        Self { check, entropy, twin, correct }
+    }
+
+    fn judge(&self, kernel: &Specimen) -> Cell {
+        let candidate = run(kernel, &self.check.spec, &self.check.problem, self.entropy);
+        match () {
+            () if Invariance::between(&candidate, &self.correct).other.is_empty() => Cell::NotExercised,
+            () if self.accepts(&candidate) => Cell::Passes,
+            () => Cell::Caught,
+        }
+    }
+
+    fn accepts(&self, candidate: &Candidate) -> bool {
+        self.check.limits.iter().all(|limit| self.within(limit, candidate))
+    }
+
+    fn within(&self, limit: &Limit, candidate: &Candidate) -> bool {
+        let per_token = |close: Close, of: fn(&Candidate) -> &Option<FloatArray<Ix2>>| {
+            let values = |of: &Option<FloatArray<Ix2>>| of.as_ref().expect("the specimen has all outputs").to_f64();
+            let (actual, expected) = (values(of(candidate)), values(of(&self.twin)));
+            // Their losses are 0 under the mask; what else stands there they do not look at.
+            let mask = &self.check.problem.mask;
+            let unmasked = |array: Array2<f64>| -> Vec<f64> {
+                array.into_iter().zip(mask).filter_map(|(x, &counts)| counts.then_some(x)).collect()
+            };
+            close.holds(&unmasked(actual), &unmasked(expected))
+        };
+        let dlogits = |of: &Candidate| of.dlogits.to_f64();
+        match limit {
+            Limit::Loss(close) => close.holds(&[candidate.loss.value()], &[self.twin.loss.value()]),
+            Limit::Logp(close) => per_token(*close, |of| &of.logp),
+            Limit::Entropy(close) => per_token(*close, |of| &of.entropy),
+            Limit::TokenLoss(close) => per_token(*close, |of| &of.token_loss),
+            Limit::Dlogits(close) => close.holds(&dlogits(candidate), &dlogits(&self.twin)),
+            Limit::NoNan => !dlogits(candidate).iter().any(|x| x.is_nan()),
+            Limit::RelativeAbove(least) => {
+                let near = |(x, y): (&f64, &f64)| y.abs() <= *least || (x - y).abs() <= y.abs();
+                dlogits(candidate).iter().zip(&dlogits(&self.twin)).all(near)
+            }
+            Limit::ThroughHead { states, head, close } => {
+                let rows = |of: &Candidate| {
+                    let all = dlogits(of);
+                    let (batch, tokens, vocab) = all.dim();
+                    all.into_shape_with_order((batch * tokens, vocab)).expect("as many elements")
+                };
+                let (actual, expected) = (rows(candidate), rows(&self.twin));
+                close.holds(&actual.dot(head), &expected.dot(head))
+                    && close.holds(&actual.t().dot(states), &expected.t().dot(states))
+            }
+        }
+    }
+}
+
+/// On one device; without the entropy where the project's kernel has none.
+fn run(kernel: &Specimen, spec: &LossSpec, problem: &Problem, entropy: bool) -> Candidate {
+    let candidate = kernel.run(spec, problem.clone(), 1).expect("the specimen supports these");
+    Candidate { entropy: candidate.entropy.filter(|_| entropy), ..candidate }
+}
+
+/// randn logits, advantages and log-probabilities near the policy's own; every token counts.
+fn randn(spec: &LossSpec, shape: [usize; 3], dtype: Dtype, seed: u64) -> Problem {
+    drawn(spec, shape, dtype, Regime::Normal, seed)
+}
+
+fn drawn(spec: &LossSpec, shape: [usize; 3], dtype: Dtype, regime: Regime, seed: u64) -> Problem {
+    let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: false };
+    recipe.unmasked_problem(spec).expect("recipes of this crate are in range")
+}
+
+fn clipped(epsilon_high: f64) -> Objective {
+    Objective::PpoClip(PpoClip { epsilon_low: 0.2, epsilon_high, ..PpoClip::default() })
+}
+
+fn k3(beta: f64) -> Option<Kl> {
+    (beta > 0.0).then(|| Kl::plain(beta, KlEstimator::K3))
+}
+
+fn liger_bf16(beta: f64) -> Vec<Check> {
+    let close = Close { atol: 5e-2, rtol: 5e-1 };
+    let mut rng = ChaCha8Rng::seed_from_u64(0);
+    let check = |(seed, old_logp)| {
+        let spec = LossSpec {
+            objective: clipped(0.4),
+            old_logp,
+            temperature: 0.7,
+            kl: k3(beta),
+            reduction: Reduction::Normalizer(1.0),
+            ..LossSpec::default()
+        };
+        let mut problem = randn(&spec, [1, 6, QWEN_VOCABULARY], Dtype::Bf16, seed);
+        let mut normals = || Array2::from_shape_simple_fn((1, 6), || f32_normal(&mut rng));
+        (problem.old_logp, problem.ref_logp) = (Some(normals()), Some(normals()));
+        problem.mask.slice_mut(s![.., 5..]).fill(false);
+        Check { spec, problem, limits: vec![Limit::TokenLoss(close), Limit::Dlogits(close)] }
+    };
+    (0..).zip([OldLogp::Current, OldLogp::Given]).map(check).collect()
+}
+
+fn f32_normal(rng: &mut impl Rng) -> f64 {
+    let x: f64 = StandardNormal.sample(rng);
+    f64::from(x as f32)
+}
+
+fn liger_f32() -> Vec<Check> {
+    let rows = Rows::All;
+    let reductions = |tokens| {
+        [
+            Reduction::SequenceMean { rows },
+            Reduction::TokenMean,
+            Reduction::FixedLength { rows, length: Some(tokens) },
+            Reduction::SequenceSum { rows },
+        ]
+    };
+    let mut checks = Vec::new();
+    for level in [RatioLevel::Token, RatioLevel::Sequence] {
+        for beta in [0.0, 0.04] {
+            let spec = |reduction, temperature| LossSpec {
+                objective: clipped(0.4),
+                ratio: Ratio { level, ..Ratio::default() },
+                temperature,
+                kl: k3(beta),
+                reduction,
+                ..LossSpec::default()
+            };
+            for reduction in reductions(16) {
+                let spec = spec(reduction, 0.9);
+                let problem = randn(&spec, [2, 16, 1000], Dtype::F32, 42);
+                let limits = vec![Limit::Loss(Close::both(1e-4)), Limit::NoNan];
+                checks.push(Check { spec, problem, limits });
+            }
+            if level == RatioLevel::Sequence {
+                let spec = spec(Reduction::SequenceMean { rows }, 1.1);
+                let problem = randn(&spec, [2, 8, 32], Dtype::F32, 0);
+                let limits = vec![Limit::Loss(Close::both(1e-5)), Limit::Dlogits(Close::both(1e-4))];
+                checks.push(Check { spec, problem, limits });
+            }
+        }
+    }
+    checks
+}
+
+/// The loss whose gradient is that of `Σ logp`.
+fn sum_of_logp() -> LossSpec {
+    LossSpec {
+        objective: Objective::PolicyGradient,
+        old_logp: OldLogp::Current,
+        reduction: Reduction::Normalizer(1.0),
+        ..LossSpec::default()
+    }
+}
+
+fn trl() -> Vec<Check> {
+    let forward = LossSpec { objective: Objective::None, ..sum_of_logp() };
+    let close = Close::both(1e-5);
+    let shape = [4, 32, 1024];
+    let problem = randn(&forward, shape, Dtype::F32, 0);
+    let limits = vec![Limit::Logp(close), Limit::Entropy(close)];
+    let forward = Check { spec: forward, problem, limits };
+    let spec = LossSpec { entropy_coef: -0.25 * 128.0, ..sum_of_logp() };
+    let mut problem = randn(&spec, shape, Dtype::Bf16, 1);
+    problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::Array1::ones(shape[0]));
+    let limits = vec![Limit::Dlogits(Close::both(1e-2))];
+    vec![forward, Check { spec, problem, limits }]
+}
+
+/// Logits of a head drawn normal with deviation `sigma`, in f32 as the fused kernels hold them; and a part of its states.
+fn through_head(
+    spec: &LossSpec,
+    shape: [usize; 3],
+    sigma: f64,
+    part: &impl Distribution<f64>,
+    seed: u64,
+) -> (Problem, Array2<f64>, Array2<f64>) {
+    let mut problem = randn(spec, shape, Dtype::F32, seed);
+    let logits: ndarray::Array<f64, Ix3> = problem.logits.to_f64() * sigma;
+    problem.logits = FloatArray::rounded_from(&logits, Dtype::F32);
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut draw = |rows| Array2::from_shape_simple_fn((rows, 4), || part.sample(&mut rng));
+    let (states, head) = (draw(shape[0] * shape[1]), draw(shape[2]));
+    (problem, states, head)
+}
+
+fn verl_fused() -> Vec<Check> {
+    let tokens = 4;
+    let spec = LossSpec {
+        advantages: AdvantageLevel::Token,
+        temperature: 1.5,
+        // Over Σ m: an upstream gradient of 0.25 a token.
+        entropy_coef: -0.25 * f64::from(tokens),
+        ..sum_of_logp()
+    };
+    let shape = [1, usize::try_from(tokens).expect("positive"), QWEN_VOCABULARY];
+    let half = Uniform::new_inclusive(-0.5, 0.5).expect("a non-empty range");
+    // Of each of 896 products the variance is 1/144.
+    let (problem, states, head) = through_head(&spec, shape, f64::sqrt(896.0 / 144.0), &half, 1);
+    let limits = vec![
+        Limit::Logp(Close { atol: 1e-3, rtol: 2e-4 }),
+        Limit::Entropy(Close { atol: 5e-3, rtol: 5e-4 }),
+        Limit::ThroughHead { states, head, close: Close { atol: 2e-2, rtol: 4e-2 } },
+    ];
+    vec![Check { spec, problem, limits }]
+}
+
+fn tokamax() -> Vec<Check> {
+    let shapes = [2048, 2664, 10_000].map(|vocab| [1, 16, vocab]);
+    let reductions = [Reduction::Normalizer(1.0), Reduction::TokenMean];
+    let both = shapes.into_iter().flat_map(|shape| reductions.map(|reduction| (shape, reduction)));
+    let check = |(shape, reduction)| {
+        let spec = LossSpec { reduction, ..sum_of_logp() };
+        let (mut problem, states, head) = through_head(&spec, shape, 32.0, &StandardNormal, 42);
+        problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::Array1::ones(1));
+        let limits = vec![
+            Limit::Loss(Close::both(1e-4)),
+            Limit::Logp(Close::both(1e-4)),
+            Limit::ThroughHead { states, head, close: Close::both(5e-2) },
+        ];
+        Check { spec, problem, limits }
+    };
+    both.map(check).collect()
+}
+
+fn mllm_jax() -> Vec<Check> {
+    let spec = LossSpec { objective: clipped(0.3), ..LossSpec::default() };
+    let problem = drawn(&spec, [1, 6, QWEN_VOCABULARY], Dtype::F32, Regime::Peaked, 0);
+    let limits = vec![
+        Limit::Loss(Close { atol: 3e-3, rtol: 0.0 }),
+        Limit::Dlogits(Close { atol: 2e-2, rtol: 0.0 }),
+        Limit::RelativeAbove(1e-6),
+    ];
+    vec![Check { spec, problem, limits }]
+}

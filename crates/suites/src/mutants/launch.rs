@@ -1,0 +1,135 @@
+//! One evaluation of the kernel that mutants are made of: what it is given, and what becomes of a token.
+
+use std::ops::Range;
+
+use ndarray::{Array2, Ix2};
+
+use super::bank::Bug;
+use assay_core::problem::{FloatArray, Shape, Tokens};
+use assay_core::spec::LossSpec;
+
+/// How devices cut a batch.
+#[derive(Clone, Copy)]
+pub(super) struct Mesh {
+    /// Parts that the sequences are cut in.
+    pub(super) rows: usize,
+    /// Parts that the vocabulary is cut in.
+    pub(super) columns: usize,
+}
+
+impl Mesh {
+    pub(super) fn of(devices: usize) -> Self {
+        match devices {
+            1 => Self { rows: 1, columns: 1 },
+            2 => Self { rows: 1, columns: 2 },
+            _ => Self { rows: devices / 2, columns: 2 },
+        }
+    }
+}
+
+/// The `i`th of `parts` of `0..length`, the last of them shorter or empty.
+pub(super) fn part(length: usize, parts: usize, i: usize) -> Range<usize> {
+    let each = length.div_ceil(parts);
+    (each * i).min(length)..(each * (i + 1)).min(length)
+}
+
+/// What the tokens of a batch come to.
+pub(super) struct Evaluation {
+    pub(super) loss: f64,
+    pub(super) tokens: Array2<Option<Graded>>,
+}
+
+impl Evaluation {
+    /// Log-probabilities, entropies and losses, 0 where a token is masked.
+    pub(super) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
+        let values: [fn(&Graded) -> f64; 3] =
+            [|token| token.scored.logp, |token| token.scored.entropy, |token| token.loss];
+        values.map(|value| self.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32).into())
+    }
+}
+
+/// A token when all is known but its dlogits.
+#[derive(Clone)]
+pub(super) struct Graded {
+    pub(super) scored: Scored,
+    /// Policy term plus `beta · kl`.
+    pub(super) loss: f64,
+    /// `∂loss/∂logp`
+    pub(super) grad_logp: f64,
+    /// `∂loss/∂entropy`
+    pub(super) grad_entropy: f64,
+}
+
+/// A softmax over logits times `rate`.
+#[derive(Clone, Copy)]
+pub(super) struct Softmax {
+    pub(super) max: f32,
+    pub(super) rate: f32,
+    pub(super) sum: f64,
+    pub(super) others: f64,
+    pub(super) mean_gap: f64,
+    /// The maximum of each vocabulary shard.
+    pub(super) shard_max: [f32; 2],
+}
+
+/// What the logits of a token come to.
+#[derive(Clone, Copy)]
+pub(super) struct Scored {
+    pub(super) logp: f64,
+    pub(super) entropy: f64,
+    pub(super) id: usize,
+    pub(super) logp_softmax: Softmax,
+    pub(super) entropy_softmax: Softmax,
+}
+
+impl Scored {
+    /// The same token with the maxima and sums of another.
+    pub(super) fn with_softmax_of(self, other: &Self) -> Self {
+        Self { logp: self.logp, entropy: self.entropy, id: self.id, ..*other }
+    }
+}
+
+/// One evaluation.
+pub(super) struct Launch<'l> {
+    pub(super) bug: Option<Bug>,
+    /// Which evaluation it is of its kernel: what one whose sums have no order depends on.
+    pub(super) turn: usize,
+    pub(super) spec: &'l LossSpec,
+    pub(super) shape: Shape,
+    pub(super) tokens: Tokens<'l>,
+    pub(super) mesh: Mesh,
+}
+
+impl Launch<'_> {
+    pub(super) fn has(&self, bug: Bug) -> bool {
+        self.bug == Some(bug)
+    }
+
+    /// Whether the kernel looks at token `[b,t]`.
+    pub(super) fn counts(&self, b: usize, t: usize) -> bool {
+        let mask = self.tokens.mask;
+        if self.has(Bug::MaskMultiplied) {
+            return true;
+        }
+        if self.has(Bug::MaskShifted) {
+            return mask[[b, (t + 1).min(self.shape.tokens - 1)]];
+        }
+        if self.has(Bug::MaskOfFirstRow) {
+            return mask[[0, t]];
+        }
+        if self.has(Bug::MaskedTokensInLoss) {
+            return (t..self.shape.tokens).any(|t| mask[[b, t]]);
+        }
+        mask[[b, t]]
+    }
+
+    /// The sampled column, as the kernel reads it.
+    pub(super) fn id(&self, b: usize, t: usize) -> usize {
+        let id = self.tokens.ids[[b, t]];
+        let vocab = self.shape.vocab as i64;
+        let id = if self.has(Bug::IdTruncated) { i64::from(id as i16).rem_euclid(vocab) } else { id };
+        let id = if self.has(Bug::IdOffByOne) { (id + 1) % vocab } else { id };
+        // Only a bug reads the id of a masked token.
+        usize::try_from(id.clamp(0, vocab - 1)).expect("not negative")
+    }
+}

@@ -1,0 +1,366 @@
+//! The LM head around the specimen's loss, as teams chunk it, and every bug of that path in its place.
+//!
+//! ```text
+//! forward    each row shard takes the tokens that count by chunks: logits = hidden · lm_head, and the loss kernel over them
+//! loss       once, over the batch
+//! backward   by the same chunks: logits again, dlogits over them
+//!            dhidden = dlogits · lm_headᵀ, summed over vocabulary shards
+//!            dlm_head += hiddenᵀ · dlogits, summed over row shards
+//! ```
+//!
+//! Products are summed in f64 and rounded to f32 once, as are the sums over chunks and shards; dlogits stay f32; `dhidden` is
+//! rounded to the dtype of `hidden` in the end, `dlm_head` is f32.
+
+use std::ops::Range;
+
+use ndarray::{Array2, ArrayView2, Axis, arr0, concatenate, s};
+
+use super::bank::Bug;
+use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
+use super::loss;
+use super::specimen::{DEVICE_COUNTS, Specimen, TILE};
+use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
+use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Projection};
+use assay_core::spec::LossSpec;
+
+/// Tokens of a chunk: few enough for a batch of the suite to have many, and a last one that is not full.
+const CHUNK: usize = 5;
+
+/// Hidden units that the product for the logits takes at once.
+const DEPTH: usize = 8;
+
+impl Implementation<HeadProblem> for Specimen {
+    fn id(&self) -> &'static str {
+        "specimen-lm-head"
+    }
+
+    fn summary(&self) -> &'static str {
+        "the LM head by token chunks around the kernel that mutants are made of"
+    }
+
+    fn class(&self) -> &'static str {
+        "native-lm-head"
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        Ok(())
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        DEVICE_COUNTS.into()
+    }
+
+    fn supports(&self, spec: &LossSpec, _: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        Self::expect_computed(spec, dtype, devices)
+    }
+
+    fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
+        let shape = problem.check(spec)?;
+        Self::expect_computed(spec, problem.dtype(), devices)?;
+        let launch = self.launch(spec, shape.logits(), problem.tokens(), Mesh::of(devices));
+        Ok(Head::of(launch, &problem.logits, shape).candidate())
+    }
+}
+
+/// Where a token is: its sequence, and its place there.
+type Place = (usize, usize);
+
+/// One evaluation.
+struct Head<'l> {
+    launch: Launch<'l>,
+    projection: &'l Projection,
+    shape: HeadShape,
+    /// `[N,H]`
+    hidden: Array2<f64>,
+    /// The head's, `[H,V]`
+    weights: Array2<f64>,
+}
+
+/// What a chunk leaves.
+struct Chunk {
+    /// `[n,H]`
+    hidden: Array2<f64>,
+    /// `[n,V]`
+    dlogits: Array2<f64>,
+}
+
+impl<'l> Head<'l> {
+    fn of(launch: Launch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
+        let HeadShape { batch, tokens, hidden: width, vocab } = shape;
+        let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
+        let stored = projection.lm_head.to_f64();
+        let weights = match projection.layout {
+            HeadLayout::HiddenByVocab => stored,
+            HeadLayout::VocabByHidden if launch.has(Bug::HeadLayoutMistaken) => {
+                stored.into_shape_with_order((width, vocab)).expect("as many elements")
+            }
+            HeadLayout::VocabByHidden => stored.reversed_axes(),
+        };
+        Self { launch, projection, shape, hidden, weights }
+    }
+
+    fn has(&self, bug: Bug) -> bool {
+        self.launch.has(bug)
+    }
+
+    fn candidate(&self) -> HeadCandidate {
+        let HeadShape { batch, tokens, hidden: width, vocab } = self.shape;
+        let evaluation = loss::evaluate(&self.launch, self.forward());
+        let (dhidden, dlm_head) = self.backward(&evaluation);
+        let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
+        let dhidden = dhidden.into_shape_with_order((batch, tokens, width)).expect("dense");
+        let dlm_head = match self.projection.layout {
+            HeadLayout::HiddenByVocab => dlm_head,
+            HeadLayout::VocabByHidden if self.has(Bug::DlmHeadLayoutMistaken) => {
+                dlm_head.into_shape_with_order((vocab, width)).expect("as many elements")
+            }
+            HeadLayout::VocabByHidden => dlm_head.reversed_axes().as_standard_layout().into_owned(),
+        };
+        HeadCandidate {
+            loss: arr0(evaluation.loss as f32).into(),
+            dhidden: FloatArray::rounded_from(&dhidden, self.dtype()),
+            dlm_head: FloatArray::rounded_from(&dlm_head, Dtype::F32),
+            dlogits_dtype: Dtype::F32,
+            logp,
+            entropy,
+            token_loss,
+            metrics: None,
+        }
+    }
+
+    /// Of hidden states and head.
+    fn dtype(&self) -> Dtype {
+        self.projection.hidden.dtype()
+    }
+
+    /// The tokens of a row shard that count, a chunk at a time.
+    fn chunks(&self, device_row: usize) -> Vec<Vec<Place>> {
+        let rows = part(self.shape.batch, self.launch.mesh.rows, device_row);
+        let places = rows.flat_map(|b| (0..self.shape.tokens).map(move |t| (b, t)));
+        let places: Vec<Place> = places.filter(|&(b, t)| self.launch.counts(b, t)).collect();
+        places.chunks(CHUNK).map(<[Place]>::to_vec).collect()
+    }
+
+    /// The columns of each vocabulary shard.
+    fn shards(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let (vocab, shards) = (self.shape.vocab, self.launch.mesh.columns);
+        (0..shards).map(move |shard| (shard, part(vocab, shards, shard)))
+    }
+
+    /// Of every token that counts.
+    fn forward(&self) -> Array2<Option<Scored>> {
+        let HeadShape { batch, tokens, vocab, .. } = self.shape;
+        let mut scored = Array2::from_elem((batch, tokens), None);
+        for device_row in 0..self.launch.mesh.rows {
+            let mut scratch = self.launch.scratch();
+            for places in self.chunks(device_row) {
+                let logits = self.logits(&self.hidden_of(&places));
+                for (i, (b, t)) in places.into_iter().enumerate() {
+                    let id = self.launch.id(b, t);
+                    scored[[b, t]] = Some(self.launch.score_row(&logits, i * vocab, id, &mut scratch));
+                }
+            }
+        }
+        scored
+    }
+
+    /// `[n,H]`
+    fn hidden_of(&self, places: &[Place]) -> Array2<f64> {
+        let rows: Vec<usize> = places.iter().map(|(b, t)| b * self.shape.tokens + t).collect();
+        self.hidden.select(Axis(0), &rows)
+    }
+
+    /// `[n,V]`
+    fn logits(&self, hidden: &Array2<f64>) -> Vec<f32> {
+        let width = self.shape.hidden;
+        let depth = if self.has(Bug::DepthTailDropped) { width - width % DEPTH } else { width };
+        let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
+        for first in (0..depth).step_by(DEPTH) {
+            let units = first..depth.min(first + DEPTH);
+            logits += &hidden.slice(s![.., units.clone()]).dot(&self.weights.slice(s![units, ..]));
+            if self.has(Bug::LogitsSummedInHiddenDtype) {
+                logits.mapv_inplace(|x| self.dtype().round(x));
+            }
+        }
+        let wrong = if self.projection.rounds_logits { Bug::LogitsNotRounded } else { Bug::LogitsRounded };
+        let rounds = self.projection.rounds_logits != self.has(wrong);
+        let dtype = if rounds { self.dtype() } else { Dtype::F32 };
+        logits.into_iter().map(|x| dtype.round(x) as f32).collect()
+    }
+
+    /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
+    fn backward(&self, evaluation: &Evaluation) -> (Array2<f64>, Array2<f64>) {
+        let (mut dhidden, mut dlm_head) = (Array2::zeros(self.hidden.dim()), Array2::zeros(self.weights.dim()));
+        if self.has(Bug::MaskedDhiddenNotZeroed) {
+            dhidden.assign(&self.hidden);
+        }
+        for device_row in 0..self.launch.mesh.rows {
+            let mut of_shard = Array2::zeros(self.weights.dim());
+            let mut chunks = self.chunks(device_row);
+            self.change(&mut chunks);
+            let mut done: Vec<Chunk> = Vec::new();
+            for (i, places) in chunks.iter().enumerate() {
+                let before = if i > 0 { chunks[i - 1].as_slice() } else { &[] };
+                let hidden = self.hidden_of(places);
+                let logits = self.logits(&hidden);
+                let dlogits = self.dlogits(logits.clone(), places, before, evaluation);
+                let multiplied = if self.has(Bug::DhiddenOfLogits) { self.rows_of(logits) } else { dlogits.clone() };
+                for (row, &(b, t)) in self.dhidden(&multiplied).rows().into_iter().zip(places) {
+                    dhidden.row_mut(b * self.shape.tokens + t).assign(&row);
+                }
+                let chunk = Chunk { hidden, dlogits };
+                let added = self.dlm_head(&chunk, places, done.last(), evaluation);
+                let sum = if self.has(Bug::DlmHeadOverwritten) { added } else { of_shard + added };
+                let dtype = if self.has(Bug::DlmHeadSummedInHeadDtype) { self.dtype() } else { Dtype::F32 };
+                of_shard = sum.mapv(|x| dtype.round(x));
+                done.push(chunk);
+            }
+            if device_row == 0 || !self.has(Bug::DlmHeadOfFirstDevice) {
+                dlm_head += &of_shard;
+            }
+        }
+        if self.has(Bug::DlmHeadAveraged) {
+            dlm_head /= self.launch.mesh.rows as f64;
+        }
+        if self.has(Bug::DlmHeadShardsSwapped) {
+            let mut shards: Vec<_> = self.shards().map(|(_, columns)| dlm_head.slice(s![.., columns])).collect();
+            shards.reverse();
+            dlm_head = concatenate(Axis(1), &shards).expect("as many rows each");
+        }
+        (dhidden, dlm_head)
+    }
+
+    /// What goes wrong with which tokens a chunk has.
+    fn change(&self, chunks: &mut Vec<Vec<Place>>) {
+        let partial = |places: &Vec<Place>| places.len() < CHUNK;
+        if self.has(Bug::LastChunkDropped) && chunks.last().is_some_and(partial) {
+            chunks.pop();
+        }
+        if self.has(Bug::ChunkBeginsEarly) {
+            for i in (1..chunks.len()).rev() {
+                let before = *chunks[i - 1].last().expect("no chunk is empty");
+                chunks[i].insert(0, before);
+            }
+        }
+        if self.has(Bug::LastChunkRepeatsLastToken)
+            && let Some(last) = chunks.last_mut()
+        {
+            last.resize(CHUNK, *last.last().expect("no chunk is empty"));
+        }
+    }
+
+    /// dlogits over the logits of a chunk, `[n,V]`.
+    fn dlogits(
+        &self,
+        mut logits: Vec<f32>,
+        places: &[Place],
+        before: &[Place],
+        evaluation: &Evaluation,
+    ) -> Array2<f64> {
+        let graded = |&(b, t): &Place| evaluation.tokens[[b, t]].as_ref().expect("each of them counts");
+        for (i, place) in places.iter().enumerate() {
+            let mut token: Graded = graded(place).clone();
+            if self.has(Bug::SoftmaxOfChunkBefore)
+                && let Some(stale) = before.get(i)
+            {
+                token.scored = token.scored.with_softmax_of(&graded(stale).scored);
+            }
+            if self.has(Bug::NormaliserOfChunk) {
+                let all = self.launch.tokens.mask.iter().filter(|counts| **counts).count();
+                let share = all as f64 / places.len() as f64;
+                token.grad_logp *= share;
+                token.grad_entropy *= share;
+            }
+            for (shard, columns) in self.shards() {
+                self.launch.write(&mut logits, i * self.shape.vocab, &columns, shard, &token);
+            }
+        }
+        let mut dlogits = self.rows_of(logits);
+        if self.has(Bug::DlogitsRounded) {
+            dlogits.mapv_inplace(|x| self.dtype().round(x));
+        }
+        dlogits
+    }
+
+    fn rows_of(&self, chunk: Vec<f32>) -> Array2<f64> {
+        let rows = chunk.len() / self.shape.vocab;
+        let chunk = chunk.into_iter().map(f64::from).collect();
+        Array2::from_shape_vec((rows, self.shape.vocab), chunk).expect("V elements a row")
+    }
+
+    /// `[n,H]`
+    fn dhidden(&self, dlogits: &Array2<f64>) -> Array2<f64> {
+        let mut dhidden = Array2::zeros((dlogits.nrows(), self.shape.hidden));
+        for (shard, columns) in self.shards() {
+            let mut of_shard = Array2::zeros(dhidden.dim());
+            for first in columns.clone().step_by(TILE) {
+                let tile = first..columns.end.min(first + TILE);
+                if self.has(Bug::DhiddenLacksTail) && tile.len() < TILE {
+                    continue;
+                }
+                let from = if self.has(Bug::HeadOffsetForgotten) { columns.start } else { 0 };
+                let weights = self.weights.slice(s![.., tile.start - from..tile.end - from]);
+                of_shard += &dlogits.slice(s![.., tile]).dot(&weights.t());
+                if self.has(Bug::DhiddenSummedInHiddenDtype) {
+                    of_shard.mapv_inplace(|x| self.dtype().round(x));
+                }
+            }
+            let rounds = self.has(Bug::DhiddenRoundedBeforeSum);
+            let dtype = if rounds { self.dtype() } else { Dtype::F32 };
+            if shard == 0 || !self.has(Bug::DhiddenOfFirstShard) {
+                dhidden += &of_shard.mapv(|x| dtype.round(x));
+            }
+        }
+        if self.has(Bug::TemperatureForgottenInDhidden) {
+            dhidden *= self.launch.spec.temperature;
+        }
+        dhidden
+    }
+
+    /// What a chunk adds, `[H,V]`.
+    fn dlm_head(
+        &self,
+        chunk: &Chunk,
+        places: &[Place],
+        before: Option<&Chunk>,
+        evaluation: &Evaluation,
+    ) -> Array2<f64> {
+        let n = chunk.dlogits.nrows();
+        let of = |hidden: ArrayView2<f64>, dlogits: ArrayView2<f64>| hidden.t().dot(&dlogits);
+        let mut added = match before {
+            Some(before) if self.has(Bug::HiddenOfChunkBefore) => {
+                of(before.hidden.slice(s![..n, ..]), chunk.dlogits.view())
+            }
+            _ if self.has(Bug::HiddenNotGathered) => {
+                let (b, t) = places[0];
+                let first = b * self.shape.tokens + t;
+                let rows: Vec<usize> = (first..first + n).map(|row| row.min(self.hidden.nrows() - 1)).collect();
+                of(self.hidden.select(Axis(0), &rows).view(), chunk.dlogits.view())
+            }
+            _ => of(chunk.hidden.view(), chunk.dlogits.view()),
+        };
+        if let Some(before) = before.filter(|before| self.has(Bug::StaleRowsInLastChunk) && n < before.hidden.nrows()) {
+            added += &of(before.hidden.slice(s![n.., ..]), before.dlogits.slice(s![n.., ..]));
+        }
+        if self.has(Bug::DlmHeadLacksTail) {
+            for (_, columns) in self.shards() {
+                let whole = columns.len() - columns.len() % TILE;
+                added.slice_mut(s![.., columns.start + whole..columns.end]).fill(0.0);
+            }
+        }
+        if self.has(Bug::OneHotOverwritten) {
+            for (i, (b, t)) in places.iter().enumerate() {
+                let id = self.launch.id(*b, *t);
+                if places[i + 1..].iter().any(|(b, t)| self.launch.id(*b, *t) == id) {
+                    let token = evaluation.tokens[[*b, *t]].as_ref().expect("it counts");
+                    let own = token.grad_logp / self.launch.spec.temperature;
+                    added.column_mut(id).scaled_add(-own, &chunk.hidden.row(i));
+                }
+            }
+        }
+        if self.has(Bug::ScaleForgottenInDlmHead) {
+            added /= self.launch.spec.scale;
+        }
+        added.mapv_into(|x| Dtype::F32.round(x))
+    }
+}

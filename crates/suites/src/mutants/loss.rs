@@ -1,0 +1,362 @@
+//! The specimen's own loss: from log-probabilities to one number, and back to their gradients.
+
+use ndarray::Array2;
+
+use super::bank::Bug;
+use super::launch::{Evaluation, Graded, Launch, Scored, part};
+use assay_core::problem::Shape;
+use assay_core::spec::{
+    AdvantageLevel, Cispo, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Reduction,
+    Rows,
+};
+
+/// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
+#[derive(Clone, Copy, Default)]
+struct Term {
+    value: f64,
+    by_logp: f64,
+    by_log_ratio: f64,
+}
+
+impl Term {
+    /// `factor` times the term; 0 where the factor is, even if the term overflows.
+    fn times(self, factor: f64) -> Self {
+        if factor == 0.0 {
+            return Self::default();
+        }
+        Self { value: self.value * factor, by_logp: self.by_logp * factor, by_log_ratio: self.by_log_ratio * factor }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self {
+            value: self.value + other.value,
+            by_logp: self.by_logp + other.by_logp,
+            by_log_ratio: self.by_log_ratio + other.by_log_ratio,
+        }
+    }
+}
+
+/// What a token's loss depends on.
+#[derive(Clone, Copy)]
+struct Inputs {
+    logp: f64,
+    ref_logp: f64,
+    old_logp: f64,
+    advantage: f64,
+    /// The token's own log-ratio after its clamp, and whether it follows `ℓ` there.
+    own: (f64, bool),
+    /// That of its level.
+    log_ratio: f64,
+    on_policy: bool,
+}
+
+/// Losses, their sum and their gradients.
+pub(super) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evaluation {
+    let Shape { batch, tokens, .. } = launch.shape;
+    let mut graded = Array2::from_elem((batch, tokens), None);
+    let mut loss = 0.0;
+    for device_row in 0..launch.mesh.rows {
+        let rows = part(batch, launch.mesh.rows, device_row);
+        let weights = Weights::of(launch, device_row);
+        let mut of_device = 0.0;
+        for b in rows.clone() {
+            let first = if launch.has(Bug::AdvantagesOfFirstDevice) { rows.start } else { 0 };
+            let row: Vec<(usize, Scored)> = (0..tokens).filter_map(|t| Some((t, scored[[b, t]]?))).collect();
+            for (t, token) in grade(launch, (b, b - first), &row, &weights, &mut of_device) {
+                graded[[b, t]] = Some(token);
+            }
+        }
+        if device_row == 0 || !launch.has(Bug::LossOfFirstDevice) {
+            loss += of_device;
+        }
+    }
+    Evaluation { loss, tokens: graded }
+}
+
+/// What multiplies token losses and entropies.
+struct Weights {
+    /// Of the tokens of each row.
+    rows: Vec<f64>,
+    /// `∂loss/∂H`
+    entropy: f64,
+}
+
+impl Weights {
+    fn of(launch: &Launch, device_row: usize) -> Self {
+        let (spec, mask) = (launch.spec, launch.tokens.mask);
+        let Shape { batch, tokens, .. } = launch.shape;
+        let count = |b: usize| mask.row(b).iter().filter(|&&counts| counts).count() as f64;
+        let counts: Vec<f64> = (0..batch).map(count).collect();
+        let local = launch.has(Bug::NormaliserLocal);
+        let summed = if local { part(batch, launch.mesh.rows, device_row) } else { 0..batch };
+        let width = tokens as f64;
+        let total = match () {
+            () if launch.has(Bug::NormaliserCountsPadding) => batch as f64 * width,
+            // An empty shard divides nothing.
+            () => counts[summed].iter().sum::<f64>().max(1.0),
+        };
+        let filled = counts.iter().filter(|&&n| n > 0.0).count() as f64;
+        let rows_of = |rows: Rows| match rows {
+            Rows::All if launch.has(Bug::EmptyRowsLeftOut) => filled,
+            Rows::NonEmpty if launch.has(Bug::EmptyRowsCounted) => batch as f64,
+            Rows::All => batch as f64,
+            Rows::NonEmpty => filled,
+            Rows::Given(count) => count,
+        };
+        let epsilon = if launch.has(Bug::DenominatorEpsilonForgotten) { 0.0 } else { spec.denominator_epsilon };
+        let denominator = |n: f64| match spec.reduction {
+            Reduction::TokenMean => total + epsilon,
+            Reduction::SequenceMean { .. } if launch.has(Bug::SequenceMeanOverTokens) => total + epsilon,
+            Reduction::SequenceMean { rows } => (n + epsilon) * rows_of(rows),
+            Reduction::SequenceSum { rows } if launch.has(Bug::LengthFactor) => rows_of(rows) * width / n,
+            Reduction::SequenceSum { rows } => rows_of(rows),
+            Reduction::FixedLength { rows, .. } if launch.has(Bug::FixedLengthOfWidth) => rows_of(rows) * width,
+            Reduction::FixedLength { rows, length } => rows_of(rows) * length.map_or(width, |length| length as f64),
+            Reduction::Normalizer(_) if launch.has(Bug::NormaliserOfBatchIgnored) => total,
+            Reduction::Normalizer(given) => given,
+        };
+        let bonus_over = if launch.has(Bug::EntropyOverPadding) { batch as f64 * width } else { total };
+        let sign = if launch.has(Bug::EntropyBonusSubtracted) { 1.0 } else { -1.0 };
+        Self {
+            rows: counts.iter().map(|&n| spec.scale / denominator(n.max(1.0))).collect(),
+            entropy: if spec.entropy_coef == 0.0 { 0.0 } else { sign * spec.entropy_coef * spec.scale / bonus_over },
+        }
+    }
+}
+
+/// The tokens of row `b`, whose advantages are read at `advantages_of`; adds their losses to `sum`.
+fn grade(
+    launch: &Launch,
+    (b, advantages_of): (usize, usize),
+    row: &[(usize, Scored)],
+    weights: &Weights,
+    sum: &mut f64,
+) -> Vec<(usize, Graded)> {
+    let spec = launch.spec;
+    let weight = weights.rows[b];
+    let inputs = inputs(launch, b, advantages_of, row);
+    // A mask that multiplies has masked tokens here too.
+    let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.tokens.mask[[b, t]] { 0.0 } else { 1.0 };
+    let terms: Vec<[Term; 2]> = inputs.iter().map(|inputs| [policy(launch, inputs), kl(launch, inputs)]).collect();
+    let share = share(launch, row.len());
+    let owed: f64 = terms.iter().map(|[policy, kl]| weight * (policy.by_log_ratio + kl.by_log_ratio)).sum();
+
+    let level = match spec.ratio.level {
+        RatioLevel::Sequence if launch.has(Bug::SequenceGradientOfToken) => RatioLevel::SequenceToken,
+        RatioLevel::SequenceToken if launch.has(Bug::TokenGradientOfSequence) => RatioLevel::Sequence,
+        level => level,
+    };
+    let graded = row.iter().zip(inputs).zip(terms).map(|((&(t, scored), inputs), [policy, kl])| {
+        let Term { value, by_logp, by_log_ratio } = policy.plus(kl);
+        let (_, follows) = inputs.own;
+        let follows = follows || launch.has(Bug::RatioClampGradientKept);
+        let through_ratio = match level {
+            RatioLevel::Token if follows => weight * by_log_ratio,
+            RatioLevel::SequenceToken => weight * by_log_ratio,
+            RatioLevel::Sequence if follows => share * owed,
+            RatioLevel::Token | RatioLevel::Sequence => 0.0,
+        };
+        let through_ratio = match spec.old_logp {
+            OldLogp::Current if launch.has(Bug::CurrentNotDetached) => 0.0,
+            _ if launch.has(Bug::RatioDetached) => 0.0,
+            _ => through_ratio,
+        };
+        let mut grad_logp = weight * by_logp + through_ratio;
+        let mut grad_entropy = weights.entropy;
+        match () {
+            () if launch.has(Bug::ScaleForgottenInGradient) => grad_logp /= spec.scale,
+            () if launch.has(Bug::GradientOfLoss) => grad_logp *= spec.scale,
+            () if launch.has(Bug::GradientNotNormalised) => grad_logp *= spec.scale / weight,
+            () if launch.has(Bug::EntropyDetached) => grad_entropy = 0.0,
+            () => {}
+        }
+        let counted = if launch.has(Bug::LossOfPolicyAlone) { policy.value } else { value };
+        *sum += weight * counted * factor(t);
+        if weights.entropy != 0.0 {
+            *sum += weights.entropy * scored.entropy * factor(t);
+        }
+        let masked = factor(t) == 0.0;
+        if masked {
+            // As autodiff does it.
+            grad_logp *= 0.0;
+            grad_entropy *= 0.0;
+        }
+        (t, Graded { scored, loss: value, grad_logp, grad_entropy })
+    });
+    graded.collect()
+}
+
+/// `1 / (n + ε)`
+fn share(launch: &Launch, tokens: usize) -> f64 {
+    let tokens = if launch.has(Bug::RatioOverWidth) { launch.shape.tokens } else { tokens };
+    if launch.has(Bug::ShareForgotten) { 1.0 } else { 1.0 / (tokens as f64 + launch.spec.ratio.denominator_epsilon) }
+}
+
+fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored)]) -> Vec<Inputs> {
+    let Launch { spec, tokens, shape, .. } = launch;
+    let at = |array: Option<&Array2<f64>>, b: usize, t: usize| array.map_or(f64::NAN, |array| array[[b, t]]);
+    let given = |t: usize| {
+        let t = if launch.has(Bug::OldLogpShifted) { t.saturating_sub(1) } else { t };
+        let old_logp = at(tokens.old_logp, b, t);
+        if launch.has(Bug::OldLogpInBf16) { half::bf16::from_f64(old_logp).to_f64() } else { old_logp }
+    };
+    let old_logp = |t: usize, scored: &Scored| if spec.old_logp == OldLogp::Current { scored.logp } else { given(t) };
+    let own = |&(t, ref scored): &(usize, Scored)| {
+        let x = scored.logp - old_logp(t, scored);
+        match spec.ratio.clamp {
+            Some(clamp) if x.abs() > clamp && !launch.has(Bug::RatioClampIgnored) => (x.clamp(-clamp, clamp), false),
+            _ => (x, true),
+        }
+    };
+    let owns: Vec<(f64, bool)> = row.iter().map(own).collect();
+    let count = if launch.has(Bug::RatioOverWidth) { shape.tokens } else { row.len() } as f64;
+    let count = count + spec.ratio.denominator_epsilon;
+    let total: f64 = owns.iter().map(|(x, _)| x).sum();
+    let mean = match () {
+        () if launch.has(Bug::RatioOfSum) => total,
+        () if launch.has(Bug::MeanOfRatios) => (owns.iter().map(|(x, _)| x.exp()).sum::<f64>() / count).ln(),
+        () => total / count,
+    };
+    let near = spec.off_policy_mask.is_none_or(|mask| {
+        let count = if launch.has(Bug::OffPolicyOverWidth) { shape.tokens } else { row.len() };
+        let fallen = row.iter().map(|(t, scored)| at(tokens.old_logp, b, *t) - scored.logp).sum::<f64>() / count as f64;
+        let fallen = if launch.has(Bug::OffPolicySignFlipped) { -fallen } else { fallen };
+        fallen <= mask.threshold || launch.has(Bug::OffPolicyMaskIgnored)
+    });
+    let of_own = spec.ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
+    let of_token = |((t, scored), own): (&(usize, Scored), (f64, bool))| {
+        let row = if launch.has(Bug::AdvantageOfNeighbour) { (advantages_of + 1) % shape.batch } else { advantages_of };
+        let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
+        let advantage = tokens.advantages.at(row, if of_first { 0 } else { *t });
+        let ref_row = if launch.has(Bug::RefLogpOfFirstRow) { 0 } else { b };
+        Inputs {
+            logp: scored.logp,
+            ref_logp: at(tokens.ref_logp, ref_row, *t),
+            old_logp: at(tokens.old_logp, b, *t),
+            advantage,
+            own,
+            log_ratio: if of_own { own.0 } else { mean },
+            on_policy: near || (advantage >= 0.0 && !launch.has(Bug::OffPolicyMaskForPositive)),
+        }
+    };
+    row.iter().zip(owns).map(of_token).collect()
+}
+
+/// `ρ`, in f32.
+fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
+    if launch.has(Bug::RatioToFirstOrder) {
+        return 1.0 + inputs.log_ratio;
+    }
+    f64::from((inputs.log_ratio as f32).exp())
+}
+
+/// The policy term.
+fn policy(launch: &Launch, inputs: &Inputs) -> Term {
+    let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
+    if idle || !inputs.on_policy {
+        return Term::default();
+    }
+    match &launch.spec.objective {
+        Objective::PpoClip(clip) => ppo_clip(launch, clip, inputs),
+        Objective::Cispo(cispo) => cispo_weight(launch, cispo, inputs),
+        Objective::PolicyGradient => score(1.0, inputs),
+        _ => Term::default(),
+    }
+}
+
+/// `−coefficient·A·ℓ`, the coefficient held.
+fn score(coefficient: f64, inputs: &Inputs) -> Term {
+    let by_logp = -coefficient * inputs.advantage;
+    Term { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
+}
+
+/// `−min(min(ρ, δ)·A, clip(ρ)·A)`, for `A < 0` at most `−c·A`. It follows the ratio where it is the ratio.
+fn ppo_clip(launch: &Launch, clip: &PpoClip, inputs: &Inputs) -> Term {
+    let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
+    let (epsilon_low, epsilon_high) = match () {
+        () if launch.has(Bug::EpsilonsSwapped) => (clip.epsilon_high, clip.epsilon_low),
+        () => (clip.epsilon_low, clip.epsilon_high),
+    };
+    // ε_low may exceed 1 once it is not itself.
+    let (low, high) = (1.0 - epsilon_low, 1.0 + epsilon_high);
+    let delta = if launch.has(Bug::DeltaIgnored) { None } else { clip.delta };
+    let bounded = delta.map_or(ratio, |delta| ratio.min(delta));
+    let clipped = if launch.has(Bug::ClipIgnored) { bounded } else { ratio.clamp(low, high) };
+    let smaller = advantage > 0.0 || launch.has(Bug::ClipOnTheWrongSide);
+    let mut k = match () {
+        () if launch.has(Bug::ClipWithoutMin) => clipped,
+        () if smaller => bounded.min(clipped),
+        () => bounded.max(clipped),
+    };
+    let stops = advantage < 0.0 || launch.has(Bug::DualClipForPositive);
+    if let Some(most) = clip.dual_clip.filter(|_| stops && !launch.has(Bug::DualClipIgnored)) {
+        k = k.min(most);
+    }
+    let mut follows = k == ratio;
+    if launch.has(Bug::DeltaStopsGradient) {
+        follows &= delta.is_none_or(|delta| ratio <= delta);
+    }
+    let by_log_ratio = match () {
+        () if launch.has(Bug::OverflowingRatioTimesZero) => -ratio * advantage * f64::from(u8::from(follows)),
+        () if follows || launch.has(Bug::ClipGradientKept) => -ratio * advantage,
+        () => 0.0,
+    };
+    Term { value: -k * advantage, by_logp: 0.0, by_log_ratio }
+}
+
+/// `−sg(clip(ρ))·A·ℓ`
+fn cispo_weight(launch: &Launch, cispo: &Cispo, inputs: &Inputs) -> Term {
+    let ratio = ratio(launch, inputs);
+    let lower = cispo.lower.filter(|_| !launch.has(Bug::CispoLowerIgnored)).unwrap_or(f64::NEG_INFINITY);
+    let upper = if launch.has(Bug::CispoBoundFromOne) { 1.0 + cispo.upper } else { cispo.upper };
+    let weight = ratio.clamp(lower, upper);
+    let term = score(weight, inputs);
+    if launch.has(Bug::CispoGradientClipped) && weight != ratio {
+        return Term { by_logp: 0.0, ..term };
+    }
+    if launch.has(Bug::CispoWithoutLogp) {
+        return Term { value: term.value, by_logp: 0.0, by_log_ratio: term.value };
+    }
+    term
+}
+
+/// `beta · kl`
+fn kl(launch: &Launch, inputs: &Inputs) -> Term {
+    let spec: &LossSpec = launch.spec;
+    let Some(kl) = &spec.kl else { return Term::default() };
+    if launch.has(Bug::KlMaskedByOffPolicyMask) && !inputs.on_policy {
+        return Term::default();
+    }
+    let compared = if launch.has(Bug::KlAgainstOldPolicy) { inputs.old_logp } else { inputs.ref_logp };
+    let d = compared - inputs.logp;
+    let estimator = match kl.estimator {
+        KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
+        KlEstimator::K3 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K2,
+        KlEstimator::Abs if launch.has(Bug::K1ForAbs) => KlEstimator::K1,
+        other => other,
+    };
+    let (value, by_logp) = match estimator {
+        KlEstimator::K1 => (-d, 1.0),
+        KlEstimator::K2 => (d * d / 2.0, -d),
+        KlEstimator::K3 if launch.has(Bug::K3SignFlipped) => ((-d).exp_m1() + d, (-d).exp_m1()),
+        KlEstimator::K3 if launch.has(Bug::K3GradientOfK1) => (d.exp_m1() - d, 1.0),
+        KlEstimator::K3 => (d.exp_m1() - d, -d.exp_m1()),
+        KlEstimator::Abs => (d.abs(), if d == 0.0 { 0.0 } else { -d.signum() }),
+    };
+    let corrects = kl.importance == KlImportance::Ratio && !launch.has(Bug::BiasCorrectionIgnored);
+    let mut term = Term { value, by_logp, by_log_ratio: 0.0 };
+    if corrects {
+        let ratio = ratio(launch, inputs);
+        let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
+        term = Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio };
+    }
+    term = term.times(kl.beta);
+    if launch.has(Bug::BetaTwiceInGradient) {
+        term.by_logp *= kl.beta;
+    }
+    let clipped = || matches!(spec.objective, Objective::PpoClip(_)) && policy(launch, inputs).by_log_ratio == 0.0;
+    if launch.has(Bug::KlDetached) || (launch.has(Bug::KlClipped) && clipped()) {
+        (term.by_logp, term.by_log_ratio) = (0.0, 0.0);
+    }
+    term
+}

@@ -1,0 +1,203 @@
+//! Mutants before the judge: the same cases and gates as a real implementation.
+
+use rayon::prelude::*;
+
+use super::QWEN_VOCABULARY;
+use super::bank::Mutant;
+use super::specimen::Specimen;
+use crate::{measured_cases, measured_heads};
+use assay_core::implementation::{Implementation, Input};
+use assay_core::problem::{Dtype, HeadProblem, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::Tolerances;
+use assay_judge::variants;
+
+/// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
+/// supports are run.
+const DRAWN: usize = 1500;
+
+/// The same of heads.
+const DRAWN_HEADS: usize = 400;
+
+/// One batch, and the loss that is asked for.
+#[derive(Clone, Debug)]
+pub struct Case<P = Problem> {
+    /// What a report calls it.
+    pub label: String,
+    /// The loss.
+    pub spec: LossSpec,
+    /// The batch.
+    pub problem: P,
+}
+
+impl Case {
+    /// The case of a recipe, called after `family`.
+    pub(super) fn generated(family: &str, spec: LossSpec, recipe: &Recipe) -> Self {
+        let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
+        let regime = serde_json::to_value(recipe.regime).expect("a name");
+        let regime = regime.as_str().unwrap_or_default();
+        let label = format!("{family}: {} {} {regime}, seed {}", problem.shape(), recipe.dtype, recipe.seed);
+        Self { label, spec, problem }
+    }
+}
+
+impl Case<HeadProblem> {
+    /// The same with an LM head.
+    pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
+        let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
+        let HeadRecipe { layout, rounds_logits, recipe: Recipe { dtype, regime, seed, .. }, .. } = recipe;
+        let regime = serde_json::to_value(regime).expect("a name");
+        let regime = regime.as_str().unwrap_or_default();
+        let rounding = if *rounds_logits { "rounded" } else { "f32 logits" };
+        let (shape, layout) = (problem.shape(), layout.key());
+        let label = format!("{family}: {shape} {layout} {dtype} {rounding} {regime}, seed {seed}");
+        Self { label, spec, problem }
+    }
+}
+
+fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
+    Specimen::expect_computed(spec, dtype, 1).is_ok()
+}
+
+/// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
+/// regimes, every named choice of a spec, and the vocabulary of Qwen.
+pub fn property_cases() -> Vec<Case> {
+    let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
+    let random = drawn
+        .into_par_iter()
+        .filter(|(_, (spec, recipe))| is_supported(spec, recipe.dtype))
+        .map(|(i, (spec, recipe))| Case::generated(&format!("random {i}"), spec, &recipe));
+    let named: Vec<(usize, variants::Variant)> = variants::variants().into_iter().enumerate().collect();
+    let named = named.into_par_iter().filter(|(_, variant)| is_supported(&variant.spec, Dtype::F32)).flat_map_iter(
+        |(i, variant)| {
+            (0..Regime::ALL.len()).map(move |step| {
+                let family = format!("{} {}", variant.field, variant.choice);
+                Case::generated(&family, variant.spec.clone(), &variants::recipe(i, step))
+            })
+        },
+    );
+    random.chain(named).chain(wide_cases()).collect()
+}
+
+/// The same of heads: random specs and regimes, from a fixed seed.
+pub fn head_cases() -> Vec<Case<HeadProblem>> {
+    let drawn: Vec<(usize, (LossSpec, HeadRecipe))> = measured_heads().take(DRAWN_HEADS).enumerate().collect();
+    drawn
+        .into_par_iter()
+        .filter(|(_, (spec, head))| is_supported(spec, head.recipe.dtype))
+        .map(|(i, (spec, head))| Case::of_head(&format!("random {i}"), spec, &head))
+        .collect()
+}
+
+/// Qwen's vocabulary, in every dtype.
+fn wide_cases() -> Vec<Case> {
+    let specs = [LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() }, LossSpec::default()];
+    let mut cases = Vec::new();
+    for dtype in Dtype::KERNEL {
+        for (regime, seed) in [(Regime::Small, 1), (Regime::Peaked, 2), (Regime::Confident, 3)] {
+            let shape = [1, 3, QWEN_VOCABULARY];
+            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+            cases.extend(specs.iter().map(|spec| Case::generated("qwen vocabulary", spec.clone(), &recipe)));
+        }
+    }
+    cases
+}
+
+/// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
+pub struct Suite<'c, P: Judgeable = Problem> {
+    cases: Vec<Prepared<'c, P>>,
+}
+
+struct Prepared<'c, P: Judgeable> {
+    case: &'c Case<P>,
+    reference: P::Reference<'c>,
+    /// By number of devices.
+    correct: Vec<(usize, P::Outcome)>,
+}
+
+/// What rejected a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// The gate: an output and how it is compared, or what else was broken.
+    pub gate: String,
+    /// The case's label.
+    pub case: String,
+    /// Devices that it ran on.
+    pub devices: usize,
+    /// Cases that it had seen by then.
+    pub cases: usize,
+}
+
+impl<'c, P: Judgeable> Suite<'c, P>
+where
+    Specimen: Implementation<P>,
+{
+    /// Evaluates the cases that the specimen supports.
+    ///
+    /// # Errors
+    /// What rejected the correct kernel: a false alarm.
+    pub fn of(cases: &'c [Case<P>]) -> Result<Self, Kill> {
+        let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
+        let prepared = supported.map(|case| {
+            let reference = case.problem.evaluate(&case.spec).expect("a valid problem");
+            let mut prepared = Prepared { case, reference, correct: Vec::new() };
+            prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| Kill {
+                gate,
+                case: case.label.clone(),
+                devices,
+                cases: 0,
+            })?;
+            Ok(prepared)
+        });
+        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()? })
+    }
+
+    /// How many cases there are.
+    pub fn len(&self) -> usize {
+        self.cases.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.cases.is_empty()
+    }
+
+    /// Runs a mutant through the cases, up to the first that rejects it.
+    pub fn kill(&self, mutant: &Mutant) -> Option<Kill> {
+        let specimen = Specimen::with(mutant.bug);
+        self.cases.iter().zip(1..).find_map(|(prepared, cases)| {
+            let (gate, devices) = prepared.judged(&specimen).err()?;
+            Some(Kill { gate, case: prepared.case.label.clone(), devices, cases })
+        })
+    }
+}
+
+/// What a kernel returns on each number of devices.
+type Outcomes<P> = Vec<(usize, <P as Input>::Outcome)>;
+
+impl<P: Judgeable> Prepared<'_, P> {
+    /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
+    fn judged(&self, kernel: &dyn Implementation<P>) -> Result<Outcomes<P>, (String, usize)> {
+        let counts = kernel.device_counts().into_iter();
+        counts.map(|devices| Ok((devices, self.judged_on(kernel, devices).map_err(|gate| (gate, devices))?))).collect()
+    }
+
+    fn judged_on(&self, kernel: &dyn Implementation<P>, devices: usize) -> Result<P::Outcome, String> {
+        let Case { spec, problem, .. } = self.case;
+        let run = || kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
+        let (candidate, again) = (run()?, run()?);
+        // The judge has seen these bits.
+        let correct = self.correct.iter().find(|(of, _)| *of == devices);
+        if !correct.is_some_and(|(_, correct)| P::invariance(correct, &candidate).other.is_empty()) {
+            let verdicts = problem.judge(&self.reference, &candidate, kernel.class(), Tolerances::builtin());
+            let verdicts = verdicts.map_err(|error| error.to_string())?;
+            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
+                return Err(format!("{} {}", failed.gate, failed.dtype));
+            }
+        }
+        let other = P::invariance(&candidate, &again).other;
+        if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
+    }
+}

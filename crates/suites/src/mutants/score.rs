@@ -1,0 +1,202 @@
+//! How many mutants a suite rejects, by what, and which of them others would have accepted.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::elsewhere::{Cell, PROJECTS, Tests};
+use super::run::{Case, Kill, Suite};
+use super::specimen::Specimen;
+use super::{Class, Mutant};
+use assay_core::implementation::Implementation;
+use assay_judge::judgeable::Judgeable;
+
+/// Mutants, and what has rejected each so far.
+pub struct Trial {
+    mutants: Vec<(&'static Mutant, Option<Kill>)>,
+    cases: usize,
+}
+
+impl Trial {
+    /// Of mutants that nothing has rejected yet.
+    pub fn of(mutants: &[&'static Mutant]) -> Self {
+        Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0 }
+    }
+
+    /// Runs those that are left through more cases; `done` hears of each.
+    ///
+    /// # Errors
+    /// What rejected the correct kernel: a false alarm.
+    pub fn run<P: Judgeable>(&mut self, cases: &[Case<P>], done: impl Fn(&Mutant) + Sync) -> Result<(), Kill>
+    where
+        Specimen: Implementation<P>,
+    {
+        let suite = Suite::of(cases)?;
+        let before = self.cases;
+        self.mutants.par_iter_mut().filter(|(_, kill)| kill.is_none()).for_each(|(mutant, kill)| {
+            *kill = suite.kill(mutant).map(|kill| Kill { cases: before + kill.cases, ..kill });
+            done(mutant);
+        });
+        self.cases += suite.len();
+        Ok(())
+    }
+
+    /// The score, with what the tests of others say of each mutant.
+    pub fn score(&self, elsewhere: &[Tests]) -> Score {
+        let outcome = |(mutant, kill): &(&'static Mutant, Option<Kill>)| {
+            let cells = elsewhere.iter().map(|tests| (tests.project.name, tests.judge(mutant))).collect();
+            Outcome::of(mutant, kill.as_ref(), self.cases, cells)
+        };
+        let mutants: Vec<Outcome> = self.mutants.par_iter().map(outcome).collect();
+        let survived: Vec<_> =
+            mutants.iter().filter(|mutant| mutant.killed_by.is_none()).map(|mutant| mutant.name).collect();
+        Score { total: mutants.len(), killed: mutants.len() - survived.len(), survived, cases: self.cases, mutants }
+    }
+}
+
+/// What became of the mutants.
+#[derive(Clone, Debug, Serialize)]
+pub struct Score {
+    /// How many there were.
+    pub total: usize,
+    /// How many the suite rejected.
+    pub killed: usize,
+    /// Those that it accepted.
+    pub survived: Vec<&'static str>,
+    /// Cases that the correct kernel passed, on each number of devices.
+    pub cases: usize,
+    /// Each of them.
+    pub mutants: Vec<Outcome>,
+}
+
+/// What became of one mutant.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// Named after the bug.
+    pub name: &'static str,
+    /// What kind of mistake it is.
+    pub class: Class,
+    /// What it computes instead.
+    pub does: &'static str,
+    /// Where it was seen; empty where it is only conceivable.
+    pub seen: &'static str,
+    /// The gate and the case that rejected it first; `None` where it survived.
+    pub killed_by: Option<String>,
+    /// The gate.
+    pub gate: Option<String>,
+    /// The case.
+    pub case: Option<String>,
+    /// Devices that it ran on there.
+    pub devices: Option<usize>,
+    /// Cases that it was given, the last among them.
+    pub cases: usize,
+    /// What the tests of others say of it.
+    pub elsewhere: BTreeMap<&'static str, Cell>,
+    /// Those that accept it.
+    pub passes_elsewhere: Vec<&'static str>,
+}
+
+impl Outcome {
+    fn of(mutant: &Mutant, kill: Option<&Kill>, cases: usize, elsewhere: BTreeMap<&'static str, Cell>) -> Self {
+        let passes = elsewhere.iter().filter(|(_, cell)| **cell == Cell::Passes);
+        Self {
+            name: mutant.name,
+            class: mutant.class,
+            does: mutant.does,
+            seen: mutant.seen,
+            killed_by: kill.map(|kill| format!("{} in {} on ×{}", kill.gate, kill.case, kill.devices)),
+            gate: kill.map(|kill| kill.gate.clone()),
+            case: kill.map(|kill| kill.case.clone()),
+            devices: kill.map(|kill| kill.devices),
+            cases: kill.map_or(cases, |kill| kill.cases),
+            passes_elsewhere: passes.map(|(name, _)| *name).collect(),
+            elsewhere,
+        }
+    }
+}
+
+impl Score {
+    /// With what became of others.
+    #[must_use]
+    pub fn and(mut self, other: Score) -> Self {
+        self.total += other.total;
+        self.killed += other.killed;
+        self.cases += other.cases;
+        self.survived.extend(other.survived);
+        self.mutants.extend(other.mutants);
+        self
+    }
+
+    /// A line for each mutant, and the total.
+    pub fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(["mutant", "class", "killed by", "in", "devices", "cases", "would pass"]);
+        table.column_mut(5).expect("seven columns").set_cell_alignment(CellAlignment::Right);
+        for mutant in &self.mutants {
+            table.add_row([
+                mutant.name.to_string(),
+                mutant.class.name().into(),
+                mutant.gate.clone().unwrap_or_else(|| "SURVIVED".into()),
+                mutant.case.clone().unwrap_or_default(),
+                mutant.devices.map_or_else(String::new, |devices| format!("×{devices}")),
+                mutant.cases.to_string(),
+                mutant.passes_elsewhere.join(", "),
+            ]);
+        }
+        let mut text = format!("{table}\n");
+        for (project, [caught, passes, not_exercised]) in self.elsewhere() {
+            let _ = writeln!(text, "{project:<10} {caught} caught, {passes} pass, {not_exercised} not exercised");
+        }
+        let verdict = if self.survived.is_empty() { "PASS" } else { "FAIL" };
+        let _ = writeln!(text, "{verdict}  {} of {} mutants killed in {} cases", self.killed, self.total, self.cases);
+        text
+    }
+
+    /// How many mutants the tests of each project catch, accept and do not exercise.
+    pub fn elsewhere(&self) -> Vec<(&'static str, [usize; 3])> {
+        let count = |project: &str, cell: Cell| {
+            self.mutants.iter().filter(|mutant| mutant.elsewhere.get(project) == Some(&cell)).count()
+        };
+        let asked =
+            PROJECTS.iter().filter(|project| self.mutants.iter().any(|m| m.elsewhere.contains_key(project.name)));
+        let cells = [Cell::Caught, Cell::Passes, Cell::NotExercised];
+        asked.map(|project| (project.name, cells.map(|cell| count(project.name, cell)))).collect()
+    }
+
+    /// The tables of `docs/mutants.md`.
+    pub fn markdown(&self) -> String {
+        let mut text = String::new();
+        let _ = writeln!(text, "| tests | caught | pass | not exercised |\n|---|--:|--:|--:|");
+        let _ = writeln!(text, "| **these** | **{}** | **{}** | |", self.killed, self.survived.len());
+        for (project, [caught, passes, not_exercised]) in self.elsewhere() {
+            let _ = writeln!(text, "| {project} | {caught} | {passes} | {not_exercised} |");
+        }
+        let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
+        for class in Class::ALL {
+            let _ = writeln!(text, "\n### {}\n", class.title());
+            // Their inputs here are logits.
+            let projects: &[&str] = if class.of_heads() { &[] } else { &projects };
+            let line = |cells: &[&str]| format!("| {} |", cells.join(" | "));
+            let columns = [&["mutant", "what it does", "seen", "killed by", "cases"], projects].concat();
+            let _ = writeln!(text, "{}", line(&columns));
+            let _ = writeln!(text, "|---|---|---|---|--:|{}", "---|".repeat(projects.len()));
+            for mutant in self.mutants.iter().filter(|mutant| mutant.class == class) {
+                let word = |project: &&str| match mutant.elsewhere.get(project) {
+                    Some(Cell::Caught) => "caught",
+                    Some(Cell::Passes) => "**passes**",
+                    Some(Cell::NotExercised) | None => "–",
+                };
+                let killed_by = mutant.gate.as_deref().unwrap_or("**survives**");
+                let cases = mutant.cases.to_string();
+                let mut cells = vec![mutant.name, mutant.does, mutant.seen, killed_by, &cases];
+                cells.extend(projects.iter().map(word));
+                let _ = writeln!(text, "{}", line(&cells));
+            }
+        }
+        text
+    }
+}

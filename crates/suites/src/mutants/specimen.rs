@@ -1,0 +1,551 @@
+//! [`Specimen`]: one correct GRPO kernel as teams write them, and every bug of the bank in its place.
+//!
+//! ```text
+//! forward    a grid of rows; each walks its columns by tiles: a running maximum, sums that are rescaled when it rises
+//! exchange   over vocabulary shards: the largest maximum, the sums relative to it, the chosen logit
+//! loss       logp, entropy, token losses, their gradients; sums over row shards
+//! backward   the same grid: dlogits over the logits, tile by tile
+//! ```
+//!
+//! Exponents and exponentials are f32, sums and what is done once a token f64, the ratio f32; outputs are rounded once.
+//! Devices are simulated: whole sequences over rows of the mesh, ranges of columns over its columns.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use half::{bf16, f16};
+use ndarray::{Array2, arr0};
+
+use super::bank::Bug;
+use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
+use super::loss;
+use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
+use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
+use assay_core::spec::{Head, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
+
+/// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
+pub(super) const TILE: usize = 256;
+
+const ID: &str = "specimen";
+
+/// Simulated.
+pub(super) const DEVICE_COUNTS: [usize; 3] = [1, 2, 4];
+
+/// A correct GRPO kernel, or one with a bug of the [bank](super::BANK).
+#[derive(Debug, Default)]
+pub struct Specimen {
+    bug: Option<Bug>,
+    /// Evaluations so far: what a kernel whose sums have no order depends on.
+    runs: AtomicUsize,
+}
+
+impl Specimen {
+    /// The kernel with `bug`.
+    pub fn with(bug: Bug) -> Self {
+        Self { bug: Some(bug), ..Self::default() }
+    }
+
+    /// Says what is not computed, on logits or hidden states of `dtype`.
+    pub(super) fn expect_computed(spec: &LossSpec, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        let refused = |field, given: String, supported: &str| {
+            Err(Unsupported { implementation: ID.into(), field, given, supported: supported.into() })
+        };
+        if dtype == Dtype::F64 {
+            return refused("dtype", dtype.to_string(), "f32, bf16 and f16");
+        }
+        if !DEVICE_COUNTS.contains(&devices) {
+            return refused("devices", devices.to_string(), "1, 2 and 4");
+        }
+        let objective = matches!(
+            spec.objective,
+            Objective::PpoClip(_) | Objective::Cispo(_) | Objective::PolicyGradient | Objective::None
+        );
+        let Ratio { clip, cap, .. } = &spec.ratio;
+        let behaviour = spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour);
+        let kl = |plain: fn(&assay_core::spec::Kl) -> bool| spec.kl.as_ref().is_none_or(plain);
+        let computed = [
+            (objective, "objective", "ppo_clip, cispo, policy_gradient and none"),
+            (clip.is_none(), "ratio.clip", "none"),
+            (cap.is_none(), "ratio.cap", "none"),
+            (spec.old_logp != OldLogp::Rollout, "old_logp", "given and current"),
+            (behaviour == OldLogp::Given, "off_policy_mask.behaviour", "given"),
+            (spec.head == Head::default(), "head", "logits as they are"),
+            (spec.support.is_whole(), "support", "the whole vocabulary"),
+            (spec.rollout.is_none(), "rollout", "none"),
+            (spec.rejection.is_empty(), "rejection", "none"),
+            (spec.top_entropy.is_none(), "top_entropy", "none"),
+            (kl(|kl| kl.gradient == KlGradient::Own), "kl.gradient", "own"),
+            (kl(|kl| kl.importance != KlImportance::Score), "kl.importance", "one and ratio"),
+            (kl(|kl| kl.difference_clamp.is_none()), "kl.difference_clamp", "none"),
+            (kl(|kl| kl.value_clamp.is_none()), "kl.value_clamp", "none"),
+            (kl(|kl| kl.averaging.is_none()), "kl.averaging", "none"),
+            (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
+        ];
+        match computed.into_iter().find(|(computed, ..)| !computed) {
+            Some((_, field, supported)) => refused(field, "the setting given".into(), supported),
+            None => Ok(()),
+        }
+    }
+
+    /// One evaluation more.
+    pub(super) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
+        Launch { bug: self.bug, turn: self.runs.fetch_add(1, Ordering::Relaxed) + 1, spec, shape, tokens, mesh }
+    }
+}
+
+impl Implementation for Specimen {
+    fn id(&self) -> &'static str {
+        ID
+    }
+
+    fn summary(&self) -> &'static str {
+        "the kernel that mutants are made of, on devices that are simulated"
+    }
+
+    /// Elements in f32 and sums in f64, as the CPU kernel has them.
+    fn class(&self) -> &'static str {
+        "native"
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        Ok(())
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        DEVICE_COUNTS.into()
+    }
+
+    fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        Self::expect_computed(spec, dtype, devices)
+    }
+
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
+        let shape = problem.check(spec)?;
+        Self::expect_computed(spec, problem.logits.dtype(), devices)?;
+        let Problem { mut logits, ids, mask, advantages, old_logp, ref_logp, extra } = problem;
+        let (old_logp, ref_logp) = (old_logp.as_ref(), ref_logp.as_ref());
+        let tokens = Tokens { ids: &ids, mask: &mask, advantages: &advantages, old_logp, ref_logp, extra: &extra };
+        let launch = self.launch(spec, shape, tokens, Mesh::of(devices));
+        let evaluation = match &mut logits {
+            FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
+            FloatArray::F32(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
+            FloatArray::Bf16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
+            FloatArray::F16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
+        };
+        let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
+        let loss = arr0(evaluation.loss as f32).into();
+        Ok(Candidate { loss, logp, entropy, token_loss, dlogits: logits, metrics: None })
+    }
+}
+
+/// What one device keeps of a row while it walks the tiles.
+#[derive(Clone, Copy)]
+pub(super) struct Scratch {
+    /// `m`, in logits.
+    max: f32,
+    /// `Σ e_j`
+    sum: f64,
+    /// `Σ e_j` without the sampled column.
+    others: f64,
+    /// `Σ e_j t_j`, with `t_j = (x_j − m)/T`.
+    weighted: f64,
+    /// `x_y`, 0 where the column is not here.
+    chosen: f32,
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        // The least finite number: −∞ − (−∞) would be NaN.
+        Self { max: f32::MIN, sum: 0.0, others: 0.0, weighted: 0.0, chosen: 0.0 }
+    }
+}
+
+impl Launch<'_> {
+    fn run<E: Float>(&self, logits: &mut [E]) -> Evaluation {
+        let scored = self.forward(logits);
+        let mut evaluation = loss::evaluate(self, scored);
+        self.backward(logits, &evaluation.tokens);
+        if self.has(Bug::DeviceRowsPermuted) {
+            let last = part(self.shape.batch, self.mesh.rows, self.mesh.rows - 1);
+            let mut tokens: Vec<_> = last.clone().map(|b| evaluation.tokens.row(b).to_owned()).collect();
+            if self.mesh.rows > 1 {
+                tokens.reverse();
+            }
+            for (b, row) in last.zip(tokens) {
+                evaluation.tokens.row_mut(b).assign(&row);
+            }
+        }
+        evaluation
+    }
+
+    /// Where row `[b,t]` begins.
+    fn offset(&self, b: usize, t: usize) -> usize {
+        let row = if self.has(Bug::RowsTransposed) { t * self.shape.batch + b } else { b * self.shape.tokens + t };
+        let offset = row * self.shape.vocab;
+        if self.has(Bug::OffsetOverflows) { usize::from(offset as u16) } else { offset }
+    }
+
+    /// `1/T` of the softmax that logp is of, and of that of the entropy.
+    fn rates(&self) -> [f32; 2] {
+        let tempered = (1.0 / self.spec.temperature) as f32;
+        let tempered = match () {
+            () if self.has(Bug::TemperatureForgotten) => 1.0,
+            () if self.has(Bug::TemperatureTwice) => tempered * tempered,
+            () if self.has(Bug::TemperatureMultiplies) => self.spec.temperature as f32,
+            () => tempered,
+        };
+        let of_logp = if self.divides_logits() { tempered } else { 1.0 };
+        [of_logp, if self.has(Bug::EntropyWithoutTemperature) { 1.0 } else { tempered }]
+    }
+
+    fn divides_logits(&self) -> bool {
+        let divides_logits = self.spec.temperature_divides == TemperatureDivides::Logits;
+        divides_logits != self.has(Bug::TemperatureOnTheWrongSide)
+    }
+
+    /// One tile of the columns `columns` of a row: −∞ beyond their end.
+    fn load<E: Float>(&self, logits: &[E], row: usize, columns: &Range<usize>, tile: usize) -> [f32; TILE] {
+        let start = columns.start + tile * TILE;
+        let at = |column: usize| logits.get(row + column).map_or(f32::NEG_INFINITY, |x| x.to_f64() as f32);
+        let padding = |column: usize| match () {
+            () if self.has(Bug::TailZeroPadded) => 0.0,
+            () if self.has(Bug::TailNanPadded) => f32::NAN,
+            () if self.has(Bug::TailReadsNextRow) => at(column),
+            () if self.has(Bug::TailRepeatsLastColumn) => at(columns.end - 1),
+            () => f32::NEG_INFINITY,
+        };
+        let mut x: [f32; TILE] = std::array::from_fn(|lane| {
+            let column = start + lane;
+            if column < columns.end { at(column) } else { padding(column) }
+        });
+        if self.has(Bug::FirstColumnSkipped) && start == 0 {
+            x[0] = f32::NEG_INFINITY;
+        }
+        if self.has(Bug::TemperatureInLogitsDtype) {
+            let temperature = self.spec.temperature;
+            x = x.map(|x| (E::DTYPE.round(f64::from(x) / temperature) * temperature) as f32);
+        }
+        x
+    }
+
+    /// Every row of every device.
+    fn forward<E: Float>(&self, logits: &[E]) -> Array2<Option<Scored>> {
+        let Shape { batch, tokens, .. } = self.shape;
+        let mut scored = Array2::from_elem((batch, tokens), None);
+        for device_row in 0..self.mesh.rows {
+            let mut scratch = self.scratch();
+            for b in part(batch, self.mesh.rows, device_row) {
+                for t in (0..tokens).filter(|&t| self.counts(b, t)) {
+                    scored[[b, t]] = Some(self.score_row(logits, self.offset(b, t), self.id(b, t), &mut scratch));
+                }
+            }
+        }
+        scored
+    }
+
+    /// What the devices of a row shard keep from one grid step to the next.
+    pub(super) fn scratch(&self) -> Vec<[Scratch; 2]> {
+        vec![[Scratch::default(); 2]; self.mesh.columns]
+    }
+
+    /// The row that begins at `row`, on the devices that `scratch` is of, and what they tell each other of it.
+    pub(super) fn score_row<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        id: usize,
+        scratch: &mut [[Scratch; 2]],
+    ) -> Scored {
+        let rates = self.rates();
+        let mut of_rate = |i: usize| {
+            let walked = |(device_column, scratch): (usize, &mut [Scratch; 2])| {
+                let columns = part(self.shape.vocab, self.mesh.columns, device_column);
+                self.walk(logits, row, &columns, id, rates[i], &mut scratch[i]);
+                scratch[i]
+            };
+            let shards: Vec<Scratch> = scratch.iter_mut().enumerate().map(walked).collect();
+            self.exchange(&shards, rates[i])
+        };
+        let of_logp = of_rate(0);
+        let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
+        self.score::<E>(logits, row, id, of_rate, rates)
+    }
+
+    /// One grid step: the columns of one row on one device.
+    fn walk<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        columns: &Range<usize>,
+        id: usize,
+        rate: f32,
+        scratch: &mut Scratch,
+    ) {
+        let before = *scratch;
+        *scratch = Scratch::default();
+        match () {
+            () if self.has(Bug::StaleMax) => scratch.max = before.max,
+            () if self.has(Bug::StaleSums) => *scratch = Scratch { chosen: 0.0, ..before },
+            () if self.has(Bug::StaleChosen) => scratch.chosen = before.chosen,
+            () if self.has(Bug::MaxStartsAtZero) || self.has(Bug::MaxNotSubtracted) => scratch.max = 0.0,
+            () if self.has(Bug::MaxStartsAtMinusInfinity) => scratch.max = f32::NEG_INFINITY,
+            () => {}
+        }
+        let tiles = columns.len().div_ceil(TILE);
+        let partial = !columns.len().is_multiple_of(TILE);
+        let last = tiles.saturating_sub(1);
+        let order: Vec<usize> = match () {
+            () if self.has(Bug::LastTileSkipped) && partial => (0..last).collect(),
+            () if self.has(Bug::LastTileReadTwice) && partial => (0..tiles).chain([last]).collect(),
+            () if self.has(Bug::SumInAnyOrder) && self.turn.is_multiple_of(2) => (0..tiles).rev().collect(),
+            () => (0..tiles).collect(),
+        };
+        for tile in order {
+            let x = self.load(logits, row, columns, tile);
+            let fixed = self.has(Bug::MaxNotSubtracted) || (self.has(Bug::MaxOfFirstTile) && tile > 0);
+            // A NaN counts for nothing here; the sum keeps it.
+            let top = if fixed { scratch.max } else { x.iter().copied().fold(scratch.max, f32::max) };
+            self.rescale(scratch, top, rate);
+            for (lane, &x) in x.iter().enumerate() {
+                let column = columns.start + tile * TILE + lane;
+                let t = (x - scratch.max) * rate;
+                let e = self.exp(t);
+                scratch.sum = self.add(scratch.sum, e);
+                let weighted = f64::from(e * t);
+                let selected = columns.contains(&column) && self.has(Bug::HoleTimesZero);
+                scratch.weighted += if e == 0.0 && !selected { 0.0 } else { weighted };
+                if self.is_chosen(columns, column, id) {
+                    scratch.chosen = x;
+                } else {
+                    scratch.others = self.add(scratch.others, e);
+                }
+            }
+        }
+        if self.has(Bug::ChosenFromEveryShard) && !columns.contains(&id) && !columns.is_empty() {
+            let edge = id.clamp(columns.start, columns.end - 1);
+            scratch.chosen = logits[row + edge].to_f64() as f32;
+        }
+    }
+
+    /// Whether `column` of a shard is the sampled one.
+    fn is_chosen(&self, columns: &Range<usize>, column: usize, id: usize) -> bool {
+        match () {
+            () if self.has(Bug::IdOfTile) => (column - columns.start) % TILE == id % TILE,
+            () if self.has(Bug::ShardOffsetForgotten) => column - columns.start == id,
+            // The lanes of a tail are columns of the next shard.
+            () => column == id && columns.contains(&column),
+        }
+    }
+
+    fn exp(&self, t: f32) -> f32 {
+        if self.has(Bug::ExpByPolynomial) && t.is_finite() {
+            let y = (t * std::f32::consts::LOG2_E).max(-126.0);
+            let fraction = y - y.floor();
+            let power = 1.0 + fraction * (0.695_556 + fraction * (0.226_173 + fraction * 0.078_024));
+            return power * 2.0_f32.powi(y.floor() as i32);
+        }
+        t.exp()
+    }
+
+    fn add(&self, sum: f64, e: f32) -> f64 {
+        let sum = sum + f64::from(e);
+        match () {
+            () if self.has(Bug::SumInBf16) => bf16::from_f64(sum).to_f64(),
+            () if self.has(Bug::SumInF16) => f16::from_f64(sum).to_f64(),
+            () if self.has(Bug::SumInAnyOrder) => f64::from(sum as f32),
+            () => sum,
+        }
+    }
+
+    /// Moves what was summed to a larger maximum: `Σ e·t` has its gaps moved too.
+    fn rescale(&self, scratch: &mut Scratch, max: f32, rate: f32) {
+        let step = (f64::from(scratch.max) - f64::from(max)) * f64::from(rate);
+        scratch.max = max;
+        if step == 0.0 || self.has(Bug::SumNotRescaled) {
+            return;
+        }
+        let shift = if scratch.sum == 0.0 || self.has(Bug::EntropySumNotShifted) { 0.0 } else { step * scratch.sum };
+        let factor = if self.has(Bug::RescaledTwice) { (2.0 * step).exp() } else { step.exp() };
+        scratch.weighted = factor * (scratch.weighted + shift);
+        scratch.sum *= factor;
+        scratch.others *= factor;
+    }
+
+    /// What the shards of a row come to together.
+    fn exchange(&self, shards: &[Scratch], rate: f32) -> (Softmax, f32) {
+        let start = if self.has(Bug::MaxStartsAtMinusInfinity) { f32::NEG_INFINITY } else { f32::MIN };
+        let max = shards.iter().map(|shard| shard.max).fold(start, f32::max);
+        let mut whole = Scratch { max, ..Scratch::default() };
+        for (i, shard) in shards.iter().enumerate() {
+            let mut shard = *shard;
+            if !self.has(Bug::SumExchangedBeforeRescale) {
+                self.rescale(&mut shard, max, rate);
+            }
+            whole.sum += shard.sum;
+            whole.others += shard.others;
+            if i == 0 || !self.has(Bug::EntropySumNotExchanged) {
+                whole.weighted += shard.weighted;
+            }
+            if i == 0 || !self.has(Bug::ChosenNotExchanged) {
+                whole.chosen += shard.chosen;
+            }
+        }
+        let Scratch { sum, others, weighted, chosen, .. } = whole;
+        let shard_max = [0, 1].map(|i| shards.get(i).map_or(max, |shard| shard.max));
+        (Softmax { max, rate, sum, others, mean_gap: -weighted / sum, shard_max }, chosen)
+    }
+
+    /// Log-probability and entropy, from the two softmaxes and their chosen logits.
+    fn score<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        id: usize,
+        [(logp_softmax, chosen), (entropy_softmax, _)]: [(Softmax, f32); 2],
+        rates: [f32; 2],
+    ) -> Scored {
+        let t = f64::from((chosen - logp_softmax.max) * rates[0]);
+        // Nothing is lost where the sampled column is the largest, and the others are tiny.
+        let log_sum = if t == 0.0 { logp_softmax.others.ln_1p() } else { logp_softmax.sum.ln() };
+        let mut logp = t - log_sum;
+        if self.has(Bug::LogpOfClampedProbability) {
+            logp = logp.exp().max(1e-8).ln();
+        }
+        if !self.divides_logits() {
+            logp /= self.spec.temperature;
+        }
+        if self.has(Bug::LogpInLogitsDtype) {
+            logp = E::DTYPE.round(logp);
+        }
+        let mut entropy = entropy_softmax.sum.ln() + entropy_softmax.mean_gap;
+        if self.has(Bug::EntropyOfShiftedLog) {
+            let Softmax { max, rate, sum, .. } = entropy_softmax;
+            let p = |j: usize| ((logits[row + j].to_f64() - f64::from(max)) * f64::from(rate)).exp() / sum;
+            entropy = -(0..self.shape.vocab).map(p).map(|p| p * (p + 1e-9).ln()).sum::<f64>();
+        }
+        if self.has(Bug::EntropyFromLogpSoftmax) {
+            entropy = -logp;
+        }
+        if self.has(Bug::EntropyInLogitsDtype) {
+            entropy = E::DTYPE.round(entropy);
+        }
+        Scored { logp, entropy, id, logp_softmax, entropy_softmax }
+    }
+
+    /// dlogits over the logits.
+    fn backward<E: Float>(&self, logits: &mut [E], tokens: &Array2<Option<Graded>>) {
+        let Shape { batch, tokens: length, vocab } = self.shape;
+        for (b, t) in (0..batch).flat_map(|b| (0..length).map(move |t| (b, t))) {
+            let row = self.offset(b, t);
+            if self.has(Bug::LastRowSkipped) && (b, t) == (batch - 1, length - 1) {
+                continue;
+            }
+            for device_column in 0..self.mesh.columns {
+                let columns = part(vocab, self.mesh.columns, device_column);
+                match &tokens[[b, t]] {
+                    Some(token) => self.write(logits, row, &columns, device_column, token),
+                    None if self.has(Bug::MaskedDlogitsNotZeroed) => {}
+                    None => logits[row + columns.start..row + columns.end].fill(E::from_f64(0.0)),
+                }
+            }
+        }
+    }
+
+    /// dlogits of one row on one device:
+    ///
+    /// ```text
+    /// dx_j = (G·(1[j=y] − p_j) + E·q_j(a_j − ā)) / T        1 − p_y summed over the other columns
+    /// ```
+    pub(super) fn write<E: Float>(
+        &self,
+        logits: &mut [E],
+        row: usize,
+        columns: &Range<usize>,
+        shard: usize,
+        token: &Graded,
+    ) {
+        let Scored { id, logp_softmax, entropy_softmax, .. } = token.scored;
+        let (grad_logp, grad_entropy) = (token.grad_logp, token.grad_entropy);
+        let per_logit = match () {
+            () if self.has(Bug::TemperatureForgottenInGradient) => 1.0,
+            () if self.has(Bug::TemperatureTwiceInGradient) => self.spec.temperature.powi(2).recip(),
+            () => self.spec.temperature.recip(),
+        };
+        let shards = if self.has(Bug::GradientSummedOverShards) { self.mesh.columns as f64 } else { 1.0 };
+        let tiles = columns.len().div_ceil(TILE);
+        let mut logp_max = logp_softmax.max;
+        if self.has(Bug::ShardMaxNotExchanged) {
+            logp_max = logp_softmax.shard_max[shard];
+        }
+        if self.has(Bug::GradientWithMaxOfLastTile) {
+            let last = self.load(logits, row, columns, tiles.saturating_sub(1));
+            logp_max = last.into_iter().fold(f32::MIN, f32::max);
+        }
+        let probability = |softmax: &Softmax, max: f32, x: f32| {
+            let t = (x - max) * softmax.rate;
+            (f64::from(self.exp(t)) / softmax.sum, f64::from(t))
+        };
+        for tile in 0..tiles {
+            let start = columns.start + tile * TILE;
+            let width = TILE.min(columns.end - start);
+            let cut = self.has(Bug::TailGradientNotWritten) || self.has(Bug::LastTileSkipped);
+            if width < TILE && cut {
+                continue;
+            }
+            let x = self.load(logits, row, columns, tile);
+            for (lane, &x) in x.iter().enumerate().take(width) {
+                let column = start + lane;
+                let sampled = self.is_chosen(columns, column, id);
+                let mut dx = 0.0;
+                if grad_logp != 0.0 {
+                    let (mut p, _) = probability(&logp_softmax, logp_max, x);
+                    if self.has(Bug::ProbabilityRounded) {
+                        p = E::DTYPE.round(p);
+                    }
+                    if self.has(Bug::SmallProbabilitiesFlushed) && p < 1e-6 {
+                        p = 0.0;
+                    }
+                    dx = match () {
+                        () if sampled && self.has(Bug::OneHotForgotten) => -grad_logp * p,
+                        () if sampled && self.has(Bug::TargetCollapses) => grad_logp * f64::from(1.0 - p as f32),
+                        () if sampled && self.has(Bug::SampledColumnUnscaled) => 1.0 - grad_logp * p,
+                        () if sampled => grad_logp * (logp_softmax.others / logp_softmax.sum),
+                        () if self.has(Bug::NonTargetDropped) => 0.0,
+                        // ∞ · 0: a column of probability 0 has no part even in an infinite gradient.
+                        () if p == 0.0 => 0.0,
+                        () => -grad_logp * p,
+                    };
+                }
+                if self.has(Bug::GradientAddedInLogitsDtype) {
+                    dx = E::DTYPE.round(dx);
+                }
+                if grad_entropy != 0.0 {
+                    let x = if self.has(Bug::EntropyReadAfterWrite) {
+                        logits[row + column] = E::from_f64(dx);
+                        dx as f32
+                    } else {
+                        x
+                    };
+                    let (q, t) = probability(&entropy_softmax, entropy_softmax.max, x);
+                    let mean_gap = if self.has(Bug::EntropyGradientWithoutMean) {
+                        -entropy_softmax.sum.ln()
+                    } else {
+                        entropy_softmax.mean_gap
+                    };
+                    if q != 0.0 || self.has(Bug::HoleGradientTimesZero) {
+                        dx += grad_entropy * (q * (-t - mean_gap));
+                    }
+                }
+                dx *= per_logit * shards;
+                if width < TILE && self.has(Bug::WholeTilesOnlyInGradient) {
+                    dx = 0.0;
+                }
+                logits[row + column] = E::from_f64(dx);
+            }
+        }
+        if self.has(Bug::TargetReadAfterWrite) && columns.contains(&id) {
+            let (p, _) = probability(&logp_softmax, logp_softmax.max, logits[row + id].to_f64() as f32);
+            logits[row + id] = E::from_f64(grad_logp * (1.0 - p) * per_logit);
+        }
+    }
+}

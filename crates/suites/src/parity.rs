@@ -1,0 +1,54 @@
+//! How far the reference is from what a published implementation returned.
+
+use ndarray::Array3;
+
+use assay_core::problem::Dtype;
+use assay_reference::Reference;
+
+/// Relative errors of one run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Difference {
+    /// `|Δ| / max(|expected|, 1e-12)` of the loss.
+    pub loss: f64,
+    /// `max |Δ| / max(max |expected|, 1e-12)` over all of dlogits.
+    pub dlogits: f64,
+}
+
+/// Below this an expected value counts as 0.
+const FLOOR: f64 = 1e-12;
+
+impl Difference {
+    /// Between `reference` and the loss and dlogits expected of it.
+    pub fn of(reference: &Reference, loss: f64, dlogits: &Array3<f64>) -> Self {
+        let (batch, tokens, _) = dlogits.dim();
+        let largest = dlogits.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+        let mut worst = 0.0_f64;
+        for (b, t) in (0..batch).flat_map(|b| (0..tokens).map(move |t| (b, t))) {
+            for (got, expected) in reference.dlogits_row(b, t).iter().zip(&dlogits.slice(ndarray::s![b, t, ..])) {
+                worst = larger(worst, (got - expected).abs());
+            }
+        }
+        Self { loss: (reference.loss() - loss).abs() / loss.abs().max(FLOOR), dlogits: worst / largest.max(FLOOR) }
+    }
+
+    /// The larger of the two errors, NaN if either is.
+    pub fn worst(self) -> f64 {
+        larger(self.loss, self.dlogits)
+    }
+
+    /// Whether both are within `limit`; NaN is not.
+    pub fn within(self, limit: f64) -> bool {
+        self.worst() <= limit
+    }
+}
+
+/// `max` that keeps a NaN.
+fn larger(a: f64, b: f64) -> f64 {
+    if a > b || a.is_nan() { a } else { b }
+}
+
+/// The largest relative error that still passes: in f64 the order of summation is the only freedom; f32 carries its own
+/// rounding through every step.
+pub fn limit(dtype: Dtype) -> f64 {
+    if dtype == Dtype::F64 { 1e-9 } else { 1e-5 }
+}
