@@ -23,6 +23,7 @@ pub use assay_pjrt::{exported, runtime, xla};
 pub use assay_programs as programs;
 pub use assay_reference as reference;
 pub use assay_registry as registry;
+pub use assay_report as report;
 pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
 pub use assay_tpu as tpu;
@@ -34,7 +35,6 @@ pub mod cli;
 #[cfg(feature = "train")]
 pub mod record;
 
-pub mod report;
 #[cfg(feature = "train")]
 pub mod train;
 
