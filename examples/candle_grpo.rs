@@ -5,9 +5,9 @@
 
 use assay::problem::{Advantages, Extra};
 use assay::spec::LossSpec;
+use assay::train::candle_core::{DType, Device, Tensor, Var};
+use assay::train::candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use assay::train::{Batch, GrpoLoss};
-use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use ndarray::{Array1, Array2};
 
 const REWARDED: i64 = 7;

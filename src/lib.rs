@@ -27,16 +27,10 @@ pub use assay_report as report;
 pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
 pub use assay_tpu as tpu;
-
 #[cfg(feature = "train")]
-mod checkpoint;
+pub use assay_train::{record, train};
+
 pub mod cli;
-
-#[cfg(feature = "train")]
-pub mod record;
-
-#[cfg(feature = "train")]
-pub mod train;
 
 /// The README's example is compiled and run.
 #[cfg(doctest)]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use assay::train::candle_core::{Device, Tensor};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
@@ -88,5 +88,5 @@ pub(crate) fn write(folder: &Path, vocab: usize, tied: bool) {
 
 pub(crate) fn write_weights(folder: &Path, weights: &Weights) {
     let map: HashMap<_, _> = weights.iter().cloned().collect();
-    candle_core::safetensors::save(&map, folder.join("model.safetensors")).unwrap();
+    assay::train::candle_core::safetensors::save(&map, folder.join("model.safetensors")).unwrap();
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use assay::train::Qwen2Config;
-use candle_core::Tensor;
+use assay::train::candle_core::Tensor;
 use ndarray::{Array1, Array2, s};
 
 /// Hidden states of one sequence, `[L,H]`, as Qwen2's paper and code have it, one number at a time.

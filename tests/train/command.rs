@@ -8,8 +8,8 @@ use crate::common::checkpoint::{HIDDEN, VOCAB};
 use crate::common::command::{Output, assay, assert_refused};
 use crate::common::interruption::{interrupted, limited, stopped};
 use assay::report::ab::Comparison;
+use assay::train::candle_core::{DType, Device, Tensor};
 use assay::train::metrics::Record;
-use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 
 /// A run of some seconds.
@@ -81,7 +81,7 @@ fn curve(out: &Path) -> Vec<Record> {
 
 /// The weights and moments of the last checkpoint, by name.
 fn state(out: &Path) -> Vec<(String, Vec<f32>)> {
-    let read = candle_core::safetensors::load(out.join("checkpoint.safetensors"), &Device::Cpu).unwrap();
+    let read = assay::train::candle_core::safetensors::load(out.join("checkpoint.safetensors"), &Device::Cpu).unwrap();
     let values = |tensor: Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let mut all: Vec<_> = read.into_iter().map(|(name, tensor)| (name, values(tensor))).collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));

@@ -8,8 +8,8 @@ use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandid
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{LossSpec, Reduction, Rows};
 use assay::suites::cases;
+use assay::train::candle_core::{DType, Device, Tensor, Var};
 use assay::train::{Baseline, Batch, GrpoLoss, TrainError};
-use candle_core::{DType, Device, Tensor, Var};
 use ndarray::{Array3, Dimension, arr0};
 
 fn recipe(dtype: Dtype) -> Recipe {

@@ -3,10 +3,10 @@
 use crate::common::checkpoint;
 use crate::common::formula::Formula;
 
+use assay::train::candle_core::{DType, Device, Tensor};
 use assay::train::qwen2::{KvCache, Weights, initial_weights, read_checkpoint};
 use assay::train::rollout::{Sampling, generate};
 use assay::train::{Qwen2, Qwen2Config};
-use candle_core::{DType, Device, Tensor};
 use ndarray::{Array2, s};
 
 fn config(tied: bool) -> Qwen2Config {

@@ -8,7 +8,7 @@ use super::TrainError;
 use super::optimizer::AdamWConfig;
 use super::task::Arithmetic;
 use crate::checkpoint::Qwen2Config;
-use crate::spec::LossSpec;
+use assay_core::spec::LossSpec;
 
 /// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -230,7 +230,7 @@ impl TrainConfig {
         if let Some((field, given)) = betas.into_iter().find(|(_, x)| !(0.0..1.0).contains(x)) {
             return wrong(field, given.to_string(), "0 ≤ beta < 1");
         }
-        self.loss.check().map_err(crate::problem::ProblemError::from)?;
+        self.loss.check().map_err(assay_core::problem::ProblemError::from)?;
         if let Model::Init(model) = &self.model {
             model.check()?;
         }

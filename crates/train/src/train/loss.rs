@@ -7,11 +7,11 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Shape, Tensor
 use ndarray::{Array, Array2, Dimension};
 
 use super::TrainError;
-use crate::implementation::Implementation;
-use crate::native::{Native, NativeHead, gemm};
-use crate::problem::{Candidate, FloatArray, HeadCandidate, HeadLayout, Metrics, Problem, Projection};
-use crate::registry::{find, lm_head_registry, registry};
-use crate::spec::LossSpec;
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Candidate, FloatArray, HeadCandidate, HeadLayout, Metrics, Problem, Projection};
+use assay_core::spec::LossSpec;
+use assay_native::{Native, NativeHead, gemm};
+use assay_registry::{find, lm_head_registry, registry};
 
 /// A batch without its logits: what a loss is told of the tokens.
 pub type Batch = Problem<()>;
@@ -25,7 +25,7 @@ pub type Batch = Problem<()>;
 ///
 /// with `L` of [`LossSpec`]. Shapes: logits `[B,T,V]`; hidden states `[B,T,H]` with an LM head `[V,H]`, as `candle_nn::Linear`
 /// keeps it. Dtypes: f32, bf16, f16 on the CPU; the loss is an f32 scalar, gradients have the dtype of what they belong to.
-/// Accumulators and error bounds are those of the implementation, [`crate::native`] unless another is chosen.
+/// Accumulators and error bounds are those of the implementation, [`assay_native`] unless another is chosen.
 ///
 /// The gradients are computed with the loss, in one call; `backward` hands them out, times the gradient of the loss. Memory:
 /// [`on_logits`](Self::on_logits) copies the logits once, and dlogits are written over the copy; candle then adds that to

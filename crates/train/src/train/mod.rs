@@ -2,7 +2,7 @@
 //!
 //! [`GrpoLoss`] is a loss that candle differentiates, for a training loop of one's own. [`Trainer`] is a whole loop on one
 //! machine: a [`Qwen2`] policy answers [questions with exact answers](task), completions are [rewarded](reward) and compared
-//! within their group, and the loss of [`LossSpec`](crate::spec::LossSpec) changes the policy, by a kernel or by candle's own
+//! within their group, and the loss of [`LossSpec`](assay_core::spec::LossSpec) changes the policy, by a kernel or by candle's own
 //! operations ([`Arm`]), as the [`TrainConfig`] says.
 //!
 //! Everything that is drawn is a function of the seed and the step, and every sum has an order of its own, so that with one
@@ -29,6 +29,10 @@ use std::path::{Path, PathBuf};
 use candle_core::Error as CandleError;
 
 pub use baseline::Baseline;
+/// Those whose tensors [`GrpoLoss`] takes.
+pub use candle_core;
+/// Layers and optimizers of the same version.
+pub use candle_nn;
 pub use config::TrainConfig;
 pub use loss::{Batch, Evaluated, GrpoLoss};
 pub use qwen2::Qwen2;
@@ -37,9 +41,9 @@ pub use tokenizer::Tokenizer;
 pub use trainer::{Arm, LossStep, Trainer};
 
 pub use crate::checkpoint::{Misfit, Qwen2Config};
-use crate::fixture::FixtureError;
-use crate::implementation::RunError;
-use crate::problem::ProblemError;
+use assay_core::implementation::RunError;
+use assay_core::problem::ProblemError;
+use assay_fixture::FixtureError;
 
 /// Why training cannot go on: one line that names the file or field.
 #[derive(Debug, thiserror::Error)]

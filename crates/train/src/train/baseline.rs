@@ -4,8 +4,8 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
 
 use super::{Batch, Evaluated, TrainError};
-use crate::problem::Metrics;
-use crate::spec::{LossSpec, Objective, PpoClip};
+use assay_core::problem::Metrics;
+use assay_core::spec::{LossSpec, Objective, PpoClip};
 
 /// PPO-clip by `log_softmax`, `gather` and autograd: what a careful candle user would write, and what a kernel is compared
 /// with.
@@ -53,7 +53,7 @@ impl Baseline {
     /// [`TrainError`] where `batch` does not fit the logits.
     pub fn on_logits(&self, logits: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
         let (rows, tokens, vocab) = logits.dims3()?;
-        let shape = crate::problem::Shape { batch: rows, tokens, vocab };
+        let shape = assay_core::problem::Shape { batch: rows, tokens, vocab };
         batch.tokens().check(&self.spec(), shape)?;
         let wide = match logits.dtype() {
             DType::BF16 | DType::F16 => logits.to_dtype(DType::F32)?,

@@ -18,9 +18,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
-use crate::fixture::{FixtureError, SafetensorsFile, sha256};
-use crate::problem::FloatArray;
-use crate::text::one_line;
+use assay_core::problem::FloatArray;
+use assay_core::text::one_line;
+use assay_fixture::{FixtureError, SafetensorsFile, sha256};
 
 /// Longest `config.json` and `tokenizer.json`; Qwen2.5's take 7 MB.
 const LONGEST_SETTINGS: u64 = 64 << 20;

@@ -8,7 +8,7 @@ use prost::Message;
 use serde::{Deserialize, Serialize};
 
 use super::TrainError;
-use crate::fixture::persist;
+use assay_fixture::persist;
 
 /// What a step came to. Means are over the tokens that count, and over epochs; times are in seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

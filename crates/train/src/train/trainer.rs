@@ -25,9 +25,9 @@ use super::task::{Exercise, read_gsm8k};
 use super::tokenizer::Tokenizer;
 use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainError};
 use crate::checkpoint::Qwen2Config;
-use crate::fixture::hexadecimal;
-use crate::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
-use crate::spec::{LossSpec, Objective, OldLogp, Reduction};
+use assay_core::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
+use assay_core::spec::{LossSpec, Objective, OldLogp, Reduction};
+use assay_fixture::hexadecimal;
 
 /// The most exercises of an evaluation that go through the policy together.
 const EVALUATED_AT_ONCE: usize = 64;

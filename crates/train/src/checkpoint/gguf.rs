@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{Content, Value};
 
 use super::{EMBEDDING, HEAD, Ids, Settings, rope_theta};
-use crate::fixture::FixtureError;
+use assay_fixture::FixtureError;
 
 /// What llama.cpp calls a tensor.
 pub(super) fn name_of(name: &str) -> String {

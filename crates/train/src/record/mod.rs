@@ -31,11 +31,11 @@ use self::expected::{CLIP, Expected, Row, log_softmax};
 use self::prompts::{Line, read};
 use self::qwen2::{Prefilled, load, logits};
 use crate::checkpoint::{Checkpoint, Vocabulary, first_line, hash_of};
-use crate::fixture::{FixtureError, SafetensorsStream, StoredDtype};
-use crate::problem::Dtype;
-use crate::spec::{LossSpec, Objective, PpoClip};
 use crate::train::reward::advantages as of_rewards;
 use crate::train::{Qwen2, TrainError};
+use assay_core::problem::Dtype;
+use assay_core::spec::{LossSpec, Objective, PpoClip};
+use assay_fixture::{FixtureError, SafetensorsStream, StoredDtype};
 
 pub use self::qwen2::CHUNK;
 

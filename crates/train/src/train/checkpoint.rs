@@ -13,7 +13,7 @@ use super::TrainError;
 use super::optimizer::AdamW;
 use super::qwen2::Weights;
 use crate::checkpoint::{Qwen2Config, single_tensor};
-use crate::fixture::{SafetensorsFile, persist};
+use assay_fixture::{SafetensorsFile, persist};
 
 /// The one entry of the file's metadata.
 const METADATA: &str = "assay.train";

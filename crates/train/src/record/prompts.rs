@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::{RecordError, Recording, Sampling, reward};
 use crate::checkpoint::{Checkpoint, first_line};
-use crate::fixture::FixtureError;
+use assay_fixture::FixtureError;
 
 /// No prompts file is longer.
 const LONGEST: u64 = 64 << 20;

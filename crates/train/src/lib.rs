@@ -1,0 +1,9 @@
+//! The GRPO loop on candle ([`train`]), and fixtures of a model's own logits ([`record`]).
+//!
+//! Without the default feature `candle` there is nothing here.
+
+#![cfg(feature = "candle")]
+
+mod checkpoint;
+pub mod record;
+pub mod train;
