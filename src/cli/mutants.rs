@@ -9,6 +9,7 @@ use super::{CliError, Passed, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
 use crate::judge::report::Ignored;
+use crate::project;
 use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, head_cases, property_cases};
 
 /// Where fixtures are looked for when no folder is named.
@@ -88,12 +89,12 @@ impl Mutants {
 
     /// The recorded files. A folder that nobody asked for may be absent, and is then said to be.
     fn fixtures(&self, ignored: &mut Vec<Ignored>) -> Result<Vec<PathBuf>, CliError> {
-        let folder = self.fixtures.as_deref().unwrap_or(Path::new(DEFAULT_FOLDER));
-        if self.fixtures.is_none() && !folder.exists() {
+        let folder = self.fixtures.clone().or_else(|| project::find(DEFAULT_FOLDER).ok());
+        let Some(folder) = folder else {
             let why = format!("there is no folder `{DEFAULT_FOLDER}` here; name one with --fixtures");
             ignored.push(Ignored { what: "recorded problems".into(), why, not_run: None });
             return Ok(Vec::new());
-        }
+        };
         Ok(manifest_files(folder)?)
     }
 }

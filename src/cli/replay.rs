@@ -22,6 +22,7 @@ use crate::judge::report::{Check, Compared, Ignored, Report, explain, explain_re
 use crate::judge::summary::Summary;
 use crate::judge::tolerance::Tolerances;
 use crate::problem::{HeadProblem, Problem};
+use crate::project;
 use crate::reference::{self, Reference};
 use crate::registry::{find, lm_head_registry, registry};
 use crate::spec::LossSpec;
@@ -66,7 +67,11 @@ impl Replay {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?;
         let (implementations, heads) = self.implementations()?;
-        let fixtures = if self.fixtures.is_empty() { manifest_files(DEFAULT_FOLDER)? } else { self.fixtures.clone() };
+        let fixtures = if self.fixtures.is_empty() {
+            manifest_files(project::find(DEFAULT_FOLDER).unwrap_or_else(|_| DEFAULT_FOLDER.into()))?
+        } else {
+            self.fixtures.clone()
+        };
         let mut session = Session {
             spec,
             implementations,

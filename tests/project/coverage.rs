@@ -161,7 +161,10 @@ fn openers() -> Vec<String> {
         let of_kind = below(folder).into_iter().filter(move |path| path.ends_with(extension));
         of_kind.map(move |path| format!("{folder}/{path}")).filter(|path| path != "tests/project/coverage.rs")
     };
-    let all = within("tests", ".rs").chain(within("src", ".rs")).chain(within("fixtures/exported", ".toml"));
+    let all = within("tests", ".rs")
+        .chain(within("src", ".rs"))
+        .chain(within("crates", ".rs"))
+        .chain(within("fixtures/exported", ".toml"));
     all.map(|path| code(&path)).collect()
 }
 

@@ -7,4 +7,4 @@ mod common {
 
 mod coverage;
 mod fixture_reader;
-mod layering;
+mod unsafe_code;

@@ -8,5 +8,6 @@ pub mod element;
 pub mod implementation;
 pub mod memory;
 pub mod problem;
+pub mod project;
 pub mod spec;
 pub mod text;

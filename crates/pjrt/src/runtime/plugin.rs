@@ -13,6 +13,8 @@ use object::read::ReadCache;
 use object::read::elf::{FileHeader as _, ProgramHeader as _};
 use pjrt_sys::{PJRT_Api, PJRT_Plugin_Initialize_Args};
 
+use assay_core::project;
+
 use super::abi::{self, OLDEST_MINOR, SLOTS};
 use super::error::{RuntimeError, check};
 
@@ -53,17 +55,13 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
     find_installed("pjrt_cpu.so").map_err(|looked| RuntimeError::NoPlugin { looked })
 }
 
-/// The library called `name` that set-up installed, looked for in the working directory and in the folders that hold
-/// this executable.
+/// The library called `name` that set-up installed; see [`project::find`].
 ///
 /// # Errors
 /// Where was looked.
 pub fn find_installed(name: &str) -> Result<PathBuf, Vec<PathBuf>> {
-    let executable = env::current_exe().unwrap_or_default();
-    // target/release/assay and target/debug/deps/test-…: the project is at most three folders up.
-    let folders = env::current_dir().into_iter().chain(executable.ancestors().skip(1).take(4).map(Path::to_path_buf));
-    let looked: Vec<PathBuf> = folders.map(|folder| folder.join(INSTALLED).join(name)).collect();
-    looked.iter().find(|path| path.is_file()).cloned().ok_or(looked)
+    // The loader would look for a bare name elsewhere, so the path is whole.
+    project::find(Path::new(INSTALLED).join(name)).map(|path| std::path::absolute(&path).unwrap_or(path))
 }
 
 /// Bytes that the segments of an ELF file reach to and bytes there are, where those are fewer: mapping such a library ends
