@@ -51,7 +51,7 @@ HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 sanitize: export RUSTC_BOOTSTRAP = 1
 sanitize: export RUSTFLAGS = -Zsanitizer=address
 sanitize:
-	$(CARGO) test --locked --no-default-features --target $(HOST) --lib native::
+	$(CARGO) test --locked --no-default-features --target $(HOST) -p assay-native --lib
 	$(CARGO) test --locked --no-default-features --target $(HOST) --test kernels native::
 
 # The portable path's exponential and operations, interpreted: Miri has no vector unit, no hints and no streaming stores. Whole
@@ -59,7 +59,7 @@ sanitize:
 miri: export MIRIFLAGS = -Zmiri-tree-borrows -Zmiri-permissive-provenance -Zmiri-disable-isolation -Zmiri-ignore-leaks
 miri:
 	rustup toolchain install nightly --profile minimal --component miri,rust-src
-	$(CARGO) +nightly miri test --locked --no-default-features --lib -- native::exp native::simd::tests::every_
+	$(CARGO) +nightly miri test --locked -p assay-native --lib -- exp simd::tests::every_
 
 # NEON on any Linux machine, under an emulator (Debian's qemu-user and gcc-aarch64-linux-gnu).
 NEON = aarch64-unknown-linux-gnu
@@ -68,7 +68,7 @@ neon: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER = qemu-aarch64 -L /us
 neon:
 	@if command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null; then \
 		set -ex; rustup target add $(NEON); \
-		$(CARGO) test --locked --no-default-features --target $(NEON) --lib native::; \
+		$(CARGO) test --locked --no-default-features --target $(NEON) -p assay-native --lib; \
 		$(CARGO) test --locked --no-default-features --target $(NEON) --test kernels native::; \
 	else \
 		echo "neon: skipped, an emulator is missing (apt-get install qemu-user gcc-aarch64-linux-gnu)"; \

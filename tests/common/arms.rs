@@ -339,6 +339,7 @@ impl Arms {
             Regime::Negative => "negative",
             Regime::Confident => "confident",
             Regime::Holes => "holes",
+            Regime::TargetHoles => "target_holes",
             Regime::Ties => "ties",
         });
         self.number("old_logp_noise_scale", *old_logp_noise_scale, 0.0);

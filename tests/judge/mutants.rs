@@ -14,7 +14,8 @@ use assay::problem::HeadProblem;
 use assay::suites::mutants::{
     BANK, Case, Cell, Class, Mutant, PROJECTS, Project, Score, Specimen, Suite, Trial, head_cases, property_cases,
 };
-use assert_cmd::cargo::cargo_bin_cmd;
+use assert_cmd::Command;
+use assert_cmd::cargo::cargo_bin;
 use serde_json::Value;
 
 /// The whole bank through all property cases, once.
@@ -153,9 +154,12 @@ fn the_table_in_the_docs_is_that_of_the_code() {
 
 #[test]
 fn json_has_the_score_and_says_that_there_are_no_fixtures() {
+    // The project's fixtures are found from any working directory, but not by an executable that lies elsewhere.
     let folder = tempfile::tempdir().unwrap();
+    let elsewhere = folder.path().join("assay");
+    fs::copy(cargo_bin!("assay"), &elsewhere).unwrap();
     let args = ["mutants", "--quiet", "--only", "max-starts-at-zero", "--only", "length-factor", "--json", "out.json"];
-    cargo_bin_cmd!("assay").current_dir(&folder).args(args).assert().success().stdout("");
+    Command::new(elsewhere).current_dir(&folder).args(args).assert().success().stdout("");
     let json: Value = serde_json::from_str(&fs::read_to_string(folder.path().join("out.json")).unwrap()).unwrap();
     assert_eq!((&json["total"], &json["killed"]), (&2.into(), &2.into()));
     assert_eq!(json["survived"], Value::Array(vec![]));

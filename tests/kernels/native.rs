@@ -99,7 +99,7 @@ proptest! {
 fn all_outputs_awkward_vocabularies_have_the_same_bits_and_match_reference() {
     let vocabularies = (1..=65).chain([511, 512, 513, 1023, 1025, 8191, 8193, 16_385, 131_073]);
     for (i, vocab) in vocabularies.enumerate() {
-        let regime = Regime::ALL[i % Regime::ALL.len()];
+        let regime = Regime::FINITE[i % Regime::FINITE.len()];
         for (spec, dtype) in walks().into_iter().zip(Dtype::KERNEL.into_iter().cycle()) {
             let problem = recipe([1, 3, vocab], dtype, regime, i as u64).problem(&spec).expect("a valid recipe");
             let what = format!("V = {vocab} {dtype} {regime:?}, {spec:?}");

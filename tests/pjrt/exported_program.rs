@@ -118,7 +118,7 @@ fn shipped_examples_every_regime_but_confident_pass_every_gate() {
     for plugin in cpu_plugins() {
         for (manifest, dtype, gates) in [(F32, Dtype::F32, 7), (BF16, Dtype::Bf16, 4)] {
             let exported = read(manifest, plugin);
-            for regime in Regime::ALL.into_iter().filter(|&regime| regime != Regime::Confident) {
+            for regime in Regime::FINITE.into_iter().filter(|&regime| regime != Regime::Confident) {
                 for seed in 0..3 {
                     let problem = recipe(regime, dtype, seed).problem(&LossSpec::default()).unwrap();
                     let verdicts = verdicts(&exported, &problem);
@@ -359,7 +359,7 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
         ("0.2", "-0.2", &["`objective.ppo_clip.epsilon_low`", "got -0.2", "≥ 0"]),
         ("\"logits\"", "\"logit\"", &["`logit`", "`logits`"]),
         ("\"f32\"", "\"f8\"", &["`f8`", "`f32`"]),
-        ("\"f32\"", "\"f\\u001b[31m\"", &["`f [31m`"]),
+        ("\"f32\"", "\"f\\u001b[31m\"", &["`f\\u{1b}[31m`"]),
         ("\"f32\"", "\"i32\"", &["input `logits`: dtype", "got i32", "expected f64, f32, bf16 or f16"]),
         ("\"i32\"", "\"f32\"", &["input `ids`: dtype", "got f32", "expected i32 or i64"]),
         ("\"i32\"", "\"u8\"", &["input `ids`: dtype", "got u8", "expected i32 or i64"]),

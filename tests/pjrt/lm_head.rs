@@ -206,7 +206,7 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
         let cases = suites::device_heads(dtype, 16 * structures, seed as u64).into_iter();
         let supported =
             |(spec, recipe): &(LossSpec, HeadRecipe)| head.supports(spec, recipe.shape(), dtype, devices).is_ok();
-        let asked = structures * (Regime::ALL.len() - 1);
+        let asked = structures * (Regime::FINITE.len() - 1);
         let cases: Vec<_> = cases.filter(supported).take(asked).collect();
         assert_eq!(cases.len(), asked, "{} on {devices} devices", head.id());
         for (spec, recipe) in cases {

@@ -9,6 +9,7 @@ mod common {
 mod exported_program;
 mod lm_head;
 mod runtime;
+mod target_holes;
 
 /// The libraries of the CPU plugins.
 fn cpu_plugins() -> Vec<&'static std::path::Path> {

@@ -26,6 +26,8 @@ pub trait Arithmetic {
     fn exp_m1(&mut self, a: Self::Value) -> Self::Value;
     /// `ln a`
     fn ln(&mut self, a: Self::Value) -> Self::Value;
+    /// `ln (1 + a)`, accurate near 0
+    fn ln_1p(&mut self, a: Self::Value) -> Self::Value;
     /// `a < b`; false where either is NaN
     fn less(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth;
     /// `a = b`; false where either is NaN
@@ -71,6 +73,9 @@ impl Arithmetic for Immediate {
     }
     fn ln(&mut self, a: f64) -> f64 {
         a.ln()
+    }
+    fn ln_1p(&mut self, a: f64) -> f64 {
+        a.ln_1p()
     }
     fn less(&mut self, a: f64, b: f64) -> bool {
         a < b

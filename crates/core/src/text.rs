@@ -1,18 +1,23 @@
 //! Strangers' text in our messages.
 
 /// The most characters of it that are shown.
-const LONGEST: usize = 600;
+const LONGEST: usize = 300;
 
 /// `text` from a file, a compiler or another project, fit for an error message: on one line, what would drive a terminal
-/// escaped, and cut after 600 characters.
+/// escaped, and cut after 300 characters.
 pub fn one_line(text: &str) -> String {
     let mut line = String::new();
-    for (at, c) in text.split_whitespace().flat_map(|word| [" ", word]).flat_map(str::chars).skip(1).enumerate() {
-        if at == LONGEST {
+    for c in text.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
+        if c.is_control() {
+            line.extend(c.escape_default())
+        } else {
+            line.push(c)
+        }
+        if let Some((end, _)) = line.char_indices().nth(LONGEST) {
+            line.truncate(end);
             line.push('…');
             break;
         }
-        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
     }
     line
 }
@@ -24,7 +29,7 @@ mod tests {
     #[test]
     fn strangers_text_is_one_short_line_that_drives_no_terminal() {
         assert_eq!(one_line("  two\n\twords \u{1b}[2J"), "two words \\u{1b}[2J");
-        assert_eq!(one_line(&"é".repeat(600)), "é".repeat(600));
-        assert_eq!(one_line(&"é".repeat(601)), "é".repeat(600) + "…");
+        assert_eq!(one_line(&"é".repeat(300)), "é".repeat(300));
+        assert_eq!(one_line(&"é".repeat(301)), "é".repeat(300) + "…");
     }
 }

@@ -291,7 +291,10 @@ impl Base {
         let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
         // ∂ℓ/∂log p_y: 1, or 1/T where the temperature divides the log-probability.
         let factor = softmax.divisor / spec.temperature;
-        let rounded = head_rounding(spec, softmax.stats.max.abs().max(z.abs()));
+        // A logit of −∞ is not rounded.
+        let largest =
+            [softmax.stats.max, z].into_iter().filter(|z| z.is_finite()).fold(0.0, |most, z| z.abs().max(most));
+        let rounded = head_rounding(spec, largest);
         let q = &token.entropy_softmax;
         // ∂H/∂z_j = q_j (a_j − ā), which is 0 where all gaps are equal: the squares of the errors count too.
         let (mut mean_error, mut spread) = (0.0, 0.0);

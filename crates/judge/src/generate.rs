@@ -35,6 +35,9 @@ pub enum Regime {
     /// Normal, σ = 2, with a quarter of the other columns at −∞; where the first is, so is the first half: a block of
     /// nothing else.
     Holes,
+    /// The same, and half of the sampled columns are at −∞ too, as where a filter that the sampler did not have is put on:
+    /// their logp is −∞.
+    TargetHoles,
     /// Each logit −1, 0 or 1: maxima and probabilities tie.
     Ties,
 }
@@ -48,7 +51,21 @@ impl fmt::Display for Regime {
 
 impl Regime {
     /// All of them.
-    pub const ALL: [Regime; 9] = [
+    pub const ALL: [Regime; 10] = [
+        Regime::Small,
+        Regime::Normal,
+        Regime::Peaked,
+        Regime::ShiftedUp,
+        Regime::ShiftedDown,
+        Regime::Negative,
+        Regime::Confident,
+        Regime::Holes,
+        Regime::TargetHoles,
+        Regime::Ties,
+    ];
+
+    /// Those in which every logp is a number, and so is the loss under any spec.
+    pub const FINITE: [Regime; 9] = [
         Regime::Small,
         Regime::Normal,
         Regime::Peaked,
@@ -59,6 +76,11 @@ impl Regime {
         Regime::Holes,
         Regime::Ties,
     ];
+
+    /// Whether some logits are −∞, which no product is.
+    pub fn has_holes(self) -> bool {
+        matches!(self, Regime::Holes | Regime::TargetHoles)
+    }
 }
 
 /// A recipe for a [`Problem`]: the same recipe and spec give the same problem, bit for bit.
@@ -81,6 +103,9 @@ pub struct Recipe {
     #[serde(default)]
     pub masked_garbage: bool,
 }
+
+/// Around what other policies' log-probabilities lie where the policy's own is −∞.
+const UNLIKELY: f64 = -20.0;
 
 /// The seed project's own choice.
 fn default_noise() -> f64 {
@@ -224,7 +249,9 @@ impl Recipe {
         let mut noisy = || {
             Array2::from_shape_fn((batch, tokens), |(b, t)| {
                 let noise: f64 = rng.sample(StandardNormal);
-                f32_value(logp(b, t) + self.old_logp_noise_scale * noise)
+                // Who sampled the token had a number for it.
+                let logp = Some(logp(b, t)).filter(|logp| logp.is_finite()).unwrap_or(UNLIKELY);
+                f32_value(logp + self.old_logp_noise_scale * noise)
             })
         };
         let (old_logp, ref_logp) = (noisy(), noisy());
@@ -276,7 +303,7 @@ pub struct HeadRecipe {
     pub layout: HeadLayout,
     /// Whether logits are rounded to the dtype.
     pub rounds_logits: bool,
-    /// Extents, dtype of hidden states and head, regime and tokens. Not [`Regime::Holes`]: a product is no −∞.
+    /// Extents, dtype of hidden states and head, regime and tokens. Not one with [holes](Regime::has_holes): a product is no −∞.
     pub recipe: Recipe,
 }
 
@@ -299,7 +326,7 @@ impl HeadRecipe {
         if too_large(batch * tokens) || too_large(vocab) {
             return Err(RecipeError::Hidden { given: width });
         }
-        if recipe.regime == Regime::Holes {
+        if recipe.regime.has_holes() {
             return Err(RecipeError::Regime { given: recipe.regime });
         }
         Ok(())
@@ -434,7 +461,7 @@ fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
         Regime::ShiftedUp => fill(&|rng| normal(1e4, 1.0).sample(rng)),
         Regime::ShiftedDown => fill(&|rng| normal(-1e4, 1.0).sample(rng)),
         Regime::Negative => fill(&|rng| normal(-120.0, 1.0).sample(rng)),
-        Regime::Holes => {
+        Regime::Holes | Regime::TargetHoles => {
             fill(&|rng| if rng.random_bool(0.25) { f64::NEG_INFINITY } else { normal(0.0, 2.0).sample(rng) });
         }
         Regime::Ties => fill(&|rng| f64::from(rng.random_range(-1..=1))),
@@ -444,10 +471,14 @@ fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
             let peak = if rng.random_bool(0.8) { id } else { rng.random_range(0..row.len()) };
             row[peak] += rng.random_range(30.0..60.0);
         }
-        Regime::Holes => {
+        Regime::Holes | Regime::TargetHoles => {
             let leading = if row[0] == f64::NEG_INFINITY { row.len() / 2 } else { 0 };
             row[..leading].fill(f64::NEG_INFINITY);
             row[id] = normal(0.0, 2.0).sample(rng);
+            let softmax_without_it = row.iter().enumerate().any(|(j, x)| j != id && x.is_finite());
+            if regime == Regime::TargetHoles && softmax_without_it && rng.random_bool(0.5) {
+                row[id] = f64::NEG_INFINITY;
+            }
         }
         _ => {}
     }

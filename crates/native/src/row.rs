@@ -22,6 +22,8 @@ use half::{bf16, f16};
 
 use super::exp::{Exp, FAR, SCALE, step};
 use super::simd::{Isa, LANES, Simd, Streaming, UNIT, Work, prefetch};
+use assay_algebra::arithmetic::Immediate;
+use assay_algebra::softmax;
 use assay_core::problem::Float;
 use assay_core::spec::{LossSpec, TemperatureDivides};
 
@@ -172,25 +174,14 @@ pub(super) struct Scores {
     pub(super) entropy: f64,
 }
 
-/// Sums over one row of exponentials.
+/// A row's softmax.
 #[derive(Clone, Copy)]
 struct Softmax {
     /// `m`.
     max: f32,
     /// `1/T`.
     inverse_temperature: f64,
-    /// `t_y`.
-    target_exponent: f64,
-    /// `e_y`.
-    target: f64,
-    /// `Σ_{j≠y} e_j`.
-    others: f64,
-    /// `S`.
-    sum: f64,
-    /// `ln S`.
-    log_sum: f64,
-    /// `ā`.
-    mean_gap: f64,
+    end: softmax::Softmax<f64>,
 }
 
 /// The derivatives of the loss that a row's dlogits are made of.
@@ -278,8 +269,8 @@ impl Softmaxes {
         Scores {
             logp_softmax,
             entropy_softmax,
-            logp: (logp_softmax.target_exponent - logp_softmax.log_sum) * logp_factor,
-            entropy: entropy_softmax.log_sum + entropy_softmax.mean_gap,
+            logp: logp_softmax.end.logp(&mut Immediate) * logp_factor,
+            entropy: entropy_softmax.end.entropy(&mut Immediate),
         }
     }
 
@@ -298,18 +289,19 @@ impl Softmaxes {
             return;
         }
         let (logp, entropy) = (&scores.logp_softmax, &scores.entropy_softmax);
-        let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * self.inverse_temperature / logp.sum };
-        let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * self.inverse_temperature / entropy.sum };
+        let (of_logp, of_entropy) = (logp.end, entropy.end);
+        let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * self.inverse_temperature / of_logp.sum };
+        let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * self.inverse_temperature / of_entropy.sum };
         let factors = Factors {
             policy: -policy,
             // e (a/T − ā) · bonus = e · (bonus·a/T − bonus·ā)
             slope: bonus * self.inverse_temperature * step(self.inverse_temperature),
-            offset: if bonus == 0.0 { 0.0 } else { -bonus * entropy.mean_gap },
+            offset: if bonus == 0.0 { 0.0 } else { -bonus * of_entropy.mean_gap },
         };
-        let target = if grad.logp == 0.0 { 0.0 } else { policy * logp.others };
-        let target = match entropy.target {
+        let target = if grad.logp == 0.0 { 0.0 } else { policy * of_logp.others };
+        let target = match of_entropy.target {
             q if bonus == 0.0 || q == 0.0 => target,
-            q => target + q * (factors.offset - bonus * entropy.target_exponent),
+            q => target + q * (factors.offset + bonus * of_entropy.target_gap),
         };
         if factors.in_range(entropy) {
             let two = self.two && bonus != 0.0;
@@ -531,21 +523,11 @@ impl<S: Simd> Sums<S> {
     fn softmax(&self, simd: S, target: f32) -> Softmax {
         let [sum, weighted] = self.total(simd);
         let others = if weighted.is_nan() { f64::NAN } else { sum / SCALE };
-        let target_exponent = (f64::from(target) - f64::from(self.max)) * self.inverse_temperature;
-        let target = target_exponent.exp();
         let weighted = weighted / SCALE * self.step * self.inverse_temperature;
-        let weighted = weighted - if target == 0.0 { 0.0 } else { target * target_exponent };
-        Softmax {
-            max: self.max,
-            inverse_temperature: self.inverse_temperature,
-            target_exponent,
-            target,
-            others,
-            sum: others + target,
-            // sum − 1, with nothing lost where the target is the maximum and the others are tiny.
-            log_sum: (others + (target - 1.0)).ln_1p(),
-            mean_gap: weighted / (others + target),
-        }
+        let (max, target_logit) = (f64::from(self.max), f64::from(target));
+        let sums = softmax::Sums { max, target_logit, others, weighted };
+        let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
+        Softmax { max: self.max, inverse_temperature: self.inverse_temperature, end }
     }
 }
 

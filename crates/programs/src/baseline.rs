@@ -22,6 +22,7 @@
 use super::program::{Evaluated, Given, Program};
 use crate::mesh::Axis;
 use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Number, Structure, Temperature};
 use assay_core::element::Element;
 use assay_core::problem::Dtype;
@@ -42,16 +43,15 @@ pub(crate) fn core(on: &mut Program, structure: Structure, given: &Given, logits
     let two_softmaxes = structure.temperature == Temperature::Logp;
     let logp_softmax = if two_softmaxes { on.softmax(&row, None) } else { entropy_softmax };
 
-    let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
-    let logp = on.builder.negate(to_target);
+    let logp = logp_softmax.softmax.logp(on);
     let logp = if two_softmaxes { on.times(logp, inverse) } else { logp };
-    let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+    let entropy = entropy_softmax.softmax.entropy(on);
 
     let (token, grad_logp) = on.token_loss(structure, given, logp);
-    let policy = Part { factor: grad_logp, softmax: &logp_softmax };
+    let policy = Part { factor: grad_logp, through: &logp_softmax };
     let bonus = structure.entropy_bonus.map(|_| {
         let factor = on.per_token(given.entropy_factor);
-        Part { factor, softmax: &entropy_softmax }
+        Part { factor, through: &entropy_softmax }
     });
     let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), inverse_temperature);
     let dlogits = on.builder.convert(dlogits, dtype.into());
@@ -82,30 +82,22 @@ struct Row {
     is_target: Value,
 }
 
-/// Sums over one softmax.
+/// One softmax, and its exponentials.
 #[derive(Clone, Copy)]
-struct Softmax {
+struct Exponentials {
     /// `a`, `[b,t,v]`
     gap: Value,
     /// `e`, `[b,t,v]`
     exp: Value,
-    /// `a_y`, `[b,t]`
-    target_gap: Value,
-    /// `s_y`, `[b,t]`
-    others: Value,
-    /// `S`, `[b,t]`
-    sum: Value,
-    /// `ln S`, `[b,t]`
-    log_sum: Value,
-    /// `ā`, `[b,t]`
-    mean_gap: Value,
+    /// `[b,t]`
+    softmax: Softmax<Value>,
 }
 
 /// A derivative of the loss, and the softmax that it goes through.
 struct Part<'s> {
     /// `[b,t]`
     factor: Value,
-    softmax: &'s Softmax,
+    through: &'s Exponentials,
 }
 
 impl Program {
@@ -164,7 +156,7 @@ impl Program {
         self.over(&[Axis::Vocab], Fold::Add, own)
     }
 
-    fn softmax(&mut self, row: &Row, inverse_temperature: Option<Value>) -> Softmax {
+    fn softmax(&mut self, row: &Row, inverse_temperature: Option<Value>) -> Exponentials {
         let scaled = |program: &mut Self, gap| match inverse_temperature {
             Some(factor) => program.times(gap, factor),
             None => gap,
@@ -174,30 +166,20 @@ impl Program {
         let gap = scaled(self, gap);
         let minus_gap = self.builder.negate(gap);
         let exp = self.builder.exponential(minus_gap);
-        let target_gap = self.builder.subtract(row.max, row.target_logit);
-        let target_gap = scaled(self, target_gap);
-        let minus_target_gap = self.builder.negate(target_gap);
-        let target = self.builder.exponential(minus_target_gap);
-
         let zero = self.constant_elements(0.0);
         let of_others = self.builder.select(row.is_target, zero, exp);
         let others = self.builder.reduce(Fold::Add, of_others, &[2]);
         let others = self.over(&[Axis::Vocab], Fold::Add, others);
         // A logit of −∞ has an infinite gap and no weight.
-        let weighted = self.builder.multiply(exp, gap);
-        let nothing = self.builder.compare(Comparison::Equal, exp, zero);
+        let weighted = self.builder.multiply(of_others, gap);
+        let nothing = self.builder.compare(Comparison::Equal, of_others, zero);
         let weighted = self.builder.select(nothing, zero, weighted);
         let weighted = self.builder.reduce(Fold::Add, weighted, &[2]);
         let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
 
-        let sum = self.builder.add(others, target);
-        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
-        let one = self.constant(1.0);
-        let short_of_one = self.builder.subtract(target, one);
-        let excess = self.builder.add(others, short_of_one);
-        let log_sum = self.builder.log_plus_one(excess);
-        let mean_gap = self.builder.divide(weighted, sum);
-        Softmax { gap, exp, target_gap, others, sum, log_sum, mean_gap }
+        let inverse = inverse_temperature.map(|inverse| self.per_token(inverse));
+        let sums = Sums { max: row.max, target_logit: row.target_logit, others, weighted };
+        Exponentials { gap, exp, softmax: sums.softmax(self, inverse) }
     }
 
     /// `[b,t,v]`, f32. A factor of 0, and a column of probability 0, leave their term out, so that nothing multiplies
@@ -216,13 +198,13 @@ impl Program {
         };
         let zero = self.constant_elements(0.0);
         let factor = tempered(self, policy);
-        let share_of_others = self.builder.divide(policy.softmax.others, policy.softmax.sum);
+        let share_of_others = self.builder.divide(policy.through.softmax.others, policy.through.softmax.sum);
         let target = self.builder.multiply(factor, share_of_others);
-        let factor = self.builder.divide(factor, policy.softmax.sum);
+        let factor = self.builder.divide(factor, policy.through.softmax.sum);
         let minus_factor = self.builder.negate(factor);
         let minus_factor = self.per_element(minus_factor);
-        let others = self.builder.multiply(minus_factor, policy.softmax.exp);
-        let nothing = self.builder.compare(Comparison::Equal, policy.softmax.exp, zero);
+        let others = self.builder.multiply(minus_factor, policy.through.exp);
+        let nothing = self.builder.compare(Comparison::Equal, policy.through.exp, zero);
         let others = self.builder.select(nothing, zero, others);
         let target = self.per_element(target);
         let term = self.builder.select(row.is_target, target, others);
@@ -233,14 +215,14 @@ impl Program {
 
         if let Some(bonus) = bonus {
             let factor = tempered(self, bonus);
-            let factor = self.builder.divide(factor, bonus.softmax.sum);
+            let factor = self.builder.divide(factor, bonus.through.softmax.sum);
             let factor = self.per_element(factor);
-            let mean_gap = self.per_element(bonus.softmax.mean_gap);
-            let above_mean = self.builder.subtract(bonus.softmax.gap, mean_gap);
+            let mean_gap = self.per_element(bonus.through.softmax.mean_gap);
+            let above_mean = self.builder.subtract(bonus.through.gap, mean_gap);
             // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
-            let exp_above_mean = self.builder.multiply(bonus.softmax.exp, above_mean);
+            let exp_above_mean = self.builder.multiply(bonus.through.exp, above_mean);
             let term = self.builder.multiply(exp_above_mean, factor);
-            let nothing = self.builder.compare(Comparison::Equal, bonus.softmax.exp, zero);
+            let nothing = self.builder.compare(Comparison::Equal, bonus.through.exp, zero);
             let term = self.builder.select(nothing, zero, term);
             dlogits = self.builder.add(dlogits, term);
         }

@@ -5,7 +5,7 @@
 //! target   x_y is taken out of the block and FLOOR left in its place, so that what follows sums over the others
 //! pass 0   m   = max(max_j x_j, x_y)
 //! pass 1   g_j = (x_j − m)·log₂e/T      e_j = 2^g_j      s = Σ e_j,  w = Σ e_j g_j           e_j kept in VMEM
-//! scalars  S = s + e_y,  ā = −ln 2 · (w + e_y g_y)/S,  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
+//! scalars  S = s + e_y,  ā = (−ln 2 · w + e_y a_y)/S,  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
 //! pass 2   dx_j = −G e_j/(S·T)  +  E e_j (a_j − ā)/(S·T)          rounded to the logits' dtype
 //! target   dx_y =  G s/(S·T)    +  E e_y (a_y − ā)/(S·T)          patched
 //! ```
@@ -21,6 +21,7 @@ use super::rows::{
 };
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
+use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Form, Number, Numbers, Structure, Temperature};
 use assay_core::element::Element;
 use assay_tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
@@ -149,23 +150,12 @@ fn vmem_bytes(logits: Element, rows: usize, vocab: usize) -> usize {
     rows * columns * (4 * logits.size() + Element::F32.size()) + per_token + SPILLS
 }
 
-/// Sums over one softmax.
+/// A softmax, and how its exponentials were made.
 #[derive(Clone, Copy)]
-struct Softmax {
+struct Exponentials {
     /// What gaps are multiplied by.
     scale: Value,
-    /// `s`
-    others: Value,
-    /// `S`
-    sum: Value,
-    /// `a_y`
-    target_gap: Value,
-    /// `e_y`
-    target_exp: Value,
-    /// `ln S`
-    log_sum: Value,
-    /// `ā`
-    mean_gap: Value,
+    softmax: Softmax<Value>,
 }
 
 struct Writer {
@@ -249,11 +239,10 @@ impl Writer {
         let entropy_softmax = self.softmax(max, target_logit, tempered);
         let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(max, target_logit, None) };
 
-        let mut per_row = self.per_row();
-        let to_target = per_row.add(logp_softmax.target_gap, logp_softmax.log_sum);
-        let logp = per_row.neg(to_target);
+        let per_row = &mut self.per_row();
+        let logp = logp_softmax.softmax.logp(per_row);
         let logp = if one_softmax { logp } else { per_row.mul(logp, inverse) };
-        let entropy = per_row.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+        let entropy = entropy_softmax.softmax.entropy(per_row);
 
         let spread = |writer: &mut Self, which| {
             let scalar = number(&mut writer.on, which);
@@ -310,10 +299,10 @@ impl Writer {
         let bonus = structure.entropy_bonus.map(|_| {
             let factor = of_row.unwrap_or_else(|| number(&mut self.on, Number::EntropyFactor));
             let factor = with_temperature(self, factor);
-            let factor = self.on.div(factor, entropy_softmax.sum);
+            let factor = self.on.div(factor, entropy_softmax.softmax.sum);
             Bonus { factor, softmax: entropy_softmax, same_exps: one_softmax }
         });
-        self.dlogits(max, factor, &logp_softmax, bonus.as_ref(), &targets);
+        self.dlogits(max, factor, &logp_softmax.softmax, bonus.as_ref(), &targets);
     }
 
     /// For each row of the block, the first column of the register that holds its target, and the target's place in it.
@@ -404,7 +393,7 @@ impl Writer {
     }
 
     /// Pass 1.
-    fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Softmax {
+    fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Exponentials {
         let (logits, exps, core, columns) = (self.logits, self.exps, self.core, self.columns());
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
@@ -427,33 +416,22 @@ impl Writer {
         let weighted = join(on, Fold::Add, &sums[ACCUMULATORS..]);
         let weighted = on.fold_lanes(Fold::Add, weighted);
 
-        let mut per_row = self.per_row();
-        let gap = per_row.sub(max, target_logit);
-        let target_gap = match inverse_temperature {
-            Some(inverse) => per_row.mul(gap, inverse),
-            None => gap,
-        };
-        let floor = per_row.constant(FLOOR);
-        let raised_target = per_row.on.max(target_logit, floor);
-        let gap = per_row.sub(max, raised_target);
-        let exponent = per_row.mul(gap, scale);
-        let target_exp = per_row.on.exp2(exponent);
-        let of_target = per_row.mul(target_exp, exponent);
-        let weighted = per_row.add(weighted, of_target);
-        let sum = per_row.add(others, target_exp);
-        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
-        let minus_one = per_row.constant(-1.0);
-        let short_of_one = per_row.add(target_exp, minus_one);
-        let excess = per_row.add(others, short_of_one);
-        let log_sum = per_row.log_1p(excess);
-        let mean = per_row.on.div(weighted, sum);
+        let per_row = &mut self.per_row();
         let minus_ln_2 = per_row.constant(-LN_2);
-        let mean_gap = per_row.mul(mean, minus_ln_2);
-        Softmax { scale, others, sum, target_gap, target_exp, log_sum, mean_gap }
+        let weighted = per_row.mul(weighted, minus_ln_2);
+        let sums = Sums { max, target_logit, others, weighted };
+        Exponentials { scale, softmax: sums.softmax(per_row, inverse_temperature) }
     }
 
     /// Pass 2. `factor` is `G/T`.
-    fn dlogits(&mut self, max: Value, factor: Value, policy: &Softmax, bonus: Option<&Bonus>, targets: &[Target]) {
+    fn dlogits(
+        &mut self,
+        max: Value,
+        factor: Value,
+        policy: &Softmax<Value>,
+        bonus: Option<&Bonus>,
+        targets: &[Target],
+    ) {
         let mask = self.given(Given::Mask);
         let (logits, dlogits, exps, core) = (self.logits, self.dlogits, self.exps, self.core);
         let columns = self.columns();
@@ -474,7 +452,7 @@ impl Writer {
                 let exponent = on.mul(gap, bonus.softmax.scale);
                 let exp = if bonus.same_exps { exp } else { on.exp2(exponent) };
                 let gap = on.mul(exponent, minus_ln_2);
-                let above_mean = on.sub(gap, bonus.softmax.mean_gap);
+                let above_mean = on.sub(gap, bonus.softmax.softmax.mean_gap);
                 // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
                 let exp_above_mean = on.mul(exp, above_mean);
                 let term = on.mul(exp_above_mean, bonus.factor);
@@ -494,11 +472,11 @@ impl Writer {
         let share_of_others = on.div(policy.others, policy.sum);
         let mut target = on.mul(factor, share_of_others);
         if let Some(bonus) = bonus {
-            let above_mean = on.sub(bonus.softmax.target_gap, bonus.softmax.mean_gap);
-            let exp_above_mean = on.mul(bonus.softmax.target_exp, above_mean);
+            let above_mean = on.sub(bonus.softmax.softmax.target_gap, bonus.softmax.softmax.mean_gap);
+            let exp_above_mean = on.mul(bonus.softmax.softmax.target, above_mean);
             let term = on.mul(exp_above_mean, bonus.factor);
             // A logit of −∞ has an infinite gap and no weight.
-            let nothing = on.equal(bonus.softmax.target_exp, zero);
+            let nothing = on.equal(bonus.softmax.softmax.target, zero);
             let term = on.select(nothing, zero, term);
             target = on.add(target, term);
         }
@@ -522,7 +500,7 @@ impl Writer {
 struct Bonus {
     /// `E/(S·T)`
     factor: Value,
-    softmax: Softmax,
+    softmax: Exponentials,
     /// Whether the exponentials that are kept are its own.
     same_exps: bool,
 }

@@ -618,6 +618,9 @@ impl Arithmetic for Program {
     fn ln(&mut self, a: Value) -> Value {
         self.builder.log(a)
     }
+    fn ln_1p(&mut self, a: Value) -> Value {
+        self.builder.log_plus_one(a)
+    }
     fn less(&mut self, a: Value, b: Value) -> Value {
         self.builder.compare(Comparison::Less, a, b)
     }

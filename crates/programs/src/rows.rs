@@ -15,9 +15,10 @@ pub struct Core {
     pub bf16_arithmetic: bool,
 }
 
-/// What a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row whose
-/// logits are all at or below it has no softmax.
-pub(crate) const FLOOR: f64 = -1e30;
+/// −2¹⁰⁰: what a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row
+/// whose logits are all at or below it has no softmax. f32 and bf16 hold it exactly, so that a logit which was raised to
+/// it in one of them is known in the other.
+pub(crate) const FLOOR: f64 = -((1_u128 << 100) as f64);
 
 /// Registers of columns that a trip of a loop takes, at most. Many, because what a trip costs beside its work is shared by
 /// all of them.
@@ -253,20 +254,6 @@ pub(crate) struct PerRow<'b> {
     pub(crate) rows: usize,
 }
 
-impl PerRow<'_> {
-    /// `ln (1 + a)`, a few ulp from it everywhere: with `u = 1 + a` rounded, `ln u · a / (u − 1)`.
-    pub(crate) fn log_1p(&mut self, a: Value) -> Value {
-        let (zero, one) = (self.constant(0.0), self.constant(1.0));
-        let u = self.add(one, a);
-        let d = self.sub(u, one);
-        let log = self.on.log(u);
-        let correction = self.on.div(a, d);
-        let product = self.mul(log, correction);
-        let nothing_added = self.equal(d, zero);
-        self.select(nothing_added, a, product)
-    }
-}
-
 impl Arithmetic for PerRow<'_> {
     type Value = Value;
     type Truth = Value;
@@ -309,6 +296,17 @@ impl Arithmetic for PerRow<'_> {
     }
     fn ln(&mut self, a: Value) -> Value {
         self.on.log(a)
+    }
+    /// A few ulp from it everywhere: with `u = 1 + a` rounded, `ln u · a / (u − 1)`.
+    fn ln_1p(&mut self, a: Value) -> Value {
+        let (zero, one) = (self.constant(0.0), self.constant(1.0));
+        let u = self.add(one, a);
+        let d = self.sub(u, one);
+        let log = self.on.log(u);
+        let correction = self.on.div(a, d);
+        let product = self.mul(log, correction);
+        let nothing_added = self.equal(d, zero);
+        self.select(nothing_added, a, product)
     }
     fn less(&mut self, a: Value, b: Value) -> Value {
         self.on.less(a, b)

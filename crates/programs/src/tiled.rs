@@ -9,6 +9,7 @@ use crate::rows::{Core, FLOOR, stored_as};
 use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
+use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Structure, Temperature};
 use assay_core::element::Element;
 use assay_core::problem::Dtype;
@@ -199,16 +200,6 @@ pub(crate) fn one_pass_core(
     Evaluated { gradient: dlogits, logp, entropy, token }
 }
 
-/// Sums over one softmax, `[b,t]`, over all columns.
-#[derive(Clone, Copy)]
-struct Softmax {
-    others: Value,
-    sum: Value,
-    target_gap: Value,
-    log_sum: Value,
-    mean_gap: Value,
-}
-
 /// What of a token's softmaxes its gradient is made of, `[b,t]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Statistics {
@@ -288,10 +279,9 @@ fn statistics(
     let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, inverse);
     let logp_softmax = logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, None));
 
-    let to_target = on.builder.add(logp_softmax.target_gap, logp_softmax.log_sum);
-    let logp = on.builder.negate(to_target);
+    let logp = logp_softmax.logp(on);
     let logp = if two_softmaxes { on.times(logp, inverse_temperature) } else { logp };
-    let entropy = on.builder.add(entropy_softmax.log_sum, entropy_softmax.mean_gap);
+    let entropy = entropy_softmax.entropy(on);
     let statistics = Statistics {
         max,
         sum: logp_softmax.sum,
@@ -412,7 +402,7 @@ impl Program {
         target_logit: Value,
         [others, weighted]: [Value; 2],
         inverse: Option<Value>,
-    ) -> Softmax {
+    ) -> Softmax<Value> {
         let tempered = |on: &mut Self, value| inverse.map_or(value, |inverse| on.times(value, inverse));
         let rise = tempered(self, rise);
         let minus_rise = self.builder.negate(rise);
@@ -426,24 +416,9 @@ impl Program {
         let others = self.over(&[Axis::Vocab], Fold::Add, others);
         let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
 
-        let target_gap = self.builder.subtract(max, target_logit);
-        let target_gap = tempered(self, target_gap);
-        let minus_gap = self.builder.negate(target_gap);
-        let target_exp = self.builder.exponential(minus_gap);
-        let sum = self.builder.add(others, target_exp);
-        // ln (1 + (sum − 1)), with nothing lost where the target is the maximum and the others are tiny.
-        let one = self.constant(1.0);
-        let short_of_one = self.builder.subtract(target_exp, one);
-        let excess = self.builder.add(others, short_of_one);
-        let log_sum = self.builder.log_plus_one(excess);
         let minus_ln_2 = self.constant(-LN_2);
-        let weighted_gaps = self.builder.multiply(weighted, minus_ln_2);
-        let zero = self.constant(0.0);
-        let of_target = self.builder.multiply(target_exp, target_gap);
-        let nothing = self.builder.compare(Comparison::Equal, target_exp, zero);
-        let of_target = self.builder.select(nothing, zero, of_target);
-        let weighted_gaps = self.builder.add(weighted_gaps, of_target);
-        let mean_gap = self.builder.divide(weighted_gaps, sum);
-        Softmax { others, sum, target_gap, log_sum, mean_gap }
+        let weighted = self.builder.multiply(weighted, minus_ln_2);
+        let inverse = inverse.map(|inverse| self.per_token(inverse));
+        Sums { max, target_logit, others, weighted }.softmax(self, inverse)
     }
 }

@@ -295,7 +295,7 @@ pub fn any_recipe() -> impl Strategy<Value = Recipe> {
     (
         (1..5_usize, 1..9_usize, vocab),
         select(Dtype::KERNEL.to_vec()),
-        select(Regime::ALL.to_vec()),
+        select(Regime::FINITE.to_vec()),
         any::<u64>(),
         prop_oneof![Just(0.0), 0.01..1.0_f64, Just(5.0), Just(60.0)],
         any::<bool>(),
@@ -315,7 +315,7 @@ pub fn any_head_recipe() -> impl Strategy<Value = HeadRecipe> {
     let width = prop_oneof![1..10_usize, select(vec![16_usize, 31, 64, 65, 128, 257])];
     let layout = select(vec![HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]);
     (any_recipe(), width, layout, any::<bool>()).prop_map(|(mut recipe, hidden, layout, rounds_logits)| {
-        if recipe.regime == Regime::Holes {
+        if recipe.regime.has_holes() {
             recipe.regime = Regime::Normal;
         }
         HeadRecipe { hidden, layout, rounds_logits, recipe }

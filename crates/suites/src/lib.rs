@@ -90,7 +90,7 @@ pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec
     let mut cases = Vec::new();
     for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64]), cases::any_recipe()).take(structures).enumerate() {
         let shape = DEVICE_SHAPES[(i + seed as usize) % DEVICE_SHAPES.len()];
-        for (seed, regime) in (recipe.seed..).zip(Regime::ALL) {
+        for (seed, regime) in (recipe.seed..).zip(Regime::FINITE) {
             cases.push((spec.clone(), Recipe { shape, dtype, regime, seed, ..recipe.clone() }));
         }
     }
@@ -111,7 +111,7 @@ pub fn device_heads(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec
     let drawn = drawn(rng([seed, 16 + dtype as u64]), cases::any_head_recipe()).take(structures);
     for (i, (spec, HeadRecipe { layout, rounds_logits, recipe, .. })) in drawn.enumerate() {
         let HeadShape { batch, tokens, hidden, vocab } = DEVICE_HEADS[(i + seed as usize) % DEVICE_HEADS.len()];
-        for (seed, regime) in (recipe.seed..).zip(Regime::ALL.into_iter().filter(|regime| *regime != Regime::Holes)) {
+        for (seed, regime) in (recipe.seed..).zip(Regime::FINITE.into_iter().filter(|regime| !regime.has_holes())) {
             let recipe = Recipe { shape: [batch, tokens, vocab], dtype, regime, seed, ..recipe.clone() };
             cases.push((spec.clone(), HeadRecipe { hidden, layout, rounds_logits, recipe }));
         }

@@ -177,7 +177,7 @@ impl Class {
                     ..penalised(k3())
                 }],
                 shapes: vec![[8, 3, 33], [8, 6, 33], [8, 8, 33]],
-                regimes: Regime::ALL.into(),
+                regimes: Regime::FINITE.into(),
                 ..Grid::default()
             },
             // At the largest vocabulary what is added to each probability adds up.

@@ -1,0 +1,78 @@
+//! How a softmax ends: what follows from the sums of a walk over a row, the same for all kernels.
+//!
+//! With the gaps `a_j = (m − x_j)/T` of a row's logits below the largest, `e_j = exp(−a_j)`, and the target `y`:
+//!
+//! ```text
+//! s = Σ_{j≠y} e_j        S  = s + e_y                  logp    = −(a_y + ln S)
+//! w = Σ_{j≠y} e_j a_j    ā  = (w + e_y a_y) / S        entropy = ln S + ā
+//! ```
+//!
+//! `ln S` is `ln(1 + (s + (e_y − 1)))`: nothing is lost where the target is the maximum and the others are tiny. A target
+//! whose logit is −∞ has an infinite gap and no weight: logp is −∞, and entropy that of the others.
+
+use super::arithmetic::Arithmetic;
+
+/// What a walk has summed of a row.
+#[derive(Clone, Copy, Debug)]
+pub struct Sums<V> {
+    /// `m`, of all columns.
+    pub max: V,
+    /// `x_y`
+    pub target_logit: V,
+    /// `s`
+    pub others: V,
+    /// `w`
+    pub weighted: V,
+}
+
+/// One softmax of a row.
+#[derive(Clone, Copy, Debug)]
+pub struct Softmax<V> {
+    /// `a_y`
+    pub target_gap: V,
+    /// `e_y`
+    pub target: V,
+    /// `s`
+    pub others: V,
+    /// `S`
+    pub sum: V,
+    /// `ln S`
+    pub log_sum: V,
+    /// `ā`
+    pub mean_gap: V,
+}
+
+impl<V: Copy> Sums<V> {
+    /// The softmax of logits that `1/T` multiplies; without one, of the logits as they are.
+    pub fn softmax<A: Arithmetic<Value = V>>(self, on: &mut A, inverse_temperature: Option<V>) -> Softmax<V> {
+        let Self { max, target_logit, others, weighted } = self;
+        let gap = on.sub(max, target_logit);
+        let target_gap = inverse_temperature.map_or(gap, |inverse| on.mul(gap, inverse));
+        let minus_gap = on.neg(target_gap);
+        let target = on.exp(minus_gap);
+        let (zero, one) = (on.constant(0.0), on.constant(1.0));
+        let sum = on.add(others, target);
+        let short_of_one = on.sub(target, one);
+        let excess = on.add(others, short_of_one);
+        let log_sum = on.ln_1p(excess);
+        let of_target = on.mul(target, target_gap);
+        let nothing = on.equal(target, zero);
+        let of_target = on.select(nothing, zero, of_target);
+        let weighted = on.add(weighted, of_target);
+        let mean_gap = on.div(weighted, sum);
+        Softmax { target_gap, target, others, sum, log_sum, mean_gap }
+    }
+}
+
+impl<V: Copy> Softmax<V> {
+    /// The log-probability of the target.
+    pub fn logp<A: Arithmetic<Value = V>>(&self, on: &mut A) -> V {
+        let to_target = on.add(self.target_gap, self.log_sum);
+        on.neg(to_target)
+    }
+
+    /// Nats.
+    pub fn entropy<A: Arithmetic<Value = V>>(&self, on: &mut A) -> V {
+        on.add(self.log_sum, self.mean_gap)
+    }
+}
