@@ -24,6 +24,7 @@ pub use assay_programs as programs;
 pub use assay_reference as reference;
 pub use assay_registry as registry;
 pub use assay_report as report;
+pub use assay_schema as schema;
 pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
 pub use assay_tpu as tpu;

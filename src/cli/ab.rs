@@ -21,7 +21,7 @@ use crate::judge::lm_head::judge_head;
 use crate::judge::tolerance::{Output, Tolerances};
 use crate::problem::{Dtype, HeadCandidate};
 use crate::reference::evaluate_head;
-use crate::report::ab::{self as report, Arm, Comparison, Step, Verdict};
+use crate::schema::ab::{self as schema, Arm, Comparison, Step, Verdict};
 use crate::spec::LossSpec;
 use crate::train::metrics::{Evaluation, Record};
 use crate::train::{GrpoLoss, LossStep, Summary, TrainConfig};
@@ -241,7 +241,7 @@ fn comparison(config: &TrainConfig, pairs: &[Pair]) -> Comparison {
         implementation: implementation(side),
         runs: pairs
             .iter()
-            .map(|pair| report::Run { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
+            .map(|pair| schema::Run { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
             .collect(),
     };
     let verdicts = verdicts(pairs);

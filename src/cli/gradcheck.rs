@@ -17,6 +17,7 @@ use crate::judge::tolerance::Tolerances;
 use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
 use crate::reference::{HeadReference, Reference};
 use crate::registry::Listed;
+use crate::schema::verdicts::Verdicts;
 
 #[derive(Args)]
 pub(super) struct Gradcheck {
@@ -42,7 +43,7 @@ struct Outcomes {
     #[serde(flatten)]
     differences: BTreeMap<String, f64>,
     #[serde(flatten)]
-    report: Report,
+    verdicts: Verdicts,
 }
 
 impl Gradcheck {
@@ -76,6 +77,8 @@ impl Gradcheck {
             [("max_abs", max_abs), ("max_rel", max_rel), ("mean_abs", mean_abs)]
                 .map(|(which, x)| (format!("{which}_diff_{output}"), x))
         });
+        let report = Report::new(checks, Vec::new());
+        let table = report.table();
         let result = Outcomes {
             implementation: implementation.id().into(),
             devices: config.kernel.devices,
@@ -83,10 +86,10 @@ impl Gradcheck {
             loss_kernel,
             abs_diff_loss: (loss_ref - loss_kernel).abs(),
             differences: differences.collect(),
-            report: Report::new(checks, Vec::new()),
+            verdicts: report.into(),
         };
-        self.printing.finish(&result.text(), &result)?;
-        Ok(result.report.pass.into())
+        self.printing.finish(&(table + &result.text()), &result)?;
+        Ok(result.verdicts.pass.into())
     }
 }
 
@@ -158,8 +161,9 @@ impl Differences {
 }
 
 impl Outcomes {
+    /// The differences, a line each.
     fn text(&self) -> String {
-        let mut text = self.report.table();
+        let mut text = String::new();
         let losses =
             [("loss_ref", self.loss_ref), ("loss_kernel", self.loss_kernel), ("abs_diff_loss", self.abs_diff_loss)];
         let differences = self.differences.iter().map(|(name, x)| (name.as_str(), *x));

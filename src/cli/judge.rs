@@ -13,6 +13,7 @@ use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Ignored, Report, explain};
 use crate::judge::tolerance::Tolerances;
 use crate::problem::{Candidate, FloatArray, HeadCandidate};
+use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
 
 /// The class whose limits hold for kernels that are not ours.
@@ -69,8 +70,9 @@ impl Judge {
             checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
         }
         let report = Report::new(checks, absent);
-        self.printing.finish(&report.table(), &report)?;
-        Ok(report.pass.into())
+        let (table, verdicts) = (report.table(), Verdicts::from(report));
+        self.printing.finish(&table, &verdicts)?;
+        Ok(verdicts.pass.into())
     }
 
     fn command(&self) -> String {

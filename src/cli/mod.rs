@@ -57,6 +57,7 @@ use crate::problem::ProblemError;
 #[cfg(feature = "train")]
 use crate::record::RecordError;
 use crate::report::InputError;
+use crate::schema::Made;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
 #[cfg(feature = "pjrt")]
@@ -284,14 +285,6 @@ pub fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
-}
-
-/// A result and the command that made it.
-#[derive(Serialize)]
-struct Made<'r, R> {
-    command: String,
-    #[serde(flatten)]
-    result: &'r R,
 }
 
 /// This process's command line, as a shell takes it.

@@ -3,14 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use serde::Serialize;
 
 use super::{CliError, Passed, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
-use crate::judge::report::Ignored;
 use crate::project;
-use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Score, Trial, head_cases, property_cases};
+use crate::schema::{self, verdicts::Ignored};
+use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Trial, head_cases, property_cases};
 
 /// Where fixtures are looked for when no folder is named.
 const DEFAULT_FOLDER: &str = "fixtures";
@@ -28,14 +27,6 @@ pub(super) struct Mutants {
     markdown: bool,
     #[command(flatten)]
     printing: Printing,
-}
-
-/// The score, and what was left out of it.
-#[derive(Serialize)]
-struct Outcomes {
-    #[serde(flatten)]
-    score: Score,
-    ignored: Vec<Ignored>,
 }
 
 impl Mutants {
@@ -62,16 +53,17 @@ impl Mutants {
         }
 
         let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
-        let outcomes = Outcomes { score: trial.score(&elsewhere).and(heads.score(&[])), ignored };
-        let mut text = if self.markdown { outcomes.score.markdown() } else { outcomes.score.table() };
+        let score = trial.score(&elsewhere).and(heads.score(&[]));
+        let mut text = if self.markdown { score.markdown() } else { score.table() };
         if !self.markdown {
-            text.extend(outcomes.ignored.iter().map(|Ignored { what, why, .. }| format!("ignored  {what}: {why}\n")));
+            text.extend(ignored.iter().map(|Ignored { what, why }| format!("ignored  {what}: {why}\n")));
         }
+        let outcomes = schema::mutants::Mutants { ignored, ..score.into() };
         self.printing.finish(&text, &outcomes)?;
-        for name in &outcomes.score.survived {
+        for name in &outcomes.survived {
             super::print(&format!("survived {name}\n"))?;
         }
-        Ok(outcomes.score.survived.is_empty().into())
+        Ok(outcomes.survived.is_empty().into())
     }
 
     fn chosen(&self) -> Result<Vec<&'static Mutant>, CliError> {
@@ -92,7 +84,7 @@ impl Mutants {
         let folder = self.fixtures.clone().or_else(|| project::find(DEFAULT_FOLDER).ok());
         let Some(folder) = folder else {
             let why = format!("there is no folder `{DEFAULT_FOLDER}` here; name one with --fixtures");
-            ignored.push(Ignored { what: "recorded problems".into(), why, not_run: None });
+            ignored.push(Ignored { what: "recorded problems".into(), why });
             return Ok(Vec::new());
         };
         Ok(manifest_files(folder)?)

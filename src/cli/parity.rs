@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
-use serde::Serialize;
 
 use super::{CliError, Passed, Printing};
 use crate::fixture::ParityFile;
@@ -16,6 +14,7 @@ use crate::judge::judge::{JudgeError, judge};
 use crate::judge::tolerance::Tolerances;
 use crate::problem::Dtype;
 use crate::reference::{self, Reference};
+use crate::schema::parity::{self as schema, Run, Verdict, Worst};
 use crate::suites::parity::{Difference, limit};
 
 /// How the names end of files that record a defect of one release.
@@ -28,65 +27,6 @@ pub(super) struct Parity {
     path: PathBuf,
     #[command(flatten)]
     printing: Printing,
-}
-
-/// One file's line.
-#[derive(Serialize)]
-struct Compared {
-    file: String,
-    peer: String,
-    function: String,
-    dtype: Dtype,
-    loss_rel: f64,
-    dlogits_rel: f64,
-    limit: f64,
-    /// The outputs that were judged, as `assay judge` would, by gate.
-    gates: Vec<String>,
-    /// Those of them that the run failed: what the judge says of the peer, where `verdict` is about the reference.
-    caught_by: Vec<String>,
-    /// Whether the file records a defect of its release, which is not reproduced.
-    quirk: bool,
-    verdict: Verdict,
-    without_effect: Vec<String>,
-    notes: Vec<String>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Verdict {
-    Pass,
-    Fail,
-    /// A quirk: counted neither way.
-    KnownDifference,
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.pad(match self {
-            Verdict::Pass => "pass",
-            Verdict::Fail => "FAIL",
-            Verdict::KnownDifference => "known difference",
-        })
-    }
-}
-
-/// The largest errors of one peer's files, quirks left out.
-#[derive(Serialize)]
-struct Worst {
-    peer: String,
-    dtype: Dtype,
-    files: usize,
-    loss_rel: f64,
-    dlogits_rel: f64,
-}
-
-#[derive(Serialize)]
-struct Comparison {
-    pass: bool,
-    files: Vec<Compared>,
-    worst: Vec<Worst>,
-    /// Files that could not be compared, and why.
-    refused: Vec<String>,
 }
 
 impl Parity {
@@ -104,11 +44,13 @@ impl Parity {
         }
         progress.finish_and_clear();
 
-        let pass = refused.is_empty() && files.iter().all(|file| file.verdict != Verdict::Fail);
-        let comparison = Comparison { pass, worst: worst(&files), files, refused };
+        let pass = refused.is_empty() && files.iter().all(|file| file.run.verdict != Verdict::Fail);
+        let worst = worst(&files);
+        let files = files.into_iter().map(|compared| compared.run).collect();
+        let comparison = schema::Parity { pass, files, worst, refused };
         // Where nothing could be compared, the error says it all.
         if !comparison.files.is_empty() {
-            self.printing.finish(&comparison.text(), &comparison)?;
+            self.printing.finish(&text(&comparison), &comparison)?;
         }
         if let Some((first, others)) = comparison.refused.split_first() {
             let others = if others.is_empty() { String::new() } else { format!(" (and {} more files)", others.len()) };
@@ -116,7 +58,7 @@ impl Parity {
         }
         if self.printing.quiet {
             for file in comparison.files.iter().filter(|file| file.verdict == Verdict::Fail) {
-                super::print(&format!("{}\n", file.failure()))?;
+                super::print(&format!("{}\n", failure(file)))?;
             }
         }
         Ok(pass.into())
@@ -140,6 +82,12 @@ impl Parity {
     }
 }
 
+/// A run, compared.
+struct Compared {
+    dtype: Dtype,
+    run: Run,
+}
+
 /// File, peer, function and options to a preset's spec, and that through the reference.
 fn compare(path: &Path) -> Result<Compared, CliError> {
     let recorded = ParityFile::read(path)?;
@@ -159,11 +107,11 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
         (false, true) => Verdict::Pass,
         (false, false) => Verdict::Fail,
     };
-    Ok(Compared {
+    let run = Run {
         file,
         peer: recorded.peer,
         function: resolved.function.into(),
-        dtype: recorded.dtype,
+        dtype: recorded.dtype.to_string(),
         loss_rel: difference.loss,
         dlogits_rel: difference.dlogits,
         limit,
@@ -173,7 +121,8 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
         verdict,
         without_effect: resolved.without_effect,
         notes: resolved.notes,
-    })
+    };
+    Ok(Compared { dtype: recorded.dtype, run })
 }
 
 /// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
@@ -185,17 +134,17 @@ fn judged(recorded: &ParityFile, reference: &Reference) -> Result<Vec<(String, b
 
 fn worst(files: &[Compared]) -> Vec<Worst> {
     let mut by_peer: BTreeMap<(&str, Dtype), Worst> = BTreeMap::new();
-    for file in files.iter().filter(|file| !file.quirk) {
-        let worst = by_peer.entry((&file.peer, file.dtype)).or_insert_with(|| Worst {
-            peer: file.peer.clone(),
-            dtype: file.dtype,
+    for Compared { dtype, run } in files.iter().filter(|file| !file.run.quirk) {
+        let worst = by_peer.entry((&run.peer, *dtype)).or_insert_with(|| Worst {
+            peer: run.peer.clone(),
+            dtype: run.dtype.clone(),
             files: 0,
             loss_rel: 0.0,
             dlogits_rel: 0.0,
         });
         worst.files += 1;
-        worst.loss_rel = larger(worst.loss_rel, file.loss_rel);
-        worst.dlogits_rel = larger(worst.dlogits_rel, file.dlogits_rel);
+        worst.loss_rel = larger(worst.loss_rel, run.loss_rel);
+        worst.dlogits_rel = larger(worst.dlogits_rel, run.dlogits_rel);
     }
     by_peer.into_values().collect()
 }
@@ -205,64 +154,68 @@ fn larger(a: f64, b: f64) -> f64 {
     if a > b || a.is_nan() { a } else { b }
 }
 
-impl Compared {
-    fn failed_gates(&self) -> String {
-        if self.caught_by.is_empty() { format!("none of {}", self.gates.len()) } else { self.caught_by.join(", ") }
-    }
+fn failed_gates(run: &Run) -> String {
+    if run.caught_by.is_empty() { format!("none of {}", run.gates.len()) } else { run.caught_by.join(", ") }
+}
 
-    fn failure(&self) -> String {
-        let Self { file, loss_rel, dlogits_rel, limit, .. } = self;
-        let gates = self.failed_gates();
-        format!(
-            "{file}: loss off by {loss_rel:.1e}, dlogits by {dlogits_rel:.1e}, limit {limit:.0e}; failed gates: {gates}"
-        )
+fn failure(run: &Run) -> String {
+    let Run { file, loss_rel, dlogits_rel, limit, .. } = run;
+    let gates = failed_gates(run);
+    format!(
+        "{file}: loss off by {loss_rel:.1e}, dlogits by {dlogits_rel:.1e}, limit {limit:.0e}; failed gates: {gates}"
+    )
+}
+
+fn word(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Pass => "pass",
+        Verdict::Fail => "FAIL",
+        Verdict::KnownDifference => "known difference",
     }
 }
 
-impl Comparison {
-    fn text(&self) -> String {
-        let table = |header: &[&str]| {
-            let mut table = Table::new();
-            table.load_style(UTF8_FULL_CONDENSED);
-            table.set_header(header);
-            table
-        };
-        let mut files = table(&["file", "peer", "dtype", "loss", "dlogits", "limit", "failed gates", "verdict"]);
-        for file in &self.files {
-            files.add_row([
-                file.file.clone(),
-                file.peer.clone(),
-                file.dtype.to_string(),
-                format!("{:.1e}", file.loss_rel),
-                format!("{:.1e}", file.dlogits_rel),
-                format!("{:.0e}", file.limit),
-                file.failed_gates(),
-                file.verdict.to_string(),
-            ]);
-        }
-        let mut peers = table(&["peer", "dtype", "files", "worst loss", "worst dlogits"]);
-        for worst in &self.worst {
-            peers.add_row([
-                worst.peer.clone(),
-                worst.dtype.to_string(),
-                worst.files.to_string(),
-                format!("{:.1e}", worst.loss_rel),
-                format!("{:.1e}", worst.dlogits_rel),
-            ]);
-        }
-        let mut text = format!("{files}\n{peers}\n");
-        let count = |verdict| self.files.iter().filter(|file| file.verdict == verdict).count();
-        text += &format!(
-            "{} pass, {} fail, {} known differences, {} could not be compared; errors are relative; {} fail a gate of the judge\n",
-            count(Verdict::Pass),
-            count(Verdict::Fail),
-            count(Verdict::KnownDifference),
-            self.refused.len(),
-            self.files.iter().filter(|file| !file.caught_by.is_empty()).count(),
-        );
-        for refused in &self.refused {
-            text += &format!("  {refused}\n");
-        }
-        text
+fn text(comparison: &schema::Parity) -> String {
+    let table = |header: &[&str]| {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header(header);
+        table
+    };
+    let mut files = table(&["file", "peer", "dtype", "loss", "dlogits", "limit", "failed gates", "verdict"]);
+    for file in &comparison.files {
+        files.add_row([
+            file.file.clone(),
+            file.peer.clone(),
+            file.dtype.clone(),
+            format!("{:.1e}", file.loss_rel),
+            format!("{:.1e}", file.dlogits_rel),
+            format!("{:.0e}", file.limit),
+            failed_gates(file),
+            word(file.verdict).into(),
+        ]);
     }
+    let mut peers = table(&["peer", "dtype", "files", "worst loss", "worst dlogits"]);
+    for worst in &comparison.worst {
+        peers.add_row([
+            worst.peer.clone(),
+            worst.dtype.clone(),
+            worst.files.to_string(),
+            format!("{:.1e}", worst.loss_rel),
+            format!("{:.1e}", worst.dlogits_rel),
+        ]);
+    }
+    let mut text = format!("{files}\n{peers}\n");
+    let count = |verdict| comparison.files.iter().filter(|file| file.verdict == verdict).count();
+    text += &format!(
+        "{} pass, {} fail, {} known differences, {} could not be compared; errors are relative; {} fail a gate of the judge\n",
+        count(Verdict::Pass),
+        count(Verdict::Fail),
+        count(Verdict::KnownDifference),
+        comparison.refused.len(),
+        comparison.files.iter().filter(|file| !file.caught_by.is_empty()).count(),
+    );
+    for refused in &comparison.refused {
+        text += &format!("  {refused}\n");
+    }
+    text
 }

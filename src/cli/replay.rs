@@ -19,12 +19,13 @@ use crate::judge::recorded::{
     Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
 use crate::judge::report::{Check, Compared, Ignored, Report, explain, explain_recorded, on_devices};
-use crate::judge::summary::Summary;
+use crate::judge::summary::summary_of;
 use crate::judge::tolerance::Tolerances;
 use crate::problem::{HeadProblem, Problem};
 use crate::project;
 use crate::reference::{self, Reference};
 use crate::registry::{find, lm_head_registry, registry};
+use crate::schema::verdicts::{Summary, Verdicts};
 use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
@@ -99,8 +100,9 @@ impl Replay {
             super::print(&format!("{failure}\n"))?;
         }
         let rest = if self.verbose { report.below_table() } else { report.below_summary() };
-        self.printing.finish(&rest, &report)?;
-        Ok(report.pass.into())
+        let verdicts = Verdicts::from(report);
+        self.printing.finish(&rest, &verdicts)?;
+        Ok(verdicts.pass.into())
     }
 
     /// Refuses a device count that none of `chosen` can be run on here.
@@ -242,7 +244,7 @@ impl Session {
         }
         let summary = |line: (String, usize)| {
             let run = self.run_times.get(&line).copied();
-            Summary::new(&line.0, line.1, &self.checks, run)
+            summary_of(&line.0, line.1, &self.checks, run)
         };
         lines.into_iter().map(summary).collect()
     }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::command::{assay, assert_refused};
-use assay::report::ab::{Arm, Comparison, Run, Step, Verdict};
+use assay::schema::ab::{Arm, Comparison, Run, Step, Verdict};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::common::checkpoint::{HIDDEN, VOCAB};
 use crate::common::command::{Output, assay, assert_refused};
 use crate::common::interruption::{interrupted, limited, stopped};
-use assay::report::ab::Comparison;
+use assay::schema::ab::Comparison;
 use assay::train::candle_core::{DType, Device, Tensor};
 use assay::train::metrics::Record;
 use serde_json::json;

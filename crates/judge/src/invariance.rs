@@ -1,13 +1,12 @@
 //! Whether an implementation gives the same bits on another number of devices.
 
 use ndarray::Ix2;
-use serde::Serialize;
 
 use super::tolerance::Output;
 use assay_core::problem::{Candidate, FloatArray, HeadCandidate};
 
 /// Which outputs of one run have the bits of another.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Invariance {
     /// Outputs with the same bits.
     pub same: Vec<&'static str>,

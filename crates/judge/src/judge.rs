@@ -9,18 +9,7 @@ use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal
 use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
 use assay_reference::{Reference, Token};
-
-/// How a gate was decided.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Status {
-    /// Every value within its limit.
-    Pass,
-    /// A value beyond its limit, or finite where the reference is not.
-    Fail,
-    /// A NaN or ∞ where the reference is finite.
-    Nonfinite,
-}
+pub use assay_schema::verdicts::Status;
 
 /// What one gate found.
 #[derive(Clone, Debug)]

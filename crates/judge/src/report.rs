@@ -1,25 +1,24 @@
-//! Verdicts as a table, as JSON, and, where one failed, in words. A summary of many is in [`super::summary`].
+//! Verdicts as a table and, where one failed, in words; as JSON they are [`Verdicts`]. A summary of many is in
+//! [`super::summary`].
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
-use serde::Serialize;
 
 use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
 use super::judgeable::Judgeable;
 use super::metric::{Position, ULP_EDGES, hex};
-use super::summary::Summary;
 use super::tolerance::{Model, Output};
 use assay_core::problem::Dtype;
+use assay_schema::verdicts::{self as schema, Summary, Verdicts};
 
 /// One line of a report.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Check {
     /// What was evaluated: a fixture with its logits and old log-probabilities, or a generated problem.
     pub fixture: String,
     /// Id of the implementation.
-    #[serde(rename = "impl")]
     pub implementation: String,
     /// Devices that it ran on.
     pub devices: usize,
@@ -41,13 +40,10 @@ pub struct Check {
     pub kappa_allowed: Option<f64>,
     /// Elements by their error in ulp of that dtype, up to each of the report's `ulp_edges`, and beyond the last; `None`
     /// where the output has no elements, as metrics have none, or was not compared one by one.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub ulp: Option<[u64; ULP_EDGES.len()]>,
     /// Checks of one family share a row of the table while they pass.
-    #[serde(skip)]
     family: Option<&'static str>,
     /// The first token that is rightly NaN or ∞.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub nonfinite_as_in_reference: Option<String>,
 }
 
@@ -113,7 +109,7 @@ pub fn on_devices(id: &str, devices: usize) -> String {
 }
 
 /// All checks of one command.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Report {
     /// Whether every check passed.
     pub pass: bool,
@@ -124,38 +120,80 @@ pub struct Report {
     /// What was not checked, and why.
     pub ignored: Vec<Ignored>,
     /// What each implementation came to, where a command runs several.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub implementations: Vec<Summary>,
     /// Runs on one device count against runs on another.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub invariance: Vec<Compared>,
 }
 
 /// Two runs of one implementation on different device counts.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Compared {
     /// What was evaluated.
     pub fixture: String,
     /// Id of the implementation.
-    #[serde(rename = "impl")]
     pub implementation: String,
     /// Devices of the two runs.
     pub devices: [usize; 2],
     /// Which outputs have the same bits.
-    #[serde(flatten)]
     pub invariance: Invariance,
 }
 
 /// Something that was not checked.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Ignored {
     /// What it would have been.
     pub what: String,
     /// Why it was not.
     pub why: String,
     /// The implementation, with its devices, that was not run.
-    #[serde(skip)]
     pub not_run: Option<String>,
+}
+
+impl From<Check> for schema::Check {
+    fn from(check: Check) -> Self {
+        Self {
+            fixture: check.fixture,
+            implementation: check.implementation,
+            devices: check.devices,
+            output: check.output,
+            dtype: Some(check.dtype.to_string()),
+            worst: check.worst,
+            limit: check.limit,
+            at: check.at,
+            verdict: check.verdict,
+            kappa_needed: check.kappa_needed,
+            kappa_allowed: check.kappa_allowed,
+            ulp: check.ulp.map(Vec::from),
+            nonfinite_as_in_reference: check.nonfinite_as_in_reference,
+        }
+    }
+}
+
+impl From<Ignored> for schema::Ignored {
+    fn from(Ignored { what, why, .. }: Ignored) -> Self {
+        Self { what, why }
+    }
+}
+
+impl From<Compared> for schema::Compared {
+    fn from(Compared { fixture, implementation, devices, invariance }: Compared) -> Self {
+        let owned = |names: Vec<&str>| names.into_iter().map(String::from).collect();
+        let (same, other) = (owned(invariance.same), owned(invariance.other));
+        Self { fixture, implementation, devices, same, other }
+    }
+}
+
+impl From<Report> for Verdicts {
+    fn from(report: Report) -> Self {
+        Self {
+            pass: report.pass,
+            ulp_edges: report.ulp_edges.into(),
+            checks: report.checks.into_iter().map(Into::into).collect(),
+            ignored: report.ignored.into_iter().map(Into::into).collect(),
+            implementations: report.implementations,
+            invariance: report.invariance.into_iter().map(Into::into).collect(),
+        }
+    }
 }
 
 impl Report {

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets::NOTHING, presets::UTF8_FULL_CONDENSED};
-use serde::Serialize;
 
 use super::judge::Status;
 use super::report::{Check, Compared, Ignored, Report, on_devices};
+use assay_schema::verdicts::{Summary, WorstKappa};
 
 /// Columns of a terminal that lists for a person to read keep to.
 pub const COLUMNS: u16 = 100;
@@ -14,65 +14,32 @@ pub const COLUMNS: u16 = 100;
 /// What was ignored for one reason is named up to here, and counted beyond.
 const NAMED: usize = 4;
 
-/// What the checks of one implementation came to on one device count.
-#[derive(Clone, Debug, Serialize)]
-pub struct Summary {
-    /// Id of the implementation.
-    #[serde(rename = "impl")]
-    pub implementation: String,
-    /// Devices that it ran on.
-    pub devices: usize,
-    /// How many checks there were.
-    pub checks: usize,
-    /// How many failed.
-    pub failed: usize,
-    /// How many passed without a number to hold against a limit.
-    pub compared_nothing: usize,
-    /// The check that needed most of its `κ`; `None` where none has a `κ`.
-    pub worst_kappa: Option<WorstKappa>,
-    /// Seconds that its runs took, compiling among them; `None` where it was not run.
-    pub run_s: Option<f64>,
-}
-
-/// The check that came closest to the `κ` it is allowed, or went furthest beyond.
-#[derive(Clone, Debug, Serialize)]
-pub struct WorstKappa {
-    /// The `κ` needed over the `κ` allowed; ∞ where no `κ` would do.
-    pub share: f64,
-    /// The output and how it was compared.
-    pub output: String,
-    /// What was evaluated.
-    pub fixture: String,
-}
-
-impl Summary {
-    /// Of those `checks` that are of `implementation` on `devices` devices, whose runs took `run`.
-    pub fn new(implementation: &str, devices: usize, checks: &[Check], run: Option<Duration>) -> Self {
-        let own: Vec<&Check> = checks
-            .iter()
-            .filter(|check| (check.implementation.as_str(), check.devices) == (implementation, devices))
-            .collect();
-        let share = |check: &Check| {
-            let allowed = check.kappa_allowed.filter(|&allowed| allowed > 0.0 && !check.compared_nothing())?;
-            // A value that is NaN or ∞ where it should not be, or finite where it should be neither, leaves no worst error.
-            Some(if check.worst.is_some() { check.kappa_needed / allowed } else { f64::INFINITY })
-        };
-        let shares = own.iter().filter_map(|check| Some((share(check)?, check)));
-        // Of several the first.
-        let worst = shares.rev().max_by(|(a, _), (b, _)| a.total_cmp(b));
-        Self {
-            implementation: implementation.into(),
-            devices,
-            checks: own.len(),
-            failed: own.iter().filter(|check| check.verdict != Status::Pass).count(),
-            compared_nothing: own.iter().filter(|check| check.compared_nothing()).count(),
-            worst_kappa: worst.map(|(share, check)| WorstKappa {
-                share,
-                output: check.output.clone(),
-                fixture: check.fixture.clone(),
-            }),
-            run_s: run.map(|run| run.as_secs_f64()),
-        }
+/// The summary of those `checks` that are of `implementation` on `devices` devices, whose runs took `run`.
+pub fn summary_of(implementation: &str, devices: usize, checks: &[Check], run: Option<Duration>) -> Summary {
+    let own: Vec<&Check> = checks
+        .iter()
+        .filter(|check| (check.implementation.as_str(), check.devices) == (implementation, devices))
+        .collect();
+    let share = |check: &Check| {
+        let allowed = check.kappa_allowed.filter(|&allowed| allowed > 0.0 && !check.compared_nothing())?;
+        // A value that is NaN or ∞ where it should not be, or finite where it should be neither, leaves no worst error.
+        Some(if check.worst.is_some() { check.kappa_needed / allowed } else { f64::INFINITY })
+    };
+    let shares = own.iter().filter_map(|check| Some((share(check)?, check)));
+    // Of several the first.
+    let worst = shares.rev().max_by(|(a, _), (b, _)| a.total_cmp(b));
+    Summary {
+        implementation: implementation.into(),
+        devices,
+        checks: own.len(),
+        failed: own.iter().filter(|check| check.verdict != Status::Pass).count(),
+        compared_nothing: own.iter().filter(|check| check.compared_nothing()).count(),
+        worst_kappa: worst.map(|(share, check)| WorstKappa {
+            share,
+            output: check.output.clone(),
+            fixture: check.fixture.clone(),
+        }),
+        run_s: run.map(|run| run.as_secs_f64()),
     }
 }
 
@@ -86,7 +53,7 @@ impl Report {
         loop {
             let table = self.summary_table(&placed);
             let too_wide = table.lines().any(|line| line.chars().count() > COLUMNS.into());
-            let length = |i: &usize| self.implementations[*i].worst_kappa.as_ref().map(|worst| worst.place().len());
+            let length = |i: &usize| self.implementations[*i].worst_kappa.as_ref().map(|worst| place(worst).len());
             match (0..placed.len()).filter(|&i| placed[i]).max_by_key(length) {
                 Some(longest) if too_wide => placed[longest] = false,
                 _ => return table,
@@ -118,8 +85,8 @@ impl Report {
             row.push(match &of.worst_kappa {
                 _ if of.checks == of.compared_nothing => "nothing compared".into(),
                 None => "–".into(),
-                Some(worst) if placed => format!("{}  {}", worst.share(), worst.place()),
-                Some(worst) => worst.share(),
+                Some(worst) if placed => format!("{}  {}", share(worst), place(worst)),
+                Some(worst) => share(worst),
             });
             table.add_row(row);
         }
@@ -173,19 +140,17 @@ impl Report {
     }
 }
 
-impl WorstKappa {
-    /// A number of two digits after the point while it is one that is read so.
-    fn share(&self) -> String {
-        match self.share {
-            share if share < 1000.0 => format!("{share:.2}"),
-            f64::INFINITY => "∞".into(),
-            share => format!("{share:.0e}"),
-        }
+/// A number of two digits after the point while it is one that is read so.
+fn share(worst: &WorstKappa) -> String {
+    match worst.share {
+        share if share < 1000.0 => format!("{share:.2}"),
+        f64::INFINITY => "∞".into(),
+        share => format!("{share:.0e}"),
     }
+}
 
-    fn place(&self) -> String {
-        format!("{} of {}", self.output, self.fixture)
-    }
+fn place(worst: &WorstKappa) -> String {
+    format!("{} of {}", worst.output, worst.fixture)
 }
 
 /// `items` of one key together, in the order of their first.
@@ -258,7 +223,7 @@ mod tests {
     }
 
     fn report(checks: Vec<Check>) -> Report {
-        let summary = Summary::new("native", 1, &checks, Some(Duration::from_millis(1234)));
+        let summary = summary_of("native", 1, &checks, Some(Duration::from_millis(1234)));
         Report { implementations: vec![summary], ..Report::new(checks, Vec::new()) }
     }
 
@@ -302,7 +267,7 @@ mod tests {
     #[test]
     fn a_check_whose_name_does_not_fit_goes_unnamed() {
         let mut both = report(vec![check("short", Some(1.0))]);
-        both.implementations.push(Summary::new("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
+        both.implementations.push(summary_of("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
         let text = both.summary();
         assert!(text.lines().all(|line| line.chars().count() <= COLUMNS.into()), "{text}");
         assert!(text.contains("0.25  logp of short") && text.contains("┆      – ┆ 0.50 "), "{text}");

@@ -1,66 +1,20 @@
 //! Programs compiled for TPUs that were not there, beside what hardware took: results of `assay compile`.
 
+use assay_schema::compile::{Bound, Compiled, Recorded, Table};
 use maud::{Markup, html};
-use serde::Deserialize;
 
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
 use super::part::Part;
 use super::plot::{Bar, Tone, bars, key};
 
-#[derive(Deserialize)]
-pub(super) struct Compiled {
-    target: String,
-    #[serde(rename = "impl")]
-    implementation: String,
-    shape: Vec<usize>,
-    dtype: String,
-    memory: Memory,
-    cycles: u64,
-    hbm_bytes: f64,
-    bound: Bound,
-    clock_ghz: f64,
-    /// The recorded baseline, and whatever else was recorded at this shape.
-    #[serde(default)]
-    recorded: Option<Recorded>,
-    #[serde(default)]
-    recorded_kernel: Option<Recorded>,
+fn size(program: &Compiled) -> String {
+    format!("{} {}, each device of {}", shape(&program.shape), program.dtype, program.target)
 }
 
-#[derive(Deserialize)]
-struct Memory {
-    peak_bytes: f64,
-}
-
-#[derive(Deserialize)]
-struct Bound {
-    cycles_ms: f64,
-    hbm_ms: f64,
-    predicted_ms: f64,
-    limit: String,
-}
-
-#[derive(Deserialize)]
-struct Recorded {
-    program: String,
-    step_ms: [f64; 2],
-    #[serde(default)]
-    peak_bytes_in_use: Option<f64>,
-}
-
-/// `assay compile --table`.
-#[derive(Deserialize)]
-pub(super) struct Table {
-    rows: Vec<Compiled>,
-}
-
-impl Compiled {
-    fn size(&self) -> String {
-        format!("{} {}, each device of {}", shape(&self.shape), self.dtype, self.target)
-    }
-
-    fn records(&self) -> impl Iterator<Item = &Recorded> {
-        [&self.recorded, &self.recorded_kernel].into_iter().flatten()
-    }
+/// The recorded baseline, and whatever else was recorded at this shape.
+fn records(program: &Compiled) -> impl Iterator<Item = &Recorded> {
+    let baseline = program.recorded.as_ref().map(|beside| &beside.recorded);
+    [baseline, program.recorded_kernel.as_ref()].into_iter().flatten()
 }
 
 /// Programs of one shape, dtype and target.
@@ -73,23 +27,27 @@ fn together(programs: &[&Compiled]) -> Markup {
         let of = |what: &str| format!("{}, {what}", program.implementation);
         times.push(Bar::of(of("HBM traffic"), hbm_ms, Tone::First, milliseconds(hbm_ms)));
         times.push(Bar::of(of("cycles"), cycles_ms, Tone::Third, milliseconds(cycles_ms)));
-        let peak = program.memory.peak_bytes;
+        let peak = program.memory.peak_bytes as f64;
         memory.push(Bar::of(program.implementation.as_str(), peak, Tone::First, bytes(peak)));
     }
-    for Recorded { program, step_ms: [least, most], peak_bytes_in_use } in first.records() {
+    for Recorded { program, step_ms: [least, most], peak_bytes_in_use, .. } in records(first) {
         let note = if least == most {
             milliseconds(*least)
         } else {
             format!("{} to {}", milliseconds(*least), milliseconds(*most))
         };
         times.push(Bar::of(program.as_str(), *least, Tone::Second, note));
-        memory.extend(peak_bytes_in_use.map(|peak| Bar::of(program.as_str(), peak, Tone::Second, bytes(peak))));
+        memory.extend(
+            peak_bytes_in_use
+                .map(|peak| peak as f64)
+                .map(|peak| Bar::of(program.as_str(), peak, Tone::Second, bytes(peak))),
+        );
     }
     // An LM head has four extents, and then no logits need to lie anywhere.
     let width = if first.dtype == "f32" { 4.0 } else { 2.0 };
     let logits = (first.shape.len() == 3).then(|| first.shape.iter().map(|&n| n as f64).product::<f64>() * width);
     html! {
-        h3 { (clipped(&first.size())) }
+        h3 { (clipped(&size(first))) }
         (bars(&times, None, &html! { "time of one step: the longer of a program's two is its lower bound" }))
         (bars(&memory, logits, &html! { "peak memory" @if logits.is_some() { "; the line is the size of the logits" } }))
     }
@@ -102,7 +60,7 @@ fn body(rows: &[&Compiled]) -> Markup {
             "Compiled ahead of time: bytes are facts, times are lower bounds at the assumed clock and the documented bandwidth."
         }
         (key(&[(Tone::First, "HBM traffic, memory"), (Tone::Third, "cycles"), (Tone::Second, "recorded on hardware by the seed project")]))
-        @for group in rows.chunk_by(|a, b| a.size() == b.size()) { (together(group)) }
+        @for group in rows.chunk_by(|a, b| size(a) == size(b)) { (together(group)) }
         div.scroll { table {
             thead { tr {
                 th { "shape a device" } th { "program" } th.number { "peak" } th.number { "cycles" } th.number { "clock" } th.number { "HBM" }
@@ -110,11 +68,11 @@ fn body(rows: &[&Compiled]) -> Markup {
             } }
             tbody { @for row in rows { tr {
                 td { (shape(&row.shape)) " " (clipped(&row.dtype)) } td { (clipped(&row.implementation)) }
-                td.number { (bytes(row.memory.peak_bytes)) } td.number { (count(row.cycles)) }
-                td.number { (short(row.clock_ghz)) " GHz" } td.number { (bytes(row.hbm_bytes)) }
-                td.number { (milliseconds(row.bound.predicted_ms)) } td { (clipped(&row.bound.limit)) }
-                td.number { (row.recorded.as_ref().map_or("–".into(), |recorded| milliseconds(recorded.step_ms[0]))) }
-                td.number { (row.recorded.as_ref().map_or("–".into(), |recorded| short(row.bound.predicted_ms / recorded.step_ms[0]))) }
+                td.number { (bytes(row.memory.peak_bytes as f64)) } td.number { (count(row.cycles)) }
+                td.number { (short(row.clock_ghz)) " GHz" } td.number { (bytes(row.hbm_bytes as f64)) }
+                td.number { (milliseconds(row.bound.predicted_ms)) } td { (row.bound.limit.name()) }
+                td.number { (row.recorded.as_ref().map_or("–".into(), |beside| milliseconds(beside.recorded.step_ms[0]))) }
+                td.number { (row.recorded.as_ref().map_or("–".into(), |beside| short(row.bound.predicted_ms / beside.recorded.step_ms[0]))) }
             } } }
         } }
     }
@@ -126,9 +84,10 @@ impl Part for Compiled {
     }
 
     fn summary(&self) -> String {
-        let Bound { predicted_ms, limit, .. } = &self.bound;
-        let peak = bytes(self.memory.peak_bytes);
-        format!("{}, {}: at least {} ({limit}), {peak}", self.implementation, self.size(), milliseconds(*predicted_ms))
+        let Bound { predicted_ms, limit, .. } = self.bound;
+        let peak = bytes(self.memory.peak_bytes as f64);
+        let (least, limit) = (milliseconds(predicted_ms), limit.name());
+        format!("{}, {}: at least {least} ({limit}), {peak}", self.implementation, size(self))
     }
 
     fn body(&self) -> Markup {

@@ -4,17 +4,17 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use assay_schema::ab::Comparison;
+use assay_schema::bench::Bench;
+use assay_schema::compile::{Compiled, Table};
+use assay_schema::mutants::Mutants;
+use assay_schema::parity::Parity;
+use assay_schema::verdicts::Verdicts;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::ab::Comparison;
-use super::bench::Bench;
-use super::compiled::{Compiled, Table};
-use super::mutants::Mutants;
 use super::number::clipped;
-use super::parity::Parity;
 use super::part::Part;
-use super::verdicts::Verdicts;
 
 /// Longest input accepted, in bytes. A replay of everything needs one or two million.
 pub const LONGEST: u64 = 16 << 20;

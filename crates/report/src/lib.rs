@@ -1,4 +1,5 @@
-//! One page from the JSON of other commands: verdicts, times, memory, mutants, recorded runs and training curves.
+//! One page from the JSON of other commands, as [`assay_schema`] has it: verdicts, times, memory, mutants, recorded runs and
+//! training curves.
 //!
 //! The page is one HTML file that needs no network and no script. Every part carries the command that made its figures.
 //! Inputs come from strangers: [`Input::read`] bounds them, their text is escaped wherever it appears, and what cannot be
@@ -7,7 +8,7 @@
 //! Plots are SVG by `plotters`, whose colours are stand-ins that the page's style replaces, so that one drawing serves
 //! light, dark and paper.
 
-pub mod ab;
+mod ab;
 mod bench;
 mod compiled;
 mod input;

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use assay_schema::verdicts::{Check, Ignored, Status, Verdicts};
 use maud::{Markup, html};
-use serde::Deserialize;
 
 use super::number::{clipped, or_dash, short};
 use super::part::Part;
@@ -12,90 +12,28 @@ use super::plot::{Strip, Tone, histogram, key, strips};
 /// Id under which the reference itself is compared with recorded values.
 const REFERENCE: &str = "reference";
 
-#[derive(Deserialize)]
-pub(super) struct Verdicts {
-    pass: bool,
-    checks: Vec<Check>,
-    #[serde(default)]
-    ignored: Vec<Ignored>,
-    #[serde(default)]
-    invariance: Vec<Compared>,
-    /// Upper edges of all buckets of the histograms but the last, which is open.
-    #[serde(default)]
-    ulp_edges: Vec<f64>,
-}
-
-#[derive(Deserialize)]
-struct Check {
-    fixture: String,
-    #[serde(rename = "impl")]
-    implementation: String,
-    #[serde(default = "one")]
-    devices: u64,
-    output: String,
-    worst: Option<f64>,
-    limit: Option<f64>,
-    #[serde(default)]
-    at: String,
-    verdict: Status,
-    #[serde(default)]
-    dtype: Option<String>,
-    #[serde(default)]
-    ulp: Option<Vec<u64>>,
-}
-
-fn one() -> u64 {
-    1
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Status {
-    Pass,
-    Fail,
-    Nonfinite,
-}
-
-#[derive(Deserialize)]
-pub(super) struct Ignored {
-    what: String,
-    why: String,
-}
-
-#[derive(Deserialize)]
-struct Compared {
-    fixture: String,
-    #[serde(rename = "impl")]
-    implementation: String,
-    devices: [u64; 2],
-    same: Vec<String>,
-    other: Vec<String>,
-}
-
-impl Check {
-    fn name(&self) -> String {
-        if self.devices == 1 {
-            self.implementation.clone()
-        } else {
-            format!("{} ×{}", self.implementation, self.devices)
-        }
+fn name(check: &Check) -> String {
+    if check.devices == 1 {
+        check.implementation.clone()
+    } else {
+        format!("{} ×{}", check.implementation, check.devices)
     }
+}
 
-    /// `error / limit`; beyond everything where the judge rejected a value that has no error.
-    fn share(&self) -> f64 {
-        match (self.worst, self.limit) {
-            (Some(worst), Some(limit)) if worst > 0.0 && limit >= 0.0 => worst / limit,
-            _ if self.verdict != Status::Pass => f64::INFINITY,
-            _ => 0.0,
-        }
+/// `error / limit`; beyond everything where the judge rejected a value that has no error.
+fn share(check: &Check) -> f64 {
+    match (check.worst, check.limit) {
+        (Some(worst), Some(limit)) if worst > 0.0 && limit >= 0.0 => worst / limit,
+        _ if check.verdict != Status::Pass => f64::INFINITY,
+        _ => 0.0,
     }
+}
 
-    fn word(&self) -> &'static str {
-        match self.verdict {
-            Status::Pass => "pass",
-            Status::Fail => "fail",
-            Status::Nonfinite => "nonfinite",
-        }
+fn word(status: Status) -> &'static str {
+    match status {
+        Status::Pass => "pass",
+        Status::Fail => "fail",
+        Status::Nonfinite => "nonfinite",
     }
 }
 
@@ -114,7 +52,7 @@ fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> M
     let mut cells: BTreeMap<(String, String), &Check> = BTreeMap::new();
     for check in checks {
         let cell = cells.entry((row_of(check), column_of(check))).or_insert(check);
-        let worse = (check.verdict != Status::Pass, check.share()) > (cell.verdict != Status::Pass, cell.share());
+        let worse = (check.verdict != Status::Pass, share(check)) > (cell.verdict != Status::Pass, share(cell));
         if worse {
             *cell = check;
         }
@@ -140,7 +78,7 @@ fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> M
 }
 
 fn cell(check: &Check) -> Markup {
-    let share = check.share();
+    let share = share(check);
     let place = format!("{}: error {}, limit {}", check.fixture, or_dash(check.worst), or_dash(check.limit));
     let (class, text) = match check.verdict {
         Status::Nonfinite => ("bad", "NaN or ∞".into()),
@@ -164,10 +102,10 @@ fn lines(checks: &[&Check]) -> Markup {
             tbody {
                 @for check in checks {
                     tr {
-                        td { (clipped(&check.fixture)) } td { (clipped(&check.name())) } td { (clipped(&check.output)) }
+                        td { (clipped(&check.fixture)) } td { (clipped(&name(check))) } td { (clipped(&check.output)) }
                         td.number { (or_dash(check.worst)) } td.number { (or_dash(check.limit)) }
                         td { (clipped(&check.at)) }
-                        td class=(if check.verdict == Status::Pass { "well" } else { "bad" }) { (check.word()) }
+                        td class=(if check.verdict == Status::Pass { "well" } else { "bad" }) { (word(check.verdict)) }
                     }
                 }
             }
@@ -193,38 +131,36 @@ pub(super) fn not_checked(ignored: &[Ignored]) -> Markup {
 /// A strip for each output.
 fn errors(checks: &[&Check], caption: &Markup) -> Markup {
     let strip = |output: String| {
-        let shares = checks.iter().filter(|check| check.output == output).map(|check| check.share()).collect();
+        let shares = checks.iter().filter(|check| check.output == output).map(|check| share(check)).collect();
         Strip { name: output, shares }
     };
     let all: Vec<Strip> = distinct(checks, |check| check.output.clone()).into_iter().map(strip).collect();
     strips(&all, caption)
 }
 
-impl Verdicts {
-    fn failed(&self) -> Vec<&Check> {
-        self.checks.iter().filter(|check| check.verdict != Status::Pass).collect()
-    }
+fn failed(verdicts: &Verdicts) -> Vec<&Check> {
+    verdicts.checks.iter().filter(|check| check.verdict != Status::Pass).collect()
+}
 
-    /// Errors in ulp of all implementations, by output and dtype.
-    fn histograms(&self, checks: &[&Check]) -> Markup {
-        let buckets = self.ulp_edges.len() + 1;
-        let counted = |check: &&&Check| check.ulp.as_ref().is_some_and(|counts| counts.len() == buckets);
-        let counted: Vec<&Check> = checks.iter().filter(counted).copied().collect();
-        let name = |check: &Check| format!("{}, {}", check.output, check.dtype.as_deref().unwrap_or("dtype unknown"));
-        let mut labels: Vec<String> = self.ulp_edges.iter().map(|edge| format!("≤{}", ulps(*edge))).collect();
-        labels.push("more".into());
-        html! {
-            @if !counted.is_empty() {
-                h3 { "Errors in ulp" }
-                p {
-                    "Elements by the distance from the exact value, in units in the last place of the output's own dtype, over all "
-                    "implementations and problems. Up to ½ is the exact value, rounded. The axis is logarithmic: single elements show."
-                }
-                div.several {
-                    @for group in distinct(&counted, name) {
-                        @let counts = total(counted.iter().filter(|check| name(check) == group), buckets);
-                        (histogram(&labels, &counts, &html! { (clipped(&group)) }))
-                    }
+/// Errors in ulp of all implementations, by output and dtype; `edges` are the upper ones of all buckets but the last.
+fn histograms(edges: &[f64], checks: &[&Check]) -> Markup {
+    let buckets = edges.len() + 1;
+    let counted = |check: &&&Check| check.ulp.as_ref().is_some_and(|counts| counts.len() == buckets);
+    let counted: Vec<&Check> = checks.iter().filter(counted).copied().collect();
+    let name = |check: &Check| format!("{}, {}", check.output, check.dtype.as_deref().unwrap_or("dtype unknown"));
+    let mut labels: Vec<String> = edges.iter().map(|edge| format!("≤{}", ulps(*edge))).collect();
+    labels.push("more".into());
+    html! {
+        @if !counted.is_empty() {
+            h3 { "Errors in ulp" }
+            p {
+                "Elements by the distance from the exact value, in units in the last place of the output's own dtype, over all "
+                "implementations and problems. Up to ½ is the exact value, rounded. The axis is logarithmic: single elements show."
+            }
+            div.several {
+                @for group in distinct(&counted, name) {
+                    @let counts = total(counted.iter().filter(|check| name(check) == group), buckets);
+                    (histogram(&labels, &counts, &html! { (clipped(&group)) }))
                 }
             }
         }
@@ -254,7 +190,7 @@ impl Part for Verdicts {
     }
 
     fn summary(&self) -> String {
-        let failed = self.failed().len();
+        let failed = failed(self).len();
         format!("{} checks passed, {failed} failed, {} not made", self.checks.len() - failed, self.ignored.len())
     }
 
@@ -263,7 +199,7 @@ impl Part for Verdicts {
             self.checks.iter().filter(|check| (check.implementation == REFERENCE) == reference).collect()
         };
         let (kernels, reference) = (of(false), of(true));
-        let failed = self.failed();
+        let failed = failed(self);
         html! {
             @if !failed.is_empty() {
                 h3 { "What failed" }
@@ -276,11 +212,11 @@ impl Part for Verdicts {
                     "dtype is within the limit, and of bf16 it takes nearly all: 1.00× is then a value that was rounded right."
                  }
                 (key(&[(Tone::Third, "within half of the limit"), (Tone::Second, "beyond half"), (Tone::Bad, "beyond the limit")]))
-                (matrix(&kernels, "implementation", Check::name, |check| check.output.clone()))
+                (matrix(&kernels, "implementation", name, |check| check.output.clone()))
                 h3 { "Error against limit" }
                 p { "A dot for the worst element of each problem and implementation. Left of the line is right." }
                 (errors(&kernels, &html! { "error / limit, by output" }))
-                (self.histograms(&kernels))
+                (histograms(&self.ulp_edges, &kernels))
             }
             @if !reference.is_empty() {
                 h3 { "The reference against recorded values" }

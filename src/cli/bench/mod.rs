@@ -36,6 +36,7 @@ use crate::judge::report::{Check, Report, explain, on_devices};
 use crate::judge::tolerance::Tolerances;
 use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
 use crate::problem::{Dtype, Extents};
+use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
 
 #[derive(Args)]
@@ -126,7 +127,7 @@ impl Bench {
                 for failure in failures {
                     super::print(&format!("{failure}\n"))?;
                 }
-                self.printing.finish(&report.table(), &report)?;
+                self.printing.finish(&report.table(), &Verdicts::from(report))?;
                 Ok(Passed::No)
             }
         }

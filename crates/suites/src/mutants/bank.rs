@@ -1,7 +1,5 @@
 //! The bugs: one small change each to a correct kernel.
 
-use serde::Serialize;
-
 /// A deliberately wrong kernel: what [`Specimen`](super::Specimen) becomes with one bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mutant {
@@ -18,8 +16,7 @@ pub struct Mutant {
 }
 
 /// What goes wrong. Every class has a property that targets it: [`Class::property`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
     /// Tiles of the vocabulary, and the tail that does not fill one.
     Columns,

@@ -8,7 +8,6 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal, Uniform};
 use rayon::prelude::*;
-use serde::Serialize;
 
 use super::specimen::Specimen;
 use super::{Mutant, QWEN_VOCABULARY};
@@ -19,29 +18,7 @@ use assay_core::spec::{
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::invariance::Invariance;
-
-/// What a project's tests say of a mutant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Cell {
-    /// Its outputs have the bits of the correct kernel's: these inputs do not reach the bug.
-    NotExercised,
-    /// Its outputs differ, and are accepted.
-    Passes,
-    /// They are rejected.
-    Caught,
-}
-
-impl Cell {
-    /// Its word in tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Cell::NotExercised => "not exercised",
-            Cell::Passes => "passes",
-            Cell::Caught => "caught",
-        }
-    }
-}
+pub use assay_schema::mutants::Cell;
 
 /// The tests of one project.
 #[derive(Clone, Copy, Debug)]

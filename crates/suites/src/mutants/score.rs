@@ -5,7 +5,6 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use rayon::prelude::*;
-use serde::Serialize;
 
 use super::elsewhere::{Cell, PROJECTS, Tests};
 use super::run::{Case, Kill, Suite};
@@ -13,6 +12,7 @@ use super::specimen::Specimen;
 use super::{Class, Mutant};
 use assay_core::implementation::Implementation;
 use assay_judge::judgeable::Judgeable;
+use assay_schema::mutants as schema;
 
 /// Mutants, and what has rejected each so far.
 pub struct Trial {
@@ -58,7 +58,7 @@ impl Trial {
 }
 
 /// What became of the mutants.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Score {
     /// How many there were.
     pub total: usize,
@@ -73,7 +73,7 @@ pub struct Score {
 }
 
 /// What became of one mutant.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Outcome {
     /// Named after the bug.
     pub name: &'static str,
@@ -114,6 +114,37 @@ impl Outcome {
             cases: kill.map_or(cases, |kill| kill.cases),
             passes_elsewhere: passes.map(|(name, _)| *name).collect(),
             elsewhere,
+        }
+    }
+}
+
+impl From<Outcome> for schema::Mutant {
+    fn from(outcome: Outcome) -> Self {
+        Self {
+            name: outcome.name.into(),
+            class: outcome.class.name().into(),
+            does: outcome.does.into(),
+            seen: outcome.seen.into(),
+            killed_by: outcome.killed_by,
+            gate: outcome.gate,
+            case: outcome.case,
+            devices: outcome.devices,
+            cases: outcome.cases,
+            elsewhere: outcome.elsewhere.into_iter().map(|(project, cell)| (project.into(), cell)).collect(),
+            passes_elsewhere: outcome.passes_elsewhere.into_iter().map(String::from).collect(),
+        }
+    }
+}
+
+impl From<Score> for schema::Mutants {
+    fn from(score: Score) -> Self {
+        Self {
+            total: score.total,
+            killed: score.killed,
+            survived: score.survived.into_iter().map(String::from).collect(),
+            cases: score.cases,
+            mutants: score.mutants.into_iter().map(Into::into).collect(),
+            ignored: Vec::new(),
         }
     }
 }

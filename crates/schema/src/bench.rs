@@ -1,0 +1,179 @@
+//! How long one implementation takes for one batch, and how much memory: `assay bench`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+
+use crate::number::{nan, or_nan};
+
+/// What was measured, under the seed project's keys. Times are seconds unless the key says otherwise, memory is bytes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Bench {
+    /// Id of the implementation.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// Devices that it ran on.
+    pub devices: usize,
+    /// `[B, T, V]` or `[B, T, H, V]`.
+    pub shape: Vec<usize>,
+    /// Of logits, or of hidden states and head.
+    pub dtype: String,
+    /// With an LM head: the extents of what was judged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub judged_shape: Option<Vec<usize>>,
+    /// With an LM head: how it lies, `hv` or `vh`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layout: Option<String>,
+    /// With an LM head: whether its logits are rounded to the dtype.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounds_logits: Option<bool>,
+    /// Steps after the first, before any was timed.
+    #[serde(default)]
+    pub warmup: usize,
+    /// Steps timed.
+    pub steps: usize,
+    /// Compiling, where the implementation does, and the first step.
+    pub first_call_s: f64,
+    /// The mean, in milliseconds.
+    #[serde(default = "nan", deserialize_with = "or_nan")]
+    pub avg_step_ms: f64,
+    /// The mean.
+    #[serde(default = "nan", deserialize_with = "or_nan")]
+    pub step_s_mean: f64,
+    /// The median: the smallest step that half of them do not exceed.
+    pub step_s_p50: f64,
+    /// The smallest step that nine in ten do not exceed.
+    pub step_s_p90: f64,
+    /// The fastest.
+    pub step_s_min: f64,
+    /// The slowest.
+    pub step_s_max: f64,
+    /// On logits: 10⁹ bytes a second over the median step, of logits read and dlogits written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gb_per_s: Option<f64>,
+    /// With an LM head: 10⁹ operations a second over the median step, of its three products.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gflop_per_s: Option<f64>,
+    /// Threads of kernels on this machine's cores.
+    pub threads: usize,
+    /// The instruction set, where it runs on them.
+    pub isa: Option<String>,
+    /// The opponents that took turns with it.
+    #[serde(flatten)]
+    pub ratios: Ratios,
+    /// The bound's median over the median step: what part of the time any implementation needs. The bound is a copy of the
+    /// logits, or with an LM head its three products.
+    pub roofline_share: Option<f64>,
+    /// Of the first device, as is every figure of memory: bytes in use when the arguments lie there.
+    pub mem_after_alloc: Option<i64>,
+    /// Bytes in use when the outputs of the last step lie there.
+    pub mem_after_run: Option<i64>,
+    /// The most bytes that were in use.
+    pub peak_bytes_in_use: Option<i64>,
+    /// The most bytes that were reserved.
+    pub peak_bytes_reserved: Option<i64>,
+    /// Of the compiled program, as are the next three: inputs.
+    pub argument_bytes: Option<i64>,
+    /// Outputs, those that lie over an input included.
+    pub output_bytes: Option<i64>,
+    /// Scratch.
+    pub temp_bytes: Option<i64>,
+    /// Outputs that lie over an input.
+    pub alias_bytes: Option<i64>,
+    /// Why a figure is `null`, by its key.
+    #[serde(default)]
+    pub why_null: BTreeMap<String, String>,
+}
+
+/// The median step over that of each opponent, by the opponent's name. Each is written under a key of its own,
+/// `ratio_to_copy` and the like.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ratios(pub BTreeMap<String, f64>);
+
+/// How the keys of ratios begin.
+const RATIO: &str = "ratio_to_";
+
+impl Ratios {
+    /// The key that the ratio to `opponent` is written under.
+    pub fn key(opponent: &str) -> String {
+        format!("{RATIO}{opponent}")
+    }
+}
+
+impl Serialize for Ratios {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(opponent, ratio)| (Self::key(opponent), ratio)))
+    }
+}
+
+impl<'de> Deserialize<'de> for Ratios {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(RatioVisitor)
+    }
+}
+
+/// A number, or what is passed over.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Ratio {
+    Number(f64),
+    Other(IgnoredAny),
+}
+
+struct RatioVisitor;
+
+impl<'de> Visitor<'de> for RatioVisitor {
+    type Value = Ratios;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "an object whose keys with `{RATIO}` are ratios")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Ratios, A::Error> {
+        let mut ratios = BTreeMap::new();
+        while let Some(key) = map.next_key::<String>()? {
+            let value = map.next_value::<Ratio>()?;
+            if let (Some(opponent), Ratio::Number(ratio)) = (key.strip_prefix(RATIO), value) {
+                ratios.insert(opponent.into(), ratio);
+            }
+        }
+        Ok(Ratios(ratios))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// What the page cannot do without, and what a stranger may put beside it.
+    fn least() -> Value {
+        json!({"command": "assay bench", "impl": "native", "devices": 1, "shape": [1, 4, 65], "dtype": "bf16", "steps": 3,
+               "first_call_s": 0.5, "step_s_p50": 0.25, "step_s_p90": 0.25, "step_s_min": 0.25, "step_s_max": 1,
+               "threads": 2, "nobody": {"knows": [1, null]}, "ratio_to_copy": 2, "ratio_to_gemm": "none"})
+    }
+
+    #[test]
+    fn ratios_stand_under_keys_of_their_own_and_the_rest_is_passed_over() {
+        let read: Bench = serde_json::from_value(least()).unwrap();
+        assert_eq!(read.ratios, Ratios(BTreeMap::from([("copy".into(), 2.0)])));
+        assert_eq!((read.step_s_max, read.isa.as_deref(), read.warmup), (1.0, None, 0));
+        assert!(read.avg_step_ms.is_nan());
+        let written = serde_json::to_value(&read).unwrap();
+        assert_eq!((&written["ratio_to_copy"], &written["isa"]), (&json!(2.0), &Value::Null));
+        assert!(
+            written.get("gb_per_s").is_none() && written.get("layout").is_none() && written.get("nobody").is_none()
+        );
+    }
+
+    #[test]
+    fn a_field_that_is_lacking_is_named() {
+        let mut lacking = least();
+        lacking.as_object_mut().unwrap().remove("step_s_p90");
+        let error = serde_json::from_value::<Bench>(lacking).unwrap_err();
+        assert_eq!(error.to_string(), "missing field `step_s_p90`");
+    }
+}

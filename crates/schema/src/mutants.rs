@@ -1,0 +1,69 @@
+//! Deliberately wrong kernels and who rejects them: `assay mutants`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::verdicts::Ignored;
+
+/// What became of the mutants.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Mutants {
+    /// How many there were.
+    #[serde(default)]
+    pub total: usize,
+    /// How many the suite rejected.
+    #[serde(default)]
+    pub killed: usize,
+    /// Those that it accepted.
+    pub survived: Vec<String>,
+    /// Cases that the correct kernel passed, on each number of devices.
+    pub cases: usize,
+    /// Each of them.
+    pub mutants: Vec<Mutant>,
+    /// What was left out, and why.
+    #[serde(default)]
+    pub ignored: Vec<Ignored>,
+}
+
+/// What became of one mutant.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Mutant {
+    /// Named after the bug.
+    pub name: String,
+    /// What kind of mistake it is.
+    pub class: String,
+    /// What it computes instead.
+    pub does: String,
+    /// Where it was seen; empty where it is only conceivable.
+    #[serde(default)]
+    pub seen: String,
+    /// The gate and the case that rejected it first; `None` where it survived.
+    pub killed_by: Option<String>,
+    /// The gate.
+    pub gate: Option<String>,
+    /// The case.
+    pub case: Option<String>,
+    /// Devices that it ran on there.
+    pub devices: Option<usize>,
+    /// Cases that it was given, the last among them.
+    pub cases: usize,
+    /// What the tests of others say of it, by project.
+    #[serde(default)]
+    pub elsewhere: BTreeMap<String, Cell>,
+    /// The projects that accept it.
+    #[serde(default)]
+    pub passes_elsewhere: Vec<String>,
+}
+
+/// What a project's tests say of a mutant, the mildest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cell {
+    /// Its outputs have the bits of the correct kernel's: these inputs do not reach the bug.
+    NotExercised,
+    /// Its outputs differ, and are accepted.
+    Passes,
+    /// They are rejected.
+    Caught,
+}
