@@ -31,6 +31,8 @@ pub use assay_tpu as tpu;
 #[cfg(feature = "train")]
 pub use assay_train::{record, train};
 
+pub mod bench;
+pub mod case;
 pub mod cli;
 
 /// The README's example is compiled and run.

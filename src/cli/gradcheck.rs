@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::case::Case;
 use super::problem_choice::AnyProblem;
 use super::{CliError, Passed, PluginChoice, Printing, config};
+use crate::case::Case;
 use crate::judge::judge::Status;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, explain};
@@ -49,7 +49,7 @@ struct Outcomes {
 impl Gradcheck {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let config: Case = config::read(&self.config)?;
-        match config.batch.problem(&config.spec, &self.config)? {
+        match AnyProblem::of(&config.batch, &config.spec, &self.config)? {
             AnyProblem::Logits(problem) => self.check(&config, &problem),
             AnyProblem::Head(problem) => self.check(&config, &problem),
         }
@@ -57,7 +57,8 @@ impl Gradcheck {
 
     fn check<P: Differentiated>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
-        let implementation = config.kernel.implementation::<P>(&self.config, self.plugin.checked_path()?)?;
+        let plugin = self.plugin.checked_path()?;
+        let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;
         let reference = problem.evaluate(&config.spec).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let (loss_ref, loss_kernel) = (P::on_logits(&reference).loss(), P::loss(&outcome));

@@ -3,7 +3,6 @@
 #[cfg(feature = "train")]
 mod ab;
 mod bench;
-mod case;
 #[cfg(feature = "pjrt")]
 mod compile;
 #[cfg(feature = "pjrt")]
@@ -47,12 +46,12 @@ use clap::{Args, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+use crate::bench::BenchError;
 use crate::fixture::FixtureError;
 use crate::implementation::RunError;
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::JudgeError;
 use crate::judge::tolerance::ToleranceError;
-use crate::memory::Shortage;
 use crate::problem::ProblemError;
 #[cfg(feature = "train")]
 use crate::record::RecordError;
@@ -210,7 +209,7 @@ enum CliError {
     #[error(transparent)]
     Measure(#[from] MeasureError),
     #[error(transparent)]
-    Memory(#[from] Shortage),
+    Bench(#[from] BenchError),
     #[error(transparent)]
     Preset(#[from] PresetError),
     #[error(transparent)]

@@ -1,10 +1,11 @@
 //! The problem and the loss that a command is about.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
 use super::{CliError, config};
+use crate::case::{Batch, beside};
 use crate::fixture::{ProblemFile, verify};
 use crate::problem::{HeadProblem, Problem, ProblemError};
 use crate::spec::LossSpec;
@@ -22,6 +23,19 @@ impl AnyProblem {
             return Ok(Self::Head(file.head_problem(old_logp)?));
         }
         Ok(Self::Logits(file.problem(logits, old_logp)?))
+    }
+
+    /// That of a case, which stands in the file `case`.
+    pub(super) fn of(batch: &Batch, spec: &LossSpec, case: &Path) -> Result<Self, CliError> {
+        match batch {
+            Batch::Generate(recipe) => Ok(Self::Logits(recipe.problem(spec)?)),
+            Batch::GenerateHead(recipe) => Ok(Self::Head(recipe.problem(spec)?)),
+            Batch::Fixture(batch) => {
+                let path = beside(case, &batch.path);
+                verify(&path)?;
+                Self::read(&ProblemFile::open(&path)?, &batch.logits, batch.old_logp.as_deref())
+            }
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! `assay bench`: how long one implementation takes for one batch, how much memory, and how much longer than others, than a
+//! The bench engine: how long one implementation takes for one batch, how much memory, and how much longer than others, than a
 //! mere copy of the logits, or with an LM head than its three products.
 //!
 //! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again: for
@@ -14,145 +14,161 @@
 
 mod workload;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use clap::{ArgGroup, Args, value_parser};
-use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
-use serde::Serialize;
+use serde::Deserialize;
 
 use self::workload::Workload;
-use super::case::{Batch, Case, Counts, Kernel};
-use super::head_choice::HeadChoice;
-use super::{CliError, Passed, PluginChoice, Printing, config};
+use crate::case::{Batch, Case, Counts, Kernel};
 use crate::implementation::{Answer, Implementation, Input, Prepared, RunError, Step, Unavailable};
-use crate::judge::generate::{Recipe, Regime};
-use crate::judge::judge::{Status, Verdict};
+use crate::judge::generate::RecipeError;
+use crate::judge::judge::{JudgeError, Status, Verdict};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, explain, on_devices};
 use crate::judge::tolerance::Tolerances;
-use crate::memory::{CompiledMemory, DeviceMemory, available_host_bytes, expect_room};
-use crate::problem::{Dtype, Extents};
-use crate::schema::verdicts::Verdicts;
+use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
+use crate::schema::bench::{Bench, Ratios};
 use crate::spec::LossSpec;
 
-#[derive(Args)]
-#[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
-pub(super) struct Bench {
-    /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// The implementation, with the default loss
-    #[arg(long = "impl", value_name = "ID")]
-    implementation: Option<String>,
-    /// Extents of the logits, half a gigabyte in bf16 if none are given; with an LM head `BxTxHxV`
-    #[arg(long, value_name = "BxTxV", requires = "implementation", default_value = "1x1792x151936")]
-    shape: Extents,
-    /// Dtype of the logits, or of hidden states and head
-    #[arg(long, requires = "implementation", default_value = "bf16")]
-    dtype: Dtype,
-    #[command(flatten)]
-    head: HeadChoice,
-    /// Take turns with another implementation, with a copy of the logits, or with the products of an LM head
-    #[arg(long, value_name = "ID|copy|gemm")]
-    against: Vec<String>,
-    /// Threads of kernels on this machine's cores, of the copy and of the products; all cores if none are given
-    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
-    #[command(flatten)]
-    plugin: PluginChoice,
-    #[command(flatten)]
-    printing: Printing,
+/// What a bench is told beside its [`Case`].
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Options {
+    /// The file that the case was read from; paths in it are relative to its folder.
+    pub file: PathBuf,
+    /// Ids of implementations that take turns with it, `copy` for a copy of the logits, `gemm` for the products of an LM head.
+    pub against: Vec<String>,
+    /// Threads of kernels on this machine's cores, of the copy and of the products; all cores if `None`.
+    pub threads: Option<NonZeroUsize>,
+    /// The PJRT plugin of implementations that need one; as in [`registry`](crate::registry::registry) if `None`.
+    pub plugin: Option<PathBuf>,
+    /// The command that makes the same bench again, for the words on a wrong answer.
+    pub command: String,
 }
 
-impl Bench {
-    pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let file = self.config.clone().unwrap_or_default();
-        let (case, command) = self.case()?;
-        match &case.batch {
-            Batch::Generate(recipe) => self.bench(&file, &case, recipe, &command),
-            Batch::GenerateHead(recipe) => self.bench(&file, &case, recipe, &command),
-            Batch::Fixture(_) => {
-                let reason = "`batch`: got `fixture`, expected `generate` or `generate_head`: a bench is of a shape";
-                Err(CliError::Config { path: file, reason: reason.into() })
-            }
-        }
-    }
+/// How far a bench is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// What it does now.
+    Doing(&'static str),
+    /// It has made one of its steps, of which there are [`Counts::all`].
+    Step,
+}
 
-    fn bench<W: Workload>(&self, file: &Path, case: &Case, recipe: &W, command: &str) -> Result<Passed, CliError> {
-        let invalid = |reason: &str| CliError::Config { path: file.into(), reason: reason.into() };
-        if recipe.recipe().masked_garbage {
-            let given = "masked_garbage`: got true, expected false: every token of a bench counts";
-            return Err(invalid(&format!("`{}.{given}", W::FIELD)));
-        }
-        if case.bench.steps == 0 {
-            return Err(invalid("`bench.steps`: got 0, expected at least 1"));
-        }
-        let plugin = self.plugin.checked_path()?;
-        let implementation = case.kernel.implementation(file, plugin)?;
-        let opponents = self
-            .against
-            .iter()
-            .map(|id| {
-                if id == W::BOUND {
-                    return Ok(Opponent::Bound);
-                }
-                Ok(Opponent::Implementation(Kernel::of(id).implementation(file, plugin)?))
-            })
-            .collect::<Result<_, CliError>>()?;
-        let subject = Subject {
-            implementation: &*implementation,
-            spec: &case.spec,
-            recipe,
-            devices: case.kernel.devices,
-            opponents,
-        };
-        let measure = || subject.measure(case.bench, available_host_bytes(), command, &self.printing);
-        let measured = match self.threads {
-            None => measure()?,
-            Some(threads) => {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build();
-                pool.map_err(|error| CliError::Usage(format!("--threads {threads}: {error}")))?.install(measure)?
-            }
-        };
-        match measured {
-            Measured::Right(figures) => {
-                self.printing.finish(&figures.table(), &figures)?;
-                Ok(Passed::Yes)
-            }
-            Measured::Wrong { report, failures } => {
-                for failure in failures {
-                    super::print(&format!("{failure}\n"))?;
-                }
-                self.printing.finish(&report.table(), &Verdicts::from(report))?;
-                Ok(Passed::No)
-            }
-        }
-    }
+/// Who hears of it.
+type Told<'t> = &'t mut (dyn FnMut(Progress) + Send);
 
-    /// What to measure, and the command that says so.
-    fn case(&self) -> Result<(Case, String), CliError> {
-        let Some(id) = &self.implementation else {
-            let config = self.config.as_ref().expect("one of the two is required");
-            return Ok((config::read(config)?, format!("assay bench --config {}", config.display())));
-        };
-        let recipe = Recipe {
-            shape: self.shape.logits(),
-            dtype: self.dtype,
-            regime: Regime::Peaked,
-            seed: 0,
-            // So near to the policy that no token is clipped: one that is costs less.
-            old_logp_noise_scale: 0.03,
-            masked_garbage: false,
-        };
-        let recipe = self.head.recipe(self.shape, recipe)?;
-        let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
-        let command = format!("assay bench --impl {id} --shape {shape} --dtype {dtype}{head}");
-        Ok((Case::of(recipe, id), command))
+/// What a bench came to.
+#[derive(Debug)]
+pub enum Measured {
+    /// The answer was right, and this is what it cost.
+    Right(Box<Bench>),
+    /// It was not.
+    Wrong {
+        /// The verdicts on the first step.
+        report: Report,
+        /// Those that failed, in words.
+        failures: Vec<String>,
+    },
+}
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The case says something that no bench is of.
+    #[error("`{field}`: got {given}, expected {expected}")]
+    Setting {
+        /// The field.
+        field: String,
+        /// Its value.
+        given: &'static str,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// An implementation is not there, or does not run here.
+    #[error("{0}")]
+    Implementation(String),
+    /// That many threads cannot be had.
+    #[error("threads: got {given}: {reason}")]
+    Threads {
+        /// How many were asked for.
+        given: NonZeroUsize,
+        /// Why not.
+        reason: String,
+    },
+    /// The recipe makes no problem.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// This machine has too little memory.
+    #[error(transparent)]
+    Memory(#[from] Shortage),
+    /// An implementation failed.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// Its answer cannot be judged.
+    #[error(transparent)]
+    Judge(#[from] JudgeError),
+}
+
+/// Measures the kernel of `case` on its batch; `progress` hears how far it is.
+///
+/// # Errors
+/// [`BenchError::Setting`] for a batch from a file, for one with garbage under its mask and for no step;
+/// [`BenchError::Implementation`] where one is not there; [`BenchError::Memory`] before anything large is made, and again
+/// when it is known what the implementations need; what the implementations return.
+pub fn run(
+    case: &Case,
+    options: &Options,
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Measured, BenchError> {
+    match &case.batch {
+        Batch::Generate(recipe) => of_workload(case, recipe, options, progress),
+        Batch::GenerateHead(recipe) => of_workload(case, recipe, options, progress),
+        Batch::Fixture(_) => {
+            let expected = "`generate` or `generate_head`: a bench is of a shape";
+            Err(BenchError::Setting { field: "batch".into(), given: "`fixture`", expected })
+        }
     }
+}
+
+fn of_workload<W: Workload>(
+    case: &Case,
+    recipe: &W,
+    options: &Options,
+    progress: Told,
+) -> Result<Measured, BenchError> {
+    if recipe.recipe().masked_garbage {
+        let field = format!("{}.masked_garbage", W::FIELD);
+        return Err(BenchError::Setting { field, given: "true", expected: "false: every token of a bench counts" });
+    }
+    if case.bench.steps == 0 {
+        return Err(BenchError::Setting { field: "bench.steps".into(), given: "0", expected: "at least 1" });
+    }
+    let found = |kernel: &Kernel| {
+        kernel.implementation(&options.file, options.plugin.as_deref()).map_err(BenchError::Implementation)
+    };
+    let implementation = found(&case.kernel)?;
+    let opponent = |id: &String| {
+        if id == W::BOUND {
+            return Ok(Opponent::Bound);
+        }
+        Ok(Opponent::Implementation(found(&Kernel::of(id))?))
+    };
+    let subject = Subject {
+        implementation: &*implementation,
+        spec: &case.spec,
+        recipe,
+        devices: case.kernel.devices,
+        opponents: options.against.iter().map(opponent).collect::<Result<_, BenchError>>()?,
+    };
+    let mut measure = || subject.measure(case.bench, available_host_bytes(), &options.command, progress);
+    let Some(given) = options.threads else { return measure() };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(given.get()).build();
+    pool.map_err(|error| BenchError::Threads { given, reason: error.to_string() })?.install(measure)
 }
 
 /// What takes turns with the subject.
@@ -171,15 +187,6 @@ struct Subject<'s, W: Workload> {
     opponents: Vec<Opponent<W::Problem>>,
 }
 
-enum Measured {
-    Right(Box<Figures>),
-    /// The verdicts on the first step, and those that failed in words.
-    Wrong {
-        report: Report,
-        failures: Vec<String>,
-    },
-}
-
 impl<W: Workload> Subject<'_, W> {
     /// `available` are the bytes that this machine has left.
     fn measure(
@@ -187,15 +194,14 @@ impl<W: Workload> Subject<'_, W> {
         counts: Counts,
         available: Option<usize>,
         command: &str,
-        printing: &Printing,
-    ) -> Result<Measured, CliError> {
+        progress: Told,
+    ) -> Result<Measured, BenchError> {
         let Self { implementation, spec, recipe, devices, ref opponents } = *self;
         let (shape, dtype) = (recipe.shape(), recipe.recipe().dtype);
         self.expect_room(0, available)?;
         recipe.check(spec)?;
 
-        let progress = printing.progress(counts.warmup + counts.steps + 1);
-        progress.set_message("compiling");
+        progress(Progress::Doing("compiling"));
         let started = Instant::now();
         let prepared = implementation.prepare(spec, shape, dtype, devices)?;
         let compiling = started.elapsed();
@@ -211,7 +217,7 @@ impl<W: Workload> Subject<'_, W> {
         let of_bound = if bounds > 0 { recipe.bound_bytes() } else { 0 };
         self.expect_room(prepared.host_bytes().max(others) + of_bound, available)?;
 
-        progress.set_message("judging");
+        progress(Progress::Doing("judging"));
         let part = recipe.judged_part(devices);
         if let Some(part) = &part {
             let problem = part.unmasked_problem(spec)?;
@@ -223,14 +229,14 @@ impl<W: Workload> Subject<'_, W> {
                 }
             }
         }
-        progress.set_message("generating");
+        progress(Progress::Doing("generating"));
         let problem = recipe.unmasked_problem(spec)?;
-        progress.set_message("the first step");
+        progress(Progress::Doing("the first step"));
         let step = prepared.load(&problem)?;
         let after_alloc = prepared.device_memory();
         let (answer, first) = timed::<W::Problem>(step)?;
         if part.is_none() {
-            progress.set_message("judging");
+            progress(Progress::Doing("judging"));
             if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, answer()?, command)? {
                 return Ok(wrong);
             }
@@ -244,20 +250,20 @@ impl<W: Workload> Subject<'_, W> {
             }
         }
         let mut bound = (bounds > 0).then(|| recipe.bound(&problem));
-        let mut turn = |ready: &Option<Box<dyn Prepared<W::Problem> + '_>>| -> Result<Duration, CliError> {
+        let mut turn = |ready: &Option<Box<dyn Prepared<W::Problem> + '_>>| -> Result<Duration, BenchError> {
             match (ready, &mut bound) {
                 (Some(prepared), _) => Ok(timed::<W::Problem>(prepared.load(&problem)?)?.1),
                 (None, Some(bound)) => Ok(bound()),
                 (None, None) => unreachable!("there is one where it takes a turn"),
             }
         };
-        progress.inc(1);
+        progress(Progress::Step);
 
-        progress.set_message("steps");
+        progress(Progress::Doing("steps"));
         for _ in 0..counts.warmup {
             drop(timed::<W::Problem>(prepared.load(&problem)?)?);
             ready.iter().try_for_each(|ready| turn(ready).map(drop))?;
-            progress.inc(1);
+            progress(Progress::Step);
         }
         let mut steps = Vec::new();
         let mut of_opponents = vec![Vec::new(); opponents.len()];
@@ -270,9 +276,8 @@ impl<W: Workload> Subject<'_, W> {
             for (ready, times) in ready.iter().zip(&mut of_opponents) {
                 times.push(turn(ready)?);
             }
-            progress.inc(1);
+            progress(Progress::Step);
         }
-        progress.finish_and_clear();
         let times = Times { first: compiling + first, steps, of_opponents };
         let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
         Ok(Measured::Right(Box::new(self.figures(counts, times, memory))))
@@ -288,7 +293,7 @@ impl<W: Workload> Subject<'_, W> {
     }
 
     /// Checks that this machine holds the problem while it is made and judged, and then with its outcome and `beside` bytes.
-    fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), CliError> {
+    fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), BenchError> {
         let Self { recipe, implementation, devices, .. } = *self;
         let running = recipe.running_bytes().saturating_add(beside);
         let (shape, dtype) = (recipe.shape(), recipe.recipe().dtype);
@@ -296,7 +301,7 @@ impl<W: Workload> Subject<'_, W> {
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
     }
 
-    fn figures(&self, counts: Counts, times: Times, memory: MemorySeen) -> Figures {
+    fn figures(&self, counts: Counts, times: Times, memory: MemorySeen) -> Bench {
         let steps = sorted(&times.steps);
         let mean = steps.iter().sum::<f64>() / steps.len() as f64;
         let median = percentile(&steps, 50);
@@ -306,31 +311,34 @@ impl<W: Workload> Subject<'_, W> {
             Opponent::Implementation(implementation) => implementation.id().into(),
         };
         let ratios = self.opponents.iter().zip(&times.of_opponents);
+        let ratios = Ratios(ratios.map(|(opponent, times)| (name(opponent), ratio(times))).collect());
         let mut why_null = BTreeMap::new();
         let isa = self.implementation.isa();
         if isa.is_none() {
-            why_null.insert("isa", "only kernels on this machine's cores say which instructions they use".into());
+            why_null
+                .insert("isa".into(), "only kernels on this machine's cores say which instructions they use".into());
         }
-        let ratios: BTreeMap<String, f64> =
-            ratios.map(|(opponent, times)| (format!("ratio_to_{}", name(opponent)), ratio(times))).collect();
-        let roofline_share = ratios.get(&format!("ratio_to_{}", W::BOUND)).map(|ratio| 1.0 / ratio);
+        let roofline_share = ratios.0.get(W::BOUND).map(|ratio| 1.0 / ratio);
         if roofline_share.is_none() {
-            why_null.insert("roofline_share", format!("the bound is {}: --against {}", W::BOUND_IS, W::BOUND));
+            why_null.insert("roofline_share".into(), format!("the bound is {}: --against {}", W::BOUND_IS, W::BOUND));
         }
-        let mut keep =
-            |key, figure: Result<i64, Unavailable>| figure.map_err(|why| why_null.insert(key, why.reason)).ok();
+        let mut keep = |key: &str, figure: Result<i64, Unavailable>| {
+            figure.map_err(|why| why_null.insert(key.into(), why.reason)).ok()
+        };
         let unreported = || Unavailable { reason: "the device's allocator does not report it".into() };
         let in_use = |memory: &Result<DeviceMemory, Unavailable>| memory.clone().map(|memory| memory.bytes_in_use);
         let peak = |of: fn(DeviceMemory) -> Option<i64>| {
             memory.after_run.clone().and_then(|memory| of(memory).ok_or_else(unreported))
         };
         let compiled = |of: fn(CompiledMemory) -> i64| memory.compiled.clone().map(of);
-        Figures {
+        let mut figures = Bench {
             implementation: self.implementation.id().into(),
             devices: self.devices,
             shape: self.recipe.extents(),
-            dtype: self.recipe.recipe().dtype,
-            problem: self.recipe.says(self.devices),
+            dtype: self.recipe.recipe().dtype.to_string(),
+            judged_shape: None,
+            layout: None,
+            rounds_logits: None,
             warmup: counts.warmup,
             steps: counts.steps,
             first_call_s: times.first.as_secs_f64(),
@@ -340,21 +348,24 @@ impl<W: Workload> Subject<'_, W> {
             step_s_p90: percentile(&steps, 90),
             step_s_min: percentile(&steps, 0),
             step_s_max: percentile(&steps, 100),
+            gb_per_s: None,
+            gflop_per_s: None,
+            threads: rayon::current_num_threads(),
+            isa: isa.map(String::from),
+            ratios,
+            roofline_share,
             mem_after_alloc: keep("mem_after_alloc", in_use(&memory.after_alloc)),
             mem_after_run: keep("mem_after_run", in_use(&memory.after_run)),
             peak_bytes_in_use: keep("peak_bytes_in_use", peak(|memory| memory.peak_bytes_in_use)),
             peak_bytes_reserved: keep("peak_bytes_reserved", peak(|memory| memory.peak_bytes_reserved)),
-            rate: BTreeMap::from([(W::RATE, self.recipe.rate() / median)]),
-            threads: rayon::current_num_threads(),
-            isa,
-            ratios,
-            roofline_share,
             argument_bytes: keep("argument_bytes", compiled(|memory| memory.argument_bytes)),
             output_bytes: keep("output_bytes", compiled(|memory| memory.output_bytes)),
             temp_bytes: keep("temp_bytes", compiled(|memory| memory.temp_bytes)),
             alias_bytes: keep("alias_bytes", compiled(|memory| memory.alias_bytes)),
             why_null,
-        }
+        };
+        self.recipe.add_own(self.devices, &mut figures);
+        figures
     }
 }
 
@@ -366,7 +377,7 @@ fn judge_answer<P: Judgeable>(
     devices: usize,
     outcome: P::Outcome,
     command: &str,
-) -> Result<Option<Measured>, CliError> {
+) -> Result<Option<Measured>, BenchError> {
     let id = implementation.id();
     let reference = problem.evaluate(spec).map_err(RunError::from)?;
     let verdicts = problem.judge(&reference, &outcome, implementation.class(), Tolerances::builtin())?;
@@ -382,7 +393,7 @@ fn judge_answer<P: Judgeable>(
 }
 
 /// Makes a step, and says how long it took.
-fn timed<P: Input>(step: Step<P>) -> Result<(Answer<P>, Duration), CliError> {
+fn timed<P: Input>(step: Step<P>) -> Result<(Answer<P>, Duration), BenchError> {
     let started = Instant::now();
     let answer = step()?;
     Ok((answer, started.elapsed()))
@@ -416,122 +427,15 @@ fn percentile(sorted: &[f64], percent: usize) -> f64 {
     sorted[rank.max(1) - 1]
 }
 
-/// What was measured, under the seed project's keys.
-#[derive(Serialize)]
-struct Figures {
-    #[serde(rename = "impl")]
-    implementation: String,
-    devices: usize,
-    /// `[B, T, V]` or `[B, T, H, V]`.
-    shape: Vec<usize>,
-    dtype: Dtype,
-    /// How an LM head lies, whether its logits are rounded, and how much of it was judged.
-    #[serde(flatten)]
-    problem: BTreeMap<&'static str, serde_json::Value>,
-    warmup: usize,
-    steps: usize,
-    /// Compiling, where the implementation does, and the first step.
-    first_call_s: f64,
-    avg_step_ms: f64,
-    step_s_mean: f64,
-    step_s_p50: f64,
-    step_s_p90: f64,
-    step_s_min: f64,
-    step_s_max: f64,
-    /// Over the median step: `gb_per_s`, of logits read and dlogits written; `gflop_per_s`, of the three products of an LM
-    /// head.
-    #[serde(flatten)]
-    rate: BTreeMap<&'static str, f64>,
-    /// Of kernels on this machine's cores.
-    threads: usize,
-    /// The instruction set, where it runs on them.
-    isa: Option<&'static str>,
-    /// Under `ratio_to_copy` and the like: the median step over the opponent's.
-    #[serde(flatten)]
-    ratios: BTreeMap<String, f64>,
-    /// The copy's median over the median step: what part of the time memory would need in any case.
-    roofline_share: Option<f64>,
-    /// Of the first device, as is every figure of memory: bytes in use when the arguments lie there.
-    mem_after_alloc: Option<i64>,
-    /// Bytes in use when the outputs of the last step lie there.
-    mem_after_run: Option<i64>,
-    peak_bytes_in_use: Option<i64>,
-    peak_bytes_reserved: Option<i64>,
-    /// Of the compiled program, as are the next three.
-    argument_bytes: Option<i64>,
-    output_bytes: Option<i64>,
-    temp_bytes: Option<i64>,
-    alias_bytes: Option<i64>,
-    /// Why a figure is absent.
-    why_null: BTreeMap<&'static str, String>,
-}
-
-impl Figures {
-    fn table(&self) -> String {
-        let mut table = Table::new();
-        table.load_style(UTF8_FULL_CONDENSED);
-        let shape: Vec<String> = self.shape.iter().map(usize::to_string).collect();
-        let name = on_devices(&self.implementation, self.devices);
-        table.set_header([name, format!("{} {}", shape.join("x"), self.dtype)]);
-        table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
-        for (key, value) in &self.problem {
-            table.add_row([key.to_string(), value.to_string()]);
-        }
-        table.add_row(["avg_step_ms".into(), format!("{:.3}", self.avg_step_ms)]);
-        let seconds = [
-            ("first_call_s", self.first_call_s),
-            ("step_s_mean", self.step_s_mean),
-            ("step_s_p50", self.step_s_p50),
-            ("step_s_p90", self.step_s_p90),
-            ("step_s_min", self.step_s_min),
-            ("step_s_max", self.step_s_max),
-        ];
-        for (key, seconds) in seconds {
-            table.add_row([key.into(), format!("{seconds:.6}")]);
-        }
-        for (key, rate) in &self.rate {
-            table.add_row([key.to_string(), format!("{rate:.2}")]);
-        }
-        table.add_row(["threads".into(), self.threads.to_string()]);
-        table.add_row(["isa", self.isa.unwrap_or("–")]);
-        for (key, ratio) in &self.ratios {
-            table.add_row([key.into(), format!("{ratio:.3}")]);
-        }
-        table.add_row(["roofline_share".into(), self.roofline_share.map_or("–".into(), |share| format!("{share:.3}"))]);
-        let bytes = [
-            ("mem_after_alloc", self.mem_after_alloc),
-            ("mem_after_run", self.mem_after_run),
-            ("peak_bytes_in_use", self.peak_bytes_in_use),
-            ("peak_bytes_reserved", self.peak_bytes_reserved),
-            ("argument_bytes", self.argument_bytes),
-            ("output_bytes", self.output_bytes),
-            ("temp_bytes", self.temp_bytes),
-            ("alias_bytes", self.alias_bytes),
-        ];
-        for (key, bytes) in bytes {
-            table.add_row([key.into(), bytes.map_or("–".into(), |bytes| bytes.to_string())]);
-        }
-        let mut text = format!("{table}\n");
-        let reasons: BTreeSet<&String> = self.why_null.values().collect();
-        for reason in reasons {
-            let keys = self.why_null.iter().filter(|(_, why)| *why == reason).map(|(key, _)| *key);
-            let _ = writeln!(text, "ignored  {}: {reason}", keys.collect::<Vec<_>>().join(", "));
-        }
-        text
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
     use crate::implementation::Unsupported;
-    use crate::problem::{Candidate, Problem, Shape};
+    use crate::judge::generate::{Recipe, Regime};
+    use crate::problem::{Candidate, Dtype, Problem, Shape};
     use crate::registry::find;
-
-    const QUIET: Printing = Printing { json: None, quiet: true };
 
     fn recipe(shape: [usize; 3]) -> Recipe {
         Recipe {
@@ -612,11 +516,11 @@ mod tests {
         }
     }
 
-    fn measure(subject: &Counting, shape: [usize; 3], available: Option<usize>) -> Result<Measured, CliError> {
+    fn measure(subject: &Counting, shape: [usize; 3], available: Option<usize>) -> Result<Measured, BenchError> {
         let (spec, recipe) = (LossSpec::default(), recipe(shape));
         let subject =
             Subject { implementation: subject, spec: &spec, recipe: &recipe, devices: 1, opponents: Vec::new() };
-        subject.measure(Counts { warmup: 2, steps: 4 }, available, "again", &QUIET)
+        subject.measure(Counts { warmup: 2, steps: 4 }, available, "again", &mut |_| {})
     }
 
     #[test]
@@ -626,10 +530,7 @@ mod tests {
         assert_eq!(subject.steps.load(Ordering::Relaxed), 1 + 2 + 4);
         assert_eq!((figures.mem_after_alloc, figures.mem_after_run), (Some(0), Some(7)), "before any step, after all");
         assert_eq!((figures.peak_bytes_in_use, figures.peak_bytes_reserved), (Some(7), None));
-        assert_eq!(
-            figures.why_null.keys().copied().collect::<Vec<_>>(),
-            ["isa", "peak_bytes_reserved", "roofline_share"]
-        );
+        assert_eq!(figures.why_null.keys().collect::<Vec<_>>(), ["isa", "peak_bytes_reserved", "roofline_share"]);
         let program = [figures.argument_bytes, figures.output_bytes, figures.temp_bytes, figures.alias_bytes];
         assert_eq!(program, [1, 2, 3, 4].map(Some));
     }
@@ -672,28 +573,5 @@ mod tests {
         assert_eq!([0, 50, 90, 100].map(|percent| percentile(&sorted, percent)), [1.0, 5.0, 9.0, 10.0]);
         assert_eq!([0, 50, 90, 100].map(|percent| percentile(&[3.0], percent)), [3.0; 4]);
         assert_eq!([50, 90].map(|percent| percentile(&[1.0, 2.0, 3.0], percent)), [2.0, 3.0]);
-    }
-
-    /// The large ones are too large to run here.
-    #[test]
-    fn shipped_bench_configs_are_valid() {
-        let mut shapes = Vec::new();
-        for entry in fs::read_dir("configs").unwrap() {
-            let path = entry.unwrap().path();
-            if path.file_name().unwrap().to_string_lossy().starts_with("bench_") {
-                let case: Case = config::read(&path).unwrap_or_else(|error| panic!("{error}"));
-                let (checked, recipe) = match &case.batch {
-                    Batch::Generate(recipe) => (recipe.check(&case.spec), recipe),
-                    Batch::GenerateHead(head) => (head.check(&case.spec), &head.recipe),
-                    Batch::Fixture(_) => panic!("{}: a bench is of a shape", path.display()),
-                };
-                checked.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-                assert!(case.bench.steps > 0 && !recipe.masked_garbage, "{}", path.display());
-                shapes.push(recipe.shape);
-            }
-        }
-        for shape in [[1, 2048, 151_643], [4, 1024, 151_643], [1, 4096, 151_936]] {
-            assert!(shapes.contains(&shape), "the seed project's {shape:?} is shipped");
-        }
     }
 }

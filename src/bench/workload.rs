@@ -1,9 +1,6 @@
 //! What a bench is of: logits, or hidden states and the LM head.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
-
-use serde_json::Value;
 
 use crate::bandwidth::CopyOf;
 use crate::implementation::Input;
@@ -12,6 +9,7 @@ use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::ProductsOf;
 use crate::registry::Listed;
+use crate::schema::bench::Bench;
 use crate::spec::LossSpec;
 
 /// A recipe for a problem to be timed.
@@ -27,9 +25,6 @@ pub(super) trait Workload: Clone + Sync {
     /// That in words.
     const BOUND_IS: &'static str;
 
-    /// The key of [`rate`](Self::rate).
-    const RATE: &'static str;
-
     /// All but the extents of the logits.
     fn recipe(&self) -> &Recipe;
     fn shape(&self) -> <Self::Problem as Input>::Shape;
@@ -39,9 +34,6 @@ pub(super) trait Workload: Clone + Sync {
 
     /// As many of the tokens as are judged, one for each of `devices` or more; `None` where all of them are.
     fn judged_part(&self, devices: usize) -> Option<Self>;
-
-    /// What is timed on `devices`, beside its extents.
-    fn says(&self, devices: usize) -> BTreeMap<&'static str, Value>;
 
     /// Bytes of this machine's memory while the problem is made, and judged on `devices`.
     fn making_bytes(&self, devices: usize) -> usize;
@@ -55,8 +47,9 @@ pub(super) trait Workload: Clone + Sync {
     /// The bound, to be timed again and again.
     fn bound<'p>(&self, problem: &'p Self::Problem) -> Box<dyn FnMut() -> Duration + 'p>;
 
-    /// Bytes or operations of a step, in 10⁹.
-    fn rate(&self) -> f64;
+    /// Adds the figures that this kind of problem alone has: the rate over the median step, and what else is said of it on
+    /// `devices`.
+    fn add_own(&self, devices: usize, figures: &mut Bench);
 }
 
 /// Bytes of a product of extents; the most there can be where that overflows.
@@ -69,7 +62,6 @@ impl Workload for Recipe {
     const FIELD: &'static str = "batch.generate";
     const BOUND: &'static str = "copy";
     const BOUND_IS: &'static str = "a copy of the logits";
-    const RATE: &'static str = "gb_per_s";
 
     fn recipe(&self) -> &Recipe {
         self
@@ -96,10 +88,6 @@ impl Workload for Recipe {
         None
     }
 
-    fn says(&self, _: usize) -> BTreeMap<&'static str, Value> {
-        BTreeMap::new()
-    }
-
     /// Logits in f64 and in their dtype.
     fn making_bytes(&self, _: usize) -> usize {
         bytes(&self.shape, Dtype::F64.size() + self.dtype.size())
@@ -119,8 +107,9 @@ impl Workload for Recipe {
     }
 
     /// Logits read and dlogits written.
-    fn rate(&self) -> f64 {
-        bytes(&self.shape, 2 * self.dtype.size()) as f64 / 1e9
+    fn add_own(&self, _: usize, figures: &mut Bench) {
+        let moved = bytes(&self.shape, 2 * self.dtype.size()) as f64 / 1e9;
+        figures.gb_per_s = Some(moved / figures.step_s_p50);
     }
 }
 
@@ -139,7 +128,6 @@ impl Workload for HeadRecipe {
     const FIELD: &'static str = "batch.generate_head.recipe";
     const BOUND: &'static str = "gemm";
     const BOUND_IS: &'static str = "the three products alone";
-    const RATE: &'static str = "gflop_per_s";
 
     fn recipe(&self) -> &Recipe {
         &self.recipe
@@ -170,15 +158,6 @@ impl Workload for HeadRecipe {
         (shape != self.recipe.shape).then_some(part)
     }
 
-    fn says(&self, devices: usize) -> BTreeMap<&'static str, Value> {
-        let judged = self.judged_part(devices).map_or_else(|| self.extents(), |part| part.extents());
-        BTreeMap::from([
-            ("layout", self.layout.key().into()),
-            ("rounds_logits", self.rounds_logits.into()),
-            ("judged_shape", judged.into()),
-        ])
-    }
-
     /// Made: logits and two heads in f64, and a head in its dtype. Judged: six of each for the part.
     fn making_bytes(&self, devices: usize) -> usize {
         let [logits, head, _] = sizes(self);
@@ -206,7 +185,12 @@ impl Workload for HeadRecipe {
     }
 
     /// The operations of the three products, also where an implementation makes four.
-    fn rate(&self) -> f64 {
-        ProductsOf::operations(self.shape()) / 1e9
+    fn add_own(&self, devices: usize, figures: &mut Bench) {
+        let operations = ProductsOf::operations(self.shape()) / 1e9;
+        figures.gflop_per_s = Some(operations / figures.step_s_p50);
+        let judged = self.judged_part(devices).map_or_else(|| self.extents(), |part| part.extents());
+        figures.judged_shape = Some(judged);
+        figures.layout = Some(self.layout.key().into());
+        figures.rounds_logits = Some(self.rounds_logits);
     }
 }

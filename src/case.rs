@@ -1,14 +1,10 @@
-//! The file that `assay gradcheck` and `assay bench` take: one batch, one loss, one kernel.
+//! [`Case`]: one batch, one loss, one kernel. What `assay gradcheck` and `assay bench` read from a file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
 
-use super::CliError;
-use super::head_choice::AnyRecipe;
-use super::problem_choice::AnyProblem;
-use crate::fixture::{ProblemFile, verify};
 use crate::implementation::{FILE_PREFIX, Implementation};
 use crate::judge::generate::{HeadRecipe, Recipe};
 use crate::registry::Listed;
@@ -17,40 +13,50 @@ use crate::spec::LossSpec;
 /// What `kernel.enabled: false` runs, the first of its kind that this machine can.
 const BASELINES: [&str; 4] = ["xla", "native", "xla-lm-head", "native-lm-head"];
 
+/// One batch, one loss, one kernel.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Case {
+pub struct Case {
     /// Why the case is kept, for the cases that are.
     #[serde(default, rename = "reason")]
     _reason: String,
-    pub(super) batch: Batch,
+    /// The problem.
+    pub batch: Batch,
+    /// The loss.
     #[serde(default)]
-    pub(super) spec: LossSpec,
+    pub spec: LossSpec,
+    /// What computes it.
     #[serde(default)]
-    pub(super) kernel: Kernel,
-    /// What `assay bench` does beside; `assay gradcheck` leaves it alone.
+    pub kernel: Kernel,
+    /// What a bench does beside; `assay gradcheck` leaves it alone.
     #[serde(default)]
-    pub(super) bench: Counts,
+    pub bench: Counts,
 }
 
+/// Where a problem comes from.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Batch {
+pub enum Batch {
+    /// Logits that are drawn.
     Generate(Recipe),
+    /// Hidden states and an LM head that are drawn.
     GenerateHead(HeadRecipe),
+    /// A problem file.
     Fixture(FixtureBatch),
 }
 
 /// A problem from a file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct FixtureBatch {
+pub struct FixtureBatch {
     /// Relative to the folder of the case.
-    path: PathBuf,
+    pub path: PathBuf,
+    /// The logits tensor, where there is no LM head.
     #[serde(default = "default_logits")]
-    logits: String,
+    pub logits: String,
+    /// The old log-probabilities; `None` where the loss reads none.
     #[serde(default = "default_old_logp")]
-    old_logp: Option<String>,
+    pub old_logp: Option<String>,
 }
 
 fn default_logits() -> String {
@@ -62,15 +68,18 @@ fn default_old_logp() -> Option<String> {
     Some("old_logps".into())
 }
 
+/// What computes the loss, on how many devices.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Kernel {
-    enabled: bool,
+pub struct Kernel {
+    /// Whether it is the implementation named; else it is a baseline that this machine has.
+    pub enabled: bool,
     /// An id; the path of a manifest in it is relative to the folder of the case.
     #[serde(rename = "impl", default = "default_implementation")]
-    implementation: String,
+    pub implementation: String,
+    /// How many devices.
     #[serde(default = "one_device")]
-    pub(super) devices: usize,
+    pub devices: usize,
 }
 
 fn one_device() -> usize {
@@ -90,11 +99,11 @@ fn default_implementation() -> String {
 /// How many steps a bench makes.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Counts {
+pub struct Counts {
     /// After the first, before any is timed.
-    pub(super) warmup: usize,
+    pub warmup: usize,
     /// Timed.
-    pub(super) steps: usize,
+    pub steps: usize,
 }
 
 impl Default for Counts {
@@ -103,68 +112,61 @@ impl Default for Counts {
     }
 }
 
+impl Counts {
+    /// All steps: the first, those of the warm-up and those that are timed.
+    pub fn all(self) -> usize {
+        self.warmup.saturating_add(self.steps).saturating_add(1)
+    }
+}
+
 impl Case {
-    /// A generated batch, the default loss and one implementation.
-    pub(super) fn of(recipe: AnyRecipe, implementation: &str) -> Self {
+    /// `batch` with the default loss and the implementation `id`, on one device.
+    pub fn of(batch: Batch, id: &str) -> Self {
         Self {
             _reason: String::new(),
-            batch: match recipe {
-                AnyRecipe::Logits(recipe) => Batch::Generate(recipe),
-                AnyRecipe::Head(recipe) => Batch::GenerateHead(recipe),
-            },
+            batch,
             spec: LossSpec::default(),
-            kernel: Kernel::of(implementation),
+            kernel: Kernel::of(id),
             bench: Counts::default(),
         }
     }
 }
 
-impl Batch {
-    /// The problem; `case` is the file that this batch stands in.
-    pub(super) fn problem(&self, spec: &LossSpec, case: &Path) -> Result<AnyProblem, CliError> {
-        match self {
-            Batch::Generate(recipe) => Ok(AnyProblem::Logits(recipe.problem(spec)?)),
-            Batch::GenerateHead(recipe) => Ok(AnyProblem::Head(recipe.problem(spec)?)),
-            Batch::Fixture(batch) => {
-                let path = beside(case, &batch.path);
-                verify(&path)?;
-                AnyProblem::read(&ProblemFile::open(&path)?, &batch.logits, batch.old_logp.as_deref())
-            }
-        }
-    }
-}
-
-/// `path`, relative to the folder of the case.
-fn beside(case: &Path, path: impl AsRef<Path>) -> PathBuf {
+/// `path`, relative to the folder of the file `case`.
+pub(crate) fn beside(case: &Path, path: impl AsRef<Path>) -> PathBuf {
     case.parent().unwrap_or(Path::new("")).join(path)
 }
 
 impl Kernel {
     /// The implementation `id`, on one device.
-    pub(super) fn of(id: &str) -> Self {
+    pub fn of(id: &str) -> Self {
         Self { enabled: true, implementation: id.into(), devices: one_device() }
     }
 
-    /// The implementation, once it is known to run here.
-    pub(super) fn implementation<P: Listed>(
+    /// The implementation, once it is known to run here. `case` is the file that this was read from; those that need a PJRT
+    /// plugin as in [`registry`](crate::registry::registry).
+    ///
+    /// # Errors
+    /// A message that lists the ids there are, or says why the one asked for does not run here.
+    pub fn implementation<P: Listed>(
         &self,
         case: &Path,
         plugin: Option<&Path>,
-    ) -> Result<Arc<dyn Implementation<P>>, CliError> {
+    ) -> Result<Arc<dyn Implementation<P>>, String> {
         let implementation = self.chosen(case, plugin)?;
-        implementation.available().map_err(|why| CliError::Usage(format!("{}: {why}", implementation.id())))?;
+        implementation.available().map_err(|why| format!("{}: {why}", implementation.id()))?;
         Ok(implementation)
     }
 
-    fn chosen<P: Listed>(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, CliError> {
+    fn chosen<P: Listed>(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, String> {
         if self.enabled {
             let id = match self.implementation.strip_prefix(FILE_PREFIX) {
                 Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),
                 None => self.implementation.clone(),
             };
-            return P::find(&id, plugin).map_err(CliError::Usage);
+            return P::find(&id, plugin);
         }
         let baseline = |id: &&str| P::find(id, plugin).ok().filter(|found| found.available().is_ok());
-        BASELINES.iter().find_map(baseline).ok_or_else(|| CliError::Usage("kernel: no baseline runs here".into()))
+        BASELINES.iter().find_map(baseline).ok_or_else(|| "kernel: no baseline runs here".into())
     }
 }

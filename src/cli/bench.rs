@@ -1,0 +1,209 @@
+//! `assay bench`: one implementation on one batch, timed.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args, value_parser};
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use serde_json::json;
+
+use super::head_choice::{AnyRecipe, HeadChoice};
+use super::{CliError, Passed, PluginChoice, Printing, config};
+use crate::bench::{self, BenchError, Measured, Options, Progress};
+use crate::case::{Batch, Case};
+use crate::judge::generate::{Recipe, Regime};
+use crate::judge::report::on_devices;
+use crate::problem::{Dtype, Extents};
+use crate::schema::{bench as schema, verdicts::Verdicts};
+
+#[derive(Args)]
+#[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
+pub(super) struct Bench {
+    /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The implementation, with the default loss
+    #[arg(long = "impl", value_name = "ID")]
+    implementation: Option<String>,
+    /// Extents of the logits, half a gigabyte in bf16 if none are given; with an LM head `BxTxHxV`
+    #[arg(long, value_name = "BxTxV", requires = "implementation", default_value = "1x1792x151936")]
+    shape: Extents,
+    /// Dtype of the logits, or of hidden states and head
+    #[arg(long, requires = "implementation", default_value = "bf16")]
+    dtype: Dtype,
+    #[command(flatten)]
+    head: HeadChoice,
+    /// Take turns with another implementation, with a copy of the logits, or with the products of an LM head
+    #[arg(long, value_name = "ID|copy|gemm")]
+    against: Vec<String>,
+    /// Threads of kernels on this machine's cores, of the copy and of the products; all cores if none are given
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    #[command(flatten)]
+    plugin: PluginChoice,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+impl Bench {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let (case, command) = self.case()?;
+        let options = Options {
+            file: self.config.clone().unwrap_or_default(),
+            against: self.against.clone(),
+            threads: self.threads.and_then(|threads| NonZeroUsize::new(threads.into())),
+            plugin: self.plugin.checked_path()?.map(Into::into),
+            command,
+        };
+        let progress = self.printing.progress(case.bench.all());
+        let mut told = |said| match said {
+            Progress::Doing(what) => progress.set_message(what),
+            Progress::Step => progress.inc(1),
+        };
+        let measured = bench::run(&case, &options, &mut told);
+        progress.finish_and_clear();
+        match measured.map_err(|error| self.wrong(error))? {
+            Measured::Right(figures) => {
+                self.printing.finish(&table(&figures), &figures)?;
+                Ok(Passed::Yes)
+            }
+            Measured::Wrong { report, failures } => {
+                for failure in failures {
+                    super::print(&format!("{failure}\n"))?;
+                }
+                self.printing.finish(&report.table(), &Verdicts::from(report))?;
+                Ok(Passed::No)
+            }
+        }
+    }
+
+    /// An error with the file or the option that it is about.
+    fn wrong(&self, error: BenchError) -> CliError {
+        match error {
+            BenchError::Setting { .. } => {
+                CliError::Config { path: self.config.clone().unwrap_or_default(), reason: error.to_string() }
+            }
+            BenchError::Threads { given, reason } => CliError::Usage(format!("--threads {given}: {reason}")),
+            other => other.into(),
+        }
+    }
+
+    /// What to measure, and the command that says so.
+    fn case(&self) -> Result<(Case, String), CliError> {
+        let Some(id) = &self.implementation else {
+            let config = self.config.as_ref().expect("one of the two is required");
+            return Ok((config::read(config)?, format!("assay bench --config {}", config.display())));
+        };
+        let recipe = Recipe {
+            shape: self.shape.logits(),
+            dtype: self.dtype,
+            regime: Regime::Peaked,
+            seed: 0,
+            // So near to the policy that no token is clipped: one that is costs less.
+            old_logp_noise_scale: 0.03,
+            masked_garbage: false,
+        };
+        let batch = match self.head.recipe(self.shape, recipe)? {
+            AnyRecipe::Logits(recipe) => Batch::Generate(recipe),
+            AnyRecipe::Head(recipe) => Batch::GenerateHead(recipe),
+        };
+        let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
+        let command = format!("assay bench --impl {id} --shape {shape} --dtype {dtype}{head}");
+        Ok((Case::of(batch, id), command))
+    }
+}
+
+fn table(figures: &schema::Bench) -> String {
+    let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    let shape: Vec<String> = figures.shape.iter().map(usize::to_string).collect();
+    let name = on_devices(&figures.implementation, figures.devices);
+    table.set_header([name, format!("{} {}", shape.join("x"), figures.dtype)]);
+    table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
+    // As in JSON.
+    let of_head = [
+        ("judged_shape", figures.judged_shape.as_ref().map(|shape| json!(shape))),
+        ("layout", figures.layout.as_ref().map(|layout| json!(layout))),
+        ("rounds_logits", figures.rounds_logits.map(|rounds| json!(rounds))),
+    ];
+    for (key, value) in of_head {
+        if let Some(value) = value {
+            table.add_row([key.to_string(), value.to_string()]);
+        }
+    }
+    table.add_row(["avg_step_ms".into(), format!("{:.3}", figures.avg_step_ms)]);
+    let seconds = [
+        ("first_call_s", figures.first_call_s),
+        ("step_s_mean", figures.step_s_mean),
+        ("step_s_p50", figures.step_s_p50),
+        ("step_s_p90", figures.step_s_p90),
+        ("step_s_min", figures.step_s_min),
+        ("step_s_max", figures.step_s_max),
+    ];
+    for (key, seconds) in seconds {
+        table.add_row([key.into(), format!("{seconds:.6}")]);
+    }
+    for (key, rate) in [("gb_per_s", figures.gb_per_s), ("gflop_per_s", figures.gflop_per_s)] {
+        if let Some(rate) = rate {
+            table.add_row([key.to_string(), format!("{rate:.2}")]);
+        }
+    }
+    table.add_row(["threads".into(), figures.threads.to_string()]);
+    table.add_row(["isa", figures.isa.as_deref().unwrap_or("–")]);
+    for (opponent, ratio) in &figures.ratios.0 {
+        table.add_row([schema::Ratios::key(opponent), format!("{ratio:.3}")]);
+    }
+    table.add_row(["roofline_share".into(), figures.roofline_share.map_or("–".into(), |share| format!("{share:.3}"))]);
+    let bytes = [
+        ("mem_after_alloc", figures.mem_after_alloc),
+        ("mem_after_run", figures.mem_after_run),
+        ("peak_bytes_in_use", figures.peak_bytes_in_use),
+        ("peak_bytes_reserved", figures.peak_bytes_reserved),
+        ("argument_bytes", figures.argument_bytes),
+        ("output_bytes", figures.output_bytes),
+        ("temp_bytes", figures.temp_bytes),
+        ("alias_bytes", figures.alias_bytes),
+    ];
+    for (key, bytes) in bytes {
+        table.add_row([key.into(), bytes.map_or("–".into(), |bytes| bytes.to_string())]);
+    }
+    let mut text = format!("{table}\n");
+    let reasons: BTreeSet<&String> = figures.why_null.values().collect();
+    for reason in reasons {
+        let keys = figures.why_null.iter().filter(|(_, why)| *why == reason).map(|(key, _)| key.as_str());
+        let _ = writeln!(text, "ignored  {}: {reason}", keys.collect::<Vec<_>>().join(", "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    /// The large ones are too large to run here.
+    #[test]
+    fn shipped_bench_configs_are_valid() {
+        let mut shapes = Vec::new();
+        for entry in fs::read_dir("configs").unwrap() {
+            let path = entry.unwrap().path();
+            if path.file_name().unwrap().to_string_lossy().starts_with("bench_") {
+                let case: Case = config::read(&path).unwrap_or_else(|error| panic!("{error}"));
+                let (checked, recipe) = match &case.batch {
+                    Batch::Generate(recipe) => (recipe.check(&case.spec), recipe),
+                    Batch::GenerateHead(head) => (head.check(&case.spec), &head.recipe),
+                    Batch::Fixture(_) => panic!("{}: a bench is of a shape", path.display()),
+                };
+                checked.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                assert!(case.bench.steps > 0 && !recipe.masked_garbage, "{}", path.display());
+                shapes.push(recipe.shape);
+            }
+        }
+        for shape in [[1, 2048, 151_643], [4, 1024, 151_643], [1, 4096, 151_936]] {
+            assert!(shapes.contains(&shape), "the seed project's {shape:?} is shipped");
+        }
+    }
+}
