@@ -1,22 +1,32 @@
 //! `assay compile`: a program compiled for TPUs that need not be there, and what its compiler says of it.
 
-use std::env;
-use std::path::PathBuf;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{env, fs};
 
 use clap::{Args, ValueEnum};
+use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 
-use super::compile_table::{self, Rows};
-use super::compiled::{Asked, Figures, HeldBy};
-use super::emit::find;
 use super::{CliError, Passed, Printing, config};
-use crate::implementation::RunError;
 use crate::problem::{Dtype, Extents, HeadLayout};
-use crate::programs::{CHUNK_BYTES, HeadArrays, HeadProgram};
-use crate::tpu::{self, Chip, Compiler, Request, Target};
+use crate::programs::CHUNK_BYTES;
+use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Kernel, Loop, Table};
+use crate::tpu::figures::{Asked, flags_for};
+use crate::tpu::table::{self, markdown};
+use crate::tpu::{self, Compiler, Target};
 
-/// VMEM for the windows of an LM head's products on a chip that has 128 MiB, 2¹⁰ bytes: docs/tpu.md has what others give.
-const WINDOWS_KIB: usize = 73_728;
+/// Kernels that take less than this part of all cycles share one row of the table.
+const SMALL: f64 = 0.01;
+
+/// The lines that stand around each table in a document: that of logits, and that of LM heads.
+const MARKS: [[&str; 2]; 2] = [
+    ["<!-- assay compile --table -->", "<!-- end of table -->"],
+    ["<!-- assay compile --table, LM heads -->", "<!-- end of table, LM heads -->"],
+];
+
+/// No document is longer.
+const LONGEST: u64 = 1 << 20;
 
 #[derive(Args)]
 pub(super) struct Compile {
@@ -89,27 +99,6 @@ impl Worker {
     }
 }
 
-impl Asked {
-    fn compile(&self, compiler: &Compiler) -> Result<Figures, CliError> {
-        let (devices, core) = (self.target.devices(), self.target.chip.core());
-        let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
-        let (code, held_by) = match self.shape {
-            Extents::Logits(shape) => {
-                let code = find(&self.implementation)?.program_for(spec, shape, dtype, devices, core);
-                (code, HeldBy::EachDevice)
-            }
-            Extents::Head(shape) => {
-                let head = find_head(&self.implementation)?.chunk_bytes(self.chunk_bytes);
-                let code = head.program_for(spec, HeadArrays { shape, dtype, layout, rounds_logits }, devices, core);
-                (code, if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices })
-            }
-        };
-        let code = code.map_err(RunError::from)?;
-        let request = Request { code: &code, target: &self.target, replicas: devices, partitions: 1 };
-        Ok(Figures::new(self, held_by, &compiler.clone().flags(&self.libtpu_flags).compile(&request)?))
-    }
-}
-
 impl Compile {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
@@ -128,8 +117,8 @@ impl Compile {
             libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(shape, target.chip)),
         };
         let (Some(target), Some(shape)) = (&self.target, self.shape) else {
-            let target = Target::parse(compile_table::TARGET)?;
-            let rows = compile_table::rows().map(|(id, shape)| of(id, &target, shape));
+            let target = Target::parse(table::TARGET)?;
+            let rows = table::rows().map(|(id, shape)| of(id, &target, shape));
             return self.run_table(&rows.collect::<Vec<_>>());
         };
         let asked = of(&self.implementation, target, shape);
@@ -137,7 +126,7 @@ impl Compile {
         progress.set_message(format!("compiling for {target}"));
         let figures = asked.compile(&self.compiler()?)?;
         progress.finish_and_clear();
-        self.printing.finish(&figures.table(), &figures)?;
+        self.printing.finish(&table_of(&asked, &figures), &figures)?;
         Ok(Passed::Yes)
     }
 
@@ -150,12 +139,12 @@ impl Compile {
             progress.inc(1);
             figures
         };
-        let rows = Rows { rows: rows.iter().map(compile).collect::<Result<_, _>>()? };
+        let table = Table { rows: rows.iter().map(compile).collect::<Result<_, _>>()? };
         progress.finish_and_clear();
         if let Some(path) = &self.into {
-            rows.write_into(path)?;
+            write_into(&table, path)?;
         }
-        self.printing.finish(&rows.markdown(), &rows)?;
+        self.printing.finish(&markdown(&table).join("\n"), &table)?;
         Ok(Passed::Yes)
     }
 
@@ -170,33 +159,124 @@ impl Compile {
     }
 }
 
-/// What libtpu is told of programs over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless it
-/// is told otherwise, and its schedules of an LM head's products are better with more.
-fn flags_for(shape: Extents, chip: &Chip) -> String {
-    match shape {
-        Extents::Head(_) if chip.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
-        _ => String::new(),
+fn held_by(held_by: HeldBy) -> &'static str {
+    match held_by {
+        HeldBy::EachDevice => "on each of",
+        HeldBy::AllDevices => "over",
     }
 }
 
-/// The programs called `id`, of an LM head: all of them compile for TPUs.
-fn find_head(id: &str) -> Result<HeadProgram, CliError> {
-    let all = HeadProgram::all();
-    all.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
-        let ids = all.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
-        CliError::Usage(format!("implementation: got `{id}`, expected one of an LM head: {ids}"))
-    })
+/// Kernels, the heaviest first, and all else that is known.
+fn table_of(asked: &Asked, figures: &Compiled) -> String {
+    let mut kernels = comfy_table::Table::new();
+    kernels.load_style(UTF8_FULL_CONDENSED);
+    kernels.set_header(["kernel", "cycles", "loops: bundles × trips", "busiest slot"]);
+    kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
+    let mut sorted: Vec<&Kernel> = figures.kernels.iter().collect();
+    sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.all_cycles()));
+    let small = |kernel: &&Kernel| (kernel.all_cycles() as f64) < SMALL * figures.cycles as f64;
+    let (small, large): (Vec<&Kernel>, Vec<&Kernel>) = sorted.into_iter().partition(small);
+    for kernel in large {
+        let name = if kernel.runs == 1 { kernel.name.clone() } else { format!("{} × {}", kernel.runs, kernel.name) };
+        kernels.add_row([name, kernel.all_cycles().to_string(), loops(kernel), busiest(kernel)]);
+    }
+    if !small.is_empty() {
+        let cycles: u64 = small.iter().map(|kernel| kernel.all_cycles()).sum();
+        kernels.add_row([format!("{} more", small.len()), cycles.to_string(), String::new(), String::new()]);
+    }
+
+    let mut table = comfy_table::Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    table.set_header([
+        format!("{} on {}", figures.implementation, figures.target),
+        format!("{} {} {} {} devices", asked.shape, figures.dtype, held_by(figures.held_by), figures.devices),
+    ]);
+    table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
+    let memory = &figures.memory;
+    let bytes = [
+        ("argument_bytes", memory.argument_bytes),
+        ("output_bytes", memory.output_bytes),
+        ("temp_bytes", memory.temp_bytes),
+        ("alias_bytes", memory.alias_bytes),
+        ("peak_bytes", memory.peak_bytes),
+    ];
+    for (key, bytes) in bytes {
+        table.add_row([key.to_string(), bytes.to_string()]);
+    }
+    table.add_row(["hbm_bytes".into(), figures.hbm_bytes.to_string()]);
+    table.add_row(["cycles".into(), figures.cycles.to_string()]);
+    let Bound { cycles_ms, hbm_ms, predicted_ms, limit } = figures.bound;
+    table.add_row([format!("cycles at {} GHz (assumed)", figures.clock_ghz), format!("{cycles_ms:.3} ms")]);
+    table.add_row(["bytes at HBM bandwidth".into(), format!("{hbm_ms:.3} ms")]);
+    table.add_row([format!("lower bound ({})", limit.name()), format!("{predicted_ms:.3} ms")]);
+    if let Some(products_ms) = figures.products_ms {
+        let ratio = predicted_ms / products_ms;
+        let label = format!("3 products at {} TFLOP/s", asked.target.chip.bf16_tflops);
+        table.add_row([label, format!("{products_ms:.3} ms; bound / products {ratio:.3}")]);
+    }
+    if let Some(Beside { recorded, ratio }) = &figures.recorded {
+        let label = format!("recorded: {}", recorded.program);
+        table.add_row([label, format!("{:.2} ms; bound / recorded {ratio:.2}", recorded.step_ms[0])]);
+    }
+    if !figures.libtpu_flags.is_empty() {
+        table.add_row(["libtpu flags", &figures.libtpu_flags]);
+    }
+    table.add_row(["compile_s".into(), format!("{:.2}", figures.compile_s)]);
+
+    let mut text = format!("{kernels}\n{table}\n");
+    for instruction in &figures.hbm_uncounted {
+        let _ = writeln!(text, "not counted in hbm_bytes: the body of {instruction}");
+    }
+    for collective in &figures.cycles_uncounted {
+        let _ = writeln!(text, "not counted in cycles: {collective}");
+    }
+    text
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lm_heads_alone_have_more_vmem_where_there_is_enough() {
-        let flags = |shape: &str, target| flags_for(shape.parse().unwrap(), Target::parse(target).unwrap().chip);
-        let more = "--xla_tpu_scoped_vmem_limit_kib=73728";
-        assert_eq!(["v5e", "v6e", "v5p", "v7x"].map(|chip| flags("1x8x16x64", chip)), [more, more, "", ""]);
-        assert_eq!(flags("1x8x64", "v6e"), "");
+/// `1274 × 594, 12 × ?`, the heaviest first.
+fn loops(kernel: &Kernel) -> String {
+    const SHOWN: usize = 3;
+    let mut loops: Vec<_> = kernel.loops.iter().collect();
+    loops.sort_by_key(|l| std::cmp::Reverse(l.cycles.unwrap_or(l.bundles)));
+    let trips = |trips: Option<u64>| trips.map_or("?".into(), |trips| trips.to_string());
+    let one = |l: &&_| -> String {
+        let l: &Loop = l;
+        let optional = if l.optional { " (optional)" } else { "" };
+        format!("{}{} × {}{optional}", ">".repeat(l.depth - 1), l.bundles, trips(l.trips))
+    };
+    let mut text = loops.iter().take(SHOWN).map(one).collect::<Vec<_>>().join(", ");
+    if loops.len() > SHOWN {
+        let _ = write!(text, ", {} more", loops.len() - SHOWN);
     }
+    text
+}
+
+/// `VALU 62 %`
+fn busiest(kernel: &Kernel) -> String {
+    let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
+    let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
+    slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))
+}
+
+/// Puts the tables between their marks in a document.
+fn write_into(table: &Table, path: &Path) -> Result<(), CliError> {
+    let io = |action, reason| CliError::Io { path: path.into(), action, reason };
+    let bytes = fs::metadata(path).map_err(|reason| io("read", reason))?.len();
+    if bytes > LONGEST {
+        return Err(CliError::Usage(format!("--into: got {bytes} bytes, expected a document of up to {LONGEST}")));
+    }
+    let document = fs::read_to_string(path).map_err(|reason| io("read", reason))?;
+    let mut text = document;
+    for ([start, end], table) in MARKS.into_iter().zip(markdown(table)) {
+        let parts = text.split_once(start).and_then(|(before, rest)| Some((before, rest.split_once(end)?.1)));
+        let Some((before, after)) = parts else {
+            let given = path.display();
+            return Err(CliError::Usage(format!(
+                "--into: got {given}, expected a document with the lines `{start}` and `{end}`"
+            )));
+        };
+        text = format!("{before}{start}\n{table}{end}{after}");
+    }
+    crate::fixture::persist(path, |file| std::io::Write::write_all(file, text.as_bytes()))
+        .map_err(|reason| io("write", reason))
 }

@@ -9,9 +9,10 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::RunError;
 use crate::problem::{Dtype, Shape};
-use crate::programs::{LossProgram, MOSAIC_VERSION, Named, Signature, TpuKernel};
+use crate::programs::{MOSAIC_VERSION, Named, Signature, TpuKernel};
 use crate::spec::LossSpec;
 use crate::tpu::Target;
+use crate::tpu::figures::loss_program;
 
 /// The libtpu that kernels were compiled with: the one that `make setup-tpu` installs.
 const LIBTPU: &str = "0.0.51";
@@ -46,7 +47,7 @@ pub(super) struct Emit {
 impl Emit {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
-        let implementation = find(&self.implementation)?;
+        let implementation = loss_program(&self.implementation)?;
         let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
         let core = self.target.chip.core();
         let kernels = implementation.kernels_for(&spec, local, dtype, core).map_err(RunError::from)?;
@@ -211,13 +212,4 @@ impl<'e> Kernel<'e> {
             vmem_bytes: kernel.vmem_bytes,
         }
     }
-}
-
-/// The programs called `id`, which must be some that compile for TPUs.
-pub(super) fn find(id: &str) -> Result<LossProgram, CliError> {
-    let compiled: Vec<LossProgram> = LossProgram::all().into_iter().filter(|program| program.is_whole()).collect();
-    compiled.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
-        let ids = compiled.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
-        CliError::Usage(format!("implementation: got `{id}`, expected one that compiles for TPUs: {ids}"))
-    })
 }

@@ -5,10 +5,6 @@ mod ab;
 mod bench;
 #[cfg(feature = "pjrt")]
 mod compile;
-#[cfg(feature = "pjrt")]
-mod compile_table;
-#[cfg(feature = "pjrt")]
-mod compiled;
 mod config;
 #[cfg(feature = "pjrt")]
 mod emit;

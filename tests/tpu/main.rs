@@ -16,7 +16,7 @@ use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::suites::cases;
 use assay::tpu::compile::locate;
-use assay::tpu::{Bound, Compiled, Compiler, Request, Target, TpuError};
+use assay::tpu::{Compiled, Compiler, Request, Target, TpuError};
 use libtest_mimic::{Arguments, Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
@@ -179,14 +179,14 @@ fn one_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let chip = Target::parse("v6e")?.chip;
     let logits = 4096 * 151_936 * 2;
     assert!(compiled.memory.peak_bytes() as f64 <= 1.02 * f64::from(logits), "{:?}", compiled.memory);
-    let bound = Bound::of(chip, compiled.cycles(), compiled.traffic.hbm_bytes);
+    let bound = chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
     assert!(bound.cycles_ms <= 0.85 * bound.hbm_ms, "{bound:?}");
     Ok(())
 }
 
 fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-two-pass", 1_245_152_288, 3_918_304)?;
-    let bound = Bound::of(Target::parse("v6e")?.chip, compiled.cycles(), compiled.traffic.hbm_bytes);
+    let bound = Target::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
     assert!(bound.cycles_ms <= bound.hbm_ms, "{bound:?}");
     Ok(())
 }

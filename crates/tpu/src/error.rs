@@ -4,6 +4,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use assay_core::implementation::Unsupported;
+
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum TpuError {
@@ -26,6 +28,17 @@ pub enum TpuError {
         /// A target that works.
         example: String,
     },
+    /// No such implementation, or none that compiles for TPUs.
+    #[error("implementation: got `{given}`, expected {expected}")]
+    Implementation {
+        /// The id.
+        given: String,
+        /// The kind wanted, and the ids there are.
+        expected: String,
+    },
+    /// The implementation does not do this.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
     /// A file or process of ours.
     #[error("{path}: cannot {action}: {reason}")]
     Io {

@@ -5,18 +5,16 @@
 //! the head's product before it; not the program that `xla` or `xla-lm-head` compiles here, so a ratio says how far a
 //! bound lies from a careful user's time, no more.
 
-use serde::Serialize;
-
 use super::target::Target;
 use assay_core::problem::{Dtype, Extents, HeadShape, Shape};
+use assay_schema::compile as schema;
 
 /// One measurement.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Recorded {
     /// What ran.
     pub program: &'static str,
     /// What each device held.
-    #[serde(serialize_with = "as_text")]
     pub shape: Extents,
     /// Least and most milliseconds a step.
     pub step_ms: (f64, f64),
@@ -24,10 +22,6 @@ pub struct Recorded {
     pub peak_bytes_in_use: Option<u64>,
     /// `peak_bytes_reserved`: scratch.
     pub peak_bytes_reserved: Option<u64>,
-}
-
-fn as_text<S: serde::Serializer>(shape: &Extents, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(shape)
 }
 
 /// The seed project's baseline.
@@ -98,6 +92,14 @@ impl Recorded {
     /// `predicted / recorded`, the least of it; a lower bound that holds is at most 1.
     pub fn ratio(&self, predicted_ms: f64) -> f64 {
         predicted_ms / self.step_ms.0
+    }
+}
+
+impl From<&Recorded> for schema::Recorded {
+    fn from(recorded: &Recorded) -> Self {
+        let &Recorded { program, shape, step_ms: (least, most), peak_bytes_in_use, peak_bytes_reserved } = recorded;
+        let (program, shape) = (program.into(), shape.to_string());
+        Self { program, shape, step_ms: [least, most], peak_bytes_in_use, peak_bytes_reserved }
     }
 }
 

@@ -31,7 +31,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+pub use assay_schema::compile::{Kernel, Loop, SlotUse};
 
 use super::error::TpuError;
 use super::files::read_text;
@@ -47,58 +47,9 @@ pub(super) const PASSES: &str = "final_bundles|final_hlo-static-per-bundle-utili
 /// The most steps by which a pipeline's exit test exceeds its grid, with room to spare: 10 were seen.
 const MOST_STAGES: u64 = 16;
 
-/// A kind of slot in a bundle: an execution unit.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct SlotUse {
-    /// libtpu's name: `VALU`, `VLOAD`, …
-    pub name: String,
-    /// Slots of this kind in one bundle.
-    pub capacity: u64,
-    /// Slots filled, over all trips that are counted.
-    pub used: u64,
-}
-
-impl SlotUse {
-    /// Cycles that these alone would take.
-    fn cycles(&self) -> f64 {
-        self.used as f64 / self.capacity as f64
-    }
-}
-
-/// One loop of a kernel, without the loops inside it.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Loop {
-    /// 1 for a loop outside all others.
-    pub depth: usize,
-    /// Bundles of one trip, without those of inner loops.
-    pub bundles: u64,
-    /// Trips each time that it is entered; `None` where the program decides at run time.
-    pub trips: Option<u64>,
-    /// `bundles × trips` over the nest; `None` where some trips are unknown or it may be passed over.
-    pub cycles: Option<u64>,
-    /// Whether a branch outside any loop may pass over it.
-    pub optional: bool,
-    /// Slots filled, over all trips that are counted.
-    pub slots: Vec<SlotUse>,
-}
-
-/// The program of one kernel.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Kernel {
-    /// The HLO instruction, or a part of the top level.
-    pub name: String,
-    /// Bundles of the program.
-    pub bundles: u64,
-    /// Its loops, in order of their start.
-    pub loops: Vec<Loop>,
-    /// `Σ bundles × trips` of one launch; loops without known cycles count as one trip.
-    pub cycles: u64,
-    /// How often it is launched.
-    pub runs: u64,
-    /// Slots filled, over the same cycles.
-    pub slots: Vec<SlotUse>,
-    /// The slot with the highest use against capacity; `None` where none is used.
-    pub binding: Option<String>,
+/// Cycles that these alone would take.
+fn cycles_of(slot: &SlotUse) -> f64 {
+    slot.used as f64 / slot.capacity as f64
 }
 
 /// Every kernel whose dump lies in `folder`, in the order of their names.
@@ -126,7 +77,7 @@ pub fn read(folder: &Path, chip: &Chip) -> Result<Vec<Kernel>, TpuError> {
         let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let missing = || malformed(&file, 0, "no utilization file beside it", "one of the same kernel");
         let utilization = utilizations.get(name).ok_or_else(missing)?;
-        Kernel::parse(name, &read_text(&path)?, &read_text(utilization)?, chip)
+        parse(name, &read_text(&path)?, &read_text(utilization)?, chip)
     };
     bundles.into_iter().map(pair).collect()
 }
@@ -300,27 +251,20 @@ struct Span {
     optional: bool,
 }
 
-impl Kernel {
-    /// Cycles of all launches.
-    pub fn all_cycles(&self) -> u64 {
-        self.cycles.saturating_mul(self.runs)
+/// The kernel called `name` from the texts of its two files.
+///
+/// # Errors
+/// [`TpuError::Dump`], with the line that does not read as expected.
+pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &Chip) -> Result<Kernel, TpuError> {
+    let parsed = parse_bundles(&format!("{name}{BUNDLES}"), bundles)?;
+    let file = format!("{name}{UTILIZATION}");
+    let (kinds, rows) = parse_utilization(&file, utilization)?;
+    if rows.len() != parsed.len() {
+        let given = format!("{} rows for {} bundles", rows.len(), parsed.len());
+        return Err(malformed(&file, 0, given, "a row for each bundle"));
     }
-
-    /// The kernel called `name` from the texts of its two files.
-    ///
-    /// # Errors
-    /// [`TpuError::Dump`], with the line that does not read as expected.
-    pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &Chip) -> Result<Kernel, TpuError> {
-        let parsed = parse_bundles(&format!("{name}{BUNDLES}"), bundles)?;
-        let file = format!("{name}{UTILIZATION}");
-        let (kinds, rows) = parse_utilization(&file, utilization)?;
-        if rows.len() != parsed.len() {
-            let given = format!("{} rows for {} bundles", rows.len(), parsed.len());
-            return Err(malformed(&file, 0, given, "a row for each bundle"));
-        }
-        let spans = spans(&parsed, chip.branch_delay);
-        Ok(count(name, &spans, &kinds, &rows))
-    }
+    let spans = spans(&parsed, chip.branch_delay);
+    Ok(count(name, &spans, &kinds, &rows))
 }
 
 fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<Bundle<'t>>, TpuError> {
@@ -455,7 +399,7 @@ fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -
         });
     }
     let slots = slots(&total);
-    let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| a.cycles().total_cmp(&b.cycles()));
+    let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| cycles_of(a).total_cmp(&cycles_of(b)));
     let binding = binding.map(|slot| slot.name.clone());
     Kernel { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
 }
@@ -475,7 +419,7 @@ mod tests {
     ];
 
     fn parse([bundles, utilization]: [&str; 2]) -> Result<Kernel, TpuError> {
-        Kernel::parse("name.1", bundles, utilization, Target::parse("v6e").unwrap().chip)
+        super::parse("name.1", bundles, utilization, Target::parse("v6e").unwrap().chip)
     }
 
     /// `(depth, bundles, trips, cycles, optional)`

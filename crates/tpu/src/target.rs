@@ -31,6 +31,7 @@ use std::fmt;
 
 use super::error::TpuError;
 use assay_programs::Core;
+use assay_schema::compile::{Bound, Limit};
 
 /// A generation of TPU. All figures are of a chip unless they say otherwise.
 #[derive(Debug, PartialEq)]
@@ -77,6 +78,14 @@ impl Chip {
     /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.
     pub fn products_ms(&self, multiplications: f64) -> f64 {
         2.0 * multiplications * self.devices as f64 / (self.bf16_tflops * 1e9)
+    }
+
+    /// The bounds of `cycles` on one core and `bytes` through one device's HBM.
+    pub fn bound(&self, cycles: u64, bytes: u64) -> Bound {
+        let cycles_ms = cycles as f64 / (self.clock_ghz * 1e6);
+        let hbm_ms = bytes as f64 / (self.device_hbm_tb_per_s() * 1e9);
+        let limit = if cycles_ms > hbm_ms { Limit::Cycles } else { Limit::Hbm };
+        Bound { cycles_ms, hbm_ms, predicted_ms: cycles_ms.max(hbm_ms), limit }
     }
 }
 
@@ -225,6 +234,17 @@ impl Target {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_bound_is_the_larger_of_cycles_and_bytes() {
+        let chip = Target::parse("v6e").unwrap().chip;
+        let bound = chip.bound(1_750_000, 1_638_000_000);
+        assert_eq!((bound.cycles_ms, bound.hbm_ms), (1.0, 1.0));
+        let more_cycles = chip.bound(3_500_000, 1_638_000_000);
+        assert_eq!((more_cycles.predicted_ms, more_cycles.limit), (2.0, Limit::Cycles));
+        let more_bytes = chip.bound(1_750_000, 4_914_000_000);
+        assert_eq!((more_bytes.predicted_ms, more_bytes.limit), (3.0, Limit::Hbm));
+    }
 
     #[test]
     fn a_chip_alone_has_eight_devices() {

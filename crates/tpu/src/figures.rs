@@ -1,0 +1,174 @@
+//! What is known of one program compiled for a TPU: memory, cycles, bytes, the bounds that follow, and what hardware took.
+
+use assay_core::problem::{Dtype, Extents, HeadLayout, HeadShape};
+use assay_core::spec::LossSpec;
+use assay_programs::{HeadArrays, HeadProgram, LossProgram};
+pub use assay_schema::compile::HeldBy;
+#[cfg(feature = "libtpu")]
+use assay_schema::compile::{self as schema, Memory};
+
+use super::error::TpuError;
+#[cfg(feature = "libtpu")]
+use super::recorded::{self, BASELINE, SEED_KERNEL};
+use super::target::{Chip, Target};
+#[cfg(feature = "libtpu")]
+use super::{Compiled, Compiler, Request};
+
+/// VMEM for the windows of an LM head's products on a chip that has 128 MiB, 2¹⁰ bytes: docs/tpu.md has what others give.
+const WINDOWS_KIB: usize = 73_728;
+
+/// What is compiled, and for what.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// For which devices.
+    pub target: Target,
+    /// The implementation's id.
+    pub implementation: String,
+    /// What each device holds; of an LM head over several devices what all of them hold together.
+    pub shape: Extents,
+    /// Of the logits, or of hidden states and head.
+    pub dtype: Dtype,
+    /// How an LM head lies.
+    pub layout: HeadLayout,
+    /// Whether logits of an LM head are rounded to the dtype.
+    pub rounds_logits: bool,
+    /// Bytes of logits that `tile-lm-head` holds at a time, at most.
+    pub chunk_bytes: usize,
+    /// The loss.
+    pub spec: LossSpec,
+    /// Flags of libtpu's own; [`flags_for`] has those that programs do well with.
+    pub libtpu_flags: String,
+}
+
+impl Asked {
+    /// The program, as StableHLO text, and what its shape is the extent of.
+    ///
+    /// # Errors
+    /// [`TpuError::Implementation`] where the id is none of this kind; [`TpuError::Unsupported`].
+    pub fn code(&self) -> Result<(String, HeldBy), TpuError> {
+        let (devices, core) = (self.target.devices(), self.target.chip.core());
+        let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
+        match self.shape {
+            Extents::Logits(shape) => {
+                let program = loss_program(&self.implementation)?;
+                Ok((program.program_for(spec, shape, dtype, devices, core)?, HeldBy::EachDevice))
+            }
+            Extents::Head(shape) => {
+                let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes);
+                let arrays = HeadArrays { shape, dtype, layout, rounds_logits };
+                let held_by = if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
+                Ok((head.program_for(spec, arrays, devices, core)?, held_by))
+            }
+        }
+    }
+
+    /// Compiles the program, and says what is known of it.
+    ///
+    /// # Errors
+    /// As of [`code`](Self::code) and of [`Compiler::compile`].
+    #[cfg(feature = "libtpu")]
+    pub fn compile(&self, compiler: &Compiler) -> Result<schema::Compiled, TpuError> {
+        let (code, held_by) = self.code()?;
+        let request = Request { code: &code, target: &self.target, replicas: self.target.devices(), partitions: 1 };
+        Ok(self.figures(held_by, &compiler.clone().flags(&self.libtpu_flags).compile(&request)?))
+    }
+
+    /// What is known of this program, which has been `compiled`.
+    #[cfg(feature = "libtpu")]
+    pub fn figures(&self, held_by: HeldBy, compiled: &Compiled) -> schema::Compiled {
+        let chip = self.target.chip;
+        let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
+        let bound = chip.bound(cycles, hbm_bytes);
+        let recorded = |program| {
+            let recorded = recorded::find(program, &self.target, self.shape, self.dtype);
+            recorded.filter(|_| held_by == HeldBy::EachDevice)
+        };
+        let memory = &compiled.memory;
+        schema::Compiled {
+            target: self.target.to_string(),
+            devices: self.target.devices(),
+            implementation: self.implementation.clone(),
+            shape: self.shape.to_vec(),
+            held_by,
+            dtype: self.dtype.to_string(),
+            memory: Memory {
+                argument_bytes: memory.argument_bytes,
+                output_bytes: memory.output_bytes,
+                temp_bytes: memory.temp_bytes,
+                alias_bytes: memory.alias_bytes,
+                code_bytes: memory.code_bytes,
+                peak_bytes: memory.peak_bytes(),
+            },
+            kernels: compiled.kernels.clone(),
+            cycles,
+            cycles_uncounted: compiled.uncounted.clone(),
+            hbm_bytes,
+            hbm_uncounted: compiled.traffic.uncounted.clone(),
+            libtpu_flags: self.libtpu_flags.clone(),
+            bound,
+            products_ms: self.products_ms(held_by),
+            clock_ghz: chip.clock_ghz,
+            compile_s: compiled.compile_s,
+            recorded: recorded(BASELINE).map(|recorded| schema::Beside {
+                recorded: recorded.into(),
+                ratio: recorded.ratio(bound.predicted_ms),
+            }),
+            recorded_kernel: recorded(SEED_KERNEL).map(Into::into),
+        }
+    }
+
+    /// `3 · 2 · B · T · H · V` operations, or a device's part of them, at the chip's rate of bf16, in milliseconds: what any
+    /// program of this LM head takes at least. `None` on logits, and in another dtype.
+    pub fn products_ms(&self, held_by: HeldBy) -> Option<f64> {
+        let Extents::Head(HeadShape { batch, tokens, hidden, vocab }) = self.shape else { return None };
+        let all = [3, batch, tokens, hidden, vocab].into_iter().map(|extent| extent as f64).product::<f64>();
+        let devices = if held_by == HeldBy::AllDevices { self.target.devices() } else { 1 };
+        (self.dtype == Dtype::Bf16).then(|| self.target.chip.products_ms(all / devices as f64))
+    }
+}
+
+/// What libtpu is best told of programs over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless
+/// it is told otherwise, and its schedules of an LM head's products are better with more.
+pub fn flags_for(shape: Extents, chip: &Chip) -> String {
+    match shape {
+        Extents::Head(_) if chip.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
+        _ => String::new(),
+    }
+}
+
+/// The programs called `id`, of a loss on logits, which must be some that compile for TPUs.
+///
+/// # Errors
+/// [`TpuError::Implementation`], with the ids there are.
+pub fn loss_program(id: &str) -> Result<LossProgram, TpuError> {
+    let compiled: Vec<LossProgram> = LossProgram::all().into_iter().filter(|program| program.is_whole()).collect();
+    compiled.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
+        let ids = compiled.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
+        TpuError::Implementation { given: id.into(), expected: format!("one that compiles for TPUs: {ids}") }
+    })
+}
+
+/// The programs called `id`, of an LM head: all of them compile for TPUs.
+///
+/// # Errors
+/// [`TpuError::Implementation`], with the ids there are.
+pub fn head_program(id: &str) -> Result<HeadProgram, TpuError> {
+    let all = HeadProgram::all();
+    all.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
+        let ids = all.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
+        TpuError::Implementation { given: id.into(), expected: format!("one of an LM head: {ids}") }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lm_heads_alone_have_more_vmem_where_there_is_enough() {
+        let flags = |shape: &str, target| flags_for(shape.parse().unwrap(), Target::parse(target).unwrap().chip);
+        let more = "--xla_tpu_scoped_vmem_limit_kib=73728";
+        assert_eq!(["v5e", "v6e", "v5p", "v7x"].map(|chip| flags("1x8x16x64", chip)), [more, more, "", ""]);
+        assert_eq!(flags("1x8x64", "v6e"), "");
+    }
+}
