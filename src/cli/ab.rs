@@ -1,36 +1,16 @@
 //! `assay ab`: the same run by candle's own operations and by a kernel.
-//!
-//! Judged loss steps of either arm stand against the f64 reference on that step's own hidden states; those of the kernel
-//! decide. The arms' weights are equal at first; rounding parts them, and from the step at which the tokens differ nothing but
-//! statistics can be compared.
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::path::PathBuf;
 
 use clap::Args;
 use comfy_table::Table;
-use ndarray::arr0;
 
-use super::train::{Trained, read_settings, trained};
+use super::train::{read_settings, told};
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
-use crate::judge::judge;
-use crate::judge::lm_head::judge_head;
-use crate::judge::tolerance::{Output, Tolerances};
-use crate::problem::{Dtype, HeadCandidate};
-use crate::reference::evaluate_head;
-use crate::schema::ab::{self as schema, Arm, Comparison, Step, Verdict};
-use crate::spec::LossSpec;
-use crate::train::metrics::{Evaluation, Record};
-use crate::train::{GrpoLoss, LossStep, Summary, TrainConfig};
-
-/// The class whose limits candle's own operations are held to: that of any kernel not made here. They sum a row in f32.
-const BASELINE_CLASS: &str = "external-lm-head";
-
-/// Which outputs of a loss step there are to judge.
-const JUDGED: [Output; 3] = [Output::Loss, Output::Dhidden, Output::DlmHead];
+use crate::schema::ab::Verdict;
+use crate::train::Summary;
+use crate::train::ab::{Pair, Plan, Side, comparison, run};
+use crate::train::metrics::Evaluation;
 
 /// Each run starts anew; only the warm start is kept.
 #[derive(Args)]
@@ -50,308 +30,16 @@ pub(super) struct Ab {
     printing: Printing,
 }
 
-/// Which of the two.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
-    Baseline,
-    Kernel,
-}
-
-impl Side {
-    /// In the order of [`Comparison::arms`].
-    const BOTH: [Side; 2] = [Side::Baseline, Side::Kernel];
-
-    fn name(self) -> &'static str {
-        match self {
-            Side::Baseline => "baseline",
-            Side::Kernel => "kernel",
-        }
-    }
-}
-
-/// One arm of one seed.
-struct Run {
-    summary: Summary,
-    judged: Judged,
-    records: Vec<Record>,
-}
-
-/// How the judged loss steps of a run stand against the reference.
-struct Judged {
-    /// Whose limits they are held to.
-    class: String,
-    steps: usize,
-    /// Of each output.
-    outputs: BTreeMap<&'static str, Worst>,
-}
-
-/// How one output of a run's loss steps did.
-struct Worst {
-    /// The largest error, as a multiple of its limit.
-    share: f64,
-    /// Whether every gate was passed.
-    passed: bool,
-    /// Where that was, in words.
-    at: String,
-}
-
-/// Both arms of one seed.
-struct Pair {
-    seed: u64,
-    runs: [Run; 2],
-}
-
 impl Ab {
     pub(super) fn run(self) -> Result<Passed, CliError> {
         let config = read_settings(&self.config)?;
         let plugin = self.plugin.checked_path()?;
         let stop = stop_flag()?;
-        let pairs = (0..self.seeds)
-            .map(|i| self.pair(&config, config.seed + i, plugin, &stop))
-            .collect::<Result<Vec<_>, _>>()?;
+        let plan = Plan { seeds: self.seeds, judge_every: self.judge_every };
+        let pairs = run(&config, plan, plugin, &stop, &mut told(&self.printing))?;
         let comparison = comparison(&config, &pairs);
         self.printing.finish(&text(&pairs, &comparison.verdicts), &comparison)?;
         Ok(Passed::from(comparison.pass))
-    }
-
-    fn pair(
-        &self,
-        config: &TrainConfig,
-        seed: u64,
-        plugin: Option<&Path>,
-        stop: &AtomicBool,
-    ) -> Result<Pair, CliError> {
-        let folder = config.out.join(format!("seed-{seed}"));
-        let run = |side: Side| {
-            let mut settings = config.clone();
-            settings.seed = seed;
-            settings.kernel.enabled = side == Side::Kernel;
-            settings.out = folder.join(side.name());
-            if let Some(warm_start) = &mut settings.warm_start {
-                warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
-            }
-            forget(&settings.out.join("checkpoint.safetensors"))?;
-            self.one(&settings, plugin, stop)
-        };
-        Ok(Pair { seed, runs: [run(Side::Baseline)?, run(Side::Kernel)?] })
-    }
-
-    fn one(&self, settings: &TrainConfig, plugin: Option<&Path>, stop: &AtomicBool) -> Result<Run, CliError> {
-        let class = if settings.kernel.enabled {
-            GrpoLoss::by_id(settings.loss.clone(), &settings.kernel.implementation, plugin)?.class_on_hidden()
-        } else {
-            BASELINE_CLASS.into()
-        };
-        let mut judged = Judged { class, steps: 0, outputs: BTreeMap::new() };
-        let mut failure = None;
-        let mut observe = |step: &LossStep| {
-            let due = (step.step as u64 - 1).is_multiple_of(self.judge_every);
-            if due && step.epoch == 0 && step.micro_batch == 0 && failure.is_none() {
-                failure = judged.add(&settings.loss, step).err();
-            }
-            Ok(())
-        };
-        let Trained { trainer, summary } = trained(settings, plugin, &self.printing, stop, &mut observe)?;
-        failure.map_or(Ok(()), Err)?;
-        Ok(Run { summary, judged, records: trainer.records().to_vec() })
-    }
-}
-
-/// The comparison that went furthest beyond its limit.
-fn words(verdict: &judge::Verdict) -> String {
-    match (verdict.tally.nonfinite, verdict.worst()) {
-        (Some((at, value)), _) => format!("{value} at {at}"),
-        (None, None) => "finite where the reference is not".into(),
-        (None, Some(worst)) => {
-            format!("at {} expected {:e}, actual {:e}, limit {:e}", worst.at, worst.expected, worst.actual, worst.limit)
-        }
-    }
-}
-
-/// Removes a file that may not be there.
-fn forget(path: &Path) -> Result<(), CliError> {
-    match fs::remove_file(path) {
-        Err(reason) if reason.kind() != ErrorKind::NotFound => {
-            Err(CliError::Io { path: path.into(), action: "remove", reason })
-        }
-        _ => Ok(()),
-    }
-}
-
-impl Judged {
-    fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), CliError> {
-        let spec = LossSpec { scale: loss.scale * step.share, ..loss.clone() };
-        let problem = step.problem()?;
-        let reference = evaluate_head(&spec, &problem).map_err(crate::implementation::RunError::from)?;
-        let candidate = HeadCandidate {
-            loss: arr0(step.loss).into(),
-            dhidden: step.dhidden()?,
-            dlm_head: step.dlm_head()?,
-            dlogits_dtype: Dtype::F32,
-            // A loss step returns none of these.
-            logp: None,
-            entropy: None,
-            token_loss: None,
-            metrics: None,
-        };
-        let verdicts = judge_head(&reference, &problem, &candidate, &self.class, Tolerances::builtin())?;
-        self.steps += 1;
-        for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
-            let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| Worst {
-                share: 0.0,
-                passed: true,
-                at: String::new(),
-            });
-            worst.passed &= verdict.passed();
-            let share = verdict.tally.badness();
-            if share > worst.share {
-                worst.share = share;
-                worst.at = format!("step {}, {}: {}", step.step, verdict.gate, words(verdict));
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Pair {
-    /// Over how many steps, from the first on, both arms sampled the same tokens.
-    fn equal_steps(&self) -> usize {
-        let [baseline, kernel] = &self.runs;
-        let both = baseline.records.iter().zip(&kernel.records);
-        both.take_while(|(a, b)| a.tokens_sha256 == b.tokens_sha256).count()
-    }
-
-    /// The largest difference of what `of` says of these steps.
-    fn largest_difference(&self, of: fn(&Record) -> f64) -> f64 {
-        let [baseline, kernel] = &self.runs;
-        let both = baseline.records.iter().zip(&kernel.records).take(self.equal_steps());
-        both.map(|(a, b)| (of(a) - of(b)).abs()).fold(0.0, f64::max)
-    }
-}
-
-/// What `assay report` shows too.
-fn comparison(config: &TrainConfig, pairs: &[Pair]) -> Comparison {
-    let implementation = |side: Side| match side {
-        Side::Baseline => "candle's log_softmax, gather and autograd".to_string(),
-        Side::Kernel => config.kernel.implementation.clone(),
-    };
-    let curve = |run: &Run| run.records.iter().map(step_of).collect();
-    let arm = |side: Side| Arm {
-        name: side.name().into(),
-        implementation: implementation(side),
-        runs: pairs
-            .iter()
-            .map(|pair| schema::Run { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
-            .collect(),
-    };
-    let verdicts = verdicts(pairs);
-    Comparison { pass: verdicts.iter().all(|verdict| verdict.pass != Some(false)), arms: Side::BOTH.map(arm), verdicts }
-}
-
-fn step_of(record: &Record) -> Step {
-    Step {
-        step: record.step as u64,
-        loss: record.loss,
-        reward: record.reward,
-        entropy: record.entropy,
-        grad_norm: record.grad_norm,
-        loss_step_s: record.loss_step_s,
-        update_s: record.update_s,
-        loss_step_bytes: record.loss_step_bytes.map_or(f64::NAN, |bytes| bytes as f64),
-    }
-}
-
-/// What a step cost, and what that is called.
-type Measured = (&'static str, fn(&Record) -> f64);
-
-/// Agreement, which is decided, and cost, which is shown.
-fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
-    let mut all: Vec<Verdict> = JUDGED.iter().map(|output| within_limits(pairs, output.name())).collect();
-    let informed = |what: &str, difference: f64| Verdict {
-        what: what.into(),
-        baseline: None,
-        kernel: None,
-        difference: Some(difference),
-        limit: None,
-        pass: None,
-    };
-    let least = pairs.iter().map(Pair::equal_steps).min().unwrap_or(0);
-    let largest = |of: fn(&Record) -> f64| pairs.iter().map(|pair| pair.largest_difference(of)).fold(0.0, f64::max);
-    all.push(informed("steps from the first on with the same tokens in both arms", least as f64));
-    all.push(informed("loss of these steps, largest difference", largest(|record| record.loss)));
-    all.push(informed("gradient norm of these steps, largest difference", largest(|record| record.grad_norm)));
-    let reward = |run: &Run| run.summary.evaluation.map_or(f64::NAN, |evaluation| evaluation.reward);
-    all.push(within_spread("final evaluation reward, mean of the seeds", pairs, reward));
-    all.push(within_spread("final entropy, mean of the seeds", pairs, |run| run.summary.entropy));
-    let costs: [Measured; 5] = [
-        ("loss step, s, median; baseline / kernel", |record| record.loss_step_s),
-        ("update, s, median; baseline / kernel", |record| record.update_s),
-        ("whole step, s, median; baseline / kernel", |record| record.step_s),
-        ("loss step, bytes, median; baseline / kernel", |record| bytes(record.loss_step_bytes)),
-        ("update, bytes, median; baseline / kernel", |record| bytes(record.update_bytes)),
-    ];
-    all.extend(costs.map(|(what, of)| {
-        let [baseline, kernel] = Side::BOTH
-            .map(|side| median(pairs.iter().flat_map(|pair| &pair.runs[side as usize].records).map(of).collect()));
-        let difference = Some(baseline / kernel);
-        let (baseline, kernel) = (Some(baseline), Some(kernel));
-        Verdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
-    }));
-    all
-}
-
-fn bytes(counted: Option<usize>) -> f64 {
-    counted.map_or(f64::NAN, |bytes| bytes as f64)
-}
-
-/// `NaN` of nothing.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => f64::NAN,
-        odd if odd % 2 == 1 => values[middle],
-        _ => f64::midpoint(values[middle - 1], values[middle]),
-    }
-}
-
-/// Whether every judged loss step of the kernel is within the derived bound. The baseline's are shown beside: what autograd
-/// in f32 loses is not the kernel's fault.
-fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
-    let of = |side: Side| pairs.iter().map(move |pair| &pair.runs[side as usize].judged);
-    let mut of_kernel = of(Side::Kernel).map(|judged| judged.outputs.get(output));
-    let [baseline, kernel] = Side::BOTH.map(|side| {
-        of(side).filter_map(|judged| judged.outputs.get(output)).map(|worst| worst.share).fold(0.0, f64::max)
-    });
-    let steps: usize = Side::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
-    Verdict {
-        what: format!("{output}, worst error / limit of {steps} loss steps against the reference"),
-        baseline: Some(baseline),
-        kernel: Some(kernel),
-        difference: Some(kernel),
-        limit: Some(1.0),
-        pass: Some(of_kernel.all(|output| output.is_some_and(|worst| worst.passed))),
-    }
-}
-
-/// Whether the means of two sets of runs differ by no more than the runs of one set do; one run says nothing of that.
-fn within_spread(what: &str, pairs: &[Pair], of: fn(&Run) -> f64) -> Verdict {
-    let [baseline, kernel] =
-        Side::BOTH.map(|side| pairs.iter().map(|pair| of(&pair.runs[side as usize])).collect::<Vec<_>>());
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-    let range = |values: &[f64]| {
-        let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        largest - values.iter().copied().fold(f64::INFINITY, f64::min)
-    };
-    let difference = (mean(&baseline) - mean(&kernel)).abs();
-    let spread = (pairs.len() > 1).then(|| range(&baseline).max(range(&kernel)));
-    Verdict {
-        what: what.into(),
-        baseline: Some(mean(&baseline)),
-        kernel: Some(mean(&kernel)),
-        difference: Some(difference),
-        limit: spread,
-        pass: spread.map(|spread| difference <= spread),
     }
 }
 
@@ -415,17 +103,5 @@ fn short(x: f64) -> String {
         x if x.fract() == 0.0 && x.abs() < 1e15 => format!("{x}"),
         x if x.abs() < 1e-3 => format!("{x:.3e}"),
         x => format!("{x:.4}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn medians_are_of_the_middle() {
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(vec![4.0, 1.0, 2.0, 8.0]), 3.0);
-        assert!(median(Vec::new()).is_nan());
     }
 }

@@ -1,14 +1,12 @@
 //! `assay train`: a whole GRPO run on this machine.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
 use comfy_table::Table;
-use rayon::ThreadPoolBuilder;
 
-use super::{CliError, Passed, PluginChoice, Printing, config, stop_flag, write_json};
-use crate::train::{Arm, LossStep, Summary, TrainConfig, TrainError, Trainer};
+use super::{CliError, Passed, PluginChoice, Printing, config, stop_flag};
+use crate::train::{Progress, TrainConfig, TrainError, complete};
 
 /// A run goes on from the checkpoint in the folder of its results, where there is one.
 #[derive(Args)]
@@ -33,7 +31,7 @@ impl Train {
         }
         let plugin = self.plugin.checked_path()?;
         let stop = stop_flag()?;
-        let summary = trained(&settings, plugin, &self.printing, &stop, &mut |_| Ok(()))?.summary;
+        let summary = complete(&settings, plugin, &stop, &mut |_| Ok(()), &mut told(&self.printing))?.summary;
         let mut table = Table::new();
         if let serde_json::Value::Object(fields) = serde_json::to_value(&summary).expect("plain data") {
             table.load_style(comfy_table::presets::NOTHING);
@@ -53,42 +51,19 @@ pub(super) fn read_settings(path: &Path) -> Result<TrainConfig, CliError> {
     Ok(settings)
 }
 
-/// A run that has made all its steps.
-pub(super) struct Trained {
-    pub(super) trainer: Trainer,
-    pub(super) summary: Summary,
-}
-
-/// Makes the steps that are left of a run on threads of its own, and writes its summary.
-pub(super) fn trained(
-    settings: &TrainConfig,
-    plugin: Option<&Path>,
-    printing: &Printing,
-    stop: &AtomicBool,
-    observe: &mut (dyn FnMut(&LossStep) -> Result<(), TrainError> + Send),
-) -> Result<Trained, CliError> {
-    let pool = ThreadPoolBuilder::new().num_threads(settings.threads.unwrap_or(0)).build();
-    let pool = pool.map_err(|error| CliError::Usage(format!("threads: {error}")))?;
-    pool.install(|| {
-        let mut trainer = Trainer::start(settings.clone(), Arm::of(settings, plugin)?, stop)?;
-        let progress = printing.progress(settings.steps);
-        progress.set_position(trainer.steps() as u64);
-        while !trainer.finished() {
-            if stop.load(Ordering::Relaxed) {
-                trainer.save()?;
-                progress.finish_and_clear();
-                let done = format!("after {} of {} steps; the same command goes on", trainer.steps(), settings.steps);
-                return Err(TrainError::Interrupted { done }.into());
-            }
-            let record = trainer.advance(observe)?;
-            progress.set_message(format!("loss {:+.4}  reward {:.3}", record.loss, record.reward));
-            progress.inc(1);
+/// A bar over the steps of each run.
+pub(super) fn told(printing: &Printing) -> impl FnMut(Progress) + Send {
+    let mut bar = printing.progress(0);
+    move |Progress { steps, of, made }| {
+        match made {
+            None => bar = printing.progress(of),
+            Some(record) => bar.set_message(format!("loss {:+.4}  reward {:.3}", record.loss, record.reward)),
         }
-        progress.finish_and_clear();
-        let summary = Summary::of(trainer.records()).expect("at least one step");
-        write_json(&settings.out.join("summary.json"), &summary)?;
-        Ok(Trained { trainer, summary })
-    })
+        bar.set_position(steps as u64);
+        if steps == of {
+            bar.finish_and_clear();
+        }
+    }
 }
 
 #[cfg(test)]

@@ -3,13 +3,15 @@
 //! [`GrpoLoss`] is a loss that candle differentiates, for a training loop of one's own. [`Trainer`] is a whole loop on one
 //! machine: a [`Qwen2`] policy answers [questions with exact answers](task), completions are [rewarded](reward) and compared
 //! within their group, and the loss of [`LossSpec`](assay_core::spec::LossSpec) changes the policy, by a kernel or by candle's own
-//! operations ([`Arm`]), as the [`TrainConfig`] says.
+//! operations ([`Arm`]), as the [`TrainConfig`] says; [`complete`] makes all its steps, and [`ab`] the same run by either.
 //!
 //! Everything that is drawn is a function of the seed and the step, and every sum has an order of its own, so that with one
 //! thread a run gives the same bits again, killed and resumed or not.
 
+pub mod ab;
 mod baseline;
 mod checkpoint;
+mod complete;
 pub mod config;
 mod loss;
 mod meter;
@@ -33,6 +35,7 @@ pub use baseline::Baseline;
 pub use candle_core;
 /// Layers and optimizers of the same version.
 pub use candle_nn;
+pub use complete::{Progress, Trained, complete};
 pub use config::TrainConfig;
 pub use loss::{Batch, Evaluated, GrpoLoss};
 pub use qwen2::Qwen2;
@@ -44,6 +47,7 @@ pub use crate::checkpoint::{Misfit, Qwen2Config};
 use assay_core::implementation::RunError;
 use assay_core::problem::ProblemError;
 use assay_fixture::FixtureError;
+use assay_judge::judge::JudgeError;
 
 /// Why training cannot go on: one line that names the file or field.
 #[derive(Debug, thiserror::Error)]
@@ -138,6 +142,12 @@ pub enum TrainError {
         /// What it is.
         given: f64,
     },
+    /// A step cannot be judged.
+    #[error(transparent)]
+    Judge(#[from] JudgeError),
+    /// The threads asked for cannot be had.
+    #[error("threads: {0}")]
+    Threads(String),
     /// Somebody asked to stop.
     #[error("interrupted {done}")]
     Interrupted {

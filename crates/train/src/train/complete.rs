@@ -1,0 +1,67 @@
+//! [`complete`]: a run from where it is to its last step.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rayon::ThreadPoolBuilder;
+
+use super::metrics::Record;
+use super::{Arm, LossStep, Summary, TrainConfig, TrainError, Trainer};
+use assay_fixture::persist;
+
+/// A run that has made all its steps.
+pub struct Trained {
+    /// The run.
+    pub trainer: Trainer,
+    /// It in a few numbers.
+    pub summary: Summary,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress<'r> {
+    /// Steps made, those of a run that it goes on from among them.
+    pub steps: usize,
+    /// Steps that there will be.
+    pub of: usize,
+    /// The step just made; `None` where the run begins or goes on.
+    pub made: Option<&'r Record>,
+}
+
+/// Makes the steps that are left of a run on threads of its own, and writes its `summary.json`. A PJRT implementation uses
+/// `plugin`; `observe` sees every loss, `progress` hears of every step.
+///
+/// # Errors
+/// [`TrainError::Interrupted`], after a checkpoint, where `stop` is set; [`TrainError::Threads`]; what the steps return.
+pub fn complete(
+    config: &TrainConfig,
+    plugin: Option<&Path>,
+    stop: &AtomicBool,
+    observe: &mut (dyn FnMut(&LossStep) -> Result<(), TrainError> + Send),
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Trained, TrainError> {
+    let pool = ThreadPoolBuilder::new().num_threads(config.threads.unwrap_or(0)).build();
+    let pool = pool.map_err(|error| TrainError::Threads(error.to_string()))?;
+    pool.install(|| {
+        let mut trainer = Trainer::start(config.clone(), Arm::of(config, plugin)?, stop)?;
+        let of = config.steps;
+        progress(Progress { steps: trainer.steps(), of, made: None });
+        while !trainer.finished() {
+            if stop.load(Ordering::Relaxed) {
+                trainer.save()?;
+                let done = format!("after {} of {of} steps; the same command goes on", trainer.steps());
+                return Err(TrainError::Interrupted { done });
+            }
+            trainer.advance(observe)?;
+            progress(Progress { steps: trainer.steps(), of, made: trainer.records().last() });
+        }
+        let summary = Summary::of(trainer.records()).expect("at least one step");
+        let path = config.out.join("summary.json");
+        persist(&path, |out| {
+            serde_json::to_writer_pretty(&mut *out, &summary)?;
+            out.write_all(b"\n")
+        })
+        .map_err(|reason| TrainError::io(&path, "write", reason))?;
+        Ok(Trained { trainer, summary })
+    })
+}
