@@ -24,13 +24,14 @@ use serde::Deserialize;
 
 use self::workload::Workload;
 use crate::case::{Batch, Case, Counts, Kernel};
-use crate::implementation::{Answer, Implementation, Input, Prepared, RunError, Step, Unavailable};
+use crate::implementation::{Answer, Given, Implementation, Input, Prepared, RunError, Step, Unavailable};
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Status, Verdict};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, explain, on_devices};
 use crate::judge::tolerance::Tolerances;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
+use crate::problem::Candidate;
 use crate::schema::bench::{Bench, Ratios};
 use crate::spec::LossSpec;
 
@@ -197,19 +198,19 @@ impl<W: Workload> Subject<'_, W> {
         progress: Told,
     ) -> Result<Measured, BenchError> {
         let Self { implementation, spec, recipe, devices, ref opponents } = *self;
-        let (shape, dtype) = (recipe.shape(), recipe.recipe().dtype);
+        let given = recipe.given();
         self.expect_room(0, available)?;
         recipe.check(spec)?;
 
         progress(Progress::Doing("compiling"));
         let started = Instant::now();
-        let prepared = implementation.prepare(spec, shape, dtype, devices)?;
+        let prepared = implementation.prepare(spec, given, devices)?;
         let compiling = started.elapsed();
         let mut ready = Vec::new();
         for opponent in opponents {
             ready.push(match opponent {
                 Opponent::Bound => None,
-                Opponent::Implementation(implementation) => Some(implementation.prepare(spec, shape, dtype, 1)?),
+                Opponent::Implementation(implementation) => Some(implementation.prepare(spec, given, 1)?),
             });
         }
         let bounds = ready.iter().filter(|ready| ready.is_none()).count();
@@ -222,7 +223,7 @@ impl<W: Workload> Subject<'_, W> {
         if let Some(part) = &part {
             let problem = part.unmasked_problem(spec)?;
             for (implementation, devices) in self.implementations() {
-                let prepared = implementation.prepare(spec, part.shape(), dtype, devices)?;
+                let prepared = implementation.prepare(spec, part.given(), devices)?;
                 let outcome = timed::<W::Problem>(prepared.load(&problem)?)?.0()?;
                 if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, outcome, command)? {
                     return Ok(wrong);
@@ -296,7 +297,7 @@ impl<W: Workload> Subject<'_, W> {
     fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), BenchError> {
         let Self { recipe, implementation, devices, .. } = *self;
         let running = recipe.running_bytes().saturating_add(beside);
-        let (shape, dtype) = (recipe.shape(), recipe.recipe().dtype);
+        let Given { shape, dtype, .. } = recipe.given();
         let what = || format!("a bench of {shape} {dtype} with {}", on_devices(implementation.id(), devices));
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
     }
@@ -375,7 +376,7 @@ fn judge_answer<P: Judgeable>(
     spec: &LossSpec,
     problem: &P,
     devices: usize,
-    outcome: P::Outcome,
+    outcome: Candidate<P::Gradient>,
     command: &str,
 ) -> Result<Option<Measured>, BenchError> {
     let id = implementation.id();
@@ -434,7 +435,7 @@ mod tests {
     use super::*;
     use crate::implementation::Unsupported;
     use crate::judge::generate::{Recipe, Regime};
-    use crate::problem::{Candidate, Dtype, Problem, Shape};
+    use crate::problem::{Dtype, Problem, Shape};
     use crate::registry::find;
 
     fn recipe(shape: [usize; 3]) -> Recipe {
@@ -474,15 +475,14 @@ mod tests {
         fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
             assert!(problem.mask.iter().all(|&counts| counts), "every token counts");
             self.steps.fetch_add(1, Ordering::Relaxed);
-            let mut outcome = find("native", None).unwrap().run(spec, problem, devices)?;
+            let mut outcome = find::<Problem>("native", None).unwrap().run(spec, problem, devices)?;
             outcome.loss = ndarray::arr0(outcome.loss.value() as f32 + self.error).into();
             Ok(outcome)
         }
         fn prepare<'s>(
             &'s self,
             spec: &'s LossSpec,
-            _: Shape,
-            _: Dtype,
+            _: Given,
             devices: usize,
         ) -> Result<Box<dyn Prepared + 's>, RunError> {
             Ok(Box::new(CountingReady { implementation: self, spec, devices }))

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use crate::bandwidth::CopyOf;
-use crate::implementation::Input;
+use crate::implementation::Given;
 use crate::judge::generate::{HeadRecipe, Recipe, RecipeError};
 use crate::judge::judgeable::Judgeable;
-use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
+use crate::problem::{Dtype, HeadForm, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::ProductsOf;
 use crate::registry::Listed;
 use crate::schema::bench::Bench;
@@ -27,7 +27,8 @@ pub(super) trait Workload: Clone + Sync {
 
     /// All but the extents of the logits.
     fn recipe(&self) -> &Recipe;
-    fn shape(&self) -> <Self::Problem as Input>::Shape;
+    /// What an implementation is made ready for.
+    fn given(&self) -> Given<Self::Problem>;
     fn extents(&self) -> Vec<usize>;
     fn check(&self, spec: &LossSpec) -> Result<(), RecipeError>;
     fn unmasked_problem(&self, spec: &LossSpec) -> Result<Self::Problem, RecipeError>;
@@ -67,9 +68,9 @@ impl Workload for Recipe {
         self
     }
 
-    fn shape(&self) -> Shape {
+    fn given(&self) -> Given {
         let [batch, tokens, vocab] = self.shape;
-        Shape { batch, tokens, vocab }
+        Given { shape: Shape { batch, tokens, vocab }, dtype: self.dtype, form: () }
     }
 
     fn extents(&self) -> Vec<usize> {
@@ -133,8 +134,9 @@ impl Workload for HeadRecipe {
         &self.recipe
     }
 
-    fn shape(&self) -> HeadShape {
-        self.shape()
+    fn given(&self) -> Given<HeadProblem> {
+        let form = HeadForm { layout: self.layout, rounds_logits: self.rounds_logits };
+        Given { shape: self.shape(), dtype: self.recipe.dtype, form }
     }
 
     fn extents(&self) -> Vec<usize> {

@@ -61,7 +61,7 @@ impl Gradcheck {
         let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;
         let reference = problem.evaluate(&config.spec).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
-        let (loss_ref, loss_kernel) = (P::on_logits(&reference).loss(), P::loss(&outcome));
+        let (loss_ref, loss_kernel) = (P::on_logits(&reference).loss(), outcome.loss.value());
 
         let command = format!("assay gradcheck --config {}", self.config.display());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
@@ -96,36 +96,31 @@ impl Gradcheck {
 
 /// A problem whose gradients are compared plainly.
 trait Differentiated: Judgeable + Listed {
-    fn loss(outcome: &Self::Outcome) -> f64;
-
     /// By output.
-    fn differences(reference: &Self::Reference<'_>, outcome: &Self::Outcome) -> Vec<(&'static str, Differences)>;
+    fn differences(
+        reference: &Self::Reference<'_>,
+        outcome: &Candidate<Self::Gradient>,
+    ) -> Vec<(&'static str, Differences)>;
 }
 
 impl Differentiated for Problem {
-    fn loss(outcome: &Candidate) -> f64 {
-        outcome.loss.value()
-    }
-
     fn differences(reference: &Reference, outcome: &Candidate) -> Vec<(&'static str, Differences)> {
         let shape = reference.shape();
         let tokens = || ndarray::indices((shape.batch, shape.tokens)).into_iter();
-        let pairs = tokens().flat_map(|(b, t)| reference.dlogits_row(b, t).into_iter().zip(outcome.dlogits.row(b, t)));
+        let pairs = tokens().flat_map(|(b, t)| reference.dlogits_row(b, t).into_iter().zip(outcome.gradient.row(b, t)));
         vec![("dlogits", Differences::of(pairs))]
     }
 }
 
 impl Differentiated for HeadProblem {
-    fn loss(outcome: &HeadCandidate) -> f64 {
-        outcome.loss.value()
-    }
-
     fn differences(reference: &HeadReference, outcome: &HeadCandidate) -> Vec<(&'static str, Differences)> {
         let exact = reference.outcome();
         let pairs = |exact: Vec<f64>, actual: Vec<f64>| Differences::of(exact.into_iter().zip(actual));
-        let [dhidden, actual] = [&exact.dhidden, &outcome.dhidden].map(|array| array.to_f64().into_iter().collect());
+        let [dhidden, actual] =
+            [&exact.gradient.dhidden, &outcome.gradient.dhidden].map(|array| array.to_f64().into_iter().collect());
         let of_hidden = pairs(dhidden, actual);
-        let [dlm_head, actual] = [&exact.dlm_head, &outcome.dlm_head].map(|array| array.to_f64().into_iter().collect());
+        let [dlm_head, actual] =
+            [&exact.gradient.dlm_head, &outcome.gradient.dlm_head].map(|array| array.to_f64().into_iter().collect());
         vec![("dhidden", of_hidden), ("dlm_head", pairs(dlm_head, actual))]
     }
 }

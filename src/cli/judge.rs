@@ -3,16 +3,15 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use ndarray::Ix2;
 
 use super::problem_choice::{AnyProblem, ProblemChoice};
 use super::{CliError, Passed, Printing};
-use crate::fixture::{read_candidate, read_head_candidate};
+use crate::fixture::read_candidate;
 use crate::judge::judge::Status;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Ignored, Report, explain};
 use crate::judge::tolerance::Tolerances;
-use crate::problem::{Candidate, FloatArray, HeadCandidate};
+use crate::problem::Candidate;
 use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
 
@@ -38,16 +37,8 @@ impl Judge {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (spec, problem) = self.choice.read()?;
         match problem {
-            AnyProblem::Logits(problem) => {
-                let candidate = read_candidate(&self.candidate)?;
-                let Candidate { logp, entropy, token_loss, .. } = &candidate;
-                self.judge(&spec, &problem, &candidate, CLASS, absent(logp, entropy, token_loss))
-            }
-            AnyProblem::Head(problem) => {
-                let candidate = read_head_candidate(&self.candidate)?;
-                let HeadCandidate { logp, entropy, token_loss, .. } = &candidate;
-                self.judge(&spec, &problem, &candidate, HEAD_CLASS, absent(logp, entropy, token_loss))
-            }
+            AnyProblem::Logits(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?, CLASS),
+            AnyProblem::Head(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?, HEAD_CLASS),
         }
     }
 
@@ -55,9 +46,8 @@ impl Judge {
         &self,
         spec: &LossSpec,
         problem: &P,
-        candidate: &P::Outcome,
+        candidate: &Candidate<P::Gradient>,
         class: &str,
-        absent: Vec<Ignored>,
     ) -> Result<Passed, CliError> {
         let reference = problem.evaluate(spec).map_err(|reason| self.choice.wrong(reason))?;
         let label = self.choice.problem.file_stem().unwrap_or_default().to_string_lossy();
@@ -69,7 +59,7 @@ impl Judge {
             }
             checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
         }
-        let report = Report::new(checks, absent);
+        let report = Report::new(checks, absent(candidate));
         let (table, verdicts) = (report.table(), Verdicts::from(report));
         self.printing.finish(&table, &verdicts)?;
         Ok(verdicts.pass.into())
@@ -80,11 +70,9 @@ impl Judge {
     }
 }
 
-/// An output that a candidate may have.
-type PerToken = Option<FloatArray<Ix2>>;
-
 /// Those that it lacks.
-fn absent(logp: &PerToken, entropy: &PerToken, token_loss: &PerToken) -> Vec<Ignored> {
+fn absent<G>(candidate: &Candidate<G>) -> Vec<Ignored> {
+    let Candidate { logp, entropy, token_loss, .. } = candidate;
     let optional = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
     let lacking = optional.into_iter().filter(|(_, array)| array.is_none());
     lacking.map(|(name, _)| Ignored { what: name.into(), why: "not in the candidate".into(), not_run: None }).collect()

@@ -11,8 +11,8 @@ use super::{CliError, Passed, PluginChoice, Printing};
 use crate::implementation::{Implementation, Input};
 use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
-use crate::problem::{Dtype, HeadShape, Shape};
-use crate::registry::{lm_head_registry, registry};
+use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
+use crate::registry::registry;
 use crate::spec::LossSpec;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
@@ -85,15 +85,17 @@ impl List {
         if self.matrix || self.markdown {
             return self.print_matrix();
         }
-        let mut listed: Vec<Listed> =
-            registry(self.plugin.path()).iter().map(|implementation| Listed::of(&**implementation, SHAPE)).collect();
-        listed.extend(lm_head_registry(self.plugin.path()).iter().map(|head| Listed::of(&**head, HEAD_SHAPE)));
+        let mut listed: Vec<Listed> = registry::<Problem>(self.plugin.path())
+            .iter()
+            .map(|implementation| Listed::of(&**implementation, SHAPE))
+            .collect();
+        listed.extend(registry::<HeadProblem>(self.plugin.path()).iter().map(|head| Listed::of(&**head, HEAD_SHAPE)));
         self.printing.finish_list(&text(&listed), &listed)?;
         Ok(Passed::Yes)
     }
 
     fn print_matrix(&self) -> Result<Passed, CliError> {
-        let matrix = Matrix::of(&registry(self.plugin.path()));
+        let matrix = Matrix::of(&registry::<Problem>(self.plugin.path()));
         let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
         self.printing.finish_list(&text, &matrix.rows)?;
         Ok(Passed::Yes)

@@ -12,6 +12,7 @@ use ndarray::{Array2, Ix1, Ix2, Ix3};
 use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, RunError};
+use crate::judge::invariance::Invariance;
 use crate::judge::judge::{Status, Verdict};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::metric::Position;
@@ -21,10 +22,10 @@ use crate::judge::recorded::{
 use crate::judge::report::{Check, Compared, Ignored, Report, explain, explain_recorded, on_devices};
 use crate::judge::summary::summary_of;
 use crate::judge::tolerance::Tolerances;
-use crate::problem::{HeadProblem, Problem};
+use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::project;
 use crate::reference::{self, Reference};
-use crate::registry::{find, lm_head_registry, registry};
+use crate::registry::{find, registry};
 use crate::schema::verdicts::{Summary, Verdicts};
 use crate::spec::LossSpec;
 
@@ -125,9 +126,9 @@ impl Replay {
     /// Those asked for, or all.
     fn implementations(&self) -> Result<Implementations, CliError> {
         let plugin = self.plugin.checked_path()?;
-        let heads = lm_head_registry(plugin);
+        let heads = registry::<HeadProblem>(plugin);
         if self.implementations.is_empty() {
-            return Ok((registry(plugin), heads));
+            return Ok((registry::<Problem>(plugin), heads));
         }
         let (mut of_logits, mut of_heads) = (Vec::new(), Vec::new());
         for id in &self.implementations {
@@ -136,7 +137,7 @@ impl Replay {
                 of_heads.push(Arc::clone(head));
                 continue;
             }
-            let implementation = find(id, plugin).map_err(CliError::Usage)?;
+            let implementation = find::<Problem>(id, plugin).map_err(CliError::Usage)?;
             implementation.available().map_err(|why| CliError::Usage(format!("{id}: {why}")))?;
             of_logits.push(implementation);
         }
@@ -340,7 +341,7 @@ impl Session {
             counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
         };
         let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
-        let mut first: Option<(usize, P::Outcome)> = None;
+        let mut first: Option<(usize, Candidate<P::Gradient>)> = None;
         for devices in asked {
             let hindrance = implementation
                 .available()
@@ -369,7 +370,7 @@ impl Session {
                     fixture: label.into(),
                     implementation: implementation.id().into(),
                     devices: [*first_devices, devices],
-                    invariance: P::invariance(first, &outcome),
+                    invariance: Invariance::between(first, &outcome),
                 }),
             }
         }

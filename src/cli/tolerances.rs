@@ -12,6 +12,7 @@ use time::OffsetDateTime;
 
 use super::{CliError, Passed, Printing};
 use crate::judge::tolerance::{Tolerance, Tolerances};
+use crate::problem::Problem;
 use crate::registry::registry;
 use crate::suites::measure::{self, CASES, Measurement};
 use crate::suites::revise::{Change, Figures, Reason, ReviseError, Revision};
@@ -157,7 +158,7 @@ fn parse(path: &Path, text: &str) -> Result<Tolerances, CliError> {
 /// `2 cores, avx2, 2026-11-21`
 fn machine() -> String {
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let isa = registry(None).iter().find_map(|implementation| implementation.isa()).unwrap_or("unknown");
+    let isa = registry::<Problem>(None).iter().find_map(|implementation| implementation.isa()).unwrap_or("unknown");
     format!("{cores} cores, {isa}, {}", OffsetDateTime::now_utc().date())
 }
 

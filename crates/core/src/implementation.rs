@@ -7,7 +7,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::memory::{CompiledMemory, DeviceMemory};
-use crate::problem::{Candidate, Dtype, HeadCandidate, HeadProblem, HeadShape, Problem, ProblemError, Shape};
+use ndarray::Ix3;
+
+use crate::problem::{
+    Candidate, Dtype, FloatArray, HeadForm, HeadGradient, HeadProblem, HeadShape, Problem, ProblemError, Shape,
+};
 use crate::spec::LossSpec;
 
 /// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
@@ -15,8 +19,10 @@ use crate::spec::LossSpec;
 pub trait Input: Clone + Send + Sync + 'static {
     /// Its extents.
     type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
-    /// What it comes to.
-    type Outcome: Send + Sync;
+    /// How its arrays lie, where there is a choice.
+    type Form: Copy + PartialEq + fmt::Debug + Send + Sync;
+    /// The gradient that it comes to.
+    type Gradient: Send + Sync;
     /// What has the extents, and is given in a dtype.
     const ARRAY: &'static str;
 
@@ -28,11 +34,18 @@ pub trait Input: Clone + Send + Sync + 'static {
 
     /// The dtype of that array.
     fn dtype(&self) -> Dtype;
+
+    /// How its arrays lie.
+    fn form(&self) -> Self::Form;
+
+    /// A form in words; nothing where there is no choice.
+    fn describe(form: Self::Form) -> String;
 }
 
 impl Input for Problem {
     type Shape = Shape;
-    type Outcome = Candidate;
+    type Form = ();
+    type Gradient = FloatArray<Ix3>;
     const ARRAY: &'static str = "logits";
 
     fn checked_shape(&self, spec: &LossSpec) -> Result<Shape, ProblemError> {
@@ -42,11 +55,18 @@ impl Input for Problem {
     fn dtype(&self) -> Dtype {
         self.logits.dtype()
     }
+
+    fn form(&self) {}
+
+    fn describe((): ()) -> String {
+        String::new()
+    }
 }
 
 impl Input for HeadProblem {
     type Shape = HeadShape;
-    type Outcome = HeadCandidate;
+    type Form = HeadForm;
+    type Gradient = HeadGradient;
     const ARRAY: &'static str = "hidden";
 
     fn checked_shape(&self, spec: &LossSpec) -> Result<HeadShape, ProblemError> {
@@ -55,6 +75,15 @@ impl Input for HeadProblem {
 
     fn dtype(&self) -> Dtype {
         self.logits.hidden.dtype()
+    }
+
+    fn form(&self) -> HeadForm {
+        HeadForm { layout: self.logits.layout, rounds_logits: self.logits.rounds_logits }
+    }
+
+    fn describe(form: HeadForm) -> String {
+        let logits = if form.rounds_logits { "rounded" } else { "f32" };
+        format!(" with a head {} and {logits} logits", form.layout.name())
     }
 }
 
@@ -107,10 +136,10 @@ pub trait Implementation<P: Input = Problem>: Send + Sync {
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
-    fn run(&self, spec: &LossSpec, problem: P, devices: usize) -> Result<P::Outcome, RunError>;
+    fn run(&self, spec: &LossSpec, problem: P, devices: usize) -> Result<Candidate<P::Gradient>, RunError>;
 
-    /// Makes ready to evaluate problems of `shape` and `dtype` again and again: what can be done before there is a
-    /// problem, such as compiling, is done here. A step of an implementation that does not say otherwise is a
+    /// Makes ready to evaluate problems of `given` extents, dtype and form again and again: what can be done before there
+    /// is a problem, such as compiling, is done here. A step of an implementation that does not say otherwise is a
     /// [`run`](Self::run).
     ///
     /// # Errors
@@ -118,12 +147,11 @@ pub trait Implementation<P: Input = Problem>: Send + Sync {
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        shape: P::Shape,
-        dtype: Dtype,
+        given: Given<P>,
         devices: usize,
     ) -> Result<Box<dyn Prepared<P> + 's>, RunError> {
-        self.supports(spec, shape, dtype, devices)?;
-        Ok(Box::new(Runs { implementation: self, spec, given: Given::<P> { shape, dtype }, devices }))
+        self.supports(spec, given.shape, given.dtype, devices)?;
+        Ok(Box::new(Runs { implementation: self, spec, given, devices }))
     }
 }
 
@@ -156,21 +184,48 @@ pub trait Prepared<P: Input = Problem> {
 pub type Step<'p, P = Problem> = Box<dyn FnOnce() -> Result<Answer<'p, P>, RunError> + 'p>;
 
 /// Fetches the outputs of a step, which hold memory until then.
-pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<<P as Input>::Outcome, RunError> + 'p>;
+pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<Candidate<<P as Input>::Gradient>, RunError> + 'p>;
 
-/// The array that an implementation was made ready for.
+/// What an implementation is made ready for.
 pub struct Given<P: Input = Problem> {
     /// Extents.
     pub shape: P::Shape,
     /// Element type.
     pub dtype: Dtype,
+    /// How the arrays lie.
+    pub form: P::Form,
+}
+
+impl<P: Input> Clone for Given<P> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P: Input> Copy for Given<P> {}
+
+impl<P: Input> PartialEq for Given<P> {
+    fn eq(&self, other: &Self) -> bool {
+        (self.shape, self.dtype, self.form) == (other.shape, other.dtype, other.form)
+    }
 }
 
 impl<P: Input> Given<P> {
-    /// Checks `problem`, and that its array is this.
+    /// What `problem` is, after a check.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the first field that is wrong.
+    pub fn of(spec: &LossSpec, problem: &P) -> Result<Self, ProblemError> {
+        Ok(Self { shape: problem.checked_shape(spec)?, dtype: problem.dtype(), form: problem.form() })
+    }
+
+    /// Checks `problem`, and that it is as given.
+    ///
+    /// # Errors
+    /// [`RunError::NotPrepared`], with both; that of the problem where it is wrong.
     pub fn expect(&self, spec: &LossSpec, problem: &P) -> Result<(), RunError> {
-        let given = Given::<P> { shape: problem.checked_shape(spec)?, dtype: problem.dtype() };
-        if given.shape == self.shape && given.dtype == self.dtype {
+        let given = Self::of(spec, problem)?;
+        if given == *self {
             return Ok(());
         }
         Err(RunError::NotPrepared { given: given.to_string(), expected: self.to_string() })
@@ -179,7 +234,7 @@ impl<P: Input> Given<P> {
 
 impl<P: Input> fmt::Display for Given<P> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} {} of {}", self.dtype, P::ARRAY, self.shape)
+        write!(f, "{} {} of {}{}", self.dtype, P::ARRAY, self.shape, P::describe(self.form))
     }
 }
 

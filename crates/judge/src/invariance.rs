@@ -1,9 +1,9 @@
 //! Whether an implementation gives the same bits on another number of devices.
 
-use ndarray::Ix2;
+use ndarray::{Ix2, Ix3};
 
 use super::tolerance::Output;
-use assay_core::problem::{Candidate, FloatArray, HeadCandidate};
+use assay_core::problem::{Candidate, FloatArray, HeadGradient};
 
 /// Which outputs of one run have the bits of another.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,38 +16,45 @@ pub struct Invariance {
 
 impl Invariance {
     /// Compares what two runs on one problem both returned.
-    pub fn between(a: &Candidate, b: &Candidate) -> Self {
-        Self::of([
+    pub fn between<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> Self {
+        let of_tokens = [
             (Output::Loss, Some(a.loss.same_bits(&b.loss))),
             (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref())),
             (Output::Entropy, both(a.entropy.as_ref(), b.entropy.as_ref())),
             (Output::TokenLoss, both(a.token_loss.as_ref(), b.token_loss.as_ref())),
-            (Output::Dlogits, Some(a.dlogits.same_bits(&b.dlogits))),
-        ])
-    }
-
-    /// The same of the LM head with the loss.
-    pub fn between_heads(a: &HeadCandidate, b: &HeadCandidate) -> Self {
-        Self::of([
-            (Output::Loss, Some(a.loss.same_bits(&b.loss))),
-            (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref())),
-            (Output::Entropy, both(a.entropy.as_ref(), b.entropy.as_ref())),
-            (Output::TokenLoss, both(a.token_loss.as_ref(), b.token_loss.as_ref())),
-            (Output::Dhidden, Some(a.dhidden.same_bits(&b.dhidden))),
-            (Output::DlmHead, Some(a.dlm_head.same_bits(&b.dlm_head))),
-        ])
+        ];
+        let gradients = a.gradient.same_bits(&b.gradient).into_iter().map(|(output, same)| (output, Some(same)));
+        let outputs: Vec<_> = of_tokens.into_iter().chain(gradients).collect();
+        let named = |wanted: bool| {
+            outputs.iter().filter(|(_, same)| *same == Some(wanted)).map(|(output, _)| output.name()).collect()
+        };
+        Self { same: named(true), other: named(false) }
     }
 
     /// All that were compared.
     pub fn outputs(&self) -> impl Iterator<Item = &'static str> {
         self.same.iter().chain(&self.other).copied()
     }
+}
 
-    fn of<const N: usize>(outputs: [(Output, Option<bool>); N]) -> Self {
-        let named = |wanted: bool| {
-            outputs.iter().filter(|(_, same)| *same == Some(wanted)).map(|(output, _)| output.name()).collect()
-        };
-        Self { same: named(true), other: named(false) }
+/// The gradient of a candidate, array by array.
+pub trait Gradient {
+    /// Which of its arrays have the bits of another's.
+    fn same_bits(&self, other: &Self) -> Vec<(Output, bool)>;
+}
+
+impl Gradient for FloatArray<Ix3> {
+    fn same_bits(&self, other: &Self) -> Vec<(Output, bool)> {
+        vec![(Output::Dlogits, FloatArray::same_bits(self, other))]
+    }
+}
+
+impl Gradient for HeadGradient {
+    fn same_bits(&self, other: &Self) -> Vec<(Output, bool)> {
+        vec![
+            (Output::Dhidden, self.dhidden.same_bits(&other.dhidden)),
+            (Output::DlmHead, self.dlm_head.same_bits(&other.dlm_head)),
+        ]
     }
 }
 

@@ -93,7 +93,7 @@ pub fn judge(
         token_loss: candidate.token_loss.as_ref(),
     };
     let mut verdicts = judge_per_token(reference, &per_token, &cases, &limits)?;
-    verdicts.extend(judge_dlogits(reference, &candidate.dlogits, &cases, &limits)?);
+    verdicts.extend(judge_dlogits(reference, &candidate.gradient, &cases, &limits)?);
     if let Some(metrics) = &candidate.metrics {
         verdicts.extend(judge_metrics(reference, metrics, &cases, &limits)?);
     }
@@ -176,7 +176,7 @@ impl Limits<'_> {
 
 fn check_shapes(shape: Shape, candidate: &Candidate) -> Result<(), JudgeError> {
     let Shape { batch, tokens, vocab } = shape;
-    let dlogits = Some(("dlogits", candidate.dlogits.shape(), vec![batch, tokens, vocab]));
+    let dlogits = Some(("dlogits", candidate.gradient.shape(), vec![batch, tokens, vocab]));
     let per_token = [("logp", &candidate.logp), ("entropy", &candidate.entropy), ("token_loss", &candidate.token_loss)];
     let per_token = per_token.iter().filter_map(|(name, a)| Some((*name, a.as_ref()?.shape(), vec![batch, tokens])));
     for (output, given, expected) in dlogits.into_iter().chain(per_token) {

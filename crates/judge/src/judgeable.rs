@@ -2,18 +2,18 @@
 
 use std::fmt::Write as _;
 
-use super::invariance::Invariance;
+use super::invariance::Gradient;
 use super::judge::{JudgeError, Verdict, judge};
 use super::lm_head::judge_head;
 use super::metric::Position;
 use super::tolerance::Tolerances;
 use assay_core::implementation::Input;
-use assay_core::problem::{HeadProblem, Problem, ProblemError};
+use assay_core::problem::{Candidate, HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_reference::{self as reference, HeadReference, Reference};
 
 /// A problem that there is a reference for, and a judge.
-pub trait Judgeable: Input {
+pub trait Judgeable: Input<Gradient: Gradient> {
     /// It, evaluated.
     type Reference<'p>: Send + Sync;
 
@@ -33,13 +33,10 @@ pub trait Judgeable: Input {
     fn judge(
         &self,
         reference: &Self::Reference<'_>,
-        outcome: &Self::Outcome,
+        outcome: &Candidate<Self::Gradient>,
         class: &str,
         tolerances: &Tolerances,
     ) -> Result<Vec<Verdict>, JudgeError>;
-
-    /// Which outputs of two runs have the same bits.
-    fn invariance(a: &Self::Outcome, b: &Self::Outcome) -> Invariance;
 
     /// What went into an output at `at`, in words; `None` where it is of no one place.
     fn inputs(&self, reference: &Self::Reference<'_>, at: Position) -> Option<String>;
@@ -59,15 +56,11 @@ impl Judgeable for Problem {
     fn judge(
         &self,
         reference: &Reference<'_>,
-        outcome: &Self::Outcome,
+        outcome: &Candidate<Self::Gradient>,
         class: &str,
         tolerances: &Tolerances,
     ) -> Result<Vec<Verdict>, JudgeError> {
         judge(reference, outcome, class, tolerances)
-    }
-
-    fn invariance(a: &Self::Outcome, b: &Self::Outcome) -> Invariance {
-        Invariance::between(a, b)
     }
 
     fn inputs(&self, reference: &Reference<'_>, at: Position) -> Option<String> {
@@ -91,15 +84,11 @@ impl Judgeable for HeadProblem {
     fn judge(
         &self,
         reference: &HeadReference<'_>,
-        outcome: &Self::Outcome,
+        outcome: &Candidate<Self::Gradient>,
         class: &str,
         tolerances: &Tolerances,
     ) -> Result<Vec<Verdict>, JudgeError> {
         judge_head(reference, self, outcome, class, tolerances)
-    }
-
-    fn invariance(a: &Self::Outcome, b: &Self::Outcome) -> Invariance {
-        Invariance::between_heads(a, b)
     }
 
     /// A weight's gradient is a sum over tokens: of those that count there is a number.

@@ -56,7 +56,7 @@ pub fn judge_head(
         token_loss: outcome.token_loss.as_ref(),
     };
     let mut verdicts = judge_per_token(on_logits, &per_token, &cases, &limits)?;
-    let dlogits = Dlogits::of(reference, &cases, outcome.dlogits_dtype);
+    let dlogits = Dlogits::of(reference, &cases, outcome.gradient.dlogits_dtype);
     verdicts.extend(judge_dhidden(reference, outcome, &cases, &dlogits, &limits)?);
     verdicts.extend(judge_dlm_head(reference, outcome, &cases, &dlogits, &limits)?);
     if let Some(metrics) = &outcome.metrics {
@@ -68,8 +68,8 @@ pub fn judge_head(
 fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<(), JudgeError> {
     let HeadShape { batch, tokens, hidden, vocab } = reference.shape();
     let gradients = [
-        ("dhidden", outcome.dhidden.shape(), vec![batch, tokens, hidden]),
-        ("dlm_head", outcome.dlm_head.shape(), reference.layout().extents(hidden, vocab).to_vec()),
+        ("dhidden", outcome.gradient.dhidden.shape(), vec![batch, tokens, hidden]),
+        ("dlm_head", outcome.gradient.dlm_head.shape(), reference.layout().extents(hidden, vocab).to_vec()),
     ];
     let per_token = [("logp", &outcome.logp), ("entropy", &outcome.entropy), ("token_loss", &outcome.token_loss)];
     let per_token =
@@ -229,13 +229,13 @@ fn judge_dhidden(
     limits: &Limits,
 ) -> Result<[Verdict; 2], JudgeError> {
     let HeadShape { batch, tokens, vocab, .. } = reference.shape();
-    let mut gates = Gates::of(Output::Dhidden, outcome.dhidden.dtype(), limits)?;
+    let mut gates = Gates::of(Output::Dhidden, outcome.gradient.dhidden.dtype(), limits)?;
     let sizes = reference.columns().mapv(f64::abs);
     let exact = reference.dhidden(&dlogits.exact);
     let rounding = dlogits.rounding.dot(&sizes);
     let scale = dlogits.scale_in_sum_of(vocab).dot(&sizes);
     for (b, t) in ndarray::indices((batch, tokens)) {
-        let actual = outcome.dhidden.row(b, t);
+        let actual = outcome.gradient.dhidden.row(b, t);
         let n = b * tokens + t;
         let Ok(i) = cases.binary_search_by_key(&(b, t), |case| (case.b, case.t)) else {
             if let Some((h, &x)) = actual.iter().enumerate().find(|(_, x)| **x != 0.0) {
@@ -262,12 +262,12 @@ fn judge_dlm_head(
     limits: &Limits,
 ) -> Result<[Verdict; 2], JudgeError> {
     let HeadShape { hidden: width, vocab, .. } = reference.shape();
-    let mut gates = Gates::of(Output::DlmHead, outcome.dlm_head.dtype(), limits)?;
+    let mut gates = Gates::of(Output::DlmHead, outcome.gradient.dlm_head.dtype(), limits)?;
     let sizes = reference.hidden().mapv(f64::abs);
     let exact = reference.dlm_head(&dlogits.exact);
     let rounding = dlogits.rounding.t().dot(&sizes);
     let scale = dlogits.scale_in_sum_of(cases.len()).t().dot(&sizes);
-    let actual = outcome.dlm_head.to_f64();
+    let actual = outcome.gradient.dlm_head.to_f64();
     let open = cases.iter().any(may_be_nonfinite) || dlogits.overflow.contains(&true);
     if open && actual.iter().any(|x| !x.is_finite()) {
         gates.elements.1.report(Position::default());

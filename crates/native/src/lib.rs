@@ -230,7 +230,7 @@ impl Implementation for Native {
             logp: evaluation.logp.into(),
             entropy: evaluation.entropy.into(),
             token_loss: evaluation.token_loss.into(),
-            dlogits: logits,
+            gradient: logits,
             metrics: evaluation.metrics,
         };
         Ok(outcome.into())

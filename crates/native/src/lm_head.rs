@@ -10,7 +10,7 @@ use super::{Batch, Graded, Isa, Place, Row, Scores, gemm};
 use assay_algebra::family::Reach;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
-    Dtype, FloatArray, HeadCandidate, HeadLayout, HeadOutcome, HeadProblem, HeadShape, Projection,
+    Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome, Projection,
 };
 use assay_core::spec::LossSpec;
 
@@ -145,7 +145,7 @@ impl<'p> Work<'p> {
         }
     }
 
-    fn outcome(mut self) -> HeadOutcome {
+    fn outcome(mut self) -> Outcome<HeadGradient> {
         let HeadShape { batch: rows, tokens, .. } = self.shape;
         let chunks: Vec<Vec<Place>> = self.places.chunks(self.chunk).map(<[Place]>::to_vec).collect();
         let mut graded: Array2<Option<Graded>> = Array2::from_shape_simple_fn((rows, tokens), || None);
@@ -184,14 +184,12 @@ impl<'p> Work<'p> {
             }
         }
         let evaluation = self.batch.evaluation(&graded);
-        HeadOutcome {
+        Outcome {
             loss: arr0(evaluation.loss).into(),
             logp: evaluation.logp.into(),
             entropy: evaluation.entropy.into(),
             token_loss: evaluation.token_loss.into(),
-            dhidden: self.dhidden,
-            dlm_head: self.dlm_head.into(),
-            dlogits_dtype: Dtype::F32,
+            gradient: HeadGradient { dhidden: self.dhidden, dlm_head: self.dlm_head.into(), dlogits_dtype: Dtype::F32 },
             metrics: evaluation.metrics,
         }
     }

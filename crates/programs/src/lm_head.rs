@@ -37,8 +37,8 @@ use assay_algebra::family::Reach;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::structure::Structure;
 use assay_core::element::Element;
-use assay_core::implementation::Unsupported;
-use assay_core::problem::{Dtype, HeadLayout, HeadProblem, HeadShape, Shape};
+use assay_core::implementation::{self, Unsupported};
+use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_core::spec::LossSpec;
 
 use crate::mesh::{Axis, Mesh};
@@ -81,13 +81,14 @@ pub struct HeadArrays {
     pub rounds_logits: bool,
 }
 
-impl HeadArrays {
-    /// Those of `problem`, whose extents are `shape`.
-    pub fn of(problem: &HeadProblem, shape: HeadShape) -> Self {
-        let (layout, rounds_logits) = (problem.logits.layout, problem.logits.rounds_logits);
-        Self { shape, dtype: problem.dtype(), layout, rounds_logits }
+impl From<implementation::Given<HeadProblem>> for HeadArrays {
+    fn from(given: implementation::Given<HeadProblem>) -> Self {
+        let HeadForm { layout, rounds_logits } = given.form;
+        Self { shape: given.shape, dtype: given.dtype, layout, rounds_logits }
     }
+}
 
+impl HeadArrays {
     /// That of logits.
     fn logits_dtype(self) -> Dtype {
         if self.rounds_logits { self.dtype } else { Dtype::F32 }

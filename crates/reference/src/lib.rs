@@ -487,7 +487,7 @@ impl Reference<'_> {
             logp: per_token(&|token| token.inputs.logp).into(),
             entropy: per_token(&|token| token.entropy).into(),
             token_loss: per_token(&|token| token.token_loss).into(),
-            dlogits: Array3::from_shape_vec((batch, tokens, vocab), rows.collect()).expect("V values a token").into(),
+            gradient: Array3::from_shape_vec((batch, tokens, vocab), rows.collect()).expect("V values a token").into(),
             metrics: self.metrics,
         }
     }

@@ -16,7 +16,7 @@ use ndarray::{Array2, ArrayView1, Axis, arr0};
 use rayon::prelude::*;
 
 use super::{Reference, Sum, evaluate_owned};
-use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadOutcome, HeadProblem, HeadShape, ProblemError};
+use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome, ProblemError};
 use assay_core::spec::LossSpec;
 
 /// A [`HeadProblem`], evaluated. `8·B·T·V` bytes of logits are held.
@@ -109,7 +109,7 @@ impl<'p> HeadReference<'p> {
     }
 
     /// All outputs at once.
-    pub fn outcome(&self) -> HeadOutcome {
+    pub fn outcome(&self) -> Outcome<HeadGradient> {
         let HeadShape { batch, tokens, hidden, .. } = self.shape;
         let reference = &self.reference;
         let per_token = |value: &dyn Fn(&super::Token) -> f64| {
@@ -122,14 +122,12 @@ impl<'p> HeadReference<'p> {
             HeadLayout::HiddenByVocab => dlm_head.reversed_axes().as_standard_layout().into_owned(),
             HeadLayout::VocabByHidden => dlm_head,
         };
-        HeadOutcome {
+        Outcome {
             loss: arr0(reference.loss()).into(),
             logp: per_token(&|token| token.inputs.logp).into(),
             entropy: per_token(&|token| token.entropy).into(),
             token_loss: per_token(&|token| token.token_loss).into(),
-            dhidden: dhidden.into(),
-            dlm_head: dlm_head.into(),
-            dlogits_dtype: Dtype::F64,
+            gradient: HeadGradient { dhidden: dhidden.into(), dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F64 },
             metrics: reference.metrics(),
         }
     }

@@ -13,7 +13,10 @@ use assay_pjrt::xla::{Xla, XlaHead};
 
 /// A kind of problem whose implementations are listed.
 pub trait Listed: Input {
-    /// The implementation called `id`; those that need a PJRT plugin as in [`registry`].
+    /// See [`registry`].
+    fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>>;
+
+    /// See [`find`].
     ///
     /// # Errors
     /// A message that lists the ids there are.
@@ -21,65 +24,62 @@ pub trait Listed: Input {
 }
 
 impl Listed for Problem {
+    fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
+        #[allow(unused_mut, reason = "without PJRT there is but one")]
+        let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
+        #[cfg(feature = "pjrt")]
+        all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
+        #[cfg(not(feature = "pjrt"))]
+        let _ = plugin;
+        all
+    }
+
     fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-        find(id, plugin)
+        if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
+            return from_manifest(manifest, plugin);
+        }
+        let all = Self::all(plugin);
+        called(id, &all).ok_or_else(|| {
+            let (on_logits, heads) = (ids(&all), ids(&HeadProblem::all(plugin)));
+            format!(
+                "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
+                 with an LM head: {heads}"
+            )
+        })
     }
 }
 
 impl Listed for HeadProblem {
+    fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>> {
+        #[allow(unused_mut, reason = "without PJRT there is but one")]
+        let mut all: Vec<Arc<dyn Implementation<Self>>> = vec![Arc::new(NativeHead::default())];
+        #[cfg(feature = "pjrt")]
+        all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<Self>>));
+        #[cfg(not(feature = "pjrt"))]
+        let _ = plugin;
+        all
+    }
+
     fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String> {
-        find_head(id, plugin)
+        let all = Self::all(plugin);
+        called(id, &all)
+            .ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
     }
 }
 
-/// Every implementation there is; those that need a PJRT plugin use `plugin`, or where that is `None` the one that the
-/// environment names or set-up installed. Tests, benches and commands iterate over it.
-pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
-    #[allow(unused_mut, reason = "without PJRT there is but one")]
-    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
-    #[cfg(feature = "pjrt")]
-    all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
-    #[cfg(not(feature = "pjrt"))]
-    let _ = plugin;
-    all
-}
-
-/// Every implementation of the LM head with the loss; those that need a PJRT plugin as in [`registry`].
-pub fn lm_head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    #[allow(unused_mut, reason = "without PJRT there is but one")]
-    let mut all: Vec<Arc<dyn Implementation<HeadProblem>>> = vec![Arc::new(NativeHead::default())];
-    #[cfg(feature = "pjrt")]
-    all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<HeadProblem>>));
-    #[cfg(not(feature = "pjrt"))]
-    let _ = plugin;
-    all
+/// Every implementation there is of a kind of problem: `registry::<Problem>` of the loss on logits,
+/// `registry::<HeadProblem>` of the LM head with the loss. Those that need a PJRT plugin use `plugin`, or where that is
+/// `None` the one that the environment names or set-up installed. Tests, benches and commands iterate over it.
+pub fn registry<P: Listed>(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<P>>> {
+    P::all(plugin)
 }
 
 /// The implementation called `id` in [`registry`]; for `file:MANIFEST.toml` the program that the manifest describes.
 ///
 /// # Errors
 /// A message that lists the ids there are, or says what is wrong with the manifest.
-pub fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-    if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
-        return from_manifest(manifest, plugin);
-    }
-    let all = registry(plugin);
-    called(id, &all).ok_or_else(|| {
-        let (on_logits, heads) = (ids(&all), ids(&lm_head_registry(plugin)));
-        format!(
-            "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
-             with an LM head: {heads}"
-        )
-    })
-}
-
-/// The implementation called `id` in [`lm_head_registry`].
-///
-/// # Errors
-/// A message that lists the ids there are.
-pub fn find_head(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<HeadProblem>>, String> {
-    let all = lm_head_registry(plugin);
-    called(id, &all).ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
+pub fn find<P: Listed>(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, String> {
+    P::find(id, plugin)
 }
 
 fn called<P: Input>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {

@@ -14,20 +14,20 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, HeadProblem, HeadShape};
+use assay_core::problem::{Dtype, HeadProblem, HeadShape, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
-use assay_registry::{lm_head_registry, registry};
+use assay_registry::registry;
 
 /// Those that run any shape at once: they are given thousands of shapes.
 pub fn immediate() -> Vec<Arc<dyn Implementation>> {
-    registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
+    registry::<Problem>(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
 }
 
 /// Those that compile a program for each shape, on the devices of `plugin`: they are given a few shapes and every device
 /// count.
 pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
-    registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
+    registry::<Problem>(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
 }
 
 fn compiles(implementation: &dyn Implementation) -> bool {
@@ -36,12 +36,12 @@ fn compiles(implementation: &dyn Implementation) -> bool {
 
 /// Those of the LM head that run any shape at once.
 pub fn immediate_heads() -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    lm_head_registry(None).into_iter().filter(|head| !head_compiles(&**head)).collect()
+    registry::<HeadProblem>(None).into_iter().filter(|head| !head_compiles(&**head)).collect()
 }
 
 /// Those of the LM head that compile a program for each shape, on the devices of `plugin`.
 pub fn compiled_heads(plugin: &Path) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    lm_head_registry(Some(plugin)).into_iter().filter(|head| head_compiles(&**head)).collect()
+    registry::<HeadProblem>(Some(plugin)).into_iter().filter(|head| head_compiles(&**head)).collect()
 }
 
 fn head_compiles(head: &dyn Implementation<HeadProblem>) -> bool {

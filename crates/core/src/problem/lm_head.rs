@@ -37,6 +37,15 @@ pub enum HeadLayout {
     VocabByHidden,
 }
 
+/// How the arrays of a [`HeadProblem`] lie, and what its logits are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadForm {
+    /// How `lm_head` lies.
+    pub layout: HeadLayout,
+    /// Whether logits are rounded to the dtype of `hidden`.
+    pub rounds_logits: bool,
+}
+
 impl HeadLayout {
     /// The extents of a head of `hidden` by `vocab`.
     pub fn extents(self, hidden: usize, vocab: usize) -> [usize; 2] {

@@ -14,8 +14,8 @@ use ndarray::{Array1, Array2, Ix3};
 
 pub use array::{Dtype, Float, FloatArray};
 pub use extents::Extents;
-pub use lm_head::{HeadLayout, HeadProblem, HeadShape, Projection};
-pub use outcome::{Candidate, HeadCandidate, HeadOutcome, Metrics, Outcome};
+pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection};
+pub use outcome::{Candidate, HeadCandidate, HeadGradient, Metrics, Outcome};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 

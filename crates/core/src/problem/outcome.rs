@@ -3,12 +3,13 @@ use serde::Serialize;
 
 use super::{Dtype, FloatArray};
 
-/// Everything that one [`super::Problem`] comes to, from the reference or a kernel of ours. Arrays keep the dtype that
-/// the implementation computed them in, so that a judge knows how they were rounded.
+/// Everything that a batch comes to, from the reference or a kernel of ours; `gradient` is dlogits of a [`super::Problem`],
+/// and a [`HeadGradient`] of a [`super::HeadProblem`]. Arrays keep the dtype that the implementation computed them in, so
+/// that a judge knows how they were rounded.
 ///
 /// Masked tokens hold 0 in every array.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct Outcome<G = FloatArray<Ix3>> {
     /// The loss, a scalar.
     pub loss: FloatArray<Ix0>,
     /// `[B,T]`, nats: log-probability of each sampled token.
@@ -17,31 +18,21 @@ pub struct Outcome {
     pub entropy: FloatArray<Ix2>,
     /// `[B,T]`: policy term plus `beta · kl`, before mask and normaliser, without the entropy bonus.
     pub token_loss: FloatArray<Ix2>,
-    /// `[B,T,V]`: `∂loss / ∂logits`, entropy bonus included.
-    pub dlogits: FloatArray<Ix3>,
+    /// Of logits `[B,T,V]`: `∂loss / ∂logits`, entropy bonus included.
+    pub gradient: G,
     /// What trainers log.
     pub metrics: Metrics,
 }
 
-/// Everything that one [`super::HeadProblem`] comes to. As [`Outcome`], with the gradients of what the logits are made of.
+/// The gradient of the loss where logits are the product of hidden states and an LM head.
 #[derive(Clone, Debug)]
-pub struct HeadOutcome {
-    /// The loss, a scalar.
-    pub loss: FloatArray<Ix0>,
-    /// `[B,T]`, nats: log-probability of each sampled token.
-    pub logp: FloatArray<Ix2>,
-    /// `[B,T]`, nats: entropy of each token's distribution.
-    pub entropy: FloatArray<Ix2>,
-    /// `[B,T]`: policy term plus `beta · kl`, before mask and normaliser, without the entropy bonus.
-    pub token_loss: FloatArray<Ix2>,
+pub struct HeadGradient {
     /// `[B,T,H]`: `∂loss / ∂hidden`, entropy bonus included; 0 where a token is masked.
     pub dhidden: FloatArray<Ix3>,
     /// `[H,V]` or `[V,H]`, as the problem's `lm_head`: `∂loss / ∂lm_head`.
     pub dlm_head: FloatArray<Ix2>,
     /// The dtype that dlogits were rounded to before those two products.
     pub dlogits_dtype: Dtype,
-    /// What trainers log.
-    pub metrics: Metrics,
 }
 
 /// Means over unmasked tokens; all 0 where there is none.
@@ -62,13 +53,13 @@ pub struct Metrics {
 }
 
 /// What an implementation returns, to be judged: a kernel of ours, a user's program, or a file that somebody's kernel
-/// wrote. Only `loss` and `dlogits` are always there.
+/// wrote. As [`Outcome`], but only `loss` and `gradient` are always there.
 #[derive(Clone, Debug)]
-pub struct Candidate {
+pub struct Candidate<G = FloatArray<Ix3>> {
     /// The loss, a scalar.
     pub loss: FloatArray<Ix0>,
-    /// `[B,T,V]`: `∂loss / ∂logits`.
-    pub dlogits: FloatArray<Ix3>,
+    /// Of logits `[B,T,V]`: `∂loss / ∂logits`.
+    pub gradient: G,
     /// `[B,T]`, nats.
     pub logp: Option<FloatArray<Ix2>>,
     /// `[B,T]`, nats.
@@ -79,48 +70,14 @@ pub struct Candidate {
     pub metrics: Option<Metrics>,
 }
 
-/// What an implementation of the LM head with the loss returns, to be judged. As [`Candidate`], with the gradients of what the
-/// logits are made of: only `loss`, `dhidden` and `dlm_head` are always there.
-#[derive(Clone, Debug)]
-pub struct HeadCandidate {
-    /// The loss, a scalar.
-    pub loss: FloatArray<Ix0>,
-    /// `[B,T,H]`: `∂loss / ∂hidden`.
-    pub dhidden: FloatArray<Ix3>,
-    /// `[H,V]` or `[V,H]`, as the problem's `lm_head`: `∂loss / ∂lm_head`.
-    pub dlm_head: FloatArray<Ix2>,
-    /// The dtype that dlogits were rounded to before those two products.
-    pub dlogits_dtype: Dtype,
-    /// `[B,T]`, nats.
-    pub logp: Option<FloatArray<Ix2>>,
-    /// `[B,T]`, nats.
-    pub entropy: Option<FloatArray<Ix2>>,
-    /// `[B,T]`.
-    pub token_loss: Option<FloatArray<Ix2>>,
-    /// What trainers log.
-    pub metrics: Option<Metrics>,
-}
+/// What comes of a [`super::HeadProblem`].
+pub type HeadCandidate = Candidate<HeadGradient>;
 
-impl From<HeadOutcome> for HeadCandidate {
-    fn from(outcome: HeadOutcome) -> Self {
+impl<G> From<Outcome<G>> for Candidate<G> {
+    fn from(outcome: Outcome<G>) -> Self {
         Self {
             loss: outcome.loss,
-            dhidden: outcome.dhidden,
-            dlm_head: outcome.dlm_head,
-            dlogits_dtype: outcome.dlogits_dtype,
-            logp: Some(outcome.logp),
-            entropy: Some(outcome.entropy),
-            token_loss: Some(outcome.token_loss),
-            metrics: Some(outcome.metrics),
-        }
-    }
-}
-
-impl From<Outcome> for Candidate {
-    fn from(outcome: Outcome) -> Self {
-        Self {
-            loss: outcome.loss,
-            dlogits: outcome.dlogits,
+            gradient: outcome.gradient,
             logp: Some(outcome.logp),
             entropy: Some(outcome.entropy),
             token_loss: Some(outcome.token_loss),

@@ -166,7 +166,7 @@ impl Exported {
         let Shape { batch, tokens, vocab } = self.manifest.shape();
         Ok(Candidate {
             loss: self.download(buffers, OutputName::Loss, ())?.expect(CHECKED),
-            dlogits: self.download(buffers, OutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
+            gradient: self.download(buffers, OutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
             logp: self.download(buffers, OutputName::Logp, (batch, tokens))?,
             entropy: self.download(buffers, OutputName::Entropy, (batch, tokens))?,
             token_loss: self.download(buffers, OutputName::TokenLoss, (batch, tokens))?,

@@ -1,19 +1,16 @@
 //! LM heads with a loss on the devices of a plugin.
 
-use std::cell::RefCell;
 use std::path::Path;
-use std::rc::Rc;
 
-use assay_core::implementation::{self, Answer, Implementation, Prepared, RunError, Step, Unavailable, Unsupported};
-use assay_core::memory::{CompiledMemory, DeviceMemory};
-use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadOutcome, HeadProblem, HeadShape};
+use assay_core::implementation::{Given, Implementation, Input as _, Prepared, RunError, Unavailable, Unsupported};
+use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Axis;
-use assay_programs::{HeadArrays, HeadProgram, Output, local_shape};
+use assay_programs::{HeadProgram, Output, local_shape};
 
-use super::devices::{Devices, Plan};
+use super::devices::Devices;
 use super::shards::{Block, Padding, Shards};
-use super::{OfTokens, output, upload};
+use super::{Arrays, Ready, output};
 use crate::runtime::{Buffer, RuntimeError};
 
 /// An LM head and a loss, run by a plugin.
@@ -40,12 +37,16 @@ impl XlaHead {
         Self { program: self.program.chunk_bytes(bytes), ..self }
     }
 
-    /// Compiles the program for `problem`, whose extents are `shape`, and checks that a run of it fits.
-    fn plan(&self, spec: &LossSpec, problem: &HeadProblem, shape: HeadShape, devices: usize) -> Result<Plan, RunError> {
-        self.supports(spec, shape, problem.dtype(), devices)?;
-        let mesh = self.program.mesh(shape.logits(), devices)?;
-        let text = self.program.loops(spec, HeadArrays::of(problem, shape), devices)?;
-        Ok(Plan::of(text, Shards { shape: shape.logits(), mesh, client: self.on.client()? })?)
+    /// Compiles the program of what is `given`, and checks that a run of it fits.
+    fn ready<'s>(
+        &self,
+        spec: &'s LossSpec,
+        given: Given<HeadProblem>,
+        devices: usize,
+    ) -> Result<Ready<'s, HeadProblem>, RunError> {
+        let text = self.program.loops(spec, given.into(), devices)?;
+        let mesh = self.program.mesh(given.shape.logits(), devices)?;
+        Ready::of(&self.on, spec, given, mesh, text)
     }
 }
 
@@ -79,128 +80,73 @@ impl Implementation<HeadProblem> for XlaHead {
     }
 
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
-        let shape = problem.check(spec)?;
-        let plan = self.plan(spec, &problem, shape, devices)?;
-        let arrays = HeadArrays::of(&problem, shape);
-        let inputs = upload_head(&plan.shards, spec, &problem, arrays)?;
-        drop(problem);
-        let outputs = plan.execute(&inputs)?;
-        Ok(download_head(&plan.shards, spec, arrays, &outputs)?.into())
+        self.ready(spec, Given::of(spec, &problem)?, devices)?.run(problem)
     }
 
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        shape: HeadShape,
-        dtype: Dtype,
+        given: Given<HeadProblem>,
         devices: usize,
     ) -> Result<Box<dyn Prepared<HeadProblem> + 's>, RunError> {
-        self.supports(spec, shape, dtype, devices)?;
-        let given = implementation::Given { shape, dtype };
-        Ok(Box::new(Ready { implementation: self, spec, given, devices, plan: RefCell::default() }))
+        Ok(Box::new(self.ready(spec, given, devices)?))
     }
 }
 
-/// Ready for problems of one shape; what is compiled for them, when the first says how its head lies.
-struct Ready<'s> {
-    implementation: &'s XlaHead,
-    spec: &'s LossSpec,
-    given: implementation::Given<HeadProblem>,
-    devices: usize,
-    plan: RefCell<Option<Rc<Plan>>>,
-}
-
-impl Ready<'_> {
-    fn loaded<A>(&self, of: impl FnOnce(&Plan) -> Result<A, Unavailable>) -> Result<A, Unavailable> {
-        let plan = self.plan.borrow();
-        let reason = "no problem was loaded, and only that says how its head lies";
-        of(plan.as_ref().ok_or_else(|| Unavailable { reason: reason.into() })?)
-    }
-}
-
-impl Prepared<HeadProblem> for Ready<'_> {
-    fn load<'p>(&'p self, problem: &'p HeadProblem) -> Result<Step<'p, HeadProblem>, RunError> {
-        self.given.expect(self.spec, problem)?;
-        let arrays = HeadArrays::of(problem, self.given.shape);
-        let plan = Rc::new(self.implementation.plan(self.spec, problem, self.given.shape, self.devices)?);
-        *self.plan.borrow_mut() = Some(Rc::clone(&plan));
-        let inputs = upload_head(&plan.shards, self.spec, problem, arrays)?;
-        Ok(Box::new(move || {
-            let outputs = plan.execute(&inputs)?;
-            let answer: Answer<'p, HeadProblem> = Box::new(move || {
-                // The inputs live until here, so that nothing is freed while a step is timed.
-                drop(inputs);
-                Ok(download_head(&plan.shards, self.spec, arrays, &outputs)?.into())
-            });
-            Ok(answer)
-        }))
+impl Arrays for HeadProblem {
+    fn logits(shape: HeadShape) -> Shape {
+        shape.logits()
     }
 
-    fn host_bytes(&self) -> usize {
-        self.plan.borrow().as_ref().map_or(0, |plan| plan.host_bytes())
+    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError> {
+        let given = Given::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form() };
+        let rows = shards.rows(device, given.shape.hidden);
+        let head = block_of_head(shards, device, given);
+        Ok(vec![
+            shards.upload_block(device, &self.logits.hidden, &rows, Padding::Nan)?,
+            // A column beyond the vocabulary has a part of 0 in every sum over columns, if its weights are numbers.
+            shards.upload_block(device, &self.logits.lm_head, &head, Padding::Zero)?,
+        ])
     }
 
-    fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
-        self.loaded(Plan::compiled_memory)
+    fn room(given: Given<Self>) -> HeadGradient {
+        let HeadShape { batch, tokens, hidden, vocab } = given.shape;
+        HeadGradient {
+            dhidden: FloatArray::zeros([batch, tokens, hidden], given.dtype),
+            dlm_head: FloatArray::zeros(given.form.layout.extents(hidden, vocab), Dtype::F32),
+            dlogits_dtype: given.dtype,
+        }
     }
 
-    fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
-        self.loaded(Plan::device_memory)
+    fn download(
+        shards: &Shards,
+        given: Given<Self>,
+        outputs: &[Vec<Buffer>],
+        mut gradient: HeadGradient,
+    ) -> Result<HeadGradient, RuntimeError> {
+        for device in 0..shards.mesh.devices() {
+            let at = |axis| shards.mesh.coordinate(device, axis);
+            // What was summed over devices is the same on all of them.
+            if at(Axis::Vocab) == 0 {
+                let rows = shards.rows(device, given.shape.hidden);
+                rows.download(output(outputs, device, Output::Gradient as usize)?, &mut gradient.dhidden)?;
+            }
+            if at(Axis::Batch) == 0 && at(Axis::Tokens) == 0 {
+                let head = block_of_head(shards, device, given);
+                head.download(output(outputs, device, Output::DlmHead as usize)?, &mut gradient.dlm_head)?;
+            }
+        }
+        Ok(gradient)
     }
 }
 
 /// What `device` holds of the head.
-fn block_of_head(shards: &Shards, device: usize, arrays: HeadArrays) -> Block {
-    let HeadArrays { shape, layout, .. } = arrays;
+fn block_of_head(shards: &Shards, device: usize, given: Given<HeadProblem>) -> Block {
+    let (shape, layout) = (given.shape, given.form.layout);
     let [_, _, v] = local_shape(shards.shape, shards.mesh);
     let axis = match layout {
         HeadLayout::HiddenByVocab => 1,
         HeadLayout::VocabByHidden => 0,
     };
     Block::all(&layout.extents(shape.hidden, shape.vocab)).cut(axis, shards.part(device).vocab, v)
-}
-
-/// Each device's arguments, in the program's order.
-fn upload_head(
-    shards: &Shards,
-    spec: &LossSpec,
-    problem: &HeadProblem,
-    arrays: HeadArrays,
-) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
-    upload(shards, spec, problem, |device| {
-        let rows = shards.rows(device, arrays.shape.hidden);
-        let head = block_of_head(shards, device, arrays);
-        Ok(vec![
-            shards.upload_block(device, &problem.logits.hidden, &rows, Padding::Nan)?,
-            // A column beyond the vocabulary has a part of 0 in every sum over columns, if its weights are numbers.
-            shards.upload_block(device, &problem.logits.lm_head, &head, Padding::Zero)?,
-        ])
-    })
-}
-
-/// The outcome, from each device's outputs.
-fn download_head(
-    shards: &Shards,
-    spec: &LossSpec,
-    arrays: HeadArrays,
-    outputs: &[Vec<Buffer>],
-) -> Result<HeadOutcome, RuntimeError> {
-    let HeadArrays { shape, dtype, layout, .. } = arrays;
-    let mut dhidden = FloatArray::zeros([shape.batch, shape.tokens, shape.hidden], dtype);
-    let mut dlm_head = FloatArray::zeros(layout.extents(shape.hidden, shape.vocab), Dtype::F32);
-    for device in 0..shards.mesh.devices() {
-        let at = |axis| shards.mesh.coordinate(device, axis);
-        // What was summed over devices is the same on all of them.
-        if at(Axis::Vocab) == 0 {
-            let rows = shards.rows(device, shape.hidden);
-            rows.download(output(outputs, device, Output::Gradient as usize)?, &mut dhidden)?;
-        }
-        if at(Axis::Batch) == 0 && at(Axis::Tokens) == 0 {
-            let head = block_of_head(shards, device, arrays);
-            head.download(output(outputs, device, Output::DlmHead as usize)?, &mut dlm_head)?;
-        }
-    }
-    let OfTokens { loss, logp, entropy, token_loss, metrics } = OfTokens::download(shards, spec, outputs)?;
-    let dlogits_dtype = dhidden.dtype();
-    Ok(HeadOutcome { loss, logp, entropy, token_loss, dhidden, dlm_head, dlogits_dtype, metrics })
 }

@@ -11,14 +11,14 @@ use std::path::Path;
 use assay_algebra::rollout::Settled;
 use assay_core::element::Element;
 use assay_core::implementation::{
-    self, Answer, BackendError, Implementation, Prepared, RunError, Step, Unavailable, Unsupported,
+    Answer, BackendError, Given, Implementation, Input, Prepared, RunError, Step, Unavailable, Unsupported,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
 use assay_programs::{LossProgram, Output, Scalars, numbers};
-use ndarray::{Array2, Ix0, Ix2, Ix3, arr0};
+use ndarray::{Array2, Ix3, arr0};
 
 use crate::runtime::{Buffer, RuntimeError};
 use devices::{Devices, Plan, compiled};
@@ -44,12 +44,11 @@ impl Xla {
         self.program
     }
 
-    /// Compiles the program for logits of `shape` and `dtype`, and checks that a run of it fits.
-    fn plan(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<Plan, RunError> {
-        self.supports(spec, shape, dtype, devices)?;
-        let mesh = self.program.mesh(shape, devices)?;
-        let text = self.program.loops(spec, shape, dtype, devices)?;
-        Ok(Plan::of(text, Shards { shape, mesh, client: self.on.client()? })?)
+    /// Compiles the program of what is `given`, and checks that a run of it fits.
+    fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s, Problem>, RunError> {
+        let text = self.program.loops(spec, given.shape, given.dtype, devices)?;
+        let mesh = self.program.mesh(given.shape, devices)?;
+        Ready::of(&self.on, spec, given, mesh, text)
     }
 }
 
@@ -128,44 +127,150 @@ impl Implementation for Xla {
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        let shape = problem.check(spec)?;
-        let plan = self.plan(spec, shape, problem.logits.dtype(), devices)?;
-        let inputs = upload_problem(&plan.shards, spec, &problem)?;
-        let outputs = plan.execute(&inputs)?;
-        Ok(download(&plan.shards, spec, problem.logits, &outputs)?.into())
+        self.ready(spec, Given::of(spec, &problem)?, devices)?.run(problem)
     }
 
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        shape: Shape,
-        dtype: Dtype,
+        given: Given,
         devices: usize,
     ) -> Result<Box<dyn Prepared + 's>, RunError> {
-        let plan = self.plan(spec, shape, dtype, devices)?;
-        Ok(Box::new(Ready { plan, spec, logits: implementation::Given { shape, dtype } }))
+        Ok(Box::new(self.ready(spec, given, devices)?))
     }
 }
 
-/// A compiled program and the spec whose numbers it is given.
-struct Ready<'s> {
-    plan: Plan,
-    spec: &'s LossSpec,
-    logits: implementation::Given,
+impl Arrays for Problem {
+    fn logits(shape: Shape) -> Shape {
+        shape
+    }
+
+    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError> {
+        Ok(vec![shards.upload_block(device, &self.logits, &shards.logits(device), Padding::Nan)?])
+    }
+
+    fn room(given: Given) -> FloatArray<Ix3> {
+        FloatArray::zeros([given.shape.batch, given.shape.tokens, given.shape.vocab], given.dtype)
+    }
+
+    fn into_room(self, _: Given) -> FloatArray<Ix3> {
+        self.logits
+    }
+
+    fn download(
+        shards: &Shards,
+        _: Given,
+        outputs: &[Vec<Buffer>],
+        mut dlogits: FloatArray<Ix3>,
+    ) -> Result<FloatArray<Ix3>, RuntimeError> {
+        for device in 0..shards.mesh.devices() {
+            let buffer = output(outputs, device, Output::Gradient as usize)?;
+            shards.logits(device).download(buffer, &mut dlogits)?;
+        }
+        Ok(dlogits)
+    }
 }
 
-impl Prepared for Ready<'_> {
-    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
-        let Self { plan, spec, logits } = self;
-        logits.expect(spec, problem)?;
-        let inputs = upload_problem(&plan.shards, spec, problem)?;
+/// What the devices are sent of a kind of problem beside what is known of its tokens, and what they send back.
+trait Arrays: Input {
+    /// Extents of the logits.
+    fn logits(shape: Self::Shape) -> Shape;
+
+    /// What `device` is sent.
+    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError>;
+
+    /// Room for the gradient.
+    fn room(given: Given<Self>) -> Self::Gradient;
+
+    /// The same, where arrays of the problem were.
+    fn into_room(self, given: Given<Self>) -> Self::Gradient {
+        drop(self);
+        Self::room(given)
+    }
+
+    /// The gradient from each device's outputs, written to `room`, whatever that holds.
+    fn download(
+        shards: &Shards,
+        given: Given<Self>,
+        outputs: &[Vec<Buffer>],
+        room: Self::Gradient,
+    ) -> Result<Self::Gradient, RuntimeError>;
+}
+
+/// A compiled program, what it was compiled for, and the spec whose numbers it is given.
+struct Ready<'s, P: Input> {
+    plan: Plan,
+    spec: &'s LossSpec,
+    given: Given<P>,
+}
+
+impl<'s, L> Ready<'s, Problem<L>>
+where
+    Problem<L>: Arrays,
+{
+    fn of(
+        on: &Devices,
+        spec: &'s LossSpec,
+        given: Given<Problem<L>>,
+        mesh: Mesh,
+        text: String,
+    ) -> Result<Self, RunError> {
+        let shards = Shards { shape: Problem::<L>::logits(given.shape), mesh, client: on.client()? };
+        Ok(Self { plan: Plan::of(text, shards)?, spec, given })
+    }
+
+    fn run(self, problem: Problem<L>) -> Result<Candidate<<Problem<L> as Input>::Gradient>, RunError> {
+        let inputs = upload(&self.plan.shards, self.spec, &problem)?;
+        let room = problem.into_room(self.given);
+        let outputs = self.plan.execute(&inputs)?;
+        Ok(self.download(&outputs, room)?.into())
+    }
+
+    /// The outcome, from each device's outputs, its gradient in `room`.
+    fn download(
+        &self,
+        outputs: &[Vec<Buffer>],
+        room: <Problem<L> as Input>::Gradient,
+    ) -> Result<Outcome<<Problem<L> as Input>::Gradient>, RuntimeError> {
+        let Self { plan, spec, given } = self;
+        let shards = &plan.shards;
+        let gradient = Problem::download(shards, *given, outputs, room)?;
+        let per_token = |which: Output| shards.download_per_token(|device| output(outputs, device, which as usize));
+        let mut scalars = [0.0_f32; Scalars::COUNT];
+        let bytes = bytemuck::cast_slice_mut(&mut scalars);
+        output(outputs, 0, Output::Scalars as usize)?.download(Element::F32, &[Scalars::COUNT], bytes)?;
+        let scalar = |place: usize| f64::from(scalars[place]);
+        Ok(Outcome {
+            loss: arr0(scalars[Scalars::LOSS]).into(),
+            logp: per_token(Output::Logp)?.into(),
+            entropy: per_token(Output::Entropy)?.into(),
+            token_loss: per_token(Output::TokenLoss)?.into(),
+            gradient,
+            metrics: Metrics {
+                clip_low: scalar(Scalars::CLIP_LOW),
+                clip_high: scalar(Scalars::CLIP_HIGH),
+                clip_region: scalar(Scalars::CLIP_REGION),
+                kl_mean: spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
+                entropy_mean: scalar(Scalars::ENTROPY_MEAN),
+                ratio_mean: scalar(Scalars::RATIO_MEAN),
+            },
+        })
+    }
+}
+
+impl<L> Prepared<Problem<L>> for Ready<'_, Problem<L>>
+where
+    Problem<L>: Arrays,
+{
+    fn load<'p>(&'p self, problem: &'p Problem<L>) -> Result<Step<'p, Problem<L>>, RunError> {
+        self.given.expect(self.spec, problem)?;
+        let inputs = upload(&self.plan.shards, self.spec, problem)?;
         Ok(Box::new(move || {
-            let outputs = plan.execute(&inputs)?;
-            let answer: Answer<'p> = Box::new(move || {
+            let outputs = self.plan.execute(&inputs)?;
+            let answer: Answer<'p, Problem<L>> = Box::new(move || {
                 // The inputs live until here, so that nothing is freed while a step is timed.
                 drop(inputs);
-                let extents = [logits.shape.batch, logits.shape.tokens, logits.shape.vocab];
-                Ok(download(&plan.shards, spec, FloatArray::zeros(extents, logits.dtype), &outputs)?.into())
+                Ok(self.download(&outputs, Problem::room(self.given))?.into())
             });
             Ok(answer)
         }))
@@ -190,13 +295,11 @@ impl From<RuntimeError> for RunError {
     }
 }
 
-/// Each device's arguments, in the program's order: `arrays`, and what is known of the tokens.
-fn upload<L>(
-    shards: &Shards,
-    spec: &LossSpec,
-    problem: &Problem<L>,
-    arrays: impl Fn(usize) -> Result<Vec<Buffer>, RuntimeError>,
-) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+/// Each device's arguments, in the program's order: what logits are or are made of, and what is known of the tokens.
+fn upload<L>(shards: &Shards, spec: &LossSpec, problem: &Problem<L>) -> Result<Vec<Vec<Buffer>>, RuntimeError>
+where
+    Problem<L>: Arrays,
+{
     let numbers: Vec<f32> =
         numbers(spec, [shards.shape.batch, shards.shape.tokens]).into_iter().map(|(_, value)| value).collect();
     let Settled { mask, inputs } = Settled::of(spec, &problem.tokens());
@@ -209,7 +312,7 @@ fn upload<L>(
 
     (0..shards.mesh.devices())
         .map(|device| {
-            let mut buffers = arrays(device)?;
+            let mut buffers = problem.upload(shards, device)?;
             buffers.extend([
                 shards.upload_per_token(device, Element::I32, &ids, 0)?,
                 shards.upload_per_token(device, Element::Pred, &mask, 0)?,
@@ -229,13 +332,6 @@ fn upload<L>(
         .collect()
 }
 
-/// The logits of each device, and its tokens.
-fn upload_problem(shards: &Shards, spec: &LossSpec, problem: &Problem) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
-    upload(shards, spec, problem, |device| {
-        Ok(vec![shards.upload_block(device, &problem.logits, &shards.logits(device), Padding::Nan)?])
-    })
-}
-
 /// Output `place` of a device.
 fn output(outputs: &[Vec<Buffer>], device: usize, place: usize) -> Result<&Buffer, RuntimeError> {
     outputs[device].get(place).ok_or_else(|| RuntimeError::Answer {
@@ -243,53 +339,4 @@ fn output(outputs: &[Vec<Buffer>], device: usize, place: usize) -> Result<&Buffe
         given: format!("{} outputs", outputs[device].len()),
         expected: format!("more than {place}"),
     })
-}
-
-/// The outcome, from each device's outputs. dlogits are written over `logits`, whatever they hold.
-fn download(
-    shards: &Shards,
-    spec: &LossSpec,
-    logits: FloatArray<Ix3>,
-    outputs: &[Vec<Buffer>],
-) -> Result<Outcome, RuntimeError> {
-    let mut dlogits = logits;
-    for device in 0..shards.mesh.devices() {
-        let buffer = output(outputs, device, Output::Gradient as usize)?;
-        shards.logits(device).download(buffer, &mut dlogits)?;
-    }
-    let OfTokens { loss, logp, entropy, token_loss, metrics } = OfTokens::download(shards, spec, outputs)?;
-    Ok(Outcome { loss, logp, entropy, token_loss, dlogits, metrics })
-}
-
-/// All of an outcome but its gradients.
-struct OfTokens {
-    loss: FloatArray<Ix0>,
-    logp: FloatArray<Ix2>,
-    entropy: FloatArray<Ix2>,
-    token_loss: FloatArray<Ix2>,
-    metrics: Metrics,
-}
-
-impl OfTokens {
-    fn download(shards: &Shards, spec: &LossSpec, outputs: &[Vec<Buffer>]) -> Result<Self, RuntimeError> {
-        let per_token = |which: Output| shards.download_per_token(|device| output(outputs, device, which as usize));
-        let mut scalars = [0.0_f32; Scalars::COUNT];
-        let bytes = bytemuck::cast_slice_mut(&mut scalars);
-        output(outputs, 0, Output::Scalars as usize)?.download(Element::F32, &[Scalars::COUNT], bytes)?;
-        let scalar = |place: usize| f64::from(scalars[place]);
-        Ok(Self {
-            loss: arr0(scalars[Scalars::LOSS]).into(),
-            logp: per_token(Output::Logp)?.into(),
-            entropy: per_token(Output::Entropy)?.into(),
-            token_loss: per_token(Output::TokenLoss)?.into(),
-            metrics: Metrics {
-                clip_low: scalar(Scalars::CLIP_LOW),
-                clip_high: scalar(Scalars::CLIP_HIGH),
-                clip_region: scalar(Scalars::CLIP_REGION),
-                kl_mean: spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
-                entropy_mean: scalar(Scalars::ENTROPY_MEAN),
-                ratio_mean: scalar(Scalars::RATIO_MEAN),
-            },
-        })
-    }
 }

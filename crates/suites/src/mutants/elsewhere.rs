@@ -211,7 +211,7 @@ impl Prepared {
             };
             close.holds(&unmasked(actual), &unmasked(expected))
         };
-        let dlogits = |of: &Candidate| of.dlogits.to_f64();
+        let dlogits = |of: &Candidate| of.gradient.to_f64();
         match limit {
             Limit::Loss(close) => close.holds(&[candidate.loss.value()], &[self.twin.loss.value()]),
             Limit::Logp(close) => per_token(*close, |of| &of.logp),

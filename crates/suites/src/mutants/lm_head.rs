@@ -20,7 +20,9 @@ use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
 use super::loss;
 use super::specimen::{DEVICE_COUNTS, Specimen, TILE};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Projection};
+use assay_core::problem::{
+    Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Projection,
+};
 use assay_core::spec::LossSpec;
 
 /// Tokens of a chunk: few enough for a batch of the suite to have many, and a last one that is not full.
@@ -118,9 +120,11 @@ impl<'l> Head<'l> {
         };
         HeadCandidate {
             loss: arr0(evaluation.loss as f32).into(),
-            dhidden: FloatArray::rounded_from(&dhidden, self.dtype()),
-            dlm_head: FloatArray::rounded_from(&dlm_head, Dtype::F32),
-            dlogits_dtype: Dtype::F32,
+            gradient: HeadGradient {
+                dhidden: FloatArray::rounded_from(&dhidden, self.dtype()),
+                dlm_head: FloatArray::rounded_from(&dlm_head, Dtype::F32),
+                dlogits_dtype: Dtype::F32,
+            },
             logp,
             entropy,
             token_loss,

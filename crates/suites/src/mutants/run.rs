@@ -7,9 +7,10 @@ use super::bank::Mutant;
 use super::specimen::Specimen;
 use crate::{measured_cases, measured_heads};
 use assay_core::implementation::{Implementation, Input};
-use assay_core::problem::{Dtype, HeadProblem, Problem};
+use assay_core::problem::{Candidate, Dtype, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::Tolerances;
 use assay_judge::variants;
@@ -114,7 +115,7 @@ struct Prepared<'c, P: Judgeable> {
     case: &'c Case<P>,
     reference: P::Reference<'c>,
     /// By number of devices.
-    correct: Vec<(usize, P::Outcome)>,
+    correct: Vec<(usize, Candidate<P::Gradient>)>,
 }
 
 /// What rejected a kernel.
@@ -175,7 +176,7 @@ where
 }
 
 /// What a kernel returns on each number of devices.
-type Outcomes<P> = Vec<(usize, <P as Input>::Outcome)>;
+type Outcomes<P> = Vec<(usize, Candidate<<P as Input>::Gradient>)>;
 
 impl<P: Judgeable> Prepared<'_, P> {
     /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
@@ -184,20 +185,20 @@ impl<P: Judgeable> Prepared<'_, P> {
         counts.map(|devices| Ok((devices, self.judged_on(kernel, devices).map_err(|gate| (gate, devices))?))).collect()
     }
 
-    fn judged_on(&self, kernel: &dyn Implementation<P>, devices: usize) -> Result<P::Outcome, String> {
+    fn judged_on(&self, kernel: &dyn Implementation<P>, devices: usize) -> Result<Candidate<P::Gradient>, String> {
         let Case { spec, problem, .. } = self.case;
         let run = || kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
         let (candidate, again) = (run()?, run()?);
         // The judge has seen these bits.
         let correct = self.correct.iter().find(|(of, _)| *of == devices);
-        if !correct.is_some_and(|(_, correct)| P::invariance(correct, &candidate).other.is_empty()) {
+        if !correct.is_some_and(|(_, correct)| Invariance::between(correct, &candidate).other.is_empty()) {
             let verdicts = problem.judge(&self.reference, &candidate, kernel.class(), Tolerances::builtin());
             let verdicts = verdicts.map_err(|error| error.to_string())?;
             if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
                 return Err(format!("{} {}", failed.gate, failed.dtype));
             }
         }
-        let other = P::invariance(&candidate, &again).other;
+        let other = Invariance::between(&candidate, &again).other;
         if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
     }
 }

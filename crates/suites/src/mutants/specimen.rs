@@ -134,7 +134,7 @@ impl Implementation for Specimen {
         };
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
         let loss = arr0(evaluation.loss as f32).into();
-        Ok(Candidate { loss, logp, entropy, token_loss, dlogits: logits, metrics: None })
+        Ok(Candidate { loss, logp, entropy, token_loss, gradient: logits, metrics: None })
     }
 }
 

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::complete::{Progress, Trained, complete};
 use super::metrics::Record;
 use super::{GrpoLoss, LossStep, Summary, TrainConfig, TrainError};
-use assay_core::problem::{Dtype, HeadCandidate};
+use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
 use assay_judge::judge;
 use assay_judge::lm_head::judge_head;
@@ -187,9 +187,7 @@ impl Judged {
         let reference = evaluate_head(&spec, &problem)?;
         let candidate = HeadCandidate {
             loss: arr0(step.loss).into(),
-            dhidden: step.dhidden()?,
-            dlm_head: step.dlm_head()?,
-            dlogits_dtype: Dtype::F32,
+            gradient: HeadGradient { dhidden: step.dhidden()?, dlm_head: step.dlm_head()?, dlogits_dtype: Dtype::F32 },
             // A loss step returns none of these.
             logp: None,
             entropy: None,

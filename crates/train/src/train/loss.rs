@@ -8,10 +8,12 @@ use ndarray::{Array, Array2, Dimension};
 
 use super::TrainError;
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Candidate, FloatArray, HeadCandidate, HeadLayout, Metrics, Problem, Projection};
+use assay_core::problem::{
+    Candidate, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, Metrics, Problem, Projection,
+};
 use assay_core::spec::LossSpec;
 use assay_native::{Native, NativeHead, gemm};
-use assay_registry::{find, lm_head_registry, registry};
+use assay_registry::{find, registry};
 
 /// A batch without its logits: what a loss is told of the tokens.
 pub type Batch = Problem<()>;
@@ -96,13 +98,13 @@ impl GrpoLoss {
     /// [`TrainError::Kernel`] where there is none of that name, or it cannot run here.
     pub fn by_id(spec: LossSpec, id: &str, plugin: Option<&Path>) -> Result<Self, TrainError> {
         let unknown = |reason: String| TrainError::Kernel { id: id.into(), reason };
-        let heads = lm_head_registry(plugin);
+        let heads = registry::<HeadProblem>(plugin);
         if let Some(head) = heads.iter().find(|head| head.id() == id) {
             head.available().map_err(|why| unknown(why.to_string()))?;
             return Ok(Self { spec, kernel: Kernel::WithHead(head.clone()) });
         }
-        let implementation = find(id, plugin).map_err(|_| {
-            let ids = registry(plugin).iter().map(|one| one.id().to_string()).collect::<Vec<_>>();
+        let implementation = find::<Problem>(id, plugin).map_err(|_| {
+            let ids = registry::<Problem>(plugin).iter().map(|one| one.id().to_string()).collect::<Vec<_>>();
             let heads = heads.iter().map(|head| head.id().to_string());
             unknown(format!("expected one of: {}", ids.into_iter().chain(heads).collect::<Vec<_>>().join(", ")))
         })?;
@@ -139,7 +141,7 @@ impl GrpoLoss {
             return Err(TrainError::NeedsHead { id: self.id().into() });
         };
         let outcome = implementation.run(&self.spec, batch.with_logits(array3("logits", logits)?), 1)?;
-        let gradient = tensor(outcome.dlogits)?;
+        let gradient = tensor(outcome.gradient)?;
         let op = Differentiated { loss: outcome.loss.value() as f32, gradients: [gradient] };
         Ok(Evaluated { loss: logits.apply_op1(op)?, metrics: outcome.metrics })
     }
@@ -157,7 +159,7 @@ impl GrpoLoss {
         };
         let (outcome, metrics) = match &self.kernel {
             Kernel::WithHead(implementation) => {
-                let HeadCandidate { loss, dhidden, dlm_head, metrics, .. } =
+                let HeadCandidate { loss, gradient: HeadGradient { dhidden, dlm_head, .. }, metrics, .. } =
                     implementation.run(&self.spec, batch.with_logits(projection), 1)?;
                 let gradients = [tensor(dhidden)?, tensor(dlm_head)?];
                 (Differentiated { loss: loss.value() as f32, gradients }, metrics)
@@ -186,7 +188,7 @@ impl GrpoLoss {
         let mut logits = Array2::zeros((rows, shape.vocab));
         gemm(logits.view_mut(), false, hidden.view(), lm_head.t());
         let logits = logits.into_shape_with_order((shape.batch, shape.tokens, shape.vocab)).expect("dense");
-        let Candidate { loss, dlogits, metrics, .. } =
+        let Candidate { loss, gradient: dlogits, metrics, .. } =
             implementation.run(&self.spec, batch.with_logits(logits.into()), 1)?;
         let FloatArray::F32(dlogits) = dlogits else { unreachable!("dlogits have the dtype of the logits") };
         let dlogits = dlogits.into_shape_with_order((rows, shape.vocab)).expect("dense");
