@@ -13,8 +13,8 @@ use time::OffsetDateTime;
 use super::{CliError, Passed, Printing};
 use crate::judge::tolerance::{Tolerance, Tolerances};
 use crate::problem::Problem;
-use crate::registry::registry;
-use crate::suites::measure::{self, CASES, Measurement};
+use crate::registry::{compiled, compiled_heads, immediate, immediate_heads, registry};
+use crate::suites::measure::{self, CASES, Compiled, Measured, Measurement};
 use crate::suites::revise::{Change, Figures, Reason, ReviseError, Revision};
 
 /// Where the law stands in the project.
@@ -73,10 +73,19 @@ impl Limits {
         let text = read_text(path)?;
         let tolerances = parse(path, &text)?;
         let plugins = self.plugins()?;
-        let classes = measure::classes(&plugins);
+        let on = |plugin: PathBuf| {
+            let (on_logits, heads) = (compiled(&plugin), compiled_heads(&plugin));
+            Compiled { plugin, on_logits, heads }
+        };
+        let measured = Measured {
+            immediate: immediate(),
+            immediate_heads: immediate_heads(),
+            compiled: plugins.into_iter().map(on).collect(),
+        };
+        let classes = measure::classes(&measured);
         self.check_class(&classes)?;
 
-        let cases = measure::cases(self.class.as_deref(), self.cases, &plugins);
+        let cases = measure::cases(self.class.as_deref(), self.cases, &measured);
         let progress = self.printing.progress(cases.len());
         let mut measurement = Measurement::default();
         for case in &cases {

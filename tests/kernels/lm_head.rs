@@ -13,7 +13,6 @@ use assay::native::NativeHead;
 use assay::problem::{Dtype, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{Head, LossSpec, Ratio, RatioLevel};
-use assay::suites;
 use assay::suites::cases;
 use ndarray::{Array2, Ix2, Ix3, s};
 use proptest::prelude::*;
@@ -27,7 +26,7 @@ fn expect_right(spec: &LossSpec, recipe: &HeadRecipe) {
     let reference = evaluate_head(spec, &problem).unwrap();
     // Chunks that the tokens do not fill; the one registered takes so few at once.
     let in_chunks: Arc<dyn Implementation<HeadProblem>> = Arc::new(NativeHead::default().chunk(3));
-    for implementation in suites::immediate_heads().into_iter().chain([in_chunks]) {
+    for implementation in assay::registry::immediate_heads().into_iter().chain([in_chunks]) {
         if implementation.supports(spec, recipe.shape(), problem.dtype(), 1).is_err() {
             continue;
         }

@@ -21,7 +21,7 @@ use proptest::test_runner::{Config, FileFailurePersistence};
 
 fn expect_right(spec: &LossSpec, recipe: &Recipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
-    for implementation in suites::immediate() {
+    for implementation in assay::registry::immediate() {
         expect_implementation_right(&*implementation, spec, &problem, recipe);
     }
 }
@@ -80,7 +80,7 @@ fn config(cases: u32) -> Config {
 fn no_false_alarms() {
     let cases = env::var("ASSAY_CASES").map_or(1000, |text| text.parse().expect("ASSAY_CASES is a number of cases"));
     let seed = suites::SEED;
-    for implementation in suites::immediate() {
+    for implementation in assay::registry::immediate() {
         let (mut judged, mut alarms) = (0, Vec::new());
         for (spec, recipe) in suites::random_cases(seed).take(cases) {
             let problem = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
@@ -109,7 +109,7 @@ proptest! {
 /// Every named choice of a spec, alone, in every regime.
 #[test]
 fn all_outputs_every_variant_match_reference() {
-    for implementation in suites::immediate() {
+    for implementation in assay::registry::immediate() {
         let supported = variants::supported(&*implementation, 1);
         assert!(supported.len() > 80, "{} variants", supported.len());
         for (i, variant) in supported.iter().enumerate() {
@@ -161,7 +161,9 @@ fn outputs_any_thread_count_have_the_same_bits() {
     };
     let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
     let problem = recipe.problem(&spec).unwrap();
-    for implementation in suites::immediate().iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in
+        assay::registry::immediate().iter().filter(|implementation| implementation.available().is_ok())
+    {
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| implementation.run(&spec, problem.clone(), 1).unwrap())

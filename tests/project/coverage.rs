@@ -75,7 +75,7 @@ fn every_output_is_judged() {
     let spec = LossSpec::default();
     let problem = head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
     let reference = reference::evaluate_head(&spec, &problem).unwrap();
-    for head in suites::immediate_heads() {
+    for head in assay::registry::immediate_heads() {
         let outcome = head.run(&spec, problem.clone(), 1).unwrap();
         for verdict in judge_head(&reference, &problem, &outcome, head.class(), Tolerances::builtin()).unwrap() {
             arms.gate(verdict.gate);
@@ -90,13 +90,14 @@ fn every_implementation_is_in_one_property_suite() {
     let ids = |all: Vec<std::sync::Arc<dyn assay::implementation::Implementation>>| -> Vec<String> {
         all.iter().map(|implementation| implementation.id().into()).collect()
     };
-    let compiled = ids(suites::compiled(Path::new("nowhere.so")));
-    let mut in_suites = [ids(suites::immediate()), compiled].concat();
+    let compiled = ids(assay::registry::compiled(Path::new("nowhere.so")));
+    let mut in_suites = [ids(assay::registry::immediate()), compiled].concat();
     let mut registered = ids(registry(None));
     in_suites.sort();
     registered.sort();
     assert_eq!(in_suites, registered);
-    let heads = suites::immediate_heads().into_iter().chain(suites::compiled_heads(Path::new("nowhere.so")));
+    let heads =
+        assay::registry::immediate_heads().into_iter().chain(assay::registry::compiled_heads(Path::new("nowhere.so")));
     let mut heads: Vec<String> = heads.map(|head| head.id().into()).collect();
     let mut registered: Vec<String> = lm_head_registry(None).iter().map(|head| head.id().into()).collect();
     heads.sort();

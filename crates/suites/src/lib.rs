@@ -1,4 +1,4 @@
-//! Which implementations are run on which cases: what tests, measurements and counts of false alarms share.
+//! Which cases implementations are run on: what tests, measurements and counts of false alarms share.
 
 pub mod cases;
 pub mod measure;
@@ -7,46 +7,12 @@ pub mod mutants;
 pub mod parity;
 pub mod revise;
 
-use std::path::Path;
-use std::sync::Arc;
-
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, HeadProblem, HeadShape, Problem};
+use assay_core::problem::{Dtype, HeadShape};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
-use assay_registry::registry;
-
-/// Those that run any shape at once: they are given thousands of shapes.
-pub fn immediate() -> Vec<Arc<dyn Implementation>> {
-    registry::<Problem>(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
-}
-
-/// Those that compile a program for each shape, on the devices of `plugin`: they are given a few shapes and every device
-/// count.
-pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
-    registry::<Problem>(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
-}
-
-fn compiles(implementation: &dyn Implementation) -> bool {
-    ["xla", "tile"].contains(&implementation.class())
-}
-
-/// Those of the LM head that run any shape at once.
-pub fn immediate_heads() -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    registry::<HeadProblem>(None).into_iter().filter(|head| !head_compiles(&**head)).collect()
-}
-
-/// Those of the LM head that compile a program for each shape, on the devices of `plugin`.
-pub fn compiled_heads(plugin: &Path) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    registry::<HeadProblem>(Some(plugin)).into_iter().filter(|head| head_compiles(&**head)).collect()
-}
-
-fn head_compiles(head: &dyn Implementation<HeadProblem>) -> bool {
-    ["xla-lm-head", "tile-lm-head"].contains(&head.class())
-}
 
 /// Seed of the cases on which false alarms are counted.
 pub const SEED: u64 = 7;

@@ -64,19 +64,41 @@ impl fmt::Display for Case {
     }
 }
 
+/// What is measured.
+#[derive(Clone, Default)]
+pub struct Measured {
+    /// Those that run any shape at once.
+    pub immediate: Vec<Arc<dyn Implementation>>,
+    /// The same with an LM head.
+    pub immediate_heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
+    /// Those that compile a program for each shape, by plugin.
+    pub compiled: Vec<Compiled>,
+}
+
+/// What runs on the devices of one plugin.
+#[derive(Clone)]
+pub struct Compiled {
+    /// The plugin.
+    pub plugin: PathBuf,
+    /// Of the loss on logits.
+    pub on_logits: Vec<Arc<dyn Implementation>>,
+    /// With an LM head.
+    pub heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
+}
+
 /// The classes that there are measurements for, by what hinders them here.
-pub fn classes(plugins: &[PathBuf]) -> BTreeMap<String, Option<String>> {
+pub fn classes(all: &Measured) -> BTreeMap<String, Option<String>> {
     let mut classes = BTreeMap::new();
-    let compiled = plugins.iter().flat_map(|plugin| crate::compiled(plugin));
-    for implementation in crate::immediate().into_iter().chain(compiled) {
+    let compiled = all.compiled.iter().flat_map(|on| &on.on_logits);
+    for implementation in all.immediate.iter().chain(compiled) {
         let hindrance = implementation.available().err().map(|why| why.reason);
         let found = classes.entry(implementation.class().to_string()).or_insert_with(|| hindrance.clone());
         if hindrance.is_none() {
             *found = None;
         }
     }
-    let compiled = plugins.iter().flat_map(|plugin| crate::compiled_heads(plugin));
-    for head in crate::immediate_heads().into_iter().chain(compiled) {
+    let compiled = all.compiled.iter().flat_map(|on| &on.heads);
+    for head in all.immediate_heads.iter().chain(compiled) {
         let hindrance = head.available().err().map(|why| why.reason);
         classes.entry(head.class().to_string()).or_insert(hindrance);
     }
@@ -85,30 +107,29 @@ pub fn classes(plugins: &[PathBuf]) -> BTreeMap<String, Option<String>> {
 
 /// The cases of a measurement, of one `class` or all: `random` random ones for what runs any shape at once, narrow and
 /// wide vocabularies; for what compiles a program for each shape, the shapes and device counts of its tests, on each
-/// of `plugins`, and where the policy is the reference policy.
-pub fn cases(class: Option<&str>, random: usize, plugins: &[PathBuf]) -> Vec<Case> {
+/// plugin, and where the policy is the reference policy.
+pub fn cases(class: Option<&str>, random: usize, all: &Measured) -> Vec<Case> {
     let seeds = |of_all: usize| of_all * random / CASES;
-    let wanted = |implementation: &Arc<dyn Implementation>| class.is_none_or(|class| class == implementation.class());
+    let wanted = |implementation: &&Arc<dyn Implementation>| class.is_none_or(|class| class == implementation.class());
     let mut cases = Vec::new();
-    for implementation in crate::immediate().into_iter().filter(wanted) {
-        let on = On { implementation, plugin: None, devices: 1 };
+    for implementation in all.immediate.iter().filter(wanted) {
+        let on = On { implementation: Arc::clone(implementation), plugin: None, devices: 1 };
         on.any_shape(random, seeds, &mut cases);
     }
-    let wanted_head = |head: &Arc<dyn Implementation<HeadProblem>>| class.is_none_or(|class| class == head.class());
-    for head in crate::immediate_heads().into_iter().filter(wanted_head) {
-        any_head(&head, random / 2, seeds, &mut cases);
+    let wanted_head = |head: &&Arc<dyn Implementation<HeadProblem>>| class.is_none_or(|class| class == head.class());
+    for head in all.immediate_heads.iter().filter(wanted_head) {
+        any_head(head, random / 2, seeds, &mut cases);
     }
-    for (i, plugin) in plugins.iter().enumerate() {
-        let all: Vec<_> = crate::compiled(plugin).into_iter().filter(wanted).collect();
-        for implementation in &all {
+    for (i, Compiled { plugin, on_logits, heads }) in all.compiled.iter().enumerate() {
+        let on_logits: Vec<_> = on_logits.iter().filter(wanted).collect();
+        for implementation in &on_logits {
             for on in On::each_count(implementation, plugin, i == 0) {
                 on.few_shapes(seeds, &mut cases);
             }
         }
         if i == 0 {
-            zero_kl(&all, plugin, seeds, &mut cases);
-            let heads = crate::compiled_heads(plugin);
-            heads.iter().filter(|head| wanted_head(head)).for_each(|head| few_heads(head, plugin, seeds, &mut cases));
+            zero_kl(&on_logits, plugin, seeds, &mut cases);
+            heads.iter().filter(wanted_head).for_each(|head| few_heads(head, plugin, seeds, &mut cases));
         }
     }
     cases
@@ -243,7 +264,7 @@ fn is_tile(implementation: &dyn Implementation) -> bool {
 
 /// Where the policy is the reference policy: the gradient of the KL term is then all rounding, and a candidate rounds
 /// another number than the reference does.
-fn zero_kl(all: &[Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
     const ON: [(&str, usize); 5] =
         [("xla", 1), ("xla-vocab", 2), ("tile-one-pass", 1), ("tile-two-pass", 1), ("tile-two-pass-vocab", 2)];
     let called = |id: &str| all.iter().find(|implementation| implementation.id() == id);
