@@ -36,7 +36,7 @@ test-extensive: test
 		$(CARGO) test --release --locked --all-features
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features
-	$(CARGO) test --release --locked --lib exp_every_f32 -- --ignored
+	$(CARGO) test --release --locked --package assay-native --lib exp_every_f32 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory jax-example
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
@@ -51,15 +51,14 @@ HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 sanitize: export RUSTC_BOOTSTRAP = 1
 sanitize: export RUSTFLAGS = -Zsanitizer=address
 sanitize:
-	$(CARGO) test --locked --no-default-features --target $(HOST) -p assay-native --lib
-	$(CARGO) test --locked --no-default-features --target $(HOST) --test kernels native::
+	$(CARGO) test --locked --target $(HOST) --package assay-native
 
 # The portable path's exponential and operations, interpreted: Miri has no vector unit, no hints and no streaming stores. Whole
 # rows take it too long. Tree borrows are what rayon's queues keep to; its threads stay.
 miri: export MIRIFLAGS = -Zmiri-tree-borrows -Zmiri-permissive-provenance -Zmiri-disable-isolation -Zmiri-ignore-leaks
 miri:
 	rustup toolchain install nightly --profile minimal --component miri,rust-src
-	$(CARGO) +nightly miri test --locked -p assay-native --lib -- exp simd::tests::every_
+	$(CARGO) +nightly miri test --locked --package assay-native --lib -- exp:: simd::tests::every_
 
 # NEON on any Linux machine, under an emulator (Debian's qemu-user and gcc-aarch64-linux-gnu).
 NEON = aarch64-unknown-linux-gnu
@@ -68,8 +67,7 @@ neon: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER = qemu-aarch64 -L /us
 neon:
 	@if command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null; then \
 		set -ex; rustup target add $(NEON); \
-		$(CARGO) test --locked --no-default-features --target $(NEON) -p assay-native --lib; \
-		$(CARGO) test --locked --no-default-features --target $(NEON) --test kernels native::; \
+		$(CARGO) test --locked --target $(NEON) --package assay-native; \
 	else \
 		echo "neon: skipped, an emulator is missing (apt-get install qemu-user gcc-aarch64-linux-gnu)"; \
 	fi

@@ -8,13 +8,13 @@
 //! A plugin that is absent, or has too few devices, reads *ignored*.
 
 mod covering;
+mod tpu;
 #[path = "../common"]
 mod common {
     #[allow(dead_code, reason = "specs alone are looked at here")]
     pub(crate) mod arms;
     pub(crate) mod plugins;
     pub(crate) mod slowest;
-    pub(crate) mod variants;
 }
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,10 +34,11 @@ use assay::reference::{self, Reference};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
 use assay::suites;
+use assay::suites::supported as variants;
 use assay::xla::XlaEntropy;
 use common::arms::Arms;
 use common::plugins::client;
-use common::{slowest, variants};
+use common::slowest;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
@@ -97,6 +98,7 @@ fn main() {
         trials.push(trial(name, &plugin.hindrance, move || regressions_stay_mended(&path)));
     }
     trials.push(tpu_plugin());
+    trials.extend(tpu::trials());
     let all = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.list && !arguments.ignored;
     let conclusion = libtest_mimic::run(&arguments, trials);
     slowest::print();

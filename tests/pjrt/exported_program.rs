@@ -1,6 +1,6 @@
 //! Users' own programs: the shipped examples are judged right and broken ones are not, on every CPU plugin that set-up
 //! installs; and every way that a manifest can be wrong is refused by name.
-use crate::cpu_plugins;
+use super::cpu_plugins;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 

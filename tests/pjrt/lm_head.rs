@@ -1,7 +1,7 @@
 //! The LM head programs against the reference, through the judge, on every device count.
 //!
 //! Hidden states and weights are eighths, so that every logit is exact in f32 and rounded logits are what they should be.
-use crate::cpu_plugins;
+use super::cpu_plugins;
 use std::env;
 use std::path::Path;
 

@@ -125,8 +125,8 @@ const DOCUMENTS: [&str; 6] = [
 
 /// Folders of which a test opens every file of one kind.
 const WALKED: [(&str, &str, &str); 3] = [
-    ("parity", "json", "tests/reference/parity.rs"),
-    ("regressions", "yaml", "tests/kernels/match_reference.rs"),
+    ("parity", "json", "tests/commands/parity.rs"),
+    ("regressions", "yaml", "tests/commands/regressions.rs"),
     ("regressions/devices", "yaml", "tests/devices/main.rs"),
 ];
 

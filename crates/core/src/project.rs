@@ -15,18 +15,3 @@ pub fn find(name: impl AsRef<Path>) -> Result<PathBuf, Vec<PathBuf>> {
     let looked: Vec<PathBuf> = [Path::new("")].into_iter().chain(folders).map(|folder| folder.join(&name)).collect();
     looked.iter().find(|path| path.exists()).cloned().ok_or(looked)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_not_in_the_working_directory_is_found_beside_the_executable() {
-        let executable = env::current_exe().unwrap();
-        let name = executable.file_name().unwrap();
-        assert_eq!(find(name), Ok(executable.clone()));
-        assert_eq!(find("Cargo.toml"), Ok("Cargo.toml".into()), "the working directory comes first");
-        let looked = find("nowhere").unwrap_err();
-        assert!(looked.len() == 5 && looked[0] == Path::new("nowhere"), "{looked:?}");
-    }
-}

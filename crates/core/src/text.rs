@@ -21,15 +21,3 @@ pub fn one_line(text: &str) -> String {
     }
     line
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn strangers_text_is_one_short_line_that_drives_no_terminal() {
-        assert_eq!(one_line("  two\n\twords \u{1b}[2J"), "two words \\u{1b}[2J");
-        assert_eq!(one_line(&"é".repeat(300)), "é".repeat(300));
-        assert_eq!(one_line(&"é".repeat(301)), "é".repeat(300) + "…");
-    }
-}

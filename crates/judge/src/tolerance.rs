@@ -213,7 +213,7 @@ impl Tolerances {
     pub fn builtin() -> &'static Self {
         static BUILTIN: OnceLock<Tolerances> = OnceLock::new();
         BUILTIN.get_or_init(|| {
-            Self::parse(include_str!("../../../tolerances.toml")).expect("checked by tests/judge/tolerances.rs")
+            Self::parse(include_str!("../../../tolerances.toml")).expect("checked by the tests of the law")
         })
     }
 

@@ -47,9 +47,6 @@ mod pipeline;
 mod run;
 mod value;
 
-#[cfg(test)]
-mod tests;
-
 use pipeline::{Arrays, HbmArray};
 use value::{Elements, Kind, Shaped};
 
@@ -140,7 +137,11 @@ pub fn run(
     run_within(MOST_WORK, module, operands, outputs, aliases)
 }
 
-fn run_within(
+/// [`run`] that gives up where it takes more than `most_work` steps.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_within(
     most_work: u64,
     module: &str,
     mut operands: Vec<Array>,

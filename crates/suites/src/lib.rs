@@ -6,6 +6,7 @@ pub mod measure;
 pub mod mutants;
 pub mod parity;
 pub mod revise;
+pub mod supported;
 
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};

@@ -177,18 +177,3 @@ impl HeadProblem {
         Ok(shape)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shapes_are_written_as_they_are_read() {
-        let shape: HeadShape = "2x16x896x151936".parse().unwrap();
-        assert_eq!(shape, HeadShape { batch: 2, tokens: 16, hidden: 896, vocab: 151_936 });
-        assert_eq!(shape.to_string(), "2x16x896x151936");
-        for wrong in ["2x16x896", "2x0x896x7", "2x16x896x7x1", "2x-1x3x4", ""] {
-            assert!(wrong.parse::<HeadShape>().unwrap_err().contains("BxTxHxV"), "{wrong}");
-        }
-    }
-}

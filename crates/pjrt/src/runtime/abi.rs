@@ -5,7 +5,7 @@
 //! structs. Here the plugin's table is copied and every entry replaced by a function that hands the plugin a longer,
 //! zero-filled copy of the struct, and copies the caller's part back. That holds for any later version.
 //!
-//! Such a function gets no context, so each loaded plugin has a slot and functions of its own.
+//! Public for its test alone. Such a function gets no context, so each loaded plugin has a slot and functions of its own.
 
 use std::ffi::{c_char, c_void};
 use std::mem::{offset_of, transmute};
@@ -21,7 +21,7 @@ pub(super) const OLDEST_MINOR: i32 = 54;
 pub(super) const SLOTS: usize = 8;
 
 /// Bytes of the struct that a plugin is handed. The longest of 0.54 takes 200, and they grow by tens.
-const ROOM: usize = 1024;
+pub const ROOM: usize = 1024;
 
 /// An argument struct with room behind it.
 #[repr(C, align(16))]
@@ -58,7 +58,7 @@ pub(super) unsafe fn slice_from<'a, T>(start: *const T, length: usize) -> &'a [T
 ///
 /// # Safety
 /// `args` points to a struct that begins with its own size and is writable over that size.
-unsafe fn with_room<R>(args: *mut c_void, call: impl FnOnce(*mut c_void) -> R) -> R {
+pub unsafe fn with_room<R>(args: *mut c_void, call: impl FnOnce(*mut c_void) -> R) -> R {
     let mut roomy = Roomy([0; ROOM]);
     let copy = ptr::from_mut(&mut roomy).cast::<c_void>();
     // SAFETY: both ranges hold `size` bytes, `roomy` is aligned for any field, and the two do not overlap.
@@ -171,36 +171,4 @@ pub(super) fn adapt(slot: usize, plugin_table: *const PJRT_Api) -> PJRT_Api {
     ];
     const { assert!(SLOTS == 8) };
     adapt[slot](plugin_table)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A struct that a newer plugin would take: two fields longer than the caller's.
-    #[repr(C)]
-    struct Grown {
-        struct_size: usize,
-        given: usize,
-        answered: usize,
-        added: usize,
-    }
-
-    #[test]
-    fn a_plugin_sees_zeros_behind_the_callers_struct_and_its_answer_comes_back() {
-        let mut args = Grown { struct_size: 24, given: 7, answered: 0, added: 99 };
-        // SAFETY: `args` begins with its size and is longer than that.
-        unsafe {
-            with_room(ptr::from_mut(&mut args).cast(), |roomy| {
-                let roomy = roomy.cast::<Grown>();
-                assert_eq!((*roomy).struct_size, ROOM);
-                assert_eq!((*roomy).given, 7);
-                assert_eq!((*roomy).added, 0, "what lies behind the caller's struct is not read");
-                (*roomy).answered = 5;
-                (*roomy).added = 6;
-            });
-        }
-        assert_eq!((args.struct_size, args.given, args.answered), (24, 7, 5));
-        assert_eq!(args.added, 99, "what lies behind the caller's struct is not written");
-    }
 }

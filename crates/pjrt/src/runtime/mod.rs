@@ -12,7 +12,8 @@
 // The C API. Each block gives its reason.
 #![allow(unsafe_code)]
 
-mod abi;
+#[doc(hidden)]
+pub mod abi;
 mod buffers;
 mod client;
 mod error;

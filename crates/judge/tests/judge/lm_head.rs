@@ -1,0 +1,96 @@
+//! The judge of the LM head with the loss.
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadShape};
+use assay_core::spec::LossSpec;
+use assay_judge::judge::Verdict;
+use assay_judge::lm_head::judge_head;
+use assay_judge::tolerance::Tolerances;
+use assay_native::NativeHead;
+use assay_reference::evaluate_head;
+use assay_suites::cases;
+use ndarray::{Array2, Ix2, Ix3, s};
+
+fn described(verdict: &Verdict) -> String {
+    format!("{} {}: {:?}, {:?}", verdict.gate, verdict.dtype, verdict.status, verdict.tally)
+}
+
+/// Dlogits beyond 65504 are ∞ where they go into the products in f16, and then `dlm_head` may be; where they go in f32, not.
+#[test]
+fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
+    let spec = LossSpec { scale: 1e7, ..LossSpec::default() };
+    let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 7 });
+    recipe.recipe.dtype = Dtype::F16;
+    let problem = recipe.problem(&spec).unwrap();
+    let reference = evaluate_head(&spec, &problem).unwrap();
+    let mut outcome = NativeHead::default().run(&spec, problem.clone(), 1).unwrap();
+    let FloatArray::F32(dlm_head) = &mut outcome.dlm_head else { panic!("f32 whatever the head") };
+    dlm_head[[0, 0]] = f32::INFINITY;
+    for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
+        outcome.dlogits_dtype = dtype;
+        let verdicts = judge_head(&reference, &problem, &outcome, "native-lm-head", Tolerances::builtin()).unwrap();
+        let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
+        assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
+    }
+}
+
+/// What goes wrong in fused heads, each alone, on f32 and on bf16.
+#[test]
+fn wrong_gradients_are_rejected() {
+    let spec = LossSpec::default();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 9, hidden: 24, vocab: 131 });
+        (recipe.recipe.dtype, recipe.rounds_logits) = (dtype, true);
+        let problem = recipe.problem(&spec).unwrap();
+        let reference = evaluate_head(&spec, &problem).unwrap();
+        let right = HeadCandidate { dlogits_dtype: dtype, ..reference.outcome().into() };
+        let failed = |outcome: &HeadCandidate| -> Vec<String> {
+            let verdicts = judge_head(&reference, &problem, outcome, "native-lm-head", Tolerances::builtin()).unwrap();
+            verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
+        };
+        assert_eq!(failed(&right), Vec::<String>::new());
+
+        let dlogits = reference.dlogits();
+        let dhidden = |dlogits: &Array2<f64>| -> FloatArray<Ix3> {
+            reference.dhidden(dlogits).into_shape_with_order((2, 9, 24)).unwrap().into()
+        };
+        let dlm_head = |dlogits: &Array2<f64>| -> FloatArray<Ix2> {
+            reference.dlm_head(dlogits).reversed_axes().as_standard_layout().into_owned().into()
+        };
+        let without_tail = {
+            let mut dlogits = dlogits.clone();
+            dlogits.slice_mut(s![.., 128..]).fill(0.0);
+            dlogits
+        };
+        let without_last_token = {
+            let mut dlogits = dlogits.clone();
+            let last = problem.mask.as_slice().unwrap().iter().rposition(|counts| *counts).unwrap();
+            dlogits.row_mut(last).fill(0.0);
+            dlogits
+        };
+        let bf16_sums = right.dlm_head.to_f64().mapv(|x| Dtype::Bf16.round(Dtype::Bf16.round(x * 0.5) + x * 0.5));
+        let masked = problem.mask.indexed_iter().find(|(_, counts)| !**counts).unwrap().0;
+        let of_masked = {
+            let mut dhidden = right.dhidden.to_f64();
+            dhidden[[masked.0, masked.1, 0]] = 1e-30;
+            dhidden
+        };
+        let unrounded = {
+            let mut problem = problem.clone();
+            problem.logits.rounds_logits = false;
+            evaluate_head(&spec, &problem).unwrap().outcome()
+        };
+        let wrong = [
+            ("dhidden without the last columns", HeadCandidate { dhidden: dhidden(&without_tail), ..right.clone() }),
+            ("dlm_head without the last columns", HeadCandidate { dlm_head: dlm_head(&without_tail), ..right.clone() }),
+            ("the last token in no chunk", HeadCandidate { dlm_head: dlm_head(&without_last_token), ..right.clone() }),
+            ("dlm_head summed in bf16", HeadCandidate { dlm_head: bf16_sums.into(), ..right.clone() }),
+            ("a masked token with a gradient", HeadCandidate { dhidden: of_masked.into(), ..right.clone() }),
+            ("logits not rounded", HeadCandidate { logp: Some(unrounded.logp), ..right.clone() }),
+        ];
+        for (what, outcome) in wrong {
+            let exact_anyway = dtype == Dtype::F32 && what == "logits not rounded";
+            assert_eq!(failed(&outcome).is_empty(), exact_anyway, "{dtype}: {what}");
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The judge rejects what is wrong and accepts what is right.
+
+mod invariance;
+mod lm_head;
+mod mutants;
+mod rejects;
+mod summary;
+mod tells_variants_apart;
+mod tolerances;

@@ -1,0 +1,149 @@
+//! Deliberately wrong kernels: all of them are rejected, each by the property of its class alone too, and the kernel that
+//! they are made of never is.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::OnceLock;
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::HeadProblem;
+use assay_judge::judge::Status;
+use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::Tolerances;
+use assay_suites::mutants::{
+    BANK, Case, Cell, Class, Mutant, PROJECTS, Project, Score, Specimen, Suite, Trial, head_cases, property_cases,
+};
+
+/// The whole bank through all property cases, once.
+fn score() -> &'static Score {
+    static SCORE: OnceLock<Score> = OnceLock::new();
+    SCORE.get_or_init(|| {
+        let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) =
+            BANK.iter().partition(|mutant| mutant.class.of_heads());
+        let (mut trial, mut heads) = (Trial::of(&on_logits), Trial::of(&of_heads));
+        assert_eq!(trial.run(&property_cases(), |_| {}), Ok(()), "the correct kernel passes every case");
+        assert_eq!(heads.run(&head_cases(), |_| {}), Ok(()), "so does the correct head");
+        let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+        for tests in &elsewhere {
+            assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
+        }
+        trial.score(&elsewhere).and(heads.score(&[]))
+    })
+}
+
+#[test]
+fn no_mutant_survives_and_the_correct_kernel_passes() {
+    let score = score();
+    assert!(score.cases > 900, "{} cases", score.cases);
+    assert_eq!(score.survived, Vec::<&str>::new());
+    assert_eq!((score.killed, score.total), (BANK.len(), BANK.len()));
+    assert!(score.total >= 65, "{} mutants", score.total);
+    assert!(score.mutants.iter().all(|mutant| mutant.cases <= score.cases));
+}
+
+#[test]
+fn a_mutant_that_nothing_rejects_is_a_survivor() {
+    let score = Trial::of(&[&BANK[0]]).score(&[]);
+    assert_eq!((score.total, score.killed, score.survived), (1, 0, vec![BANK[0].name]));
+    assert!(score.mutants[0].killed_by.is_none());
+}
+
+#[test]
+fn names_are_unique_and_say_what_is_computed() {
+    let names: BTreeSet<&str> = BANK.iter().map(|mutant| mutant.name).collect();
+    assert_eq!(names.len(), BANK.len());
+    for mutant in BANK {
+        let kebab = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        assert!(mutant.name.chars().all(kebab), "{}", mutant.name);
+        assert!(!mutant.does.is_empty(), "{}", mutant.name);
+    }
+}
+
+#[test]
+fn every_class_falls_to_its_own_property() {
+    for class in Class::ALL {
+        if class.of_heads() {
+            falls_to(class, &class.head_property());
+        } else {
+            falls_to(class, &class.property());
+        }
+    }
+}
+
+fn falls_to<P: Judgeable>(class: Class, cases: &[Case<P>])
+where
+    Specimen: Implementation<P>,
+{
+    let suite = Suite::of(cases).unwrap_or_else(|false_alarm| panic!("{class:?}: {false_alarm:?}"));
+    assert_eq!(suite.len(), cases.len(), "{class:?} has a case that the specimen does not support");
+    let of_class: Vec<_> = BANK.iter().filter(|mutant| mutant.class == class).collect();
+    assert!(!of_class.is_empty(), "{class:?} has no mutant");
+    for mutant in of_class {
+        assert!(suite.kill(mutant).is_some(), "{class:?} misses {}", mutant.name);
+    }
+}
+
+/// A NaN is seen by any test; these have to be seen without.
+#[test]
+fn mutants_of_heads_are_rejected_for_a_wrong_number() {
+    for class in Class::ALL.into_iter().filter(|class| class.of_heads()) {
+        let cases = class.head_property();
+        for mutant in BANK.iter().filter(|mutant| mutant.class == class) {
+            let specimen = Specimen::with(mutant.bug);
+            assert!(cases.iter().any(|case| fails_by_a_number(&specimen, case)), "{}", mutant.name);
+        }
+    }
+}
+
+fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadProblem>) -> bool {
+    let reference = case.problem.evaluate(&case.spec).unwrap();
+    kernel.device_counts().into_iter().any(|devices| {
+        let outcome = kernel.run(&case.spec, case.problem.clone(), devices).unwrap();
+        let verdicts = case.problem.judge(&reference, &outcome, kernel.class(), Tolerances::builtin()).unwrap();
+        let any = |status| verdicts.iter().any(|verdict| verdict.status == status);
+        any(Status::Fail) && !any(Status::Nonfinite)
+    })
+}
+
+#[test]
+fn tests_of_others_accept_some_mutants_and_reject_some() {
+    for (project, [caught, passes, not_exercised]) in score().elsewhere() {
+        assert!(caught > 10 && passes > 5, "{project}: {caught} caught, {passes} pass");
+        let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).count();
+        assert_eq!(caught + passes + not_exercised, on_logits, "{project}");
+    }
+    let cell = |mutant: &str, project: &str| {
+        score().mutants.iter().find(|other| other.name == mutant).expect("in the bank").elsewhere[project]
+    };
+    // Their inputs are drawn around 0, and their masks are all ones.
+    for project in PROJECTS {
+        assert_eq!(cell("max-starts-at-zero", project.name), Cell::NotExercised, "{}", project.name);
+        assert_eq!(cell("mask-of-first-row", project.name), Cell::NotExercised, "{}", project.name);
+    }
+    assert_eq!(cell("non-target-dlogits-dropped", "Liger bf16"), Cell::Passes);
+    assert_eq!(cell("non-target-dlogits-dropped", "Liger f32"), Cell::Caught);
+}
+
+/// The lines of a table, without which gate was first and after how many cases: those may turn on a bit of this machine's
+/// `exp`.
+fn said(table: &str) -> Vec<Vec<&str>> {
+    let mut lines: Vec<Vec<&str>> = table.trim().lines().map(|line| line.split(" | ").collect()).collect();
+    for cells in lines.iter_mut().filter(|cells| cells.len() > 5) {
+        cells.drain(3..5);
+    }
+    lines
+}
+
+#[test]
+fn the_table_in_the_docs_is_that_of_the_code() {
+    let docs = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/mutants.md")).unwrap();
+    let (_, table) = docs.split_once("<!-- assay mutants --markdown -->\n").expect("the mark above the tables");
+    assert_eq!(said(table), said(&score().markdown()), "write it again with `assay mutants --markdown`");
+    for project in PROJECTS {
+        assert!(docs.contains(project.source), "docs/mutants.md: {}", project.source);
+    }
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
+    for line in score().markdown().lines().take_while(|line| !line.is_empty()) {
+        assert!(readme.contains(line), "README.md: {line}");
+    }
+}

@@ -1,0 +1,402 @@
+//! The comparator is itself tested: each way of being wrong must be rejected, by the gate that is there for it, and a
+//! right answer never.
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::judge::{Status, Verdict, judge};
+use assay_judge::metric::half_ulp;
+use assay_judge::recorded::recorded_spec;
+use assay_judge::tolerance::{Gate, Model, Output, Tolerances};
+use assay_native::Native;
+use assay_reference::{self as reference, Reference};
+use half::bf16;
+use ndarray::{Array3, arr0};
+
+const DLOGITS: Gate = Gate { output: Output::Dlogits, model: Model::Elementwise };
+const ROW_L2: Gate = Gate { output: Output::Dlogits, model: Model::RowL2 };
+const ROW_SUM: Gate = Gate { output: Output::Dlogits, model: Model::RowSum };
+
+fn gate(output: Output) -> Gate {
+    Gate { output, model: Model::Elementwise }
+}
+
+fn spec() -> LossSpec {
+    LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), entropy_coef: 0.01, ..LossSpec::default() }
+}
+
+fn problem(dtype: Dtype) -> Problem {
+    let recipe = Recipe {
+        shape: [3, 5, 1025],
+        dtype,
+        regime: Regime::Normal,
+        seed: 11,
+        old_logp_noise_scale: 0.05,
+        masked_garbage: false,
+    };
+    let mut problem = recipe.problem(&spec()).unwrap();
+    problem.mask.fill(true);
+    problem.mask[[2, 4]] = false;
+    problem
+}
+
+/// The native kernel's answer, changed by `break_it`, judged.
+fn verdicts(dtype: Dtype, break_it: impl FnOnce(&mut Candidate, &Reference)) -> Vec<Verdict> {
+    let (spec, problem) = (spec(), problem(dtype));
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let native = Native::default();
+    let mut candidate = native.run(&spec, problem.clone(), 1).unwrap();
+    break_it(&mut candidate, &reference);
+    judge(&reference, &candidate, native.class(), Tolerances::builtin()).unwrap()
+}
+
+#[track_caller]
+fn assert_rejected(verdicts: &[Verdict], gate: Gate, status: Status) {
+    let verdict = verdicts.iter().find(|verdict| verdict.gate == gate).expect("judged");
+    assert_eq!(verdict.status, status, "{gate}: {verdict:?}");
+}
+
+fn dlogits_f32(candidate: &mut Candidate) -> &mut Array3<f32> {
+    let FloatArray::F32(dlogits) = &mut candidate.dlogits else { panic!("f32 logits give f32 dlogits") };
+    dlogits
+}
+
+fn dlogits_bf16(candidate: &mut Candidate) -> &mut Array3<bf16> {
+    let FloatArray::Bf16(dlogits) = &mut candidate.dlogits else { panic!("bf16 logits give bf16 dlogits") };
+    dlogits
+}
+
+#[test]
+fn right_answers_pass_every_gate() {
+    for dtype in Dtype::KERNEL {
+        for verdict in verdicts(dtype, |_, _| {}) {
+            assert!(verdict.passed(), "{dtype} {}: {verdict:?}", verdict.gate);
+        }
+    }
+}
+
+#[test]
+fn reference_rounded_to_each_dtype_passes_every_gate() {
+    for dtype in Dtype::KERNEL {
+        let (spec, problem) = (spec(), problem(dtype));
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        let mut candidate = Candidate::from(reference.outcome());
+        candidate.dlogits = FloatArray::rounded_from(&candidate.dlogits.to_f64(), dtype);
+        for verdict in judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap() {
+            assert!(verdict.passed(), "{dtype} {}: {verdict:?}", verdict.gate);
+        }
+    }
+}
+
+#[test]
+fn nan_and_infinity_are_nonfinite() {
+    for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let of_dlogits = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[1, 2, 3]] = wrong);
+        assert_rejected(&of_dlogits, DLOGITS, Status::Nonfinite);
+        let of_loss = verdicts(Dtype::F32, |candidate, _| candidate.loss = arr0(wrong).into());
+        assert_rejected(&of_loss, gate(Output::Loss), Status::Nonfinite);
+        for output in [Output::Logp, Output::Entropy, Output::TokenLoss] {
+            let of_token = verdicts(Dtype::F32, |candidate, _| *token(candidate, output, 0, 1) = wrong);
+            assert_rejected(&of_token, gate(output), Status::Nonfinite);
+        }
+    }
+}
+
+fn token(candidate: &mut Candidate, output: Output, b: usize, t: usize) -> &mut f32 {
+    let array = match output {
+        Output::Logp => &mut candidate.logp,
+        Output::Entropy => &mut candidate.entropy,
+        Output::TokenLoss => &mut candidate.token_loss,
+        _ => panic!("not an output of tokens"),
+    };
+    let Some(FloatArray::F32(array)) = array else { panic!("native gives f32") };
+    &mut array[[b, t]]
+}
+
+#[test]
+fn sign_flips_are_rejected() {
+    let verdict = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[0, 0, 77]] *= -1.0);
+    assert_rejected(&verdict, DLOGITS, Status::Fail);
+    let verdict = verdicts(Dtype::Bf16, |candidate, _| dlogits_bf16(candidate)[[0, 0, 77]] *= bf16::NEG_ONE);
+    assert_rejected(&verdict, DLOGITS, Status::Fail);
+    for output in [Output::Logp, Output::Entropy, Output::TokenLoss] {
+        let verdict = verdicts(Dtype::F32, |candidate, _| *token(candidate, output, 2, 0) *= -1.0);
+        assert_rejected(&verdict, gate(output), Status::Fail);
+    }
+    let verdict = verdicts(Dtype::F32, |candidate, _| candidate.loss = arr0(-candidate.loss.value() as f32).into());
+    assert_rejected(&verdict, gate(Output::Loss), Status::Fail);
+}
+
+#[test]
+fn one_ulp_in_bf16_and_a_thousand_in_f32_are_rejected() {
+    // In bf16 the limit is half an ulp and a little; in f32 a few roundings of every term, here about 160 ulp.
+    let verdict = verdicts(Dtype::Bf16, |candidate, reference| {
+        let exact = reference.dlogits_row(1, 1)[500];
+        let off = bf16::from_bits(bf16::from_f64(exact).to_bits() + 1);
+        dlogits_bf16(candidate)[[1, 1, 500]] = off;
+    });
+    assert_rejected(&verdict, DLOGITS, Status::Fail);
+    let verdict = verdicts(Dtype::F32, |candidate, reference| {
+        let exact = reference.dlogits_row(1, 1)[500] as f32;
+        dlogits_f32(candidate)[[1, 1, 500]] = f32::from_bits(exact.to_bits() + 1000);
+    });
+    assert_rejected(&verdict, DLOGITS, Status::Fail);
+    for output in [Output::Logp, Output::Entropy, Output::TokenLoss] {
+        let verdict = verdicts(Dtype::F32, |candidate, _| {
+            let value = token(candidate, output, 0, 2);
+            *value = f32::from_bits(value.to_bits() + 1000);
+        });
+        assert_rejected(&verdict, gate(output), Status::Fail);
+    }
+}
+
+#[test]
+fn dropped_column_is_rejected_by_elements_and_row_l2() {
+    for dtype in Dtype::KERNEL {
+        let verdict = verdicts(dtype, |candidate, _| {
+            let mut values = candidate.dlogits.to_f64();
+            values.slice_mut(ndarray::s![.., .., 1024]).fill(0.0);
+            candidate.dlogits = FloatArray::rounded_from(&values, dtype);
+        });
+        assert_rejected(&verdict, DLOGITS, Status::Fail);
+    }
+    let verdict = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[0, 0, 1024]] = 0.0);
+    assert_rejected(&verdict, ROW_L2, Status::Fail);
+    assert_rejected(&verdict, ROW_SUM, Status::Fail);
+}
+
+#[test]
+fn non_target_gradients_set_to_zero_are_rejected_by_every_dlogits_gate() {
+    for dtype in Dtype::KERNEL {
+        let verdict = verdicts(dtype, |candidate, reference| {
+            let mut values = candidate.dlogits.to_f64();
+            for ((b, t, v), x) in values.indexed_iter_mut() {
+                if reference.token(b, t).is_some_and(|token| token.id != v) {
+                    *x = 0.0;
+                }
+            }
+            candidate.dlogits = FloatArray::rounded_from(&values, dtype);
+        });
+        for gate in [DLOGITS, ROW_L2, ROW_SUM] {
+            assert_rejected(&verdict, gate, Status::Fail);
+        }
+    }
+}
+
+/// What README says of one fixed tolerance, on the recorded group: `atol = 5e-2, rtol = 5e-1`, Liger's for bf16, accepts
+/// dlogits without a single non-target gradient. The judge does not.
+#[test]
+fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() {
+    let file =
+        assay_fixture::ProblemFile::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/qwen_gsm8k.safetensors"))
+            .unwrap();
+    let (spec, problem) = (recorded_spec(), file.problem("logits", Some("old_logps")).unwrap());
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let mut candidate = Candidate::from(reference.outcome());
+    let FloatArray::F64(dlogits) = &mut candidate.dlogits else { panic!("the reference gives f64") };
+    for ((b, t, v), x) in dlogits.indexed_iter_mut() {
+        if reference.token(b, t).is_some_and(|token| token.id != v) {
+            assert!(x.abs() <= 5e-2 + 5e-1 * x.abs(), "[{b},{t},{v}]");
+            *x = 0.0;
+        }
+    }
+    candidate.dlogits = FloatArray::rounded_from(&candidate.dlogits.to_f64(), Dtype::Bf16);
+    candidate.metrics = None;
+    let verdicts = judge(&reference, &candidate, "external", Tolerances::builtin());
+    for gate in [DLOGITS, ROW_L2, ROW_SUM] {
+        assert_rejected(verdicts.as_ref().unwrap(), gate, Status::Fail);
+    }
+}
+
+#[test]
+fn zeroed_row_is_rejected() {
+    for dtype in Dtype::KERNEL {
+        let verdict = verdicts(dtype, |candidate, _| candidate.dlogits.fill_row(1, 3, 0.0));
+        assert_rejected(&verdict, DLOGITS, Status::Fail);
+        assert_rejected(&verdict, ROW_L2, Status::Fail);
+    }
+}
+
+#[test]
+fn gradient_on_a_masked_token_is_rejected() {
+    let verdict = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[2, 4, 9]] = 1e-30);
+    assert_rejected(&verdict, DLOGITS, Status::Fail);
+    let verdict = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[2, 4, 9]] = f32::NAN);
+    assert_rejected(&verdict, DLOGITS, Status::Nonfinite);
+}
+
+#[test]
+fn metrics_off_by_one_token_are_rejected() {
+    let change = |change: fn(&mut assay_core::problem::Metrics)| {
+        verdicts(Dtype::F32, |candidate, _| change(candidate.metrics.as_mut().expect("native gives metrics")))
+    };
+    let rejected = |verdicts: &[Verdict], output, model| {
+        assert_rejected(verdicts, Gate { output, model }, Status::Fail);
+    };
+    rejected(&change(|m| m.clip_low += 1.0 / 14.0), Output::ClipLow, Model::Count);
+    rejected(&change(|m| m.clip_high += 1.0 / 14.0), Output::ClipHigh, Model::Count);
+    rejected(&change(|m| m.clip_region += 1.0 / 14.0), Output::ClipRegion, Model::Count);
+    rejected(&change(|m| m.entropy_mean *= 14.0 / 15.0), Output::EntropyMean, Model::Elementwise);
+    rejected(&change(|m| m.ratio_mean *= 14.0 / 15.0), Output::RatioMean, Model::Elementwise);
+    rejected(&change(|m| m.kl_mean = m.kl_mean.map(|kl| -kl - 0.01)), Output::KlMean, Model::Elementwise);
+    let missing = change(|m| m.kl_mean = None);
+    assert_rejected(&missing, gate(Output::KlMean), Status::Nonfinite);
+}
+
+#[test]
+fn finite_answer_where_the_reference_is_not_is_rejected() {
+    let (spec, mut problem) = (spec(), problem(Dtype::F32));
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    logits[[1, 1, 8]] = f32::NAN;
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.first_nonfinite(), Some((1, 1)));
+    let native = Native::default();
+    let honest = native.run(&spec, problem.clone(), 1).unwrap();
+    let judged = |candidate: &Candidate| judge(&reference, candidate, native.class(), Tolerances::builtin()).unwrap();
+    for verdict in judged(&honest) {
+        assert!(verdict.passed(), "a kernel that reports the NaN is right: {verdict:?}");
+    }
+    let mut silent = honest;
+    *token(&mut silent, Output::Logp, 1, 1) = -3.0;
+    assert_rejected(&judged(&silent), gate(Output::Logp), Status::Fail);
+    silent.dlogits.fill_row(1, 1, 0.0);
+    assert_rejected(&judged(&silent), DLOGITS, Status::Fail);
+    silent.loss = arr0(0.5_f32).into();
+    assert_rejected(&judged(&silent), gate(Output::Loss), Status::Fail);
+}
+
+/// A problem of one token whose ratio lies at `1 + epsilon_high`, `steps` f32 roundings of its logp beyond.
+fn at_the_clip(steps: f64) -> (LossSpec, Problem) {
+    let spec = LossSpec::default();
+    let recipe = Recipe {
+        shape: [1, 1, 97],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 3,
+        old_logp_noise_scale: 0.0,
+        masked_garbage: false,
+    };
+    let mut problem = recipe.problem(&spec).unwrap();
+    problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::arr1(&[1.0]));
+    let logp = reference::evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.logp;
+    let old_logp = logp - 1.2_f64.ln() - steps * assay_judge::U;
+    problem.old_logp = Some(ndarray::arr2(&[[old_logp]]));
+    (spec, problem)
+}
+
+#[test]
+fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
+    let clipped = |problem: &Problem, spec: &LossSpec| {
+        let reference = reference::evaluate(spec, problem).unwrap();
+        let mut candidate = Native::default().run(spec, problem.clone(), 1).unwrap();
+        candidate.dlogits.fill_row(0, 0, 0.0);
+        let zeroed = judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap();
+        zeroed.iter().find(|verdict| verdict.gate == DLOGITS).unwrap().passed()
+    };
+    for steps in [-1.0, 0.0, 1.0] {
+        let (spec, problem) = at_the_clip(steps);
+        assert!(clipped(&problem, &spec), "{steps} roundings away the gradient may be 0");
+    }
+    let (spec, problem) = at_the_clip(-2000.0);
+    assert!(!clipped(&problem, &spec), "below the bound the gradient is not 0");
+    let (spec, problem) = at_the_clip(2000.0);
+    assert!(clipped(&problem, &spec), "above the bound it is");
+}
+
+/// `ρ·(e^d − d − 1)` of one token, whose `ρ` is 0.005 and whose `e^d` is what f32 overflows at, or not.
+fn importance_sampled_k3(d: f64) -> (LossSpec, Problem) {
+    let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };
+    let (spec, mut problem) = at_the_clip(0.0);
+    let spec = LossSpec { kl: Some(kl), ..spec };
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    let target = usize::try_from(problem.ids[[0, 0]]).unwrap();
+    logits[[0, 0, target]] -= 100.0;
+    let logp = reference::evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.logp;
+    problem.old_logp = Some(ndarray::arr2(&[[logp - 0.005_f64.ln()]]));
+    problem.ref_logp = Some(ndarray::arr2(&[[logp + d]]));
+    (spec, problem)
+}
+
+#[test]
+fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not() {
+    let not_finite = |d: f64| {
+        let (spec, problem) = importance_sampled_k3(d);
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        assert!(reference.loss() < f64::from(f32::MAX), "{}", reference.loss());
+        let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+        candidate.loss = arr0(f32::INFINITY).into();
+        *token(&mut candidate, Output::TokenLoss, 0, 0) = f32::INFINITY;
+        candidate.dlogits.fill_row(0, 0, f64::NAN);
+        judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap()
+    };
+    for verdict in not_finite(92.0) {
+        assert!(verdict.passed(), "{verdict:?}");
+    }
+    for output in [Output::Loss, Output::TokenLoss, Output::Dlogits] {
+        assert_rejected(&not_finite(85.0), gate(output), Status::Nonfinite);
+    }
+}
+
+/// `ρ·|d|` with `|d| = 120` and a `ρ` that f32 flushes, or not: what is lost of the ratio is lost 120-fold.
+#[test]
+fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
+    let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::Abs) };
+    let lost = |log_ratio: f64| {
+        let (spec, mut problem) = at_the_clip(0.0);
+        let spec = LossSpec { kl: Some(kl.clone()), ..spec };
+        let logp = reference::evaluate(&LossSpec::default(), &problem).unwrap().token(0, 0).unwrap().inputs.logp;
+        problem.old_logp = Some(ndarray::arr2(&[[logp - log_ratio]]));
+        problem.ref_logp = Some(ndarray::arr2(&[[logp - 120.0]]));
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        assert!(reference.loss() > 2.0 * f64::from(f32::MIN_POSITIVE) * 0.1, "{:e}", reference.loss());
+        let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+        candidate.loss = arr0(0.0_f32).into();
+        *token(&mut candidate, Output::TokenLoss, 0, 0) = 0.0;
+        candidate.dlogits.fill_row(0, 0, 0.0);
+        candidate.metrics.as_mut().unwrap().kl_mean = Some(0.0);
+        judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap()
+    };
+    for verdict in lost(-87.7) {
+        assert!(verdict.passed(), "{verdict:?}");
+    }
+    let verdicts = lost(-80.0);
+    for output in [Output::Loss, Output::TokenLoss, Output::Dlogits, Output::KlMean] {
+        assert_rejected(&verdicts, gate(output), Status::Fail);
+    }
+}
+
+#[test]
+fn outputs_of_the_wrong_shape_or_dtype_are_refused_by_name() {
+    let (spec, problem) = (spec(), problem(Dtype::F32));
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let right = Candidate::from(reference.outcome());
+    let error = |candidate: &Candidate| judge(&reference, candidate, "native", Tolerances::builtin()).unwrap_err();
+
+    let mut short = right.clone();
+    short.dlogits = FloatArray::F32(Array3::zeros((3, 5, 1024)));
+    assert_eq!(
+        error(&short).to_string(),
+        "candidate `dlogits`: got shape [3, 5, 1024], expected [3, 5, 1025] as in the problem"
+    );
+    let mut narrow = right;
+    narrow.logp = Some(FloatArray::rounded_from(&ndarray::Array2::zeros((3, 5)), Dtype::Bf16));
+    assert_eq!(
+        error(&narrow).to_string(),
+        "`logp`: got dtype bf16, for which tolerances.toml has no limit in class `native`; expected f32"
+    );
+}
+
+#[test]
+fn half_ulp_is_half_the_distance_to_the_next_number() {
+    let power = |n: i32| 2.0_f64.powi(n);
+    for (dtype, at_one, below_normal) in [(Dtype::F32, -24, -150), (Dtype::Bf16, -8, -134), (Dtype::F16, -11, -25)] {
+        assert_eq!(half_ulp(1.0, dtype), power(at_one), "{dtype}");
+        assert_eq!(half_ulp(-1.99, dtype), power(at_one), "{dtype}");
+        assert_eq!(half_ulp(0.99, dtype), power(at_one - 1), "{dtype}");
+        assert_eq!(half_ulp(0.0, dtype), power(below_normal), "{dtype}");
+        // A number that far off 1 is the last that rounds to it.
+        assert_eq!(dtype.round(1.0 + 0.999 * half_ulp(1.0, dtype)), 1.0);
+        assert!(dtype.round(1.0 + 1.001 * half_ulp(1.0, dtype)) > 1.0);
+    }
+}

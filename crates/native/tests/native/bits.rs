@@ -1,0 +1,311 @@
+//! What the CPU kernel promises beside the right answer: the same bits on every instruction set that the machine has, for
+//! any number of threads and any order of rows, in place or not; logits anywhere; nothing read under the mask.
+//!
+//! That the answer is right is shown elsewhere, on the fastest instruction set, and so holds for all.
+
+use assay_core::implementation::{Implementation, RunError};
+use assay_core::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
+use assay_core::spec::{Kl, KlEstimator, LossSpec, TemperatureDivides};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::judge::judge;
+use assay_judge::tolerance::Tolerances;
+use assay_native::{Element, Evaluation, Isa, Native};
+use assay_reference as reference;
+use assay_suites::cases;
+use ndarray::{Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
+use proptest::prelude::*;
+use rayon::ThreadPoolBuilder;
+
+/// Dlogits and the rest, as bits; every NaN is the same.
+fn bits<E: Element>(evaluation: &Evaluation, dlogits: ArrayView3<E>) -> (Vec<u32>, Vec<u32>) {
+    let bits = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+    let of_tokens = [&evaluation.logp, &evaluation.entropy, &evaluation.token_loss];
+    let rest = std::iter::once(evaluation.loss).chain(of_tokens.into_iter().flatten().copied()).map(bits).collect();
+    (rest, dlogits.iter().map(|x| bits(x.to_f64() as f32)).collect())
+}
+
+/// Calls `$body` with `$logits` bound to the array inside.
+macro_rules! with_logits {
+    ($problem:expr, $logits:ident => $body:expr) => {
+        match &$problem.logits {
+            FloatArray::F64($logits) => unreachable!("no kernel takes {:?} of f64", $logits.shape()),
+            FloatArray::F32($logits) => $body,
+            FloatArray::Bf16($logits) => $body,
+            FloatArray::F16($logits) => $body,
+        }
+    };
+}
+
+fn in_place<E: Element>(
+    native: &Native,
+    spec: &LossSpec,
+    problem: &Problem,
+    logits: &Array3<E>,
+) -> (Vec<u32>, Vec<u32>) {
+    let mut dlogits = logits.clone();
+    let evaluation = native.forward_backward_in_place(spec, dlogits.view_mut(), problem.tokens()).expect("supported");
+    bits(&evaluation, dlogits.view())
+}
+
+fn recipe(shape: [usize; 3], dtype: Dtype, regime: Regime, seed: u64) -> Recipe {
+    Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true }
+}
+
+/// All that shapes how a row is walked: exponentials kept or made again, one softmax or two, with a bonus or without.
+fn walks() -> Vec<LossSpec> {
+    let mut specs = Vec::new();
+    for entropy_coef in [0.0, 0.03] {
+        for (temperature, temperature_divides) in
+            [(1.0, TemperatureDivides::Logits), (0.7, TemperatureDivides::Logits), (1.4, TemperatureDivides::Logp)]
+        {
+            for level in [assay_core::spec::RatioLevel::Token, assay_core::spec::RatioLevel::Sequence] {
+                let mut spec = LossSpec {
+                    temperature,
+                    temperature_divides,
+                    entropy_coef,
+                    kl: Some(Kl::plain(0.05, KlEstimator::K3)),
+                    ..LossSpec::default()
+                };
+                spec.ratio.level = level;
+                specs.push(spec);
+            }
+        }
+    }
+    specs
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
+
+    #[test]
+    fn all_outputs_any_spec_have_the_bits_of_the_portable_path(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+        let problem = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
+        let native = Native::default();
+        prop_assume!(native.supports(&spec, problem.shape(), recipe.dtype, 1).is_ok());
+        with_logits!(problem, logits => {
+            let [expected, others @ ..] = &Isa::available().into_iter().rev()
+                .map(|isa| (isa, in_place(&Native::on(isa), &spec, &problem, logits)))
+                .collect::<Vec<_>>()[..] else { unreachable!("portable is always there") };
+            prop_assert_eq!(expected.0.name(), "portable");
+            for (isa, outcome) in others {
+                prop_assert!(outcome == &expected.1, "{isa} differs from {}", expected.0);
+            }
+        });
+    }
+}
+
+/// V from 1 to two whole vectors and a column, around a block, and around what the first two caches hold.
+#[test]
+fn all_outputs_awkward_vocabularies_have_the_same_bits_and_match_reference() {
+    let vocabularies = (1..=65).chain([511, 512, 513, 1023, 1025, 8191, 8193, 16_385, 131_073]);
+    for (i, vocab) in vocabularies.enumerate() {
+        let regime = Regime::FINITE[i % Regime::FINITE.len()];
+        for (spec, dtype) in walks().into_iter().zip(Dtype::KERNEL.into_iter().cycle()) {
+            let problem = recipe([1, 3, vocab], dtype, regime, i as u64).problem(&spec).expect("a valid recipe");
+            let what = format!("V = {vocab} {dtype} {regime:?}, {spec:?}");
+            expect_the_same_bits(&spec, &problem, &what);
+            expect_right(&spec, &problem, &what);
+        }
+    }
+}
+
+/// On every instruction set.
+fn expect_the_same_bits(spec: &LossSpec, problem: &Problem, what: &str) {
+    with_logits!(problem, logits => {
+        let on = |isa| in_place(&Native::on(isa), spec, problem, logits);
+        let all: Vec<_> = Isa::available().into_iter().map(|isa| (isa, on(isa))).collect();
+        for (isa, outcome) in &all[1..] {
+            assert!(outcome == &all[0].1, "{isa} differs from {}: {what}", all[0].0);
+        }
+    });
+}
+
+/// On the fastest.
+fn expect_right(spec: &LossSpec, problem: &Problem, what: &str) {
+    let reference = reference::evaluate(spec, problem).expect("a valid problem");
+    let outcome = Native::default().run(spec, problem.clone(), 1).expect("supported");
+    for verdict in judge(&reference, &outcome, "native", Tolerances::builtin()).expect("judged") {
+        assert!(verdict.passed(), "{what}: {verdict:?}");
+    }
+}
+
+#[test]
+fn all_outputs_any_number_of_threads_have_the_same_bits() {
+    for (spec, dtype) in walks().into_iter().zip(Dtype::KERNEL.into_iter().cycle()) {
+        let problem = recipe([4, 9, 2049], dtype, Regime::Peaked, 3).problem(&spec).expect("a valid recipe");
+        with_logits!(problem, logits => {
+            let with_threads = |threads| {
+                let pool = ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+                pool.install(|| in_place(&Native::default(), &spec, &problem, logits))
+            };
+            let one = with_threads(1);
+            for threads in [2, 3, 7] {
+                assert!(with_threads(threads) == one, "{threads} threads");
+            }
+        });
+    }
+}
+
+#[test]
+fn per_token_outputs_any_order_of_rows_have_the_same_bits() {
+    let spec = LossSpec { kl: Some(Kl::plain(0.05, KlEstimator::K3)), entropy_coef: 0.02, ..LossSpec::default() };
+    let problem = recipe([6, 5, 1000], Dtype::Bf16, Regime::Normal, 5).problem(&spec).expect("a valid recipe");
+    let FloatArray::Bf16(logits) = &problem.logits else { unreachable!("bf16 was asked for") };
+    let order = [4, 0, 5, 2, 1, 3];
+    let of = |array: &ndarray::Array2<f64>| array.select(Axis(0), &order);
+    let shuffled = Problem {
+        logits: logits.select(Axis(0), &order).into(),
+        ids: problem.ids.select(Axis(0), &order),
+        mask: problem.mask.select(Axis(0), &order),
+        advantages: match &problem.advantages {
+            Advantages::Sequence(a) => Advantages::Sequence(a.select(Axis(0), &order)),
+            Advantages::Token(a) => Advantages::Token(of(a)),
+        },
+        old_logp: problem.old_logp.as_ref().map(of),
+        ref_logp: problem.ref_logp.as_ref().map(of),
+        extra: problem.extra.clone(),
+    };
+    let run = |problem: Problem| -> (Vec<f64>, Array3<f64>) {
+        let outcome = Native::default().run(&spec, problem, 1).expect("supported");
+        (outcome.logp.expect("ours return it").to_f64().iter().copied().collect(), outcome.dlogits.to_f64())
+    };
+    let (logp, dlogits) = run(problem);
+    let (shuffled_logp, shuffled_dlogits) = run(shuffled);
+    assert_eq!(shuffled_dlogits, dlogits.select(Axis(0), &order));
+    let expected: Vec<f64> = order.iter().flat_map(|b| logp[b * 5..(b + 1) * 5].to_vec()).collect();
+    assert_eq!(shuffled_logp, expected);
+}
+
+/// Rows that begin anywhere: no alignment, gaps between them, and an order of their own.
+fn anywhere<E: Element>(logits: &Array3<E>) -> (Array3<E>, usize) {
+    let (b, t, v) = logits.dim();
+    // [T, B, V + 3], from the third element on.
+    let mut room = Array3::from_elem((t, b, v + 3), E::from_f64(f64::NAN));
+    room.slice_mut(s![.., .., 2..2 + v]).assign(&logits.view().permuted_axes([1, 0, 2]));
+    (room, v)
+}
+
+fn view<E>(room: &Array3<E>, v: usize) -> ArrayView3<'_, E> {
+    room.slice(s![.., .., 2..2 + v]).permuted_axes([1, 0, 2])
+}
+
+fn view_mut<E>(room: &mut Array3<E>, v: usize) -> ArrayViewMut3<'_, E> {
+    room.slice_mut(s![.., .., 2..2 + v]).permuted_axes([1, 0, 2])
+}
+
+#[test]
+fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
+    for (spec, dtype) in walks().into_iter().zip(Dtype::KERNEL.into_iter().cycle()) {
+        let problem = recipe([3, 5, 1234], dtype, Regime::Holes, 7).problem(&spec).expect("a valid recipe");
+        let native = Native::default();
+        with_logits!(problem, logits => {
+            let expected = in_place(&native, &spec, &problem, logits);
+            let (mut room, v) = anywhere(logits);
+            let before = room.clone();
+
+            let (mut elsewhere, _) = anywhere(&Array3::from_elem(logits.raw_dim(), logits[[0, 0, 0]]));
+            let evaluation = native
+                .forward_backward(&spec, view(&room, v), view_mut(&mut elsewhere, v), problem.tokens())
+                .expect("supported");
+            assert!(bits(&evaluation, view(&elsewhere, v)) == expected, "out of place");
+            assert!(same(&room, &before), "the logits stay");
+
+            let forward = native.forward(&spec, view(&room, v), problem.tokens()).expect("supported");
+            assert_eq!((forward.logp, forward.entropy), (evaluation.logp, evaluation.entropy), "forward alone");
+
+            let evaluation = native
+                .forward_backward_in_place(&spec, view_mut(&mut room, v), problem.tokens())
+                .expect("supported");
+            assert!(bits(&evaluation, view(&room, v)) == expected, "in place");
+            for (around, before) in [(&room, &before), (&elsewhere, &before)] {
+                for gap in [s![.., .., 0..2], s![.., .., v + 2..]] {
+                    assert!(same(&around.slice(gap).to_owned(), &before.slice(gap).to_owned()), "nothing beside the rows");
+                }
+            }
+        });
+    }
+}
+
+fn same<E: Element>(a: &Array3<E>, b: &Array3<E>) -> bool {
+    a.iter().zip(b).all(|(a, b)| a == b || a.to_f64().is_nan() && b.to_f64().is_nan())
+}
+
+#[test]
+fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
+    let spec = LossSpec::default();
+    let problem = recipe([2, 3, 40], Dtype::F32, Regime::Normal, 1).problem(&spec).expect("a valid recipe");
+    let native = Native::default();
+    let mut every_other = Array3::from_elem((2, 3, 80).f(), 5.0_f32);
+    let error = native
+        .forward_backward_in_place(&spec, every_other.slice_mut(s![.., .., ..;2]), problem.tokens())
+        .expect_err("columns are apart");
+    assert_eq!(error, RunError::Problem(ProblemError::StridedRows { field: "logits", stride: 12 }));
+    let message = "`logits`: got rows with a stride of 12, expected 1: a row's elements must lie side by side";
+    assert_eq!(error.to_string(), message);
+    assert!(every_other.iter().all(|&x| x == 5.0), "as they were");
+
+    let logits = Array3::from_elem((2, 3, 40), 0.5_f32);
+    let mut dlogits = Array3::from_elem((2, 3, 41), 5.0_f32);
+    let error =
+        native.forward_backward(&spec, logits.view(), dlogits.view_mut(), problem.tokens()).expect_err("a column more");
+    let message = "`dlogits`: got shape [2, 3, 41], expected [2, 3, 40], that of the logits";
+    assert_eq!(error.to_string(), message);
+    assert!(dlogits.iter().all(|&x| x == 5.0), "as they were");
+
+    let logits = Array3::from_elem((2, 4, 40), 0.5_f32);
+    let error = native.forward(&spec, logits.view(), problem.tokens()).expect_err("a token more");
+    assert!(error.to_string().starts_with("`ids`: got shape [2, 3], expected [2, 4]"), "{error}");
+    let logits = Array3::from_elem((2, 3, 40), 0.5_f64);
+    let error = native.run(&spec, Problem { logits: logits.into(), ..problem }, 1).expect_err("f64");
+    assert!(error.to_string().contains("does not support logits dtype f64"), "{error}");
+}
+
+/// What no real model says, and −∞ and NaN where they may stand: every instruction set says the same, and NaN or ∞ is never
+/// hidden.
+#[test]
+fn all_outputs_extreme_logits_have_the_same_bits_and_match_reference() {
+    let extremes = [
+        vec![f32::MAX, f32::MIN, 0.0, -0.0],
+        vec![f32::MIN, f32::MIN, 3.0, f32::MIN],
+        vec![f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, 2.0],
+        vec![1e-40, -1e-40, f32::MIN_POSITIVE, 0.0],
+        vec![-104.0, -103.0, -88.0, 0.0],
+        vec![f32::NAN, 1.0, 2.0, 3.0],
+        // NaNs that arithmetic on their bits would make numbers of.
+        vec![f32::from_bits(0x7fff_ffff), 1.0, 2.0, 3.0],
+        vec![f32::from_bits(0xffc0_0001), 1.0, 2.0, 3.0],
+        vec![f32::INFINITY, 1.0, 2.0, 3.0],
+        vec![f32::NEG_INFINITY; 4],
+    ];
+    for (spec, row) in walks().into_iter().flat_map(|spec| extremes.iter().map(move |row| (spec.clone(), row))) {
+        for (vocab, dtype) in [4, 600].into_iter().flat_map(|vocab| Dtype::KERNEL.map(|dtype| (vocab, dtype))) {
+            let mut problem = recipe([1, 2, vocab], dtype, Regime::Small, 2).problem(&spec).expect("a valid recipe");
+            problem.mask.fill(true);
+            problem.ids.fill(1);
+            let mut logits = Array3::from_elem((1, 2, vocab), -1.0_f32);
+            for t in 0..2 {
+                logits.slice_mut(s![0, t, ..4]).assign(&ndarray::Array1::from(row.clone()));
+            }
+            problem.logits = match dtype {
+                Dtype::F32 => logits.into(),
+                _ => FloatArray::rounded_from(&logits.mapv(f64::from), dtype),
+            };
+            for array in [&mut problem.old_logp, &mut problem.ref_logp].into_iter().flatten() {
+                array.fill(-1.0);
+            }
+            let what = format!("{row:?}, V = {vocab} {dtype}, {spec:?}");
+            expect_the_same_bits(&spec, &problem, &what);
+            expect_right(&spec, &problem, &what);
+        }
+    }
+}
+
+/// Gradients so small that a factor times `2^-26` is no normal number any more.
+#[test]
+fn dlogits_f32_of_tiny_advantages_match_reference() {
+    let spec = LossSpec::default();
+    let mut problem = recipe([2, 3, 1000], Dtype::F32, Regime::Normal, 4).problem(&spec).expect("a valid recipe");
+    let Advantages::Sequence(advantages) = &mut problem.advantages else { unreachable!("the default") };
+    advantages.fill(1e-34);
+    expect_right(&spec, &problem, "advantages of 1e-34");
+}

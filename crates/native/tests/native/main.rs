@@ -1,0 +1,5 @@
+//! The CPU kernels against the reference, and against themselves.
+
+mod bits;
+mod lm_head;
+mod match_reference;

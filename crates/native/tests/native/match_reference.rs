@@ -1,0 +1,194 @@
+//! The kernel against the reference, through the judge, over random specs and problems. Those that compile a program for
+//! each shape are in `tests/devices`.
+
+use assay_suites::supported;
+use std::env;
+use std::io::{self, Write};
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, FloatArray, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::judge::{Verdict, judge};
+use assay_judge::report::explain;
+use assay_judge::tolerance::Tolerances;
+use assay_native::Native;
+use assay_reference as reference;
+use assay_suites as suites;
+use assay_suites::cases;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, FileFailurePersistence};
+
+fn expect_right(spec: &LossSpec, recipe: &Recipe) {
+    let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
+    let implementation = Native::default();
+    expect_implementation_right(&implementation, spec, &problem, recipe);
+}
+
+/// Whether it was judged: not where it is not supported.
+fn expect_implementation_right(
+    implementation: &dyn Implementation,
+    spec: &LossSpec,
+    problem: &Problem,
+    recipe: &Recipe,
+) -> bool {
+    let failures = failures(implementation, spec, problem, recipe);
+    if let Some(first) = failures.iter().flatten().next() {
+        panic!("{first}");
+    }
+    failures.is_some()
+}
+
+/// The gates that it fails, in words; `None` where it is not supported.
+fn failures(
+    implementation: &dyn Implementation,
+    spec: &LossSpec,
+    problem: &Problem,
+    recipe: &Recipe,
+) -> Option<Vec<String>> {
+    if implementation.available().is_err()
+        || implementation.supports(spec, problem.shape(), problem.logits.dtype(), 1).is_err()
+    {
+        return None;
+    }
+    let reference = reference::evaluate(spec, problem).expect("a valid problem");
+    let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
+    let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin()).expect("judged");
+    let config = serde_json::json!({
+        "reason": "…",
+        "batch": { "generate": recipe },
+        "spec": spec,
+        "kernel": { "enabled": true, "impl": implementation.id() },
+    });
+    let replay = format!("save as fixtures/regressions/NAME.json and run `assay gradcheck --config` on it: {config}");
+    let explained = |verdict: &Verdict| explain(verdict, &reference, problem, implementation.id(), &replay);
+    Some(verdicts.iter().filter(|verdict| !verdict.passed()).map(explained).collect())
+}
+
+/// Failures of one run are the first cases of the next.
+fn config(cases: u32) -> Config {
+    let persistence = FileFailurePersistence::Direct(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../fixtures/regressions/proptest-seeds.txt"
+    ));
+    let wanted = Config::default();
+    let cases = if env::var_os("PROPTEST_CASES").is_some() { wanted.cases } else { cases };
+    Config { cases, failure_persistence: Some(Box::new(persistence)), ..wanted }
+}
+
+/// The judge finds no fault with correct implementations: the first cases of a fixed seed, 1,000 or as many as
+/// `ASSAY_CASES` asks for.
+#[test]
+fn no_false_alarms() {
+    let cases = env::var("ASSAY_CASES").map_or(1000, |text| text.parse().expect("ASSAY_CASES is a number of cases"));
+    let seed = suites::SEED;
+    let implementation = Native::default();
+    let (mut judged, mut alarms) = (0, Vec::new());
+    for (spec, recipe) in suites::random_cases(seed).take(cases) {
+        let problem = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
+        let failed = failures(&implementation, &spec, &problem, &recipe);
+        judged += usize::from(failed.is_some());
+        alarms.extend(failed.into_iter().flatten());
+    }
+    let id = implementation.id();
+    assert_eq!(judged, cases, "{id}");
+    let found = format!("{} false alarms of {id} in {judged} cases of seed {seed}", alarms.len());
+    assert!(alarms.is_empty(), "{found}\n{}", alarms.concat());
+    // Past the harness, which keeps what a passing test prints.
+    writeln!(io::stderr(), "{found}").unwrap();
+}
+
+proptest! {
+    #![proptest_config(config(500))]
+
+    #[test]
+    fn all_outputs_any_spec_any_regime_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+        expect_right(&spec, &recipe);
+    }
+}
+
+/// Every named choice of a spec, alone, in every regime.
+#[test]
+fn all_outputs_every_variant_match_reference() {
+    let implementation = Native::default();
+    let supported = supported::supported(&implementation, 1);
+    assert!(supported.len() > 80, "{} variants", supported.len());
+    for (i, variant) in supported.iter().enumerate() {
+        for step in 0..9 {
+            let recipe = supported::recipe(i, step);
+            let problem = recipe.problem(&variant.spec).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
+            let judged = expect_implementation_right(&implementation, &variant.spec, &problem, &recipe);
+            assert!(judged, "{} is left out", variant.choice);
+        }
+    }
+}
+
+/// Qwen's vocabulary, 151,936 = 128 × 1187: no tile divides it evenly.
+fn qwen_vocabulary(dtype: Dtype) {
+    for (regime, seed) in [(Regime::Small, 1), (Regime::Peaked, 2), (Regime::Confident, 3)] {
+        let recipe =
+            Recipe { shape: [1, 3, 151_936], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+        let spec = LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() };
+        expect_right(&spec, &recipe);
+        expect_right(&LossSpec::default(), &recipe);
+    }
+}
+
+#[test]
+fn all_outputs_f32_qwen_vocabulary_match_reference() {
+    qwen_vocabulary(Dtype::F32);
+}
+
+#[test]
+fn all_outputs_bf16_qwen_vocabulary_match_reference() {
+    qwen_vocabulary(Dtype::Bf16);
+}
+
+#[test]
+fn all_outputs_f16_qwen_vocabulary_match_reference() {
+    qwen_vocabulary(Dtype::F16);
+}
+
+#[test]
+fn outputs_any_thread_count_have_the_same_bits() {
+    let recipe = Recipe {
+        shape: [4, 7, 1025],
+        dtype: Dtype::Bf16,
+        regime: Regime::Peaked,
+        seed: 9,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: true,
+    };
+    let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+    let problem = recipe.problem(&spec).unwrap();
+    let implementation = Native::default();
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| implementation.run(&spec, problem.clone(), 1).unwrap())
+    };
+    let one = run(1);
+    for threads in [2, 3, 8] {
+        let many = run(threads);
+        assert_eq!(one.loss, many.loss, "{} with {threads} threads", implementation.id());
+        assert_eq!(one.logp, many.logp);
+        assert_eq!(one.entropy, many.entropy);
+        assert_eq!(one.dlogits, many.dlogits);
+        assert_eq!(one.metrics, many.metrics);
+    }
+}
+
+#[test]
+fn f64_logits_are_refused_by_name() {
+    let recipe = Recipe {
+        shape: [1, 1, 3],
+        dtype: Dtype::F64,
+        regime: Regime::Normal,
+        seed: 0,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    };
+    let problem = recipe.problem(&LossSpec::default()).unwrap();
+    assert!(matches!(problem.logits, FloatArray::F64(_)));
+    let error = Native::default().run(&LossSpec::default(), problem, 1).unwrap_err();
+    assert_eq!(error.to_string(), "native does not support logits dtype f64; it supports f32, bf16 and f16");
+}

@@ -1,0 +1,539 @@
+//! The text that libtpu is given for every tile kernel, run by the interpreter and judged against the reference. No
+//! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
+
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
+use assay_core::spec::{
+    Averaging, ClipCov, Head, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::judge::judge;
+use assay_judge::report::explain;
+use assay_judge::tolerance::Tolerances;
+use assay_judge::variants::variants;
+use assay_mosaic_interpreter::{self as interpret, Array};
+use assay_programs::{ANY_DEVICE, Core, LossProgram, TpuKernel};
+use assay_reference as reference;
+use assay_suites::cases;
+use half::{bf16, f16};
+use ndarray::{Array2, Array3, arr0};
+use proptest::prelude::*;
+
+/// Columns around registers, chunks of several trips, several windows, and rows that no block divides.
+const SHAPES: [[usize; 3]; 8] =
+    [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 33, 1031], [1, 2, 9001], [1, 1, 33_001]];
+
+fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, core: Core) -> Vec<TpuKernel> {
+    let all = LossProgram::all();
+    let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
+    implementation.kernels_for(spec, shape, dtype, core).unwrap()
+}
+
+/// Runs a kernel on operands given by name.
+fn run(kernel: &TpuKernel, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+    let given = kernel.operands.iter().map(|operand| {
+        let (_, bytes) = operands.iter().find(|(name, _)| *name == operand.name).expect("every operand is given");
+        Array { element: operand.dtype, shape: operand.shape.clone(), bytes: bytes.clone() }
+    });
+    let results: Vec<_> = kernel.results.iter().map(|result| (result.dtype, result.shape.clone())).collect();
+    let arrays = interpret::run(&kernel.text, given.collect(), &results, &kernel.aliases);
+    Ok(arrays.map_err(|error| format!("{}: {error}", kernel.name))?.into_iter().map(|array| array.bytes).collect())
+}
+
+fn bytes_of<const N: usize>(values: impl IntoIterator<Item = [u8; N]>) -> Vec<u8> {
+    values.into_iter().flatten().collect()
+}
+
+fn f32_bytes(values: impl IntoIterator<Item = f64>) -> Vec<u8> {
+    bytes_of(values.into_iter().map(|x| (x as f32).to_le_bytes()))
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f64> {
+    bytes.chunks(4).map(|four| f64::from(f32::from_le_bytes(four.try_into().unwrap()))).collect()
+}
+
+fn logits_bytes(logits: &FloatArray<ndarray::Ix3>) -> Vec<u8> {
+    match logits {
+        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
+        FloatArray::F32(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+        FloatArray::Bf16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+        FloatArray::F16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+    }
+}
+
+fn logits_of(bytes: &[u8], shape: Shape, dtype: Dtype) -> FloatArray<ndarray::Ix3> {
+    let extents = (shape.batch, shape.tokens, shape.vocab);
+    let two = |pair: &[u8]| [pair[0], pair[1]];
+    match dtype {
+        Dtype::F64 => unreachable!("no kernel returns f64"),
+        Dtype::F32 => {
+            let values = bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap()));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+        Dtype::Bf16 => {
+            let values = bytes.chunks(2).map(|pair| bf16::from_le_bytes(two(pair)));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+        Dtype::F16 => {
+            let values = bytes.chunks(2).map(|pair| f16::from_le_bytes(two(pair)));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+    }
+}
+
+/// Columns of a `[B,T,8]` array, token by token.
+struct PerToken {
+    values: Vec<f64>,
+    names: Vec<&'static str>,
+}
+
+impl PerToken {
+    fn new(bytes: &[u8], names: &[&'static str]) -> Self {
+        Self { values: f32s(bytes), names: names.to_vec() }
+    }
+
+    fn at(&self, name: &str, token: usize) -> f64 {
+        let column = self.names.iter().position(|other| *other == name).expect("a column");
+        self.values[token * 8 + column]
+    }
+}
+
+/// A `[B,T,8]` array, or one of 16 columns, NaN in columns that have no name.
+fn per_token(names: &[&str], tokens: usize, value: impl Fn(&str, usize) -> f64) -> Vec<u8> {
+    let width = names.len().next_multiple_of(8);
+    let place = |token: usize, column: usize| names.get(column).map_or(f64::NAN, |name| value(name, token));
+    f32_bytes((0..tokens).flat_map(|token| (0..width).map(move |column| (token, column))).map(|(t, c)| place(t, c)))
+}
+
+/// A number of the spec by the name that a kernel has for it, read off the spec once more.
+fn number(spec: &LossSpec, name: &str) -> f64 {
+    let kl = spec.kl.as_ref();
+    match (&spec.objective, name) {
+        (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
+        (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),
+        (_, "kl_value_clamp") => kl.unwrap().value_clamp.unwrap(),
+        (_, "log_ratio_clamp") => spec.ratio.clamp.unwrap(),
+        (_, "log_ratio_low") => -spec.ratio.clip.unwrap().low,
+        (_, "log_ratio_high") => spec.ratio.clip.unwrap().high,
+        (_, "log_ratio_cap") => spec.ratio.cap.unwrap(),
+        (Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. }), name) => match name {
+            "low" => 1.0 - clip.epsilon_low,
+            "high" => 1.0 + clip.epsilon_high,
+            "delta" => clip.delta.unwrap_or(f64::INFINITY),
+            "dual_clip" => clip.dual_clip.unwrap_or(f64::INFINITY),
+            other => panic!("{other}: not known here"),
+        },
+        (Objective::Cispo(cispo), "low") => cispo.lower.unwrap_or(f64::NEG_INFINITY),
+        (Objective::Cispo(cispo), "high") => cispo.upper,
+        (Objective::MaskedRatio(masked), "low") => masked.lower,
+        (Objective::MaskedRatio(masked), "high") => masked.upper,
+        (Objective::Sapo(sapo), "tau_positive") => sapo.tau_positive,
+        (Objective::Sapo(sapo), "tau_negative") => sapo.tau_negative,
+        (Objective::TrustRegion(region), "low") => region.low,
+        (Objective::TrustRegion(region), "high") => region.high,
+        (Objective::TrustRegion(region), "penalty") => region.penalty,
+        (Objective::TrustRegion(region), "truncate") => region.truncate.unwrap(),
+        (Objective::Dro(dro), "penalty") => dro.beta / 2.0,
+        (Objective::KlCov(cov), "penalty") => cov.coefficient,
+        (_, other) => panic!("{other}: not known here"),
+    }
+}
+
+/// A batch with what a device computes around the kernel.
+struct Around<'p> {
+    spec: &'p LossSpec,
+    problem: &'p Problem,
+    shape: Shape,
+    mask: Vec<bool>,
+    count: f64,
+    /// Whether the kernel is told of one column more than there are.
+    spoil: bool,
+}
+
+impl<'p> Around<'p> {
+    fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
+        let mask: Vec<bool> = problem.mask.iter().copied().collect();
+        let count = mask.iter().filter(|&&counts| counts).count() as f64;
+        Self { spec, problem, shape: problem.shape(), mask, count, spoil: false }
+    }
+
+    /// What a token's terms are divided by in a reduction, over the scale of the spec; for a masked one infinite.
+    fn denominator(&self, token: usize, averaging: Averaging) -> f64 {
+        if !self.mask[token] {
+            return f64::INFINITY;
+        }
+        let row_counts = self.mask.chunks(self.shape.tokens).map(|row| row.iter().filter(|&&counts| counts).count());
+        let row_counts: Vec<usize> = row_counts.collect();
+        let rows = |rows: Rows| match rows {
+            Rows::All => self.shape.batch as f64,
+            Rows::NonEmpty => row_counts.iter().filter(|&&count| count > 0).count() as f64,
+            Rows::Given(count) => count,
+        };
+        let (of_row, epsilon) = (row_counts[token / self.shape.tokens] as f64, averaging.denominator_epsilon);
+        let denominator = match averaging.reduction {
+            Reduction::TokenMean => self.count + epsilon,
+            Reduction::SequenceMean { rows: of } => rows(of) * (of_row + epsilon),
+            Reduction::SequenceSum { rows: of } => rows(of),
+            Reduction::FixedLength { rows: of, length } => rows(of) * length.unwrap_or(self.shape.tokens) as f64,
+            Reduction::Normalizer(value) => value,
+        };
+        denominator / self.spec.scale
+    }
+
+    /// What a token's loss is multiplied by.
+    fn weight(&self, token: usize) -> f64 {
+        self.denominator(token, self.spec.averaging()).recip()
+    }
+
+    /// And the bonus of its entropy.
+    fn entropy_weight(&self, token: usize) -> f64 {
+        match self.spec.entropy_averaging {
+            Some(averaging) => -self.spec.entropy_coef / self.denominator(token, averaging),
+            None => self.entropy_factor(),
+        }
+    }
+
+    fn entropy_factor(&self) -> f64 {
+        let first = self.mask.iter().position(|&counts| counts);
+        match (self.spec.entropy_averaging, first) {
+            (Some(averaging), Some(first)) => -self.spec.entropy_coef / self.denominator(first, averaging),
+            _ => -self.spec.entropy_coef * self.spec.scale / self.count.max(1.0),
+        }
+    }
+
+    /// The sampler's weight of a token.
+    fn rollout_weight(&self, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        self.problem
+            .extra
+            .rollout_weights
+            .as_ref()
+            .map_or(1.0, |weights| weights[if weights.ncols() == 1 { (at.0, 0) } else { at }])
+    }
+
+    fn selected(&self, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        f64::from(u8::from(self.problem.extra.selected.as_ref().is_some_and(|selected| selected[at])))
+    }
+
+    fn ids(&self) -> Vec<u8> {
+        bytes_of(self.problem.ids.iter().map(|&id| (id as i32).to_le_bytes()))
+    }
+
+    fn token(&self, values: Option<&Array2<f64>>, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        values.map_or(f64::NAN, |values| values[at])
+    }
+
+    fn advantage(&self, token: usize) -> f64 {
+        self.problem.advantages.at(token / self.shape.tokens, token % self.shape.tokens)
+    }
+
+    fn tokens(&self) -> usize {
+        self.shape.batch * self.shape.tokens
+    }
+
+    fn candidate(
+        &self,
+        logp: impl Fn(usize) -> f64,
+        entropy: impl Fn(usize) -> f64,
+        [loss, reduced]: [&dyn Fn(usize) -> f64; 2],
+        dlogits: &[u8],
+    ) -> Candidate {
+        let total: f64 = (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.weight(i) * reduced(i)).sum();
+        let bonus: f64 =
+            (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.entropy_weight(i) * entropy(i)).sum();
+        let array = |of: &dyn Fn(usize) -> f64| {
+            let values = (0..self.tokens()).map(|i| if self.mask[i] { of(i) as f32 } else { 0.0 }).collect();
+            Some(Array2::from_shape_vec((self.shape.batch, self.shape.tokens), values).unwrap().into())
+        };
+        Candidate {
+            loss: arr0((total + bonus) as f32).into(),
+            dlogits: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
+            logp: array(&logp),
+            entropy: array(&entropy),
+            token_loss: array(&loss),
+            metrics: None,
+        }
+    }
+
+    fn one_pass(&self, core: Core) -> Result<Candidate, String> {
+        let kernel = &mut kernels("tile-one-pass", self.spec, self.shape, self.problem.logits.dtype(), core)[0];
+        if self.spoil {
+            let columns = |columns: usize| format!("{{value = {columns} : i32}}");
+            kernel.text = kernel.text.replace(&columns(self.shape.vocab), &columns(self.shape.vocab + 1));
+        }
+        let numbers = &kernel.operands.iter().find(|operand| operand.name == "numbers").unwrap().columns;
+        let numbers = f32_bytes(numbers.iter().map(|&name| match name {
+            "inverse_temperature" => 1.0 / self.spec.temperature,
+            "entropy_factor" => self.entropy_factor(),
+            other => number(self.spec, other),
+        }));
+        let given = &kernel.operands.iter().find(|operand| operand.name == "tokens").unwrap().columns;
+        let of_sampler = |applies: bool, token| if applies { self.rollout_weight(token) } else { 1.0 };
+        let on_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+        let spared =
+            |token| if matches!(self.spec.objective, Objective::ClipCov(_)) { 1.0 - self.selected(token) } else { 1.0 };
+        let old_logp = match self.spec.old_logp {
+            OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
+            _ => self.problem.old_logp.as_ref(),
+        };
+        let tokens = per_token(given, self.tokens(), |name, token| match name {
+            "advantage" => self.advantage(token),
+            "old_logp" => self.token(old_logp, token),
+            "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
+            "weight" => self.weight(token),
+            "mask" => f64::from(u8::from(self.mask[token])),
+            "policy_weight" => of_sampler(true, token) * spared(token),
+            "kl_weight" => of_sampler(on_kl, token),
+            "selected" => self.selected(token),
+            "kl_share" => {
+                self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
+            }
+            "entropy_factor" => self.entropy_weight(token),
+            other => panic!("{other}: not known here"),
+        });
+        let logits = logits_bytes(&self.problem.logits);
+        let outputs =
+            run(kernel, &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)])?;
+        let results = PerToken::new(&outputs[1], &kernel.results[1].columns);
+        let of = |name: &'static str| {
+            let results = &results;
+            move |token: usize| results.at(name, token)
+        };
+        let reduced = if kernel.results[1].columns.contains(&"reduced") { "reduced" } else { "token_loss" };
+        Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
+    }
+
+    /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
+    fn two_pass(&self, core: Core) -> Result<Candidate, String> {
+        let dtype = self.problem.logits.dtype();
+        let [statistics, dlogits] = &kernels("tile-two-pass", self.spec, self.shape, dtype, core)[..] else {
+            panic!("two kernels")
+        };
+        let inverse = 1.0 / self.spec.temperature;
+        let shared = vec![
+            ("inverse_temperature", f32_bytes([inverse])),
+            ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
+            ("logits", logits_bytes(&self.problem.logits)),
+            ("ids", self.ids()),
+        ];
+        let outputs = run(statistics, &shared)?;
+        let sums = PerToken::new(&outputs[0], &statistics.results[0].columns);
+        let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
+        let softmax = |token: usize, names: [&str; 2], inverse: f64| {
+            let gap = (sums.at("max", token) - sums.at("target_logit", token)) * inverse;
+            let (others, target) = (sums.at(names[0], token), (-gap).exp());
+            let sum = others + target;
+            let weighted = -std::f64::consts::LN_2 * sums.at(names[1], token);
+            let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
+            Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
+        };
+        let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
+        let of_logp =
+            |token| if two { softmax(token, ["logp_others", "logp_weighted"], 1.0) } else { of_entropy(token) };
+        let logp = |token: usize| {
+            let Softmax { gap, log_sum, .. } = of_logp(token);
+            -(gap + log_sum) * if two { inverse } else { 1.0 }
+        };
+        let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
+        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+            unreachable!("only PPO-clip is drawn")
+        };
+        let loss_and_grad = |token: usize| {
+            let old = if self.spec.old_logp == OldLogp::Given {
+                self.token(self.problem.old_logp.as_ref(), token)
+            } else {
+                logp(token)
+            };
+            let (ratio, a) = ((logp(token) - old).exp(), self.advantage(token));
+            let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
+            if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
+        };
+        let scales = &dlogits.operands.iter().find(|operand| operand.name == "scales").unwrap().columns;
+        let scales = per_token(scales, self.tokens(), |name, token| {
+            let (policy, bonus) = (of_logp(token), of_entropy(token));
+            let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
+            let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
+            match name {
+                "max" => sums.at("max", token),
+                "share" => -factor / policy.sum,
+                "others" => policy.others,
+                "mask" => f64::from(u8::from(self.mask[token])),
+                "bonus" => bonus_factor,
+                "mean_gap" => bonus.mean_gap,
+                other => panic!("{other}: not known here"),
+            }
+        });
+        let mut given = shared;
+        given.push(("scales", scales));
+        let outputs = run(dlogits, &given)?;
+        let loss = |token| loss_and_grad(token).0;
+        Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
+    }
+}
+
+struct Softmax {
+    gap: f64,
+    others: f64,
+    sum: f64,
+    log_sum: f64,
+    mean_gap: f64,
+}
+
+/// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
+fn check(id: &str, spec: &LossSpec, recipe: &Recipe, core: Core) -> Result<(), String> {
+    let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
+    let around = Around::new(spec, &problem);
+    let candidate = match id {
+        "tile-one-pass" => around.one_pass(core)?,
+        _ => around.two_pass(core)?,
+    };
+    let reference = reference::evaluate(spec, &problem).unwrap();
+    for verdict in judge(&reference, &candidate, "tile", Tolerances::builtin()).unwrap() {
+        if !verdict.passed() {
+            return Err(format!(
+                "{id} {recipe:?} {spec:?}\n{}",
+                explain(&verdict, &reference, &problem, &format!("{recipe:?}"), "cargo test --test mosaic")
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The kernel whose text says that the array has one column more than it has: its edge is poison, and shows.
+#[test]
+fn nonfinite_outputs_of_a_text_that_reads_a_column_past_the_edge() {
+    let spec = LossSpec::default();
+    let recipe = Recipe {
+        shape: [1, 5, 130],
+        dtype: Dtype::F32,
+        regime: Regime::FINITE[0],
+        seed: 1,
+        old_logp_noise_scale: 0.1,
+        masked_garbage: false,
+    };
+    let problem = recipe.problem(&spec).unwrap();
+    for beyond in [false, true] {
+        let mut around = Around::new(&spec, &problem);
+        around.spoil = beyond;
+        let candidate = around.one_pass(ANY_DEVICE).unwrap();
+        let logp = candidate.logp.unwrap();
+        let read = around.mask.iter().enumerate().filter(|(_, counts)| **counts);
+        let mut values = read.map(|(token, _)| logp.at(0, token));
+        assert!(if beyond { values.all(f64::is_nan) } else { values.all(f64::is_finite) });
+    }
+}
+
+/// What surrounds the two-pass kernels here knows this much of the loss.
+fn plain(spec: &LossSpec) -> LossSpec {
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
+    let clip = PpoClip { delta: None, dual_clip: None, ..clip.clone() };
+    LossSpec { objective: Objective::PpoClip(clip), kl: None, ..spec.clone() }
+}
+
+/// What surrounds the one-pass kernel here weighs tokens only by weights that are given for each, and rejects none; the
+/// kernel refuses the rest.
+fn token_by_token(spec: LossSpec) -> LossSpec {
+    let objective = match spec.objective {
+        Objective::Vespo(_) => Objective::Sapo(Sapo::default()),
+        other => other,
+    };
+    let rollout = spec.rollout.map(|rollout| RolloutWeights {
+        source: RolloutSource::Given,
+        level: RolloutLevel::Token,
+        outside: Outside::Truncate,
+        min: None,
+        max: None,
+        clamp: None,
+        normalize: false,
+        ..rollout
+    });
+    LossSpec {
+        ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
+        head: Head::default(),
+        support: Support::default(),
+        rollout,
+        rejection: vec![],
+        off_policy_mask: None,
+        objective: match objective {
+            Objective::ImportanceSampling(_) => Objective::ImportanceSampling(ImportanceSampling::default()),
+            other => other,
+        },
+        ..spec
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) })]
+
+    #[test]
+    fn all_outputs_one_pass_text_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+        let spec = token_by_token(spec);
+        check("tile-one-pass", &spec, &recipe, ANY_DEVICE).map_err(TestCaseError::fail)?;
+    }
+
+    #[test]
+    fn all_outputs_two_pass_text_any_spec_match_reference(
+        spec in cases::any_ppo_spec(),
+        recipe in cases::any_recipe(),
+    ) {
+        check("tile-two-pass", &plain(&spec), &recipe, ANY_DEVICE).map_err(TestCaseError::fail)?;
+    }
+}
+
+/// Every named choice of a spec that the one-pass kernel computes, alone.
+#[test]
+fn all_outputs_one_pass_text_every_variant_match_reference() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "tile-one-pass").unwrap();
+    let (mut judged, mut forms) = (0, std::collections::BTreeSet::new());
+    for (i, variant) in variants().into_iter().enumerate() {
+        let shape = Shape { batch: 3, tokens: 4, vocab: 33 };
+        let around_here = token_by_token(variant.spec.clone()) == variant.spec;
+        if one_pass.supports(&variant.spec, shape, Dtype::F32, 1).is_ok() && around_here {
+            let recipe = Recipe {
+                shape: [3, 4, 33],
+                dtype: Dtype::F32,
+                regime: Regime::FINITE[i % Regime::FINITE.len()],
+                seed: i as u64,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            check("tile-one-pass", &variant.spec, &recipe, ANY_DEVICE).unwrap();
+            judged += 1;
+            forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
+        }
+    }
+    assert!(judged > 45 && forms.len() == 11, "{judged} variants of {} objectives", forms.len());
+}
+
+#[test]
+fn all_outputs_text_awkward_shapes_match_reference() {
+    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
+        for dtype in Dtype::KERNEL {
+            let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
+            for id in ["tile-one-pass", "tile-two-pass"] {
+                check(id, &spec, &recipe, ANY_DEVICE).unwrap();
+            }
+        }
+    }
+}
+
+/// A core that has no bf16 arithmetic, and so little VMEM that a block has half as many rows.
+#[test]
+fn all_outputs_text_for_a_lesser_core_match_reference() {
+    let core = Core { vmem_bytes: 7 << 20, bf16_arithmetic: false };
+    let recipe = Recipe {
+        shape: [1, 40, 9001],
+        dtype: Dtype::Bf16,
+        regime: Regime::FINITE[0],
+        seed: 3,
+        old_logp_noise_scale: 0.1,
+        masked_garbage: true,
+    };
+    for id in ["tile-one-pass", "tile-two-pass"] {
+        check(id, &LossSpec::default(), &recipe, core).unwrap();
+    }
+}

@@ -1,0 +1,466 @@
+//! Random specs over the whole family, with a batch that puts tokens on all sides of their choices.
+
+use std::fmt;
+
+use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
+use assay_core::spec::{
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
+    Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
+    TopEntropy, TrustRegion, Vespo,
+};
+use ndarray::{Array1, Array2, Array3};
+use proptest::collection::vec;
+use proptest::option::weighted;
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::draws::Regime;
+use super::family;
+
+/// One spec and one batch for it.
+#[derive(Clone)]
+pub(crate) struct Case {
+    pub(crate) spec: LossSpec,
+    pub(crate) problem: Problem,
+}
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{:?}\n{:?}", self.spec, self.problem)
+    }
+}
+
+/// One token, as drawn.
+#[derive(Clone, Debug)]
+struct Draw {
+    id: usize,
+    logits: Vec<f64>,
+    counts: bool,
+    advantage: f64,
+    /// `ℓ − old_logp`, or `ℓ − rollout_logp` where that is what the ratio is against.
+    log_ratio: f64,
+    /// `ℓ − ref_logp`
+    from_reference: f64,
+    /// `old_logp − rollout_logp`
+    from_sampler: f64,
+    unscored: bool,
+    weight: f64,
+    selected: bool,
+}
+
+/// What is the same for the whole batch, besides the spec.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    batch: usize,
+    tokens: usize,
+    vocab: usize,
+    dtype: Dtype,
+    /// Whether NaN stands under the mask, and in every array that the spec does not read.
+    garbage: bool,
+    /// Whether a given weight is a whole sequence's.
+    weight_a_row: bool,
+}
+
+/// A case with `objective`.
+pub(crate) fn case(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = Case> {
+    let regime = prop_oneof![
+        8 => Just(Regime::Normal),
+        2 => Just(Regime::Small),
+        2 => Just(Regime::Wide),
+        2 => Just(Regime::Confident),
+        2 => Just(Regime::Excluded),
+        1 => Just(Regime::Shifted),
+        1 => Just(Regime::Low),
+        1 => Just(Regime::Tied),
+    ];
+    let dtype = prop_oneof![3 => Just(Dtype::F64), 1 => select(Dtype::KERNEL.to_vec())];
+    let layout = (1..=3_usize, 1..=4_usize, 2..=7_usize, dtype, any::<bool>(), any::<bool>()).prop_map(
+        |(batch, tokens, vocab, dtype, garbage, weight_a_row)| Layout {
+            batch,
+            tokens,
+            vocab,
+            dtype,
+            garbage,
+            weight_a_row,
+        },
+    );
+    (spec(objective), layout, regime)
+        .prop_flat_map(|(spec, layout, regime)| {
+            // An infinite logit is a finite one beyond a soft cap, and the sampled one where the scale is negative.
+            let plain = spec.head.scale > 0.0 && spec.head.softcap.is_none();
+            let regime = if matches!(regime, Regime::Excluded) && !plain { Regime::Normal } else { regime };
+            let rows = vec(weighted(0.88, vec(draw(regime, layout.vocab), layout.tokens)), layout.batch);
+            let blank = vec(draw(regime, layout.vocab), layout.tokens);
+            (Just(spec), Just(layout), support(layout.vocab), rows, blank)
+        })
+        .prop_map(|(mut spec, layout, support, rows, mut blank)| {
+            // A row that was not drawn is fully masked.
+            for token in &mut blank {
+                token.counts = false;
+            }
+            spec.support = support;
+            let draws = rows.into_iter().flat_map(|row| row.unwrap_or_else(|| blank.clone())).collect();
+            let problem = problem(&spec, layout, draws);
+            Case { spec, problem }
+        })
+}
+
+fn support(vocab: usize) -> impl Strategy<Value = Support> {
+    let vocab_below = weighted(0.2, Just(vocab - 1));
+    let excluded = prop_oneof![3 => Just(Vec::new()), 1 => vec(1..vocab + 2, 1..=2)];
+    (vocab_below, excluded, any::<bool>()).prop_map(|(vocab, excluded_ids, keep_sampled)| Support {
+        vocab,
+        excluded_ids,
+        keep_sampled,
+    })
+}
+
+fn problem(spec: &LossSpec, layout: Layout, mut draws: Vec<Draw>) -> Problem {
+    let Layout { batch, tokens, vocab, dtype, garbage, weight_a_row } = layout;
+    for draw in &mut draws {
+        if !family::in_support(spec, draw.id, draw.id) {
+            // Column 0 is never left out.
+            draw.logits.swap(0, draw.id);
+            draw.id = 0;
+        }
+    }
+    let shape = (batch, tokens);
+    let draw = |(b, t): (usize, usize)| &draws[b * tokens + t];
+    let logits = Array3::from_shape_fn((batch, tokens, vocab), |(b, t, j)| draw((b, t)).logits[j]);
+    let mask = Array2::from_shape_fn(shape, |at| draw(at).counts);
+    let mut problem = Problem {
+        logits: FloatArray::rounded_from(&logits, dtype),
+        ids: Array2::from_shape_fn(shape, |at| i64::try_from(draw(at).id).expect("a small vocabulary")),
+        mask,
+        advantages: match spec.advantages {
+            AdvantageLevel::Sequence => Advantages::Sequence(Array1::from_shape_fn(batch, |b| draw((b, 0)).advantage)),
+            AdvantageLevel::Token => Advantages::Token(Array2::from_shape_fn(shape, |at| draw(at).advantage)),
+        },
+        old_logp: None,
+        ref_logp: None,
+        extra: Extra { bias: Some(Array1::from_shape_fn(vocab, |j| 0.7 - 0.4 * j as f64)), ..Extra::default() },
+    };
+    let logp = Array2::from_shape_fn(shape, |at| {
+        let row = family::logits(&problem, at.0, at.1);
+        let row = family::scaled(spec, &problem, &row, draw(at).id);
+        family::logp(spec, &row, draw(at).id).to_f64()
+    });
+    let against_sampler = spec.old_logp == OldLogp::Rollout;
+    // No probability is above 1.
+    let below = |logp: f64, by: f64| if logp - by > 0.0 { logp - by.abs() } else { logp - by };
+    let first = Array2::from_shape_fn(shape, |at| below(logp[at], draw(at).log_ratio));
+    let second = Array2::from_shape_fn(shape, |at| below(first[at], draw(at).from_sampler));
+    let (old_logp, mut rollout_logp) = if against_sampler { (second, first) } else { (first, second) };
+    for (at, x) in rollout_logp.indexed_iter_mut().filter(|_| !against_sampler) {
+        if draw(at).unscored {
+            *x = f64::NAN;
+        }
+    }
+    let ref_logp = Array2::from_shape_fn(shape, |at| below(logp[at], draw(at).from_reference));
+    let weights =
+        Array2::from_shape_fn((batch, if gives_a_row(spec, weight_a_row) { 1 } else { tokens }), |at| draw(at).weight);
+    problem.old_logp = Some(old_logp);
+    problem.ref_logp = Some(ref_logp);
+    problem.extra.rollout_logp = Some(rollout_logp);
+    problem.extra.rollout_weights = Some(weights);
+    problem.extra.selected = Some(Array2::from_shape_fn(shape, |at| draw(at).selected));
+    if garbage {
+        spoil(spec, &mut problem);
+    }
+    problem
+}
+
+fn gives_a_row(spec: &LossSpec, weight_a_row: bool) -> bool {
+    weight_a_row && spec.rollout.as_ref().is_some_and(|rollout| rollout.level == RolloutLevel::Token)
+}
+
+/// NaN under the mask and in what `spec` does not read, and no array at all for what is asked of neither.
+fn spoil(spec: &LossSpec, problem: &mut Problem) {
+    let mask = problem.mask.clone();
+    let nan_outside = |array: &mut Array2<f64>| {
+        for (at, x) in array.indexed_iter_mut() {
+            if !mask[at] {
+                *x = f64::NAN;
+            }
+        }
+    };
+    for array in [&mut problem.old_logp, &mut problem.ref_logp, &mut problem.extra.rollout_logp] {
+        nan_outside(array.as_mut().expect("drawn"));
+    }
+    let reads_masked_weights = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
+    let weights = problem.extra.rollout_weights.as_mut().expect("drawn");
+    if weights.dim() == mask.dim() && !reads_masked_weights {
+        nan_outside(weights);
+    }
+    let counts_empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
+    match &mut problem.advantages {
+        Advantages::Token(array) => nan_outside(array),
+        Advantages::Sequence(array) if !counts_empty_rows => {
+            for (a, row) in array.iter_mut().zip(mask.rows()) {
+                if !row.iter().any(|counts| *counts) {
+                    *a = f64::NAN;
+                }
+            }
+        }
+        Advantages::Sequence(_) => {}
+    }
+    for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| !**counts) {
+        problem.ids[[b, t]] = -7;
+        problem.logits.fill_row(b, t, f64::NAN);
+    }
+    if spec.kl.is_none() {
+        problem.ref_logp = None;
+    }
+    let behaviour = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
+    let compares = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Logp)
+        || !spec.rejection.is_empty();
+    if spec.old_logp != OldLogp::Given && !behaviour(OldLogp::Given) && !compares {
+        problem.old_logp = Some(Array2::from_elem(mask.dim(), f64::NAN));
+    }
+    if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares {
+        problem.extra.rollout_logp = None;
+    }
+    if !spec.head.bias {
+        problem.extra.bias = None;
+    }
+}
+
+fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
+    // Most near the bounds of clips, some beyond clamps, some so near 0 that exp(d) − 1 − d would cancel.
+    let log_ratio = || prop_oneof![8 => -0.6..0.6, 4 => -3.0..3.0, 1 => -25.0..25.0, 2 => -1e-4..1e-4];
+    let advantage = prop_oneof![8 => -2.0..2.0, 1 => Just(0.0), 1 => Just(1.0)];
+    let weight = prop_oneof![6 => 0.1..3.0, 1 => Just(0.0), 1 => Just(1.0)];
+    (0..vocab).prop_flat_map(move |id| {
+        let inputs = (Just(id), regime.row(vocab, id), prop::bool::weighted(0.8), advantage.clone());
+        let from_sampler = prop_oneof![12 => -0.6..0.6, 3 => -3.0..3.0, 1 => -25.0..25.0];
+        let ratios = (log_ratio(), log_ratio(), from_sampler, prop::bool::weighted(0.1));
+        (inputs, ratios, weight.clone(), any::<bool>()).prop_map(|(inputs, ratios, weight, selected)| {
+            let (id, logits, counts, advantage) = inputs;
+            let (log_ratio, from_reference, from_sampler, unscored) = ratios;
+            Draw { id, logits, counts, advantage, log_ratio, from_reference, from_sampler, unscored, weight, selected }
+        })
+    })
+}
+
+fn ppo_clip() -> impl Strategy<Value = PpoClip> {
+    let delta = weighted(0.3, select(vec![1.02, 1.3, 2.5]));
+    let dual_clip = weighted(0.4, select(vec![1.1, 1.5, 3.0]));
+    (0.05..0.4, 0.05..0.6, delta, dual_clip).prop_map(|(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip {
+        epsilon_low,
+        epsilon_high,
+        delta,
+        dual_clip,
+    })
+}
+
+/// Every arm, by its name in a file.
+pub(crate) fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
+    let cispo = (weighted(0.5, 0.3..0.95), 1.05..3.0).prop_map(|(lower, upper)| Cispo { lower, upper });
+    let sapo = (0.5..2.0, 0.5..2.0).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
+    let vespo = ((0.5..3.0, -0.5..3.0), (0.5..3.0, 0.5..3.0), prop::bool::weighted(0.7)).prop_map(
+        |((k_positive, lambda_positive), (k_negative, lambda_negative), weights_of_masked_tokens)| Vespo {
+            k_positive,
+            lambda_positive,
+            k_negative,
+            lambda_negative,
+            weights_of_masked_tokens,
+        },
+    );
+    let masked_ratio = (0.3..0.9, 1.1..2.5).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
+    let divergence = select(vec![Divergence::TotalVariation, Divergence::BinaryKl]);
+    let width = || prop_oneof![0.02..0.3, 0.001..0.05];
+    let penalty = prop_oneof![Just(0.0), Just(1e-3), 0.1..0.5];
+    let trust_region = (divergence, width(), width(), any::<bool>(), weighted(0.5, 0.7..3.0), penalty).prop_map(
+        |(divergence, low, high, two_sided, truncate, penalty)| TrustRegion {
+            divergence,
+            low,
+            high,
+            two_sided,
+            truncate,
+            penalty,
+        },
+    );
+    let kl_cov = (0.1..1.5, weighted(0.6, (0.1..1.0).prop_map(|fraction| TopCovariance { fraction })))
+        .prop_map(|(coefficient, selection)| KlCov { coefficient, selection });
+    let band = (prop_oneof![0.3..1.0, 1.0..1.5], -1.0..0.1, 0.1..1.5)
+        .prop_map(|(fraction, lower, width)| CovarianceBand { fraction, lower, upper: lower + width });
+    let clip_cov = (ppo_clip(), weighted(0.7, band)).prop_map(|(clip, selection)| ClipCov { clip, selection });
+    let sampling = any::<bool>().prop_map(|empty_rows| ImportanceSampling { empty_rows });
+    vec![
+        ("ppo_clip", ppo_clip().prop_map(Objective::PpoClip).boxed()),
+        ("cispo", cispo.prop_map(Objective::Cispo).boxed()),
+        ("sapo", sapo.prop_map(Objective::Sapo).boxed()),
+        ("vespo", vespo.prop_map(Objective::Vespo).boxed()),
+        ("policy_gradient", Just(Objective::PolicyGradient).boxed()),
+        ("importance_sampling", sampling.prop_map(Objective::ImportanceSampling).boxed()),
+        ("masked_ratio", masked_ratio.prop_map(Objective::MaskedRatio).boxed()),
+        ("trust_region", trust_region.prop_map(Objective::TrustRegion).boxed()),
+        ("dro", (0.1..2.0).prop_map(|beta| Objective::Dro(Dro { beta })).boxed()),
+        ("kl_cov", kl_cov.prop_map(Objective::KlCov).boxed()),
+        ("clip_cov", clip_cov.prop_map(Objective::ClipCov).boxed()),
+        ("none", Just(Objective::None).boxed()),
+    ]
+}
+
+fn ratio() -> impl Strategy<Value = Ratio> {
+    let level = select(vec![RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken]);
+    let clip = (0.1..0.5, 0.1..0.5).prop_map(|(low, high)| LogClip { low, high });
+    let epsilon = select(vec![0.0, 0.0, 1e-8, 0.5]);
+    (level, weighted(0.3, select(vec![0.25, 2.0, 20.0])), weighted(0.25, clip), weighted(0.2, 0.05..2.0), epsilon)
+        .prop_map(|(level, clamp, clip, cap, denominator_epsilon)| Ratio {
+            level,
+            clamp,
+            clip,
+            cap,
+            denominator_epsilon,
+        })
+}
+
+fn rollout() -> impl Strategy<Value = RolloutWeights> {
+    let levels =
+        vec![RolloutLevel::Token, RolloutLevel::Sequence, RolloutLevel::Geometric, RolloutLevel::TokenGatedByGeometric];
+    let source = prop_oneof![
+        select(levels).prop_map(|level| (RolloutSource::Logp, level)),
+        select(vec![RolloutLevel::Token, RolloutLevel::Geometric]).prop_map(|level| (RolloutSource::Given, level)),
+    ];
+    let bounds = (weighted(0.5, 0.2..0.95), weighted(0.7, 1.05..2.5));
+    let clamp = weighted(0.3, select(vec![0.5, 20.0]));
+    let outside = select(vec![Outside::Truncate, Outside::Mask]);
+    let applies_to = select(vec![Terms::Policy, Terms::PolicyAndKl]);
+    (source, bounds, clamp, outside, any::<bool>(), applies_to).prop_map(
+        |((source, level), (min, max), clamp, outside, normalize, applies_to)| RolloutWeights {
+            source,
+            level,
+            outside: if source == RolloutSource::Logp { outside } else { Outside::Truncate },
+            min: min.filter(|_| source == RolloutSource::Logp),
+            max: max.filter(|_| source == RolloutSource::Logp),
+            clamp: clamp.filter(|_| source == RolloutSource::Logp),
+            normalize,
+            applies_to,
+        },
+    )
+}
+
+fn rejection() -> impl Strategy<Value = Rejection> {
+    let levels = vec![
+        RejectionLevel::Token,
+        RejectionLevel::SequenceSum,
+        RejectionLevel::SequenceMean,
+        RejectionLevel::SequenceMax,
+    ];
+    let estimators = vec![RejectionEstimator::K1, RejectionEstimator::K2, RejectionEstimator::K3];
+    let bounds = (weighted(0.4, -2.0..0.01), prop_oneof![0.02..0.3, 0.1..3.0]);
+    let drops_from = select(vec![Terms::Policy, Terms::PolicyAndKl]);
+    (select(estimators), select(levels), bounds, any::<bool>(), drops_from).prop_map(
+        |(estimator, level, (min, max), counts, drops_from)| Rejection {
+            estimator,
+            level,
+            min,
+            max,
+            counts,
+            drops_from,
+        },
+    )
+}
+
+fn reduction() -> impl Strategy<Value = Reduction> {
+    let rows = || prop_oneof![Just(Rows::All), Just(Rows::NonEmpty), (1.0..9.0).prop_map(Rows::Given)];
+    prop_oneof![
+        2 => Just(Reduction::TokenMean),
+        3 => rows().prop_map(|rows| Reduction::SequenceMean { rows }),
+        2 => rows().prop_map(|rows| Reduction::SequenceSum { rows }),
+        2 => (rows(), weighted(0.5, 1..9_usize)).prop_map(|(rows, length)| Reduction::FixedLength { rows, length }),
+        1 => (0.5..40.0).prop_map(Reduction::Normalizer),
+    ]
+}
+
+fn epsilon() -> impl Strategy<Value = f64> {
+    select(vec![0.0, 0.0, 1e-8, 0.5])
+}
+
+fn averaging() -> impl Strategy<Value = Averaging> {
+    (reduction(), epsilon()).prop_map(|(reduction, denominator_epsilon)| Averaging { reduction, denominator_epsilon })
+}
+
+fn kl() -> impl Strategy<Value = Kl> {
+    let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
+    let gradient = prop_oneof![2 => Just(KlGradient::Own), 1 => Just(KlGradient::K2)];
+    let importance = select(vec![KlImportance::One, KlImportance::Ratio, KlImportance::Score]);
+    let clamps = (weighted(0.3, select(vec![0.4, 2.0, 20.0])), weighted(0.3, select(vec![0.1, 1.0, 10.0])));
+    let weight = prop_oneof![9 => 0.01..1.0, 1 => Just(0.0)];
+    (weight, estimator, gradient, importance, clamps, any::<bool>(), weighted(0.25, averaging())).prop_map(
+        |(beta, estimator, gradient, importance, clamps, clamp_after_importance, averaging)| Kl {
+            beta,
+            estimator,
+            gradient,
+            importance,
+            difference_clamp: clamps.0,
+            value_clamp: clamps.1,
+            clamp_after_importance,
+            averaging,
+        },
+    )
+}
+
+fn head() -> impl Strategy<Value = Head> {
+    let whole = (select(vec![1.0, 0.5, -0.7]), weighted(0.5, select(vec![3.0, 30.0])), any::<bool>())
+        .prop_map(|(scale, softcap, bias)| Head { scale, softcap, bias });
+    prop_oneof![2 => Just(Head::default()), 1 => whole]
+}
+
+/// Every option of the loss; the support comes with the vocabulary.
+fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> {
+    let old_logp = prop_oneof![4 => Just(OldLogp::Given), 1 => Just(OldLogp::Current), 1 => Just(OldLogp::Rollout)];
+    let temperature = (
+        select(vec![1.0, 0.5, 0.7, 1.7]),
+        prop_oneof![3 => Just(TemperatureDivides::Logits), 1 => Just(TemperatureDivides::Logp)],
+    );
+    let off_policy_mask = (-0.5..0.5, select(vec![OldLogp::Given, OldLogp::Rollout]))
+        .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour });
+    let fraction = prop_oneof![0.1..0.95, select(vec![0.25, 0.5, 0.75])];
+    let top_entropy = (fraction, select(vec![Drops::PolicyTerm, Drops::Ratio]))
+        .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, precision: QuantilePrecision::Exact });
+    let entropy = (select(vec![0.0, 0.01, -0.3]), weighted(0.3, averaging()));
+    let levels = select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]);
+    let policy = (objective, ratio(), levels, old_logp, head(), temperature);
+    let corrections = (
+        weighted(0.4, rollout()),
+        prop_oneof![2 => Just(Vec::new()), 1 => vec(rejection(), 1..=2)],
+        weighted(0.3, off_policy_mask),
+        weighted(0.3, top_entropy),
+    );
+    let rest = (weighted(0.6, kl()), entropy, reduction(), epsilon(), select(vec![1.0, 0.25, 4.0]));
+    (policy, corrections, rest).prop_map(|(policy, corrections, rest)| {
+        let (objective, ratio, advantages, old_logp, head, (temperature, temperature_divides)) = policy;
+        let (rollout, rejection, off_policy_mask, top_entropy) = corrections;
+        let (kl, (entropy_coef, entropy_averaging), reduction, denominator_epsilon, scale) = rest;
+        let mut spec = LossSpec {
+            objective,
+            ratio,
+            advantages,
+            old_logp,
+            head,
+            support: Support::default(),
+            temperature,
+            temperature_divides,
+            rollout,
+            rejection,
+            off_policy_mask,
+            top_entropy,
+            kl,
+            entropy_coef,
+            entropy_averaging,
+            reduction,
+            denominator_epsilon,
+            scale,
+        };
+        if matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows) {
+            spec.ratio.level = RatioLevel::Sequence;
+            spec.advantages = AdvantageLevel::Sequence;
+            spec.reduction = Reduction::SequenceMean { rows: Rows::All };
+        }
+        spec
+    })
+}

@@ -1,0 +1,578 @@
+//! What must hold of the reference without knowing any value: symmetries of the loss, what a mask hides, what happens
+//! at the edges of f64, and which inputs are refused with which words.
+
+use crate::common::cases::{self, Case, Regime};
+use crate::common::uniform::uniform;
+use assay_core::problem::{Advantages, Extra, FloatArray, Outcome, Problem, ProblemError, mask_from};
+use assay_core::spec::{
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, SpecError,
+};
+use assay_reference::{Reference, evaluate};
+use ndarray::{Array1, Array2, Array3, Axis, Dimension, Ix3, arr1, arr2, s};
+use proptest::test_runner::TestError;
+
+/// `u`, f64's unit roundoff.
+const U: f64 = f64::EPSILON / 2.0;
+
+// --- Symmetries, over every option of the spec and every regime of logits. ---
+
+const REGIMES: [Regime; 8] = [
+    Regime::Small,
+    Regime::Normal,
+    Regime::Wide,
+    Regime::Shifted,
+    Regime::Low,
+    Regime::Confident,
+    Regime::Excluded,
+    Regime::Tied,
+];
+
+/// Runs `check` on cases of every regime.
+fn for_every_case(check: impl Fn(Case)) {
+    for regime in REGIMES {
+        let mut runner = cases::runner(
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_identities.txt"),
+            64,
+        );
+        let result = runner.run(&cases::case(regime), |case| {
+            check(case);
+            Ok(())
+        });
+        match result {
+            Ok(()) => {}
+            Err(TestError::Fail(reason, case)) => panic!("{regime:?}: {reason}\n{case:#?}"),
+            Err(TestError::Abort(reason)) => panic!("{regime:?}: {reason}"),
+        }
+    }
+}
+
+fn outcome(spec: &LossSpec, problem: &Problem) -> Outcome {
+    evaluate(spec, problem).unwrap().outcome()
+}
+
+fn array_bits<D: Dimension>(array: &FloatArray<D>) -> Vec<u64> {
+    array.to_f64().iter().map(|x| x.to_bits()).collect()
+}
+
+/// Every value of an outcome, bit for bit.
+fn bits(outcome: &Outcome) -> Vec<u64> {
+    let metrics = outcome.metrics;
+    let means = [metrics.clip_low, metrics.clip_high, metrics.clip_region, metrics.entropy_mean, metrics.ratio_mean];
+    let metrics = means.into_iter().chain(metrics.kl_mean).map(f64::to_bits);
+    let tokens = [&outcome.logp, &outcome.entropy, &outcome.token_loss].into_iter().flat_map(array_bits);
+    let mut bits = array_bits(&outcome.loss);
+    bits.extend(tokens.chain(array_bits(&outcome.dlogits)).chain(metrics));
+    bits
+}
+
+/// `Σ_b w_b Σ_t m |token_loss| + |entropy_coef| · mean(H)`: what the loss's rounding is relative to.
+fn loss_scale(reference: &Reference) -> f64 {
+    let shape = reference.shape();
+    let tokens = (0..shape.batch).flat_map(|b| (0..shape.tokens).map(move |t| (b, t)));
+    let tokens = tokens.filter_map(|(b, t)| reference.token(b, t));
+    let terms: f64 = tokens.map(|token| token.weight * token.token_loss.abs()).sum();
+    terms + reference.spec().entropy_coef.abs() * reference.metrics().entropy_mean
+}
+
+/// Without a KL term and an entropy bonus, the loss is the policy term alone.
+fn policy_only(spec: LossSpec) -> LossSpec {
+    LossSpec { kl: None, entropy_coef: 0.0, ..spec }
+}
+
+fn scaled(advantages: &Advantages, by: f64) -> Advantages {
+    match advantages {
+        Advantages::Sequence(a) => Advantages::Sequence(a * by),
+        Advantages::Token(a) => Advantages::Token(a * by),
+    }
+}
+
+/// `array` in the row-major layout that a problem's logits must have.
+fn dense(array: Array3<f64>) -> FloatArray<Ix3> {
+    FloatArray::F64(array.as_standard_layout().into_owned())
+}
+
+#[test]
+fn dlogits_f64_row_sums_to_zero() {
+    for_every_case(|Case { spec, problem }| {
+        let reference = evaluate(&spec, &problem).unwrap();
+        let shape = reference.shape();
+        for (b, t) in (0..shape.batch).flat_map(|b| (0..shape.tokens).map(move |t| (b, t))) {
+            let Some(token) = reference.token(b, t) else { continue };
+            let sum: f64 = reference.dlogits_row(b, t).iter().sum();
+            // The two halves that cancel: the target's 1 − p_y against the others, columns above ā against those below.
+            let policy = reference.grad_logp(token, &token.branch, token.coupling).abs() * token.probability_of_others;
+            let bonus = reference.grad_entropy(token).abs() * token.entropy_softmax.stats.mean_gap;
+            let limit = 8.0 * U * 2.0 * (policy + bonus) / spec.temperature;
+            assert!(sum.abs() <= limit, "[{b},{t}]: row sums to {sum:e}, limit {limit:e}");
+        }
+    });
+}
+
+#[test]
+fn outcome_f64_exact_shift_of_logits_changes_nothing() {
+    for_every_case(|Case { spec, mut problem }| {
+        // At T = 1/2 and on multiples of 1/8 the shift, the division and every gap are exact.
+        let spec = LossSpec { temperature: 0.5, ..spec };
+        let logits = problem.logits.to_f64().mapv(|x| (x * 8.0).round() / 8.0);
+        problem.logits = FloatArray::F64(logits.clone());
+        let before = bits(&outcome(&spec, &problem));
+        problem.logits = FloatArray::F64(logits + 1024.0);
+        assert_eq!(before, bits(&outcome(&spec, &problem)));
+    });
+}
+
+#[test]
+fn outcome_f64_permuted_sequences_permute_their_rows() {
+    for_every_case(|Case { spec, problem }| {
+        let order: Vec<usize> = (0..problem.shape().batch).rev().collect();
+        let flip = |a: &Array2<f64>| a.select(Axis(0), &order);
+        let reversed = Problem {
+            logits: dense(problem.logits.to_f64().select(Axis(0), &order)),
+            ids: problem.ids.select(Axis(0), &order),
+            mask: problem.mask.select(Axis(0), &order),
+            advantages: match &problem.advantages {
+                Advantages::Sequence(a) => Advantages::Sequence(a.select(Axis(0), &order)),
+                Advantages::Token(a) => Advantages::Token(flip(a)),
+            },
+            old_logp: problem.old_logp.as_ref().map(flip),
+            ref_logp: problem.ref_logp.as_ref().map(flip),
+            extra: Extra::default(),
+        };
+        let there = evaluate(&spec, &problem).unwrap();
+        let back = evaluate(&spec, &reversed).unwrap();
+        let shape = there.shape();
+        for (b, t) in (0..shape.batch).flat_map(|b| (0..shape.tokens).map(move |t| (b, t))) {
+            assert_eq!(there.dlogits_row(b, t), back.dlogits_row(shape.batch - 1 - b, t), "[{b},{t}]");
+        }
+        // The order of summation is all that changed.
+        assert!((there.loss() - back.loss()).abs() <= 4.0 * U * loss_scale(&there));
+    });
+}
+
+#[test]
+fn outcome_f64_power_of_two_advantage_scales_exactly() {
+    for_every_case(|Case { spec, problem }| {
+        let spec = policy_only(spec);
+        let once = outcome(&spec, &problem);
+        let fourfold = Problem { advantages: scaled(&problem.advantages, 4.0), ..problem };
+        let fourfold = outcome(&spec, &fourfold);
+        assert_eq!(fourfold.loss.value(), 4.0 * once.loss.value());
+        assert_eq!(fourfold.dlogits.to_f64(), 4.0 * once.dlogits.to_f64());
+    });
+}
+
+#[test]
+fn outcome_f64_scaled_advantage_scales_loss_and_dlogits() {
+    for_every_case(|Case { spec, problem }| {
+        let spec = policy_only(spec);
+        let once = evaluate(&spec, &problem).unwrap();
+        let tripled = Problem { advantages: scaled(&problem.advantages, 3.0), ..problem.clone() };
+        let tripled = evaluate(&spec, &tripled).unwrap();
+        assert!((tripled.loss() - 3.0 * once.loss()).abs() <= 3.0 * 4.0 * U * loss_scale(&once));
+        let (one, three) = (once.outcome().dlogits.to_f64(), tripled.outcome().dlogits.to_f64());
+        for (one, three) in one.iter().zip(&three) {
+            assert!((three - 3.0 * one).abs() <= 8.0 * U * three.abs(), "{three:e} is not 3 × {one:e}");
+        }
+    });
+}
+
+#[test]
+fn outcome_f64_negated_advantage_negates_unclipped_loss() {
+    for_every_case(|Case { spec, problem }| {
+        let unbounded = PpoClip { epsilon_low: 1e30, epsilon_high: 1e30, delta: None, dual_clip: None };
+        let spec = LossSpec { objective: Objective::PpoClip(unbounded), ..policy_only(spec) };
+        let once = outcome(&spec, &problem);
+        let negated = Problem { advantages: scaled(&problem.advantages, -1.0), ..problem };
+        let negated = outcome(&spec, &negated);
+        assert_eq!(negated.loss.value(), -once.loss.value());
+        assert_eq!(negated.dlogits.to_f64(), -once.dlogits.to_f64());
+    });
+}
+
+#[test]
+fn outcome_f64_packing_into_one_row_changes_nothing() {
+    for_every_case(|Case { spec, mut problem }| {
+        let shape = problem.shape();
+        let advantages = Array2::from_shape_fn((shape.batch, shape.tokens), |(b, t)| problem.advantages.at(b, t));
+        problem.advantages = Advantages::Token(advantages);
+        let spec = LossSpec { advantages: AdvantageLevel::Token, reduction: Reduction::TokenMean, ..spec };
+
+        let packed = (1, shape.batch * shape.tokens);
+        let pack = |a: &Array2<f64>| a.to_shape(packed).unwrap().to_owned();
+        let Advantages::Token(advantages) = &problem.advantages else { unreachable!("set above") };
+        let one_row = Problem {
+            logits: problem.logits.to_f64().into_shape_with_order((1, packed.1, shape.vocab)).unwrap().into(),
+            ids: problem.ids.to_shape(packed).unwrap().to_owned(),
+            mask: problem.mask.to_shape(packed).unwrap().to_owned(),
+            advantages: Advantages::Token(pack(advantages)),
+            old_logp: problem.old_logp.as_ref().map(pack),
+            ref_logp: problem.ref_logp.as_ref().map(pack),
+            extra: Extra::default(),
+        };
+        assert_eq!(bits(&outcome(&spec, &problem)), bits(&outcome(&spec, &one_row)));
+    });
+}
+
+// --- Masks. ---
+
+#[test]
+fn outcome_f64_garbage_under_the_mask_changes_nothing() {
+    for_every_case(|Case { spec, problem }| {
+        let mut logits = problem.logits.to_f64();
+        let mut garbage = problem.clone();
+        for ((b, t), _) in problem.mask.indexed_iter().filter(|(_, counts)| !**counts) {
+            logits.slice_mut(s![b, t, ..]).fill(f64::NAN);
+            garbage.ids[[b, t]] = -100;
+            for array in [&mut garbage.old_logp, &mut garbage.ref_logp].into_iter().flatten() {
+                array[[b, t]] = f64::NAN;
+            }
+            match &mut garbage.advantages {
+                Advantages::Token(a) => a[[b, t]] = f64::NAN,
+                Advantages::Sequence(a) if !problem.mask.row(b).iter().any(|counts| *counts) => a[b] = f64::NAN,
+                Advantages::Sequence(_) => {}
+            }
+        }
+        garbage.logits = FloatArray::rounded_from(&logits, problem.logits.dtype());
+        assert_eq!(bits(&outcome(&spec, &problem)), bits(&outcome(&spec, &garbage)));
+    });
+}
+
+#[test]
+fn outcome_f64_fully_masked_batch_is_zero() {
+    for_every_case(|Case { spec, mut problem }| {
+        problem.mask.fill(false);
+        let reference = evaluate(&spec, &problem).unwrap();
+        assert_eq!(reference.first_nonfinite(), None);
+        assert!(bits(&reference.outcome()).iter().all(|bits| *bits == 0), "{:?}", reference.outcome());
+    });
+}
+
+// --- Kinks. ---
+
+fn ppo(clip: PpoClip) -> LossSpec {
+    LossSpec { advantages: AdvantageLevel::Token, objective: Objective::PpoClip(clip), ..LossSpec::default() }
+}
+
+/// A clip with one bound at the ratio given.
+type ClipAt<'a> = &'a dyn Fn(f64) -> PpoClip;
+
+#[test]
+fn dlogits_f64_exact_tie_takes_the_unclipped_branch() {
+    let wide = PpoClip { epsilon_low: 1e30, epsilon_high: 1e30, delta: None, dual_clip: None };
+    // The ratio lies in [1/2, 2], so that r − 1 is exact and 1 + (r − 1) is r again.
+    let upper = |r: f64| PpoClip { epsilon_high: r - 1.0, ..wide.clone() };
+    let lower = |r: f64| PpoClip { epsilon_low: 1.0 - r, ..wide.clone() };
+    let delta_below_the_clip = |r: f64| PpoClip { delta: Some(r), ..wide.clone() };
+    let delta_above_the_clip = |r: f64| PpoClip { epsilon_high: 0.0, delta: Some(r), ..wide.clone() };
+    let dual = |r: f64| PpoClip { dual_clip: Some(r), ..wide.clone() };
+    // Log-ratio and advantage at which each bound binds.
+    let ties: [(f64, f64, ClipAt); 8] = [
+        (0.0, 1.0, &upper),
+        (0.1, 1.0, &upper),
+        (0.0, -1.0, &lower),
+        (-0.5, -1.0, &lower),
+        (0.3, 1.0, &delta_below_the_clip),
+        (-0.3, 1.0, &delta_below_the_clip),
+        (0.3, -1.0, &delta_above_the_clip),
+        (0.3, -1.0, &dual),
+    ];
+    for (log_ratio, advantage, tie) in ties {
+        let mut problem = uniform(&[[advantage]]);
+        problem.old_logp = problem.old_logp.map(|logp| logp - log_ratio);
+        let wide = ppo(wide.clone());
+        let unclipped = evaluate(&wide, &problem).unwrap();
+        let ratio = unclipped.token(0, 0).unwrap().inputs.ratio(unclipped.spec());
+        let spec = ppo(tie(ratio));
+        let reference = evaluate(&spec, &problem).unwrap();
+        assert_eq!(reference.loss(), unclipped.loss(), "{spec:?}");
+        assert_eq!(reference.dlogits_row(0, 0), unclipped.dlogits_row(0, 0), "{spec:?}");
+        assert_eq!(reference.metrics().clip_region, 0.0, "{spec:?}");
+    }
+}
+
+#[test]
+fn dlogits_f64_one_ulp_beyond_a_tie_is_clipped() {
+    let mut problem = uniform(&[[1.0]]);
+    problem.old_logp = problem.old_logp.map(|logp| logp - 0.5);
+    let spec = ppo(PpoClip::default());
+    let ratio = evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.ratio(&spec);
+    let spec = ppo(PpoClip { epsilon_high: ratio.next_down() - 1.0, ..PpoClip::default() });
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.dlogits_row(0, 0), [0.0; 4]);
+    assert_eq!(reference.metrics().clip_high, 1.0);
+}
+
+// --- The edges of f64. ---
+
+/// Three tokens over four equal logits; the middle one has advantage `advantage` and `log r ≈ 800`, beyond f64's exp.
+fn overflowing(advantage: f64) -> Problem {
+    let mut problem = uniform(&[[0.5, advantage, -0.5]]);
+    problem.old_logp.as_mut().unwrap()[[0, 1]] = -800.0;
+    problem
+}
+
+#[test]
+fn outcome_f64_overflowing_ratio_with_positive_advantage_is_clipped() {
+    let (spec, problem) = (ppo(PpoClip::default()), overflowing(2.0));
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.token(0, 1).unwrap().token_loss, -1.2 * 2.0);
+    assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
+    assert_eq!(reference.first_nonfinite(), None);
+    assert!(reference.loss().is_finite());
+}
+
+#[test]
+fn outcome_f64_overflowing_ratio_with_zero_advantage_is_zero() {
+    let (spec, problem) = (ppo(PpoClip::default()), overflowing(0.0));
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.token(0, 1).unwrap().token_loss, 0.0);
+    assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
+    assert_eq!(reference.first_nonfinite(), None);
+    assert!(reference.loss().is_finite());
+}
+
+#[test]
+fn outcome_f64_overflowing_ratio_with_negative_advantage_is_infinite_and_named() {
+    let (spec, problem) = (ppo(PpoClip::default()), overflowing(-2.0));
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.loss(), f64::INFINITY);
+    assert_eq!(reference.token(0, 1).unwrap().token_loss, f64::INFINITY);
+    assert_eq!(reference.first_nonfinite(), Some((0, 1)));
+    let row = reference.dlogits_row(0, 1);
+    assert_eq!(row, [f64::INFINITY, f64::NEG_INFINITY, f64::NEG_INFINITY, f64::NEG_INFINITY]);
+}
+
+#[test]
+fn outcome_f64_overflowing_ratio_with_an_upper_bound_is_finite() {
+    let delta = PpoClip { delta: Some(4.0), ..PpoClip::default() };
+    let dual = PpoClip { dual_clip: Some(3.0), ..PpoClip::default() };
+    for (clip, bound) in [(delta, 4.0), (dual, 3.0)] {
+        let (spec, problem) = (ppo(clip), overflowing(-2.0));
+        let reference = evaluate(&spec, &problem).unwrap();
+        assert_eq!(reference.token(0, 1).unwrap().token_loss, bound * 2.0);
+        assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
+        assert_eq!(reference.first_nonfinite(), None);
+    }
+}
+
+/// [`uniform`] logits with row `[0,1]` replaced.
+fn with_row(row: [f64; 4], advantage: f64) -> Problem {
+    let mut logits = Array3::zeros((1, 3, 4));
+    logits.slice_mut(s![0, 1, ..]).assign(&arr1(&row));
+    Problem { logits: FloatArray::F64(logits), ..uniform(&[[0.5, advantage, -0.5]]) }
+}
+
+#[test]
+fn outcome_f64_unusable_row_is_named_and_other_rows_stay_right() {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let spec = LossSpec { entropy_coef: 0.1, ..ppo(PpoClip::default()) };
+    let clean_problem = with_row([0.0; 4], 2.0);
+    let clean = evaluate(&spec, &clean_problem).unwrap();
+    for row in [[0.0, nan, 0.0, 0.0], [nan, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, inf], [inf, 0.0, 0.0, 0.0], [-inf; 4]] {
+        for advantage in [2.0, 0.0, -2.0] {
+            let problem = with_row(row, advantage);
+            let reference = evaluate(&spec, &problem).unwrap();
+            assert_eq!(reference.first_nonfinite(), Some((0, 1)), "{row:?}, A = {advantage}");
+            assert!(!reference.loss().is_finite(), "{row:?}, A = {advantage}: a loss of {}", reference.loss());
+            for t in [0, 2] {
+                assert_eq!(reference.dlogits_row(0, t), clean.dlogits_row(0, t), "{row:?}");
+                let (token, expected) = (reference.token(0, t).unwrap(), clean.token(0, t).unwrap());
+                assert_eq!(token.token_loss.to_bits(), expected.token_loss.to_bits(), "{row:?}");
+                assert_eq!(token.entropy.to_bits(), expected.entropy.to_bits(), "{row:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn outcome_f64_excluded_id_has_no_probability_entropy_or_gradient() {
+    let spec = LossSpec { entropy_coef: 0.1, ..ppo(PpoClip::default()) };
+    let excluded = with_row([0.0, 1.0, f64::NEG_INFINITY, 2.0], 2.0);
+    let without = {
+        let logits = excluded.logits.to_f64().select(Axis(2), &[0, 1, 3]);
+        Problem { logits: dense(logits), ..excluded.clone() }
+    };
+    let reference = evaluate(&spec, &excluded).unwrap();
+    let smaller = evaluate(&spec, &without).unwrap();
+    let (token, expected) = (reference.token(0, 1).unwrap(), smaller.token(0, 1).unwrap());
+    assert_eq!((token.inputs.logp, token.entropy), (expected.inputs.logp, expected.entropy));
+    let [a, b, excluded, c] = reference.dlogits_row(0, 1)[..] else { panic!("V = 4") };
+    assert_eq!(excluded, 0.0);
+    assert_eq!(vec![a, b, c], smaller.dlogits_row(0, 1));
+    assert_eq!(reference.first_nonfinite(), None);
+}
+
+#[test]
+fn dlogits_f64_excluded_id_stays_zero_under_an_infinite_loss() {
+    let mut problem = with_row([0.0, 0.0, f64::NEG_INFINITY, 0.0], -2.0);
+    problem.old_logp.as_mut().unwrap()[[0, 1]] = -800.0;
+    let spec = ppo(PpoClip::default());
+    let row = evaluate(&spec, &problem).unwrap().dlogits_row(0, 1);
+    assert_eq!(row, [f64::INFINITY, f64::NEG_INFINITY, 0.0, f64::NEG_INFINITY]);
+}
+
+#[test]
+fn dlogits_f64_zero_advantage_stays_zero_on_an_unusable_row() {
+    let (spec, problem) = (ppo(PpoClip::default()), with_row([0.0, f64::NAN, 0.0, 0.0], 0.0));
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
+    assert_eq!(reference.first_nonfinite(), Some((0, 1)), "its log-probability is NaN all the same");
+}
+
+#[test]
+fn logp_f64_excluded_target_is_minus_infinity_and_named() {
+    for advantage in [2.0, 0.0, -2.0] {
+        let (spec, problem) = (ppo(PpoClip::default()), with_row([f64::NEG_INFINITY, 0.0, 0.0, 0.0], advantage));
+        let reference = evaluate(&spec, &problem).unwrap();
+        assert_eq!(reference.token(0, 1).unwrap().inputs.logp, f64::NEG_INFINITY);
+        assert_eq!(reference.first_nonfinite(), Some((0, 1)));
+        assert!(!reference.dlogits_row(0, 1).iter().any(|x| x.is_nan()), "A = {advantage}");
+    }
+}
+
+// --- What is refused, and with which words. ---
+
+fn refusal(spec: &LossSpec, problem: &Problem) -> String {
+    evaluate(spec, problem).expect_err("a refusal").to_string()
+}
+
+#[test]
+fn spec_out_of_range_is_refused_by_field() {
+    let with_clip = |change: &dyn Fn(&mut PpoClip)| {
+        let mut clip = PpoClip::default();
+        change(&mut clip);
+        ppo(clip)
+    };
+    let base = || ppo(PpoClip::default());
+    let kl = |beta| Some(Kl::plain(beta, KlEstimator::K3));
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let refused = [
+        (LossSpec { temperature: 0.0, ..base() }, "temperature", "0", "a finite number > 0"),
+        (LossSpec { temperature: -1.0, ..base() }, "temperature", "-1", "a finite number > 0"),
+        (LossSpec { temperature: nan, ..base() }, "temperature", "NaN", "a finite number > 0"),
+        (LossSpec { temperature: inf, ..base() }, "temperature", "inf", "a finite number > 0"),
+        (with_clip(&|c| c.epsilon_low = -0.1), "objective.ppo_clip.epsilon_low", "-0.1", "a finite number ≥ 0"),
+        (with_clip(&|c| c.epsilon_low = nan), "objective.ppo_clip.epsilon_low", "NaN", "a finite number ≥ 0"),
+        (with_clip(&|c| c.epsilon_high = -0.1), "objective.ppo_clip.epsilon_high", "-0.1", "a finite number ≥ 0"),
+        (with_clip(&|c| c.epsilon_high = inf), "objective.ppo_clip.epsilon_high", "inf", "a finite number ≥ 0"),
+        (with_clip(&|c| c.delta = Some(0.0)), "objective.ppo_clip.delta", "0", "a finite number > 0"),
+        (with_clip(&|c| c.dual_clip = Some(1.0)), "objective.ppo_clip.dual_clip", "1", "a finite number > 1"),
+        (with_clip(&|c| c.dual_clip = Some(inf)), "objective.ppo_clip.dual_clip", "inf", "a finite number > 1"),
+        (LossSpec { kl: kl(-0.5), ..base() }, "kl.beta", "-0.5", "a finite number ≥ 0"),
+        (LossSpec { kl: kl(nan), ..base() }, "kl.beta", "NaN", "a finite number ≥ 0"),
+        (LossSpec { entropy_coef: nan, ..base() }, "entropy_coef", "NaN", "a finite number"),
+        (
+            LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(0) }, ..base() },
+            "reduction.fixed_length.length",
+            "0",
+            "an integer ≥ 1",
+        ),
+        (
+            LossSpec { reduction: Reduction::Normalizer(0.0), ..base() },
+            "reduction.normalizer",
+            "0",
+            "a finite number > 0",
+        ),
+    ];
+    for (spec, field, given, expected) in refused {
+        let message = format!("spec field `{field}`: got {given}, expected {expected}");
+        let error: SpecError = spec.check().expect_err("out of range");
+        assert_eq!((error.field, error.to_string()), (field, message.clone()));
+        assert_eq!(refusal(&spec, &uniform(&[[1.0]])), message);
+    }
+}
+
+#[test]
+fn spec_at_the_end_of_its_range_is_accepted() {
+    let clip = PpoClip { epsilon_low: 0.0, epsilon_high: 0.0, delta: Some(1e-3), dual_clip: Some(1.0_f64.next_up()) };
+    let spec = LossSpec {
+        kl: Some(Kl::plain(0.0, KlEstimator::K1)),
+        entropy_coef: -1.0,
+        reduction: Reduction::FixedLength { rows: Rows::All, length: Some(1) },
+        temperature: 1e-3,
+        ..ppo(clip)
+    };
+    assert_eq!(spec.check(), Ok(()));
+}
+
+/// Makes one thing wrong.
+type Spoil<'a> = &'a dyn Fn(&mut LossSpec, &mut Problem);
+
+#[test]
+fn problem_that_does_not_fit_is_refused_by_field() {
+    let spec = || LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..ppo(PpoClip::default()) };
+    let batch = || uniform(&[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]);
+    let refused: [(Spoil, &str); 16] = [
+        (
+            &|_, p| p.logits = FloatArray::F64(Array3::zeros((2, 3, 0))),
+            "`logits`: got shape [2, 3, 0], expected [B,T,V] with B, T, V ≥ 1",
+        ),
+        (
+            &|_, p| p.logits = FloatArray::F64(Array3::zeros((4, 3, 2)).reversed_axes()),
+            "`logits`: got a strided array, expected dense row-major (use `as_standard_layout`)",
+        ),
+        (&|_, p| p.ids = Array2::zeros((2, 2)), "`ids`: got shape [2, 2], expected [2, 3] ([B,T] of the logits)"),
+        (
+            &|_, p| p.mask = Array2::from_elem((3, 2), true),
+            "`mask`: got shape [3, 2], expected [2, 3] ([B,T] of the logits)",
+        ),
+        (
+            &|_, p| p.advantages = Advantages::Sequence(Array1::zeros(2)),
+            "`advantages`: got shape [2], expected [2, 3] ([B,T] of the logits, as the spec has `advantages: token`)",
+        ),
+        (
+            &|s, _| s.advantages = AdvantageLevel::Sequence,
+            "`advantages`: got shape [2, 3], expected [2] ([B] of the logits, as the spec has `advantages: sequence`)",
+        ),
+        (
+            &|_, p| p.old_logp = None,
+            "`old_logp`: not given, expected shape [2, 3] because the spec has `old_logp: given`",
+        ),
+        (&|_, p| p.ref_logp = None, "`ref_logp`: not given, expected shape [2, 3] because the spec has a `kl` term"),
+        (
+            &|_, p| p.old_logp = Some(Array2::zeros((2, 4))),
+            "`old_logp`: got shape [2, 4], expected [2, 3] ([B,T] of the logits)",
+        ),
+        (
+            &|_, p| p.ref_logp = Some(Array2::zeros((1, 3))),
+            "`ref_logp`: got shape [1, 3], expected [2, 3] ([B,T] of the logits)",
+        ),
+        (
+            &|_, p| p.old_logp.as_mut().unwrap()[[1, 2]] = f64::NAN,
+            "`old_logp[1,2]`: got NaN, expected a finite number on an unmasked token",
+        ),
+        (
+            &|_, p| p.ref_logp.as_mut().unwrap()[[0, 1]] = f64::NEG_INFINITY,
+            "`ref_logp[0,1]`: got -inf, expected a finite number on an unmasked token",
+        ),
+        (
+            &|_, p| p.advantages = Advantages::Token(arr2(&[[1.0, 2.0, 3.0], [f64::NAN, 5.0, 6.0]])),
+            "`advantages[1,0]`: got NaN, expected a finite number on an unmasked token",
+        ),
+        (&|_, p| p.ids[[0, 2]] = 4, "`ids[0,2]`: got 4, expected 0 ≤ id < V = 4 on an unmasked token"),
+        (&|_, p| p.ids[[1, 1]] = -100, "`ids[1,1]`: got -100, expected 0 ≤ id < V = 4 on an unmasked token"),
+        (&|s, _| s.temperature = -2.0, "spec field `temperature`: got -2, expected a finite number > 0"),
+    ];
+    for (change, message) in refused {
+        let (mut spec, mut problem) = (spec(), batch());
+        change(&mut spec, &mut problem);
+        assert_eq!(refusal(&spec, &problem), message);
+    }
+    assert!(evaluate(&spec(), &batch()).is_ok(), "else the refusals show nothing");
+}
+
+#[test]
+fn arrays_the_spec_does_not_read_are_not_asked_for() {
+    let spec = LossSpec { old_logp: OldLogp::Current, ..ppo(PpoClip::default()) };
+    let problem = Problem { old_logp: None, ref_logp: None, ..uniform(&[[1.0]]) };
+    assert!(evaluate(&spec, &problem).is_ok());
+}
+
+#[test]
+fn mask_value_other_than_0_and_1_is_refused() {
+    assert_eq!(mask_from("mask", &arr2(&[[0.0, 1.0]])), Ok(arr2(&[[false, true]])));
+    for given in [0.5, -1.0, 2.0, f64::NAN] {
+        let error: ProblemError = mask_from("mask", &arr2(&[[1.0, 0.0], [1.0, given]])).expect_err("not a mask");
+        assert_eq!(error.to_string(), format!("`mask[1,1]`: got {given}, expected 0 or 1"));
+    }
+}

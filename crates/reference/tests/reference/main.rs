@@ -1,0 +1,23 @@
+//! The reference against other ways to the same numbers: by hand, in 640 bits, by identities, and what published projects computed.
+
+mod common {
+    pub(crate) mod cases;
+    pub(crate) mod draws;
+    pub(crate) mod family;
+    pub(crate) mod family_cases;
+    pub(crate) mod multiprecision;
+    pub(crate) mod real;
+    pub(crate) mod running;
+    pub(crate) mod softmax_condition;
+    pub(crate) mod uniform;
+}
+
+mod by_hand;
+mod family;
+mod identities;
+mod lm_head;
+mod metrics;
+mod multiprecision;
+mod peers;
+mod presets;
+mod sum;

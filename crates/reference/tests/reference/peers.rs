@@ -1,0 +1,124 @@
+//! What published implementations returned, under the judge: each recorded run is a candidate, held to the limits of class
+//! `external` as `assay judge` would hold it. Three runs record a defect of their release; `docs/peers.md` has the figures.
+//!
+//! A float64 run is held to the limits of f32 kernels too, which it meets with ease: a candidate stored wider gets no wider
+//! limit. `reference_parity` holds it to float64's own precision.
+
+use std::fs;
+
+use assay_fixture::ParityFile;
+use assay_judge::judge::{Verdict, judge};
+use assay_judge::tolerance::{Model, Output, Tolerances};
+use assay_reference as reference;
+
+/// A recorded run under judgement.
+struct Case {
+    recorded: ParityFile,
+    /// The loss of its options' formula.
+    loss: f64,
+    verdicts: Vec<Verdict>,
+}
+
+impl Case {
+    fn of(file: &str) -> Self {
+        let path = format!("{}/../../fixtures/parity/{file}.json", env!("CARGO_MANIFEST_DIR"));
+        let recorded = ParityFile::read(path).unwrap();
+        let spec = recorded.resolve().unwrap().spec;
+        let reference = reference::evaluate(&spec, &recorded.problem).unwrap();
+        let verdicts = judge(&reference, &recorded.candidate(), "external", Tolerances::builtin()).unwrap();
+        let loss = reference.loss();
+        Self { recorded, loss, verdicts }
+    }
+
+    fn verdict(&self, output: Output, model: Model) -> &Verdict {
+        let gate = |verdict: &&Verdict| verdict.gate.output == output && verdict.gate.model == model;
+        self.verdicts.iter().find(gate).expect("judged")
+    }
+
+    /// How many times its limit the worst error is.
+    fn share(&self, output: Output) -> f64 {
+        self.verdict(output, Model::Elementwise).worst().expect("compared").share()
+    }
+
+    /// `∂loss/∂logits` of a sampled token: the formula's, and the one recorded.
+    fn target(&self, b: usize, t: usize) -> [f64; 2] {
+        let spec = self.recorded.resolve().unwrap().spec;
+        let reference = reference::evaluate(&spec, &self.recorded.problem).unwrap();
+        let id = usize::try_from(self.recorded.problem.ids[[b, t]]).unwrap();
+        [reference.dlogits_row(b, t)[id], self.recorded.dlogits[[b, t, id]]]
+    }
+}
+
+/// To the digits that are quoted.
+#[track_caller]
+fn assert_quoted(value: f64, quoted: f64) {
+    assert!((value - quoted).abs() <= 6e-4 * quoted.abs(), "{value:.5e}, quoted as {quoted}");
+}
+
+#[test]
+fn luspo_weights_of_a_ragged_mask_are_rejected() {
+    let case = Case::of("liger_triton_luspo_quirk");
+    assert_quoted(case.recorded.loss, -1.9442);
+    assert_quoted(case.loss, -1.9455);
+    for t in 0..4 {
+        let [formula, recorded] = case.target(2, t);
+        assert_quoted(recorded / formula, 0.8);
+    }
+    assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
+    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+    assert_quoted(case.share(Output::Loss), 976.4);
+    assert_quoted(case.share(Output::Dlogits), 82_308.0);
+}
+
+#[test]
+fn luspo_loss_of_masked_tokens_is_rejected() {
+    let case = Case::of("liger_luspo_token_quirk");
+    assert_quoted(case.recorded.loss, -0.060_389);
+    assert_quoted(case.loss, -0.89297);
+    let [formula, recorded] = case.target(1, 5);
+    assert_eq!(formula, 0.0, "masked");
+    assert_quoted(recorded, 1.1121);
+    assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
+    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+}
+
+#[test]
+fn delta_below_the_clip_bound_is_rejected_though_its_loss_is_right() {
+    let case = Case::of("liger_triton_delta_quirk");
+    assert!(case.verdict(Output::Loss, Model::Elementwise).passed());
+    let [formula, recorded] = case.target(1, 2);
+    assert_quoted(formula, 0.077_509);
+    assert_eq!(recorded, 0.0);
+    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+    assert_quoted(case.share(Output::Dlogits), 152_050.0);
+}
+
+/// The recorded defects, and the gates that each fails.
+const DEFECTS: [(&str, &[&str]); 3] = [
+    ("liger_luspo_token_quirk", &["loss", "dlogits", "dlogits row_l2"]),
+    ("liger_triton_delta_quirk", &["dlogits", "dlogits row_l2"]),
+    ("liger_triton_luspo_quirk", &["loss", "dlogits", "dlogits row_l2"]),
+];
+
+#[test]
+fn recorded_defects_fail_their_gates_and_other_runs_pass() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/parity");
+    let (mut judged, mut with_entropy) = (0, 0);
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "json") {
+            continue;
+        }
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let case = Case::of(name);
+        let failed = case.verdicts.iter().filter(|verdict| !verdict.passed());
+        let failed: Vec<String> = failed.map(|verdict| verdict.gate.to_string()).collect();
+        let expected: &[&str] = DEFECTS.iter().find(|(defect, _)| *defect == name).map_or(&[], |(_, gates)| gates);
+        assert_eq!(failed, expected, "{name}");
+        let outputs = |output| case.verdicts.iter().filter(|verdict| verdict.gate.output == output).count();
+        assert_eq!((outputs(Output::Loss), outputs(Output::Logp), outputs(Output::Dlogits)), (1, 1, 3), "{name}");
+        with_entropy += outputs(Output::Entropy);
+        judged += 1;
+    }
+    assert_eq!((judged, with_entropy), (124, 96));
+}

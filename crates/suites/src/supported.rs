@@ -1,0 +1,44 @@
+//! Every named variant of the family, for the suites to run one by one.
+
+use std::collections::BTreeSet;
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, Shape};
+pub use assay_judge::variants::{SHAPE, recipe};
+use assay_judge::variants::{Variant, variants};
+
+/// The settings that an implementation may refuse, and no other.
+fn refusals(id: &str) -> BTreeSet<&'static str> {
+    let of_batch = ["objective.clip_cov.selection", "objective.kl_cov.selection", "top_entropy"];
+    let of_devices = ["head", "objective.importance_sampling.empty_rows", "support"];
+    let of_rows = ["objective", "off_policy_mask", "ratio.level"];
+    let mut all: BTreeSet<&str> = of_batch.into();
+    if id != "native" {
+        all.extend(of_devices);
+    }
+    if id.starts_with("tile-one-pass") {
+        all.extend(of_rows);
+    }
+    all
+}
+
+/// The variants that `implementation` computes. Those that it refuses are refused for the reasons there are.
+///
+/// # Panics
+/// Where it refuses another setting, or computes one that it should refuse.
+pub fn supported(implementation: &dyn Implementation, devices: usize) -> Vec<Variant> {
+    let [batch, tokens, vocab] = SHAPE;
+    let mut refused = BTreeSet::new();
+    let all = variants().into_iter().filter(|variant| {
+        match implementation.supports(&variant.spec, Shape { batch, tokens, vocab }, Dtype::F32, devices) {
+            Ok(()) => true,
+            Err(why) => {
+                refused.insert(why.field);
+                false
+            }
+        }
+    });
+    let all: Vec<Variant> = all.collect();
+    assert_eq!(refused, refusals(implementation.id()), "{} refuses", implementation.id());
+    all
+}

@@ -1,0 +1,15 @@
+//! The `assay` command, in processes of its own.
+
+mod bench;
+mod cli;
+#[cfg(feature = "pjrt")]
+mod emit;
+#[cfg(feature = "mutants")]
+mod mutants;
+mod parity;
+#[cfg(feature = "pjrt")]
+mod plugin_choice;
+mod regressions;
+mod report;
+mod spec;
+mod tolerances;

@@ -1,0 +1,379 @@
+//! Programs compiled for TPUs with libtpu, and workers that die. Without libtpu the trials that need it read *ignored*.
+
+use crate::common::slowest;
+use std::env;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
+use assay::programs::{ANY_DEVICE, HeadArrays, HeadProgram, LossProgram};
+use assay::runtime::Client;
+use assay::spec::LossSpec;
+use assay::suites::cases;
+use assay::tpu::compile::locate;
+use assay::tpu::{Compiled, Compiler, Request, Target, TpuError};
+use libtest_mimic::{Failed, Trial};
+use proptest::prop_oneof;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+type Check = Box<dyn FnOnce() -> Result<(), Failed> + Send>;
+type Plain = fn() -> Result<(), Failed>;
+
+/// Scratch of `xla` at 1x2048x151643 bf16 on each device of `v6e:2x4`, by libtpu 0.0.51.
+const TEMP_BYTES: i64 = 1_242_890_240;
+
+/// Its trials, named `tpu::…`.
+pub(crate) fn trials() -> Vec<Trial> {
+    let mut needing_libtpu: Vec<(String, Check)> = Vec::new();
+    for target in Target::defaults() {
+        let name = format!("memory_cycles_bytes_small_shape_are_reported: {target}");
+        needing_libtpu.push((name, Box::new(move || a_small_shape_compiles(&target))));
+    }
+    for id in ["tile-one-pass", "tile-two-pass"] {
+        for dtype in Dtype::KERNEL {
+            let name = format!("any_spec_any_shape_compiles_within_vmem: {id} {dtype}");
+            needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
+        }
+    }
+    let checks: [(&str, Plain); 9] = [
+        ("figures_stay_where_programs_of_a_cpu_compile_quickly", figures_stay),
+        ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
+        ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
+        ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
+        ("a_topology_that_libtpu_does_not_know_is_refused_in_its_words", an_impossible_topology_is_refused),
+        ("two_programs_compile_at_once", two_programs_compile_at_once),
+        ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
+        ("temp_bytes_bf16_qwen_vocabulary_are_those_pinned", temp_bytes_are_those_pinned),
+        ("memory_of_a_head_falls_as_devices_cut_it_up_to_a_pod", memory_of_a_head_falls),
+    ];
+    needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
+    let absent = locate(None).err().map(|error| error.to_string());
+    let mut trials: Vec<Trial> = needing_libtpu
+        .into_iter()
+        .map(|(name, check)| match &absent {
+            None => trial(name, check),
+            Some(why) => trial(format!("{name} [{why}]"), check).with_ignored_flag(true),
+        })
+        .collect();
+    trials.push(trial("a_worker_that_aborts_is_an_error_with_its_last_lines", a_worker_that_aborts));
+    trials.push(trial("flags_reach_libtpu", flags_reach_libtpu));
+    trials.push(trial("a_worker_that_hangs_is_ended", a_worker_that_hangs));
+    trials.push(trial("a_worker_that_answers_nonsense_is_an_error", a_worker_that_answers_nonsense));
+    trials.push(trial("bad_usage_is_refused_with_what_would_do_and_writes_nothing", bad_usage_is_refused));
+    trials
+}
+
+fn trial(name: impl Into<String>, check: impl FnOnce() -> Result<(), Failed> + Send + 'static) -> Trial {
+    let name = format!("tpu::{}", name.into());
+    Trial::test(name.clone(), move || slowest::timed(name, check))
+}
+
+fn shape(batch: usize, tokens: usize, vocab: usize) -> Shape {
+    Shape { batch, tokens, vocab }
+}
+
+/// The `xla` program where each device of `target` holds `local`.
+fn program(target: &Target, local: Shape) -> Result<String, Failed> {
+    let xla = LossProgram::all()[0];
+    Ok(xla.program_for(&LossSpec::default(), local, Dtype::Bf16, target.devices(), ANY_DEVICE)?)
+}
+
+fn compiler() -> Result<Compiler, TpuError> {
+    Ok(Compiler::new(locate(None)?, env!("CARGO_BIN_EXE_assay").into()))
+}
+
+fn compile(target: &Target, code: &str) -> Result<Compiled, TpuError> {
+    compiler()?.compile(&Request { code, target, replicas: target.devices(), partitions: 1 })
+}
+
+fn a_small_shape_compiles(target: &Target) -> Result<(), Failed> {
+    let local = shape(2, 16, 1000);
+    let compiled = compile(target, &program(target, local)?)?;
+    let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
+    assert!(compiled.memory.argument_bytes >= logits, "{:?}", compiled.memory);
+    assert!(compiled.memory.alias_bytes >= logits, "dlogits lie over the logits: {:?}", compiled.memory);
+    assert!(i64::try_from(compiled.traffic.hbm_bytes)? >= 2 * logits, "{:?}", compiled.traffic);
+    assert!(compiled.kernels.len() > 3, "{:?}", compiled.kernels);
+    assert!(compiled.kernels.iter().any(|kernel| kernel.name == "TLP"));
+    for kernel in &compiled.kernels {
+        assert!(kernel.cycles >= kernel.bundles && kernel.bundles > 0, "{kernel:?}");
+    }
+    Ok(())
+}
+
+/// Tests let programs of a CPU compile with the least optimisation: of that nothing reaches libtpu. A command of its own, where
+/// nobody asked for it, comes to the same figures.
+fn figures_stay() -> Result<(), Failed> {
+    let target = Target::parse("v6e")?;
+    let folder = tempfile::tempdir()?;
+    let json = folder.path().join("figures.json");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
+    command.args(["compile", "-q", "--target", "v6e", "--impl", "xla", "--shape", "2x16x1000", "--json"]).arg(&json);
+    assert!(command.status()?.success());
+    let alone: serde_json::Value = serde_json::from_str(&fs::read_to_string(&json)?)?;
+    Client::shared(Path::new(".plugins/pjrt_cpu.so"))?.compile_quickly();
+    let compiled = compile(&target, &program(&target, shape(2, 16, 1000))?)?;
+    let memory = serde_json::to_value(compiled.memory)?;
+    for (field, bytes) in memory.as_object().expect("bytes by name") {
+        assert_eq!(&alone["memory"][field], bytes, "{field}");
+    }
+    assert_eq!(
+        (alone["cycles"].as_u64(), alone["hbm_bytes"].as_u64()),
+        (Some(compiled.cycles()), Some(compiled.traffic.hbm_bytes))
+    );
+    Ok(())
+}
+
+fn xla(id: &str) -> LossProgram {
+    LossProgram::all().into_iter().find(|xla| xla.id() == id).expect("it is registered")
+}
+
+/// Random specs on random shapes, and the largest vocabulary that fits. `ASSAY_DEVICE_CASES` asks for more.
+fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
+    let cases = env::var("ASSAY_DEVICE_CASES").ok().map_or(2, |text| text.parse().expect("a number of cases"));
+    let target = Target::parse("v6e:2x4")?;
+    let seed = [dtype as u8 + 1; 32];
+    let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
+    let vocab = prop_oneof![1..300_usize, 1_900..2_100_usize, 100_000..200_000_usize];
+    let random = (cases::any_spec(), 1..5_usize, 1..130_usize, vocab);
+    let mut next = || random.new_tree(&mut runner).expect("no filter rejects").current();
+    let mut next_supported = || loop {
+        let (spec, batch, tokens, vocab) = next();
+        if xla(id).supports(&spec, shape(batch, tokens, 100), dtype, 1).is_ok() {
+            return (spec, batch, tokens, vocab);
+        }
+    };
+    for case in 0..=cases {
+        let (spec, batch, tokens, mut vocab) = next_supported();
+        if case == cases {
+            let too_many = xla(id).supports(&spec, shape(batch, tokens, 10_000_000), dtype, 1);
+            let text = too_many.err().map_or_else(String::new, |error| error.supported);
+            vocab = text.split(' ').find_map(|word| word.parse().ok()).unwrap_or(1_000_000);
+        }
+        let local = shape(batch, tokens, vocab);
+        let code = xla(id).program_for(&spec, local, dtype, target.devices(), ANY_DEVICE)?;
+        let compiled = compile(&target, &code).map_err(|error| format!("{local} {spec:?}: {error}"))?;
+        let logits = i64::try_from(local.elements().expect("it fits") * dtype.size())?;
+        assert!(compiled.memory.alias_bytes >= logits, "{local}: dlogits lie over the logits: {:?}", compiled.memory);
+        // Arrays of a number for each token, 128 of 4 bytes wide, and room for what XLA does around the kernel.
+        let per_token = 32 * i64::try_from(batch * tokens.next_multiple_of(8) * 512)? + (4 << 20);
+        assert!(compiled.memory.temp_bytes < per_token, "{local}: the logits are not copied: {:?}", compiled.memory);
+    }
+    Ok(())
+}
+
+/// What libtpu 0.0.51 says of (1, 4096, 151936) bf16 on each device: exact for a version, so 3 % is a change.
+fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<Compiled, Failed> {
+    let target = Target::parse("v6e:2x4")?;
+    let local = shape(1, 4096, 151_936);
+    let code = xla(id).program_for(&LossSpec::default(), local, Dtype::Bf16, target.devices(), ANY_DEVICE)?;
+    let compiled = compile(&target, &code)?;
+    let near = |given: f64, pinned: f64| (given - pinned).abs() <= 0.03 * pinned;
+    assert!(near(compiled.memory.peak_bytes() as f64, peak_bytes as f64), "{:?}, pinned {peak_bytes}", compiled.memory);
+    assert!(near(compiled.cycles() as f64, cycles as f64), "{} cycles, pinned {cycles}", compiled.cycles());
+    let unknown = compiled.kernels.iter().filter(|kernel| kernel.name.starts_with("grpo"));
+    assert!(unknown.flat_map(|kernel| &kernel.loops).all(|l| l.trips.is_some()), "{:?}", compiled.kernels);
+    Ok(compiled)
+}
+
+fn one_pass_figures_are_those_pinned() -> Result<(), Failed> {
+    let compiled = figures_are_those_pinned("tile-one-pass", 1_245_086_752, 2_171_744)?;
+    let chip = Target::parse("v6e")?.chip;
+    let logits = 4096 * 151_936 * 2;
+    assert!(compiled.memory.peak_bytes() as f64 <= 1.02 * f64::from(logits), "{:?}", compiled.memory);
+    let bound = chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
+    assert!(bound.cycles_ms <= 0.85 * bound.hbm_ms, "{bound:?}");
+    Ok(())
+}
+
+fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
+    let compiled = figures_are_those_pinned("tile-two-pass", 1_245_152_288, 3_918_304)?;
+    let bound = Target::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
+    assert!(bound.cycles_ms <= bound.hbm_ms, "{bound:?}");
+    Ok(())
+}
+
+fn head(id: &str) -> HeadProgram {
+    HeadProgram::all().into_iter().find(|head| head.id() == id).expect("it is registered")
+}
+
+/// bf16 arrays of a head; logits are rounded.
+fn bf16_head(shape: &str, layout: HeadLayout) -> HeadArrays {
+    HeadArrays { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, layout, rounds_logits: true }
+}
+
+fn compile_head(id: &str, arrays: HeadArrays, target: &Target) -> Result<Compiled, Failed> {
+    let code = head(id).program_for(&LossSpec::default(), arrays, target.devices(), ANY_DEVICE)?;
+    let request = Request { code: &code, target, replicas: target.devices(), partitions: 1 };
+    // Large products take libtpu long.
+    let compiled = compiler()?.limit(Duration::from_mins(10)).compile(&request);
+    Ok(compiled.map_err(|error| format!("{id} {} on {target}: {error}", arrays.shape))?)
+}
+
+/// Bytes of a head's arrays on a device that holds them whole: head, its gradient in f32, hidden states, dhidden.
+fn bytes_of_arrays(HeadShape { batch, tokens, hidden, vocab }: HeadShape) -> usize {
+    let (states, head) = (batch * tokens * hidden * Dtype::Bf16.size(), hidden * vocab);
+    2 * states + head * (Dtype::Bf16.size() + Dtype::F32.size())
+}
+
+/// On 8 and on 256 devices each holds its part of the tokens and of the columns, the whole gradient of those columns, and
+/// the logits of its tokens, which are one chunk, or later the gradient's sum over devices beside what is summed.
+fn memory_of_a_head_falls() -> Result<(), Failed> {
+    let arrays = bf16_head("8x64x256x32768", HeadLayout::HiddenByVocab);
+    let HeadShape { batch, tokens, hidden, vocab } = arrays.shape;
+    for target in ["v6e:2x4", "v6e:16x16"] {
+        let target = Target::parse(target)?;
+        let devices = target.devices();
+        for (id, columns) in [("tile-lm-head-rows", 1), ("tile-lm-head-vocab", devices), ("tile-lm-head-mesh", 2)] {
+            let compiled = compile_head(id, arrays, &target)?;
+            let (tokens, vocab) = (batch * tokens * columns / devices, vocab / columns);
+            let part = HeadShape { batch: 1, tokens, hidden, vocab };
+            let logits = tokens * vocab * Dtype::Bf16.size();
+            let summed = if columns < devices { hidden * vocab * Dtype::F32.size() } else { 0 };
+            // And numbers of each token, in whole tiles.
+            let most = bytes_of_arrays(part) + logits.max(summed) + (1 << 20);
+            let peak = usize::try_from(compiled.memory.peak_bytes())?;
+            assert!(peak <= most, "{id} on {target}: {:?}, at most {most}", compiled.memory);
+        }
+    }
+    Ok(())
+}
+
+fn a_broken_program_is_refused() -> Result<(), Failed> {
+    let target = Target::parse("v6e")?;
+    let code = "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %nobody : tensor<4xf32> }";
+    match compile(&target, code) {
+        Err(TpuError::Refused { message, .. }) if message.contains("undeclared SSA value") => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+fn an_impossible_topology_is_refused() -> Result<(), Failed> {
+    let target = Target::parse("v6e:3x5")?;
+    match compile(&target, &program(&target, shape(1, 8, 256))?) {
+        Err(TpuError::Refused { message, .. }) if message.contains("not divisible") => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    }
+}
+
+fn two_programs_compile_at_once() -> Result<(), Failed> {
+    let target = Target::parse("v6e")?;
+    let code = program(&target, shape(1, 8, 256))?;
+    std::thread::scope(|scope| {
+        let both = [0, 1].map(|_| scope.spawn(|| compile(&target, &code)));
+        both.into_iter().try_for_each(|one| Ok(one.join().expect("no panic").map(|_| ())?))
+    })
+}
+
+fn temp_bytes_are_those_pinned() -> Result<(), Failed> {
+    let target = Target::parse("v6e:2x4")?;
+    let compiled = compile(&target, &program(&target, shape(1, 2048, 151_643))?)?;
+    let off = (compiled.memory.temp_bytes - TEMP_BYTES).abs();
+    assert!(off * 100 <= TEMP_BYTES, "{} bytes, pinned {TEMP_BYTES}", compiled.memory.temp_bytes);
+    Ok(())
+}
+
+fn emitted_modules_compile() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let target = Target::parse("v6e")?;
+    for id in ["tile-one-pass", "tile-two-pass"] {
+        let out = folder.path().join(id);
+        let mut emit = Command::new(env!("CARGO_BIN_EXE_assay"));
+        emit.args(["emit", "-q", "--target", "v6e", "--shape", "2x24x5000", "--impl", id, "-o"]).arg(&out);
+        assert!(emit.status()?.success(), "{id}");
+        let compiled = compile(&target, &fs::read_to_string(out.join("module.mlir"))?)?;
+        let logits = i64::try_from(shape(2, 24, 5000).elements().expect("a small shape") * Dtype::Bf16.size())?;
+        assert!(compiled.memory.alias_bytes >= logits, "{id}: {:?}", compiled.memory);
+    }
+    Ok(())
+}
+
+/// A worker that runs `script`, in a folder that lives as long as the first of the pair.
+fn scripted(script: &str) -> Result<(tempfile::TempDir, PathBuf), Failed> {
+    let folder = tempfile::tempdir()?;
+    let worker = folder.path().join("worker");
+    fs::write(&worker, format!("#!/bin/sh\n{script}\n"))?;
+    fs::set_permissions(&worker, fs::Permissions::from_mode(0o755))?;
+    Ok((folder, worker))
+}
+
+/// What comes of a program when `worker` compiles it.
+fn worked_by(worker: PathBuf, limit: Duration) -> Result<TpuError, Failed> {
+    let target = Target::parse("v6e")?;
+    // No worker here loads it.
+    let library = Path::new("Cargo.toml").to_path_buf();
+    let compiler = Compiler::new(library, worker).flags("--a_flag=1").limit(limit);
+    let request = Request { code: "module {}", target: &target, replicas: 8, partitions: 1 };
+    compiler.compile(&request).err().ok_or_else(|| "it compiled".into())
+}
+
+fn a_worker_that_aborts() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo 'F1121 check failed: lanes == 128' >&2; kill -ABRT $$")?;
+    let error = worked_by(worker, Duration::from_secs(20))?.to_string();
+    for part in ["v6e:2x4", "signal: 6", "check failed: lanes == 128"] {
+        assert!(error.contains(part), "`{part}` not in: {error}");
+    }
+    Ok(())
+}
+
+fn flags_reach_libtpu() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo $LIBTPU_INIT_ARGS >&2; exit 1")?;
+    let error = worked_by(worker, Duration::from_secs(20))?.to_string();
+    for part in ["--a_flag=1", "--xla_jf_dump_to="] {
+        assert!(error.contains(part), "`{part}` not in: {error}");
+    }
+    Ok(())
+}
+
+fn a_worker_that_hangs() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo compiling >&2; exec sleep 60")?;
+    let started = Instant::now();
+    let error = worked_by(worker, Duration::from_millis(500))?;
+    assert!(matches!(error, TpuError::TimedOut { .. }), "{error}");
+    assert!(error.to_string().contains("compiling"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(20), "it was waited for");
+    Ok(())
+}
+
+fn a_worker_that_answers_nonsense() -> Result<(), Failed> {
+    let (_folder, worker) = scripted("echo '{\"compiled\": 1}' > \"$2/answer.json\"")?;
+    let error = worked_by(worker, Duration::from_secs(20))?;
+    assert!(matches!(error, TpuError::Dump { .. }), "{error}");
+    // An answer before the end is none: libtpu may still have been writing.
+    let (_folder, worker) = scripted("echo '{\"refused\": \"no\"}' > \"$2/answer.json\"; exit 3")?;
+    let error = worked_by(worker, Duration::from_secs(20))?;
+    assert!(matches!(error, TpuError::Died { .. }), "{error}");
+    Ok(())
+}
+
+fn bad_usage_is_refused() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let json = folder.path().join("report.json");
+    let good = [("--target", "v6e:2x4"), ("--impl", "xla"), ("--shape", "1x8x256"), ("--dtype", "bf16")];
+    let cases: [(&str, &str, &[&str]); 7] = [
+        ("--target", "v4:2x2", &["got `v4:2x2`", "v5e, v5p, v6e, v7x", "v6e:2x4"]),
+        ("--target", "v7x:2x", &["v7x:2x2x1"]),
+        ("--shape", "1x8x0", &["got `1x8x0`", "integers ≥ 1"]),
+        ("--shape", "4294967296x1x8", &["sequences a device", "up to"]),
+        ("--dtype", "f64", &["logits dtype f64", "f32, bf16 and f16"]),
+        ("--impl", "native", &["got `native`", "compiles for TPUs: xla"]),
+        ("--libtpu", "/nowhere/libtpu.so", &["/nowhere/libtpu.so", "make setup-tpu"]),
+    ];
+    for (option, value, parts) in cases {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
+        command.arg("compile").arg("--json").arg(&json).args([option, value]);
+        command.args(good.iter().filter(|(name, _)| *name != option).flat_map(|&(name, value)| [name, value]));
+        let output = command.output()?;
+        let stderr = String::from_utf8(output.stderr)?;
+        assert_eq!(output.status.code(), Some(2), "{option} {value}: {stderr}");
+        for part in parts {
+            assert!(stderr.contains(part), "{option} {value}: `{part}` not in: {stderr}");
+        }
+        assert!(!json.exists(), "{option} {value} left a file");
+    }
+    Ok(())
+}

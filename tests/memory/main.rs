@@ -1,0 +1,35 @@
+//! What is taken and what is lost: memory of the whole process, so that one trial runs at a time and nothing beside it.
+
+#[path = "../common"]
+mod common {
+    #[cfg(feature = "pjrt")]
+    pub(crate) mod plugins;
+    pub(crate) mod slowest;
+}
+
+mod native;
+#[cfg(feature = "pjrt")]
+mod runtime;
+
+use common::slowest;
+use libtest_mimic::{Arguments, Trial};
+
+fn main() {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = Some(1);
+    let trial = |name: &'static str, check: fn()| {
+        Trial::test(name, move || {
+            slowest::timed(name.into(), check);
+            Ok(())
+        })
+    };
+    let trials = vec![
+        // First: it counts each byte, where the other reads a slope.
+        trial("extra_memory_is_within_a_megabyte_a_thread_and_with_an_lm_head_a_chunk", native::extra_memory),
+        #[cfg(feature = "pjrt")]
+        trial("two_hundred_compile_execute_cycles_leak_nothing", runtime::cycles_leak_nothing),
+    ];
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    slowest::print();
+    conclusion.exit();
+}

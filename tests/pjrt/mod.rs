@@ -1,0 +1,12 @@
+//! PJRT: plugins, devices, programs of ours and of users, and the LM head's on every device count.
+
+mod abi;
+mod exported_program;
+mod lm_head;
+mod runtime;
+mod target_holes;
+
+/// The libraries of the CPU plugins.
+fn cpu_plugins() -> Vec<&'static std::path::Path> {
+    crate::common::plugins::cpu_clients().iter().map(|client| client.plugin().path()).collect()
+}

@@ -1,0 +1,6 @@
+//! The training loop on candle, its commands, and the recorder.
+
+mod command;
+mod loss;
+mod model;
+mod record;
