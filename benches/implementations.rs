@@ -3,6 +3,7 @@
 #[path = "common/steps.rs"]
 mod steps;
 
+use assay::problem::Problem;
 use assay::registry::find;
 use criterion::{Criterion, criterion_group, criterion_main};
 
@@ -10,7 +11,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 const SHAPES: [[usize; 3]; 3] = [[4, 64, 2049], [1, 16, 151_936], [4, 16, 151_936]];
 
 fn implementations(criterion: &mut Criterion) {
-    let native = find("native", None).expect("it is in the registry");
+    let native = find::<Problem>("native", None).expect("it is in the registry");
     steps::for_each_problem(criterion, &SHAPES, |group, problem, reference| {
         steps::bench_steps(group, &*native, problem, reference, 1);
     });

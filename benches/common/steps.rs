@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use assay::implementation::Implementation;
+use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::judge::judge;
 use assay::judge::report::on_devices;
@@ -59,7 +59,7 @@ pub(crate) fn bench_steps(
         println!("{shape} {dtype} {name}: ignored, {why}");
         return;
     }
-    let prepared = implementation.prepare(spec, shape, dtype, devices).expect("supported");
+    let prepared = implementation.prepare(spec, Given { shape, dtype, form: () }, devices).expect("supported");
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
     let verdicts = judge(reference, &outcome, implementation.class(), Tolerances::builtin());

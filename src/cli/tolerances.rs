@@ -12,8 +12,8 @@ use time::OffsetDateTime;
 
 use super::{CliError, Passed, Printing};
 use crate::judge::tolerance::{Tolerance, Tolerances};
-use crate::problem::Problem;
-use crate::registry::{compiled, compiled_heads, immediate, immediate_heads, registry};
+use crate::problem::{HeadProblem, Problem};
+use crate::registry::{compiled, immediate, registry};
 use crate::suites::measure::{self, CASES, Compiled, Measured, Measurement};
 use crate::suites::revise::{Change, Figures, Reason, ReviseError, Revision};
 
@@ -74,12 +74,12 @@ impl Limits {
         let tolerances = parse(path, &text)?;
         let plugins = self.plugins()?;
         let on = |plugin: PathBuf| {
-            let (on_logits, heads) = (compiled(&plugin), compiled_heads(&plugin));
+            let (on_logits, heads) = (compiled::<Problem>(&plugin), compiled::<HeadProblem>(&plugin));
             Compiled { plugin, on_logits, heads }
         };
         let measured = Measured {
-            immediate: immediate(),
-            immediate_heads: immediate_heads(),
+            immediate: immediate::<Problem>(),
+            immediate_heads: immediate::<HeadProblem>(),
             compiled: plugins.into_iter().map(on).collect(),
         };
         let classes = measure::classes(&measured);

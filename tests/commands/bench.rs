@@ -4,9 +4,10 @@
 use std::collections::BTreeSet;
 use std::fs;
 
+use assay::implementation::Given;
 use assay::native::Isa;
-use assay::problem::{Dtype, Shape};
-use assay::registry::{find, lm_head_registry, registry};
+use assay::problem::{Dtype, HeadProblem, Problem, Shape};
+use assay::registry::{find, registry};
 use assay::spec::LossSpec;
 use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
@@ -116,7 +117,7 @@ fn a_head_takes_turns_with_its_products() {
 
 #[test]
 fn a_head_in_a_config_gives_the_seeds_keys() {
-    for head in lm_head_registry(None).iter().filter(|head| head.available().is_ok()) {
+    for head in registry::<HeadProblem>(None).iter().filter(|head| head.available().is_ok()) {
         let devices = *head.device_counts().last().expect("it is available");
         let config = format!(
             "batch: {{generate_head: {{hidden: 9, layout: hv, rounds_logits: false, \
@@ -170,7 +171,7 @@ fn assert_refused(config: &str, parts: &[&str]) {
 #[test]
 fn every_implementation_gives_the_seeds_keys_and_figures_that_agree() {
     let (shape, dtype) = ([2, 4, 130], Dtype::Bf16);
-    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = *implementation.device_counts().last().expect("it is available");
         let (code, stdout, stderr, json) = bench(&config(implementation.id(), devices, shape, dtype), &[]);
         assert_eq!(code, 0, "{stdout}{stderr}");
@@ -223,11 +224,11 @@ fn program_bytes_are_those_of_the_shape() {
 fn host_bytes_are_those_of_every_device_that_shares_the_host() {
     let (spec, shape) = (LossSpec::default(), Shape { batch: 2, tokens: 4, vocab: 130 });
     for (id, devices) in [("xla", 1), ("xla-rows", 4), ("xla-vocab", 8)] {
-        let implementation = find(id, None).unwrap();
+        let implementation = find::<Problem>(id, None).unwrap();
         if implementation.device_counts().last().is_none_or(|&most| most < devices) {
             continue;
         }
-        let prepared = implementation.prepare(&spec, shape, Dtype::F32, devices).unwrap();
+        let prepared = implementation.prepare(&spec, Given { shape, dtype: Dtype::F32, form: () }, devices).unwrap();
         let one = prepared.compiled_memory().unwrap().peak_bytes();
         assert_eq!(prepared.host_bytes() as i64, one * devices as i64, "{id} on {devices}");
     }
@@ -236,7 +237,7 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
 #[test]
 fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
     let [b, t, v] = [4096, 65_536, 151_936];
-    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = implementation.device_counts()[0];
         let text = config(implementation.id(), devices, [b, t, v], Dtype::Bf16);
         // Logits in f64 and in bf16.
@@ -296,13 +297,13 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
         masked_garbage: true,
     };
     let problem = recipe.problem(&spec).unwrap();
-    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = *implementation.device_counts().last().expect("it is available");
         let run = implementation.run(&spec, problem.clone(), devices).unwrap();
-        let prepared = implementation.prepare(&spec, problem.shape(), Dtype::Bf16, devices).unwrap();
+        let prepared = implementation.prepare(&spec, Given::of(&spec, &problem).unwrap(), devices).unwrap();
         for step in 0..3 {
             let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
-            assert_eq!(outcome.dlogits, run.dlogits, "{} step {step}", implementation.id());
+            assert_eq!(outcome.gradient, run.gradient, "{} step {step}", implementation.id());
             assert_eq!((outcome.loss, outcome.logp), (run.loss.clone(), run.logp.clone()));
         }
     }
@@ -311,10 +312,15 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
 #[test]
 fn a_problem_of_another_shape_or_dtype_is_refused() {
     let spec = LossSpec::default();
-    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = implementation.device_counts()[0];
-        let prepared =
-            implementation.prepare(&spec, Shape { batch: 2, tokens: 4, vocab: 130 }, Dtype::Bf16, devices).unwrap();
+        let prepared = implementation
+            .prepare(
+                &spec,
+                Given { shape: Shape { batch: 2, tokens: 4, vocab: 130 }, dtype: Dtype::Bf16, form: () },
+                devices,
+            )
+            .unwrap();
         let other = assay::judge::generate::Recipe {
             shape: [2, 4, 130],
             dtype: Dtype::F16,
@@ -328,6 +334,9 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
         assert!(error.to_string().contains("got f16 logits of 2x4x130"), "{error}");
     }
     assert!(
-        find("native", None).unwrap().prepare(&spec, Shape { batch: 1, tokens: 1, vocab: 1 }, Dtype::F64, 1).is_err()
+        find::<Problem>("native", None)
+            .unwrap()
+            .prepare(&spec, Given { shape: Shape { batch: 1, tokens: 1, vocab: 1 }, dtype: Dtype::F64, form: () }, 1)
+            .is_err()
     );
 }

@@ -5,10 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::command::{Output, assay, assert_refused};
-use assay::fixture::{ProblemFile, write_candidate, write_head_candidate, write_head_problem};
+use assay::fixture::{ProblemFile, write_candidate, write_head_problem};
 use assay::judge::report::on_devices;
-use assay::problem::{Candidate, FloatArray, HeadCandidate};
-use assay::registry::{find, find_head};
+use assay::problem::{Candidate, FloatArray, HeadCandidate, HeadProblem, Problem};
+use assay::registry::find;
 use assay::spec::LossSpec;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -57,7 +57,7 @@ impl Workplace {
     fn write_candidate(&self, break_it: impl FnOnce(&mut Candidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.problem("logits", Some("old_logps")).unwrap();
-        let mut candidate = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
+        let mut candidate = find::<Problem>("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         write_candidate(self.path("candidate.safetensors"), &candidate, &BTreeMap::new()).unwrap();
     }
@@ -80,7 +80,7 @@ fn replay_of_a_recorded_fixture_passes_and_reports_every_output() {
     assert_eq!(report["pass"], true);
     assert_eq!(report["ignored"], serde_json::json!([]));
     let checks = report["checks"].as_array().unwrap();
-    for implementation in assay::registry::registry(None).iter().filter(|i| i.available().is_ok()) {
+    for implementation in assay::registry::registry::<Problem>(None).iter().filter(|i| i.available().is_ok()) {
         for output in ["loss", "logp", "entropy", "token_loss", "dlogits", "dlogits row_l2", "dlogits row_sum"] {
             let of = |check: &&Value| check["impl"] == implementation.id() && check["output"] == output;
             // Two logits tensors, each with two arrays of old log-probabilities.
@@ -333,7 +333,7 @@ fn judge_reads_a_candidate_with_only_loss_and_dlogits_and_says_what_it_lacks() {
 fn judge_rejects_a_wrong_candidate_and_shows_where() {
     let workplace = Workplace::new();
     workplace.write_candidate(|candidate| {
-        let FloatArray::Bf16(dlogits) = &mut candidate.dlogits else { panic!("generate writes bf16") };
+        let FloatArray::Bf16(dlogits) = &mut candidate.gradient else { panic!("generate writes bf16") };
         let (at, _) = dlogits.indexed_iter().find(|(_, x)| x.to_f32() != 0.0).expect("some token learns");
         dlogits[at] = -dlogits[at];
     });
@@ -384,10 +384,11 @@ impl HeadWorkplace {
     fn write_candidate(&self, break_it: impl FnOnce(&mut HeadCandidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.head_problem(Some("old_logps")).unwrap();
-        let mut candidate = find_head("native-lm-head", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
+        let mut candidate =
+            find::<HeadProblem>("native-lm-head", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         let path = self.path("candidate.safetensors");
-        write_head_candidate(path, &candidate, &BTreeMap::new()).unwrap();
+        write_candidate(path, &candidate, &BTreeMap::new()).unwrap();
     }
 
     fn judge(&self, more: &[&str]) -> Output {
@@ -428,7 +429,7 @@ fn a_wrong_head_is_explained() {
     let workplace = HeadWorkplace::new(&["--dtype", "f32", "--layout", "vh"]);
     let sign = |x: &mut f32| *x = -*x;
     workplace.write_candidate(|candidate| {
-        let FloatArray::F32(dhidden) = &mut candidate.dhidden else { panic!("generated in f32") };
+        let FloatArray::F32(dhidden) = &mut candidate.gradient.dhidden else { panic!("generated in f32") };
         sign(dhidden.iter_mut().find(|x| **x != 0.0).expect("some token learns"));
     });
     let output = workplace.judge(&["--quiet"]);
@@ -447,7 +448,7 @@ fn a_wrong_head_is_explained() {
         assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
     }
     workplace.write_candidate(|candidate| {
-        let FloatArray::F32(dlm_head) = &mut candidate.dlm_head else { panic!("f32") };
+        let FloatArray::F32(dlm_head) = &mut candidate.gradient.dlm_head else { panic!("f32") };
         sign(&mut dlm_head[[128, 6]]);
     });
     let output = workplace.judge(&["--quiet"]);
@@ -484,7 +485,9 @@ fn heads_in_files_that_do_not_fit_are_refused_by_field() {
     let rounds = ("\"rounds_logits\":\"true\"", "\"rounds_logits\":\"trve\"");
     refused(&[rounds], &["metadata `rounds_logits`", "got `trve`", "true or false"]);
 
-    workplace.write_candidate(|candidate| candidate.dlm_head = FloatArray::zeros((129, 7), assay::problem::Dtype::F32));
+    workplace.write_candidate(|candidate| {
+        candidate.gradient.dlm_head = FloatArray::zeros((129, 7), assay::problem::Dtype::F32)
+    });
     let output = workplace.judge(&[]);
     assert_eq!(output.code, 2);
     assert!(output.stderr.contains("candidate `dlm_head`: got shape [129, 7], expected [7, 129]"), "{}", output.stderr);
@@ -511,7 +514,7 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
     for (row, variant) in rows.as_array().unwrap().iter().zip(variants) {
         assert_eq!((row["field"].as_str(), row["choice"].as_str()), (Some(variant.field), Some(variant.choice)));
         assert_eq!(row["support"]["reference"], "yes");
-        for implementation in assay::registry::registry(None) {
+        for implementation in assay::registry::registry::<Problem>(None) {
             assert!(!row["support"][implementation.id()].is_null(), "{} {row}", implementation.id());
             assert!(table.stdout.contains(implementation.id()));
         }
@@ -560,7 +563,7 @@ fn list_shows_every_implementation() {
     let output = assay(&["list", "--json", json.to_str().unwrap()]);
     assert_eq!(output.code, 0);
     let listed = read_json(&json);
-    for implementation in assay::registry::registry(None) {
+    for implementation in assay::registry::registry::<Problem>(None) {
         assert!(output.stdout.contains(&format!("│ {} ", implementation.id())), "{}", output.stdout);
         assert!(listed.as_array().unwrap().iter().any(|entry| entry["id"] == implementation.id()));
     }

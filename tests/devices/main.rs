@@ -89,7 +89,7 @@ fn main() {
     let mut trials = Vec::new();
     let plugins = plugins();
     for (i, plugin) in plugins.iter().enumerate() {
-        for implementation in assay::registry::compiled(&plugin.path) {
+        for implementation in assay::registry::compiled::<Problem>(&plugin.path) {
             let of = Trials { plugin, implementation, found: &mut trials };
             if i == 0 { of.all() } else { of.on_another_plugin() }
         }
@@ -131,7 +131,7 @@ impl Judged {
     /// dtype, and every choice that a spec has under `xla`.
     fn missing(&self, plugin: &Under) -> Vec<String> {
         let mut missing = Vec::new();
-        for implementation in assay::registry::compiled(&plugin.path) {
+        for implementation in assay::registry::compiled::<Problem>(&plugin.path) {
             let of = Trials { plugin, implementation: Arc::clone(&implementation), found: &mut Vec::new() };
             for (devices, dtype) in
                 of.available_counts().into_iter().flat_map(|n| Dtype::KERNEL.map(|dtype| (n, dtype)))

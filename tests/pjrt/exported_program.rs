@@ -224,8 +224,8 @@ fn inputs_any_order_any_dtype_arrive_as_the_problem_holds_them() {
                 let logp = candidate.logp.unwrap();
                 assert_eq!((logp.dtype(), logp.at(0, 0)), (Dtype::F16, -1.0 - 2_f64.powi(-9)), "{what}");
                 assert!(logp.at(0, 1).is_nan(), "{what}");
-                assert_eq!(candidate.dlogits.row(0, 0), [0.5, -1.0, 2.0], "{what}");
-                let masked = candidate.dlogits.row(0, 1);
+                assert_eq!(candidate.gradient.row(0, 0), [0.5, -1.0, 2.0], "{what}");
+                let masked = candidate.gradient.row(0, 1);
                 assert!(masked[0].is_nan() && masked[1..] == [f64::INFINITY, 3.0], "{what}");
                 assert!(candidate.metrics.is_none());
             }
@@ -289,7 +289,7 @@ fn programs_that_are_not_what_the_manifest_says_are_refused_on_every_plugin() {
 
 #[test]
 fn another_shape_dtype_device_count_or_spec_is_refused_by_name() {
-    let exported = find(&format!("file:{F32}"), None).unwrap();
+    let exported = find::<Problem>(&format!("file:{F32}"), None).unwrap();
     assert_eq!((exported.id(), exported.class()), ("file:fixtures/exported/grpo_f32.toml", "external"));
     let problem = full_problem();
     let supports = |spec: &LossSpec, shape: &str, dtype, devices| {

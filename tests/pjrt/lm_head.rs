@@ -5,16 +5,17 @@ use super::cpu_plugins;
 use std::env;
 use std::path::Path;
 
-use assay::implementation::Implementation;
+use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{HeadRecipe, Regime};
 use assay::judge::lm_head::judge_head;
 use assay::judge::tolerance::Tolerances;
 use assay::problem::{
-    Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadProblem, HeadShape, Problem, Projection,
+    Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
+    Projection,
 };
 use assay::programs::{ANY_DEVICE, CHUNK_BYTES, HeadArrays};
 use assay::reference::evaluate_head;
-use assay::registry::lm_head_registry;
+use assay::registry::registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::suites;
 use assay::xla::XlaHead;
@@ -134,8 +135,8 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
 }
 
 fn expect_right(spec: &LossSpec, problem: &HeadProblem, outcome: &HeadCandidate, class: &str, name: &str) {
-    assert_eq!(outcome.dhidden.dtype(), problem.dtype());
-    assert_eq!(outcome.dlm_head.dtype(), Dtype::F32);
+    assert_eq!(outcome.gradient.dhidden.dtype(), problem.dtype());
+    assert_eq!(outcome.gradient.dlm_head.dtype(), Dtype::F32);
     let reference = evaluate_head(spec, problem).unwrap();
     let verdicts = judge_head(&reference, problem, outcome, class, Tolerances::builtin()).unwrap();
     for verdict in &verdicts {
@@ -222,7 +223,7 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
 /// The baseline has no chunks: its program is the one of the other tests.
 #[test]
 fn registered_implementations_match_reference_in_one_chunk() {
-    let registry = lm_head_registry(Some(cpu_plugins()[0]));
+    let registry = registry::<HeadProblem>(Some(cpu_plugins()[0]));
     let in_chunks = registry.iter().filter(|head| head.class() == "tile-lm-head");
     let mut judged = 0;
     for (seed, implementation) in in_chunks.enumerate() {
@@ -240,11 +241,16 @@ fn a_prepared_step_gives_what_a_run_gives() {
     assert_eq!(head.id(), "tile-lm-head");
     let case = &cases()[5];
     let problem = problem(case, SHAPE, 3);
-    let prepared = head.prepare(&case.spec, SHAPE, case.dtype, 1).unwrap();
-    assert!(prepared.compiled_memory().unwrap_err().reason.contains("no problem was loaded"));
+    let given = Given::of(&case.spec, &problem).unwrap();
+    let prepared = head.prepare(&case.spec, given, 1).unwrap();
+    assert!(prepared.compiled_memory().unwrap().peak_bytes() > 0, "it is compiled before there is a problem");
+    let form = HeadForm { rounds_logits: !given.form.rounds_logits, ..given.form };
+    let other = head.prepare(&case.spec, Given { form, ..given }, 1).unwrap();
+    let Err(error) = other.load(&problem) else { panic!("logits are rounded, or are not") };
+    let [given, expected] = [given, Given { form, ..given }].map(|given| given.to_string());
+    assert!([given, expected].iter().all(|form| error.to_string().contains(form)), "{error}");
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
     expect_right(&case.spec, &problem, &outcome, head.class(), "prepared");
-    assert!(prepared.compiled_memory().unwrap().peak_bytes() > 0);
 }
 
 /// Elements of the largest array that a program names.

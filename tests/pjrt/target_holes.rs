@@ -5,7 +5,7 @@ use assay::judge::generate::{Recipe, Regime};
 use assay::judge::judge::judge;
 use assay::judge::report::explain;
 use assay::judge::tolerance::Tolerances;
-use assay::problem::Dtype;
+use assay::problem::{Dtype, Problem};
 use assay::reference;
 use assay::registry::registry;
 use assay::spec::{LossSpec, TemperatureDivides};
@@ -63,7 +63,7 @@ fn asked(devices: usize) -> Vec<(Dtype, LossSpec)> {
 #[test]
 fn all_outputs_target_at_minus_infinity_match_reference() {
     let plugins = super::cpu_plugins();
-    let all = registry(Some(plugins[0]));
+    let all = registry::<Problem>(Some(plugins[0]));
     assert_eq!(all.len(), 11, "each is asked for something");
     for implementation in all {
         let devices = *implementation.device_counts().last().expect("the CPU has devices");

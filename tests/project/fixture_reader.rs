@@ -464,7 +464,7 @@ fn candidate_of(dtype: Dtype) -> Candidate {
     let per_token = |start| Some(FloatArray::rounded_from(&ramp2(start), dtype));
     Candidate {
         loss: FloatArray::rounded_from(&arr0(1.0 / 3.0), dtype),
-        dlogits: ramp3(dtype),
+        gradient: ramp3(dtype),
         logp: per_token(-1.0),
         entropy: per_token(1.0),
         token_loss: per_token(0.0),
@@ -474,7 +474,7 @@ fn candidate_of(dtype: Dtype) -> Candidate {
 
 fn assert_same_outputs(given: &Candidate, expected: &Candidate) {
     assert_eq!(given.loss, expected.loss);
-    assert_eq!(given.dlogits, expected.dlogits);
+    assert_eq!(given.gradient, expected.gradient);
     assert_eq!(given.logp, expected.logp);
     assert_eq!(given.entropy, expected.entropy);
     assert_eq!(given.token_loss, expected.token_loss);
@@ -507,7 +507,7 @@ fn candidate_loss_of_one_element_is_a_scalar() {
     ] {
         for shape in ["[]", "[1]"] {
             let held = tensors(&[("loss", dtype, shape, bytes), ("dlogits", "F32", "[1,1,1]", &[0; 4])]);
-            let loss = candidate(&held).unwrap().loss;
+            let loss = candidate::<FloatArray<Ix3>, _>(&held).unwrap().loss;
             assert_eq!((loss.value(), loss.dtype().to_string()), (1.5, dtype.to_lowercase()));
         }
     }
@@ -517,7 +517,9 @@ fn candidate_loss_of_one_element_is_a_scalar() {
 fn candidate_that_is_malformed_is_refused_by_name() {
     let loss = ("loss", "F32", "[1]", &[0; 4][..]);
     let dlogits = ("dlogits", "F32", "[1,1,2]", &[0; 8][..]);
-    let refused = |entries: &[_], parts: &[&str]| assert_says(candidate(&tensors(entries)), "given.safetensors", parts);
+    let refused = |entries: &[_], parts: &[&str]| {
+        assert_says(candidate::<FloatArray<Ix3>, _>(&tensors(entries)), "given.safetensors", parts)
+    };
     let accepted = "expected only loss, dlogits, logp, entropy, token_loss";
     refused(&[loss, dlogits, ("logps", "F32", "[1,1]", &[0; 4])], &["tensor `logps`: got an unknown name", accepted]);
     refused(&[loss], &["tensor `dlogits`: not in the file", "[loss]"]);
@@ -727,7 +729,7 @@ fn read_everything(held: InMemory, file_len: usize) {
         let _ = held.numbers::<IxDyn>(name);
         let _ = held.integers::<IxDyn>(name);
     }
-    let _ = candidate(&held);
+    let _ = candidate::<FloatArray<Ix3>, _>(&held);
     let held = ProblemFile::new(held);
     for logits in held.logits_names() {
         for old_logp in held.old_logp_names() {

@@ -6,9 +6,9 @@ use assay::judge::lm_head::judge_head;
 use assay::judge::metric::Position;
 use assay::judge::recorded::{Scalar, judge_recorded};
 use assay::judge::tolerance::Tolerances;
-use assay::problem::{Dtype, FloatArray, HeadLayout};
+use assay::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, Problem};
 use assay::reference;
-use assay::registry::{find, find_head, lm_head_registry, registry};
+use assay::registry::{find, registry};
 use assay::spec::{Kl, KlEstimator, LossSpec};
 
 #[test]
@@ -26,7 +26,7 @@ fn every_entry_is_used() {
         };
         let problem = recipe.problem(&spec).unwrap();
         let reference = reference::evaluate(&spec, &problem).unwrap();
-        for implementation in registry(None) {
+        for implementation in registry::<Problem>(None) {
             let Some(&devices) = implementation.device_counts().first() else { continue };
             let outcome = implementation.run(&spec, problem.clone(), devices).unwrap();
             judge(&reference, &outcome, implementation.class(), &tolerances).unwrap();
@@ -34,17 +34,18 @@ fn every_entry_is_used() {
         let recipe = HeadRecipe { hidden: 5, layout: HeadLayout::VocabByHidden, rounds_logits: true, recipe };
         let problem_of_head = recipe.problem(&spec).unwrap();
         let of_head = reference::evaluate_head(&spec, &problem_of_head).unwrap();
-        for head in lm_head_registry(None) {
+        for head in registry::<HeadProblem>(None) {
             let Some(&devices) = head.device_counts().first() else { continue };
             let outcome = head.run(&spec, problem_of_head.clone(), devices).unwrap();
             judge_head(&of_head, &problem_of_head, &outcome, head.class(), &tolerances).unwrap();
         }
         // What `assay judge` reads from a file has no metrics, and gradients of any dtype.
-        let mut external = find_head("native-lm-head", None).unwrap().run(&spec, problem_of_head.clone(), 1).unwrap();
+        let mut external =
+            find::<HeadProblem>("native-lm-head", None).unwrap().run(&spec, problem_of_head.clone(), 1).unwrap();
         external.metrics = None;
-        external.dlm_head = FloatArray::rounded_from(&external.dlm_head.to_f64(), dtype);
+        external.gradient.dlm_head = FloatArray::rounded_from(&external.gradient.dlm_head.to_f64(), dtype);
         judge_head(&of_head, &problem_of_head, &external, "external-lm-head", &tolerances).unwrap();
-        let mut external = find("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
+        let mut external = find::<Problem>("native", None).unwrap().run(&spec, problem.clone(), 1).unwrap();
         external.metrics = None;
         judge(&reference, &external, "external", &tolerances).unwrap();
     }
@@ -53,7 +54,7 @@ fn every_entry_is_used() {
     let absent = |class: &str| {
         let family = class.trim_end_matches("-lm-head");
         ["xla", "tile"].contains(&family)
-            && !registry(None).iter().any(|i| i.class() == family && i.available().is_ok())
+            && !registry::<Problem>(None).iter().any(|i| i.class() == family && i.available().is_ok())
     };
     let (ignored, unused): (Vec<_>, Vec<_>) = tolerances.unused().partition(|entry| absent(&entry.class));
     if !ignored.is_empty() {

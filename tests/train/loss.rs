@@ -4,7 +4,9 @@ use assay::judge::generate::{Recipe, Regime};
 use assay::judge::judge::judge;
 use assay::judge::lm_head::judge_head;
 use assay::judge::tolerance::Tolerances;
-use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadLayout, HeadShape, Problem};
+use assay::problem::{
+    Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadShape, Problem,
+};
 use assay::reference::{evaluate, evaluate_head};
 use assay::spec::{LossSpec, Reduction, Rows};
 use assay::suites::cases;
@@ -68,7 +70,7 @@ fn dlogits_all_dtypes_pass_the_judge() {
             assert_eq!(dlogits.dtype(), logits.dtype());
             let candidate = Candidate {
                 loss: arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into(),
-                dlogits: array(&dlogits, dtype, three(recipe(dtype).shape)),
+                gradient: array(&dlogits, dtype, three(recipe(dtype).shape)),
                 logp: None,
                 entropy: None,
                 token_loss: None,
@@ -95,7 +97,7 @@ fn dlogits_f64_of_candles_autograd_are_the_references() {
     let expected = evaluate(&spec, &problem).unwrap();
     assert!((evaluated.loss.to_scalar::<f64>().unwrap() - expected.loss()).abs() < 1e-14);
     let (dlogits, outcome) = (array(&dlogits, Dtype::F64, three(shape)), expected.outcome());
-    let expected_dlogits = outcome.dlogits.to_f64();
+    let expected_dlogits = outcome.gradient.to_f64();
     assert!(expected_dlogits.iter().any(|x| x.abs() > 1e-3), "there is something to compare");
     for (at, &x) in dlogits.to_f64().indexed_iter() {
         assert!((x - expected_dlogits[at]).abs() < 1e-15, "dlogits{at:?}: {x}, expected {}", expected_dlogits[at]);
@@ -131,9 +133,11 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                 assert_eq!((dhidden.dtype(), dlm_head.dtype()), (hidden.dtype(), lm_head.dtype()));
                 let mut outcome = HeadCandidate {
                     loss: arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into(),
-                    dhidden: array(&dhidden, dtype, three([3, 5, 16])),
-                    dlm_head: array(&dlm_head, dtype, ndarray::Dim([97, 16])),
-                    dlogits_dtype: Dtype::F32,
+                    gradient: HeadGradient {
+                        dhidden: array(&dhidden, dtype, three([3, 5, 16])),
+                        dlm_head: array(&dlm_head, dtype, ndarray::Dim([97, 16])),
+                        dlogits_dtype: Dtype::F32,
+                    },
                     metrics: evaluated.metrics,
                     // The operation does not return these.
                     logp: None,
@@ -150,7 +154,8 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                     let metrics = outcome.metrics.take();
                     expect_right(&outcome, "external-lm-head");
                     outcome.metrics = metrics;
-                    outcome.dlm_head = FloatArray::rounded_from(&reference.outcome().dlm_head.to_f64(), Dtype::F32);
+                    outcome.gradient.dlm_head =
+                        FloatArray::rounded_from(&reference.outcome().gradient.dlm_head.to_f64(), Dtype::F32);
                 }
                 expect_right(&outcome, "native-lm-head");
             }

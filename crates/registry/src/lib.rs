@@ -75,24 +75,14 @@ pub fn registry<P: Listed>(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<
 }
 
 /// Those that run any shape at once: they are given thousands of shapes.
-pub fn immediate() -> Vec<Arc<dyn Implementation>> {
+pub fn immediate<P: Listed>() -> Vec<Arc<dyn Implementation<P>>> {
     registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
 }
 
 /// Those that compile a program for each shape, on the devices of `plugin`: they are given a few shapes and every device
 /// count.
-pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
+pub fn compiled<P: Listed>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
     registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
-}
-
-/// [`immediate`], with an LM head.
-pub fn immediate_heads() -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    lm_head_registry(None).into_iter().filter(|head| !compiles(&**head)).collect()
-}
-
-/// [`compiled`], with an LM head.
-pub fn compiled_heads(plugin: &Path) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
-    lm_head_registry(Some(plugin)).into_iter().filter(|head| compiles(&**head)).collect()
 }
 
 fn compiles<P: Input>(implementation: &dyn Implementation<P>) -> bool {

@@ -1,7 +1,7 @@
 //! The judge of the LM head with the loss.
 
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadShape};
+use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadGradient, HeadShape};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::Verdict;
 use assay_judge::lm_head::judge_head;
@@ -24,10 +24,10 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     let problem = recipe.problem(&spec).unwrap();
     let reference = evaluate_head(&spec, &problem).unwrap();
     let mut outcome = NativeHead::default().run(&spec, problem.clone(), 1).unwrap();
-    let FloatArray::F32(dlm_head) = &mut outcome.dlm_head else { panic!("f32 whatever the head") };
+    let FloatArray::F32(dlm_head) = &mut outcome.gradient.dlm_head else { panic!("f32 whatever the head") };
     dlm_head[[0, 0]] = f32::INFINITY;
     for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
-        outcome.dlogits_dtype = dtype;
+        outcome.gradient.dlogits_dtype = dtype;
         let verdicts = judge_head(&reference, &problem, &outcome, "native-lm-head", Tolerances::builtin()).unwrap();
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
@@ -43,7 +43,8 @@ fn wrong_gradients_are_rejected() {
         (recipe.recipe.dtype, recipe.rounds_logits) = (dtype, true);
         let problem = recipe.problem(&spec).unwrap();
         let reference = evaluate_head(&spec, &problem).unwrap();
-        let right = HeadCandidate { dlogits_dtype: dtype, ..reference.outcome().into() };
+        let mut right: HeadCandidate = reference.outcome().into();
+        right.gradient.dlogits_dtype = dtype;
         let failed = |outcome: &HeadCandidate| -> Vec<String> {
             let verdicts = judge_head(&reference, &problem, outcome, "native-lm-head", Tolerances::builtin()).unwrap();
             verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
@@ -68,10 +69,11 @@ fn wrong_gradients_are_rejected() {
             dlogits.row_mut(last).fill(0.0);
             dlogits
         };
-        let bf16_sums = right.dlm_head.to_f64().mapv(|x| Dtype::Bf16.round(Dtype::Bf16.round(x * 0.5) + x * 0.5));
+        let bf16_sums =
+            right.gradient.dlm_head.to_f64().mapv(|x| Dtype::Bf16.round(Dtype::Bf16.round(x * 0.5) + x * 0.5));
         let masked = problem.mask.indexed_iter().find(|(_, counts)| !**counts).unwrap().0;
         let of_masked = {
-            let mut dhidden = right.dhidden.to_f64();
+            let mut dhidden = right.gradient.dhidden.to_f64();
             dhidden[[masked.0, masked.1, 0]] = 1e-30;
             dhidden
         };
@@ -80,15 +82,17 @@ fn wrong_gradients_are_rejected() {
             problem.logits.rounds_logits = false;
             evaluate_head(&spec, &problem).unwrap().outcome()
         };
+        let of_right = || right.gradient.clone();
         let wrong = [
-            ("dhidden without the last columns", HeadCandidate { dhidden: dhidden(&without_tail), ..right.clone() }),
-            ("dlm_head without the last columns", HeadCandidate { dlm_head: dlm_head(&without_tail), ..right.clone() }),
-            ("the last token in no chunk", HeadCandidate { dlm_head: dlm_head(&without_last_token), ..right.clone() }),
-            ("dlm_head summed in bf16", HeadCandidate { dlm_head: bf16_sums.into(), ..right.clone() }),
-            ("a masked token with a gradient", HeadCandidate { dhidden: of_masked.into(), ..right.clone() }),
-            ("logits not rounded", HeadCandidate { logp: Some(unrounded.logp), ..right.clone() }),
+            ("dhidden without the last columns", HeadGradient { dhidden: dhidden(&without_tail), ..of_right() }),
+            ("dlm_head without the last columns", HeadGradient { dlm_head: dlm_head(&without_tail), ..of_right() }),
+            ("the last token in no chunk", HeadGradient { dlm_head: dlm_head(&without_last_token), ..of_right() }),
+            ("dlm_head summed in bf16", HeadGradient { dlm_head: bf16_sums.into(), ..of_right() }),
+            ("a masked token with a gradient", HeadGradient { dhidden: of_masked.into(), ..of_right() }),
         ];
-        for (what, outcome) in wrong {
+        let wrong = wrong.map(|(what, gradient)| (what, HeadCandidate { gradient, ..right.clone() }));
+        let not_rounded = ("logits not rounded", HeadCandidate { logp: Some(unrounded.logp), ..right.clone() });
+        for (what, outcome) in wrong.into_iter().chain([not_rounded]) {
             let exact_anyway = dtype == Dtype::F32 && what == "logits not rounded";
             assert_eq!(failed(&outcome).is_empty(), exact_anyway, "{dtype}: {what}");
         }

@@ -58,12 +58,12 @@ fn assert_rejected(verdicts: &[Verdict], gate: Gate, status: Status) {
 }
 
 fn dlogits_f32(candidate: &mut Candidate) -> &mut Array3<f32> {
-    let FloatArray::F32(dlogits) = &mut candidate.dlogits else { panic!("f32 logits give f32 dlogits") };
+    let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32 logits give f32 dlogits") };
     dlogits
 }
 
 fn dlogits_bf16(candidate: &mut Candidate) -> &mut Array3<bf16> {
-    let FloatArray::Bf16(dlogits) = &mut candidate.dlogits else { panic!("bf16 logits give bf16 dlogits") };
+    let FloatArray::Bf16(dlogits) = &mut candidate.gradient else { panic!("bf16 logits give bf16 dlogits") };
     dlogits
 }
 
@@ -82,7 +82,7 @@ fn reference_rounded_to_each_dtype_passes_every_gate() {
         let (spec, problem) = (spec(), problem(dtype));
         let reference = reference::evaluate(&spec, &problem).unwrap();
         let mut candidate = Candidate::from(reference.outcome());
-        candidate.dlogits = FloatArray::rounded_from(&candidate.dlogits.to_f64(), dtype);
+        candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), dtype);
         for verdict in judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap() {
             assert!(verdict.passed(), "{dtype} {}: {verdict:?}", verdict.gate);
         }
@@ -155,9 +155,9 @@ fn one_ulp_in_bf16_and_a_thousand_in_f32_are_rejected() {
 fn dropped_column_is_rejected_by_elements_and_row_l2() {
     for dtype in Dtype::KERNEL {
         let verdict = verdicts(dtype, |candidate, _| {
-            let mut values = candidate.dlogits.to_f64();
+            let mut values = candidate.gradient.to_f64();
             values.slice_mut(ndarray::s![.., .., 1024]).fill(0.0);
-            candidate.dlogits = FloatArray::rounded_from(&values, dtype);
+            candidate.gradient = FloatArray::rounded_from(&values, dtype);
         });
         assert_rejected(&verdict, DLOGITS, Status::Fail);
     }
@@ -170,13 +170,13 @@ fn dropped_column_is_rejected_by_elements_and_row_l2() {
 fn non_target_gradients_set_to_zero_are_rejected_by_every_dlogits_gate() {
     for dtype in Dtype::KERNEL {
         let verdict = verdicts(dtype, |candidate, reference| {
-            let mut values = candidate.dlogits.to_f64();
+            let mut values = candidate.gradient.to_f64();
             for ((b, t, v), x) in values.indexed_iter_mut() {
                 if reference.token(b, t).is_some_and(|token| token.id != v) {
                     *x = 0.0;
                 }
             }
-            candidate.dlogits = FloatArray::rounded_from(&values, dtype);
+            candidate.gradient = FloatArray::rounded_from(&values, dtype);
         });
         for gate in [DLOGITS, ROW_L2, ROW_SUM] {
             assert_rejected(&verdict, gate, Status::Fail);
@@ -194,14 +194,14 @@ fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() 
     let (spec, problem) = (recorded_spec(), file.problem("logits", Some("old_logps")).unwrap());
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let mut candidate = Candidate::from(reference.outcome());
-    let FloatArray::F64(dlogits) = &mut candidate.dlogits else { panic!("the reference gives f64") };
+    let FloatArray::F64(dlogits) = &mut candidate.gradient else { panic!("the reference gives f64") };
     for ((b, t, v), x) in dlogits.indexed_iter_mut() {
         if reference.token(b, t).is_some_and(|token| token.id != v) {
             assert!(x.abs() <= 5e-2 + 5e-1 * x.abs(), "[{b},{t},{v}]");
             *x = 0.0;
         }
     }
-    candidate.dlogits = FloatArray::rounded_from(&candidate.dlogits.to_f64(), Dtype::Bf16);
+    candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), Dtype::Bf16);
     candidate.metrics = None;
     let verdicts = judge(&reference, &candidate, "external", Tolerances::builtin());
     for gate in [DLOGITS, ROW_L2, ROW_SUM] {
@@ -212,7 +212,7 @@ fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() 
 #[test]
 fn zeroed_row_is_rejected() {
     for dtype in Dtype::KERNEL {
-        let verdict = verdicts(dtype, |candidate, _| candidate.dlogits.fill_row(1, 3, 0.0));
+        let verdict = verdicts(dtype, |candidate, _| candidate.gradient.fill_row(1, 3, 0.0));
         assert_rejected(&verdict, DLOGITS, Status::Fail);
         assert_rejected(&verdict, ROW_L2, Status::Fail);
     }
@@ -260,7 +260,7 @@ fn finite_answer_where_the_reference_is_not_is_rejected() {
     let mut silent = honest;
     *token(&mut silent, Output::Logp, 1, 1) = -3.0;
     assert_rejected(&judged(&silent), gate(Output::Logp), Status::Fail);
-    silent.dlogits.fill_row(1, 1, 0.0);
+    silent.gradient.fill_row(1, 1, 0.0);
     assert_rejected(&judged(&silent), DLOGITS, Status::Fail);
     silent.loss = arr0(0.5_f32).into();
     assert_rejected(&judged(&silent), gate(Output::Loss), Status::Fail);
@@ -290,7 +290,7 @@ fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
     let clipped = |problem: &Problem, spec: &LossSpec| {
         let reference = reference::evaluate(spec, problem).unwrap();
         let mut candidate = Native::default().run(spec, problem.clone(), 1).unwrap();
-        candidate.dlogits.fill_row(0, 0, 0.0);
+        candidate.gradient.fill_row(0, 0, 0.0);
         let zeroed = judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap();
         zeroed.iter().find(|verdict| verdict.gate == DLOGITS).unwrap().passed()
     };
@@ -327,7 +327,7 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
         let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
         candidate.loss = arr0(f32::INFINITY).into();
         *token(&mut candidate, Output::TokenLoss, 0, 0) = f32::INFINITY;
-        candidate.dlogits.fill_row(0, 0, f64::NAN);
+        candidate.gradient.fill_row(0, 0, f64::NAN);
         judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap()
     };
     for verdict in not_finite(92.0) {
@@ -353,7 +353,7 @@ fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
         let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
         candidate.loss = arr0(0.0_f32).into();
         *token(&mut candidate, Output::TokenLoss, 0, 0) = 0.0;
-        candidate.dlogits.fill_row(0, 0, 0.0);
+        candidate.gradient.fill_row(0, 0, 0.0);
         candidate.metrics.as_mut().unwrap().kl_mean = Some(0.0);
         judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap()
     };
@@ -374,7 +374,7 @@ fn outputs_of_the_wrong_shape_or_dtype_are_refused_by_name() {
     let error = |candidate: &Candidate| judge(&reference, candidate, "native", Tolerances::builtin()).unwrap_err();
 
     let mut short = right.clone();
-    short.dlogits = FloatArray::F32(Array3::zeros((3, 5, 1024)));
+    short.gradient = FloatArray::F32(Array3::zeros((3, 5, 1024)));
     assert_eq!(
         error(&short).to_string(),
         "candidate `dlogits`: got shape [3, 5, 1024], expected [3, 5, 1025] as in the problem"

@@ -7,7 +7,7 @@ use assay_judge::invariance::Invariance;
 use assay_judge::judge::{Status, Verdict};
 use assay_judge::metric::{Allowance, Position, Tally};
 use assay_judge::report::{Check, Compared, Ignored, Report};
-use assay_judge::summary::{COLUMNS, Summary, notes};
+use assay_judge::summary::{COLUMNS, notes, summary_of};
 use assay_judge::tolerance::{Gate, Model, Output};
 
 /// A check of `fixture` that needs `needed` of the `κ` of 4 that it is allowed; one that compares nothing.
@@ -32,7 +32,7 @@ fn without_kappa(mut check: Check) -> Check {
 }
 
 fn report(checks: Vec<Check>) -> Report {
-    let summary = Summary::new("native", 1, &checks, Some(Duration::from_millis(1234)));
+    let summary = summary_of("native", 1, &checks, Some(Duration::from_millis(1234)));
     Report { implementations: vec![summary], ..Report::new(checks, Vec::new()) }
 }
 
@@ -76,7 +76,7 @@ fn what_compared_nothing_is_counted_apart() {
 #[test]
 fn a_check_whose_name_does_not_fit_goes_unnamed() {
     let mut both = report(vec![check("short", Some(1.0))]);
-    both.implementations.push(Summary::new("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
+    both.implementations.push(summary_of("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
     let text = both.summary();
     assert!(text.lines().all(|line| line.chars().count() <= COLUMNS.into()), "{text}");
     assert!(text.contains("0.25  logp of short") && text.contains("┆      – ┆ 0.50 "), "{text}");

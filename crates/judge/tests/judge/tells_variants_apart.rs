@@ -53,10 +53,10 @@ fn answer(spec: &LossSpec, problem: &Problem) -> Candidate {
         let values = Array2::from_shape_fn(problem.mask.dim(), |(b, t)| array.at(b, t) as f32);
         Some(values.into())
     };
-    let FloatArray::F64(dlogits) = &outcome.dlogits else { panic!("the reference answers in f64") };
+    let FloatArray::F64(dlogits) = &outcome.gradient else { panic!("the reference answers in f64") };
     Candidate {
         loss: arr0(reference.loss() as f32).into(),
-        dlogits: dlogits.mapv(|x| x as f32).into(),
+        gradient: dlogits.mapv(|x| x as f32).into(),
         logp: rounded(&outcome.logp),
         entropy: rounded(&outcome.entropy),
         token_loss: rounded(&outcome.token_loss),

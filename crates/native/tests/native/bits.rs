@@ -167,7 +167,7 @@ fn per_token_outputs_any_order_of_rows_have_the_same_bits() {
     };
     let run = |problem: Problem| -> (Vec<f64>, Array3<f64>) {
         let outcome = Native::default().run(&spec, problem, 1).expect("supported");
-        (outcome.logp.expect("ours return it").to_f64().iter().copied().collect(), outcome.dlogits.to_f64())
+        (outcome.logp.expect("ours return it").to_f64().iter().copied().collect(), outcome.gradient.to_f64())
     };
     let (logp, dlogits) = run(problem);
     let (shuffled_logp, shuffled_dlogits) = run(shuffled);

@@ -68,7 +68,7 @@ fn results_have_the_same_bits_for_any_number_of_threads() {
             }
             for threads in [2, 3] {
                 let more = run(threads);
-                let other = Invariance::between_heads(&one, &more).other;
+                let other = Invariance::between(&one, &more).other;
                 assert!(other.is_empty(), "{dtype}, {threads} threads: {other:?}");
             }
         }

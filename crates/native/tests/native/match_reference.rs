@@ -172,7 +172,7 @@ fn outputs_any_thread_count_have_the_same_bits() {
         assert_eq!(one.loss, many.loss, "{} with {threads} threads", implementation.id());
         assert_eq!(one.logp, many.logp);
         assert_eq!(one.entropy, many.entropy);
-        assert_eq!(one.dlogits, many.dlogits);
+        assert_eq!(one.gradient, many.gradient);
         assert_eq!(one.metrics, many.metrics);
     }
 }

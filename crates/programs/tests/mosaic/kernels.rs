@@ -249,7 +249,7 @@ impl<'p> Around<'p> {
         };
         Candidate {
             loss: arr0((total + bonus) as f32).into(),
-            dlogits: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
+            gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
             logp: array(&logp),
             entropy: array(&entropy),
             token_loss: array(&loss),

@@ -284,7 +284,7 @@ fn check(case: &Case, record: &mut Record) -> Result<(), TestCaseError> {
         record.compare("entropy", outcome.entropy.at(b, t), &head.entropy, head.entropy_softmax.entropy)?;
         record.compare("token_loss", outcome.token_loss.at(b, t), &token.loss, loss_scale)?;
         let by_entropy = scale.by_entropy(b, t);
-        for (j, dlogit) in outcome.dlogits.row(b, t).into_iter().enumerate() {
+        for (j, dlogit) in outcome.gradient.row(b, t).into_iter().enumerate() {
             let output = if j == head.id { "dlogits target" } else { "dlogits non-target" };
             let limit = head.dlogit(spec, &by_logp.loss, &by_entropy.loss, j);
             record.compare(output, dlogit, &exact.dlogit(b, t, j), limit)?;
@@ -299,7 +299,7 @@ fn check(case: &Case, record: &mut Record) -> Result<(), TestCaseError> {
 fn check_absent(outcome: &Outcome, b: usize, t: usize) -> Result<(), TestCaseError> {
     let values = [outcome.logp.at(b, t), outcome.entropy.at(b, t), outcome.token_loss.at(b, t)];
     prop_assert_eq!(values, [0.0; 3]);
-    prop_assert!(outcome.dlogits.row(b, t).iter().all(|x| *x == 0.0));
+    prop_assert!(outcome.gradient.row(b, t).iter().all(|x| *x == 0.0));
     Ok(())
 }
 
@@ -683,7 +683,7 @@ fn outcome_f64_ratio_beyond_f64_without_advantage_is_zero() {
             continue;
         }
         assert!(outcome.token_loss.to_f64().iter().all(|loss| *loss == 0.0), "{spec:?}");
-        assert!(outcome.dlogits.to_f64().iter().all(|dlogit| *dlogit == 0.0), "{spec:?}");
+        assert!(outcome.gradient.to_f64().iter().all(|dlogit| *dlogit == 0.0), "{spec:?}");
     }
 }
 
@@ -735,7 +735,7 @@ fn outcome_f64_nan_under_the_mask_is_never_read() {
             };
             let [clean, dirty] = [&clean, &dirty].map(|problem| {
                 let reference = reference::evaluate(&spec, problem).expect("a valid case");
-                (reference.loss(), reference.metrics(), reference.outcome().dlogits)
+                (reference.loss(), reference.metrics(), reference.outcome().gradient)
             });
             assert_eq!(clean, dirty, "{spec:?}");
             assert!(!clean.0.is_nan(), "{spec:?}");
@@ -755,7 +755,7 @@ fn sampled_id_outside_the_support_is_refused_or_put_back() {
     agrees(spec(true), &problem);
     // Column 3 is padding where it was not sampled, and a token of its own where it was.
     let spec = spec(true);
-    let dlogits = reference::evaluate(&spec, &problem).expect("a valid case").outcome().dlogits;
+    let dlogits = reference::evaluate(&spec, &problem).expect("a valid case").outcome().gradient;
     assert_eq!(dlogits.row(0, 0)[3], 0.0);
     assert_ne!(dlogits.row(1, 0)[3], 0.0);
     // Under the mask it is nobody's.

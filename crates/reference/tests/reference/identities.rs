@@ -61,7 +61,7 @@ fn bits(outcome: &Outcome) -> Vec<u64> {
     let metrics = means.into_iter().chain(metrics.kl_mean).map(f64::to_bits);
     let tokens = [&outcome.logp, &outcome.entropy, &outcome.token_loss].into_iter().flat_map(array_bits);
     let mut bits = array_bits(&outcome.loss);
-    bits.extend(tokens.chain(array_bits(&outcome.dlogits)).chain(metrics));
+    bits.extend(tokens.chain(array_bits(&outcome.gradient)).chain(metrics));
     bits
 }
 
@@ -157,7 +157,7 @@ fn outcome_f64_power_of_two_advantage_scales_exactly() {
         let fourfold = Problem { advantages: scaled(&problem.advantages, 4.0), ..problem };
         let fourfold = outcome(&spec, &fourfold);
         assert_eq!(fourfold.loss.value(), 4.0 * once.loss.value());
-        assert_eq!(fourfold.dlogits.to_f64(), 4.0 * once.dlogits.to_f64());
+        assert_eq!(fourfold.gradient.to_f64(), 4.0 * once.gradient.to_f64());
     });
 }
 
@@ -169,7 +169,7 @@ fn outcome_f64_scaled_advantage_scales_loss_and_dlogits() {
         let tripled = Problem { advantages: scaled(&problem.advantages, 3.0), ..problem.clone() };
         let tripled = evaluate(&spec, &tripled).unwrap();
         assert!((tripled.loss() - 3.0 * once.loss()).abs() <= 3.0 * 4.0 * U * loss_scale(&once));
-        let (one, three) = (once.outcome().dlogits.to_f64(), tripled.outcome().dlogits.to_f64());
+        let (one, three) = (once.outcome().gradient.to_f64(), tripled.outcome().gradient.to_f64());
         for (one, three) in one.iter().zip(&three) {
             assert!((three - 3.0 * one).abs() <= 8.0 * U * three.abs(), "{three:e} is not 3 × {one:e}");
         }
@@ -185,7 +185,7 @@ fn outcome_f64_negated_advantage_negates_unclipped_loss() {
         let negated = Problem { advantages: scaled(&problem.advantages, -1.0), ..problem };
         let negated = outcome(&spec, &negated);
         assert_eq!(negated.loss.value(), -once.loss.value());
-        assert_eq!(negated.dlogits.to_f64(), -once.dlogits.to_f64());
+        assert_eq!(negated.gradient.to_f64(), -once.gradient.to_f64());
     });
 }
 

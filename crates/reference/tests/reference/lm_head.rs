@@ -25,14 +25,14 @@ fn gradients_of_the_reference_are_those_of_its_loss() {
                 change(&mut down, -step);
                 (loss(&up) - loss(&down)) / (2.0 * step)
             };
-            for ((b, t, h), &x) in outcome.dhidden.to_f64().indexed_iter() {
+            for ((b, t, h), &x) in outcome.gradient.dhidden.to_f64().indexed_iter() {
                 let expected = difference(&|problem, by| {
                     let FloatArray::F64(hidden) = &mut problem.logits.hidden else { unreachable!("made of f64") };
                     hidden[[b, t, h]] += by;
                 });
                 assert!((x - expected).abs() < 1e-8, "dhidden[{b},{t},{h}]: {x} but the loss says {expected}");
             }
-            for ((i, j), &x) in outcome.dlm_head.to_f64().indexed_iter() {
+            for ((i, j), &x) in outcome.gradient.dlm_head.to_f64().indexed_iter() {
                 let expected = difference(&|problem, by| {
                     let FloatArray::F64(lm_head) = &mut problem.logits.lm_head else { unreachable!("made of f64") };
                     lm_head[[i, j]] += by;

@@ -205,7 +205,7 @@ fn check(case: &Case, worst: &mut Worst) -> Result<(), TestCaseError> {
         worst.compare("logp", outcome.logp.at(b, t), &token.logp, condition.logp)?;
         worst.compare("entropy", outcome.entropy.at(b, t), entropy, condition.entropy_softmax.entropy)?;
         worst.compare("token_loss", outcome.token_loss.at(b, t), &token.loss, condition.token_loss)?;
-        for (j, dlogit) in outcome.dlogits.row(b, t).into_iter().enumerate() {
+        for (j, dlogit) in outcome.gradient.row(b, t).into_iter().enumerate() {
             let output = if j == id { "dlogits target" } else { "dlogits non-target" };
             let derivative = exact::derivative(spec, position, row, &token.logp, tokens.len(), j);
             worst.compare(output, dlogit, &derivative, condition.dlogit(spec, position, tokens.len(), j))?;
@@ -220,7 +220,7 @@ fn check_masked(problem: &Problem, outcome: &Outcome) -> Result<(), TestCaseErro
     for ((b, t), _) in problem.mask.indexed_iter().filter(|(_, counts)| !**counts) {
         let values = [outcome.logp.at(b, t), outcome.entropy.at(b, t), outcome.token_loss.at(b, t)];
         prop_assert_eq!(values, [0.0; 3]);
-        prop_assert!(outcome.dlogits.row(b, t).iter().all(|x| *x == 0.0));
+        prop_assert!(outcome.gradient.row(b, t).iter().all(|x| *x == 0.0));
     }
     Ok(())
 }
