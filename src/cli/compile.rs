@@ -20,13 +20,10 @@ use crate::tpu::{self, Compiler, Target};
 const SMALL: f64 = 0.01;
 
 /// The lines that stand around each table in a document: that of logits, and that of LM heads.
-const MARKS: [[&str; 2]; 2] = [
+const MARKS: [Marks; 2] = [
     ["<!-- assay compile --table -->", "<!-- end of table -->"],
     ["<!-- assay compile --table, LM heads -->", "<!-- end of table, LM heads -->"],
 ];
-
-/// No document is longer.
-const LONGEST: u64 = 1 << 20;
 
 #[derive(Args)]
 pub(super) struct Compile {
@@ -142,7 +139,8 @@ impl Compile {
         let table = Table { rows: rows.iter().map(compile).collect::<Result<_, _>>()? };
         progress.finish_and_clear();
         if let Some(path) = &self.into {
-            write_into(&table, path)?;
+            let tables = markdown(&table);
+            document::put_into(path, MARKS.into_iter().zip(tables.iter().map(String::as_str)))?;
         }
         self.printing.finish(&markdown(&table).join("\n"), &table)?;
         Ok(Passed::Yes)
@@ -256,27 +254,4 @@ fn busiest(kernel: &Kernel) -> String {
     let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
     let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
     slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))
-}
-
-/// Puts the tables between their marks in a document.
-fn write_into(table: &Table, path: &Path) -> Result<(), CliError> {
-    let io = |action, reason| CliError::Io { path: path.into(), action, reason };
-    let bytes = fs::metadata(path).map_err(|reason| io("read", reason))?.len();
-    if bytes > LONGEST {
-        return Err(CliError::Usage(format!("--into: got {bytes} bytes, expected a document of up to {LONGEST}")));
-    }
-    let document = fs::read_to_string(path).map_err(|reason| io("read", reason))?;
-    let mut text = document;
-    for ([start, end], table) in MARKS.into_iter().zip(markdown(table)) {
-        let parts = text.split_once(start).and_then(|(before, rest)| Some((before, rest.split_once(end)?.1)));
-        let Some((before, after)) = parts else {
-            let given = path.display();
-            return Err(CliError::Usage(format!(
-                "--into: got {given}, expected a document with the lines `{start}` and `{end}`"
-            )));
-        };
-        text = format!("{before}{start}\n{table}{end}{after}");
-    }
-    crate::fixture::persist(path, |file| std::io::Write::write_all(file, text.as_bytes()))
-        .map_err(|reason| io("write", reason))
 }

@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::path::PathBuf;
 
 use clap::Args;
 use comfy_table::{ContentArrangement, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
+use super::document::{self, Marks};
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::implementation::{Implementation, Input};
 use crate::judge::summary::{COLUMNS, grouped, notes};
@@ -21,6 +23,9 @@ const SHAPE: Shape = Shape { batch: 8, tokens: 8, vocab: 151_936 };
 /// The same, of an LM head.
 const HEAD_SHAPE: HeadShape = HeadShape { batch: 8, tokens: 8, hidden: 896, vocab: 151_936 };
 
+/// The lines that stand around the matrix in a document.
+const MARKS: Marks = ["<!-- assay list --markdown -->", "<!-- end of matrix -->"];
+
 #[derive(Args)]
 pub(super) struct List {
     /// Show every choice of a spec against every implementation: yes, or the setting that is refused
@@ -29,6 +34,9 @@ pub(super) struct List {
     /// The same as a Markdown table
     #[arg(long)]
     markdown: bool,
+    /// Also put that table between its marks in a document, such as docs/support.md
+    #[arg(long, value_name = "FILE.md", requires = "markdown")]
+    into: Option<PathBuf>,
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
@@ -97,6 +105,9 @@ impl List {
     fn print_matrix(&self) -> Result<Passed, CliError> {
         let matrix = Matrix::of(&registry::<Problem>(self.plugin.path()));
         let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
+        if let Some(path) = &self.into {
+            document::put_into(path, [(MARKS, text.as_str())])?;
+        }
         self.printing.finish_list(&text, &matrix.rows)?;
         Ok(Passed::Yes)
     }

@@ -6,11 +6,13 @@ mod bench;
 #[cfg(feature = "pjrt")]
 mod compile;
 mod config;
+mod document;
 #[cfg(feature = "pjrt")]
 mod emit;
 mod generate;
 mod gradcheck;
 mod head_choice;
+mod help;
 mod judge;
 mod list;
 mod metrics;
@@ -38,7 +40,7 @@ use std::sync::{
 };
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
@@ -247,7 +249,9 @@ impl From<bool> for Passed {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let matches = help::grouped(Cli::command()).get_matches();
+    let Cli { command } = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let result = match command {
         Command::Replay(command) => command.run(),
         Command::Gradcheck(command) => command.run(),
         Command::Bench(command) => command.run(),

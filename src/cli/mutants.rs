@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
+use super::document::{self, Marks};
 use super::{CliError, Passed, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
@@ -13,6 +14,9 @@ use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Trial,
 
 /// Where fixtures are looked for when no folder is named.
 const DEFAULT_FOLDER: &str = "fixtures";
+
+/// The lines that stand around the tables in a document.
+const MARKS: Marks = ["<!-- assay mutants --markdown -->", "<!-- end of tables -->"];
 
 #[derive(Args)]
 pub(super) struct Mutants {
@@ -25,6 +29,9 @@ pub(super) struct Mutants {
     /// Print the tables as Markdown
     #[arg(long)]
     markdown: bool,
+    /// Also put the tables between their marks in a document, such as docs/mutants.md
+    #[arg(long, value_name = "FILE.md", requires = "markdown", conflicts_with = "only")]
+    into: Option<PathBuf>,
     #[command(flatten)]
     printing: Printing,
 }
@@ -55,6 +62,9 @@ impl Mutants {
         let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
         let score = trial.score(&elsewhere).and(heads.score(&[]));
         let mut text = if self.markdown { score.markdown() } else { score.table() };
+        if let Some(path) = &self.into {
+            document::put_into(path, [(MARKS, text.as_str())])?;
+        }
         if !self.markdown {
             text.extend(ignored.iter().map(|Ignored { what, why }| format!("ignored  {what}: {why}\n")));
         }
