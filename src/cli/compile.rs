@@ -1,13 +1,14 @@
 //! `assay compile`: a program compiled for TPUs that need not be there, and what its compiler says of it.
 
+use std::env;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
-use std::{env, fs};
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 
+use super::document::{self, Marks};
 use super::{CliError, Passed, Printing, config};
 use crate::problem::{Dtype, Extents, HeadLayout};
 use crate::programs::CHUNK_BYTES;

@@ -522,15 +522,6 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
     }
 }
 
-/// Without PJRT there are fewer columns.
-#[cfg(feature = "pjrt")]
-#[test]
-fn readme_carries_the_matrix_as_the_command_prints_it() {
-    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
-    let matrix = assay(&["list", "--markdown"]).stdout;
-    assert!(readme.contains(&matrix), "README.md: run `assay list --matrix --markdown`");
-}
-
 #[test]
 fn metrics_go_by_the_names_and_definitions_of_each_project() {
     let workplace = Workplace::new();

@@ -123,27 +123,3 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
     assert_eq!(cell("non-target-dlogits-dropped", "Liger bf16"), Cell::Passes);
     assert_eq!(cell("non-target-dlogits-dropped", "Liger f32"), Cell::Caught);
 }
-
-/// The lines of a table, without which gate was first and after how many cases: those may turn on a bit of this machine's
-/// `exp`.
-fn said(table: &str) -> Vec<Vec<&str>> {
-    let mut lines: Vec<Vec<&str>> = table.trim().lines().map(|line| line.split(" | ").collect()).collect();
-    for cells in lines.iter_mut().filter(|cells| cells.len() > 5) {
-        cells.drain(3..5);
-    }
-    lines
-}
-
-#[test]
-fn the_table_in_the_docs_is_that_of_the_code() {
-    let docs = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/mutants.md")).unwrap();
-    let (_, table) = docs.split_once("<!-- assay mutants --markdown -->\n").expect("the mark above the tables");
-    assert_eq!(said(table), said(&score().markdown()), "write it again with `assay mutants --markdown`");
-    for project in PROJECTS {
-        assert!(docs.contains(project.source), "docs/mutants.md: {}", project.source);
-    }
-    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
-    for line in score().markdown().lines().take_while(|line| !line.is_empty()) {
-        assert!(readme.contains(line), "README.md: {line}");
-    }
-}
