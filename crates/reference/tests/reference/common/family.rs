@@ -1,6 +1,6 @@
 //! The loss of every [`LossSpec`], written down literally over any [`Number`].
 //!
-//! Written from the published formulas, the docs of the spec and the peers' sources, apart from `src/reference`. A
+//! Written from the published formulas, the docs of the spec and the peers' sources, apart from `crates/reference`. A
 //! minimum is a minimum and a clamp a clamp: no branch is chosen for the sake of a derivative and none is taken. What a
 //! formula holds constant stands in [`Frozen`]; everything else is a function of the log-probabilities and entropies in
 //! [`Policy`]. Once constants are held, rows do not meet: the loss is the sum of [`Loss::row`] over rows.

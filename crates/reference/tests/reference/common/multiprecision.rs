@@ -1,6 +1,6 @@
 //! The GRPO loss in 640-bit arithmetic: the definitions, and nothing done for the sake of rounding.
 //!
-//! Written from the published formulas and apart from `src/reference`. There is no maximum subtracted, no branch
+//! Written from the published formulas and apart from `crates/reference`. There is no maximum subtracted, no branch
 //! chosen and no derivative taken: `log_softmax` is `z_y − ln Σ exp z_j`, the clip is `min` and `max`.
 
 use assay_core::problem::Problem;
