@@ -24,7 +24,7 @@ fn links(text: &str, folder: &Path) -> Vec<PathBuf> {
 
 /// The paths that stand in the text, without those that hold a placeholder or a pattern.
 fn paths(text: &str) -> Vec<PathBuf> {
-    let words = text.split(|c: char| c.is_whitespace() || "`()[]|,;\"'".contains(c));
+    let words = text.split(|c: char| c.is_whitespace() || "`()[]|,;#\"'".contains(c));
     let words = words.map(|word| word.trim_end_matches(['.', ':'])).filter(|word| !word.contains(['*', '{', '<', '…']));
     words.filter(|word| FOLDERS.iter().any(|folder| word.starts_with(folder))).map(PathBuf::from).collect()
 }
