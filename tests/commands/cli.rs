@@ -523,6 +523,22 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
 }
 
 #[test]
+fn the_matrix_goes_between_its_marks_in_a_document() {
+    let workplace = Workplace::new();
+    let document = workplace.path("support.md");
+    let list = || assay(&["list", "--quiet", "--markdown", "--into", &document]);
+    fs::write(&document, "before\n<!-- assay list --markdown -->\nold\n<!-- end of matrix -->\nafter\n").unwrap();
+    assert_eq!(list().code, 0);
+    let matrix = assay(&["list", "--markdown"]).stdout;
+    let expected = format!("before\n<!-- assay list --markdown -->\n{matrix}<!-- end of matrix -->\nafter\n");
+    assert_eq!(fs::read_to_string(&document).unwrap(), expected);
+    fs::write(&document, "nothing to fill\n").unwrap();
+    let refused = list();
+    assert!(refused.code == 2 && refused.stderr.contains("`<!-- assay list --markdown -->`"), "{}", refused.stderr);
+    assert_eq!(fs::read_to_string(&document).unwrap(), "nothing to fill\n");
+}
+
+#[test]
 fn metrics_go_by_the_names_and_definitions_of_each_project() {
     let workplace = Workplace::new();
     let problem = workplace.path("problem.safetensors");
