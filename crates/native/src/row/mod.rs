@@ -1,0 +1,255 @@
+//! One row of logits: softmax statistics, and dlogits.
+//!
+//! ```text
+//! score    a_j = m − x_j,  e_j = exp(−a_j/T)     Σ e_j for j ≠ y,  Σ e_j a_j        ā = Σ e_j a_j / (S·T)
+//! between  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
+//! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j/T − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
+//! ```
+//!
+//! The exponentials may be kept for the write, each block's relative to the `m` that it was made with: beside the row, or
+//! where f32 dlogits go over f32 logits, over those. Where they are not kept, they are made again.
+
+mod packed;
+mod score;
+mod write;
+
+use super::exp::{FAR, step};
+use super::simd::{Isa, UNIT};
+use assay_algebra::arithmetic::Immediate;
+use assay_algebra::softmax;
+use assay_core::spec::{LossSpec, TemperatureDivides};
+pub use packed::Element;
+use score::{Walk, WalkOver};
+use write::{Factors, Write};
+
+/// Units in a block.
+const UNITS: usize = 16;
+
+/// Columns that are looked at relative to one maximum.
+const BLOCK: usize = UNITS * UNIT;
+
+/// The settings that all rows share.
+#[derive(Clone, Copy)]
+pub(super) struct Softmaxes {
+    isa: Isa,
+    /// `1/T`.
+    inverse_temperature: f64,
+    /// Whether entropy needs a softmax of its own.
+    two: bool,
+    /// Whether entropy may have a part in the loss.
+    bonus: bool,
+}
+
+/// The exponentials of a block, on whole cache lines.
+#[derive(Clone)]
+#[repr(align(64))]
+struct Exps([[f32; UNIT]; UNITS]);
+
+/// Exponentials of the row that was last scored, under the softmax that logp is of.
+#[derive(Default)]
+pub(super) struct Kept {
+    /// Whether they are where the row's logits were.
+    over_logits: bool,
+    /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row.
+    exps: Vec<Exps>,
+    /// The `m` of each block.
+    maxima: Vec<f32>,
+}
+
+/// What a row's softmaxes come to.
+#[derive(Clone, Copy)]
+pub(super) struct Scores {
+    logp_softmax: Softmax,
+    entropy_softmax: Softmax,
+    pub(super) logp: f64,
+    pub(super) entropy: f64,
+}
+
+/// A row's softmax.
+#[derive(Clone, Copy)]
+struct Softmax {
+    /// `m`.
+    max: f32,
+    /// `1/T`.
+    inverse_temperature: f64,
+    end: softmax::Softmax<f64>,
+}
+
+/// The derivatives of the loss that a row's dlogits are made of.
+#[derive(Clone, Copy)]
+pub(super) struct Gradients {
+    pub(super) logp: f64,
+    pub(super) entropy: f64,
+}
+
+/// A row of logits and where its dlogits go.
+pub(super) struct Row<'r, E> {
+    /// `None`: they are where dlogits go.
+    pub(super) logits: Option<&'r [E]>,
+    pub(super) dlogits: &'r mut [E],
+}
+
+impl<E> Row<'_, E> {
+    pub(super) fn logits(&self) -> &[E] {
+        self.logits.unwrap_or(self.dlogits)
+    }
+}
+
+impl Softmax {
+    /// What gaps are counted in.
+    fn step(&self) -> f64 {
+        step(self.inverse_temperature)
+    }
+
+    /// As far below the maximum as an exponential is reckoned, in steps.
+    fn farthest(&self) -> f64 {
+        FAR / self.inverse_temperature / self.step()
+    }
+
+    /// `exp((max − m)/T)`: by how much exponentials relative to `max` were larger.
+    fn faded(&self, max: f32) -> f64 {
+        ((f64::from(max) - f64::from(self.max)) * self.inverse_temperature).exp()
+    }
+}
+
+impl Softmaxes {
+    pub(super) fn of(spec: &LossSpec, isa: Isa) -> Self {
+        Self {
+            isa,
+            inverse_temperature: 1.0 / spec.temperature,
+            two: spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != 1.0,
+            bonus: spec.entropy_coef != 0.0,
+        }
+    }
+
+    /// Reads the row of an unmasked token.
+    pub(super) fn score<E: Element>(self, row: &[E], id: usize) -> Scores {
+        self.score_by(|inverse_temperature, _| self.isa.run(Walk { row, id, inverse_temperature, kept: None }))
+    }
+
+    /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
+    /// for them again.
+    pub(super) fn score_and_keep<E: Element>(self, row: &mut Row<E>, id: usize, kept: &mut Kept) -> Scores {
+        kept.over_logits = false;
+        if row.logits.is_none()
+            && !self.two
+            && !self.bonus
+            && let Some(row) = E::as_floats(row.dlogits)
+        {
+            kept.over_logits = true;
+            let inverse_temperature = self.inverse_temperature;
+            return self.score_by(|_, _| {
+                self.isa.run(WalkOver { row: &mut *row, id, inverse_temperature, maxima: &mut kept.maxima })
+            });
+        }
+        let row = row.logits();
+        self.score_by(|inverse_temperature, keeps| {
+            let kept = if keeps { Some(&mut *kept) } else { None };
+            self.isa.run(Walk { row, id, inverse_temperature, kept })
+        })
+    }
+
+    /// By a walk under `1/T`, which keeps exponentials or not.
+    fn score_by(self, mut walk: impl FnMut(f64, bool) -> Softmax) -> Scores {
+        let (logp_softmax, entropy_softmax, logp_factor) = if self.two {
+            (walk(1.0, true), walk(self.inverse_temperature, false), self.inverse_temperature)
+        } else {
+            let shared = walk(self.inverse_temperature, true);
+            (shared, shared, 1.0)
+        };
+        Scores {
+            logp_softmax,
+            entropy_softmax,
+            logp: logp_softmax.end.logp(&mut Immediate) * logp_factor,
+            entropy: entropy_softmax.end.entropy(&mut Immediate),
+        }
+    }
+
+    /// Writes the dlogits of an unmasked token, from the exponentials that its `score` kept if they are given.
+    pub(super) fn write<E: Element>(
+        self,
+        row: &mut Row<E>,
+        id: usize,
+        scores: &Scores,
+        kept: Option<&Kept>,
+        grad: Gradients,
+    ) {
+        // A derivative of 0 leaves its term out, so that nothing multiplies it into a NaN.
+        if grad.logp == 0.0 && grad.entropy == 0.0 {
+            row.dlogits.fill(E::from_f32(0.0));
+            return;
+        }
+        let (logp, entropy) = (&scores.logp_softmax, &scores.entropy_softmax);
+        let (of_logp, of_entropy) = (logp.end, entropy.end);
+        let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * self.inverse_temperature / of_logp.sum };
+        let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * self.inverse_temperature / of_entropy.sum };
+        let factors = Factors {
+            policy: -policy,
+            // e (a/T − ā) · bonus = e · (bonus·a/T − bonus·ā)
+            slope: bonus * self.inverse_temperature * step(self.inverse_temperature),
+            offset: if bonus == 0.0 { 0.0 } else { -bonus * of_entropy.mean_gap },
+        };
+        let target = if grad.logp == 0.0 { 0.0 } else { policy * of_logp.others };
+        let target = match of_entropy.target {
+            q if bonus == 0.0 || q == 0.0 => target,
+            q => target + q * (factors.offset + bonus * of_entropy.target_gap),
+        };
+        if factors.in_range(entropy) {
+            let two = self.two && bonus != 0.0;
+            let kept = kept.filter(|_| !two);
+            self.isa.run(Write { row, logp, entropy, two, kept, factors });
+        } else {
+            factors.write_carefully(row, logp, entropy, kept);
+        }
+        row.dlogits[id] = E::from_f32(target as f32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    /// Dlogits of a row that goes down to e^-110 of its largest, which is the target, against f64.
+    fn dlogits_are_normal_numbers_or_0<E: Element>(isa: Isa, keeps: bool, entropy_coef: f64) {
+        let columns = BLOCK + 50;
+        let logits: Vec<E> = (0..columns).map(|j| E::from_f32(-110.0 * j as f32 / columns as f32)).collect();
+        let gaps: Vec<f64> = logits.iter().map(|x| -f64::from(x.to_f32())).collect();
+        let (mut dlogits, mut kept) = (logits.clone(), Kept::default());
+        let mut row = Row { logits: None, dlogits: &mut dlogits };
+        let softmaxes = Softmaxes::of(&LossSpec { entropy_coef, ..LossSpec::default() }, isa);
+        let grad = Gradients { logp: 1e-3, entropy: entropy_coef };
+        if keeps {
+            let scores = softmaxes.score_and_keep(&mut row, 0, &mut kept);
+            softmaxes.write(&mut row, 0, &scores, Some(&kept), grad);
+        } else {
+            softmaxes.write(&mut row, 0, &softmaxes.score(&logits, 0), None, grad);
+        }
+        let sum: f64 = gaps.iter().map(|a| (-a).exp()).sum();
+        let mean_gap = gaps.iter().map(|a| (-a).exp() * a).sum::<f64>() / sum;
+        for (j, (&a, dx)) in gaps.iter().zip(dlogits).enumerate().skip(1) {
+            let exact = (-a).exp() / sum * (entropy_coef * (a - mean_gap) - grad.logp);
+            let (dx, case) = (dx.to_f32(), format!("{isa}, {:?}, column {j}, kept {keeps}, {entropy_coef}", E::DTYPE));
+            // The part of entropy differs from column to column, so that a few slip through.
+            assert!(dx == 0.0 || dx.is_normal() || entropy_coef != 0.0, "{case}: {dx:e}");
+            let error = (f64::from(dx) - exact).abs();
+            let allowed = if dx == 0.0 {
+                f32::MIN_POSITIVE.into()
+            } else {
+                exact.abs() * if size_of::<E>() == 2 { 2.0_f64.powi(-8) } else { 1e-5 }
+            };
+            assert!(error <= allowed, "{case}: {dx:e} for {exact:e}");
+        }
+    }
+
+    #[test]
+    fn dlogits_below_the_normal_numbers_are_0_and_no_others() {
+        for isa in Isa::available() {
+            for (keeps, entropy_coef) in [(true, 0.0), (false, 0.0), (true, 1e-3), (false, 1e-3)] {
+                dlogits_are_normal_numbers_or_0::<f32>(isa, keeps, entropy_coef);
+                dlogits_are_normal_numbers_or_0::<bf16>(isa, keeps, entropy_coef);
+            }
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! The write: dlogits from logits, or from the exponentials that the score kept.
+
+use bytemuck::{cast_slice, cast_slice_mut};
+
+use super::packed::{Element, Factor, Packed, SPLIT};
+use super::{BLOCK, Exps, Kept, Row, Softmax, UNITS};
+use crate::exp::{Exp, SCALE};
+use crate::simd::{Simd, Streaming, UNIT, Work};
+
+/// `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax that entropy is of.
+#[derive(Clone, Copy)]
+pub(super) struct Factors {
+    pub(super) policy: f64,
+    pub(super) slope: f64,
+    pub(super) offset: f64,
+}
+
+impl Factors {
+    /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond
+    /// [`FAR`](crate::exp::FAR).
+    pub(super) fn in_range(self, entropy: &Softmax) -> bool {
+        let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * entropy.farthest();
+        (largest as f32).is_finite()
+    }
+
+    /// A column of probability 0 has no part even in an infinite gradient.
+    pub(super) fn write_carefully<E: Element>(
+        self,
+        row: &mut Row<E>,
+        logp: &Softmax,
+        entropy: &Softmax,
+        kept: Option<&Kept>,
+    ) {
+        if let Some(kept) = kept
+            && kept.over_logits
+        {
+            for (i, dlogits) in row.dlogits.chunks_mut(BLOCK).enumerate() {
+                let faded = logp.faded(kept.maxima[i]) / SCALE;
+                for x in dlogits {
+                    let e = (f64::from(x.to_f32()) * faded) as f32;
+                    // What stands there for a NaN is any number.
+                    let has_part = e != 0.0 || self.policy.is_nan();
+                    *x = E::from_f32(if has_part { e * self.policy as f32 } else { 0.0 });
+                }
+            }
+            return;
+        }
+        let term = |softmax: &Softmax, x: f32, factor: &dyn Fn(f64) -> f64| {
+            let gap = f64::from(softmax.max - x);
+            let e = (-gap * softmax.inverse_temperature).exp() as f32;
+            if e == 0.0 { 0.0 } else { e * factor(gap / softmax.step()) as f32 }
+        };
+        for j in 0..row.dlogits.len() {
+            let x = row.logits()[j].to_f32();
+            let policy = if self.policy == 0.0 { 0.0 } else { term(logp, x, &|_| self.policy) };
+            let bonus = |a: f64| self.slope * a + self.offset;
+            let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, x, &bonus) };
+            row.dlogits[j] = E::from_f32(policy + bonus);
+        }
+    }
+}
+
+/// The smallest exponential, times 2^64, that is a normal number without that and times `factor` too. Smaller ones count for
+/// 0: a processor takes a hundred times as long over numbers below the normal ones, which end at 1.2e-38.
+fn smallest(factor: f64) -> f32 {
+    // So much more that no rounding leads below.
+    let margin = 1.0 + 1e-6;
+    (f64::from(f32::MIN_POSITIVE) * SCALE / factor.abs().min(1.0) * margin) as f32
+}
+
+/// Writes dlogits, the target's apart. Those below 1.2e-38 are 0; where entropy has a part in them, almost all of those.
+pub(super) struct Write<'w, 'r, E> {
+    pub(super) row: &'w mut Row<'r, E>,
+    pub(super) logp: &'w Softmax,
+    pub(super) entropy: &'w Softmax,
+    /// Whether both softmaxes have a part in it; else only `logp`'s, which is then the same as `entropy`'s or alone.
+    pub(super) two: bool,
+    pub(super) kept: Option<&'w Kept>,
+    pub(super) factors: Factors,
+}
+
+impl<E: Element> Work for Write<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn on<S: Simd>(self, simd: S) {
+        const NOT_KEPT: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
+        let Factors { policy, slope, offset } = self.factors;
+        let streaming = Streaming::begin();
+        match self.kept {
+            _ if self.two => {
+                let largest = offset.abs() + slope.abs() * self.entropy.farthest();
+                let [logp, entropy] = [Again::of(simd, self.logp, policy), Again::of(simd, self.entropy, largest)];
+                let policy = simd.splat(policy as f32);
+                let factors = [simd.splat(slope as f32), simd.splat(offset as f32)];
+                write(
+                    simd,
+                    &streaming,
+                    self.row.logits,
+                    self.row.dlogits,
+                    NOT_KEPT,
+                    &Two { logp, entropy, policy, factors },
+                );
+            }
+            None => {
+                let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
+                let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
+                let again = One { softmax: Again::of(simd, self.logp, largest), factors };
+                write(simd, &streaming, self.row.logits, self.row.dlogits, NOT_KEPT, &again);
+            }
+            Some(kept) => {
+                let again = Again::of(simd, self.logp, policy + offset);
+                let farthest = self.logp.farthest();
+                let (mut since, mut faded) = (self.logp.max, 1.0);
+                for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
+                    if kept.maxima[i] != since {
+                        since = kept.maxima[i];
+                        faded = self.logp.faded(since);
+                    }
+                    let [slope, factor] = [slope * faded, (policy + offset) * faded];
+                    let largest = factor.abs() + slope.abs() * farthest;
+                    let again = Again { smallest: simd.splat(smallest(largest)), ..again };
+                    let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
+                    let scaled = (factor / SCALE) as f32;
+                    if kept.over_logits {
+                        let factors = if scaled.is_normal() {
+                            [simd.splat(scaled), simd.splat(1.0)]
+                        } else {
+                            [again.unscale, factors[1]]
+                        };
+                        let over = Over { factors, smallest: again.smallest };
+                        write(simd, &streaming, None, dlogits, NOT_KEPT, &over);
+                        continue;
+                    }
+                    let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
+                    let Exps(exps) = &kept.exps[i];
+                    if let (true, Some(scaled)) = (slope == 0.0, Scaled::by(simd, scaled)) {
+                        write(simd, &streaming, logits, dlogits, exps, &scaled);
+                    } else {
+                        write(simd, &streaming, logits, dlogits, exps, &Sloped { again, factors });
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How the dlogits of a unit come from its logits, or from the exponentials that were kept.
+trait Unit<S: Simd> {
+    /// Whether logits have a part in it.
+    const READS_LOGITS: bool = true;
+
+    /// Over the logits, or what stands for them.
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
+}
+
+/// Writes a row, or the block of one that `exps` are of. Where dlogits do not go over the logits, they go past the caches,
+/// which have no use for them.
+#[inline(always)]
+fn write<S: Simd, E: Element, U: Unit<S>>(
+    simd: S,
+    streaming: &Streaming,
+    logits: Option<&[E]>,
+    dlogits: &mut [E],
+    exps: &[[f32; UNIT]; UNITS],
+    unit: &U,
+) {
+    if let Some(logits) = logits {
+        for (from, to) in logits.chunks(BLOCK).zip(dlogits.chunks_mut(BLOCK)) {
+            let mut block = [E::MINUS_INFINITY; BLOCK];
+            if U::READS_LOGITS {
+                block[..from.len()].copy_from_slice(from);
+            }
+            for (to, exps) in block.as_chunks_mut().0.iter_mut().zip(exps) {
+                unit.write(simd, to, exps);
+            }
+            streaming.copy(cast_slice(&block[..to.len()]), cast_slice_mut(to));
+        }
+        return;
+    }
+    for block in dlogits.chunks_mut(BLOCK) {
+        let (units, tail) = block.as_chunks_mut();
+        let mut exps = exps.iter();
+        for (to, exps) in units.iter_mut().zip(&mut exps) {
+            unit.write(simd, to, exps);
+        }
+        if let (false, Some(exps)) = (tail.is_empty(), exps.next()) {
+            let mut last = [E::MINUS_INFINITY; UNIT];
+            last[..tail.len()].copy_from_slice(tail);
+            unit.write(simd, &mut last, exps);
+            tail.copy_from_slice(&last[..tail.len()]);
+        }
+    }
+}
+
+/// `(e_j·first)·second`, of exponentials that were kept over the logits.
+struct Over<S: Simd> {
+    factors: [S::Lanes; 2],
+    smallest: S::Lanes,
+}
+
+impl<S: Simd> Unit<S> for Over<S> {
+    #[inline(always)]
+    fn write<E: Element>(&self, simd: S, exps: &mut [E; UNIT], _: &[f32; UNIT]) {
+        let [first, second] = self.factors;
+        let [low, high] = E::load(simd, exps);
+        let (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
+        E::store(simd, [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)], exps);
+    }
+}
+
+/// `e_j·factor`, of exponentials that were kept.
+struct Scaled<S: Simd>(Factor<S>);
+
+impl<S: Simd> Scaled<S> {
+    /// Of `2^-64·factor`, where that is a normal number and no product is out of range on the way.
+    #[inline(always)]
+    fn by(simd: S, factor: f32) -> Option<Self> {
+        let split = factor * SPLIT;
+        // An exponential is 2^64 at most.
+        let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
+        in_range.then_some(Self(Factor {
+            value: simd.splat(factor),
+            split: simd.splat(split),
+            smallest: simd.splat(smallest(f64::from(factor) * SCALE)),
+        }))
+    }
+}
+
+impl<S: Simd> Unit<S> for Scaled<S> {
+    const READS_LOGITS: bool = false;
+
+    #[inline(always)]
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+        E::store_products(simd, f32::load(simd, exps), self.0, logits);
+    }
+}
+
+/// `e_j·(slope·a_j + factor)`, of exponentials that were kept.
+struct Sloped<S: Simd> {
+    again: Again<S>,
+    factors: [S::Lanes; 2],
+}
+
+impl<S: Simd> Unit<S> for Sloped<S> {
+    #[inline(always)]
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+        let [slope, factor] = self.factors;
+        let [low, high] = E::load(simd, logits);
+        let [e_low, e_high] = f32::load(simd, exps);
+        let low = simd.mul_add(self.again.gap(simd, low), slope, factor);
+        let high = simd.mul_add(self.again.gap(simd, high), slope, factor);
+        let (e_low, e_high) = (self.again.unscaled(simd, e_low), self.again.unscaled(simd, e_high));
+        E::store(simd, [simd.mul(e_low, low), simd.mul(e_high, high)], logits);
+    }
+}
+
+/// `e_j·(slope·a_j + factor)`.
+struct One<S: Simd> {
+    softmax: Again<S>,
+    factors: [S::Lanes; 2],
+}
+
+impl<S: Simd> Unit<S> for One<S> {
+    #[inline(always)]
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
+        let [low, high] = E::load(simd, logits);
+        let [low, high] = [self.softmax.sloped(simd, low, self.factors), self.softmax.sloped(simd, high, self.factors)];
+        E::store(simd, [low, high], logits);
+    }
+}
+
+/// `e_j·policy + q_j·(slope·a_j + offset)`.
+struct Two<S: Simd> {
+    logp: Again<S>,
+    entropy: Again<S>,
+    policy: S::Lanes,
+    factors: [S::Lanes; 2],
+}
+
+impl<S: Simd> Two<S> {
+    #[inline(always)]
+    fn sum(&self, simd: S, x: S::Lanes) -> S::Lanes {
+        let e = self.logp.exp(simd, self.logp.gap(simd, x));
+        simd.mul_add(e, self.policy, self.entropy.sloped(simd, x, self.factors))
+    }
+}
+
+impl<S: Simd> Unit<S> for Two<S> {
+    #[inline(always)]
+    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
+        let [low, high] = E::load(simd, logits);
+        E::store(simd, [self.sum(simd, low), self.sum(simd, high)], logits);
+    }
+}
+
+/// The exponentials of a softmax, once more.
+#[derive(Clone, Copy)]
+struct Again<S: Simd> {
+    exp: Exp<S>,
+    max: S::Lanes,
+    unscale: S::Lanes,
+    smallest: S::Lanes,
+}
+
+impl<S: Simd> Again<S> {
+    /// To be multiplied with what is at most `largest`.
+    #[inline(always)]
+    fn of(simd: S, softmax: &Softmax, largest: f64) -> Self {
+        Self {
+            exp: Exp::new(simd, softmax.inverse_temperature),
+            max: simd.splat(softmax.max),
+            unscale: simd.splat((1.0 / SCALE) as f32),
+            smallest: simd.splat(smallest(largest)),
+        }
+    }
+
+    #[inline(always)]
+    fn gap(&self, simd: S, x: S::Lanes) -> S::Lanes {
+        self.exp.gap(simd, self.max, x)
+    }
+
+    #[inline(always)]
+    fn exp(&self, simd: S, a: S::Lanes) -> S::Lanes {
+        let [e] = self.exp.scaled(simd, [a]);
+        self.unscaled(simd, e)
+    }
+
+    /// `e` of `2^64·e`.
+    #[inline(always)]
+    fn unscaled(&self, simd: S, e: S::Lanes) -> S::Lanes {
+        simd.mul(simd.at_least(e, self.smallest), self.unscale)
+    }
+
+    /// `e·(slope·a + factor)`
+    #[inline(always)]
+    fn sloped(&self, simd: S, x: S::Lanes, [slope, factor]: [S::Lanes; 2]) -> S::Lanes {
+        let a = self.gap(simd, x);
+        simd.mul(self.exp(simd, a), simd.mul_add(a, slope, factor))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use rand::{RngExt as _, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+    use crate::simd::{Isa, LANES};
+
+    /// Products of `exps` and a factor, in bf16, if the factor is in range.
+    struct Products<'x>(&'x [f32; UNIT], f32);
+
+    impl Work for Products<'_> {
+        type Output = Option<[bf16; UNIT]>;
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> Option<[bf16; UNIT]> {
+            let mut products = [bf16::ZERO; UNIT];
+            Scaled::by(simd, self.1)?.write(simd, &mut products, self.0);
+            Some(products)
+        }
+    }
+
+    #[test]
+    fn products_are_rounded_once_to_the_nearest_bf16() {
+        let mut rng = ChaCha8Rng::seed_from_u64(6);
+        for case in 0..(if cfg!(miri) { 20 } else { 20_000 }) {
+            let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(-60.0_f32..64.0).exp2());
+            exps[..5].copy_from_slice(&[0.0, 1.0, 1.0 + f32::EPSILON, 2.0 - f32::EPSILON, 257.0 / 256.0]);
+            let factor = match case % 4 {
+                0 => 1.0,
+                1 => -(1.0 + f32::EPSILON),
+                2 => 1.0 - f32::EPSILON / 2.0,
+                _ => rng.random_range(-4.0_f32..4.0),
+            };
+            // In the order in which they are stored.
+            let exact = |j: usize| f64::from(exps[j / 2 + j % 2 * LANES]) * f64::from(factor);
+            for isa in Isa::available() {
+                for (j, product) in isa.run(Products(&exps, factor)).unwrap().into_iter().enumerate() {
+                    let (exact, product) = (exact(j), f64::from(product.to_f32()));
+                    let half_ulp = if exact == 0.0 { 0.0 } else { (exact.abs().log2().floor() - 8.0).exp2() };
+                    assert!((product - exact).abs() <= half_ulp, "{isa}: {exact:e} as {product:e}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn factors_are_in_range_as_long_as_no_product_overflows_or_loses_bits() {
+        let power = |exponent: i32| f64::from(exponent).exp2() as f32;
+        let largest = [power(64); UNIT];
+        for isa in Isa::available() {
+            let product = |factor: f32| isa.run(Products(&largest, factor)).map(|products| products[0].to_f32());
+            for factor in [power(-126), -power(-126), 1.0, 1.75 * power(46), -1.75 * power(46)] {
+                assert_eq!(product(factor), Some(factor * power(64)), "{isa}: {factor:e}");
+            }
+            for factor in [0.0, power(-127), power(47), -power(47), power(127), f32::INFINITY, f32::NAN] {
+                assert_eq!(product(factor), None, "{isa}: {factor:e}");
+            }
+        }
+    }
+}
