@@ -1,0 +1,290 @@
+//! A parser of optimized HLO: shapes, instructions, computations.
+
+use std::collections::HashMap;
+
+use crate::error::TpuError;
+
+/// The line of `file` that does not read as `expected`; 0 for the file as a whole.
+pub(super) fn malformed(file: &str, line: usize, given: impl Into<String>, expected: &'static str) -> TpuError {
+    let given: String = given.into().chars().take(80).collect();
+    TpuError::Dump { file: file.into(), line, given, expected }
+}
+
+/// An array or a tuple of them.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Shape {
+    Array(Array),
+    Tuple(Vec<Shape>),
+}
+
+/// An array: its type, its size and where it lies.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Array {
+    /// `bf16[1,4096,151936]`
+    pub(super) named: String,
+    /// Bytes in whole tiles.
+    bytes: u64,
+    /// Whether it lies in HBM.
+    hbm: bool,
+}
+
+impl Shape {
+    /// Bytes of the parts that lie in HBM.
+    pub(super) fn hbm_bytes(&self) -> u64 {
+        match self {
+            Shape::Array(array) => {
+                if array.hbm {
+                    array.bytes
+                } else {
+                    0
+                }
+            }
+            Shape::Tuple(parts) => parts.iter().map(Shape::hbm_bytes).fold(0, u64::saturating_add),
+        }
+    }
+
+    /// Bytes of all parts, wherever they lie.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Shape::Array(array) => array.bytes,
+            Shape::Tuple(parts) => parts.iter().map(Shape::bytes).fold(0, u64::saturating_add),
+        }
+    }
+
+    /// Part `index` of a tuple.
+    pub(super) fn part(&self, index: usize) -> Option<&Shape> {
+        match self {
+            Shape::Tuple(parts) => parts.get(index),
+            Shape::Array(_) => None,
+        }
+    }
+}
+
+/// Tuples nested deeper than any compiler nests them are refused, lest the stack overflow.
+const DEEPEST: usize = 32;
+
+/// Reads a shape off the front of `text`; the rest comes back.
+fn shape(text: &str, depth: usize) -> Option<(Shape, &str)> {
+    let mut text = text.trim_start();
+    let Some(inside) = text.strip_prefix('(') else {
+        return array(text).map(|(array, rest)| (Shape::Array(array), rest));
+    };
+    if depth == DEEPEST {
+        return None;
+    }
+    text = inside.trim_start();
+    let mut parts = Vec::new();
+    loop {
+        if let Some(rest) = text.strip_prefix(')') {
+            return Some((Shape::Tuple(parts), rest));
+        }
+        // `/*index=5*/`
+        if let Some(comment) = text.strip_prefix("/*") {
+            text = comment.split_once("*/")?.1;
+        }
+        let (part, rest) = shape(text, depth + 1)?;
+        parts.push(part);
+        text = rest.strip_prefix(',').unwrap_or(rest).trim_start();
+    }
+}
+
+/// `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`
+fn array(text: &str) -> Option<(Array, &str)> {
+    let (element, rest) = text.split_once('[')?;
+    let bits = bits(element)?;
+    let (extents, rest) = rest.split_once(']')?;
+    let named = format!("{element}[{extents}]");
+    let extents: Vec<u64> = numbers(extents)?;
+    let (layout, rest) = match rest.strip_prefix('{') {
+        Some(layout) => layout.split_once('}')?,
+        None => ("", rest),
+    };
+    let (order, attributes) = layout.split_once(':').unwrap_or((layout, ""));
+    let order: Vec<u64> = numbers(order)?;
+    let mut minor_to_major = Vec::new();
+    for axis in order {
+        minor_to_major.push(*extents.get(usize::try_from(axis).ok()?)?);
+    }
+    // The first tile pads the innermost extents; tiles within it only order the elements.
+    if let Some(tile) = attributes.strip_prefix("T(").and_then(|tiles| tiles.split_once(')')) {
+        for (extent, tile) in minor_to_major.iter_mut().zip(numbers(tile.0)?.into_iter().rev()) {
+            *extent = extent.checked_next_multiple_of(tile)?;
+        }
+    }
+    let extents = if minor_to_major.is_empty() { extents } else { minor_to_major };
+    let elements = extents.into_iter().try_fold(1_u64, u64::checked_mul)?;
+    let bytes = elements.checked_mul(bits)?.div_ceil(8);
+    let space = attributes.split_once("S(").and_then(|(_, space)| space.split_once(')'));
+    let hbm = space.is_none_or(|(space, _)| space == "0");
+    Some((Array { named, bytes, hbm }, rest))
+}
+
+fn numbers(text: &str) -> Option<Vec<u64>> {
+    let numbers = text.split(',').map(str::trim).filter(|number| !number.is_empty());
+    // `<=8`, a bound of a dynamic extent, is read as the bound.
+    numbers.map(|number| number.trim_start_matches("<=").parse().ok()).collect()
+}
+
+/// Bits of an element.
+fn bits(element: &str) -> Option<u64> {
+    Some(match element {
+        "token" | "opaque" => 0,
+        "s4" | "u4" | "f4e2m1fn" => 4,
+        "pred" | "s8" | "u8" => 8,
+        "s16" | "u16" | "f16" | "bf16" => 16,
+        "s32" | "u32" | "f32" => 32,
+        "s64" | "u64" | "f64" | "c64" => 64,
+        "c128" => 128,
+        _ if element.starts_with("f8") => 8,
+        _ => return None,
+    })
+}
+
+/// One instruction: `%name = shape opcode(operands), attributes`.
+pub(super) struct Instruction<'t> {
+    pub(super) name: &'t str,
+    pub(super) shape: Shape,
+    pub(super) opcode: &'t str,
+    /// What stands between the parentheses.
+    pub(super) given: &'t str,
+    pub(super) operands: Vec<&'t str>,
+    pub(super) attributes: &'t str,
+    /// Whether it is what its computation returns.
+    pub(super) root: bool,
+}
+
+impl<'t> Instruction<'t> {
+    fn parse(line: &'t str) -> Option<Instruction<'t>> {
+        let line = line.trim_start();
+        let returned = line.strip_prefix("ROOT ");
+        let (name, rest) = returned.unwrap_or(line).split_once(" = ")?;
+        let (shape, rest) = shape(rest, 0)?;
+        let (opcode, rest) = rest.trim_start().split_once('(')?;
+        // Operands are names; a constant's value is none, and may hold anything.
+        let (given, attributes) = rest.split_once(')').unwrap_or((rest, ""));
+        let operands = given.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
+        Some(Instruction { name, shape, opcode, given, operands, attributes, root: returned.is_some() })
+    }
+
+    /// The computation that an attribute names.
+    pub(super) fn attribute(&self, name: &str) -> Option<&'t str> {
+        self.attributes.split(name).nth(1)?.split([',', ' ']).next()
+    }
+
+    /// Computations that it calls.
+    pub(super) fn called(&self) -> impl Iterator<Item = &'t str> {
+        const CALLS: [&str; 3] = [" calls=", " to_apply=", " called_computations={"];
+        let after = |call| self.attributes.split(call).nth(1);
+        CALLS.into_iter().filter_map(after).filter_map(|name| name.split([',', '}', ' ']).next())
+    }
+}
+
+/// A computation: what it does, what it takes parts of, and what it calls.
+#[derive(Default)]
+pub(super) struct Computation<'t> {
+    pub(super) instructions: Vec<Instruction<'t>>,
+    /// `(opcode, shape taken from, bytes that come out)`
+    pub(super) parts: Vec<(&'t str, String, u64)>,
+    pub(super) called: Vec<&'t str>,
+}
+
+/// Instructions of one computation by name.
+pub(super) struct Definitions<'i, 't>(pub(super) HashMap<&'t str, &'i Instruction<'t>>);
+
+impl<'i, 't> Definitions<'i, 't> {
+    pub(super) fn of(instructions: &'i [Instruction<'t>]) -> Self {
+        Self(instructions.iter().map(|instruction| (instruction.name, instruction)).collect())
+    }
+
+    /// What `operand` is a copy of.
+    pub(super) fn origin<'o>(&'o self, mut operand: &'o str) -> &'o str {
+        while let Some(copy) = self.0.get(operand).filter(|instruction| instruction.opcode == "copy") {
+            operand = copy.operands[0];
+        }
+        operand
+    }
+}
+
+/// A module's entry computation, and the computations that are called.
+pub(super) struct Module<'t> {
+    pub(super) entry: Vec<Instruction<'t>>,
+    /// By name, with its `%`.
+    pub(super) computations: HashMap<&'t str, Computation<'t>>,
+}
+
+impl<'t> Module<'t> {
+    /// From its text; `file` is its name.
+    ///
+    /// # Errors
+    /// [`TpuError::Dump`], with the line that does not read as expected.
+    pub(super) fn parse(file: &str, text: &'t str) -> Result<Self, TpuError> {
+        let mut computations: HashMap<&str, Computation> = HashMap::new();
+        let mut current: Option<(&str, HashMap<&str, Shape>)> = None;
+        let mut entry: Option<Vec<Instruction>> = None;
+        let mut in_entry = false;
+        for (at, line) in text.lines().enumerate() {
+            if line.starts_with('}') {
+                (current, in_entry) = (None, false);
+            } else if line.starts_with(['%', 'E']) && line.ends_with('{') {
+                in_entry = line.starts_with("ENTRY ");
+                if in_entry {
+                    entry = Some(Vec::new());
+                } else {
+                    current = Some((line.split(' ').next().unwrap_or_default(), HashMap::new()));
+                }
+            } else if in_entry || current.is_some() {
+                let instruction = Instruction::parse(line)
+                    .ok_or_else(|| malformed(file, at + 1, line.trim(), "`%name = shape opcode(operands)`"))?;
+                if let (true, Some(entry)) = (in_entry, &mut entry) {
+                    entry.push(instruction);
+                } else if let Some((name, shapes)) = &mut current {
+                    let computation = computations.entry(name).or_default();
+                    computation.called.extend(instruction.called());
+                    let from = instruction.operands.first().and_then(|operand| shapes.get(operand));
+                    if let ("gather" | "slice" | "dynamic-slice", Some(Shape::Array(from))) = (instruction.opcode, from)
+                    {
+                        let bytes = instruction.shape.bytes();
+                        computation.parts.push((instruction.opcode, from.named.clone(), bytes));
+                    }
+                    shapes.insert(instruction.name, instruction.shape.clone());
+                    computation.instructions.push(instruction);
+                }
+            }
+        }
+        let entry = entry.ok_or_else(|| malformed(file, 0, "no ENTRY", "an entry computation"))?;
+        Ok(Self { entry, computations })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_whole_and_other_memories_are_not_hbm() {
+        let hbm = |text| shape(text, 0).unwrap().0.hbm_bytes();
+        assert_eq!(hbm("bf16[4,100]{1,0:T(8,128)(2,1)}"), 8 * 128 * 2);
+        assert_eq!(hbm("f32[2048,151643]{0,1:T(8,128)}"), 151_648 * 2048 * 4);
+        assert_eq!(hbm("f32[4096]{0:T(1024)S(1)}"), 0);
+        // A scalar has no extent to pad.
+        assert_eq!(hbm("(s4[16]{0}, /*index=1*/(pred[]{:T(512)}, f32[2]))"), 8 + 1 + 8);
+    }
+
+    #[test]
+    fn malformed_hlo_is_an_error() {
+        let deep = format!("ENTRY %m () -> f32[] {{\n  %a = {}f32[] parameter(0)\n}}\n", "(".repeat(100_000));
+        let broken = [
+            "",
+            "ENTRY %m () -> f32[] {\n  nonsense\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f99[1] parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[18446744073709551615,9] add(%b)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{7} parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{0:T(0)} parameter(0)\n}\n",
+            &deep,
+        ];
+        for text in broken {
+            let error = Module::parse("x", text).map(|_| ()).unwrap_err();
+            assert!(matches!(error, TpuError::Dump { .. }), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Bytes that a program moves between HBM and the cores, from its optimized HLO.
+//!
+//! Each instruction of the entry computation reads its operands and writes its outputs, each once, in whole tiles of
+//! their layout. What does not move:
+//!
+//! - parameters, constants, tuples, bitcasts and `iota` of themselves;
+//! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
+//! - an array of which a part is written, in place, beyond that part; and one of which a fusion takes no more than parts at
+//!   places told at run time, beyond those;
+//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an
+//!   operand, or an async call copies a slice of it, is told by its shape in the computations that are called.
+//!
+//! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
+//! custom call reads its operands once and writes its outputs once like any other. The body of a `while` counts as often as it
+//! runs, where that can be told. What an instruction keeps to
+//! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
+//! least it can move. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
+//! named.
+
+mod account;
+mod hlo;
+mod trips;
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::error::TpuError;
+use super::files::read_text;
+use super::schedule::Kernel;
+use hlo::{Module, malformed};
+
+const SUFFIX: &str = ".after_optimizations.txt";
+
+/// What one run moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// Bytes read from HBM and written to it, on one device.
+    pub hbm_bytes: u64,
+    /// Instructions with bodies that run a number of times that HLO does not say.
+    pub uncounted: Vec<String>,
+    /// How often the instructions of loops run, by name; every other runs once.
+    pub runs: BTreeMap<String, u64>,
+    /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
+    pub collectives: Vec<Vec<String>>,
+}
+
+impl Traffic {
+    /// From the text of an optimized HLO module; `file` is its name.
+    ///
+    /// # Errors
+    /// [`TpuError::Dump`], with the line that does not read as expected.
+    pub fn parse(file: &str, text: &str) -> Result<Traffic, TpuError> {
+        account::traffic(file, &Module::parse(file, text)?)
+    }
+
+    /// Says of each kernel how often it is launched, for what has its name and for collectives that it serves too. Those that
+    /// none serves come back.
+    pub fn launch(&self, kernels: &mut [Kernel]) -> Vec<String> {
+        let runs = |name: &str| self.runs.get(name).copied().unwrap_or(1);
+        for kernel in &mut *kernels {
+            kernel.runs = runs(&kernel.name);
+        }
+        let compiled: HashSet<String> = kernels.iter().map(|kernel| kernel.name.clone()).collect();
+        let mut unserved = Vec::new();
+        for alike in &self.collectives {
+            let (serving, served): (Vec<&String>, Vec<&String>) =
+                alike.iter().partition(|name| compiled.contains(*name));
+            match kernels.iter_mut().find(|kernel| serving.first().is_some_and(|name| **name == kernel.name)) {
+                Some(kernel) => {
+                    kernel.runs = served.iter().map(|name| runs(name)).fold(kernel.runs, u64::saturating_add);
+                }
+                None => unserved.extend(served.into_iter().cloned()),
+            }
+        }
+        unserved
+    }
+}
+
+/// The traffic of the program whose dump lies in `folder`.
+///
+/// # Errors
+/// [`TpuError::Dump`] where there is none or it does not read as expected, [`TpuError::Io`] where it cannot be read.
+pub fn read(folder: &Path) -> Result<Traffic, TpuError> {
+    let failed = |reason| TpuError::Io { path: folder.into(), action: "list", reason };
+    let mut names: Vec<String> = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        names.push(entry.map_err(failed)?.file_name().to_string_lossy().into_owned());
+    }
+    // `module_0000.…` is the program; later ones are parts of it that were compiled apart, for the SparseCore.
+    let module = names.into_iter().filter(|name| name.ends_with(SUFFIX)).min();
+    let module = module.ok_or_else(|| malformed(SUFFIX, 0, "no such file", "a module's optimized HLO"))?;
+    Traffic::parse(&module, &read_text(&folder.join(&module))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_serves_every_collective_that_is_like_its_own() {
+        let text = "%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%add.2 (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%max (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %most = f32[] maximum(%x, %y)
+}
+
+%goes_on (p: (s32[], f32[7])) -> pred[] {
+  %p = (s32[], f32[7]) parameter(0)
+  %end = s32[] constant(3)
+  ROOT %less = pred[] compare(%p#0, %end), direction=LT
+}
+
+%body (p: (s32[], f32[7])) -> (s32[], f32[7]) {
+  %p = (s32[], f32[7]) parameter(0)
+  %part = f32[7] copy(%p#1)
+  %in_loop = f32[7] all-reduce(%part), replica_groups={{0,1}}, to_apply=%add.2
+  %one = s32[] constant(1)
+  %next = s32[] add(%p#0, %one)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %in_loop)
+}
+
+ENTRY %main (a: f32[7]) -> f32[7] {
+  %a = f32[7] parameter(0)
+  %first = f32[7] all-reduce(%a), replica_groups={{0,1}}, to_apply=%add
+  %second = f32[7] all-reduce(%first), replica_groups={{0,1}}, to_apply=%add
+  %largest = f32[7] all-reduce(%second), replica_groups={{0,1}}, to_apply=%max
+  %alone = f32[7] all-reduce(%largest), replica_groups={{0},{1}}, to_apply=%add
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[7]) tuple(%zero, %alone)
+  %loop = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%body
+  ROOT %result = f32[7] get-tuple-element(%loop), index=1
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        let kernel = |name: &str| Kernel {
+            name: name.into(),
+            bundles: 1,
+            loops: vec![],
+            cycles: 1,
+            runs: 0,
+            slots: vec![],
+            binding: None,
+        };
+        let mut kernels = ["second", "largest", "part"].map(kernel);
+        assert_eq!(traffic.launch(&mut kernels), ["alone"]);
+        assert_eq!(kernels.each_ref().map(|kernel| kernel.runs), [1 + 1 + 3, 1, 3]);
+    }
+}

@@ -1,0 +1,107 @@
+//! How often the body of a loop runs.
+
+use std::collections::HashMap;
+
+use super::hlo::{Computation, Definitions, Instruction};
+
+impl Definitions<'_, '_> {
+    /// Which part of the computation's parameter `operand` is.
+    fn carried(&self, operand: &str) -> Option<usize> {
+        let (tuple, place) = self.origin(operand).split_once('#')?;
+        self.0.get(tuple).filter(|instruction| instruction.opcode == "parameter")?;
+        place.parse().ok()
+    }
+
+    /// The value of an integer constant.
+    fn constant(&self, operand: &str) -> Option<u64> {
+        let constant = self.0.get(self.origin(operand)).filter(|instruction| instruction.opcode == "constant")?;
+        constant.given.trim().parse().ok()
+    }
+}
+
+/// How often the body of `repeated` runs, a `while` among `around`: where a number that it carries starts at a constant,
+/// grows by one and is compared with a third.
+pub(super) fn trips(
+    repeated: &Instruction,
+    around: &Definitions,
+    computations: &HashMap<&str, Computation>,
+) -> Option<u64> {
+    let [condition, body] =
+        [" condition=", " body="].map(|name| repeated.attribute(name).and_then(|name| computations.get(name)));
+    let (condition, body) = (&condition?.instructions, &body?.instructions);
+    let root = |instructions: &[Instruction]| instructions.iter().position(|instruction| instruction.root);
+    let compare = &condition[root(condition)?];
+    let [counter, end] = compare.operands[..] else { return None };
+    if compare.opcode != "compare" || !compare.attributes.contains("direction=LT") {
+        return None;
+    }
+    let end = Definitions::of(condition).constant(end)?;
+    let place = Definitions::of(condition).carried(counter)?;
+    let start = around.0.get(repeated.operands.first()?).filter(|tuple| tuple.opcode == "tuple")?;
+    let start = around.constant(start.operands.get(place)?)?;
+    let next = &body[root(body)?];
+    let inside = Definitions::of(body);
+    let add = inside.0.get(next.operands.get(place)?).filter(|add| add.opcode == "add")?;
+    let [left, right] = add.operands[..] else { return None };
+    let step = inside.constant(right).filter(|&step| step > 0)?;
+    let same = inside.carried(left) == Some(place);
+    (same && next.opcode == "tuple").then(|| end.saturating_sub(start).div_ceil(step))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::traffic::Traffic;
+
+    #[test]
+    fn a_loop_counts_as_often_as_it_runs_where_that_is_known() {
+        let program = |counter: &str| {
+            let text = format!(
+                "%goes_on (p: (s32[], f32[7])) -> pred[] {{
+  %p = (s32[], f32[7]) parameter(0)
+  %end = s32[] constant(10)
+  ROOT %less = pred[] compare(%p#0, %end), direction=LT
+}}
+
+%inner (p: (s32[], f32[7])) -> (s32[], f32[7]) {{
+  %p = (s32[], f32[7]) parameter(0)
+  %negated = f32[7] negate(%p#1)
+  %one = s32[] constant(1)
+  %next = s32[]{{:S(6)}} add(%p#0, %one)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %negated)
+}}
+
+%outer (p: (s32[], f32[7])) -> (s32[], f32[7]) {{
+  %p = (s32[], f32[7]) parameter(0)
+  %held = s32[]{{:S(6)}} copy(%p#0)
+  %step = s32[] constant(4)
+  %next = s32[]{{:S(6)}} add({counter}, %step)
+  %five = s32[] constant(5)
+  %begin = (s32[], f32[7]) tuple(%five, %p#1)
+  %loop.2 = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%inner
+  %doubled = f32[7] add(%loop.2#1, %p#1)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %doubled)
+}}
+
+ENTRY %main (a: f32[7]) -> f32[7] {{
+  %a = f32[7] parameter(0)
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[7]) tuple(%zero, %a)
+  %loop = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%outer
+  ROOT %result = f32[7] get-tuple-element(%loop), index=1
+}}
+"
+            );
+            Traffic::parse("x", &text).unwrap()
+        };
+        let known = program("%held");
+        // The counters move too, but for those in other memory: 3 of 4, from 0 below 10, and 5 of 1 in each, from 5.
+        let floats = 3 * 3 + 3 * 5 * 2;
+        let counters = 3 * (1 + 1) + 3 * 5 * (1 + 1);
+        assert_eq!(known.hbm_bytes, (7 * floats + counters) * 4);
+        assert_eq!(known.runs["negated"], 15);
+        assert_eq!(known.runs["doubled"], 3);
+        assert!(known.uncounted.is_empty());
+        let unknown = program("%begin#0");
+        assert_eq!((unknown.hbm_bytes, unknown.uncounted), (0, vec!["%loop".to_string()]));
+    }
+}
