@@ -12,8 +12,8 @@ const SHAPES: [[usize; 3]; 3] = [[4, 64, 2049], [1, 16, 151_936], [4, 16, 151_93
 
 fn implementations(criterion: &mut Criterion) {
     let native = find::<Problem>("native", None).expect("it is in the registry");
-    steps::for_each_problem(criterion, &SHAPES, |group, problem, reference| {
-        steps::bench_steps(group, &*native, problem, reference, 1);
+    steps::for_each_problem(criterion, &SHAPES, |group, known| {
+        steps::bench_steps(group, &*native, known, 1);
     });
 }
 

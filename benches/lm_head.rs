@@ -6,12 +6,10 @@
 use std::time::{Duration, Instant};
 
 use assay::implementation::Implementation;
-use assay::judge::lm_head::judge_head;
-use assay::judge::tolerance::Tolerances;
+use assay::judge::trial::Known;
 use assay::native::NativeHead;
 use assay::problem::{Dtype, HeadProblem, HeadShape};
 use assay::products::ProductsOf;
-use assay::reference::evaluate_head;
 use assay::spec::LossSpec;
 use assay::suites::cases::head_recipe;
 
@@ -57,13 +55,7 @@ fn check(shape: HeadShape) {
     let spec = LossSpec::default();
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let problem = problem(shape, dtype);
-        let reference = evaluate_head(&spec, &problem).expect("a valid problem");
-        let head = NativeHead::default();
-        let outcome = head.run(&spec, problem.clone(), 1).expect("supported");
-        let verdicts = judge_head(&reference, &problem, &outcome, head.class(), Tolerances::builtin()).expect("judged");
-        for verdict in &verdicts {
-            assert!(verdict.passed(), "{dtype}: {} {:?}", verdict.gate, verdict.tally);
-        }
+        Known::of(&spec, &problem).expect("a valid problem").expect_right(&NativeHead::default(), 1, "this bench");
     }
 }
 

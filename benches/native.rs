@@ -8,13 +8,10 @@
 use std::time::{Duration, Instant};
 
 use assay::bandwidth::{CopyOf, time_read};
-use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::judge::judge;
-use assay::judge::tolerance::Tolerances;
+use assay::judge::trial::Known;
 use assay::native::{Isa, Native};
 use assay::problem::{Dtype, FloatArray, Problem};
-use assay::reference;
 use assay::spec::{LossSpec, OldLogp};
 use ndarray::{Ix3, s};
 use rayon::ThreadPoolBuilder;
@@ -80,11 +77,8 @@ fn check(isa: Isa, problem: &Problem) {
     let spec = LossSpec::default();
     let (rows, vocab) = (problem.shape().tokens.min(32), problem.shape().vocab);
     let problem = self::problem(rows, vocab, problem.logits.dtype());
-    let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
-    let outcome = Native::on(isa).run(&spec, problem.clone(), 1).expect("supported");
-    for verdict in judge(&reference, &outcome, "native", Tolerances::builtin()).expect("judged") {
-        assert!(verdict.passed(), "{isa} fails {}: {verdict:?}", verdict.gate);
-    }
+    let known = Known::of(&spec, &problem).expect("a valid problem");
+    known.expect_right(&Native::on(isa), 1, &format!("this bench on {isa}"));
 }
 
 fn line(isa: Isa, threads: usize, problem: &Problem) {

@@ -14,10 +14,10 @@ const DEVICES: [usize; 4] = [1, 2, 4, 8];
 
 fn pjrt(criterion: &mut Criterion) {
     let all = Xla::all(None);
-    steps::for_each_problem(criterion, &SHAPES, |group, problem, reference| {
+    steps::for_each_problem(criterion, &SHAPES, |group, known| {
         for implementation in &all {
             for devices in DEVICES {
-                steps::bench_steps(group, implementation, problem, reference, devices);
+                steps::bench_steps(group, implementation, known, devices);
             }
         }
     });

@@ -5,11 +5,9 @@ use std::time::{Duration, Instant};
 
 use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::judge::judge;
 use assay::judge::report::on_devices;
-use assay::judge::tolerance::Tolerances;
-use assay::problem::{Dtype, Problem};
-use assay::reference::{self, Reference};
+use assay::judge::trial::{Known, hindrance};
+use assay::problem::Dtype;
 use assay::spec::LossSpec;
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput};
@@ -18,7 +16,7 @@ use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput};
 pub(crate) fn for_each_problem(
     criterion: &mut Criterion,
     shapes: &[[usize; 3]],
-    mut bench: impl FnMut(&mut BenchmarkGroup<WallTime>, &Problem, &Reference),
+    mut bench: impl FnMut(&mut BenchmarkGroup<WallTime>, &Known),
 ) {
     let spec = LossSpec::default();
     for &shape in shapes {
@@ -32,11 +30,11 @@ pub(crate) fn for_each_problem(
                 masked_garbage: false,
             };
             let problem = recipe.unmasked_problem(&spec).expect("a valid recipe");
-            let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
+            let known = Known::of(&spec, &problem).expect("a valid problem");
             let [b, t, v] = shape;
             let mut group = criterion.benchmark_group(format!("{b}x{t}x{v} {dtype}"));
             group.throughput(Throughput::Bytes((2 * b * t * v * dtype.size()) as u64));
-            bench(&mut group, &problem, &reference);
+            bench(&mut group, &known);
         }
     }
 }
@@ -45,27 +43,21 @@ pub(crate) fn for_each_problem(
 pub(crate) fn bench_steps(
     group: &mut BenchmarkGroup<WallTime>,
     implementation: &dyn Implementation,
-    problem: &Problem,
-    reference: &Reference,
+    known: &Known,
     devices: usize,
 ) {
     let name = on_devices(implementation.id(), devices);
-    let (spec, shape, dtype) = (reference.spec(), problem.shape(), problem.logits.dtype());
-    let hindrance = implementation
-        .available()
-        .map_err(|why| why.to_string())
-        .and_then(|()| implementation.supports(spec, shape, dtype, devices).map_err(|why| why.to_string()));
-    if let Err(why) = hindrance {
+    let &Known { spec, problem, .. } = known;
+    let (shape, dtype) = (problem.shape(), problem.logits.dtype());
+    if let Some(why) = hindrance(implementation, spec, problem, devices) {
         println!("{shape} {dtype} {name}: ignored, {why}");
         return;
     }
     let prepared = implementation.prepare(spec, Given { shape, dtype, form: () }, devices).expect("supported");
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
-    let verdicts = judge(reference, &outcome, implementation.class(), Tolerances::builtin());
-    for verdict in verdicts.expect("every output has a tolerance") {
-        assert!(verdict.passed(), "{name} fails {}: {verdict:?}", verdict.gate);
-    }
+    let judged = known.judge(outcome, implementation.class()).expect("every output has a tolerance");
+    assert_eq!(known.failures(&judged, &name, "this bench"), Vec::<String>::new());
     group.bench_function(BenchmarkId::from_parameter(name), |bencher| {
         bencher.iter_custom(|steps| {
             let timed = |_| {

@@ -25,12 +25,11 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::invariance::Invariance;
-use assay::judge::judge::judge;
-use assay::judge::report::{explain, on_devices};
-use assay::judge::tolerance::{Output, Tolerances};
+use assay::judge::report::on_devices;
+use assay::judge::tolerance::Output;
+use assay::judge::trial::Known;
 use assay::judge::variants::Variant;
 use assay::problem::{Candidate, Dtype, Problem};
-use assay::reference::{self, Reference};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
 use assay::suites;
@@ -314,12 +313,9 @@ fn trial(name: String, hindrance: &Hindrance, check: impl FnOnce() -> Result<(),
     Trial::test(name.clone(), move || slowest::timed(name, check)).with_ignored_flag(ignored)
 }
 
-/// A problem with its reference, made once for all that are asked about it.
-type Known = Reference<'static>;
-
 /// Qwen's vocabulary, 151,936 = 128 × 1187, in three regimes.
-fn qwen() -> &'static [(Recipe, &'static Problem, Known)] {
-    static KNOWN: OnceLock<Vec<(Recipe, &'static Problem, Known)>> = OnceLock::new();
+fn qwen() -> &'static [(Recipe, Known<'static>)] {
+    static KNOWN: OnceLock<Vec<(Recipe, Known<'static>)>> = OnceLock::new();
     KNOWN.get_or_init(|| {
         let spec = Box::leak(Box::new(LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() }));
         let of = |regime| {
@@ -332,7 +328,7 @@ fn qwen() -> &'static [(Recipe, &'static Problem, Known)] {
                 masked_garbage: true,
             };
             let problem: &Problem = Box::leak(Box::new(recipe.problem(spec).expect("a valid recipe")));
-            (recipe, problem, reference::evaluate(spec, problem).expect("a valid problem"))
+            (recipe, Known::of(spec, problem).expect("a valid problem"))
         };
         [Regime::Small, Regime::Peaked, Regime::Confident].map(of).into()
     })
@@ -359,38 +355,33 @@ impl Run {
     /// Judges one case, which is supported.
     fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Candidate, Failed> {
         let problem = recipe.problem(spec).map_err(|error| format!("{error}: {recipe:?} {spec:?}"))?;
-        let reference = reference::evaluate(spec, &problem).expect("a valid problem");
-        self.judge_against(&reference, recipe, &problem)
+        self.judge_known(&Known::of(spec, &problem).expect("a valid problem"), recipe)
     }
 
-    fn judge_against(&self, reference: &Reference, recipe: &Recipe, problem: &Problem) -> Result<Candidate, Failed> {
-        let (spec, id) = (reference.spec(), self.implementation.id());
+    fn judge_known(&self, known: &Known, recipe: &Recipe) -> Result<Candidate, Failed> {
+        let (spec, id) = (known.spec, self.implementation.id());
         let name = on_devices(id, self.devices);
-        let outcome = self.implementation.run(spec, problem.clone(), self.devices);
-        let outcome = outcome.map_err(|error| format!("{name}: {error}: {recipe:?} {spec:?}"))?;
-        let verdicts = judge(reference, &outcome, self.implementation.class(), Tolerances::builtin());
-        for verdict in verdicts.expect("every output has a tolerance") {
-            if !verdict.passed() {
-                let config = serde_json::json!({
-                    "reason": "…",
-                    "batch": { "generate": recipe },
-                    "spec": spec,
-                    "kernel": { "enabled": true, "impl": id, "devices": self.devices },
-                });
-                let plugin = self.plugin.display();
-                let replay =
-                    format!("save as NAME.json and run `assay gradcheck --plugin {plugin} --config` on it: {config}");
-                return Err(explain(&verdict, reference, problem, &name, &replay).into());
-            }
+        let judged = known.run(&*self.implementation, self.devices);
+        let judged = judged.map_err(|error| format!("{name}: {error}: {recipe:?} {spec:?}"))?;
+        let config = serde_json::json!({
+            "reason": "…",
+            "batch": { "generate": recipe },
+            "spec": spec,
+            "kernel": { "enabled": true, "impl": id, "devices": self.devices },
+        });
+        let plugin = self.plugin.display();
+        let replay = format!("save as NAME.json and run `assay gradcheck --plugin {plugin} --config` on it: {config}");
+        if let Some(failure) = known.failures(&judged, &name, &replay).into_iter().next() {
+            return Err(failure.into());
         }
-        let mut judged = JUDGED.lock().unwrap_or_else(PoisonError::into_inner);
-        judged.cases += 1;
-        judged.placed.insert((id.into(), self.devices, recipe.dtype));
+        let mut all = JUDGED.lock().unwrap_or_else(PoisonError::into_inner);
+        all.cases += 1;
+        all.placed.insert((id.into(), self.devices, recipe.dtype));
         if id == "xla" {
-            judged.specs.spec(spec);
+            all.specs.spec(spec);
         }
-        drop(judged);
-        Ok(outcome)
+        drop(all);
+        Ok(judged.outcome)
     }
 
     fn any_spec(&self, counts: &[usize]) -> Result<usize, Failed> {
@@ -445,8 +436,8 @@ impl Run {
     }
 
     fn qwen_vocabulary(&self) -> Result<usize, Failed> {
-        for (recipe, problem, reference) in qwen() {
-            self.judge_against(reference, recipe, problem)?;
+        for (recipe, known) in qwen() {
+            self.judge_known(known, recipe)?;
         }
         Ok(qwen().len())
     }
@@ -458,17 +449,16 @@ impl Run {
         for dtype in Dtype::KERNEL {
             for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
                 let problem = recipe.problem(&spec).expect("a valid recipe");
-                let reference = reference::evaluate(&spec, &problem).expect("a valid problem");
+                let known = Known::of(&spec, &problem).expect("a valid problem");
                 let [logp, entropy] = kernel.logp_and_entropy(&spec, &problem)?;
-                let mut candidate: Candidate = reference.outcome().clone().into();
+                let mut candidate: Candidate = known.reference.outcome().clone().into();
                 (candidate.logp, candidate.entropy) = (Some(logp.into()), Some(entropy.into()));
                 candidate.token_loss = None;
                 candidate.metrics = None;
-                let outputs = [Output::Logp, Output::Entropy];
-                for verdict in judge(&reference, &candidate, "tile", Tolerances::builtin())? {
-                    if outputs.contains(&verdict.gate.output) && !verdict.passed() {
-                        return Err(explain(&verdict, &reference, &problem, "tile-entropy", "this test").into());
-                    }
+                let mut of_kernel = known.judge(candidate, "tile")?;
+                of_kernel.verdicts.retain(|verdict| [Output::Logp, Output::Entropy].contains(&verdict.gate.output));
+                if let Some(failure) = known.failures(&of_kernel, "tile-entropy", "this test").into_iter().next() {
+                    return Err(failure.into());
                 }
                 judged += 1;
             }

@@ -10,10 +10,9 @@ use assay::exported::Exported;
 use assay::fixture::write_problem;
 use assay::implementation::{Implementation, RunError};
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::judge::{Verdict, judge};
-use assay::judge::tolerance::Tolerances;
+use assay::judge::judge::Verdict;
+use assay::judge::trial::Known;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
-use assay::reference;
 use assay::registry::find;
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
 use ndarray::{arr1, arr2, arr3};
@@ -49,8 +48,7 @@ fn run(exported: &Exported, problem: &Problem) -> Result<Candidate, RunError> {
 fn verdicts(exported: &Exported, problem: &Problem) -> Vec<Verdict> {
     let candidate = run(exported, problem).unwrap_or_else(|error| panic!("{error}"));
     let spec = LossSpec::default();
-    let reference = reference::evaluate(&spec, problem).unwrap();
-    judge(&reference, &candidate, exported.class(), Tolerances::builtin()).unwrap()
+    Known::of(&spec, problem).unwrap().judge(candidate, exported.class()).unwrap().verdicts
 }
 
 fn failed(verdicts: &[Verdict]) -> Vec<String> {
@@ -240,8 +238,8 @@ fn a_loss_in_a_dtype_without_a_limit_is_refused_by_the_judge() {
     let plugin = cpu_plugins()[0];
     let candidate = run(&read(mirror(Element::Pred, Element::I32).manifest(), plugin), &problem).unwrap();
     let spec = LossSpec::default();
-    let reference = reference::evaluate(&spec, &problem).unwrap();
-    let error = judge(&reference, &candidate, "external", Tolerances::builtin()).unwrap_err().to_string();
+    let judged = Known::of(&spec, &problem).unwrap().judge(candidate, "external");
+    let error = judged.err().expect("no limit").to_string();
     assert!(error.contains("`loss`: got dtype bf16") && error.contains("expected f32"), "{error}");
 }
 

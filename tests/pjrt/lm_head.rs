@@ -7,14 +7,12 @@ use std::path::Path;
 
 use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{HeadRecipe, Regime};
-use assay::judge::lm_head::judge_head;
-use assay::judge::tolerance::Tolerances;
+use assay::judge::trial::Known;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
     Projection,
 };
 use assay::programs::{ANY_DEVICE, CHUNK_BYTES, HeadArrays};
-use assay::reference::evaluate_head;
 use assay::registry::registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::suites;
@@ -134,22 +132,15 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
     }
 }
 
-fn expect_right(spec: &LossSpec, problem: &HeadProblem, outcome: &HeadCandidate, class: &str, name: &str) {
+fn expect_dtypes(problem: &HeadProblem, outcome: &HeadCandidate) {
     assert_eq!(outcome.gradient.dhidden.dtype(), problem.dtype());
     assert_eq!(outcome.gradient.dlm_head.dtype(), Dtype::F32);
-    let reference = evaluate_head(spec, problem).unwrap();
-    let verdicts = judge_head(&reference, problem, outcome, class, Tolerances::builtin()).unwrap();
-    for verdict in &verdicts {
-        assert!(verdict.passed(), "{name}: {} {} {:?}", verdict.gate, verdict.dtype, verdict.tally);
-    }
 }
 
 fn run(implementation: &dyn Implementation<HeadProblem>, case: &Case, devices: usize, seed: u64) {
     let problem = problem(case, SHAPE, seed);
-    let outcome = implementation.run(&case.spec, problem.clone(), devices);
-    let name = format!("{} on {devices} devices, seed {seed}, {case:?}", implementation.id());
-    let outcome = outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
-    expect_right(&case.spec, &problem, &outcome, implementation.class(), &name);
+    let known = Known::of(&case.spec, &problem).unwrap();
+    expect_dtypes(&problem, &known.expect_right(implementation, devices, &format!("seed {seed}, {case:?}")));
 }
 
 /// Every head program with chunks of eight rows.
@@ -212,10 +203,8 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
         assert_eq!(cases.len(), asked, "{} on {devices} devices", head.id());
         for (spec, recipe) in cases {
             let problem = recipe.problem(&spec).expect("a valid recipe");
-            let name = format!("{} on {devices} devices, {recipe:?}, {spec:?}", head.id());
-            let outcome = head.run(&spec, problem.clone(), devices);
-            let outcome = outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
-            expect_right(&spec, &problem, &outcome, head.class(), &name);
+            let known = Known::of(&spec, &problem).unwrap();
+            expect_dtypes(&problem, &known.expect_right(&head, devices, &format!("{recipe:?}, {spec:?}")));
         }
     }
 }
@@ -250,7 +239,10 @@ fn a_prepared_step_gives_what_a_run_gives() {
     let [given, expected] = [given, Given { form, ..given }].map(|given| given.to_string());
     assert!([given, expected].iter().all(|form| error.to_string().contains(form)), "{error}");
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
-    expect_right(&case.spec, &problem, &outcome, head.class(), "prepared");
+    expect_dtypes(&problem, &outcome);
+    let known = Known::of(&case.spec, &problem).unwrap();
+    let judged = known.judge(outcome, head.class()).unwrap();
+    assert_eq!(known.failures(&judged, "prepared", "this test"), Vec::<String>::new());
 }
 
 /// Elements of the largest array that a program names.

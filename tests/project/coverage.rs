@@ -8,12 +8,9 @@ use std::path::Path;
 use crate::common::arms::Arms;
 use assay::fixture::manifest_files;
 use assay::judge::generate::Recipe;
-use assay::judge::judge::judge;
-use assay::judge::lm_head::judge_head;
-use assay::judge::tolerance::Tolerances;
+use assay::judge::trial::Known;
 use assay::judge::variants::variants;
 use assay::problem::{Dtype, HeadProblem, Problem};
-use assay::reference;
 use assay::registry::{find, registry};
 use assay::spec::LossSpec;
 use assay::suites;
@@ -65,19 +62,16 @@ fn every_output_is_judged() {
     let native = find::<Problem>("native", None).unwrap();
     for (spec, recipe) in drawn().into_iter().take(100) {
         let problem = recipe.problem(&spec).unwrap();
-        let reference = reference::evaluate(&spec, &problem).unwrap();
-        let outcome = native.run(&spec, problem.clone(), 1).unwrap();
-        let verdicts = judge(&reference, &outcome, native.class(), Tolerances::builtin()).unwrap();
-        for verdict in &verdicts {
+        let judged = Known::of(&spec, &problem).unwrap().run(&*native, 1).unwrap();
+        for verdict in &judged.verdicts {
             arms.gate(verdict.gate);
         }
     }
     let spec = LossSpec::default();
     let problem = head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
-    let reference = reference::evaluate_head(&spec, &problem).unwrap();
+    let known = Known::of(&spec, &problem).unwrap();
     for head in assay::registry::immediate::<HeadProblem>() {
-        let outcome = head.run(&spec, problem.clone(), 1).unwrap();
-        for verdict in judge_head(&reference, &problem, &outcome, head.class(), Tolerances::builtin()).unwrap() {
+        for verdict in known.run(&*head, 1).unwrap().verdicts {
             arms.gate(verdict.gate);
         }
     }

@@ -1,9 +1,9 @@
 //! The losses as candle's operations: their gradients are the reference's, and those of candle's own autograd.
 
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::judge::judge;
 use assay::judge::lm_head::judge_head;
 use assay::judge::tolerance::Tolerances;
+use assay::judge::trial::Known;
 use assay::problem::{
     Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadShape, Problem,
 };
@@ -76,10 +76,9 @@ fn dlogits_all_dtypes_pass_the_judge() {
                 token_loss: None,
                 metrics: evaluated.metrics,
             };
-            let reference = evaluate(&spec, &problem).unwrap();
-            for verdict in judge(&reference, &candidate, "native", Tolerances::builtin()).unwrap() {
-                assert!(verdict.passed(), "{dtype}: {verdict:?}");
-            }
+            let known = Known::of(&spec, &problem).unwrap();
+            let judged = known.judge(candidate, "native").unwrap();
+            assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
         }
     }
 }

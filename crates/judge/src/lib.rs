@@ -14,6 +14,7 @@ pub mod recorded;
 pub mod report;
 pub mod summary;
 pub mod tolerance;
+pub mod trial;
 pub mod variants;
 
 /// Unit roundoff of f32, the arithmetic that kernels are expected to work in: 2⁻²⁴.

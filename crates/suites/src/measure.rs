@@ -8,14 +8,14 @@ use std::sync::Arc;
 use indicatif::HumanCount;
 use serde::Serialize;
 
-use assay_core::implementation::{Implementation, RunError};
+use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, HeadProblem, ProblemError};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, OldLogp};
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
-use assay_judge::judge::{JudgeError, Verdict, judge};
-use assay_judge::lm_head::judge_head;
-use assay_judge::tolerance::{Gate, Tolerances};
-use assay_reference as reference;
+use assay_judge::judge::Verdict;
+use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::Gate;
+use assay_judge::trial::{self, Known};
 
 /// Random cases of a whole measurement; with fewer, the seeds of all other cases are fewer in proportion.
 pub const CASES: usize = 20_000;
@@ -378,38 +378,30 @@ pub enum Unjudged {
     /// The reference refuses it.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// The implementation failed.
+    /// There is no verdict on it.
     #[error(transparent)]
-    Run(#[from] RunError),
-    /// There is no limit for an output.
-    #[error(transparent)]
-    Judge(#[from] JudgeError),
+    Trial(#[from] trial::Unjudged),
 }
 
 /// What the judge says of a case; `None` where it is not supported.
 fn verdicts(case: &Case) -> Result<Option<Vec<Verdict>>, Unjudged> {
     let Case { work, devices, spec, .. } = case;
-    let law = Tolerances::builtin();
-    Ok(match work {
-        Work::Logits(implementation, recipe) => {
-            let problem = recipe.problem(spec)?;
-            if implementation.supports(spec, problem.shape(), recipe.dtype, *devices).is_err() {
-                return Ok(None);
-            }
-            let reference = reference::evaluate(spec, &problem)?;
-            let outcome = implementation.run(spec, problem.clone(), *devices)?;
-            Some(judge(&reference, &outcome, implementation.class(), law)?)
-        }
-        Work::Head(implementation, recipe) => {
-            let problem = recipe.problem(spec)?;
-            if implementation.supports(spec, recipe.shape(), problem.dtype(), *devices).is_err() {
-                return Ok(None);
-            }
-            let reference = reference::evaluate_head(spec, &problem)?;
-            let outcome = implementation.run(spec, problem.clone(), *devices)?;
-            Some(judge_head(&reference, &problem, &outcome, implementation.class(), law)?)
-        }
-    })
+    match work {
+        Work::Logits(implementation, recipe) => verdicts_on(&**implementation, spec, &recipe.problem(spec)?, *devices),
+        Work::Head(implementation, recipe) => verdicts_on(&**implementation, spec, &recipe.problem(spec)?, *devices),
+    }
+}
+
+fn verdicts_on<P: Judgeable>(
+    implementation: &dyn Implementation<P>,
+    spec: &LossSpec,
+    problem: &P,
+    devices: usize,
+) -> Result<Option<Vec<Verdict>>, Unjudged> {
+    if implementation.supports(spec, problem.checked_shape(spec)?, problem.dtype(), devices).is_err() {
+        return Ok(None);
+    }
+    Ok(Some(Known::of(spec, problem)?.run(implementation, devices)?.verdicts))
 }
 
 /// The largest `κ` by gate, and what it was measured on by class.

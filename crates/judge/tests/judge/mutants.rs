@@ -2,7 +2,6 @@
 //! they are made of never is.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::sync::OnceLock;
 
 use assay_core::implementation::Implementation;

@@ -11,8 +11,7 @@ use assay_core::spec::{
     Vespo,
 };
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::judge;
-use assay_judge::tolerance::Tolerances;
+use assay_judge::trial::Known;
 use assay_reference as reference;
 use ndarray::{Array2, arr0};
 
@@ -221,9 +220,8 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
 
 /// The gates that a candidate fails.
 fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<String> {
-    let reference = reference::evaluate(spec, problem).unwrap();
-    let verdicts = judge(&reference, candidate, "external", Tolerances::builtin()).unwrap();
-    verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
+    let judged = Known::of(spec, problem).unwrap().judge(candidate.clone(), "external").unwrap();
+    judged.failed().map(|verdict| verdict.gate.to_string()).collect()
 }
 
 #[test]

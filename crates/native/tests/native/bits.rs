@@ -7,10 +7,8 @@ use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::judge;
-use assay_judge::tolerance::Tolerances;
+use assay_judge::trial::Known;
 use assay_native::{Element, Evaluation, Isa, Native};
-use assay_reference as reference;
 use assay_suites::cases;
 use ndarray::{Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
 use proptest::prelude::*;
@@ -122,11 +120,7 @@ fn expect_the_same_bits(spec: &LossSpec, problem: &Problem, what: &str) {
 
 /// On the fastest.
 fn expect_right(spec: &LossSpec, problem: &Problem, what: &str) {
-    let reference = reference::evaluate(spec, problem).expect("a valid problem");
-    let outcome = Native::default().run(spec, problem.clone(), 1).expect("supported");
-    for verdict in judge(&reference, &outcome, "native", Tolerances::builtin()).expect("judged") {
-        assert!(verdict.passed(), "{what}: {verdict:?}");
-    }
+    Known::of(spec, problem).expect("a valid problem").expect_right(&Native::default(), 1, what);
 }
 
 #[test]

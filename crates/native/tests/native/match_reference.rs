@@ -9,11 +9,8 @@ use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::{Verdict, judge};
-use assay_judge::report::explain;
-use assay_judge::tolerance::Tolerances;
+use assay_judge::trial::{Known, hindrance};
 use assay_native::Native;
-use assay_reference as reference;
 use assay_suites as suites;
 use assay_suites::cases;
 use proptest::prelude::*;
@@ -21,18 +18,12 @@ use proptest::test_runner::{Config, FileFailurePersistence};
 
 fn expect_right(spec: &LossSpec, recipe: &Recipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
-    let implementation = Native::default();
-    expect_implementation_right(&implementation, spec, &problem, recipe);
+    expect_problem_right(spec, &problem, recipe);
 }
 
 /// Whether it was judged: not where it is not supported.
-fn expect_implementation_right(
-    implementation: &dyn Implementation,
-    spec: &LossSpec,
-    problem: &Problem,
-    recipe: &Recipe,
-) -> bool {
-    let failures = failures(implementation, spec, problem, recipe);
+fn expect_problem_right(spec: &LossSpec, problem: &Problem, recipe: &Recipe) -> bool {
+    let failures = failures(spec, problem, recipe);
     if let Some(first) = failures.iter().flatten().next() {
         panic!("{first}");
     }
@@ -40,29 +31,21 @@ fn expect_implementation_right(
 }
 
 /// The gates that it fails, in words; `None` where it is not supported.
-fn failures(
-    implementation: &dyn Implementation,
-    spec: &LossSpec,
-    problem: &Problem,
-    recipe: &Recipe,
-) -> Option<Vec<String>> {
-    if implementation.available().is_err()
-        || implementation.supports(spec, problem.shape(), problem.logits.dtype(), 1).is_err()
-    {
+fn failures(spec: &LossSpec, problem: &Problem, recipe: &Recipe) -> Option<Vec<String>> {
+    let native = Native::default();
+    if hindrance(&native, spec, problem, 1).is_some() {
         return None;
     }
-    let reference = reference::evaluate(spec, problem).expect("a valid problem");
-    let outcome = implementation.run(spec, problem.clone(), 1).expect("supported");
-    let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin()).expect("judged");
+    let known = Known::of(spec, problem).expect("a valid problem");
+    let judged = known.run(&native, 1).expect("supported");
     let config = serde_json::json!({
         "reason": "…",
         "batch": { "generate": recipe },
         "spec": spec,
-        "kernel": { "enabled": true, "impl": implementation.id() },
+        "kernel": { "enabled": true, "impl": native.id() },
     });
     let replay = format!("save as fixtures/regressions/NAME.json and run `assay gradcheck --config` on it: {config}");
-    let explained = |verdict: &Verdict| explain(verdict, &reference, problem, implementation.id(), &replay);
-    Some(verdicts.iter().filter(|verdict| !verdict.passed()).map(explained).collect())
+    Some(known.failures(&judged, native.id(), &replay))
 }
 
 /// Failures of one run are the first cases of the next.
@@ -86,7 +69,7 @@ fn no_false_alarms() {
     let (mut judged, mut alarms) = (0, Vec::new());
     for (spec, recipe) in suites::random_cases(seed).take(cases) {
         let problem = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
-        let failed = failures(&implementation, &spec, &problem, &recipe);
+        let failed = failures(&spec, &problem, &recipe);
         judged += usize::from(failed.is_some());
         alarms.extend(failed.into_iter().flatten());
     }
@@ -117,7 +100,7 @@ fn all_outputs_every_variant_match_reference() {
         for step in 0..9 {
             let recipe = supported::recipe(i, step);
             let problem = recipe.problem(&variant.spec).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
-            let judged = expect_implementation_right(&implementation, &variant.spec, &problem, &recipe);
+            let judged = expect_problem_right(&variant.spec, &problem, &recipe);
             assert!(judged, "{} is left out", variant.choice);
         }
     }

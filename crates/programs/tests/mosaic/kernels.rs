@@ -7,13 +7,10 @@ use assay_core::spec::{
     Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::judge;
-use assay_judge::report::explain;
-use assay_judge::tolerance::Tolerances;
+use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array};
 use assay_programs::{ANY_DEVICE, Core, LossProgram, TpuKernel};
-use assay_reference as reference;
 use assay_suites::cases;
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, arr0};
@@ -389,14 +386,10 @@ fn check(id: &str, spec: &LossSpec, recipe: &Recipe, core: Core) -> Result<(), S
         "tile-one-pass" => around.one_pass(core)?,
         _ => around.two_pass(core)?,
     };
-    let reference = reference::evaluate(spec, &problem).unwrap();
-    for verdict in judge(&reference, &candidate, "tile", Tolerances::builtin()).unwrap() {
-        if !verdict.passed() {
-            return Err(format!(
-                "{id} {recipe:?} {spec:?}\n{}",
-                explain(&verdict, &reference, &problem, &format!("{recipe:?}"), "cargo test --test mosaic")
-            ));
-        }
+    let known = Known::of(spec, &problem).unwrap();
+    let judged = known.judge(candidate, "tile").unwrap();
+    if let Some(failure) = known.failures(&judged, id, "cargo test --test mosaic").first() {
+        return Err(format!("{id} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
-use assay_judge::tolerance::Tolerances;
+use assay_judge::trial::Known;
 use assay_judge::variants;
 
 /// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
@@ -113,7 +113,7 @@ pub struct Suite<'c, P: Judgeable = Problem> {
 
 struct Prepared<'c, P: Judgeable> {
     case: &'c Case<P>,
-    reference: P::Reference<'c>,
+    known: Known<'c, P>,
     /// By number of devices.
     correct: Vec<(usize, Candidate<P::Gradient>)>,
 }
@@ -142,8 +142,8 @@ where
     pub fn of(cases: &'c [Case<P>]) -> Result<Self, Kill> {
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
-            let reference = case.problem.evaluate(&case.spec).expect("a valid problem");
-            let mut prepared = Prepared { case, reference, correct: Vec::new() };
+            let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
+            let mut prepared = Prepared { case, known, correct: Vec::new() };
             prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| Kill {
                 gate,
                 case: case.label.clone(),
@@ -188,15 +188,15 @@ impl<P: Judgeable> Prepared<'_, P> {
     fn judged_on(&self, kernel: &dyn Implementation<P>, devices: usize) -> Result<Candidate<P::Gradient>, String> {
         let Case { spec, problem, .. } = self.case;
         let run = || kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
-        let (candidate, again) = (run()?, run()?);
+        let (mut candidate, again) = (run()?, run()?);
         // The judge has seen these bits.
         let correct = self.correct.iter().find(|(of, _)| *of == devices);
         if !correct.is_some_and(|(_, correct)| Invariance::between(correct, &candidate).other.is_empty()) {
-            let verdicts = problem.judge(&self.reference, &candidate, kernel.class(), Tolerances::builtin());
-            let verdicts = verdicts.map_err(|error| error.to_string())?;
-            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
+            let judged = self.known.judge(candidate, kernel.class()).map_err(|error| error.to_string())?;
+            if let Some(failed) = judged.failed().next() {
                 return Err(format!("{} {}", failed.gate, failed.dtype));
             }
+            candidate = judged.outcome;
         }
         let other = Invariance::between(&candidate, &again).other;
         if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }

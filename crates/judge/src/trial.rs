@@ -1,0 +1,112 @@
+//! One problem before the judge: can it be run, what does it come to, which gates does that fail, and why.
+
+use super::judge::{JudgeError, Verdict};
+use super::judgeable::Judgeable;
+use super::report::{explain, on_devices};
+use super::tolerance::Tolerances;
+use assay_core::implementation::{Implementation, Input, RunError};
+use assay_core::problem::{Candidate, Problem, ProblemError};
+use assay_core::spec::LossSpec;
+
+/// Why `implementation` cannot be given `problem` on so many devices; `None` where it can.
+pub fn hindrance<P: Input>(
+    implementation: &dyn Implementation<P>,
+    spec: &LossSpec,
+    problem: &P,
+    devices: usize,
+) -> Option<String> {
+    let shape = match problem.checked_shape(spec) {
+        Ok(shape) => shape,
+        Err(why) => return Some(why.to_string()),
+    };
+    let available = implementation.available().map_err(|why| why.to_string());
+    let supported = || implementation.supports(spec, shape, problem.dtype(), devices).map_err(|why| why.to_string());
+    available.and_then(|()| supported()).err()
+}
+
+/// A problem with its reference, made once for all that compute it.
+pub struct Known<'p, P: Judgeable = Problem> {
+    /// The loss.
+    pub spec: &'p LossSpec,
+    /// The batch.
+    pub problem: &'p P,
+    /// What it comes to.
+    pub reference: P::Reference<'p>,
+}
+
+/// What an implementation returned, and what the judge says of it.
+pub struct Judged<P: Judgeable = Problem> {
+    /// What was returned.
+    pub outcome: Candidate<P::Gradient>,
+    /// One a gate.
+    pub verdicts: Vec<Verdict>,
+}
+
+/// Why there is no verdict.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Unjudged {
+    /// The implementation failed.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// There is no limit for an output.
+    #[error(transparent)]
+    Judge(#[from] JudgeError),
+}
+
+impl<P: Judgeable> Judged<P> {
+    /// The gates that it fails.
+    pub fn failed(&self) -> impl Iterator<Item = &Verdict> {
+        self.verdicts.iter().filter(|verdict| !verdict.passed())
+    }
+}
+
+impl<'p, P: Judgeable> Known<'p, P> {
+    /// Evaluates `problem`.
+    ///
+    /// # Errors
+    /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
+    pub fn of(spec: &'p LossSpec, problem: &'p P) -> Result<Self, ProblemError> {
+        Ok(Self { spec, problem, reference: problem.evaluate(spec)? })
+    }
+
+    /// Judges what an implementation of `class` returned, by the law that is built in.
+    ///
+    /// # Errors
+    /// [`JudgeError`] where an output has the wrong shape, or a dtype that there is no limit for.
+    pub fn judge(&self, outcome: Candidate<P::Gradient>, class: &str) -> Result<Judged<P>, JudgeError> {
+        let verdicts = self.problem.judge(&self.reference, &outcome, class, Tolerances::builtin())?;
+        Ok(Judged { outcome, verdicts })
+    }
+
+    /// Runs `implementation` on so many devices and judges what comes of it.
+    ///
+    /// # Errors
+    /// [`Unjudged`] where it does not run, or an output cannot be judged.
+    pub fn run(&self, implementation: &dyn Implementation<P>, devices: usize) -> Result<Judged<P>, Unjudged> {
+        let outcome = implementation.run(self.spec, self.problem.clone(), devices)?;
+        Ok(self.judge(outcome, implementation.class())?)
+    }
+
+    /// The gates that `judged` fails, in words. `name` is what computed it, `replay` how it is shown again.
+    pub fn failures(&self, judged: &Judged<P>, name: &str, replay: &str) -> Vec<String> {
+        judged.failed().map(|verdict| explain(verdict, &self.reference, self.problem, name, replay)).collect()
+    }
+
+    /// Runs, judges, and returns the outcome, for tests and benches.
+    ///
+    /// # Panics
+    /// With the first gate that it fails, in words, or with why there is no verdict.
+    pub fn expect_right(
+        &self,
+        implementation: &dyn Implementation<P>,
+        devices: usize,
+        replay: &str,
+    ) -> Candidate<P::Gradient> {
+        let name = on_devices(implementation.id(), devices);
+        let judged = self.run(implementation, devices).unwrap_or_else(|why| panic!("{name}: {why}: {replay}"));
+        if let Some(failure) = self.failures(&judged, &name, replay).first() {
+            panic!("{failure}");
+        }
+        judged.outcome
+    }
+}
