@@ -1,6 +1,5 @@
 //! What several folders of tests share.
 
-pub(crate) mod arms;
 #[cfg(feature = "train")]
 pub(crate) mod checkpoint;
 pub(crate) mod command;
@@ -8,5 +7,3 @@ pub(crate) mod command;
 pub(crate) mod formula;
 #[cfg(feature = "train")]
 pub(crate) mod interruption;
-#[cfg(feature = "pjrt")]
-pub(crate) mod plugins;

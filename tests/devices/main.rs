@@ -9,13 +9,6 @@
 
 mod covering;
 mod tpu;
-#[path = "../common"]
-mod common {
-    #[allow(dead_code, reason = "specs alone are looked at here")]
-    pub(crate) mod arms;
-    pub(crate) mod plugins;
-    pub(crate) mod slowest;
-}
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -27,7 +20,6 @@ use assay::judge::generate::{Recipe, Regime};
 use assay::judge::invariance::Invariance;
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Output;
-use assay::judge::trial::Known;
 use assay::judge::variants::Variant;
 use assay::problem::{Candidate, Dtype, Problem};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
@@ -35,9 +27,10 @@ use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
 use assay::suites;
 use assay::suites::supported as variants;
 use assay::xla::XlaEntropy;
-use common::arms::Arms;
-use common::plugins::client;
-use common::slowest;
+use assay_testkit::Known;
+use assay_testkit::arms::Arms;
+use assay_testkit::plugins::client;
+use assay_testkit::slowest;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];

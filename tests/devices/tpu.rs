@@ -1,6 +1,6 @@
 //! Programs compiled for TPUs with libtpu, and workers that die. Without libtpu the trials that need it read *ignored*.
 
-use crate::common::slowest;
+use assay_testkit::slowest;
 use std::env;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

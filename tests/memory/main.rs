@@ -1,17 +1,10 @@
 //! What is taken and what is lost: memory of the whole process, so that one trial runs at a time and nothing beside it.
 
-#[path = "../common"]
-mod common {
-    #[cfg(feature = "pjrt")]
-    pub(crate) mod plugins;
-    pub(crate) mod slowest;
-}
-
 mod native;
 #[cfg(feature = "pjrt")]
 mod runtime;
 
-use common::slowest;
+use assay_testkit::slowest;
 use libtest_mimic::{Arguments, Trial};
 
 fn main() {

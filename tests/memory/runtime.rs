@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use crate::common::plugins;
 use assay::element::Element;
 use assay::runtime::Program;
+use assay_testkit::plugins;
 
 /// Resident memory of this process in KiB.
 fn resident() -> f64 {

@@ -11,10 +11,10 @@ use assay::fixture::write_problem;
 use assay::implementation::{Implementation, RunError};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::judge::Verdict;
-use assay::judge::trial::Known;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::registry::find;
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
+use assay_testkit::Known;
 use ndarray::{arr1, arr2, arr3};
 use tempfile::TempDir;
 

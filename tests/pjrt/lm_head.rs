@@ -7,7 +7,6 @@ use std::path::Path;
 
 use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{HeadRecipe, Regime};
-use assay::judge::trial::Known;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
     Projection,
@@ -17,6 +16,7 @@ use assay::registry::registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::suites;
 use assay::xla::XlaHead;
+use assay_testkit::Known;
 use ndarray::{Array1, Array2, Array3, s};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -8,5 +8,5 @@ mod target_holes;
 
 /// The libraries of the CPU plugins.
 fn cpu_plugins() -> Vec<&'static std::path::Path> {
-    crate::common::plugins::cpu_clients().iter().map(|client| client.plugin().path()).collect()
+    assay_testkit::plugins::cpu_clients().iter().map(|client| client.plugin().path()).collect()
 }

@@ -1,7 +1,7 @@
 //! The PJRT runtime on every CPU plugin that set-up installs: buffers, programs on one to eight devices, errors, leaks.
 
 use super::cpu_plugins;
-use crate::common::plugins;
+use assay_testkit::plugins;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;

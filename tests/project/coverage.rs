@@ -5,16 +5,16 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use crate::common::arms::Arms;
 use assay::fixture::manifest_files;
 use assay::judge::generate::Recipe;
-use assay::judge::trial::Known;
 use assay::judge::variants::variants;
 use assay::problem::{Dtype, HeadProblem, Problem};
 use assay::registry::{find, registry};
 use assay::spec::LossSpec;
 use assay::suites;
 use assay::suites::cases::head_recipe;
+use assay_testkit::Known;
+use assay_testkit::arms::Arms;
 
 /// The seed and number of cases of `make test-extensive`.
 const SEED: u64 = suites::SEED;

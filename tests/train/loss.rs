@@ -3,7 +3,6 @@
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::lm_head::judge_head;
 use assay::judge::tolerance::Tolerances;
-use assay::judge::trial::Known;
 use assay::problem::{
     Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadShape, Problem,
 };
@@ -12,6 +11,7 @@ use assay::spec::{LossSpec, Reduction, Rows};
 use assay::suites::cases;
 use assay::train::candle_core::{DType, Device, Tensor, Var};
 use assay::train::{Baseline, Batch, GrpoLoss, TrainError};
+use assay_testkit::Known;
 use ndarray::{Array3, Dimension, arr0};
 
 fn recipe(dtype: Dtype) -> Recipe {

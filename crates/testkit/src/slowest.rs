@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 static TOOK: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
 /// Runs `check`, and keeps how long it took.
-pub(crate) fn timed<T>(name: String, check: impl FnOnce() -> T) -> T {
+pub fn timed<T>(name: String, check: impl FnOnce() -> T) -> T {
     let started = Instant::now();
     let result = check();
     TOOK.lock().unwrap_or_else(PoisonError::into_inner).push((started.elapsed(), name));
@@ -14,7 +14,7 @@ pub(crate) fn timed<T>(name: String, check: impl FnOnce() -> T) -> T {
 }
 
 /// One line for each trial that ran, the slowest first.
-pub(crate) fn print() {
+pub fn print() {
     let mut all = TOOK.lock().unwrap_or_else(PoisonError::into_inner);
     all.sort_by(|a, b| b.cmp(a));
     for (took, name) in all.iter() {

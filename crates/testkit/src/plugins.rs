@@ -3,11 +3,14 @@
 use std::env;
 use std::path::Path;
 
-use assay::runtime::{Client, RuntimeError};
+use assay_pjrt::runtime::{Client, RuntimeError};
 
 /// The client of a plugin. Programs compile with XLA's least optimisation, as a test runs each a few times; with
 /// `ASSAY_FULL_OPTIMIZATION` set, as users compile them.
-pub(crate) fn client(path: &Path) -> Result<Client, RuntimeError> {
+///
+/// # Errors
+/// [`RuntimeError`] where the plugin cannot be loaded.
+pub fn client(path: &Path) -> Result<Client, RuntimeError> {
     let client = Client::shared(path)?;
     if env::var_os("ASSAY_FULL_OPTIMIZATION").is_none() {
         client.compile_quickly();
@@ -16,8 +19,10 @@ pub(crate) fn client(path: &Path) -> Result<Client, RuntimeError> {
 }
 
 /// One client of the default plugin and of the older one.
-#[allow(dead_code, reason = "not of those that make their own trials")]
-pub(crate) fn cpu_clients() -> Vec<Client> {
+///
+/// # Panics
+/// Where one is not installed.
+pub fn cpu_clients() -> Vec<Client> {
     ["pjrt_cpu.so", "pjrt_cpu_0_81.so"]
         .map(|name| {
             let path = Path::new(".plugins").join(name);

@@ -3,20 +3,20 @@
 
 use std::collections::BTreeSet;
 
-use assay::judge::generate::Recipe;
-use assay::judge::tolerance::{Gate, Model, Output};
-use assay::problem::Dtype;
-use assay::spec::{
+use assay_core::problem::Dtype;
+use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
     Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
     RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
     TopEntropy, TrustRegion, Vespo,
 };
+use assay_judge::generate::Recipe;
+use assay_judge::tolerance::{Gate, Model, Output};
 
 /// `field: choice` of all choices met, and of those made.
 #[derive(Debug, Default)]
-pub(crate) struct Arms {
+pub struct Arms {
     all: BTreeSet<String>,
     made: BTreeSet<String>,
 }
@@ -32,16 +32,17 @@ macro_rules! choose {
 
 impl Arms {
     /// The choices that nobody made.
-    pub(crate) fn missing(&self) -> Vec<&String> {
+    pub fn missing(&self) -> Vec<&String> {
         self.all.difference(&self.made).collect()
     }
 
     /// The choices that `others` made and nobody here did.
-    pub(crate) fn missing_of<'a>(&'a self, others: &'a Self) -> Vec<&'a String> {
+    pub fn missing_of<'a>(&'a self, others: &'a Self) -> Vec<&'a String> {
         others.made.difference(&self.made).collect()
     }
 
-    pub(crate) fn of_specs<'a>(specs: impl IntoIterator<Item = &'a LossSpec>) -> Self {
+    /// What `specs` choose.
+    pub fn of_specs<'a>(specs: impl IntoIterator<Item = &'a LossSpec>) -> Self {
         let mut arms = Self::default();
         for spec in specs {
             arms.spec(spec);
@@ -62,7 +63,8 @@ impl Arms {
         choose!(self, field, x == neutral, { true => "neutral", false => "another" });
     }
 
-    pub(crate) fn spec(&mut self, spec: &LossSpec) {
+    /// Notes what `spec` chooses.
+    pub fn spec(&mut self, spec: &LossSpec) {
         let LossSpec {
             objective,
             ratio,
@@ -320,8 +322,8 @@ impl Arms {
     }
 
     /// What a recipe for a problem chooses.
-    pub(crate) fn recipe(&mut self, recipe: &Recipe) {
-        use assay::judge::generate::Regime;
+    pub fn recipe(&mut self, recipe: &Recipe) {
+        use assay_judge::generate::Regime;
 
         let Recipe { shape: _, dtype, regime, seed: _, old_logp_noise_scale, masked_garbage } = recipe;
         choose!(self, "dtype", dtype, {
@@ -347,7 +349,7 @@ impl Arms {
     }
 
     /// What is judged, and how.
-    pub(crate) fn gate(&mut self, gate: Gate) {
+    pub fn gate(&mut self, gate: Gate) {
         let Gate { output, model } = gate;
         choose!(self, "output", output, {
             Output::Loss => "loss",

@@ -1,0 +1,9 @@
+//! What the integration tests of the whole house share. Nothing below the registry may depend on it: the trial itself
+//! ([`Known`], [`hindrance`]) is the judge's.
+
+pub mod arms;
+#[cfg(feature = "pjrt")]
+pub mod plugins;
+pub mod slowest;
+
+pub use assay_judge::trial::{Judged, Known, Unjudged, hindrance};
