@@ -561,9 +561,9 @@ mod tests {
                 }
             }
         }
-        let error = measure(&Counting::default(), [1, 2, 3], Some(1023)).err().expect("1024 bytes do not fit");
+        let error = measure(&Counting::default(), [1, 2, 3], Some(1023)).expect_err("1024 bytes do not fit");
         assert!(error.to_string().contains("needs 1024 bytes, 1023 are"), "{error}");
-        let error = measure(&Counting::default(), [usize::MAX, 2, 3], Some(usize::MAX - 1)).err().expect("too many");
+        let error = measure(&Counting::default(), [usize::MAX, 2, 3], Some(usize::MAX - 1)).expect_err("too many");
         assert!(error.to_string().contains("needs 18446744073709551615 bytes"), "{error}");
     }
 

@@ -57,7 +57,7 @@ mod tests {
         let path = folder.path().join("document.md");
         for text in ["", "<!-- start -->\n", "<!-- end -->\n", "<!-- end -->\n<!-- start -->\n"] {
             fs::write(&path, text).unwrap();
-            let error = put_into(&path, [(MARKS, "| new |\n")]).err().expect("refused").to_string();
+            let error = put_into(&path, [(MARKS, "| new |\n")]).expect_err("refused").to_string();
             assert!(error.contains("`<!-- start -->` and `<!-- end -->`"), "{error}");
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }

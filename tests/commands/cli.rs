@@ -486,7 +486,7 @@ fn heads_in_files_that_do_not_fit_are_refused_by_field() {
     refused(&[rounds], &["metadata `rounds_logits`", "got `trve`", "true or false"]);
 
     workplace.write_candidate(|candidate| {
-        candidate.gradient.dlm_head = FloatArray::zeros((129, 7), assay::problem::Dtype::F32)
+        candidate.gradient.dlm_head = FloatArray::zeros((129, 7), assay::problem::Dtype::F32);
     });
     let output = workplace.judge(&[]);
     assert_eq!(output.code, 2);

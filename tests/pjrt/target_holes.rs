@@ -2,11 +2,8 @@
 
 use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::judge::judge;
-use assay::judge::report::explain;
-use assay::judge::tolerance::Tolerances;
+use assay::judge::trial::Known;
 use assay::problem::{Dtype, Problem};
-use assay::reference;
 use assay::registry::registry;
 use assay::spec::{LossSpec, TemperatureDivides};
 
@@ -32,9 +29,10 @@ fn expect_right(implementation: &dyn Implementation, devices: usize, spec: &Loss
     };
     let id = implementation.id();
     let problem = recipe.problem(spec).unwrap();
-    let reference = reference::evaluate(spec, &problem).unwrap();
+    let known = Known::of(spec, &problem).unwrap();
+    let reference = &known.reference;
     assert!(reference.loss().is_finite(), "else this shows little");
-    let outcome = implementation.run(spec, problem.clone(), devices).unwrap_or_else(|error| panic!("{id}: {error}"));
+    let outcome = known.expect_right(implementation, devices, "this test");
     let logp = outcome.logp.as_ref().expect("it returns logp");
     let mut holes = 0;
     for ((b, t), _) in problem.mask.indexed_iter().filter(|(_, counts)| **counts) {
@@ -42,10 +40,6 @@ fn expect_right(implementation: &dyn Implementation, devices: usize, spec: &Loss
             assert_eq!(logp.at(b, t), f64::NEG_INFINITY, "{id}, {dtype}, {devices} devices: logp[{b},{t}]");
             holes += 1;
         }
-    }
-    let verdicts = judge(&reference, &outcome, implementation.class(), Tolerances::builtin()).unwrap();
-    for verdict in verdicts.iter().filter(|verdict| !verdict.passed()) {
-        panic!("{}", explain(verdict, &reference, &problem, id, "this test"));
     }
     holes
 }

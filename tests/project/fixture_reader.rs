@@ -518,7 +518,7 @@ fn candidate_that_is_malformed_is_refused_by_name() {
     let loss = ("loss", "F32", "[1]", &[0; 4][..]);
     let dlogits = ("dlogits", "F32", "[1,1,2]", &[0; 8][..]);
     let refused = |entries: &[_], parts: &[&str]| {
-        assert_says(candidate::<FloatArray<Ix3>, _>(&tensors(entries)), "given.safetensors", parts)
+        assert_says(candidate::<FloatArray<Ix3>, _>(&tensors(entries)), "given.safetensors", parts);
     };
     let accepted = "expected only loss, dlogits, logp, entropy, token_loss";
     refused(&[loss, dlogits, ("logps", "F32", "[1,1]", &[0; 4])], &["tensor `logps`: got an unknown name", accepted]);

@@ -196,6 +196,7 @@ pub struct Given<P: Input = Problem> {
     pub form: P::Form,
 }
 
+#[expect(clippy::expl_impl_clone_on_copy, reason = "a derived one asks that problems be Copy")]
 impl<P: Input> Clone for Given<P> {
     fn clone(&self) -> Self {
         *self

@@ -9,9 +9,9 @@ pub fn one_line(text: &str) -> String {
     let mut line = String::new();
     for c in text.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
         if c.is_control() {
-            line.extend(c.escape_default())
+            line.extend(c.escape_default());
         } else {
-            line.push(c)
+            line.push(c);
         }
         if let Some((end, _)) = line.char_indices().nth(LONGEST) {
             line.truncate(end);
