@@ -49,7 +49,7 @@ impl Emit {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
         let implementation = loss_program(&self.implementation)?;
         let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
-        let core = self.target.chip.core();
+        let core = self.target.chip.machine();
         let kernels = implementation.kernels_for(&spec, local, dtype, core).map_err(RunError::from)?;
         if kernels.is_empty() {
             let id = &self.implementation;

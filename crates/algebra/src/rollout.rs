@@ -24,9 +24,8 @@ pub struct Settled {
 }
 
 impl Settled {
-    /// What `spec` makes of the `tokens`.
-    pub fn of(spec: &LossSpec, tokens: &Tokens) -> Self {
-        let structure = Structure::of(spec);
+    /// What `spec`, whose structure is given, makes of the `tokens`.
+    pub fn of(spec: &LossSpec, structure: Structure, tokens: &Tokens) -> Self {
         let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term.
         let mut in_policy = Array2::ones(mask.dim());

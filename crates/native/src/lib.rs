@@ -263,10 +263,11 @@ struct Room {
 
 impl<'s> Batch<'s> {
     fn of(spec: &'s LossSpec, isa: Isa, tokens: Tokens<'s>, vocab: usize) -> Self {
-        let settled = Settled::of(spec, &tokens);
+        let structure = Structure::of(spec);
+        let settled = Settled::of(spec, structure, &tokens);
         Self {
             spec,
-            structure: Structure::of(spec),
+            structure,
             softmaxes: Softmaxes::of(spec, isa),
             ids: tokens.ids,
             advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),

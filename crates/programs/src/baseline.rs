@@ -276,7 +276,7 @@ mod tests {
     fn numbers_hold_what_the_program_divides_by() {
         let denominator = |reduction| {
             let spec = LossSpec { reduction, scale: 0.5, ..spec(1.0) };
-            let numbers = numbers(&spec, [4, 6]);
+            let numbers = numbers(&spec, Structure::of(&spec), [4, 6]);
             numbers.into_iter().find(|(number, _)| *number == Number::Denominator).unwrap().1
         };
         assert_eq!(denominator(Reduction::Normalizer(7.0)), 14.0);

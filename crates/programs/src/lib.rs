@@ -22,12 +22,12 @@ mod two_pass;
 pub use lm_head::{CHUNK_BYTES, HeadArrays, HeadProgram};
 pub use loss::{LossProgram, Signature};
 pub use program::{Named, Output, Scalars, local_shape, numbers};
-pub use rows::Core;
+pub use rows::Machine;
 pub use sharding::Sharding;
 pub use tiled::TpuKernel;
 
 /// A core with 128 MiB of VMEM, as a v6e has: what the kernels are written for where no TPU runs them.
-pub const ANY_DEVICE: Core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
+pub const ANY_DEVICE: Machine = Machine { vmem_bytes: 120 << 20, bf16_arithmetic: true };
 
 /// The version of Mosaic's dialects that kernels are written in.
 pub const MOSAIC_VERSION: usize = assay_tile::mosaic::VERSION;

@@ -44,7 +44,7 @@ use assay_core::spec::LossSpec;
 use crate::mesh::{Axis, Mesh};
 use crate::one_pass::{MOST_TOKENS, one_pass};
 use crate::program::{Evaluated, Given, Output, Program, frame, local_shape};
-use crate::rows::Core;
+use crate::rows::Machine;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, Rows, Statistics};
 use crate::{ANY_DEVICE, baseline};
@@ -196,13 +196,13 @@ impl HeadProgram {
         spec: &LossSpec,
         arrays: HeadArrays,
         devices: usize,
-        core: Core,
+        machine: Machine,
     ) -> Result<String, Unsupported> {
         let shape = arrays.shape;
         if !self.is_whole() {
             self.supports(spec, shape, arrays.dtype, devices)?;
             let mesh = self.mesh(shape.logits(), devices)?;
-            return Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, core));
+            return Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, machine));
         }
         self.supports(spec, shape, arrays.dtype, 1)?;
         let batch = shape.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
@@ -212,11 +212,11 @@ impl HeadProgram {
         };
         let arrays = HeadArrays { shape: HeadShape { batch, ..shape }, ..arrays };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
-        Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, core))
+        Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, machine))
     }
 
     /// The program of one device of `mesh`.
-    fn program(self, spec: &LossSpec, arrays: HeadArrays, mesh: Mesh, lowering: Lowering, core: Core) -> String {
+    fn program(self, spec: &LossSpec, arrays: HeadArrays, mesh: Mesh, lowering: Lowering, machine: Machine) -> String {
         let structure = Structure::of(spec);
         let HeadArrays { shape, dtype, layout, rounds_logits } = arrays;
         let [b, t, v] = local_shape(shape.logits(), mesh);
@@ -230,7 +230,7 @@ impl HeadProgram {
             Kernel::Baseline => head.materialised(on, structure, given, hidden),
             Kernel::Tile => {
                 let chunks = self.chunks([b * t, v], arrays.logits_dtype());
-                let calls = Calls { dtype: arrays.logits_dtype(), lowering, core };
+                let calls = Calls { dtype: arrays.logits_dtype(), lowering, machine };
                 if Reach::Token.expect(spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
@@ -351,7 +351,7 @@ impl Head {
         calls: Calls,
     ) -> Evaluated<[Value; 2]> {
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
-        let resident = one_pass(structure, [1, chunks.rows, on.local[2]], calls.dtype.into(), calls.core);
+        let resident = one_pass(structure, [1, chunks.rows, on.local[2]], calls.dtype.into(), calls.machine);
         let resident = resident.filter(|_| on.mesh.vocab == 1);
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
         let arrays = [[Element::F32; 6].as_slice(), &[Element::Pred; 2]].concat();

@@ -32,7 +32,7 @@ use assay_core::spec::LossSpec;
 use crate::mesh::Mesh;
 use crate::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
 use crate::program::{self, Evaluated, Given, Program, local_shape};
-use crate::rows::Core;
+use crate::rows::Machine;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, TpuKernel};
 use crate::{ANY_DEVICE, Named, baseline};
@@ -168,17 +168,17 @@ impl LossProgram {
         dtype: Dtype,
         mesh: Mesh,
         lowering: Lowering,
-        core: Core,
+        machine: Machine,
     ) -> Result<String, Unsupported> {
         let row_major = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
-        let calls = Calls { dtype, lowering, core };
+        let calls = Calls { dtype, lowering, machine };
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
             program::program(structure, shape, dtype, mesh, row_major, |on, given, logits| inside(on, given, logits))
         };
         Ok(match self.kernel {
             Kernel::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
             Kernel::OnePass => {
-                let kernel = self.one_pass(structure, local_shape(shape, mesh), dtype, core)?;
+                let kernel = self.one_pass(structure, local_shape(shape, mesh), dtype, machine)?;
                 write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
             }
             Kernel::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
@@ -206,14 +206,14 @@ impl LossProgram {
         local: Shape,
         dtype: Dtype,
         devices: usize,
-        core: Core,
+        machine: Machine,
     ) -> Result<String, Unsupported> {
         if !self.is_whole() {
             let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
             return Err(self.unsupported("compiling ahead of time", self.id(), supported));
         }
         // The limit of the core asked for comes before that of any other.
-        self.expect_fits(local_shape(local, Mesh::ONE), dtype, core)?;
+        self.expect_fits(local_shape(local, Mesh::ONE), dtype, machine)?;
         self.supports(spec, local, dtype, 1)?;
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
@@ -221,7 +221,7 @@ impl LossProgram {
             return Err(self.unsupported("sequences a device", local.batch, supported));
         };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
-        self.program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh, Lowering::Mosaic, core)
+        self.program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh, Lowering::Mosaic, machine)
     }
 
     /// The tile kernels of that program, in the order that it calls them; none of the baseline.
@@ -233,20 +233,20 @@ impl LossProgram {
         spec: &LossSpec,
         local: Shape,
         dtype: Dtype,
-        core: Core,
+        machine: Machine,
     ) -> Result<Vec<TpuKernel>, Unsupported> {
         self.supports(spec, local, dtype, 1)?;
         let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
         Ok(match self.kernel {
             Kernel::Baseline => vec![],
             Kernel::OnePass => {
-                vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, core)?, structure, core)]
+                vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, machine)?, structure, machine)]
             }
             Kernel::TwoPass => vec![
-                tiled::describe_statistics(structure, shape, dtype.into(), core),
-                tiled::describe_dlogits(structure, shape, dtype.into(), core),
+                tiled::describe_statistics(structure, shape, dtype.into(), machine),
+                tiled::describe_dlogits(structure, shape, dtype.into(), machine),
             ],
-            Kernel::Entropy => vec![tiled::describe_statistics(structure, shape, dtype.into(), core)],
+            Kernel::Entropy => vec![tiled::describe_statistics(structure, shape, dtype.into(), machine)],
         })
     }
 
@@ -262,18 +262,18 @@ impl LossProgram {
         devices: usize,
     ) -> Result<Signature, Unsupported> {
         self.supports(spec, local, dtype, 1)?;
-        let shape = local_shape(local, Mesh::ONE);
+        let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
         let [inputs, outputs] = match self.kernel {
             Kernel::Entropy => program::forward_signature(shape, dtype),
-            _ => program::signature(Structure::of(spec), shape, dtype),
+            _ => program::signature(structure, shape, dtype),
         };
-        let values = program::numbers(spec, [local.batch.saturating_mul(devices), local.tokens]);
+        let values = program::numbers(spec, structure, [local.batch.saturating_mul(devices), local.tokens]);
         let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
         Ok(Signature { inputs, outputs, numbers })
     }
 
     /// Checks that a row of the vocabulary fits the VMEM of `core` and the ids of all tokens its SMEM, where they must.
-    fn expect_fits(self, local: [usize; 3], dtype: Dtype, core: Core) -> Result<(), Unsupported> {
+    fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
         if self.kernel != Kernel::OnePass {
             return Ok(());
         }
@@ -282,8 +282,8 @@ impl LossProgram {
             let supported = format!("up to {MOST_TOKENS}, whose ids fit SMEM; tile-two-pass takes any number");
             return Err(self.unsupported("tokens a device", tokens, supported));
         }
-        rows_of_a_block(local, dtype.into(), core).map(|_| ()).map_err(|largest| {
-            let mebibytes = core.vmem_bytes >> 20;
+        rows_of_a_block(local, dtype.into(), machine).map(|_| ()).map_err(|largest| {
+            let mebibytes = machine.vmem_bytes >> 20;
             let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
             self.unsupported("vocabulary", local[2], supported)
         })
@@ -295,10 +295,10 @@ impl LossProgram {
         structure: Structure,
         local: [usize; 3],
         dtype: Dtype,
-        core: Core,
+        machine: Machine,
     ) -> Result<assay_tile::Kernel, Unsupported> {
-        self.expect_fits(local, dtype, core)?;
-        Ok(one_pass(structure, local, dtype.into(), core).expect("checked: it fits"))
+        self.expect_fits(local, dtype, machine)?;
+        Ok(one_pass(structure, local, dtype.into(), machine).expect("checked: it fits"))
     }
 
     /// How much of a batch it sees where it computes a token's loss.

@@ -16,8 +16,8 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    ACCUMULATORS, Columns, Core, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
-    raised, rows_of_a_register, stored_as, widen,
+    ACCUMULATORS, Columns, FLOOR, Machine, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits,
+    narrow, raised, rows_of_a_register, stored_as, widen,
 };
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
@@ -120,23 +120,27 @@ pub(crate) fn numbers(structure: Structure) -> Vec<Number> {
 }
 
 /// The kernel for `[b,t,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
-pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, core: Core) -> Option<Kernel> {
-    let rows = rows_of_a_block(local, logits, core).ok()?;
-    Some(write(structure, local, logits, core, rows))
+pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, machine: Machine) -> Option<Kernel> {
+    let rows = rows_of_a_block(local, logits, machine).ok()?;
+    Some(write(structure, local, logits, machine, rows))
 }
 
 /// Rows of a block: two registers of them where they fit VMEM and there are as many, else one.
 ///
 /// # Errors
 /// The largest vocabulary of which one register of rows fits.
-pub(crate) fn rows_of_a_block([_, t, v]: [usize; 3], logits: Element, core: Core) -> std::result::Result<usize, usize> {
+pub(crate) fn rows_of_a_block(
+    [_, t, v]: [usize; 3],
+    logits: Element,
+    machine: Machine,
+) -> std::result::Result<usize, usize> {
     let granule = rows_of_a_register(logits);
     let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * t);
-    let fits = |rows: &usize| vmem_bytes(logits, *rows, v) <= core.vmem_bytes;
+    let fits = |rows: &usize| vmem_bytes(logits, *rows, v) <= machine.vmem_bytes;
     worthwhile.into_iter().find(fits).ok_or_else(|| {
         let of_no_columns = vmem_bytes(logits, granule, 0);
         let of_a_register = vmem_bytes(logits, granule, LANES) - of_no_columns;
-        core.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * LANES
+        machine.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * LANES
     })
 }
 
@@ -160,7 +164,7 @@ struct Exponentials {
 
 struct Writer {
     on: Builder,
-    core: Core,
+    machine: Machine,
     vocab: usize,
     rows: usize,
     logits: Memory,
@@ -171,7 +175,7 @@ struct Writer {
     exps: Memory,
 }
 
-fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, core: Core, rows: usize) -> Kernel {
+fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, machine: Machine, rows: usize) -> Kernel {
     let mut on = Builder::new("grpo_one_pass", &[b, t.div_ceil(rows)]);
     let ids = on.scalars(Element::I32, b * t);
     let of_spec = numbers(structure);
@@ -184,7 +188,7 @@ fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, core: Co
     let dlogits = on.output_over(logits);
     let results = on.output(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
     let exps = on.scratch(Element::F32, rows, padded);
-    let mut writer = Writer { on, core, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
+    let mut writer = Writer { on, machine, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
     writer.body(structure, [b, t], ids, numbers);
     writer.on.finish()
 }
@@ -366,10 +370,10 @@ impl Writer {
 
     /// `m`, −∞ where every logit is at or below the floor.
     fn max(&mut self, target_logit: Value) -> Value {
-        let (logits, core, columns) = (self.logits, self.core, self.columns());
+        let (logits, machine, columns) = (self.logits, self.machine, self.columns());
         let on = &mut self.on;
         let element = on.memory_element(logits);
-        let native = element == Element::F32 || element == Element::Bf16 && core.bf16_arithmetic;
+        let native = element == Element::F32 || element == Element::Bf16 && machine.bf16_arithmetic;
         let element = if native { element } else { Element::F32 };
         let lowest = on.constant(FLOOR, Type::tile(element, self.rows, LANES));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
@@ -394,13 +398,13 @@ impl Writer {
 
     /// Pass 1.
     fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Exponentials {
-        let (logits, exps, core, columns) = (self.logits, self.exps, self.core, self.columns());
+        let (logits, exps, machine, columns) = (self.logits, self.exps, self.machine, self.columns());
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
         let zero = on.constant(0.0, Type::tile(Element::F32, self.rows, LANES));
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
-            let x = raised(on, core, x);
+            let x = raised(on, machine, x);
             let gap = on.sub(max, x);
             let exponent = on.mul(gap, scale);
             let exp = on.exp2(exponent);
@@ -433,7 +437,7 @@ impl Writer {
         targets: &[Target],
     ) {
         let mask = self.given(Given::Mask);
-        let (logits, dlogits, exps, core) = (self.logits, self.dlogits, self.exps, self.core);
+        let (logits, dlogits, exps, machine) = (self.logits, self.dlogits, self.exps, self.machine);
         let columns = self.columns();
         let on = &mut self.on;
         let element = on.memory_element(dlogits);
@@ -447,7 +451,7 @@ impl Writer {
             let mut gradient = on.mul(exp, minus_share);
             if let Some(bonus) = bonus {
                 let x = load_logits(on, logits, chunk);
-                let x = raised(on, core, x);
+                let x = raised(on, machine, x);
                 let gap = on.sub(max, x);
                 let exponent = on.mul(gap, bonus.softmax.scale);
                 let exp = if bonus.same_exps { exp } else { on.exp2(exponent) };
@@ -521,17 +525,17 @@ mod tests {
     /// The limit on the vocabulary is worked out before there is a kernel.
     #[test]
     fn bytes_of_vmem_are_those_that_the_kernel_counts() {
-        let core = Core { vmem_bytes: 120 << 20, bf16_arithmetic: true };
+        let machine = Machine { vmem_bytes: 120 << 20, bf16_arithmetic: true };
         let structure = Structure::of(&LossSpec::default());
         for logits in [Element::F32, Element::Bf16, Element::F16] {
             for local in [[1, 1, 1], [2, 40, 129], [1, 4096, 151_936]] {
-                let rows = rows_of_a_block(local, logits, core).unwrap();
-                let kernel = one_pass(structure, local, logits, core).unwrap();
+                let rows = rows_of_a_block(local, logits, machine).unwrap();
+                let kernel = one_pass(structure, local, logits, machine).unwrap();
                 assert_eq!(kernel.vmem_bytes() + SPILLS, vmem_bytes(logits, rows, local[2]), "{logits} {local:?}");
             }
-            let largest = rows_of_a_block([1, 1, 10_000_000], logits, core).unwrap_err();
-            assert!(rows_of_a_block([1, 1, largest], logits, core).is_ok());
-            assert_eq!(rows_of_a_block([1, 1, largest + 1], logits, core), Err(largest));
+            let largest = rows_of_a_block([1, 1, 10_000_000], logits, machine).unwrap_err();
+            assert!(rows_of_a_block([1, 1, largest], logits, machine).is_ok());
+            assert_eq!(rows_of_a_block([1, 1, largest + 1], logits, machine), Err(largest));
         }
     }
 }

@@ -16,10 +16,9 @@ use assay_core::spec::{LossSpec, RatioLevel};
 use assay_tile::LANES;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
-/// The run-time numbers of a spec for a batch of `[B,T]`, in the order that the program reads them.
-pub fn numbers(spec: &LossSpec, extents: [usize; 2]) -> Vec<(Number, f32)> {
-    let numbers = Structure::of(spec).program_numbers();
-    numbers.into_iter().map(|number| (number, number.of(spec, extents) as f32)).collect()
+/// The run-time numbers of a spec, whose structure is given, for a batch of `[B,T]`, in the order that the program reads them.
+pub fn numbers(spec: &LossSpec, structure: Structure, extents: [usize; 2]) -> Vec<(Number, f32)> {
+    structure.program_numbers().into_iter().map(|number| (number, number.of(spec, extents) as f32)).collect()
 }
 
 /// The outputs of the program, in order.

@@ -8,7 +8,7 @@ use assay_tile::{Builder, Column, Fold, LANES, Memory, Type, Value};
 
 /// What a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Core {
+pub struct Machine {
     /// Bytes of VMEM that a kernel may use.
     pub vmem_bytes: usize,
     /// Whether it computes in bf16.
@@ -230,9 +230,9 @@ pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Val
 }
 
 /// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
-pub(crate) fn raised(on: &mut Builder, core: Core, x: Value) -> Value {
+pub(crate) fn raised(on: &mut Builder, machine: Machine, x: Value) -> Value {
     let ty = on.type_of(x);
-    let native = ty.element == Element::Bf16 && core.bf16_arithmetic;
+    let native = ty.element == Element::Bf16 && machine.bf16_arithmetic;
     let x = if native { x } else { widen(on, x) };
     let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
     let x = on.max(x, floor);

@@ -5,7 +5,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 use super::program::{Evaluated, Forward, Given, Named, Program};
 use crate::mesh::Axis;
 use crate::one_pass;
-use crate::rows::{Core, FLOOR, stored_as};
+use crate::rows::{FLOOR, Machine, stored_as};
 use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
@@ -31,7 +31,7 @@ pub(crate) struct Calls {
     /// That of the logits that they are given.
     pub(crate) dtype: Dtype,
     pub(crate) lowering: Lowering,
-    pub(crate) core: Core,
+    pub(crate) machine: Machine,
 }
 
 /// A kernel for a TPU, and how it is called.
@@ -56,7 +56,7 @@ pub struct TpuKernel {
 /// A name, and what the last axis holds.
 type Label<'l> = (&'static str, &'l [&'static str]);
 
-fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label]) -> TpuKernel {
+fn described(kernel: &Kernel, machine: Machine, operands: &[Label], results: &[Label]) -> TpuKernel {
     let named = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>, labels: &[Label]| {
         let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
             let columns = columns.to_vec();
@@ -67,7 +67,7 @@ fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label])
     TpuKernel {
         name: kernel.name().into(),
         text: mosaic::text(kernel),
-        payload: mosaic::payload(kernel, core.vmem_bytes),
+        payload: mosaic::payload(kernel, machine.vmem_bytes),
         operands: named(&mut kernel.operands(), operands),
         results: named(&mut kernel.results(), results),
         aliases: kernel.shared(),
@@ -76,24 +76,34 @@ fn described(kernel: &Kernel, core: Core, operands: &[Label], results: &[Label])
 }
 
 /// [`one_pass`] for a TPU.
-pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure, core: Core) -> TpuKernel {
+pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure, machine: Machine) -> TpuKernel {
     let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
     let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
     let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given)];
-    described(kernel, core, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
+    described(kernel, machine, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
 
 /// The statistics kernel of [`two_pass`] for a TPU.
-pub(crate) fn describe_statistics(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
+pub(crate) fn describe_statistics(
+    structure: Structure,
+    shape: [usize; 3],
+    element: Element,
+    machine: Machine,
+) -> TpuKernel {
     let local = Local { shape, least: shape[2] };
-    let kernel = two_pass::statistics(structure.temperature, local, element, core);
+    let kernel = two_pass::statistics(structure.temperature, local, element, machine);
     let operands = [("inverse_temperature", &[][..]), ("columns", &[]), ("logits", &[]), ("ids", &[])];
-    described(&kernel, core, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
+    described(&kernel, machine, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
 }
 
 /// The dlogits kernel of [`two_pass`] for a TPU.
-pub(crate) fn describe_dlogits(structure: Structure, shape: [usize; 3], element: Element, core: Core) -> TpuKernel {
-    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element, core);
+pub(crate) fn describe_dlogits(
+    structure: Structure,
+    shape: [usize; 3],
+    element: Element,
+    machine: Machine,
+) -> TpuKernel {
+    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element, machine);
     let operands = [
         ("inverse_temperature", &[][..]),
         ("columns", &[]),
@@ -101,7 +111,7 @@ pub(crate) fn describe_dlogits(structure: Structure, shape: [usize; 3], element:
         ("ids", &[]),
         ("scales", &two_pass::SCALE_NAMES),
     ];
-    described(&kernel, core, &operands, &[("dlogits", &[])])
+    described(&kernel, machine, &operands, &[("dlogits", &[])])
 }
 
 /// Calls `kernel`.
@@ -114,7 +124,7 @@ fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> 
     match calls.lowering {
         Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
         Lowering::Mosaic => {
-            let payload = mosaic::payload(kernel, calls.core.vmem_bytes);
+            let payload = mosaic::payload(kernel, calls.machine.vmem_bytes);
             let outputs = types(&mut kernel.results());
             on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
         }
@@ -264,7 +274,7 @@ fn statistics(
     calls: Calls,
 ) -> Rows {
     let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
-    let kernel = two_pass::statistics(structure.temperature, operands.local, calls.dtype.into(), calls.core);
+    let kernel = two_pass::statistics(structure.temperature, operands.local, calls.dtype.into(), calls.machine);
     let results = call(on, &kernel, calls, &operands.values)[0];
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
@@ -353,7 +363,7 @@ fn gradient(
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
     }
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.core);
+    let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.machine);
     let [numbers, real, logits, ids] = operands.values;
     let dlogits = call(on, &kernel, calls, &[numbers, real, logits, ids, scales])[0];
     on.builder.bitcast(dlogits, operands.element)

@@ -13,7 +13,7 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    Chunk, Columns, Core, FLOOR, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
+    Chunk, Columns, FLOOR, Machine, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
     rows_of_a_register, stored_as, widen,
 };
 use assay_algebra::structure::{Structure, Temperature};
@@ -163,7 +163,7 @@ fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) 
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]` and ids `[B,T,1]` i32; returns
 /// `[B,T,8]` f32, see [`Statistic`].
-pub(crate) fn statistics(temperature: Temperature, local: Local, element: Element, core: Core) -> Kernel {
+pub(crate) fn statistics(temperature: Temperature, local: Local, element: Element, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element);
     let mut builder = Builder::new("grpo_statistics", &cut.grid());
     let on = &mut builder;
@@ -193,7 +193,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     });
 
     let columns = cut.of_window(on, real);
-    let native = element == Element::F32 || element == Element::Bf16 && core.bf16_arithmetic;
+    let native = element == Element::F32 || element == Element::Bf16 && machine.bf16_arithmetic;
     let compared = if native { element } else { Element::F32 };
     let lowest = on.constant(FLOOR, Type { element: compared, ..lanes });
     let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
@@ -216,7 +216,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     initial[0] = whole(on, chosen);
     let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
-        let x = raised(on, core, x);
+        let x = raised(on, machine, x);
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
         let mut terms = vec![Pairwise::default(); 2 * scales.len()];
@@ -302,7 +302,7 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]`, which dlogits are written over,
 /// ids `[B,T,1]` i32 and scales `[B,T,8]` f32, see [`Scale`].
-pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core: Core) -> Kernel {
+pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element);
     let mut builder = Builder::new("grpo_dlogits", &cut.grid());
     let on = &mut builder;
@@ -326,7 +326,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, core
     let columns = cut.of_window(on, real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
         let x = load_logits(on, logits, chunk);
-        let x = raised(on, core, x);
+        let x = raised(on, machine, x);
         let gap = on.sub(max, x);
         let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
         let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();

@@ -46,7 +46,7 @@ impl Asked {
     /// # Errors
     /// [`TpuError::Implementation`] where the id is none of this kind; [`TpuError::Unsupported`].
     pub fn code(&self) -> Result<(String, HeldBy), TpuError> {
-        let (devices, core) = (self.target.devices(), self.target.chip.core());
+        let (devices, core) = (self.target.devices(), self.target.chip.machine());
         let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
         match self.shape {
             Extents::Logits(shape) => {

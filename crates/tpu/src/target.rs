@@ -30,7 +30,7 @@
 use std::fmt;
 
 use super::error::TpuError;
-use assay_programs::Core;
+use assay_programs::Machine;
 use assay_schema::compile::{Bound, Limit};
 
 /// A generation of TPU. All figures are of a chip unless they say otherwise.
@@ -71,8 +71,8 @@ impl Chip {
     }
 
     /// What its cores have for a kernel: of their VMEM one part in sixteen stays the compiler's own.
-    pub fn core(&self) -> Core {
-        Core { vmem_bytes: (self.vmem_mib << 20) / 16 * 15, bf16_arithmetic: self.bf16_arithmetic }
+    pub fn machine(&self) -> Machine {
+        Machine { vmem_bytes: (self.vmem_mib << 20) / 16 * 15, bf16_arithmetic: self.bf16_arithmetic }
     }
 
     /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.

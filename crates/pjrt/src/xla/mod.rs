@@ -9,6 +9,7 @@ mod shards;
 use std::path::Path;
 
 use assay_algebra::rollout::Settled;
+use assay_algebra::structure::Structure;
 use assay_core::element::Element;
 use assay_core::implementation::{
     Answer, BackendError, Given, Implementation, Input, Prepared, RunError, Step, Unavailable, Unsupported,
@@ -300,9 +301,10 @@ fn upload<L>(shards: &Shards, spec: &LossSpec, problem: &Problem<L>) -> Result<V
 where
     Problem<L>: Arrays,
 {
-    let numbers: Vec<f32> =
-        numbers(spec, [shards.shape.batch, shards.shape.tokens]).into_iter().map(|(_, value)| value).collect();
-    let Settled { mask, inputs } = Settled::of(spec, &problem.tokens());
+    let structure = Structure::of(spec);
+    let numbers = numbers(spec, structure, [shards.shape.batch, shards.shape.tokens]);
+    let numbers: Vec<f32> = numbers.into_iter().map(|(_, value)| value).collect();
+    let Settled { mask, inputs } = Settled::of(spec, structure, &problem.tokens());
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = mask.mapv(u8::from);

@@ -10,7 +10,7 @@ use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array};
-use assay_programs::{ANY_DEVICE, Core, LossProgram, TpuKernel};
+use assay_programs::{ANY_DEVICE, LossProgram, Machine, TpuKernel};
 use assay_suites::cases;
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, arr0};
@@ -20,10 +20,10 @@ use proptest::prelude::*;
 const SHAPES: [[usize; 3]; 8] =
     [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 33, 1031], [1, 2, 9001], [1, 1, 33_001]];
 
-fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, core: Core) -> Vec<TpuKernel> {
+fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machine) -> Vec<TpuKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
-    implementation.kernels_for(spec, shape, dtype, core).unwrap()
+    implementation.kernels_for(spec, shape, dtype, machine).unwrap()
 }
 
 /// Runs a kernel on operands given by name.
@@ -254,8 +254,8 @@ impl<'p> Around<'p> {
         }
     }
 
-    fn one_pass(&self, core: Core) -> Result<Candidate, String> {
-        let kernel = &mut kernels("tile-one-pass", self.spec, self.shape, self.problem.logits.dtype(), core)[0];
+    fn one_pass(&self, machine: Machine) -> Result<Candidate, String> {
+        let kernel = &mut kernels("tile-one-pass", self.spec, self.shape, self.problem.logits.dtype(), machine)[0];
         if self.spoil {
             let columns = |columns: usize| format!("{{value = {columns} : i32}}");
             kernel.text = kernel.text.replace(&columns(self.shape.vocab), &columns(self.shape.vocab + 1));
@@ -303,9 +303,9 @@ impl<'p> Around<'p> {
     }
 
     /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
-    fn two_pass(&self, core: Core) -> Result<Candidate, String> {
+    fn two_pass(&self, machine: Machine) -> Result<Candidate, String> {
         let dtype = self.problem.logits.dtype();
-        let [statistics, dlogits] = &kernels("tile-two-pass", self.spec, self.shape, dtype, core)[..] else {
+        let [statistics, dlogits] = &kernels("tile-two-pass", self.spec, self.shape, dtype, machine)[..] else {
             panic!("two kernels")
         };
         let inverse = 1.0 / self.spec.temperature;
@@ -379,12 +379,12 @@ struct Softmax {
 }
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
-fn check(id: &str, spec: &LossSpec, recipe: &Recipe, core: Core) -> Result<(), String> {
+fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
     let around = Around::new(spec, &problem);
     let candidate = match id {
-        "tile-one-pass" => around.one_pass(core)?,
-        _ => around.two_pass(core)?,
+        "tile-one-pass" => around.one_pass(machine)?,
+        _ => around.two_pass(machine)?,
     };
     let known = Known::of(spec, &problem).unwrap();
     let judged = known.judge(candidate, "tile").unwrap();
@@ -517,7 +517,7 @@ fn all_outputs_text_awkward_shapes_match_reference() {
 /// A core that has no bf16 arithmetic, and so little VMEM that a block has half as many rows.
 #[test]
 fn all_outputs_text_for_a_lesser_core_match_reference() {
-    let core = Core { vmem_bytes: 7 << 20, bf16_arithmetic: false };
+    let machine = Machine { vmem_bytes: 7 << 20, bf16_arithmetic: false };
     let recipe = Recipe {
         shape: [1, 40, 9001],
         dtype: Dtype::Bf16,
@@ -527,6 +527,6 @@ fn all_outputs_text_for_a_lesser_core_match_reference() {
         masked_garbage: true,
     };
     for id in ["tile-one-pass", "tile-two-pass"] {
-        check(id, &LossSpec::default(), &recipe, core).unwrap();
+        check(id, &LossSpec::default(), &recipe, machine).unwrap();
     }
 }
