@@ -1,6 +1,7 @@
 //! What holds for the whole project: its files, its documents, and that nothing escapes the suites.
 
 mod coverage;
+mod dependencies;
 mod documents;
 mod fixture_reader;
 mod fixture_stream;

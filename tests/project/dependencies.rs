@@ -1,0 +1,53 @@
+//! What is built with cargo alone, and what a crate stands on.
+
+use assert_cmd::Command;
+
+/// The names of all packages that `arguments` of `cargo tree` come to, those that only tests and build scripts use included
+/// where `edges` say so.
+fn tree(edges: &str, arguments: &[&str]) -> Vec<String> {
+    let fixed = ["tree", "--offline", "--locked", "--prefix", "none", "--format", "{p}", "--edges", edges];
+    let mut command = Command::new(env!("CARGO"));
+    let output = command.current_dir(env!("CARGO_MANIFEST_DIR")).args(fixed).args(arguments).assert().success();
+    let text = String::from_utf8(output.get_output().stdout.clone()).unwrap();
+    text.lines().filter_map(|line| Some(line.split_whitespace().next()?.to_string())).collect()
+}
+
+fn any<'n>(names: &[String], of: &[&'n str]) -> Vec<&'n str> {
+    of.iter().copied().filter(|name| names.iter().any(|held| held == name)).collect()
+}
+
+/// What needs libclang or protoc, and what is heavy.
+const FOREIGN: [&str; 8] =
+    ["pjrt", "pjrt-sys", "bindgen", "clang-sys", "prost-build", "candle-core", "tokenizers", "libloading"];
+
+/// `cargo test --no-default-features` at the root is built with cargo alone.
+#[test]
+fn no_default_features_need_neither_libclang_nor_protoc() {
+    let names = tree("normal,build,dev", &["--no-default-features", "--workspace"]);
+    assert_eq!(any(&names, &FOREIGN), Vec::<&str>::new());
+    let names = tree("normal,build,dev", &["--all-features", "--workspace"]);
+    assert!(any(&names, &FOREIGN).len() > 5, "else this test shows nothing");
+}
+
+/// A kernel's bytes are emitted with cargo alone, and the judge knows no kernel.
+#[test]
+fn crates_stand_on_what_they_may() {
+    let kernels = ["assay-native", "assay-tile", "assay-programs", "assay-algebra", "assay-pjrt"];
+    let judge = tree("normal", &["--package", "assay-judge"]);
+    assert_eq!(any(&judge, &["proptest", "toml_edit", "plotters", "clap"]), Vec::<&str>::new());
+    assert_eq!(any(&judge, &kernels), Vec::<&str>::new());
+    let reference = tree("normal", &["--package", "assay-reference"]);
+    let ours: Vec<&String> = reference.iter().filter(|name| name.starts_with("assay-")).collect();
+    assert_eq!(ours, ["assay-reference", "assay-core"], "the oracle shares nothing with any kernel");
+    let interpreter = tree("normal", &["--package", "assay-mosaic-interpreter"]);
+    let ours: Vec<&String> = interpreter.iter().filter(|name| name.starts_with("assay-")).collect();
+    assert_eq!(ours, ["assay-mosaic-interpreter", "assay-core"], "nor the interpreter with the emitter");
+    for package in kernels {
+        let names = tree("normal", &["--package", package]);
+        assert_eq!(any(&names, &["assay-reference", "assay-judge"]), Vec::<&str>::new(), "{package}");
+    }
+    let programs = tree("normal,build", &["--package", "assay-programs"]);
+    assert_eq!(any(&programs, &FOREIGN), Vec::<&str>::new());
+    let binary = tree("normal", &["--package", "grpo-assay"]);
+    assert_eq!(any(&binary, &["assay-mosaic-interpreter", "assay-testkit", "proptest-macro"]), Vec::<&str>::new());
+}
