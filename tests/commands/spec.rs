@@ -82,3 +82,20 @@ fn bad_options_are_refused_by_name() {
     assert_refused(&["spec", "--preset", "trl", "epsilon=-1"], &["epsilon_low", "got -1"]);
     assert_refused(&["spec", "--preset", "trl", "use_vllm=true"], &["importance_sampling_ratio", "`use_vllm`"]);
 }
+
+#[test]
+fn files_that_call_the_transform_of_logits_head_are_read() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("spec.yaml");
+    let file = path.to_str().unwrap();
+    for name in ["logits", "head"] {
+        fs::write(&path, format!("{name}: {{scale: 0.5, softcap: 30}}\n")).unwrap();
+        let text = shown(&["--spec", file]);
+        assert!(text.contains("# logp       ℓ = log_softmax(30·tanh(0.5·logits / 30))[id]"), "{text}");
+        assert!(text.contains("\nlogits:\n") && !text.contains("head"), "{text}");
+    }
+    fs::write(&path, "head: {scale: 0.5}\nlogits: {scale: 0.5}\n").unwrap();
+    assert_refused(&["spec", "--spec", file], &[file, "duplicate field", "logits"]);
+    fs::write(&path, "head: {scale: 0}\n").unwrap();
+    assert_refused(&["spec", "--spec", file], &["`logits.scale`", "got 0"]);
+}

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use assay_core::spec::{Head, LossSpec, Objective, RatioLevel};
+use assay_core::spec::{LogitsTransform, LossSpec, Objective, RatioLevel};
 
 /// How much of a batch a kernel sees where it computes a token's loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub enum Reach {
     /// Its row.
     Row,
     /// Its row, whose logits it may also change before their softmax.
-    RowAndHead,
+    RowAndLogits,
     /// No loss at all, but logp and entropy.
     Softmax,
 }
@@ -40,9 +40,14 @@ impl Reach {
         let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
             if computed { Ok(()) } else { Err(Beyond { field, given: given(), supported }) }
         };
-        let changes_logits = self == Reach::RowAndHead;
-        let logits_alone = "logits that come as the head's last word: `scale: 1`, no `softcap`, no `bias`";
-        unless(changes_logits || spec.head == Head::default(), "head", &|| written(&spec.head), logits_alone)?;
+        let changes_logits = self == Reach::RowAndLogits;
+        let logits_alone = "logits as they come: `scale: 1`, no `softcap`, no `bias`";
+        unless(
+            changes_logits || spec.logits == LogitsTransform::default(),
+            "logits",
+            &|| written(&spec.logits),
+            logits_alone,
+        )?;
         let whole = "the whole vocabulary";
         unless(changes_logits || spec.support.is_whole(), "support", &|| written(&spec.support), whole)?;
         if self == Reach::Softmax {

@@ -243,10 +243,10 @@ impl Condition {
         let others = token.probability_of_others;
         let mean_gap = logp.stats.mean_gap;
         let columns = scaled.logits.len() as f64;
-        let rounded = head_rounding(spec, logp.stats.max);
+        let rounded = transform_rounding(spec, logp.stats.max);
         let column = |(j, &x): (usize, &f64)| {
             let (p, gap) = probability_and_gap(logp, x);
-            let error = spec.head.scale.abs() * self.errors.get(j).copied().unwrap_or(0.0);
+            let error = spec.logits.scale.abs() * self.errors.get(j).copied().unwrap_or(0.0);
             let gap = gap + rounded + error / logp.divisor;
             let mean_gap = mean_gap + rounded + self.mean_error / logp.divisor;
             let policy = if j == token.id {
@@ -273,7 +273,7 @@ impl Condition {
             // 1 − tanh² is rounded at the size of 1.
             let slope = scaled.slope(j).abs();
             let slope_rounding =
-                spec.head.softcap.map_or(0.0, |cap| spec.head.scale.abs() * value * (1.0 + 2.0 * error / cap));
+                spec.logits.softcap.map_or(0.0, |cap| spec.logits.scale.abs() * value * (1.0 + 2.0 * error / cap));
             let scale = scale * slope + slope_rounding;
             (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
         };
@@ -284,7 +284,7 @@ impl Condition {
 impl Base {
     fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &[f64]) -> Self {
         let spec = reference.spec();
-        let error = |j: usize| spec.head.scale.abs() * errors.get(j).copied().unwrap_or(0.0);
+        let error = |j: usize| spec.logits.scale.abs() * errors.get(j).copied().unwrap_or(0.0);
         let row = reference.scaled_row(b, t, token).logits;
         let softmax = &token.logp_softmax;
         let z = row[token.id] / softmax.divisor;
@@ -294,7 +294,7 @@ impl Base {
         // A logit of −∞ is not rounded.
         let largest =
             [softmax.stats.max, z].into_iter().filter(|z| z.is_finite()).fold(0.0, |most, z| z.abs().max(most));
-        let rounded = head_rounding(spec, largest);
+        let rounded = transform_rounding(spec, largest);
         let q = &token.entropy_softmax;
         // ∂H/∂z_j = q_j (a_j − ā), which is 0 where all gaps are equal: the squares of the errors count too.
         let (mut mean_error, mut spread) = (0.0, 0.0);
@@ -317,9 +317,9 @@ impl Base {
     }
 }
 
-/// What rounding the head's logits adds to an exponent: their own size.
-fn head_rounding(spec: &LossSpec, largest: f64) -> f64 {
-    let identity = spec.head.scale == 1.0 && spec.head.softcap.is_none() && !spec.head.bias;
+/// What rounding transformed logits adds to an exponent: their own size.
+fn transform_rounding(spec: &LossSpec, largest: f64) -> f64 {
+    let identity = spec.logits.scale == 1.0 && spec.logits.softcap.is_none() && !spec.logits.bias;
     if identity { 0.0 } else { largest.abs() }
 }
 

@@ -230,7 +230,7 @@ impl Recipe {
         let mut others = ChaCha8Rng::seed_from_u64(self.seed);
         others.set_stream(1);
         let mut normal = |scale: f64| f32_value(scale * others.sample::<f64, _>(StandardNormal));
-        problem.extra.bias = spec.head.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
+        problem.extra.bias = spec.logits.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
 
         // The policy's own log-probabilities, which need nothing but its softmax.
         let policy = LossSpec {

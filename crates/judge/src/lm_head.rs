@@ -108,7 +108,7 @@ fn steepest_exponent(spec: &LossSpec) -> f64 {
         TemperatureDivides::Logits => 0.0,
         TemperatureDivides::Logp => 1.0,
     };
-    spec.head.scale.abs() * f64::max(of_logp, 1.0 / spec.temperature)
+    spec.logits.scale.abs() * f64::max(of_logp, 1.0 / spec.temperature)
 }
 
 /// The error of a logit that may be off by `step`, which may be many nats: `(e^(2·rate·step) − 1)/rate`.

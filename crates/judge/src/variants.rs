@@ -3,11 +3,11 @@
 use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
-    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
-    Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
-    TopEntropy, TrustRegion, Vespo,
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
+    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
+    OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    TopCovariance, TopEntropy, TrustRegion, Vespo,
 };
 
 /// A named choice.
@@ -38,7 +38,7 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("rejection", rejections()));
     all.extend(of("masks", masks()));
     all.extend(of("reduction", reductions()));
-    all.extend(of("head", heads()));
+    all.extend(of("logits", logits()));
     all.extend(of("support", supports()));
     all
 }
@@ -285,12 +285,12 @@ fn reductions() -> Vec<(&'static str, LossSpec)> {
     ]
 }
 
-fn heads() -> Vec<(&'static str, LossSpec)> {
-    let with = |head| LossSpec { head, ..plain() };
+fn logits() -> Vec<(&'static str, LossSpec)> {
+    let with = |logits| LossSpec { logits, ..plain() };
     vec![
-        ("scale", with(Head { scale: 0.5, ..Head::default() })),
-        ("softcap", with(Head { softcap: Some(30.0), ..Head::default() })),
-        ("bias", with(Head { bias: true, ..Head::default() })),
+        ("scale", with(LogitsTransform { scale: 0.5, ..LogitsTransform::default() })),
+        ("softcap", with(LogitsTransform { softcap: Some(30.0), ..LogitsTransform::default() })),
+        ("bias", with(LogitsTransform { bias: true, ..LogitsTransform::default() })),
     ]
 }
 

@@ -13,8 +13,8 @@
 
 pub mod bandwidth;
 mod exp;
-mod head;
 mod lm_head;
+mod logits_transform;
 mod loss;
 pub mod products;
 mod reduction;
@@ -30,8 +30,8 @@ use assay_algebra::structure::{Input, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
 use assay_core::spec::{LossSpec, Objective};
-use head::Head;
 pub use lm_head::NativeHead;
+use logits_transform::LogitsTransform;
 use loss::{Graded, Known, Loss};
 use reduction::Weights;
 pub use row::Element;
@@ -203,7 +203,7 @@ impl Implementation for Native {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::RowAndHead.expect(spec) {
+        match Reach::RowAndLogits.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }
@@ -250,14 +250,14 @@ struct Batch<'s> {
     settled: Settled,
     weights: Weights,
     /// What comes before the softmax, if anything does.
-    head: Option<Head>,
+    transform: Option<LogitsTransform>,
 }
 
 /// What a thread needs of its own.
 #[derive(Default)]
 struct Room {
     kept: Kept,
-    /// Logits after the head.
+    /// Transformed logits.
     h: Vec<f32>,
 }
 
@@ -271,7 +271,7 @@ impl<'s> Batch<'s> {
             softmaxes: Softmaxes::of(spec, isa),
             ids: tokens.ids,
             advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            head: Head::of(spec, tokens.extra.bias.as_ref(), vocab),
+            transform: LogitsTransform::of(spec, tokens.extra.bias.as_ref(), vocab),
             weights: Weights::of(spec, &settled.mask),
             settled,
         }
@@ -349,7 +349,7 @@ impl<'s> Batch<'s> {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            let scores = match &self.head {
+            let scores = match &self.transform {
                 Some(_) => self.score(row.logits(), at, room),
                 None => self.softmaxes.score_and_keep(row, self.id(at), &mut room.kept),
             };
@@ -380,10 +380,10 @@ impl<'s> Batch<'s> {
     /// Reads the row of an unmasked token.
     fn score<E: Element>(&self, row: &[E], at: Place, room: &mut Room) -> Scores {
         let id = self.id(at);
-        let Some(head) = &self.head else {
+        let Some(transform) = &self.transform else {
             return self.softmaxes.score(row, id);
         };
-        head.forward(row, id, &mut room.h);
+        transform.forward(row, id, &mut room.h);
         self.softmaxes.score(&room.h, id)
     }
 
@@ -398,17 +398,17 @@ impl<'s> Batch<'s> {
     ) {
         let id = self.id(at);
         let grad = Gradients { logp: graded.grad_logp, entropy: self.weights.entropy[at.0] };
-        let Some(head) = &self.head else {
+        let Some(transform) = &self.transform else {
             let kept = (kept == Keep::Exponentials).then_some(&room.kept);
             self.softmaxes.write(row, id, scores, kept, grad);
             return;
         };
         if kept == Keep::Nothing {
-            head.forward(row.logits(), id, &mut room.h);
+            transform.forward(row.logits(), id, &mut room.h);
         }
         let mut h = Row { logits: None, dlogits: &mut room.h[..] };
         self.softmaxes.write(&mut h, id, scores, None, grad);
-        head.backward(row, &room.h);
+        transform.backward(row, &room.h);
     }
 
     fn evaluation(&self, graded: &Array2<Option<Graded>>) -> Evaluation {
@@ -429,7 +429,7 @@ impl<'s> Batch<'s> {
     }
 }
 
-/// What of a row's score is still there when its dlogits are written: the exponentials, or the logits after the head.
+/// What of a row's score is still there when its dlogits are written: the exponentials, or the transformed logits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keep {
     Exponentials,

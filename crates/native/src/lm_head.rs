@@ -90,7 +90,7 @@ impl Implementation<HeadProblem> for NativeHead {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::RowAndHead.expect(spec) {
+        match Reach::RowAndLogits.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }

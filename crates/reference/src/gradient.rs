@@ -1,12 +1,12 @@
 //! `∂loss / ∂logits` of one row, in closed form.
 
 use super::Token;
-use super::head::Scaled;
 use super::log_softmax::Softmax;
+use super::logits_transform::Scaled;
 
 /// `dlogits[b,t,:]` of an unmasked token.
 ///
-/// With `h` the head's logits, `y` the sampled id, `G = ∂loss/∂ℓ` and `E = ∂loss/∂H`:
+/// With `h` the transformed logits, `y` the sampled id, `G = ∂loss/∂ℓ` and `E = ∂loss/∂H`:
 ///
 /// ```text
 /// ∂ℓ/∂h_j = (1[j=y] − p_j) / T        p = softmax(h / T), or softmax(h) when T divides the log-probability

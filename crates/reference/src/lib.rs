@@ -8,10 +8,10 @@
 //! result holds the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay right.
 
 mod gradient;
-mod head;
 mod kl;
 mod lm_head;
 mod log_softmax;
+mod logits_transform;
 pub mod metrics;
 mod objective;
 mod ratio;
@@ -26,9 +26,9 @@ use std::borrow::Cow;
 use ndarray::{Array1, Array2, Array3, arr0};
 use rayon::prelude::*;
 
-pub use head::Scaled;
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
+pub use logits_transform::Scaled;
 pub use objective::{Branch, clipped};
 pub use ratio::Held;
 pub use selection::Choice;

@@ -5,8 +5,8 @@ use proptest::sample::select;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, Head, ImportanceSampling, Kl, KlCov, KlEstimator,
-    KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
+    AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
+    KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
     Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TrustRegion, Vespo,
 };
@@ -30,10 +30,11 @@ fn any_family_spec() -> impl Strategy<Value = LossSpec> {
         prop_oneof![3 => Just(vec![]).boxed(), 1 => proptest::collection::vec(rejection(), 1..3).boxed()],
         weighted(0.15, off_policy_mask()),
     );
-    let head = prop_oneof![6 => Just((Head::default(), Support::default())), 1 => (head(), support())];
+    let columns =
+        prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => (logits_transform(), support())];
     let bonus = (prop_oneof![Just(0.0), -0.1..0.1_f64], weighted(0.4, averaging()));
-    (objective(), ratio(), levels, corrections, weighted(0.5, kl()), head, bonus, averaging(), scale()).prop_map(
-        |(objective, ratio, levels, corrections, kl, head, bonus, averaging, scale)| {
+    (objective(), ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
+        |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
             let (advantages, old_logp, temperature, temperature_divides) = levels;
             let (rollout, rejection, off_policy_mask) = corrections;
             let mut spec = LossSpec {
@@ -41,8 +42,8 @@ fn any_family_spec() -> impl Strategy<Value = LossSpec> {
                 ratio,
                 advantages,
                 old_logp,
-                head: head.0,
-                support: head.1,
+                logits: columns.0,
+                support: columns.1,
                 temperature,
                 temperature_divides,
                 rollout,
@@ -235,12 +236,9 @@ fn off_policy_mask() -> impl Strategy<Value = OffPolicyMask> {
         .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour })
 }
 
-fn head() -> impl Strategy<Value = Head> {
-    (select(vec![1.0, 0.5, 1.7]), option(5.0..50.0_f64), any::<bool>()).prop_map(|(scale, softcap, bias)| Head {
-        scale,
-        softcap,
-        bias,
-    })
+fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
+    (select(vec![1.0, 0.5, 1.7]), option(5.0..50.0_f64), any::<bool>())
+        .prop_map(|(scale, softcap, bias)| LogitsTransform { scale, softcap, bias })
 }
 
 fn support() -> impl Strategy<Value = Support> {

@@ -10,7 +10,7 @@ use assay_judge::variants::{Variant, variants};
 /// The settings that an implementation may refuse, and no other.
 fn refusals(id: &str) -> BTreeSet<&'static str> {
     let of_batch = ["objective.clip_cov.selection", "objective.kl_cov.selection", "top_entropy"];
-    let of_devices = ["head", "objective.importance_sampling.empty_rows", "support"];
+    let of_devices = ["logits", "objective.importance_sampling.empty_rows", "support"];
     let of_rows = ["objective", "off_policy_mask", "ratio.level"];
     let mut all: BTreeSet<&str> = of_batch.into();
     if id != "native" {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, LogitsTransform, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
     Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
     RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
@@ -70,7 +70,7 @@ impl Arms {
             ratio,
             advantages,
             old_logp,
-            head: Head { scale: head_scale, softcap, bias },
+            logits: LogitsTransform { scale: logits_scale, softcap, bias },
             support: Support { vocab, excluded_ids, keep_sampled },
             temperature,
             temperature_divides,
@@ -96,9 +96,9 @@ impl Arms {
             OldLogp::Current => "current",
             OldLogp::Rollout => "rollout",
         });
-        self.number("head.scale", *head_scale, 1.0);
-        self.option("head.softcap", softcap.as_ref());
-        self.flag("head.bias", *bias);
+        self.number("logits.scale", *logits_scale, 1.0);
+        self.option("logits.softcap", softcap.as_ref());
+        self.flag("logits.bias", *bias);
         self.option("support.vocab", vocab.as_ref());
         self.flag("support.excluded_ids", !excluded_ids.is_empty());
         self.flag("support.keep_sampled", *keep_sampled);

@@ -416,9 +416,9 @@ impl Tokens<'_> {
             }
             _ => {}
         }
-        if spec.head.bias {
+        if spec.logits.bias {
             let Some(bias) = &self.extra.bias else {
-                let because = "`head.bias: true`";
+                let because = "`logits.bias: true`";
                 return Err(ProblemError::Missing { field: "bias", expected: vec![vocab], because });
             };
             if bias.len() != vocab {

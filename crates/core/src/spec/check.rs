@@ -56,9 +56,10 @@ impl LossSpec {
         positive("temperature", self.temperature)?;
         self.check_objective()?;
         self.ratio.check()?;
-        let Self { head, support, .. } = self;
-        ensure(head.scale != 0.0 && head.scale.is_finite(), "head.scale", head.scale, "a finite number other than 0")?;
-        positive_or_none("head.softcap", head.softcap)?;
+        let Self { logits, support, .. } = self;
+        let scales = logits.scale != 0.0 && logits.scale.is_finite();
+        ensure(scales, "logits.scale", logits.scale, "a finite number other than 0")?;
+        positive_or_none("logits.softcap", logits.softcap)?;
         ensure(support.vocab != Some(0), "support.vocab", 0, "an integer ≥ 1")?;
         if let Some(rollout) = &self.rollout {
             rollout.check()?;

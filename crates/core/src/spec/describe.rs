@@ -1,8 +1,8 @@
 //! A spec in words and formulas, with its numbers put in.
 
 use super::{
-    AdvantageLevel, Averaging, Divergence, Drops, Head, Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective,
-    OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    AdvantageLevel, Averaging, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec,
+    Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
     RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides,
     Terms, TopEntropy, TrustRegion,
 };
@@ -62,7 +62,7 @@ impl LossSpec {
     }
 
     fn logp_line(&self) -> String {
-        let logits = self.head.describe();
+        let logits = self.logits.describe();
         let (t, one) = (number(self.temperature), self.temperature == 1.0);
         let mut line = match self.temperature_divides {
             _ if one => format!("ℓ = log_softmax({logits})[id], H of the same softmax"),
@@ -121,7 +121,7 @@ fn times(factor: f64) -> String {
     if factor == 1.0 { String::new() } else { format!("{}·", number(factor)) }
 }
 
-impl Head {
+impl LogitsTransform {
     fn describe(&self) -> String {
         let mut logits = String::from(if self.bias { "(logits + bias)" } else { "logits" });
         if self.scale != 1.0 {

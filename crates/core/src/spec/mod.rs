@@ -19,8 +19,8 @@ pub use objective::{
 
 /// One GRPO loss, in full.
 ///
-/// With `m` the mask, `ℓ = logp` and `H = entropy`, both of the softmax over [`Support`] of [`Head`]'s logits at the
-/// temperature, the loss is
+/// With `m` the mask, `ℓ = logp` and `H = entropy`, both of the softmax over [`Support`] of the logits after their
+/// [`LogitsTransform`], at the temperature, the loss is
 ///
 /// ```text
 /// x    = ℓ − old_logp, clamped                                     [`Ratio::clamp`], [`Ratio::clip`]
@@ -44,8 +44,9 @@ pub struct LossSpec {
     pub advantages: AdvantageLevel,
     /// Where the ratio's denominator comes from.
     pub old_logp: OldLogp,
-    /// What becomes of logits before the temperature.
-    pub head: Head,
+    /// What becomes of logits before the temperature. Older files call it `head`.
+    #[serde(alias = "head")]
+    pub logits: LogitsTransform,
     /// Which columns the softmax runs over.
     pub support: Support,
     /// Softmax temperature `T > 0`, dimensionless.
@@ -83,7 +84,7 @@ impl Default for LossSpec {
             ratio: Ratio::default(),
             advantages: AdvantageLevel::Sequence,
             old_logp: OldLogp::Given,
-            head: Head::default(),
+            logits: LogitsTransform::default(),
             support: Support::default(),
             temperature: 1.0,
             temperature_divides: TemperatureDivides::Logits,
@@ -162,10 +163,10 @@ pub enum OldLogp {
     Rollout,
 }
 
-/// What becomes of the logits `a` of the LM head: `softcap · tanh(scale · (a + bias) / softcap)`.
+/// What becomes of logits `a` before the temperature: `softcap · tanh(scale · (a + bias) / softcap)`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Head {
+pub struct LogitsTransform {
     /// `≠ 0`.
     pub scale: f64,
     /// `> 0`; `None` leaves the `tanh` out.
@@ -174,7 +175,7 @@ pub struct Head {
     pub bias: bool,
 }
 
-impl Default for Head {
+impl Default for LogitsTransform {
     fn default() -> Self {
         Self { scale: 1.0, softcap: None, bias: false }
     }
@@ -563,7 +564,7 @@ impl LossSpec {
             (!self.rejection.is_empty(), "rejection"),
             (self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout), "off_policy_mask"),
             (selects, "objective"),
-            (self.head.bias, "head"),
+            (self.logits.bias, "logits"),
         ];
         asks.into_iter().find_map(|(asks, setting)| asks.then_some(setting))
     }
@@ -577,5 +578,27 @@ impl LossSpec {
     /// The reduction of the KL penalty.
     pub fn kl_averaging(&self) -> Averaging {
         self.kl.as_ref().and_then(|kl| kl.averaging).unwrap_or_else(|| self.averaging())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_transform_of_logits_is_read_under_both_names_and_written_under_one() {
+        let read = |file| serde_json::from_value::<LossSpec>(file);
+        let transform = json!({"scale": 0.5, "softcap": 30.0, "bias": true});
+        let expected = LogitsTransform { scale: 0.5, softcap: Some(30.0), bias: true };
+        for name in ["logits", "head"] {
+            let spec = read(json!({ name: transform })).unwrap();
+            assert_eq!(spec, LossSpec { logits: expected.clone(), ..LossSpec::default() }, "{name}");
+            let written = serde_json::to_value(&spec).unwrap();
+            assert_eq!((&written["logits"], written.get("head")), (&transform, None), "{name}");
+        }
+        let both = read(json!({"head": transform, "logits": transform})).unwrap_err();
+        assert_eq!(both.to_string(), "duplicate field `logits`");
     }
 }

@@ -3,7 +3,7 @@
 
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ClipCov, Head, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Averaging, ClipCov, LogitsTransform, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay_judge::generate::{Recipe, Regime};
@@ -444,7 +444,7 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
     });
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
-        head: Head::default(),
+        logits: LogitsTransform::default(),
         support: Support::default(),
         rollout,
         rejection: vec![],

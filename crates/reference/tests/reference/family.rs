@@ -88,7 +88,7 @@ struct Head {
     entropy_softmax: SoftmaxCondition,
     /// Absolute, of `ℓ`.
     logp_error: f64,
-    /// `∂x_j/∂a_j` of the head, by column.
+    /// `∂x_j/∂a_j` of the transform of logits, by column.
     derivative: Vec<f64>,
     /// Its relative error.
     derivative_error: Vec<f64>,
@@ -100,9 +100,10 @@ impl Head {
         let row = family::logits(problem, b, t);
         let scaled = family::scaled(spec, problem, &row, id);
         let (logp, entropy) = (family::logp(spec, &scaled, id), family::entropy(spec, &scaled));
-        let head = &spec.head;
+        let transform = &spec.logits;
         // Steps that round a logit on its way to the softmax; a tanh is three.
-        let steps = u8::from(head.bias) + u8::from(head.scale != 1.0) + 3 * u8::from(head.softcap.is_some());
+        let steps =
+            u8::from(transform.bias) + u8::from(transform.scale != 1.0) + 3 * u8::from(transform.softcap.is_some());
         let softmax = |divisor: f64| {
             let steps = f64::from(steps + u8::from(divisor != 1.0));
             let z: Vec<Option<f64>> = scaled.iter().map(|x| x.as_ref().map(|x| x.to_f64() / divisor)).collect();
@@ -119,11 +120,11 @@ impl Head {
         };
         // Of cap·tanh(c) by its logit: scale / cosh²(c), whose relative error is 2 tanh(c) times the error of c.
         let argument = |(j, a): (usize, &Option<Real>)| {
-            let bias = problem.extra.bias.as_ref().filter(|_| head.bias).map_or(0.0, |bias| bias[j]);
-            let linear = head.scale * (a.as_ref().map_or(0.0, Real::to_f64) + bias);
-            head.softcap.map_or(0.0, |cap| linear / cap)
+            let bias = problem.extra.bias.as_ref().filter(|_| transform.bias).map_or(0.0, |bias| bias[j]);
+            let linear = transform.scale * (a.as_ref().map_or(0.0, Real::to_f64) + bias);
+            transform.softcap.map_or(0.0, |cap| linear / cap)
         };
-        let derivative = |column| head.scale / f64::cosh(argument(column)).powi(2);
+        let derivative = |column| transform.scale / f64::cosh(argument(column)).powi(2);
         let derivative_error = |column| 2.0 + 6.0 * argument(column).abs();
         Self {
             id,
@@ -348,8 +349,8 @@ fn note(spec: &LossSpec, exact: &Exact, by_logp: &Array2<Option<RowLoss<Running>
     }
     record.saw("entropy_coef", spec.entropy_coef != 0.0);
     record.saw("entropy_averaging", spec.entropy_coef != 0.0 && spec.entropy_averaging.is_some());
-    let (head, support) = (&spec.head, &spec.support);
-    record.saw("head", policy && head.softcap.is_some() && head.bias && head.scale != 1.0);
+    let (transform, support) = (&spec.logits, &spec.support);
+    record.saw("logits", policy && transform.softcap.is_some() && transform.bias && transform.scale != 1.0);
     record.saw("support", policy && !support.is_whole());
     record.saw("temperature_divides logp", policy && spec.temperature_divides == TemperatureDivides::Logp);
 }

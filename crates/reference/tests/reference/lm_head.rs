@@ -1,17 +1,17 @@
 //! The LM head with the loss against other ways to the same numbers.
 
 use assay_core::problem::{FloatArray, HeadLayout, HeadProblem, HeadShape};
-use assay_core::spec::{Head, LossSpec};
+use assay_core::spec::{LogitsTransform, LossSpec};
 use assay_reference::{evaluate, evaluate_head};
 use assay_suites::cases;
 
 /// Central differences of the loss by every hidden state and every weight.
 #[test]
 fn gradients_of_the_reference_are_those_of_its_loss() {
-    let head = Head { scale: 0.7, softcap: Some(3.0), bias: true };
+    let logits = LogitsTransform { scale: 0.7, softcap: Some(3.0), bias: true };
     let specs = [
         LossSpec { entropy_coef: 0.03, temperature: 0.8, ..LossSpec::default() },
-        LossSpec { head, ..LossSpec::default() },
+        LossSpec { logits, ..LossSpec::default() },
     ];
     for spec in specs {
         for layout in [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden] {

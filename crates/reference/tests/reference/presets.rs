@@ -172,7 +172,7 @@ fn trl_head_and_entropy_quantile() {
         None,
         &["fused_lm_head={\"chunk_size\": 16, \"final_logit_softcapping\": 3, \"logit_scale\": 0.5}"],
     );
-    assert_eq!((spec.head.scale, spec.head.softcap), (0.5, Some(3.0)));
+    assert_eq!((spec.logits.scale, spec.logits.softcap), (0.5, Some(3.0)));
     let pairs = ["top_entropy_quantile=0.4"];
     let top = of(Preset::Trl, None, &pairs).top_entropy.unwrap();
     assert_eq!((top.fraction, top.drops, top.precision), (0.4, Drops::PolicyTerm, QuantilePrecision::F32));

@@ -21,7 +21,9 @@ use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
 use super::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
-use assay_core::spec::{Head, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
+use assay_core::spec::{
+    KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides,
+};
 
 /// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
 pub(super) const TILE: usize = 256;
@@ -69,7 +71,7 @@ impl Specimen {
             (cap.is_none(), "ratio.cap", "none"),
             (spec.old_logp != OldLogp::Rollout, "old_logp", "given and current"),
             (behaviour == OldLogp::Given, "off_policy_mask.behaviour", "given"),
-            (spec.head == Head::default(), "head", "logits as they are"),
+            (spec.logits == LogitsTransform::default(), "logits", "logits as they are"),
             (spec.support.is_whole(), "support", "the whole vocabulary"),
             (spec.rollout.is_none(), "rollout", "none"),
             (spec.rejection.is_empty(), "rejection", "none"),

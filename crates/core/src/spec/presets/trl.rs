@@ -4,8 +4,8 @@ use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask
 use super::options::Reader;
 use super::{Found, Given, PresetError, WeightShape, ready_made};
 use crate::spec::{
-    AdvantageLevel, Drops, Head, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LossSpec, Objective,
-    Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
+    AdvantageLevel, Drops, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LogitsTransform, LossSpec,
+    Objective, Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer"];
@@ -106,7 +106,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ratio: Ratio { level: ratio_level(reader)?, ..Ratio::default() },
         advantages: given.advantages_or(AdvantageLevel::Sequence),
         old_logp: given.old_logp(),
-        head: head(reader)?,
+        logits: logits_transform(reader)?,
         temperature: reader.number("temperature", 1.0)?,
         rollout: rollout(reader, given, loss_type)?,
         off_policy_mask: off_policy_mask(reader, given)?,
@@ -134,7 +134,7 @@ fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         objective: Objective::ImportanceSampling(ImportanceSampling { empty_rows: true }),
         ratio: Ratio { level: RatioLevel::Sequence, clip: Some(LogClip { low, high }), ..Ratio::default() },
         old_logp: given.old_logp(),
-        head: head(reader)?,
+        logits: logits_transform(reader)?,
         temperature: reader.number("temperature", 1.0)?,
         top_entropy: top_entropy(reader, given, Drops::Ratio)?,
         kl: (beta != 0.0).then(|| Kl::plain(beta, KlEstimator::K3)),
@@ -176,9 +176,9 @@ impl Steps {
     }
 }
 
-/// The logits of the streamed head: `logit_scale`, then the soft cap.
-fn head(reader: &Reader) -> Result<Head, PresetError> {
-    Ok(Head {
+/// Of the streamed LM head's logits: `logit_scale`, then the soft cap.
+fn logits_transform(reader: &Reader) -> Result<LogitsTransform, PresetError> {
+    Ok(LogitsTransform {
         scale: reader.number_or_null("fused_lm_head.logit_scale", None)?.unwrap_or(1.0),
         softcap: reader.number_or_null("fused_lm_head.final_logit_softcapping", None)?,
         bias: false,

@@ -5,8 +5,8 @@ use super::options::Reader;
 use super::verl::{Wrong, rejections};
 use super::{Found, Given, PresetError};
 use crate::spec::{
-    AdvantageLevel, Drops, Head, Kl, KlEstimator, KlImportance, LossSpec, OldLogp, Outside, Ratio, Rejection,
-    RolloutLevel, RolloutWeights, TopEntropy,
+    AdvantageLevel, Drops, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, OldLogp, Outside, Ratio,
+    Rejection, RolloutLevel, RolloutWeights, TopEntropy,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
@@ -91,7 +91,11 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         ratio: Ratio { level: ratio_level(reader)?, clamp: as_old.then_some(20.0), ..Ratio::default() },
         advantages: given.advantages_or(AdvantageLevel::Sequence),
         old_logp: if as_old { OldLogp::Rollout } else { given.old_logp() },
-        head: Head { scale: scale_of_logits(reader)?, softcap: positive(reader, "logit_softcapping")?, bias: false },
+        logits: LogitsTransform {
+            scale: scale_of_logits(reader)?,
+            softcap: positive(reader, "logit_softcapping")?,
+            bias: false,
+        },
         temperature: reader.number("temperature", 1.0)?,
         rollout: if as_old { None } else { rollout(reader, given)? },
         off_policy_mask: off_policy_mask(reader, given)?,

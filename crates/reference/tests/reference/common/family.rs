@@ -123,13 +123,13 @@ pub(crate) fn in_support(spec: &LossSpec, j: usize, id: usize) -> bool {
 /// `softcap · tanh(scale · (a + bias) / softcap)` of the columns in the support.
 pub(crate) fn scaled(spec: &LossSpec, problem: &Problem, row: &Row, id: usize) -> Row {
     let bias = |j: usize| match &problem.extra.bias {
-        Some(bias) if spec.head.bias => Real::from(bias[j]),
+        Some(bias) if spec.logits.bias => Real::from(bias[j]),
         _ => Real::from(0.0),
     };
     let column = |(j, a): (usize, &Option<Real>)| {
-        let linear = Real::from(spec.head.scale) * (a.clone()? + bias(j));
+        let linear = Real::from(spec.logits.scale) * (a.clone()? + bias(j));
         let capped = |cap: f64| Real::from(cap) * tanh(&(linear.clone() / Real::from(cap)));
-        in_support(spec, j, id).then(|| spec.head.softcap.map_or(linear.clone(), capped))
+        in_support(spec, j, id).then(|| spec.logits.softcap.map_or(linear.clone(), capped))
     };
     row.iter().enumerate().map(column).collect()
 }

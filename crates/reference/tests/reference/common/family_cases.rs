@@ -4,7 +4,7 @@ use std::fmt;
 
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, Head, ImportanceSampling, Kl,
+    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, LogitsTransform, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
     Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
     RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopCovariance,
@@ -89,7 +89,7 @@ pub(crate) fn case(objective: BoxedStrategy<Objective>) -> impl Strategy<Value =
     (spec(objective), layout, regime)
         .prop_flat_map(|(spec, layout, regime)| {
             // An infinite logit is a finite one beyond a soft cap, and the sampled one where the scale is negative.
-            let plain = spec.head.scale > 0.0 && spec.head.softcap.is_none();
+            let plain = spec.logits.scale > 0.0 && spec.logits.softcap.is_none();
             let regime = if matches!(regime, Regime::Excluded) && !plain { Regime::Normal } else { regime };
             let rows = vec(weighted(0.88, vec(draw(regime, layout.vocab), layout.tokens)), layout.batch);
             let blank = vec(draw(regime, layout.vocab), layout.tokens);
@@ -222,7 +222,7 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares {
         problem.extra.rollout_logp = None;
     }
-    if !spec.head.bias {
+    if !spec.logits.bias {
         problem.extra.bias = None;
     }
 }
@@ -404,10 +404,10 @@ fn kl() -> impl Strategy<Value = Kl> {
     )
 }
 
-fn head() -> impl Strategy<Value = Head> {
+fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
     let whole = (select(vec![1.0, 0.5, -0.7]), weighted(0.5, select(vec![3.0, 30.0])), any::<bool>())
-        .prop_map(|(scale, softcap, bias)| Head { scale, softcap, bias });
-    prop_oneof![2 => Just(Head::default()), 1 => whole]
+        .prop_map(|(scale, softcap, bias)| LogitsTransform { scale, softcap, bias });
+    prop_oneof![2 => Just(LogitsTransform::default()), 1 => whole]
 }
 
 /// Every option of the loss; the support comes with the vocabulary.
@@ -424,7 +424,7 @@ fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> 
         .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, precision: QuantilePrecision::Exact });
     let entropy = (select(vec![0.0, 0.01, -0.3]), weighted(0.3, averaging()));
     let levels = select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]);
-    let policy = (objective, ratio(), levels, old_logp, head(), temperature);
+    let policy = (objective, ratio(), levels, old_logp, logits_transform(), temperature);
     let corrections = (
         weighted(0.4, rollout()),
         prop_oneof![2 => Just(Vec::new()), 1 => vec(rejection(), 1..=2)],
@@ -433,7 +433,7 @@ fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> 
     );
     let rest = (weighted(0.6, kl()), entropy, reduction(), epsilon(), select(vec![1.0, 0.25, 4.0]));
     (policy, corrections, rest).prop_map(|(policy, corrections, rest)| {
-        let (objective, ratio, advantages, old_logp, head, (temperature, temperature_divides)) = policy;
+        let (objective, ratio, advantages, old_logp, logits, (temperature, temperature_divides)) = policy;
         let (rollout, rejection, off_policy_mask, top_entropy) = corrections;
         let (kl, (entropy_coef, entropy_averaging), reduction, denominator_epsilon, scale) = rest;
         let mut spec = LossSpec {
@@ -441,7 +441,7 @@ fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> 
             ratio,
             advantages,
             old_logp,
-            head,
+            logits,
             support: Support::default(),
             temperature,
             temperature_divides,

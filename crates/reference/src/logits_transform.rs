@@ -3,7 +3,7 @@
 use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
 
-/// The head's logits of one token.
+/// The transformed logits of one token.
 pub struct Scaled {
     /// `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
     pub logits: Vec<f64>,
@@ -15,21 +15,21 @@ impl Scaled {
     /// Those of token `[b,t]`, whose sampled id is `id`.
     pub(super) fn of(spec: &LossSpec, problem: &Problem, (b, t): (usize, usize), id: usize) -> Self {
         let mut logits = problem.logits.row(b, t);
-        let head = &spec.head;
-        if let Some(bias) = problem.extra.bias.as_ref().filter(|_| head.bias) {
+        let transform = &spec.logits;
+        if let Some(bias) = problem.extra.bias.as_ref().filter(|_| transform.bias) {
             logits.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
         }
         let mut slopes = Vec::new();
-        if let Some(cap) = head.softcap {
+        if let Some(cap) = transform.softcap {
             // d/dx of cap·tanh(scale·x/cap) is scale·(1 − tanh²) = scale / cosh².
-            slopes = logits.iter().map(|x| head.scale / (head.scale * x / cap).cosh().powi(2)).collect();
+            slopes = logits.iter().map(|x| transform.scale / (transform.scale * x / cap).cosh().powi(2)).collect();
             for x in &mut logits {
-                *x = cap * (head.scale * *x / cap).tanh();
+                *x = cap * (transform.scale * *x / cap).tanh();
             }
-        } else if head.scale != 1.0 {
-            slopes = vec![head.scale; logits.len()];
+        } else if transform.scale != 1.0 {
+            slopes = vec![transform.scale; logits.len()];
             for x in &mut logits {
-                *x *= head.scale;
+                *x *= transform.scale;
             }
         }
         let mut exclude = |j: usize| {

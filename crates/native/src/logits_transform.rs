@@ -8,10 +8,10 @@
 use ndarray::Array1;
 
 use super::row::{Element, Row};
-use assay_core::spec::LossSpec;
+use assay_core::spec::{self, LossSpec};
 
-/// The head's last steps, in f32.
-pub(super) struct Head {
+/// What the spec does to logits, in f32.
+pub(super) struct LogitsTransform {
     scale: f32,
     softcap: Option<f32>,
     bias: Option<Vec<f32>>,
@@ -19,18 +19,18 @@ pub(super) struct Head {
     excluded: Vec<usize>,
 }
 
-impl Head {
+impl LogitsTransform {
     /// `None` where the softmax is of the logits as they are.
     pub(super) fn of(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Option<Self> {
-        if spec.head == assay_core::spec::Head::default() && spec.support.is_whole() {
+        if spec.logits == spec::LogitsTransform::default() && spec.support.is_whole() {
             return None;
         }
         let mut excluded: Vec<usize> = (spec.support.vocab.unwrap_or(vocab)..vocab).collect();
         excluded.extend(spec.support.excluded_ids.iter().filter(|&&id| id < vocab));
         Some(Self {
-            scale: spec.head.scale as f32,
-            softcap: spec.head.softcap.map(|cap| cap as f32),
-            bias: bias.filter(|_| spec.head.bias).map(|bias| bias.iter().map(|&x| x as f32).collect()),
+            scale: spec.logits.scale as f32,
+            softcap: spec.logits.softcap.map(|cap| cap as f32),
+            bias: bias.filter(|_| spec.logits.bias).map(|bias| bias.iter().map(|&x| x as f32).collect()),
             excluded,
         })
     }
