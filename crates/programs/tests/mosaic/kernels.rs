@@ -3,8 +3,8 @@
 
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ClipCov, LogitsTransform, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;

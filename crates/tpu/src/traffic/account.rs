@@ -53,12 +53,7 @@ impl Windows {
             return windows;
         };
         let inside = Definitions::of(body);
-        let source = |mut name| {
-            while let Some(view) = inside.0.get(name).filter(|instruction| instruction.opcode == "bitcast") {
-                name = view.operands[0];
-            }
-            name
-        };
+        let source = |name| inside.followed(name, "bitcast");
         let parameter = |name| -> Option<usize> {
             let parameter = inside.0.get(source(name)).filter(|instruction| instruction.opcode == "parameter")?;
             parameter.given.trim().parse().ok()

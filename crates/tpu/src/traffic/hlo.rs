@@ -197,11 +197,18 @@ impl<'i, 't> Definitions<'i, 't> {
     }
 
     /// What `operand` is a copy of.
-    pub(super) fn origin<'o>(&'o self, mut operand: &'o str) -> &'o str {
-        while let Some(copy) = self.0.get(operand).filter(|instruction| instruction.opcode == "copy") {
-            operand = copy.operands[0];
+    pub(super) fn origin<'o>(&'o self, operand: &'o str) -> &'o str {
+        self.followed(operand, "copy")
+    }
+
+    /// What is left of `name` where every `opcode` is its operand; copies that go round end somewhere in the round.
+    pub(super) fn followed<'o>(&'o self, mut name: &'o str, opcode: &str) -> &'o str {
+        for _ in 0..self.0.len() {
+            let view = self.0.get(name).filter(|instruction| instruction.opcode == opcode);
+            let Some(operand) = view.and_then(|view| view.operands.first()) else { break };
+            name = operand;
         }
-        operand
+        name
     }
 }
 
@@ -235,6 +242,9 @@ impl<'t> Module<'t> {
             } else if in_entry || current.is_some() {
                 let instruction = Instruction::parse(line)
                     .ok_or_else(|| malformed(file, at + 1, line.trim(), "`%name = shape opcode(operands)`"))?;
+                if ["copy", "bitcast"].contains(&instruction.opcode) && instruction.operands.is_empty() {
+                    return Err(malformed(file, at + 1, line.trim(), "an operand"));
+                }
                 if let (true, Some(entry)) = (in_entry, &mut entry) {
                     entry.push(instruction);
                 } else if let Some((name, shapes)) = &mut current {
@@ -286,5 +296,17 @@ mod tests {
             let error = Module::parse("x", text).map(|_| ()).unwrap_err();
             assert!(matches!(error, TpuError::Dump { .. }), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn a_copy_of_nothing_is_an_error_with_its_line_and_one_of_itself_ends() {
+        let text = |copy: &str| format!("ENTRY %main {{\n  %a = f32[8]{{0}} {copy}\n}}\n");
+        for copy in ["copy()", "bitcast()"] {
+            let error = Module::parse("hlo.txt", &text(copy)).err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(error.contains("hlo.txt, line 2") && error.contains("expected an operand"), "{copy}: {error}");
+        }
+        let text = text("copy(%a)");
+        let module = Module::parse("hlo.txt", &text).unwrap();
+        assert_eq!(Definitions::of(&module.entry).origin("%a"), "%a");
     }
 }
