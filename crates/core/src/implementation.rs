@@ -1,4 +1,4 @@
-//! [`Implementation`]: something that computes a GRPO loss and can be judged. [`registry`](assay_registry) lists all there
+//! [`Implementation`]: something that computes a GRPO loss and can be judged. The crate `assay-registry` lists all there
 //! are.
 //!
 //! The reference is not among them: it is what they are judged against.

@@ -12,7 +12,7 @@ use crate::spec::LossSpec;
 /// A batch without logits: `logits[b,t,v] = Σ_h hidden[b,t,h] · lm_head[h,v]`.
 pub type HeadProblem = Problem<Projection>;
 
-/// What logits are made of. What comes between them and the softmax (scale, softcap, bias) is [`crate::spec::Head`].
+/// What logits are made of. What comes between them and the softmax (scale, softcap, bias) is [`crate::spec::LogitsTransform`].
 #[derive(Clone, Debug)]
 pub struct Projection {
     /// `[B,T,H]`: what the last norm of the model left.

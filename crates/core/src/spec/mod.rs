@@ -1,7 +1,7 @@
 //! [`LossSpec`]: which member of the GRPO loss family is meant.
 //!
 //! Plain serde data (YAML, TOML, JSON), with no behaviour that needs arrays. What each choice computes is written
-//! once in [`assay_reference`] and once, apart, for the kernels. [`presets`] turns the options of published projects
+//! once in `assay-reference` and once, apart, for the kernels. [`presets`] turns the options of published projects
 //! into it.
 
 mod check;

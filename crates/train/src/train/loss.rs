@@ -91,7 +91,7 @@ impl GrpoLoss {
         Self { spec, kernel: Kernel::WithHead(Arc::new(NativeHead::default())) }
     }
 
-    /// The loss by the implementation `id` of [`registry`] or [`lm_head_registry`]; those that need a PJRT plugin use
+    /// The loss by the implementation `id` of [`registry`], on logits or with an LM head; those that need a PJRT plugin use
     /// `plugin`, as there.
     ///
     /// # Errors
