@@ -9,9 +9,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use crate::common::draws;
+use crate::common::draws::{self, Case};
 use crate::common::family::{self, Frozen, Loss, Policy, Row, RowLoss, Undetermined};
-use crate::common::family_cases::{self, Case};
+use crate::common::family_cases;
 use crate::common::real::Real;
 use crate::common::running::{Running, U, nearest_choice};
 use crate::common::softmax_condition::SoftmaxCondition;
@@ -28,15 +28,30 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestError, TestRunner};
 
-/// Errors below this are the 640-bit side's own: a central difference with step 2⁻²⁰⁰ keeps 440 bits of a loss, and its
-/// truncation error is 2⁻⁴⁰⁰ of the third derivative. The smallest value drawn is the square of a probability at margin
-/// 100 and temperature ½; its rounding in f64 is 1e-190, but it adds to larger ones, or is compared with its own scale.
-const NOISE: f64 = 1e-110;
-
 /// A case with a choice nearer than this, relative to its sides, is drawn again.
 const KINK: f64 = 1e-9;
 
-/// The largest `κ` allowed for each output: about twice the worst seen, in the comment, over 12 arms × 700 cases.
+/// How closely outputs are compared.
+pub(crate) struct Precision {
+    /// The largest `κ` allowed for each output.
+    pub(crate) limits: [(&'static str, f64); 9],
+    /// Errors below this are the 640-bit side's own.
+    pub(crate) noise: f64,
+    /// A central difference is over `±2ⁿ`.
+    pub(crate) step: i32,
+    /// What each output can lose.
+    pub(crate) scales: fn(&Exact, &Scale, &ByLogp) -> Scales,
+}
+
+/// Of every spec.
+///
+/// A central difference with step 2⁻²⁰⁰ keeps 440 bits of a loss, and its truncation error is 2⁻⁴⁰⁰ of the third
+/// derivative, which does not vanish where the first does. The smallest value drawn is the square of a probability at
+/// margin 100 and temperature ½; its rounding in f64 is 1e-190, but it adds to larger ones, or is compared with its own
+/// scale.
+const OF_EVERY_SPEC: Precision = Precision { limits: LIMITS, noise: 1e-110, step: -200, scales: Scales::running };
+
+/// About twice the worst `κ` seen, in the comment, over 12 arms × 700 cases.
 const LIMITS: [(&str, f64); 9] = [
     ("loss", 1.5),               // 0.65
     ("logp", 2.5),               // 1.20
@@ -51,18 +66,43 @@ const LIMITS: [(&str, f64); 9] = [
 
 /// Worst `κ` by output, and how many cases had what.
 #[derive(Debug, Default)]
-struct Record {
-    worst: BTreeMap<&'static str, f64>,
-    seen: BTreeMap<&'static str, usize>,
+pub(crate) struct Record {
+    pub(crate) worst: BTreeMap<&'static str, f64>,
+    pub(crate) seen: BTreeMap<&'static str, usize>,
 }
+
+/// What the outputs of one token can lose, in units of `u`.
+pub(crate) struct TokenScale {
+    pub(crate) token_loss: f64,
+    pub(crate) ratio: f64,
+    pub(crate) kl: f64,
+    pub(crate) dlogits: Vec<f64>,
+}
+
+/// What the outputs of one batch can lose, in units of `u`; `None` for a token that is not in `m`. The log-probability
+/// and the entropy have theirs in [`Head`].
+pub(crate) struct Scales {
+    pub(crate) tokens: Array2<Option<TokenScale>>,
+    pub(crate) loss: f64,
+}
+
+/// The rows with their derivatives with respect to `ℓ` of each token of `m`.
+pub(crate) type ByLogp = Array2<Option<RowLoss<Running>>>;
 
 impl Record {
     /// Compares one value. A scale of 0 allows no error at all.
-    fn compare(&mut self, output: &'static str, got: f64, exact: &Real, scale: f64) -> Result<(), TestCaseError> {
-        let (_, limit) = LIMITS.iter().find(|(name, _)| *name == output).expect("every output has a limit");
+    fn compare(
+        &mut self,
+        precision: &Precision,
+        output: &'static str,
+        got: f64,
+        exact: &Real,
+        scale: f64,
+    ) -> Result<(), TestCaseError> {
+        let (_, limit) = precision.limits.iter().find(|(name, _)| *name == output).expect("every output has a limit");
         prop_assert!(got.is_finite(), "{output}: got {got}, exact {:e}", exact.to_f64());
         let error = (Real::from(got) - exact.clone()).abs().to_f64();
-        let kappa = if error < NOISE { 0.0 } else { error / (U * scale) };
+        let kappa = if error < precision.noise { 0.0 } else { error / (U * scale) };
         let worst = self.worst.entry(output).or_default();
         *worst = worst.max(kappa);
         prop_assert!(
@@ -79,15 +119,15 @@ impl Record {
 }
 
 /// The softmax of one token, exactly, and what f64 can lose on the way to it.
-struct Head {
-    id: usize,
+pub(crate) struct Head {
+    pub(crate) id: usize,
     row: Row,
-    logp: Real,
+    pub(crate) logp: Real,
     entropy: Real,
-    logp_softmax: SoftmaxCondition,
-    entropy_softmax: SoftmaxCondition,
+    pub(crate) logp_softmax: SoftmaxCondition,
+    pub(crate) entropy_softmax: SoftmaxCondition,
     /// Absolute, of `ℓ`.
-    logp_error: f64,
+    pub(crate) logp_error: f64,
     /// `∂x_j/∂a_j` of the transform of logits, by column.
     derivative: Vec<f64>,
     /// Its relative error.
@@ -166,17 +206,12 @@ impl Head {
 }
 
 /// One batch, evaluated exactly.
-struct Exact<'a> {
-    loss: Loss<'a>,
-    heads: Array2<Option<Head>>,
+pub(crate) struct Exact<'a> {
+    pub(crate) loss: Loss<'a>,
+    pub(crate) heads: Array2<Option<Head>>,
     policy: Policy<Real>,
-    frozen: Frozen<Real>,
+    pub(crate) frozen: Frozen<Real>,
     rows: Vec<RowLoss<Real>>,
-}
-
-/// Of a central difference. Small, as the third derivative does not vanish where the first does.
-fn step() -> Real {
-    Real::power_of_two(-200)
 }
 
 impl<'a> Exact<'a> {
@@ -195,26 +230,26 @@ impl<'a> Exact<'a> {
     }
 
     /// `∂loss/∂logits[b,t,j]` by central difference: the other rows' shares of it are exactly 0.
-    fn dlogit(&self, b: usize, t: usize, j: usize) -> Real {
+    fn dlogit(&self, b: usize, t: usize, j: usize, step: &Real) -> Real {
         let Loss { spec, problem } = self.loss;
         let head = self.heads[[b, t]].as_ref().expect("an unmasked token");
-        let loss_at = |step: Real| {
-            let (logp, entropy) = head.moved(spec, problem, j, &step);
+        let loss_at = |step: &Real| {
+            let (logp, entropy) = head.moved(spec, problem, j, step);
             let mut policy = self.policy.clone();
             policy.logp[[b, t]] = Some(logp);
             policy.entropy[[b, t]] = Some(entropy);
             self.loss.row(&self.frozen, &policy, b).loss
         };
-        (loss_at(step()) - loss_at(-step())) / (Real::from(2.0) * step())
+        (loss_at(step) - loss_at(&-step.clone())) / (Real::from(2.0) * step.clone())
     }
 
-    fn token(&self, b: usize, t: usize) -> Option<&family::TokenLoss<Real>> {
+    pub(crate) fn token(&self, b: usize, t: usize) -> Option<&family::TokenLoss<Real>> {
         self.rows[b].tokens[t].as_ref()
     }
 }
 
 /// The same batch by running error analysis.
-struct Scale<'a> {
+pub(crate) struct Scale<'a> {
     loss: Loss<'a>,
     policy: Policy<Running>,
     frozen: Frozen<Running>,
@@ -235,8 +270,7 @@ impl<'a> Scale<'a> {
         Self { loss, policy, frozen, rows }
     }
 
-    /// The rows with their derivatives with respect to `ℓ` of each token of `m`.
-    fn by_logp(&self) -> Array2<Option<RowLoss<Running>>> {
+    fn by_logp(&self) -> ByLogp {
         Array2::from_shape_fn(self.frozen.counts.dim(), |(b, t)| {
             let mut policy = self.policy.clone();
             policy.logp[[b, t]].as_mut()?.slope = 1.0;
@@ -252,8 +286,29 @@ impl<'a> Scale<'a> {
     }
 }
 
+impl Scales {
+    /// By running error analysis.
+    fn running(exact: &Exact, scale: &Scale, by_logp: &ByLogp) -> Self {
+        let mut ratios = scale.loss.ratios(&scale.frozen).into_iter();
+        let token = |(b, t): (usize, usize)| {
+            let (token, by_logp) = (scale.rows[b].tokens[t].as_ref()?, by_logp[[b, t]].as_ref()?);
+            let head = exact.heads[[b, t]].as_ref().expect("an unmasked token");
+            let by_entropy = scale.by_entropy(b, t);
+            let dlogit = |j| head.dlogit(scale.loss.spec, &by_logp.loss, &by_entropy.loss, j);
+            Some(TokenScale {
+                token_loss: token.loss.error,
+                ratio: ratios.next().expect("a ratio of every token").error,
+                kl: token.kl.map_or(0.0, |kl| kl.error),
+                dlogits: (0..head.row.len()).map(dlogit).collect(),
+            })
+        };
+        let tokens = Array2::from_shape_fn(scale.frozen.counts.dim(), token);
+        Self { tokens, loss: scale.rows.iter().map(|row| row.loss).sum::<Running>().error }
+    }
+}
+
 /// One case against the exact loss: every value of every token, the totals and the metrics.
-fn check(case: &Case, record: &mut Record) -> Result<(), TestCaseError> {
+pub(crate) fn check(case: &Case, precision: &Precision, record: &mut Record) -> Result<(), TestCaseError> {
     let Case { spec, problem } = case;
     prop_assert_eq!(spec.check(), Ok(()));
     let exact = match Exact::of(case) {
@@ -275,23 +330,24 @@ fn check(case: &Case, record: &mut Record) -> Result<(), TestCaseError> {
     let reference = reference::evaluate(spec, problem).expect("a valid case");
     prop_assert_eq!(reference.first_nonfinite(), None);
     let outcome = reference.outcome();
+    let scales = (precision.scales)(&exact, &scale, &by_logp);
+    let step = Real::power_of_two(precision.step);
     for ((b, t), head) in exact.heads.indexed_iter() {
-        let (Some(head), Some(token), Some(by_logp)) = (head, exact.token(b, t), &by_logp[[b, t]]) else {
+        let (Some(head), Some(token), Some(scale)) = (head, exact.token(b, t), &scales.tokens[[b, t]]) else {
             check_absent(&outcome, b, t)?;
             continue;
         };
-        let loss_scale = scale.rows[b].tokens[t].as_ref().expect("a token").loss.error;
-        record.compare("logp", outcome.logp.at(b, t), &head.logp, head.logp_error)?;
-        record.compare("entropy", outcome.entropy.at(b, t), &head.entropy, head.entropy_softmax.entropy)?;
-        record.compare("token_loss", outcome.token_loss.at(b, t), &token.loss, loss_scale)?;
-        let by_entropy = scale.by_entropy(b, t);
+        let mut compare = |output, got, exact: &Real, scale| record.compare(precision, output, got, exact, scale);
+        compare("logp", outcome.logp.at(b, t), &head.logp, head.logp_error)?;
+        compare("entropy", outcome.entropy.at(b, t), &head.entropy, head.entropy_softmax.entropy)?;
+        compare("token_loss", outcome.token_loss.at(b, t), &token.loss, scale.token_loss)?;
         for (j, dlogit) in outcome.gradient.row(b, t).into_iter().enumerate() {
             let output = if j == head.id { "dlogits target" } else { "dlogits non-target" };
-            let limit = head.dlogit(spec, &by_logp.loss, &by_entropy.loss, j);
-            record.compare(output, dlogit, &exact.dlogit(b, t, j), limit)?;
+            compare(output, dlogit, &exact.dlogit(b, t, j, &step), scale.dlogits[j])?;
         }
     }
-    check_totals(&reference, &exact, &scale, record)?;
+    check_totals(&reference, &exact, &scales, precision, record)?;
+    check_clipped(&reference, &exact)?;
     note(spec, &exact, &by_logp, record);
     Ok(())
 }
@@ -304,34 +360,61 @@ fn check_absent(outcome: &Outcome, b: usize, t: usize) -> Result<(), TestCaseErr
     Ok(())
 }
 
-/// The loss and the metrics.
-fn check_totals(reference: &Reference, exact: &Exact, scale: &Scale, record: &mut Record) -> Result<(), TestCaseError> {
+/// The loss and the means.
+fn check_totals(
+    reference: &Reference,
+    exact: &Exact,
+    scales: &Scales,
+    precision: &Precision,
+    record: &mut Record,
+) -> Result<(), TestCaseError> {
+    let mut compare = |output, got, exact: &Real, scale| record.compare(precision, output, got, exact, scale);
     let loss = exact.rows.iter().map(|row| row.loss.clone()).sum::<Real>();
-    let loss_scale = scale.rows.iter().map(|row| row.loss).sum::<Running>().error;
-    record.compare("loss", reference.loss(), &loss, loss_scale)?;
+    compare("loss", reference.loss(), &loss, scales.loss)?;
 
     let tokens: Vec<_> = exact.rows.iter().flat_map(|row| row.tokens.iter().flatten()).collect();
-    let scales: Vec<_> = scale.rows.iter().flat_map(|row| row.tokens.iter().flatten()).collect();
     let count = tokens.len().max(1) as f64;
+    let mean_scale = |of: fn(&TokenScale) -> f64| scales.tokens.iter().flatten().map(of).sum::<f64>() / count;
     let metrics = reference.metrics();
     let ratio = exact.loss.ratios(&exact.frozen).into_iter().sum::<Real>() / Real::from(count);
-    let ratio_scale = scale.loss.ratios(&scale.frozen).iter().map(|ratio| ratio.error).sum::<f64>() / count;
-    record.compare("ratio_mean", metrics.ratio_mean, &ratio, ratio_scale)?;
+    compare("ratio_mean", metrics.ratio_mean, &ratio, mean_scale(|scale| scale.ratio))?;
     prop_assert_eq!(metrics.kl_mean.is_some(), reference.spec().kl.is_some());
     if let Some(kl_mean) = metrics.kl_mean {
         let kl = tokens.iter().filter_map(|token| token.kl.clone()).sum::<Real>() / Real::from(count);
-        let kl_scale = scales.iter().filter_map(|token| token.kl).map(|kl| kl.error).sum::<f64>() / count;
-        record.compare("kl_mean", kl_mean, &kl, kl_scale)?;
+        compare("kl_mean", kl_mean, &kl, mean_scale(|scale| scale.kl))?;
     }
     let counted =
         || exact.heads.indexed_iter().filter(|(at, _)| exact.frozen.counts[*at]).filter_map(|(_, head)| head.as_ref());
     let entropy = counted().map(|head| head.entropy.clone()).sum::<Real>() / Real::from(count);
     let entropy_scale = counted().map(|head| head.entropy_softmax.entropy).sum::<f64>() / count;
-    record.compare("entropy_mean", metrics.entropy_mean, &entropy, entropy_scale)
+    compare("entropy_mean", metrics.entropy_mean, &entropy, entropy_scale)
+}
+
+/// The shares of tokens beyond PPO's clip, on the side where it holds them.
+fn check_clipped(reference: &Reference, exact: &Exact) -> Result<(), TestCaseError> {
+    let Objective::PpoClip(clip) = &reference.spec().objective else { return Ok(()) };
+    // A clip of log-ratios is counted in its place.
+    if reference.spec().ratio.clip.is_some() {
+        return Ok(());
+    }
+    let (low, high) = (Real::from(1.0 - clip.epsilon_low), Real::from(1.0 + clip.epsilon_high));
+    let counted = exact.frozen.counts.indexed_iter().filter(|(_, counts)| **counts);
+    let advantages = counted.map(|((b, t), _)| reference.problem().advantages.at(b, t));
+    let tokens: Vec<(f64, Real)> = advantages.zip(exact.loss.ratios(&exact.frozen)).collect();
+    let share = |clipped: &dyn Fn(f64, &Real) -> bool| {
+        let clipped = tokens.iter().filter(|(advantage, ratio)| clipped(*advantage, ratio));
+        clipped.count() as f64 / tokens.len().max(1) as f64
+    };
+    let clip_low = share(&|advantage, ratio| advantage < 0.0 && *ratio < low);
+    let clip_high = share(&|advantage, ratio| advantage > 0.0 && *ratio > high);
+    let metrics = reference.metrics();
+    prop_assert_eq!((metrics.clip_low, metrics.clip_high), (clip_low, clip_high));
+    prop_assert!((metrics.clip_region - (clip_low + clip_high)).abs() <= U);
+    Ok(())
 }
 
 /// Counts what a case had, where it had a gradient.
-fn note(spec: &LossSpec, exact: &Exact, by_logp: &Array2<Option<RowLoss<Running>>>, record: &mut Record) {
+fn note(spec: &LossSpec, exact: &Exact, by_logp: &ByLogp, record: &mut Record) {
     let tokens = || by_logp.iter().flatten().flat_map(|row| row.tokens.iter().flatten());
     let policy = tokens().any(|token| token.policy.slope != 0.0);
     let kl = tokens().any(|token| token.kl.is_some_and(|kl| kl.slope != 0.0));
@@ -435,7 +518,8 @@ fn sweep(name: &str) {
     let record = RefCell::new(Record::default());
     let mut runner =
         draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_family.txt"), 48);
-    let result = runner.run(&family_cases::case(objective), |case| check(&case, &mut record.borrow_mut()));
+    let result =
+        runner.run(&family_cases::case(objective), |case| check(&case, &OF_EVERY_SPEC, &mut record.borrow_mut()));
     let record = record.into_inner();
     println!("{name}: {:.2?}\n{:?}", record.worst, record.seen);
     match result {
@@ -556,7 +640,7 @@ const FULL: [[bool; 3]; 2] = [[true; 3]; 2];
 /// Compares `problem` under `spec` with the exact loss.
 fn agrees(spec: LossSpec, problem: &Problem) -> f64 {
     let case = Case { spec, problem: problem.clone() };
-    if let Err(reason) = check(&case, &mut Record::default()) {
+    if let Err(reason) = check(&case, &OF_EVERY_SPEC, &mut Record::default()) {
         panic!("{reason}\n{case:?}");
     }
     reference::evaluate(&case.spec, problem).expect("a valid case").loss()

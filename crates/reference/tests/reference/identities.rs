@@ -14,7 +14,7 @@ use proptest::test_runner::TestError;
 /// `u`, f64's unit roundoff.
 const U: f64 = f64::EPSILON / 2.0;
 
-// --- Symmetries, over every option of the spec and every regime of logits. ---
+// --- Symmetries, over the options of PPO-clip and every regime of logits. ---
 
 const REGIMES: [Regime; 8] = [
     Regime::Small,

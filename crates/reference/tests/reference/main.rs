@@ -5,7 +5,6 @@ mod common {
     pub(crate) mod draws;
     pub(crate) mod family;
     pub(crate) mod family_cases;
-    pub(crate) mod multiprecision;
     pub(crate) mod real;
     pub(crate) mod running;
     pub(crate) mod softmax_condition;
@@ -17,7 +16,7 @@ mod family;
 mod identities;
 mod lm_head;
 mod metrics;
-mod multiprecision;
 mod peers;
 mod presets;
+mod regimes;
 mod sum;

@@ -1,4 +1,4 @@
-//! Random problems over every option of [`LossSpec`], for tests that hold on all of them.
+//! Random problems of the plain PPO-clip loss, in one regime of logits.
 
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
@@ -10,14 +10,7 @@ use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-pub(crate) use super::draws::{Regime, runner};
-
-/// One spec and one batch for it.
-#[derive(Clone, Debug)]
-pub(crate) struct Case {
-    pub(crate) spec: LossSpec,
-    pub(crate) problem: Problem,
-}
+pub(crate) use super::draws::{Case, Regime, runner};
 
 /// One token, as drawn.
 #[derive(Clone, Debug)]
@@ -102,7 +95,7 @@ fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
     })
 }
 
-/// Every option of the loss.
+/// Every option of PPO's clip, with a plain KL term and a plain ratio.
 pub(crate) fn spec() -> impl Strategy<Value = LossSpec> {
     let clip =
         (0.05..0.4, 0.05..0.6, option::of(select(vec![1.02, 1.3, 2.5])), option::of(select(vec![1.1, 1.5, 3.0])))

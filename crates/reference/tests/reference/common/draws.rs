@@ -1,11 +1,27 @@
-//! Where logits lie, and the runner that draws cases.
+//! A case, where its logits lie, and the runner that draws cases.
 
 use std::f64::consts::TAU;
+use std::fmt;
 
+use assay_core::problem::Problem;
+use assay_core::spec::LossSpec;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config, FileFailurePersistence, TestRunner};
+
+/// One spec and one batch for it.
+#[derive(Clone)]
+pub(crate) struct Case {
+    pub(crate) spec: LossSpec,
+    pub(crate) problem: Problem,
+}
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{:?}\n{:?}", self.spec, self.problem)
+    }
+}
 
 /// Where logits lie. Each has broken a published kernel.
 #[derive(Clone, Copy, Debug)]

@@ -780,7 +780,7 @@ impl Loss<'_> {
     }
 
     /// The weight of a token of row `b`.
-    fn weight<N: Number>(&self, averaging: Averaging, frozen: &Frozen<N>, b: usize) -> N {
+    pub(crate) fn weight<N: Number>(&self, averaging: Averaging, frozen: &Frozen<N>, b: usize) -> N {
         let count = |b: usize| self.tokens_of(&frozen.counts, b).len();
         let rows = |rows: Rows| match rows {
             Rows::All => self.shape().0 as f64,

@@ -1,7 +1,5 @@
 //! Random specs over the whole family, with a batch that puts tokens on all sides of their choices.
 
-use std::fmt;
-
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
@@ -16,21 +14,8 @@ use proptest::option::weighted;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::draws::Regime;
+use super::draws::{Case, Regime};
 use super::family;
-
-/// One spec and one batch for it.
-#[derive(Clone)]
-pub(crate) struct Case {
-    pub(crate) spec: LossSpec,
-    pub(crate) problem: Problem,
-}
-
-impl fmt::Debug for Case {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{:?}\n{:?}", self.spec, self.problem)
-    }
-}
 
 /// One token, as drawn.
 #[derive(Clone, Debug)]
