@@ -305,5 +305,5 @@ fn what_is_not_computed_is_refused_by_name() {
     assert!(refused(&plain, long, Dtype::F32, 1).contains("tokens 3x2147483648"));
     let mut capped = plain.clone();
     capped.logits.softcap = Some(30.0);
-    assert!(refused(&capped, SHAPE, Dtype::F32, 1).contains("does not support head"));
+    assert!(refused(&capped, SHAPE, Dtype::F32, 1).contains("does not support logits"));
 }
