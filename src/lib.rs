@@ -6,7 +6,7 @@
 //! fixture file ─┐
 //! generator  ───┼─▶ Problem ─▶ Implementation::run(LossSpec, Problem) ─▶ Candidate ─▶ judge ─▶ Verdict ─▶ report
 //! YAML config ──┘                        ▲                                     ▲
-//!                                    registry::<Problem>()                     Reference + tolerances.toml
+//!                                    registry()                     Reference + tolerances.toml
 //! ```
 //!
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
