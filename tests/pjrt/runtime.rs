@@ -258,7 +258,9 @@ fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
         let executable = client.compile(&Program::replicated(huge.as_bytes(), 1)).unwrap();
         let x = client.upload(0, Element::F32, &[], &[0; 4]).unwrap();
         let error = executable.execute(&[vec![&x]]).unwrap_err();
-        assert!(matches!(&error, RuntimeError::Plugin { code: "RESOURCE_EXHAUSTED", .. }), "{error}");
+        // Beside other tests on its devices a plugin has been seen to say `INTERNAL`, with the same words.
+        let code = matches!(&error, RuntimeError::Plugin { code: "RESOURCE_EXHAUSTED" | "INTERNAL", .. });
+        assert!(code && error.to_string().contains("Out of memory allocating 140737488355328 bytes"), "{error}");
         let program = add_and_all_reduce(1);
         let small = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
         let x = client.upload(0, Element::F32, &[4], &to_bytes([1.0; 4])).unwrap();
