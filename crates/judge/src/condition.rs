@@ -275,6 +275,8 @@ impl Condition {
             let slope_rounding =
                 spec.logits.softcap.map_or(0.0, |cap| spec.logits.scale.abs() * value * (1.0 + 2.0 * error / cap));
             let scale = scale * slope + slope_rounding;
+            // What is flushed before the transform of logits is multiplied by its slope.
+            let floor = floor * slope.max(1.0);
             (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
         };
         scaled.logits.iter().enumerate().map(column).collect()
