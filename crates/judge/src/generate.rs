@@ -64,7 +64,7 @@ impl Regime {
         Regime::Ties,
     ];
 
-    /// Those in which every logp is a number, and so is the loss under any spec.
+    /// Those in which every logp is a number: what is swept with any spec. Where a logp is −∞, many a loss is not finite.
     pub const FINITE: [Regime; 9] = [
         Regime::Small,
         Regime::Normal,
