@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive sanitize miri neon jax-example measure bench
+.PHONY: setup setup-tpu replay test test-extensive panel peers sanitize miri neon jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -39,7 +39,7 @@ test-extensive: test
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --package assay-native --lib exp_every_f32 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
-	@$(MAKE) --no-print-directory jax-example
+	@$(MAKE) --no-print-directory jax-example panel
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
@@ -73,6 +73,34 @@ neon:
 		echo "neon: skipped, an emulator is missing (apt-get install qemu-user gcc-aarch64-linux-gnu)"; \
 	fi
 
+# Kernels of NumPy, PyTorch and JAX, honest and wrong, before the judge: PANEL_CASES problems of up to 4,099 columns and
+# PANEL_WIDE of 151,936. The Python is made once, 6 GB with PyTorch's own dependencies; PYTHON must be 3.11 or newer.
+PANEL_CASES ?= 2640
+PANEL_WIDE ?= 66
+PANEL_PIP = target/panel/bin/pip install --disable-pip-version-check --quiet --only-binary :all:
+panel: target/panel/made
+	$(CARGO) run --release --locked --quiet -- panel --cases $(PANEL_CASES) --wide $(PANEL_WIDE) --json target/assay/panel.json
+
+target/panel/made: tests/panel/requirements.txt
+	rm -rf target/panel
+	mkdir -p target/assay
+	$(PYTHON) -m venv target/panel
+	$(PANEL_PIP) -r $<
+	touch $@
+
+# Published projects' own code, on the CPU, into the tables of docs/peers.md. Some are installed without what they depend on:
+# only a module of theirs is imported.
+PEERS_CASES ?= 264
+PEERS_WIDE ?= 9
+peers: target/panel/peers
+	$(CARGO) run --release --locked --quiet -- panel tests/panel/peers.toml --markdown --into docs/peers.md \
+		--cases $(PEERS_CASES) --wide $(PEERS_WIDE) --json target/assay/peers.json
+
+target/panel/peers: target/panel/made tests/panel/peers/requirements.txt tests/panel/peers/no_deps.txt
+	$(PANEL_PIP) -r tests/panel/peers/requirements.txt
+	$(PANEL_PIP) --no-deps -r tests/panel/peers/no_deps.txt
+	touch $@
+
 # The JAX example, compiled for a TPU: where JAX and libtpu are.
 jax-example:
 	@if ! $(PYTHON) -c 'import jax' 2>/dev/null; then \
@@ -85,9 +113,9 @@ jax-example:
 		$(PYTHON) examples/jax/grpo_loss.py "$$folder/kernel"; \
 	fi
 
-# Measures the figures of tolerances.toml again, and lowers those that may be.
+# What correct implementations need of the limits, put into docs/tolerances.md.
 measure: setup
-	$(CARGO) run --release --locked --quiet -- tolerances --measure
+	$(CARGO) run --release --locked --quiet -- tolerances --measure --into docs/tolerances.md
 
 bench: setup
 	$(CARGO) bench --locked

@@ -1,11 +1,11 @@
 """A GRPO kernel in JAX, judged: PPO-clip at 0.2/0.2, mean over tokens (the default spec).
 
     pip install jax safetensors
-    assay generate --shape 2x16x151936 --dtype bf16 --regime confident --seed 1 -o problem.safetensors
+    assay generate --shape 4x64x151936 --dtype bf16 --seed 1 -o problem.safetensors
     python examples/judge_jax.py problem.safetensors candidate.safetensors
     assay judge --problem problem.safetensors --candidate candidate.safetensors
 
-Replace `others` by `1 - p` and confident targets lose their gradient: the judge says where.
+Replace `others` by `1 - p` and confident targets lose their gradient: the judge says so, and grants grade `standard`.
 """
 import sys, jax, jax.numpy as jnp
 from safetensors.flax import load_file, save_file

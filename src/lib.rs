@@ -30,6 +30,7 @@ pub use assay_tile::stablehlo;
 pub use assay_tpu as tpu;
 #[cfg(feature = "train")]
 pub use assay_train::{record, train};
+pub use assay_worker as worker;
 
 pub mod bench;
 pub mod case;

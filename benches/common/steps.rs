@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::report::on_devices;
+use assay::judge::tolerance::Limits;
 use assay::judge::trial::{Known, hindrance};
 use assay::problem::Dtype;
 use assay::spec::LossSpec;
@@ -56,7 +57,9 @@ pub(crate) fn bench_steps(
     let prepared = implementation.prepare(spec, Given { shape, dtype, form: () }, devices).expect("supported");
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
-    let judged = known.judge(outcome, implementation.class()).expect("every output has a tolerance");
+    let judged = known
+        .judge(outcome, &Limits::of(implementation.class()).expect("a class of ours"))
+        .expect("every output has a tolerance");
     assert_eq!(known.failures(&judged, &name, "this bench"), Vec::<String>::new());
     group.bench_function(BenchmarkId::from_parameter(name), |bencher| {
         bencher.iter_custom(|steps| {

@@ -42,10 +42,11 @@ call = jax.ffi.ffi_call(
 
 
 def in_columns(names, values):
-    """`[B,T,8]`, or as wide as the kernel has it, with each value in the column of its name and 0 elsewhere."""
+    """`[1,B·T,8]`, or as wide as the kernel has it, with each value in the column of its name and 0 elsewhere."""
     nothing = jnp.zeros((B, T))
-    width = operands["tokens"]["shape"][-1]
-    return jnp.stack([values.get(name, nothing) for name in names] + [nothing] * (width - len(names)), -1)
+    shape = operands["tokens"]["shape"]
+    columns = [values.get(name, nothing) for name in names] + [nothing] * (shape[-1] - len(names))
+    return jnp.stack(columns, -1).reshape(shape)
 
 
 def evaluate(logits, batch, count, loss_scale):
@@ -60,15 +61,16 @@ def evaluate(logits, batch, count, loss_scale):
     given = dict(
         ids=batch["ids"].reshape(-1),
         numbers=jnp.stack([jnp.float32(of_spec[name]) for name in operands["numbers"]["columns"]]),  # float32("inf")
-        logits=jax.lax.bitcast_convert_type(logits, ELEMENT[operands["logits"]["dtype"]]),  # f16 goes in as i16
+        # In rows, of which none knows its sequence; f16 goes in as i16.
+        logits=jax.lax.bitcast_convert_type(logits, ELEMENT[operands["logits"]["dtype"]]).reshape(1, B * T, V),
         tokens=tokens,
     )
     dlogits, columns = call(*(given[name] for name in operands))
     # Under the mask stands anything, NaN too.
     names = results["results"]["columns"]
-    of_token = {name: jnp.where(batch["mask"], columns[..., i], 0.0) for i, name in enumerate(names)}
+    of_token = {name: jnp.where(batch["mask"], columns[..., i].reshape(B, T), 0.0) for i, name in enumerate(names)}
     share = (weight * of_token["token_loss"] + entropy_factor * of_token["entropy"]).sum()
-    return share, of_token, jax.lax.bitcast_convert_type(dlogits, LOGITS)
+    return share, of_token, jax.lax.bitcast_convert_type(dlogits, LOGITS).reshape(B, T, V)
 
 
 @jax.custom_vjp

@@ -12,7 +12,7 @@
 //! the whole head, as the reference takes minutes for more. A wrong answer is not timed. Others take turns with it, step
 //! by step, and are judged like it.
 
-mod workload;
+mod timed;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -22,14 +22,14 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use self::workload::Workload;
+use self::timed::Timed;
 use crate::case::{Batch, Case, Counts, Kernel};
-use crate::implementation::{Answer, Given, Implementation, Input, Prepared, RunError, Step, Unavailable};
+use crate::implementation::{Answer, Given, Implementation, Prepared, RunError, Step, Unavailable, Workload};
 use crate::judge::generate::RecipeError;
-use crate::judge::judge::{JudgeError, Status, Verdict};
+use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, explain, on_devices};
-use crate::judge::tolerance::Tolerances;
+use crate::judge::tolerance::Limits;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
 use crate::problem::Candidate;
 use crate::schema::bench::{Bench, Ratios};
@@ -127,8 +127,8 @@ pub fn run(
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Measured, BenchError> {
     match &case.batch {
-        Batch::Generate(recipe) => of_workload(case, recipe, options, progress),
-        Batch::GenerateHead(recipe) => of_workload(case, recipe, options, progress),
+        Batch::Generate(recipe) => of_timed(case, recipe, options, progress),
+        Batch::GenerateHead(recipe) => of_timed(case, recipe, options, progress),
         Batch::Fixture(_) => {
             let expected = "`generate` or `generate_head`: a bench is of a shape";
             Err(BenchError::Setting { field: "batch".into(), given: "`fixture`", expected })
@@ -136,12 +136,7 @@ pub fn run(
     }
 }
 
-fn of_workload<W: Workload>(
-    case: &Case,
-    recipe: &W,
-    options: &Options,
-    progress: Told,
-) -> Result<Measured, BenchError> {
+fn of_timed<W: Timed>(case: &Case, recipe: &W, options: &Options, progress: Told) -> Result<Measured, BenchError> {
     if recipe.recipe().masked_garbage {
         let field = format!("{}.masked_garbage", W::FIELD);
         return Err(BenchError::Setting { field, given: "true", expected: "false: every token of a bench counts" });
@@ -173,14 +168,14 @@ fn of_workload<W: Workload>(
 }
 
 /// What takes turns with the subject.
-enum Opponent<P: Input> {
-    /// [`Workload::BOUND`]
+enum Opponent<P: Workload> {
+    /// [`Timed::BOUND`]
     Bound,
     Implementation(Arc<dyn Implementation<P>>),
 }
 
 /// What is measured.
-struct Subject<'s, W: Workload> {
+struct Subject<'s, W: Timed> {
     implementation: &'s dyn Implementation<W::Problem>,
     spec: &'s LossSpec,
     recipe: &'s W,
@@ -188,7 +183,7 @@ struct Subject<'s, W: Workload> {
     opponents: Vec<Opponent<W::Problem>>,
 }
 
-impl<W: Workload> Subject<'_, W> {
+impl<W: Timed> Subject<'_, W> {
     /// `available` are the bytes that this machine has left.
     fn measure(
         &self,
@@ -381,8 +376,9 @@ fn judge_answer<P: Judgeable>(
 ) -> Result<Option<Measured>, BenchError> {
     let id = implementation.id();
     let reference = problem.evaluate(spec).map_err(RunError::from)?;
-    let verdicts = problem.judge(&reference, &outcome, implementation.class(), Tolerances::builtin())?;
-    let failed = verdicts.iter().filter(|verdict| verdict.status != Status::Pass);
+    let verdicts =
+        problem.judge(&reference, &outcome, &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
+    let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
     let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
     if failures.is_empty() {
         return Ok(None);
@@ -394,7 +390,7 @@ fn judge_answer<P: Judgeable>(
 }
 
 /// Makes a step, and says how long it took.
-fn timed<P: Input>(step: Step<P>) -> Result<(Answer<P>, Duration), BenchError> {
+fn timed<P: Workload>(step: Step<P>) -> Result<(Answer<P>, Duration), BenchError> {
     let started = Instant::now();
     let answer = step()?;
     Ok((answer, started.elapsed()))

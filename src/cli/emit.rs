@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 use super::{CliError, Passed, Printing, config};
 use crate::implementation::RunError;
 use crate::problem::{Dtype, Shape};
-use crate::programs::{MOSAIC_VERSION, Named, Signature, TpuKernel};
+use crate::programs::{MOSAIC_VERSION, Named, Shaped, Signature, TpuKernel};
 use crate::spec::LossSpec;
 use crate::tpu::Target;
 use crate::tpu::figures::loss_program;
@@ -49,15 +49,15 @@ impl Emit {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
         let implementation = loss_program(&self.implementation)?;
         let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
-        let core = self.target.chip.machine();
-        let kernels = implementation.kernels_for(&spec, local, dtype, core).map_err(RunError::from)?;
+        let (machine, loss) = (self.target.chip.machine(), Shaped::of(&spec));
+        let kernels = implementation.kernels_for(loss, local, dtype, machine).map_err(RunError::from)?;
         if kernels.is_empty() {
             let id = &self.implementation;
             let reason = format!("implementation: got `{id}`, which has no kernels, expected one that has them: ");
             return Err(CliError::Usage(reason + "tile-one-pass, tile-two-pass"));
         }
-        let module = implementation.program_for(&spec, local, dtype, devices, core).map_err(RunError::from)?;
-        let signature = implementation.signature_for(&spec, local, dtype, devices).map_err(RunError::from)?;
+        let module = implementation.program_for(loss, local, dtype, devices, machine).map_err(RunError::from)?;
+        let signature = implementation.signature_for(loss, local, dtype, devices).map_err(RunError::from)?;
         let manifest = Manifest::new(self, &spec, &kernels, &signature);
         make_folder(&self.output, |folder| {
             for (kernel, entry) in kernels.iter().zip(&manifest.kernels) {

@@ -9,15 +9,24 @@ use serde::Serialize;
 use super::head_choice::{AnyRecipe, HeadChoice};
 use super::{CliError, Passed, Printing, config, one_of};
 use crate::fixture::{write_head_problem, write_problem};
+use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
+use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, Extents};
 use crate::spec::LossSpec;
+use crate::spec::presets::{self, Given, Options, Preset};
 
 #[derive(Args)]
 pub(super) struct Generate {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "preset")]
     spec: Option<PathBuf>,
+    /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
+    #[arg(long, value_name = "NAME")]
+    preset: Option<Preset>,
+    /// An option of that project's, such as `loss_type=grpo`
+    #[arg(long = "option", value_name = "NAME=VALUE", requires = "preset")]
+    options: Vec<String>,
     /// Sequences, tokens and vocabulary; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV")]
     shape: Extents,
@@ -27,7 +36,7 @@ pub(super) struct Generate {
     #[command(flatten)]
     head: HeadChoice,
     /// How logits are drawn
-    #[arg(long, value_parser = one_of(&Regime::ALL), default_value = "peaked")]
+    #[arg(long, value_parser = one_of(&Regime::ALL), default_value = "sampled")]
     regime: Regime,
     /// Seed of every draw
     #[arg(long, default_value_t = 0)]
@@ -38,6 +47,9 @@ pub(super) struct Generate {
     /// Put NaN logits or hidden states, NaN log-probabilities and the id -100 under the mask
     #[arg(long)]
     masked_garbage: bool,
+    /// Write the problem even if no token of it has a gradient
+    #[arg(long)]
+    without_gradient: bool,
     /// The file to write
     #[arg(short, long, value_name = "PROBLEM.safetensors")]
     output: PathBuf,
@@ -45,7 +57,8 @@ pub(super) struct Generate {
     printing: Printing,
 }
 
-fn json(value: &impl Serialize) -> String {
+/// Plain data, for the metadata of a file.
+pub(super) fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("plain data has a JSON form")
 }
 
@@ -54,11 +67,12 @@ struct Generated<'g> {
     output: &'g PathBuf,
     recipe: &'g AnyRecipe,
     spec: &'g LossSpec,
+    coverage: &'g Coverage,
 }
 
 impl Generate {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
+        let spec = self.spec()?;
         let recipe = Recipe {
             shape: self.shape.logits(),
             dtype: self.dtype,
@@ -73,13 +87,40 @@ impl Generate {
             ("recipe".to_string(), json(&recipe)),
             ("generator".to_string(), format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))),
         ]);
-        match &recipe {
-            AnyRecipe::Logits(recipe) => write_problem(&self.output, &recipe.problem(&spec)?, &metadata)?,
-            AnyRecipe::Head(recipe) => write_head_problem(&self.output, &recipe.problem(&spec)?, &metadata)?,
-        }
-        let text =
-            format!("{}: {} {} {}, seed {}\n", self.output.display(), self.shape, self.dtype, self.regime, self.seed);
-        self.printing.finish(&text, &Generated { output: &self.output, recipe: &recipe, spec: &spec })?;
+        let coverage = match &recipe {
+            AnyRecipe::Logits(recipe) => {
+                let problem = recipe.problem(&spec)?;
+                let coverage = self.covered(&problem, &spec)?;
+                write_problem(&self.output, &problem, &metadata)?;
+                coverage
+            }
+            AnyRecipe::Head(recipe) => {
+                let problem = recipe.problem(&spec)?;
+                let coverage = self.covered(&problem, &spec)?;
+                write_head_problem(&self.output, &problem, &metadata)?;
+                coverage
+            }
+        };
+        let Self { output, shape, dtype, regime, seed, .. } = self;
+        let text = format!("{}: {shape} {dtype} {regime}, seed {seed}\n{coverage}\n", output.display());
+        self.printing.finish(&text, &Generated { output, recipe: &recipe, spec: &spec, coverage: &coverage })?;
         Ok(Passed::Yes)
+    }
+
+    fn spec(&self) -> Result<LossSpec, CliError> {
+        let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
+        let options = Options::from_pairs(&self.options)?;
+        Ok(presets::spec(preset, None, &options, &Given::default())?.spec)
+    }
+
+    /// What the problem can show, which is to be something.
+    fn covered<P: Judgeable>(&self, problem: &P, spec: &LossSpec) -> Result<Coverage, CliError> {
+        let wrong = |reason| CliError::Problem { path: self.output.clone(), reason };
+        let coverage = Coverage::of(P::on_logits(&problem.evaluate(spec).map_err(wrong)?));
+        if coverage.with_gradient == 0 && !self.without_gradient {
+            let given = format!("--seed {}: got {coverage}, expected a token with a gradient", self.seed);
+            return Err(CliError::Usage(format!("{given}: take another seed, more tokens, or --without-gradient")));
+        }
+        Ok(coverage)
     }
 }

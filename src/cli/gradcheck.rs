@@ -8,12 +8,11 @@ use clap::Args;
 use serde::Serialize;
 
 use super::problem_choice::AnyProblem;
+use super::standards::Standards;
 use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::case::Case;
-use crate::judge::judge::Status;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, explain};
-use crate::judge::tolerance::Tolerances;
 use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
 use crate::reference::{HeadReference, Reference};
 use crate::registry::Listed;
@@ -26,6 +25,8 @@ pub(super) struct Gradcheck {
     config: PathBuf,
     #[command(flatten)]
     plugin: PluginChoice,
+    #[command(flatten)]
+    standards: Standards,
     #[command(flatten)]
     printing: Printing,
 }
@@ -63,11 +64,11 @@ impl Gradcheck {
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let (loss_ref, loss_kernel) = (P::on_logits(&reference).loss(), outcome.loss.value());
 
-        let command = format!("assay gradcheck --config {}", self.config.display());
+        let command = format!("assay gradcheck --config {}{}", self.config.display(), self.standards.options());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in problem.judge(&reference, &outcome, implementation.class(), Tolerances::builtin())? {
-            if verdict.status != Status::Pass {
+        for verdict in self.standards.judge(problem, &reference, &outcome, implementation.class())? {
+            if verdict.status.failed() {
                 super::print(&format!("{}\n", explain(&verdict, &reference, problem, implementation.id(), &command)))?;
             }
             let check = Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict);

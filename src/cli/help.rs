@@ -7,7 +7,10 @@ use clap::Command;
 /// Which commands stand under which heading, in order. A build without a feature lacks some of them.
 const HEADINGS: [(&str, &[&str]); 4] = [
     ("Judge a kernel", &["replay", "judge", "generate", "gradcheck", "report"]),
-    ("Look at losses, limits and implementations", &["list", "spec", "metrics", "parity", "tolerances", "mutants"]),
+    (
+        "Look at losses, limits and implementations",
+        &["list", "spec", "metrics", "parity", "tolerances", "mutants", "panel"],
+    ),
     ("Time, compile and take kernels", &["bench", "compile", "emit"]),
     ("Train", &["train", "ab", "record"]),
 ];

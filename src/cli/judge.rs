@@ -5,21 +5,15 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::problem_choice::{AnyProblem, ProblemChoice};
+use super::standards::Standards;
 use super::{CliError, Passed, Printing};
-use crate::fixture::read_candidate;
-use crate::judge::judge::Status;
+use crate::fixture::{StoredGradient, extra_tensors, read_candidate};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Ignored, Report, explain};
-use crate::judge::tolerance::Tolerances;
+use crate::judge::tolerance::EXTERNAL;
 use crate::problem::Candidate;
 use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
-
-/// The class whose limits hold for kernels that are not ours.
-pub(super) const CLASS: &str = "external";
-
-/// The same of an LM head with the loss.
-const HEAD_CLASS: &str = "external-lm-head";
 
 #[derive(Args)]
 pub(super) struct Judge {
@@ -30,6 +24,8 @@ pub(super) struct Judge {
     #[arg(long, value_name = "CANDIDATE.safetensors")]
     candidate: PathBuf,
     #[command(flatten)]
+    standards: Standards,
+    #[command(flatten)]
     printing: Printing,
 }
 
@@ -37,36 +33,49 @@ impl Judge {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (spec, problem) = self.choice.read()?;
         match problem {
-            AnyProblem::Logits(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?, CLASS),
-            AnyProblem::Head(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?, HEAD_CLASS),
+            AnyProblem::Logits(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?),
+            AnyProblem::Head(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?),
         }
     }
 
-    fn judge<P: Judgeable>(
+    fn judge<P: Judgeable<Gradient: StoredGradient>>(
         &self,
         spec: &LossSpec,
         problem: &P,
         candidate: &Candidate<P::Gradient>,
-        class: &str,
     ) -> Result<Passed, CliError> {
         let reference = problem.evaluate(spec).map_err(|reason| self.choice.wrong(reason))?;
         let label = self.choice.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in problem.judge(&reference, candidate, class, Tolerances::builtin())? {
-            if verdict.status != Status::Pass {
+        let verdicts = self.standards.judge(problem, &reference, candidate, EXTERNAL)?;
+        let diagnoses = problem.diagnose(&reference, candidate, &verdicts);
+        for verdict in verdicts {
+            if verdict.status.failed() {
                 super::print(&format!("{}\n", explain(&verdict, &reference, problem, &name, &self.command())))?;
             }
             checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
         }
-        let report = Report::new(checks, absent(candidate));
+        let mut ignored = absent(candidate);
+        ignored.extend(extra_tensors::<P::Gradient>(&self.candidate)?.into_iter().map(|name| Ignored {
+            what: format!("tensor `{name}`"),
+            why: "no output has this name".into(),
+            not_run: None,
+        }));
+        let diagnoses = diagnoses.iter().map(ToString::to_string).collect();
+        let report = Report { diagnoses, ..Report::new(checks, ignored) };
         let (table, verdicts) = (report.table(), Verdicts::from(report));
         self.printing.finish(&table, &verdicts)?;
         Ok(verdicts.pass.into())
     }
 
     fn command(&self) -> String {
-        format!("assay judge {} --candidate {}", self.choice.options(), self.candidate.display())
+        format!(
+            "assay judge {} --candidate {}{}",
+            self.choice.options(),
+            self.candidate.display(),
+            self.standards.options()
+        )
     }
 }
 

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::document::{self, Marks};
 use super::{CliError, Passed, PluginChoice, Printing};
-use crate::implementation::{Implementation, Input};
+use crate::implementation::{Implementation, Workload};
 use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
@@ -58,13 +58,13 @@ struct Listed {
 }
 
 /// The fewest devices that an implementation takes.
-fn fewest_devices<P: Input>(implementation: &dyn Implementation<P>, shape: P::Shape) -> usize {
+fn fewest_devices<P: Workload>(implementation: &dyn Implementation<P>, shape: P::Shape) -> usize {
     let takes = |devices: &usize| implementation.supports(&LossSpec::default(), shape, Dtype::F32, *devices).is_ok();
     [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1)
 }
 
 impl Listed {
-    fn of<P: Input>(implementation: &dyn Implementation<P>, shape: P::Shape) -> Self {
+    fn of<P: Workload>(implementation: &dyn Implementation<P>, shape: P::Shape) -> Self {
         let spec = LossSpec::default();
         let fewest = fewest_devices(implementation, shape);
         let supports = |spec: &LossSpec, dtype| implementation.supports(spec, shape, dtype, fewest);

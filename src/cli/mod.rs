@@ -18,6 +18,7 @@ mod list;
 mod metrics;
 #[cfg(feature = "mutants")]
 mod mutants;
+mod panel;
 mod parity;
 mod problem_choice;
 #[cfg(feature = "train")]
@@ -25,6 +26,7 @@ mod record;
 mod replay;
 mod report;
 mod spec;
+mod standards;
 mod tolerances;
 #[cfg(feature = "train")]
 mod train;
@@ -57,10 +59,12 @@ use crate::report::InputError;
 use crate::schema::Made;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
+use crate::suites::panel::PanelError;
 #[cfg(feature = "pjrt")]
 use crate::tpu::TpuError;
 #[cfg(feature = "train")]
 use crate::train::TrainError;
+use crate::worker::WorkerError;
 
 /// Judges GRPO loss kernels against an f64 reference.
 #[derive(Parser)]
@@ -97,6 +101,8 @@ enum Command {
     /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
     #[cfg(feature = "mutants")]
     Mutants(mutants::Mutants),
+    /// Judge kernels written in Python, honest and wrong, in every regime and dtype
+    Panel(panel::Panel),
     /// Run a Qwen2 model and keep its logits as a fixture
     #[cfg(feature = "train")]
     Record(record::Record),
@@ -221,6 +227,10 @@ enum CliError {
     #[cfg(feature = "train")]
     #[error(transparent)]
     Train(#[from] TrainError),
+    #[error(transparent)]
+    Panel(#[from] PanelError),
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
     #[error("{0}")]
     Usage(String),
 }
@@ -266,6 +276,7 @@ pub fn main() -> ExitCode {
         Command::Parity(command) => command.run(),
         #[cfg(feature = "mutants")]
         Command::Mutants(command) => command.run(),
+        Command::Panel(command) => command.run(),
         Command::Record(command) => command.run(),
         Command::Report(command) => command.run(),
         Command::Spec(command) => command.run(),

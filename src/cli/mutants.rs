@@ -9,7 +9,7 @@ use super::{CliError, Passed, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
 use crate::project;
-use crate::schema::{self, verdicts::Ignored};
+use crate::schema::{self, verdicts::Grade, verdicts::Ignored};
 use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Trial, head_cases, property_cases};
 
 /// Where fixtures are looked for when no folder is named.
@@ -26,6 +26,9 @@ pub(super) struct Mutants {
     /// Run only these mutants
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
+    /// How accurate kernels must be: `standard`, as kernels of others are held to, or `exact`
+    #[arg(long, value_name = "GRADE", default_value_t = Grade::Standard)]
+    grade: Grade,
     /// Print the tables as Markdown
     #[arg(long)]
     markdown: bool,
@@ -42,7 +45,7 @@ impl Mutants {
         let mut ignored = Vec::new();
         let fixtures = self.fixtures(&mut ignored)?;
         let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.class.of_heads());
-        let (mut trial, mut heads) = (Trial::of(&on_logits), Trial::of(&of_heads));
+        let (mut trial, mut heads) = (Trial::of(&on_logits, self.grade), Trial::of(&of_heads, self.grade));
         let progress = self.printing.progress(mutants.len());
         let mut false_alarm = trial.run(&property_cases(), |_| progress.inc(1)).err();
         false_alarm = false_alarm.or(heads.run(&head_cases(), |_| progress.inc(1)).err());

@@ -11,10 +11,11 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use super::{CliError, Passed, Printing};
 use crate::fixture::ParityFile;
 use crate::judge::judge::{JudgeError, judge};
-use crate::judge::tolerance::Tolerances;
+use crate::judge::tolerance::Limits;
 use crate::problem::Dtype;
 use crate::reference::{self, Reference};
 use crate::schema::parity::{self as schema, Run, Verdict, Worst};
+use crate::schema::verdicts::Grade;
 use crate::suites::parity::{Difference, limit};
 
 /// How the names end of files that record a defect of one release.
@@ -128,7 +129,7 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
 /// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
 /// kernels, as any candidate is; that it agrees to float64's own precision is for [`Difference`] to say.
 fn judged(recorded: &ParityFile, reference: &Reference) -> Result<Vec<(String, bool)>, JudgeError> {
-    let verdicts = judge(reference, &recorded.candidate(), super::judge::CLASS, Tolerances::builtin())?;
+    let verdicts = judge(reference, &recorded.candidate(), &Limits::external(Grade::Standard))?;
     Ok(verdicts.iter().map(|verdict| (verdict.gate.to_string(), verdict.passed())).collect())
 }
 

@@ -62,7 +62,10 @@ impl ProblemChoice {
         let file = ProblemFile::open(&self.problem)?;
         let spec = self.spec(&file)?;
         let old_logp = spec.reads_old_logp().then_some(self.old_logp.as_str());
-        let problem = AnyProblem::read(&file, &self.logits, old_logp)?;
+        let problem = match AnyProblem::read(&file, &self.logits, old_logp)? {
+            AnyProblem::Logits(problem) => AnyProblem::Logits(problem.with_advantages_for(&spec)),
+            AnyProblem::Head(problem) => AnyProblem::Head(problem.with_advantages_for(&spec)),
+        };
         Ok((spec, problem))
     }
 

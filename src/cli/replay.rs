@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
+use super::standards::Standards;
 use super::{CliError, Passed, PluginChoice, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, RunError};
 use crate::judge::invariance::Invariance;
-use crate::judge::judge::{Status, Verdict};
+use crate::judge::judge::Verdict;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::metric::Position;
 use crate::judge::recorded::{
@@ -62,6 +63,8 @@ pub(super) struct Replay {
     #[arg(short, long, conflicts_with = "quiet")]
     verbose: bool,
     #[command(flatten)]
+    standards: Standards,
+    #[command(flatten)]
     printing: Printing,
 }
 
@@ -79,6 +82,7 @@ impl Replay {
             implementations,
             heads,
             devices: self.devices.iter().map(|devices| devices.get()).collect(),
+            standards: self.standards.clone(),
             ..Session::default()
         };
         self.expect_devices(&session.chosen())?;
@@ -163,6 +167,7 @@ impl Replay {
         if let Some(plugin) = self.plugin.path() {
             command += &format!(" --plugin {}", plugin.display());
         }
+        command += &self.standards.options();
         command
     }
 }
@@ -203,6 +208,7 @@ type Implementations = (Vec<Arc<dyn Implementation>>, Vec<Arc<dyn Implementation
 struct Session {
     /// `None` means each problem's own.
     spec: Option<LossSpec>,
+    standards: Standards,
     implementations: Vec<Arc<dyn Implementation>>,
     heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
     devices: Vec<usize>,
@@ -357,8 +363,8 @@ impl Session {
             let outcome = implementation.run(spec, given, devices)?;
             *self.run_times.entry((implementation.id().into(), devices)).or_default() += start.elapsed();
             let command = format!("{command} --devices {devices}");
-            for verdict in problem.judge(reference, &outcome, implementation.class(), Tolerances::builtin())? {
-                if verdict.status != Status::Pass {
+            for verdict in self.standards.judge(problem, reference, &outcome, implementation.class())? {
+                if verdict.status.failed() {
                     self.failures.push(explain(&verdict, reference, problem, &name, &command));
                 }
                 let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
@@ -392,7 +398,7 @@ impl Session {
                 [Some(format!("{source}.{name}")), old_logp.map(|old_logp| format!("{source}.{old_logp}.{name}"))];
             for key in keys.into_iter().flatten() {
                 let Some(recorded) = expected.take(&key)? else { continue };
-                let verdict = judge_recorded(&[(Position::default(), scalar, recorded)], Tolerances::builtin())?;
+                let verdict = judge_recorded(&[(Position::default(), scalar, recorded)], Tolerances::builtin());
                 self.add_recorded(label, name, &verdict, command);
             }
         }
@@ -419,7 +425,7 @@ impl Session {
             let pairs: Vec<_> = token_values(reference, name == "entropy")
                 .map(|(at, scalar)| (Position::token(at.0, at.1), scalar, recorded[at]))
                 .collect();
-            let verdict = judge_recorded(&pairs, Tolerances::builtin())?;
+            let verdict = judge_recorded(&pairs, Tolerances::builtin());
             self.add_recorded(label, name, &verdict, command);
         }
         Ok(())
@@ -428,7 +434,7 @@ impl Session {
     /// The check of what is recorded as `name`.
     fn add_recorded(&mut self, label: &str, name: &str, verdict: &Verdict, command: &str) {
         let output = format!("recorded {name}");
-        if verdict.status != Status::Pass {
+        if verdict.status.failed() {
             self.failures.push(explain_recorded(verdict, &format!("{REFERENCE}: {output}"), command));
         }
         self.checks.push(Check::new(label, REFERENCE, &output, verdict));

@@ -1,44 +1,45 @@
-//! `assay tolerances`: the law, and its figures measured again.
+//! `assay tolerances`: the limits of the judge, and what correct implementations have needed of them.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs;
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use clap::Args;
-use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
+use comfy_table::{Table, TableStyle, presets::ASCII_MARKDOWN, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
 use time::OffsetDateTime;
 
+use super::document::{self, Marks};
 use super::{CliError, Passed, Printing};
-use crate::judge::tolerance::{Tolerance, Tolerances};
+use crate::judge::tolerance::Tolerances;
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{compiled, immediate, registry};
-use crate::suites::measure::{self, CASES, Compiled, Measured, Measurement};
-use crate::suites::revise::{Change, Figures, Reason, ReviseError, Revision};
+use crate::suites::measure::{self, CASES, Compiled, Measured, Measurement, Needed, Subject};
 
-/// Where the law stands in the project.
-const FILE: &str = "tolerances.toml";
+/// The lines that stand around the figures in a document.
+const MARKS: Marks = ["<!-- assay tolerances --measure -->", "<!-- end of figures -->"];
 
 #[derive(Args)]
 pub(super) struct Limits {
-    /// Measure what correct implementations need, and write it to the file
+    /// Measure what correct implementations need
     #[arg(long)]
     measure: bool,
     /// The one class to measure
-    #[arg(long, value_name = "CLASS", requires = "measure")]
+    #[arg(long, value_name = "CLASS", requires = "measure", conflicts_with = "into")]
     class: Option<String>,
     /// Random cases; with fewer than in the default, all other cases are fewer in proportion, and less is seen
     #[arg(long, value_name = "N", requires = "measure", default_value_t = CASES, value_parser = at_least_one)]
     cases: usize,
-    /// Why figures may be raised; recorded in each entry that is
-    #[arg(long, value_name = "REASON", requires = "measure")]
-    accept: Option<Reason>,
     /// PJRT plugin to measure on, once for each; the CPU plugins that `make setup` installed if none is given
     #[arg(long = "plugin", value_name = "FILE.so", requires = "measure")]
     plugins: Vec<PathBuf>,
-    /// The tolerance file; `tolerances.toml` is measured, and the law that is built in is shown, if none is given
-    #[arg(long, value_name = "PATH")]
+    /// Also put the figures between their marks in a document, such as docs/tolerances.md
+    #[arg(long, value_name = "FILE.md", requires = "measure")]
+    into: Option<PathBuf>,
+    /// The tolerance file to show, instead of the one that is built in
+    #[arg(long, value_name = "PATH", conflicts_with = "measure")]
     file: Option<PathBuf>,
     #[command(flatten)]
     printing: Printing,
@@ -47,6 +48,15 @@ pub(super) struct Limits {
 fn at_least_one(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|n| *n >= 1);
     number.ok_or_else(|| "expected a whole number, 1 or more".into())
+}
+
+/// What one gate has needed.
+#[derive(Serialize)]
+struct Figure<'m> {
+    #[serde(flatten)]
+    subject: &'m Subject,
+    #[serde(flatten)]
+    needed: &'m Needed,
 }
 
 impl Limits {
@@ -59,19 +69,15 @@ impl Limits {
         let tolerances = match &self.file {
             None => Tolerances::builtin(),
             Some(path) => {
-                read = parse(path, &read_text(path)?)?;
+                read = read_file(path)?;
                 &read
             }
         };
-        let entries: Vec<&Tolerance> = tolerances.entries().collect();
-        self.printing.finish_list(&table(&entries), &entries)?;
+        self.printing.finish(&in_words(tolerances), tolerances)?;
         Ok(Passed::Yes)
     }
 
     fn measure(&self) -> Result<Passed, CliError> {
-        let path = self.file.as_deref().unwrap_or(Path::new(FILE));
-        let text = read_text(path)?;
-        let tolerances = parse(path, &text)?;
         let plugins = self.plugins()?;
         let on = |plugin: PathBuf| {
             let (on_logits, heads) = (compiled::<Problem>(&plugin), compiled::<HeadProblem>(&plugin));
@@ -94,27 +100,27 @@ impl Limits {
         }
         progress.finish_and_clear();
 
-        let revision = Revision::of(&tolerances, &measurement);
-        self.printing.finish(&changes(&revision, &classes), &revision)?;
-        let measured_on = |class: &str| {
-            let covered = measurement.covered(class)?;
-            Some(format!("assay tolerances --measure: {covered}; {}", machine()))
-        };
-        let rewritten = match revision.rewrite(&text, measured_on, self.accept.as_ref()) {
-            Ok(rewritten) => rewritten,
-            Err(refused @ (ReviseError::Raised(_) | ReviseError::Beyond(_))) => {
-                // Nothing is left to do where even stderr is closed.
-                let _ = writeln!(io::stderr(), "assay: {}: {refused}", path.display());
-                return Ok(Passed::No);
+        let figures: Vec<Figure> = measurement.needed().map(|(subject, needed)| Figure { subject, needed }).collect();
+        let mut notes = String::new();
+        for (class, covered) in measurement.classes() {
+            let _ = writeln!(notes, "- {class}: {covered}; {}", machine());
+        }
+        for (class, hindrance) in &classes {
+            if let Some(hindrance) = hindrance {
+                let _ = writeln!(notes, "- {class}: not measured: {hindrance}");
             }
-            Err(error) => return Err(CliError::Config { path: path.into(), reason: error.to_string() }),
-        };
-        crate::fixture::persist(path, |out| out.write_all(rewritten.as_bytes())).map_err(|reason| CliError::Io {
-            path: path.into(),
-            action: "write",
-            reason,
-        })?;
-        Ok(Passed::Yes)
+        }
+        if let Some(path) = &self.into {
+            document::put_into(path, [(MARKS, format!("{}\n\n{notes}", table(&figures, ASCII_MARKDOWN)).as_str())])?;
+        }
+        let beyond: Vec<&Figure> = figures.iter().filter(|of| of.needed.kappa > of.needed.allowed).collect();
+        let mut text = format!("{}\n{notes}", table(&figures, UTF8_FULL_CONDENSED));
+        for Figure { subject, needed } in &beyond {
+            let Needed { kappa, allowed, case } = needed;
+            let _ = writeln!(text, "{subject}: κ = {kappa} was needed, {allowed} is allowed: {case}");
+        }
+        self.printing.finish_list(&text, &figures)?;
+        Ok(beyond.is_empty().into())
     }
 
     /// Whether the class that was asked for can be measured here.
@@ -156,12 +162,9 @@ impl Limits {
     }
 }
 
-fn read_text(path: &Path) -> Result<String, CliError> {
-    fs::read_to_string(path).map_err(|reason| CliError::Io { path: path.into(), action: "read", reason })
-}
-
-fn parse(path: &Path, text: &str) -> Result<Tolerances, CliError> {
-    Tolerances::parse(text).map_err(|error| CliError::Config { path: path.into(), reason: error.to_string() })
+fn read_file(path: &Path) -> Result<Tolerances, CliError> {
+    let text = fs::read_to_string(path).map_err(|reason| CliError::Io { path: path.into(), action: "read", reason })?;
+    Tolerances::parse(&text).map_err(|error| CliError::Config { path: path.into(), reason: error.to_string() })
 }
 
 /// `2 cores, avx2, 2026-11-21`
@@ -171,79 +174,44 @@ fn machine() -> String {
     format!("{cores} cores, {isa}, {}", OffsetDateTime::now_utc().date())
 }
 
-fn headed(header: &[&str]) -> Table {
+fn headed(header: &[&str], style: TableStyle) -> Table {
     let mut table = Table::new();
-    table.load_style(UTF8_FULL_CONDENSED);
+    table.load_style(style);
     table.set_header(header);
     table
 }
 
-/// The entries, what they were measured on in notes below, and the reasons that were accepted.
-fn table(entries: &[&Tolerance]) -> String {
-    let mut table = headed(&["output", "model", "dtype", "class", "κ", "derived", "worst seen", "measured on"]);
-    let mut notes: Vec<&str> = Vec::new();
-    let mut accepted = String::new();
-    for entry in entries {
-        let known = notes.iter().position(|note| *note == entry.measured_on);
-        let note = known.unwrap_or_else(|| {
-            notes.push(&entry.measured_on);
-            notes.len() - 1
-        });
-        table.add_row([
-            entry.output.name().into(),
-            entry.model.name().into(),
-            entry.dtype.to_string(),
-            entry.class.clone(),
-            entry.kappa.to_string(),
-            entry.derived.to_string(),
-            entry.worst_seen.to_string(),
-            format!("[{}]", note + 1),
-        ]);
-        if let Some(reason) = &entry.accepted {
-            accepted += &format!("accepted for {} {} {}: {reason}\n", entry.class, entry.gate(), entry.dtype);
-        }
+/// What a person decided, and why.
+fn in_words(tolerances: &Tolerances) -> String {
+    let mut table = headed(&["class", "κ of logp", "entropy", "gradients", "because"], UTF8_FULL_CONDENSED);
+    for (name, class) in &tolerances.class {
+        let [logp, entropy, gradient] = [class.logp, class.entropy, class.gradient].map(|kappa| kappa.to_string());
+        table.add_row([name.clone(), logp, entropy, gradient, class.why.clone()]);
     }
-    let mut text = format!("{table}\n");
-    for (i, note) in notes.iter().enumerate() {
-        text += &format!("[{}] {note}\n", i + 1);
+    let Tolerances { standard, sums, recorded, admitted, .. } = tolerances;
+    let mut text = format!("{table}\n|x̂ − x| ≤ ½ ulp + κ · u · scale + floor\n");
+    let _ = writeln!(text, "grade standard: an offset of {} u: {}", standard.offset, standard.why);
+    let _ = writeln!(text, "sums of random signs: {} standard deviations: {}", sums.deviations, sums.why);
+    let _ = writeln!(text, "recorded scalars: κ = {}: {}", recorded.kappa, recorded.why);
+    for admitted in admitted {
+        let _ = writeln!(text, "grade standard admits {}: {}", admitted.mutant, admitted.why);
     }
-    text + &accepted + "|x̂ − x| ≤ ½ ulp + κ · u · scale, κ ≤ min(derived, 4 × worst seen)\n"
+    text
 }
 
-fn changes(revision: &Revision, classes: &BTreeMap<String, Option<String>>) -> String {
-    let mut table = headed(&["output", "dtype", "class", "worst seen", "κ", "change"]);
-    let count = |change| revision.entries.iter().filter(|line| line.change == change).count();
-    for line in revision.entries.iter().filter(|line| line.change != Change::NotMeasured) {
-        let pair = |of: fn(&Figures) -> f64| {
-            let (old, new) = (of(&line.old), of(&line.new));
-            if old == new { old.to_string() } else { format!("{old} → {new}") }
-        };
+fn table(figures: &[Figure], style: TableStyle) -> Table {
+    let mut table = headed(&["class", "gate", "dtype", "κ needed", "κ allowed", "allowed / needed"], style);
+    for Figure { subject, needed } in figures {
+        let Needed { kappa, allowed, .. } = needed;
+        let times = if *kappa > 0.0 { format!("{:.1}", allowed / kappa) } else { "rounding is enough".into() };
         table.add_row([
-            line.subject.gate.to_string(),
-            line.subject.dtype.to_string(),
-            line.subject.class.clone(),
-            pair(|figures| figures.worst_seen),
-            pair(|figures| figures.kappa),
-            word(line.change).into(),
+            subject.class.clone(),
+            subject.gate.to_string(),
+            subject.dtype.to_string(),
+            format!("{kappa:.4}"),
+            allowed.to_string(),
+            times,
         ]);
     }
-    let mut text = format!("{table}\n");
-    for (class, hindrance) in classes {
-        if let Some(hindrance) = hindrance {
-            text += &format!("{class}: {hindrance}\n");
-        }
-    }
-    let counted = [Change::Lowered, Change::Stands, Change::Held, Change::Raised, Change::NotMeasured]
-        .map(|change| format!("{} {}", count(change), word(change)));
-    text + &counted.join(", ") + "\n"
-}
-
-fn word(change: Change) -> &'static str {
-    match change {
-        Change::NotMeasured => "not measured",
-        Change::Stands => "unchanged",
-        Change::Held => "held by its reason",
-        Change::Lowered => "lowered",
-        Change::Raised => "raised",
-    }
+    table
 }

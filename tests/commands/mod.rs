@@ -6,6 +6,7 @@ mod cli;
 mod emit;
 #[cfg(feature = "mutants")]
 mod mutants;
+mod panel;
 mod parity;
 #[cfg(feature = "pjrt")]
 mod plugin_choice;

@@ -103,7 +103,10 @@ fn quirks_are_shown_with_their_size_and_counted_neither_way() {
     assert!(file["notes"][0].as_str().unwrap().contains("no gradient where delta"), "{file}");
     assert!(output.stdout.contains("known difference"), "{}", output.stdout);
     assert_eq!(file["caught_by"], json!(["dlogits", "dlogits row_l2"]));
-    assert_eq!(file["gates"], json!(["loss", "logp", "dlogits", "dlogits row_l2", "dlogits row_sum"]));
+    assert_eq!(
+        file["gates"],
+        json!(["loss", "logp", "dlogits", "dlogits at masked", "dlogits row_l2", "dlogits row_sum"])
+    );
     assert!(output.stdout.contains("dlogits, dlogits row_l2"), "{}", output.stdout);
     assert!(report["worst"].as_array().unwrap().is_empty(), "a quirk is nobody's worst error");
 }

@@ -95,7 +95,7 @@ fn files_that_call_the_transform_of_logits_head_are_read() {
         assert!(text.contains("\nlogits:\n") && !text.contains("head"), "{text}");
     }
     fs::write(&path, "head: {scale: 0.5}\nlogits: {scale: 0.5}\n").unwrap();
-    assert_refused(&["spec", "--spec", file], &[file, "duplicate field", "logits"]);
+    assert_refused(&["spec", "--spec", file], &[file, "duplicate field", "logits (old key: head)"]);
     fs::write(&path, "head: {scale: 0}\n").unwrap();
     assert_refused(&["spec", "--spec", file], &["`logits.scale`", "got 0"]);
 }

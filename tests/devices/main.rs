@@ -16,10 +16,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use assay::implementation::Implementation;
+use assay::judge::gate::Output;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::invariance::Invariance;
 use assay::judge::report::on_devices;
-use assay::judge::tolerance::Output;
+use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
 use assay::problem::{Candidate, Dtype, Problem};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
@@ -448,7 +449,7 @@ impl Run {
                 (candidate.logp, candidate.entropy) = (Some(logp.into()), Some(entropy.into()));
                 candidate.token_loss = None;
                 candidate.metrics = None;
-                let mut of_kernel = known.judge(candidate, "tile")?;
+                let mut of_kernel = known.judge(candidate, &Limits::of("tile")?)?;
                 of_kernel.verdicts.retain(|verdict| [Output::Logp, Output::Entropy].contains(&verdict.gate.output));
                 if let Some(failure) = known.failures(&of_kernel, "tile-entropy", "this test").into_iter().next() {
                     return Err(failure.into());

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
-use assay::programs::{ANY_DEVICE, HeadArrays, HeadProgram, LossProgram};
+use assay::programs::{ANY_TPU, HeadArrays, HeadProgram, LossProgram, Shaped};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::suites::cases;
@@ -79,7 +79,7 @@ fn shape(batch: usize, tokens: usize, vocab: usize) -> Shape {
 /// The `xla` program where each device of `target` holds `local`.
 fn program(target: &Target, local: Shape) -> Result<String, Failed> {
     let xla = LossProgram::all()[0];
-    Ok(xla.program_for(&LossSpec::default(), local, Dtype::Bf16, target.devices(), ANY_DEVICE)?)
+    Ok(xla.program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?)
 }
 
 fn compiler() -> Result<Compiler, TpuError> {
@@ -155,7 +155,7 @@ fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
             vocab = text.split(' ').find_map(|word| word.parse().ok()).unwrap_or(1_000_000);
         }
         let local = shape(batch, tokens, vocab);
-        let code = xla(id).program_for(&spec, local, dtype, target.devices(), ANY_DEVICE)?;
+        let code = xla(id).program_for(Shaped::of(&spec), local, dtype, target.devices(), ANY_TPU)?;
         let compiled = compile(&target, &code).map_err(|error| format!("{local} {spec:?}: {error}"))?;
         let logits = i64::try_from(local.elements().expect("it fits") * dtype.size())?;
         assert!(compiled.memory.alias_bytes >= logits, "{local}: dlogits lie over the logits: {:?}", compiled.memory);
@@ -170,7 +170,7 @@ fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
 fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<Compiled, Failed> {
     let target = Target::parse("v6e:2x4")?;
     let local = shape(1, 4096, 151_936);
-    let code = xla(id).program_for(&LossSpec::default(), local, Dtype::Bf16, target.devices(), ANY_DEVICE)?;
+    let code = xla(id).program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?;
     let compiled = compile(&target, &code)?;
     let near = |given: f64, pinned: f64| (given - pinned).abs() <= 0.03 * pinned;
     assert!(near(compiled.memory.peak_bytes() as f64, peak_bytes as f64), "{:?}, pinned {peak_bytes}", compiled.memory);
@@ -207,7 +207,7 @@ fn bf16_head(shape: &str, layout: HeadLayout) -> HeadArrays {
 }
 
 fn compile_head(id: &str, arrays: HeadArrays, target: &Target) -> Result<Compiled, Failed> {
-    let code = head(id).program_for(&LossSpec::default(), arrays, target.devices(), ANY_DEVICE)?;
+    let code = head(id).program_for(Shaped::of(&LossSpec::default()), arrays, target.devices(), ANY_TPU)?;
     let request = Request { code: &code, target, replicas: target.devices(), partitions: 1 };
     // Large products take libtpu long.
     let compiled = compiler()?.limit(Duration::from_mins(10)).compile(&request);

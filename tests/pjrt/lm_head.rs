@@ -7,11 +7,12 @@ use std::path::Path;
 
 use assay::implementation::{Given, Implementation};
 use assay::judge::generate::{HeadRecipe, Regime};
+use assay::judge::tolerance::Limits;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
     Projection,
 };
-use assay::programs::{ANY_DEVICE, CHUNK_BYTES, HeadArrays};
+use assay::programs::{ANY_TPU, CHUNK_BYTES, HeadArrays, Shaped};
 use assay::registry::registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::suites;
@@ -241,7 +242,7 @@ fn a_prepared_step_gives_what_a_run_gives() {
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
     expect_dtypes(&problem, &outcome);
     let known = Known::of(&case.spec, &problem).unwrap();
-    let judged = known.judge(outcome, head.class()).unwrap();
+    let judged = known.judge(outcome, &Limits::of(head.class()).unwrap()).unwrap();
     assert_eq!(known.failures(&judged, "prepared", "this test"), Vec::<String>::new());
 }
 
@@ -261,7 +262,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
-                largest_array(&head.program().program_for(&spec, arrays, 8, ANY_DEVICE).unwrap())
+                largest_array(&head.program().program_for(Shaped::of(&spec), arrays, 8, ANY_TPU).unwrap())
             };
             let chunk = CHUNK_BYTES / if rounds_logits { 2 } else { 4 };
             assert!(largest("tile-lm-head") <= chunk, "{name}, {rounds_logits}");
@@ -277,7 +278,7 @@ fn a_program_for_many_devices_holds_the_part_of_one() {
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();
-        head.program().program_for(&LossSpec::default(), arrays, devices, ANY_DEVICE)
+        head.program().program_for(Shaped::of(&LossSpec::default()), arrays, devices, ANY_TPU)
     };
     for (id, batch, vocab) in [("tile-lm-head-rows", 1, 151_936), ("tile-lm-head-vocab", 256, 594)] {
         let text = program(id, 256).unwrap();

@@ -520,8 +520,6 @@ fn candidate_that_is_malformed_is_refused_by_name() {
     let refused = |entries: &[_], parts: &[&str]| {
         assert_says(candidate::<FloatArray<Ix3>, _>(&tensors(entries)), "given.safetensors", parts);
     };
-    let accepted = "expected only loss, dlogits, logp, entropy, token_loss";
-    refused(&[loss, dlogits, ("logps", "F32", "[1,1]", &[0; 4])], &["tensor `logps`: got an unknown name", accepted]);
     refused(&[loss], &["tensor `dlogits`: not in the file", "[loss]"]);
     refused(&[dlogits], &["tensor `loss`: not in the file", "[dlogits]"]);
     refused(&[("loss", "F32", "[2]", &[0; 8]), dlogits], &["tensor `loss`: got shape [2]", "expected [] or [1]"]);
@@ -677,13 +675,23 @@ fn malformed_manifest_is_refused_with_its_line() {
     let dir = temp_dir();
     let manifest = dir.path().join("manifest.toml");
     for (text, parts) in [
-        ("\n[[file]\n", ["line 2: got ", "expected `[[file]]` tables"]),
-        ("[[file]]\nname = 1\n", ["line 2: got invalid type: integer `1`", "expected `[[file]]` tables"]),
-        ("[[file]]\nname = \"a\"\n", ["line 1: got missing field `bytes`", "expected `[[file]]` tables"]),
+        ("\n[[file]\nname = \"a.safetensors\"", ["line 2: got ", "expected `[[file]]` tables"]),
+        (
+            "[[file]]\nname = 1 # a.safetensors\n",
+            ["line 2: got invalid type: integer `1`", "expected `[[file]]` tables"],
+        ),
+        ("[[file]]\nname = \"a.safetensors\"\n", ["line 1: got missing field `bytes`", "expected `[[file]]` tables"]),
     ] {
         fs::write(&manifest, text).unwrap();
-        assert_says(verify(dir.path().join("a")), &manifest, &parts);
+        assert_says(verify(dir.path().join("a.safetensors")), &manifest, &parts);
     }
+}
+
+#[test]
+fn manifest_of_something_else_says_nothing_of_a_file() {
+    let dir = temp_dir();
+    fs::write(dir.path().join("manifest.toml"), "[package]\nname = \"someone's\"\n").unwrap();
+    assert_eq!(verify(dir.path().join("a.safetensors")).unwrap(), Verified::NotListed);
 }
 
 // Random damage.

@@ -5,6 +5,6 @@ mod dependencies;
 mod documents;
 mod fixture_reader;
 mod fixture_stream;
+mod panel;
 mod text;
-mod tolerances;
 mod unsafe_code;

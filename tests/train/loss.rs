@@ -2,7 +2,7 @@
 
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::lm_head::judge_head;
-use assay::judge::tolerance::Tolerances;
+use assay::judge::tolerance::Limits;
 use assay::problem::{
     Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadShape, Problem,
 };
@@ -77,7 +77,7 @@ fn dlogits_all_dtypes_pass_the_judge() {
                 metrics: evaluated.metrics,
             };
             let known = Known::of(&spec, &problem).unwrap();
-            let judged = known.judge(candidate, "native").unwrap();
+            let judged = known.judge(candidate, &Limits::of("native").unwrap()).unwrap();
             assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
         }
     }
@@ -144,7 +144,7 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                     token_loss: None,
                 };
                 let expect_right = |outcome: &HeadCandidate, class: &str| {
-                    for verdict in judge_head(&reference, &problem, outcome, class, Tolerances::builtin()).unwrap() {
+                    for verdict in judge_head(&reference, &problem, outcome, &Limits::of(class).unwrap()).unwrap() {
                         assert!(verdict.passed(), "{dtype}, {class}: {verdict:?}");
                     }
                 };

@@ -5,7 +5,7 @@
 
 use ndarray::{Array2, ArrayView1, Zip};
 
-use super::structure::{Form, Input, Structure};
+use super::structure::{Form, Input, Shaped};
 use assay_core::problem::{Extra, Tokens};
 use assay_core::spec::{
     LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
@@ -25,7 +25,7 @@ pub struct Settled {
 
 impl Settled {
     /// What `spec`, whose structure is given, makes of the `tokens`.
-    pub fn of(spec: &LossSpec, structure: Structure, tokens: &Tokens) -> Self {
+    pub fn of(Shaped { spec, structure }: Shaped, tokens: &Tokens) -> Self {
         let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term.
         let mut in_policy = Array2::ones(mask.dim());

@@ -33,6 +33,28 @@ pub struct Structure {
     pub off_policy_mask: bool,
 }
 
+/// A spec with its structure, which is made of it once and handed on.
+#[derive(Clone, Copy, Debug)]
+pub struct Shaped<'s> {
+    /// The spec, for its numbers.
+    pub spec: &'s LossSpec,
+    /// What of it shapes a program.
+    pub structure: Structure,
+}
+
+impl<'s> Shaped<'s> {
+    /// With the structure of `spec`.
+    pub fn of(spec: &'s LossSpec) -> Self {
+        Self { spec, structure: Structure::of(spec) }
+    }
+
+    /// The run-time numbers of a program for a batch of `[B,T]`, in the order that it reads them.
+    pub fn program_numbers(self, extents: [usize; 2]) -> Vec<(Number, f32)> {
+        let numbers = self.structure.program_numbers().into_iter();
+        numbers.map(|number| (number, number.of(self.spec, extents) as f32)).collect()
+    }
+}
+
 /// The policy term. Clip-Cov is PPO-clip with a weight of 0 on the tokens selected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {

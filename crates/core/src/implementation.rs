@@ -16,7 +16,7 @@ use crate::spec::LossSpec;
 
 /// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
 /// product that is part of the work.
-pub trait Input: Clone + Send + Sync + 'static {
+pub trait Workload: Clone + Send + Sync + 'static {
     /// Its extents.
     type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
     /// How its arrays lie, where there is a choice.
@@ -42,7 +42,7 @@ pub trait Input: Clone + Send + Sync + 'static {
     fn describe(form: Self::Form) -> String;
 }
 
-impl Input for Problem {
+impl Workload for Problem {
     type Shape = Shape;
     type Form = ();
     type Gradient = FloatArray<Ix3>;
@@ -63,7 +63,7 @@ impl Input for Problem {
     }
 }
 
-impl Input for HeadProblem {
+impl Workload for HeadProblem {
     type Shape = HeadShape;
     type Form = HeadForm;
     type Gradient = HeadGradient;
@@ -88,7 +88,7 @@ impl Input for HeadProblem {
 }
 
 /// A kernel under test: of the loss on logits, or, as an `Implementation<HeadProblem>`, of the LM head and the loss.
-pub trait Implementation<P: Input = Problem>: Send + Sync {
+pub trait Implementation<P: Workload = Problem>: Send + Sync {
     /// The name that commands and reports use.
     fn id(&self) -> &str;
 
@@ -156,7 +156,7 @@ pub trait Implementation<P: Input = Problem>: Send + Sync {
 }
 
 /// An implementation made ready for one shape, to be timed.
-pub trait Prepared<P: Input = Problem> {
+pub trait Prepared<P: Workload = Problem> {
     /// Puts a problem where a step reads it: on the devices, or in a copy that dlogits may be written over. The step
     /// holds that memory.
     ///
@@ -184,10 +184,10 @@ pub trait Prepared<P: Input = Problem> {
 pub type Step<'p, P = Problem> = Box<dyn FnOnce() -> Result<Answer<'p, P>, RunError> + 'p>;
 
 /// Fetches the outputs of a step, which hold memory until then.
-pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<Candidate<<P as Input>::Gradient>, RunError> + 'p>;
+pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<Candidate<<P as Workload>::Gradient>, RunError> + 'p>;
 
 /// What an implementation is made ready for.
-pub struct Given<P: Input = Problem> {
+pub struct Given<P: Workload = Problem> {
     /// Extents.
     pub shape: P::Shape,
     /// Element type.
@@ -197,21 +197,21 @@ pub struct Given<P: Input = Problem> {
 }
 
 #[expect(clippy::expl_impl_clone_on_copy, reason = "a derived one asks that problems be Copy")]
-impl<P: Input> Clone for Given<P> {
+impl<P: Workload> Clone for Given<P> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<P: Input> Copy for Given<P> {}
+impl<P: Workload> Copy for Given<P> {}
 
-impl<P: Input> PartialEq for Given<P> {
+impl<P: Workload> PartialEq for Given<P> {
     fn eq(&self, other: &Self) -> bool {
         (self.shape, self.dtype, self.form) == (other.shape, other.dtype, other.form)
     }
 }
 
-impl<P: Input> Given<P> {
+impl<P: Workload> Given<P> {
     /// What `problem` is, after a check.
     ///
     /// # Errors
@@ -233,27 +233,27 @@ impl<P: Input> Given<P> {
     }
 }
 
-impl<P: Input> fmt::Display for Given<P> {
+impl<P: Workload> fmt::Display for Given<P> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} {} of {}{}", self.dtype, P::ARRAY, self.shape, P::describe(self.form))
     }
 }
 
 /// Steps that are whole runs, each on a copy of the problem.
-struct Runs<'s, P: Input, I: ?Sized> {
+struct Runs<'s, P: Workload, I: ?Sized> {
     implementation: &'s I,
     spec: &'s LossSpec,
     given: Given<P>,
     devices: usize,
 }
 
-impl<P: Input, I: Implementation<P> + ?Sized> Runs<'_, P, I> {
+impl<P: Workload, I: Implementation<P> + ?Sized> Runs<'_, P, I> {
     fn uncounted(&self) -> Unavailable {
         Unavailable { reason: format!("{} runs no program whose memory is counted", self.implementation.id()) }
     }
 }
 
-impl<P: Input, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> {
+impl<P: Workload, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> {
     fn load<'p>(&'p self, problem: &'p P) -> Result<Step<'p, P>, RunError> {
         self.given.expect(self.spec, problem)?;
         let problem = problem.clone();

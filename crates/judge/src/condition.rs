@@ -14,14 +14,22 @@
 //! `Δ(f)` is how far `f` moves, in units of `u`, when `ℓ` moves by `C·u` with `C = C_ℓ + |old_logp| + |ref_logp|`, or, if
 //! that is more, when the log-ratio `x` and the difference `d` move by `|x|·u` and `|d|·u`, each by itself. Where tokens
 //! share a ratio, it is also moved by `C̄·u`, with `C̄` the row's mean of `C_ℓ + |old_logp| + |x|`, and `G` takes what its
-//! row's tokens owe to that ratio, terms and movement alike. Where logits are products, each has an error `e_j` of its own,
-//! which is added to its gap and, weighted by p, to `ā`. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T` carries the
+//! row's tokens owe to that ratio, terms and movement alike. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T` carries the
 //! entropy bonus.
+//!
+//! At [`Grade::Standard`] the target is `max(…, G_abs(1 + p_y(a_y + ā)) + (1−p_y)ΔG)/T`, as `G − G·p_y` rounds, and
+//! `C_E = |E| q_j ((1 + a_j + ā)(2 + |ln q_j| + H) + ā₂)/T`, as `−q_j(ln q_j + H)` does.
+//!
+//! Beside each scale, which `κ·u` multiplies, stands a *floor*, an error that nothing multiplies: what f32 flushes to 0; what
+//! follows from an error `ε_j` that each logit has of its own, where it is a product; and at [`Grade::Standard`] from an
+//! offset, `offset·u·M` with `M` the size of the row's largest logit divided by T, as `x − logsumexp(x)` and `x/T` round.
 
 use ndarray::Array2;
 use rayon::prelude::*;
 
 use super::U;
+use super::gate::Output;
+use super::tolerance::{Grade, Limits};
 use assay_core::spec::{
     Divergence, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion,
 };
@@ -30,13 +38,33 @@ use assay_reference::{Branch, Choice, Reference, Scaled, ScaledSoftmax, Token, T
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
 pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
 
-/// The limits of a class that say how near to a kink either side is right.
-#[derive(Clone, Copy, Debug, Default)]
+/// What of the limits a condition depends on: how near to a kink either side is right, and what a grade forgives.
+#[derive(Clone, Copy, Debug)]
 pub struct Bands {
     /// `κ` of logp.
     pub logp: f64,
     /// `κ` of entropy.
     pub entropy: f64,
+    /// What is asked of cancellations.
+    pub grade: Grade,
+    /// By how much of `u·M` an exponent may be off.
+    pub offset: f64,
+}
+
+impl Bands {
+    /// No band, for what is far finer than any.
+    pub const NONE: Bands = Bands { logp: 0.0, entropy: 0.0, grade: Grade::Exact, offset: 0.0 };
+}
+
+impl From<&Limits<'_>> for Bands {
+    fn from(limits: &Limits) -> Self {
+        Self {
+            logp: limits.kappa(Output::Logp),
+            entropy: limits.kappa(Output::Entropy),
+            grade: limits.grade,
+            offset: limits.offset(),
+        }
+    }
 }
 
 /// One of the pieces that rounding may have put a token on.
@@ -51,61 +79,89 @@ pub struct Alternative {
 /// The conditions of one unmasked token.
 #[derive(Clone, Debug)]
 pub struct Condition {
-    /// `C_ℓ`.
-    pub logp: f64,
-    /// `C_H`.
-    pub entropy: f64,
-    /// Scale of the token loss, the largest over the alternatives.
-    pub token_loss: f64,
-    /// What of the token loss may be lost where f32 flushes numbers below its normal ones: the ratio, times `A` and times
-    /// the KL estimate, and the loss itself.
-    pub token_loss_floor: f64,
-    /// Scale of the KL estimate.
-    pub kl: f64,
-    /// What of it may be flushed.
-    pub kl_floor: f64,
-    /// Scale of the ratio.
-    pub ratio: f64,
+    /// Of logp, `C_ℓ`.
+    pub logp: Bound,
+    /// Of entropy, `C_H`.
+    pub entropy: Bound,
+    /// Of the token loss, the largest over the alternatives. Flushed may be the ratio, times `A` and times the KL estimate, and
+    /// the loss itself.
+    pub token_loss: Bound,
+    /// Of the KL estimate.
+    pub kl: Bound,
+    /// Of the ratio.
+    pub ratio: Bound,
     /// The pieces that rounding may have put the token on; the reference's own first.
     pub alternatives: Vec<Alternative>,
     /// Whether the token may or may not count as clipped low, and high.
     pub tied: (bool, bool),
     /// Whether f32 arithmetic overflows where f64 does not: any nonfinite value is then an honest answer.
     pub overflows: bool,
-    /// `ā₂` of the softmax that entropy is taken from.
-    second_moment: f64,
+    base: Base,
     /// How far each logit may be off where it is a product; empty where logits are given.
     errors: Vec<f64>,
-    /// Their mean, `Σ p_j e_j`, of the softmax that logp is taken from.
-    mean_error: f64,
     moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
-    row: (f64, f64),
-    /// What of it may be flushed, in units of [`FLUSHED`].
-    row_floor: f64,
+    row: RatioTerms,
+    grade: Grade,
 }
 
-/// How far, in units of `u`, rounding moves what a token's loss depends on.
+/// How far a value may be off: `κ·u·scale + floor`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Bound {
+    /// What `κ·u` multiplies.
+    pub scale: f64,
+    /// What nothing does.
+    pub floor: f64,
+}
+
+/// How far one column of dlogits may be off: `κ·u·scale + floor`, and of that what all columns of a row have in common, each
+/// in proportion to its probability.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ColumnBound {
+    /// All of it.
+    pub whole: Bound,
+    /// Of it, what has one sign in all columns but the target: errors of `G` and of the softmax's sum.
+    pub common: Bound,
+}
+
+/// How far, in units of `u`, rounding moves what a token's loss depends on; and by how much beyond, in nats.
 #[derive(Clone, Copy, Debug)]
 struct Moves {
     /// `C`: of `ℓ` and what it is compared with.
-    logp: f64,
+    logp: Bound,
     /// `C̄`: of the row's mean log-ratio.
-    row: f64,
+    row: Bound,
     /// Of VESPO's `ln w`.
-    weight: f64,
+    weight: Bound,
+}
+
+/// What the tokens of a row bring to the ratio they share.
+#[derive(Clone, Copy, Debug, Default)]
+struct RatioTerms {
+    /// `Σ |∂loss/∂w|`, terms before they cancel.
+    sum: f64,
+    /// How far that moves.
+    moved: Bound,
+    /// What of it may be flushed, in units of [`FLUSHED`].
+    flushed: f64,
 }
 
 /// What the logits of one token say.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Base {
-    logp: f64,
-    entropy: f64,
+    logp: Bound,
+    entropy: Bound,
+    /// `ā₂` of the softmax that entropy is taken from.
     second_moment: f64,
+    /// What the logits' own errors add to it.
+    spread: f64,
+    /// `Σ p_j ε_j`, of the softmax that logp is taken from.
     mean_error: f64,
+    /// `offset·u·M`, of the softmax that logp is taken from and of the one that entropy is.
+    offsets: [f64; 2],
 }
 
-/// How far each logit of a token may be off before anything reads it, in units of `u`; none where logits are given.
+/// How far each logit of a token may be off before anything reads it; none where logits are given.
 pub type LogitErrors<'e> = &'e (dyn Fn(usize, usize) -> Vec<f64> + Sync);
 
 impl Condition {
@@ -115,7 +171,7 @@ impl Condition {
         let places: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
         let base = |(b, t): (usize, usize)| {
             let (token, errors) = (reference.token(b, t)?, errors(b, t));
-            Some((Base::of(reference, (b, t), token, &errors), errors))
+            Some((Base::of(reference, (b, t), token, &errors, bands), errors))
         };
         let (bases, mut errors): (Vec<Option<Base>>, Vec<Vec<f64>>) = places
             .into_par_iter()
@@ -130,8 +186,7 @@ impl Condition {
             let of_row = OfRow::of(reference, bands, &of_batch, &row);
             for &(t, token, base) in &row {
                 let errors = std::mem::take(&mut errors[b * shape.tokens + t]);
-                let condition = Condition::of(reference, token, base, bands, &of_batch, &of_row);
-                all[[b, t]] = Some(Condition { errors, ..condition });
+                all[[b, t]] = Some(Condition::of(reference, token, (base, errors), bands, &of_batch, &of_row));
             }
             // What one token owes to the ratio of its row reaches all of them.
             let mut row = all.row_mut(b);
@@ -143,7 +198,14 @@ impl Condition {
         all
     }
 
-    fn of(reference: &Reference, token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> Self {
+    fn of(
+        reference: &Reference,
+        token: &Token,
+        (base, errors): (Base, Vec<f64>),
+        bands: Bands,
+        batch: &OfBatch,
+        row: &OfRow,
+    ) -> Self {
         let spec = reference.spec();
         let moves = row.moves(spec, token, base);
         let nearby = nearby(spec, token, base, bands, batch, row);
@@ -170,10 +232,20 @@ impl Condition {
             let importance = if kl.importance == KlImportance::Ratio { ratio } else { 1.0 };
             token.kl.value.abs() + importance * (1.0 + d) + clamp_rounding(spec, kl, inputs)
         });
-        let token_loss = branches.iter().map(|branch| {
+        // A token whose values are not finite is judged by that alone, and adds no scale to a sum.
+        let token_loss = branches.iter().fold(Bound::default(), |most, branch| {
             let response = respond(&|inputs| reference.token_loss(inputs, branch));
-            policy_terms(spec, inputs, branch) + weighted(beta, kl_terms) + response
+            let scale = policy_terms(spec, inputs, branch) + weighted(beta, kl_terms) + response.scale;
+            most.or(Bound { scale, floor: response.floor }.tame())
         });
+        let flushed = {
+            let reach = if is_score(&spec.objective) { inputs.logp.abs() } else { 0.0 };
+            let of_score = if reach.is_finite() { reach * flushed_of_policy(spec, inputs) } else { 0.0 };
+            let of_kl = weighted(beta, flushed_of_kl(spec, inputs, &token.branch)[0]);
+            (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score + of_kl) * FLUSHED
+        };
+        let flushed_of_kl = (1.0 + flushed_of_kl(spec, inputs, &token.branch)[0]) * FLUSHED;
+        let beside = |scale: f64, response: Bound| Bound { scale: scale + response.scale, ..response }.tame();
 
         // k3's own exponential, which an importance ratio below 1 may bring back into range.
         let k3 = spec.kl.as_ref().filter(|kl| kl.estimator == KlEstimator::K3).map_or(0.0, |kl| {
@@ -185,106 +257,152 @@ impl Condition {
         let overflows = parts.as_flattened().iter().any(|x| x.abs() > largest)
             || (token.policy.by_log_ratio != 0.0 && ratio > largest)
             || k3 > largest;
-        // A token whose values are not finite is judged by that alone, and adds no scale to a sum.
-        let tame = |scale: f64| if scale.is_finite() { scale } else { 0.0 };
         Self {
-            logp: tame(base.logp),
-            entropy: tame(base.entropy),
-            token_loss: token_loss.map(tame).fold(0.0, f64::max),
-            token_loss_floor: {
-                let reach = if is_score(&spec.objective) { inputs.logp.abs() } else { 0.0 };
-                let of_score = if reach.is_finite() { reach * flushed_of_policy(spec, inputs) } else { 0.0 };
-                let of_kl = weighted(beta, flushed_of_kl(spec, inputs, &token.branch)[0]);
-                (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score + of_kl) * FLUSHED
-            },
-            kl: tame(kl_terms + respond(&|inputs| kl_of(&token.branch, inputs))),
-            kl_floor: (1.0 + flushed_of_kl(spec, inputs, &token.branch)[0]) * FLUSHED,
-            ratio: tame(ratio + respond(&|inputs| inputs.ratio(spec))),
+            logp: base.logp.tame(),
+            entropy: base.entropy.tame(),
+            token_loss: token_loss.and(flushed),
+            kl: beside(kl_terms, respond(&|inputs| kl_of(&token.branch, inputs))).and(flushed_of_kl),
+            ratio: beside(ratio, respond(&|inputs| inputs.ratio(spec))),
             alternatives,
             tied,
             overflows,
-            second_moment: base.second_moment,
-            errors: Vec::new(),
-            mean_error: base.mean_error,
+            base,
+            errors,
             moves,
-            row: row.ratio_terms,
-            row_floor: row.floor,
+            row: row.terms,
+            grade: bands.grade,
         }
     }
 
-    /// Scales and underflow floors of a row of dlogits, were the token on `alternative`.
+    /// How far a row of dlogits may be off, column by column, were the token on `alternative`.
     pub fn dlogits(
         &self,
         reference: &Reference,
         token: &Token,
         scaled: &Scaled,
         alternative: &Alternative,
-    ) -> Vec<(f64, f64)> {
+    ) -> Vec<ColumnBound> {
         let spec = reference.spec();
         let Alternative { branch, coupling } = alternative;
         let on_branch =
             |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
         let (by_logp, by_log_ratio) = grad_terms(spec, token, branch);
+        let of_row = spec.ratio.level == RatioLevel::Sequence;
         let through_ratio = match spec.ratio.level {
             RatioLevel::Token => branch.slope * by_log_ratio,
             RatioLevel::SequenceToken => by_log_ratio,
-            RatioLevel::Sequence => branch.slope * token.share * self.row.0,
+            RatioLevel::Sequence => branch.slope * token.share * self.row.sum,
         };
         let grad = by_logp + through_ratio;
-        let mut grad_response = response(spec, &token.inputs, self.moves, &on_branch);
-        if spec.ratio.level == RatioLevel::Sequence {
-            grad_response += branch.slope * token.share * self.row.1;
+        // How far `G` moves, and what of it may be flushed.
+        let mut moved = response(spec, &token.inputs, self.moves, &on_branch);
+        let mut flushed_of_grad = flushed_of_grad(spec, token, branch);
+        if of_row {
+            moved.scale += branch.slope * token.share * self.row.moved.scale;
+            moved.floor += branch.slope * token.share * self.row.moved.floor;
+            flushed_of_grad += token.share * self.row.flushed;
         }
         let grad_entropy = reference.grad_entropy(token).abs();
-        let lost_of_row = if spec.ratio.level == RatioLevel::Sequence { token.share * self.row_floor } else { 0.0 };
-        let lost_of_grad = flushed_of_grad(spec, token, branch) + lost_of_row;
 
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
         let others = token.probability_of_others;
-        let mean_gap = logp.stats.mean_gap;
         let columns = scaled.logits.len() as f64;
         let rounded = transform_rounding(spec, logp.stats.max);
+        let mean_gap = logp.stats.mean_gap + rounded;
+        let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
+        let [offset, offset_of_entropy] = self.base.offsets;
         let column = |(j, &x): (usize, &f64)| {
-            let (p, gap) = probability_and_gap(logp, x);
             let error = spec.logits.scale.abs() * self.errors.get(j).copied().unwrap_or(0.0);
-            let gap = gap + rounded + error / logp.divisor;
-            let mean_gap = mean_gap + rounded + self.mean_error / logp.divisor;
-            let policy = if j == token.id {
-                let gaps_of_others = (mean_gap - p * gap).max(0.0);
-                grad * (others * (1.0 + mean_gap) + gaps_of_others) + others * grad_response
-            } else {
-                p * (grad * (1.0 + gap + mean_gap) + grad_response)
-            };
-            // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
-            let flushed = if j == token.id { columns } else { 1.0 };
-            let mut scale = if grad == 0.0 { 0.0 } else { policy };
-            let mut floor = 1.0 + grad * flushed + lost_of_grad;
-            let mut value = grad * if j == token.id { others } else { p };
+            let (mut whole, mut common) = (Bound::default(), Bound::default());
+            let mut flushed = 1.0 + flushed_of_grad;
+            let mut value = 0.0;
+            if grad != 0.0 {
+                let (p, gap) = probability_and_gap(logp, x);
+                let (gap, own) = (gap + rounded, error / logp.divisor);
+                if j == token.id {
+                    let gaps_of_others = (mean_gap - p * gap).max(0.0);
+                    let errors_of_others = (mean_error - p * own).max(0.0);
+                    whole.scale = grad * (others * (1.0 + mean_gap) + gaps_of_others) + others * moved.scale;
+                    whole.floor = grad * (others * mean_error + errors_of_others + p * offset) + others * moved.floor;
+                    if standard {
+                        whole.scale = whole.scale.max(grad * (1.0 + p * (gap + mean_gap)) + others * moved.scale);
+                    }
+                } else {
+                    common.scale = p * (grad * (1.0 + mean_gap) + moved.scale);
+                    common.floor = p * (grad * (mean_error + offset) + moved.floor);
+                    whole.scale = common.scale + p * grad * gap;
+                    whole.floor = common.floor + p * grad * own;
+                }
+                value += grad * if j == token.id { others } else { p };
+                // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
+                flushed += grad * if j == token.id { columns } else { 1.0 };
+            }
             if grad_entropy > 0.0 {
                 let (q, gap) = probability_and_gap(entropy, x);
-                let gap = gap + rounded + (error + self.mean_error) / entropy.divisor;
-                let span = gap + entropy.stats.mean_gap;
-                scale += grad_entropy * q * (span * (1.0 + span) + self.second_moment);
-                value += grad_entropy * q * span;
+                let span = gap + rounded + entropy.stats.mean_gap;
+                let error = (error + self.base.mean_error) / entropy.divisor;
+                let (mut scale, mut floor) = (
+                    span * (1.0 + span) + self.base.second_moment,
+                    error * (1.0 + 2.0 * span + error) + self.base.spread,
+                );
+                if standard {
+                    // |ln q_j|: the gap, and ln S.
+                    let textbook = 2.0 + gap + entropy.stats.log_sum + token.entropy;
+                    scale = scale.max((1.0 + span) * textbook + self.base.second_moment);
+                    floor += offset_of_entropy * textbook;
+                }
+                let of_q = grad_entropy * q;
+                whole.scale += of_q * scale;
+                whole.floor += of_q * floor;
+                value += of_q * span;
                 // ā may lose e·a of every column, at most where e is the smallest number that stays.
                 let lost_of_mean_gap = columns * -FLUSHED.ln();
-                floor += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
+                flushed += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
             }
             // 1 − tanh² is rounded at the size of 1.
             let slope = scaled.slope(j).abs();
-            let slope_rounding =
-                spec.logits.softcap.map_or(0.0, |cap| spec.logits.scale.abs() * value * (1.0 + 2.0 * error / cap));
-            let scale = scale * slope + slope_rounding;
+            if let Some(cap) = spec.logits.softcap {
+                let value = spec.logits.scale.abs() * value;
+                whole = Bound {
+                    scale: whole.scale * slope + value,
+                    floor: whole.floor * slope + value * 2.0 * error / cap,
+                };
+            } else {
+                whole = whole.times(slope);
+            }
             // What is flushed before the transform of logits is multiplied by its slope.
-            let floor = floor * slope.max(1.0);
-            (scale / spec.temperature, floor / spec.temperature.min(1.0) * FLUSHED)
+            let flushed = flushed * slope.max(1.0) / spec.temperature.min(1.0) * FLUSHED;
+            let t = 1.0 / spec.temperature;
+            ColumnBound { whole: whole.times(t).and(flushed), common: common.times(slope * t) }
         };
         scaled.logits.iter().enumerate().map(column).collect()
     }
 }
 
+impl Bound {
+    /// With an error more that nothing multiplies.
+    fn and(self, floor: f64) -> Self {
+        Self { floor: self.floor + floor, ..self }
+    }
+
+    fn times(self, factor: f64) -> Self {
+        Self { scale: self.scale * factor, floor: self.floor * factor }
+    }
+
+    /// The larger scale and the larger floor.
+    fn or(self, other: Self) -> Self {
+        Self { scale: self.scale.max(other.scale), floor: self.floor.max(other.floor) }
+    }
+
+    /// 0 for what is not finite.
+    fn tame(self) -> Self {
+        let tame = |x: f64| if x.is_finite() { x } else { 0.0 };
+        Self { scale: tame(self.scale), floor: tame(self.floor) }
+    }
+}
+
 impl Base {
-    fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &[f64]) -> Self {
+    fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &[f64], bands: Bands) -> Self {
         let spec = reference.spec();
         let error = |j: usize| spec.logits.scale.abs() * errors.get(j).copied().unwrap_or(0.0);
         let row = reference.scaled_row(b, t, token).logits;
@@ -305,16 +423,28 @@ impl Base {
                 mean_error += probability_and_gap(softmax, x).0 * error(j);
                 let (q_j, gap) = probability_and_gap(q, x);
                 let error = error(j) / q.divisor;
-                spread += q_j * ((gap - q.stats.mean_gap).abs() + U * error) * error;
+                spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
         }
         let product = if errors.is_empty() { 0.0 } else { (error(token.id) + mean_error) / softmax.divisor };
-        let second_moment = second_moment(q, &row) + spread;
+        let offsets = [softmax, q].map(|softmax| {
+            let largest = softmax.stats.max.abs();
+            if largest.is_finite() { bands.offset * U * largest } else { 0.0 }
+        });
+        let second_moment = second_moment(q, &row);
         Self {
-            logp: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded + product) * factor,
-            entropy: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
+            logp: Bound {
+                scale: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded) * factor,
+                floor: (product + offsets[0]) * factor,
+            },
+            entropy: Bound {
+                scale: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
+                floor: spread + offsets[1] * (1.0 + token.entropy),
+            },
             second_moment,
+            spread,
             mean_error,
+            offsets,
         }
     }
 }
@@ -327,18 +457,18 @@ fn transform_rounding(spec: &LossSpec, largest: f64) -> f64 {
 
 /// The largest conditions of a batch, near which a choice between its tokens is open.
 struct OfBatch {
-    entropy: f64,
-    logp: f64,
+    entropy: Bound,
+    logp: Bound,
     advantage: f64,
 }
 
 impl OfBatch {
     fn of(reference: &Reference, bases: &Array2<Option<Base>>) -> Self {
-        let mut all = Self { entropy: 0.0, logp: 0.0, advantage: 0.0 };
+        let mut all = Self { entropy: Bound::default(), logp: Bound::default(), advantage: 0.0 };
         for ((b, t), base) in bases.indexed_iter() {
             let (Some(base), Some(token)) = (base, reference.token(b, t)) else { continue };
-            all.entropy = all.entropy.max(base.entropy);
-            all.logp = all.logp.max(base.logp);
+            all.entropy = all.entropy.or(base.entropy);
+            all.logp = all.logp.or(base.logp);
             all.advantage = all.advantage.max(token.inputs.advantage.abs());
         }
         all
@@ -350,16 +480,13 @@ type Side<'s> = &'s dyn Fn(&Token, Base) -> TokenInputs;
 
 /// What the tokens of a row share.
 struct OfRow {
-    /// `C̄`.
-    mean: f64,
+    /// `C̄`, and the mean of the floors of logp.
+    mean: Bound,
     /// `Σ` of the same, and of the logarithms of its rollout weights.
-    sum: f64,
+    sum: Bound,
     /// What they owe to their ratio on each side of its kinks; their own first.
     couplings: Vec<f64>,
-    /// `Σ |∂loss/∂w|`, terms before they cancel, and how far that moves.
-    ratio_terms: (f64, f64),
-    /// What of that may be flushed, in units of [`FLUSHED`].
-    floor: f64,
+    terms: RatioTerms,
 }
 
 impl OfRow {
@@ -367,16 +494,20 @@ impl OfRow {
         let spec = reference.spec();
         let condition = |&(_, token, base): &(usize, &Token, Base)| {
             let x = token.inputs.logp - token.inputs.old_logp;
-            base.logp + old_logp_size(spec, token) + if x.is_finite() { x.abs() } else { 0.0 }
+            base.logp.scale + old_logp_size(spec, token) + if x.is_finite() { x.abs() } else { 0.0 }
         };
         let sum: f64 = row.iter().map(condition).sum();
+        let floors: f64 = row.iter().map(|(_, _, base)| base.logp.floor).sum();
+        let count = row.len().max(1) as f64;
         let weights = row.first().map_or(0.0, |(_, token, _)| token.inputs.row_log_weight.abs());
         let mut of_row = Self {
-            mean: sum / row.len().max(1) as f64,
-            sum: sum + if weights.is_finite() { weights } else { 0.0 },
+            mean: Bound { scale: sum / count, floor: floors / count },
+            sum: Bound { scale: sum + if weights.is_finite() { weights } else { 0.0 }, floor: floors },
             couplings: vec![row.first().map_or(0.0, |(_, token, _)| token.coupling)],
-            ratio_terms: (0.0, 0.0),
-            floor: row.iter().map(|(_, token, _)| flushed_of_grad(spec, token, &token.branch)).sum(),
+            terms: RatioTerms {
+                flushed: row.iter().map(|(_, token, _)| flushed_of_grad(spec, token, &token.branch)).sum(),
+                ..RatioTerms::default()
+            },
         };
         if spec.ratio.level != RatioLevel::Sequence {
             return of_row;
@@ -385,8 +516,10 @@ impl OfRow {
             let moves = of_row.moves(spec, token, base);
             let moved =
                 |inputs: &TokenInputs| reference.by_log_ratio(&Token { inputs: *inputs, ..*token }, &token.branch);
-            of_row.ratio_terms.0 += grad_terms(spec, token, &token.branch).1;
-            of_row.ratio_terms.1 += response(spec, &token.inputs, moves, &moved);
+            let moved = response(spec, &token.inputs, moves, &moved);
+            of_row.terms.sum += grad_terms(spec, token, &token.branch).1;
+            of_row.terms.moved.scale += moved.scale;
+            of_row.terms.moved.floor += moved.floor;
         }
         // All of the row's tokens to one side of what they share, or with every open choice made in one way.
         let band = of_row.band(bands);
@@ -403,19 +536,19 @@ impl OfRow {
                 .sum()
         });
         let own = of_row.couplings[0];
-        let others = couplings.into_iter().filter(|x: &f64| (x - own).abs() > 1e-9 * of_row.ratio_terms.0);
+        let others = couplings.into_iter().filter(|x: &f64| (x - own).abs() > 1e-9 * of_row.terms.sum);
         of_row.couplings.extend(others);
         of_row
     }
 
     fn moves(&self, spec: &LossSpec, token: &Token, base: Base) -> Moves {
-        let logp = base.logp + old_logp_size(spec, token) + token.inputs.ref_logp.map_or(0.0, f64::abs);
-        Moves { logp, row: self.mean, weight: self.sum }
+        let logp = base.logp.scale + old_logp_size(spec, token) + token.inputs.ref_logp.map_or(0.0, f64::abs);
+        Moves { logp: Bound { scale: logp, ..base.logp }, row: self.mean, weight: self.sum }
     }
 
     /// How near to a kink of the row's log-ratio both sides are right.
     fn band(&self, bands: Bands) -> f64 {
-        U * (bands.logp * self.mean + 4.0)
+        U * (bands.logp * self.mean.scale + 4.0) + self.mean.floor
     }
 }
 
@@ -538,38 +671,46 @@ fn second_moment(softmax: &ScaledSoftmax, row: &[f64]) -> f64 {
     row.iter().map(|&x| probability_and_gap(softmax, x)).map(|(p, gap)| p * gap * gap).sum()
 }
 
-/// How far `f` moves, in units of `u`, when what it depends on moves as rounding may move it. Under
+/// How far `f` moves when what it depends on moves as rounding may move it: in units of `u`, and beyond. Under
 /// [`OldLogp::Current`] the ratio stays 1.
-fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&TokenInputs) -> f64) -> f64 {
+fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&TokenInputs) -> f64) -> Bound {
     let here = f(inputs);
-    let moved = |inputs: [TokenInputs; 2]| {
+    let between = |inputs: [TokenInputs; 2]| {
         let [down, up] = inputs.map(|inputs| (f(&inputs) - here).abs());
-        down.max(up) / U
+        down.max(up)
     };
-    let by = moves.logp * U;
-    let of_logp = moved([shift(spec, inputs, -by), shift(spec, inputs, by)]);
+    let moved = |inputs: [TokenInputs; 2]| between(inputs) / U;
+    let by_logp = |by: f64| [shift(spec, inputs, -by), shift(spec, inputs, by)];
+    let by_row = |by: f64| [shift_row(inputs, -by), shift_row(inputs, by)];
+    let of_logp = moved(by_logp(moves.logp.scale * U));
     // Each difference is rounded by itself. In ρ·k3 an error of ℓ cancels: ρ·e^d does not depend on it.
     let differences = [inputs.logp - inputs.old_logp, inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp)];
     let [x, d] = differences.map(|difference| if difference.is_finite() { difference * U } else { 0.0 });
     let old = |by: f64| TokenInputs { old_logp: inputs.old_logp + by, ..*inputs };
     let reference = |by: f64| TokenInputs { ref_logp: inputs.ref_logp.map(|ref_logp| ref_logp + by), ..*inputs };
     let of_differences = moved([old(-x), old(x)]) + moved([reference(-d), reference(d)]);
-    let mut total = of_logp.max(of_differences);
+    let mut total = Bound { scale: of_logp.max(of_differences), floor: 0.0 };
+    if moves.logp.floor > 0.0 {
+        total.floor += between(by_logp(moves.logp.floor));
+    }
     if inputs.row_log_ratio.is_some() {
-        let by = moves.row * U;
-        total += moved([shift_row(inputs, -by), shift_row(inputs, by)]);
+        total.scale += moved(by_row(moves.row.scale * U));
+        if moves.row.floor > 0.0 {
+            total.floor += between(by_row(moves.row.floor));
+        }
     }
     // A bound of the log-ratio is itself rounded.
     let level = inputs.level_log_ratio(spec);
     if level.slope * inputs.log_ratio(spec).slope == 0.0 && level.value.is_finite() {
         let at = |w: f64| TokenInputs { row_log_ratio: Some(w), ..*inputs };
         let by = level.value.abs() * U;
-        total += moved([at(level.value - by), at(level.value + by)]);
+        total.scale += moved([at(level.value - by), at(level.value + by)]);
     }
     if matches!(spec.objective, Objective::Vespo(_)) {
-        let weight = |by: f64| TokenInputs { row_log_weight: inputs.row_log_weight + by, ..*inputs };
-        let by = moves.weight * U;
-        total += moved([weight(-by), weight(by)]);
+        let weight =
+            |by: f64| [-by, by].map(|by| TokenInputs { row_log_weight: inputs.row_log_weight + by, ..*inputs });
+        total.scale += moved(weight(moves.weight.scale * U));
+        total.floor += between(weight(moves.weight.floor));
     }
     total
 }
@@ -599,10 +740,11 @@ fn at_row_kink(inputs: &TokenInputs, band: f64) -> Option<TokenInputs> {
 
 /// How near each of a token's choices is to being made otherwise: on policy, top entropy, selected.
 fn choice_bands(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> [f64; 3] {
-    let on_policy = U * (2.0 * bands.logp * row.mean + 4.0);
-    let entropy = U * (bands.entropy * (base.entropy + batch.entropy) + 8.0);
-    let logps = bands.logp * (base.logp + batch.logp) + 8.0 + token.inputs.logp.abs();
-    let selected = U * (token.inputs.advantage.abs() + batch.advantage) * logps;
+    let on_policy = U * (2.0 * bands.logp * row.mean.scale + 4.0) + 2.0 * row.mean.floor;
+    let two = |kappa: f64, a: Bound, b: Bound| U * kappa * (a.scale + b.scale) + a.floor + b.floor;
+    let entropy = two(bands.entropy, base.entropy, batch.entropy) + U * 8.0;
+    let logps = two(bands.logp, base.logp, batch.logp) + U * (8.0 + token.inputs.logp.abs());
+    let selected = (token.inputs.advantage.abs() + batch.advantage) * logps;
     [on_policy, entropy, selected]
 }
 
@@ -624,7 +766,8 @@ fn choose(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow,
 /// The kinks of `|d|` and `|w|` are themselves among them when they are near: a kernel may find 0 exactly.
 fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> Vec<TokenInputs> {
     let here = token.inputs;
-    let band = U * (bands.logp * row.moves(spec, token, base).logp + 4.0);
+    let moves = row.moves(spec, token, base).logp;
+    let band = U * (bands.logp * moves.scale + 4.0) + moves.floor;
     let mut all = vec![here, shift(spec, &here, -band), shift(spec, &here, band)];
     let kinks = here.ref_logp.into_iter().chain([here.old_logp]);
     let near = kinks.filter(|&logp| logp <= 0.0 && (logp - here.logp).abs() <= band);
@@ -659,7 +802,8 @@ fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBa
 fn branches(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], moves: Moves, bands: Bands) -> Vec<Branch> {
     let mut specs = vec![];
     if let Objective::TrustRegion(region) = &spec.objective {
-        let slack = U * divergence_condition(region, &token.inputs, bands.logp * moves.logp + 4.0);
+        let slack =
+            U * divergence_condition(region, &token.inputs, bands.logp * moves.logp.scale + 4.0 + moves.logp.floor / U);
         for slack in [-slack, slack] {
             let moved = TrustRegion { low: region.low + slack, high: region.high + slack, ..region.clone() };
             specs.push(LossSpec { objective: Objective::TrustRegion(moved), ..spec.clone() });

@@ -40,6 +40,13 @@ pub enum Regime {
     TargetHoles,
     /// Each logit −1, 0 or 1: maxima and probabilities tie.
     Ties,
+    /// As a trained model's: a bulk at 20 nats below the largest, above it a tail of columns whose gaps grow with the logarithm
+    /// of their rank, and an id drawn from that softmax, with `p` of 1e-3 to 1 − 1e-6. Ids are at the first and the last column
+    /// and at edges of tiles, masks are padded on either side and have gaps.
+    Sampled,
+    /// Most of the mass in columns of a probability around 1/V, behind a peak in the first one: what is added to a sum that is
+    /// already large is lost of it. Ids and masks as in `sampled`.
+    LongTail,
 }
 
 impl fmt::Display for Regime {
@@ -51,7 +58,7 @@ impl fmt::Display for Regime {
 
 impl Regime {
     /// All of them.
-    pub const ALL: [Regime; 10] = [
+    pub const ALL: [Regime; 12] = [
         Regime::Small,
         Regime::Normal,
         Regime::Peaked,
@@ -62,10 +69,12 @@ impl Regime {
         Regime::Holes,
         Regime::TargetHoles,
         Regime::Ties,
+        Regime::Sampled,
+        Regime::LongTail,
     ];
 
     /// Those in which every logp is a number: what is swept with any spec. Where a logp is −∞, many a loss is not finite.
-    pub const FINITE: [Regime; 9] = [
+    pub const FINITE: [Regime; 11] = [
         Regime::Small,
         Regime::Normal,
         Regime::Peaked,
@@ -75,7 +84,14 @@ impl Regime {
         Regime::Confident,
         Regime::Holes,
         Regime::Ties,
+        Regime::Sampled,
+        Regime::LongTail,
     ];
+
+    /// Whether ids and masks are laid out by design, and not drawn alike.
+    fn is_designed(self) -> bool {
+        matches!(self, Regime::Sampled | Regime::LongTail)
+    }
 
     /// Whether some logits are −∞, which no product is.
     pub fn has_holes(self) -> bool {
@@ -186,7 +202,7 @@ impl Recipe {
         self.check(spec)?;
         let [batch, tokens, vocab] = self.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| draw_id(self.regime, &mut rng, vocab));
         if !spec.support.keep_sampled {
             sampled.mapv_inplace(|id| within_support(spec, vocab, id));
         }
@@ -208,7 +224,7 @@ impl Recipe {
         sampled: &Array2<usize>,
     ) -> Result<Problem, RecipeError> {
         let [batch, tokens, vocab] = self.shape;
-        let mut mask = ragged_mask(&mut rng, batch, tokens);
+        let mut mask = ragged_mask(self.regime, &mut rng, batch, tokens);
         if tokens_that_count == Tokens::All {
             mask.fill(true);
         }
@@ -353,7 +369,7 @@ impl HeadRecipe {
         self.check(spec)?;
         let [batch, tokens, vocab] = recipe.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(recipe.seed);
-        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| rng.random_range(0..vocab));
+        let mut sampled = Array2::from_shape_fn((batch, tokens), |_| draw_id(recipe.regime, &mut rng, vocab));
         if !spec.support.keep_sampled {
             sampled.mapv_inplace(|id| within_support(spec, vocab, id));
         }
@@ -397,6 +413,8 @@ fn draw_factors(
     let deviation = match regime {
         Regime::Small => 0.05,
         Regime::Peaked => 8.0,
+        Regime::Sampled => 2.4,
+        Regime::LongTail => 0.7,
         _ => 1.0,
     };
     let mut normal = |deviation: f64| deviation * rng.sample::<f64, _>(StandardNormal);
@@ -419,6 +437,20 @@ fn draw_factors(
             let column = columns.row(id);
             let length2 = column.dot(&column);
             row.scaled_add(rng.random_range(30.0..60.0) / length2.max(0.1), &column);
+        }
+    }
+    if regime == Regime::Sampled {
+        for (mut row, &id) in hidden.rows_mut().into_iter().zip(sampled) {
+            let logits = columns.dot(&row);
+            let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let others =
+                logits.iter().enumerate().filter(|(v, _)| *v != id).map(|(_, x)| (x - most).exp()).sum::<f64>();
+            // The odds of the target, from 1e-3 to 1e6.
+            let odds = rng.random_range(f64::ln(1e-3)..f64::ln(1e6));
+            let column = columns.row(id);
+            let length2 = column.dot(&column);
+            let lacking = if others > 0.0 { most + others.ln() + odds - logits[id] } else { 0.0 };
+            row.scaled_add(lacking / length2.max(0.1), &column);
         }
     }
     (hidden, columns)
@@ -444,6 +476,43 @@ enum Tokens {
     All,
 }
 
+/// Columns of a row above its bulk.
+const HEAVY: usize = 32;
+
+/// An id: any, or in half of the draws of a regime that is designed one at an edge of the vocabulary or of a tile.
+fn draw_id(regime: Regime, rng: &mut ChaCha8Rng, vocab: usize) -> usize {
+    let any = rng.random_range(0..vocab);
+    if !regime.is_designed() || rng.random_bool(0.5) {
+        return any;
+    }
+    let tile = 1 << rng.random_range(7..=12);
+    let at = match rng.random_range(0..5) {
+        0 => 0,
+        1 => vocab - 1,
+        // The first column of a tile, the last, and the first of the one that the vocabulary does not fill.
+        2 => any / tile * tile,
+        3 => any / tile * tile + tile - 1,
+        _ => (vocab - 1) / tile * tile,
+    };
+    at.min(vocab - 1)
+}
+
+/// A column of a probability from 1e-3 to 1 − 1e-6, drawn from the softmax of `row`; the first with any where there is none such.
+fn draw_column(rng: &mut ChaCha8Rng, row: &[f64]) -> usize {
+    let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = row.iter().map(|x| (x - most).exp()).sum();
+    let probability = |x: &f64| {
+        let p = (x - most).exp() / sum;
+        if (1e-3..1.0 - 1e-6).contains(&p) { p } else { 0.0 }
+    };
+    let mut left = rng.random_range(0.0..1.0) * row.iter().map(probability).sum::<f64>();
+    let drawn = row.iter().position(|x| {
+        left -= probability(x);
+        left <= 0.0 && probability(x) > 0.0
+    });
+    drawn.or_else(|| row.iter().position(|x| probability(x) > 0.0)).unwrap_or(0)
+}
+
 fn f32_value(x: f64) -> f64 {
     f64::from(x as f32)
 }
@@ -465,8 +534,27 @@ fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
             fill(&|rng| if rng.random_bool(0.25) { f64::NEG_INFINITY } else { normal(0.0, 2.0).sample(rng) });
         }
         Regime::Ties => fill(&|rng| f64::from(rng.random_range(-1..=1))),
+        Regime::Sampled => fill(&|rng| normal(-5.0, 2.4).sample(rng)),
+        Regime::LongTail => fill(&|rng| normal(0.0, 0.7).sample(rng)),
     }
     match regime {
+        Regime::Sampled => {
+            // Of a recorded model the gap of the k-th column is about 2.7 ln k; a row may be flatter or steeper.
+            let (peak, steepness) = (normal(15.0, 2.0).sample(rng), rng.random_range(1.0..6.0));
+            for rank in 1..=row.len().min(HEAVY) {
+                let gap: f64 = steepness * f64::from(u32::try_from(rank).expect("few")).ln();
+                row[rng.random_range(0..row.len())] = peak - gap * rng.random_range(0.8..1.2);
+            }
+            let drawn = draw_column(rng, row);
+            row.swap(drawn, id);
+        }
+        Regime::LongTail => {
+            let peak = (row.len() as f64).ln() + rng.random_range(-1.5..0.5);
+            row[0] = peak;
+            if rng.random_bool(0.3) {
+                row[id] = peak - rng.random_range(0.0..2.0);
+            }
+        }
         Regime::Confident => {
             let peak = if rng.random_bool(0.8) { id } else { rng.random_range(0..row.len()) };
             row[peak] += rng.random_range(30.0..60.0);
@@ -484,9 +572,23 @@ fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
     }
 }
 
-/// Completions end at random lengths, some rows are empty, and a few tokens inside are left out, as tool calls are.
-fn ragged_mask(rng: &mut ChaCha8Rng, batch: usize, tokens: usize) -> Array2<bool> {
+/// Completions end at random lengths, some rows are empty, and a few tokens inside are left out, as tool calls are. In a regime that
+/// is designed every other row is padded on the left, and no row but the last of several is empty.
+fn ragged_mask(regime: Regime, rng: &mut ChaCha8Rng, batch: usize, tokens: usize) -> Array2<bool> {
     let mut mask = Array2::from_elem((batch, tokens), false);
+    if regime.is_designed() {
+        for (b, mut row) in mask.rows_mut().into_iter().enumerate() {
+            if b > 1 && b == batch - 1 {
+                continue;
+            }
+            let length = rng.random_range(tokens.div_ceil(2)..=tokens);
+            let start = if b % 2 == 1 { tokens - length } else { 0 };
+            let counts = |t: usize| t == start || !rng.random_bool(0.1);
+            let drawn: Vec<bool> = (start..start + length).map(counts).collect();
+            row.iter_mut().skip(start).zip(drawn).for_each(|(counts, drawn)| *counts = drawn);
+        }
+        return mask;
+    }
     for mut row in mask.rows_mut() {
         let length = rng.random_range(0..=tokens);
         row.iter_mut().take(length).for_each(|counts| *counts = !rng.random_bool(0.1));

@@ -2,7 +2,7 @@
 
 use ndarray::{Ix2, Ix3};
 
-use super::tolerance::Output;
+use super::gate::Output;
 use assay_core::problem::{Candidate, FloatArray, HeadGradient};
 
 /// Which outputs of one run have the bits of another.

@@ -1,12 +1,16 @@
 //! [`judge`]: a candidate's outputs against the reference, one [`Verdict`] a gate.
 
-use ndarray::{Ix0, Ix2};
+use std::collections::BTreeMap;
+use std::fmt;
+
+use ndarray::{Ix0, Ix2, Ix3};
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{Bands, Condition, FLUSHED, LogitErrors};
+use super::condition::{Bound, Condition, FLUSHED, LogitErrors};
+use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
-use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
+use super::tolerance::{Grade, Limits, ToleranceError};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
 use assay_reference::{Reference, Token};
 pub use assay_schema::verdicts::Status;
@@ -18,12 +22,60 @@ pub struct Verdict {
     pub gate: Gate,
     /// Dtype of the output.
     pub dtype: Dtype,
+    /// Dtype that the problem promises: what is coarser is judged as if it were of this one.
+    pub promised: Dtype,
     /// The decision.
     pub status: Status,
     /// `κ` of the limit; `None` where no tolerance applies.
     pub kappa: Option<f64>,
     /// The comparisons behind it.
     pub tally: Tally,
+    /// The better of the grades that its values reach; `None` where they reach none, or nothing was compared.
+    pub grade: Option<Grade>,
+    /// Where grade `standard` was asked for and is the better one: what keeps it from `exact`.
+    pub short_of_exact: Option<ShortOfExact>,
+}
+
+/// What keeps values of grade `standard` from `exact`.
+#[derive(Clone, Copy, Debug)]
+pub struct ShortOfExact {
+    /// The comparison furthest beyond the limit of grade `exact`.
+    pub worst: Option<Comparison>,
+    /// What cancels there.
+    pub cancels: Cancels,
+}
+
+/// What textbook formulas lose to cancellation, and need not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cancels {
+    /// `G − G·p` at the target.
+    Target,
+    /// `−p·(log p + H)` of an entropy bonus.
+    EntropyGradient,
+    /// `x − logsumexp(x)`, or `x/T`.
+    Offset,
+}
+
+impl fmt::Display for Cancels {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Cancels::Target => "the target's gradient cancels: 1 − p is computed as a difference",
+            Cancels::EntropyGradient => "the entropy gradient cancels: −p·(log p + H), for p·(gap − mean gap)",
+            Cancels::Offset => {
+                "logits are rounded at the size of the largest before it is subtracted: x − logsumexp(x), or x/T"
+            }
+        })
+    }
+}
+
+impl fmt::Display for ShortOfExact {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        if let Some(worst) = &self.worst {
+            let at = if worst.at == Position::default() { String::new() } else { format!(" at {}", worst.at) };
+            write!(f, "{:.3} times its limit{at}: ", worst.share())?;
+        }
+        self.cancels.fmt(f)
+    }
 }
 
 /// A candidate that cannot be judged.
@@ -39,7 +91,7 @@ pub enum JudgeError {
         /// The problem's.
         expected: Vec<usize>,
     },
-    /// An output has a dtype without a tolerance.
+    /// There are no limits for its class.
     #[error(transparent)]
     Tolerance(#[from] ToleranceError),
 }
@@ -51,127 +103,126 @@ pub(super) struct Case<'r> {
     pub(super) token: &'r Token,
     pub(super) condition: Condition,
     pub(super) finite: bool,
-    /// Where logits are rounded: the condition were none of them near a tie, and what a unit of the difference comes to.
-    pub(super) untied: Option<(Condition, f64)>,
+    pub(super) edge: Option<Edge>,
 }
 
 impl Case<'_> {
-    /// One of the token's scales, and what ties of rounded logits add to its limit, whatever `κ`.
-    pub(super) fn scale(&self, of: impl Fn(&Condition) -> f64) -> (f64, f64) {
-        let scale = of(&self.condition);
-        match &self.untied {
-            None => (scale, 0.0),
-            Some((untied, unit)) => (of(untied), unit * (scale - of(untied)).max(0.0)),
-        }
-    }
-
     pub(super) fn at(&self) -> Position {
         Position::token(self.b, self.t)
     }
+
+    /// Whether an honest kernel's values of the token may be NaN or ∞.
+    pub(super) fn open(&self) -> bool {
+        self.condition.overflows || !self.finite
+    }
 }
 
-/// Judges `candidate` against `reference`, by the limits of `class`. Outputs that the candidate lacks get no verdict.
+/// Judges `candidate` against `reference`, by `limits`. Outputs that the candidate lacks get no verdict.
 ///
 /// Masked tokens must have dlogits of exactly 0; their other outputs are not looked at. A token whose reference is not
-/// finite must be reported as such; a token that overflows f32 may be.
+/// finite must be reported as such; a token that overflows f32 may be. Where the limits are those of [`Grade::Standard`], each
+/// verdict is of the better grade that its gate reaches.
 ///
 /// # Errors
-/// [`JudgeError`] where an output has the wrong shape, or a dtype that `tolerances` has no limit for.
-pub fn judge(
-    reference: &Reference,
-    candidate: &Candidate,
-    class: &str,
-    tolerances: &Tolerances,
-) -> Result<Vec<Verdict>, JudgeError> {
+/// [`JudgeError`] where an output has the wrong shape.
+pub fn judge(reference: &Reference, candidate: &Candidate, limits: &Limits) -> Result<Vec<Verdict>, JudgeError> {
     check_shapes(reference.shape(), candidate)?;
-    let limits = Limits { tolerances, class };
-    let cases = cases(reference, limits.bands()?, &|_, _| Vec::new(), None);
     let per_token = PerToken {
         loss: &candidate.loss,
         logp: candidate.logp.as_ref(),
         entropy: candidate.entropy.as_ref(),
         token_loss: candidate.token_loss.as_ref(),
+        dlogits: Some(&candidate.gradient),
     };
-    let mut verdicts = judge_per_token(reference, &per_token, &cases, &limits)?;
-    verdicts.extend(judge_dlogits(reference, &candidate.gradient, &cases, &limits)?);
-    if let Some(metrics) = &candidate.metrics {
-        verdicts.extend(judge_metrics(reference, metrics, &cases, &limits)?);
-    }
-    Ok(verdicts)
+    Ok(graded(limits, reference, |limits| {
+        let cases = cases(reference, limits, &|_, _| Vec::new());
+        let mut verdicts = judge_per_token(reference, &per_token, &cases, limits);
+        if let Some(metrics) = &candidate.metrics {
+            verdicts.extend(judge_metrics(reference, metrics, &cases, limits));
+        }
+        verdicts
+    }))
 }
 
-/// The unmasked tokens of a reference, in order, whose logits have `errors` of their own. Where those are of ties, a unit of
-/// which comes to `tie`, no `κ` multiplies what follows from them.
-pub(super) fn cases<'r>(
-    reference: &'r Reference,
-    bands: Bands,
-    errors: LogitErrors,
-    tie: Option<f64>,
-) -> Vec<Case<'r>> {
-    let mut conditions = Condition::all(reference, bands, errors);
-    let (batch, tokens) = conditions.dim();
-    let mut untied = tie.map(|_| Condition::all(reference, bands, &|_, _| Vec::new()));
+/// The verdicts of `judge_by`: of grade `exact` where a gate reaches it; where it does not, and `limits` ask for no more, of
+/// `standard`.
+pub(super) fn graded(
+    limits: &Limits,
+    reference: &Reference,
+    judge_by: impl Fn(&Limits) -> Vec<Verdict>,
+) -> Vec<Verdict> {
+    let exact = judge_by(&limits.at(Grade::Exact));
+    if limits.grade == Grade::Exact || !exact.iter().any(|verdict| verdict.status.failed()) {
+        return exact;
+    }
+    let better = |verdict: Verdict| match exact.iter().find(|exact| exact.gate == verdict.gate) {
+        Some(exact) if !exact.status.failed() => exact.clone(),
+        Some(exact) if !verdict.status.failed() => {
+            let worst = exact.tally.worst;
+            let cancels = cancels(reference, verdict.gate, worst, limits);
+            Verdict { short_of_exact: Some(ShortOfExact { worst, cancels }), ..verdict }
+        }
+        _ => verdict,
+    };
+    judge_by(&limits.at(Grade::Standard)).into_iter().map(better).collect()
+}
+
+/// What of the formulas that grade `standard` forgives is behind an error beyond the limits of `exact`.
+fn cancels(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits: &Limits) -> Cancels {
+    let token = worst.and_then(|worst| reference.token(worst.at.b?, worst.at.t?));
+    let of_target = token.is_none_or(|token| worst.is_some_and(|worst| worst.at.v.is_none_or(|v| v == token.id)));
+    let offset = token.map_or(0.0, |token| token.logp_softmax.stats.max.abs()) * limits.at(Grade::Standard).offset();
+    // Beyond a few roundings of a probability, an offset is what shows.
+    if !gate.output.is_gradient() || (!of_target && offset > limits.kappa(gate.output)) {
+        Cancels::Offset
+    } else if of_target && gate.model != Model::RowL2 {
+        Cancels::Target
+    } else {
+        Cancels::EntropyGradient
+    }
+}
+
+/// The unmasked tokens of a reference, in order, whose logits have `errors` of their own.
+pub(super) fn cases<'r>(reference: &'r Reference, limits: &Limits, errors: LogitErrors) -> Vec<Case<'r>> {
+    let mut conditions = Condition::all(reference, limits.into(), errors);
     let case = |(b, t): (usize, usize)| {
         let (token, condition) = (reference.token(b, t)?, conditions[[b, t]].take()?);
-        let untied = untied.as_mut().and_then(|untied| untied[[b, t]].take()).zip(tie);
-        Some(Case { b, t, token, condition, finite: reference.finite(token), untied })
+        let finite = reference.finite(token);
+        let edge = edge(reference, (b, t), condition.overflows || !finite);
+        Some(Case { b, t, token, condition, finite, edge })
     };
+    let Shape { batch, tokens, .. } = reference.shape();
     ndarray::indices((batch, tokens)).into_iter().filter_map(case).collect()
 }
 
-/// What is judged whatever the logits are made of.
+/// The edge that a token is at.
+fn edge(reference: &Reference, (b, t): (usize, usize), overflows: bool) -> Option<Edge> {
+    let logits = &reference.problem().logits;
+    let lowest = match logits.dtype() {
+        Dtype::F16 => f64::from(half::f16::MIN) / 2.0,
+        Dtype::Bf16 | Dtype::F32 | Dtype::F64 => f64::from(f32::MIN) / 2.0,
+    };
+    let least = logits.row(b, t).into_iter().fold(f64::INFINITY, f64::min);
+    match () {
+        () if least == f64::NEG_INFINITY => Some(Edge::MinusInfinity),
+        () if least <= lowest => Some(Edge::LowestFloat),
+        () => overflows.then_some(Edge::Overflow),
+    }
+}
+
+/// The edge of what all tokens go into, where it is NaN or ∞ and may not be.
+pub(super) fn shared_edge(cases: &[Case]) -> Option<Edge> {
+    cases.iter().filter_map(|case| case.edge).min()
+}
+
+/// What is judged token by token.
 pub(super) struct PerToken<'c> {
     pub(super) loss: &'c FloatArray<Ix0>,
     pub(super) logp: Option<&'c FloatArray<Ix2>>,
     pub(super) entropy: Option<&'c FloatArray<Ix2>>,
     pub(super) token_loss: Option<&'c FloatArray<Ix2>>,
-}
-
-pub(super) fn judge_per_token(
-    reference: &Reference,
-    given: &PerToken,
-    cases: &[Case],
-    limits: &Limits,
-) -> Result<Vec<Verdict>, JudgeError> {
-    let mut verdicts = vec![judge_loss(reference, given.loss, cases, limits)?];
-    let per_token: [(Output, Option<&FloatArray<Ix2>>, Judged); 3] = [
-        (Output::Logp, given.logp, |_, case| {
-            let (scale, floor) = case.scale(|condition| condition.logp);
-            vec![(case.token.inputs.logp, scale, floor)]
-        }),
-        (Output::Entropy, given.entropy, |_, case| {
-            let (scale, floor) = case.scale(|condition| condition.entropy);
-            vec![(case.token.entropy, scale, floor)]
-        }),
-        (Output::TokenLoss, given.token_loss, token_losses),
-    ];
-    for (output, values, expected) in per_token {
-        if let Some(values) = values {
-            verdicts.push(judge_tokens(reference, output, values, expected, cases, limits)?);
-        }
-    }
-    Ok(verdicts)
-}
-
-/// The values that are right for a token, each with its scale and floor: one for every branch it may be on.
-type Judged = fn(&Reference, &Case) -> Vec<(f64, f64, f64)>;
-
-pub(super) struct Limits<'t> {
-    pub(super) tolerances: &'t Tolerances,
-    pub(super) class: &'t str,
-}
-
-impl Limits<'_> {
-    pub(super) fn bands(&self) -> Result<Bands, ToleranceError> {
-        Ok(Bands {
-            logp: self.kappa(Output::Logp, Model::Elementwise, Dtype::F32)?,
-            entropy: self.kappa(Output::Entropy, Model::Elementwise, Dtype::F32)?,
-        })
-    }
-
-    pub(super) fn kappa(&self, output: Output, model: Model, dtype: Dtype) -> Result<f64, ToleranceError> {
-        self.tolerances.kappa(Gate { output, model }, dtype, self.class)
-    }
+    /// `None` where logits are a product.
+    pub(super) dlogits: Option<&'c FloatArray<Ix3>>,
 }
 
 fn check_shapes(shape: Shape, candidate: &Candidate) -> Result<(), JudgeError> {
@@ -187,89 +238,155 @@ fn check_shapes(shape: Shape, candidate: &Candidate) -> Result<(), JudgeError> {
     Ok(())
 }
 
-pub(super) fn verdict(output: Output, model: Model, dtype: Dtype, kappa: Option<f64>, tally: Tally) -> Verdict {
-    let status = match () {
-        () if tally.nonfinite.is_some() => Status::Nonfinite,
-        () if !tally.passes() => Status::Fail,
-        () => Status::Pass,
-    };
-    Verdict { gate: Gate { output, model }, dtype, status, kappa, tally }
+/// The dtype of an output, and that which the problem promises for it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stored {
+    pub(super) given: Dtype,
+    pub(super) promised: Dtype,
 }
 
-/// `½ulp` of the output, and `u·scale` with the scale no smaller than the output's smallest normal number.
-pub(super) fn allowance(expected: f64, scale: f64, floor: f64, dtype: Dtype) -> Allowance {
-    Allowance { rounding: half_ulp(expected, dtype), unit: U, scale: scale.max(min_normal(dtype)), floor }
+impl Stored {
+    /// A gradient has the dtype of what it is a gradient of; but for f64, which is f32's arithmetic stored wider.
+    pub(super) fn gradient(given: Dtype, of: Dtype) -> Self {
+        Self { given, promised: if of == Dtype::F64 { Dtype::F32 } else { of } }
+    }
+
+    /// What is not a gradient is f32.
+    pub(super) fn scalar(given: Dtype) -> Self {
+        Self { given, promised: Dtype::F32 }
+    }
+
+    /// `½ulp` of the finer of the two, and `u·scale` with the scale no smaller than the output's smallest normal number.
+    pub(super) fn allowance(self, expected: f64, Bound { scale, floor }: Bound) -> Allowance {
+        let Self { given, promised } = self;
+        let rounding = half_ulp(expected, given).min(half_ulp(expected, promised));
+        let smallest = min_normal(given).min(min_normal(promised));
+        Allowance { rounding, unit: U, scale: scale.max(smallest), floor }
+    }
 }
 
-fn token_losses(reference: &Reference, case: &Case) -> Vec<(f64, f64, f64)> {
-    let value = |branch| reference.token_loss(&case.token.inputs, branch);
-    let (scale, of_ties) = case.scale(|condition| condition.token_loss);
-    let floor = case.condition.token_loss_floor + of_ties;
-    case.condition.alternatives.iter().map(|on| (value(&on.branch), scale, floor)).collect()
+/// Tallies by gate, in the order of gates.
+pub(super) struct Tallies {
+    grade: Grade,
+    by_gate: BTreeMap<Gate, (Stored, Option<f64>, Tally)>,
 }
 
-fn judge_tokens(
+impl Tallies {
+    pub(super) fn new(grade: Grade) -> Self {
+        Self { grade, by_gate: BTreeMap::new() }
+    }
+
+    /// The tally of `gate`, whose limit has this `κ`.
+    pub(super) fn of(&mut self, gate: Gate, stored: Stored, kappa: Option<f64>) -> &mut Tally {
+        &mut self.by_gate.entry(gate).or_insert_with(|| (stored, kappa, Tally::default())).2
+    }
+
+    pub(super) fn verdicts(self) -> Vec<Verdict> {
+        let grade = self.grade;
+        let verdict = |(gate, (stored, kappa, tally)): (Gate, (Stored, Option<f64>, Tally))| {
+            let status = tally.status();
+            let grade = (status == Status::Pass).then_some(grade);
+            let Stored { given: dtype, promised } = stored;
+            Verdict { gate, dtype, promised, status, kappa, tally, grade, short_of_exact: None }
+        };
+        self.by_gate.into_iter().map(verdict).collect()
+    }
+}
+
+/// What one token came to on the piece of the loss that fits it best.
+struct OfToken {
+    token_loss: Tally,
+    row: RowTallies,
+    /// Its loss on each piece that fits it, less that on its own: by how much the loss may be off for it.
+    kink: f64,
+}
+
+/// Loss, logp, entropies, token losses and dlogits. A token is on one side of each tie that rounding may have put it on, for its
+/// loss and its gradient alike.
+pub(super) fn judge_per_token(
     reference: &Reference,
-    output: Output,
-    values: &FloatArray<Ix2>,
-    expected: Judged,
+    given: &PerToken,
     cases: &[Case],
     limits: &Limits,
-) -> Result<Verdict, JudgeError> {
-    let dtype = values.dtype();
-    let kappa = limits.kappa(output, Model::Elementwise, dtype)?;
-    let mut tally = Tally::default();
-    for case in cases {
-        let actual = values.at(case.b, case.t);
-        let candidates = expected(reference, case).into_iter().map(|(expected, scale, floor)| {
-            let mut tally = Tally::default();
-            if case.condition.overflows && !actual.is_finite() {
-                tally.report(case.at());
-            } else {
-                tally.compare(case.at(), expected, actual, kappa, allowance(expected, scale, floor, dtype), dtype);
+) -> Vec<Verdict> {
+    let mut tallies = Tallies::new(limits.grade);
+    let values: [(Output, Option<&FloatArray<Ix2>>, Expected); 2] = [
+        (Output::Logp, given.logp, |case| (case.token.inputs.logp, case.condition.logp)),
+        (Output::Entropy, given.entropy, |case| (case.token.entropy, case.condition.entropy)),
+    ];
+    for (output, values, expected) in values {
+        let Some(values) = values else { continue };
+        let (gate, stored, kappa) = plain(output, Stored::scalar(values.dtype()), limits);
+        tallies.of(gate, stored, Some(kappa));
+        for case in cases {
+            let (exact, bound) = expected(case);
+            let tally = tallies.of(gate.at(case.edge), stored, Some(kappa));
+            compare(tally, case, exact, values.at(case.b, case.t), kappa, bound, stored);
+        }
+    }
+
+    let of_tokens: Vec<OfToken> = cases.par_iter().map(|case| judge_token(reference, given, case, limits)).collect();
+    let kinks: Vec<f64> = of_tokens.iter().map(|of| of.kink).collect();
+    let token_loss = given.token_loss.map(|values| plain(Output::TokenLoss, Stored::scalar(values.dtype()), limits));
+    if let Some((gate, stored, kappa)) = token_loss {
+        tallies.of(gate, stored, Some(kappa));
+    }
+    let rows = given.dlogits.map(|dlogits| {
+        let stored = Stored::gradient(dlogits.dtype(), reference.problem().logits.dtype());
+        let kappa = limits.kappa(Output::Dlogits);
+        for model in [Model::Elementwise, Model::RowL2, Model::RowSum] {
+            tallies.of(Gate::of(Output::Dlogits, model), stored, Some(kappa));
+        }
+        masked_rows(dlogits, cases, reference.shape(), stored, &mut tallies);
+        (stored, kappa)
+    });
+    for (case, of_token) in cases.iter().zip(of_tokens) {
+        if let Some((gate, stored, kappa)) = token_loss {
+            tallies.of(gate.at(case.edge), stored, Some(kappa)).absorb(of_token.token_loss);
+        }
+        if let Some((stored, kappa)) = rows {
+            let RowTallies { elements, l2, sum } = of_token.row;
+            for (model, tally) in [(Model::Elementwise, elements), (Model::RowL2, l2), (Model::RowSum, sum)] {
+                let gate = Gate::of(Output::Dlogits, model).at(case.edge);
+                tallies.of(gate, stored, Some(kappa)).absorb(tally);
             }
-            tally
-        });
-        tally.absorb(best(candidates));
+        }
     }
-    Ok(verdict(output, Model::Elementwise, dtype, Some(kappa), tally))
+    judge_loss(reference, given.loss, cases, &kinks, limits, &mut tallies);
+    tallies.verdicts()
 }
 
-/// The branch that fits best. Inside a tie band any of them is right.
-fn best(tallies: impl Iterator<Item = Tally>) -> Tally {
-    tallies.min_by(|a, b| a.badness().total_cmp(&b.badness())).expect("the reference's own branch is always there")
+/// The value that is right for a token, and how far one may be off.
+type Expected = fn(&Case) -> (f64, Bound);
+
+/// An output, element by element, at no edge: its gate, how it is stored, its `κ`.
+fn plain(output: Output, stored: Stored, limits: &Limits) -> (Gate, Stored, f64) {
+    (Gate::of(output, Model::Elementwise), stored, limits.kappa(output))
 }
 
-/// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band, or flushing, may change.
-fn judge_loss(
-    reference: &Reference,
-    loss: &FloatArray<Ix0>,
-    cases: &[Case],
-    limits: &Limits,
-) -> Result<Verdict, JudgeError> {
-    let dtype = loss.dtype();
-    let kappa = limits.kappa(Output::Loss, Model::Elementwise, dtype)?;
-    let coef = reference.spec().entropy_coef.abs();
-    let mut scale = 0.0;
-    let mut floor = FLUSHED;
-    for case in cases {
-        let weight = case.token.weight.max(case.token.kl_weight);
-        let (token_loss, of_ties) = case.scale(|condition| condition.token_loss);
-        let (entropy, of_entropy_ties) = case.scale(|condition| condition.entropy);
-        scale += weight * token_loss + coef * case.token.entropy_weight * entropy;
-        floor += weight * of_ties + coef * case.token.entropy_weight * of_entropy_ties;
-        let losses = token_losses(reference, case);
-        let kink = losses.iter().map(|(loss, ..)| (loss - losses[0].0).abs()).fold(0.0, f64::max);
-        floor += weight * (kink + case.condition.token_loss_floor);
-    }
-    let (expected, actual) = (reference.loss(), loss.value());
-    let mut tally = Tally::default();
-    if !actual.is_finite() && cases.iter().any(|case| case.condition.overflows || !case.finite) {
-        tally.report(Position::default());
+fn compare(tally: &mut Tally, case: &Case, exact: f64, actual: f64, kappa: f64, bound: Bound, stored: Stored) {
+    if case.condition.overflows && !actual.is_finite() {
+        tally.report(case.at());
     } else {
-        tally.compare(Position::default(), expected, actual, kappa, allowance(expected, scale, floor, dtype), dtype);
+        tally.compare(case.at(), exact, actual, kappa, stored.allowance(exact, bound), stored.given);
     }
-    Ok(verdict(Output::Loss, Model::Elementwise, dtype, Some(kappa), tally))
+}
+
+/// Masked rows are exactly 0.
+fn masked_rows(dlogits: &FloatArray<Ix3>, cases: &[Case], shape: Shape, stored: Stored, tallies: &mut Tallies) {
+    let Shape { batch, tokens, .. } = shape;
+    let counts = |b, t| cases.binary_search_by_key(&(b, t), |case| (case.b, case.t)).is_ok();
+    let masked = (0..batch * tokens).map(|i| (i / tokens, i % tokens)).filter(|&(b, t)| !counts(b, t));
+    for (b, t) in masked {
+        let gate = Gate::of(Output::Dlogits, Model::Elementwise).at(Some(Edge::Masked));
+        exactly_zero(tallies.of(gate, stored, None), &dlogits.row(b, t), |v| Position::column(b, t, v));
+    }
+}
+
+/// Compares a masked token's gradient with 0.
+pub(super) fn exactly_zero(tally: &mut Tally, values: &[f64], at: impl Fn(usize) -> Position) {
+    let (i, x) = values.iter().copied().enumerate().find(|(_, x)| *x != 0.0).unwrap_or((0, 0.0));
+    tally.compare(at(i), 0.0, x, 0.0, Allowance::default(), Dtype::F64);
 }
 
 /// The three gates of one row of dlogits.
@@ -286,146 +403,154 @@ impl RowTallies {
     }
 }
 
-struct RowKappas {
-    elements: f64,
-    l2: f64,
-    sum: f64,
-}
-
-fn judge_dlogits(
-    reference: &Reference,
-    dlogits: &FloatArray<ndarray::Ix3>,
-    cases: &[Case],
-    limits: &Limits,
-) -> Result<[Verdict; 3], JudgeError> {
-    let dtype = dlogits.dtype();
-    let kappas = RowKappas {
-        elements: limits.kappa(Output::Dlogits, Model::Elementwise, dtype)?,
-        l2: limits.kappa(Output::Dlogits, Model::RowL2, dtype)?,
-        sum: limits.kappa(Output::Dlogits, Model::RowSum, dtype)?,
-    };
-    let Shape { batch, tokens, .. } = reference.shape();
-    let case_of = |b, t| cases.binary_search_by_key(&(b, t), |case| (case.b, case.t)).ok().map(|i| &cases[i]);
-    let rows: Vec<RowTallies> = (0..batch * tokens)
-        .into_par_iter()
-        .map(|i| {
-            let (b, t) = (i / tokens, i % tokens);
-            let actual = dlogits.row(b, t);
-            match case_of(b, t) {
-                Some(case) => judge_row(reference, case, &actual, &kappas, dtype),
-                None => masked_row(b, t, &actual),
-            }
-        })
-        .collect();
-    let mut all = RowTallies::default();
-    for row in rows {
-        all.elements.absorb(row.elements);
-        all.l2.absorb(row.l2);
-        all.sum.absorb(row.sum);
-    }
-    let verdict = |model, kappa, tally| verdict(Output::Dlogits, model, dtype, Some(kappa), tally);
-    Ok([
-        verdict(Model::Elementwise, kappas.elements, all.elements),
-        verdict(Model::RowL2, kappas.l2, all.l2),
-        verdict(Model::RowSum, kappas.sum, all.sum),
-    ])
-}
-
-/// A masked row is exactly 0.
-fn masked_row(b: usize, t: usize, actual: &[f64]) -> RowTallies {
-    let mut row = RowTallies::default();
-    if let Some((v, &x)) = actual.iter().enumerate().find(|(_, x)| **x != 0.0) {
-        row.elements.compare(Position::column(b, t, v), 0.0, x, 0.0, Allowance::default(), Dtype::F64);
-    }
-    row
-}
-
-fn judge_row(reference: &Reference, case: &Case, actual: &[f64], kappas: &RowKappas, dtype: Dtype) -> RowTallies {
-    let any_nonfinite = actual.iter().any(|x| !x.is_finite());
-    if any_nonfinite && (case.condition.overflows || !case.finite) {
-        let mut row = RowTallies::default();
-        row.elements.report(case.at());
-        return row;
-    }
-    let scaled = reference.scaled_row(case.b, case.t, case.token);
-    let rows = case.condition.alternatives.iter().map(|on| {
-        let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
-        let expected = reference.dlogits_row_with(case.b, case.t, grad_logp);
-        let scales = case.condition.dlogits(reference, case.token, &scaled, on);
-        judge_row_on(case, &expected, &scales, actual, kappas, dtype)
+/// One token on each of its pieces: the one that its loss and its row of dlogits fit best, together.
+fn judge_token(reference: &Reference, given: &PerToken, case: &Case, limits: &Limits) -> OfToken {
+    let row = given.dlogits.map(|dlogits| {
+        let stored = Stored::gradient(dlogits.dtype(), reference.problem().logits.dtype());
+        (dlogits.row(case.b, case.t), reference.scaled_row(case.b, case.t, case.token), stored)
     });
-    rows.min_by(|a, b| a.badness().total_cmp(&b.badness())).expect("the reference's own branch is always there")
+    let losses: Vec<f64> =
+        case.condition.alternatives.iter().map(|on| reference.token_loss(&case.token.inputs, &on.branch)).collect();
+    let pieces = case.condition.alternatives.iter().zip(&losses).map(|(on, &loss)| {
+        let mut token_loss = Tally::default();
+        if let Some(values) = given.token_loss {
+            let (stored, kappa) = (Stored::scalar(values.dtype()), limits.kappa(Output::TokenLoss));
+            let actual = values.at(case.b, case.t);
+            compare(&mut token_loss, case, loss, actual, kappa, case.condition.token_loss, stored);
+        }
+        let row = row.as_ref().map_or_else(RowTallies::default, |(actual, scaled, stored)| {
+            let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
+            let expected = reference.dlogits_row_with(case.b, case.t, grad_logp);
+            let bounds = case.condition.dlogits(reference, case.token, scaled, on).into_iter().map(|of| of.whole);
+            judge_row(case, &expected, bounds, actual, limits.kappa(Output::Dlogits), *stored)
+        });
+        (token_loss.badness().max(row.badness()), loss, token_loss, row)
+    });
+    let pieces: Vec<_> = pieces.collect();
+    // Where the token fits none, its loss may be that of any.
+    let any_fits = pieces.iter().any(|(badness, ..)| *badness <= 1.0);
+    let fits = |badness: f64| badness <= 1.0 || !any_fits;
+    let kink = pieces.iter().filter(|piece| fits(piece.0)).map(|piece| (piece.1 - losses[0]).abs()).fold(0.0, f64::max);
+    let best =
+        pieces.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("the reference's own piece is always there");
+    OfToken { token_loss: best.2, row: best.3, kink }
 }
 
-fn judge_row_on(
+fn judge_row(
     case: &Case,
     expected: &[f64],
-    scales: &[(f64, f64)],
+    bounds: impl Iterator<Item = Bound>,
     actual: &[f64],
-    kappas: &RowKappas,
-    dtype: Dtype,
+    kappa: f64,
+    stored: Stored,
 ) -> RowTallies {
     let mut row = RowTallies::default();
+    let says_so = actual.iter().any(|y| !y.is_finite());
     // Squares of everything but the target, and plain sums of everything.
     let (mut error2, mut rounding2, mut scale2, mut floor2) = (0.0, 0.0, 0.0, 0.0);
     let (mut sum, mut rounding, mut scale, mut floor) = (0.0, 0.0, 0.0, 0.0);
-    for (v, ((&x, &(s, f)), &y)) in expected.iter().zip(scales).zip(actual).enumerate() {
-        let allowed = allowance(x, s, f, dtype);
-        row.elements.compare(Position::column(case.b, case.t, v), x, y, kappas.elements, allowed, dtype);
+    for (v, ((&x, bound), &y)) in expected.iter().zip(bounds).zip(actual).enumerate() {
+        // One value that is rightly not finite excuses no other that has a number to be.
+        let unlimited = x.is_finite() && !(bound.scale + bound.floor).is_finite();
+        let said_elsewhere = !x.is_finite() && says_so;
+        if case.open() && (unlimited || said_elsewhere || !y.is_finite()) {
+            row.elements.report(Position::column(case.b, case.t, v));
+            sum = f64::NAN;
+            continue;
+        }
+        let allowed = stored.allowance(x, bound);
+        row.elements.compare(Position::column(case.b, case.t, v), x, y, kappa, allowed, stored.given);
         if v != case.token.id {
             error2 += (y - x) * (y - x);
             rounding2 += allowed.rounding * allowed.rounding;
             scale2 += allowed.scale * allowed.scale;
-            floor2 += f * f;
+            floor2 += bound.floor * bound.floor;
         }
         sum += y - x;
         rounding += allowed.rounding;
         scale += allowed.scale;
-        floor += f;
+        floor += bound.floor;
     }
-    if row.elements.nonfinite.is_none() && row.elements.silent.is_none() && sum.is_finite() {
+    if sum.is_finite() {
         let sums = |rounding, scale, floor| Allowance { rounding, unit: U, scale, floor };
         let l2 = sums(f64::sqrt(rounding2), f64::sqrt(scale2), f64::sqrt(floor2));
-        row.l2.compare(case.at(), 0.0, f64::sqrt(error2), kappas.l2, l2, Dtype::F64);
-        row.sum.compare(case.at(), 0.0, sum, kappas.sum, sums(rounding, scale, floor), Dtype::F64);
+        row.l2.compare(case.at(), 0.0, f64::sqrt(error2), kappa, l2, Dtype::F64);
+        row.sum.compare(case.at(), 0.0, sum, kappa, sums(rounding, scale, floor), Dtype::F64);
+    } else {
+        (row.l2.skipped, row.sum.skipped) = (1, 1);
     }
     row
 }
 
-pub(super) fn judge_metrics(
+/// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band, or flushing, may change.
+fn judge_loss(
     reference: &Reference,
-    actual: &Metrics,
+    loss: &FloatArray<Ix0>,
     cases: &[Case],
+    kinks: &[f64],
     limits: &Limits,
-) -> Result<Vec<Verdict>, JudgeError> {
+    tallies: &mut Tallies,
+) {
+    let coef = reference.spec().entropy_coef.abs();
+    let mut bound = Bound { scale: 0.0, floor: FLUSHED };
+    for (case, kink) in cases.iter().zip(kinks) {
+        let weight = case.token.weight.max(case.token.kl_weight);
+        let of_entropy = coef * case.token.entropy_weight;
+        let Condition { token_loss, entropy, .. } = &case.condition;
+        bound.scale += weight * token_loss.scale + of_entropy * entropy.scale;
+        bound.floor += weight * (token_loss.floor + kink) + of_entropy * entropy.floor;
+    }
+    let (gate, stored, kappa) = plain(Output::Loss, Stored::scalar(loss.dtype()), limits);
+    let actual = loss.value();
+    let open = !actual.is_finite() && cases.iter().any(Case::open);
+    shared(tallies, gate, stored, kappa, cases, (reference.loss(), actual, bound), open);
+}
+
+/// Compares what all tokens go into. Where it is NaN or ∞ and may not be, that is a matter of the edge that they are at.
+fn shared(
+    tallies: &mut Tallies,
+    gate: Gate,
+    stored: Stored,
+    kappa: f64,
+    cases: &[Case],
+    (exact, actual, bound): (f64, f64, Bound),
+    open: bool,
+) {
+    tallies.of(gate, stored, Some(kappa));
+    let edge = if actual.is_finite() || open { None } else { shared_edge(cases) };
+    let tally = tallies.of(gate.at(edge), stored, Some(kappa));
+    if open {
+        tally.report(Position::default());
+    } else {
+        tally.compare(Position::default(), exact, actual, kappa, stored.allowance(exact, bound), stored.given);
+    }
+}
+
+pub(super) fn judge_metrics(reference: &Reference, actual: &Metrics, cases: &[Case], limits: &Limits) -> Vec<Verdict> {
     let expected = reference.metrics();
     let count = reference.count().max(1) as f64;
-    let mean = |of: fn(&Condition) -> f64| {
-        let scales = cases.iter().map(|case| case.scale(of));
-        scales.fold([0.0, FLUSHED], |[scale, floor], (s, f)| [scale + s / count, floor + f / count])
+    let mean = |of: fn(&Condition) -> Bound| {
+        let start = Bound { scale: 0.0, floor: FLUSHED };
+        cases
+            .iter()
+            .map(|case| of(&case.condition))
+            .fold(start, |sum, of| Bound { scale: sum.scale + of.scale / count, floor: sum.floor + of.floor / count })
     };
-    let kl = mean(|c| c.kl);
-    let flushed_of_kl: f64 = cases.iter().map(|case| case.condition.kl_floor / count).sum();
-    let open = cases.iter().any(|case| case.condition.overflows || !case.finite);
+    let open = cases.iter().any(Case::open);
     let means = [
         (Output::EntropyMean, Some(expected.entropy_mean), Some(actual.entropy_mean), mean(|c| c.entropy)),
-        (Output::KlMean, expected.kl_mean, actual.kl_mean, [kl[0], kl[1] + flushed_of_kl]),
+        (Output::KlMean, expected.kl_mean, actual.kl_mean, mean(|c| c.kl)),
         (Output::RatioMean, Some(expected.ratio_mean), Some(actual.ratio_mean), mean(|c| c.ratio)),
     ];
-    let mut verdicts = Vec::new();
-    for (output, expected, actual, [scale, floor]) in means {
+    let mut tallies = Tallies::new(limits.grade);
+    let stored = Stored { given: Dtype::F64, promised: Dtype::F64 };
+    for (output, expected, actual, bound) in means {
         let Some(expected) = expected else { continue };
-        let kappa = limits.kappa(output, Model::Elementwise, Dtype::F64)?;
         let actual = actual.unwrap_or(f64::NAN);
-        let mut tally = Tally::default();
+        let (gate, stored, kappa) = plain(output, stored, limits);
         // A ratio may overflow f32 on a token that the clip holds, and whose loss is finite; and so may their sum.
-        if !actual.is_finite() && (open || expected * count > f64::from(f32::MAX) / 2.0) {
-            tally.report(Position::default());
-        } else {
-            let allowance = allowance(expected, scale, floor, Dtype::F64);
-            tally.compare(Position::default(), expected, actual, kappa, allowance, Dtype::F64);
-        }
-        verdicts.push(verdict(output, Model::Elementwise, Dtype::F64, Some(kappa), tally));
+        let open = !actual.is_finite() && (open || expected * count > f64::from(f32::MAX) / 2.0);
+        shared(&mut tallies, gate, stored, kappa, cases, (expected, actual, bound), open);
     }
 
     let ties = |tied: fn(&Case) -> bool| cases.iter().filter(|case| tied(case)).count() as f64 / count;
@@ -442,11 +567,10 @@ pub(super) fn judge_metrics(
     for (output, expected, actual, tied) in shares {
         // A share is a quotient of two counts: one rounding in f32, and a token inside its tie band counts either way.
         let allowance = Allowance { rounding: half_ulp(expected, Dtype::F32), unit: U, scale: 1.0, floor: tied };
-        let mut tally = Tally::default();
+        let tally = tallies.of(Gate::of(output, Model::Count), Stored::scalar(Dtype::F32), None);
         tally.compare(Position::default(), expected, actual, 0.0, allowance, Dtype::F32);
-        verdicts.push(verdict(output, Model::Count, Dtype::F32, None, tally));
     }
-    Ok(verdicts)
+    tallies.verdicts()
 }
 
 impl Verdict {
@@ -455,8 +579,20 @@ impl Verdict {
         self.tally.worst
     }
 
-    /// Whether the gate was passed.
+    /// Whether the gate was passed, or had nothing to compare.
     pub fn passed(&self) -> bool {
-        self.status == Status::Pass
+        !self.status.failed()
+    }
+
+    /// The same where `edges` are waived: failed there it is [`Status::Waived`].
+    #[must_use]
+    pub fn waive(self, edges: &[Edge]) -> Self {
+        let waived = self.status.failed() && self.gate.edge.is_some_and(|edge| edges.contains(&edge));
+        Self { status: if waived { Status::Waived } else { self.status }, ..self }
+    }
+
+    /// Whether dlogits, or the gradient of a head, were held against a limit.
+    pub fn compared_a_gradient(&self) -> bool {
+        self.gate.output.is_gradient() && self.gate.edge != Some(Edge::Masked) && self.status != Status::NotCompared
     }
 }

@@ -2,18 +2,20 @@
 
 use std::fmt::Write as _;
 
+use super::diagnosis::{self, Diagnosis};
+use super::gate::Output;
 use super::invariance::Gradient;
 use super::judge::{JudgeError, Verdict, judge};
 use super::lm_head::judge_head;
 use super::metric::Position;
-use super::tolerance::Tolerances;
-use assay_core::implementation::Input;
-use assay_core::problem::{Candidate, HeadProblem, Problem, ProblemError};
+use super::tolerance::Limits;
+use assay_core::implementation::Workload;
+use assay_core::problem::{Candidate, HeadCandidate, HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_reference::{self as reference, HeadReference, Reference};
 
 /// A problem that there is a reference for, and a judge.
-pub trait Judgeable: Input<Gradient: Gradient> {
+pub trait Judgeable: Workload<Gradient: Gradient> {
     /// It, evaluated.
     type Reference<'p>: Send + Sync;
 
@@ -26,17 +28,24 @@ pub trait Judgeable: Input<Gradient: Gradient> {
     /// The loss on logits, in a reference of it.
     fn on_logits<'r>(reference: &'r Self::Reference<'_>) -> &'r Reference<'r>;
 
-    /// Judges `outcome` against `reference`, by the limits of `class`.
+    /// Judges `outcome` against `reference`, by `limits`.
     ///
     /// # Errors
-    /// [`JudgeError`] where an output has the wrong shape, or a dtype that `tolerances` has no limit for.
+    /// [`JudgeError`] where an output has the wrong shape.
     fn judge(
         &self,
         reference: &Self::Reference<'_>,
         outcome: &Candidate<Self::Gradient>,
-        class: &str,
-        tolerances: &Tolerances,
+        limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError>;
+
+    /// What the `verdicts` on an outcome are likely of.
+    fn diagnose(
+        &self,
+        reference: &Self::Reference<'_>,
+        outcome: &Candidate<Self::Gradient>,
+        verdicts: &[Verdict],
+    ) -> Vec<Diagnosis>;
 
     /// What went into an output at `at`, in words; `None` where it is of no one place.
     fn inputs(&self, reference: &Self::Reference<'_>, at: Position) -> Option<String>;
@@ -57,10 +66,13 @@ impl Judgeable for Problem {
         &self,
         reference: &Reference<'_>,
         outcome: &Candidate<Self::Gradient>,
-        class: &str,
-        tolerances: &Tolerances,
+        limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
-        judge(reference, outcome, class, tolerances)
+        judge(reference, outcome, limits)
+    }
+
+    fn diagnose(&self, reference: &Reference<'_>, outcome: &Candidate, verdicts: &[Verdict]) -> Vec<Diagnosis> {
+        diagnosis::of_logits(reference, outcome, verdicts)
     }
 
     fn inputs(&self, reference: &Reference<'_>, at: Position) -> Option<String> {
@@ -85,10 +97,20 @@ impl Judgeable for HeadProblem {
         &self,
         reference: &HeadReference<'_>,
         outcome: &Candidate<Self::Gradient>,
-        class: &str,
-        tolerances: &Tolerances,
+        limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
-        judge_head(reference, self, outcome, class, tolerances)
+        judge_head(reference, self, outcome, limits)
+    }
+
+    fn diagnose(&self, reference: &HeadReference<'_>, outcome: &HeadCandidate, verdicts: &[Verdict]) -> Vec<Diagnosis> {
+        let failed = |output| verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed());
+        let gradient = &outcome.gradient;
+        let stored = [
+            failed(Output::Dhidden).then(|| diagnosis::stored_wider(Output::Dhidden, &gradient.dhidden)),
+            failed(Output::DlmHead).then(|| diagnosis::stored_wider(Output::DlmHead, &gradient.dlm_head)),
+        ];
+        let of_tokens = diagnosis::of_tokens(reference.on_logits(), outcome, verdicts);
+        of_tokens.into_iter().chain(stored.into_iter().flatten().flatten()).collect()
     }
 
     /// A weight's gradient is a sum over tokens: of those that count there is a number.

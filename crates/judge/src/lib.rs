@@ -4,6 +4,9 @@
 //! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
 pub mod condition;
+pub mod coverage;
+pub mod diagnosis;
+pub mod gate;
 pub mod generate;
 pub mod invariance;
 pub mod judge;

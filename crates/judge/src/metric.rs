@@ -1,6 +1,7 @@
 //! How far one number is from another, and a tally of many such comparisons.
 
 use assay_core::problem::Dtype;
+use assay_schema::verdicts::Status;
 
 /// Half the spacing of `dtype` at `x`: the error of rounding `x` to nearest. Below the smallest normal number the
 /// spacing stays that of the subnormals.
@@ -16,9 +17,14 @@ pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
     power_of_two(exponent.max(min_exponent) - precision)
 }
 
-/// `2^exponent`, through the subnormals of f64.
+/// `2^exponent`, through the subnormals of f64, by its bits.
 fn power_of_two(exponent: i32) -> f64 {
-    2.0_f64.powi(exponent / 2) * 2.0_f64.powi(exponent - exponent / 2)
+    let bits = match exponent {
+        -1022.. => u64::from((exponent + 1023).unsigned_abs()) << 52,
+        -1074.. => 1 << (exponent + 1074),
+        _ => 0,
+    };
+    f64::from_bits(bits)
 }
 
 /// The smallest normal number of `dtype`.
@@ -134,8 +140,10 @@ pub struct Tally {
     pub nonfinite: Option<(Position, f64)>,
     /// The first value that is finite where the exact one is not.
     pub silent: Option<(Position, f64)>,
-    /// The first value that is NaN or ∞ as the exact one is.
+    /// The first value that is NaN or ∞ as the exact one is, or as f32 may make of it.
     pub reported: Option<Position>,
+    /// Rows that were not compared as rows, because a value in them is not finite.
+    pub skipped: u64,
     /// The largest `(error − rounding − floor)⁺ / (u·scale)`: the `κ` that would have been needed.
     pub kappa_seen: f64,
     /// Errors in ulp, counted by [`ULP_EDGES`].
@@ -191,6 +199,16 @@ impl Tally {
         self.nonfinite.is_none() && self.silent.is_none() && self.worst.is_none_or(|worst| worst.error <= worst.limit)
     }
 
+    /// What they come to.
+    pub fn status(&self) -> Status {
+        match () {
+            () if self.nonfinite.is_some() => Status::Nonfinite,
+            () if !self.passes() => Status::Fail,
+            () if self.worst.is_none() => Status::NotCompared,
+            () => Status::Pass,
+        }
+    }
+
     /// How badly the worst comparison did: above 1 is a failure.
     pub fn badness(&self) -> f64 {
         if self.nonfinite.is_some() || self.silent.is_some() {
@@ -209,6 +227,7 @@ impl Tally {
         self.nonfinite = self.nonfinite.or(later.nonfinite);
         self.silent = self.silent.or(later.silent);
         self.reported = self.reported.or(later.reported);
+        self.skipped += later.skipped;
         self.kappa_seen = self.kappa_seen.max(later.kappa_seen);
         for (ours, theirs) in self.histogram.iter_mut().zip(later.histogram) {
             *ours += theirs;

@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use ndarray::{Array1, Array2, Ix2, Ix3};
 
 use super::condition::{Bands, Condition};
-use super::judge::{Status, Verdict};
+use super::gate::{Gate, Model, Output};
+use super::judge::Verdict;
 use super::metric::{Allowance, Position, Tally};
-use super::tolerance::{Gate, Model, Output, ToleranceError, Tolerances};
+use super::tolerance::{Grade, Tolerances};
 use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, Problem, Projection};
 use assay_core::spec::{LossSpec, Objective, PpoClip};
 use assay_reference::{HeadReference, Reference, Sum, Token};
@@ -50,7 +51,7 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
         let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
         let scaled = reference.scaled_row(b, t, token);
         let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
-        let row = limits.iter().map(|(scale, _)| *scale).collect::<Array1<_>>();
+        let row = limits.iter().map(|of| of.whole.scale).collect::<Array1<_>>();
         scales.row_mut(b * reference.shape().tokens + t).assign(&row);
     }
     let sum_abs = |product: Array2<f64>, scale: Array2<f64>| Scalar {
@@ -68,7 +69,7 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
     let mut sums = Sums::default();
     let shape = reference.shape();
     // Both sides are f64, far finer than any tie band.
-    let conditions = Condition::all(reference, Bands::default(), &|_, _| Vec::new());
+    let conditions = Condition::all(reference, Bands::NONE, &|_, _| Vec::new());
     for b in 0..shape.batch {
         for t in 0..shape.tokens {
             let Some(token) = reference.token(b, t) else { continue };
@@ -76,10 +77,14 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
             let scaled = reference.scaled_row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
             let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
-            for ((&x, &d), &(scale, _)) in scaled.logits.iter().zip(&dlogits).zip(&limits) {
+            for ((&x, &d), of) in scaled.logits.iter().zip(&dlogits).zip(&limits) {
+                let scale = of.whole.scale;
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
-                sums.dot.add(d * x, x.abs() * scale);
+                // 0 · (−∞) counts as 0.
+                if x.is_finite() {
+                    sums.dot.add(d * x, x.abs() * scale);
+                }
             }
             sums.add_token(reference, token, condition);
         }
@@ -115,9 +120,9 @@ struct Sums {
 
 impl Sums {
     fn add_token(&mut self, reference: &Reference, token: &Token, condition: &Condition) {
-        self.loss_scale += token.weight * condition.token_loss;
-        self.entropy_scale += condition.entropy / reference.count() as f64;
-        self.ratio_scale = self.ratio_scale.max(condition.ratio);
+        self.loss_scale += token.weight * condition.token_loss.scale;
+        self.entropy_scale += condition.entropy.scale / reference.count() as f64;
+        self.ratio_scale = self.ratio_scale.max(condition.ratio.scale);
         self.ratios.push(token.inputs.ratio(reference.spec()));
         self.clipped[0] += u32::from(token.clipped_low);
         self.clipped[1] += u32::from(token.clipped_high);
@@ -153,13 +158,13 @@ pub fn token_values<'r>(
     reference: &'r Reference,
     entropy: bool,
 ) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
-    let conditions = Condition::all(reference, Bands::default(), &|_, _| Vec::new());
+    let conditions = Condition::all(reference, Bands::NONE, &|_, _| Vec::new());
     conditions.into_iter().enumerate().filter_map(move |(i, condition)| {
         let tokens = reference.shape().tokens;
         let (b, t) = (i / tokens, i % tokens);
         let (token, condition) = (reference.token(b, t)?, condition?);
         let (value, scale) =
-            if entropy { (token.entropy, condition.entropy) } else { (token.inputs.logp, condition.logp) };
+            if entropy { (token.entropy, condition.entropy.scale) } else { (token.inputs.logp, condition.logp.scale) };
         Some(((b, t), Scalar { value, scale }))
     })
 }
@@ -185,17 +190,22 @@ pub fn sub_vocabulary_problem(
 }
 
 /// Judges recorded values, each with the token it is of, against the reference's.
-///
-/// # Errors
-/// [`ToleranceError::Absent`] where `tolerances` has no entry for recorded values.
-pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances) -> Result<Verdict, ToleranceError> {
-    let gate = Gate { output: Output::Recorded, model: Model::Elementwise };
-    let kappa = tolerances.kappa(gate, Dtype::F64, "reference")?;
+pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances) -> Verdict {
+    let kappa = tolerances.recorded.kappa;
     let mut tally = Tally::default();
     for &(at, scalar, recorded) in pairs {
         let allowance = Allowance { rounding: 0.0, unit: f64::EPSILON / 2.0, scale: scalar.scale, floor: 0.0 };
         tally.compare(at, scalar.value, recorded, kappa, allowance, Dtype::F64);
     }
-    let status = if tally.passes() { Status::Pass } else { Status::Fail };
-    Ok(Verdict { gate, dtype: Dtype::F64, status, kappa: Some(kappa), tally })
+    let status = tally.status();
+    Verdict {
+        gate: Gate::of(Output::Recorded, Model::Elementwise),
+        dtype: Dtype::F64,
+        promised: Dtype::F64,
+        status,
+        kappa: Some(kappa),
+        tally,
+        grade: (!status.failed()).then_some(Grade::Exact),
+        short_of_exact: None,
+    }
 }

@@ -5,11 +5,12 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 
+use super::gate::{Model, Output};
 use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
 use super::judgeable::Judgeable;
-use super::metric::{Position, ULP_EDGES, hex};
-use super::tolerance::{Model, Output};
+use super::metric::{Position, ULP_EDGES, half_ulp, hex};
+use super::tolerance::Grade;
 use assay_core::problem::Dtype;
 use assay_schema::verdicts::{self as schema, Summary, Verdicts};
 
@@ -26,6 +27,12 @@ pub struct Check {
     pub output: String,
     /// Dtype of the output.
     pub dtype: Dtype,
+    /// Dtype that the problem promises for it.
+    pub promised: Dtype,
+    /// The better of the grades that it reaches; `None` where it reaches none, or nothing was compared.
+    pub grade: Option<Grade>,
+    /// What keeps it from grade `exact`, where `standard` was asked for and is the better one.
+    pub short_of_exact: Option<String>,
     /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
     pub worst: Option<f64>,
     /// Its limit.
@@ -41,6 +48,8 @@ pub struct Check {
     /// Elements by their error in ulp of that dtype, up to each of the report's `ulp_edges`, and beyond the last; `None`
     /// where the output has no elements, as metrics have none, or was not compared one by one.
     pub ulp: Option<[u64; ULP_EDGES.len()]>,
+    /// Whether it held a gradient against a limit; `None` where it is not of a gradient.
+    gradient: Option<bool>,
     /// Checks of one family share a row of the table while they pass.
     family: Option<&'static str>,
     /// The first token that is rightly NaN or ∞.
@@ -60,6 +69,9 @@ impl Check {
             devices: 1,
             output: output.into(),
             dtype: verdict.dtype,
+            promised: verdict.promised,
+            grade: verdict.grade,
+            short_of_exact: verdict.short_of_exact.map(|short| short.to_string()),
             worst: worst.map(|worst| worst.error),
             limit: worst.map(|worst| worst.limit),
             at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
@@ -67,6 +79,7 @@ impl Check {
             kappa_needed: tally.kappa_seen,
             kappa_allowed: verdict.kappa,
             ulp: (verdict.gate.model == Model::Elementwise && family.is_none()).then_some(tally.histogram),
+            gradient: verdict.gate.output.is_gradient().then(|| verdict.compared_a_gradient()),
             family,
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
         }
@@ -78,28 +91,10 @@ impl Check {
         Self { devices, ..self }
     }
 
-    /// Whether it passed without a number to hold against a limit: no token counts, or those that do are NaN or ∞ as in
-    /// the reference.
-    pub fn compared_nothing(&self) -> bool {
-        self.verdict == Status::Pass && self.worst.is_none()
-    }
-
-    /// `error / limit`; 0 where nothing was compared or the comparison was exact.
-    fn share(&self) -> f64 {
-        match (self.worst, self.limit) {
-            (Some(worst), Some(limit)) if worst > 0.0 => worst / limit,
-            _ => 0.0,
-        }
-    }
-
-    /// `limit / error`: how many times smaller the error is than it may be.
-    fn margin(&self) -> String {
-        match (self.worst, self.limit) {
-            (Some(0.0), _) => "exact".into(),
-            (Some(worst), Some(limit)) if worst > limit => format!("{:.3}×", limit / worst),
-            (Some(worst), Some(limit)) => format!("{:.1}×", limit / worst),
-            _ => "–".into(),
-        }
+    /// `error / limit`; `None` where nothing was compared, or a value is NaN or ∞ that should not be.
+    pub fn share(&self) -> Option<f64> {
+        let (worst, limit) = self.worst.zip(self.limit)?;
+        Some(if worst > 0.0 { worst / limit } else { 0.0 })
     }
 }
 
@@ -119,6 +114,8 @@ pub struct Report {
     pub checks: Vec<Check>,
     /// What was not checked, and why.
     pub ignored: Vec<Ignored>,
+    /// What failures are likely of.
+    pub diagnoses: Vec<String>,
     /// What each implementation came to, where a command runs several.
     pub implementations: Vec<Summary>,
     /// Runs on one device count against runs on another.
@@ -151,12 +148,17 @@ pub struct Ignored {
 
 impl From<Check> for schema::Check {
     fn from(check: Check) -> Self {
+        let share = check.share();
         Self {
             fixture: check.fixture,
             implementation: check.implementation,
             devices: check.devices,
             output: check.output,
             dtype: Some(check.dtype.to_string()),
+            promised: Some(check.promised.to_string()),
+            grade: check.grade,
+            short_of_exact: check.short_of_exact,
+            share,
             worst: check.worst,
             limit: check.limit,
             at: check.at,
@@ -190,6 +192,7 @@ impl From<Report> for Verdicts {
             ulp_edges: report.ulp_edges.into(),
             checks: report.checks.into_iter().map(Into::into).collect(),
             ignored: report.ignored.into_iter().map(Into::into).collect(),
+            diagnoses: report.diagnoses,
             implementations: report.implementations,
             invariance: report.invariance.into_iter().map(Into::into).collect(),
         }
@@ -197,13 +200,15 @@ impl From<Report> for Verdicts {
 }
 
 impl Report {
-    /// A report over `checks`. One without a check does not pass.
+    /// A report over `checks`. One without a check does not pass, nor one of a run all of whose gradients compared nothing.
     pub fn new(checks: Vec<Check>, ignored: Vec<Ignored>) -> Self {
+        let failed = checks.iter().any(|check| check.verdict.failed());
         Self {
-            pass: !checks.is_empty() && checks.iter().all(|check| check.verdict == Status::Pass),
+            pass: !checks.is_empty() && !failed && without_gradient(&checks).is_empty(),
             ulp_edges: &ULP_EDGES[..ULP_EDGES.len() - 1],
             checks,
             ignored,
+            diagnoses: Vec::new(),
             implementations: Vec::new(),
             invariance: Vec::new(),
         }
@@ -218,9 +223,19 @@ impl Report {
     pub fn checks_table(&self) -> String {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
-        table.set_header(["fixture", "impl", "output", "worst error", "limit", "margin", "at", "verdict"]);
+        table.set_header([
+            "fixture",
+            "impl",
+            "output",
+            "worst error",
+            "limit",
+            "error/limit",
+            "at",
+            "verdict",
+            "grade",
+        ]);
         for column in 3..6 {
-            table.column_mut(column).expect("eight columns").set_cell_alignment(CellAlignment::Right);
+            table.column_mut(column).expect("nine columns").set_cell_alignment(CellAlignment::Right);
         }
         let number = |x: Option<f64>| x.map_or("–".into(), |x| format!("{x:.2e}"));
         for (check, count) in self.rows() {
@@ -235,9 +250,10 @@ impl Report {
                 output,
                 number(check.worst),
                 number(check.limit),
-                check.margin(),
+                check.share().map_or("–".into(), quotient),
                 check.at.clone(),
                 status_word(check.verdict).into(),
+                check.grade.map_or("–", Grade::name).into(),
             ]);
         }
         format!("{table}\n")
@@ -246,6 +262,17 @@ impl Report {
     /// Every ignored check, every comparison of two runs, and the total line.
     pub fn below_table(&self) -> String {
         let mut text = String::new();
+        let mut said = Vec::new();
+        for check in &self.checks {
+            let Some(short) = &check.short_of_exact else { continue };
+            if !said.contains(&(&check.output, short)) {
+                said.push((&check.output, short));
+                let _ = writeln!(text, "short of grade exact  {}: {short}", check.output);
+            }
+        }
+        for diagnosis in &self.diagnoses {
+            let _ = writeln!(text, "likely   {diagnosis}");
+        }
         for Ignored { what, why, .. } in &self.ignored {
             let _ = writeln!(text, "ignored  {what}: {why}");
         }
@@ -271,7 +298,8 @@ impl Report {
                 && [a, b].iter().all(|check| check.verdict == Status::Pass)
         };
         let closest = |checks: &'_ [Check]| {
-            checks.iter().enumerate().max_by(|(_, a), (_, b)| a.share().total_cmp(&b.share())).map_or(0, |(i, _)| i)
+            let share = |check: &Check| check.share().unwrap_or(0.0);
+            checks.iter().enumerate().max_by(|(_, a), (_, b)| share(a).total_cmp(&share(b))).map_or(0, |(i, _)| i)
         };
         let groups = self.checks.chunk_by(joins);
         groups.map(|group| (&group[closest(group)], group.len())).collect()
@@ -279,13 +307,18 @@ impl Report {
 
     /// One line: how many checks there were and how they ended.
     pub fn total(&self) -> String {
-        let failed = self.checks.iter().filter(|check| check.verdict != Status::Pass).count();
-        let nothing = self.checks.iter().filter(|check| check.compared_nothing()).count();
+        let count = |of: &dyn Fn(Status) -> bool| self.checks.iter().filter(|check| of(check.verdict)).count();
         let verdict = if self.pass { "PASS" } else { "FAIL" };
-        let passed = self.checks.len() - failed - nothing;
+        let (passed, failed) = (count(&|status| status == Status::Pass), count(&Status::failed));
         let mut line = format!("{verdict}  {passed} checks passed, {failed} failed, {} ignored", self.ignored.len());
-        if nothing > 0 {
-            let _ = write!(line, ", {nothing} compared nothing");
+        for (status, words) in [(Status::Waived, "waived"), (Status::NotCompared, "not compared")] {
+            let n = count(&|other| other == status);
+            if n > 0 {
+                let _ = write!(line, ", {n} {words}");
+            }
+        }
+        for run in without_gradient(&self.checks) {
+            let _ = write!(line, "; no gradient of {run} was compared");
         }
         line
     }
@@ -316,6 +349,34 @@ fn status_word(status: Status) -> &'static str {
         Status::Pass => "pass",
         Status::Fail => "FAIL",
         Status::Nonfinite => "NONFINITE",
+        Status::NotCompared => "not compared",
+        Status::Waived => "waived",
+    }
+}
+
+/// The runs that have gradients among their checks, and compared none.
+fn without_gradient(checks: &[Check]) -> Vec<String> {
+    let mut runs: Vec<(String, bool)> = Vec::new();
+    for check in checks {
+        let Some(compared) = check.gradient else { continue };
+        let run = format!("{} with {}", check.fixture, on_devices(&check.implementation, check.devices));
+        match runs.iter_mut().find(|(other, _)| *other == run) {
+            Some((_, any)) => *any |= compared,
+            None => runs.push((run, compared)),
+        }
+    }
+    runs.into_iter().filter(|(_, compared)| !compared).map(|(run, _)| run).collect()
+}
+
+/// A quotient, to three digits.
+fn quotient(x: f64) -> String {
+    match x {
+        0.0 => "exact".into(),
+        x if (1e-3..1e6).contains(&x) => {
+            let digits = [10.0, 100.0, 1000.0].into_iter().filter(|power| x < *power).count();
+            format!("{x:.digits$}")
+        }
+        x => format!("{x:.2e}"),
     }
 }
 
@@ -344,7 +405,7 @@ fn in_words(
     inputs: impl Fn(Position) -> Option<String>,
     replay: &str,
 ) -> String {
-    let Verdict { dtype, tally, .. } = verdict;
+    let Verdict { dtype, promised, tally, .. } = verdict;
     let mut text = format!("{} {what}, {dtype}\n", status_word(verdict.status));
     // A scalar stands nowhere.
     let mut line = |name: &str, value: &str| {
@@ -352,7 +413,9 @@ fn in_words(
             let _ = writeln!(text, "  {name:<9} {value}");
         }
     };
-    let both = |x: f64| format!("{x:.17e}  {}", hex(x, *dtype));
+    // A norm, or a sum, is a number of the judge's.
+    let of_one_element = verdict.gate.model == Model::Elementwise;
+    let both = |x: f64| if of_one_element { format!("{x:.17e}  {}", hex(x, *dtype)) } else { format!("{x:.9e}") };
     let odd =
         tally.nonfinite.map(|odd| (odd, "finite")).or(tally.silent.map(|odd| (odd, "NaN or ∞, as the reference")));
     let at = match (odd, tally.worst) {
@@ -364,8 +427,18 @@ fn in_words(
         }
         (None, Some(worst)) => {
             line("at", &worst.at.to_string());
-            line(of_reference, &both(worst.expected));
-            line(judged, &both(worst.actual));
+            match verdict.gate.model {
+                Model::RowL2 => {
+                    line("norm", &format!("{:.9e} of the difference from the {of_reference} row", worst.actual));
+                }
+                Model::RowSum => {
+                    line("sum", &format!("{:.9e} of the difference from the {of_reference} row", worst.actual));
+                }
+                Model::Elementwise | Model::Count => {
+                    line(of_reference, &both(worst.expected));
+                    line(judged, &both(worst.actual));
+                }
+            }
             line("error", &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.share(), worst.limit));
             Some(worst.at)
         }
@@ -377,7 +450,16 @@ fn in_words(
     if let Some(kappa) = verdict.kappa {
         line("κ", &format!("{:.3} needed, {kappa} allowed", tally.kappa_seen));
     }
-    line("ulp", &histogram(&tally.histogram));
+    if of_one_element {
+        if let Some(worst) = tally.worst {
+            line("1 ulp", &format!("{:.3e} in {dtype}", 2.0 * half_ulp(worst.expected, *dtype)));
+        }
+        line("ulp", &histogram(&tally.histogram));
+    }
+    if dtype != promised {
+        let note = "a coarser output is judged by the ulp of the promised dtype, a finer one by its own";
+        line("promised", &format!("{promised}; {note}"));
+    }
     line("replay", replay);
     text
 }

@@ -21,7 +21,7 @@ pub fn summary_of(implementation: &str, devices: usize, checks: &[Check], run: O
         .filter(|check| (check.implementation.as_str(), check.devices) == (implementation, devices))
         .collect();
     let share = |check: &Check| {
-        let allowed = check.kappa_allowed.filter(|&allowed| allowed > 0.0 && !check.compared_nothing())?;
+        let allowed = check.kappa_allowed.filter(|&allowed| allowed > 0.0 && check.verdict != Status::NotCompared)?;
         // A value that is NaN or ∞ where it should not be, or finite where it should be neither, leaves no worst error.
         Some(if check.worst.is_some() { check.kappa_needed / allowed } else { f64::INFINITY })
     };
@@ -32,8 +32,8 @@ pub fn summary_of(implementation: &str, devices: usize, checks: &[Check], run: O
         implementation: implementation.into(),
         devices,
         checks: own.len(),
-        failed: own.iter().filter(|check| check.verdict != Status::Pass).count(),
-        compared_nothing: own.iter().filter(|check| check.compared_nothing()).count(),
+        failed: own.iter().filter(|check| check.verdict.failed()).count(),
+        not_compared: own.iter().filter(|check| check.verdict == Status::NotCompared).count(),
         worst_kappa: worst.map(|(share, check)| WorstKappa {
             share,
             output: check.output.clone(),
@@ -64,10 +64,10 @@ impl Report {
     /// Those lines, with the worst check named where `placed` says so.
     fn summary_table(&self, placed: &[bool]) -> String {
         let any = |count: fn(&Summary) -> usize| self.implementations.iter().any(|of| count(of) > 0);
-        let (failed, nothing) = (any(|of| of.failed), any(|of| of.compared_nothing));
+        let (failed, nothing) = (any(|of| of.failed), any(|of| of.not_compared));
         let mut header = vec!["impl", "checks"];
         header.extend(failed.then_some("failed"));
-        header.extend(nothing.then_some("compared nothing"));
+        header.extend(nothing.then_some("not compared"));
         header.push("run, s");
         let numbers = 1..header.len();
         header.push("worst κ, of the κ allowed");
@@ -80,10 +80,10 @@ impl Report {
         for (of, &placed) in self.implementations.iter().zip(placed) {
             let mut row = vec![on_devices(&of.implementation, of.devices), of.checks.to_string()];
             row.extend(failed.then(|| of.failed.to_string()));
-            row.extend(nothing.then(|| of.compared_nothing.to_string()));
+            row.extend(nothing.then(|| of.not_compared.to_string()));
             row.push(of.run_s.map_or("–".into(), |seconds| format!("{seconds:.2}")));
             row.push(match &of.worst_kappa {
-                _ if of.checks == of.compared_nothing => "nothing compared".into(),
+                _ if of.checks == of.not_compared => "nothing compared".into(),
                 None => "–".into(),
                 Some(worst) if placed => format!("{}  {}", share(worst), place(worst)),
                 Some(worst) => share(worst),

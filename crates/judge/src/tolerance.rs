@@ -1,154 +1,83 @@
-//! `tolerances.toml`, the law.
+//! `tolerances.toml`, what a person decides of the limits, and [`Limits`], what follows from it for one class and grade.
 
-use std::fmt;
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use assay_core::problem::Dtype;
+use super::gate::Output;
+pub use assay_schema::verdicts::Grade;
 
-/// Something that is judged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Output {
-    /// The scalar loss.
-    Loss,
-    /// `[B,T]` log-probabilities.
-    Logp,
-    /// `[B,T]` entropies.
-    Entropy,
-    /// `[B,T]` token losses.
-    TokenLoss,
-    /// `[B,T,V]` gradient.
-    Dlogits,
-    /// `[B,T,H]` gradient of the hidden states.
-    Dhidden,
-    /// `[H,V]` or `[V,H]` gradient of the LM head.
-    DlmHead,
-    /// Metric: mean entropy.
-    EntropyMean,
-    /// Metric: mean KL estimate.
-    KlMean,
-    /// Metric: mean ratio.
-    RatioMean,
-    /// Metric: share clipped low.
-    ClipLow,
-    /// Metric: share clipped high.
-    ClipHigh,
-    /// Metric: share clipped on either side.
-    ClipRegion,
-    /// A scalar recorded with a fixture, which checks the reference itself.
-    Recorded,
-}
-
-impl Output {
-    /// The name that `tolerances.toml` and reports use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Output::Loss => "loss",
-            Output::Logp => "logp",
-            Output::Entropy => "entropy",
-            Output::TokenLoss => "token_loss",
-            Output::Dlogits => "dlogits",
-            Output::Dhidden => "dhidden",
-            Output::DlmHead => "dlm_head",
-            Output::EntropyMean => "entropy_mean",
-            Output::KlMean => "kl_mean",
-            Output::RatioMean => "ratio_mean",
-            Output::ClipLow => "clip_low",
-            Output::ClipHigh => "clip_high",
-            Output::ClipRegion => "clip_region",
-            Output::Recorded => "recorded",
-        }
-    }
-}
-
-/// How an output is compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Model {
-    /// Every element: `|x̂ − x| ≤ ½ulp(x) + κ·u·scale`.
-    Elementwise,
-    /// Each row of dlogits without its target, of `dhidden`, or column of `dlm_head`:
-    /// `‖x̂ − x‖₂ ≤ ‖½ulp(x)‖₂ + κ·u·‖scale‖₂`.
-    RowL2,
-    /// Each row of dlogits: `|Σ x̂ − Σ x| ≤ Σ ½ulp(x) + κ·u·Σ scale`.
-    RowSum,
-    /// A share of tokens: exact, but for tokens inside a tie band.
-    Count,
-}
-
-impl Model {
-    /// The name that `tolerances.toml` uses.
-    pub fn name(self) -> &'static str {
-        match self {
-            Model::Elementwise => "elementwise",
-            Model::RowL2 => "row_l2",
-            Model::RowSum => "row_sum",
-            Model::Count => "count",
-        }
-    }
-}
-
-/// An output and the way it is compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Gate {
-    /// What is judged.
-    pub output: Output,
-    /// How.
-    pub model: Model,
-}
-
-impl Gate {
-    /// The dtype under which the file lists an output of `dtype`.
-    pub fn listed_dtype(self, dtype: Dtype) -> Dtype {
-        if dtype == Dtype::F64 && self.output != Output::Recorded { Dtype::F32 } else { dtype }
-    }
-}
-
-impl fmt::Display for Gate {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.output.name())?;
-        match self.model {
-            Model::Elementwise | Model::Count => Ok(()),
-            Model::RowL2 => f.write_str(" row_l2"),
-            Model::RowSum => f.write_str(" row_sum"),
-        }
-    }
-}
-
-/// One entry of the file.
+/// How many roundings a class of arithmetic may add up to, as an error analysis of it gives them: `κ` of what its outputs are
+/// limited by. Derived in `docs/tolerances.md`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Tolerance {
-    /// What is judged.
-    pub output: Output,
-    /// How.
-    pub model: Model,
-    /// Dtype of the output itself.
-    pub dtype: Dtype,
-    /// Class of implementation: what arithmetic it uses.
-    pub class: String,
-    /// `κ`: the limit is `κ·u·scale` beyond the output's own rounding, `u = 2⁻²⁴` (`2⁻⁵³` for dtype f64).
-    pub kappa: f64,
-    /// `κ` as an error analysis gives it, in the worst case.
-    pub derived: f64,
-    /// The largest `κ` that correct implementations of this class have needed.
-    pub worst_seen: f64,
-    /// What `worst_seen` was measured on.
-    pub measured_on: String,
-    /// The reason that was given when the figures were raised; they are not lowered while it stands.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub accepted: Option<String>,
-    /// Why `derived` is what it is.
+pub struct Class {
+    /// Of logp, and of what follows from it alone: token losses, KL estimates, ratios.
+    pub logp: f64,
+    /// Of entropy, and of the loss, which it may be part of.
+    pub entropy: f64,
+    /// Of dlogits, and of the gradients that are products with them.
+    pub gradient: f64,
+    /// What the roundings are.
     pub why: String,
 }
 
-/// The parsed file, which remembers what was asked for.
-#[derive(Debug)]
+/// What [`Grade::Standard`] forgives beside cancellations.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Standard {
+    /// Roundings at the size of a row's largest logit that logp may carry.
+    pub offset: f64,
+    /// What they are.
+    pub why: String,
+}
+
+/// Sums whose errors have random signs: the products of an LM head.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sums {
+    /// How many standard deviations of such a sum are allowed.
+    pub deviations: f64,
+    /// Why so many.
+    pub why: String,
+}
+
+/// Scalars recorded with fixtures, which check the reference itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recorded {
+    /// `κ`, with `u = 2⁻⁵³`.
+    pub kappa: f64,
+    /// What it counts.
+    pub why: String,
+}
+
+/// A wrong kernel that a grade admits by design.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Admitted {
+    /// Its name among the mutants.
+    pub mutant: String,
+    /// Why no limit of the grade sees it.
+    pub why: String,
+}
+
+/// The parsed file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Tolerances {
-    entries: Vec<(Tolerance, AtomicBool)>,
+    /// By name.
+    pub class: BTreeMap<String, Class>,
+    /// Of grade `standard`.
+    pub standard: Standard,
+    /// Of LM heads.
+    pub sums: Sums,
+    /// Of recorded scalars.
+    pub recorded: Recorded,
+    /// What grade `standard` does not reject.
+    #[serde(default)]
+    pub admitted: Vec<Admitted>,
 }
 
 /// A tolerance file that cannot be used, or does not say what it was asked.
@@ -157,101 +86,153 @@ pub enum ToleranceError {
     /// Not TOML, or an unknown or missing field.
     #[error("tolerances: {0}")]
     Parse(String),
-    /// Two entries for one thing.
-    #[error("tolerances: `{gate}`, dtype {dtype}, class `{class}` is listed twice")]
-    Duplicate {
-        /// What is judged and how.
-        gate: Gate,
-        /// Dtype of the output.
-        dtype: Dtype,
-        /// Class of implementation.
-        class: String,
+    /// A number that is none, or negative.
+    #[error("tolerances: `{field}`: got {given}, expected a finite number above 0")]
+    Number {
+        /// Which.
+        field: String,
+        /// What it is.
+        given: String,
     },
-    /// No entry for this output.
-    #[error(
-        "`{gate}`: got dtype {dtype}, for which tolerances.toml has no limit in class `{class}`; expected {expected}"
-    )]
-    Absent {
-        /// What is judged and how.
-        gate: Gate,
-        /// Dtype of the output.
-        dtype: Dtype,
+    /// A decision without a reason.
+    #[error("tolerances: `{field}`: expected a reason of four words or more, got `{given}`")]
+    Reason {
+        /// Which.
+        field: String,
+        /// What it says.
+        given: String,
+    },
+    /// No such class.
+    #[error("class: got `{given}`, for which tolerances.toml has no limits; expected one of {expected}")]
+    Class {
         /// Class of implementation.
-        class: String,
-        /// The dtypes it has limits for.
+        given: String,
+        /// Those of the file.
         expected: String,
     },
 }
+
+/// A reason has at least so many words.
+const WORDS: usize = 4;
+
+/// What the name of a class ends in where the LM head is part of the kernel. Its arithmetic is that of the class without.
+const HEAD: &str = "-lm-head";
+
+/// The class of kernels that are not ours.
+pub const EXTERNAL: &str = "external";
 
 impl Tolerances {
     /// Parses a tolerance file.
     ///
     /// # Errors
-    /// [`ToleranceError`] for anything but a list of distinct, complete `[[tolerance]]` entries.
+    /// [`ToleranceError`] for a field that is missing, unknown, out of range or gives no reason.
     pub fn parse(text: &str) -> Result<Self, ToleranceError> {
-        #[derive(Deserialize)]
-        #[serde(deny_unknown_fields)]
-        struct File {
-            tolerance: Vec<Tolerance>,
-        }
-        let file: File = toml::from_str(text).map_err(|error| {
+        let file: Self = toml::from_str(text).map_err(|error| {
             let line = error.span().map_or(1, |span| text[..span.start].lines().count().max(1));
             ToleranceError::Parse(format!("line {line}: {}", error.message()))
         })?;
-        let mut entries: Vec<(Tolerance, AtomicBool)> = Vec::new();
-        for entry in file.tolerance {
-            let gate = Gate { output: entry.output, model: entry.model };
-            if entries.iter().any(|(other, _)| other.answers(gate, entry.dtype, &entry.class)) {
-                return Err(ToleranceError::Duplicate { gate, dtype: entry.dtype, class: entry.class });
+        let number = |field: String, given: f64| {
+            let fault = || ToleranceError::Number { field, given: given.to_string() };
+            if given.is_finite() && given > 0.0 { Ok(()) } else { Err(fault()) }
+        };
+        let reason = |field: String, given: &str| {
+            let fault = || ToleranceError::Reason { field, given: given.into() };
+            if given.split_whitespace().count() >= WORDS { Ok(()) } else { Err(fault()) }
+        };
+        for (name, class) in &file.class {
+            for (field, given) in [("logp", class.logp), ("entropy", class.entropy), ("gradient", class.gradient)] {
+                number(format!("class.{name}.{field}"), given)?;
             }
-            entries.push((entry, AtomicBool::new(false)));
+            reason(format!("class.{name}.why"), &class.why)?;
         }
-        Ok(Self { entries })
+        number("standard.offset".into(), file.standard.offset)?;
+        reason("standard.why".into(), &file.standard.why)?;
+        number("sums.deviations".into(), file.sums.deviations)?;
+        reason("sums.why".into(), &file.sums.why)?;
+        number("recorded.kappa".into(), file.recorded.kappa)?;
+        reason("recorded.why".into(), &file.recorded.why)?;
+        for admitted in &file.admitted {
+            reason(format!("admitted.{}.why", admitted.mutant), &admitted.why)?;
+        }
+        Ok(file)
     }
 
-    /// The crate's own `tolerances.toml`, built in.
+    /// The project's own `tolerances.toml`, built in.
     pub fn builtin() -> &'static Self {
         static BUILTIN: OnceLock<Tolerances> = OnceLock::new();
         BUILTIN.get_or_init(|| {
-            Self::parse(include_str!("../../../tolerances.toml")).expect("checked by the tests of the law")
+            Self::parse(include_str!("../../../tolerances.toml")).expect("checked by the tests of the judge")
         })
     }
 
-    /// `κ` for a gate. An output stored as f64 is held to the f32 entry: it was computed by an f32 kernel and stored wider.
+    /// The limits of `class`, with or without an LM head: [`Grade::Standard`] for what is not ours, [`Grade::Exact`] for what is.
     ///
     /// # Errors
-    /// [`ToleranceError::Absent`] where the file has no entry.
-    pub fn kappa(&self, gate: Gate, dtype: Dtype, class: &str) -> Result<f64, ToleranceError> {
-        let wanted = gate.listed_dtype(dtype);
-        let found = self.entries.iter().find(|(entry, _)| entry.answers(gate, wanted, class));
-        let Some((entry, used)) = found else {
-            let of_class = self.entries.iter().filter(|(entry, _)| entry.answers(gate, entry.dtype, class));
-            let dtypes: Vec<_> = of_class.map(|(entry, _)| entry.dtype.to_string()).collect();
-            let expected = if dtypes.is_empty() { "no such output".into() } else { dtypes.join(", ") };
-            return Err(ToleranceError::Absent { gate, dtype, class: class.into(), expected });
-        };
-        used.store(true, Ordering::Relaxed);
-        Ok(entry.kappa)
-    }
-
-    /// All entries, in file order.
-    pub fn entries(&self) -> impl Iterator<Item = &Tolerance> {
-        self.entries.iter().map(|(entry, _)| entry)
-    }
-
-    /// The entries that [`Tolerances::kappa`] has not been asked for.
-    pub fn unused(&self) -> impl Iterator<Item = &Tolerance> {
-        self.entries.iter().filter(|(_, used)| !used.load(Ordering::Relaxed)).map(|(entry, _)| entry)
+    /// [`ToleranceError::Class`] where the file has no such class.
+    pub fn limits(&self, class: &str) -> Result<Limits<'_>, ToleranceError> {
+        let name = class.strip_suffix(HEAD).unwrap_or(class);
+        let found = self.class.get(name).ok_or_else(|| ToleranceError::Class {
+            given: class.into(),
+            expected: self.class.keys().map(String::as_str).collect::<Vec<_>>().join(", "),
+        })?;
+        let grade = if name == EXTERNAL { Grade::Standard } else { Grade::Exact };
+        Ok(Limits { tolerances: self, class: found, grade })
     }
 }
 
-impl Tolerance {
-    /// What is judged and how.
-    pub fn gate(&self) -> Gate {
-        Gate { output: self.output, model: self.model }
+/// What a candidate is held to: `|x̂ − x| ≤ ½ulp_out(x) + κ·u·scale + floor`, with `κ` of its class and the scale and the floor of
+/// its grade.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits<'t> {
+    tolerances: &'t Tolerances,
+    class: &'t Class,
+    /// What is asked of cancellations.
+    pub grade: Grade,
+}
+
+impl Limits<'static> {
+    /// Those of `class` by the tolerances that are built in.
+    ///
+    /// # Errors
+    /// [`ToleranceError::Class`] where there is no such class.
+    pub fn of(class: &str) -> Result<Self, ToleranceError> {
+        Tolerances::builtin().limits(class)
     }
 
-    fn answers(&self, gate: Gate, dtype: Dtype, class: &str) -> bool {
-        self.gate() == gate && self.dtype == dtype && self.class == class
+    /// Those of a kernel that is not ours.
+    pub fn external(grade: Grade) -> Self {
+        Self { grade, ..Self::of(EXTERNAL).expect("checked by the tests of the judge") }
+    }
+}
+
+impl Limits<'_> {
+    /// At another grade.
+    #[must_use]
+    pub fn at(self, grade: Grade) -> Self {
+        Self { grade, ..self }
+    }
+
+    /// `κ`: 0 for what is counted.
+    pub fn kappa(&self, output: Output) -> f64 {
+        match output {
+            Output::Logp | Output::TokenLoss | Output::KlMean | Output::RatioMean => self.class.logp,
+            Output::Entropy | Output::EntropyMean | Output::Loss => self.class.entropy,
+            Output::Dlogits | Output::Dhidden | Output::DlmHead => self.class.gradient,
+            Output::Recorded => self.tolerances.recorded.kappa,
+            Output::ClipLow | Output::ClipHigh | Output::ClipRegion => 0.0,
+        }
+    }
+
+    /// By how many `u` of a row's largest logit an exponent may be off beside its gap's own error: half of what logp may be.
+    pub(crate) fn offset(&self) -> f64 {
+        match self.grade {
+            Grade::Standard => self.tolerances.standard.offset,
+            Grade::Exact => 0.0,
+        }
+    }
+
+    /// By how much a sum of errors that are uniform within `±1` and of random signs may exceed the root of their squares' sum.
+    pub(crate) fn spread(&self) -> f64 {
+        self.tolerances.sums.deviations / f64::sqrt(3.0)
     }
 }

@@ -3,13 +3,13 @@
 use super::judge::{JudgeError, Verdict};
 use super::judgeable::Judgeable;
 use super::report::{explain, on_devices};
-use super::tolerance::Tolerances;
-use assay_core::implementation::{Implementation, Input, RunError};
+use super::tolerance::Limits;
+use assay_core::implementation::{Implementation, RunError, Workload};
 use assay_core::problem::{Candidate, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 
 /// Why `implementation` cannot be given `problem` on so many devices; `None` where it can.
-pub fn hindrance<P: Input>(
+pub fn hindrance<P: Workload>(
     implementation: &dyn Implementation<P>,
     spec: &LossSpec,
     problem: &P,
@@ -48,7 +48,7 @@ pub enum Unjudged {
     /// The implementation failed.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// There is no limit for an output.
+    /// An output has the wrong shape, or there are no limits for its class.
     #[error(transparent)]
     Judge(#[from] JudgeError),
 }
@@ -69,22 +69,22 @@ impl<'p, P: Judgeable> Known<'p, P> {
         Ok(Self { spec, problem, reference: problem.evaluate(spec)? })
     }
 
-    /// Judges what an implementation of `class` returned, by the law that is built in.
+    /// Judges what an implementation returned, by `limits`.
     ///
     /// # Errors
-    /// [`JudgeError`] where an output has the wrong shape, or a dtype that there is no limit for.
-    pub fn judge(&self, outcome: Candidate<P::Gradient>, class: &str) -> Result<Judged<P>, JudgeError> {
-        let verdicts = self.problem.judge(&self.reference, &outcome, class, Tolerances::builtin())?;
+    /// [`JudgeError`] where an output has the wrong shape.
+    pub fn judge(&self, outcome: Candidate<P::Gradient>, limits: &Limits) -> Result<Judged<P>, JudgeError> {
+        let verdicts = self.problem.judge(&self.reference, &outcome, limits)?;
         Ok(Judged { outcome, verdicts })
     }
 
-    /// Runs `implementation` on so many devices and judges what comes of it.
+    /// Runs `implementation` on so many devices and judges what comes of it, by the limits of its class that are built in.
     ///
     /// # Errors
     /// [`Unjudged`] where it does not run, or an output cannot be judged.
     pub fn run(&self, implementation: &dyn Implementation<P>, devices: usize) -> Result<Judged<P>, Unjudged> {
         let outcome = implementation.run(self.spec, self.problem.clone(), devices)?;
-        Ok(self.judge(outcome, implementation.class())?)
+        Ok(self.judge(outcome, &Limits::of(implementation.class()).map_err(JudgeError::from)?)?)
     }
 
     /// The gates that `judged` fails, in words. `name` is what computed it, `replay` how it is shown again.

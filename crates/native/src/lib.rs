@@ -26,7 +26,7 @@ use rayon::prelude::*;
 
 use assay_algebra::family::Reach;
 use assay_algebra::rollout::Settled;
-use assay_algebra::structure::{Input, Structure};
+use assay_algebra::structure::{Input, Shaped, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
 use assay_core::spec::{LossSpec, Objective};
@@ -263,8 +263,8 @@ struct Room {
 
 impl<'s> Batch<'s> {
     fn of(spec: &'s LossSpec, isa: Isa, tokens: Tokens<'s>, vocab: usize) -> Self {
-        let structure = Structure::of(spec);
-        let settled = Settled::of(spec, structure, &tokens);
+        let loss @ Shaped { structure, .. } = Shaped::of(spec);
+        let settled = Settled::of(loss, &tokens);
         Self {
             spec,
             structure,

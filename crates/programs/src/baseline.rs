@@ -233,9 +233,11 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
-    use super::super::program::{numbers, program};
+    use super::super::program::{Share, program};
     use super::*;
+    use crate::ANY_DEVICE;
     use crate::mesh::Mesh;
+    use assay_algebra::structure::Shaped;
     use assay_core::problem::Shape;
     use assay_core::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction, Rows};
 
@@ -244,7 +246,7 @@ mod tests {
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
         let structure = Structure::of(spec);
         let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
-        program(structure, SHAPE, Dtype::Bf16, mesh, false, inside)
+        program(structure, Share::of(SHAPE, mesh, ANY_DEVICE), Dtype::Bf16, false, inside)
     }
 
     fn spec(x: f64) -> LossSpec {
@@ -276,7 +278,7 @@ mod tests {
     fn numbers_hold_what_the_program_divides_by() {
         let denominator = |reduction| {
             let spec = LossSpec { reduction, scale: 0.5, ..spec(1.0) };
-            let numbers = numbers(&spec, Structure::of(&spec), [4, 6]);
+            let numbers = Shaped::of(&spec).program_numbers([4, 6]);
             numbers.into_iter().find(|(number, _)| *number == Number::Denominator).unwrap().1
         };
         assert_eq!(denominator(Reduction::Normalizer(7.0)), 14.0);

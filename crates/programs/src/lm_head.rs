@@ -35,19 +35,19 @@ use std::mem;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::Reach;
 use assay_algebra::objective::TokenLoss;
-use assay_algebra::structure::Structure;
+use assay_algebra::structure::{Shaped, Structure};
 use assay_core::element::Element;
 use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_core::spec::LossSpec;
 
+use crate::baseline;
 use crate::mesh::{Axis, Mesh};
-use crate::one_pass::{MOST_TOKENS, one_pass};
-use crate::program::{Evaluated, Given, Output, Program, frame, local_shape};
-use crate::rows::Machine;
+use crate::one_pass::{most_tokens, one_pass};
+use crate::program::{Evaluated, Given, Output, Program, Share, frame};
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, Rows, Statistics};
-use crate::{ANY_DEVICE, baseline};
+use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
 /// Bytes of a chunk's logits, at most. A chunk reads the head twice, and reads and writes its f32 gradient: the fewer the
@@ -193,18 +193,18 @@ impl HeadProgram {
     /// [`Unsupported`], for f64, for a vocabulary or a batch beyond i32, and for devices that do not cut the arrays.
     pub fn program_for(
         self,
-        spec: &LossSpec,
+        loss: Shaped,
         arrays: HeadArrays,
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
         let shape = arrays.shape;
         if !self.is_whole() {
-            self.supports(spec, shape, arrays.dtype, devices)?;
+            self.supports(loss.spec, shape, arrays.dtype, devices)?;
             let mesh = self.mesh(shape.logits(), devices)?;
-            return Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, machine));
+            return Ok(self.program(loss, arrays, mesh, Lowering::Mosaic, machine));
         }
-        self.supports(spec, shape, arrays.dtype, 1)?;
+        self.supports(loss.spec, shape, arrays.dtype, 1)?;
         let batch = shape.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
@@ -212,26 +212,26 @@ impl HeadProgram {
         };
         let arrays = HeadArrays { shape: HeadShape { batch, ..shape }, ..arrays };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
-        Ok(self.program(spec, arrays, mesh, Lowering::Mosaic, machine))
+        Ok(self.program(loss, arrays, mesh, Lowering::Mosaic, machine))
     }
 
     /// The program of one device of `mesh`.
-    fn program(self, spec: &LossSpec, arrays: HeadArrays, mesh: Mesh, lowering: Lowering, machine: Machine) -> String {
-        let structure = Structure::of(spec);
+    fn program(self, loss: Shaped, arrays: HeadArrays, mesh: Mesh, lowering: Lowering, machine: Machine) -> String {
+        let structure = loss.structure;
         let HeadArrays { shape, dtype, layout, rounds_logits } = arrays;
-        let [b, t, v] = local_shape(shape.logits(), mesh);
+        let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), mesh, machine);
         let parameters = |builder: &mut Builder| {
             let array = |extents: &[usize]| Type::new(dtype.into(), extents);
             let hidden = builder.parameter(array(&[b, t, shape.hidden]), Some(Output::Gradient as usize));
             let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
             (hidden, Head { weights, layout, dtype, rounds_logits })
         };
-        frame(structure, shape.logits(), mesh, parameters, |on, given, (hidden, head)| match self.kernel {
+        frame(structure, share, parameters, |on, given, (hidden, head)| match self.kernel {
             Kernel::Baseline => head.materialised(on, structure, given, hidden),
             Kernel::Tile => {
-                let chunks = self.chunks([b * t, v], arrays.logits_dtype());
+                let chunks = self.chunks([b * t, v], arrays.logits_dtype(), machine);
                 let calls = Calls { dtype: arrays.logits_dtype(), lowering, machine };
-                if Reach::Token.expect(spec).is_ok() {
+                if Reach::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
                     head.in_two_loops(on, structure, given, hidden, chunks, calls)
@@ -240,19 +240,25 @@ impl HeadProgram {
         })
     }
 
-    /// The program that any device runs, one of `devices`; `arrays` are the batch and the head.
+    /// The program that any device runs, one of `devices`, each of which is a `machine`; `arrays` are the batch and the head.
     ///
     /// # Errors
     /// [`Unsupported`], as of [`supports`](Self::supports).
-    pub fn loops(self, spec: &LossSpec, arrays: HeadArrays, devices: usize) -> Result<String, Unsupported> {
-        self.supports(spec, arrays.shape, arrays.dtype, devices)?;
+    pub fn loops(
+        self,
+        loss: Shaped,
+        arrays: HeadArrays,
+        devices: usize,
+        machine: Machine,
+    ) -> Result<String, Unsupported> {
+        self.supports(loss.spec, arrays.shape, arrays.dtype, devices)?;
         let mesh = self.mesh(arrays.shape.logits(), devices)?;
-        Ok(self.program(spec, arrays, mesh, Lowering::Loops, ANY_DEVICE))
+        Ok(self.program(loss, arrays, mesh, Lowering::Loops, machine))
     }
 
     /// How many tokens a trip takes of a device's.
-    fn chunks(self, [tokens, vocab]: [usize; 2], logits: Dtype) -> Chunks {
-        let most = (self.chunk_bytes / (vocab * logits.size())).min(MOST_TOKENS) / CHUNK_ROWS * CHUNK_ROWS;
+    fn chunks(self, [tokens, vocab]: [usize; 2], logits: Dtype, machine: Machine) -> Chunks {
+        let most = (self.chunk_bytes / (vocab * logits.size())).min(most_tokens(machine)) / CHUNK_ROWS * CHUNK_ROWS;
         let trips = tokens.div_ceil(most.max(CHUNK_ROWS));
         let rows = tokens.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
         Chunks { tokens, rows, padded: trips * rows, bytes: self.chunk_bytes }
@@ -413,7 +419,7 @@ impl Head {
         Evaluated { gradient, logp, entropy, token }
     }
 
-    /// `[c,h]` of the hidden states `[N,h]` from row `first` on, 0 where the mask hides a token, and their logits `[1,c,v]`.
+    /// `[c,h]` of the hidden states `[N,h]` from row `first` on, 0 where the mask hides a token, and their logits `[c,v]`.
     fn logits_of_chunk(
         self,
         on: &mut Program,
@@ -427,14 +433,12 @@ impl Head {
         let hidden = on.builder.dynamic_slice(states, &start, &[chunks.rows, width]);
         let mask = on.builder.reshape(mask, &[chunks.rows]);
         let hidden = unmasked(on, hidden, mask);
-        let logits = self.logits(on, hidden);
-        let shape = on.local;
-        (hidden, on.builder.reshape(logits, &shape))
+        (hidden, self.logits(on, hidden))
     }
 
     /// A loop over the chunks that gathers the gradients of both: dhidden `[b,t,h]`, written over the hidden states, and
     /// `dlm_head` in f32, over all devices. `dlogits` makes those of a chunk from its first row, what is given of its tokens,
-    /// its logits `[1,c,v]` and what else is carried.
+    /// its logits `[c,v]` and what else is carried.
     fn gradient_loop(
         self,
         on: &mut Program,
@@ -454,7 +458,6 @@ impl Head {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
             let (hidden, logits) = self.logits_of_chunk(on, states, given.mask, chunks, first);
             let (dlogits, next) = dlogits(on, first, &given, logits, carried);
-            let dlogits = on.builder.reshape(dlogits, &[chunks.rows, on.local[2]]);
             let mask = on.builder.reshape(given.mask, &[chunks.rows]);
             let [dhidden, of_chunk] = self.gradients(on, hidden, dlogits, mask);
             let start = on.at_row(first);

@@ -24,18 +24,19 @@
 //! rounded once. dlogits lie over the logits on every device.
 
 use assay_algebra::family::Reach;
-use assay_algebra::structure::Structure;
+use assay_algebra::structure::{Shaped, Structure};
 use assay_core::implementation::Unsupported;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
 
 use crate::mesh::Mesh;
-use crate::one_pass::{MOST_TOKENS, one_pass, rows_of_a_block};
-use crate::program::{self, Evaluated, Given, Program, local_shape};
-use crate::rows::Machine;
+use crate::one_pass::{most_tokens, one_pass, rows_of_a_block};
+use crate::program::{self, Evaluated, Given, Program, Share, local_shape};
+use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, TpuKernel};
 use crate::{ANY_DEVICE, Named, baseline};
+use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
 /// What a program is given and returns, in order, on each device.
@@ -141,7 +142,13 @@ impl LossProgram {
             return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
-        self.expect_fits(local_shape(shape, mesh), dtype, ANY_DEVICE)
+        self.expect_fits(local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
+        // So are the rows that kernels are given.
+        let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
+        if self.kernel != Kernel::Baseline && tokens.is_none() {
+            return Err(self.unsupported("tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
+        }
+        Ok(())
     }
 
     /// Whether it computes a loss and its gradient, and so is an implementation to judge; else logp and entropy alone,
@@ -150,39 +157,40 @@ impl LossProgram {
         self.kernel != Kernel::Entropy
     }
 
-    /// The program that any device runs, one of `devices`, of `[B,T,V]` logits of `shape` and `dtype`.
+    /// The program that any device runs, one of `devices`, each of which is a `machine`, of `[B,T,V]` logits of `shape` and
+    /// `dtype`.
     ///
     /// # Errors
     /// [`Unsupported`], as of [`supports`](Self::supports).
-    pub fn loops(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<String, Unsupported> {
-        self.supports(spec, shape, dtype, devices)?;
+    pub fn loops(
+        self,
+        loss: Shaped,
+        shape: Shape,
+        dtype: Dtype,
+        devices: usize,
+        machine: Machine,
+    ) -> Result<String, Unsupported> {
+        self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(Structure::of(spec), shape, dtype, mesh, Lowering::Loops, ANY_DEVICE)
+        self.program(loss.structure, shape, mesh, Calls { dtype, lowering: Lowering::Loops, machine })
     }
 
     /// The program of one device of `mesh`.
-    fn program(
-        self,
-        structure: Structure,
-        shape: Shape,
-        dtype: Dtype,
-        mesh: Mesh,
-        lowering: Lowering,
-        machine: Machine,
-    ) -> Result<String, Unsupported> {
-        let row_major = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
-        let calls = Calls { dtype, lowering, machine };
+    fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
+        let Calls { dtype, lowering, machine } = calls;
+        let for_kernels = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
+        let share = Share::of(shape, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
-            program::program(structure, shape, dtype, mesh, row_major, |on, given, logits| inside(on, given, logits))
+            program::program(structure, share, dtype, for_kernels, |on, given, logits| inside(on, given, logits))
         };
         Ok(match self.kernel {
             Kernel::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
             Kernel::OnePass => {
-                let kernel = self.one_pass(structure, local_shape(shape, mesh), dtype, machine)?;
+                let kernel = self.one_pass(structure, share.local, dtype, machine)?;
                 write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
             }
             Kernel::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
-            Kernel::Entropy => program::forward(shape, dtype, mesh, row_major, |on, given| {
+            Kernel::Entropy => program::forward(share, dtype, for_kernels, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -202,7 +210,7 @@ impl LossProgram {
     /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
     pub fn program_for(
         self,
-        spec: &LossSpec,
+        loss: Shaped,
         local: Shape,
         dtype: Dtype,
         devices: usize,
@@ -213,15 +221,20 @@ impl LossProgram {
             return Err(self.unsupported("compiling ahead of time", self.id(), supported));
         }
         // The limit of the core asked for comes before that of any other.
-        self.expect_fits(local_shape(local, Mesh::ONE), dtype, machine)?;
-        self.supports(spec, local, dtype, 1)?;
+        self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
+        self.supports(loss.spec, local, dtype, 1)?;
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
             return Err(self.unsupported("sequences a device", local.batch, supported));
         };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
-        self.program(Structure::of(spec), Shape { batch, ..local }, dtype, mesh, Lowering::Mosaic, machine)
+        self.program(
+            loss.structure,
+            Shape { batch, ..local },
+            mesh,
+            Calls { dtype, lowering: Lowering::Mosaic, machine },
+        )
     }
 
     /// The tile kernels of that program, in the order that it calls them; none of the baseline.
@@ -230,23 +243,24 @@ impl LossProgram {
     /// As [`program_for`](Self::program_for).
     pub fn kernels_for(
         self,
-        spec: &LossSpec,
+        loss: Shaped,
         local: Shape,
         dtype: Dtype,
         machine: Machine,
     ) -> Result<Vec<TpuKernel>, Unsupported> {
-        self.supports(spec, local, dtype, 1)?;
-        let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
+        self.supports(loss.spec, local, dtype, 1)?;
+        let (structure, local) = (loss.structure, local_shape(local, Mesh::ONE, machine));
+        let rows = in_rows(local);
         Ok(match self.kernel {
             Kernel::Baseline => vec![],
             Kernel::OnePass => {
-                vec![tiled::describe_one_pass(&self.one_pass(structure, shape, dtype, machine)?, structure, machine)]
+                vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
             Kernel::TwoPass => vec![
-                tiled::describe_statistics(structure, shape, dtype.into(), machine),
-                tiled::describe_dlogits(structure, shape, dtype.into(), machine),
+                tiled::describe_statistics(structure, rows, dtype.into(), machine),
+                tiled::describe_dlogits(structure, rows, dtype.into(), machine),
             ],
-            Kernel::Entropy => vec![tiled::describe_statistics(structure, shape, dtype.into(), machine)],
+            Kernel::Entropy => vec![tiled::describe_statistics(structure, rows, dtype.into(), machine)],
         })
     }
 
@@ -256,18 +270,18 @@ impl LossProgram {
     /// As [`program_for`](Self::program_for).
     pub fn signature_for(
         self,
-        spec: &LossSpec,
+        loss: Shaped,
         local: Shape,
         dtype: Dtype,
         devices: usize,
     ) -> Result<Signature, Unsupported> {
-        self.supports(spec, local, dtype, 1)?;
-        let (structure, shape) = (Structure::of(spec), local_shape(local, Mesh::ONE));
+        self.supports(loss.spec, local, dtype, 1)?;
+        let shape = [local.batch, local.tokens, local.vocab];
         let [inputs, outputs] = match self.kernel {
             Kernel::Entropy => program::forward_signature(shape, dtype),
-            _ => program::signature(structure, shape, dtype),
+            kernel => program::signature(loss.structure, shape, dtype, kernel != Kernel::Baseline),
         };
-        let values = program::numbers(spec, structure, [local.batch.saturating_mul(devices), local.tokens]);
+        let values = loss.program_numbers([local.batch.saturating_mul(devices), local.tokens]);
         let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
         Ok(Signature { inputs, outputs, numbers })
     }
@@ -278,11 +292,12 @@ impl LossProgram {
             return Ok(());
         }
         let tokens = local[0].saturating_mul(local[1]);
-        if tokens > MOST_TOKENS {
-            let supported = format!("up to {MOST_TOKENS}, whose ids fit SMEM; tile-two-pass takes any number");
+        let most = most_tokens(machine);
+        if tokens > most {
+            let supported = format!("up to {most}, whose ids fit SMEM; tile-two-pass takes any number");
             return Err(self.unsupported("tokens a device", tokens, supported));
         }
-        rows_of_a_block(local, dtype.into(), machine).map(|_| ()).map_err(|largest| {
+        rows_of_a_block(in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
             let mebibytes = machine.vmem_bytes >> 20;
             let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
             self.unsupported("vocabulary", local[2], supported)
@@ -298,7 +313,7 @@ impl LossProgram {
         machine: Machine,
     ) -> Result<assay_tile::Kernel, Unsupported> {
         self.expect_fits(local, dtype, machine)?;
-        Ok(one_pass(structure, local, dtype.into(), machine).expect("checked: it fits"))
+        Ok(one_pass(structure, in_rows(local), dtype.into(), machine).expect("checked: it fits"))
     }
 
     /// How much of a batch it sees where it computes a token's loss.
@@ -330,6 +345,22 @@ mod tests {
     use assay_core::problem::{HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
 
+    #[test]
+    fn kernels_of_a_batch_are_those_of_its_rows_whatever_its_sequences() {
+        let text = |xla: &LossProgram, batch, tokens| {
+            let shape = Shape { batch, tokens, vocab: 1031 };
+            let kernels = xla.kernels_for(Shaped::of(&LossSpec::default()), shape, Dtype::Bf16, ANY_DEVICE).unwrap();
+            kernels.into_iter().map(|kernel| kernel.text).collect::<Vec<_>>()
+        };
+        for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile") {
+            let one_sequence = text(xla, 1, 48);
+            assert!(!one_sequence.is_empty());
+            for (batch, tokens) in [(48, 1), (16, 3), (2, 24)] {
+                assert!(text(xla, batch, tokens) == one_sequence, "{} {batch}x{tokens}", xla.id());
+            }
+        }
+    }
+
     /// The tests on devices run what is whole in place of what is cut over one device.
     #[test]
     fn programs_cut_over_one_device_are_those_of_what_is_whole() {
@@ -346,8 +377,7 @@ mod tests {
             let text = |xla: &LossProgram| {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
-                xla.program(Structure::of(spec), shape.logits(), Dtype::Bf16, mesh, Lowering::Loops, ANY_DEVICE)
-                    .unwrap()
+                xla.loops(Shaped::of(spec), shape.logits(), Dtype::Bf16, 1, ANY_DEVICE).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
                 let whole = all.iter().find(|xla| xla.is_whole() && xla.kernel == cut.kernel).unwrap();
@@ -359,7 +389,7 @@ mod tests {
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let whole = heads.iter().find(|head| head.is_whole() && head.class() == cut.class()).unwrap();
-                let text = |head: &HeadProgram| head.loops(spec, arrays, 1).unwrap();
+                let text = |head: &HeadProgram| head.loops(Shaped::of(spec), arrays, 1, ANY_DEVICE).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;
             }

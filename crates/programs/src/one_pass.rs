@@ -16,18 +16,20 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    ACCUMULATORS, Columns, FLOOR, Machine, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits,
-    narrow, raised, rows_of_a_register, stored_as, widen,
+    ACCUMULATORS, Columns, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
+    raised, stored_as, widen,
 };
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Form, Number, Numbers, Structure, Temperature};
 use assay_core::element::Element;
-use assay_tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
+use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
-/// Tokens of a batch, at most: their ids lie in SMEM, 1 MiB on every chip, of which one part in sixteen is left alone.
-pub(crate) const MOST_TOKENS: usize = (1 << 20) / 16 * 15 / 4;
+/// Tokens of a batch, at most: their ids lie in SMEM.
+pub(crate) fn most_tokens(machine: Machine) -> usize {
+    machine.smem_bytes / Element::I32.size()
+}
 
 /// The columns of the array that holds what the kernel is given of each token.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -119,7 +121,7 @@ pub(crate) fn numbers(structure: Structure) -> Vec<Number> {
     numbers
 }
 
-/// The kernel for `[b,t,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
+/// The kernel for `[1,n,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
 pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, machine: Machine) -> Option<Kernel> {
     let rows = rows_of_a_block(local, logits, machine).ok()?;
     Some(write(structure, local, logits, machine, rows))
@@ -130,17 +132,17 @@ pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element,
 /// # Errors
 /// The largest vocabulary of which one register of rows fits.
 pub(crate) fn rows_of_a_block(
-    [_, t, v]: [usize; 3],
+    [_, n, v]: [usize; 3],
     logits: Element,
     machine: Machine,
 ) -> std::result::Result<usize, usize> {
-    let granule = rows_of_a_register(logits);
-    let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * t);
-    let fits = |rows: &usize| vmem_bytes(logits, *rows, v) <= machine.vmem_bytes;
+    let granule = machine.rows_of_a_register(logits);
+    let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * n);
+    let fits = |rows: &usize| vmem_bytes(logits, [*rows, v], machine) <= machine.vmem_bytes;
     worthwhile.into_iter().find(fits).ok_or_else(|| {
-        let of_no_columns = vmem_bytes(logits, granule, 0);
-        let of_a_register = vmem_bytes(logits, granule, LANES) - of_no_columns;
-        machine.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * LANES
+        let of_no_columns = vmem_bytes(logits, [granule, 0], machine);
+        let of_a_register = vmem_bytes(logits, [granule, machine.lanes], machine) - of_no_columns;
+        machine.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * machine.lanes
     })
 }
 
@@ -148,10 +150,9 @@ pub(crate) fn rows_of_a_block(
 const SPILLS: usize = 4 << 20;
 
 /// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, and the tokens' arrays.
-fn vmem_bytes(logits: Element, rows: usize, vocab: usize) -> usize {
-    let columns = vocab.next_multiple_of(LANES);
-    let per_token = 4 * rows.next_multiple_of(rows_of_a_register(Element::F32)) * LANES * Element::F32.size();
-    rows * columns * (4 * logits.size() + Element::F32.size()) + per_token + SPILLS
+fn vmem_bytes(logits: Element, block @ [rows, _]: [usize; 2], machine: Machine) -> usize {
+    let per_token = machine.tile_bytes(Element::F32, [rows, PER_TOKEN]);
+    4 * machine.tile_bytes(logits, block) + machine.tile_bytes(Element::F32, block) + 4 * per_token + SPILLS
 }
 
 /// A softmax, and how its exponentials were made.
@@ -164,7 +165,6 @@ struct Exponentials {
 
 struct Writer {
     on: Builder,
-    machine: Machine,
     vocab: usize,
     rows: usize,
     logits: Memory,
@@ -175,21 +175,21 @@ struct Writer {
     exps: Memory,
 }
 
-fn write(structure: Structure, [b, t, v]: [usize; 3], element: Element, machine: Machine, rows: usize) -> Kernel {
-    let mut on = Builder::new("grpo_one_pass", &[b, t.div_ceil(rows)]);
-    let ids = on.scalars(Element::I32, b * t);
+fn write(structure: Structure, [_, n, v]: [usize; 3], element: Element, machine: Machine, rows: usize) -> Kernel {
+    let mut on = Builder::new("grpo_one_pass", &[1, n.div_ceil(rows)], machine);
+    let ids = on.scalars(Element::I32, n);
     let of_spec = numbers(structure);
     let numbers = on.scalars(Element::F32, of_spec.len());
     let given = given_columns(structure);
-    let padded = v.next_multiple_of(LANES);
+    let padded = v.next_multiple_of(machine.lanes);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
-    let logits = on.input(stored_as(element), &[b, t, v], window(padded));
-    let tokens = on.input(Element::F32, &[b, t, width(given.len())], window(width(given.len())));
+    let logits = on.input(stored_as(element), &[1, n, v], window(padded));
+    let tokens = on.input(Element::F32, &[1, n, width(given.len())], window(width(given.len())));
     let dlogits = on.output_over(logits);
-    let results = on.output(Element::F32, &[b, t, PER_TOKEN], window(PER_TOKEN));
+    let results = on.output(Element::F32, &[1, n, PER_TOKEN], window(PER_TOKEN));
     let exps = on.scratch(Element::F32, rows, padded);
-    let mut writer = Writer { on, machine, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
-    writer.body(structure, [b, t], ids, numbers);
+    let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
+    writer.body(structure, n, ids, numbers);
     writer.on.finish()
 }
 
@@ -198,10 +198,14 @@ impl Writer {
         PerRow { on: &mut self.on, rows: self.rows }
     }
 
+    fn lanes(&self) -> usize {
+        self.on.machine().lanes
+    }
+
     /// The columns of a row.
     fn columns(&mut self) -> Columns {
-        let (real, whole) = (self.on.integer(self.vocab), self.vocab / LANES);
-        Columns { all: self.vocab.next_multiple_of(LANES), whole: whole * LANES, real }
+        let (real, lanes) = (self.on.integer(self.vocab), self.lanes());
+        Columns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real }
     }
 
     fn given(&mut self, column: Given) -> Value {
@@ -225,14 +229,14 @@ impl Writer {
         self.give(column, value);
     }
 
-    fn body(&mut self, structure: Structure, batch: [usize; 2], ids: Memory, numbers: Memory) {
+    fn body(&mut self, structure: Structure, tokens: usize, ids: Memory, numbers: Memory) {
         let of_spec = self::numbers(structure);
         let number = |on: &mut Builder, which: Number| {
             let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
             let at = on.integer(place);
             on.load_scalar(numbers, at)
         };
-        let targets = self.targets(batch, ids);
+        let targets = self.targets(tokens, ids);
         let target_logit = self.take_targets(&targets);
         let max = self.max(target_logit);
 
@@ -310,18 +314,14 @@ impl Writer {
     }
 
     /// For each row of the block, the first column of the register that holds its target, and the target's place in it.
-    fn targets(&mut self, [b, t]: [usize; 2], ids: Memory) -> Vec<Target> {
+    fn targets(&mut self, tokens: usize, ids: Memory) -> Vec<Target> {
+        let lanes = self.lanes();
         let on = &mut self.on;
-        let (sequence, block) = (on.grid_index(0), on.grid_index(1));
-        let (tokens, rows) = (on.integer(t), on.integer(self.rows));
-        let first = {
-            let before = on.mul(sequence, tokens);
-            let inside = on.mul(block, rows);
-            on.add(before, inside)
-        };
-        let (zero, last) = (on.integer(0), on.integer(b * t - 1));
+        let (block, rows) = (on.grid_index(1), on.integer(self.rows));
+        let first = on.mul(block, rows);
+        let (zero, last) = (on.integer(0), on.integer(tokens - 1));
         let last_column = on.integer(self.vocab - 1);
-        let whole_registers = on.constant(-(LANES as f64), Type::scalar(Element::I32));
+        let whole_registers = on.constant(-(lanes as f64), Type::scalar(Element::I32));
         (0..self.rows)
             .map(|row| {
                 let offset = on.integer(row);
@@ -333,31 +333,32 @@ impl Writer {
                 let id = on.min(id, last_column);
                 let register = on.and(id, whole_registers);
                 let lane = on.sub(id, register);
-                let before = on.integer(row * LANES);
+                let before = on.integer(row * lanes);
                 Target { register, place: on.add(lane, before) }
             })
             .collect()
     }
 
-    /// `row · 128 + lane` in a register of each row.
+    /// `row · lanes + lane` in a register of each row.
     fn places(&mut self) -> Value {
+        let lanes = self.lanes();
         let on = &mut self.on;
-        let (row, lane) = (on.iota(0, self.rows, LANES), on.iota(1, self.rows, LANES));
-        let lanes = on.integer(LANES);
+        let (row, lane) = (on.iota(0, self.rows, lanes), on.iota(1, self.rows, lanes));
+        let lanes = on.integer(lanes);
         let before = on.mul(row, lanes);
         on.add(before, lane)
     }
 
     /// Takes every target's logit out of the block, `[rows, 1]`, and leaves the floor there.
     fn take_targets(&mut self, targets: &[Target]) -> Value {
-        let places = self.places();
+        let (places, lanes) = (self.places(), self.lanes());
         let on = &mut self.on;
         let element = on.memory_element(self.logits);
         let floor = on.number(FLOOR);
-        let mut taken = on.constant(0.0, Type::tile(Element::F32, self.rows, LANES));
+        let mut taken = on.constant(0.0, Type::tile(Element::F32, self.rows, lanes));
         for target in targets {
             let column = Column::Dynamic(target.register);
-            let x = on.load(self.logits, column, LANES);
+            let x = on.load(self.logits, column, lanes);
             let x = widen(on, x);
             let hit = on.equal(places, target.place);
             taken = on.select(hit, x, taken);
@@ -370,12 +371,12 @@ impl Writer {
 
     /// `m`, −∞ where every logit is at or below the floor.
     fn max(&mut self, target_logit: Value) -> Value {
-        let (logits, machine, columns) = (self.logits, self.machine, self.columns());
+        let (logits, lanes, columns) = (self.logits, self.lanes(), self.columns());
         let on = &mut self.on;
         let element = on.memory_element(logits);
-        let native = element == Element::F32 || element == Element::Bf16 && machine.bf16_arithmetic;
+        let native = element == Element::F32 || element == Element::Bf16 && on.machine().bf16_arithmetic;
         let element = if native { element } else { Element::F32 };
-        let lowest = on.constant(FLOOR, Type::tile(element, self.rows, LANES));
+        let lowest = on.constant(FLOOR, Type::tile(element, self.rows, lanes));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
             let x = if native { x } else { widen(on, x) };
@@ -398,13 +399,13 @@ impl Writer {
 
     /// Pass 1.
     fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Exponentials {
-        let (logits, exps, machine, columns) = (self.logits, self.exps, self.machine, self.columns());
+        let (logits, exps, lanes, columns) = (self.logits, self.exps, self.lanes(), self.columns());
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
-        let zero = on.constant(0.0, Type::tile(Element::F32, self.rows, LANES));
+        let zero = on.constant(0.0, Type::tile(Element::F32, self.rows, lanes));
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
-            let x = raised(on, machine, x);
+            let x = raised(on, x);
             let gap = on.sub(max, x);
             let exponent = on.mul(gap, scale);
             let exp = on.exp2(exponent);
@@ -437,7 +438,7 @@ impl Writer {
         targets: &[Target],
     ) {
         let mask = self.given(Given::Mask);
-        let (logits, dlogits, exps, machine) = (self.logits, self.dlogits, self.exps, self.machine);
+        let (logits, dlogits, exps, lanes) = (self.logits, self.dlogits, self.exps, self.lanes());
         let columns = self.columns();
         let on = &mut self.on;
         let element = on.memory_element(dlogits);
@@ -451,7 +452,7 @@ impl Writer {
             let mut gradient = on.mul(exp, minus_share);
             if let Some(bonus) = bonus {
                 let x = load_logits(on, logits, chunk);
-                let x = raised(on, machine, x);
+                let x = raised(on, x);
                 let gap = on.sub(max, x);
                 let exponent = on.mul(gap, bonus.softmax.scale);
                 let exp = if bonus.same_exps { exp } else { on.exp2(exponent) };
@@ -485,12 +486,12 @@ impl Writer {
             target = on.add(target, term);
         }
         let target = on.select(counts, target, zero);
-        let target = on.broadcast(target, self.rows, LANES);
+        let target = on.broadcast(target, self.rows, lanes);
         let places = self.places();
         let on = &mut self.on;
         for Target { register, place } in targets {
             let column = Column::Dynamic(*register);
-            let written = on.load(dlogits, column, LANES);
+            let written = on.load(dlogits, column, lanes);
             let written = widen(on, written);
             let hit = on.equal(places, *place);
             let patched = on.select(hit, target, written);
@@ -513,7 +514,7 @@ struct Bonus {
 struct Target {
     /// The first column of its register.
     register: Value,
-    /// `row · 128 + lane`
+    /// `row · lanes + lane`
     place: Value,
 }
 
@@ -525,13 +526,17 @@ mod tests {
     /// The limit on the vocabulary is worked out before there is a kernel.
     #[test]
     fn bytes_of_vmem_are_those_that_the_kernel_counts() {
-        let machine = Machine { vmem_bytes: 120 << 20, bf16_arithmetic: true };
+        let machine = Machine::tpu(120 << 20, true);
         let structure = Structure::of(&LossSpec::default());
         for logits in [Element::F32, Element::Bf16, Element::F16] {
-            for local in [[1, 1, 1], [2, 40, 129], [1, 4096, 151_936]] {
+            for local in [[1, 1, 1], [1, 80, 129], [1, 4096, 151_936]] {
                 let rows = rows_of_a_block(local, logits, machine).unwrap();
                 let kernel = one_pass(structure, local, logits, machine).unwrap();
-                assert_eq!(kernel.vmem_bytes() + SPILLS, vmem_bytes(logits, rows, local[2]), "{logits} {local:?}");
+                assert_eq!(
+                    kernel.vmem_bytes() + SPILLS,
+                    vmem_bytes(logits, [rows, local[2]], machine),
+                    "{logits} {local:?}"
+                );
             }
             let largest = rows_of_a_block([1, 1, 10_000_000], logits, machine).unwrap_err();
             assert!(rows_of_a_block([1, 1, largest], logits, machine).is_ok());

@@ -6,20 +6,15 @@
 use serde::Serialize;
 
 use crate::mesh::{Axis, Mesh};
-use crate::rows::stored_as;
+use crate::rows::{in_rows, stored_as};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Structure, Tokens};
 use assay_core::element::Element;
 use assay_core::problem::{Dtype, Shape};
-use assay_core::spec::{LossSpec, RatioLevel};
-use assay_tile::LANES;
+use assay_core::spec::RatioLevel;
+use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
-
-/// The run-time numbers of a spec, whose structure is given, for a batch of `[B,T]`, in the order that the program reads them.
-pub fn numbers(spec: &LossSpec, structure: Structure, extents: [usize; 2]) -> Vec<(Number, f32)> {
-    structure.program_numbers().into_iter().map(|number| (number, number.of(spec, extents) as f32)).collect()
-}
 
 /// The outputs of the program, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,17 +58,33 @@ impl Scalars {
         ["loss", "entropy_mean", "ratio_mean", "kl_mean", "clip_low", "clip_high", "clip_region"];
 }
 
-/// Extents that one device holds.
-pub fn local_shape(shape: Shape, mesh: Mesh) -> [usize; 3] {
-    [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), columns(shape.vocab, mesh.vocab)]
+/// Extents that one device holds, which is one of `machine`.
+pub fn local_shape(shape: Shape, mesh: Mesh, machine: Machine) -> [usize; 3] {
+    [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), columns(shape.vocab, mesh.vocab, machine)]
 }
 
-/// Of `vocab` cut over `devices`. XLA turns an array round to fill a TPU's registers better: where it costs at
-/// most one column in 64, a device's columns are whole registers.
-fn columns(vocab: usize, devices: usize) -> usize {
+/// Of `vocab` cut over `devices`: where it costs at most one column in 64, as many as fill the memory of a device.
+fn columns(vocab: usize, devices: usize, machine: Machine) -> usize {
     let even = vocab.div_ceil(devices);
-    let full = even.next_multiple_of(LANES);
+    let full = even.next_multiple_of(machine.memory_columns);
     if devices > 1 && full - even <= even / 64 { full } else { even }
+}
+
+/// What one device has of a batch.
+#[derive(Clone, Copy)]
+pub(crate) struct Share {
+    /// `[b, t, v]`
+    pub(crate) local: [usize; 3],
+    pub(crate) mesh: Mesh,
+    /// `V`
+    vocab: usize,
+}
+
+impl Share {
+    /// Of logits of `shape`, cut over a mesh of this machine.
+    pub(crate) fn of(shape: Shape, mesh: Mesh, machine: Machine) -> Self {
+        Self { local: local_shape(shape, mesh, machine), mesh, vocab: shape.vocab }
+    }
 }
 
 /// An operand or a result of a program or a kernel.
@@ -91,12 +102,13 @@ pub struct Named {
 }
 
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
-pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, for_kernels: bool) -> [Vec<Named>; 2] {
     let [b, t, _] = local;
+    let Type { element, shape } = logits_array(local, dtype, for_kernels);
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let per_token = |name, dtype| named(name, dtype, &[b, t]);
     let mut inputs = vec![
-        named("logits", stored_as(dtype.into()), &local),
+        named("logits", element, &shape),
         per_token("ids", Element::I32),
         per_token("mask", Element::Pred),
         per_token("advantages", Element::F32),
@@ -105,7 +117,7 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype) -
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
     inputs.push(Named { columns: numbers.clone(), ..named("numbers", Element::F32, &[numbers.len()]) });
     let outputs = vec![
-        named("dlogits", stored_as(dtype.into()), &local),
+        named("dlogits", element, &shape),
         per_token("logp", Element::F32),
         per_token("entropy", Element::F32),
         per_token("token_loss", Element::F32),
@@ -199,46 +211,61 @@ pub(crate) struct Evaluated<G = Value> {
     pub(crate) token: TokenLoss<Value, Value>,
 }
 
-/// The program for logits of `shape` and `dtype`, cut over `mesh`, with `core` in its middle. `row_major` is how logits must
-/// lie on a TPU for kernels that are not XLA's; f16 ones are then i16, their bits.
+/// The program for a device's share of logits of `dtype`, with `core` in its middle, which calls kernels that are not XLA's
+/// or not.
 ///
-/// Parameters: logits `[b,t,v]`; ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
+/// Parameters: [logits](logits_array); ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
 /// all `[b,t]`; its [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
 /// as a scalar i32.
 pub(crate) fn program(
     structure: Structure,
-    shape: Shape,
+    share: Share,
     dtype: Dtype,
-    mesh: Mesh,
-    row_major: bool,
+    for_kernels: bool,
     core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
 ) -> String {
     let logits = |builder: &mut Builder| {
-        // A TPU would write f16 anew to read it as its bits: there they cross the boundary of the program as bits.
-        let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
-        let over = Some(Output::Gradient as usize);
-        let logits = builder.parameter(Type::new(element, &local_shape(shape, mesh)), over);
-        if row_major {
-            builder.lay_out_row_major(logits);
-        }
-        logits
+        logits_parameter(builder, share.local, dtype, for_kernels, Some(Output::Gradient as usize))
     };
-    frame(structure, shape, mesh, logits, |on, given, logits| {
+    frame(structure, share, logits, |on, given, logits| {
         let Evaluated { gradient, logp, entropy, token } = core(on, given, logits);
         Evaluated { gradient: [gradient], logp, entropy, token }
     })
+}
+
+/// Logits where they cross the boundary of a program: `[b,t,v]`; for kernels that are not XLA's `[1,b·t,v]`, and f16 as i16,
+/// its bits. A TPU would write f16 anew to read it as its bits, and all logits anew to read them in rows: where tokens are
+/// no multiple of eight, its memory has gaps between sequences.
+fn logits_array([b, t, v]: [usize; 3], dtype: Dtype, for_kernels: bool) -> Type {
+    if for_kernels {
+        Type::new(stored_as(dtype.into()), &in_rows([b, t, v]))
+    } else {
+        Type::new(dtype.into(), &[b, t, v])
+    }
+}
+
+fn logits_parameter(
+    builder: &mut Builder,
+    local: [usize; 3],
+    dtype: Dtype,
+    for_kernels: bool,
+    over: Option<usize>,
+) -> Value {
+    let logits = builder.parameter(logits_array(local, dtype, for_kernels), over);
+    if for_kernels {
+        builder.lay_out_row_major(logits);
+    }
+    logits
 }
 
 /// The program whose first parameters are those that `arrays` writes, with `core` in its middle, which is given them. Its
 /// outputs are the first gradient, what else [`Output`] names of every program, and the other gradients.
 pub(crate) fn frame<A, const GRADIENTS: usize>(
     structure: Structure,
-    shape: Shape,
-    mesh: Mesh,
+    Share { local, mesh, vocab }: Share,
     arrays: impl FnOnce(&mut Builder) -> A,
     core: impl FnOnce(&mut Program, &Given, A) -> Evaluated<[Value; GRADIENTS]>,
 ) -> String {
-    let local = local_shape(shape, mesh);
     let [b, t, _] = local;
     let mut builder = Builder::default();
     let per_token = |element| Type::new(element, &[b, t]);
@@ -252,7 +279,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let numbers = builder.parameter(Type::new(Element::F32, &[of_spec.len()]), None);
     let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(Element::I32, &[]), None));
 
-    let mut on = Program { builder, local, mesh, vocab: shape.vocab };
+    let mut on = Program { builder, local, mesh, vocab };
     let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
     let numbers = Numbers::new(numbers.collect::<Vec<_>>());
     let loss_scale = numbers.get(Number::LossScale);
@@ -334,26 +361,20 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
 /// The program that returns logp and entropy alone, of which `core` makes both, and writes no dlogits. Rows are whole on
 /// every device.
 ///
-/// Parameters: logits `[b,t,v]`, which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
+/// Parameters: [logits](logits_array), which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
 pub(crate) fn forward(
-    shape: Shape,
+    Share { local, mesh, vocab }: Share,
     dtype: Dtype,
-    mesh: Mesh,
-    row_major: bool,
+    for_kernels: bool,
     core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
 ) -> String {
-    let local = local_shape(shape, mesh);
     let [b, t, _] = local;
     let mut builder = Builder::default();
-    let element = if row_major { stored_as(dtype.into()) } else { dtype.into() };
-    let logits = builder.parameter(Type::new(element, &local), None);
-    if row_major {
-        builder.lay_out_row_major(logits);
-    }
+    let logits = logits_parameter(&mut builder, local, dtype, for_kernels, None);
     let ids = builder.parameter(Type::new(Element::I32, &[b, t]), None);
     let mask = builder.parameter(Type::new(Element::Pred, &[b, t]), None);
     let inverse_temperature = builder.parameter(Type::new(Element::F32, &[]), None);
-    let mut on = Program { builder, local, mesh, vocab: shape.vocab };
+    let mut on = Program { builder, local, mesh, vocab };
     let given = Forward { logits, ids, inverse_temperature, first_column: None };
     let outputs = core(&mut on, &given);
     let zero = on.constant(0.0);
@@ -364,9 +385,10 @@ pub(crate) fn forward(
 /// The parameters and the outputs of [`forward`] for a TPU.
 pub(crate) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
     let [b, t, _] = local;
+    let Type { element, shape } = logits_array(local, dtype, true);
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let inputs = vec![
-        named("logits", stored_as(dtype.into()), &local),
+        named("logits", element, &shape),
         named("ids", Element::I32, &[b, t]),
         named("mask", Element::Pred, &[b, t]),
         named("inverse_temperature", Element::F32, &[]),

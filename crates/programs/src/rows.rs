@@ -4,16 +4,7 @@ use std::f64::consts::LOG2_E;
 
 use assay_algebra::arithmetic::Arithmetic;
 use assay_core::element::Element;
-use assay_tile::{Builder, Column, Fold, LANES, Memory, Type, Value};
-
-/// What a kernel is written for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Machine {
-    /// Bytes of VMEM that a kernel may use.
-    pub vmem_bytes: usize,
-    /// Whether it computes in bf16.
-    pub bf16_arithmetic: bool,
-}
+use assay_tile::{Builder, Column, Fold, Memory, Type, Value};
 
 /// −2¹⁰⁰: what a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row
 /// whose logits are all at or below it has no softmax. f32 and bf16 hold it exactly, so that a logit which was raised to
@@ -27,16 +18,11 @@ const REGISTERS: usize = 64;
 /// Independent sums along a row, so that an addition need not wait for the one before.
 pub(crate) const ACCUMULATORS: usize = 4;
 
-/// Rows of which a register of an element type holds a column.
-pub(crate) fn rows_of_a_register(element: Element) -> usize {
-    32 / element.size()
-}
-
 /// Some columns of a block of rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Chunk {
     pub(crate) column: Column,
-    /// A multiple of [`LANES`].
+    /// A multiple of the machine's lanes.
     pub(crate) columns: usize,
     /// How many of them are columns of the array, a scalar i32, where not all need be.
     pub(crate) real: Option<Value>,
@@ -45,9 +31,9 @@ pub(crate) struct Chunk {
 /// The columns of a window.
 #[derive(Clone, Copy)]
 pub(crate) struct Columns {
-    /// A multiple of [`LANES`].
+    /// A multiple of the machine's lanes.
     pub(crate) all: usize,
-    /// Those of them, a multiple of [`LANES`] from the first on, that are columns of the array in every window.
+    /// Those of them, a multiple of its lanes from the first on, that are columns of the array in every window.
     pub(crate) whole: usize,
     /// How many are columns of the array in this window, a scalar i32.
     pub(crate) real: Value,
@@ -62,8 +48,9 @@ pub(crate) fn for_each_chunk(
     mut body: impl FnMut(&mut Builder, Chunk, &[Value]) -> Vec<Value>,
 ) -> Vec<Value> {
     // As many trips as need be, with as little left over as that number allows.
-    let registers = columns.whole / LANES;
-    let width = registers / registers.div_ceil(REGISTERS).max(1) * LANES;
+    let lanes = on.machine().lanes;
+    let registers = columns.whole / lanes;
+    let width = registers / registers.div_ceil(REGISTERS).max(1) * lanes;
     let trips = columns.whole.checked_div(width).unwrap_or(0);
     let mut carried = if trips == 1 {
         body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
@@ -93,7 +80,8 @@ pub(crate) fn for_each_chunk(
 /// an error then grows with the logarithm of a chunk's columns and the number of chunks.
 pub(crate) fn accumulate(on: &mut Builder, fold: Fold, accumulators: &mut [Value], a: Value) {
     let [_, columns] = on.type_of(a).tile.expect("a tile is accumulated");
-    let registers: Vec<Value> = (0..columns).step_by(LANES).map(|start| on.columns(a, start, LANES)).collect();
+    let lanes = on.machine().lanes;
+    let registers: Vec<Value> = (0..columns).step_by(lanes).map(|start| on.columns(a, start, lanes)).collect();
     let turns = accumulators.len();
     for (turn, accumulator) in accumulators.iter_mut().enumerate() {
         let own: Vec<Value> = registers.iter().copied().skip(turn).step_by(turns).collect();
@@ -118,6 +106,12 @@ pub(crate) fn join(on: &mut Builder, fold: Fold, values: &[Value]) -> Value {
         rest = rest.chunks(2).map(|pair| if let [a, b] = *pair { combine(on, fold, a, b) } else { pair[0] }).collect();
     }
     rest[0]
+}
+
+/// `[1,b·t,v]`, as the kernels are given `[b,t,v]` logits: no row's part needs its sequence, so that the sequences follow one
+/// another and a short one leaves no row of a block empty. The first axis makes what XLA does around a kernel faster.
+pub(crate) fn in_rows([b, t, v]: [usize; 3]) -> [usize; 3] {
+    [1, b * t, v]
 }
 
 /// How logits lie in memory: f16 as its bits, for a TPU has no f16.
@@ -230,9 +224,9 @@ pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Val
 }
 
 /// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
-pub(crate) fn raised(on: &mut Builder, machine: Machine, x: Value) -> Value {
+pub(crate) fn raised(on: &mut Builder, x: Value) -> Value {
     let ty = on.type_of(x);
-    let native = ty.element == Element::Bf16 && machine.bf16_arithmetic;
+    let native = ty.element == Element::Bf16 && on.machine().bf16_arithmetic;
     let x = if native { x } else { widen(on, x) };
     let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
     let x = on.max(x, floor);

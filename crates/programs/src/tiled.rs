@@ -5,7 +5,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 use super::program::{Evaluated, Forward, Given, Named, Program};
 use crate::mesh::Axis;
 use crate::one_pass;
-use crate::rows::{FLOOR, Machine, stored_as};
+use crate::rows::{FLOOR, in_rows, stored_as};
 use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
@@ -14,7 +14,7 @@ use assay_algebra::structure::{Input, Number, Structure, Temperature};
 use assay_core::element::Element;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
-use assay_tile::{Kernel, mosaic, xla};
+use assay_tile::{Kernel, Machine, mosaic, xla};
 
 /// How a program calls a tile kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub struct TpuKernel {
 /// A name, and what the last axis holds.
 type Label<'l> = (&'static str, &'l [&'static str]);
 
-fn described(kernel: &Kernel, machine: Machine, operands: &[Label], results: &[Label]) -> TpuKernel {
+fn described(kernel: &Kernel, operands: &[Label], results: &[Label]) -> TpuKernel {
     let named = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>, labels: &[Label]| {
         let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
             let columns = columns.to_vec();
@@ -67,7 +67,7 @@ fn described(kernel: &Kernel, machine: Machine, operands: &[Label], results: &[L
     TpuKernel {
         name: kernel.name().into(),
         text: mosaic::text(kernel),
-        payload: mosaic::payload(kernel, machine.vmem_bytes),
+        payload: mosaic::payload(kernel),
         operands: named(&mut kernel.operands(), operands),
         results: named(&mut kernel.results(), results),
         aliases: kernel.shared(),
@@ -76,11 +76,11 @@ fn described(kernel: &Kernel, machine: Machine, operands: &[Label], results: &[L
 }
 
 /// [`one_pass`] for a TPU.
-pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure, machine: Machine) -> TpuKernel {
+pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKernel {
     let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
     let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
     let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given)];
-    described(kernel, machine, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
+    described(kernel, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
 
 /// The statistics kernel of [`two_pass`] for a TPU.
@@ -93,7 +93,7 @@ pub(crate) fn describe_statistics(
     let local = Local { shape, least: shape[2] };
     let kernel = two_pass::statistics(structure.temperature, local, element, machine);
     let operands = [("inverse_temperature", &[][..]), ("columns", &[]), ("logits", &[]), ("ids", &[])];
-    described(&kernel, machine, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
+    described(&kernel, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
 }
 
 /// The dlogits kernel of [`two_pass`] for a TPU.
@@ -111,7 +111,7 @@ pub(crate) fn describe_dlogits(
         ("ids", &[]),
         ("scales", &two_pass::SCALE_NAMES),
     ];
-    described(&kernel, machine, &operands, &[("dlogits", &[])])
+    described(&kernel, &operands, &[("dlogits", &[])])
 }
 
 /// Calls `kernel`.
@@ -124,30 +124,30 @@ fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> 
     match calls.lowering {
         Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
         Lowering::Mosaic => {
-            let payload = mosaic::payload(kernel, calls.machine.vmem_bytes);
+            let payload = mosaic::payload(kernel);
             let outputs = types(&mut kernel.results());
             on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
         }
     }
 }
 
-/// `[b,t,8]` from `[b,t]` columns, 0 in those that are not given.
+/// `[1,b·t,width]` from `[b,t]` columns, 0 in those that are not given.
 fn columns(on: &mut Program, given: &[(usize, Value)], width: usize) -> Value {
     let [b, t, _] = on.local;
     let zero = on.constant(0.0);
     let columns: Vec<Value> = (0..width)
         .map(|column| {
             let value = given.iter().find(|(place, _)| *place == column).map_or(zero, |(_, value)| *value);
-            on.builder.reshape(value, &[b, t, 1])
+            on.builder.reshape(value, &[1, b * t, 1])
         })
         .collect();
     on.builder.concatenate(&columns, 2)
 }
 
-/// Column `place` of `[b,t,8]`, as `[b,t]`.
+/// Column `place` of `[1,b·t,8]`, as `[b,t]`.
 fn column(on: &mut Program, array: Value, place: usize) -> Value {
     let [b, t, _] = on.local;
-    let column = on.builder.slice(array, &[0, 0, place], &[b, t, 1]);
+    let column = on.builder.slice(array, &[0, 0, place], &[1, b * t, 1]);
     on.builder.reshape(column, &[b, t])
 }
 
@@ -193,10 +193,11 @@ pub(crate) fn one_pass_core(
         .map(|which| if which == Number::EntropyFactor { entropy_factor } else { given.number(which) })
         .collect();
     let numbers = on.builder.vector(&numbers);
-    let (logits, dtype) = on.stored_logits(logits);
+    let own = on.builder.type_of(logits).clone();
+    let logits = on.stored_rows(logits);
     let outputs = call(on, kernel, calls, &[ids, numbers, logits, tokens]);
 
-    let (dlogits, results) = (on.builder.bitcast(outputs[0], dtype), outputs[1]);
+    let (dlogits, results) = (on.like_logits(outputs[0], &own), outputs[1]);
     let mut result = |which: Result| column(on, results, which as usize);
     let (logp, entropy, loss) = (result(Result::Logp), result(Result::Entropy), result(Result::Loss));
     let (ratio, kl) = (result(Result::Ratio), structure.kl.map(|_| result(Result::Kl)));
@@ -244,19 +245,20 @@ struct Operands {
     local: Local,
     /// Scalars, logits and ids.
     values: [Value; 4],
-    /// The logits' own element type.
-    element: Element,
+    /// That of the logits before they were laid in rows.
+    logits: Type,
 }
 
 impl Operands {
     fn of(on: &mut Program, given: &Forward) -> Self {
-        let [b, t, v] = on.local;
+        let shape @ [_, rows, v] = in_rows(on.local);
         let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
-        let local = Local { shape: on.local, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
+        let local = Local { shape, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
         let (ids, real) = on.of_device(given);
-        let ids = on.builder.reshape(ids, &[b, t, 1]);
-        let (logits, element) = on.stored_logits(given.logits);
-        Self { local, values: [numbers, real, logits, ids], element }
+        let ids = on.builder.reshape(ids, &[1, rows, 1]);
+        let own = on.builder.type_of(given.logits).clone();
+        let logits = on.stored_rows(given.logits);
+        Self { local, values: [numbers, real, logits, ids], logits: own }
     }
 }
 
@@ -366,14 +368,21 @@ fn gradient(
     let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.machine);
     let [numbers, real, logits, ids] = operands.values;
     let dlogits = call(on, &kernel, calls, &[numbers, real, logits, ids, scales])[0];
-    on.builder.bitcast(dlogits, operands.element)
+    on.like_logits(dlogits, &operands.logits)
 }
 
 impl Program {
-    /// The logits as a kernel takes them, and their own element type.
-    fn stored_logits(&mut self, logits: Value) -> (Value, Element) {
-        let dtype = self.builder.type_of(logits).element;
-        (self.builder.bitcast(logits, stored_as(dtype)), dtype)
+    /// The logits as a kernel takes them.
+    fn stored_rows(&mut self, logits: Value) -> Value {
+        let rows = self.builder.reshape(logits, &in_rows(self.local));
+        let element = self.builder.type_of(rows).element;
+        self.builder.bitcast(rows, stored_as(element))
+    }
+
+    /// What a kernel wrote over the logits, as they came.
+    fn like_logits(&mut self, dlogits: Value, logits: &Type) -> Value {
+        let dlogits = self.builder.bitcast(dlogits, logits.element);
+        self.builder.reshape(dlogits, &logits.shape)
     }
 
     /// The ids, counted from this device's first column, −1 where another has it; and how many columns it has, `[1]` i32.

@@ -13,12 +13,12 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    Chunk, Columns, FLOOR, Machine, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
-    rows_of_a_register, stored_as, widen,
+    Chunk, Columns, FLOOR, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
+    stored_as, widen,
 };
 use assay_algebra::structure::{Structure, Temperature};
 use assay_core::element::Element;
-use assay_tile::{Builder, Column, Fold, Kernel, LANES, Memory, Type, Value, Window};
+use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
 /// Columns of a window, at most.
 const WINDOW: usize = 65536;
@@ -69,16 +69,15 @@ pub(crate) const PER_TOKEN: usize = 8;
 /// The logits of a device.
 #[derive(Clone, Copy)]
 pub(crate) struct Local {
-    /// `[b,t,v]`
+    /// `[1,n,v]`
     pub(crate) shape: [usize; 3],
     /// How many columns the device that has the fewest has. The others of its `v` are padding.
     pub(crate) least: usize,
 }
 
-/// How a batch is cut into windows.
+/// How they are cut into windows.
 #[derive(Clone, Copy)]
 struct Cut {
-    batch: usize,
     tokens: usize,
     vocab: usize,
     /// Columns that are real on every device.
@@ -88,10 +87,10 @@ struct Cut {
 }
 
 impl Cut {
-    fn of(Local { shape: [batch, tokens, vocab], least }: Local, logits: Element) -> Self {
-        let rows = tokens.next_multiple_of(rows_of_a_register(logits)).min(ROWS);
-        let columns = vocab.div_ceil(vocab.div_ceil(WINDOW)).next_multiple_of(LANES);
-        Self { batch, tokens, vocab, least, rows, columns }
+    fn of(Local { shape: [_, tokens, vocab], least }: Local, logits: Element, machine: Machine) -> Self {
+        let rows = tokens.next_multiple_of(machine.rows_of_a_register(logits)).min(ROWS);
+        let columns = vocab.div_ceil(vocab.div_ceil(WINDOW)).next_multiple_of(machine.lanes);
+        Self { tokens, vocab, least, rows, columns }
     }
 
     fn blocks(self) -> usize {
@@ -99,18 +98,18 @@ impl Cut {
     }
 
     fn grid(self) -> [usize; 3] {
-        [self.batch, self.tokens.div_ceil(self.rows), self.blocks()]
+        [1, self.tokens.div_ceil(self.rows), self.blocks()]
     }
 
     fn logits(self, on: &mut Builder, element: Element) -> Memory {
         let window = Window { block: vec![1, self.rows, self.columns], along: vec![Some(0), Some(1), Some(2)] };
-        on.input(stored_as(element), &[self.batch, self.tokens, self.vocab], window)
+        on.input(stored_as(element), &[1, self.tokens, self.vocab], window)
     }
 
-    /// A `[B,T,columns]` array of which every step of a row sees the same rows.
+    /// A `[1,n,columns]` array of which every step of a row sees the same rows.
     fn per_token(self, columns: usize) -> ([usize; 3], Window) {
         let window = Window { block: vec![1, self.rows, columns], along: vec![Some(0), Some(1), None] };
-        ([self.batch, self.tokens, columns], window)
+        ([1, self.tokens, columns], window)
     }
 
     /// The columns of this step's window.
@@ -121,7 +120,8 @@ impl Cut {
         let real = on.sub(real, before);
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
-        Columns { all: self.columns, whole: fewest / LANES * LANES, real }
+        let lanes = on.machine().lanes;
+        Columns { all: self.columns, whole: fewest / lanes * lanes, real }
     }
 
     /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
@@ -161,11 +161,11 @@ fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) 
     }
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]` and ids `[B,T,1]` i32; returns
-/// `[B,T,8]` f32, see [`Statistic`].
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]` and ids `[1,n,1]` i32; returns
+/// `[1,n,8]` f32, see [`Statistic`].
 pub(crate) fn statistics(temperature: Temperature, local: Local, element: Element, machine: Machine) -> Kernel {
-    let cut = Cut::of(local, element);
-    let mut builder = Builder::new("grpo_statistics", &cut.grid());
+    let cut = Cut::of(local, element, machine);
+    let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);
     let on = &mut builder;
     let numbers = on.scalars(Element::F32, 1);
     let real = on.scalars(Element::I32, 1);
@@ -175,11 +175,12 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     let (shape, window) = cut.per_token(PER_TOKEN);
     let results = on.output(Element::F32, &shape, window);
     let scales = exponent_scales(on, temperature, numbers);
-    let mut of_lanes = || on.scratch(Element::F32, cut.rows, LANES);
+    let width = machine.lanes;
+    let mut of_lanes = || on.scratch(Element::F32, cut.rows, width);
     let (maxima, chosen) = (of_lanes(), of_lanes());
     let sums: Vec<[Memory; 2]> = scales.iter().map(|_| [of_lanes(), of_lanes()]).collect();
-    let lanes = Type::tile(Element::F32, cut.rows, LANES);
-    let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), LANES);
+    let lanes = Type::tile(Element::F32, cut.rows, width);
+    let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), width);
     let keep = |on: &mut Builder, memory, value| on.store(memory, Column::Static(0), value);
 
     let block = on.grid_index(2);
@@ -216,13 +217,13 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     initial[0] = whole(on, chosen);
     let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
-        let x = raised(on, machine, x);
+        let x = raised(on, x);
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
         let mut terms = vec![Pairwise::default(); 2 * scales.len()];
-        for start in (0..chunk.columns).step_by(LANES) {
-            let hit = hits(on, targets, chunk, start, LANES);
-            let part = on.columns(x, start, LANES);
+        for start in (0..chunk.columns).step_by(width) {
+            let hit = hits(on, targets, chunk, start, width);
+            let part = on.columns(x, start, width);
             next[0] = on.select(hit, part, next[0]);
             let gap = on.sub(max, part);
             for (i, &scale) in scales.iter().enumerate() {
@@ -255,7 +256,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     builder.finish()
 }
 
-/// What each lane has gathered of a row, `[rows, 128]`.
+/// What each lane has gathered of a row, `[rows, lanes]`.
 struct Lanes {
     maxima: Memory,
     chosen: Memory,
@@ -266,7 +267,8 @@ struct Lanes {
 impl Lanes {
     /// The statistics of the row.
     fn meet(&self, on: &mut Builder, scales: &[Value], results: Memory) {
-        let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), LANES);
+        let lanes = on.machine().lanes;
+        let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), lanes);
         let give =
             |on: &mut Builder, column: Statistic, value| on.store(results, Column::Static(column as usize), value);
         let of_lanes = whole(on, self.maxima);
@@ -300,11 +302,11 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
     [on.mul(others, shrink), on.mul(weighted, shrink)]
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[B,T,V]`, which dlogits are written over,
-/// ids `[B,T,1]` i32 and scales `[B,T,8]` f32, see [`Scale`].
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]`, which dlogits are written
+/// over, ids `[1,n,1]` i32 and scales `[1,n,8]` f32, see [`Scale`].
 pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, machine: Machine) -> Kernel {
-    let cut = Cut::of(local, element);
-    let mut builder = Builder::new("grpo_dlogits", &cut.grid());
+    let cut = Cut::of(local, element, machine);
+    let mut builder = Builder::new("grpo_dlogits", &cut.grid(), machine);
     let on = &mut builder;
     let numbers = on.scalars(Element::F32, 1);
     let real = on.scalars(Element::I32, 1);
@@ -326,7 +328,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, mach
     let columns = cut.of_window(on, real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
         let x = load_logits(on, logits, chunk);
-        let x = raised(on, machine, x);
+        let x = raised(on, x);
         let gap = on.sub(max, x);
         let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
         let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use assay_core::implementation::{FILE_PREFIX, Implementation, Input};
+use assay_core::implementation::{FILE_PREFIX, Implementation, Workload};
 use assay_core::problem::{HeadProblem, Problem};
 use assay_native::{Native, NativeHead};
 #[cfg(feature = "pjrt")]
@@ -12,7 +12,7 @@ use assay_pjrt::exported::Exported;
 use assay_pjrt::xla::{Xla, XlaHead};
 
 /// A kind of problem whose implementations are listed.
-pub trait Listed: Input {
+pub trait Listed: Workload {
     /// See [`registry`].
     fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>>;
 
@@ -85,7 +85,7 @@ pub fn compiled<P: Listed>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
     registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
 }
 
-fn compiles<P: Input>(implementation: &dyn Implementation<P>) -> bool {
+fn compiles<P: Workload>(implementation: &dyn Implementation<P>) -> bool {
     ["xla", "tile"].contains(&implementation.class().trim_end_matches("-lm-head"))
 }
 
@@ -97,11 +97,11 @@ pub fn find<P: Listed>(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implem
     P::find(id, plugin)
 }
 
-fn called<P: Input>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
+fn called<P: Workload>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
     all.iter().find(|implementation| implementation.id() == id).cloned()
 }
 
-fn ids<P: Input>(all: &[Arc<dyn Implementation<P>>]) -> String {
+fn ids<P: Workload>(all: &[Arc<dyn Implementation<P>>]) -> String {
     all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use assay_schema::verdicts::{Check, Ignored, Status, Verdicts};
+use assay_schema::verdicts::{Check, Grade, Ignored, Status, Verdicts};
 use maud::{Markup, html};
 
 use super::number::{clipped, or_dash, short};
@@ -24,8 +24,17 @@ fn name(check: &Check) -> String {
 fn share(check: &Check) -> f64 {
     match (check.worst, check.limit) {
         (Some(worst), Some(limit)) if worst > 0.0 && limit >= 0.0 => worst / limit,
-        _ if check.verdict != Status::Pass => f64::INFINITY,
+        _ if check.verdict.failed() => f64::INFINITY,
         _ => 0.0,
+    }
+}
+
+/// The class of a verdict's cell.
+fn looks(status: Status) -> &'static str {
+    match status {
+        Status::Pass => "well",
+        Status::Fail | Status::Nonfinite => "bad",
+        Status::NotCompared | Status::Waived => "none",
     }
 }
 
@@ -34,6 +43,8 @@ fn word(status: Status) -> &'static str {
         Status::Pass => "pass",
         Status::Fail => "fail",
         Status::Nonfinite => "nonfinite",
+        Status::NotCompared => "not compared",
+        Status::Waived => "waived",
     }
 }
 
@@ -52,7 +63,8 @@ fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> M
     let mut cells: BTreeMap<(String, String), &Check> = BTreeMap::new();
     for check in checks {
         let cell = cells.entry((row_of(check), column_of(check))).or_insert(check);
-        let worse = (check.verdict != Status::Pass, share(check)) > (cell.verdict != Status::Pass, share(cell));
+        let rank = |check: &Check| (check.verdict.failed(), check.verdict == Status::Pass, share(check));
+        let worse = rank(check) > rank(cell);
         if worse {
             *cell = check;
         }
@@ -84,6 +96,8 @@ fn cell(check: &Check) -> Markup {
         Status::Nonfinite => ("bad", "NaN or ∞".into()),
         Status::Fail if share.is_finite() => ("bad", format!("{}×", short(1.0 / share))),
         Status::Fail => ("bad", "fail".into()),
+        Status::NotCompared => ("none", "·".into()),
+        Status::Waived => ("none", "waived".into()),
         Status::Pass if share == 0.0 => ("exact", "exact".into()),
         Status::Pass if share > 0.5 => ("tight", format!("{}×", short(1.0 / share))),
         Status::Pass => ("well", format!("{}×", short(1.0 / share))),
@@ -97,7 +111,7 @@ fn lines(checks: &[&Check]) -> Markup {
         div.scroll { table {
             thead { tr {
                 th { "problem" } th { "implementation" } th { "output" } th.number { "worst error" } th.number { "limit" }
-                th { "at" } th { "verdict" }
+                th { "at" } th { "verdict" } th { "grade" }
             } }
             tbody {
                 @for check in checks {
@@ -105,7 +119,8 @@ fn lines(checks: &[&Check]) -> Markup {
                         td { (clipped(&check.fixture)) } td { (clipped(&name(check))) } td { (clipped(&check.output)) }
                         td.number { (or_dash(check.worst)) } td.number { (or_dash(check.limit)) }
                         td { (clipped(&check.at)) }
-                        td class=(if check.verdict == Status::Pass { "well" } else { "bad" }) { (word(check.verdict)) }
+                        td class=(looks(check.verdict)) { (word(check.verdict)) }
+                        td { (check.grade.map_or("–", Grade::name)) }
                     }
                 }
             }
@@ -139,7 +154,7 @@ fn errors(checks: &[&Check], caption: &Markup) -> Markup {
 }
 
 fn failed(verdicts: &Verdicts) -> Vec<&Check> {
-    verdicts.checks.iter().filter(|check| check.verdict != Status::Pass).collect()
+    verdicts.checks.iter().filter(|check| check.verdict.failed()).collect()
 }
 
 /// Errors in ulp of all implementations, by output and dtype; `edges` are the upper ones of all buckets but the last.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::verdicts::Ignored;
+use crate::verdicts::{Grade, Ignored};
 
 /// What became of the mutants.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -15,8 +15,14 @@ pub struct Mutants {
     /// How many the suite rejected.
     #[serde(default)]
     pub killed: usize,
-    /// Those that it accepted.
+    /// What they were held to.
+    #[serde(default)]
+    pub grade: Option<Grade>,
+    /// Those that it accepted, and should not have.
     pub survived: Vec<String>,
+    /// Those that the grade admits by design.
+    #[serde(default)]
+    pub admitted: Vec<String>,
     /// Cases that the correct kernel passed, on each number of devices.
     pub cases: usize,
     /// Each of them.

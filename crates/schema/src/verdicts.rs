@@ -17,6 +17,9 @@ pub struct Verdicts {
     /// What was not checked, and why.
     #[serde(default)]
     pub ignored: Vec<Ignored>,
+    /// What failures are likely of, in words.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub diagnoses: Vec<String>,
     /// What each implementation came to, where a command runs several.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub implementations: Vec<Summary>,
@@ -41,6 +44,18 @@ pub struct Check {
     /// Dtype of the output.
     #[serde(default)]
     pub dtype: Option<String>,
+    /// Dtype that the problem promises for it: a coarser output is judged as if it were of this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promised: Option<String>,
+    /// The better of the grades that it reaches; `None` where it reaches none, or nothing was compared.
+    #[serde(default)]
+    pub grade: Option<Grade>,
+    /// What keeps it from grade `exact`, where `standard` was asked for and is the better one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub short_of_exact: Option<String>,
+    /// `worst / limit`; `None` where nothing was compared, or a value is NaN or ∞ that should not be.
+    #[serde(default)]
+    pub share: Option<f64>,
     /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
     pub worst: Option<f64>,
     /// Its limit.
@@ -70,7 +85,7 @@ fn one() -> usize {
 
 /// How a gate was decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum Status {
     /// Every value within its limit.
     Pass,
@@ -78,6 +93,55 @@ pub enum Status {
     Fail,
     /// A NaN or ∞ where the reference is finite.
     Nonfinite,
+    /// There was no number to hold against a limit: no token counts, or those that do are NaN or ∞ as they may be.
+    NotCompared,
+    /// Failed, at an edge that was waived by name.
+    Waived,
+}
+
+impl Status {
+    /// Whether it keeps a candidate from passing.
+    pub fn failed(self) -> bool {
+        matches!(self, Status::Fail | Status::Nonfinite)
+    }
+}
+
+/// How accurate a kernel is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Grade {
+    /// As the textbook formulas are, carefully evaluated in f32.
+    Standard,
+    /// With every avoidable cancellation avoided.
+    Exact,
+}
+
+impl Grade {
+    /// As it is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Grade::Standard => "standard",
+            Grade::Exact => "exact",
+        }
+    }
+}
+
+impl std::fmt::Display for Grade {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Grade {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let grades = [Grade::Standard, Grade::Exact];
+        grades
+            .into_iter()
+            .find(|grade| grade.name() == text)
+            .ok_or_else(|| format!("got `{text}`, expected one of standard, exact"))
+    }
 }
 
 /// Something that was not checked.
@@ -102,8 +166,9 @@ pub struct Summary {
     pub checks: usize,
     /// How many failed.
     pub failed: usize,
-    /// How many passed without a number to hold against a limit.
-    pub compared_nothing: usize,
+    /// How many had no number to hold against a limit.
+    #[serde(alias = "compared_nothing")]
+    pub not_compared: usize,
     /// The check that needed most of its `κ`; `None` where none has a `κ`.
     pub worst_kappa: Option<WorstKappa>,
     /// Seconds that its runs took, compiling among them; `None` where it was not run.

@@ -1,7 +1,10 @@
 //! Random specs, and recipes for problems in every regime: proptest strategies.
+//!
+//! Specs are drawn here alone. What the oracle computes and no kernel (choices made over a whole batch) its tests add to them.
 
 use proptest::prelude::*;
 use proptest::sample::select;
+use proptest::strategy::Union;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
@@ -14,11 +17,14 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
 /// Every option of [`LossSpec`] that some kernel computes: PPO-clip alone in two cases of five.
 pub fn any_spec() -> BoxedStrategy<LossSpec> {
-    prop_oneof![2 => any_ppo_spec().boxed(), 3 => any_family_spec().boxed()].boxed()
+    // A trust region has four choices of its own.
+    let weight = |name| if name == "trust_region" { 2 } else { 1 };
+    let objective = Union::new_weighted(objectives().into_iter().map(|(name, arm)| (weight(name), arm)).collect());
+    prop_oneof![2 => any_ppo_spec().boxed(), 3 => family(objective).boxed()].boxed()
 }
 
-/// Any member of the family: an objective, a ratio and a reduction, and of everything else something in some cases.
-fn any_family_spec() -> impl Strategy<Value = LossSpec> {
+/// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
+pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Value = LossSpec> {
     let levels = (
         select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]),
         select(vec![OldLogp::Given, OldLogp::Given, OldLogp::Current, OldLogp::Rollout]),
@@ -26,14 +32,14 @@ fn any_family_spec() -> impl Strategy<Value = LossSpec> {
         select(vec![TemperatureDivides::Logits, TemperatureDivides::Logits, TemperatureDivides::Logp]),
     );
     let corrections = (
-        weighted(0.25, rollout()),
+        weighted(0.4, rollout()),
         prop_oneof![3 => Just(vec![]).boxed(), 1 => proptest::collection::vec(rejection(), 1..3).boxed()],
         weighted(0.15, off_policy_mask()),
     );
     let columns =
         prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => (logits_transform(), support())];
-    let bonus = (prop_oneof![Just(0.0), -0.1..0.1_f64], weighted(0.4, averaging()));
-    (objective(), ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
+    let bonus = (prop_oneof![Just(0.0), -0.3..0.3_f64], weighted(0.4, averaging()));
+    (objective, ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
         |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
             let (advantages, old_logp, temperature, temperature_divides) = levels;
             let (rollout, rejection, off_policy_mask) = corrections;
@@ -74,8 +80,9 @@ fn clip() -> impl Strategy<Value = PpoClip> {
     )
 }
 
-fn objective() -> impl Strategy<Value = Objective> {
-    let vespo = (0.0..4.0_f64, 0.0..4.0_f64, 0.0..4.0_f64, 0.0..4.0_f64, any::<bool>()).prop_map(
+/// Every objective, by its name in a file.
+pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
+    let vespo = (0.0..4.0_f64, -0.5..4.0_f64, 0.0..4.0_f64, 0.0..4.0_f64, any::<bool>()).prop_map(
         |(k_positive, lambda_positive, k_negative, lambda_negative, weights_of_masked_tokens)| Vespo {
             k_positive,
             lambda_positive,
@@ -88,7 +95,7 @@ fn objective() -> impl Strategy<Value = Objective> {
         select(vec![Divergence::TotalVariation, Divergence::BinaryKl]),
         (0.0..0.2_f64, 0.0..0.2_f64),
         any::<bool>(),
-        option(0.9..4.0_f64),
+        option(0.7..4.0_f64),
         prop_oneof![Just(0.0), 1e-3..0.5_f64],
     )
         .prop_map(|(divergence, (low, high), two_sided, truncate, penalty)| TrustRegion {
@@ -99,22 +106,25 @@ fn objective() -> impl Strategy<Value = Objective> {
             truncate,
             penalty,
         });
-    prop_oneof![
-        1 => clip().prop_map(Objective::PpoClip),
-        1 => (option(0.0..0.95_f64), 1.0..6.0_f64)
-            .prop_map(|(lower, upper)| Objective::Cispo(Cispo { lower, upper })),
-        1 => (0.3..3.0_f64, 0.3..3.0_f64)
-            .prop_map(|(tau_positive, tau_negative)| Objective::Sapo(Sapo { tau_positive, tau_negative })),
-        1 => vespo.prop_map(Objective::Vespo),
-        1 => Just(Objective::PolicyGradient),
-        1 => Just(Objective::ImportanceSampling(ImportanceSampling::default())),
-        1 => (0.0..0.95_f64, 1.0..3.0_f64)
-            .prop_map(|(lower, upper)| Objective::MaskedRatio(MaskedRatio { lower, upper })),
-        2 => region.prop_map(Objective::TrustRegion),
-        1 => (0.05..1.0_f64).prop_map(|beta| Objective::Dro(Dro { beta })),
-        1 => (0.0..1.0_f64).prop_map(|coefficient| Objective::KlCov(KlCov { coefficient, selection: None })),
-        1 => clip().prop_map(|clip| Objective::ClipCov(ClipCov { clip, selection: None })),
-        1 => Just(Objective::None),
+    let cispo = (option(0.0..0.95_f64), 1.0..6.0_f64).prop_map(|(lower, upper)| Cispo { lower, upper });
+    let sapo =
+        (0.3..3.0_f64, 0.3..3.0_f64).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
+    let masked_ratio = (0.0..0.95_f64, 1.0..3.0_f64).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
+    let kl_cov = (0.0..1.5_f64).prop_map(|coefficient| KlCov { coefficient, selection: None });
+    let clip_cov = clip().prop_map(|clip| ClipCov { clip, selection: None });
+    vec![
+        ("ppo_clip", clip().prop_map(Objective::PpoClip).boxed()),
+        ("cispo", cispo.prop_map(Objective::Cispo).boxed()),
+        ("sapo", sapo.prop_map(Objective::Sapo).boxed()),
+        ("vespo", vespo.prop_map(Objective::Vespo).boxed()),
+        ("policy_gradient", Just(Objective::PolicyGradient).boxed()),
+        ("importance_sampling", Just(Objective::ImportanceSampling(ImportanceSampling::default())).boxed()),
+        ("masked_ratio", masked_ratio.prop_map(Objective::MaskedRatio).boxed()),
+        ("trust_region", region.prop_map(Objective::TrustRegion).boxed()),
+        ("dro", (0.05..2.0_f64).prop_map(|beta| Objective::Dro(Dro { beta })).boxed()),
+        ("kl_cov", kl_cov.prop_map(Objective::KlCov).boxed()),
+        ("clip_cov", clip_cov.prop_map(Objective::ClipCov).boxed()),
+        ("none", Just(Objective::None).boxed()),
     ]
 }
 
@@ -142,7 +152,7 @@ fn kl() -> impl Strategy<Value = Kl> {
     let gradient = select(vec![KlGradient::Own, KlGradient::Own, KlGradient::K2]);
     let importance = select(vec![KlImportance::One, KlImportance::Ratio, KlImportance::Score]);
     let clamps = (weighted(0.3, 0.05..20.0_f64), weighted(0.3, 0.01..10.0_f64), any::<bool>());
-    (0.0..0.5_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging())).prop_map(
+    (0.0..1.0_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging())).prop_map(
         |(beta, estimator, gradient, importance, clamps, averaging)| Kl {
             beta,
             estimator,
@@ -216,8 +226,8 @@ fn rejection() -> impl Strategy<Value = Rejection> {
             RejectionLevel::SequenceMean,
             RejectionLevel::SequenceMax,
         ]),
-        option(-1.0..0.0_f64),
-        0.01..1.0_f64,
+        option(-2.0..0.01_f64),
+        0.01..3.0_f64,
         any::<bool>(),
         select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
@@ -232,7 +242,7 @@ fn rejection() -> impl Strategy<Value = Rejection> {
 }
 
 fn off_policy_mask() -> impl Strategy<Value = OffPolicyMask> {
-    (-0.2..0.5_f64, select(vec![OldLogp::Given, OldLogp::Rollout]))
+    (-0.5..0.5_f64, select(vec![OldLogp::Given, OldLogp::Rollout]))
         .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour })
 }
 

@@ -4,8 +4,8 @@ pub mod cases;
 pub mod measure;
 #[cfg(feature = "mutants")]
 pub mod mutants;
+pub mod panel;
 pub mod parity;
-pub mod revise;
 pub mod supported;
 
 use proptest::strategy::{Strategy, ValueTree};

@@ -1,4 +1,4 @@
-//! `worst_seen`, measured: the largest `κ` that each gate has needed over fixed seeds.
+//! The largest `κ` that each gate has needed over fixed seeds, beside the one it is allowed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,10 +11,10 @@ use serde::Serialize;
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, HeadProblem, ProblemError};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, OldLogp};
+use assay_judge::gate::Gate;
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
-use assay_judge::tolerance::Gate;
 use assay_judge::trial::{self, Known};
 
 /// Random cases of a whole measurement; with fewer, the seeds of all other cases are fewer in proportion.
@@ -295,13 +295,13 @@ fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize
     }
 }
 
-/// A gate of one class: what an entry of `tolerances.toml` is for.
+/// A gate of one class, at whatever edge its tokens are.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Subject {
     /// What is judged and how.
     #[serde(flatten)]
     pub gate: Gate,
-    /// Dtype of the output, as the file lists it.
+    /// Dtype of the output; f64 is f32's arithmetic stored wider.
     pub dtype: Dtype,
     /// Class of implementation.
     pub class: String,
@@ -314,10 +314,12 @@ impl fmt::Display for Subject {
 }
 
 /// What a gate has needed.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Needed {
     /// The largest `κ`.
     pub kappa: f64,
+    /// The `κ` it is allowed.
+    pub allowed: f64,
     /// The case that needed it; empty where none needed any.
     pub case: String,
 }
@@ -412,7 +414,7 @@ pub struct Measurement {
 }
 
 impl Measurement {
-    /// Judges one case, where it is supported; tie bands are those of the law that is built in.
+    /// Judges one case, where it is supported, by the tolerances that are built in.
     ///
     /// # Errors
     /// [`MeasureError`], naming the case.
@@ -424,29 +426,29 @@ impl Measurement {
         let Some(verdicts) = verdicts(case)? else { return Ok(()) };
         let class = case.work.class();
         for verdict in verdicts {
-            if verdict.kappa.is_some() {
-                let dtype = verdict.gate.listed_dtype(verdict.dtype);
-                self.need(Subject { gate: verdict.gate, dtype, class: class.into() }, verdict.tally.kappa_seen, case);
-            }
+            let Some(allowed) = verdict.kappa else { continue };
+            let dtype = if verdict.dtype == Dtype::F64 { Dtype::F32 } else { verdict.dtype };
+            let subject = Subject { gate: verdict.gate.at(None), dtype, class: class.into() };
+            self.need(subject, [verdict.tally.kappa_seen, allowed], case);
         }
         self.covered.entry(class.into()).or_insert_with(Covered::nothing).add(case);
         Ok(())
     }
 
-    fn need(&mut self, subject: Subject, kappa: f64, case: &Case) {
-        let worst = self.needed.entry(subject).or_default();
+    fn need(&mut self, subject: Subject, [kappa, allowed]: [f64; 2], case: &Case) {
+        let worst = self.needed.entry(subject).or_insert_with(|| Needed { allowed, ..Needed::default() });
         if kappa > worst.kappa {
-            *worst = Needed { kappa, case: case.to_string() };
+            *worst = Needed { kappa, allowed, case: case.to_string() };
         }
     }
 
-    /// What a gate has needed; `None` where no case reached it.
-    pub fn needed(&self, subject: &Subject) -> Option<&Needed> {
-        self.needed.get(subject)
+    /// What each gate has needed that a case reached.
+    pub fn needed(&self) -> impl Iterator<Item = (&Subject, &Needed)> {
+        self.needed.iter()
     }
 
-    /// The cases of a class, in words: how many, which vocabularies, and on what.
-    pub fn covered(&self, class: &str) -> Option<String> {
-        self.covered.get(class).map(Covered::to_string)
+    /// The classes, each with its cases in words.
+    pub fn classes(&self) -> impl Iterator<Item = (&str, String)> {
+        self.covered.iter().map(|(class, covered)| (class.as_str(), covered.to_string()))
     }
 }

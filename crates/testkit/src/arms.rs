@@ -11,8 +11,8 @@ use assay_core::spec::{
     RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
     TopCovariance, TopEntropy, TrustRegion, Vespo,
 };
+use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
-use assay_judge::tolerance::{Gate, Model, Output};
 
 /// `field: choice` of all choices met, and of those made.
 #[derive(Debug, Default)]
@@ -343,6 +343,8 @@ impl Arms {
             Regime::Holes => "holes",
             Regime::TargetHoles => "target_holes",
             Regime::Ties => "ties",
+            Regime::Sampled => "sampled",
+            Regime::LongTail => "long_tail",
         });
         self.number("old_logp_noise_scale", *old_logp_noise_scale, 0.0);
         self.flag("masked_garbage", *masked_garbage);
@@ -350,7 +352,7 @@ impl Arms {
 
     /// What is judged, and how.
     pub fn gate(&mut self, gate: Gate) {
-        let Gate { output, model } = gate;
+        let Gate { output, model, edge: _ } = gate;
         choose!(self, "output", output, {
             Output::Loss => "loss",
             Output::Logp => "logp",

@@ -1,9 +1,9 @@
 //! Writes a [`Kernel`], and checks it as it is written.
 
-use super::LANES;
 use super::ir::{
     Array, Binary, Comparison, Fold, For, Kernel, Memory, Operation, Place, Statement, Type, Unary, Value, Window,
 };
+use super::machine::Machine;
 use assay_core::element::Element;
 
 /// A column of memory, to load from or store to.
@@ -17,10 +17,11 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// A kernel called `name`, whose steps are those of `grid`, the last axis fastest.
-    pub fn new(name: impl Into<String>, grid: &[usize]) -> Self {
+    /// A kernel called `name` for `machine`, whose steps are those of `grid`, the last axis fastest.
+    pub fn new(name: impl Into<String>, grid: &[usize], machine: Machine) -> Self {
         let kernel = Kernel {
             name: name.into(),
+            machine,
             grid: grid.to_vec(),
             scalars: Vec::new(),
             inputs: Vec::new(),
@@ -31,6 +32,11 @@ impl Builder {
             body: Vec::new(),
         };
         Self { kernel, open: vec![Vec::new()] }
+    }
+
+    /// What the kernel is written for.
+    pub fn machine(&self) -> Machine {
+        self.kernel.machine
     }
 
     /// An array of `length` in SMEM.
@@ -153,7 +159,7 @@ impl Builder {
             Place::Static(start) => assert!(start + columns <= extent, "columns {start} + {columns} of {extent}"),
             Place::Dynamic(start) => {
                 assert_eq!(self.type_of(start), Type::scalar(Element::I32), "a dynamic column");
-                assert_eq!(columns % LANES, 0, "{columns} columns from a dynamic one");
+                assert_eq!(columns % self.kernel.machine.lanes, 0, "{columns} columns from a dynamic one");
                 assert!(columns <= extent, "{columns} columns of {extent}");
             }
         }

@@ -2,14 +2,16 @@
 
 use std::{env, fs};
 
-use super::{Builder, Column, Fold, Kernel, Type, Window, mosaic, xla};
+use super::{Builder, Column, Fold, Kernel, Machine, Type, Window, mosaic, xla};
 use crate::stablehlo;
 use assay_core::element::Element;
+
+const MACHINE: Machine = Machine::tpu(120 << 20, true);
 
 /// Rows of logits, in place: `2^((x − m)·scale)` of bf16, the maximum `m` over windows kept in scratch, and for the last
 /// window the sum of the lanes below a bound. It means nothing and has one of everything.
 fn kernel() -> Kernel {
-    let mut on = Builder::new("golden", &[2, 2]);
+    let mut on = Builder::new("golden", &[2, 2], MACHINE);
     let scale = on.scalars(Element::F32, 1);
     let window = Window { block: vec![1, 16, 384], along: vec![Some(0), None, Some(1)] };
     let logits = on.input(Element::Bf16, &[2, 9, 700], window);
@@ -96,7 +98,7 @@ fn bytes_are_counted_in_whole_registers() {
 #[test]
 #[should_panic(expected = "Add: operands of different types")]
 fn operands_of_different_elements_are_refused() {
-    let mut on = Builder::new("wrong", &[1]);
+    let mut on = Builder::new("wrong", &[1], MACHINE);
     let (x, y) = (on.number(1.0), on.integer(1));
     on.add(x, y);
 }
@@ -104,7 +106,7 @@ fn operands_of_different_elements_are_refused() {
 #[test]
 #[should_panic(expected = "columns 300 + 128 of 384")]
 fn a_load_beyond_the_window_is_refused() {
-    let mut on = Builder::new("wrong", &[1]);
+    let mut on = Builder::new("wrong", &[1], MACHINE);
     let memory = on.scratch(Element::F32, 8, 384);
     on.load(memory, Column::Static(300), 128);
 }
@@ -112,7 +114,7 @@ fn a_load_beyond_the_window_is_refused() {
 #[test]
 #[should_panic(expected = "columns from a dynamic one")]
 fn a_dynamic_load_of_part_of_a_register_is_refused() {
-    let mut on = Builder::new("wrong", &[1]);
+    let mut on = Builder::new("wrong", &[1], MACHINE);
     let memory = on.scratch(Element::F32, 8, 384);
     let column = on.integer(0);
     on.load(memory, Column::Dynamic(column), 64);
@@ -121,14 +123,14 @@ fn a_dynamic_load_of_part_of_a_register_is_refused() {
 #[test]
 #[should_panic(expected = "does not reach all of [9, 700]")]
 fn a_window_that_leaves_part_of_its_array_unseen_is_refused() {
-    let mut on = Builder::new("wrong", &[1]);
+    let mut on = Builder::new("wrong", &[1], MACHINE);
     on.input(Element::F32, &[9, 700], Window { block: vec![16, 384], along: vec![None, Some(0)] });
 }
 
 #[test]
 #[should_panic(expected = "for: what is carried changes its type")]
 fn a_loop_that_changes_the_type_of_what_it_carries_is_refused() {
-    let mut on = Builder::new("wrong", &[1]);
+    let mut on = Builder::new("wrong", &[1], MACHINE);
     let start = on.number(0.0);
     on.for_loop(2, &[start], |_, trip, _| vec![trip]);
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::machine::Machine;
 use assay_core::element::Element;
 
 /// Element type of a value, and its extents.
@@ -131,7 +132,7 @@ pub enum Fold {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place<V> {
     Static(usize),
-    /// A scalar i32, a multiple of [`super::LANES`].
+    /// A scalar i32, a multiple of the machine's lanes.
     Dynamic(V),
 }
 
@@ -199,6 +200,7 @@ pub(super) enum Statement {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kernel {
     pub(super) name: String,
+    pub(super) machine: Machine,
     pub(super) grid: Vec<usize>,
     /// Element type and length.
     pub(super) scalars: Vec<(Element, usize)>,
@@ -211,12 +213,6 @@ pub struct Kernel {
     pub(super) body: Vec<Statement>,
 }
 
-/// Bytes that `[rows, columns]` take in VMEM, where rows and columns fill whole registers of 4 KiB.
-pub(crate) fn vmem_bytes(element: Element, [rows, columns]: [usize; 2]) -> usize {
-    let rows_of_a_register = 32 / element.size();
-    rows.next_multiple_of(rows_of_a_register) * columns.next_multiple_of(super::LANES) * element.size()
-}
-
 impl Kernel {
     /// Its name.
     pub fn name(&self) -> &str {
@@ -226,8 +222,8 @@ impl Kernel {
     /// Bytes of VMEM: two buffers for each window, one for each scratch.
     pub fn vmem_bytes(&self) -> usize {
         let windows = self.inputs.iter().chain(&self.outputs);
-        let windows: usize = windows.map(|array| 2 * vmem_bytes(array.element, array.tile())).sum();
-        windows + self.scratch.iter().map(|&(element, tile)| vmem_bytes(element, tile)).sum::<usize>()
+        let windows: usize = windows.map(|array| 2 * self.machine.tile_bytes(array.element, array.tile())).sum();
+        windows + self.scratch.iter().map(|&(element, tile)| self.machine.tile_bytes(element, tile)).sum::<usize>()
     }
 
     /// Bytes between HBM and VMEM over the whole grid, each block once.

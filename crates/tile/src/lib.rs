@@ -3,7 +3,7 @@
 //! A [`Kernel`] walks a grid. At each step it sees *windows*: blocks of arrays in HBM that were fetched into VMEM, or
 //! that are written back from it, where an index map says which block belongs to which step. Beside them it has scratch
 //! in VMEM that lives from step to step, and short arrays in SMEM whose elements are read as scalars. Its values are
-//! scalars and tiles `[rows, columns]`. The [`Builder`] checks every shape and element type when an operation is written;
+//! scalars and tiles `[rows, columns]`. How long registers are and how much memory there is, a [`Machine`] says. The [`Builder`] checks every shape and element type when an operation is written;
 //! a mistake there is a bug of this crate and panics.
 //!
 //! Two lowerings walk the same program:
@@ -28,18 +28,17 @@ mod build;
 mod golden;
 mod ir;
 mod lower;
+mod machine;
 pub mod mosaic;
 pub mod stablehlo;
 pub mod xla;
 
 pub use build::{Builder, Column};
 pub use ir::{Fold, Kernel, Memory, Type, Value, Window};
+pub use machine::Machine;
 
 /// What an i32 beyond the end of an array reads as.
 pub const POISON: i32 = 0x5A5A_5A5A;
 
 /// What an i16 beyond the end of an array reads as: NaN, to a kernel that holds f16 in it.
 pub const POISON_16: i16 = 0x7E00;
-
-/// Columns of a vector register: dynamic columns are multiples of it.
-pub const LANES: usize = 128;

@@ -19,8 +19,8 @@ use assay_core::element::Element;
 /// The version of the dialects that the text is written in.
 pub const VERSION: usize = 11;
 
-/// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with `vmem_bytes` of VMEM to use.
-pub fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
+/// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with all VMEM of its machine to use.
+pub fn payload(kernel: &Kernel) -> String {
     json!({
         "custom_call_config": {
             "body": STANDARD.encode(text(kernel)),
@@ -32,7 +32,7 @@ pub fn payload(kernel: &Kernel, vmem_bytes: usize) -> String {
                 "bytes_accessed": kernel.hbm_bytes(),
             },
         },
-        "scoped_memory_configs": [{"memory_space": 1, "offset": 0, "size": vmem_bytes}],
+        "scoped_memory_configs": [{"memory_space": 1, "offset": 0, "size": kernel.machine.vmem_bytes}],
     })
     .to_string()
 }
@@ -245,7 +245,7 @@ impl Writer<'_> {
             Place::Static(0) => zero,
             Place::Static(column) => self.index(column),
             Place::Dynamic(column) => {
-                let attributes = format!("multiple = {} : i32", super::LANES);
+                let attributes = format!("multiple = {} : i32", self.kernel.machine.lanes);
                 let multiple = self.define("tpu.assume_multiple", &[(column, "i32")], &attributes, "i32");
                 self.cast_to_index(multiple)
             }

@@ -2,7 +2,7 @@
 
 use assay_core::problem::{Dtype, Extents, HeadLayout, HeadShape};
 use assay_core::spec::LossSpec;
-use assay_programs::{HeadArrays, HeadProgram, LossProgram};
+use assay_programs::{HeadArrays, HeadProgram, LossProgram, Shaped};
 pub use assay_schema::compile::HeldBy;
 #[cfg(feature = "libtpu")]
 use assay_schema::compile::{self as schema, Memory};
@@ -46,18 +46,19 @@ impl Asked {
     /// # Errors
     /// [`TpuError::Implementation`] where the id is none of this kind; [`TpuError::Unsupported`].
     pub fn code(&self) -> Result<(String, HeldBy), TpuError> {
-        let (devices, core) = (self.target.devices(), self.target.chip.machine());
+        let (devices, machine) = (self.target.devices(), self.target.chip.machine());
         let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
+        let loss = Shaped::of(spec);
         match self.shape {
             Extents::Logits(shape) => {
                 let program = loss_program(&self.implementation)?;
-                Ok((program.program_for(spec, shape, dtype, devices, core)?, HeldBy::EachDevice))
+                Ok((program.program_for(loss, shape, dtype, devices, machine)?, HeldBy::EachDevice))
             }
             Extents::Head(shape) => {
                 let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes);
                 let arrays = HeadArrays { shape, dtype, layout, rounds_logits };
                 let held_by = if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
-                Ok((head.program_for(spec, arrays, devices, core)?, held_by))
+                Ok((head.program_for(loss, arrays, devices, machine)?, held_by))
             }
         }
     }

@@ -72,7 +72,7 @@ impl Chip {
 
     /// What its cores have for a kernel: of their VMEM one part in sixteen stays the compiler's own.
     pub fn machine(&self) -> Machine {
-        Machine { vmem_bytes: (self.vmem_mib << 20) / 16 * 15, bf16_arithmetic: self.bf16_arithmetic }
+        Machine::tpu((self.vmem_mib << 20) / 16 * 15, self.bf16_arithmetic)
     }
 
     /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.

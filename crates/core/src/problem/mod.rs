@@ -264,6 +264,17 @@ impl<L> Problem<L> {
         }
     }
 
+    /// With `[B]` advantages as `[B,T]` where `spec` reads one a token: each sequence's for all of its tokens.
+    #[must_use]
+    pub fn with_advantages_for(mut self, spec: &LossSpec) -> Self {
+        if let (AdvantageLevel::Token, Advantages::Sequence(of_rows)) = (spec.advantages, &self.advantages)
+            && of_rows.len() == self.mask.nrows()
+        {
+            self.advantages = Advantages::Token(Array2::from_shape_fn(self.mask.dim(), |(b, _)| of_rows[b]));
+        }
+        self
+    }
+
     /// The same tokens with other logits.
     pub fn with_logits<M>(&self, logits: M) -> Problem<M> {
         let Self { logits: _, ids, mask, advantages, old_logp, ref_logp, extra } = self;

@@ -45,7 +45,8 @@ pub struct LossSpec {
     /// Where the ratio's denominator comes from.
     pub old_logp: OldLogp,
     /// What becomes of logits before the temperature. Older files call it `head`.
-    #[serde(alias = "head")]
+    // What is read under two names has a third, which messages call it by: both in one file are a duplicate field.
+    #[serde(rename(deserialize = "logits (old key: head)"), alias = "logits", alias = "head")]
     pub logits: LogitsTransform,
     /// Which columns the softmax runs over.
     pub support: Support,
@@ -599,6 +600,6 @@ mod tests {
             assert_eq!((&written["logits"], written.get("head")), (&transform, None), "{name}");
         }
         let both = read(json!({"head": transform, "logits": transform})).unwrap_err();
-        assert_eq!(both.to_string(), "duplicate field `logits`");
+        assert_eq!(both.to_string(), "duplicate field `logits (old key: head)`");
     }
 }

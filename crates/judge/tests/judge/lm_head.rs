@@ -5,7 +5,7 @@ use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadGradient, HeadSh
 use assay_core::spec::LossSpec;
 use assay_judge::judge::Verdict;
 use assay_judge::lm_head::judge_head;
-use assay_judge::tolerance::Tolerances;
+use assay_judge::tolerance::Limits;
 use assay_native::NativeHead;
 use assay_reference::evaluate_head;
 use assay_suites::cases;
@@ -28,7 +28,7 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     dlm_head[[0, 0]] = f32::INFINITY;
     for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
         outcome.gradient.dlogits_dtype = dtype;
-        let verdicts = judge_head(&reference, &problem, &outcome, "native-lm-head", Tolerances::builtin()).unwrap();
+        let verdicts = judge_head(&reference, &problem, &outcome, &Limits::of("native-lm-head").unwrap()).unwrap();
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
     }
@@ -46,7 +46,7 @@ fn wrong_gradients_are_rejected() {
         let mut right: HeadCandidate = reference.outcome().into();
         right.gradient.dlogits_dtype = dtype;
         let failed = |outcome: &HeadCandidate| -> Vec<String> {
-            let verdicts = judge_head(&reference, &problem, outcome, "native-lm-head", Tolerances::builtin()).unwrap();
+            let verdicts = judge_head(&reference, &problem, outcome, &Limits::of("native-lm-head").unwrap()).unwrap();
             verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
         };
         assert_eq!(failed(&right), Vec::<String>::new());

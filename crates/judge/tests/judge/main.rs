@@ -1,9 +1,12 @@
 //! The judge rejects what is wrong and accepts what is right.
 
+mod diagnoses;
+mod false_passes;
 mod invariance;
 mod lm_head;
 mod mutants;
 mod rejects;
 mod summary;
 mod tells_variants_apart;
+mod textbook;
 mod tolerances;

@@ -107,6 +107,15 @@ fn all_outputs_awkward_vocabularies_have_the_same_bits_and_match_reference() {
     }
 }
 
+/// A grid of 65,535 blocks, and a row number of 16 bits, are common bounds.
+#[test]
+fn all_outputs_more_than_65_535_rows_match_reference() {
+    let spec = LossSpec::default();
+    let problem = recipe([2, 40_000, 5], Dtype::Bf16, Regime::Sampled, 1).problem(&spec).expect("a valid recipe");
+    assert!(problem.mask.as_slice().expect("dense").iter().rposition(|counts| *counts).is_some_and(|row| row > 65_535));
+    expect_right(&spec, &problem, "2x40000x5");
+}
+
 /// On every instruction set.
 fn expect_the_same_bits(spec: &LossSpec, problem: &Problem, what: &str) {
     with_logits!(problem, logits => {

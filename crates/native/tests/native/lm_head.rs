@@ -5,6 +5,7 @@ use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape}
 use assay_core::spec::{LossSpec, Ratio, RatioLevel};
 use assay_judge::generate::HeadRecipe;
 use assay_judge::invariance::Invariance;
+use assay_judge::tolerance::Limits;
 use assay_judge::trial::{Known, hindrance};
 use assay_native::NativeHead;
 use assay_suites::cases;
@@ -49,7 +50,7 @@ fn results_have_the_same_bits_for_any_number_of_threads() {
             };
             let one = run(1);
             let known = Known::of(&spec, &problem).unwrap();
-            let judged = known.judge(one.clone(), "native-lm-head").unwrap();
+            let judged = known.judge(one.clone(), &Limits::of("native-lm-head").unwrap()).unwrap();
             assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
             for threads in [2, 3] {
                 let more = run(threads);

@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use assay_core::implementation::{Given, Implementation, Input as _, Prepared, RunError, Unavailable, Unsupported};
+use assay_core::implementation::{Given, Implementation, Prepared, RunError, Unavailable, Unsupported, Workload as _};
 use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Axis;
-use assay_programs::{HeadProgram, Output, local_shape};
+use assay_programs::{HeadProgram, Output, Shaped};
 
-use super::devices::Devices;
+use super::devices::{Devices, machine};
 use super::shards::{Block, Padding, Shards};
 use super::{Arrays, Ready, output};
 use crate::runtime::{Buffer, RuntimeError};
@@ -44,9 +44,11 @@ impl XlaHead {
         given: Given<HeadProblem>,
         devices: usize,
     ) -> Result<Ready<'s, HeadProblem>, RunError> {
-        let text = self.program.loops(spec, given.into(), devices)?;
+        self.program.supports(spec, given.shape, given.dtype, devices)?;
+        let (client, loss) = (self.on.client()?, Shaped::of(spec));
+        let text = self.program.loops(loss, given.into(), devices, machine(&client))?;
         let mesh = self.program.mesh(given.shape.logits(), devices)?;
-        Ready::of(&self.on, spec, given, mesh, text)
+        Ready::of(client, loss, given, mesh, text)
     }
 }
 
@@ -143,7 +145,7 @@ impl Arrays for HeadProblem {
 /// What `device` holds of the head.
 fn block_of_head(shards: &Shards, device: usize, given: Given<HeadProblem>) -> Block {
     let (shape, layout) = (given.shape, given.form.layout);
-    let [_, _, v] = local_shape(shards.shape, shards.mesh);
+    let [_, _, v] = shards.local();
     let axis = match layout {
         HeadLayout::HiddenByVocab => 1,
         HeadLayout::VocabByHidden => 0,

@@ -9,20 +9,19 @@ mod shards;
 use std::path::Path;
 
 use assay_algebra::rollout::Settled;
-use assay_algebra::structure::Structure;
 use assay_core::element::Element;
 use assay_core::implementation::{
-    Answer, BackendError, Given, Implementation, Input, Prepared, RunError, Step, Unavailable, Unsupported,
+    Answer, BackendError, Given, Implementation, Prepared, RunError, Step, Unavailable, Unsupported, Workload,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
-use assay_programs::{LossProgram, Output, Scalars, numbers};
+use assay_programs::{LossProgram, Output, Scalars, Shaped};
 use ndarray::{Array2, Ix3, arr0};
 
-use crate::runtime::{Buffer, RuntimeError};
-use devices::{Devices, Plan, compiled};
+use crate::runtime::{Buffer, Client, RuntimeError};
+use devices::{Devices, Plan, compiled, machine};
 pub use lm_head::XlaHead;
 use shards::{Padding, Shards};
 
@@ -47,9 +46,11 @@ impl Xla {
 
     /// Compiles the program of what is `given`, and checks that a run of it fits.
     fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s, Problem>, RunError> {
-        let text = self.program.loops(spec, given.shape, given.dtype, devices)?;
+        self.program.supports(spec, given.shape, given.dtype, devices)?;
+        let (client, loss) = (self.on.client()?, Shaped::of(spec));
+        let text = self.program.loops(loss, given.shape, given.dtype, devices, machine(&client))?;
         let mesh = self.program.mesh(given.shape, devices)?;
-        Ready::of(&self.on, spec, given, mesh, text)
+        Ready::of(client, loss, given, mesh, text)
     }
 }
 
@@ -80,7 +81,8 @@ impl XlaEntropy {
     pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[Array2<f32>; 2], RunError> {
         let shape = problem.check(spec)?;
         let client = self.on.client()?;
-        let text = LossProgram::entropy().loops(spec, shape, problem.logits.dtype(), 1)?;
+        let text =
+            LossProgram::entropy().loops(Shaped::of(spec), shape, problem.logits.dtype(), 1, machine(&client))?;
         let executable = compiled(&client, text, 1)?;
         let shards = Shards { shape, mesh: Mesh::ONE, client };
         shards.expect_room(&executable)?;
@@ -173,7 +175,7 @@ impl Arrays for Problem {
 }
 
 /// What the devices are sent of a kind of problem beside what is known of its tokens, and what they send back.
-trait Arrays: Input {
+trait Arrays: Workload {
     /// Extents of the logits.
     fn logits(shape: Self::Shape) -> Shape;
 
@@ -198,10 +200,10 @@ trait Arrays: Input {
     ) -> Result<Self::Gradient, RuntimeError>;
 }
 
-/// A compiled program, what it was compiled for, and the spec whose numbers it is given.
-struct Ready<'s, P: Input> {
+/// A compiled program, what it was compiled for, and the loss whose numbers it is given.
+struct Ready<'s, P: Workload> {
     plan: Plan,
-    spec: &'s LossSpec,
+    loss: Shaped<'s>,
     given: Given<P>,
 }
 
@@ -210,18 +212,18 @@ where
     Problem<L>: Arrays,
 {
     fn of(
-        on: &Devices,
-        spec: &'s LossSpec,
+        client: Client,
+        loss: Shaped<'s>,
         given: Given<Problem<L>>,
         mesh: Mesh,
         text: String,
     ) -> Result<Self, RunError> {
-        let shards = Shards { shape: Problem::<L>::logits(given.shape), mesh, client: on.client()? };
-        Ok(Self { plan: Plan::of(text, shards)?, spec, given })
+        let shards = Shards { shape: Problem::<L>::logits(given.shape), mesh, client };
+        Ok(Self { plan: Plan::of(text, shards)?, loss, given })
     }
 
-    fn run(self, problem: Problem<L>) -> Result<Candidate<<Problem<L> as Input>::Gradient>, RunError> {
-        let inputs = upload(&self.plan.shards, self.spec, &problem)?;
+    fn run(self, problem: Problem<L>) -> Result<Candidate<<Problem<L> as Workload>::Gradient>, RunError> {
+        let inputs = upload(&self.plan.shards, self.loss, &problem)?;
         let room = problem.into_room(self.given);
         let outputs = self.plan.execute(&inputs)?;
         Ok(self.download(&outputs, room)?.into())
@@ -231,9 +233,9 @@ where
     fn download(
         &self,
         outputs: &[Vec<Buffer>],
-        room: <Problem<L> as Input>::Gradient,
-    ) -> Result<Outcome<<Problem<L> as Input>::Gradient>, RuntimeError> {
-        let Self { plan, spec, given } = self;
+        room: <Problem<L> as Workload>::Gradient,
+    ) -> Result<Outcome<<Problem<L> as Workload>::Gradient>, RuntimeError> {
+        let Self { plan, loss, given } = self;
         let shards = &plan.shards;
         let gradient = Problem::download(shards, *given, outputs, room)?;
         let per_token = |which: Output| shards.download_per_token(|device| output(outputs, device, which as usize));
@@ -251,7 +253,7 @@ where
                 clip_low: scalar(Scalars::CLIP_LOW),
                 clip_high: scalar(Scalars::CLIP_HIGH),
                 clip_region: scalar(Scalars::CLIP_REGION),
-                kl_mean: spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
+                kl_mean: loss.spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
                 entropy_mean: scalar(Scalars::ENTROPY_MEAN),
                 ratio_mean: scalar(Scalars::RATIO_MEAN),
             },
@@ -264,8 +266,8 @@ where
     Problem<L>: Arrays,
 {
     fn load<'p>(&'p self, problem: &'p Problem<L>) -> Result<Step<'p, Problem<L>>, RunError> {
-        self.given.expect(self.spec, problem)?;
-        let inputs = upload(&self.plan.shards, self.spec, problem)?;
+        self.given.expect(self.loss.spec, problem)?;
+        let inputs = upload(&self.plan.shards, self.loss, problem)?;
         Ok(Box::new(move || {
             let outputs = self.plan.execute(&inputs)?;
             let answer: Answer<'p, Problem<L>> = Box::new(move || {
@@ -297,14 +299,13 @@ impl From<RuntimeError> for RunError {
 }
 
 /// Each device's arguments, in the program's order: what logits are or are made of, and what is known of the tokens.
-fn upload<L>(shards: &Shards, spec: &LossSpec, problem: &Problem<L>) -> Result<Vec<Vec<Buffer>>, RuntimeError>
+fn upload<L>(shards: &Shards, loss: Shaped, problem: &Problem<L>) -> Result<Vec<Vec<Buffer>>, RuntimeError>
 where
     Problem<L>: Arrays,
 {
-    let structure = Structure::of(spec);
-    let numbers = numbers(spec, structure, [shards.shape.batch, shards.shape.tokens]);
+    let numbers = loss.program_numbers([shards.shape.batch, shards.shape.tokens]);
     let numbers: Vec<f32> = numbers.into_iter().map(|(_, value)| value).collect();
-    let Settled { mask, inputs } = Settled::of(spec, structure, &problem.tokens());
+    let Settled { mask, inputs } = Settled::of(loss, &problem.tokens());
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = mask.mapv(u8::from);

@@ -12,6 +12,8 @@ use assay_core::problem::{FloatArray, Shape};
 use assay_programs::local_shape;
 use assay_programs::mesh::{Axis, Mesh, shard};
 
+use super::devices::machine;
+
 /// A batch of `shape` over the devices of `mesh`.
 pub(super) struct Shards {
     pub(super) shape: Shape,
@@ -100,9 +102,14 @@ impl Block {
 const DENSE: &str = "checked: dense row-major";
 
 impl Shards {
+    /// Extents that each device holds.
+    pub(super) fn local(&self) -> [usize; 3] {
+        local_shape(self.shape, self.mesh, machine(&self.client))
+    }
+
     /// What `device` holds.
     pub(super) fn part(&self, device: usize) -> Part {
-        let [b, t, v] = local_shape(self.shape, self.mesh);
+        let [b, t, v] = self.local();
         let along = |axis, extent, local| shard(extent, local, self.mesh.coordinate(device, axis));
         Part {
             batch: along(Axis::Batch, self.shape.batch, b),
@@ -132,7 +139,7 @@ impl Shards {
 
     /// The rows of a `[B,T,width]` array that `device` holds.
     pub(super) fn rows(&self, device: usize, width: usize) -> Block {
-        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let [b, t, _] = self.local();
         let Part { batch, tokens, .. } = self.part(device);
         let Shape { batch: rows, tokens: columns, .. } = self.shape;
         Block { whole: vec![rows, columns, width], ranges: vec![batch, tokens, 0..width], local: vec![b, t, width] }
@@ -141,7 +148,7 @@ impl Shards {
     /// What `device` holds of the logits.
     pub(super) fn logits(&self, device: usize) -> Block {
         let rows = self.rows(device, self.shape.vocab);
-        let [_, _, v] = local_shape(self.shape, self.mesh);
+        let [_, _, v] = self.local();
         rows.cut(2, self.part(device).vocab, v)
     }
 
@@ -178,7 +185,7 @@ impl Shards {
         values: &Array2<P>,
         padding: P,
     ) -> Result<Buffer, RuntimeError> {
-        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let [b, t, _] = self.local();
         let part = self.part(device);
         let local = Array2::from_shape_fn((b, t), |(b, t)| {
             let (b, t) = (part.batch.start + b, part.tokens.start + t);
@@ -192,7 +199,7 @@ impl Shards {
         &self,
         buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
     ) -> Result<Array2<f32>, RuntimeError> {
-        let [b, t, _] = local_shape(self.shape, self.mesh);
+        let [b, t, _] = self.local();
         let mut whole = Array2::zeros((self.shape.batch, self.shape.tokens));
         let mut local = vec![0.0_f32; b * t];
         let holders = (0..self.mesh.devices()).filter(|&device| self.mesh.coordinate(device, Axis::Vocab) == 0);

@@ -7,10 +7,11 @@ use assay_core::spec::{
     RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay_judge::generate::{Recipe, Regime};
+use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array};
-use assay_programs::{ANY_DEVICE, LossProgram, Machine, TpuKernel};
+use assay_programs::{ANY_TPU, LossProgram, Machine, Shaped, TpuKernel};
 use assay_suites::cases;
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, arr0};
@@ -23,7 +24,7 @@ const SHAPES: [[usize; 3]; 8] =
 fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machine) -> Vec<TpuKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
-    implementation.kernels_for(spec, shape, dtype, machine).unwrap()
+    implementation.kernels_for(Shaped::of(spec), shape, dtype, machine).unwrap()
 }
 
 /// Runs a kernel on operands given by name.
@@ -387,7 +388,7 @@ fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result
         _ => around.two_pass(machine)?,
     };
     let known = Known::of(spec, &problem).unwrap();
-    let judged = known.judge(candidate, "tile").unwrap();
+    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test --test mosaic").first() {
         return Err(format!("{id} {recipe:?} {spec:?}\n{failure}"));
     }
@@ -410,7 +411,7 @@ fn nonfinite_outputs_of_a_text_that_reads_a_column_past_the_edge() {
     for beyond in [false, true] {
         let mut around = Around::new(&spec, &problem);
         around.spoil = beyond;
-        let candidate = around.one_pass(ANY_DEVICE).unwrap();
+        let candidate = around.one_pass(ANY_TPU).unwrap();
         let logp = candidate.logp.unwrap();
         let read = around.mask.iter().enumerate().filter(|(_, counts)| **counts);
         let mut values = read.map(|(token, _)| logp.at(0, token));
@@ -463,7 +464,7 @@ proptest! {
     #[test]
     fn all_outputs_one_pass_text_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let spec = token_by_token(spec);
-        check("tile-one-pass", &spec, &recipe, ANY_DEVICE).map_err(TestCaseError::fail)?;
+        check("tile-one-pass", &spec, &recipe, ANY_TPU).map_err(TestCaseError::fail)?;
     }
 
     #[test]
@@ -471,7 +472,7 @@ proptest! {
         spec in cases::any_ppo_spec(),
         recipe in cases::any_recipe(),
     ) {
-        check("tile-two-pass", &plain(&spec), &recipe, ANY_DEVICE).map_err(TestCaseError::fail)?;
+        check("tile-two-pass", &plain(&spec), &recipe, ANY_TPU).map_err(TestCaseError::fail)?;
     }
 }
 
@@ -493,7 +494,7 @@ fn all_outputs_one_pass_text_every_variant_match_reference() {
                 old_logp_noise_scale: 0.3,
                 masked_garbage: true,
             };
-            check("tile-one-pass", &variant.spec, &recipe, ANY_DEVICE).unwrap();
+            check("tile-one-pass", &variant.spec, &recipe, ANY_TPU).unwrap();
             judged += 1;
             forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
         }
@@ -508,7 +509,7 @@ fn all_outputs_text_awkward_shapes_match_reference() {
         for dtype in Dtype::KERNEL {
             let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
             for id in ["tile-one-pass", "tile-two-pass"] {
-                check(id, &spec, &recipe, ANY_DEVICE).unwrap();
+                check(id, &spec, &recipe, ANY_TPU).unwrap();
             }
         }
     }
@@ -517,7 +518,7 @@ fn all_outputs_text_awkward_shapes_match_reference() {
 /// A core that has no bf16 arithmetic, and so little VMEM that a block has half as many rows.
 #[test]
 fn all_outputs_text_for_a_lesser_core_match_reference() {
-    let machine = Machine { vmem_bytes: 7 << 20, bf16_arithmetic: false };
+    let machine = Machine::tpu(7 << 20, false);
     let recipe = Recipe {
         shape: [1, 40, 9001],
         dtype: Dtype::Bf16,

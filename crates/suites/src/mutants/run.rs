@@ -6,12 +6,13 @@ use super::QWEN_VOCABULARY;
 use super::bank::Mutant;
 use super::specimen::Specimen;
 use crate::{measured_cases, measured_heads};
-use assay_core::implementation::{Implementation, Input};
+use assay_core::implementation::{Implementation, Workload};
 use assay_core::problem::{Candidate, Dtype, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::Known;
 use assay_judge::variants;
 
@@ -109,6 +110,7 @@ fn wide_cases() -> Vec<Case> {
 /// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
 pub struct Suite<'c, P: Judgeable = Problem> {
     cases: Vec<Prepared<'c, P>>,
+    limits: Limits<'static>,
 }
 
 struct Prepared<'c, P: Judgeable> {
@@ -135,16 +137,17 @@ impl<'c, P: Judgeable> Suite<'c, P>
 where
     Specimen: Implementation<P>,
 {
-    /// Evaluates the cases that the specimen supports.
+    /// Evaluates the cases that the specimen supports. Kernels are held to the limits of those that are not ours, at `grade`.
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
-    pub fn of(cases: &'c [Case<P>]) -> Result<Self, Kill> {
+    pub fn of(cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
+        let limits = Limits::external(grade);
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
             let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
             let mut prepared = Prepared { case, known, correct: Vec::new() };
-            prepared.correct = prepared.judged(&Specimen::default()).map_err(|(gate, devices)| Kill {
+            prepared.correct = prepared.judged(&Specimen::default(), &limits).map_err(|(gate, devices)| Kill {
                 gate,
                 case: case.label.clone(),
                 devices,
@@ -152,7 +155,7 @@ where
             })?;
             Ok(prepared)
         });
-        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()? })
+        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, limits })
     }
 
     /// How many cases there are.
@@ -169,30 +172,35 @@ where
     pub fn kill(&self, mutant: &Mutant) -> Option<Kill> {
         let specimen = Specimen::with(mutant.bug);
         self.cases.iter().zip(1..).find_map(|(prepared, cases)| {
-            let (gate, devices) = prepared.judged(&specimen).err()?;
+            let (gate, devices) = prepared.judged(&specimen, &self.limits).err()?;
             Some(Kill { gate, case: prepared.case.label.clone(), devices, cases })
         })
     }
 }
 
 /// What a kernel returns on each number of devices.
-type Outcomes<P> = Vec<(usize, Candidate<<P as Input>::Gradient>)>;
+type Outcomes<P> = Vec<(usize, Candidate<<P as Workload>::Gradient>)>;
 
 impl<P: Judgeable> Prepared<'_, P> {
     /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
-    fn judged(&self, kernel: &dyn Implementation<P>) -> Result<Outcomes<P>, (String, usize)> {
-        let counts = kernel.device_counts().into_iter();
-        counts.map(|devices| Ok((devices, self.judged_on(kernel, devices).map_err(|gate| (gate, devices))?))).collect()
+    fn judged(&self, kernel: &dyn Implementation<P>, limits: &Limits) -> Result<Outcomes<P>, (String, usize)> {
+        let on = |devices| self.judged_on(kernel, devices, limits).map_err(|gate| (gate, devices));
+        kernel.device_counts().into_iter().map(|devices| Ok((devices, on(devices)?))).collect()
     }
 
-    fn judged_on(&self, kernel: &dyn Implementation<P>, devices: usize) -> Result<Candidate<P::Gradient>, String> {
+    fn judged_on(
+        &self,
+        kernel: &dyn Implementation<P>,
+        devices: usize,
+        limits: &Limits,
+    ) -> Result<Candidate<P::Gradient>, String> {
         let Case { spec, problem, .. } = self.case;
         let run = || kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
         let (mut candidate, again) = (run()?, run()?);
         // The judge has seen these bits.
         let correct = self.correct.iter().find(|(of, _)| *of == devices);
         if !correct.is_some_and(|(_, correct)| Invariance::between(correct, &candidate).other.is_empty()) {
-            let judged = self.known.judge(candidate, kernel.class()).map_err(|error| error.to_string())?;
+            let judged = self.known.judge(candidate, limits).map_err(|error| error.to_string())?;
             if let Some(failed) = judged.failed().next() {
                 return Err(format!("{} {}", failed.gate, failed.dtype));
             }

@@ -12,18 +12,20 @@ use super::specimen::Specimen;
 use super::{Class, Mutant};
 use assay_core::implementation::Implementation;
 use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::{Grade, Tolerances};
 use assay_schema::mutants as schema;
 
 /// Mutants, and what has rejected each so far.
 pub struct Trial {
     mutants: Vec<(&'static Mutant, Option<Kill>)>,
     cases: usize,
+    grade: Grade,
 }
 
 impl Trial {
-    /// Of mutants that nothing has rejected yet.
-    pub fn of(mutants: &[&'static Mutant]) -> Self {
-        Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0 }
+    /// Of mutants that nothing has rejected yet, held to `grade`.
+    pub fn of(mutants: &[&'static Mutant], grade: Grade) -> Self {
+        Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0, grade }
     }
 
     /// Runs those that are left through more cases; `done` hears of each.
@@ -34,7 +36,7 @@ impl Trial {
     where
         Specimen: Implementation<P>,
     {
-        let suite = Suite::of(cases)?;
+        let suite = Suite::of(cases, self.grade)?;
         let before = self.cases;
         self.mutants.par_iter_mut().filter(|(_, kill)| kill.is_none()).for_each(|(mutant, kill)| {
             *kill = suite.kill(mutant).map(|kill| Kill { cases: before + kill.cases, ..kill });
@@ -51,21 +53,31 @@ impl Trial {
             Outcome::of(mutant, kill.as_ref(), self.cases, cells)
         };
         let mutants: Vec<Outcome> = self.mutants.par_iter().map(outcome).collect();
-        let survived: Vec<_> =
+        let left: Vec<_> =
             mutants.iter().filter(|mutant| mutant.killed_by.is_none()).map(|mutant| mutant.name).collect();
-        Score { total: mutants.len(), killed: mutants.len() - survived.len(), survived, cases: self.cases, mutants }
+        let killed = mutants.len() - left.len();
+        let by_design = |name: &&str| {
+            let admitted = &Tolerances::builtin().admitted;
+            self.grade == Grade::Standard && admitted.iter().any(|admitted| admitted.mutant == *name)
+        };
+        let (admitted, survived) = left.into_iter().partition(by_design);
+        Score { grade: self.grade, total: mutants.len(), killed, survived, admitted, cases: self.cases, mutants }
     }
 }
 
 /// What became of the mutants.
 #[derive(Clone, Debug)]
 pub struct Score {
+    /// What they were held to.
+    pub grade: Grade,
     /// How many there were.
     pub total: usize,
     /// How many the suite rejected.
     pub killed: usize,
-    /// Those that it accepted.
+    /// Those that it accepted, and should not have.
     pub survived: Vec<&'static str>,
+    /// Those that the grade admits by design.
+    pub admitted: Vec<&'static str>,
     /// Cases that the correct kernel passed, on each number of devices.
     pub cases: usize,
     /// Each of them.
@@ -141,7 +153,9 @@ impl From<Score> for schema::Mutants {
         Self {
             total: score.total,
             killed: score.killed,
+            grade: Some(score.grade),
             survived: score.survived.into_iter().map(String::from).collect(),
+            admitted: score.admitted.into_iter().map(String::from).collect(),
             cases: score.cases,
             mutants: score.mutants.into_iter().map(Into::into).collect(),
             ignored: Vec::new(),
@@ -157,6 +171,7 @@ impl Score {
         self.killed += other.killed;
         self.cases += other.cases;
         self.survived.extend(other.survived);
+        self.admitted.extend(other.admitted);
         self.mutants.extend(other.mutants);
         self
     }
@@ -171,7 +186,9 @@ impl Score {
             table.add_row([
                 mutant.name.to_string(),
                 mutant.class.name().into(),
-                mutant.gate.clone().unwrap_or_else(|| "SURVIVED".into()),
+                mutant.gate.clone().unwrap_or_else(|| {
+                    if self.admitted.contains(&mutant.name) { "admitted" } else { "SURVIVED" }.into()
+                }),
                 mutant.case.clone().unwrap_or_default(),
                 mutant.devices.map_or_else(String::new, |devices| format!("×{devices}")),
                 mutant.cases.to_string(),
@@ -183,7 +200,12 @@ impl Score {
             let _ = writeln!(text, "{project:<10} {caught} caught, {passes} pass, {not_exercised} not exercised");
         }
         let verdict = if self.survived.is_empty() { "PASS" } else { "FAIL" };
-        let _ = writeln!(text, "{verdict}  {} of {} mutants killed in {} cases", self.killed, self.total, self.cases);
+        let Self { grade, killed, total, cases, .. } = self;
+        let _ = write!(text, "{verdict}  {killed} of {total} mutants killed at grade {grade} in {cases} cases");
+        let _ = match self.admitted.as_slice() {
+            [] => writeln!(text),
+            admitted => writeln!(text, "; by design it admits {}", admitted.join(", ")),
+        };
         text
     }
 
@@ -202,7 +224,8 @@ impl Score {
     pub fn markdown(&self) -> String {
         let mut text = String::new();
         let _ = writeln!(text, "| tests | caught | pass | not exercised |\n|---|--:|--:|--:|");
-        let _ = writeln!(text, "| **these** | **{}** | **{}** | |", self.killed, self.survived.len());
+        let passes = self.survived.len() + self.admitted.len();
+        let _ = writeln!(text, "| **these, grade {}** | **{}** | **{passes}** | |", self.grade, self.killed);
         for (project, [caught, passes, not_exercised]) in self.elsewhere() {
             let _ = writeln!(text, "| {project} | {caught} | {passes} | {not_exercised} |");
         }
@@ -221,7 +244,11 @@ impl Score {
                     Some(Cell::Passes) => "**passes**",
                     Some(Cell::NotExercised) | None => "–",
                 };
-                let killed_by = mutant.gate.as_deref().unwrap_or("**survives**");
+                let killed_by = mutant.gate.as_deref().unwrap_or(if self.admitted.contains(&mutant.name) {
+                    "admitted"
+                } else {
+                    "**survives**"
+                });
                 let cases = mutant.cases.to_string();
                 let mut cells = vec![mutant.name, mutant.does, mutant.seen, killed_by, &cases];
                 cells.extend(projects.iter().map(word));

@@ -18,9 +18,9 @@ use super::metrics::Record;
 use super::{GrpoLoss, LossStep, Summary, TrainConfig, TrainError};
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
-use assay_judge::judge;
+use assay_judge::judge::{self, JudgeError};
 use assay_judge::lm_head::judge_head;
-use assay_judge::tolerance::{Output, Tolerances};
+use assay_judge::{gate::Output, tolerance::Limits};
 use assay_reference::evaluate_head;
 use assay_schema::ab::{self as schema, Arm, Comparison, Step, Verdict};
 
@@ -194,7 +194,8 @@ impl Judged {
             token_loss: None,
             metrics: None,
         };
-        let verdicts = judge_head(&reference, &problem, &candidate, &self.class, Tolerances::builtin())?;
+        let verdicts =
+            judge_head(&reference, &problem, &candidate, &Limits::of(&self.class).map_err(JudgeError::from)?)?;
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
             let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| Worst {

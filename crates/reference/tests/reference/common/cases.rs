@@ -1,9 +1,8 @@
 //! Random problems of the plain PPO-clip loss, in one regime of logits.
 
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
-use assay_core::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
-};
+use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp, TemperatureDivides};
+use assay_suites::cases::any_ppo_spec;
 use ndarray::{Array1, Array2, Array3};
 use proptest::collection::vec;
 use proptest::option;
@@ -27,7 +26,7 @@ struct Draw {
 pub(crate) fn case(regime: Regime) -> impl Strategy<Value = Case> {
     let shape = (1..=2_usize, 1..=3_usize, 2..=6_usize);
     let dtype = select(vec![Dtype::F64, Dtype::F32, Dtype::Bf16, Dtype::F16]);
-    (spec(), shape, dtype)
+    (any_ppo_spec(), shape, dtype)
         .prop_flat_map(move |(spec, (batch, tokens, vocab), dtype)| {
             let rows = vec(option::weighted(0.85, vec(draw(regime, vocab), tokens)), batch);
             let blank = vec(draw(regime, vocab), tokens);
@@ -93,48 +92,4 @@ fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
                 log_ratio_to_ref,
             })
     })
-}
-
-/// Every option of PPO's clip, with a plain KL term and a plain ratio.
-pub(crate) fn spec() -> impl Strategy<Value = LossSpec> {
-    let clip =
-        (0.05..0.4, 0.05..0.6, option::of(select(vec![1.02, 1.3, 2.5])), option::of(select(vec![1.1, 1.5, 3.0])))
-            .prop_map(|(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip {
-                epsilon_low,
-                epsilon_high,
-                delta,
-                dual_clip,
-            });
-    let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
-    let kl = option::of((0.01..1.0, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
-    let reduction = select(vec![
-        Reduction::TokenMean,
-        Reduction::SequenceMean { rows: Rows::All },
-        Reduction::SequenceMean { rows: Rows::NonEmpty },
-        Reduction::FixedLength { rows: Rows::All, length: Some(7) },
-        Reduction::Normalizer(27.5),
-    ]);
-    (
-        clip,
-        select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]),
-        prop_oneof![4 => Just(OldLogp::Given), 1 => Just(OldLogp::Current)],
-        select(vec![1.0, 0.5, 0.7, 1.7]),
-        select(vec![TemperatureDivides::Logits, TemperatureDivides::Logp]),
-        kl,
-        select(vec![0.0, 0.01, -0.3]),
-        reduction,
-    )
-        .prop_map(|(clip, advantages, old_logp, temperature, temperature_divides, kl, entropy_coef, reduction)| {
-            LossSpec {
-                objective: Objective::PpoClip(clip),
-                advantages,
-                old_logp,
-                temperature,
-                temperature_divides,
-                kl,
-                entropy_coef,
-                reduction,
-                ..LossSpec::default()
-            }
-        })
 }

@@ -2,12 +2,10 @@
 
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
-    OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
-    TopCovariance, TopEntropy, TrustRegion, Vespo,
+    AdvantageLevel, CovarianceBand, Drops, LogitsTransform, LossSpec, Objective, OldLogp, QuantilePrecision,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, Rows, Support, TopCovariance, TopEntropy,
 };
+use assay_suites::cases as suites;
 use ndarray::{Array1, Array2, Array3};
 use proptest::collection::vec;
 use proptest::option::weighted;
@@ -229,164 +227,24 @@ fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
     })
 }
 
-fn ppo_clip() -> impl Strategy<Value = PpoClip> {
-    let delta = weighted(0.3, select(vec![1.02, 1.3, 2.5]));
-    let dual_clip = weighted(0.4, select(vec![1.1, 1.5, 3.0]));
-    (0.05..0.4, 0.05..0.6, delta, dual_clip).prop_map(|(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip {
-        epsilon_low,
-        epsilon_high,
-        delta,
-        dual_clip,
-    })
-}
-
-/// Every arm, by its name in a file.
+/// Every arm, by its name in a file, with the tokens of a batch that the oracle selects and no kernel.
 pub(crate) fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
-    let cispo = (weighted(0.5, 0.3..0.95), 1.05..3.0).prop_map(|(lower, upper)| Cispo { lower, upper });
-    let sapo = (0.5..2.0, 0.5..2.0).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
-    let vespo = ((0.5..3.0, -0.5..3.0), (0.5..3.0, 0.5..3.0), prop::bool::weighted(0.7)).prop_map(
-        |((k_positive, lambda_positive), (k_negative, lambda_negative), weights_of_masked_tokens)| Vespo {
-            k_positive,
-            lambda_positive,
-            k_negative,
-            lambda_negative,
-            weights_of_masked_tokens,
-        },
-    );
-    let masked_ratio = (0.3..0.9, 1.1..2.5).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
-    let divergence = select(vec![Divergence::TotalVariation, Divergence::BinaryKl]);
-    let width = || prop_oneof![0.02..0.3, 0.001..0.05];
-    let penalty = prop_oneof![Just(0.0), Just(1e-3), 0.1..0.5];
-    let trust_region = (divergence, width(), width(), any::<bool>(), weighted(0.5, 0.7..3.0), penalty).prop_map(
-        |(divergence, low, high, two_sided, truncate, penalty)| TrustRegion {
-            divergence,
-            low,
-            high,
-            two_sided,
-            truncate,
-            penalty,
-        },
-    );
-    let kl_cov = (0.1..1.5, weighted(0.6, (0.1..1.0).prop_map(|fraction| TopCovariance { fraction })))
-        .prop_map(|(coefficient, selection)| KlCov { coefficient, selection });
+    let top = weighted(0.6, (0.1..1.0).prop_map(|fraction| TopCovariance { fraction }));
     let band = (prop_oneof![0.3..1.0, 1.0..1.5], -1.0..0.1, 0.1..1.5)
         .prop_map(|(fraction, lower, width)| CovarianceBand { fraction, lower, upper: lower + width });
-    let clip_cov = (ppo_clip(), weighted(0.7, band)).prop_map(|(clip, selection)| ClipCov { clip, selection });
-    let sampling = any::<bool>().prop_map(|empty_rows| ImportanceSampling { empty_rows });
-    vec![
-        ("ppo_clip", ppo_clip().prop_map(Objective::PpoClip).boxed()),
-        ("cispo", cispo.prop_map(Objective::Cispo).boxed()),
-        ("sapo", sapo.prop_map(Objective::Sapo).boxed()),
-        ("vespo", vespo.prop_map(Objective::Vespo).boxed()),
-        ("policy_gradient", Just(Objective::PolicyGradient).boxed()),
-        ("importance_sampling", sampling.prop_map(Objective::ImportanceSampling).boxed()),
-        ("masked_ratio", masked_ratio.prop_map(Objective::MaskedRatio).boxed()),
-        ("trust_region", trust_region.prop_map(Objective::TrustRegion).boxed()),
-        ("dro", (0.1..2.0).prop_map(|beta| Objective::Dro(Dro { beta })).boxed()),
-        ("kl_cov", kl_cov.prop_map(Objective::KlCov).boxed()),
-        ("clip_cov", clip_cov.prop_map(Objective::ClipCov).boxed()),
-        ("none", Just(Objective::None).boxed()),
-    ]
-}
-
-fn ratio() -> impl Strategy<Value = Ratio> {
-    let level = select(vec![RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken]);
-    let clip = (0.1..0.5, 0.1..0.5).prop_map(|(low, high)| LogClip { low, high });
-    let epsilon = select(vec![0.0, 0.0, 1e-8, 0.5]);
-    (level, weighted(0.3, select(vec![0.25, 2.0, 20.0])), weighted(0.25, clip), weighted(0.2, 0.05..2.0), epsilon)
-        .prop_map(|(level, clamp, clip, cap, denominator_epsilon)| Ratio {
-            level,
-            clamp,
-            clip,
-            cap,
-            denominator_epsilon,
+    let selections = (top, weighted(0.7, band), any::<bool>());
+    let selecting = |arm: BoxedStrategy<Objective>| {
+        (arm, selections.clone()).prop_map(|(mut objective, (top, band, empty_rows))| {
+            match &mut objective {
+                Objective::KlCov(cov) => cov.selection = top,
+                Objective::ClipCov(cov) => cov.selection = band,
+                Objective::ImportanceSampling(sampling) => sampling.empty_rows = empty_rows,
+                _ => {}
+            }
+            objective
         })
-}
-
-fn rollout() -> impl Strategy<Value = RolloutWeights> {
-    let levels =
-        vec![RolloutLevel::Token, RolloutLevel::Sequence, RolloutLevel::Geometric, RolloutLevel::TokenGatedByGeometric];
-    let source = prop_oneof![
-        select(levels).prop_map(|level| (RolloutSource::Logp, level)),
-        select(vec![RolloutLevel::Token, RolloutLevel::Geometric]).prop_map(|level| (RolloutSource::Given, level)),
-    ];
-    let bounds = (weighted(0.5, 0.2..0.95), weighted(0.7, 1.05..2.5));
-    let clamp = weighted(0.3, select(vec![0.5, 20.0]));
-    let outside = select(vec![Outside::Truncate, Outside::Mask]);
-    let applies_to = select(vec![Terms::Policy, Terms::PolicyAndKl]);
-    (source, bounds, clamp, outside, any::<bool>(), applies_to).prop_map(
-        |((source, level), (min, max), clamp, outside, normalize, applies_to)| RolloutWeights {
-            source,
-            level,
-            outside: if source == RolloutSource::Logp { outside } else { Outside::Truncate },
-            min: min.filter(|_| source == RolloutSource::Logp),
-            max: max.filter(|_| source == RolloutSource::Logp),
-            clamp: clamp.filter(|_| source == RolloutSource::Logp),
-            normalize,
-            applies_to,
-        },
-    )
-}
-
-fn rejection() -> impl Strategy<Value = Rejection> {
-    let levels = vec![
-        RejectionLevel::Token,
-        RejectionLevel::SequenceSum,
-        RejectionLevel::SequenceMean,
-        RejectionLevel::SequenceMax,
-    ];
-    let estimators = vec![RejectionEstimator::K1, RejectionEstimator::K2, RejectionEstimator::K3];
-    let bounds = (weighted(0.4, -2.0..0.01), prop_oneof![0.02..0.3, 0.1..3.0]);
-    let drops_from = select(vec![Terms::Policy, Terms::PolicyAndKl]);
-    (select(estimators), select(levels), bounds, any::<bool>(), drops_from).prop_map(
-        |(estimator, level, (min, max), counts, drops_from)| Rejection {
-            estimator,
-            level,
-            min,
-            max,
-            counts,
-            drops_from,
-        },
-    )
-}
-
-fn reduction() -> impl Strategy<Value = Reduction> {
-    let rows = || prop_oneof![Just(Rows::All), Just(Rows::NonEmpty), (1.0..9.0).prop_map(Rows::Given)];
-    prop_oneof![
-        2 => Just(Reduction::TokenMean),
-        3 => rows().prop_map(|rows| Reduction::SequenceMean { rows }),
-        2 => rows().prop_map(|rows| Reduction::SequenceSum { rows }),
-        2 => (rows(), weighted(0.5, 1..9_usize)).prop_map(|(rows, length)| Reduction::FixedLength { rows, length }),
-        1 => (0.5..40.0).prop_map(Reduction::Normalizer),
-    ]
-}
-
-fn epsilon() -> impl Strategy<Value = f64> {
-    select(vec![0.0, 0.0, 1e-8, 0.5])
-}
-
-fn averaging() -> impl Strategy<Value = Averaging> {
-    (reduction(), epsilon()).prop_map(|(reduction, denominator_epsilon)| Averaging { reduction, denominator_epsilon })
-}
-
-fn kl() -> impl Strategy<Value = Kl> {
-    let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
-    let gradient = prop_oneof![2 => Just(KlGradient::Own), 1 => Just(KlGradient::K2)];
-    let importance = select(vec![KlImportance::One, KlImportance::Ratio, KlImportance::Score]);
-    let clamps = (weighted(0.3, select(vec![0.4, 2.0, 20.0])), weighted(0.3, select(vec![0.1, 1.0, 10.0])));
-    let weight = prop_oneof![9 => 0.01..1.0, 1 => Just(0.0)];
-    (weight, estimator, gradient, importance, clamps, any::<bool>(), weighted(0.25, averaging())).prop_map(
-        |(beta, estimator, gradient, importance, clamps, clamp_after_importance, averaging)| Kl {
-            beta,
-            estimator,
-            gradient,
-            importance,
-            difference_clamp: clamps.0,
-            value_clamp: clamps.1,
-            clamp_after_importance,
-            averaging,
-        },
-    )
+    };
+    suites::objectives().into_iter().map(|(name, arm)| (name, selecting(arm).boxed())).collect()
 }
 
 fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
@@ -397,50 +255,12 @@ fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
 
 /// Every option of the loss; the support comes with the vocabulary.
 fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> {
-    let old_logp = prop_oneof![4 => Just(OldLogp::Given), 1 => Just(OldLogp::Current), 1 => Just(OldLogp::Rollout)];
-    let temperature = (
-        select(vec![1.0, 0.5, 0.7, 1.7]),
-        prop_oneof![3 => Just(TemperatureDivides::Logits), 1 => Just(TemperatureDivides::Logp)],
-    );
-    let off_policy_mask = (-0.5..0.5, select(vec![OldLogp::Given, OldLogp::Rollout]))
-        .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour });
     let fraction = prop_oneof![0.1..0.95, select(vec![0.25, 0.5, 0.75])];
     let top_entropy = (fraction, select(vec![Drops::PolicyTerm, Drops::Ratio]))
         .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, precision: QuantilePrecision::Exact });
-    let entropy = (select(vec![0.0, 0.01, -0.3]), weighted(0.3, averaging()));
-    let levels = select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]);
-    let policy = (objective, ratio(), levels, old_logp, logits_transform(), temperature);
-    let corrections = (
-        weighted(0.4, rollout()),
-        prop_oneof![2 => Just(Vec::new()), 1 => vec(rejection(), 1..=2)],
-        weighted(0.3, off_policy_mask),
-        weighted(0.3, top_entropy),
-    );
-    let rest = (weighted(0.6, kl()), entropy, reduction(), epsilon(), select(vec![1.0, 0.25, 4.0]));
-    (policy, corrections, rest).prop_map(|(policy, corrections, rest)| {
-        let (objective, ratio, advantages, old_logp, logits, (temperature, temperature_divides)) = policy;
-        let (rollout, rejection, off_policy_mask, top_entropy) = corrections;
-        let (kl, (entropy_coef, entropy_averaging), reduction, denominator_epsilon, scale) = rest;
-        let mut spec = LossSpec {
-            objective,
-            ratio,
-            advantages,
-            old_logp,
-            logits,
-            support: Support::default(),
-            temperature,
-            temperature_divides,
-            rollout,
-            rejection,
-            off_policy_mask,
-            top_entropy,
-            kl,
-            entropy_coef,
-            entropy_averaging,
-            reduction,
-            denominator_epsilon,
-            scale,
-        };
+    let drawn = (objective, logits_transform(), weighted(0.3, top_entropy), suites::family(Just(Objective::None)));
+    drawn.prop_map(|(objective, logits, top_entropy, rest)| {
+        let mut spec = LossSpec { objective, logits, top_entropy, support: Support::default(), ..rest };
         if matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows) {
             spec.ratio.level = RatioLevel::Sequence;
             spec.advantages = AdvantageLevel::Sequence;

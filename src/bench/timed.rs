@@ -13,7 +13,7 @@ use crate::schema::bench::Bench;
 use crate::spec::LossSpec;
 
 /// A recipe for a problem to be timed.
-pub(super) trait Workload: Clone + Sync {
+pub(super) trait Timed: Clone + Sync {
     type Problem: Judgeable + Listed;
 
     /// The field of a config that says the recipe.
@@ -58,7 +58,7 @@ fn bytes(extents: &[usize], each: usize) -> usize {
     extents.iter().fold(each, |bytes, &extent| bytes.saturating_mul(extent))
 }
 
-impl Workload for Recipe {
+impl Timed for Recipe {
     type Problem = Problem;
     const FIELD: &'static str = "batch.generate";
     const BOUND: &'static str = "copy";
@@ -124,7 +124,7 @@ fn sizes(recipe: &HeadRecipe) -> [[usize; 3]; 3] {
     [[batch, tokens, vocab], [1, hidden, vocab], [batch, tokens, hidden]]
 }
 
-impl Workload for HeadRecipe {
+impl Timed for HeadRecipe {
     type Problem = HeadProblem;
     const FIELD: &'static str = "batch.generate_head.recipe";
     const BOUND: &'static str = "gemm";

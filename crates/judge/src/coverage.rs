@@ -1,0 +1,63 @@
+//! [`Coverage`]: what a problem can show of a kernel.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use assay_reference::Reference;
+
+/// What a problem can show.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Coverage {
+    /// Tokens that count.
+    pub tokens: usize,
+    /// Of them, those whose dlogits are not all 0.
+    pub with_gradient: usize,
+    /// Tokens that count as clipped, on either side.
+    pub clipped: usize,
+    /// Sequences without a token.
+    pub empty_rows: usize,
+    /// The least and the largest probability of a target that has a gradient.
+    pub target_probability: Option<[f64; 2]>,
+    /// Of the targets that have a gradient, those in the first column, and those in the last.
+    pub first_and_last_column: [usize; 2],
+}
+
+impl Coverage {
+    /// That of the problem that was evaluated.
+    pub fn of(reference: &Reference) -> Self {
+        let shape = reference.shape();
+        let mut coverage = Self::default();
+        for b in 0..shape.batch {
+            let tokens: Vec<_> = (0..shape.tokens).filter_map(|t| reference.token(b, t)).collect();
+            coverage.empty_rows += usize::from(tokens.is_empty());
+            for token in tokens {
+                coverage.tokens += 1;
+                coverage.clipped += usize::from(token.clipped_low || token.clipped_high);
+                let of_logp = reference.grad_logp(token, &token.branch, token.coupling) != 0.0;
+                let others = token.probability_of_others > 0.0;
+                if !(of_logp && others) && reference.grad_entropy(token) == 0.0 {
+                    continue;
+                }
+                coverage.with_gradient += 1;
+                let p = 1.0 - token.probability_of_others;
+                let [least, most] = coverage.target_probability.unwrap_or([p, p]);
+                coverage.target_probability = Some([least.min(p), most.max(p)]);
+                coverage.first_and_last_column[0] += usize::from(token.id == 0);
+                coverage.first_and_last_column[1] += usize::from(token.id == shape.vocab - 1);
+            }
+        }
+        coverage
+    }
+}
+
+impl fmt::Display for Coverage {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self { tokens, with_gradient, clipped, empty_rows, first_and_last_column: [first, last], .. } = self;
+        write!(f, "{tokens} tokens that count, {with_gradient} with a gradient, {clipped} clipped")?;
+        if let Some([least, most]) = self.target_probability {
+            write!(f, "; p of their targets {least:.1e} to {:.1e} below 1", 1.0 - most)?;
+        }
+        write!(f, "; {first} targets in the first column, {last} in the last; {empty_rows} rows without a token")
+    }
+}

@@ -1,0 +1,171 @@
+//! [`Diagnosis`]: what is likely behind a failure, where the errors of a candidate have the pattern of a known cause.
+
+use std::fmt;
+
+use ndarray::Dimension;
+
+use super::U;
+use super::gate::Output;
+use super::judge::Verdict;
+use super::metric::half_ulp;
+use assay_core::problem::{Candidate, Dtype, FloatArray};
+use assay_reference::Reference;
+
+/// A likely cause.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Diagnosis {
+    /// All columns but the target are 0.
+    OnlyTheTarget,
+    /// The gradient is this many times what it should be.
+    ConstantFactor(f64),
+    /// Errors of up to one ulp, all toward 0.
+    Truncated(Dtype),
+    /// An output's values are those of a dtype of fewer bits than it is stored in.
+    StoredWider(Output, Dtype),
+    /// Errors of logp, or entropy, of the size that logits of this dtype have when they are not converted first.
+    NotUpcast(Dtype),
+    /// Errors of logp, or of entropy alone, of the size of a sum of so many terms, added one by one in f32.
+    NaiveSum(usize),
+}
+
+impl fmt::Display for Diagnosis {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Diagnosis::OnlyTheTarget => write!(f, "only the target has a gradient: every other column of dlogits is 0"),
+            Diagnosis::ConstantFactor(factor) => write!(f, "dlogits are {factor:.6} times what they should be"),
+            Diagnosis::Truncated(dtype) => {
+                write!(f, "every error of dlogits is toward 0, by up to one ulp: rounded to {dtype} by truncation. ")?;
+                write!(f, "Triton's interpreter does that, and GPUs do not")
+            }
+            Diagnosis::StoredWider(output, dtype) => {
+                write!(f, "every value of {} is one of {dtype}, stored wider: store it as {dtype}, ", output.name())?;
+                write!(f, "or do not round it")
+            }
+            Diagnosis::NotUpcast(dtype) => {
+                write!(f, "these are the errors of {dtype} logits that are not converted to f32 before their softmax")
+            }
+            Diagnosis::NaiveSum(terms) => {
+                write!(f, "these are the errors of a sum of {terms} terms, added one by one in f32")
+            }
+        }
+    }
+}
+
+/// What the judge's verdicts on `candidate` are likely of; nothing where all passed.
+pub(super) fn of_logits(reference: &Reference, candidate: &Candidate, verdicts: &[Verdict]) -> Vec<Diagnosis> {
+    let mut all: Vec<Diagnosis> = of_tokens(reference, candidate, verdicts).into_iter().collect();
+    if failed(verdicts, Output::Dlogits) {
+        all.extend(of_dlogits(reference, &candidate.gradient));
+    }
+    all
+}
+
+fn failed(verdicts: &[Verdict], output: Output) -> bool {
+    verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed())
+}
+
+/// Of the softmax alone: of logp, or where that is right of entropy.
+pub(super) fn of_tokens<G>(reference: &Reference, candidate: &Candidate<G>, verdicts: &[Verdict]) -> Option<Diagnosis> {
+    let of_logp = failed(verdicts, Output::Logp);
+    if !of_logp && !failed(verdicts, Output::Entropy) {
+        return None;
+    }
+    let values = if of_logp { &candidate.logp } else { &candidate.entropy }.as_ref()?;
+    let (shape, dtype) = (reference.shape(), reference.problem().logits.dtype());
+    let (mut error, mut coarse, mut of_sum) = (0.0, 0.0, 0.0);
+    for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
+        let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
+        let exact = if of_logp { token.inputs.logp } else { token.entropy };
+        error = f64::max(error, (values.at(b, t) - exact).abs());
+        let size = token.logp_softmax.stats.max.abs().max(token.inputs.logp.abs());
+        coarse = f64::max(coarse, 4.0 * half_ulp(size, dtype));
+        let sum = if of_logp { 1.0 } else { token.entropy };
+        of_sum = f64::max(of_sum, U * shape.vocab as f64 * sum);
+    }
+    let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
+    match () {
+        () if !error.is_finite() => None,
+        () if narrow && (coarse / 16.0..=coarse).contains(&error) => Some(Diagnosis::NotUpcast(dtype)),
+        // Of fewer terms a sum is no cause.
+        () if shape.vocab >= 1 << 10 && error <= of_sum => Some(Diagnosis::NaiveSum(shape.vocab)),
+        () => None,
+    }
+}
+
+/// Sums over pairs of an expected and an actual value.
+#[derive(Default)]
+struct Pairs {
+    count: usize,
+    product: f64,
+    expected2: f64,
+    actual2: f64,
+}
+
+impl Pairs {
+    fn add(&mut self, expected: f64, actual: f64) {
+        self.count += 1;
+        self.product += expected * actual;
+        self.expected2 += expected * expected;
+        self.actual2 += actual * actual;
+    }
+
+    /// The factor that comes nearest, and what is left of the actual values without it, of their size.
+    fn factor(&self) -> Option<(f64, f64)> {
+        let factor = self.product / self.expected2;
+        let left2 = self.actual2 - factor * self.product;
+        (self.count >= 4 && factor.is_finite()).then(|| (factor, (left2.max(0.0) / self.actual2).sqrt()))
+    }
+}
+
+fn of_dlogits(reference: &Reference, dlogits: &FloatArray<ndarray::Ix3>) -> Vec<Diagnosis> {
+    let shape = reference.shape();
+    let dtype = dlogits.dtype();
+    let (mut others, mut targets) = (Pairs::default(), Pairs::default());
+    let (mut beyond_half, mut toward_zero) = (0, true);
+    for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
+        let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
+        for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
+            // What is flushed, and what is not finite, says nothing.
+            if !y.is_finite() || x.abs() < f64::from(f32::MIN_POSITIVE) {
+                continue;
+            }
+            if v == token.id { &mut targets } else { &mut others }.add(x, y);
+            let half = half_ulp(x, dtype);
+            if (y - x).abs() > 1.05 * half {
+                beyond_half += 1;
+                toward_zero &= y.abs() < x.abs() && (y - x).abs() < 2.1 * half;
+            }
+        }
+    }
+    let mut all = Vec::new();
+    if others.count > 0 && others.actual2 == 0.0 && targets.actual2 > 0.0 {
+        all.push(Diagnosis::OnlyTheTarget);
+        return all;
+    }
+    if let (Some((factor, left)), Some((of_targets, left_of_targets))) =
+        (others.factor(), targets.factor().or(others.factor()))
+        && left.max(left_of_targets) < 1e-2
+        && (factor - of_targets).abs() < 1e-2 * factor.abs()
+        && (factor - 1.0).abs() > 4.0 * left.max(1e-6)
+    {
+        all.push(Diagnosis::ConstantFactor(factor));
+    }
+    if matches!(dtype, Dtype::Bf16 | Dtype::F16) && beyond_half >= 8 && toward_zero {
+        all.push(Diagnosis::Truncated(dtype));
+    }
+    all.extend(stored_wider(Output::Dlogits, dlogits));
+    all
+}
+
+/// The dtype of fewer bits that all of an output's values are of.
+pub(super) fn stored_wider<D: Dimension>(output: Output, values: &FloatArray<D>) -> Option<Diagnosis> {
+    if !matches!(values.dtype(), Dtype::F32 | Dtype::F64) {
+        return None;
+    }
+    let values = values.to_f64();
+    let finite = || values.iter().copied().filter(|x| x.is_finite() && *x != 0.0);
+    let of = |dtype: Dtype| finite().all(|x| dtype.round(x) == x);
+    let narrow =
+        (finite().take(16).count() == 16).then(|| [Dtype::Bf16, Dtype::F16].into_iter().find(|dtype| of(*dtype)));
+    Some(Diagnosis::StoredWider(output, narrow??))
+}

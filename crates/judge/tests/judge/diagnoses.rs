@@ -1,0 +1,121 @@
+//! What a failure is likely of: each cause is named where it is the cause, and none where there is no failure.
+
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::diagnosis::Diagnosis;
+use assay_judge::gate::Output;
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::{Grade, Limits};
+use assay_judge::trial::Known;
+use assay_reference::Reference;
+
+fn problem(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Problem {
+    let recipe = Recipe { shape, dtype, regime, seed: 3, old_logp_noise_scale: 0.05, masked_garbage: false };
+    recipe.unmasked_problem(&LossSpec::default()).unwrap()
+}
+
+/// The reference's answer in the problem's dtype, changed by `break_it`: what is said of it.
+fn diagnosed(problem: &Problem, break_it: impl FnOnce(&mut Candidate, &Reference)) -> Vec<Diagnosis> {
+    let spec = LossSpec::default();
+    let known = Known::of(&spec, problem).unwrap();
+    let mut candidate = Candidate::from(known.reference.outcome());
+    candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), problem.logits.dtype());
+    candidate.metrics = None;
+    break_it(&mut candidate, &known.reference);
+    let judged = known.judge(candidate, &Limits::external(Grade::Standard)).unwrap();
+    problem.diagnose(&known.reference, &judged.outcome, &judged.verdicts)
+}
+
+fn change(candidate: &mut Candidate, by: impl Fn((usize, usize, usize), f64) -> f64) {
+    let dtype = candidate.gradient.dtype();
+    let mut values = candidate.gradient.to_f64();
+    values.indexed_iter_mut().for_each(|(at, x)| *x = by(at, *x));
+    candidate.gradient = FloatArray::rounded_from(&values, dtype);
+}
+
+#[test]
+fn right_answer_has_no_cause() {
+    for dtype in Dtype::KERNEL {
+        assert_eq!(diagnosed(&problem([2, 3, 257], dtype, Regime::Normal), |_, _| {}), []);
+    }
+}
+
+#[test]
+fn only_the_target_is_named() {
+    let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Normal);
+    let said = diagnosed(&problem, |candidate, reference| {
+        change(candidate, |(b, t, v), x| if reference.token(b, t).unwrap().id == v { x } else { 0.0 });
+    });
+    assert_eq!(said, [Diagnosis::OnlyTheTarget]);
+}
+
+#[test]
+fn constant_factor_is_measured() {
+    let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
+    let said = diagnosed(&problem, |candidate, _| change(candidate, |_, x| x * 0.9375));
+    let [Diagnosis::ConstantFactor(factor)] = said[..] else { panic!("{said:?}") };
+    assert!((factor - 0.9375).abs() < 1e-6, "{factor}");
+}
+
+#[test]
+fn truncation_is_named() {
+    let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Normal);
+    let said = diagnosed(&problem, |candidate, reference| {
+        change(candidate, |(b, t, v), _| {
+            let exact = reference.dlogits_row(b, t)[v] as f32;
+            f64::from(f32::from_bits(exact.to_bits() & 0xffff_0000))
+        });
+    });
+    assert_eq!(said, [Diagnosis::Truncated(Dtype::Bf16)]);
+}
+
+#[test]
+fn values_of_a_narrower_dtype_are_recognised() {
+    let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
+    let said = diagnosed(&problem, |candidate, _| change(candidate, |_, x| Dtype::Bf16.round(x)));
+    assert_eq!(said, [Diagnosis::StoredWider(Output::Dlogits, Dtype::Bf16)]);
+}
+
+#[test]
+fn logits_that_are_not_upcast_are_named() {
+    let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Peaked);
+    let said = diagnosed(&problem, |candidate, _| {
+        candidate.logp = candidate.logp.take().map(|logp| logp.to_f64().mapv(|x| Dtype::Bf16.round(x)).into());
+    });
+    assert_eq!(said, [Diagnosis::NotUpcast(Dtype::Bf16)]);
+}
+
+/// `−Σ p ln p` of equal terms, one after the other in f32, as XLA adds on CPUs.
+#[test]
+fn naive_sum_of_an_entropy_is_named() {
+    let mut problem = problem([1, 2, 4099], Dtype::F32, Regime::Small);
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    logits.fill(0.1);
+    let said = diagnosed(&problem, |candidate, _| {
+        let p = 1.0 / 4099.0_f32;
+        let entropy = (0..4099).fold(0.0_f32, |sum, _| sum - p * p.ln());
+        candidate.entropy = candidate.entropy.take().map(|of| of.to_f64().mapv(|_| f64::from(entropy)).into());
+    });
+    assert_eq!(said, [Diagnosis::NaiveSum(4099)]);
+}
+
+/// `ln Σ exp(x − max)` of the vocabulary of Qwen, one term after the other in f32.
+#[test]
+fn naive_sum_is_named() {
+    // As columns of an untrained vocabulary: of one logit, so that what is lost of each is lost of all.
+    let mut problem = problem([1, 2, 151_936], Dtype::F32, Regime::LongTail);
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    logits.slice_mut(ndarray::s![.., .., 1..]).fill(0.1);
+    let said = diagnosed(&problem, |candidate, reference| {
+        let mut logp = candidate.logp.take().unwrap().to_f64();
+        for ((b, t), value) in logp.indexed_iter_mut() {
+            let row: Vec<f32> = problem.logits.row(b, t).into_iter().map(|x| x as f32).collect();
+            let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum = row.iter().fold(0.0_f32, |sum, x| sum + (x - most).exp());
+            *value = f64::from(row[reference.token(b, t).unwrap().id] - most - sum.ln());
+        }
+        candidate.logp = Some(logp.into());
+    });
+    assert_eq!(said, [Diagnosis::NaiveSum(151_936)]);
+}

@@ -1,0 +1,341 @@
+//! The panel: kernels that are not ours, in processes of their own, on problems in every regime and dtype.
+//!
+//! What they need says whether the law holds for anybody's kernel: honest ones never fail, wrong ones do.
+
+use std::time::Instant;
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+use serde::Serialize;
+
+use assay_core::problem::{Candidate, Dtype, Problem, ProblemError};
+use assay_core::spec::{
+    Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, PpoClip, RatioLevel, Reduction, Rows, Sapo,
+};
+use assay_judge::generate::{Recipe, RecipeError, Regime};
+use assay_judge::judge::{JudgeError, Verdict};
+use assay_judge::tolerance::{Grade, Limits};
+use assay_judge::trial::{Judged, Known};
+use assay_worker::{Answer, Worker};
+
+/// Judges what a kernel of the panel returned, as kernels that are not ours are.
+///
+/// # Errors
+/// As [`Known::judge`].
+pub fn judge(known: &Known, candidate: Candidate) -> Result<Judged, JudgeError> {
+    known.judge(candidate, &Limits::external(Grade::Standard))
+}
+
+/// Few shapes, as frameworks compile a program for each: around tiles, primes, few tokens and many.
+const SHAPES: [[usize; 3]; 5] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031], [1, 8, 2048]];
+
+/// Qwen's vocabulary.
+const WIDE: [usize; 3] = [1, 3, 151_936];
+
+/// What is recorded is small.
+const SAMPLE: [usize; 3] = [1, 4, 131];
+
+/// Failures that are kept of each gate; all are counted.
+const KEPT: u64 = 2;
+
+/// Which problems.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deck {
+    /// Vocabularies up to 4,099.
+    Narrow,
+    /// A vocabulary of 151,936.
+    Wide,
+    /// Those that fixtures are recorded of: one a regime, its dtype and loss another in each.
+    Sample,
+}
+
+impl Deck {
+    /// How a command's option calls one of its cases.
+    fn option(self) -> &'static str {
+        match self {
+            Deck::Narrow => "case",
+            Deck::Wide => "wide-case",
+            Deck::Sample => "sample",
+        }
+    }
+
+    /// How many make one of each regime.
+    pub const REGIMES: u64 = Regime::FINITE.len() as u64;
+
+    /// The problem of this number, the same always: any 264 in a row have every regime with every dtype and every loss.
+    pub fn case(self, index: u64) -> Case {
+        let pick = |n: usize| (index % n as u64) as usize;
+        let regimes = Regime::FINITE.len();
+        let shape = match self {
+            Deck::Narrow => SHAPES[pick(SHAPES.len())],
+            Deck::Wide => WIDE,
+            Deck::Sample => SAMPLE,
+        };
+        let mut rng = ChaCha8Rng::seed_from_u64(index);
+        rng.set_stream(self as u64);
+        let spec = spec(pick(LOSSES), &mut rng);
+        let recipe = Recipe {
+            shape,
+            dtype: Dtype::KERNEL[(pick(regimes) + pick(regimes * Dtype::KERNEL.len()) / regimes) % Dtype::KERNEL.len()],
+            regime: Regime::FINITE[pick(regimes)],
+            seed: index,
+            old_logp_noise_scale: [0.0, 0.1, 0.3, 1.0][rng.random_range(0..4)],
+            masked_garbage: false,
+        };
+        Case { deck: self, index, spec, recipe }
+    }
+}
+
+/// Losses that differ in more than numbers.
+const LOSSES: usize = 8;
+
+/// One of TRL's losses, with numbers as they are set in practice and around.
+fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
+    let clip = |rng: &mut ChaCha8Rng| {
+        let (epsilon_low, epsilon_high) = (rng.random_range(0.05..0.4), rng.random_range(0.05..0.5));
+        Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() })
+    };
+    let cispo = |rng: &mut ChaCha8Rng| Objective::Cispo(Cispo { lower: None, upper: rng.random_range(1.0..5.0) });
+    let sapo = |rng: &mut ChaCha8Rng| {
+        Objective::Sapo(Sapo { tau_positive: rng.random_range(0.5..1.5), tau_negative: rng.random_range(0.5..1.5) })
+    };
+    let row_means = Reduction::SequenceMean { rows: Rows::All };
+    let (objective, level, kl, reduction) = match loss {
+        0 => (clip(rng), RatioLevel::Token, None, Reduction::TokenMean),
+        1 => (clip(rng), RatioLevel::Token, Some(KlImportance::One), Reduction::TokenMean),
+        2 => (clip(rng), RatioLevel::Token, Some(KlImportance::Ratio), row_means),
+        3 => (clip(rng), RatioLevel::Sequence, None, row_means),
+        4 => (cispo(rng), RatioLevel::Token, None, Reduction::TokenMean),
+        5 => (cispo(rng), RatioLevel::Token, Some(KlImportance::Ratio), Reduction::TokenMean),
+        6 => (sapo(rng), RatioLevel::Token, None, row_means),
+        _ => (sapo(rng), RatioLevel::Sequence, Some(KlImportance::One), Reduction::TokenMean),
+    };
+    let mut spec = LossSpec { objective, reduction, ..LossSpec::default() };
+    spec.ratio.level = level;
+    spec.kl = kl
+        .map(|importance| Kl { importance, ..Kl::plain([0.001, 0.04, 0.1][rng.random_range(0..3)], KlEstimator::K3) });
+    spec.temperature = if rng.random_bool(0.5) { 1.0 } else { rng.random_range(0.5..1.5) };
+    spec.entropy_coef = if rng.random_bool(0.5) { 0.0 } else { rng.random_range(0.001..0.1) };
+    spec
+}
+
+/// One problem that every kernel is given.
+#[derive(Clone, Debug)]
+pub struct Case {
+    deck: Deck,
+    index: u64,
+    /// The loss.
+    pub spec: LossSpec,
+    /// The batch.
+    pub recipe: Recipe,
+}
+
+impl Case {
+    /// The options that choose it again.
+    fn options(&self) -> String {
+        format!("--{} {}", self.deck.option(), self.index)
+    }
+}
+
+/// What was found under one dtype, regime and gate.
+#[derive(Clone, Debug, Serialize)]
+pub struct Cell {
+    /// Of the logits.
+    pub dtype: Dtype,
+    /// How they were drawn.
+    pub regime: Regime,
+    /// Output and comparison.
+    pub gate: String,
+    /// Candidates judged.
+    pub judged: u64,
+    /// Those that failed.
+    pub failed: u64,
+    /// Those that are of grade `standard`, and not `exact`.
+    pub standard: u64,
+    /// Those with a NaN or ∞ where the exact value is neither, or the other way about.
+    pub nonfinite: u64,
+    /// The largest κ needed.
+    pub kappa: f64,
+    /// The largest error over its limit, of finite values.
+    pub share: f64,
+}
+
+/// A candidate that failed.
+#[derive(Clone, Debug, Serialize)]
+pub struct Failure {
+    /// The gate, or that there was no answer.
+    pub gate: String,
+    /// What shows it again.
+    pub replay: String,
+    /// The loss.
+    pub spec: LossSpec,
+    /// The batch.
+    pub recipe: Recipe,
+    /// The verdict, in words.
+    pub words: String,
+}
+
+/// What became of one kernel.
+#[derive(Clone, Debug, Serialize)]
+pub struct Found {
+    /// Its name.
+    pub kernel: String,
+    /// What it says of itself.
+    pub about: Option<String>,
+    /// Candidates that it returned.
+    pub judged: u64,
+    /// Problems that it does not compute.
+    pub unsupported: u64,
+    /// Candidates that failed a gate, or cannot be judged.
+    pub failed: u64,
+    /// Problems without an answer: the kernel failed, broke the protocol or took too long.
+    pub unanswered: u64,
+    /// Seconds from question to answer, all together.
+    pub answer_s: f64,
+    /// By dtype, regime and gate.
+    pub cells: Vec<Cell>,
+    /// The first of each gate.
+    pub failures: Vec<Failure>,
+}
+
+impl Found {
+    /// The largest κ that a gate needed; `None` where it was never judged.
+    pub fn kappa(&self, gate: &str) -> Option<f64> {
+        let cells = self.cells.iter().filter(|cell| cell.gate == gate);
+        cells.map(|cell| if cell.nonfinite > 0 { f64::INFINITY } else { cell.kappa }).reduce(f64::max)
+    }
+
+    fn add(&mut self, case: &Case, verdict: &Verdict) {
+        let (Recipe { dtype, regime, .. }, gate) = (&case.recipe, verdict.gate.to_string());
+        let same = |cell: &Cell| (cell.dtype, cell.regime, &cell.gate) == (*dtype, *regime, &gate);
+        let at = self.cells.iter().position(same).unwrap_or_else(|| {
+            let (judged, failed, standard, nonfinite, kappa, share) = (0, 0, 0, 0, 0.0, 0.0);
+            self.cells.push(Cell {
+                dtype: *dtype,
+                regime: *regime,
+                gate,
+                judged,
+                failed,
+                standard,
+                nonfinite,
+                kappa,
+                share,
+            });
+            self.cells.len() - 1
+        });
+        let cell = &mut self.cells[at];
+        cell.judged += 1;
+        cell.failed += u64::from(verdict.status.failed());
+        cell.standard += u64::from(verdict.grade == Some(Grade::Standard));
+        cell.nonfinite += u64::from(verdict.tally.nonfinite.or(verdict.tally.silent).is_some());
+        cell.kappa = cell.kappa.max(verdict.tally.kappa_seen);
+        cell.share = cell.share.max(verdict.tally.worst.map_or(0.0, |worst| worst.share()));
+    }
+
+    fn fail(&mut self, case: &Case, gate: &str, replay: String, words: String) {
+        if self.failures.iter().filter(|failure| failure.gate == gate).count() as u64 >= KEPT {
+            return;
+        }
+        let (spec, recipe) = (case.spec.clone(), case.recipe.clone());
+        self.failures.push(Failure { gate: gate.into(), replay, spec, recipe, words });
+    }
+}
+
+/// A kernel, and what has been found so far.
+pub struct Kernel {
+    worker: Worker,
+    command: String,
+    /// What has been found.
+    pub found: Found,
+}
+
+impl Kernel {
+    /// A kernel that nothing is known of. `command` runs it again, but for the options that choose a problem.
+    pub fn new(name: &str, command: String, worker: Worker) -> Self {
+        let found = Found {
+            kernel: name.into(),
+            about: worker.hello().about.clone(),
+            judged: 0,
+            unsupported: 0,
+            failed: 0,
+            unanswered: 0,
+            answer_s: 0.0,
+            cells: Vec::new(),
+            failures: Vec::new(),
+        };
+        Self { worker, command, found }
+    }
+
+    fn replay(&self, case: &Case) -> String {
+        format!("{} {}", self.command, case.options())
+    }
+
+    /// What it returns; `None` where it does not compute that, or fails, which is noted.
+    pub fn answer(&mut self, case: &Case, problem: &Problem) -> Option<Candidate> {
+        let started = Instant::now();
+        let answer = self.worker.ask(&case.spec, problem);
+        self.found.answer_s += started.elapsed().as_secs_f64();
+        match answer {
+            Ok(Answer::Candidate(candidate)) => Some(*candidate),
+            Ok(Answer::Unsupported(_)) => {
+                self.found.unsupported += 1;
+                None
+            }
+            Err(error) => {
+                self.found.unanswered += 1;
+                self.found.fail(case, "no answer", self.replay(case), error.to_string());
+                None
+            }
+        }
+    }
+
+    fn meet(&mut self, case: &Case, known: &Known) {
+        let Some(candidate) = self.answer(case, known.problem) else { return };
+        self.found.judged += 1;
+        match judge(known, candidate) {
+            Err(error) => {
+                self.found.failed += 1;
+                self.found.fail(case, "not judged", self.replay(case), error.to_string());
+            }
+            Ok(judged) => {
+                judged.verdicts.iter().for_each(|verdict| self.found.add(case, verdict));
+                let failed: Vec<String> = judged.failed().map(|verdict| verdict.gate.to_string()).collect();
+                self.found.failed += u64::from(!failed.is_empty());
+                let replay = self.replay(case);
+                for (gate, words) in failed.iter().zip(known.failures(&judged, &self.found.kernel, &replay)) {
+                    self.found.fail(case, gate, replay.clone(), words);
+                }
+            }
+        }
+    }
+}
+
+/// Why a problem of a deck cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum PanelError {
+    /// Its recipe is wrong.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// It does not fit its spec.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+}
+
+/// Gives every kernel every case; the reference is evaluated once for all of them.
+///
+/// # Errors
+/// [`PanelError`] where a case is no problem. A kernel that fails is a finding.
+pub fn run(
+    kernels: &mut [Kernel],
+    cases: impl Iterator<Item = Case>,
+    mut done: impl FnMut(),
+) -> Result<(), PanelError> {
+    for case in cases {
+        let problem = case.recipe.problem(&case.spec)?;
+        let known = Known::of(&case.spec, &problem)?;
+        kernels.par_iter_mut().for_each(|kernel| kernel.meet(&case, &known));
+        done();
+    }
+    Ok(())
+}

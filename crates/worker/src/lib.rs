@@ -1,0 +1,27 @@
+//! Somebody's kernel in a process of its own, over files in shared memory: protocol `assay-check/1`.
+//!
+//! The process first says what it is, then answers one request after another, each message one line of JSON:
+//!
+//! ```text
+//! worker   {"protocol": "assay-check/1", "dtypes": ["f32", "bf16"], "outputs": ["logp"], "about": "torch 2.15.0"}
+//! request  {"id": 7, "problem": "/dev/shm/…/7.safetensors", "candidate": "/dev/shm/…", "spec": {…}}
+//! worker   {"id": 7}    or    {"id": 7, "unsupported": "…"}    or    {"id": 7, "error": "…"}
+//! ```
+//!
+//! The problem is a file as `assay generate` writes it, the candidate one as `assay judge` reads it; the worker answers once
+//! the latter is whole. `outputs` are those beside the loss and the gradient that every candidate has; `about` may be left
+//! out. The worker ends when its stdin does.
+//!
+//! A worker is a stranger: its lines and files are bounded before they are read, and when it breaks the protocol or takes too
+//! long, the whole group of its processes is killed.
+
+mod process;
+mod worker;
+
+pub use self::worker::{Answer, Hello, Launch, Stored, Worker, WorkerError};
+
+/// The protocol and its version.
+pub const PROTOCOL: &str = "assay-check/1";
+
+/// The longest line that is read, in bytes.
+pub const LONGEST_LINE: usize = 64 << 10;

@@ -1,0 +1,404 @@
+//! [`Worker`]: it is asked, and answers with a candidate.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
+
+use super::process::{Process, Silence};
+use super::{LONGEST_LINE, PROTOCOL};
+use assay_core::implementation::Workload;
+use assay_core::problem::{Candidate, Dtype, HeadProblem, Problem};
+use assay_core::spec::LossSpec;
+use assay_core::text::one_line;
+use assay_fixture::{FixtureError, MAX_HEADER_LEN, StoredGradient, read_candidate, write_head_problem, write_problem};
+
+/// Memory that is a file system, where there is one.
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// A problem that files hold, and so its candidates.
+pub trait Stored: Workload<Gradient: StoredGradient> {
+    /// Writes it to `path`.
+    ///
+    /// # Errors
+    /// [`FixtureError::Io`].
+    fn store(&self, path: &Path) -> Result<(), FixtureError>;
+}
+
+impl Stored for Problem {
+    fn store(&self, path: &Path) -> Result<(), FixtureError> {
+        write_problem(path, self, &BTreeMap::new())
+    }
+}
+
+impl Stored for HeadProblem {
+    fn store(&self, path: &Path) -> Result<(), FixtureError> {
+        write_head_problem(path, self, &BTreeMap::new())
+    }
+}
+
+/// How a worker is started, and how long it is waited for.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The program and its arguments.
+    pub command: Vec<OsString>,
+    /// What is added to its environment.
+    pub environment: Vec<(OsString, OsString)>,
+    /// Until it has said what it is: it may have a framework to load.
+    pub start: Duration,
+    /// Until it has answered: it may have a program to compile.
+    pub answer: Duration,
+}
+
+impl Launch {
+    /// A minute to start, a minute to answer.
+    pub fn of<S: Into<OsString>>(command: impl IntoIterator<Item = S>) -> Self {
+        let minute = Duration::from_mins(1);
+        let command = command.into_iter().map(Into::into).collect();
+        Self { command, environment: Vec::new(), start: minute, answer: minute }
+    }
+
+    /// The command, for messages.
+    fn name(&self) -> String {
+        one_line(&self.command.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "))
+    }
+}
+
+/// What a worker says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL`].
+    protocol: String,
+    /// Dtypes of logits, or of hidden states, that it takes.
+    pub dtypes: Vec<Dtype>,
+    /// Which of `logp`, `entropy` and `token_loss` each of its candidates has.
+    pub outputs: Vec<String>,
+    /// What computes, with versions.
+    #[serde(default)]
+    pub about: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Request<'r> {
+    id: u64,
+    problem: &'r Path,
+    candidate: &'r Path,
+    spec: &'r LossSpec,
+}
+
+#[derive(Deserialize)]
+struct Reply {
+    id: u64,
+    unsupported: Option<String>,
+    error: Option<String>,
+}
+
+/// What a worker answered.
+#[derive(Debug)]
+pub enum Answer<G> {
+    /// Its outputs.
+    Candidate(Box<Candidate<G>>),
+    /// What it does not compute, in its own words.
+    Unsupported(String),
+}
+
+/// Why a worker gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The system does not start it.
+    #[error("`{command}`: cannot be started: {reason}")]
+    Start {
+        /// The command.
+        command: String,
+        /// The system's answer.
+        reason: io::Error,
+    },
+    /// It ended.
+    #[error("`{command}`: ended while it was waited for: {status}{stderr}")]
+    Died {
+        /// The command.
+        command: String,
+        /// Its exit code or signal.
+        status: String,
+        /// The last lines of its stderr, after a line break; nothing where there are none.
+        stderr: String,
+    },
+    /// It was not done in time, and has been killed.
+    #[error("`{command}`: no {awaited} in {limit:?}: killed{stderr}")]
+    TimedOut {
+        /// The command.
+        command: String,
+        /// What was waited for.
+        awaited: &'static str,
+        /// How long.
+        limit: Duration,
+        /// As in [`WorkerError::Died`].
+        stderr: String,
+    },
+    /// It said what the protocol does not have, and has been killed.
+    #[error("`{command}`: {field}: got {given}, expected {expected}{stderr}")]
+    Protocol {
+        /// The command.
+        command: String,
+        /// The message or its field.
+        field: &'static str,
+        /// What it said.
+        given: String,
+        /// What it may say.
+        expected: String,
+        /// As in [`WorkerError::Died`].
+        stderr: String,
+    },
+    /// It says that it failed.
+    #[error("`{command}`: {message}")]
+    Failed {
+        /// The command.
+        command: String,
+        /// Its own words.
+        message: String,
+    },
+    /// The problem cannot be written, or its candidate cannot be read or believed.
+    #[error("`{command}`: {reason}")]
+    File {
+        /// The command.
+        command: String,
+        /// What is wrong.
+        reason: FixtureError,
+    },
+}
+
+/// A kernel in a process of its own, which lives until this is dropped. One that ended is started again when it is asked.
+pub struct Worker {
+    launch: Launch,
+    folder: TempDir,
+    hello: Hello,
+    process: Option<Process>,
+    asked: u64,
+}
+
+impl Worker {
+    /// Starts it and hears what it is.
+    ///
+    /// # Errors
+    /// [`WorkerError`] where it does not start, or does not say so in time.
+    pub fn start(launch: Launch) -> Result<Self, WorkerError> {
+        let folder = folder().map_err(|reason| WorkerError::Start { command: launch.name(), reason })?;
+        let (process, hello) = begin(&launch)?;
+        Ok(Self { launch, folder, hello, process: Some(process), asked: 0 })
+    }
+
+    /// What it says of itself.
+    pub fn hello(&self) -> &Hello {
+        &self.hello
+    }
+
+    /// Lets it compute `problem` under `spec`. Both files of the question are gone afterwards.
+    ///
+    /// # Errors
+    /// [`WorkerError`]; after one that ended the process, the next question is for a new one.
+    pub fn ask<P: Stored>(&mut self, spec: &LossSpec, problem: &P) -> Result<Answer<P::Gradient>, WorkerError> {
+        let (array, dtype) = (P::ARRAY, problem.dtype());
+        if !self.hello.dtypes.contains(&dtype) {
+            return Ok(Answer::Unsupported(format!("{array} in {dtype}")));
+        }
+        self.asked += 1;
+        let [given, returned] =
+            ["problem", "candidate"].map(|name| self.folder.path().join(format!("{}-{name}.safetensors", self.asked)));
+        let answer = self.answer(spec, problem, &given, &returned);
+        // The worker may have written none.
+        let _ = (fs::remove_file(&given), fs::remove_file(&returned));
+        answer
+    }
+
+    fn answer<P: Stored>(
+        &mut self,
+        spec: &LossSpec,
+        problem: &P,
+        given: &Path,
+        returned: &Path,
+    ) -> Result<Answer<P::Gradient>, WorkerError> {
+        let command = self.launch.name();
+        let file = |reason| WorkerError::File { command: command.clone(), reason };
+        problem.store(given).map_err(file)?;
+        let request = Request { id: self.asked, problem: given, candidate: returned, spec };
+        let request = serde_json::to_string(&request).expect("plain data has a JSON form");
+        let process = match &mut self.process {
+            Some(process) => process,
+            none => {
+                let (process, hello) = begin(&self.launch)?;
+                self.hello = hello;
+                none.insert(process)
+            }
+        };
+        let deadline = Instant::now() + self.launch.answer;
+        process.send(request);
+        let reply: Result<Reply, WorkerError> = hear(process, &self.launch, Awaited::Answer, deadline);
+        let reply = reply.and_then(|reply| match reply.id {
+            id if id == self.asked => Ok(reply),
+            id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
+        });
+        let Reply { unsupported, error, .. } = reply.inspect_err(|_| self.process = None)?;
+        if let Some(message) = error {
+            return Err(WorkerError::Failed { command, message: shown(&message) });
+        }
+        if let Some(what) = unsupported {
+            return Ok(Answer::Unsupported(one_line(&what)));
+        }
+        expect_file(returned, given).map_err(file)?;
+        let candidate = read_candidate(returned).map_err(file)?;
+        self.expect_outputs(&candidate, returned).map_err(file)?;
+        Ok(Answer::Candidate(Box::new(candidate)))
+    }
+
+    /// What was promised is there: an output that is silently left out would not be judged.
+    fn expect_outputs<G>(&self, candidate: &Candidate<G>, path: &Path) -> Result<(), FixtureError> {
+        let Candidate { logp, entropy, token_loss, .. } = candidate;
+        let there = |name: &str| match name {
+            "logp" => logp.is_some(),
+            "entropy" => entropy.is_some(),
+            "token_loss" => token_loss.is_some(),
+            _ => true,
+        };
+        let missing = self.hello.outputs.iter().find(|name| !there(name));
+        missing.map_or(Ok(()), |name| Err(FixtureError::invalid(path, name, "nothing", "what the worker promised")))
+    }
+}
+
+/// A folder in shared memory, or where temporary files are.
+fn folder() -> io::Result<TempDir> {
+    let builder = || {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix("assay-worker-");
+        builder
+    };
+    builder().tempdir_in(SHARED_MEMORY).or_else(|_| builder().tempdir())
+}
+
+/// What is waited for.
+#[derive(Clone, Copy)]
+enum Awaited {
+    Hello,
+    Answer,
+}
+
+impl Awaited {
+    fn name(self) -> &'static str {
+        match self {
+            Awaited::Hello => "first line",
+            Awaited::Answer => "answer",
+        }
+    }
+
+    fn form(self) -> &'static str {
+        match self {
+            Awaited::Hello => r#"{"protocol": "assay-check/1", "dtypes": […], "outputs": […]}"#,
+            Awaited::Answer => {
+                r#"{"id": …}, or with "unsupported" or "error"; what else there is to say goes to stderr"#
+            }
+        }
+    }
+}
+
+/// A new process, and what it says of itself.
+fn begin(launch: &Launch) -> Result<(Process, Hello), WorkerError> {
+    let name = launch.name();
+    let start = |reason| WorkerError::Start { command: name.clone(), reason };
+    let [program, arguments @ ..] = launch.command.as_slice() else {
+        return Err(start(io::Error::new(io::ErrorKind::InvalidInput, "got no word, expected a program")));
+    };
+    let mut command = Command::new(program);
+    command.args(arguments).envs(launch.environment.iter().map(|(name, value)| (name, value)));
+    let deadline = Instant::now() + launch.start;
+    let mut process = Process::start(&mut command).map_err(start)?;
+    let hello: Hello = hear(&mut process, launch, Awaited::Hello, deadline)?;
+    let known = |name: &&String| {
+        ["loss", "dlogits", "dhidden", "dlm_head", "logp", "entropy", "token_loss"].contains(&name.as_str())
+    };
+    if hello.protocol != PROTOCOL {
+        return Err(broken(
+            &mut process,
+            &name,
+            "protocol",
+            format!("`{}`", one_line(&hello.protocol)),
+            PROTOCOL.into(),
+        ));
+    }
+    if let Some(unknown) = hello.outputs.iter().find(|output| !known(output)) {
+        let expected = "loss, dlogits, dhidden, dlm_head, logp, entropy, token_loss".into();
+        return Err(broken(&mut process, &name, "outputs", format!("`{}`", one_line(unknown)), expected));
+    }
+    Ok((process, hello))
+}
+
+/// The next message of `process`, which is ended where there is none.
+fn hear<M: for<'m> Deserialize<'m>>(
+    process: &mut Process,
+    launch: &Launch,
+    awaited: Awaited,
+    deadline: Instant,
+) -> Result<M, WorkerError> {
+    let command = launch.name();
+    match process.line(deadline) {
+        Ok(line) => serde_json::from_str(&line).map_err(|error| {
+            let given = format!("`{}` ({error})", one_line(&line));
+            broken(process, &command, awaited.name(), given, awaited.form().into())
+        }),
+        Err(Silence::Garbage(given)) => {
+            let expected = format!("{} in at most {LONGEST_LINE} bytes", awaited.form());
+            Err(broken(process, &command, awaited.name(), one_line(&given), expected))
+        }
+        Err(Silence::Ended) => {
+            let status = process.ended().map_or_else(|error| error.to_string(), |status| status.to_string());
+            Err(WorkerError::Died { command, status, stderr: told(process) })
+        }
+        Err(Silence::TimedOut) => {
+            let limit = match awaited {
+                Awaited::Hello => launch.start,
+                Awaited::Answer => launch.answer,
+            };
+            // Killed, whatever its status is.
+            let _ = process.end(Duration::ZERO);
+            Err(WorkerError::TimedOut { command, awaited: awaited.name(), limit, stderr: told(process) })
+        }
+    }
+}
+
+/// The error of a message that the protocol does not have. Ends the process.
+fn broken(process: &mut Process, command: &str, field: &'static str, given: String, expected: String) -> WorkerError {
+    let _ = process.end(Duration::ZERO);
+    WorkerError::Protocol { command: command.into(), field, given, expected, stderr: told(process) }
+}
+
+/// Its last words, below the message.
+fn told(process: &Process) -> String {
+    let words = process.last_words();
+    if words.trim().is_empty() { String::new() } else { format!("\n{}", shown(&words)) }
+}
+
+/// A stranger's lines, with what would drive a terminal escaped.
+fn shown(text: &str) -> String {
+    let escaped = |c: char| if c.is_control() && c != '\n' { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escaped).collect()
+}
+
+/// A candidate is a file, and no more is read of it than could be right: dlogits in f64 for logits of half the size.
+fn expect_file(path: &Path, problem: &Path) -> Result<(), FixtureError> {
+    let io = |reason| FixtureError::io(path, "read", reason);
+    let length =
+        |path: &Path| fs::symlink_metadata(path).map_err(io).map(|metadata| (metadata.is_file(), metadata.len()));
+    let ((is_file, given), (_, problem)) = (length(path)?, length(problem)?);
+    let longest = 4 * problem + MAX_HEADER_LEN;
+    match is_file {
+        false => Err(FixtureError::invalid(path, "candidate", "no regular file", "one")),
+        true if given > longest => {
+            Err(FixtureError::invalid(path, "length", format!("{given} bytes"), format!("at most {longest}")))
+        }
+        true => Ok(()),
+    }
+}

@@ -1,0 +1,426 @@
+//! `assay panel`: kernels written in Python, honest and wrong, before the judge.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use clap::Args;
+use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use serde::{Deserialize, Serialize};
+
+use super::document::{self, Marks};
+use super::generate::json;
+use super::{CliError, Passed, Printing, config};
+use crate::fixture::{write_candidate, write_problem};
+use crate::judge::generate::Regime;
+use crate::problem::Dtype;
+use crate::suites::panel::{self, Cell, Deck, Found, Kernel};
+use crate::worker::{Launch, Worker};
+
+/// The gates of a problem on logits, and what the table calls them.
+const GATES: [(&str, &str); 7] = [
+    ("loss", "loss"),
+    ("logp", "logp"),
+    ("entropy", "entropy"),
+    ("token_loss", "token_loss"),
+    ("dlogits", "dlogits"),
+    ("dlogits row_l2", "row_l2"),
+    ("dlogits row_sum", "row_sum"),
+];
+
+/// The lines that stand around the tables in a document.
+const MARKS: Marks = ["<!-- assay panel --markdown -->", "<!-- end of tables -->"];
+
+#[derive(Args)]
+pub(super) struct Panel {
+    /// The list of kernels; the programs that serve them lie beside it
+    #[arg(default_value = "tests/panel/panel.toml")]
+    list: PathBuf,
+    /// The Python that has what they import; `make panel` makes one
+    #[arg(long, value_name = "PATH", default_value = "target/panel/bin/python")]
+    python: PathBuf,
+    /// Run only these kernels
+    #[arg(long = "kernel", value_name = "NAME")]
+    only: Vec<String>,
+    /// Problems with a vocabulary up to 4,099; every 264 have each regime with each dtype and each loss
+    #[arg(long, value_name = "N", default_value_t = 264)]
+    cases: u64,
+    /// Problems with a vocabulary of 151,936
+    #[arg(long, value_name = "N", default_value_t = 33)]
+    wide: u64,
+    /// The one problem with this number
+    #[arg(long, value_name = "I", conflicts_with_all = ["cases", "wide", "wide_case"])]
+    case: Option<u64>,
+    /// The one of a large vocabulary with this number
+    #[arg(long, value_name = "I", conflicts_with_all = ["cases", "wide"])]
+    wide_case: Option<u64>,
+    /// Only write what the kernels return for a few small problems, with these, into a folder
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["cases", "wide", "case", "wide_case"])]
+    record: Option<PathBuf>,
+    /// Print the largest error of each dtype and regime over its limit, as Markdown
+    #[arg(long)]
+    markdown: bool,
+    /// Also put that between its marks in a document, such as docs/peers.md
+    #[arg(long, value_name = "FILE.md", requires = "markdown", conflicts_with = "only")]
+    into: Option<PathBuf>,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// What is expected of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Expected {
+    /// No failure.
+    Right,
+    /// A failure.
+    Wrong,
+    /// A failure where the vocabulary is large.
+    WrongIfWide,
+}
+
+/// A list of kernels.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct List {
+    kernel: Vec<Entry>,
+    #[serde(default)]
+    cause: Vec<Cause>,
+}
+
+/// One of them.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    /// How it is called.
+    name: String,
+    /// Module and function that `serve.py` is told.
+    serve: [String; 2],
+    /// What is expected of it; of a published project nothing is.
+    expected: Option<Expected>,
+    /// What it is.
+    #[serde(rename = "is")]
+    what: String,
+}
+
+/// Why kernels fail, as somebody found out.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Cause {
+    /// Which.
+    kernels: Vec<String>,
+    /// On logits of which dtypes.
+    dtypes: Vec<Dtype>,
+    /// In which regimes.
+    regimes: Vec<Regime>,
+    /// By which gates; all where none is named.
+    #[serde(default)]
+    gates: Vec<String>,
+    /// In words.
+    why: String,
+    /// Whether that is a defect, and not the way textbook formulas are.
+    defect: bool,
+}
+
+impl Cause {
+    fn explains(&self, kernel: &str, cell: &Cell) -> bool {
+        let Cell { dtype, regime, gate, failed, .. } = cell;
+        let gate = self.gates.is_empty() || self.gates.contains(gate);
+        let given = gate && self.dtypes.contains(dtype) && self.regimes.contains(regime);
+        *failed > 0 && given && self.kernels.iter().any(|name| name == kernel)
+    }
+}
+
+/// What became of them all.
+#[derive(Serialize)]
+struct Outcome {
+    cases: u64,
+    wide: u64,
+    seconds: f64,
+    kernels: Vec<OfKernel>,
+}
+
+#[derive(Serialize)]
+struct OfKernel {
+    #[serde(rename = "is")]
+    what: String,
+    expected: Option<Expected>,
+    as_expected: bool,
+    #[serde(flatten)]
+    found: Found,
+}
+
+impl Panel {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let List { kernel: entries, cause: causes } = self.chosen()?;
+        let mut kernels = entries.iter().map(|entry| self.start(entry)).collect::<Result<Vec<_>, _>>()?;
+        if let Some(folder) = &self.record {
+            return record(&mut kernels, folder);
+        }
+        let started = Instant::now();
+        let [narrow, wide] = self.indices();
+        let progress = self.printing.progress(narrow.clone().chain(wide.clone()).count());
+        let cases = narrow.clone().map(|index| Deck::Narrow.case(index));
+        let cases = cases.chain(wide.clone().map(|index| Deck::Wide.case(index)));
+        panel::run(&mut kernels, cases, || progress.inc(1))?;
+        progress.finish_and_clear();
+
+        let of_kernel = |(entry, kernel): (Entry, Kernel)| {
+            let Entry { what, expected, .. } = entry;
+            let found = kernel.found;
+            // A kernel that does not answer shows nothing.
+            let answered = found.judged > 0 && found.unanswered == 0;
+            let as_expected = answered
+                && match expected {
+                    None => true,
+                    Some(Expected::Right) => found.failed == 0,
+                    Some(Expected::Wrong) => found.failed > 0,
+                    Some(Expected::WrongIfWide) => found.failed > 0 || wide.is_empty(),
+                };
+            OfKernel { what, expected, as_expected, found }
+        };
+        let kernels: Vec<OfKernel> = entries.into_iter().zip(kernels).map(of_kernel).collect();
+        let seconds = started.elapsed().as_secs_f64();
+        let count = |indices: &Range<u64>| indices.end - indices.start;
+        let outcome = Outcome { cases: count(&narrow), wide: count(&wide), seconds, kernels };
+        for OfKernel { expected, found, .. } in &outcome.kernels {
+            let told = *expected == Some(Expected::Right) || found.unanswered > 0;
+            for failure in found.failures.iter().filter(|_| told) {
+                super::print(&format!("{}\n", failure.words))?;
+            }
+        }
+        let text = if self.markdown { markdown(&outcome, &causes) } else { table(&outcome) };
+        if let Some(path) = &self.into {
+            document::put_into(path, [(MARKS, text.as_str())])?;
+        }
+        self.printing.finish(&text, &outcome)?;
+        Ok(outcome.kernels.iter().all(|kernel| kernel.as_expected).into())
+    }
+
+    /// The numbers of the problems: of small vocabularies, and of a large one.
+    fn indices(&self) -> [Range<u64>; 2] {
+        match (self.case, self.wide_case) {
+            (Some(index), _) => [index..index.saturating_add(1), 0..0],
+            (_, Some(index)) => [0..0, index..index.saturating_add(1)],
+            _ => [0..self.cases, 0..self.wide],
+        }
+    }
+
+    fn chosen(&self) -> Result<List, CliError> {
+        let mut list: List = config::read(&self.list)?;
+        if let Some(unknown) = self.only.iter().find(|name| !list.kernel.iter().any(|entry| entry.name == **name)) {
+            let names: Vec<&str> = list.kernel.iter().map(|entry| entry.name.as_str()).collect();
+            return Err(CliError::Usage(format!("--kernel: got `{unknown}`, expected one of: {}", names.join(", "))));
+        }
+        list.kernel.retain(|entry| self.only.is_empty() || self.only.contains(&entry.name));
+        Ok(list)
+    }
+
+    fn start(&self, entry: &Entry) -> Result<Kernel, CliError> {
+        let [module, function] = &entry.serve;
+        let serve = self.list.parent().unwrap_or(Path::new("")).join("serve.py");
+        let command = [self.python.as_os_str(), serve.as_os_str(), module.as_ref(), function.as_ref()];
+        let mut launch = Launch::of(command);
+        // Kernels run side by side.
+        launch.environment.push(("OMP_NUM_THREADS".into(), "1".into()));
+        let again = format!("assay panel {} --kernel {}", self.list.display(), entry.name);
+        Ok(Kernel::new(&entry.name, again, Worker::start(launch)?))
+    }
+}
+
+/// Writes `DIR/CASE.problem.safetensors`, and what each kernel returns for it to `DIR/CASE.KERNEL.safetensors`.
+fn record(kernels: &mut [Kernel], folder: &Path) -> Result<Passed, CliError> {
+    for index in 0..Deck::REGIMES {
+        let case = Deck::Sample.case(index);
+        let problem = case.recipe.problem(&case.spec)?;
+        let path = |name: &str| folder.join(format!("{index}.{name}.safetensors"));
+        for kernel in &mut *kernels {
+            let answer = kernel.answer(&case, &problem);
+            let Found { kernel: name, about, failures, .. } = &kernel.found;
+            let Some(candidate) = answer else {
+                let why = failures.first().map_or("it does not compute that", |failure| &failure.words);
+                return Err(CliError::Usage(format!("--record: {name}: sample {index}: {why}")));
+            };
+            let about = about.iter().map(|about| ("about".to_string(), about.clone())).collect();
+            write_candidate(path(name), &candidate, &about)?;
+        }
+        let (spec, recipe) = (json(&case.spec), json(&case.recipe));
+        let metadata = [(config::SPEC_KEY.to_string(), spec), ("recipe".to_string(), recipe)];
+        write_problem(path("problem"), &problem, &metadata.into())?;
+    }
+    Ok(Passed::Yes)
+}
+
+/// A row a kernel: the largest κ that each gate needed.
+fn table(outcome: &Outcome) -> String {
+    let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    let gates = GATES.map(|(_, name)| name);
+    table.set_header(
+        ["kernel", "expected", "judged", "failed", "no answer"].iter().chain(&gates).chain(&["ms each", ""]),
+    );
+    for column in 2..6 + gates.len() {
+        table.column_mut(column).expect("as in the header").set_cell_alignment(CellAlignment::Right);
+    }
+    for OfKernel { expected, as_expected, found, .. } in &outcome.kernels {
+        let kappa = |gate: &str| match found.kappa(gate) {
+            None => "–".into(),
+            Some(kappa) if kappa >= 1000.0 => format!("{kappa:.0e}"),
+            Some(kappa) => format!("{kappa:.2}"),
+        };
+        let expected = match expected {
+            None => "–",
+            Some(Expected::Right) => "right",
+            Some(Expected::Wrong) => "wrong",
+            Some(Expected::WrongIfWide) => "wrong if wide",
+        };
+        let mut row = vec![found.kernel.clone(), expected.into()];
+        row.extend([found.judged, found.failed, found.unanswered].map(|count| count.to_string()));
+        row.extend(GATES.map(|(gate, _)| kappa(gate)));
+        row.push(format!("{:.1}", 1e3 * found.answer_s / (found.judged.max(1) as f64)));
+        row.push(if *as_expected { String::new() } else { "UNEXPECTED".into() });
+        table.add_row(row);
+    }
+    let unexpected = outcome.kernels.iter().filter(|kernel| !kernel.as_expected).count();
+    let Outcome { cases, wide, seconds, kernels } = outcome;
+    format!(
+        "{table}\nκ needed, the largest of each gate; ∞ where a value is NaN or ∞ that should not be\n{}  {} kernels, {cases} problems and {wide} of V = 151,936 each, {unexpected} kernels not as expected, {seconds:.0} s\n",
+        if unexpected == 0 { "PASS" } else { "FAIL" },
+        kernels.len(),
+    )
+}
+
+/// Three tables: what was driven; what each kernel comes to by dtype and regime; why it fails.
+fn markdown(outcome: &Outcome, causes: &[Cause]) -> String {
+    let regimes = Regime::FINITE.map(|regime| regime.to_string());
+    let mut driven = String::from("| | what is driven | with |\n|---|---|---|\n");
+    let mut worst = format!("| | logits | {} |\n|---|---|{}\n", regimes.join(" | "), "---|".repeat(regimes.len()));
+    for OfKernel { found, what, .. } in &outcome.kernels {
+        let about = found.about.as_deref().unwrap_or("–");
+        driven += &format!("| {} | {what} | {about} |\n", found.kernel);
+        for dtype in Dtype::KERNEL {
+            let of = |regime| found.cells.iter().filter(move |cell| (cell.dtype, cell.regime) == (dtype, regime));
+            let row = Regime::FINITE.map(|regime| of(regime).max_by(|a, b| badness(a).total_cmp(&badness(b))));
+            worst +=
+                &format!("| {} | {dtype} | {} |\n", found.kernel, row.map(|c| c.map_or("–".into(), grade)).join(" | "));
+        }
+    }
+    let Outcome { cases, wide, .. } = outcome;
+    let asked = format!("{cases} problems of a vocabulary up to 4,099 and {wide} of one of 151,936.");
+    format!("{asked}\n\n{driven}\n{worst}\n{}", explained(outcome, causes))
+}
+
+/// A row a cause, where what it explains is still seen; and one for each kernel of what nobody has looked into.
+fn explained(outcome: &Outcome, causes: &[Cause]) -> String {
+    let mut text = String::from("| | logits | regimes | cause | a defect? |\n|---|---|---|---|---|\n");
+    let mut row = |kernels: &[&str], cells: &[&Cell], cause: &str, defect: &str| {
+        let dtypes = Dtype::KERNEL.iter().filter(|dtype| cells.iter().any(|cell| cell.dtype == **dtype));
+        let regimes = Regime::FINITE.iter().filter(|regime| cells.iter().any(|cell| cell.regime == **regime));
+        let dtypes: Vec<String> = dtypes.map(ToString::to_string).collect();
+        let regimes = match regimes.map(ToString::to_string).collect::<Vec<_>>() {
+            all if all.len() == Regime::FINITE.len() => "all".into(),
+            some => some.join(", "),
+        };
+        let cause = cause.replace('|', "\\|");
+        text += &format!("| {} | {} | {regimes} | {cause} | {defect} |\n", kernels.join(", "), dtypes.join(", "));
+    };
+    let cells = || {
+        outcome
+            .kernels
+            .iter()
+            .flat_map(|kernel| kernel.found.cells.iter().map(move |cell| (&*kernel.found.kernel, cell)))
+    };
+    for cause in causes {
+        let explained: Vec<(&str, &Cell)> = cells().filter(|(kernel, cell)| cause.explains(kernel, cell)).collect();
+        let mut kernels: Vec<&str> = explained.iter().map(|(kernel, _)| *kernel).collect();
+        kernels.dedup();
+        if !kernels.is_empty() {
+            let cells: Vec<&Cell> = explained.into_iter().map(|(_, cell)| cell).collect();
+            row(&kernels, &cells, &cause.why, if cause.defect { "yes" } else { "no" });
+        }
+    }
+    for OfKernel { found, .. } in &outcome.kernels {
+        let known = |cell: &Cell| causes.iter().any(|cause| cause.explains(&found.kernel, cell));
+        let left: Vec<&Cell> = found.cells.iter().filter(|cell| cell.failed > 0 && !known(cell)).collect();
+        if !left.is_empty() {
+            row(&[&found.kernel], &left, "not looked into", "–");
+        }
+    }
+    text
+}
+
+/// What a cell comes to: the gate that is worst, its largest error over the limit of the grade that it reaches, and `std` where
+/// that is `standard`.
+fn grade(cell: &Cell) -> String {
+    let name = GATES.iter().find(|(gate, _)| *gate == cell.gate).map_or(cell.gate.as_str(), |(_, name)| name);
+    let share = match cell.share {
+        _ if cell.nonfinite > 0 => "NaN".into(),
+        share if share >= 1000.0 => format!("{share:.0e}"),
+        share if share >= 10.0 => format!("{share:.0}"),
+        share => format!("{share:.1}"),
+    };
+    let grade = if cell.standard > 0 { " std" } else { "" };
+    if cell.failed > 0 { format!("**{name} {share}**") } else { format!("{name} {share}{grade}") }
+}
+
+/// Orders cells: NaN is worst.
+fn badness(cell: &Cell) -> f64 {
+    if cell.nonfinite > 0 { f64::INFINITY } else { cell.share }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cell(gate: &str, failed: u64, nonfinite: u64, share: f64) -> Cell {
+        let (dtype, regime) = (Dtype::Bf16, Regime::Holes);
+        Cell { dtype, regime, gate: gate.into(), judged: 8, failed, standard: 0, nonfinite, kappa: 0.0, share }
+    }
+
+    fn outcome(cells: Vec<Cell>) -> Outcome {
+        let found = Found {
+            kernel: "k".into(),
+            about: Some("k 1.0".into()),
+            judged: 8,
+            unsupported: 0,
+            failed: 1,
+            unanswered: 0,
+            answer_s: 0.0,
+            cells,
+            failures: Vec::new(),
+        };
+        let kernels = vec![OfKernel { what: "`f`".into(), expected: None, as_expected: true, found }];
+        Outcome { cases: 8, wide: 0, seconds: 1.0, kernels }
+    }
+
+    fn cause(gate: &str) -> Cause {
+        Cause {
+            kernels: vec!["k".into()],
+            dtypes: vec![Dtype::Bf16],
+            regimes: vec![Regime::Holes],
+            gates: vec![gate.into()],
+            why: "u·|x|".into(),
+            defect: true,
+        }
+    }
+
+    #[test]
+    fn worst_gate_of_a_regime_is_the_one_with_nan_and_what_fails_is_bold() {
+        let outcome =
+            outcome(vec![cell("loss", 1, 0, 9e9), cell("dlogits row_l2", 1, 2, 0.1), cell("logp", 0, 0, 0.5)]);
+        let text = markdown(&outcome, &[]);
+        assert!(text.contains("| k | `f` | k 1.0 |"), "{text}");
+        assert!(text.contains("| **row_l2 NaN** |"), "{text}");
+        assert_eq!(grade(&cell("logp", 0, 0, 0.5)), "logp 0.5");
+        assert_eq!(grade(&cell("dlogits", 3, 0, 25_700.0)), "**dlogits 3e4**");
+    }
+
+    #[test]
+    fn cause_is_shown_while_it_explains_a_failure_and_what_none_explains_is_shown_too() {
+        let failing = outcome(vec![cell("loss", 1, 0, 2.0), cell("logp", 0, 0, 0.5)]);
+        let explained_by = |gate| explained(&failing, &[cause(gate)]);
+        assert!(explained_by("loss").ends_with("|\n| k | bf16 | holes | u·\\|x\\| | yes |\n"));
+        assert!(explained_by("logp").ends_with("|\n| k | bf16 | holes | not looked into | – |\n"));
+        assert_eq!(explained(&outcome(vec![cell("loss", 0, 0, 0.5)]), &[cause("loss")]).lines().count(), 2);
+    }
+}

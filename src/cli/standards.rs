@@ -1,0 +1,46 @@
+//! What a candidate is held to, where a command lets one choose.
+
+use clap::Args;
+
+use super::CliError;
+use crate::judge::gate::Edge;
+use crate::judge::judge::Verdict;
+use crate::judge::judgeable::Judgeable;
+use crate::judge::tolerance::Limits;
+use crate::problem::Candidate;
+use crate::schema::verdicts::Grade;
+
+/// What a candidate is held to.
+#[derive(Args, Clone, Default)]
+pub(super) struct Standards {
+    /// How accurate it must be: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every avoidable
+    /// cancellation avoided. Kernels of others are held to `standard` if none is given, this project's own to `exact`
+    #[arg(long, value_name = "GRADE")]
+    grade: Option<Grade>,
+    /// Waive what fails at an edge: `overflow`, `minus_infinity`, `lowest_float` or `masked`
+    #[arg(long, value_name = "EDGE", value_delimiter = ',')]
+    allow: Vec<Edge>,
+}
+
+impl Standards {
+    /// What is said of `outcome`, of an implementation of `class`.
+    pub(super) fn judge<P: Judgeable>(
+        &self,
+        problem: &P,
+        reference: &P::Reference<'_>,
+        outcome: &Candidate<P::Gradient>,
+        class: &str,
+    ) -> Result<Vec<Verdict>, CliError> {
+        let limits = Limits::of(class)?;
+        let limits = self.grade.map_or(limits, |grade| limits.at(grade));
+        let verdicts = problem.judge(reference, outcome, &limits)?;
+        Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
+    }
+
+    /// The options again, for a command that is shown.
+    pub(super) fn options(&self) -> String {
+        let grade = self.grade.map_or_else(String::new, |grade| format!(" --grade {grade}"));
+        let allowed = self.allow.iter().map(|edge| format!(" --allow {edge}"));
+        grade + &allowed.collect::<String>()
+    }
+}
