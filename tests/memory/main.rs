@@ -1,5 +1,6 @@
 //! What is taken and what is lost: memory of the whole process, so that one trial runs at a time and nothing beside it.
 
+mod judge;
 mod native;
 #[cfg(feature = "pjrt")]
 mod runtime;
@@ -19,6 +20,7 @@ fn main() {
     let trials = vec![
         // First: it counts each byte, where the other reads a slope.
         trial("extra_memory_is_within_a_megabyte_a_thread_and_with_an_lm_head_a_chunk", native::extra_memory),
+        trial("judge_of_a_head_widens_a_few_columns_at_a_time", judge::of_a_head),
         #[cfg(feature = "pjrt")]
         trial("two_hundred_compile_execute_cycles_leak_nothing", runtime::cycles_leak_nothing),
     ];

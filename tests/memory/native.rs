@@ -21,7 +21,7 @@ const OF_A_TOKEN: usize = 1000;
 const OF_PRODUCTS: usize = 8_000_000;
 
 /// The most that `work` held at once beyond what there was.
-fn most_bytes(work: impl FnOnce()) -> usize {
+pub(super) fn most_bytes(work: impl FnOnce()) -> usize {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
     work();

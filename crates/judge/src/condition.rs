@@ -18,11 +18,14 @@
 //! entropy bonus.
 //!
 //! At [`Grade::Standard`] the target is `max(…, G_abs(1 + p_y(a_y + ā)) + (1−p_y)ΔG)/T`, as `G − G·p_y` rounds, and
-//! `C_E = |E| q_j ((1 + a_j + ā)(2 + |ln q_j| + H) + ā₂)/T`, as `−q_j(ln q_j + H)` does.
+//! `C_E = |E| q_j ((1 + a_j + ā)(2 + |ln q_j| + H) + ā₂)/T`, as `−q_j(ln q_j + H)` does; and SAPO's `|policy′|` is `4ρ|A|σ`, as
+//! `σ(1 − σ)` rounds.
 //!
 //! Beside each scale, which `κ·u` multiplies, stands a *floor*, an error that nothing multiplies: what f32 flushes to 0; what
 //! follows from an error `ε_j` that each logit has of its own, where it is a product; and at [`Grade::Standard`] from an
 //! offset, `offset·u·M` with `M` the size of the row's largest logit divided by T, as `x − logsumexp(x)` and `x/T` round.
+
+use std::sync::Arc;
 
 use ndarray::Array2;
 use rayon::prelude::*;
@@ -31,7 +34,7 @@ use super::U;
 use super::gate::Output;
 use super::tolerance::{Grade, Limits};
 use assay_core::spec::{
-    Divergence, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion,
+    Divergence, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, Sapo, TrustRegion,
 };
 use assay_reference::{Branch, Choice, Reference, Scaled, ScaledSoftmax, Token, TokenInputs, clipped};
 
@@ -98,7 +101,7 @@ pub struct Condition {
     pub overflows: bool,
     base: Base,
     /// How far each logit may be off where it is a product; empty where logits are given.
-    errors: Vec<f64>,
+    errors: Arc<[f64]>,
     moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
     row: RatioTerms,
@@ -122,6 +125,10 @@ pub struct ColumnBound {
     pub whole: Bound,
     /// Of it, what has one sign in all columns but the target: errors of `G` and of the softmax's sum.
     pub common: Bound,
+    /// Of it, what all tokens of a row have in common, whose ratio is one: errors of that ratio; 0 where each has its own.
+    pub of_ratio: Bound,
+    /// Of the floor, what f32 flushes to 0, which has one sign too.
+    pub flushed: f64,
 }
 
 /// How far, in units of `u`, rounding moves what a token's loss depends on; and by how much beyond, in nats.
@@ -162,7 +169,10 @@ struct Base {
 }
 
 /// How far each logit of a token may be off before anything reads it; none where logits are given.
-pub type LogitErrors<'e> = &'e (dyn Fn(usize, usize) -> Vec<f64> + Sync);
+pub type LogitErrors<'e> = &'e (dyn Fn(usize, usize) -> Arc<[f64]> + Sync);
+
+/// Logits that are given.
+pub const GIVEN: LogitErrors = &|_, _| Arc::default();
 
 impl Condition {
     /// The conditions of every unmasked token.
@@ -173,9 +183,9 @@ impl Condition {
             let (token, errors) = (reference.token(b, t)?, errors(b, t));
             Some((Base::of(reference, (b, t), token, &errors, bands), errors))
         };
-        let (bases, mut errors): (Vec<Option<Base>>, Vec<Vec<f64>>) = places
+        let (bases, errors): (Vec<Option<Base>>, Vec<Arc<[f64]>>) = places
             .into_par_iter()
-            .map(|at| base(at).map_or((None, Vec::new()), |(base, errors)| (Some(base), errors)))
+            .map(|at| base(at).map_or((None, Arc::default()), |(base, errors)| (Some(base), errors)))
             .unzip();
         let bases = Array2::from_shape_vec((shape.batch, shape.tokens), bases).expect("one entry a token");
         let of_batch = OfBatch::of(reference, &bases);
@@ -185,7 +195,7 @@ impl Condition {
                 (0..shape.tokens).filter_map(|t| Some((t, reference.token(b, t)?, bases[[b, t]]?))).collect();
             let of_row = OfRow::of(reference, bands, &of_batch, &row);
             for &(t, token, base) in &row {
-                let errors = std::mem::take(&mut errors[b * shape.tokens + t]);
+                let errors = Arc::clone(&errors[b * shape.tokens + t]);
                 all[[b, t]] = Some(Condition::of(reference, token, (base, errors), bands, &of_batch, &of_row));
             }
             // What one token owes to the ratio of its row reaches all of them.
@@ -201,7 +211,7 @@ impl Condition {
     fn of(
         reference: &Reference,
         token: &Token,
-        (base, errors): (Base, Vec<f64>),
+        (base, errors): (Base, Arc<[f64]>),
         bands: Bands,
         batch: &OfBatch,
         row: &OfRow,
@@ -274,7 +284,7 @@ impl Condition {
         }
     }
 
-    /// How far a row of dlogits may be off, column by column, were the token on `alternative`.
+    /// How far dlogits may be off, column by column of `scaled`, were the token on `alternative`.
     pub fn dlogits(
         &self,
         reference: &Reference,
@@ -286,7 +296,7 @@ impl Condition {
         let Alternative { branch, coupling } = alternative;
         let on_branch =
             |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
-        let (by_logp, by_log_ratio) = grad_terms(spec, token, branch);
+        let (by_logp, by_log_ratio) = grad_terms(spec, token, branch, self.grade);
         let of_row = spec.ratio.level == RatioLevel::Sequence;
         let through_ratio = match spec.ratio.level {
             RatioLevel::Token => branch.slope * by_log_ratio,
@@ -306,14 +316,14 @@ impl Condition {
 
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
         let others = token.probability_of_others;
-        let columns = scaled.logits.len() as f64;
+        let vocab = reference.shape().vocab as f64;
         let rounded = transform_rounding(spec, logp.stats.max);
         let mean_gap = logp.stats.mean_gap + rounded;
         let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
         let [offset, offset_of_entropy] = self.base.offsets;
         let column = |(j, &x): (usize, &f64)| {
             let error = spec.logits.scale.abs() * self.errors.get(j).copied().unwrap_or(0.0);
-            let (mut whole, mut common) = (Bound::default(), Bound::default());
+            let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
             let mut value = 0.0;
             if grad != 0.0 {
@@ -333,9 +343,13 @@ impl Condition {
                     whole.scale = common.scale + p * grad * gap;
                     whole.floor = common.floor + p * grad * own;
                 }
-                value += grad * if j == token.id { others } else { p };
+                let share = if j == token.id { others } else { p };
+                if token.inputs.row_log_ratio.is_some() {
+                    of_ratio = moved.times(share);
+                }
+                value += grad * share;
                 // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
-                flushed += grad * if j == token.id { columns } else { 1.0 };
+                flushed += grad * if j == token.id { vocab } else { 1.0 };
             }
             if grad_entropy > 0.0 {
                 let (q, gap) = probability_and_gap(entropy, x);
@@ -356,7 +370,7 @@ impl Condition {
                 whole.floor += of_q * floor;
                 value += of_q * span;
                 // ā may lose e·a of every column, at most where e is the smallest number that stays.
-                let lost_of_mean_gap = columns * -FLUSHED.ln();
+                let lost_of_mean_gap = vocab * -FLUSHED.ln();
                 flushed += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
             }
             // 1 − tanh² is rounded at the size of 1.
@@ -373,9 +387,14 @@ impl Condition {
             // What is flushed before the transform of logits is multiplied by its slope.
             let flushed = flushed * slope.max(1.0) / spec.temperature.min(1.0) * FLUSHED;
             let t = 1.0 / spec.temperature;
-            ColumnBound { whole: whole.times(t).and(flushed), common: common.times(slope * t) }
+            ColumnBound {
+                whole: whole.times(t).and(flushed),
+                common: common.times(slope * t),
+                of_ratio: of_ratio.times(slope * t),
+                flushed,
+            }
         };
-        scaled.logits.iter().enumerate().map(column).collect()
+        (scaled.first..).zip(&scaled.logits).map(column).collect()
     }
 }
 
@@ -517,27 +536,29 @@ impl OfRow {
             let moved =
                 |inputs: &TokenInputs| reference.by_log_ratio(&Token { inputs: *inputs, ..*token }, &token.branch);
             let moved = response(spec, &token.inputs, moves, &moved);
-            of_row.terms.sum += grad_terms(spec, token, &token.branch).1;
+            of_row.terms.sum += grad_terms(spec, token, &token.branch, bands.grade).1;
             of_row.terms.moved.scale += moved.scale;
             of_row.terms.moved.floor += moved.floor;
         }
         // All of the row's tokens to one side of what they share, or with every open choice made in one way.
         let band = of_row.band(bands);
-        let sides: [Side; 5] = [
-            &|token, _| shift_row(&token.inputs, -band),
-            &|token, _| shift_row(&token.inputs, band),
-            &|token, _| at_row_kink(&token.inputs, band).unwrap_or(token.inputs),
-            &|token, base| choose(token, base, bands, batch, &of_row, true),
-            &|token, base| choose(token, base, bands, batch, &of_row, false),
-        ];
-        let couplings = sides.map(|side| {
-            row.iter()
-                .map(|&(_, token, base)| reference.by_log_ratio(token, &Branch::at(spec, &side(token, base))))
-                .sum()
-        });
-        let own = of_row.couplings[0];
-        let others = couplings.into_iter().filter(|x: &f64| (x - own).abs() > 1e-9 * of_row.terms.sum);
-        of_row.couplings.extend(others);
+        let coupling = |side: Side| {
+            let of = |&(_, token, base): &(usize, &Token, Base)| {
+                reference.by_log_ratio(token, &Branch::at(spec, &side(token, base)))
+            };
+            row.iter().map(of).sum()
+        };
+        let mut couplings: Vec<f64> =
+            within(band).map(|by| coupling(&|token, _| shift_row(&token.inputs, by))).collect();
+        couplings.push(coupling(&|token, _| at_row_kink(&token.inputs, band).unwrap_or(token.inputs)));
+        for holds in [true, false] {
+            couplings.push(coupling(&|token, base| choose(token, base, bands, batch, &of_row, holds)));
+        }
+        for coupling in couplings {
+            if of_row.couplings.iter().all(|known| (coupling - known).abs() > 1e-9 * of_row.terms.sum) {
+                of_row.couplings.push(coupling);
+            }
+        }
         of_row
     }
 
@@ -570,13 +591,16 @@ fn policy_terms(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch) -> f64 {
 }
 
 /// `Σ |terms|` of `∂loss/∂ℓ` at first hand, and of `∂loss/∂w`.
-fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch) -> (f64, f64) {
+fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> (f64, f64) {
     let inputs = &token.inputs;
     let policy = branch.policy(spec, inputs);
     let (mut by_logp, mut by_log_ratio) =
         (token.weight * policy.by_logp.abs(), token.weight * policy.by_log_ratio.abs());
     if let Objective::KlCov(cov) = &spec.objective {
         by_log_ratio += 2.0 * token.weight * cov.coefficient * inputs.policy_weight;
+    }
+    if let (Objective::Sapo(sapo), Grade::Standard) = (&spec.objective, grade) {
+        by_log_ratio = by_log_ratio.max(token.weight * inputs.policy_weight * gate_terms(sapo, spec, inputs));
     }
     by_logp *= exponent_terms(spec, inputs);
     if let Some(kl) = &spec.kl {
@@ -591,6 +615,21 @@ fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch) -> (f64, f64) {
         by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs() + of_ratio);
     }
     (by_logp, branch.cap_slope * by_log_ratio)
+}
+
+/// `4ρ|A|σ`: what SAPO's `4ρA·σ(1 − σ)` is a difference of, where `1 − σ` is one.
+fn gate_terms(sapo: &Sapo, spec: &LossSpec, inputs: &TokenInputs) -> f64 {
+    let ratio = inputs.ratio(spec);
+    if ratio == f64::INFINITY {
+        return 0.0;
+    }
+    4.0 * ratio * inputs.advantage.abs() * sapo_gate(sapo, ratio, inputs.advantage)
+}
+
+/// `σ(τ(ρ − 1))`.
+pub(super) fn sapo_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> f64 {
+    let tau = if advantage > 0.0 { sapo.tau_positive } else { sapo.tau_negative };
+    1.0 / (1.0 + (-tau * (ratio - 1.0)).exp())
 }
 
 /// What rounding `difference_clamp` adds to an estimate that stands at it: `|d·e^d|` of k3, times the importance.
@@ -761,6 +800,13 @@ fn choose(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow,
     }
 }
 
+/// Both ends of a band around 0, and points in it where it is wide enough to hold a whole piece between two kinks, as between
+/// the sides of a clip.
+fn within(band: f64) -> impl Iterator<Item = f64> {
+    let steps = if band < 1e-3 { 1 } else { 16 };
+    (1..=steps).flat_map(move |i| [-1.0, 1.0].map(|side| side * band * f64::from(i) / f64::from(steps)))
+}
+
 /// Inputs around the token's own, which come first, on every side of what may be crossed.
 ///
 /// The kinks of `|d|` and `|w|` are themselves among them when they are near: a kernel may find 0 exactly.
@@ -768,15 +814,16 @@ fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBa
     let here = token.inputs;
     let moves = row.moves(spec, token, base).logp;
     let band = U * (bands.logp * moves.scale + 4.0) + moves.floor;
-    let mut all = vec![here, shift(spec, &here, -band), shift(spec, &here, band)];
+    let mut all: Vec<TokenInputs> =
+        std::iter::once(here).chain(within(band).map(|by| shift(spec, &here, by))).collect();
     let kinks = here.ref_logp.into_iter().chain([here.old_logp]);
     let near = kinks.filter(|&logp| logp <= 0.0 && (logp - here.logp).abs() <= band);
     all.extend(near.map(|logp| at_logp(spec, &here, logp)));
     if here.row_log_ratio.is_some() {
         let band = row.band(bands);
         let of_row = |inputs: &TokenInputs| {
-            let sides = [shift_row(inputs, -band), shift_row(inputs, band)];
-            sides.into_iter().chain(at_row_kink(inputs, band))
+            let inputs = *inputs;
+            within(band).map(move |by| shift_row(&inputs, by)).chain(at_row_kink(&inputs, band))
         };
         let more: Vec<TokenInputs> = all.iter().flat_map(of_row).collect();
         all.extend(more);

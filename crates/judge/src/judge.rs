@@ -7,11 +7,12 @@ use ndarray::{Ix0, Ix2, Ix3};
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{Bound, Condition, FLUSHED, LogitErrors};
+use super::condition::{Bound, Condition, FLUSHED, GIVEN, LogitErrors, sapo_gate};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
+use assay_core::spec::Objective;
 use assay_reference::{Reference, Token};
 pub use assay_schema::verdicts::Status;
 
@@ -54,6 +55,8 @@ pub enum Cancels {
     EntropyGradient,
     /// `x − logsumexp(x)`, or `x/T`.
     Offset,
+    /// `σ(1 − σ)` of SAPO's gate.
+    Gate,
 }
 
 impl fmt::Display for Cancels {
@@ -64,6 +67,7 @@ impl fmt::Display for Cancels {
             Cancels::Offset => {
                 "logits are rounded at the size of the largest before it is subtracted: x − logsumexp(x), or x/T"
             }
+            Cancels::Gate => "SAPO's gate is open, and the slope of its sigmoid cancels: σ·(1 − σ), for σ(x)·σ(−x)",
         })
     }
 }
@@ -135,7 +139,7 @@ pub fn judge(reference: &Reference, candidate: &Candidate, limits: &Limits) -> R
         dlogits: Some(&candidate.gradient),
     };
     Ok(graded(limits, reference, |limits| {
-        let cases = cases(reference, limits, &|_, _| Vec::new());
+        let cases = cases(reference, limits, GIVEN);
         let mut verdicts = judge_per_token(reference, &per_token, &cases, limits);
         if let Some(metrics) = &candidate.metrics {
             verdicts.extend(judge_metrics(reference, metrics, &cases, limits));
@@ -172,6 +176,16 @@ fn cancels(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits:
     let token = worst.and_then(|worst| reference.token(worst.at.b?, worst.at.t?));
     let of_target = token.is_none_or(|token| worst.is_some_and(|worst| worst.at.v.is_none_or(|v| v == token.id)));
     let offset = token.map_or(0.0, |token| token.logp_softmax.stats.max.abs()) * limits.at(Grade::Standard).offset();
+    let open_gate = |token: &Token| match &reference.spec().objective {
+        Objective::Sapo(sapo) => {
+            let (ratio, advantage) = (token.inputs.ratio(reference.spec()), token.inputs.advantage);
+            sapo_gate(sapo, ratio, advantage) > 0.99
+        }
+        _ => false,
+    };
+    if gate.output.is_gradient() && token.is_some_and(open_gate) {
+        return Cancels::Gate;
+    }
     // Beyond a few roundings of a probability, an offset is what shows.
     if !gate.output.is_gradient() || (!of_target && offset > limits.kappa(gate.output)) {
         Cancels::Offset
@@ -256,10 +270,15 @@ impl Stored {
         Self { given, promised: Dtype::F32 }
     }
 
-    /// `½ulp` of the finer of the two, and `u·scale` with the scale no smaller than the output's smallest normal number.
+    /// `½ulp` of the finer of the two.
+    pub(super) fn rounding(self, expected: f64) -> f64 {
+        half_ulp(expected, self.given).min(half_ulp(expected, self.promised))
+    }
+
+    /// That, and `u·scale` with the scale no smaller than the output's smallest normal number.
     pub(super) fn allowance(self, expected: f64, Bound { scale, floor }: Bound) -> Allowance {
         let Self { given, promised } = self;
-        let rounding = half_ulp(expected, given).min(half_ulp(expected, promised));
+        let rounding = self.rounding(expected);
         let smallest = min_normal(given).min(min_normal(promised));
         Allowance { rounding, unit: U, scale: scale.max(smallest), floor }
     }
@@ -477,7 +496,7 @@ fn judge_row(
         row.l2.compare(case.at(), 0.0, f64::sqrt(error2), kappa, l2, Dtype::F64);
         row.sum.compare(case.at(), 0.0, sum, kappa, sums(rounding, scale, floor), Dtype::F64);
     } else {
-        (row.l2.skipped, row.sum.skipped) = (1, 1);
+        (row.l2.not_compared, row.sum.not_compared) = (1, 1);
     }
     row
 }

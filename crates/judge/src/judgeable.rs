@@ -120,7 +120,7 @@ impl Judgeable for HeadProblem {
             return Some(of_token(self, reference.on_logits(), (b, t), hidden));
         }
         let v = at.v?;
-        let weight = at.h.map_or(String::new(), |h| format!("weight {:e}, ", reference.columns()[[v, h]]));
+        let weight = at.h.map_or(String::new(), |h| format!("weight {:e}, ", reference.columns(v..v + 1)[[0, h]]));
         let tokens = reference.on_logits().count();
         Some(format!("{weight}column {v} of a head {}, {tokens} tokens that count", self.logits.layout.name()))
     }

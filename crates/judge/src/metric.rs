@@ -136,14 +136,17 @@ pub const ULP_EDGES: [f64; 8] = [0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0, f64::
 pub struct Tally {
     /// The comparison with the largest share of its limit.
     pub worst: Option<Comparison>,
+    /// That share.
+    worst_share: f64,
     /// The first value that is NaN or ∞ where the exact one is not.
     pub nonfinite: Option<(Position, f64)>,
     /// The first value that is finite where the exact one is not.
     pub silent: Option<(Position, f64)>,
     /// The first value that is NaN or ∞ as the exact one is, or as f32 may make of it.
     pub reported: Option<Position>,
-    /// Rows that were not compared as rows, because a value in them is not finite.
-    pub skipped: u64,
+    /// Values for which there is no limit, as what they depend on may be off by more than f64 can say, and rows with such a value
+    /// or one that is not finite: they were not compared.
+    pub not_compared: u64,
     /// The largest `(error − rounding − floor)⁺ / (u·scale)`: the `κ` that would have been needed.
     pub kappa_seen: f64,
     /// Errors in ulp, counted by [`ULP_EDGES`].
@@ -176,17 +179,29 @@ impl Tally {
             }
             return;
         }
+        if !limit.is_finite() {
+            self.not_compared += 1;
+            return;
+        }
         let error = (actual - expected).abs();
+        // Products in place of quotients: there are millions of elements, and few are worse than all before.
         let excess = (error - allowance.rounding - allowance.floor).max(0.0);
-        if excess > 0.0 {
-            self.kappa_seen = self.kappa_seen.max(excess / (allowance.unit * allowance.scale));
+        let of_one_kappa = allowance.unit * allowance.scale;
+        if excess > self.kappa_seen * of_one_kappa {
+            self.kappa_seen = excess / of_one_kappa;
         }
-        let ulps = error / (2.0 * half_ulp(expected, dtype));
-        self.histogram[ULP_EDGES.iter().position(|&edge| ulps <= edge).unwrap_or(ULP_EDGES.len() - 1)] += 1;
-        let comparison = Comparison { at, expected, actual, error, limit };
-        if self.worst.is_none_or(|worst| comparison.share() > worst.share()) {
-            self.worst = Some(comparison);
+        let ulp = 2.0 * half_ulp(expected, dtype);
+        self.histogram[ULP_EDGES.iter().position(|&edge| error <= edge * ulp).unwrap_or(ULP_EDGES.len() - 1)] += 1;
+        if error > self.worst_share * limit || self.worst.is_none() {
+            let comparison = Comparison { at, expected, actual, error, limit };
+            (self.worst, self.worst_share) = (Some(comparison), comparison.share());
         }
+    }
+
+    /// Whether it has seen nothing.
+    pub fn is_empty(&self) -> bool {
+        let Self { worst, nonfinite, silent, reported, not_compared, .. } = self;
+        worst.is_none() && nonfinite.is_none() && silent.is_none() && reported.is_none() && *not_compared == 0
     }
 
     /// Notes a value that is rightly not finite.
@@ -219,18 +234,34 @@ impl Tally {
 
     /// Joins a later part of the same output.
     pub fn absorb(&mut self, later: Tally) {
-        if let Some(theirs) = later.worst
-            && self.worst.is_none_or(|ours| theirs.share() > ours.share())
-        {
-            self.worst = Some(theirs);
+        if later.worst_share > self.worst_share || self.worst.is_none() {
+            (self.worst, self.worst_share) = (later.worst, later.worst_share);
         }
         self.nonfinite = self.nonfinite.or(later.nonfinite);
         self.silent = self.silent.or(later.silent);
         self.reported = self.reported.or(later.reported);
-        self.skipped += later.skipped;
+        self.not_compared += later.not_compared;
         self.kappa_seen = self.kappa_seen.max(later.kappa_seen);
         for (ours, theirs) in self.histogram.iter_mut().zip(later.histogram) {
             *ours += theirs;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn value_without_a_finite_limit_is_not_compared_and_nan_is_found() {
+        let mut tally = Tally::default();
+        for scale in [f64::INFINITY, f64::NAN] {
+            let allowance = Allowance { scale, unit: 1.0, ..Allowance::default() };
+            tally.compare(Position::default(), 1.0, 1e30, 1.0, allowance, Dtype::F32);
+        }
+        assert_eq!((tally.status(), tally.not_compared), (Status::NotCompared, 2));
+        let allowance = Allowance { scale: f64::NAN, unit: 1.0, ..Allowance::default() };
+        tally.compare(Position::default(), 1.0, f64::NAN, 1.0, allowance, Dtype::F32);
+        assert_eq!(tally.status(), Status::Nonfinite);
     }
 }

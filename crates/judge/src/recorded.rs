@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use ndarray::{Array1, Array2, Ix2, Ix3};
 
-use super::condition::{Bands, Condition};
+use super::condition::{Bands, Condition, GIVEN};
 use super::gate::{Gate, Model, Output};
 use super::judge::Verdict;
 use super::metric::{Allowance, Position, Tally};
@@ -45,22 +45,26 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
     let reference = head.on_logits();
     let (sums, conditions) = sums(reference);
     let mut scalars = sums.named(reference);
-    let gradients = head.dlogits();
-    let mut scales = Array2::zeros(gradients.dim());
-    for ((b, t), condition) in conditions.indexed_iter() {
-        let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
-        let scaled = reference.scaled_row(b, t, token);
-        let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
-        let row = limits.iter().map(|of| of.whole.scale).collect::<Array1<_>>();
-        scales.row_mut(b * reference.shape().tokens + t).assign(&row);
+    let sizes = head.hidden().mapv(f64::abs);
+    let (mut dhidden, mut dlm_head) = (Total::default(), Total::default());
+    for columns in head.column_chunks() {
+        let gradients = head.dlogits(columns.clone());
+        let mut scales = Array2::zeros(gradients.dim());
+        for ((b, t), condition) in conditions.indexed_iter() {
+            let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
+            let scaled = reference.scaled_columns(b, t, token, columns.clone());
+            let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
+            let row = limits.iter().map(|of| of.whole.scale).collect::<Array1<_>>();
+            scales.row_mut(b * reference.shape().tokens + t).assign(&row);
+        }
+        dhidden.scale += scales.dot(&head.columns(columns).mapv(f64::abs)).sum();
+        let scales = scales.t().dot(&sizes);
+        head.dlm_head(&gradients).iter().zip(&scales).for_each(|(x, scale)| dlm_head.add(x.abs(), *scale));
     }
-    let sum_abs = |product: Array2<f64>, scale: Array2<f64>| Scalar {
-        value: product.iter().map(|x| x.abs()).collect::<Sum>().value(),
-        scale: scale.sum(),
-    };
-    let [hidden, columns] = [head.hidden(), head.columns()].map(|factor| factor.mapv(f64::abs));
-    scalars.insert("dhidden_sum_abs", sum_abs(head.dhidden(&gradients), scales.dot(&columns)));
-    scalars.insert("dlm_head_rows_sum_abs", sum_abs(head.dlm_head(&gradients), scales.t().dot(&hidden)));
+    head.dhidden(|columns| head.dlogits(columns)).iter().for_each(|x| dhidden.add(x.abs(), 0.0));
+    for (name, Total { value, scale }) in [("dhidden_sum_abs", dhidden), ("dlm_head_rows_sum_abs", dlm_head)] {
+        scalars.insert(name, Scalar { value: value.value(), scale });
+    }
     scalars
 }
 
@@ -69,7 +73,7 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
     let mut sums = Sums::default();
     let shape = reference.shape();
     // Both sides are f64, far finer than any tie band.
-    let conditions = Condition::all(reference, Bands::NONE, &|_, _| Vec::new());
+    let conditions = Condition::all(reference, Bands::NONE, GIVEN);
     for b in 0..shape.batch {
         for t in 0..shape.tokens {
             let Some(token) = reference.token(b, t) else { continue };
@@ -158,7 +162,7 @@ pub fn token_values<'r>(
     reference: &'r Reference,
     entropy: bool,
 ) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
-    let conditions = Condition::all(reference, Bands::NONE, &|_, _| Vec::new());
+    let conditions = Condition::all(reference, Bands::NONE, GIVEN);
     conditions.into_iter().enumerate().filter_map(move |(i, condition)| {
         let tokens = reference.shape().tokens;
         let (b, t) = (i / tokens, i % tokens);

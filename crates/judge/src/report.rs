@@ -54,6 +54,8 @@ pub struct Check {
     family: Option<&'static str>,
     /// The first token that is rightly NaN or ∞.
     pub nonfinite_as_in_reference: Option<String>,
+    /// Values, or rows, that were not compared.
+    pub not_compared: u64,
 }
 
 impl Check {
@@ -82,6 +84,7 @@ impl Check {
             gradient: verdict.gate.output.is_gradient().then(|| verdict.compared_a_gradient()),
             family,
             nonfinite_as_in_reference: tally.reported.map(|at| at.to_string()),
+            not_compared: tally.not_compared,
         }
     }
 
@@ -167,6 +170,7 @@ impl From<Check> for schema::Check {
             kappa_allowed: check.kappa_allowed,
             ulp: check.ulp.map(Vec::from),
             nonfinite_as_in_reference: check.nonfinite_as_in_reference,
+            not_compared: check.not_compared,
         }
     }
 }

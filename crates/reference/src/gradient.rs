@@ -4,7 +4,7 @@ use super::Token;
 use super::log_softmax::Softmax;
 use super::logits_transform::Scaled;
 
-/// `dlogits[b,t,:]` of an unmasked token.
+/// `dlogits[b,t,:]` of an unmasked token, or of some columns of it.
 ///
 /// With `h` the transformed logits, `y` the sampled id, `G = ∂loss/∂ℓ` and `E = ∂loss/∂H`:
 ///
@@ -39,7 +39,7 @@ pub(super) fn dlogits_row(
         grad_entropy * token.entropy_softmax.stats.entropy_gradient(z)
     };
     let mut row = vec![0.0; scaled.logits.len()];
-    for (j, (dx, &h)) in row.iter_mut().zip(&scaled.logits).enumerate() {
+    for (j, (dx, &h)) in (scaled.first..).zip(row.iter_mut().zip(&scaled.logits)) {
         if grad_logp != 0.0 {
             *dx += logp_grad(j, h) / temperature;
         }

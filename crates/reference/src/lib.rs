@@ -22,6 +22,7 @@ mod sum;
 mod token;
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use ndarray::{Array1, Array2, Array3, arr0};
 use rayon::prelude::*;
@@ -141,7 +142,7 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
 /// Softmax, log-probability and entropy of token `[b,t]`.
 fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> Scored {
     let id = usize::try_from(problem.ids[at]).expect("checked: 0 ≤ id < V");
-    let logits = Scaled::of(spec, problem, at, id).logits;
+    let logits = Scaled::of(spec, problem, at, id, 0..problem.shape().vocab).logits;
     let scaled = |divisor: f64| logits.iter().map(|x| x / divisor).collect::<Vec<_>>();
 
     let (logp_divisor, logp_factor) = match spec.temperature_divides {
@@ -400,7 +401,12 @@ impl Reference<'_> {
 
     /// The logits that the softmax of token `[b,t]` is of, with their derivatives by those given.
     pub fn scaled_row(&self, b: usize, t: usize, token: &Token) -> Scaled {
-        Scaled::of(self.spec, &self.problem, (b, t), token.id)
+        self.scaled_columns(b, t, token, 0..self.shape.vocab)
+    }
+
+    /// Those of `columns` alone.
+    pub fn scaled_columns(&self, b: usize, t: usize, token: &Token, columns: Range<usize>) -> Scaled {
+        Scaled::of(self.spec, &self.problem, (b, t), token.id, columns)
     }
 
     /// Token `[b,t]`, or `None` where it is masked.
@@ -453,16 +459,28 @@ impl Reference<'_> {
 
     /// `dlogits[b,t,:]`; zeros where the token is masked.
     pub fn dlogits_row(&self, b: usize, t: usize) -> Vec<f64> {
+        self.dlogits_columns(b, t, 0..self.shape.vocab)
+    }
+
+    /// `dlogits[b,t,columns]`.
+    pub fn dlogits_columns(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         match self.token(b, t) {
-            Some(token) => self.dlogits_row_with(b, t, self.grad_logp(token, &token.branch, token.coupling)),
-            None => vec![0.0; self.shape.vocab],
+            Some(token) => {
+                self.dlogits_columns_with(b, t, self.grad_logp(token, &token.branch, token.coupling), columns)
+            }
+            None => vec![0.0; columns.len()],
         }
     }
 
     /// `dlogits[b,t,:]` were `∂loss/∂ℓ` of the token `grad_logp`; zeros where it is masked.
     pub fn dlogits_row_with(&self, b: usize, t: usize, grad_logp: f64) -> Vec<f64> {
-        let Some(token) = self.token(b, t) else { return vec![0.0; self.shape.vocab] };
-        let scaled = self.scaled_row(b, t, token);
+        self.dlogits_columns_with(b, t, grad_logp, 0..self.shape.vocab)
+    }
+
+    /// `dlogits[b,t,columns]` were `∂loss/∂ℓ` of the token `grad_logp`; zeros where it is masked.
+    pub fn dlogits_columns_with(&self, b: usize, t: usize, grad_logp: f64, columns: Range<usize>) -> Vec<f64> {
+        let Some(token) = self.token(b, t) else { return vec![0.0; columns.len()] };
+        let scaled = self.scaled_columns(b, t, token, columns);
         gradient::dlogits_row(&scaled, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
     }
 

@@ -8,26 +8,34 @@
 //! dlm_head[h,v] = Σ_n hidden[n,h] · dx[n,v]
 //! ```
 //!
-//! Products are of exact f64 values, sums compensated. A masked token is never looked at, whatever its hidden state holds.
+//! Products are of exact f64 values, sums compensated. A masked token is never looked at, whatever its hidden state holds. A head
+//! of 4096 × 151,936 is 5 GB of f64: its columns are widened a few at a time.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
-use ndarray::{Array2, ArrayView1, Axis, arr0};
+use ndarray::{Array2, ArrayView2, Axis, arr0, s};
 use rayon::prelude::*;
 
 use super::{Reference, Sum, evaluate_owned};
-use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome, ProblemError};
+use assay_core::problem::{
+    Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome, ProblemError, Projection,
+};
 use assay_core::spec::LossSpec;
 
-/// A [`HeadProblem`], evaluated. `8·B·T·V` bytes of logits are held.
+/// Weights that are widened at a time, column by column: 2 MiB of f64, which a cache holds.
+const OF_COLUMNS: usize = 1 << 18;
+
+/// And by hidden units, of which each is a whole row or column of the head: 32 MiB.
+const OF_UNITS: usize = 1 << 22;
+
+/// A [`HeadProblem`], evaluated. `8·B·T·V` bytes of logits are held, and nothing of the head's size.
 #[derive(Debug)]
 pub struct HeadReference<'p> {
     shape: HeadShape,
     /// `[B·T,H]`; zeros where a token is masked.
     hidden: Array2<f64>,
-    /// `[V,H]`, whatever the layout.
-    columns: Array2<f64>,
-    layout: HeadLayout,
+    projection: &'p Projection,
     reference: Reference<'p>,
 }
 
@@ -35,7 +43,7 @@ pub struct HeadReference<'p> {
 ///
 /// # Errors
 /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
-pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &HeadProblem) -> Result<HeadReference<'p>, ProblemError> {
+pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result<HeadReference<'p>, ProblemError> {
     let shape = problem.check(spec)?;
     let HeadShape { batch, tokens, hidden: width, vocab } = shape;
     let projection = &problem.logits;
@@ -45,22 +53,23 @@ pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &HeadProblem) -> Result<He
             row.fill(0.0);
         }
     }
-    let lm_head = projection.lm_head.to_f64();
-    let columns = match projection.layout {
-        HeadLayout::HiddenByVocab => lm_head.reversed_axes().as_standard_layout().into_owned(),
-        HeadLayout::VocabByHidden => lm_head,
-    };
 
     let rounded = |x: f64| if projection.rounds_logits { problem.dtype().round(x) } else { x };
-    let logits = products(&hidden, &columns).mapv(rounded);
+    let mut logits = Array2::zeros((batch * tokens, vocab));
+    for columns in chunks(vocab, width, OF_COLUMNS) {
+        let factor = projection.layout.part(&projection.lm_head, columns.clone(), 0..width);
+        let products = products(hidden.view(), factor.t().as_standard_layout().view());
+        logits.slice_mut(s![.., columns]).assign(&products.mapv(rounded));
+    }
     let logits = logits.into_shape_with_order((batch, tokens, vocab)).expect("dense");
     let reference = evaluate_owned(spec, Cow::Owned(problem.with_logits(FloatArray::F64(logits))))?;
-    Ok(HeadReference { shape, hidden, columns, layout: projection.layout, reference })
+    Ok(HeadReference { shape, hidden, projection, reference })
 }
 
-/// `Σ a_i · b_i`.
-fn dot(a: ArrayView1<f64>, b: ArrayView1<f64>) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).collect::<Sum>().value()
+/// `0..count`, so many at a time that their weights, `of` each, are at most as many as `weights`.
+fn chunks(count: usize, of: usize, weights: usize) -> impl Iterator<Item = Range<usize>> {
+    let at_once = (weights / of).max(1);
+    (0..count).step_by(at_once).map(move |first| first..count.min(first + at_once))
 }
 
 impl<'p> HeadReference<'p> {
@@ -71,7 +80,7 @@ impl<'p> HeadReference<'p> {
 
     /// How the head of the problem lies, and so its gradient.
     pub fn layout(&self) -> HeadLayout {
-        self.layout
+        self.projection.layout
     }
 
     /// The loss on the logits that the product left.
@@ -84,62 +93,98 @@ impl<'p> HeadReference<'p> {
         &self.hidden
     }
 
-    /// `[V,H]`, whatever the layout.
-    pub fn columns(&self) -> &Array2<f64> {
-        &self.columns
+    /// All columns in order, so many at a time that their weights take 2 MiB of f64.
+    pub fn column_chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        chunks(self.shape.vocab, self.shape.hidden, OF_COLUMNS)
     }
 
-    /// `[B·T,V]`.
-    pub fn dlogits(&self) -> Array2<f64> {
-        let HeadShape { batch, tokens, vocab, .. } = self.shape;
-        let row = |n: usize| self.reference.dlogits_row(n / tokens, n % tokens);
+    /// All hidden units in order, so many at a time that their weights take 32 MiB of f64.
+    pub fn unit_chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        chunks(self.shape.hidden, self.shape.vocab, OF_UNITS)
+    }
+
+    /// `[columns,H]` of the head, whatever its layout.
+    pub fn columns(&self, columns: Range<usize>) -> Array2<f64> {
+        self.projection.layout.part(&self.projection.lm_head, columns, 0..self.shape.hidden)
+    }
+
+    /// `[V,units]` of the head, whatever its layout.
+    pub fn units(&self, units: Range<usize>) -> Array2<f64> {
+        self.projection.layout.part(&self.projection.lm_head, 0..self.shape.vocab, units)
+    }
+
+    /// `[B·T,columns]`.
+    pub fn dlogits(&self, columns: Range<usize>) -> Array2<f64> {
+        let HeadShape { batch, tokens, .. } = self.shape;
+        let row = |n: usize| self.reference.dlogits_columns(n / tokens, n % tokens, columns.clone());
         let rows = (0..batch * tokens).into_par_iter().flat_map_iter(row);
-        Array2::from_shape_vec((batch * tokens, vocab), rows.collect()).expect("V values a token")
+        Array2::from_shape_vec((batch * tokens, columns.len()), rows.collect()).expect("a value a column")
     }
 
-    /// `dhidden`, `[B·T,H]`, from dlogits `[B·T,V]`.
-    pub fn dhidden(&self, dlogits: &Array2<f64>) -> Array2<f64> {
-        products(dlogits, &self.columns.t().as_standard_layout().into_owned())
+    /// `dhidden`, `[B·T,H]`, from the dlogits, `[B·T,columns]`, of any columns.
+    pub fn dhidden(&self, dlogits: impl Fn(Range<usize>) -> Array2<f64>) -> Array2<f64> {
+        let mut sums = Array2::from_elem(self.hidden.dim(), Sum::default());
+        for columns in self.column_chunks() {
+            add_products(&mut sums, dlogits(columns.clone()).view(), self.columns(columns).view());
+        }
+        sums.mapv(Sum::value)
     }
 
-    /// `dlm_head` as `[V,H]`, from dlogits `[B·T,V]`.
+    /// `dlm_head` as `[columns,H]`, from the dlogits, `[B·T,columns]`, of these columns.
     pub fn dlm_head(&self, dlogits: &Array2<f64>) -> Array2<f64> {
-        let of_columns = dlogits.t().as_standard_layout().into_owned();
-        products(&of_columns, &self.hidden.t().as_standard_layout().into_owned())
+        products(dlogits.t(), self.hidden.view())
     }
 
-    /// All outputs at once.
+    /// All outputs at once, the gradient of the head in f64 among them.
     pub fn outcome(&self) -> Outcome<HeadGradient> {
-        let HeadShape { batch, tokens, hidden, .. } = self.shape;
+        let HeadShape { batch, tokens, hidden, vocab } = self.shape;
         let reference = &self.reference;
         let per_token = |value: &dyn Fn(&super::Token) -> f64| {
             Array2::from_shape_fn((batch, tokens), |(b, t)| reference.token(b, t).map_or(0.0, value))
         };
-        let dlogits = self.dlogits();
-        let dhidden = self.dhidden(&dlogits).into_shape_with_order((batch, tokens, hidden)).expect("dense");
-        let dlm_head = self.dlm_head(&dlogits);
-        let dlm_head = match self.layout {
-            HeadLayout::HiddenByVocab => dlm_head.reversed_axes().as_standard_layout().into_owned(),
-            HeadLayout::VocabByHidden => dlm_head,
-        };
+        let dhidden = self.dhidden(|columns| self.dlogits(columns));
+        let layout = self.layout();
+        let mut dlm_head = Array2::zeros(layout.extents(hidden, vocab));
+        for columns in self.column_chunks() {
+            let part = self.dlm_head(&self.dlogits(columns.clone()));
+            for ((v, h), x) in part.indexed_iter() {
+                dlm_head[layout.at(h, columns.start + v)] = *x;
+            }
+        }
         Outcome {
             loss: arr0(reference.loss()).into(),
             logp: per_token(&|token| token.inputs.logp).into(),
             entropy: per_token(&|token| token.entropy).into(),
             token_loss: per_token(&|token| token.token_loss).into(),
-            gradient: HeadGradient { dhidden: dhidden.into(), dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F64 },
+            gradient: HeadGradient {
+                dhidden: dhidden.into_shape_with_order((batch, tokens, hidden)).expect("dense").into(),
+                dlm_head: dlm_head.into(),
+                dlogits_dtype: Dtype::F64,
+            },
             metrics: reference.metrics(),
         }
     }
 }
 
-/// `[I,J]` from `a [I,K]` and `b [J,K]`: `Σ_k a[i,k] · b[j,k]`. A row of `a` that is all 0 is not multiplied.
-fn products(a: &Array2<f64>, b: &Array2<f64>) -> Array2<f64> {
-    let row = |i: usize| {
-        let a = a.index_axis(Axis(0), i);
-        let zero = a.iter().all(|x| *x == 0.0);
-        b.rows().into_iter().map(move |b| if zero { 0.0 } else { dot(a, b) })
-    };
-    let values = (0..a.nrows()).into_par_iter().flat_map_iter(row);
-    Array2::from_shape_vec((a.nrows(), b.nrows()), values.collect()).expect("one product a pair")
+/// `[I,J]` from `a [I,K]` and `b [K,J]`: `Σ_k a[i,k] · b[k,j]`.
+fn products(a: ArrayView2<f64>, b: ArrayView2<f64>) -> Array2<f64> {
+    let mut sums = Array2::from_elem((a.nrows(), b.ncols()), Sum::default());
+    add_products(&mut sums, a, b);
+    sums.mapv(Sum::value)
+}
+
+/// The same added to sums. A row of `a` that is all 0 is not multiplied.
+fn add_products(sums: &mut Array2<Sum>, a: ArrayView2<f64>, b: ArrayView2<f64>) {
+    const AT_ONCE: usize = 256;
+    let parts: Vec<_> = sums.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(b.axis_chunks_iter(Axis(1), AT_ONCE)).collect();
+    parts.into_par_iter().for_each(|(mut sums, b)| {
+        for (mut sums, a) in sums.rows_mut().into_iter().zip(a.rows()) {
+            if a.iter().all(|x| *x == 0.0) {
+                continue;
+            }
+            for (x, b) in a.iter().zip(b.rows()) {
+                sums.iter_mut().zip(b).for_each(|(sum, y)| sum.add(x * y));
+            }
+        }
+    });
 }

@@ -1,23 +1,34 @@
 //! From the logits given to those that the softmax is of.
 
+use std::ops::Range;
+
 use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
 
-/// The transformed logits of one token.
+/// The transformed logits of one token, or of some columns of it.
 pub struct Scaled {
-    /// `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
+    /// The first column.
+    pub first: usize,
+    /// From that on `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
     pub logits: Vec<f64>,
     /// `∂h_j/∂x_j`; empty where it is 1 for all.
     slopes: Vec<f64>,
 }
 
 impl Scaled {
-    /// Those of token `[b,t]`, whose sampled id is `id`.
-    pub(super) fn of(spec: &LossSpec, problem: &Problem, (b, t): (usize, usize), id: usize) -> Self {
-        let mut logits = problem.logits.row(b, t);
+    /// Those of `columns` of token `[b,t]`, whose sampled id is `id`.
+    pub(super) fn of(
+        spec: &LossSpec,
+        problem: &Problem,
+        (b, t): (usize, usize),
+        id: usize,
+        columns: Range<usize>,
+    ) -> Self {
+        let first = columns.start;
+        let mut logits = problem.logits.row_part(b, t, columns.clone());
         let transform = &spec.logits;
         if let Some(bias) = problem.extra.bias.as_ref().filter(|_| transform.bias) {
-            logits.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+            logits.iter_mut().zip(bias.iter().skip(first)).for_each(|(x, bias)| *x += bias);
         }
         let mut slopes = Vec::new();
         if let Some(cap) = transform.softcap {
@@ -33,19 +44,19 @@ impl Scaled {
             }
         }
         let mut exclude = |j: usize| {
-            if j != id {
-                logits[j] = f64::NEG_INFINITY;
+            if j != id && columns.contains(&j) {
+                logits[j - first] = f64::NEG_INFINITY;
             }
         };
         if let Some(vocab) = spec.support.vocab {
             (vocab..problem.shape().vocab).for_each(&mut exclude);
         }
-        spec.support.excluded_ids.iter().filter(|&&j| j < problem.shape().vocab).for_each(|&j| exclude(j));
-        Self { logits, slopes }
+        spec.support.excluded_ids.iter().for_each(|&j| exclude(j));
+        Self { first, logits, slopes }
     }
 
-    /// `∂h_j/∂x_j`.
+    /// `∂h_j/∂x_j` of column `j`.
     pub fn slope(&self, j: usize) -> f64 {
-        self.slopes.get(j).copied().unwrap_or(1.0)
+        self.slopes.get(j - self.first).copied().unwrap_or(1.0)
     }
 }

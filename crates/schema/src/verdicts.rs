@@ -77,6 +77,9 @@ pub struct Check {
     /// The first token that is rightly NaN or ∞.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nonfinite_as_in_reference: Option<String>,
+    /// Values, or rows, that were not compared: they have no finite limit, or a row has a value that is not finite.
+    #[serde(default)]
+    pub not_compared: u64,
 }
 
 fn one() -> usize {

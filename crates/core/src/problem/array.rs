@@ -1,10 +1,11 @@
 //! Arrays whose element type is chosen at run time.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ndarray::{Array, Dimension, Ix0, Ix2, Ix3, ShapeBuilder, s};
+use ndarray::{Array, Array2, Dimension, Ix0, Ix2, Ix3, ShapeBuilder, s};
 use serde::{Deserialize, Serialize};
 
 /// Floating-point element types.
@@ -199,12 +200,22 @@ impl FloatArray<Ix2> {
     pub fn at(&self, b: usize, t: usize) -> f64 {
         with_array!(self, array => Float::to_f64(array[[b, t]]))
     }
+
+    /// The part of `rows` by `columns`, exactly.
+    pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
+        with_array!(self, array => array.slice(s![rows, columns]).mapv(Float::to_f64))
+    }
 }
 
 impl FloatArray<Ix3> {
     /// Row `[b,t,:]`, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
-        with_array!(self, array => array.slice(s![b, t, ..]).iter().map(|&x| Float::to_f64(x)).collect())
+        self.row_part(b, t, 0..self.shape()[2])
+    }
+
+    /// Its part `[b,t,columns]`.
+    pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
+        with_array!(self, array => array.slice(s![b, t, columns]).iter().map(|&x| Float::to_f64(x)).collect())
     }
 
     /// Sets every element of row `[b,t,:]` to `x`, rounded.

@@ -1,9 +1,10 @@
 //! A batch whose logits are the product of hidden states and an LM head.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
-use ndarray::{Ix2, Ix3};
+use ndarray::{Array2, Ix2, Ix3};
 use serde::{Deserialize, Serialize};
 
 use super::{Dtype, FloatArray, Problem, ProblemError, Shape};
@@ -58,6 +59,14 @@ impl HeadLayout {
     /// Where the weight of hidden unit `h` for column `v` is.
     pub fn at(self, h: usize, v: usize) -> [usize; 2] {
         self.extents(h, v)
+    }
+
+    /// `[v,h]`: the weights, or the gradient, of hidden units `h` for columns `v`, exactly and row-major.
+    pub fn part(self, of: &FloatArray<Ix2>, v: Range<usize>, h: Range<usize>) -> Array2<f64> {
+        match self {
+            HeadLayout::HiddenByVocab => of.part(h, v).reversed_axes().as_standard_layout().into_owned(),
+            HeadLayout::VocabByHidden => of.part(v, h),
+        }
     }
 
     /// `hv` or `vh`, as files and options have it.

@@ -174,18 +174,22 @@ fn head_without_its_last_columns_is_rejected_at_production_width() {
         let known_problem = wide(&spec, regime, dtype, [1, 2, 151_936], 64);
         let known = Known::of(&spec, &known_problem).unwrap();
         let honest = HeadCandidate::from(known.reference.outcome());
-        let mut dlogits = known.reference.dlogits();
+        let mut dlogits = known.reference.dlogits(0..151_936);
         dlogits.slice_mut(s![.., 151_936 - 384..]).fill(0.0);
         let without = |dlogits: &Array2<f64>| {
             let mut wrong = honest.clone();
-            let dhidden = known.reference.dhidden(dlogits).into_shape_with_order((1, 2, 64)).unwrap();
+            let dhidden = known
+                .reference
+                .dhidden(|columns| dlogits.slice(s![.., columns]).to_owned())
+                .into_shape_with_order((1, 2, 64))
+                .unwrap();
             wrong.gradient.dhidden = FloatArray::rounded_from(&dhidden, Dtype::F32);
             wrong.gradient.dlm_head = FloatArray::rounded_from(&known.reference.dlm_head(dlogits), Dtype::F32);
             wrong.gradient.dlogits_dtype = Dtype::F32;
             wrong.metrics = None;
             known.judge(wrong, &Limits::external(Grade::Standard)).unwrap().verdicts
         };
-        let right = without(&known.reference.dlogits());
+        let right = without(&known.reference.dlogits(0..151_936));
         assert!(right.iter().all(Verdict::passed), "{regime} {dtype}");
         let wrong = without(&dlogits);
         assert_eq!(status(&wrong, elements(Output::DlmHead)), Status::Fail, "{regime} {dtype}");
@@ -213,7 +217,11 @@ fn head_of_rounded_logits_is_rejected_at_production_widths() {
                 let mut wrong = HeadCandidate::from(known.reference.outcome());
                 wrong.metrics = None;
                 (wrong.loss, wrong.logp) = (of_rounded.loss, Some(of_rounded.logp));
-                let dhidden = known.reference.dhidden(&dlogits).into_shape_with_order((1, 3, hidden)).unwrap();
+                let dhidden = known
+                    .reference
+                    .dhidden(|columns| dlogits.slice(s![.., columns]).to_owned())
+                    .into_shape_with_order((1, 3, hidden))
+                    .unwrap();
                 wrong.gradient.dhidden = FloatArray::rounded_from(&dhidden, Dtype::F32);
                 wrong.gradient.dlm_head = FloatArray::rounded_from(&known.reference.dlm_head(&dlogits), Dtype::F32);
                 wrong.gradient.dlogits_dtype = Dtype::F32;

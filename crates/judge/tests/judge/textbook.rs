@@ -2,7 +2,7 @@
 //! every regime, and a verdict says what keeps it from `exact`.
 
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
-use assay_core::spec::{LossSpec, Objective, PpoClip};
+use assay_core::spec::{LossSpec, Objective, PpoClip, Sapo};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::{Cancels, Verdict};
 use assay_judge::tolerance::{Grade, Limits};
@@ -14,10 +14,9 @@ fn sum(values: &[f32]) -> f32 {
     if values.len() <= 8 { values.iter().sum() } else { values.chunks(values.len().div_ceil(2)).map(sum).sum() }
 }
 
-/// PPO-clip with an entropy bonus, the mean over tokens: `z = x/T`, `ℓ = z_y − logsumexp(z)`, `p = exp(z − logsumexp(z))`,
+/// PPO-clip or SAPO with an entropy bonus, the mean over tokens: `z = x/T`, `ℓ = z_y − logsumexp(z)`, `p = exp(z − logsumexp(z))`,
 /// `H = −Σ p ln p`, `dz_j = G(1[j=y] − p_j) − E p_j (ln p_j + H)`, each rounded in f32.
 fn textbook(spec: &LossSpec, problem: &Problem) -> Candidate {
-    let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = spec.objective else { panic!("PPO-clip") };
     let Shape { batch, tokens, vocab } = problem.shape();
     let count = problem.mask.iter().filter(|counts| **counts).count() as f32;
     let (t, coef) = (spec.temperature as f32, spec.entropy_coef as f32);
@@ -34,10 +33,8 @@ fn textbook(spec: &LossSpec, problem: &Problem) -> Candidate {
         let h = -sum(&ln_p.iter().map(|ln_p| guarded(*ln_p)).collect::<Vec<_>>());
         let a = problem.advantages.at(b, s) as f32;
         let ratio = (ln_p[y] - problem.old_logp.as_ref().unwrap()[[b, s]] as f32).exp();
-        let clipped = ratio.clamp(1.0 - epsilon_low as f32, 1.0 + epsilon_high as f32);
-        let surrogate = (ratio * a).min(clipped * a);
-        let held = ratio * a > clipped * a;
-        let grad = if held { 0.0 } else { -ratio * a / count };
+        let (surrogate, slope) = surrogate(&spec.objective, ratio, a);
+        let grad = -slope / count;
         (logp[[b, s]], entropy[[b, s]], token_loss[[b, s]]) = (ln_p[y], h, -surrogate);
         loss += (-surrogate - coef * h) / count;
         for (j, &ln_p) in ln_p.iter().enumerate() {
@@ -54,6 +51,23 @@ fn textbook(spec: &LossSpec, problem: &Problem) -> Candidate {
         token_loss: Some(token_loss.into()),
         gradient: FloatArray::rounded_from(&dlogits, problem.logits.dtype()),
         metrics: None,
+    }
+}
+
+/// And its derivative by `ln ρ`.
+fn surrogate(objective: &Objective, ratio: f32, a: f32) -> (f32, f32) {
+    match objective {
+        Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) => {
+            let clipped = ratio.clamp(1.0 - *epsilon_low as f32, 1.0 + *epsilon_high as f32);
+            let held = ratio * a > clipped * a;
+            ((ratio * a).min(clipped * a), if held { 0.0 } else { ratio * a })
+        }
+        Objective::Sapo(Sapo { tau_positive, tau_negative }) => {
+            let tau = if a > 0.0 { *tau_positive } else { *tau_negative } as f32;
+            let gate = 1.0 / (1.0 + (-tau * (ratio - 1.0)).exp());
+            (4.0 / tau * gate * a, 4.0 * gate * (1.0 - gate) * ratio * a)
+        }
+        other => panic!("{other:?}"),
     }
 }
 
@@ -127,6 +141,13 @@ fn verdict_names_what_cancels() {
         let (_, failures) = judged(spec, &recipe(regime), Grade::Exact);
         assert!(!failures.is_empty(), "{regime}: exact asks for more");
     }
+    // Ratios of e³: the gate is open.
+    let sapo = LossSpec { objective: Objective::Sapo(Sapo::default()), ..plain.clone() };
+    let recipe_of_open_gates = Recipe { shape: [6, 8, 97], old_logp_noise_scale: 2.0, ..recipe(Regime::Normal) };
+    let (verdicts, failures) = judged(&sapo, &recipe_of_open_gates, Grade::Standard);
+    assert!(failures.is_empty(), "{}", failures[0]);
+    assert!(verdicts.iter().any(|verdict| verdict.short_of_exact.is_some_and(|short| short.cancels == Cancels::Gate)));
+
     let (verdicts, _) = judged(&plain, &recipe(Regime::Normal), Grade::Standard);
     assert!(verdicts.iter().all(|verdict| verdict.grade == Some(Grade::Exact)), "{verdicts:?}");
 }

@@ -2,8 +2,11 @@
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape};
-use assay_core::spec::{LossSpec, Ratio, RatioLevel};
-use assay_judge::generate::HeadRecipe;
+use assay_core::spec::{
+    AdvantageLevel, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, Rows, Sapo, TemperatureDivides, Terms,
+};
+use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::{Known, hindrance};
@@ -83,4 +86,92 @@ fn what_does_not_fit_is_refused_by_name() {
         problem.logits.lm_head = FloatArray::zeros((4, 5), Dtype::F64);
     });
     assert!(f64s.contains("native-lm-head does not support hidden dtype f64"), "{f64s}");
+}
+
+/// Logits of 12,000 are 8 apart in f16: one that is rounded to the other side changes its probability by more than f64 can say.
+#[test]
+fn logits_rounded_by_whole_nats_have_no_limit_and_no_false_alarm() {
+    let recipe = Recipe {
+        shape: [2, 8, 2048],
+        dtype: Dtype::F16,
+        regime: Regime::ShiftedUp,
+        seed: 18_128_733_820_678_993_277,
+        old_logp_noise_scale: 0.388,
+        masked_garbage: true,
+    };
+    let recipe = HeadRecipe { hidden: 64, layout: HeadLayout::VocabByHidden, rounds_logits: true, recipe };
+    let spec = LossSpec { kl: Some(Kl::plain(0.004, KlEstimator::K3)), entropy_coef: 0.06, ..LossSpec::default() };
+    expect_right(&spec, &recipe);
+}
+
+/// A gradient of 1e-34 is a sum of 4,099 terms of which most are flushed to 0, each in the same direction.
+#[test]
+fn what_is_flushed_of_every_column_adds_up() {
+    let recipe = Recipe {
+        shape: [3, 8, 4099],
+        dtype: Dtype::Bf16,
+        regime: Regime::Negative,
+        seed: 14_409_466_002_960_439_639,
+        old_logp_noise_scale: 5.0,
+        masked_garbage: true,
+    };
+    let recipe = HeadRecipe { hidden: 128, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };
+    let sapo = Sapo { tau_positive: 2.198, tau_negative: 1.581 };
+    let mut spec = LossSpec { objective: Objective::Sapo(sapo), temperature: 1.845, ..LossSpec::default() };
+    spec.reduction = Reduction::FixedLength { rows: Rows::NonEmpty, length: Some(19) };
+    spec.ratio.denominator_epsilon = 0.5;
+    spec.advantages = AdvantageLevel::Token;
+    spec.kl = Some(Kl {
+        gradient: KlGradient::K2,
+        importance: KlImportance::Ratio,
+        value_clamp: Some(6.379),
+        clamp_after_importance: true,
+        ..Kl::plain(0.123, KlEstimator::K2)
+    });
+    expect_right(&spec, &recipe);
+}
+
+/// What a logit's rounding does to the ratio of a sequence, it does to the gradients of all its tokens.
+#[test]
+fn errors_of_a_ratio_that_a_row_shares_add_up_over_its_tokens() {
+    let recipe = Recipe {
+        shape: [3, 5, 31],
+        dtype: Dtype::Bf16,
+        regime: Regime::Normal,
+        seed: 190_976_387_827_755_321,
+        old_logp_noise_scale: 0.0,
+        masked_garbage: false,
+    };
+    let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: true, recipe };
+    let objective = Objective::ImportanceSampling(ImportanceSampling { empty_rows: false });
+    let mut spec = LossSpec { objective, ..LossSpec::default() };
+    spec.ratio.level = RatioLevel::Sequence;
+    expect_right(&spec, &recipe);
+}
+
+/// The product's error is wider than a clip of 4 %: between its ends lies a piece that neither end is on.
+#[test]
+fn piece_between_two_kinks_of_one_band_is_found() {
+    let recipe = Recipe {
+        shape: [1, 6, 4099],
+        dtype: Dtype::F16,
+        regime: Regime::ShiftedUp,
+        seed: 3_155_012_108_911_663_558,
+        old_logp_noise_scale: 0.0,
+        masked_garbage: false,
+    };
+    let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe };
+    let objective = Objective::KlCov(KlCov { coefficient: 1.275, selection: None });
+    let mut spec = LossSpec { objective, temperature: 0.3, ..LossSpec::default() };
+    spec.temperature_divides = TemperatureDivides::Logp;
+    spec.ratio.clip = Some(LogClip { low: 0.0, high: 0.0435 });
+    spec.rejection = vec![Rejection {
+        estimator: RejectionEstimator::K1,
+        level: RejectionLevel::Token,
+        min: None,
+        max: 0.01,
+        counts: false,
+        drops_from: Terms::Policy,
+    }];
+    expect_right(&spec, &recipe);
 }
