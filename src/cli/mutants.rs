@@ -1,5 +1,7 @@
 //! `assay mutants`: deliberately wrong kernels before the judge.
 
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -10,7 +12,9 @@ use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
 use crate::project;
 use crate::schema::{self, verdicts::Grade, verdicts::Ignored};
-use crate::suites::mutants::{BANK, Case, Kill, Mutant, PROJECTS, Project, Trial, head_cases, property_cases};
+use crate::suites::mutants::{
+    BANK, Case, Fate, Kill, Mutant, PROJECTS, Production, Project, Trial, head_cases, property_cases,
+};
 
 /// Where fixtures are looked for when no folder is named.
 const DEFAULT_FOLDER: &str = "fixtures";
@@ -29,6 +33,10 @@ pub(super) struct Mutants {
     /// How accurate kernels must be: `standard`, as kernels of others are held to, or `exact`
     #[arg(long, value_name = "GRADE", default_value_t = Grade::Standard)]
     grade: Grade,
+    /// Only run each class of mutants at the widths that kernels are made for: 16 tokens over 151,936 columns, heads of 4096 × 4,099
+    /// and of 896 × 151,936; an hour
+    #[arg(long, conflicts_with_all = ["only", "fixtures", "markdown", "into"])]
+    production: bool,
     /// Print the tables as Markdown
     #[arg(long)]
     markdown: bool,
@@ -41,6 +49,9 @@ pub(super) struct Mutants {
 
 impl Mutants {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
+        if self.production {
+            return self.at_production_widths();
+        }
         let mutants = self.chosen()?;
         let mut ignored = Vec::new();
         let fixtures = self.fixtures(&mut ignored)?;
@@ -57,9 +68,8 @@ impl Mutants {
             })?;
         }
         progress.finish_and_clear();
-        if let Some(Kill { gate, case, devices, .. }) = false_alarm {
-            super::print(&format!("the correct kernel was rejected: {gate} in {case} on ×{devices}\n"))?;
-            return Ok(Passed::No);
+        if let Some(kill) = false_alarm {
+            return rejected(&kill);
         }
 
         let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
@@ -77,6 +87,33 @@ impl Mutants {
             super::print(&format!("survived {name}\n"))?;
         }
         Ok(outcomes.survived.is_empty().into())
+    }
+
+    /// Passes where no width accepts a mutant that is not admitted there by name.
+    fn at_production_widths(&self) -> Result<Passed, CliError> {
+        let fates = match Production::Full.run(self.grade) {
+            Ok(fates) => fates,
+            Err(kill) => return rejected(&kill),
+        };
+        let widths: BTreeSet<&str> = fates.iter().map(|at| at.width.as_str()).collect();
+        let mut text = String::new();
+        for width in widths {
+            let named = |of: fn(&Fate) -> bool| {
+                let names = fates.iter().filter(|at| at.width == width && of(&at.fate));
+                names.map(|at| at.mutant.name).collect::<Vec<_>>()
+            };
+            let killed = named(|fate| matches!(fate, Fate::Killed(_)));
+            let (accepted, idle) = (named(|fate| *fate == Fate::Accepted), named(|fate| *fate == Fate::NotExercised));
+            let total = killed.len() + accepted.len() + idle.len();
+            let _ = writeln!(text, "{width}: {} of {total} killed at grade {}", killed.len(), self.grade);
+            for (what, names) in [("accepted", accepted), ("not exercised", idle)] {
+                if !names.is_empty() {
+                    let _ = writeln!(text, "  {what}: {}", names.join(", "));
+                }
+            }
+        }
+        super::print(&text)?;
+        Ok(fates.iter().all(|at| at.fate != Fate::Accepted || at.is_admitted()).into())
     }
 
     fn chosen(&self) -> Result<Vec<&'static Mutant>, CliError> {
@@ -102,6 +139,12 @@ impl Mutants {
         };
         Ok(manifest_files(folder)?)
     }
+}
+
+/// A false alarm.
+fn rejected(Kill { gate, case, devices, .. }: &Kill) -> Result<Passed, CliError> {
+    super::print(&format!("the correct kernel was rejected: {gate} in {case} on ×{devices}\n"))?;
+    Ok(Passed::No)
 }
 
 /// The problems of one file, under the loss that `assay replay` takes for them.

@@ -1,5 +1,6 @@
 //! What targets each class of bugs: a short list of cases for each, on which all of its mutants fall.
 
+use super::QWEN_VOCABULARY;
 use super::bank::Class;
 use super::run::Case;
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
@@ -97,6 +98,28 @@ impl Class {
             })
         };
         self.grid().recipes(false).into_iter().flat_map(case).collect()
+    }
+
+    /// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
+    pub(super) fn production(self, [batch, tokens]: [usize; 2]) -> Vec<Case> {
+        let grid = Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..self.grid() };
+        let case = |(spec, recipe)| Case::generated(self.name(), spec, &recipe);
+        grid.recipes(true).into_iter().map(case).collect()
+    }
+
+    /// The same of a head of `hidden` states a column.
+    pub(super) fn head_production(
+        self,
+        hidden: usize,
+        shape: [usize; 3],
+        layout: HeadLayout,
+    ) -> Vec<Case<HeadProblem>> {
+        let grid = Grid { shapes: vec![shape], ..self.grid() };
+        let case = |(spec, recipe)| {
+            let head = HeadRecipe { hidden, layout, rounds_logits: false, recipe };
+            Case::of_head(self.name(), spec, &head)
+        };
+        grid.recipes(false).into_iter().map(case).collect()
     }
 
     #[expect(clippy::too_many_lines, reason = "one arm a class")]

@@ -3,16 +3,16 @@
 use rayon::prelude::*;
 
 use super::QWEN_VOCABULARY;
-use super::bank::Mutant;
-use super::specimen::Specimen;
+use super::bank::{BANK, Class, Mutant};
+use super::specimen::{DEVICE_COUNTS, Specimen};
 use crate::{measured_cases, measured_heads};
 use assay_core::implementation::{Implementation, Workload};
-use assay_core::problem::{Candidate, Dtype, HeadProblem, Problem};
+use assay_core::problem::{Candidate, Dtype, HeadLayout, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
-use assay_judge::tolerance::{Grade, Limits};
+use assay_judge::tolerance::{Grade, Limits, Tolerances};
 use assay_judge::trial::Known;
 use assay_judge::variants;
 
@@ -110,6 +110,7 @@ fn wide_cases() -> Vec<Case> {
 /// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
 pub struct Suite<'c, P: Judgeable = Problem> {
     cases: Vec<Prepared<'c, P>>,
+    devices: &'static [usize],
     limits: Limits<'static>,
 }
 
@@ -133,6 +134,24 @@ pub struct Kill {
     pub cases: usize,
 }
 
+/// What became of a mutant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It was rejected.
+    Killed(Kill),
+    /// Another kernel than the correct one, which no gate told apart.
+    Accepted,
+    /// No case reached the bug: it had the bits of the correct kernel in all of them.
+    NotExercised,
+}
+
+impl Fate {
+    /// What rejected it.
+    pub fn kill(self) -> Option<Kill> {
+        if let Fate::Killed(kill) = self { Some(kill) } else { None }
+    }
+}
+
 impl<'c, P: Judgeable> Suite<'c, P>
 where
     Specimen: Implementation<P>,
@@ -142,20 +161,22 @@ where
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
     pub fn of(cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
+        Self::on(&DEVICE_COUNTS, cases, grade)
+    }
+
+    /// The same, run on these numbers of devices alone.
+    fn on(devices: &'static [usize], cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
         let limits = Limits::external(grade);
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
             let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
             let mut prepared = Prepared { case, known, correct: Vec::new() };
-            prepared.correct = prepared.judged(&Specimen::default(), &limits).map_err(|(gate, devices)| Kill {
-                gate,
-                case: case.label.clone(),
-                devices,
-                cases: 0,
-            })?;
+            prepared.correct = prepared
+                .judged(&Specimen::default(), devices, &limits)
+                .map_err(|(gate, devices)| Kill { gate, case: case.label.clone(), devices, cases: 0 })?;
             Ok(prepared)
         });
-        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, limits })
+        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, devices, limits })
     }
 
     /// How many cases there are.
@@ -169,12 +190,19 @@ where
     }
 
     /// Runs a mutant through the cases, up to the first that rejects it.
-    pub fn kill(&self, mutant: &Mutant) -> Option<Kill> {
+    pub fn run(&self, mutant: &Mutant) -> Fate {
         let specimen = Specimen::with(mutant.bug);
-        self.cases.iter().zip(1..).find_map(|(prepared, cases)| {
-            let (gate, devices) = prepared.judged(&specimen, &self.limits).err()?;
-            Some(Kill { gate, case: prepared.case.label.clone(), devices, cases })
-        })
+        let mut fate = Fate::NotExercised;
+        for (prepared, cases) in self.cases.iter().zip(1..) {
+            match prepared.judged(&specimen, self.devices, &self.limits) {
+                Err((gate, devices)) => {
+                    return Fate::Killed(Kill { gate, case: prepared.case.label.clone(), devices, cases });
+                }
+                Ok(outcomes) if !prepared.has_bits_of_the_correct(&outcomes) => fate = Fate::Accepted,
+                Ok(_) => {}
+            }
+        }
+        fate
     }
 }
 
@@ -183,9 +211,19 @@ type Outcomes<P> = Vec<(usize, Candidate<<P as Workload>::Gradient>)>;
 
 impl<P: Judgeable> Prepared<'_, P> {
     /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
-    fn judged(&self, kernel: &dyn Implementation<P>, limits: &Limits) -> Result<Outcomes<P>, (String, usize)> {
+    fn judged(
+        &self,
+        kernel: &dyn Implementation<P>,
+        devices: &[usize],
+        limits: &Limits,
+    ) -> Result<Outcomes<P>, (String, usize)> {
         let on = |devices| self.judged_on(kernel, devices, limits).map_err(|gate| (gate, devices));
-        kernel.device_counts().into_iter().map(|devices| Ok((devices, on(devices)?))).collect()
+        devices.iter().map(|&devices| Ok((devices, on(devices)?))).collect()
+    }
+
+    fn has_bits_of_the_correct(&self, outcomes: &Outcomes<P>) -> bool {
+        let mut both = self.correct.iter().zip(outcomes);
+        both.all(|((_, correct), (_, outcome))| Invariance::between(correct, outcome).other.is_empty())
     }
 
     fn judged_on(
@@ -209,4 +247,105 @@ impl<P: Judgeable> Prepared<'_, P> {
         let other = Invariance::between(&candidate, &again).other;
         if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
     }
+}
+
+/// How much is run at the widths that kernels are made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Production {
+    /// What a test has time for: six tokens over Qwen's vocabulary, where there is a choice in bf16; of heads what targets their
+    /// products, on one device, six tokens at 4096 × 4,099.
+    Short,
+    /// Sixteen tokens; every class of heads, six tokens at 4096 × 4,099 and at 896 × 151,936, in every dtype and on every number
+    /// of devices.
+    Full,
+}
+
+/// What became of a mutant at one width.
+#[derive(Clone, Debug)]
+pub struct AtWidth {
+    /// The mutant.
+    pub mutant: &'static Mutant,
+    /// Columns, or hidden units by columns.
+    pub width: String,
+    /// What became of it.
+    pub fate: Fate,
+}
+
+/// Mutants that are as accurate as the correct kernel at production widths, but for what their narrow cases show: a shift that is
+/// not the maximum is right until logits are further apart than f32's exponents reach, and a sum in the hidden states' dtype is
+/// one in f32 where that is f32.
+const ACCURATE_WHERE_WIDE: [&str; 4] =
+    ["max-of-first-tile", "stale-max", "logits-summed-in-hidden-dtype", "dhidden-summed-in-hidden-dtype"];
+
+impl AtWidth {
+    /// Whether its acceptance is by design.
+    pub fn is_admitted(&self) -> bool {
+        let admitted = Tolerances::builtin().admitted.iter().any(|admitted| admitted.mutant == self.mutant.name);
+        admitted || ACCURATE_WHERE_WIDE.contains(&self.mutant.name)
+    }
+}
+
+impl Production {
+    /// Every mutant of the classes that are run, on the cases of its own class, up to the first that rejects it.
+    ///
+    /// # Errors
+    /// What rejected the correct kernel: a false alarm.
+    pub fn run(self, grade: Grade) -> Result<Vec<AtWidth>, Kill> {
+        let short = self == Self::Short;
+        let mut all = Vec::new();
+        for class in Class::ALL.into_iter().filter(|class| !class.of_heads()) {
+            let mut cases = class.production(if short { [2, 3] } else { [4, 4] });
+            if short {
+                one_dtype(&mut cases);
+            }
+            all.extend(fates(class, QWEN_VOCABULARY.to_string(), &DEVICE_COUNTS, &cases, grade)?);
+        }
+        for class in Class::ALL.into_iter().filter(|class| class.of_heads()) {
+            for (hidden, vocab, layout) in
+                [(4096, 4099, HeadLayout::HiddenByVocab), (896, QWEN_VOCABULARY, HeadLayout::VocabByHidden)]
+            {
+                if short && (class != Class::HeadProducts || vocab == QWEN_VOCABULARY) {
+                    continue;
+                }
+                let mut cases = class.head_production(hidden, [2, 3, vocab], layout);
+                if short {
+                    one_dtype(&mut cases);
+                }
+                let devices: &[usize] = if short { &[1] } else { &DEVICE_COUNTS };
+                all.extend(fates(class, format!("{hidden}x{vocab}"), devices, &cases, grade)?);
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// Of several dtypes bf16 alone.
+fn one_dtype<P: Judgeable>(cases: &mut Vec<Case<P>>) {
+    if cases.iter().any(|case| case.problem.dtype() == Dtype::Bf16) {
+        cases.retain(|case| case.problem.dtype() == Dtype::Bf16);
+    }
+}
+
+/// What becomes of the mutants of a class, one case after the other: what is known of a wide one takes gigabytes.
+fn fates<P: Judgeable>(
+    class: Class,
+    width: String,
+    devices: &'static [usize],
+    cases: &[Case<P>],
+    grade: Grade,
+) -> Result<Vec<AtWidth>, Kill>
+where
+    Specimen: Implementation<P>,
+{
+    let mutants = BANK.iter().filter(|mutant| mutant.class == class);
+    let mut all: Vec<AtWidth> =
+        mutants.map(|mutant| AtWidth { mutant, width: width.clone(), fate: Fate::NotExercised }).collect();
+    for case in cases {
+        let suite = Suite::on(devices, std::slice::from_ref(case), grade)?;
+        all.par_iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).for_each(|at| match suite.run(at.mutant) {
+            Fate::NotExercised => {}
+            fate => at.fate = fate,
+        });
+    }
+    Ok(all)
 }

@@ -39,7 +39,7 @@ impl Trial {
         let suite = Suite::of(cases, self.grade)?;
         let before = self.cases;
         self.mutants.par_iter_mut().filter(|(_, kill)| kill.is_none()).for_each(|(mutant, kill)| {
-            *kill = suite.kill(mutant).map(|kill| Kill { cases: before + kill.cases, ..kill });
+            *kill = suite.run(mutant).kill().map(|kill| Kill { cases: before + kill.cases, ..kill });
             done(mutant);
         });
         self.cases += suite.len();
