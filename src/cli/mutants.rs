@@ -34,7 +34,7 @@ pub(super) struct Mutants {
     #[arg(long, value_name = "GRADE", default_value_t = Grade::Standard)]
     grade: Grade,
     /// Only run each class of mutants at the widths that kernels are made for: 16 tokens over 151,936 columns, heads of 4096 × 4,099
-    /// and of 896 × 151,936; an hour
+    /// and of 896 × 151,936
     #[arg(long, conflicts_with_all = ["only", "fixtures", "markdown", "into"])]
     production: bool,
     /// Print the tables as Markdown
