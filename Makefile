@@ -39,6 +39,7 @@ test-extensive: test
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --package assay-native --lib exp_every_f32 -- --ignored
+	$(CARGO) test --release --locked --package assay-native --test native more_than_2_31 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory jax-example panel
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
@@ -114,9 +115,10 @@ jax-example:
 		$(PYTHON) examples/jax/grpo_loss.py "$$folder/kernel"; \
 	fi
 
-# What correct implementations need of the limits, put into docs/tolerances.md.
+# What correct implementations need of the limits, put into docs/tolerances.md, and kernels of others where their Python is.
 measure: setup
 	$(CARGO) run --release --locked --quiet -- tolerances --measure --into docs/tolerances.md
+	@if [ -e target/panel/made ]; then $(MAKE) --no-print-directory panel; else echo "panel: skipped, make panel installs its Python"; fi
 
 bench: setup
 	$(CARGO) bench --locked

@@ -6,5 +6,6 @@ mod documents;
 mod fixture_reader;
 mod fixture_stream;
 mod panel;
+mod spreads;
 mod text;
 mod unsafe_code;

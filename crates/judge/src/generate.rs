@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ndarray::{Array1, Array2, Array3, Axis, Ix3, Zip};
+use ndarray::{Array1, Array2, Ix3, Zip};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
@@ -123,6 +123,9 @@ pub struct Recipe {
 /// Around what other policies' log-probabilities lie where the policy's own is −∞.
 const UNLIKELY: f64 = -20.0;
 
+/// Bytes of a token beside its logits: its id, mask, advantage and log-probabilities, twice while they are drawn.
+const OF_A_TOKEN: usize = 128;
+
 /// The seed project's own choice.
 fn default_noise() -> f64 {
     0.3
@@ -132,10 +135,22 @@ fn default_noise() -> f64 {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RecipeError {
     /// A zero or unreasonable extent.
-    #[error("`shape`: got {given:?}, expected [B,T,V] with every extent ≥ 1 and at most 2³¹ elements")]
+    #[error(
+        "`shape`: got {given:?}, expected [B,T,V] with every extent ≥ 1 and no more bytes than there are addresses"
+    )]
     Shape {
         /// The shape asked for.
         given: [usize; 3],
+    },
+    /// More than there is memory for.
+    #[error("`shape`: got {given:?} of {dtype}, {bytes} bytes, expected no more than there is memory for")]
+    Memory {
+        /// The shape asked for.
+        given: [usize; 3],
+        /// The dtype.
+        dtype: Dtype,
+        /// What it takes.
+        bytes: usize,
     },
     /// A zero or unreasonable width.
     #[error("`hidden`: got {given}, expected H ≥ 1 with at most 2³¹ hidden states and weights")]
@@ -167,8 +182,12 @@ impl Recipe {
     /// [`RecipeError`] naming the field that is out of range.
     pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
         let [batch, tokens, vocab] = self.shape;
-        if (Shape { batch, tokens, vocab }).elements().is_none_or(|n| n == 0 || n > 1 << 31) {
-            return Err(RecipeError::Shape { given: self.shape });
+        let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
+        let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
+        let bytes = elements.saturating_mul(self.dtype.size()).saturating_add(batch * tokens * OF_A_TOKEN);
+        // Asked for and given back untouched: a system that could never give it says so.
+        if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+            return Err(RecipeError::Memory { given: self.shape, dtype: self.dtype, bytes });
         }
         if !(self.old_logp_noise_scale >= 0.0 && self.old_logp_noise_scale.is_finite()) {
             return Err(RecipeError::Noise { given: self.old_logp_noise_scale });
@@ -206,11 +225,13 @@ impl Recipe {
         if !spec.support.keep_sampled {
             sampled.mapv_inplace(|id| within_support(spec, vocab, id));
         }
-        let mut logits = Array3::zeros((batch, tokens, vocab));
-        for (mut row, &id) in logits.lanes_mut(Axis(2)).into_iter().zip(&sampled) {
-            draw_row(self.regime, &mut rng, row.as_slice_mut().expect("lanes of the last axis are dense"), id);
+        let mut logits = FloatArray::zeros((batch, tokens, vocab), self.dtype);
+        let mut row = vec![0.0; vocab];
+        for ((b, t), &id) in sampled.indexed_iter() {
+            row.fill(0.0);
+            draw_row(self.regime, &mut rng, &mut row, id);
+            logits.set_row(b, t, &row);
         }
-        let logits = FloatArray::rounded_from(&logits, self.dtype);
         self.around(spec, tokens_that_count, rng, logits, &sampled)
     }
 

@@ -218,6 +218,14 @@ impl FloatArray<Ix3> {
         with_array!(self, array => array.slice(s![b, t, columns]).iter().map(|&x| Float::to_f64(x)).collect())
     }
 
+    /// Sets row `[b,t,:]` to `values`, rounded to nearest even.
+    pub fn set_row(&mut self, b: usize, t: usize, values: &[f64]) {
+        with_array!(self, array => {
+            let mut row = array.slice_mut(s![b, t, ..]);
+            row.iter_mut().zip(values).for_each(|(x, value)| *x = Float::from_f64(*value));
+        });
+    }
+
     /// Sets every element of row `[b,t,:]` to `x`, rounded.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
         with_array!(self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));

@@ -10,7 +10,7 @@ use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
 use assay_native::{Element, Evaluation, Isa, Native};
 use assay_suites::cases;
-use ndarray::{Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
+use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 
@@ -114,6 +114,33 @@ fn all_outputs_more_than_65_535_rows_match_reference() {
     let problem = recipe([2, 40_000, 5], Dtype::Bf16, Regime::Sampled, 1).problem(&spec).expect("a valid recipe");
     assert!(problem.mask.as_slice().expect("dense").iter().rposition(|counts| *counts).is_some_and(|row| row > 65_535));
     expect_right(&spec, &problem, "2x40000x5");
+}
+
+/// Beyond 32 bits of an index, and of an offset in bytes: 4.3 GB, most of it masked rows of zeros.
+#[test]
+#[ignore = "takes 13 GB: make test-extensive"]
+fn all_outputs_more_than_2_31_elements_match_reference() {
+    let spec = LossSpec::default();
+    let few = recipe([1, 4, 151_936], Dtype::Bf16, Regime::Sampled, 1).unmasked_problem(&spec).expect("a valid recipe");
+    let tokens = (1_usize << 31) / 151_936 + 3;
+    let at = |t: usize| tokens - 4 + t;
+    let mut problem = few.with_logits(FloatArray::zeros((1, tokens, 151_936), Dtype::Bf16));
+    let widened = |of: &Array2<f64>| {
+        let mut wide = Array2::zeros((1, tokens));
+        of.iter().enumerate().for_each(|(t, x)| wide[[0, at(t)]] = *x);
+        wide
+    };
+    (problem.old_logp, problem.ref_logp) = (few.old_logp.as_ref().map(widened), few.ref_logp.as_ref().map(widened));
+    problem.mask = Array2::from_elem((1, tokens), false);
+    problem.ids = Array2::zeros((1, tokens));
+    for t in 0..4 {
+        problem.mask[[0, at(t)]] = true;
+        problem.ids[[0, at(t)]] = few.ids[[0, t]];
+        problem.logits.set_row(0, at(t), &few.logits.row(0, t));
+    }
+    assert!(problem.logits.shape().iter().product::<usize>() > 1 << 31);
+    let known = Known::of(&spec, &problem).unwrap();
+    known.expect_right(&Native::default(), 1, "1x14136x151936");
 }
 
 /// On every instruction set.
