@@ -118,7 +118,7 @@ fn all_outputs_more_than_65_535_rows_match_reference() {
 
 /// Beyond 32 bits of an index, and of an offset in bytes: 4.3 GB, most of it masked rows of zeros.
 #[test]
-#[ignore = "takes 13 GB: make test-extensive"]
+#[ignore = "takes 9 GB: make test-extensive"]
 fn all_outputs_more_than_2_31_elements_match_reference() {
     let spec = LossSpec::default();
     let few = recipe([1, 4, 151_936], Dtype::Bf16, Regime::Sampled, 1).unmasked_problem(&spec).expect("a valid recipe");
