@@ -31,11 +31,10 @@ use ndarray::Array2;
 use rayon::prelude::*;
 
 use super::U;
+use super::arm::{self, Arm};
 use super::gate::Output;
 use super::tolerance::{Grade, Limits};
-use assay_core::spec::{
-    Divergence, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, Sapo, TrustRegion,
-};
+use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
 use assay_reference::{Branch, Choice, Reference, Scaled, ScaledSoftmax, Token, TokenInputs, clipped};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
@@ -245,12 +244,12 @@ impl Condition {
         // A token whose values are not finite is judged by that alone, and adds no scale to a sum.
         let token_loss = branches.iter().fold(Bound::default(), |most, branch| {
             let response = respond(&|inputs| reference.token_loss(inputs, branch));
-            let scale = policy_terms(spec, inputs, branch) + weighted(beta, kl_terms) + response.scale;
+            let scale = Arm::of(spec, inputs, branch, bands.grade).value + weighted(beta, kl_terms) + response.scale;
             most.or(Bound { scale, floor: response.floor }.tame())
         });
         let flushed = {
-            let reach = if is_score(&spec.objective) { inputs.logp.abs() } else { 0.0 };
-            let of_score = if reach.is_finite() { reach * flushed_of_policy(spec, inputs) } else { 0.0 };
+            let arm = Arm::of(spec, inputs, &token.branch, bands.grade);
+            let of_score = if arm.is_score && inputs.logp.is_finite() { inputs.logp.abs() * arm.flushed } else { 0.0 };
             let of_kl = weighted(beta, flushed_of_kl(spec, inputs, &token.branch)[0]);
             (1.0 + inputs.advantage.abs() * (1.0 + inputs.policy_weight) + of_score + of_kl) * FLUSHED
         };
@@ -306,7 +305,7 @@ impl Condition {
         let grad = by_logp + through_ratio;
         // How far `G` moves, and what of it may be flushed.
         let mut moved = response(spec, &token.inputs, self.moves, &on_branch);
-        let mut flushed_of_grad = flushed_of_grad(spec, token, branch);
+        let mut flushed_of_grad = flushed_of_grad(spec, token, branch, self.grade);
         if of_row {
             moved.scale += branch.slope * token.share * self.row.moved.scale;
             moved.floor += branch.slope * token.share * self.row.moved.floor;
@@ -524,7 +523,7 @@ impl OfRow {
             sum: Bound { scale: sum + if weights.is_finite() { weights } else { 0.0 }, floor: floors },
             couplings: vec![row.first().map_or(0.0, |(_, token, _)| token.coupling)],
             terms: RatioTerms {
-                flushed: row.iter().map(|(_, token, _)| flushed_of_grad(spec, token, &token.branch)).sum(),
+                flushed: row.iter().map(|(_, token, _)| flushed_of_grad(spec, token, &token.branch, bands.grade)).sum(),
                 ..RatioTerms::default()
             },
         };
@@ -577,32 +576,11 @@ fn old_logp_size(spec: &LossSpec, token: &Token) -> f64 {
     if spec.old_logp == OldLogp::Current { 0.0 } else { token.inputs.old_logp.abs() }
 }
 
-/// `Σ |terms|` of the policy term's value: those that cancel in it are counted apart.
-fn policy_terms(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch) -> f64 {
-    let term = branch.policy(spec, inputs);
-    let w = inputs.level_log_ratio(spec).value;
-    let parts = match &spec.objective {
-        Objective::Dro(_) | Objective::KlCov(_) | Objective::TrustRegion(_) => {
-            (term.by_logp * inputs.logp).abs() + (term.by_log_ratio * w).abs()
-        }
-        _ => 0.0,
-    };
-    term.value.abs().max(parts) * exponent_terms(spec, inputs)
-}
-
 /// `Σ |terms|` of `∂loss/∂ℓ` at first hand, and of `∂loss/∂w`.
 fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> (f64, f64) {
     let inputs = &token.inputs;
-    let policy = branch.policy(spec, inputs);
-    let (mut by_logp, mut by_log_ratio) =
-        (token.weight * policy.by_logp.abs(), token.weight * policy.by_log_ratio.abs());
-    if let Objective::KlCov(cov) = &spec.objective {
-        by_log_ratio += 2.0 * token.weight * cov.coefficient * inputs.policy_weight;
-    }
-    if let (Objective::Sapo(sapo), Grade::Standard) = (&spec.objective, grade) {
-        by_log_ratio = by_log_ratio.max(token.weight * inputs.policy_weight * gate_terms(sapo, spec, inputs));
-    }
-    by_logp *= exponent_terms(spec, inputs);
+    let arm = Arm::of(spec, inputs, branch, grade);
+    let (mut by_logp, mut by_log_ratio) = (token.weight * arm.by_logp, token.weight * arm.by_log_ratio);
     if let Some(kl) = &spec.kl {
         let term = branch.kl(spec, kl, inputs);
         let rounded = clamp_rounding(spec, kl, inputs);
@@ -617,21 +595,6 @@ fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> 
     (by_logp, branch.cap_slope * by_log_ratio)
 }
 
-/// `4ρ|A|σ`: what SAPO's `4ρA·σ(1 − σ)` is a difference of, where `1 − σ` is one.
-fn gate_terms(sapo: &Sapo, spec: &LossSpec, inputs: &TokenInputs) -> f64 {
-    let ratio = inputs.ratio(spec);
-    if ratio == f64::INFINITY {
-        return 0.0;
-    }
-    4.0 * ratio * inputs.advantage.abs() * sapo_gate(sapo, ratio, inputs.advantage)
-}
-
-/// `σ(τ(ρ − 1))`.
-pub(super) fn sapo_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> f64 {
-    let tau = if advantage > 0.0 { sapo.tau_positive } else { sapo.tau_negative };
-    1.0 / (1.0 + (-tau * (ratio - 1.0)).exp())
-}
-
 /// What rounding `difference_clamp` adds to an estimate that stands at it: `|d·e^d|` of k3, times the importance.
 fn clamp_rounding(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
     let (Some(clamp), Some(ref_logp)) = (kl.difference_clamp, inputs.ref_logp) else { return 0.0 };
@@ -641,28 +604,6 @@ fn clamp_rounding(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
     }
     let importance = if kl.importance == KlImportance::Ratio { inputs.ratio(spec) } else { 1.0 };
     importance * inputs.kl_weight * clamp * (clamp * d.signum()).exp()
-}
-
-/// Whether the policy term is a constant times `A·ℓ`.
-fn is_score(objective: &Objective) -> bool {
-    match objective {
-        Objective::Cispo(_)
-        | Objective::Vespo(_)
-        | Objective::PolicyGradient
-        | Objective::MaskedRatio(_)
-        | Objective::Dro(_) => true,
-        Objective::TrustRegion(region) => region.truncate.is_some(),
-        _ => false,
-    }
-}
-
-/// What of a policy term, or its derivative by `ℓ` or `w`, may be flushed on the way: its coefficient, that times `A`, and
-/// that times the sampler's weight.
-fn flushed_of_policy(spec: &LossSpec, inputs: &TokenInputs) -> f64 {
-    match &spec.objective {
-        Objective::PpoClip(_) => inputs.advantage.abs(),
-        _ => (1.0 + inputs.advantage.abs()) * (1.0 + inputs.policy_weight),
-    }
 }
 
 /// What of a KL estimate may be flushed with the ratio that it is multiplied by, and of its derivatives by `ℓ` and `w`.
@@ -675,22 +616,10 @@ fn flushed_of_kl(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch) -> [f64
 }
 
 /// What of `∂loss/∂ℓ` may be flushed on the way, in units of [`FLUSHED`].
-fn flushed_of_grad(spec: &LossSpec, token: &Token, branch: &Branch) -> f64 {
+fn flushed_of_grad(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> f64 {
     let beta = spec.kl.as_ref().map_or(0.0, |kl| kl.beta);
     let of_kl = weighted(beta, flushed_of_kl(spec, &token.inputs, branch)[1]);
-    token.weight * flushed_of_policy(spec, &token.inputs) + token.kl_weight * of_kl
-}
-
-/// By how much the rounding of an exponent's terms is larger than that of its value: VESPO's `λ + k·ln w − λ·w`.
-fn exponent_terms(spec: &LossSpec, inputs: &TokenInputs) -> f64 {
-    let Objective::Vespo(vespo) = &spec.objective else { return 1.0 };
-    let log_weight = inputs.row_log_weight.clamp(1e-8_f64.ln(), 20.0);
-    let (k, lambda) = if inputs.advantage >= 0.0 {
-        (vespo.k_positive, vespo.lambda_positive)
-    } else {
-        (vespo.k_negative, vespo.lambda_negative)
-    };
-    1.0 + lambda.abs() + (k * log_weight).abs() + lambda.abs() * log_weight.exp()
+    token.weight * Arm::of(spec, &token.inputs, branch, grade).flushed + token.kl_weight * of_kl
 }
 
 /// `beta · term`; 0 where `beta` is, even if the term overflows.
@@ -850,7 +779,7 @@ fn branches(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], moves: Moves
     let mut specs = vec![];
     if let Objective::TrustRegion(region) = &spec.objective {
         let slack =
-            U * divergence_condition(region, &token.inputs, bands.logp * moves.logp.scale + 4.0 + moves.logp.floor / U);
+            U * arm::of_divergence(region, &token.inputs, bands.logp * moves.logp.scale + 4.0 + moves.logp.floor / U);
         for slack in [-slack, slack] {
             let moved = TrustRegion { low: region.low + slack, high: region.high + slack, ..region.clone() };
             specs.push(LossSpec { objective: Objective::TrustRegion(moved), ..spec.clone() });
@@ -866,16 +795,4 @@ fn branches(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], moves: Moves
         }
     }
     branches
-}
-
-/// By how many `u` rounding moves a trust region's divergence, with `ℓ` moved by `moved·u`.
-fn divergence_condition(region: &TrustRegion, inputs: &TokenInputs, moved: f64) -> f64 {
-    let (p, p_old) = (inputs.logp.exp(), inputs.old_logp.exp());
-    match region.divergence {
-        Divergence::TotalVariation => p * moved + 2.0 * (1.0 + p_old) + region.low.max(region.high),
-        Divergence::BinaryKl => {
-            let others = 2.0 / (1.0 - p_old + 1e-8) + (2.0 + p * moved) / (1.0 - p + 1e-8);
-            p_old * (moved + (inputs.old_logp - inputs.logp).abs()) + (1.0 - p_old).abs() * others + 4.0
-        }
-    }
 }

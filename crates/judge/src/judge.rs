@@ -7,7 +7,8 @@ use ndarray::{Ix0, Ix2, Ix3};
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{Bound, Condition, FLUSHED, GIVEN, LogitErrors, sapo_gate};
+use super::arm;
+use super::condition::{Bound, Condition, FLUSHED, GIVEN, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
@@ -179,7 +180,7 @@ fn cancels(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits:
     let open_gate = |token: &Token| match &reference.spec().objective {
         Objective::Sapo(sapo) => {
             let (ratio, advantage) = (token.inputs.ratio(reference.spec()), token.inputs.advantage);
-            sapo_gate(sapo, ratio, advantage) > 0.99
+            arm::gate(sapo, ratio, advantage) > 0.99
         }
         _ => false,
     };

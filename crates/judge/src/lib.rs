@@ -3,6 +3,7 @@
 //! It sees the reference, and of kernels what they returned. What each gate allows, and why, is derived in
 //! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
+mod arm;
 pub mod condition;
 pub mod coverage;
 pub mod diagnosis;
