@@ -63,14 +63,14 @@ impl Arm {
     }
 }
 
-/// `4ρ|A|σ`: what SAPO's `4ρA·σ(1 − σ)` is a difference of, where `1 − σ` is one.
+/// `4ρ|A|·σ(2σ − 1)`: how far SAPO's `4ρA·σ(1 − σ)` moves, in units of `u`, where `σ` is rounded before it is subtracted from 1.
 fn of_gate(sapo: &Sapo, spec: &LossSpec, inputs: &TokenInputs) -> f64 {
     let ratio = inputs.ratio(spec);
     if ratio == f64::INFINITY {
-        0.0
-    } else {
-        4.0 * ratio * inputs.advantage.abs() * gate(sapo, ratio, inputs.advantage)
+        return 0.0;
     }
+    let gate = gate(sapo, ratio, inputs.advantage);
+    4.0 * ratio * inputs.advantage.abs() * gate * (2.0 * gate - 1.0)
 }
 
 /// `σ(τ(ρ − 1))`.
