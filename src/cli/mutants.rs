@@ -11,7 +11,7 @@ use super::{CliError, Passed, Printing, config};
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
 use crate::project;
-use crate::schema::{self, verdicts::Grade, verdicts::Ignored};
+use crate::schema::{self, mutants::Width, verdicts::Grade, verdicts::Ignored};
 use crate::suites::mutants::{
     BANK, Case, Fate, Kill, Mutant, PROJECTS, Production, Project, Trial, head_cases, property_cases,
 };
@@ -95,25 +95,32 @@ impl Mutants {
             Ok(fates) => fates,
             Err(kill) => return rejected(&kill),
         };
-        let widths: BTreeSet<&str> = fates.iter().map(|at| at.width.as_str()).collect();
-        let mut text = String::new();
-        for width in widths {
+        let names: BTreeSet<&String> = fates.iter().map(|at| &at.width).collect();
+        let of_width = |width: &String| {
             let named = |of: fn(&Fate) -> bool| {
-                let names = fates.iter().filter(|at| at.width == width && of(&at.fate));
-                names.map(|at| at.mutant.name).collect::<Vec<_>>()
+                let named = fates.iter().filter(|at| at.width == *width && of(&at.fate));
+                named.map(|at| at.mutant.name.to_string()).collect()
             };
-            let killed = named(|fate| matches!(fate, Fate::Killed(_)));
-            let (accepted, idle) = (named(|fate| *fate == Fate::Accepted), named(|fate| *fate == Fate::NotExercised));
-            let total = killed.len() + accepted.len() + idle.len();
-            let _ = writeln!(text, "{width}: {} of {total} killed at grade {}", killed.len(), self.grade);
-            for (what, names) in [("accepted", accepted), ("not exercised", idle)] {
+            Width {
+                width: width.clone(),
+                killed: named(|fate| matches!(fate, Fate::Killed(_))),
+                accepted: named(|fate| *fate == Fate::Accepted),
+                not_exercised: named(|fate| *fate == Fate::NotExercised),
+            }
+        };
+        let widths: Vec<Width> = names.into_iter().map(of_width).collect();
+        let mut text = String::new();
+        for Width { width, killed, accepted, not_exercised } in &widths {
+            let (killed, total) = (killed.len(), killed.len() + accepted.len() + not_exercised.len());
+            let _ = writeln!(text, "{width}: {killed} of {total} killed at grade {}", self.grade);
+            for (what, names) in [("accepted", accepted), ("not exercised", not_exercised)] {
                 if !names.is_empty() {
                     let _ = writeln!(text, "  {what}: {}", names.join(", "));
                 }
             }
         }
-        super::print(&text)?;
-        Ok(fates.iter().all(|at| at.fate != Fate::Accepted || at.is_admitted()).into())
+        self.printing.finish(&text, &schema::mutants::Production { grade: self.grade, widths })?;
+        Ok(fates.iter().all(|at| at.fate != Fate::Accepted || at.is_admitted(self.grade)).into())
     }
 
     fn chosen(&self) -> Result<Vec<&'static Mutant>, CliError> {

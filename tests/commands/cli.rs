@@ -631,7 +631,9 @@ fn bad_shapes_dtypes_and_names_are_refused() {
             output.stderr
         );
     }
-    assert_refused(&[&["generate", "--shape", "99999x99999x99999"], &out[..]].concat(), &["`shape`", "memory"]);
+    for shape in ["99999x99999x99999", "4294967295x4294967295x1", "1000000x1000000x8x4"] {
+        assert_refused(&[&["generate", "--shape", shape], &out[..]].concat(), &["`shape`", "memory"]);
+    }
     assert_refused(
         &[&["generate", "--shape", "2x3x5"], &out[..]].concat(),
         &["/nonexistent/problem.safetensors", "write"],

@@ -143,12 +143,10 @@ pub enum RecipeError {
         given: [usize; 3],
     },
     /// More than there is memory for.
-    #[error("`shape`: got {given:?} of {dtype}, {bytes} bytes, expected no more than there is memory for")]
+    #[error("`shape`: got {given:?}, which takes {bytes} bytes, expected no more than there is memory for")]
     Memory {
         /// The shape asked for.
         given: [usize; 3],
-        /// The dtype.
-        dtype: Dtype,
         /// What it takes.
         bytes: usize,
     },
@@ -181,18 +179,23 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError`] naming the field that is out of range.
     pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
-        let [batch, tokens, vocab] = self.shape;
-        let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
-        let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
-        let bytes = elements.saturating_mul(self.dtype.size()).saturating_add(batch * tokens * OF_A_TOKEN);
-        // Asked for and given back untouched: a system that could never give it says so.
-        if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
-            return Err(RecipeError::Memory { given: self.shape, dtype: self.dtype, bytes });
-        }
+        self.expect_memory(self.dtype.size())?;
         if !(self.old_logp_noise_scale >= 0.0 && self.old_logp_noise_scale.is_finite()) {
             return Err(RecipeError::Noise { given: self.old_logp_noise_scale });
         }
         Ok(spec.check().map_err(ProblemError::from)?)
+    }
+
+    /// Whether there may be memory for the tokens and for `of_a_logit` bytes a logit.
+    fn expect_memory(&self, of_a_logit: usize) -> Result<(), RecipeError> {
+        let [batch, tokens, vocab] = self.shape;
+        let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
+        let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
+        let of_tokens = (batch * tokens).saturating_mul(OF_A_TOKEN);
+        let bytes = elements.saturating_mul(of_a_logit).saturating_add(of_tokens);
+        // Asked for and given back untouched: a system that could never give it says so.
+        let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
+        if refused { Err(RecipeError::Memory { given: self.shape, bytes }) } else { Ok(()) }
     }
 
     /// Makes the problem, with the arrays that the spec reads. Masks are ragged, with at least one token; a tenth of the
@@ -358,6 +361,8 @@ impl HeadRecipe {
     pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
         let Self { hidden: width, ref recipe, .. } = *self;
         recipe.check(spec)?;
+        // Logits are made twice in f64.
+        recipe.expect_memory(2 * size_of::<f64>())?;
         let [batch, tokens, vocab] = recipe.shape;
         let too_large = |n: usize| n.checked_mul(width).is_none_or(|n| n == 0 || n > 1 << 31);
         if too_large(batch * tokens) || too_large(vocab) {

@@ -229,7 +229,7 @@ impl Dlogits {
 
 /// What a token's dlogits come to in the products, beside what its columns may be off.
 #[derive(Clone, Copy, Default)]
-struct OfToken {
+struct OfProducts {
     /// Whether one may overflow the dtype of the products.
     overflow: bool,
     /// By how much of its size the token's gradient may be off, beside.
@@ -237,20 +237,20 @@ struct OfToken {
 }
 
 /// `[N]`.
-fn of_tokens(reference: &HeadReference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfToken> {
+fn of_tokens(reference: &HeadReference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfProducts> {
     let HeadShape { batch, tokens, .. } = reference.shape();
     let on_logits = reference.on_logits();
     let of = |case: &Case| {
         let row = on_logits.dlogits_row(case.b, case.t);
         let of_entropy = on_logits.grad_entropy(case.token) != 0.0;
         let mean_gap = case.token.entropy_softmax.stats.mean_gap;
-        OfToken {
+        OfProducts {
             overflow: row.iter().any(|x| !dtype.round(2.0 * x.abs()).is_finite()),
             relative: if of_entropy { limits.kappa(Output::Dlogits) * U * (1.0 + mean_gap) } else { 0.0 },
         }
     };
-    let mut all = vec![OfToken::default(); batch * tokens];
-    let found: Vec<OfToken> = cases.par_iter().map(of).collect();
+    let mut all = vec![OfProducts::default(); batch * tokens];
+    let found: Vec<OfProducts> = cases.par_iter().map(of).collect();
     for (case, found) in cases.iter().zip(found) {
         all[case.b * tokens + case.t] = found;
     }
@@ -267,7 +267,7 @@ struct Gradient {
 
 /// What one row of a gradient came to.
 #[derive(Default)]
-struct RowTallies {
+struct GradientTallies {
     elements: Tally,
     nonfinite: Tally,
     l2: Tally,
@@ -280,9 +280,9 @@ impl Gradient {
 
     /// Compares a row: `(where, exact, limit beyond half an ulp, actual)` of each element. Where it is `open`, a value that is not
     /// finite is an honest one.
-    fn row(self, at: Position, open: bool, row: impl Iterator<Item = (Position, [f64; 3])>) -> RowTallies {
+    fn row(self, at: Position, open: bool, row: impl Iterator<Item = (Position, [f64; 3])>) -> GradientTallies {
         let Self { stored, kappa, .. } = self;
-        let mut tallies = RowTallies::default();
+        let mut tallies = GradientTallies::default();
         let (mut error2, mut rounding2, mut limit2) = (0.0, 0.0, 0.0);
         for (at, [exact, limit, actual]) in row {
             let tally = if actual.is_finite() { &mut tallies.elements } else { &mut tallies.nonfinite };
@@ -311,7 +311,7 @@ impl Gradient {
     }
 
     /// Adds rows at `edge`; values that are not finite, and should be, are at another.
-    fn add(self, tallies: &mut Tallies, edge: Option<Edge>, of_nonfinite: Option<Edge>, row: RowTallies) {
+    fn add(self, tallies: &mut Tallies, edge: Option<Edge>, of_nonfinite: Option<Edge>, row: GradientTallies) {
         for (model, edge, tally) in [
             (Model::Elementwise, edge, row.elements),
             (Model::RowL2, edge, row.l2),
@@ -430,7 +430,7 @@ impl<'r> Dhidden<'r> {
     }
 
     /// How far element `[n,h]`, exactly `exact`, may be off.
-    fn limit(&self, (n, h): (usize, usize), exact: f64, of_token: OfToken) -> f64 {
+    fn limit(&self, (n, h): (usize, usize), exact: f64, of_token: OfProducts) -> f64 {
         let rounding = self.rounding[[n, h]].min(self.limits.spread() * self.rounding2[[n, h]].sqrt());
         let off = self.own2[[n, h]].sqrt() + rounding + self.one_sided[[n, h]];
         self.common[[n, h]].abs()
@@ -444,7 +444,7 @@ impl<'r> Dhidden<'r> {
         (problem, exact): (&HeadProblem, &Array2<f64>),
         outcome: &HeadCandidate,
         cases: &[Case],
-        of_tokens: &[OfToken],
+        of_tokens: &[OfProducts],
     ) -> Vec<Verdict> {
         let HeadShape { batch, tokens, .. } = self.reference.shape();
         let actual = &outcome.gradient.dhidden;
@@ -545,7 +545,7 @@ impl<'r> DlmHead<'r> {
         problem: &HeadProblem,
         outcome: &'r HeadCandidate,
         cases: &[Case],
-        of_tokens: &[OfToken],
+        of_tokens: &[OfProducts],
         limits: &'r Limits<'r>,
     ) -> Self {
         let actual = &outcome.gradient.dlm_head;
@@ -616,7 +616,7 @@ impl<'r> DlmHead<'r> {
             });
             self.gradient.row(Position { v: Some(v), ..Position::default() }, self.open, elements)
         };
-        let rows: Vec<RowTallies> = (0..columns.len()).into_par_iter().map(row).collect();
+        let rows: Vec<GradientTallies> = (0..columns.len()).into_par_iter().map(row).collect();
         for row in rows {
             self.gradient.add(&mut self.tallies, None, self.of_nonfinite, row);
         }

@@ -121,11 +121,18 @@ impl<'p> HeadReference<'p> {
         Array2::from_shape_vec((batch * tokens, columns.len()), rows.collect()).expect("a value a column")
     }
 
-    /// `dhidden`, `[B·T,H]`, from the dlogits, `[B·T,columns]`, of any columns.
+    /// `dhidden`, `[B·T,H]`, from the dlogits, `[B·T,columns]`, of any columns; zeros where a token has no gradient.
     pub fn dhidden(&self, dlogits: impl Fn(Range<usize>) -> Array2<f64>) -> Array2<f64> {
         let mut sums = Array2::from_elem(self.hidden.dim(), Sum::default());
+        let reference = &self.reference;
+        let has_gradient = |n: usize| {
+            let token = reference.token(n / self.shape.tokens, n % self.shape.tokens);
+            token.is_some_and(|token| {
+                reference.grad_logp(token, &token.branch, token.coupling) != 0.0 || reference.grad_entropy(token) != 0.0
+            })
+        };
         for columns in self.column_chunks() {
-            add_products(&mut sums, dlogits(columns.clone()).view(), self.columns(columns).view());
+            add_products(&mut sums, dlogits(columns.clone()).view(), self.columns(columns).view(), has_gradient);
         }
         sums.mapv(Sum::value)
     }
@@ -166,22 +173,21 @@ impl<'p> HeadReference<'p> {
     }
 }
 
-/// `[I,J]` from `a [I,K]` and `b [K,J]`: `Σ_k a[i,k] · b[k,j]`.
+/// `[I,J]` from `a [I,K]` and `b [K,J]`: `Σ_k a[i,k] · b[k,j]`. A row of `a` that is all 0 is not multiplied.
 fn products(a: ArrayView2<f64>, b: ArrayView2<f64>) -> Array2<f64> {
     let mut sums = Array2::from_elem((a.nrows(), b.ncols()), Sum::default());
-    add_products(&mut sums, a, b);
+    add_products(&mut sums, a, b, |i| a.row(i).iter().any(|x| *x != 0.0));
     sums.mapv(Sum::value)
 }
 
-/// The same added to sums. A row of `a` that is all 0 is not multiplied.
-fn add_products(sums: &mut Array2<Sum>, a: ArrayView2<f64>, b: ArrayView2<f64>) {
+/// The same of the rows that are `live`, added to sums.
+fn add_products(sums: &mut Array2<Sum>, a: ArrayView2<f64>, b: ArrayView2<f64>, live: impl Fn(usize) -> bool) {
     const AT_ONCE: usize = 256;
+    let live: Vec<bool> = (0..a.nrows()).map(live).collect();
     let parts: Vec<_> = sums.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(b.axis_chunks_iter(Axis(1), AT_ONCE)).collect();
     parts.into_par_iter().for_each(|(mut sums, b)| {
-        for (mut sums, a) in sums.rows_mut().into_iter().zip(a.rows()) {
-            if a.iter().all(|x| *x == 0.0) {
-                continue;
-            }
+        let rows = sums.rows_mut().into_iter().zip(a.rows()).zip(&live);
+        for ((mut sums, a), _) in rows.filter(|(_, live)| **live) {
             for (x, b) in a.iter().zip(b.rows()) {
                 sums.iter_mut().zip(b).for_each(|(sum, y)| sum.add(x * y));
             }

@@ -32,6 +32,28 @@ pub struct Mutants {
     pub ignored: Vec<Ignored>,
 }
 
+/// What became of the mutants at the widths that kernels are made for: `assay mutants --production`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Production {
+    /// What they were held to.
+    pub grade: Grade,
+    /// By columns, or hidden units by columns.
+    pub widths: Vec<Width>,
+}
+
+/// What became of them at one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Width {
+    /// `V`, or `HxV` of heads.
+    pub width: String,
+    /// Those that were rejected.
+    pub killed: Vec<String>,
+    /// Other kernels than the correct one, which no gate told apart.
+    pub accepted: Vec<String>,
+    /// Those that had the bits of the correct kernel in every case.
+    pub not_exercised: Vec<String>,
+}
+
 /// What became of one mutant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Mutant {

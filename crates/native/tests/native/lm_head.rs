@@ -25,6 +25,10 @@ fn expect_right(spec: &LossSpec, recipe: &HeadRecipe) {
     }
 }
 
+fn drawn(shape: [usize; 3], dtype: Dtype, regime: Regime, seed: u64, old_logp_noise_scale: f64) -> Recipe {
+    Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage: false }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -92,12 +96,8 @@ fn what_does_not_fit_is_refused_by_name() {
 #[test]
 fn logits_rounded_by_whole_nats_have_no_limit_and_no_false_alarm() {
     let recipe = Recipe {
-        shape: [2, 8, 2048],
-        dtype: Dtype::F16,
-        regime: Regime::ShiftedUp,
-        seed: 18_128_733_820_678_993_277,
-        old_logp_noise_scale: 0.388,
         masked_garbage: true,
+        ..drawn([2, 8, 2048], Dtype::F16, Regime::ShiftedUp, 18_128_733_820_678_993_277, 0.388)
     };
     let recipe = HeadRecipe { hidden: 64, layout: HeadLayout::VocabByHidden, rounds_logits: true, recipe };
     let spec = LossSpec { kl: Some(Kl::plain(0.004, KlEstimator::K3)), entropy_coef: 0.06, ..LossSpec::default() };
@@ -108,12 +108,8 @@ fn logits_rounded_by_whole_nats_have_no_limit_and_no_false_alarm() {
 #[test]
 fn what_is_flushed_of_every_column_adds_up() {
     let recipe = Recipe {
-        shape: [3, 8, 4099],
-        dtype: Dtype::Bf16,
-        regime: Regime::Negative,
-        seed: 14_409_466_002_960_439_639,
-        old_logp_noise_scale: 5.0,
         masked_garbage: true,
+        ..drawn([3, 8, 4099], Dtype::Bf16, Regime::Negative, 14_409_466_002_960_439_639, 5.0)
     };
     let recipe = HeadRecipe { hidden: 128, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };
     let sapo = Sapo { tau_positive: 2.198, tau_negative: 1.581 };
@@ -134,14 +130,7 @@ fn what_is_flushed_of_every_column_adds_up() {
 /// What a logit's rounding does to the ratio of a sequence, it does to the gradients of all its tokens.
 #[test]
 fn errors_of_a_ratio_that_a_row_shares_add_up_over_its_tokens() {
-    let recipe = Recipe {
-        shape: [3, 5, 31],
-        dtype: Dtype::Bf16,
-        regime: Regime::Normal,
-        seed: 190_976_387_827_755_321,
-        old_logp_noise_scale: 0.0,
-        masked_garbage: false,
-    };
+    let recipe = drawn([3, 5, 31], Dtype::Bf16, Regime::Normal, 190_976_387_827_755_321, 0.0);
     let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: true, recipe };
     let objective = Objective::ImportanceSampling(ImportanceSampling { empty_rows: false });
     let mut spec = LossSpec { objective, ..LossSpec::default() };
@@ -152,14 +141,7 @@ fn errors_of_a_ratio_that_a_row_shares_add_up_over_its_tokens() {
 /// The product's error is wider than a clip of 4 %: between its ends lies a piece that neither end is on.
 #[test]
 fn piece_between_two_kinks_of_one_band_is_found() {
-    let recipe = Recipe {
-        shape: [1, 6, 4099],
-        dtype: Dtype::F16,
-        regime: Regime::ShiftedUp,
-        seed: 3_155_012_108_911_663_558,
-        old_logp_noise_scale: 0.0,
-        masked_garbage: false,
-    };
+    let recipe = drawn([1, 6, 4099], Dtype::F16, Regime::ShiftedUp, 3_155_012_108_911_663_558, 0.0);
     let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe };
     let objective = Objective::KlCov(KlCov { coefficient: 1.275, selection: None });
     let mut spec = LossSpec { objective, temperature: 0.3, ..LossSpec::default() };
