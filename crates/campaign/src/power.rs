@@ -1,0 +1,217 @@
+//! Wrong kernels beside the one that is judged: which fail as it does, and how many its campaign would catch.
+
+use std::ops::Range;
+
+use assay_core::problem::{Candidate, Dtype, FloatArray};
+use assay_judge::gate::{Gate, Model, Output};
+use assay_judge::invariance::Invariance;
+use assay_judge::judge::Verdict;
+use assay_judge::metric::half_ulp;
+use assay_judge::tolerance::Limits;
+use assay_judge::trial::Known;
+use assay_schema::campaign as schema;
+use assay_suites::mutants::{BANK, Mutant, Specimen};
+use ndarray::Ix2;
+use rayon::prelude::*;
+
+use crate::deck::Deals;
+use crate::run::{Campaign, CampaignError, Kind, reseeded};
+use crate::subject::{Dealt, Subject};
+
+/// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.
+const CASES: usize = 50;
+const ELEMENTS: usize = 1 << 13;
+
+/// Elements of larger ones: more than 16 bits count.
+const LARGER: Range<usize> = 1 << 16..1 << 18;
+
+/// And of one of Qwen's vocabulary.
+const WIDE: Range<usize> = 1 << 18..1 << 20;
+
+/// How far from the judged kernel's value a wrong kernel's may be to be the same, in units of how far both are off.
+const ALIKE: f64 = 0.05;
+
+/// Whether a mutant is one of such problems at all.
+pub(crate) fn shows<P: Subject>(mutant: &Mutant) -> bool {
+    P::is_of(mutant.class)
+}
+
+/// What a mutant returns, with its verdicts; `None` where it does not compute that.
+fn run<P: Subject>(
+    known: &Known<P>,
+    mutant: &Mutant,
+    limits: &Limits,
+) -> Option<(Candidate<P::Gradient>, Vec<Verdict>)> {
+    let specimen = Specimen::with(mutant.bug);
+    let candidate = P::mutant(&specimen).run(known.spec, known.problem.clone(), 1).ok()?;
+    let verdicts = known.verdicts(&candidate.lend(), limits).ok()?;
+    Some((candidate, verdicts))
+}
+
+/// Whether a mutant fails no gate.
+pub(crate) fn passes<P: Subject>(known: &Known<P>, mutant: &Mutant, limits: &Limits) -> bool {
+    run(known, mutant, limits).is_some_and(|(_, verdicts)| verdicts.iter().all(Verdict::passed))
+}
+
+/// Whether a mutant fails as `candidate` does: by the gate of `kind`, with the same values.
+pub(crate) fn fails_alike<P: Subject>(
+    known: &Known<P>,
+    candidate: &Candidate<P::Gradient>,
+    mutant: &Mutant,
+    kind: &Kind,
+    limits: &Limits,
+) -> bool {
+    let Kind::Gate(_, gate, _) = kind else { return false };
+    let Some((other, verdicts)) = run(known, mutant, limits) else { return false };
+    if !verdicts.iter().any(|verdict| verdict.gate == *gate && !verdict.passed()) {
+        return false;
+    }
+    let (given, wrong, dtype) = (values::<P>(candidate, *gate), values::<P>(&other, *gate), known.problem.dtype());
+    let exact = values::<P>(&P::outcome(&known.reference), *gate);
+    are_alike(&given, &wrong, &exact, if gate.output.is_gradient() { dtype } else { Dtype::F32 })
+}
+
+/// Whether `wrong` are the values `given`, both being off from `exact`: NaN in the same places, and elsewhere no further apart than
+/// two roundings and a small part of the largest error.
+fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool {
+    if given.len() != wrong.len() {
+        return false;
+    }
+    let off = given.iter().zip(exact).map(|(x, y)| (x - y).abs()).filter(|error| error.is_finite());
+    let largest = off.fold(0.0, f64::max);
+    given.iter().zip(wrong).all(|(x, y)| match (x.is_finite(), y.is_finite()) {
+        (true, true) => (x - y).abs() <= f64::max(ALIKE * largest, 4.0 * half_ulp(*x, dtype)),
+        (finite, other) => finite == other,
+    })
+}
+
+/// The output that a gate is of, as it was returned.
+fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64> {
+    let of_tokens = |array: &Option<FloatArray<Ix2>>| {
+        array.as_ref().map_or_else(Vec::new, |array| array.to_f64().into_iter().collect())
+    };
+    match gate.output {
+        Output::Loss => vec![candidate.loss.value()],
+        Output::Logp => of_tokens(&candidate.logp),
+        Output::Entropy => of_tokens(&candidate.entropy),
+        Output::TokenLoss => of_tokens(&candidate.token_loss),
+        _ => P::values(&candidate.gradient),
+    }
+}
+
+/// Without the outputs that the judged kernel does not have.
+fn limited<G>(mut candidate: Candidate<G>, outputs: &[&'static str]) -> Candidate<G> {
+    let Candidate { logp, entropy, token_loss, metrics, .. } = &mut candidate;
+    for (name, output) in [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)] {
+        if !outputs.contains(&name) {
+            *output = None;
+        }
+    }
+    *metrics = None;
+    candidate
+}
+
+/// What became of a mutant.
+#[derive(Clone, Copy)]
+enum Fate {
+    Rejected,
+    Accepted,
+    NotExercised,
+}
+
+/// A problem, and what the correct kernel returns for it.
+struct Trial<'p, P: Subject> {
+    known: Known<'p, P>,
+    correct: Candidate<P::Gradient>,
+}
+
+impl<P: Subject> Trial<'_, P> {
+    /// What becomes of a mutant here. Where its numbers are those of the correct kernel it shows nothing, unless a second call has
+    /// others.
+    fn fate(&self, mutant: &Mutant, limits: &Limits, outputs: &[&'static str]) -> Fate {
+        let Known { spec, problem, .. } = self.known;
+        let specimen = Specimen::with(mutant.bug);
+        let run = || P::mutant(&specimen).run(spec, problem.clone(), 1).map(|candidate| limited(candidate, outputs));
+        let (Ok(candidate), Ok(again)) = (run(), run()) else { return Fate::NotExercised };
+        if !Invariance::between(&candidate, &again).other.is_empty() {
+            return Fate::Rejected;
+        }
+        if same_numbers::<P>(&self.correct, &candidate) {
+            return Fate::NotExercised;
+        }
+        match self.known.verdicts(&candidate.lend(), limits) {
+            Ok(verdicts) if verdicts.iter().all(Verdict::passed) => Fate::Accepted,
+            _ => Fate::Rejected,
+        }
+    }
+}
+
+/// Whether all numbers of two candidates are the same: −0 is 0.
+fn same_numbers<P: Subject>(a: &Candidate<P::Gradient>, b: &Candidate<P::Gradient>) -> bool {
+    let gates = [Output::Loss, Output::Logp, Output::Entropy, Output::TokenLoss, Output::Dlogits];
+    gates.into_iter().all(|output| {
+        let gate = Gate::of(output, Model::Elementwise);
+        let (a, b) = (values::<P>(a, gate), values::<P>(b, gate));
+        a.len() == b.len() && a.iter().zip(&b).all(|(x, y)| x == y || (x.is_nan() && y.is_nan()))
+    })
+}
+
+/// Runs the mutants on the deck, judged by the outputs that the kernel has: on its first small problems, and those that these do
+/// not reject on a few larger ones; what is accepted there on the wide ones too. `None` where the correct kernel does not compute
+/// the loss.
+pub(crate) fn power<P: Subject>(
+    campaign: &Campaign,
+    deals: &dyn Deals<P>,
+    outputs: &[&'static str],
+) -> Result<Option<schema::Power>, CampaignError> {
+    let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade));
+    let mutants: Vec<&Mutant> = BANK.iter().filter(|mutant| shows::<P>(mutant)).collect();
+    let mut fates = vec![Fate::NotExercised; mutants.len()];
+    let mut cases = 0;
+    for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
+        let recipes = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
+        let recipes = recipes.filter(|recipe| sizes.contains(&recipe.of_logits().shape.iter().product())).take(most);
+        let problems = recipes.map(|recipe| Ok((recipe.label(), P::draw(&recipe, spec)?)));
+        let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
+        let mut trials = Vec::new();
+        for (label, problem) in &problems {
+            let Ok(known) = Known::of(spec, problem) else { continue };
+            let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(None) };
+            let correct = limited(correct, outputs);
+            let verdicts = known.verdicts(&correct.lend(), &limits).unwrap_or_default();
+            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
+                return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
+            }
+            trials.push(Trial { known, correct });
+        }
+        cases += trials.len();
+        fates.par_iter_mut().zip(&mutants).for_each(|(fate, mutant)| {
+            let settled = matches!(fate, Fate::Rejected) || (accepted_only && matches!(fate, Fate::NotExercised));
+            for trial in trials.iter().filter(|_| !settled) {
+                match trial.fate(mutant, &limits, outputs) {
+                    Fate::NotExercised => {}
+                    Fate::Accepted => *fate = Fate::Accepted,
+                    Fate::Rejected => {
+                        *fate = Fate::Rejected;
+                        break;
+                    }
+                }
+            }
+        });
+    }
+    let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
+    for (mutant, fate) in mutants.into_iter().zip(fates) {
+        match fate {
+            Fate::NotExercised => continue,
+            Fate::Rejected => power.rejected += 1,
+            Fate::Accepted => power.accepted.push(named(mutant)),
+        }
+        power.exercised += 1;
+    }
+    Ok(Some(power).filter(|power| power.cases > 0))
+}
+
+/// A mutant by its name.
+pub(crate) fn named(mutant: &Mutant) -> schema::Name {
+    schema::Name { mutant: mutant.name.into(), does: mutant.does.into() }
+}
