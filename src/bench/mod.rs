@@ -377,7 +377,7 @@ fn judge_answer<P: Judgeable>(
     let id = implementation.id();
     let reference = problem.evaluate(spec).map_err(RunError::from)?;
     let verdicts =
-        problem.judge(&reference, &outcome, &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
+        problem.judge(&reference, &outcome.lend(), &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
     let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command)).collect();
     if failures.is_empty() {

@@ -49,7 +49,7 @@ impl Judge {
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
         let verdicts = self.standards.judge(problem, &reference, candidate, EXTERNAL)?;
-        let diagnoses = problem.diagnose(&reference, candidate, &verdicts);
+        let diagnoses = problem.diagnose(&reference, &candidate.lend(), &verdicts);
         for verdict in verdicts {
             if verdict.status.failed() {
                 super::print(&format!("{}\n", explain(&verdict, &reference, problem, &name, &self.command())))?;

@@ -33,7 +33,7 @@ impl Standards {
     ) -> Result<Vec<Verdict>, CliError> {
         let limits = Limits::of(class)?;
         let limits = self.grade.map_or(limits, |grade| limits.at(grade));
-        let verdicts = problem.judge(reference, outcome, &limits)?;
+        let verdicts = problem.judge(reference, &outcome.lend(), &limits)?;
         Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
     }
 

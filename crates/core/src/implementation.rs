@@ -10,7 +10,8 @@ use crate::memory::{CompiledMemory, DeviceMemory};
 use ndarray::Ix3;
 
 use crate::problem::{
-    Candidate, Dtype, FloatArray, HeadForm, HeadGradient, HeadProblem, HeadShape, Problem, ProblemError, Shape,
+    Candidate, Dtype, FloatArray, FloatView, HeadForm, HeadGradient, HeadGradientView, HeadProblem, HeadShape, Lend,
+    Problem, ProblemError, Shape,
 };
 use crate::spec::LossSpec;
 
@@ -21,8 +22,10 @@ pub trait Workload: Clone + Send + Sync + 'static {
     type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
     /// How its arrays lie, where there is a choice.
     type Form: Copy + PartialEq + fmt::Debug + Send + Sync;
-    /// The gradient that it comes to.
-    type Gradient: Send + Sync;
+    /// The gradient that it comes to, borrowed.
+    type View<'a>: Clone;
+    /// The same, held.
+    type Gradient: Send + Sync + for<'a> Lend<'a, View = Self::View<'a>>;
     /// What has the extents, and is given in a dtype.
     const ARRAY: &'static str;
 
@@ -45,6 +48,7 @@ pub trait Workload: Clone + Send + Sync + 'static {
 impl Workload for Problem {
     type Shape = Shape;
     type Form = ();
+    type View<'a> = FloatView<'a, Ix3>;
     type Gradient = FloatArray<Ix3>;
     const ARRAY: &'static str = "logits";
 
@@ -66,6 +70,7 @@ impl Workload for Problem {
 impl Workload for HeadProblem {
     type Shape = HeadShape;
     type Form = HeadForm;
+    type View<'a> = HeadGradientView<'a>;
     type Gradient = HeadGradient;
     const ARRAY: &'static str = "hidden";
 

@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-use ndarray::Dimension;
+use ndarray::{Dimension, Ix3};
 
 use super::U;
 use super::gate::Output;
 use super::judge::Verdict;
 use super::metric::half_ulp;
-use assay_core::problem::{Candidate, Dtype, FloatArray};
+use assay_core::problem::{Candidate, Dtype, FloatView};
 use assay_reference::Reference;
 
 /// A likely cause.
@@ -52,7 +52,11 @@ impl fmt::Display for Diagnosis {
 }
 
 /// What the judge's verdicts on `candidate` are likely of; nothing where all passed.
-pub(super) fn of_logits(reference: &Reference, candidate: &Candidate, verdicts: &[Verdict]) -> Vec<Diagnosis> {
+pub(super) fn of_logits(
+    reference: &Reference,
+    candidate: &Candidate<FloatView<Ix3>>,
+    verdicts: &[Verdict],
+) -> Vec<Diagnosis> {
     let mut all: Vec<Diagnosis> = of_tokens(reference, candidate, verdicts).into_iter().collect();
     if failed(verdicts, Output::Dlogits) {
         all.extend(of_dlogits(reference, &candidate.gradient));
@@ -117,7 +121,7 @@ impl Pairs {
     }
 }
 
-fn of_dlogits(reference: &Reference, dlogits: &FloatArray<ndarray::Ix3>) -> Vec<Diagnosis> {
+fn of_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis> {
     let shape = reference.shape();
     let dtype = dlogits.dtype();
     let (mut others, mut targets) = (Pairs::default(), Pairs::default());
@@ -158,7 +162,7 @@ fn of_dlogits(reference: &Reference, dlogits: &FloatArray<ndarray::Ix3>) -> Vec<
 }
 
 /// The dtype of fewer bits that all of an output's values are of.
-pub(super) fn stored_wider<D: Dimension>(output: Output, values: &FloatArray<D>) -> Option<Diagnosis> {
+pub(super) fn stored_wider<D: Dimension>(output: Output, values: &FloatView<D>) -> Option<Diagnosis> {
     if !matches!(values.dtype(), Dtype::F32 | Dtype::F64) {
         return None;
     }

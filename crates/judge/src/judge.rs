@@ -12,7 +12,7 @@ use super::condition::{Bound, Condition, FLUSHED, GIVEN, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
-use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Shape};
+use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Lend, Metrics, Shape};
 use assay_core::spec::Objective;
 use assay_reference::{Reference, Token};
 pub use assay_schema::verdicts::Status;
@@ -122,7 +122,7 @@ impl Case<'_> {
     }
 }
 
-/// Judges `candidate` against `reference`, by `limits`. Outputs that the candidate lacks get no verdict.
+/// Judges `candidate`, whose dlogits may be borrowed, against `reference`, by `limits`. Outputs that the candidate lacks get no verdict.
 ///
 /// Masked tokens must have dlogits of exactly 0; their other outputs are not looked at. A token whose reference is not
 /// finite must be reported as such; a token that overflows f32 may be. Where the limits are those of [`Grade::Standard`], each
@@ -130,14 +130,19 @@ impl Case<'_> {
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
-pub fn judge(reference: &Reference, candidate: &Candidate, limits: &Limits) -> Result<Vec<Verdict>, JudgeError> {
-    check_shapes(reference.shape(), candidate)?;
+pub fn judge<'c, G: Lend<'c, View = FloatView<'c, Ix3>>>(
+    reference: &Reference,
+    candidate: &'c Candidate<G>,
+    limits: &Limits,
+) -> Result<Vec<Verdict>, JudgeError> {
+    let candidate = candidate.lend();
+    check_shapes(reference.shape(), &candidate)?;
     let per_token = PerToken {
         loss: &candidate.loss,
         logp: candidate.logp.as_ref(),
         entropy: candidate.entropy.as_ref(),
         token_loss: candidate.token_loss.as_ref(),
-        dlogits: Some(&candidate.gradient),
+        dlogits: Some(candidate.gradient.view()),
     };
     Ok(graded(limits, reference, |limits| {
         let cases = cases(reference, limits, GIVEN);
@@ -237,10 +242,10 @@ pub(super) struct PerToken<'c> {
     pub(super) entropy: Option<&'c FloatArray<Ix2>>,
     pub(super) token_loss: Option<&'c FloatArray<Ix2>>,
     /// `None` where logits are a product.
-    pub(super) dlogits: Option<&'c FloatArray<Ix3>>,
+    pub(super) dlogits: Option<FloatView<'c, Ix3>>,
 }
 
-fn check_shapes(shape: Shape, candidate: &Candidate) -> Result<(), JudgeError> {
+fn check_shapes(shape: Shape, candidate: &Candidate<FloatView<Ix3>>) -> Result<(), JudgeError> {
     let Shape { batch, tokens, vocab } = shape;
     let dlogits = Some(("dlogits", candidate.gradient.shape(), vec![batch, tokens, vocab]));
     let per_token = [("logp", &candidate.logp), ("entropy", &candidate.entropy), ("token_loss", &candidate.token_loss)];
@@ -351,7 +356,7 @@ pub(super) fn judge_per_token(
     if let Some((gate, stored, kappa)) = token_loss {
         tallies.of(gate, stored, Some(kappa));
     }
-    let rows = given.dlogits.map(|dlogits| {
+    let rows = given.dlogits.as_ref().map(|dlogits| {
         let stored = Stored::gradient(dlogits.dtype(), reference.problem().logits.dtype());
         let kappa = limits.kappa(Output::Dlogits);
         for model in [Model::Elementwise, Model::RowL2, Model::RowSum] {
@@ -393,7 +398,7 @@ fn compare(tally: &mut Tally, case: &Case, exact: f64, actual: f64, kappa: f64, 
 }
 
 /// Masked rows are exactly 0.
-fn masked_rows(dlogits: &FloatArray<Ix3>, cases: &[Case], shape: Shape, stored: Stored, tallies: &mut Tallies) {
+fn masked_rows(dlogits: &FloatView<Ix3>, cases: &[Case], shape: Shape, stored: Stored, tallies: &mut Tallies) {
     let Shape { batch, tokens, .. } = shape;
     let counts = |b, t| cases.binary_search_by_key(&(b, t), |case| (case.b, case.t)).is_ok();
     let masked = (0..batch * tokens).map(|i| (i / tokens, i % tokens)).filter(|&(b, t)| !counts(b, t));
@@ -425,7 +430,7 @@ impl RowTallies {
 
 /// One token on each of its pieces: the one that its loss and its row of dlogits fit best, together.
 fn judge_token(reference: &Reference, given: &PerToken, case: &Case, limits: &Limits) -> OfToken {
-    let row = given.dlogits.map(|dlogits| {
+    let row = given.dlogits.as_ref().map(|dlogits| {
         let stored = Stored::gradient(dlogits.dtype(), reference.problem().logits.dtype());
         (dlogits.row(case.b, case.t), reference.scaled_row(case.b, case.t, case.token), stored)
     });

@@ -10,9 +10,10 @@ use super::lm_head::judge_head;
 use super::metric::Position;
 use super::tolerance::Limits;
 use assay_core::implementation::Workload;
-use assay_core::problem::{Candidate, HeadCandidate, HeadProblem, Problem, ProblemError};
+use assay_core::problem::{Candidate, FloatView, HeadGradientView, HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_reference::{self as reference, HeadReference, Reference};
+use ndarray::Ix3;
 
 /// A problem that there is a reference for, and a judge.
 pub trait Judgeable: Workload<Gradient: Gradient> {
@@ -35,7 +36,7 @@ pub trait Judgeable: Workload<Gradient: Gradient> {
     fn judge(
         &self,
         reference: &Self::Reference<'_>,
-        outcome: &Candidate<Self::Gradient>,
+        outcome: &Candidate<Self::View<'_>>,
         limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError>;
 
@@ -43,7 +44,7 @@ pub trait Judgeable: Workload<Gradient: Gradient> {
     fn diagnose(
         &self,
         reference: &Self::Reference<'_>,
-        outcome: &Candidate<Self::Gradient>,
+        outcome: &Candidate<Self::View<'_>>,
         verdicts: &[Verdict],
     ) -> Vec<Diagnosis>;
 
@@ -65,13 +66,18 @@ impl Judgeable for Problem {
     fn judge(
         &self,
         reference: &Reference<'_>,
-        outcome: &Candidate<Self::Gradient>,
+        outcome: &Candidate<Self::View<'_>>,
         limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
         judge(reference, outcome, limits)
     }
 
-    fn diagnose(&self, reference: &Reference<'_>, outcome: &Candidate, verdicts: &[Verdict]) -> Vec<Diagnosis> {
+    fn diagnose(
+        &self,
+        reference: &Reference<'_>,
+        outcome: &Candidate<FloatView<Ix3>>,
+        verdicts: &[Verdict],
+    ) -> Vec<Diagnosis> {
         diagnosis::of_logits(reference, outcome, verdicts)
     }
 
@@ -96,13 +102,18 @@ impl Judgeable for HeadProblem {
     fn judge(
         &self,
         reference: &HeadReference<'_>,
-        outcome: &Candidate<Self::Gradient>,
+        outcome: &Candidate<Self::View<'_>>,
         limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
         judge_head(reference, self, outcome, limits)
     }
 
-    fn diagnose(&self, reference: &HeadReference<'_>, outcome: &HeadCandidate, verdicts: &[Verdict]) -> Vec<Diagnosis> {
+    fn diagnose(
+        &self,
+        reference: &HeadReference<'_>,
+        outcome: &Candidate<HeadGradientView>,
+        verdicts: &[Verdict],
+    ) -> Vec<Diagnosis> {
         let failed = |output| verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed());
         let gradient = &outcome.gradient;
         let stored = [

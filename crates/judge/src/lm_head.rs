@@ -33,7 +33,7 @@ use super::judge::{
 };
 use super::metric::{Allowance, Position, Tally, half_ulp};
 use super::tolerance::Limits;
-use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadProblem, HeadShape};
+use assay_core::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, HeadShape, Lend};
 use assay_core::spec::{LossSpec, TemperatureDivides};
 use assay_reference::{HeadReference, Reference};
 
@@ -48,12 +48,13 @@ const ALIKE: usize = 8;
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
-pub fn judge_head(
+pub fn judge_head<'c, G: Lend<'c, View = HeadGradientView<'c>>>(
     reference: &HeadReference,
     problem: &HeadProblem,
-    outcome: &HeadCandidate,
+    outcome: &'c Candidate<G>,
     limits: &Limits,
 ) -> Result<Vec<Verdict>, JudgeError> {
+    let outcome = &outcome.lend();
     check_shapes(reference, outcome)?;
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
@@ -78,7 +79,7 @@ pub fn judge_head(
     }))
 }
 
-fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<(), JudgeError> {
+fn check_shapes(reference: &HeadReference, outcome: &Candidate<HeadGradientView>) -> Result<(), JudgeError> {
     let HeadShape { batch, tokens, hidden, vocab } = reference.shape();
     let gradients = [
         ("dhidden", outcome.gradient.dhidden.shape(), vec![batch, tokens, hidden]),
@@ -335,7 +336,7 @@ impl Gradient {
 fn judge_gradients(
     reference: &HeadReference,
     (problem, exact): (&HeadProblem, &Array2<f64>),
-    outcome: &HeadCandidate,
+    outcome: &Candidate<HeadGradientView>,
     cases: &[Case],
     limits: &Limits,
 ) -> Vec<Verdict> {
@@ -442,7 +443,7 @@ impl<'r> Dhidden<'r> {
     fn judge(
         &self,
         (problem, exact): (&HeadProblem, &Array2<f64>),
-        outcome: &HeadCandidate,
+        outcome: &Candidate<HeadGradientView>,
         cases: &[Case],
         of_tokens: &[OfProducts],
     ) -> Vec<Verdict> {
@@ -522,7 +523,7 @@ impl Alike {
 struct DlmHead<'r> {
     reference: &'r HeadReference<'r>,
     limits: &'r Limits<'r>,
-    actual: &'r FloatArray<Ix2>,
+    actual: FloatView<'r, Ix2>,
     gradient: Gradient,
     tallies: Tallies,
     /// Squares of the hidden states, and their sizes, `[N,H]`.
@@ -543,12 +544,12 @@ impl<'r> DlmHead<'r> {
     fn new(
         reference: &'r HeadReference<'r>,
         problem: &HeadProblem,
-        outcome: &'r HeadCandidate,
+        outcome: &'r Candidate<HeadGradientView>,
         cases: &[Case],
         of_tokens: &[OfProducts],
         limits: &'r Limits<'r>,
     ) -> Self {
-        let actual = &outcome.gradient.dlm_head;
+        let actual = outcome.gradient.dlm_head.view();
         // Tokens of one hidden state have one softmax, whose errors add up.
         let first = first_alike(reference.hidden());
         let mut frequency = vec![0_usize; first.len()];
@@ -590,7 +591,7 @@ impl<'r> DlmHead<'r> {
     fn judge(&mut self, dlogits: &Dlogits, columns: Range<usize>) {
         let HeadShape { hidden: width, .. } = self.reference.shape();
         let exact = self.reference.dlm_head(&dlogits.exact);
-        let actual = self.reference.layout().part(self.actual, columns.clone(), 0..width);
+        let actual = self.reference.layout().part(&self.actual, columns.clone(), 0..width);
         let exact2 = dlogits.exact.mapv(|x| x * x).t().dot(&self.hidden2);
         let mut own = &dlogits.common + &dlogits.own;
         if let Some(of_ratio) = &dlogits.of_ratio {

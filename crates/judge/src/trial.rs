@@ -74,8 +74,16 @@ impl<'p, P: Judgeable> Known<'p, P> {
     /// # Errors
     /// [`JudgeError`] where an output has the wrong shape.
     pub fn judge(&self, outcome: Candidate<P::Gradient>, limits: &Limits) -> Result<Judged<P>, JudgeError> {
-        let verdicts = self.problem.judge(&self.reference, &outcome, limits)?;
+        let verdicts = self.verdicts(&outcome.lend(), limits)?;
         Ok(Judged { outcome, verdicts })
+    }
+
+    /// The same of a gradient that is borrowed.
+    ///
+    /// # Errors
+    /// As [`judge`](Self::judge).
+    pub fn verdicts(&self, candidate: &Candidate<P::View<'_>>, limits: &Limits) -> Result<Vec<Verdict>, JudgeError> {
+        self.problem.judge(&self.reference, candidate, limits)
     }
 
     /// Runs `implementation` on so many devices and judges what comes of it, by the limits of its class that are built in.

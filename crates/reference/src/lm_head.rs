@@ -57,7 +57,7 @@ pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result
     let rounded = |x: f64| if projection.rounds_logits { problem.dtype().round(x) } else { x };
     let mut logits = Array2::zeros((batch * tokens, vocab));
     for columns in chunks(vocab, width, OF_COLUMNS) {
-        let factor = projection.layout.part(&projection.lm_head, columns.clone(), 0..width);
+        let factor = projection.layout.part(&projection.lm_head.view(), columns.clone(), 0..width);
         let products = products(hidden.view(), factor.t().as_standard_layout().view());
         logits.slice_mut(s![.., columns]).assign(&products.mapv(rounded));
     }
@@ -105,12 +105,12 @@ impl<'p> HeadReference<'p> {
 
     /// `[columns,H]` of the head, whatever its layout.
     pub fn columns(&self, columns: Range<usize>) -> Array2<f64> {
-        self.projection.layout.part(&self.projection.lm_head, columns, 0..self.shape.hidden)
+        self.projection.layout.part(&self.projection.lm_head.view(), columns, 0..self.shape.hidden)
     }
 
     /// `[V,units]` of the head, whatever its layout.
     pub fn units(&self, units: Range<usize>) -> Array2<f64> {
-        self.projection.layout.part(&self.projection.lm_head, 0..self.shape.vocab, units)
+        self.projection.layout.part(&self.projection.lm_head.view(), 0..self.shape.vocab, units)
     }
 
     /// `[B·T,columns]`.

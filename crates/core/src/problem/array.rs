@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ndarray::{Array, Array2, Dimension, Ix0, Ix2, Ix3, ShapeBuilder, s};
+use ndarray::{Array, Array2, ArrayView, Axis, Dimension, Ix0, Ix2, Ix3, RemoveAxis, ShapeBuilder, s};
 use serde::{Deserialize, Serialize};
 
 /// Floating-point element types.
@@ -115,37 +115,136 @@ pub enum FloatArray<D: Dimension> {
     F16(Array<f16, D>),
 }
 
+/// A dense row-major array of one of four float types, borrowed from whoever holds it.
+#[derive(Clone, Debug)]
+pub enum FloatView<'a, D: Dimension> {
+    /// f64 elements.
+    F64(ArrayView<'a, f64, D>),
+    /// f32 elements.
+    F32(ArrayView<'a, f32, D>),
+    /// bf16 elements.
+    Bf16(ArrayView<'a, bf16, D>),
+    /// f16 elements.
+    F16(ArrayView<'a, f16, D>),
+}
+
 /// Evaluates `$body` with `$array` bound to the `ndarray` array inside, whatever its element type.
 macro_rules! with_array {
-    ($float_array:expr, $array:ident => $body:expr) => {
+    ($kind:ident, $float_array:expr, $array:ident => $body:expr) => {
         match $float_array {
-            $crate::problem::FloatArray::F64($array) => $body,
-            $crate::problem::FloatArray::F32($array) => $body,
-            $crate::problem::FloatArray::Bf16($array) => $body,
-            $crate::problem::FloatArray::F16($array) => $body,
+            $kind::F64($array) => $body,
+            $kind::F32($array) => $body,
+            $kind::Bf16($array) => $body,
+            $kind::F16($array) => $body,
         }
     };
 }
 
-impl<D: Dimension> FloatArray<D> {
+impl<D: Dimension> FloatView<'_, D> {
+    /// The same, borrowed for less long.
+    pub fn view(&self) -> FloatView<'_, D> {
+        match self {
+            FloatView::F64(array) => FloatView::F64(array.view()),
+            FloatView::F32(array) => FloatView::F32(array.view()),
+            FloatView::Bf16(array) => FloatView::Bf16(array.view()),
+            FloatView::F16(array) => FloatView::F16(array.view()),
+        }
+    }
+
     /// The element type.
     pub fn dtype(&self) -> Dtype {
         match self {
-            FloatArray::F64(_) => Dtype::F64,
-            FloatArray::F32(_) => Dtype::F32,
-            FloatArray::Bf16(_) => Dtype::Bf16,
-            FloatArray::F16(_) => Dtype::F16,
+            FloatView::F64(_) => Dtype::F64,
+            FloatView::F32(_) => Dtype::F32,
+            FloatView::Bf16(_) => Dtype::Bf16,
+            FloatView::F16(_) => Dtype::F16,
         }
     }
 
     /// The extents.
     pub fn shape(&self) -> &[usize] {
-        with_array!(self, array => array.shape())
+        with_array!(FloatView, self, array => array.shape())
+    }
+
+    /// Whether dtype, extents and the bits of every element are those of `other`: −0 is not 0, and a NaN is itself.
+    pub fn same_bits(&self, other: &FloatView<D>) -> bool {
+        fn same<T, B: PartialEq, D: Dimension>(
+            a: &ArrayView<T, D>,
+            b: &ArrayView<T, D>,
+            bits: impl Fn(&T) -> B,
+        ) -> bool {
+            a.shape() == b.shape() && a.iter().map(&bits).eq(b.iter().map(&bits))
+        }
+        match (self, other) {
+            (FloatView::F64(a), FloatView::F64(b)) => same(a, b, |x| x.to_bits()),
+            (FloatView::F32(a), FloatView::F32(b)) => same(a, b, |x| x.to_bits()),
+            (FloatView::Bf16(a), FloatView::Bf16(b)) => same(a, b, |x| x.to_bits()),
+            (FloatView::F16(a), FloatView::F16(b)) => same(a, b, |x| x.to_bits()),
+            _ => false,
+        }
+    }
+
+    /// Every element, exactly.
+    pub fn to_f64(&self) -> Array<f64, D> {
+        with_array!(FloatView, self, array => array.mapv(Float::to_f64))
+    }
+
+    /// A copy of its own.
+    pub fn to_owned(&self) -> FloatArray<D> {
+        match self {
+            FloatView::F64(array) => FloatArray::F64(array.to_owned()),
+            FloatView::F32(array) => FloatArray::F32(array.to_owned()),
+            FloatView::Bf16(array) => FloatArray::Bf16(array.to_owned()),
+            FloatView::F16(array) => FloatArray::F16(array.to_owned()),
+        }
+    }
+}
+
+impl FloatView<'_, Ix2> {
+    /// The part of `rows` by `columns`, exactly.
+    pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
+        with_array!(FloatView, self, array => array.slice(s![rows, columns]).mapv(Float::to_f64))
+    }
+}
+
+impl FloatView<'_, Ix3> {
+    /// Row `[b,t,:]`, exactly.
+    pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
+        self.row_part(b, t, 0..self.shape()[2])
+    }
+
+    /// Its part `[b,t,columns]`.
+    pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
+        with_array!(FloatView, self, array => {
+            array.slice(s![b, t, columns]).iter().map(|&x| Float::to_f64(x)).collect()
+        })
+    }
+}
+
+impl<D: Dimension> FloatArray<D> {
+    /// The same, borrowed.
+    pub fn view(&self) -> FloatView<'_, D> {
+        match self {
+            FloatArray::F64(array) => FloatView::F64(array.view()),
+            FloatArray::F32(array) => FloatView::F32(array.view()),
+            FloatArray::Bf16(array) => FloatView::Bf16(array.view()),
+            FloatArray::F16(array) => FloatView::F16(array.view()),
+        }
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> Dtype {
+        self.view().dtype()
+    }
+
+    /// The extents.
+    pub fn shape(&self) -> &[usize] {
+        with_array!(FloatArray, self, array => array.shape())
     }
 
     /// Whether elements lie densely in row-major order, as every kernel expects.
     pub fn is_standard_layout(&self) -> bool {
-        with_array!(self, array => array.is_standard_layout())
+        with_array!(FloatArray, self, array => array.is_standard_layout())
     }
 
     /// Zeros.
@@ -168,59 +267,64 @@ impl<D: Dimension> FloatArray<D> {
         }
     }
 
-    /// Whether dtype, extents and the bits of every element are those of `other`: −0 is not 0, and a NaN is itself.
+    /// As [`FloatView::same_bits`].
     pub fn same_bits(&self, other: &Self) -> bool {
-        fn same<T, B: PartialEq, D: Dimension>(a: &Array<T, D>, b: &Array<T, D>, bits: impl Fn(&T) -> B) -> bool {
-            a.shape() == b.shape() && a.iter().map(&bits).eq(b.iter().map(&bits))
-        }
-        match (self, other) {
-            (FloatArray::F64(a), FloatArray::F64(b)) => same(a, b, |x| x.to_bits()),
-            (FloatArray::F32(a), FloatArray::F32(b)) => same(a, b, |x| x.to_bits()),
-            (FloatArray::Bf16(a), FloatArray::Bf16(b)) => same(a, b, |x| x.to_bits()),
-            (FloatArray::F16(a), FloatArray::F16(b)) => same(a, b, |x| x.to_bits()),
-            _ => false,
-        }
+        self.view().same_bits(&other.view())
     }
 
     /// Every element, exactly.
     pub fn to_f64(&self) -> Array<f64, D> {
-        with_array!(self, array => array.mapv(Float::to_f64))
+        self.view().to_f64()
+    }
+
+    /// The indices along `axis` that are named, in that order: row-major again.
+    #[must_use]
+    pub fn select(&self, axis: Axis, indices: &[usize]) -> Self
+    where
+        D: RemoveAxis,
+    {
+        match self {
+            FloatArray::F64(array) => FloatArray::F64(array.select(axis, indices)),
+            FloatArray::F32(array) => FloatArray::F32(array.select(axis, indices)),
+            FloatArray::Bf16(array) => FloatArray::Bf16(array.select(axis, indices)),
+            FloatArray::F16(array) => FloatArray::F16(array.select(axis, indices)),
+        }
     }
 }
 
 impl FloatArray<Ix0> {
     /// The one value.
     pub fn value(&self) -> f64 {
-        with_array!(self, array => Float::to_f64(array[()]))
+        with_array!(FloatArray, self, array => Float::to_f64(array[()]))
     }
 }
 
 impl FloatArray<Ix2> {
     /// Element `[b,t]`, exactly.
     pub fn at(&self, b: usize, t: usize) -> f64 {
-        with_array!(self, array => Float::to_f64(array[[b, t]]))
+        with_array!(FloatArray, self, array => Float::to_f64(array[[b, t]]))
     }
 
     /// The part of `rows` by `columns`, exactly.
     pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
-        with_array!(self, array => array.slice(s![rows, columns]).mapv(Float::to_f64))
+        self.view().part(rows, columns)
     }
 }
 
 impl FloatArray<Ix3> {
     /// Row `[b,t,:]`, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
-        self.row_part(b, t, 0..self.shape()[2])
+        self.view().row(b, t)
     }
 
     /// Its part `[b,t,columns]`.
     pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
-        with_array!(self, array => array.slice(s![b, t, columns]).iter().map(|&x| Float::to_f64(x)).collect())
+        self.view().row_part(b, t, columns)
     }
 
     /// Sets row `[b,t,:]` to `values`, rounded to nearest even.
     pub fn set_row(&mut self, b: usize, t: usize, values: &[f64]) {
-        with_array!(self, array => {
+        with_array!(FloatArray, self, array => {
             let mut row = array.slice_mut(s![b, t, ..]);
             row.iter_mut().zip(values).for_each(|(x, value)| *x = Float::from_f64(*value));
         });
@@ -228,7 +332,7 @@ impl FloatArray<Ix3> {
 
     /// Sets every element of row `[b,t,:]` to `x`, rounded.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
-        with_array!(self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));
+        with_array!(FloatArray, self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));
     }
 }
 

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use ndarray::{Array2, Ix2, Ix3};
 use serde::{Deserialize, Serialize};
 
-use super::{Dtype, FloatArray, Problem, ProblemError, Shape};
+use super::{Dtype, FloatArray, FloatView, Problem, ProblemError, Shape};
 use crate::spec::LossSpec;
 
 /// A batch without logits: `logits[b,t,v] = Σ_h hidden[b,t,h] · lm_head[h,v]`.
@@ -62,7 +62,7 @@ impl HeadLayout {
     }
 
     /// `[v,h]`: the weights, or the gradient, of hidden units `h` for columns `v`, exactly and row-major.
-    pub fn part(self, of: &FloatArray<Ix2>, v: Range<usize>, h: Range<usize>) -> Array2<f64> {
+    pub fn part(self, of: &FloatView<Ix2>, v: Range<usize>, h: Range<usize>) -> Array2<f64> {
         match self {
             HeadLayout::HiddenByVocab => of.part(h, v).reversed_axes().as_standard_layout().into_owned(),
             HeadLayout::VocabByHidden => of.part(v, h),

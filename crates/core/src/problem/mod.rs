@@ -12,10 +12,10 @@ use std::str::FromStr;
 
 use ndarray::{Array1, Array2, Ix3};
 
-pub use array::{Dtype, Float, FloatArray};
+pub use array::{Dtype, Float, FloatArray, FloatView};
 pub use extents::Extents;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection};
-pub use outcome::{Candidate, HeadCandidate, HeadGradient, Metrics, Outcome};
+pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 

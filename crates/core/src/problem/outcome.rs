@@ -1,7 +1,7 @@
 use ndarray::{Ix0, Ix2, Ix3};
 use serde::Serialize;
 
-use super::{Dtype, FloatArray};
+use super::{Dtype, FloatArray, FloatView};
 
 /// Everything that a batch comes to, from the reference or a kernel of ours; `gradient` is dlogits of a [`super::Problem`],
 /// and a [`HeadGradient`] of a [`super::HeadProblem`]. Arrays keep the dtype that the implementation computed them in, so
@@ -33,6 +33,60 @@ pub struct HeadGradient {
     pub dlm_head: FloatArray<Ix2>,
     /// The dtype that dlogits were rounded to before those two products.
     pub dlogits_dtype: Dtype,
+}
+
+/// A [`HeadGradient`], borrowed.
+#[derive(Clone, Debug)]
+pub struct HeadGradientView<'a> {
+    /// `[B,T,H]`.
+    pub dhidden: FloatView<'a, Ix3>,
+    /// `[H,V]` or `[V,H]`.
+    pub dlm_head: FloatView<'a, Ix2>,
+    /// The dtype that dlogits were rounded to before those two products.
+    pub dlogits_dtype: Dtype,
+}
+
+/// What can be read in place, and what is so read already: a gradient is as large as the logits, or as the head, and is not copied to be judged.
+pub trait Lend<'a> {
+    /// It, borrowed.
+    type View;
+
+    /// Borrows it.
+    fn lend(&'a self) -> Self::View;
+}
+
+impl<'a> Lend<'a> for FloatArray<Ix3> {
+    type View = FloatView<'a, Ix3>;
+
+    fn lend(&'a self) -> Self::View {
+        self.view()
+    }
+}
+
+impl<'a> Lend<'a> for FloatView<'_, Ix3> {
+    type View = FloatView<'a, Ix3>;
+
+    fn lend(&'a self) -> Self::View {
+        self.view()
+    }
+}
+
+impl<'a> Lend<'a> for HeadGradientView<'_> {
+    type View = HeadGradientView<'a>;
+
+    fn lend(&'a self) -> Self::View {
+        let Self { dhidden, dlm_head, dlogits_dtype } = self;
+        HeadGradientView { dhidden: dhidden.view(), dlm_head: dlm_head.view(), dlogits_dtype: *dlogits_dtype }
+    }
+}
+
+impl<'a> Lend<'a> for HeadGradient {
+    type View = HeadGradientView<'a>;
+
+    fn lend(&'a self) -> Self::View {
+        let Self { dhidden, dlm_head, dlogits_dtype } = self;
+        HeadGradientView { dhidden: dhidden.view(), dlm_head: dlm_head.view(), dlogits_dtype: *dlogits_dtype }
+    }
 }
 
 /// Means over unmasked tokens; all 0 where there is none.
@@ -72,6 +126,23 @@ pub struct Candidate<G = FloatArray<Ix3>> {
 
 /// What comes of a [`super::HeadProblem`].
 pub type HeadCandidate = Candidate<HeadGradient>;
+
+impl<G> Candidate<G> {
+    /// The same with its gradient borrowed; what there is of each token is copied.
+    pub fn lend<'a>(&'a self) -> Candidate<G::View>
+    where
+        G: Lend<'a>,
+    {
+        Candidate {
+            loss: self.loss.clone(),
+            gradient: self.gradient.lend(),
+            logp: self.logp.clone(),
+            entropy: self.entropy.clone(),
+            token_loss: self.token_loss.clone(),
+            metrics: self.metrics,
+        }
+    }
+}
 
 impl<G> From<Outcome<G>> for Candidate<G> {
     fn from(outcome: Outcome<G>) -> Self {

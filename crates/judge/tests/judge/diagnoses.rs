@@ -24,7 +24,7 @@ fn diagnosed(problem: &Problem, break_it: impl FnOnce(&mut Candidate, &Reference
     candidate.metrics = None;
     break_it(&mut candidate, &known.reference);
     let judged = known.judge(candidate, &Limits::external(Grade::Standard)).unwrap();
-    problem.diagnose(&known.reference, &judged.outcome, &judged.verdicts)
+    problem.diagnose(&known.reference, &judged.outcome.lend(), &judged.verdicts)
 }
 
 fn change(candidate: &mut Candidate, by: impl Fn((usize, usize, usize), f64) -> f64) {

@@ -140,7 +140,7 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadP
     let reference = case.problem.evaluate(&case.spec).unwrap();
     kernel.device_counts().into_iter().any(|devices| {
         let outcome = kernel.run(&case.spec, case.problem.clone(), devices).unwrap();
-        let verdicts = case.problem.judge(&reference, &outcome, &Limits::external(Grade::Standard)).unwrap();
+        let verdicts = case.problem.judge(&reference, &outcome.lend(), &Limits::external(Grade::Standard)).unwrap();
         let any = |status| verdicts.iter().any(|verdict| verdict.status == status);
         any(Status::Fail) && !any(Status::Nonfinite)
     })
