@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive panel peers python sanitize miri neon jax-example measure bench
+.PHONY: setup setup-tpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -48,6 +48,10 @@ target/python/venv/made: python/tests/requirements.txt
 	$(PYTHON) -m venv target/python/venv
 	target/python/venv/bin/pip install --disable-pip-version-check --quiet --only-binary :all: -r $<
 	touch $@
+
+# The Python package as it would be published, in dist; nothing is published. What builds it is installed once, 0.3 GB.
+wheel:
+	PYTHON=$(PYTHON) setup/wheel.sh
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test

@@ -8,7 +8,7 @@ tools=target/python/wheel-tools
 if [ ! -e "$tools/made" ]; then
 	rm -rf "$tools"
 	"${PYTHON:-python3}" -m venv "$tools"
-	"$tools/bin/pip" install --disable-pip-version-check --quiet --only-binary :all: maturin==1.14.1 ziglang==0.16.0
+	"$tools/bin/pip" install --disable-pip-version-check --quiet --only-binary :all: maturin==1.16.0 ziglang==0.17.1
 	touch "$tools/made"
 fi
 export PATH=$PWD/$tools/bin:$PATH
