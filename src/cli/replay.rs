@@ -366,7 +366,7 @@ impl Session {
             let command = format!("{command} --devices {devices}");
             for verdict in self.standards.judge(problem, reference, &outcome, implementation.class())? {
                 if verdict.status.failed() {
-                    self.failures.push(explain(&verdict, reference, problem, &name, &command));
+                    self.failures.push(explain(&verdict, reference, problem, &name, &command).to_string());
                 }
                 let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
                 self.checks.push(check.on_devices(devices));
@@ -436,7 +436,7 @@ impl Session {
     fn add_recorded(&mut self, label: &str, name: &str, verdict: &Verdict, command: &str) {
         let output = format!("recorded {name}");
         if verdict.status.failed() {
-            self.failures.push(explain_recorded(verdict, &format!("{REFERENCE}: {output}"), command));
+            self.failures.push(explain_recorded(verdict, &format!("{REFERENCE}: {output}"), command).to_string());
         }
         self.checks.push(Check::new(label, REFERENCE, &output, verdict));
     }

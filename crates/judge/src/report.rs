@@ -12,7 +12,7 @@ use super::judgeable::Judgeable;
 use super::metric::{Position, ULP_EDGES, half_ulp, hex};
 use super::tolerance::Grade;
 use assay_core::problem::Dtype;
-use assay_schema::verdicts::{self as schema, Summary, Verdicts};
+use assay_schema::verdicts::{self as schema, Explanation, Line, Summary, Verdicts};
 
 /// One line of a report.
 #[derive(Clone, Debug)]
@@ -256,7 +256,7 @@ impl Report {
                 number(check.limit),
                 check.share().map_or("–".into(), quotient),
                 check.at.clone(),
-                status_word(check.verdict).into(),
+                check.verdict.word().into(),
                 check.grade.map_or("–", Grade::name).into(),
             ]);
         }
@@ -348,16 +348,6 @@ fn family(output: Output) -> Option<&'static str> {
     }
 }
 
-fn status_word(status: Status) -> &'static str {
-    match status {
-        Status::Pass => "pass",
-        Status::Fail => "FAIL",
-        Status::Nonfinite => "NONFINITE",
-        Status::NotCompared => "not compared",
-        Status::Waived => "waived",
-    }
-}
-
 /// The runs that have gradients among their checks, and compared none.
 fn without_gradient(checks: &[Check]) -> Vec<String> {
     let mut runs: Vec<(String, bool)> = Vec::new();
@@ -392,29 +382,29 @@ pub fn explain<P: Judgeable>(
     problem: &P,
     implementation: &str,
     replay: &str,
-) -> String {
+) -> Explanation {
     let inputs = |at| problem.inputs(reference, at);
-    in_words(verdict, &format!("{implementation}: {}", verdict.gate), ["expected", "actual"], inputs, replay)
+    explained(verdict, &format!("{implementation}: {}", verdict.gate), ["expected", "actual"], inputs, replay)
 }
 
 /// The same of a recorded value, `what`, that the reference does not come to.
-pub fn explain_recorded(verdict: &Verdict, what: &str, replay: &str) -> String {
-    in_words(verdict, what, ["reference", "recorded"], |_| None, replay)
+pub fn explain_recorded(verdict: &Verdict, what: &str, replay: &str) -> Explanation {
+    explained(verdict, what, ["reference", "recorded"], |_| None, replay)
 }
 
-fn in_words(
+fn explained(
     verdict: &Verdict,
     what: &str,
     [of_reference, judged]: [&str; 2],
     inputs: impl Fn(Position) -> Option<String>,
     replay: &str,
-) -> String {
+) -> Explanation {
     let Verdict { dtype, promised, tally, .. } = verdict;
-    let mut text = format!("{} {what}, {dtype}\n", status_word(verdict.status));
+    let mut lines = Vec::new();
     // A scalar stands nowhere.
     let mut line = |name: &str, value: &str| {
         if !value.is_empty() {
-            let _ = writeln!(text, "  {name:<9} {value}");
+            lines.push(Line { name: name.into(), text: value.into() });
         }
     };
     // A norm, or a sum, is a number of the judge's.
@@ -465,7 +455,20 @@ fn in_words(
         line("promised", &format!("{promised}; {note}"));
     }
     line("replay", replay);
-    text
+    let finite = |x: f64| Some(x).filter(|x| x.is_finite());
+    let worst = if odd.is_some() { None } else { tally.worst };
+    Explanation {
+        status: verdict.status,
+        of: what.into(),
+        gate: verdict.gate.to_string(),
+        dtype: dtype.to_string(),
+        at: at.map_or_else(String::new, |at| at.to_string()),
+        expected: worst.filter(|_| of_one_element).map(|worst| worst.expected),
+        actual: odd.map_or(worst.map(|worst| worst.actual), |((_, actual), _)| finite(actual)),
+        error: worst.map(|worst| worst.error),
+        limit: worst.map(|worst| worst.limit),
+        lines,
+    }
 }
 
 /// `≤½: 120  ≤1: 3  …`, without the empty tail.

@@ -7,6 +7,7 @@ use super::tolerance::Limits;
 use assay_core::implementation::{Implementation, RunError, Workload};
 use assay_core::problem::{Candidate, Problem, ProblemError};
 use assay_core::spec::LossSpec;
+use assay_schema::verdicts::Explanation;
 
 /// Why `implementation` cannot be given `problem` on so many devices; `None` where it can.
 pub fn hindrance<P: Workload>(
@@ -97,7 +98,12 @@ impl<'p, P: Judgeable> Known<'p, P> {
 
     /// The gates that `judged` fails, in words. `name` is what computed it, `replay` how it is shown again.
     pub fn failures(&self, judged: &Judged<P>, name: &str, replay: &str) -> Vec<String> {
-        judged.failed().map(|verdict| explain(verdict, &self.reference, self.problem, name, replay)).collect()
+        judged.failed().map(|verdict| self.explain(verdict, name, replay).to_string()).collect()
+    }
+
+    /// A verdict in words and numbers. `name` is what computed it, `replay` how it is shown again.
+    pub fn explain(&self, verdict: &Verdict, name: &str, replay: &str) -> Explanation {
+        explain(verdict, &self.reference, self.problem, name, replay)
     }
 
     /// Runs, judges, and returns the outcome, for tests and benches.

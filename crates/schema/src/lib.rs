@@ -8,6 +8,7 @@
 
 pub mod ab;
 pub mod bench;
+pub mod campaign;
 pub mod compile;
 pub mod mutants;
 mod number;

@@ -86,6 +86,47 @@ fn one() -> usize {
     1
 }
 
+/// A verdict in words and numbers: what a terminal, a page and Python show of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Explanation {
+    /// The decision.
+    pub status: Status,
+    /// What was judged, and of what.
+    pub of: String,
+    /// The gate alone.
+    pub gate: String,
+    /// Dtype of the output.
+    pub dtype: String,
+    /// Where the worst value stands, `[b,t,v]`; empty of a scalar.
+    pub at: String,
+    /// The exact value; `None` of a norm or a sum, or where it is not finite.
+    pub expected: Option<f64>,
+    /// The value judged, or that norm or sum; `None` where it is not finite.
+    pub actual: Option<f64>,
+    /// `|actual − expected|`.
+    pub error: Option<f64>,
+    /// The largest error allowed.
+    pub limit: Option<f64>,
+    /// All of it in words, line by line.
+    pub lines: Vec<Line>,
+}
+
+/// A line of an explanation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Line {
+    /// What it says something of.
+    pub name: String,
+    /// What it says.
+    pub text: String,
+}
+
+impl std::fmt::Display for Explanation {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        writeln!(f, "{} {}, {}", self.status.word(), self.of, self.dtype)?;
+        self.lines.iter().try_for_each(|Line { name, text }| writeln!(f, "  {name:<9} {text}"))
+    }
+}
+
 /// How a gate was decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -103,6 +144,17 @@ pub enum Status {
 }
 
 impl Status {
+    /// As tables and texts have it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Status::Pass => "pass",
+            Status::Fail => "FAIL",
+            Status::Nonfinite => "NONFINITE",
+            Status::NotCompared => "not compared",
+            Status::Waived => "waived",
+        }
+    }
+
     /// Whether it keeps a candidate from passing.
     pub fn failed(self) -> bool {
         matches!(self, Status::Fail | Status::Nonfinite)

@@ -277,6 +277,20 @@ impl<D: Dimension> FloatArray<D> {
         self.view().to_f64()
     }
 
+    /// Takes over the elements of `other`, into the memory that is there.
+    ///
+    /// # Panics
+    /// Where dtype or extents are others.
+    pub fn assign(&mut self, other: &Self) {
+        match (self, other) {
+            (FloatArray::F64(a), FloatArray::F64(b)) => a.assign(b),
+            (FloatArray::F32(a), FloatArray::F32(b)) => a.assign(b),
+            (FloatArray::Bf16(a), FloatArray::Bf16(b)) => a.assign(b),
+            (FloatArray::F16(a), FloatArray::F16(b)) => a.assign(b),
+            (a, b) => panic!("got {}, expected {}", b.dtype(), a.dtype()),
+        }
+    }
+
     /// The indices along `axis` that are named, in that order: row-major again.
     #[must_use]
     pub fn select(&self, axis: Axis, indices: &[usize]) -> Self

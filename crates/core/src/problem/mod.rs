@@ -6,6 +6,7 @@ mod array;
 mod extents;
 mod lm_head;
 mod outcome;
+mod select;
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,6 +17,7 @@ pub use array::{Dtype, Float, FloatArray, FloatView};
 pub use extents::Extents;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection};
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
+pub use select::Part;
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 

@@ -1,0 +1,236 @@
+//! From failures to causes: made smaller, named, merged, and asked what they compute.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use assay_core::problem::Candidate;
+use assay_judge::gate::Edge;
+use assay_judge::trial::Known;
+use assay_schema::campaign as schema;
+#[cfg(feature = "mutants")]
+use rayon::prelude::*;
+
+#[cfg(feature = "mutants")]
+use assay_suites::mutants::{BANK, Mutant};
+
+use crate::neighbours::{Computed, computed, neighbours};
+use crate::run::{Bench, Bucket, Campaign, CampaignError, Failing, Kind, SEEDS, keep, reseeded};
+use crate::shrink::{Effort, shrink};
+use crate::subject::Subject;
+
+/// Problems that are made to tell losses apart whose numbers a kernel has.
+const TELLING: u64 = 12;
+
+/// What failed, by what it looks like, and problems that passed.
+pub(crate) struct Found<'f, P> {
+    pub(crate) buckets: BTreeMap<Kind, Bucket<P>>,
+    pub(crate) passing: &'f [Arc<P>],
+}
+
+/// The names by which a failure can be allowed.
+pub(crate) fn names_that_can_be_allowed() -> Vec<&'static str> {
+    let mut all: Vec<&str> = Edge::ALL.into_iter().map(Edge::name).collect();
+    all.extend(["not-reproducible", "stale-memory"]);
+    #[cfg(feature = "mutants")]
+    all.extend(BANK.iter().map(|mutant| mutant.name));
+    all
+}
+
+/// Whether `name` is one of a cause's.
+pub(crate) fn is_called(cause: &schema::Cause, name: &str) -> bool {
+    cause.gate == name || cause.like.iter().any(|like| like.mutant == name)
+}
+
+/// A cause, and what it was made of.
+struct Draft<P> {
+    kind: Kind,
+    bucket: Bucket<P>,
+    problem: Arc<P>,
+    cause: schema::Cause,
+}
+
+/// The causes of what was found, the one with most cases first.
+pub(crate) fn causes<P: Subject>(
+    campaign: &Campaign,
+    found: Found<P>,
+    bench: &mut Bench<P>,
+    few_shapes: bool,
+) -> Result<Vec<schema::Cause>, CampaignError> {
+    let mut drafts: Vec<Draft<P>> = Vec::new();
+    for (kind, bucket) in found.buckets {
+        let draft = draft(campaign, kind, bucket, found.passing, bench, few_shapes);
+        match drafts.iter_mut().find(|other| are_one(&other.cause, &draft.cause)) {
+            Some(other) => merge(other, draft),
+            None => drafts.push(draft),
+        }
+    }
+    for draft in &mut drafts {
+        if matches!(draft.kind, Kind::Gate(..)) {
+            let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
+            (draft.cause.computes, draft.cause.computes_one_of) = computes(campaign, bench, problems);
+        }
+        if let Some(folder) = &campaign.repros {
+            let path = keep(folder, &draft.cause.gate, &campaign.spec, &*draft.problem)?;
+            draft.cause.repro = Some(path.display().to_string());
+        }
+    }
+    let mut causes: Vec<schema::Cause> = drafts.into_iter().map(|draft| draft.cause).collect();
+    causes.sort_by_key(|cause| std::cmp::Reverse(cause.cases));
+    Ok(causes)
+}
+
+/// Whether two failures have one cause: a name in common.
+fn are_one(a: &schema::Cause, b: &schema::Cause) -> bool {
+    a.like.iter().any(|name| b.like.contains(name))
+}
+
+/// The cause of the more telling gate stands for both; names are those of both.
+fn merge<P>(into: &mut Draft<P>, other: Draft<P>) {
+    into.cause.cases += other.cause.cases;
+    into.cause.like.retain(|name| other.cause.like.contains(name));
+    into.bucket.kept.extend(other.bucket.kept);
+}
+
+fn draft<P: Subject>(
+    campaign: &Campaign,
+    kind: Kind,
+    bucket: Bucket<P>,
+    passing: &[Arc<P>],
+    bench: &mut Bench<P>,
+    few_shapes: bool,
+) -> Draft<P> {
+    let Failing { problem, fault, .. } = &bucket.kept[0];
+    let mut problem = Arc::clone(problem);
+    // A process that is started again each time takes seconds; what a second call differs in, or memory, is no property of one.
+    let shrinks = matches!(kind, Kind::Gate(..) | Kind::Shape(_)) || matches!(kind, Kind::Fault("raised" | "output", _));
+    if campaign.shrink && shrinks {
+        let effort = if few_shapes { Effort::FEW_SHAPES } else { Effort::WHOLE };
+        problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
+    }
+    let mut cause = schema::Cause {
+        gate: kind.name(),
+        cases: bucket.cases,
+        first: bucket.first.clone(),
+        problem: format!("{} {}", problem.extents_in_words(), problem.dtype()),
+        like: Vec::new(),
+        diagnoses: Vec::new(),
+        computes: Vec::new(),
+        computes_one_of: false,
+        verdict: None,
+        fault: fault.as_ref().map(ToString::to_string),
+        repro: None,
+    };
+    match &kind {
+        Kind::Gate(..) => {
+            if let Some(candidate) = bench.candidate(&problem) {
+                explain(campaign, bench, &kind, &problem, &candidate, &mut cause);
+                #[cfg(feature = "mutants")]
+                {
+                    let cases: Vec<Arc<P>> =
+                        bucket.kept.iter().take(NAMING).map(|failing| Arc::clone(&failing.problem)).collect();
+                    cause.like = names(bench, &kind, (&problem, candidate), &cases, passing);
+                }
+            }
+        }
+        Kind::Shape(output) => {
+            cause.fault = Some(format!("output `{output}` has not the shape that the problem has"));
+        }
+        Kind::OtherBits => cause.fault = Some("a second call with the same problem returned other bits".into()),
+        Kind::Stale => {
+            cause.fault = Some(
+                "the answer is wrong where a problem lies in memory that held another one before, and right in memory of \
+                 its own: something is kept by address"
+                    .into(),
+            );
+        }
+        Kind::Fault(..) => {}
+    }
+    #[cfg(not(feature = "mutants"))]
+    let _ = passing;
+    Draft { kind, bucket, problem, cause }
+}
+
+/// The verdict on the smallest problem, and what is likely behind it.
+fn explain<P: Subject>(
+    campaign: &Campaign,
+    bench: &Bench<P>,
+    kind: &Kind,
+    problem: &Arc<P>,
+    candidate: &Candidate<P::Gradient>,
+    cause: &mut schema::Cause,
+) {
+    let Ok(known) = Known::of(&campaign.spec, &**problem) else { return };
+    let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return };
+    let Kind::Gate(_, gate, _) = kind else { return };
+    if let Some(verdict) = verdicts.iter().find(|verdict| verdict.gate == *gate) {
+        cause.verdict = Some(known.explain(verdict, &campaign.kernel, ""));
+    }
+    let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
+    cause.diagnoses = diagnoses.iter().map(ToString::to_string).collect();
+}
+
+/// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell
+/// them apart, and whether they did not.
+fn computes<P: Subject>(campaign: &Campaign, bench: &mut Bench<P>, mut problems: Vec<Arc<P>>) -> (Vec<Vec<String>>, bool) {
+    let project = campaign.project.as_ref().map(|(preset, options)| (*preset, options.as_slice()));
+    let mut left = neighbours(&campaign.spec, project);
+    let mut telling = 0..TELLING;
+    loop {
+        let answers: Vec<(Arc<P>, Candidate<P::Gradient>)> = problems
+            .drain(..)
+            .filter_map(|problem| {
+                let candidate = bench.candidate(&problem)?;
+                Some((problem, candidate))
+            })
+            .collect();
+        let answers: Vec<(&P, &Candidate<P::Gradient>)> =
+            answers.iter().map(|(problem, candidate)| (&**problem, candidate)).collect();
+        left = computed(left, &answers, &bench.limits);
+        if left.len() < 2 {
+            break;
+        }
+        let Some(index) = telling.next() else { break };
+        problems.extend(first_drawn::<P>(campaign, P::telling(index)).map(Arc::new));
+    }
+    let several = left.len() > 1;
+    (left.into_iter().map(|Computed { names, .. }| names).collect(), several)
+}
+
+/// The first problem of `recipe` that can be made, of the seeds that are tried.
+fn first_drawn<P: Subject>(campaign: &Campaign, recipe: P::Recipe) -> Option<P> {
+    (0..SEEDS).find_map(|step| P::draw(&reseeded::<P>(recipe.clone(), step), &campaign.spec).ok())
+}
+
+/// Problems of a cause that wrong kernels are run on for its names.
+#[cfg(feature = "mutants")]
+const NAMING: usize = 3;
+
+/// The wrong kernels that fail as this one does: by the same gate, with values that are as far off and the same, on every one of
+/// the cause's problems; and that pass where it passes.
+#[cfg(feature = "mutants")]
+fn names<P: Subject>(
+    bench: &mut Bench<P>,
+    kind: &Kind,
+    smallest: (&Arc<P>, Candidate<P::Gradient>),
+    cases: &[Arc<P>],
+    passing: &[Arc<P>],
+) -> Vec<schema::Name> {
+    let mut failing = vec![(Arc::clone(smallest.0), smallest.1)];
+    for problem in cases {
+        if let Some(candidate) = bench.candidate(problem) {
+            failing.push((Arc::clone(problem), candidate));
+        }
+    }
+    let failing: Vec<(Known<P>, &Candidate<P::Gradient>)> = failing
+        .iter()
+        .filter_map(|(problem, candidate)| Some((Known::of(bench.spec, &**problem).ok()?, candidate)))
+        .collect();
+    let passing: Vec<Known<P>> =
+        passing.iter().filter_map(|problem| Known::of(bench.spec, &**problem).ok()).collect();
+    let is_alike = |mutant: &&Mutant| {
+        failing.iter().all(|(known, candidate)| crate::power::fails_alike(known, candidate, mutant, kind, &bench.limits))
+            && passing.iter().all(|known| crate::power::passes(known, mutant, &bench.limits))
+    };
+    let candidates: Vec<&Mutant> = BANK.iter().filter(|mutant| crate::power::shows::<P>(mutant)).collect();
+    candidates.into_par_iter().filter(is_alike).map(crate::power::named).collect()
+}

@@ -1,0 +1,188 @@
+//! [`Deck`]: problems under the constraints of a campaign, the telling ones first.
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use assay_core::problem::{Dtype, HeadLayout, HeadProblem, Problem};
+use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+
+use crate::subject::Subject;
+
+/// Around the tiles of vector units and GPU blocks, primes, one column, one token, many rows.
+const DIRECTED_SHAPES: [[usize; 3]; 12] = [
+    [2, 8, 257],
+    [3, 4, 1031],
+    [1, 4, 4099],
+    [4, 16, 32],
+    [2, 5, 127],
+    [2, 5, 129],
+    [1, 6, 1024],
+    [1, 6, 2049],
+    [8, 2, 37],
+    [2, 3, 2],
+    [1, 1, 131],
+    [3, 7, 509],
+];
+
+/// For kernels that are compiled for each shape.
+pub const FEW_SHAPES: [[usize; 3]; 4] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031]];
+
+/// More rows than a grid's second axis counts.
+const MANY_ROWS: [usize; 3] = [1, 65_537, 8];
+
+/// Qwen's vocabulary.
+const WIDE: [usize; 3] = [1, 3, 151_936];
+
+/// Elements of a problem that is drawn at random.
+const RANDOM_ELEMENTS: usize = 1 << 14;
+
+/// Which extents problems have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Shapes {
+    /// Many, another one nearly every time.
+    Many,
+    /// [`FEW_SHAPES`], for what is compiled for each.
+    Few,
+    /// These.
+    Given(Vec<[usize; 3]>),
+}
+
+/// Problems under constraints, by number: the same number is the same problem.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deck {
+    /// Of the logits, or of hidden states and head.
+    pub dtypes: Vec<Dtype>,
+    /// Extents.
+    pub shapes: Shapes,
+    /// How logits are drawn.
+    pub regimes: Vec<Regime>,
+    /// How many problems there are.
+    pub cases: u64,
+    /// How many of them, the last ones, have the vocabulary of Qwen.
+    pub wide: u64,
+    /// Seed of every draw.
+    pub seed: u64,
+}
+
+impl Default for Deck {
+    /// 200 problems in bf16 and f32, every finite regime, one of them wide.
+    fn default() -> Self {
+        Self {
+            dtypes: vec![Dtype::Bf16, Dtype::F32],
+            shapes: Shapes::Many,
+            regimes: Regime::FINITE.to_vec(),
+            cases: 200,
+            wide: 1,
+            seed: 0,
+        }
+    }
+}
+
+impl Deck {
+    /// The recipes, in order.
+    pub fn recipes(&self) -> impl Iterator<Item = Recipe> + '_ {
+        (0..self.cases).map(|index| self.recipe(index))
+    }
+
+    /// First every regime with every dtype, on shapes in turn; ratios that overflow, and many rows; then at random; the wide
+    /// ones last.
+    pub fn recipe(&self, index: u64) -> Recipe {
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(index);
+        let at = |n: usize| (index % n as u64) as usize;
+        let (regimes, dtypes) = (self.regimes.len(), self.dtypes.len());
+        let directed = (regimes * dtypes) as u64;
+        let mut recipe = Recipe {
+            shape: [0; 3],
+            // Every dtype meets every regime in as many problems as there are pairs.
+            dtype: self.dtypes[(at(regimes * dtypes) / regimes + at(regimes)) % dtypes],
+            regime: self.regimes[at(regimes)],
+            seed: self.seed.wrapping_mul(1 << 32).wrapping_add(index),
+            old_logp_noise_scale: [0.3, 0.1, 1.0, 0.3, 0.0][at(5)],
+            masked_garbage: false,
+        };
+        let wide = index >= self.cases.saturating_sub(self.wide);
+        recipe.shape = match &self.shapes {
+            Shapes::Given(shapes) => shapes[at(shapes.len())],
+            _ if wide => WIDE,
+            Shapes::Few => FEW_SHAPES[at(FEW_SHAPES.len())],
+            Shapes::Many if index < directed => DIRECTED_SHAPES[at(DIRECTED_SHAPES.len())],
+            Shapes::Many if index == directed + 1 => MANY_ROWS,
+            Shapes::Many => random_shape(&mut rng),
+        };
+        if index == directed {
+            // Ratios beyond f32.
+            (recipe.regime, recipe.old_logp_noise_scale) = (Regime::Normal, 60.0);
+            if !self.regimes.contains(&Regime::Normal) {
+                recipe.regime = self.regimes[0];
+            }
+        }
+        recipe
+    }
+}
+
+fn random_shape(rng: &mut ChaCha8Rng) -> [usize; 3] {
+    let vocab = match rng.random_range(0..4) {
+        0 => rng.random_range(2..40),
+        1 => (1_usize << rng.random_range(5..12)) + rng.random_range(0..3) - 1,
+        2 => [97, 509, 997, 1031, 4099][rng.random_range(0..5)],
+        _ => rng.random_range(40..2500),
+    };
+    let rows = (RANDOM_ELEMENTS / vocab).max(1);
+    let batch = rng.random_range(1..=4.min(rows));
+    [batch, rng.random_range(1..=12.min((rows / batch).max(1))), vocab]
+}
+
+/// The deck of a kind of problem, by number.
+pub(crate) trait Deals<P: Subject> {
+    /// The recipe of a number.
+    fn deal(&self, index: u64) -> P::Recipe;
+
+    /// What both kinds have.
+    fn deck(&self) -> &Deck;
+}
+
+impl Deals<Problem> for Deck {
+    fn deal(&self, index: u64) -> Recipe {
+        self.recipe(index)
+    }
+
+    fn deck(&self) -> &Deck {
+        self
+    }
+}
+
+/// A [`Deck`] of problems with an LM head.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeadDeck {
+    /// Of the tokens and the logits. Regimes with −∞ are passed over: a product is none.
+    pub deck: Deck,
+    /// Widths `H`, in turn.
+    pub hidden: Vec<usize>,
+    /// How the head lies.
+    pub layout: HeadLayout,
+    /// Whether logits are rounded to the dtype of the hidden states.
+    pub rounds_logits: bool,
+}
+
+impl HeadDeck {
+    /// Widths around tiles, `[V,H]`, logits in f32.
+    pub fn of(mut deck: Deck) -> Self {
+        deck.regimes.retain(|regime| !regime.has_holes());
+        let few = deck.shapes != Shapes::Many;
+        let hidden = if few { vec![64] } else { vec![64, 31, 128, 65, 16] };
+        Self { deck, hidden, layout: HeadLayout::VocabByHidden, rounds_logits: false }
+    }
+}
+
+impl Deals<HeadProblem> for HeadDeck {
+    fn deal(&self, index: u64) -> HeadRecipe {
+        let Self { deck, hidden, layout, rounds_logits } = self;
+        let hidden = hidden[(index % hidden.len() as u64) as usize];
+        HeadRecipe { hidden, layout: *layout, rounds_logits: *rounds_logits, recipe: deck.recipe(index) }
+    }
+
+    fn deck(&self) -> &Deck {
+        &self.deck
+    }
+}

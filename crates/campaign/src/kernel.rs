@@ -1,0 +1,122 @@
+//! [`Kernel`]: what a campaign asks, and [`Fault`], why it has no answer.
+
+use std::sync::Arc;
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Candidate, Problem};
+use assay_core::spec::LossSpec;
+use assay_worker::{Answer, Worker, WorkerError};
+
+use crate::subject::Subject;
+
+/// Somebody's kernel, wherever it runs.
+pub trait Kernel<P: Subject = Problem> {
+    /// Computes `problem` under `spec`, and shows what came of it to `read`, once. What is shown may be borrowed from arrays
+    /// that are gone afterwards.
+    ///
+    /// # Errors
+    /// [`Fault`] where there is nothing to show; `read` is not called then.
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault>;
+}
+
+/// Why a kernel has no answer that could be judged.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// It raised an error.
+    #[error("the kernel failed: {0}")]
+    Raised(String),
+    /// An output is missing, unknown, or is not what an output is.
+    #[error("output `{field}`: got {given}, expected {expected}")]
+    Output {
+        /// Which.
+        field: String,
+        /// What it is.
+        given: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// It wrote to an array that it was given to read.
+    #[error("input `{0}` has other content after the call: inputs are to be read")]
+    InputMutated(String),
+    /// Its process ended.
+    #[error("{0}")]
+    Crashed(String),
+    /// It took too long, and was killed.
+    #[error("{0}")]
+    TimedOut(String),
+    /// It does not compute that, and says so: no failure.
+    #[error("not supported: {0}")]
+    Unsupported(String),
+    /// Somebody wants to stop.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl Fault {
+    /// What kind of fault it is, in a word that a waiver names it by.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Fault::Raised(_) => "raised",
+            Fault::Output { .. } => "output",
+            Fault::InputMutated(_) => "input-mutated",
+            Fault::Crashed(_) => "crashed",
+            Fault::TimedOut(_) => "timed-out",
+            Fault::Unsupported(_) => "unsupported",
+            Fault::Interrupted => "interrupted",
+        }
+    }
+}
+
+/// An implementation of this project, on one device.
+pub struct Local<'i, P: Subject = Problem>(pub &'i dyn Implementation<P>);
+
+impl<P: Subject> Kernel<P> for Local<'_, P> {
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        let shape = problem.checked_shape(spec).map_err(|error| Fault::Raised(error.to_string()))?;
+        self.0
+            .supports(spec, shape, problem.dtype(), 1)
+            .map_err(|unsupported| Fault::Unsupported(unsupported.to_string()))?;
+        let candidate =
+            self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string()))?;
+        read(&candidate.lend());
+        Ok(())
+    }
+}
+
+/// A kernel in a process of its own.
+impl<P: Subject + assay_worker::Stored> Kernel<P> for Worker {
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        match self.ask(spec, &**problem) {
+            Ok(Answer::Candidate(candidate)) => {
+                read(&candidate.lend());
+                Ok(())
+            }
+            Ok(Answer::Unsupported(what)) => Err(Fault::Unsupported(what)),
+            Err(error @ WorkerError::TimedOut { .. }) => Err(Fault::TimedOut(error.to_string())),
+            Err(error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. })) => {
+                Err(Fault::Crashed(error.to_string()))
+            }
+            Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string())),
+            Err(WorkerError::File { reason, .. }) => Err(Fault::Output {
+                field: "candidate".into(),
+                given: reason.to_string(),
+                expected: "a file as `assay judge` reads it".into(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! A campaign: one kernel before many problems.
+//!
+//! ```text
+//! Deck ─▶ problems ─▶ Kernel ─▶ judge ─▶ failures ─▶ causes: shrunk, named, told what they compute ─▶ report
+//! ```
+//!
+//! A [`Deck`] deals problems under the constraints of one [`LossSpec`](assay_core::spec::LossSpec). A [`Kernel`] answers them,
+//! and is judged as kernels that are not ours are. Failures that look alike are one cause: its smallest problem is made smaller
+//! while it still fails the same way, the mutants that fail so too give it their names, and the losses one option away are asked
+//! whether theirs are the numbers. At the end stands how many of the wrong kernels that this spec can tell from the right one
+//! the campaign would have caught.
+
+mod cause;
+mod deck;
+mod kernel;
+mod neighbours;
+#[cfg(feature = "mutants")]
+mod power;
+mod run;
+mod shrink;
+mod subject;
+mod text;
+
+pub use deck::{Deck, FEW_SHAPES, HeadDeck, Shapes};
+pub use kernel::{Fault, Kernel, Local};
+pub use neighbours::{Computed, computed, neighbours};
+pub use run::{Campaign, CampaignError, Progress};
+pub use subject::{Dealt, Subject};
+pub use text::{covered, text};

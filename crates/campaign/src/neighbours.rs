@@ -1,0 +1,209 @@
+//! Which loss a kernel computes, where it is not the one that is asked for: the losses one option away are tried against its
+//! numbers.
+
+use assay_core::problem::Candidate;
+use assay_core::spec::presets::{self, Given, Options, Preset};
+use assay_core::spec::{
+    Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OldLogp, RatioLevel, Reduction,
+    Rows, Support, TemperatureDivides, Terms,
+};
+use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::Limits;
+
+/// A loss whose numbers a kernel has.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Computed {
+    /// What it is called, from the loss that was asked for.
+    pub names: Vec<String>,
+    /// The loss.
+    pub spec: LossSpec,
+}
+
+/// Those of `specs` whose reference comes to every candidate, by all its gates: what the kernel computes, if it computes one of
+/// them. Equal losses stand together.
+pub fn computed<P: Judgeable>(
+    specs: Vec<Computed>,
+    answers: &[(&P, &Candidate<P::Gradient>)],
+    limits: &Limits,
+) -> Vec<Computed> {
+    let comes_to = |spec: &LossSpec, problem: &P, candidate: &Candidate<P::Gradient>| {
+        let Ok(reference) = problem.evaluate(spec) else { return false };
+        let Ok(verdicts) = problem.judge(&reference, &candidate.lend(), limits) else { return false };
+        verdicts.iter().all(|verdict| verdict.passed()) && verdicts.iter().any(|verdict| verdict.compared_a_gradient())
+    };
+    let all = |of: &Computed| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
+    if answers.is_empty() { Vec::new() } else { specs.into_iter().filter(all).collect() }
+}
+
+/// The losses one option away from `asked`; where it is a project's, with one other option of that project's; and what every
+/// project computes by default. Of equal losses there is one, under all its names; `asked` is not among them.
+pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec<Computed> {
+    let mut all: Vec<Computed> = Vec::new();
+    let mut add = |name: String, spec: LossSpec| {
+        if spec == *asked || spec.check().is_err() {
+            return;
+        }
+        match all.iter_mut().find(|other| other.spec == spec) {
+            Some(other) if other.names.contains(&name) => {}
+            Some(other) => other.names.push(name),
+            None => all.push(Computed { names: vec![name], spec }),
+        }
+    };
+    if let Some((preset, options)) = project {
+        for &(option, values) in OPTIONS {
+            let others = || options.iter().filter(|pair| pair.split('=').next() != Some(option)).cloned();
+            for value in values {
+                let changed = format!("{option}={value}");
+                let pairs: Vec<String> = others().chain([changed.clone()]).collect();
+                if let Some(spec) = of_preset(preset, None, &pairs) {
+                    add(changed, spec);
+                }
+            }
+        }
+    }
+    for (name, spec) in one_field_away(asked) {
+        add(name, spec);
+    }
+    for preset in Preset::ALL {
+        for function in preset.functions() {
+            let name = if *function == preset.functions()[0] { preset.to_string() } else { format!("{preset} {function}") };
+            if let Some(spec) = of_preset(preset, Some(function), &[]) {
+                add(format!("the default of {name}"), spec);
+            }
+        }
+        for loss_type in LOSS_TYPES {
+            let pair = format!("loss_type={loss_type}");
+            if let Some(spec) = of_preset(preset, None, &[pair]) {
+                add(format!("{preset} loss_type={loss_type}"), spec);
+            }
+        }
+    }
+    all
+}
+
+/// `loss_type` of TRL, Liger and Unsloth.
+const LOSS_TYPES: &[&str] = &["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"];
+
+/// Options that choose a loss, with what they may be. A project passes over those that it does not have.
+const OPTIONS: &[(&str, &[&str])] = &[
+    ("loss_type", LOSS_TYPES),
+    ("importance_sampling_level", &["token", "sequence"]),
+    ("use_bias_correction_kl", &["true", "false"]),
+    ("loss_agg_mode", &["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]),
+    ("kl_loss_type", &["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]),
+    ("loss_algo", &["grpo", "gspo-token"]),
+    ("loss_reduction", &["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]),
+    ("token_level_loss", &["true", "false"]),
+];
+
+fn of_preset(preset: Preset, function: Option<&str>, pairs: &[String]) -> Option<LossSpec> {
+    let options = Options::from_pairs(pairs).ok()?;
+    presets::spec(preset, function, &options, &Given::default()).ok().map(|resolved| resolved.spec)
+}
+
+/// Every setting that is often taken for another, changed alone.
+fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
+    let mut all = Vec::new();
+    let mut add = |name: &str, change: &dyn Fn(&mut LossSpec)| {
+        let mut spec = asked.clone();
+        change(&mut spec);
+        all.push((name.to_string(), spec));
+    };
+    for (name, reduction) in [
+        ("reduction: token_mean", Reduction::TokenMean),
+        ("reduction: sequence_mean over all rows", Reduction::SequenceMean { rows: Rows::All }),
+        ("reduction: sequence_mean over rows with a token", Reduction::SequenceMean { rows: Rows::NonEmpty }),
+        ("reduction: sequence_sum over all rows", Reduction::SequenceSum { rows: Rows::All }),
+        ("reduction: sequence_sum over rows with a token", Reduction::SequenceSum { rows: Rows::NonEmpty }),
+        ("reduction: every token of the padded width", Reduction::FixedLength { rows: Rows::All, length: None }),
+        ("reduction: the sum of all tokens", Reduction::Normalizer(1.0)),
+    ] {
+        add(name, &|spec| spec.reduction = reduction);
+    }
+    if let Objective::PpoClip(clip) = &asked.objective {
+        let with = |change: &dyn Fn(&mut assay_core::spec::PpoClip)| {
+            let mut clip = clip.clone();
+            change(&mut clip);
+            Objective::PpoClip(clip)
+        };
+        let swapped = with(&|of| (of.epsilon_low, of.epsilon_high) = (of.epsilon_high, of.epsilon_low));
+        add("epsilon_low and epsilon_high swapped", &|spec| spec.objective = swapped.clone());
+        let symmetric = with(&|of| of.epsilon_high = of.epsilon_low);
+        add("epsilon_high: that of epsilon_low", &|spec| spec.objective = symmetric.clone());
+        // A ratio is at least 0, and of one that is clipped at 1e30 nothing is left of f32.
+        let unbounded = with(&|of| of.epsilon_low = 1.0);
+        add("no clip below", &|spec| spec.objective = unbounded.clone());
+        let unbounded = with(&|of| of.epsilon_high = 1e30);
+        add("no clip above", &|spec| spec.objective = unbounded.clone());
+        let unbounded = with(&|of| (of.epsilon_low, of.epsilon_high) = (1.0, 1e30));
+        add("no clip", &|spec| spec.objective = unbounded.clone());
+        let plain = with(&|of| of.delta = None);
+        add("no delta", &|spec| spec.objective = plain.clone());
+        let plain = with(&|of| of.dual_clip = None);
+        add("no dual_clip", &|spec| spec.objective = plain.clone());
+    }
+    add("objective: policy_gradient", &|spec| spec.objective = Objective::PolicyGradient);
+    for (name, level) in [
+        ("ratio.level: token", RatioLevel::Token),
+        ("ratio.level: sequence", RatioLevel::Sequence),
+        ("ratio.level: sequence_token", RatioLevel::SequenceToken),
+    ] {
+        add(name, &|spec| spec.ratio.level = level);
+    }
+    add("ratio without clamp, clip and cap", &|spec| {
+        (spec.ratio.clamp, spec.ratio.clip, spec.ratio.cap) = (None, None, None);
+    });
+    add("old_logp: current, a ratio of 1", &|spec| spec.old_logp = OldLogp::Current);
+    of_kl(asked, &mut add);
+    add("no entropy bonus", &|spec| spec.entropy_coef = 0.0);
+    add("entropy bonus of the other sign", &|spec| spec.entropy_coef = -spec.entropy_coef);
+    for (name, temperature) in [
+        ("temperature: 1", 1.0),
+        ("temperature: its reciprocal", 1.0 / asked.temperature),
+        ("temperature: its square", asked.temperature * asked.temperature),
+    ] {
+        add(name, &|spec| spec.temperature = temperature);
+    }
+    for (name, divides) in [
+        ("temperature_divides: logits", TemperatureDivides::Logits),
+        ("temperature_divides: logp", TemperatureDivides::Logp),
+    ] {
+        add(name, &|spec| spec.temperature_divides = divides);
+    }
+    add("scale: 1", &|spec| spec.scale = 1.0);
+    add("logits without scale, softcap and bias", &|spec| spec.logits = LogitsTransform::default());
+    add("logits without softcap", &|spec| spec.logits.softcap = None);
+    add("support: every column", &|spec| spec.support = Support::default());
+    add("no rollout weights", &|spec| spec.rollout = None);
+    add("rollout.applies_to: the other", &|spec| {
+        if let Some(rollout) = &mut spec.rollout {
+            rollout.applies_to =
+                if rollout.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
+        }
+    });
+    add("no rejection", &|spec| spec.rejection.clear());
+    add("no off_policy_mask", &|spec| spec.off_policy_mask = None);
+    add("no top_entropy", &|spec| spec.top_entropy = None);
+    all
+}
+
+/// The KL penalty: none, or another one.
+fn of_kl(asked: &LossSpec, add: &mut dyn FnMut(&str, &dyn Fn(&mut LossSpec))) {
+    let Some(kl) = &asked.kl else { return };
+    add("no kl", &|spec| spec.kl = None);
+    let mut with = |name: &str, kl: Kl| add(name, &|spec| spec.kl = Some(kl.clone()));
+    for (name, estimator) in [
+        ("kl.estimator: k1", KlEstimator::K1),
+        ("kl.estimator: k2", KlEstimator::K2),
+        ("kl.estimator: k3", KlEstimator::K3),
+        ("kl.estimator: abs", KlEstimator::Abs),
+    ] {
+        with(name, Kl { estimator, ..kl.clone() });
+    }
+    with("kl.importance: one", Kl { importance: KlImportance::One, ..kl.clone() });
+    with("kl.importance: ratio", Kl { importance: KlImportance::Ratio, ..kl.clone() });
+    with("kl.gradient: own", Kl { gradient: KlGradient::Own, ..kl.clone() });
+    with("kl.gradient: k2", Kl { gradient: KlGradient::K2, ..kl.clone() });
+    with("kl without clamps", Kl { difference_clamp: None, value_clamp: None, ..kl.clone() });
+    with("kl.averaging: that of the policy term", Kl { averaging: None, ..kl.clone() });
+}

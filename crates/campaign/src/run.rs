@@ -1,0 +1,640 @@
+//! [`Campaign`]: the problems one by one, and what is made of those that fail.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use assay_core::problem::{Candidate, HeadProblem, Problem};
+use assay_core::spec::LossSpec;
+use assay_core::spec::presets::Preset;
+use assay_fixture::{FixtureError, ProblemFile};
+use assay_judge::gate::{Edge, Gate, Model, Output};
+use assay_judge::generate::{Recipe, RecipeError};
+use assay_judge::judge::{JudgeError, Verdict};
+use assay_judge::tolerance::{Grade, Limits};
+use assay_judge::trial::Known;
+use assay_reference::Reference;
+use assay_schema::campaign as schema;
+use assay_schema::verdicts::Status;
+
+use crate::cause::{self, Found};
+use crate::deck::{Deals, Deck, HeadDeck, Shapes};
+use crate::kernel::{Fault, Kernel};
+use crate::subject::{Dealt, Subject, kept};
+
+/// The metadata key under which a problem's file carries its spec, as JSON.
+const SPEC_KEY: &str = "spec";
+
+/// Every so many problems are asked twice, and answered with other content in the same memory.
+const TWICE: u64 = 8;
+
+/// Problems of one kind of failure that are kept, the small ones.
+const KEPT: usize = 6;
+
+/// Problems that the kernel passes and wrong kernels must pass too, to give a cause its name.
+const PASSING: usize = 12;
+
+/// Seeds that are tried for a problem with a gradient.
+pub(crate) const SEEDS: u64 = 8;
+
+/// A tile of columns, for what is counted of targets at its edges.
+const TILE: usize = 128;
+
+/// One kernel before a deck of problems.
+#[derive(Clone, Debug)]
+pub struct Campaign {
+    /// What the kernel is called.
+    pub kernel: String,
+    /// The loss.
+    pub spec: LossSpec,
+    /// The project and the options that the spec is of, where it is one's.
+    pub project: Option<(Preset, Vec<String>)>,
+    /// The problems.
+    pub deck: Deck,
+    /// What is asked of accuracy.
+    pub grade: Grade,
+    /// Names of causes, edges, mutants or faults that may fail.
+    pub allow: Vec<String>,
+    /// Whether problems that fail are made smaller.
+    pub shrink: bool,
+    /// Whether wrong kernels are run on the deck.
+    pub power: bool,
+    /// After which no problem more is tried.
+    pub time: Option<Duration>,
+    /// Where problems that failed are kept, and tried first the next time.
+    pub repros: Option<PathBuf>,
+}
+
+/// What has been done so far.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Problems tried.
+    pub tried: u64,
+    /// Of so many.
+    pub cases: u64,
+    /// Problems that failed.
+    pub failed: u64,
+}
+
+/// A campaign that cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CampaignError {
+    /// A problem of the deck is none.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// There is nothing to try.
+    #[error("{field}: got {given}, expected {expected}")]
+    Empty {
+        /// Of the deck.
+        field: &'static str,
+        /// What it is.
+        given: String,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// A name that nothing has.
+    #[error("allow: got `{given}`, expected {expected}")]
+    Allow {
+        /// The name.
+        given: String,
+        /// The names there are.
+        expected: String,
+    },
+    /// A file of an earlier campaign cannot be read, or a new one not written.
+    #[error(transparent)]
+    File(#[from] FixtureError),
+    /// The wrong kernels' correct original failed: the judge is wrong.
+    #[error("the correct kernel that mutants are made of fails {gate} on {case}: a false alarm of the judge")]
+    FalseAlarm {
+        /// The gate.
+        gate: String,
+        /// The problem.
+        case: String,
+    },
+}
+
+/// What a failure looks like; what looks alike may have one cause.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    /// The most telling of the gates that failed, and how.
+    Gate(u8, Gate, Failed),
+    /// An output that cannot be judged.
+    Shape(String),
+    /// There was no answer.
+    Fault(&'static str, String),
+    /// A second call had other bits.
+    OtherBits,
+    /// The answer to other content in the same memory is wrong, and right in memory of its own.
+    Stale,
+}
+
+/// A status that fails, in an order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Failed {
+    Beyond,
+    Nonfinite,
+}
+
+impl Kind {
+    fn of(verdict: &Verdict) -> Option<Self> {
+        let failed = match verdict.status {
+            Status::Fail => Failed::Beyond,
+            Status::Nonfinite => Failed::Nonfinite,
+            _ => return None,
+        };
+        Some(Self::Gate(rank(verdict.gate), verdict.gate, failed))
+    }
+
+    /// As a cause is called.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Kind::Gate(_, gate, Failed::Beyond) => gate.to_string(),
+            Kind::Gate(_, gate, Failed::Nonfinite) => format!("{gate} not finite"),
+            Kind::Shape(output) => format!("{output}, its shape"),
+            Kind::Fault(name, _) => (*name).into(),
+            Kind::OtherBits => "not-reproducible".into(),
+            Kind::Stale => "stale-memory".into(),
+        }
+    }
+}
+
+/// What goes wrong first makes the rest wrong: log-probabilities before losses, losses before gradients; single values before
+/// norms and sums.
+fn rank(gate: Gate) -> u8 {
+    let output = match gate.output {
+        Output::Logp => 0,
+        Output::Entropy => 1,
+        Output::TokenLoss => 2,
+        Output::Dlogits | Output::Dhidden => 3,
+        Output::DlmHead => 4,
+        Output::Loss => 5,
+        _ => 6,
+    };
+    3 * output
+        + match gate.model {
+            Model::Elementwise | Model::Count => 0,
+            Model::RowL2 => 1,
+            Model::RowSum => 2,
+        }
+}
+
+/// What came of one problem.
+pub(crate) struct Examined {
+    /// Nothing where it passed.
+    pub(crate) kinds: Vec<Kind>,
+    /// What the kernel said.
+    pub(crate) fault: Option<Fault>,
+    outputs: Vec<&'static str>,
+}
+
+/// A problem that failed.
+pub(crate) struct Failing<P> {
+    pub(crate) label: String,
+    pub(crate) problem: Arc<P>,
+    pub(crate) fault: Option<Fault>,
+}
+
+/// Those that look alike.
+pub(crate) struct Bucket<P> {
+    pub(crate) cases: u64,
+    pub(crate) first: String,
+    /// The small ones.
+    pub(crate) kept: Vec<Failing<P>>,
+}
+
+/// A kernel under examination: what all of a campaign's steps ask it by.
+pub(crate) struct Bench<'b, P: Subject> {
+    pub(crate) kernel: &'b mut dyn Kernel<P>,
+    pub(crate) spec: &'b LossSpec,
+    pub(crate) limits: Limits<'static>,
+    /// Edges at which it may fail.
+    pub(crate) allowed: &'b [Edge],
+    pub(crate) calls: u64,
+}
+
+impl<P: Subject> Bench<'_, P> {
+    /// Lets it compute `problem`, and shows the candidate to `read`.
+    fn call(&mut self, problem: &Arc<P>, read: &mut dyn FnMut(&Candidate<P::View<'_>>)) -> Result<(), Fault> {
+        self.calls += 1;
+        self.kernel.answer(self.spec, problem, read)
+    }
+
+    /// What it returns, kept.
+    pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Option<Candidate<P::Gradient>> {
+        let mut candidate = None;
+        self.call(problem, &mut |given| candidate = Some(kept::<P>(given))).ok()?;
+        candidate
+    }
+
+    /// Judges what it returns for what is `known`.
+    fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
+        let (limits, mut kinds, mut outputs) = (self.limits, Vec::new(), Vec::new());
+        let mut read = |candidate: &Candidate<P::View<'_>>| {
+            let Candidate { logp, entropy, token_loss, .. } = candidate;
+            let there = [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
+            outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
+            match known.verdicts(candidate, &limits) {
+                Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(Kind::of)),
+                Err(JudgeError::Shape { output, .. }) => kinds.push(Kind::Shape(output.into())),
+                Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
+            }
+        };
+        let fault = self.call(problem, &mut read).err();
+        if let Some(fault) = &fault {
+            let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
+            kinds = vec![Kind::Fault(fault.name(), field)];
+        }
+        kinds.sort();
+        Examined { kinds, fault, outputs }
+    }
+
+    /// Whether `problem` still fails as `kind` says.
+    pub(crate) fn fails(&mut self, problem: &Arc<P>, kind: &Kind) -> bool {
+        let Ok(known) = Known::of(self.spec, &**problem) else { return false };
+        match kind {
+            Kind::OtherBits => {
+                let both = (self.candidate(problem), self.candidate(problem));
+                matches!(both, (Some(a), Some(b)) if !same_bits(&a, &b))
+            }
+            // It is a matter of what was there before.
+            Kind::Stale => false,
+            _ => self.judged(problem, &known).kinds.contains(kind),
+        }
+    }
+}
+
+fn same_bits<G: assay_judge::invariance::Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
+    assay_judge::invariance::Invariance::between(a, b).other.is_empty()
+}
+
+impl Campaign {
+    /// A campaign of 200 problems, at grade `standard`.
+    pub fn new(kernel: &str, spec: LossSpec) -> Self {
+        Self {
+            kernel: kernel.into(),
+            spec,
+            project: None,
+            deck: Deck::default(),
+            grade: Grade::Standard,
+            allow: Vec::new(),
+            shrink: true,
+            power: true,
+            time: None,
+            repros: None,
+        }
+    }
+
+    /// Runs it on problems of logits.
+    ///
+    /// # Errors
+    /// [`CampaignError`] where it cannot be made. What a kernel does is a finding, never an error.
+    pub fn run(
+        &self,
+        kernel: &mut dyn Kernel<Problem>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<schema::Campaign, CampaignError> {
+        self.run_on::<Problem>(&self.deck, kernel, progress)
+    }
+
+    /// Runs it on problems with an LM head; `heads` says how wide, and its deck stands for this campaign's.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_heads(
+        &self,
+        heads: &HeadDeck,
+        kernel: &mut dyn Kernel<HeadProblem>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<schema::Campaign, CampaignError> {
+        self.run_on::<HeadProblem>(heads, kernel, progress)
+    }
+
+    fn run_on<P: Subject>(
+        &self,
+        deals: &dyn Deals<P>,
+        kernel: &mut dyn Kernel<P>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<schema::Campaign, CampaignError> {
+        self.check(deals.deck())?;
+        let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
+        let limits = Limits::external(self.grade);
+        let bench = Bench { kernel, spec: &self.spec, limits, allowed: &edges, calls: 0 };
+        let mut round = Round {
+            campaign: self,
+            bench,
+            started: Instant::now(),
+            tried: 0,
+            failed: 0,
+            stopped: None,
+            outputs: Vec::new(),
+            buckets: BTreeMap::new(),
+            passing: Vec::new(),
+            skipped: BTreeMap::new(),
+            coverage: schema::Coverage::default(),
+        };
+        round.repros(progress)?;
+        for index in 0..deals.deck().cases {
+            if round.is_over() {
+                break;
+            }
+            round.deal(deals, index)?;
+            let (tried, failed) = (round.tried, round.failed);
+            progress(Progress { tried, cases: deals.deck().cases, failed });
+        }
+        round.finish(deals)
+    }
+
+    fn check(&self, deck: &Deck) -> Result<(), CampaignError> {
+        let Deck { dtypes, shapes, regimes, cases, .. } = deck;
+        let empty = |field, given: &str, expected| Err(CampaignError::Empty { field, given: given.into(), expected });
+        self.spec.check().map_err(|reason| RecipeError::Problem(reason.into()))?;
+        match () {
+            () if *cases == 0 => return empty("cases", "0", "at least one problem"),
+            () if dtypes.is_empty() => return empty("dtypes", "none", "one of f32, bf16 and f16"),
+            () if regimes.is_empty() => return empty("regimes", "none", "one that this kind of problem has"),
+            () if *shapes == Shapes::Given(Vec::new()) => return empty("shapes", "none", "[B,T,V]"),
+            () => {}
+        }
+        let known = cause::names_that_can_be_allowed();
+        match self.allow.iter().find(|name| !known.contains(&name.as_str())) {
+            Some(given) => Err(CampaignError::Allow { given: given.clone(), expected: known.join(", ") }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A campaign while it runs.
+struct Round<'r, P: Subject> {
+    campaign: &'r Campaign,
+    bench: Bench<'r, P>,
+    started: Instant,
+    tried: u64,
+    failed: u64,
+    stopped: Option<String>,
+    outputs: Vec<&'static str>,
+    buckets: BTreeMap<Kind, Bucket<P>>,
+    passing: Vec<Arc<P>>,
+    skipped: BTreeMap<String, u64>,
+    coverage: schema::Coverage,
+}
+
+impl<P: Subject> Round<'_, P> {
+    fn is_over(&mut self) -> bool {
+        if self.campaign.time.is_some_and(|time| self.started.elapsed() > time) {
+            self.stopped.get_or_insert("its time was up".into());
+        }
+        self.stopped.is_some()
+    }
+
+    fn skip(&mut self, why: String) {
+        *self.skipped.entry(why).or_default() += 1;
+    }
+
+    /// Problems that failed before.
+    fn repros(&mut self, progress: &mut dyn FnMut(Progress)) -> Result<(), CampaignError> {
+        let Some(folder) = &self.campaign.repros else { return Ok(()) };
+        for path in files(folder)? {
+            if self.is_over() {
+                break;
+            }
+            let file = ProblemFile::open(&path)?;
+            let of_this_spec = file
+                .metadata()
+                .get(SPEC_KEY)
+                .and_then(|spec| serde_json::from_str::<LossSpec>(spec).ok())
+                .is_some_and(|spec| spec == self.campaign.spec);
+            let old_logp = file.old_logp_names().first().copied();
+            let problem = if of_this_spec { P::read(&file, old_logp)? } else { None };
+            if let Some(problem) = problem {
+                // What failed once is tried, whatever it has in it.
+                let _ = self.examine(path.display().to_string(), problem, None);
+                let (tried, failed) = (self.tried, self.failed);
+                progress(Progress { tried, cases: self.campaign.deck.cases, failed });
+            }
+        }
+        Ok(())
+    }
+
+    /// The problem of a number.
+    fn deal(&mut self, deals: &dyn Deals<P>, index: u64) -> Result<(), CampaignError> {
+        for step in 0..SEEDS {
+            let recipe = reseeded::<P>(deals.deal(index), step);
+            let problem = P::draw(&recipe, &self.campaign.spec)?;
+            let again = if index % TWICE == 0 { Some(&recipe) } else { None };
+            if self.examine(recipe.label(), problem, again) {
+                return Ok(());
+            }
+        }
+        self.skip("no token of the problem has a gradient under this loss".into());
+        Ok(())
+    }
+
+    /// One problem; where there is a recipe, the kernel is asked twice, and then something else in the same memory. Whether
+    /// there was anything to see: a problem without a gradient is not tried.
+    fn examine(&mut self, label: String, problem: P, again: Option<&P::Recipe>) -> bool {
+        let problem = Arc::new(problem);
+        let spec = self.bench.spec;
+        let known = match Known::of(spec, &*problem) {
+            Ok(known) => known,
+            Err(why) => {
+                self.skip(why.to_string());
+                return true;
+            }
+        };
+        let mut coverage = self.coverage.clone();
+        cover(&mut coverage, P::on_logits(&known.reference));
+        if coverage.with_gradient == self.coverage.with_gradient {
+            return false;
+        }
+        let Examined { kinds, fault, outputs } = self.bench.judged(&problem, &known);
+        match &fault {
+            Some(Fault::Unsupported(what)) => {
+                self.skip(what.clone());
+                return true;
+            }
+            Some(Fault::Interrupted) => {
+                self.stopped = Some("it was interrupted".into());
+                return true;
+            }
+            _ => {}
+        }
+        self.tried += 1;
+        self.coverage = coverage;
+        for output in outputs {
+            if !self.outputs.contains(&output) {
+                self.outputs.push(output);
+            }
+        }
+        drop(known);
+        let mut kinds = self.waived(kinds);
+        if let (true, Some(recipe)) = (kinds.is_empty(), again) {
+            kinds = self.once_more(&problem, recipe);
+        }
+        match kinds.into_iter().next() {
+            Some(kind) => self.note(kind, Failing { label, problem, fault }),
+            None if self.passing.len() < PASSING && elements(&*problem) < 1 << 16 => self.passing.push(problem),
+            None => {}
+        }
+        true
+    }
+
+    /// A second call, and one with other content in the same memory.
+    fn once_more(&mut self, problem: &Arc<P>, recipe: &P::Recipe) -> Vec<Kind> {
+        let [first, second] = [self.bench.candidate(problem), self.bench.candidate(problem)];
+        if let (Some(first), Some(second)) = (first, second)
+            && !same_bits(&first, &second)
+        {
+            return vec![Kind::OtherBits];
+        }
+        let mut other = recipe.clone();
+        other.of_logits_mut().seed ^= 1 << 63;
+        let Ok(other) = P::draw(&other, self.bench.spec) else { return Vec::new() };
+        let alone = Arc::new(other.clone());
+        let before = Arc::new((**problem).clone());
+        if self.bench.candidate(&before).is_none() {
+            return Vec::new();
+        }
+        // What the kernel still holds is not written over.
+        let Ok(memory) = Arc::try_unwrap(before) else { return Vec::new() };
+        let refilled = Arc::new(memory.refilled(other));
+        let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Vec::new() };
+        let wrong = self.bench.judged(&refilled, &known).kinds;
+        let wrong = self.waived(wrong);
+        if wrong.is_empty() {
+            return Vec::new();
+        }
+        let alone = self.bench.judged(&alone, &known).kinds;
+        if self.waived(alone).is_empty() { vec![Kind::Stale] } else { wrong }
+    }
+
+    /// Without what fails at an edge that is allowed.
+    fn waived(&self, mut kinds: Vec<Kind>) -> Vec<Kind> {
+        kinds.retain(|kind| match kind {
+            Kind::Gate(_, gate, _) => gate.edge.is_none_or(|edge| !self.bench.allowed.contains(&edge)),
+            _ => true,
+        });
+        kinds
+    }
+
+    fn note(&mut self, kind: Kind, failing: Failing<P>) {
+        self.failed += 1;
+        let first = failing.label.clone();
+        let bucket = self.buckets.entry(kind).or_insert_with(|| Bucket { cases: 0, first, kept: Vec::new() });
+        bucket.cases += 1;
+        bucket.kept.push(failing);
+        bucket.kept.sort_by_key(|failing| elements(&*failing.problem));
+        bucket.kept.truncate(KEPT);
+    }
+
+    fn finish(mut self, deals: &dyn Deals<P>) -> Result<schema::Campaign, CampaignError> {
+        let campaign = self.campaign;
+        let found = Found { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
+        let few = deals.deck().shapes == Shapes::Few;
+        let causes = cause::causes(campaign, found, &mut self.bench, few)?;
+        let (allowed, causes): (Vec<_>, Vec<_>) =
+            causes.into_iter().partition(|cause| campaign.allow.iter().any(|name| cause::is_called(cause, name)));
+        let power = self.power(deals)?;
+        Ok(schema::Campaign {
+            passed: self.tried > 0 && causes.is_empty() && self.coverage.with_gradient > 0,
+            kernel: campaign.kernel.clone(),
+            spec: campaign.spec.describe(),
+            grade: campaign.grade,
+            seed: deals.deck().seed,
+            cases: deals.deck().cases,
+            tried: self.tried,
+            failed: self.failed,
+            calls: self.bench.calls,
+            seconds: self.started.elapsed().as_secs_f64(),
+            stopped: self.stopped,
+            outputs: self.outputs.into_iter().map(Into::into).collect(),
+            causes,
+            allowed,
+            skipped: self.skipped.into_iter().map(|(why, cases)| schema::Skipped { cases, why }).collect(),
+            coverage: self.coverage,
+            power,
+        })
+    }
+
+    #[cfg(feature = "mutants")]
+    fn power(&self, deals: &dyn Deals<P>) -> Result<Option<schema::Power>, CampaignError> {
+        if !self.campaign.power || self.stopped.is_some() || self.tried == 0 {
+            return Ok(None);
+        }
+        crate::power::power(self.campaign, deals, &self.outputs)
+    }
+
+    #[cfg(not(feature = "mutants"))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as with mutants")]
+    fn power(&self, _: &dyn Deals<P>) -> Result<Option<schema::Power>, CampaignError> {
+        Ok(None)
+    }
+}
+
+/// Elements of the logits.
+pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
+    problem.extents().into_iter().product()
+}
+
+/// The recipe with another seed, after `step` that were of no use.
+pub(crate) fn reseeded<P: Subject>(mut recipe: P::Recipe, step: u64) -> P::Recipe {
+    let Recipe { seed, .. } = recipe.of_logits_mut();
+    *seed = seed.wrapping_add(step << 48);
+    recipe
+}
+
+/// Adds what a problem has in it.
+fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
+    let shape = reference.shape();
+    for b in 0..shape.batch {
+        let mut empty = true;
+        for t in 0..shape.tokens {
+            let Some(token) = reference.token(b, t) else { continue };
+            empty = false;
+            coverage.tokens += 1;
+            coverage.clipped[0] += u64::from(token.clipped_low);
+            coverage.clipped[1] += u64::from(token.clipped_high);
+            coverage.advantages[0] += u64::from(token.inputs.advantage > 0.0);
+            coverage.advantages[1] += u64::from(token.inputs.advantage < 0.0);
+            let of_logp = reference.grad_logp(token, &token.branch, token.coupling) != 0.0;
+            if (of_logp && token.probability_of_others > 0.0) || reference.grad_entropy(token) != 0.0 {
+                coverage.with_gradient += 1;
+                let last = (shape.vocab - 1) / TILE;
+                coverage.first_and_last_tile[0] += u64::from(token.id / TILE == 0);
+                coverage.first_and_last_tile[1] += u64::from(token.id / TILE == last);
+            }
+        }
+        coverage.empty_rows += u64::from(empty);
+    }
+}
+
+/// Writes a problem that failed; the same one has the same name.
+pub(crate) fn keep<P: Subject>(
+    folder: &Path,
+    name: &str,
+    spec: &LossSpec,
+    problem: &P,
+) -> Result<PathBuf, CampaignError> {
+    let io = |reason| FixtureError::io(folder, "write", reason);
+    std::fs::create_dir_all(folder).map_err(io)?;
+    let word = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+    let spec = serde_json::to_string(spec).expect("plain data has a JSON form");
+    let [batch, tokens, vocab] = problem.extents();
+    let stem: String = name.chars().map(word).collect();
+    let path = folder.join(format!("{stem}-{batch}x{tokens}x{vocab}-{}.safetensors", problem.dtype()));
+    problem.write(&path, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
+    Ok(path)
+}
+
+/// The problems in a folder, by name; nothing where there is no folder.
+fn files(folder: &Path) -> Result<Vec<PathBuf>, CampaignError> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(reason) => return Err(FixtureError::io(folder, "read", reason).into()),
+    };
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    let mut paths: Vec<PathBuf> = paths.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).collect();
+    paths.sort();
+    Ok(paths)
+}

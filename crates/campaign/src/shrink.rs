@@ -1,0 +1,134 @@
+//! Smaller problems that still fail the same way. The reference judges any problem, so every edit is a legal step.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use assay_core::problem::{Advantages, Part};
+
+use crate::subject::Subject;
+
+/// How much may be tried.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    /// Calls of the kernel.
+    pub(crate) calls: usize,
+    /// Time.
+    pub(crate) time: Duration,
+    /// Whether extents may change: each is a program to compile, where programs are.
+    pub(crate) shapes: bool,
+}
+
+impl Effort {
+    pub(crate) const WHOLE: Self = Self { calls: 400, time: Duration::from_secs(20), shapes: true };
+    /// Of a kernel that is compiled for each shape.
+    pub(crate) const FEW_SHAPES: Self = Self { calls: 40, time: Duration::from_secs(20), shapes: false };
+}
+
+/// A problem on its way to a smaller one.
+struct Shrinker<'s, P> {
+    problem: Arc<P>,
+    effort: Effort,
+    calls: usize,
+    deadline: Instant,
+    fails: &'s mut dyn FnMut(&Arc<P>) -> bool,
+}
+
+/// The smallest problem that was found for which `fails` still holds. It is asked of problems in which a token counts.
+pub(crate) fn shrink<P: Subject>(problem: Arc<P>, effort: Effort, fails: &mut dyn FnMut(&Arc<P>) -> bool) -> Arc<P> {
+    let deadline = Instant::now() + effort.time;
+    let mut shrinker = Shrinker { problem, effort, calls: 0, deadline, fails };
+    if effort.shapes {
+        while shrinker.narrow() {}
+    }
+    shrinker.simplify();
+    shrinker.problem
+}
+
+impl<P: Subject> Shrinker<'_, P> {
+    /// Takes `smaller` if it still fails.
+    fn try_one(&mut self, smaller: P) -> bool {
+        let mut counts = false;
+        smaller.map_tokens(|tokens| counts = tokens.mask.iter().any(|counts| *counts));
+        if !counts || self.is_spent() {
+            return false;
+        }
+        self.calls += 1;
+        let smaller = Arc::new(smaller);
+        let fails = (self.fails)(&smaller);
+        if fails {
+            self.problem = smaller;
+        }
+        fails
+    }
+
+    fn is_spent(&self) -> bool {
+        self.calls >= self.effort.calls || Instant::now() > self.deadline
+    }
+
+    /// One pass over all axes; whether anything went.
+    fn narrow(&mut self) -> bool {
+        let axes: [fn(&mut Part) -> &mut Vec<usize>; 3] =
+            [|part| &mut part.batch, |part| &mut part.tokens, |part| &mut part.columns];
+        let mut any = false;
+        for axis in axes {
+            let mut size = usize::MAX;
+            while size > 0 && !self.is_spent() {
+                let mut whole = Part::whole(self.problem.extents());
+                let length = axis(&mut whole).len();
+                size = size.min(length / 2);
+                // From the end, so that what is left keeps its place.
+                let starts = (0..length).step_by(size.max(1)).collect::<Vec<_>>();
+                let gone = size > 0
+                    && starts.into_iter().rev().any(|start| {
+                        let mut part = whole.clone();
+                        axis(&mut part).retain(|i| !(start..start + size).contains(i));
+                        !axis(&mut part).is_empty() && self.try_one(self.problem.part(&part))
+                    });
+                any |= gone;
+                if !gone {
+                    size /= 2;
+                }
+            }
+        }
+        any
+    }
+
+    /// Plainer numbers in the same places.
+    fn simplify(&mut self) {
+        let rounded = |x: &mut f64| *x = x.round();
+        let tenths = |x: &mut f64| *x = (*x * 8.0).round() / 8.0;
+        let plainer = [
+            self.problem.map_tokens(|tokens| match &mut tokens.advantages {
+                Advantages::Sequence(advantages) => advantages.mapv_inplace(f64::signum),
+                Advantages::Token(advantages) => advantages.mapv_inplace(f64::signum),
+            }),
+        ];
+        for problem in plainer {
+            self.try_one(problem);
+        }
+        for edit in [rounded as fn(&mut f64), tenths] {
+            for array in [0, 1, 2] {
+                let edited = self.problem.map_tokens(|tokens| {
+                    let array = match array {
+                        0 => &mut tokens.old_logp,
+                        1 => &mut tokens.ref_logp,
+                        _ => &mut tokens.extra.rollout_logp,
+                    };
+                    array.iter_mut().flatten().for_each(edit);
+                });
+                self.try_one(edited);
+            }
+        }
+        let values: [fn(f64) -> f64; 4] = [
+            |x| if x.is_finite() { 0.0 } else { x },
+            |x| if x.is_finite() { x.signum() } else { x },
+            f64::round,
+            |x| if x.is_finite() { (x * 8.0).round() / 8.0 } else { x },
+        ];
+        for edit in values {
+            if self.try_one(self.problem.map_values(edit)) {
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! [`Subject`]: what a campaign can do with a problem, whether its logits are given or a product.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ndarray::Ix3;
+use serde::Serialize;
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{
+    Candidate, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadLayout, HeadProblem,
+    Part, Problem, Projection,
+};
+use assay_core::spec::LossSpec;
+use assay_fixture::{FixtureError, ProblemFile, write_head_problem, write_problem};
+use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
+use assay_judge::judgeable::Judgeable;
+use assay_reference::{HeadReference, Reference};
+#[cfg(feature = "mutants")]
+use assay_suites::mutants::{Class, Specimen};
+
+/// A problem that a deck deals.
+pub trait Subject: Judgeable {
+    /// What it is made from.
+    type Recipe: Dealt;
+
+    /// Makes it.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    fn draw(recipe: &Self::Recipe, spec: &LossSpec) -> Result<Self, RecipeError>;
+
+    /// `[B,T,V]`.
+    fn extents(&self) -> [usize; 3];
+
+    /// `1x1x2`, or with an LM head `1x1x8x2`.
+    fn extents_in_words(&self) -> String;
+
+    /// The recipe, of this number, of a problem with what losses differ in: rows of several lengths, ratios on either side of a
+    /// clip.
+    fn telling(index: u64) -> Self::Recipe;
+
+    /// Whether a wrong kernel of this class is one of such problems, on one device.
+    #[cfg(feature = "mutants")]
+    fn is_of(class: Class) -> bool;
+
+    /// Its tokens, whatever their logits are.
+    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self;
+
+    /// Its floats, logits or hidden states, each as `edit` makes it of the old one.
+    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self;
+
+    /// A part of it; hidden units are all kept.
+    fn part(&self, part: &Part) -> Self;
+
+    /// `self`'s memory with the content of `other`, which has the same extents and dtype.
+    fn refilled(self, other: Self) -> Self;
+
+    /// A gradient of its own.
+    fn own(view: &Self::View<'_>) -> Self::Gradient;
+
+    /// All outputs of the reference.
+    fn outcome(reference: &Self::Reference<'_>) -> Candidate<Self::Gradient>;
+
+    /// The values of a gradient, array after array.
+    fn values(gradient: &Self::Gradient) -> Vec<f64>;
+
+    /// Writes it.
+    ///
+    /// # Errors
+    /// [`FixtureError::Io`].
+    fn write(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), FixtureError>;
+
+    /// Reads what [`write`](Self::write) wrote; `None` where the file holds the other kind of problem.
+    ///
+    /// # Errors
+    /// Those of [`ProblemFile::problem`].
+    fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError>;
+
+    /// A mutant, as a kernel of it.
+    #[cfg(feature = "mutants")]
+    fn mutant(specimen: &Specimen) -> &dyn Implementation<Self>;
+}
+
+/// A recipe on a deck.
+pub trait Dealt: Clone + std::fmt::Debug + PartialEq + Serialize + Send + Sync {
+    /// The recipe of the tokens and the logits, whatever those are made of.
+    fn of_logits(&self) -> &Recipe;
+
+    /// The same, to be changed.
+    fn of_logits_mut(&mut self) -> &mut Recipe;
+
+    /// In a few words: `2x8x257 bf16 peaked, seed 3`.
+    fn label(&self) -> String;
+}
+
+impl Dealt for Recipe {
+    fn of_logits(&self) -> &Recipe {
+        self
+    }
+
+    fn of_logits_mut(&mut self) -> &mut Recipe {
+        self
+    }
+
+    fn label(&self) -> String {
+        let [batch, tokens, vocab] = self.shape;
+        format!("{batch}x{tokens}x{vocab} {} {}, seed {}", self.dtype, self.regime, self.seed)
+    }
+}
+
+impl Dealt for HeadRecipe {
+    fn of_logits(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    fn of_logits_mut(&mut self) -> &mut Recipe {
+        &mut self.recipe
+    }
+
+    fn label(&self) -> String {
+        let Recipe { dtype, regime, seed, .. } = &self.recipe;
+        format!("{} {} {dtype} {regime}, seed {seed}", self.shape(), self.layout.key())
+    }
+}
+
+/// The tokens of a problem, edited apart from its logits.
+fn edited<L: Clone>(problem: &Problem<L>, edit: impl FnOnce(&mut Problem<()>)) -> Problem<L> {
+    let mut tokens = problem.with_logits(());
+    edit(&mut tokens);
+    tokens.with_logits(problem.logits.clone())
+}
+
+/// Each element as `edit` makes it of the old one, rounded.
+fn mapped(array: &FloatArray<Ix3>, edit: impl Fn(f64) -> f64) -> FloatArray<Ix3> {
+    FloatArray::rounded_from(&array.to_f64().mapv(edit), array.dtype())
+}
+
+impl Subject for Problem {
+    type Recipe = Recipe;
+
+    fn draw(recipe: &Recipe, spec: &LossSpec) -> Result<Self, RecipeError> {
+        recipe.problem(spec)
+    }
+
+    fn extents(&self) -> [usize; 3] {
+        let shape = self.shape();
+        [shape.batch, shape.tokens, shape.vocab]
+    }
+
+    fn extents_in_words(&self) -> String {
+        self.shape().to_string()
+    }
+
+    fn telling(index: u64) -> Recipe {
+        Recipe {
+            shape: [4, 7, 33],
+            dtype: Dtype::F32,
+            regime: [Regime::Normal, Regime::Sampled, Regime::Small][(index % 3) as usize],
+            seed: (1 << 62) + index,
+            old_logp_noise_scale: [0.3, 1.0][(index % 2) as usize],
+            masked_garbage: false,
+        }
+    }
+
+    #[cfg(feature = "mutants")]
+    fn is_of(class: Class) -> bool {
+        !class.of_heads() && class != Class::Devices
+    }
+
+    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
+        edited(self, edit)
+    }
+
+    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self {
+        self.with_logits(mapped(&self.logits, edit))
+    }
+
+    fn part(&self, part: &Part) -> Self {
+        self.select(part)
+    }
+
+    fn refilled(mut self, other: Self) -> Self {
+        self.logits.assign(&other.logits);
+        other.with_logits(self.logits)
+    }
+
+    fn own(view: &FloatView<Ix3>) -> FloatArray<Ix3> {
+        view.to_owned()
+    }
+
+    fn outcome(reference: &Reference<'_>) -> Candidate {
+        reference.outcome().into()
+    }
+
+    fn values(gradient: &FloatArray<Ix3>) -> Vec<f64> {
+        gradient.to_f64().into_iter().collect()
+    }
+
+    fn write(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), FixtureError> {
+        write_problem(path, self, metadata)
+    }
+
+    fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
+        if file.has_head() { Ok(None) } else { file.problem("logits", old_logp).map(Some) }
+    }
+
+    #[cfg(feature = "mutants")]
+    fn mutant(specimen: &Specimen) -> &dyn Implementation {
+        specimen
+    }
+}
+
+impl Subject for HeadProblem {
+    type Recipe = HeadRecipe;
+
+    fn draw(recipe: &HeadRecipe, spec: &LossSpec) -> Result<Self, RecipeError> {
+        recipe.problem(spec)
+    }
+
+    fn extents(&self) -> [usize; 3] {
+        let shape = self.shape().logits();
+        [shape.batch, shape.tokens, shape.vocab]
+    }
+
+    fn extents_in_words(&self) -> String {
+        self.shape().to_string()
+    }
+
+    fn telling(index: u64) -> HeadRecipe {
+        let layout = HeadLayout::VocabByHidden;
+        HeadRecipe { hidden: 16, layout, rounds_logits: false, recipe: <Problem as Subject>::telling(index) }
+    }
+
+    #[cfg(feature = "mutants")]
+    fn is_of(class: Class) -> bool {
+        !matches!(class, Class::HeadDevices | Class::Devices)
+    }
+
+    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
+        edited(self, edit)
+    }
+
+    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self {
+        self.with_logits(Projection { hidden: mapped(&self.logits.hidden, edit), ..self.logits.clone() })
+    }
+
+    fn part(&self, part: &Part) -> Self {
+        let units: Vec<usize> = (0..self.shape().hidden).collect();
+        self.select(part, &units)
+    }
+
+    fn refilled(self, other: Self) -> Self {
+        let mut projection = self.logits;
+        projection.hidden.assign(&other.logits.hidden);
+        projection.lm_head.assign(&other.logits.lm_head);
+        other.with_logits(projection)
+    }
+
+    fn own(view: &HeadGradientView) -> HeadGradient {
+        let HeadGradientView { dhidden, dlm_head, dlogits_dtype } = view;
+        HeadGradient { dhidden: dhidden.to_owned(), dlm_head: dlm_head.to_owned(), dlogits_dtype: *dlogits_dtype }
+    }
+
+    fn outcome(reference: &HeadReference<'_>) -> HeadCandidate {
+        reference.outcome().into()
+    }
+
+    fn values(gradient: &HeadGradient) -> Vec<f64> {
+        let HeadGradient { dhidden, dlm_head, .. } = gradient;
+        dhidden.to_f64().into_iter().chain(dlm_head.to_f64()).collect()
+    }
+
+    fn write(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), FixtureError> {
+        write_head_problem(path, self, metadata)
+    }
+
+    fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
+        if file.has_head() { file.head_problem(old_logp).map(Some) } else { Ok(None) }
+    }
+
+    #[cfg(feature = "mutants")]
+    fn mutant(specimen: &Specimen) -> &dyn Implementation<HeadProblem> {
+        specimen
+    }
+}
+
+/// A candidate that is kept.
+pub(crate) fn kept<P: Subject>(candidate: &Candidate<P::View<'_>>) -> Candidate<P::Gradient> {
+    let Candidate { loss, gradient, logp, entropy, token_loss, metrics } = candidate;
+    Candidate {
+        loss: loss.clone(),
+        gradient: P::own(gradient),
+        logp: logp.clone(),
+        entropy: entropy.clone(),
+        token_loss: token_loss.clone(),
+        metrics: *metrics,
+    }
+}

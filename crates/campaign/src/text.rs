@@ -1,0 +1,113 @@
+//! A campaign's report as a terminal shows it.
+
+use std::fmt::Write as _;
+
+use assay_schema::campaign::{Campaign, Cause, Coverage, Name, Power};
+
+/// Names that are listed, and counted beyond.
+const LISTED: usize = 3;
+
+/// The whole report: every cause, what was covered, the score, and one line that says whether it passed.
+pub fn text(campaign: &Campaign) -> String {
+    let mut text = String::new();
+    for cause in &campaign.causes {
+        of_cause(&mut text, "CAUSE", cause);
+    }
+    for cause in &campaign.allowed {
+        of_cause(&mut text, "allowed", cause);
+    }
+    for skipped in &campaign.skipped {
+        let _ = writeln!(text, "skipped  {} problems: {}", skipped.cases, skipped.why);
+    }
+    if let Some(why) = &campaign.stopped {
+        let _ = writeln!(text, "stopped  after {} of {} problems: {why}", campaign.tried, campaign.cases);
+    }
+    let _ = writeln!(text, "covered  {}", covered(&campaign.coverage));
+    if let Some(power) = &campaign.power {
+        let _ = writeln!(text, "power    {}", score(power));
+    }
+    text + &total(campaign)
+}
+
+/// `PASS  k: 200 problems, …`
+fn total(campaign: &Campaign) -> String {
+    let Campaign { passed, kernel, grade, seed, tried, failed, causes, allowed, seconds, coverage, .. } = campaign;
+    let verdict = if *passed { "PASS" } else { "FAIL" };
+    let mut line = format!("{verdict}  {kernel}: {tried} problems at grade {grade}, seed {seed}, {failed} failed");
+    if !causes.is_empty() {
+        let _ = write!(line, " by {} {}", causes.len(), if causes.len() == 1 { "cause" } else { "causes" });
+    }
+    if !allowed.is_empty() {
+        let _ = write!(line, ", {} allowed", allowed.len());
+    }
+    if *tried == 0 {
+        line += "; no problem was judged";
+    } else if coverage.with_gradient == 0 {
+        line += "; no token had a gradient";
+    }
+    format!("{line}, {seconds:.1} s\n")
+}
+
+fn of_cause(text: &mut String, word: &str, cause: &Cause) {
+    let Cause { gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro } = cause;
+    let problems = if *cases == 1 { "problem" } else { "problems" };
+    let alike = if like.is_empty() { String::new() } else { format!(", like {}", names(like)) };
+    let _ = writeln!(text, "{word} {gate}: {cases} {problems}{alike}");
+    let mut line = |name: &str, value: &str| {
+        let _ = writeln!(text, "  {name:<9} {value}");
+    };
+    line("first", first);
+    line("smallest", problem);
+    if let Some(fault) = fault {
+        line("fault", fault);
+    }
+    for Name { mutant, does } in like.iter().take(LISTED) {
+        line("like", &format!("{mutant}: {does}"));
+    }
+    for diagnosis in diagnoses {
+        line("likely", diagnosis);
+    }
+    let listed: Vec<String> = computes.iter().map(|names| names.join(", which is ")).collect();
+    match listed.as_slice() {
+        [] => {}
+        [one] => line("computes", &format!("the numbers of {one}")),
+        several if *computes_one_of => {
+            let listed = several.join("; or ");
+            line("computes", &format!("the numbers of {listed}; no problem that was tried tells them apart"));
+        }
+        several => line("computes", &format!("the numbers of {}", several.join("; or "))),
+    }
+    for of in verdict.iter().flat_map(|verdict| &verdict.lines).filter(|of| !of.text.is_empty()) {
+        line(&of.name, &of.text);
+    }
+    if let Some(repro) = repro {
+        line("repro", repro);
+    }
+}
+
+/// `a, b, c and 2 more`
+fn names(like: &[Name]) -> String {
+    let listed: Vec<&str> = like.iter().take(LISTED).map(|name| name.mutant.as_str()).collect();
+    let more = like.len() - listed.len();
+    if more > 0 { format!("{} and {more} more", listed.join(", ")) } else { listed.join(" or ") }
+}
+
+/// `812 tokens that count, …`
+pub fn covered(coverage: &Coverage) -> String {
+    let Coverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
+    format!(
+        "{tokens} tokens that count, {with_gradient} with a gradient, {} clipped low and {} high, {} with A > 0 and {} with \
+         A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} rows without a token",
+        clipped[0], clipped[1], advantages[0], advantages[1], first_and_last_tile[0], first_and_last_tile[1],
+    )
+}
+
+/// `53 of 54 wrong kernels would be rejected; not …`
+fn score(power: &Power) -> String {
+    let Power { rejected, exercised, accepted, cases } = power;
+    let mut line = format!("{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)");
+    if !accepted.is_empty() {
+        let _ = write!(line, "; accepted: {}", names(accepted));
+    }
+    line
+}

@@ -1,0 +1,90 @@
+//! What a kernel computes, where it is not what is asked for.
+
+use assay_campaign::{Computed, computed, neighbours};
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, Problem};
+use assay_core::spec::LossSpec;
+use assay_core::spec::presets::{self, Given, Options, Preset};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::tolerance::{Grade, Limits};
+use assay_native::Native;
+
+use super::finds::{campaign, run, trl};
+
+/// Computes `spec`, whatever is asked.
+struct Other(LossSpec);
+
+impl assay_campaign::Kernel for Other {
+    fn answer(
+        &mut self,
+        _: &LossSpec,
+        problem: &std::sync::Arc<Problem>,
+        read: &mut dyn FnMut(&assay_core::problem::Candidate<assay_core::problem::FloatView<'_, ndarray::Ix3>>),
+    ) -> Result<(), assay_campaign::Fault> {
+        let candidate = Native::default().run(&self.0, (**problem).clone(), 1);
+        read(&candidate.map_err(|error| assay_campaign::Fault::Raised(error.to_string()))?.lend());
+        Ok(())
+    }
+}
+
+fn trl_with(options: &[&str]) -> LossSpec {
+    presets::spec(Preset::Trl, None, &Options::from_pairs(options).unwrap(), &Given::default()).unwrap().spec
+}
+
+#[test]
+fn kernel_with_another_aggregation_is_told_which() {
+    let mut asked = campaign(trl(), 60);
+    asked.project = Some((Preset::Trl, Vec::new()));
+    let found = run(&asked, &mut Other(trl_with(&["loss_type=grpo"])));
+    let computes: Vec<_> = found.causes.iter().flat_map(|cause| &cause.computes).collect();
+    assert!(!found.passed && !computes.is_empty(), "{:#?}", found.causes);
+    assert!(computes.iter().all(|names| names.contains(&"loss_type=grpo".to_string())), "{computes:#?}");
+    assert!(found.causes.iter().all(|cause| cause.computes.is_empty() || !cause.computes_one_of));
+}
+
+/// Every project's loss under every other's spec: what it computes is among those that are named, under its own name.
+#[test]
+fn every_presets_kernel_is_told_apart_under_every_other_spec() {
+    let specs: Vec<(String, LossSpec)> = Preset::ALL
+        .into_iter()
+        .filter_map(|preset| {
+            let resolved = presets::spec(preset, None, &Options::default(), &Given::default()).ok()?;
+            Some((format!("the default of {preset}"), resolved.spec))
+        })
+        .collect();
+    let native = Native::default();
+    let limits = Limits::external(Grade::Standard);
+    let mut compared = 0;
+    for (asked_name, asked) in &specs {
+        let candidates = neighbours(asked, None);
+        for (name, other) in specs.iter().filter(|(_, other)| other != asked) {
+            let problems: Vec<Problem> = (0..3)
+                .filter_map(|seed| {
+                    let recipe = Recipe {
+                        shape: [4, 7, 33],
+                        dtype: Dtype::F32,
+                        regime: Regime::Normal,
+                        seed,
+                        old_logp_noise_scale: 0.5,
+                        masked_garbage: false,
+                    };
+                    let problem = recipe.problem(asked).ok()?.with_advantages_for(asked);
+                    (problem.check(other).is_ok() && problem.check(asked).is_ok()).then_some(problem)
+                })
+                .collect();
+            let answers: Vec<_> = problems
+                .iter()
+                .filter_map(|problem| Some((problem, native.run(other, problem.clone(), 1).ok()?)))
+                .collect();
+            if answers.is_empty() {
+                continue;
+            }
+            let answers: Vec<_> = answers.iter().map(|(problem, candidate)| (*problem, candidate)).collect();
+            let found = computed(candidates.clone(), &answers, &limits);
+            let is_named = |of: &Computed| of.names.iter().any(|of| of.starts_with(name.as_str()));
+            assert!(found.iter().any(is_named), "{name} under {asked_name}: {found:#?}");
+            compared += 1;
+        }
+    }
+    assert!(compared >= 40, "{compared}");
+}

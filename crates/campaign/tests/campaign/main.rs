@@ -1,0 +1,5 @@
+//! Campaigns before kernels that are right, and before kernels that are wrong in known ways.
+
+mod computes;
+mod finds;
+mod select;

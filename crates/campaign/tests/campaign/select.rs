@@ -1,0 +1,46 @@
+//! Parts of a problem.
+
+use ndarray::{Array2, Array3, arr1, arr2};
+
+use assay_core::problem::{Advantages, Extra, HeadLayout, Part, Problem, Projection};
+
+fn problem() -> Problem {
+    Problem {
+        logits: Array3::from_shape_fn((2, 3, 4), |(b, t, v)| (100 * b + 10 * t + v) as f32).into(),
+        ids: arr2(&[[0, 1, 2], [3, 0, 1]]),
+        mask: arr2(&[[true, true, true], [true, false, true]]),
+        advantages: Advantages::Sequence(arr1(&[1.0, 2.0])),
+        old_logp: Some(arr2(&[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])),
+        ref_logp: None,
+        extra: Extra { rollout_weights: Some(arr2(&[[7.0], [8.0]])), ..Extra::default() },
+    }
+}
+
+#[test]
+fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
+    let part = Part { batch: vec![1], tokens: vec![0, 2], columns: vec![1, 2] };
+    let selected = problem().select(&part);
+    assert_eq!(selected.logits.row(0, 1), [121.0, 122.0]);
+    assert_eq!((selected.ids, selected.mask), (arr2(&[[-1, 0]]), arr2(&[[false, true]])));
+    assert_eq!(selected.advantages, Advantages::Sequence(arr1(&[2.0])));
+    assert_eq!(selected.old_logp, Some(arr2(&[[3.0, 5.0]])));
+    assert_eq!(selected.extra.rollout_weights, Some(arr2(&[[8.0]])));
+}
+
+#[test]
+fn head_loses_columns_and_units_in_either_layout() {
+    for layout in [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden] {
+        let [rows, columns] = layout.extents(3, 4);
+        let lm_head = Array2::from_shape_fn((rows, columns), |(i, j)| match layout {
+            HeadLayout::HiddenByVocab => (10 * i + j) as f32,
+            HeadLayout::VocabByHidden => (10 * j + i) as f32,
+        });
+        let hidden = Array3::from_shape_fn((2, 3, 3), |(.., h)| h as f32).into();
+        let projection = Projection { hidden, lm_head: lm_head.into(), layout, rounds_logits: false };
+        let part = Part { columns: vec![3, 0], ..Part::whole([2, 3, 4]) };
+        let selected = problem().with_logits(projection).select(&part, &[2]);
+        assert_eq!(layout.part(&selected.logits.lm_head.view(), 0..2, 0..1), arr2(&[[23.0], [20.0]]));
+        assert_eq!(selected.logits.hidden.row(1, 2), [2.0]);
+        assert_eq!(selected.shape().to_string(), "2x3x1x2");
+    }
+}
