@@ -1,9 +1,11 @@
 """The answer key and the bench for GRPO loss kernels.
 
-    >>> import assay
-    >>> problem = next(assay.problems("trl", n=1))
-    >>> arrays = problem.numpy()                      # or .torch(), .jax(): lent without a copy
-    >>> verdicts = problem.check({"loss": ..., "dlogits": ...})
+    def my_loss(problem):
+        arrays = problem.torch()                      # or .jax(), .numpy(): lent without a copy
+        ...
+        return {"loss": loss, "dlogits": dlogits, "logp": logp}
+
+    print(assay.check(my_loss, "trl", beta=0.04))
 
 Notation, everywhere: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. Frameworks are
 imported when they are first needed.
@@ -30,9 +32,15 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ._check import check as check
+    from ._check import kernel as kernel
+    from ._report import Cause as Cause
+    from ._report import Report as Report
+
 __all__ = [
     "Array",
     "AssayError",
+    "Cause",
     "InputMutated",
     "KernelCrashed",
     "KernelFailure",
@@ -41,9 +49,12 @@ __all__ = [
     "OutputError",
     "Problem",
     "ProblemError",
+    "Report",
     "Spec",
     "SpecError",
     "Verdicts",
+    "check",
+    "kernel",
     "load",
     "problems",
     "spec",
@@ -86,20 +97,27 @@ def problems(
     n: int = 200,
     seed: int = 0,
     *,
+    first: int = 0,
     dtypes: Sequence[str] = ("bf16", "f32"),
-    shapes: Sequence[str] = ("2x8x257", "1x5x1023", "4x2x997", "1x16x4096"),
-    regimes: Sequence[str] = ("sampled", "normal", "peaked", "confident", "small", "long_tail", "ties"),
+    shapes: str | Sequence[str] = "many",
+    regimes: Sequence[str] | None = None,
+    wide: int = 0,
+    lm_head: bool = False,
     **spec_options: object,
 ) -> Iterator[Problem]:
-    """Generated problems for `spec`: the same arguments give the same bits.
+    """Generated problems for `spec`, the deck of a campaign: the same arguments give the same bits.
 
     Args:
         spec: As `assay.spec` takes it, with its options.
         n: How many.
         seed: Of every draw.
+        first: The number of the first; the others follow it.
         dtypes: Of logits, or of hidden states and LM head: "f32", "bf16", "f16".
-        shapes: "BxTxV", or "BxTxHxV" for problems with an LM head.
-        regimes: How logits are drawn; `assay generate --help` names them.
+        shapes: "many", "few", or a list of "BxTxV", or of "BxTxHxV" for problems with an LM head.
+        regimes: How logits are drawn, as `assay generate --help` names it; all in which every logp is a number if none are
+            named.
+        wide: How many of the problems, the last ones, have a vocabulary of 151,936.
+        lm_head: Problems have hidden states and an LM head instead of logits.
 
     Raises:
         ProblemError: A name or an extent that there is not.
@@ -108,7 +126,17 @@ def problems(
     from . import _specs
     from ._native import Problems
 
-    return Problems(_specs.of(spec, spec_options), n, seed, list(dtypes), list(shapes), list(regimes))
+    return Problems(
+        _specs.of(spec, spec_options),
+        first,
+        first + n,
+        seed,
+        list(dtypes),
+        _specs.shapes(shapes),
+        None if regimes is None else list(regimes),
+        wide,
+        lm_head,
+    )
 
 
 def load(
@@ -133,3 +161,14 @@ def load(
     from . import _native, _specs
 
     return _native.load(path, None if spec is None else _specs.of(spec, spec_options), logits, old_logp)
+
+
+def __getattr__(name: str) -> object:
+    """What campaigns are made with is imported when it is first needed."""
+    if name in ("check", "kernel"):
+        from . import _check as module
+    elif name in ("Cause", "Report"):
+        from . import _report as module  # type: ignore[no-redef]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)

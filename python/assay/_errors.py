@@ -63,12 +63,12 @@ class InputMutated(AssayError):
     """A kernel that wrote to an input.
 
     Attributes:
-        field: The input's name.
+        field: The input's name; None where it stands in the message alone.
     """
 
-    def __init__(self, field: str) -> None:
-        super().__init__(field)
+    def __init__(self, reason: str, field: str | None = None) -> None:
+        super().__init__(reason, field)
         self.field = field
 
     def __str__(self) -> str:
-        return f"`{self.field}`: got other bytes after the call than before, expected an input that is only read"
+        return str(self.args[0])

@@ -60,4 +60,6 @@ def jax(arrays: Mapping[str, Array], device: Any) -> Arrays:
         return jax.dlpack.from_dlpack(array)
 
     on_default = {name: lent(array) for name, array in arrays.items()}
-    return Arrays(**(on_default if device is None else jax.device_put(on_default, device)))
+    if device is None:
+        return Arrays(**on_default)
+    return Arrays(**jax.device_put(on_default, jax.devices(device)[0] if isinstance(device, str) else device))

@@ -1,16 +1,19 @@
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from ._frameworks import Arrays
 
 __all__ = [
     "Array",
+    "Campaign",
     "Problem",
     "Problems",
     "Spec",
     "Verdicts",
+    "answer",
     "load",
+    "page",
     "run",
     "spec_of_fields",
     "spec_of_file",
@@ -66,6 +69,8 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain data: the numbers that a kernel needs, such as
         `spec.to_dict()["objective"]["ppo_clip"]["epsilon_low"]`."""
+    @classmethod
+    def _of_json(cls, json: str) -> Spec: ...
 
 @final
 class Problem:
@@ -157,10 +162,52 @@ class Problem:
 @final
 class Problems(Iterator[Problem]):
     def __new__(
-        cls, spec: Spec, count: int, seed: int, dtypes: list[str], shapes: list[str], regimes: list[str]
+        cls,
+        spec: Spec,
+        first: int,
+        end: int,
+        seed: int,
+        dtypes: list[str],
+        shapes: list[str],
+        regimes: list[str] | None,
+        wide: int,
+        lm_head: bool,
     ) -> Problems: ...
     def __iter__(self) -> Problems: ...
     def __next__(self) -> Problem: ...
+
+@final
+class Campaign:
+    def __new__(
+        cls,
+        *,
+        kernel: str,
+        spec: Spec,
+        dtypes: list[str],
+        cases: int,
+        seconds: float | None,
+        seed: int,
+        shapes: list[str],
+        regimes: list[str] | None,
+        wide: int,
+        lm_head: bool,
+        grade: str,
+        allow: list[str],
+        shrink: bool,
+        power: bool,
+        repros: str | os.PathLike[str] | None,
+    ) -> Campaign: ...
+    def run(
+        self,
+        function: Callable[[Problem], Mapping[str, Any]],
+        outputs: list[str] | None,
+        device: str | None,
+        inplace: bool,
+        progress: Callable[[int, int, int], object] | None,
+    ) -> tuple[str, str]: ...
+    def run_isolated(
+        self, command: list[str], timeout: float, progress: Callable[[int, int, int], object] | None
+    ) -> tuple[str, str]: ...
 
 @final
 class Verdicts:
@@ -183,3 +230,5 @@ def load(path: str | os.PathLike[str], spec: Spec | None, logits: str, old_logp:
 def spec_of_preset(name: str, function: str | None, options: str, batch: str) -> Spec: ...
 def spec_of_file(path: str | os.PathLike[str]) -> Spec: ...
 def spec_of_fields(fields: str) -> Spec: ...
+def answer(function: Callable[[Problem], Any], problem: Problem, inplace: bool, path: str | os.PathLike[str]) -> None: ...
+def page(json: str) -> str: ...

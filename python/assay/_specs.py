@@ -1,10 +1,10 @@
-"""How a spec is told."""
+"""How a spec is told, and the extents of problems."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from . import _native
 from ._errors import SpecError
@@ -44,3 +44,8 @@ def _json(options: Mapping[str, object]) -> str:
         return json.dumps(options, allow_nan=False)
     except (TypeError, ValueError) as reason:
         raise SpecError(f"options: {reason}, expected numbers, text, truth values, None, lists and dicts") from None
+
+
+def shapes(given: str | Sequence[str]) -> list[str]:
+    """`many` or `few`, or extents, as a list."""
+    return [given] if isinstance(given, str) else list(given)

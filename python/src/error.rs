@@ -28,7 +28,18 @@ pub(crate) fn of_output(py: Python<'_>, field: &str, given: impl ToString, expec
     made(py, "OutputError", (field, given.to_string(), expected.to_string()))
 }
 
-/// What a kernel does wrong.
+/// A kernel that wrote to the input `field`.
+pub(crate) fn input_mutated(py: Python<'_>, field: &str) -> PyErr {
+    let reason = format!("`{field}`: got other bytes after the call than before, expected an input that is only read");
+    made(py, "InputMutated", (reason, field))
+}
+
+/// A kernel whose process ended.
+pub(crate) fn kernel_crashed(py: Python<'_>, reason: impl ToString) -> PyErr {
+    made(py, "KernelCrashed", (reason.to_string(),))
+}
+
+/// A kernel whose numbers are wrong.
 pub(crate) fn kernel_failed(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "KernelFailure", (reason.to_string(),))
 }

@@ -2,6 +2,7 @@
 //!
 //! What Python code sees of it, with its types and errors, is `assay/_native.pyi`.
 
+mod campaign;
 mod error;
 mod memory;
 mod outputs;
@@ -25,6 +26,8 @@ fn run(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<u8> {
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::campaign::{Campaign, answer, page};
     #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]

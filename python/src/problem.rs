@@ -9,16 +9,17 @@ use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
+use crate::campaign::Dealt;
 use crate::error;
 use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;
 use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
+use assay::campaign::HeadDeck;
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_head_problem, write_problem};
-use assay::judge::generate::{HeadRecipe, Recipe, Regime};
-use assay::problem::{self, Advantages, Dtype, Extents, HeadLayout, HeadProblem, HeadShape, Shape};
-use assay::spec::LossSpec;
+use assay::judge::generate::HeadRecipe;
+use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem};
 
 /// A batch of either kind.
 #[derive(Clone)]
@@ -29,12 +30,24 @@ pub(crate) enum Batch {
 
 /// One GRPO batch under one loss.
 #[pyclass(frozen, module = "assay", name = "Problem")]
+#[derive(Clone)]
 pub(crate) struct Problem {
     spec: Spec,
     batch: Batch,
     /// As JSON, of a batch that was generated.
     recipe: Option<String>,
-    arrays: Vec<(&'static str, Block)>,
+    arrays: Vec<Lent>,
+    /// Where frameworks put their arrays, unless they are told.
+    device: Option<String>,
+}
+
+/// An array of a problem's.
+#[derive(Clone)]
+pub(crate) struct Lent {
+    pub(crate) name: &'static str,
+    pub(crate) block: Block,
+    /// Whether it is a copy that may be written to.
+    pub(crate) writable: bool,
 }
 
 impl Problem {
@@ -50,8 +63,35 @@ impl Problem {
                 [("hidden", hidden), ("lm_head", lm_head)].into_iter().chain(of_tokens(owner)).collect()
             }
         };
-        let dense = |(name, block): (_, Option<Block>)| (name, block.expect("problems are generated and read densely"));
-        Self { spec, batch, recipe, arrays: arrays.into_iter().map(dense).collect() }
+        let lent = |(name, block): (_, Option<Block>)| {
+            let block = block.expect("problems are generated and read densely");
+            Lent { name, block, writable: false }
+        };
+        Self { spec, batch, recipe, arrays: arrays.into_iter().map(lent).collect(), device: None }
+    }
+
+    pub(crate) fn on_device(self, device: Option<String>) -> Self {
+        Self { device, ..self }
+    }
+
+    /// With copies of the logits, or of the hidden states, that may be written to.
+    pub(crate) fn with_writable_logits(mut self) -> Self {
+        for lent in self.arrays.iter_mut().filter(|lent| ["logits", "hidden"].contains(&lent.name)) {
+            (lent.block, lent.writable) = (lent.block.copied(), true);
+        }
+        self
+    }
+
+    pub(crate) fn arrays(&self) -> &[Lent] {
+        &self.arrays
+    }
+
+    pub(crate) fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
+    pub(crate) fn of_spec(&self) -> &Spec {
+        &self.spec
     }
 
     fn extents(&self) -> Extents {
@@ -63,18 +103,20 @@ impl Problem {
 
     /// The array `name`, lent.
     fn lent(&self, name: &str) -> PyResult<Array> {
-        let found = self.arrays.iter().find(|(held, _)| *held == name);
-        let (_, block) = found.ok_or_else(|| {
-            let held: Vec<&str> = self.arrays.iter().map(|(name, _)| *name).collect();
+        let found = self.arrays.iter().find(|lent| lent.name == name);
+        let lent = found.ok_or_else(|| {
+            let held: Vec<&str> = self.arrays.iter().map(|lent| lent.name).collect();
             PyAttributeError::new_err(format!("this problem has no `{name}`, expected one of {}", held.join(", ")))
         })?;
-        Ok(Array::lend(block.clone()))
+        Ok(Array::lend(lent.block.clone(), lent.writable))
     }
 
     /// Its arrays by name, lent.
     fn by_name<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let arrays = PyDict::new(py);
-        self.arrays.iter().try_for_each(|(name, block)| arrays.set_item(name, Array::lend(block.clone())))?;
+        for Lent { name, block, writable } in &self.arrays {
+            arrays.set_item(name, Array::lend(block.clone(), *writable))?;
+        }
         Ok(arrays)
     }
 }
@@ -236,14 +278,15 @@ impl Problem {
     /// The arrays as tensors of `PyTorch`'s.
     #[pyo3(signature = (device = None))]
     fn torch<'py>(&self, py: Python<'py>, device: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
-        let cpu = || PyString::new(py, "cpu").into_any();
-        frameworks(py)?.call_method1("torch", (self.by_name(py)?, device.unwrap_or_else(cpu)))
+        let own = || PyString::new(py, self.device.as_deref().unwrap_or("cpu")).into_any();
+        frameworks(py)?.call_method1("torch", (self.by_name(py)?, device.unwrap_or_else(own)))
     }
 
     /// The arrays as JAX's.
     #[pyo3(signature = (device = None))]
     fn jax<'py>(&self, py: Python<'py>, device: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
-        frameworks(py)?.call_method1("jax", (self.by_name(py)?, device))
+        let own = || self.device.as_deref().map(|name| PyString::new(py, name).into_any());
+        frameworks(py)?.call_method1("jax", (self.by_name(py)?, device.or_else(own)))
     }
 
     /// Judges `outputs`, a dict of arrays.
@@ -329,36 +372,29 @@ pub(crate) fn load(
 #[pyclass(module = "assay")]
 pub(crate) struct Problems {
     spec: Spec,
-    dtypes: Vec<Dtype>,
-    shapes: Vec<Extents>,
-    regimes: Vec<Regime>,
-    seed: u64,
-    made: usize,
-    count: usize,
+    dealt: Dealt,
+    next: u64,
 }
 
 #[pymethods]
 impl Problems {
+    /// Those from number `first` on, before number `end`.
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.problems`")]
     fn new(
         py: Python<'_>,
         spec: Spec,
-        count: usize,
+        first: u64,
+        end: u64,
         seed: u64,
         dtypes: Vec<String>,
         shapes: Vec<String>,
-        regimes: Vec<String>,
+        regimes: Option<Vec<String>>,
+        wide: u64,
+        lm_head: bool,
     ) -> PyResult<Self> {
-        let wrong = |reason: String| error::of_problem(py, reason);
-        let dtypes = dtypes.iter().map(|name| name.parse().map_err(wrong)).collect::<PyResult<_>>()?;
-        let shapes = shapes.iter().map(|text| text.parse().map_err(wrong)).collect::<PyResult<_>>()?;
-        let regime = |name: &String| {
-            let found = Regime::ALL.into_iter().find(|regime| regime.to_string() == *name);
-            let all = || Regime::ALL.map(|regime| regime.to_string()).join(", ");
-            found.ok_or_else(|| wrong(format!("regimes: got `{name}`, expected one of {}", all())))
-        };
-        let regimes = regimes.iter().map(regime).collect::<PyResult<_>>()?;
-        Ok(Self { spec, dtypes, shapes, regimes, seed, made: 0, count })
+        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head)?.counted(end, wide, seed);
+        Ok(Self { spec, dealt, next: first })
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -366,39 +402,27 @@ impl Problems {
     }
 
     fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Problem>> {
-        if self.made == self.count {
+        let Self { spec, dealt, next } = self;
+        let Dealt { deck, heads } = &*dealt;
+        if *next >= deck.cases {
             return Ok(None);
         }
-        let i = self.made;
-        self.made += 1;
-        let (dtype, regime) = (self.dtypes[i % self.dtypes.len()], self.regimes[i % self.regimes.len()]);
-        let (extents, seed) = (self.shapes[i % self.shapes.len()], self.seed.wrapping_add(i as u64));
-        let spec = self.spec.clone();
-        let made = error::apart(py, || generated(&spec.loss, extents, dtype, regime, seed))?;
+        let recipe = heads.as_ref().map_or(deck, |heads| &heads.deck).recipe(*next);
+        let made = match heads {
+            None => {
+                let made = error::apart(py, || recipe.problem(&spec.loss))?;
+                made.map(|problem| (Batch::Logits(Arc::new(problem)), json(&recipe)))
+            }
+            Some(HeadDeck { hidden, layout, rounds_logits, .. }) => {
+                let hidden = hidden[(*next % hidden.len() as u64) as usize];
+                let recipe = HeadRecipe { hidden, layout: *layout, rounds_logits: *rounds_logits, recipe };
+                let made = error::apart(py, || recipe.problem(&spec.loss))?;
+                made.map(|problem| (Batch::Head(Arc::new(problem)), json(&recipe)))
+            }
+        };
         let (batch, recipe) = made.map_err(|reason| error::of_problem(py, reason))?;
-        Ok(Some(Problem::of(spec, batch, Some(recipe))))
-    }
-}
-
-fn generated(
-    spec: &LossSpec,
-    extents: Extents,
-    dtype: Dtype,
-    regime: Regime,
-    seed: u64,
-) -> Result<(Batch, String), String> {
-    let recipe =
-        Recipe { shape: extents.logits(), dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: false };
-    match extents {
-        Extents::Logits(Shape { .. }) => {
-            let problem = recipe.problem(spec).map_err(|reason| reason.to_string())?;
-            Ok((Batch::Logits(Arc::new(problem)), json(&recipe)))
-        }
-        Extents::Head(HeadShape { hidden, .. }) => {
-            let recipe = HeadRecipe { hidden, layout: HeadLayout::HiddenByVocab, rounds_logits: true, recipe };
-            let problem = recipe.problem(spec).map_err(|reason| reason.to_string())?;
-            Ok((Batch::Head(Arc::new(problem)), json(&recipe)))
-        }
+        *next += 1;
+        Ok(Some(Problem::of(spec.clone(), batch, Some(recipe))))
     }
 }
 

@@ -21,6 +21,8 @@ pub(crate) struct Spec {
     pub(crate) loss: Arc<LossSpec>,
     /// The project and its function.
     name: Option<String>,
+    /// The project and its options, `name=value`.
+    pub(crate) project: Option<(Preset, Vec<String>)>,
     /// What there is to know of how the project's options were read.
     notes: Vec<String>,
 }
@@ -34,7 +36,7 @@ impl PartialEq for Spec {
 
 impl Spec {
     pub(crate) fn of(loss: LossSpec) -> Self {
-        Self { loss: Arc::new(loss), name: None, notes: Vec::new() }
+        Self { loss: Arc::new(loss), name: None, project: None, notes: Vec::new() }
     }
 
     /// As JSON.
@@ -160,6 +162,7 @@ pub(crate) fn spec_of_preset(
         error::of_spec(py, format!("{reason}, or the path of a YAML, TOML or JSON file{meant}"))
     })?;
     let options: Value = serde_json::from_str(options).map_err(|reason| wrong(&reason))?;
+    let pairs = as_pairs("", &options);
     let options = Options::from_json(&options).map_err(|reason| wrong(&reason))?;
     let batch: Batch = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
     let resolved = presets::spec(preset, function, &options, &batch.into()).map_err(|reason| wrong(&reason))?;
@@ -167,8 +170,20 @@ pub(crate) fn spec_of_preset(
     Ok(Spec {
         loss: Arc::new(resolved.spec),
         name: Some(format!("{preset}, {}", resolved.function)),
+        // Another function of the project's has options of its own.
+        project: function.is_none().then_some((preset, pairs)),
         notes: resolved.notes.iter().cloned().chain(without).collect(),
     })
+}
+
+/// Options as a command line has them, those within others named with dots.
+fn as_pairs(name: &str, value: &Value) -> Vec<String> {
+    let within = |member: &str| if name.is_empty() { member.into() } else { format!("{name}.{member}") };
+    match value {
+        Value::Object(members) => members.iter().flat_map(|(member, value)| as_pairs(&within(member), value)).collect(),
+        Value::String(text) => vec![format!("{name}={text}")],
+        value => vec![format!("{name}={value}")],
+    }
 }
 
 /// The spec in the YAML, TOML or JSON file at `path`.

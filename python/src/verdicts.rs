@@ -58,7 +58,7 @@ pub(crate) fn judge<P: Answered>(
     let diagnoses = problem.diagnose(&reference, &candidate, &verdicts);
     let replay = "problem.save(\"problem.safetensors\"), then assay judge --problem problem.safetensors";
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
-    let failures = failed.map(|verdict| explain(verdict, &reference, problem, "kernel", replay)).collect();
+    let failures = failed.map(|verdict| explain(verdict, &reference, problem, "kernel", replay).to_string()).collect();
     let checks = verdicts.iter().map(|verdict| Check::new("problem", "kernel", &verdict.gate.to_string(), verdict));
     let absent = [
         ("logp", candidate.logp.is_none()),

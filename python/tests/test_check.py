@@ -58,13 +58,14 @@ def test_bits_of_bf16_are_taken_for_bf16(problem: assay.Problem) -> None:
 
 def test_an_lm_head_has_two_gradients(one: Callable[..., assay.Problem]) -> None:
     problem = one("f32", "2x4x16x257")
-    outputs: dict[str, Any] = {"loss": 0.0, "dhidden": np.zeros((2, 4, 16), np.float32), "dlm_head": np.zeros((16, 257), np.float32)}
+    zeros = {name: np.zeros(getattr(problem, name).shape, np.float32) for name in ("hidden", "lm_head")}
+    outputs: dict[str, Any] = {"loss": 0.0, "dhidden": zeros["hidden"], "dlm_head": zeros["lm_head"]}
     assert not problem.check(outputs)
     assert not problem.check(outputs | {"dlogits_dtype": "bf16"})
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({"dlogits_dtype": "bf17"}, "dlogits_dtype"),
         ({"dlogits": np.zeros(1, np.float32)}, "dlogits"),
-        ({"dlm_head": np.zeros((257, 16), np.float32)}, "dlm_head"),
+        ({"dlm_head": zeros["lm_head"].T.copy()}, "dlm_head"),
     ]
     for wrong, field in wrongs:
         with pytest.raises(assay.OutputError) as error:

@@ -95,7 +95,7 @@ impl Block {
     }
 
     /// A copy of it that may be written to.
-    fn copied(&self) -> Self {
+    pub(crate) fn copied(&self) -> Self {
         // SAFETY: as in `checksum`.
         let bytes = unsafe { slice::from_raw_parts(self.data, self.len()) };
         // As words, so that every element is aligned.
@@ -119,17 +119,8 @@ pub(crate) struct Array {
 }
 
 impl Array {
-    /// Lends `block`, to be read.
-    pub(crate) fn lend(block: Block) -> Self {
-        Self::of(block, false)
-    }
-
-    /// Lends a copy of `block`, to be written to.
-    pub(crate) fn copy_of(block: &Block) -> Self {
-        Self::of(block.copied(), true)
-    }
-
-    fn of(block: Block, writable: bool) -> Self {
+    /// Lends `block`, to be read, or also to be written to.
+    pub(crate) fn lend(block: Block, writable: bool) -> Self {
         let mut strides = Vec::new();
         let mut stride = block.element.size();
         for extent in block.shape.iter().rev() {
@@ -139,10 +130,6 @@ impl Array {
         strides.reverse();
         let extents = block.shape.iter().map(|extent| extent.cast_signed()).collect();
         Self { block, writable, extents, strides: strides.into() }
-    }
-
-    pub(crate) fn block(&self) -> &Block {
-        &self.block
     }
 }
 
