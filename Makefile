@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive panel peers sanitize miri neon jax-example measure bench
+.PHONY: setup setup-tpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -30,6 +30,28 @@ test: setup
 	LIBCLANG_PATH=/nowhere PROTOC=/nowhere $(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
 	setup/test.sh --locked --all-features
+	@$(MAKE) --no-print-directory python
+
+# The Python package, with the extension that the workspace's one build made: types and tests, those of PyTorch *skipped*.
+# NumPy, JAX and what tests with them is installed once, 0.5 GB.
+python: setup
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		$(MAKE) --no-print-directory target/python/venv/made && \
+		$(CARGO) build --locked --all-features --quiet && \
+		setup/python.sh target/python/venv; \
+	else \
+		echo "python: skipped, $(PYTHON) is older than 3.11 (make PYTHON=…)"; \
+	fi
+
+target/python/venv/made: python/tests/requirements.txt
+	rm -rf target/python/venv
+	$(PYTHON) -m venv target/python/venv
+	target/python/venv/bin/pip install --disable-pip-version-check --quiet --only-binary :all: -r $<
+	touch $@
+
+# The Python package as it would be published, in dist; nothing is published. What builds it is installed once, 0.3 GB.
+wheel:
+	PYTHON=$(PYTHON) setup/wheel.sh
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
@@ -42,6 +64,8 @@ test-extensive: test
 	$(CARGO) test --release --locked --package assay-native --test native more_than_2_31 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory jax-example panel
+	$(PANEL_PIP) -r python/tests/requirements.txt
+	setup/python.sh target/panel
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.

@@ -36,6 +36,7 @@ pub use assay_worker as worker;
 pub mod bench;
 pub mod case;
 pub mod cli;
+pub mod config;
 
 /// The README's example is compiled and run.
 #[cfg(doctest)]

@@ -10,9 +10,10 @@ use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde_json::json;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
-use super::{CliError, Passed, PluginChoice, Printing, config};
+use super::{CliError, Passed, PluginChoice, Printing};
 use crate::bench::{self, BenchError, Measured, Options, Progress};
 use crate::case::{Batch, Case};
+use crate::config;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::report::on_devices;
 use crate::problem::{Dtype, Extents};

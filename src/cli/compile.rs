@@ -9,7 +9,8 @@ use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 
 use super::document::{self, Marks};
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, Printing};
+use crate::config;
 use crate::problem::{Dtype, Extents, HeadLayout};
 use crate::programs::CHUNK_BYTES;
 use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Kernel, Loop, Table};

@@ -6,7 +6,8 @@ use std::{fmt::Write as _, fs, io};
 use clap::Args;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, Printing};
+use crate::config;
 use crate::implementation::RunError;
 use crate::problem::{Dtype, Shape};
 use crate::programs::{MOSAIC_VERSION, Named, Shaped, Signature, TpuKernel};

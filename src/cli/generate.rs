@@ -7,7 +7,8 @@ use clap::Args;
 use serde::Serialize;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
-use super::{CliError, Passed, Printing, config, one_of};
+use super::{CliError, Passed, Printing, one_of};
+use crate::config;
 use crate::fixture::{write_head_problem, write_problem};
 use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};

@@ -9,8 +9,9 @@ use serde::Serialize;
 
 use super::problem_choice::AnyProblem;
 use super::standards::Standards;
-use super::{CliError, Passed, PluginChoice, Printing, config};
+use super::{CliError, Passed, PluginChoice, Printing};
 use crate::case::Case;
+use crate::config;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, explain};
 use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};

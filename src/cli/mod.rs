@@ -5,7 +5,6 @@ mod ab;
 mod bench;
 #[cfg(feature = "pjrt")]
 mod compile;
-mod config;
 mod document;
 #[cfg(feature = "pjrt")]
 mod emit;
@@ -31,6 +30,7 @@ mod tolerances;
 #[cfg(feature = "train")]
 mod train;
 
+use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -40,6 +40,7 @@ use std::sync::{
     Arc,
     atomic::{AtomicBool, Ordering},
 };
+use std::sync::{Mutex, PoisonError};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -47,6 +48,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use crate::bench::BenchError;
+use crate::config::ConfigError;
 use crate::fixture::FixtureError;
 use crate::implementation::RunError;
 use crate::judge::generate::RecipeError;
@@ -203,6 +205,8 @@ enum CliError {
     #[error("{path}: cannot {action}: {reason}")]
     Io { path: PathBuf, action: &'static str, reason: io::Error },
     #[error(transparent)]
+    Settings(#[from] ConfigError),
+    #[error(transparent)]
     Recipe(#[from] RecipeError),
     #[error(transparent)]
     Run(#[from] RunError),
@@ -259,54 +263,90 @@ impl From<bool> for Passed {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let matches = help::grouped(Cli::command()).get_matches();
-    let Cli { command } = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
-    let result = match command {
-        Command::Replay(command) => command.run(),
-        Command::Gradcheck(command) => command.run(),
-        Command::Bench(command) => command.run(),
-        Command::Generate(command) => command.run(),
-        Command::Judge(command) => command.run(),
-        Command::Metrics(command) => command.run(),
-        #[cfg(feature = "pjrt")]
-        Command::Compile(command) => command.run(),
-        #[cfg(feature = "pjrt")]
-        Command::Emit(command) => command.run(),
-        Command::List(command) => command.run(),
-        Command::Parity(command) => command.run(),
-        #[cfg(feature = "mutants")]
-        Command::Mutants(command) => command.run(),
-        Command::Panel(command) => command.run(),
-        Command::Record(command) => command.run(),
-        Command::Report(command) => command.run(),
-        Command::Spec(command) => command.run(),
-        Command::Tolerances(command) => command.run(),
-        Command::Train(command) => command.run(),
-        Command::Ab(command) => command.run(),
-        #[cfg(feature = "pjrt")]
-        Command::TpuWorker(command) => command.run(),
+    ExitCode::from(run(std::env::args_os()))
+}
+
+/// Runs a command line, whose first word is the command's own name, and returns its exit code. The process goes on: it may
+/// be an interpreter's.
+pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    *COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner) = as_typed(&arguments);
+    let matches = help::grouped(Cli::command()).try_get_matches_from(arguments);
+    let code = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
+        Ok(Cli { command }) => command.run(),
+        // What is asked for, as help is, is no error: clap knows where either is printed, and the code.
+        Err(stopped) => {
+            let _ = stopped.print();
+            u8::try_from(stopped.exit_code()).expect("clap's are 0 and 2")
+        }
     };
-    match result {
-        Ok(Passed::Yes) => ExitCode::SUCCESS,
-        Ok(Passed::No) => ExitCode::from(1),
-        Err(error) => {
-            // Nothing is left to do where even stderr is closed.
-            let _ = writeln!(io::stderr(), "assay: {error}");
-            ExitCode::from(2)
+    // What ends with `main` flushes it; an interpreter's end does not.
+    let _ = io::stdout().flush();
+    code
+}
+
+impl Command {
+    /// Runs it, says what went wrong, and returns the exit code.
+    fn run(self) -> u8 {
+        match self.passed() {
+            Ok(Passed::Yes) => 0,
+            Ok(Passed::No) => 1,
+            Err(error) => {
+                // Nothing is left to do where even stderr is closed.
+                let _ = writeln!(io::stderr(), "assay: {error}");
+                2
+            }
+        }
+    }
+
+    fn passed(self) -> Result<Passed, CliError> {
+        match self {
+            Command::Replay(command) => command.run(),
+            Command::Gradcheck(command) => command.run(),
+            Command::Bench(command) => command.run(),
+            Command::Generate(command) => command.run(),
+            Command::Judge(command) => command.run(),
+            Command::Metrics(command) => command.run(),
+            #[cfg(feature = "pjrt")]
+            Command::Compile(command) => command.run(),
+            #[cfg(feature = "pjrt")]
+            Command::Emit(command) => command.run(),
+            Command::List(command) => command.run(),
+            Command::Parity(command) => command.run(),
+            #[cfg(feature = "mutants")]
+            Command::Mutants(command) => command.run(),
+            Command::Panel(command) => command.run(),
+            Command::Record(command) => command.run(),
+            Command::Report(command) => command.run(),
+            Command::Spec(command) => command.run(),
+            Command::Tolerances(command) => command.run(),
+            Command::Train(command) => command.run(),
+            Command::Ab(command) => command.run(),
+            #[cfg(feature = "pjrt")]
+            Command::TpuWorker(command) => command.run(),
         }
     }
 }
 
-/// This process's command line, as a shell takes it.
+/// What [`run`] was given last, as a shell takes it.
+static COMMAND_LINE: Mutex<String> = Mutex::new(String::new());
+
+/// The command line, as a shell takes it.
 fn command_line() -> String {
+    COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// `arguments`, the first of which is a program's path, as a shell takes them.
+fn as_typed(arguments: &[OsString]) -> String {
     let plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%^".contains(c);
-    let quoted = |argument: String| {
+    let quoted = |argument: &OsString| {
+        let argument = argument.to_string_lossy();
         if !argument.is_empty() && argument.chars().all(plain) {
-            return argument;
+            return argument.into_owned();
         }
         format!("'{}'", argument.replace('\'', r"'\''"))
     };
-    let arguments = std::env::args_os().skip(1).map(|argument| quoted(argument.to_string_lossy().into_owned()));
+    let arguments = arguments.iter().skip(1).map(quoted);
     std::iter::once("assay".into()).chain(arguments).collect::<Vec<_>>().join(" ")
 }
 

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use super::document::{self, Marks};
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, Printing};
+use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
 use crate::project;

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::document::{self, Marks};
 use super::generate::json;
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, Printing};
+use crate::config;
 use crate::fixture::{write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;

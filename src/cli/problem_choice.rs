@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{CliError, config};
+use super::CliError;
 use crate::case::{Batch, beside};
+use crate::config;
 use crate::fixture::{ProblemFile, verify};
 use crate::problem::{HeadProblem, Problem, ProblemError};
 use crate::spec::LossSpec;

@@ -10,7 +10,8 @@ use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
 use super::standards::Standards;
-use super::{CliError, Passed, PluginChoice, Printing, config};
+use super::{CliError, Passed, PluginChoice, Printing};
+use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::implementation::{Implementation, RunError};
 use crate::judge::invariance::Invariance;

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::{CliError, Passed, Printing, config};
+use super::{CliError, Passed, Printing};
+use crate::config;
 use crate::spec::presets::{self, Given, Options, Preset, Resolved, WeightShape};
 use crate::spec::{AdvantageLevel, LossSpec};
 

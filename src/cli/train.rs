@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use comfy_table::Table;
 
-use super::{CliError, Passed, PluginChoice, Printing, config, stop_flag};
+use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
+use crate::config;
 use crate::train::{Progress, TrainConfig, TrainError, complete};
 
 /// A run goes on from the checkpoint in the folder of its results, where there is one.

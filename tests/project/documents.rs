@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Folders of this project whose paths are written out in documents. `tests` is not among them: other projects have one too.
-const FOLDERS: [&str; 7] = ["crates/", "src/", "docs/", "benches/", "configs/", "examples/", "fixtures/"];
+const FOLDERS: [&str; 8] = ["crates/", "src/", "docs/", "benches/", "configs/", "examples/", "fixtures/", "python/"];
 
 fn documents() -> Vec<PathBuf> {
     let in_docs = fs::read_dir("docs").unwrap().map(|entry| entry.unwrap().path());

@@ -21,3 +21,51 @@ pub fn one_line(text: &str) -> String {
     }
     line
 }
+
+/// The one of `names` that `given` is most likely meant to be: at most a third of its letters, or one, are other.
+pub fn nearest<'n>(given: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
+    let most = (given.chars().count() / 3).max(1);
+    let near = names.into_iter().map(|name| (edits(given, name), name)).filter(|(edits, _)| *edits <= most);
+    near.min().map(|(_, name)| name)
+}
+
+/// How many letters must be put in, taken out or exchanged to make one of the other, and how often neighbours are swapped
+/// (the "optimal string alignment" distance).
+fn edits(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut rows = vec![(0..=b.len()).collect::<Vec<_>>()];
+    for i in 0..a.len() {
+        let mut row = vec![i + 1];
+        for j in 0..b.len() {
+            let exchanged = rows[i][j] + usize::from(a[i] != b[j]);
+            let mut least = exchanged.min(row[j] + 1).min(rows[i][j + 1] + 1);
+            if i > 0 && j > 0 && a[i] == b[j - 1] && a[i - 1] == b[j] {
+                least = least.min(rows[i - 1][j - 1] + 1);
+            }
+            row.push(least);
+        }
+        rows.push(row);
+    }
+    rows[a.len()][b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_name_is_found_and_a_stranger_has_none() {
+        let names = ["beta", "epsilon", "epsilon_high", "loss_type"];
+        for (given, expected) in [
+            ("bta", Some("beta")),
+            ("ebta", Some("beta")),
+            ("epsilon_hgih", Some("epsilon_high")),
+            ("epsilonn", Some("epsilon")),
+            ("losstype", Some("loss_type")),
+            ("temperature", None),
+            ("", None),
+        ] {
+            assert_eq!(nearest(given, names), expected, "{given}");
+        }
+    }
+}

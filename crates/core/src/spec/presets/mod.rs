@@ -288,7 +288,7 @@ pub enum PresetError {
         given: String,
     },
     /// A name that the function does not have, or that is not reproduced.
-    #[error("preset {preset}, {function}: option `{option}` (given {given}) is not known, expected {expected}")]
+    #[error("preset {preset}, {function}: option `{option}` (given {given}) is not known, {expected}")]
     Unknown {
         /// The project.
         preset: Preset,
@@ -298,7 +298,7 @@ pub enum PresetError {
         option: String,
         /// Its value.
         given: String,
-        /// The names that are accepted.
+        /// The nearest name, where one is near, and all that are accepted.
         expected: String,
     },
     /// A value that means nothing, or that is not reproduced.

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::Value;
 
 use super::{Preset, PresetError};
+use crate::text::nearest;
 
 /// Option names and values of one project. Options within options are named with dots, such as `data.dp_size`.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -192,12 +193,14 @@ impl<'o> Reader<'o> {
             let is_absent_group = value.is_null() && read.iter().chain(known).any(within);
             if !is_absent_group && !known.contains(&name.as_str()) {
                 let accepted: BTreeSet<&str> = read.iter().chain(known).copied().collect();
+                let meant = nearest(name, accepted.iter().copied());
+                let meant = meant.map_or(String::new(), |meant| format!("is `{meant}` meant? "));
                 return Err(PresetError::Unknown {
                     preset: self.preset,
                     function: self.function,
                     option: name.clone(),
                     given: value.to_string(),
-                    expected: one_of(accepted.into_iter()),
+                    expected: format!("{meant}expected {}", one_of(accepted.into_iter())),
                 });
             }
             without_effect.push(name.clone());

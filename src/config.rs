@@ -1,26 +1,58 @@
 //! Specs and other settings in YAML, TOML or JSON files.
 
 use std::fs::File;
-use std::io::Read;
-use std::path::Path;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::CliError;
 use crate::fixture::ProblemFile;
+use crate::problem::ProblemError;
 use crate::spec::LossSpec;
 use crate::text::one_line;
 
 /// The metadata key under which a generated problem carries its spec, as JSON.
-pub(super) const SPEC_KEY: &str = "spec";
+pub const SPEC_KEY: &str = "spec";
 
 /// No settings file is longer; a larger one is something else.
 const LONGEST: u64 = 1 << 20;
 
+/// Settings that cannot be read or believed: one line that starts with the file.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The system refused.
+    #[error("{path}: cannot read: {reason}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        reason: io::Error,
+    },
+    /// It is not what was expected there.
+    #[error("{path}: {reason}")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A spec that is out of range.
+    #[error("{path}: {reason}")]
+    Spec {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        reason: ProblemError,
+    },
+}
+
 /// Reads `path` as its extension says, YAML where it says nothing.
-pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, CliError> {
-    let io = |reason| CliError::Io { path: path.into(), action: "read", reason };
-    let invalid = |reason: String| CliError::Config { path: path.into(), reason: one_line(&reason) };
+///
+/// # Errors
+/// [`ConfigError`] where it is not there, longer than any settings, or not a `T`.
+pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
+    let io = |reason| ConfigError::Io { path: path.into(), reason };
+    let invalid = |reason: String| ConfigError::Invalid { path: path.into(), reason: one_line(&reason) };
     let mut text = String::new();
     let read = File::open(path).map_err(io)?.take(LONGEST + 1).read_to_string(&mut text).map_err(io)?;
     if read as u64 > LONGEST {
@@ -33,18 +65,24 @@ pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, CliError> {
     }
 }
 
-/// The spec in `path`, or the default one.
-pub(super) fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, CliError> {
+/// The spec in `path`, if one is named.
+///
+/// # Errors
+/// As [`read`], and where the spec is out of range.
+pub fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, ConfigError> {
     let Some(path) = path else { return Ok(None) };
     let spec: LossSpec = read(path)?;
-    spec.check().map_err(|error| CliError::Problem { path: path.into(), reason: error.into() })?;
+    spec.check().map_err(|error| ConfigError::Spec { path: path.into(), reason: error.into() })?;
     Ok(Some(spec))
 }
 
 /// The spec that a generated problem carries, if it does.
-pub(super) fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, CliError> {
+///
+/// # Errors
+/// [`ConfigError::Invalid`] where it is none.
+pub fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, ConfigError> {
     let parse = |json: &String| {
-        serde_json::from_str(json).map_err(|error| CliError::Config {
+        serde_json::from_str(json).map_err(|error| ConfigError::Invalid {
             path: file.file().path().into(),
             reason: format!("metadata `{SPEC_KEY}`: {}", one_line(&error.to_string())),
         })

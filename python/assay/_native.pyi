@@ -1,0 +1,234 @@
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+from ._frameworks import Arrays
+
+__all__ = [
+    "Array",
+    "Campaign",
+    "Problem",
+    "Problems",
+    "Spec",
+    "Verdicts",
+    "answer",
+    "load",
+    "page",
+    "run",
+    "spec_of_fields",
+    "spec_of_file",
+    "spec_of_preset",
+]
+
+@final
+class Array:
+    """An array of a problem's, lent. NumPy takes it by the buffer protocol (bf16 as its bits, uint16), PyTorch and JAX by
+    DLPack, none with a copy where its memory is aligned for them: what has 1 KiB and more is, at a multiple of 64 bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents."""
+    @property
+    def dtype(self) -> str:
+        """`f64`, `f32`, `bf16`, `f16`, `i64` or `bool`."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+    @property
+    def writable(self) -> bool:
+        """Whether it may be written to."""
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The array as a DLPack capsule. Where the consumer takes version 1, it says that the array is to be read only.
+
+        Raises:
+            BufferError: Another device was asked for.
+        """
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Type and number of the device: (1, 0), the CPU."""
+
+@final
+class Spec:
+    """One GRPO loss, in full; equal to another that computes the same. `assay.spec` makes them."""
+
+    def describe(self) -> str:
+        """What it computes, in words and formulas."""
+    @property
+    def yaml(self) -> str:
+        """Every field, as a file that `assay.spec(path)` and `assay judge --spec` read."""
+    def to_json(self) -> str:
+        """Every field, as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain data: the numbers that a kernel needs, such as
+        `spec.to_dict()["objective"]["ppo_clip"]["epsilon_low"]`."""
+    @classmethod
+    def _of_json(cls, json: str) -> Spec: ...
+
+@final
+class Problem:
+    """One GRPO batch under one loss.
+
+    An array that it does not have is an AttributeError, which says what it has. Arrays of floats that are told to tokens are f32 where that is exact for the whole array, as it is for all that are
+    generated, and f64 where it is not.
+    """
+
+    @property
+    def spec(self) -> Spec:
+        """The loss."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, T, V), or (B, T, H, V) with an LM head."""
+    @property
+    def dtype(self) -> str:
+        """`f32`, `bf16`, `f16` or `f64`: of the logits, or of hidden states and LM head."""
+    @property
+    def layout(self) -> str | None:
+        """How the LM head lies, `hv` for [H,V] or `vh` for [V,H]; None where there is none."""
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """What it was generated from; None where it was not."""
+    @property
+    def logits(self) -> Array:
+        """[B,T,V], where it has no LM head."""
+    @property
+    def hidden(self) -> Array:
+        """[B,T,H], with an LM head."""
+    @property
+    def lm_head(self) -> Array:
+        """[H,V] or [V,H], as `layout` says, with an LM head."""
+    @property
+    def ids(self) -> Array:
+        """[B,T] i64: the sampled tokens; anything may stand where the mask is false."""
+    @property
+    def mask(self) -> Array:
+        """[B,T] bool: true for the tokens that count."""
+    @property
+    def advantages(self) -> Array:
+        """[B] or [B,T], as the spec has it."""
+    @property
+    def old_logp(self) -> Array:
+        """[B,T], nats: log-probabilities under the policy that sampled, or that the last epoch left."""
+    @property
+    def ref_logp(self) -> Array:
+        """[B,T], nats: log-probabilities under the reference policy of the KL penalty."""
+    @property
+    def rollout_logp(self) -> Array:
+        """[B,T], nats: log-probabilities under the policy that the sampler ran; NaN: not scored."""
+    @property
+    def rollout_weights(self) -> Array:
+        """[B,T] or [B,1]: importance weights against the sampler's policy."""
+    @property
+    def selected(self) -> Array:
+        """[B,T] bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out."""
+    @property
+    def bias(self) -> Array:
+        """[V]: bias of the LM head."""
+    def numpy(self) -> Arrays:
+        """The arrays as NumPy's, read-only. bf16 is `ml_dtypes.bfloat16` where that package is installed; where not,
+        `logits_bits` has the bits as uint16."""
+    def torch(self, device: Any = None) -> Arrays:
+        """The arrays as tensors of PyTorch's, on the CPU or on `device`. On the CPU they share this problem's memory: do not write to them."""
+    def jax(self, device: Any = None) -> Arrays:
+        """The arrays as JAX's, on its default device or on `device`."""
+    def check(self, outputs: Mapping[str, Any], *, grade: str = "standard", allow: Sequence[str] = ...) -> Verdicts:
+        """Judges what a kernel made of this problem.
+
+        Args:
+            outputs: `loss`, a scalar, and `dlogits` [B,T,V]; with an LM head `dhidden` [B,T,H] and `dlm_head` of the LM
+                head's shape instead, and if it is not that of `dhidden`, `dlogits_dtype`. Each optional: `logp`, `entropy`
+                and `token_loss`, [B,T]. Arrays of NumPy, PyTorch or JAX, or anything with `__dlpack__` or the buffer
+                protocol, of f32, bf16, f16 or f64; read where they lie, those of a GPU after their framework's own copy.
+            grade: `standard`, as textbook formulas are, carefully evaluated in f32, or `exact`.
+            allow: Edges at which failures are waived: `overflow`, `minus_infinity`, `lowest_float`, `masked`.
+
+        Raises:
+            OutputError: An output that is missing, unknown, or of another shape, dtype or layout.
+        """
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as `assay generate` does, for `assay.load` and `assay judge`.
+
+        Raises:
+            ProblemError: The system refuses.
+        """
+
+@final
+class Problems(Iterator[Problem]):
+    def __new__(
+        cls,
+        spec: Spec,
+        first: int,
+        end: int,
+        seed: int,
+        dtypes: list[str],
+        shapes: list[str],
+        regimes: list[str] | None,
+        wide: int,
+        lm_head: bool,
+    ) -> Problems: ...
+    def __iter__(self) -> Problems: ...
+    def __next__(self) -> Problem: ...
+
+@final
+class Campaign:
+    def __new__(
+        cls,
+        *,
+        kernel: str,
+        spec: Spec,
+        dtypes: list[str],
+        cases: int,
+        seconds: float | None,
+        seed: int,
+        shapes: list[str],
+        regimes: list[str] | None,
+        wide: int,
+        lm_head: bool,
+        grade: str,
+        allow: list[str],
+        shrink: bool,
+        power: bool,
+        repros: str | os.PathLike[str] | None,
+    ) -> Campaign: ...
+    def run(
+        self,
+        function: Callable[[Problem], Mapping[str, Any]],
+        outputs: list[str] | None,
+        device: str | None,
+        inplace: bool,
+        progress: Callable[[int, int, int], object] | None,
+    ) -> tuple[str, str]: ...
+    def run_isolated(
+        self, command: list[str], timeout: float, progress: Callable[[int, int, int], object] | None
+    ) -> tuple[str, str]: ...
+
+@final
+class Verdicts:
+    """What the judge says of one candidate, a verdict a gate; true where all pass. Its repr is the judge's table."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate passed."""
+    @property
+    def failures(self) -> list[str]:
+        """Each gate that failed, in words: where, expected and actual, the error against its limit."""
+    def __bool__(self) -> bool: ...
+    def to_json(self) -> str:
+        """As `assay judge --json` writes them."""
+    def raise_for_failure(self) -> None:
+        """Raises `KernelFailure` with the failures in words, unless all pass."""
+
+def run(arguments: list[str]) -> int: ...
+def load(path: str | os.PathLike[str], spec: Spec | None, logits: str, old_logp: str) -> Problem: ...
+def spec_of_preset(name: str, function: str | None, options: str, batch: str) -> Spec: ...
+def spec_of_file(path: str | os.PathLike[str]) -> Spec: ...
+def spec_of_fields(fields: str) -> Spec: ...
+def answer(function: Callable[[Problem], Any], problem: Problem, inplace: bool, path: str | os.PathLike[str]) -> None: ...
+def page(json: str) -> str: ...

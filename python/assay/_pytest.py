@@ -1,0 +1,113 @@
+"""The pytest plugin: campaigns are told by options, and problems are a fixture."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import assay
+
+from . import _check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Problems of the fixture, unless an option says how many.
+_PROBLEMS = 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("assay", "GRPO loss kernels")
+    group.addoption("--assay-cases", type=int, metavar="N", help="problems of each campaign, and of the fixture assay_problem")
+    group.addoption("--assay-seed", metavar="N|random", help="seed of the problems; random says which it was")
+    group.addoption("--assay-seconds", type=float, metavar="S", help="seconds after which a campaign begins no more problems")
+    group.addoption("--assay-html", metavar="DIR", help="write each campaign's report page into this folder")
+
+
+def _seed(config: pytest.Config) -> int | None:
+    """The seed that is asked for; under xdist the one that its controller drew."""
+    if hasattr(config, "workerinput"):
+        drawn: int | None = config.workerinput["assay_seed"]
+        return drawn
+    given = config.getoption("assay_seed")
+    if given is None:
+        return None
+    if given == "random":
+        return random.randrange(1 << 31)
+    if not given.isdecimal():
+        raise pytest.UsageError(f"--assay-seed: got {given!r}, expected a whole number or random")
+    return int(given)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "assay(spec, **options): the loss of assay_problem, and what assay.problems takes")
+    cases, seconds = config.getoption("assay_cases"), config.getoption("assay_seconds")
+    if cases is not None and cases < 1:
+        raise pytest.UsageError(f"--assay-cases: got {cases}, expected at least 1: no problems show nothing")
+    told = {"cases": cases, "seconds": seconds, "seed": _seed(config)}
+    _check.overrides.update({name: value for name, value in told.items() if value is not None})
+
+
+def pytest_unconfigure() -> None:
+    _check.overrides.clear()
+
+
+class _Controller:
+    """What xdist's own process tells the others."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["assay_seed"] = _check.overrides.get("seed")
+
+
+def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
+    if not manager.hasplugin("assay-controller") and manager.hasplugin("xdist"):
+        manager.register(_Controller(), "assay-controller")
+
+
+def pytest_report_header() -> str | None:
+    seed = _check.overrides.get("seed")
+    return None if seed is None else f"assay: --assay-seed={seed}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "assay_problem" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("assay")
+    arguments, options = (marker.args, dict(marker.kwargs)) if marker else ((), {})
+    spec = arguments[0] if arguments else options.pop("spec", "trl")
+    count = _check.overrides.get("cases", _PROBLEMS)
+    seed = _check.overrides.get("seed", options.pop("seed", 0))
+    # One after another when they are asked for: a problem is made of its number alone.
+    cases = [(spec, seed, number, options) for number in range(count)]
+    metafunc.parametrize("assay_problem", cases, indirect=True, ids=[f"seed{seed}-{number}" for number in range(count)])
+
+
+@pytest.fixture
+def assay_problem(request: pytest.FixtureRequest) -> assay.Problem:
+    """A generated problem, another one in each run of the test: `assay_problem.check(outputs).raise_for_failure()`.
+
+    The loss is TRL's default, or that of the marker `@pytest.mark.assay("trl", beta=0.04)`.
+    """
+    spec, seed, number, options = request.param
+    return next(assay.problems(spec, 1, seed, first=number, **options))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    _check.reports.clear()
+    try:
+        return (yield)
+    finally:
+        folder = item.config.getoption("assay_html")
+        if folder is not None:
+            for number, (_, report) in enumerate(_check.reports):
+                # The test's own name: each is written by the one process that ran it.
+                name = re.sub(r"[^\w.-]+", "-", item.nodeid) + (f"-{number}" if number else "")
+                os.makedirs(folder, exist_ok=True)
+                report.to_html(Path(folder) / f"{name}.html")

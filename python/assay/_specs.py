@@ -1,0 +1,51 @@
+"""How a spec is told, and the extents of problems."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from . import _native
+from ._errors import SpecError
+from ._native import Spec
+
+_FILES = (".yaml", ".yml", ".toml", ".json")
+
+
+def of(source: str | os.PathLike[str] | Spec, options: Mapping[str, object]) -> Spec:
+    """As `assay.spec(source, **options)`."""
+    return spec(source, None, None, options)
+
+
+def spec(
+    source: str | os.PathLike[str] | Spec | None,
+    function: str | None,
+    batch: Mapping[str, object] | None,
+    options: Mapping[str, object],
+) -> Spec:
+    """As `assay.spec`."""
+    is_preset = isinstance(source, str) and os.sep not in source and not source.endswith(_FILES)
+    if not is_preset and (function is not None or batch is not None):
+        raise SpecError("`function` and `batch`: got one without a project, expected a project's name as the first argument")
+    if isinstance(source, str) and is_preset:
+        return _native.spec_of_preset(source, function, _json(options), _json(batch or {}))
+    if source is None:
+        return _native.spec_of_fields(_json(options))
+    if options:
+        raise SpecError(f"got {', '.join(options)} beside {source!r}, expected options only with a project's name")
+    if isinstance(source, Spec):
+        return source
+    return _native.spec_of_file(os.fspath(source))
+
+
+def _json(options: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError) as reason:
+        raise SpecError(f"options: {reason}, expected numbers, text, truth values, None, lists and dicts") from None
+
+
+def shapes(given: str | Sequence[str]) -> list[str]:
+    """`many` or `few`, or extents, as a list."""
+    return [given] if isinstance(given, str) else list(given)

@@ -1,0 +1,79 @@
+"""The process that a kernel has to itself: `python -m assay._worker`, which speaks protocol assay-check/1."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import _native
+from ._errors import AssayError
+
+_LONGEST = 4000  # of an error in words; a line has at most 64 KiB
+
+
+def command(fn: Any, inplace: bool) -> list[str]:
+    """The command that starts the process of `fn`.
+
+    Raises:
+        AssayError: Another process could not find `fn`.
+    """
+    name, module = getattr(fn, "__qualname__", ""), getattr(fn, "__module__", "")
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    home = main if module == "__main__" else module
+    if not name or "<" in name or home is None:
+        given = f"{name or type(fn).__name__} of {module or 'no module'}"
+        raise AssayError(f"isolate: got {given}, expected a function that a new process can import: one of a module's or a file's")
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return [sys.executable, "-m", __name__, path, str(home), name, "inplace" if inplace else "read-only"]
+
+
+def found(home: str, name: str) -> Callable[[_native.Problem], Any]:
+    """The function `name` of the module, or of the file, `home`."""
+    if home.endswith(".py"):
+        import runpy
+
+        # Not as `__main__`: what a script does when it is run is not done again.
+        scope: Any = runpy.run_path(home, run_name="__assay_worker__")[name.split(".")[0]]
+        names = name.split(".")[1:]
+    else:
+        scope, names = import_module(home), name.split(".")
+    for part in names:
+        scope = getattr(scope, part)
+    return scope  # type: ignore[no-any-return]
+
+
+def serve(fn: Callable[[_native.Problem], Any], inplace: bool) -> None:
+    """Answers until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the kernel prints is no answer
+
+    def say(message: dict[str, object]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    say({"protocol": "assay-check/1", "dtypes": ["f64", "f32", "bf16", "f16"], "outputs": []})
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply: dict[str, object] = {"id": request["id"]}
+        try:
+            spec = _native.Spec._of_json(json.dumps(request["spec"]))
+            problem = _native.load(request["problem"], spec, "logits", "old_logps")
+            _native.answer(fn, problem, inplace, request["candidate"])
+        except NotImplementedError as reason:
+            reply["unsupported"] = str(reason)
+        except Exception:
+            reply["error"] = traceback.format_exc()[-_LONGEST:]
+        say(reply)
+
+
+if __name__ == "__main__":
+    path, home, name, mode = sys.argv[1:]
+    sys.path[:] = path.split(os.pathsep)
+    if home.endswith(".py"):
+        sys.path.insert(0, str(Path(home).parent))
+    serve(found(home, name), mode == "inplace")

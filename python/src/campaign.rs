@@ -1,0 +1,377 @@
+//! [`Campaign`]: a function of Python's as the library's engine sees a kernel.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::{PyKeyboardInterrupt, PyNotImplementedError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMapping};
+
+use crate::error;
+use crate::outputs::{Answered, Returned};
+use crate::problem::{Batch, Lent, Problem};
+use crate::spec::Spec;
+use assay::campaign::{self, Deck, Fault, HeadDeck, Kernel, Progress, Shapes, Subject};
+use assay::fixture::write_candidate;
+use assay::judge::generate::Regime;
+use assay::problem::{self as core, Candidate, Extents, HeadProblem, HeadShape, Shape};
+use assay::schema;
+use assay::spec::LossSpec;
+use assay::worker::{Launch, Stored, Worker};
+
+/// Between two lines of progress.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A problem of either kind, as Python is asked about it.
+pub(crate) trait Asked: Subject + Answered + Stored {
+    fn batch(problem: &Arc<Self>) -> Batch;
+}
+
+impl Asked for core::Problem {
+    fn batch(problem: &Arc<Self>) -> Batch {
+        Batch::Logits(Arc::clone(problem))
+    }
+}
+
+impl Asked for HeadProblem {
+    fn batch(problem: &Arc<Self>) -> Batch {
+        Batch::Head(Arc::clone(problem))
+    }
+}
+
+/// What a campaign's problems are, as Python tells it.
+pub(crate) struct Dealt {
+    pub(crate) deck: Deck,
+    /// Of problems with an LM head.
+    pub(crate) heads: Option<HeadDeck>,
+}
+
+impl Dealt {
+    /// The deck of `shapes`: `many`, `few`, or extents of one kind.
+    ///
+    /// # Errors
+    /// `ProblemError` naming what is none.
+    pub(crate) fn of(
+        py: Python<'_>,
+        dtypes: &[String],
+        shapes: &[String],
+        regimes: Option<Vec<String>>,
+        lm_head: bool,
+    ) -> PyResult<Self> {
+        let wrong = |reason: String| error::of_problem(py, reason);
+        let dtypes = dtypes.iter().map(|name| name.parse().map_err(wrong)).collect::<PyResult<_>>()?;
+        let regime = |name: &String| {
+            let found = Regime::ALL.into_iter().find(|regime| regime.to_string() == *name);
+            let all = || Regime::ALL.map(|regime| regime.to_string()).join(", ");
+            found.ok_or_else(|| wrong(format!("regimes: got `{name}`, expected one of {}", all())))
+        };
+        let mut deck = Deck { dtypes, ..Deck::default() };
+        if let Some(named) = regimes {
+            deck.regimes = named.iter().map(regime).collect::<PyResult<_>>()?;
+        }
+        let mut hidden = Vec::new();
+        deck.shapes = match shapes {
+            [name] if name == "many" => Shapes::Many,
+            [name] if name == "few" => Shapes::Few,
+            named => {
+                let extents = named.iter().map(|text| text.parse::<Extents>().map_err(wrong));
+                let extents = extents.collect::<PyResult<Vec<_>>>()?;
+                hidden.extend(extents.iter().filter_map(|extents| match extents {
+                    Extents::Logits(Shape { .. }) => None,
+                    Extents::Head(HeadShape { hidden, .. }) => Some(*hidden),
+                }));
+                if !hidden.is_empty() && hidden.len() < extents.len() {
+                    return Err(wrong("shapes: got BxTxV beside BxTxHxV, expected one of the two".into()));
+                }
+                Shapes::Given(extents.into_iter().map(Extents::logits).collect())
+            }
+        };
+        if !lm_head && hidden.is_empty() {
+            return Ok(Self { deck, heads: None });
+        }
+        let mut heads = HeadDeck::of(deck.clone());
+        if !hidden.is_empty() {
+            heads.hidden = hidden;
+        }
+        Ok(Self { deck, heads: Some(heads) })
+    }
+
+    /// The same with so many problems, of this seed, the last `wide` with a large vocabulary.
+    pub(crate) fn counted(mut self, cases: u64, wide: u64, seed: u64) -> Self {
+        for deck in [&mut self.deck].into_iter().chain(self.heads.as_mut().map(|heads| &mut heads.deck)) {
+            (deck.cases, deck.wide, deck.seed) = (cases, wide, seed);
+        }
+        self
+    }
+}
+
+/// One kernel before a deck of problems.
+#[pyclass(frozen, module = "assay")]
+pub(crate) struct Campaign {
+    campaign: campaign::Campaign,
+    heads: Option<HeadDeck>,
+    spec: Spec,
+}
+
+/// What came of a campaign, as JSON and in words.
+type Found = (String, String);
+
+#[pymethods]
+impl Campaign {
+    #[new]
+    #[pyo3(signature = (*, kernel, spec, dtypes, cases, seconds, seed, shapes, regimes, wide, lm_head, grade, allow, shrink, power, repros))]
+    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`, each by its name")]
+    fn new(
+        py: Python<'_>,
+        kernel: &str,
+        spec: Spec,
+        dtypes: Vec<String>,
+        cases: u64,
+        seconds: Option<f64>,
+        seed: u64,
+        shapes: Vec<String>,
+        regimes: Option<Vec<String>>,
+        wide: u64,
+        lm_head: bool,
+        grade: &str,
+        allow: Vec<String>,
+        shrink: bool,
+        power: bool,
+        repros: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        let Dealt { deck, heads } = Dealt::of(py, &dtypes, &shapes, regimes, lm_head)?.counted(cases, wide, seed);
+        let seconds = seconds.map(|given| {
+            Duration::try_from_secs_f64(given)
+                .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))
+        });
+        let campaign = campaign::Campaign {
+            project: spec.project.clone(),
+            deck,
+            grade: grade.parse().map_err(|reason| error::other(py, format!("grade: {reason}")))?,
+            allow,
+            shrink,
+            power,
+            time: seconds.transpose()?,
+            repros,
+            ..campaign::Campaign::new(kernel, (*spec.loss).clone())
+        };
+        Ok(Self { campaign, heads, spec })
+    }
+
+    /// Runs it on `function`, which is called with each problem.
+    fn run(
+        &self,
+        py: Python<'_>,
+        function: Py<PyAny>,
+        outputs: Option<Vec<String>>,
+        device: Option<String>,
+        inplace: bool,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Found> {
+        let question = Question { spec: self.spec.clone(), outputs, device, inplace };
+        self.on(py, Function { function, question }, progress)
+    }
+
+    /// Runs it on the kernel that the process of `command` serves, by protocol assay-check/1.
+    fn run_isolated(
+        &self,
+        py: Python<'_>,
+        command: Vec<OsString>,
+        timeout: f64,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Found> {
+        let answer = Duration::try_from_secs_f64(timeout)
+            .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
+        let launch = Launch { answer, ..Launch::of(command) };
+        let worker = error::apart(py, || Worker::start(launch))?;
+        self.on(py, Served(worker.map_err(|reason| error::kernel_crashed(py, reason))?), progress)
+    }
+}
+
+impl Campaign {
+    fn on<K: Kernel<core::Problem> + Kernel<HeadProblem> + Send>(
+        &self,
+        py: Python<'_>,
+        mut kernel: K,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Found> {
+        let mut said = Instant::now();
+        let mut say = |Progress { tried, cases, failed }: Progress| {
+            let Some(progress) = progress.as_ref().filter(|_| said.elapsed() > PAUSE) else { return };
+            said = Instant::now();
+            // A line that cannot be shown is no reason to stop.
+            let _ = Python::attach(|py| progress.call1(py, (tried, cases, failed)).map(drop));
+        };
+        let found = error::apart(py, || match &self.heads {
+            None => self.campaign.run(&mut kernel, &mut say),
+            Some(heads) => self.campaign.run_heads(heads, &mut kernel, &mut say),
+        })?;
+        let found = found.map_err(|reason| error::other(py, reason))?;
+        Ok((serde_json::to_string_pretty(&found).expect("plain data has a JSON form"), campaign::text(&found)))
+    }
+}
+
+/// How a function is asked.
+struct Question {
+    spec: Spec,
+    /// The outputs that are judged; all where none are named.
+    outputs: Option<Vec<String>>,
+    device: Option<String>,
+    inplace: bool,
+}
+
+impl Question {
+    /// Calls `function` with `problem` and reads what it returns.
+    ///
+    /// # Errors
+    /// What it raises; `OutputError`; `InputMutated`.
+    fn ask<P: Asked>(&self, function: &Bound<'_, PyAny>, problem: &Arc<P>) -> PyResult<Returned> {
+        let py = function.py();
+        let Self { spec, outputs, device, inplace } = self;
+        let asked = Problem::of(spec.clone(), P::batch(problem), None).on_device(device.clone());
+        let asked = if *inplace { asked.with_writable_logits() } else { asked };
+        let inputs = || asked.arrays().iter().filter(|lent| !lent.writable);
+        let checksums = || inputs().map(|Lent { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
+        let before = checksums();
+        let answer = function.call1((asked.clone(),))?;
+        let answer = match outputs {
+            None => answer,
+            Some(named) => chosen(&answer, named)?,
+        };
+        let returned = Returned::of(&**problem, &answer)?;
+        if let Some(((name, _), _)) = before.iter().zip(checksums()).find(|(before, after)| *before != after) {
+            return Err(error::input_mutated(py, name));
+        }
+        for (output, addresses) in returned.addresses(&**problem) {
+            let shared = inputs().find(|Lent { block, .. }| {
+                let held = block.addresses();
+                held.start < addresses.end && addresses.start < held.end
+            });
+            if let Some(Lent { name, .. }) = shared {
+                let expected = "memory of its own, or inplace=True for dlogits in the memory of the logits";
+                return Err(error::of_output(py, output, format!("a view of the input `{name}`"), expected));
+            }
+        }
+        Ok(returned)
+    }
+}
+
+/// The outputs that are named.
+fn chosen<'py>(answer: &Bound<'py, PyAny>, named: &[String]) -> PyResult<Bound<'py, PyAny>> {
+    // What is no mapping is said where it is read.
+    let Ok(mapping) = answer.cast::<PyMapping>() else { return Ok(answer.clone()) };
+    let chosen = PyDict::new(answer.py());
+    for name in named {
+        if !mapping.contains(name)? {
+            return Err(error::of_output(answer.py(), name, "nothing", "it to be returned, as `outputs` names it"));
+        }
+        chosen.set_item(name, mapping.get_item(name)?)?;
+    }
+    Ok(chosen.into_any())
+}
+
+/// A function, asked in this process.
+struct Function {
+    function: Py<PyAny>,
+    question: Question,
+}
+
+impl<P: Asked> Kernel<P> for Function {
+    fn answer(
+        &mut self,
+        _: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        let returned = Python::attach(|py| {
+            let asked = py.check_signals().and_then(|()| self.question.ask(self.function.bind(py), problem));
+            asked.map_err(|reason| fault(py, &reason))
+        })?;
+        read(&returned.candidate(&**problem));
+        // Its arrays are given back now, and not when the interpreter is next entered.
+        Python::attach(|_| drop(returned));
+        Ok(())
+    }
+}
+
+/// What a call that raised comes to.
+fn fault(py: Python<'_>, reason: &PyErr) -> Fault {
+    let value = reason.value(py);
+    let text = |name: &str| value.getattr(name).map_or_else(|_| String::new(), |text| text.to_string());
+    if reason.is_instance_of::<PyKeyboardInterrupt>(py) {
+        return Fault::Interrupted;
+    }
+    if reason.is_instance_of::<PyNotImplementedError>(py) {
+        return Fault::Unsupported(value.to_string());
+    }
+    match value.get_type().name().map(|name| name.to_string()).unwrap_or_default().as_str() {
+        "OutputError" => Fault::Output { field: text("field"), given: text("given"), expected: text("expected") },
+        "InputMutated" => Fault::InputMutated(text("field")),
+        name => Fault::Raised(format!("{name}: {value}{}", place(reason, py).unwrap_or_default())),
+    }
+}
+
+/// Where it was raised: the innermost frame.
+fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
+    let mut frame = reason.traceback(py)?.into_any();
+    while let Some(inner) = frame.getattr("tb_next").ok().filter(|inner| !inner.is_none()) {
+        frame = inner;
+    }
+    let file = frame.getattr("tb_frame").ok()?.getattr("f_code").ok()?.getattr("co_filename").ok()?;
+    Some(format!(" ({file}:{})", frame.getattr("tb_lineno").ok()?))
+}
+
+/// A worker, which Ctrl-C does not reach: between two questions it is looked whether somebody pressed it.
+struct Served(Worker);
+
+impl<P: Asked> Kernel<P> for Served
+where
+    Worker: Kernel<P>,
+{
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        Python::attach(|py| py.check_signals()).map_err(|_| Fault::Interrupted)?;
+        self.0.answer(spec, problem, read)
+    }
+}
+
+/// In the process that a kernel has to itself: asks `function` about `problem`, and writes what it returns to `path`.
+#[pyfunction]
+pub(crate) fn answer(
+    py: Python<'_>,
+    function: &Bound<'_, PyAny>,
+    problem: &Problem,
+    inplace: bool,
+    path: PathBuf,
+) -> PyResult<()> {
+    let question = Question { spec: problem.of_spec().clone(), outputs: None, device: None, inplace };
+    let written = match problem.batch() {
+        Batch::Logits(problem) => {
+            let returned = question.ask(function, problem)?;
+            write_candidate(path, &owned(&**problem, &returned), &Default::default())
+        }
+        Batch::Head(problem) => {
+            let returned = question.ask(function, problem)?;
+            write_candidate(path, &owned(&**problem, &returned), &Default::default())
+        }
+    };
+    written.map_err(|reason| error::other(py, reason))
+}
+
+fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
+    let Candidate { loss, gradient, logp, entropy, token_loss, metrics } = returned.candidate(problem);
+    Candidate { loss, gradient: P::own(&gradient), logp, entropy, token_loss, metrics }
+}
+
+/// The project's report page of a campaign, whose JSON this is.
+#[pyfunction]
+pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {
+    let _: schema::campaign::Campaign = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
+    Err(error::other(py, "the report page has no campaigns yet"))
+}

@@ -1,0 +1,75 @@
+//! The package's exceptions, which Python defines, and work that is done without the interpreter's lock.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use pyo3::prelude::*;
+
+/// The exception `class` of the package, made of `arguments`.
+fn made<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArgs<'py>) -> PyErr {
+    let made = py.import("assay._errors").and_then(|module| module.getattr(class)?.call1(arguments));
+    made.map_or_else(|error| error, PyErr::from_value)
+}
+
+/// What is wrong with a spec.
+pub(crate) fn of_spec(py: Python<'_>, reason: impl ToString) -> PyErr {
+    made(py, "SpecError", (reason.to_string(),))
+}
+
+/// What is wrong with a problem, its recipe or its file.
+pub(crate) fn of_problem(py: Python<'_>, reason: impl ToString) -> PyErr {
+    made(py, "ProblemError", (reason.to_string(),))
+}
+
+/// What is wrong with the output `field`.
+pub(crate) fn of_output(py: Python<'_>, field: &str, given: impl ToString, expected: impl ToString) -> PyErr {
+    made(py, "OutputError", (field, given.to_string(), expected.to_string()))
+}
+
+/// A kernel that wrote to the input `field`.
+pub(crate) fn input_mutated(py: Python<'_>, field: &str) -> PyErr {
+    let reason = format!("`{field}`: got other bytes after the call than before, expected an input that is only read");
+    made(py, "InputMutated", (reason, field))
+}
+
+/// A kernel whose process ended.
+pub(crate) fn kernel_crashed(py: Python<'_>, reason: impl ToString) -> PyErr {
+    made(py, "KernelCrashed", (reason.to_string(),))
+}
+
+/// A kernel whose numbers are wrong.
+pub(crate) fn kernel_failed(py: Python<'_>, reason: impl ToString) -> PyErr {
+    made(py, "KernelFailure", (reason.to_string(),))
+}
+
+/// What is of no class of its own.
+pub(crate) fn other(py: Python<'_>, reason: impl ToString) -> PyErr {
+    made(py, "AssayError", (reason.to_string(),))
+}
+
+/// The process whose threads compute, 0 before there are any.
+static COMPUTES: AtomicU32 = AtomicU32::new(0);
+
+/// Does `work` without the interpreter's lock. A panic becomes an error: it is a defect of this package's.
+///
+/// # Errors
+/// In a process that was forked after the threads were started: it has none of them, and would wait for ever.
+pub(crate) fn apart<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    let here = process::id();
+    let first = COMPUTES.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).unwrap_or_else(|first| first);
+    if first != 0 && first != here {
+        let expected = "expected a process of its own: multiprocessing.get_context(\"spawn\")";
+        return Err(other(py, format!("process: got a fork of process {first}, which had computed, {expected}")));
+    }
+    py.detach(|| catch_unwind(AssertUnwindSafe(work))).map_err(|panic| {
+        other(py, format!("a defect of grpo-assay's own, please report it: {}", words(panic.as_ref())))
+    })
+}
+
+/// What a panic says.
+fn words(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
+}

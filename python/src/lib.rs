@@ -1,0 +1,41 @@
+//! The Python package's extension module, `assay._native`: a face of the library, which judges nothing itself.
+//!
+//! What Python code sees of it, with its types and errors, is `assay/_native.pyi`.
+
+mod campaign;
+mod error;
+mod memory;
+mod outputs;
+mod problem;
+mod spec;
+mod verdicts;
+
+use std::ffi::OsString;
+
+use pyo3::prelude::*;
+
+/// Blocks of a kibibyte and more, arrays among them, start at a multiple of 64: what XLA takes without a copy.
+#[global_allocator]
+static ALLOCATOR: memory::Aligned = memory::Aligned;
+
+/// Runs the command line `arguments`, the first of which is the command's name, and returns its exit code.
+#[pyfunction]
+fn run(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<u8> {
+    error::apart(py, || assay::cli::run(arguments))
+}
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::campaign::{Campaign, answer, page};
+    #[pymodule_export]
+    use super::memory::Array;
+    #[pymodule_export]
+    use super::problem::{Problem, Problems, load};
+    #[pymodule_export]
+    use super::run;
+    #[pymodule_export]
+    use super::spec::{Spec, spec_of_fields, spec_of_file, spec_of_preset};
+    #[pymodule_export]
+    use super::verdicts::Verdicts;
+}

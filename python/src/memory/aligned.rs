@@ -1,0 +1,58 @@
+//! [`Aligned`], the allocator of this extension.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+
+/// The system's allocator, with every block of [`LARGE`] bytes and more at a multiple of [`ALIGNMENT`].
+pub(crate) struct Aligned;
+
+/// XLA on CPUs copies what is not aligned so.
+const ALIGNMENT: usize = 64;
+
+/// From here on a block may be an array worth lending.
+const LARGE: usize = 1024;
+
+/// What is asked of the system for `layout`. It follows from the layout alone, so that a block is given back as it was taken.
+fn wide(layout: Layout) -> Layout {
+    if layout.size() < LARGE {
+        return layout;
+    }
+    layout.align_to(ALIGNMENT).unwrap_or(layout)
+}
+
+// SAFETY: every block comes from `System`, with a layout that is at least as strict as the one asked for, and returns to it
+// with that same layout. No method panics.
+unsafe impl GlobalAlloc for Aligned {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's layout has a size other than 0, and so has the wider one.
+        unsafe { System.alloc(wide(layout)) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as in `alloc`.
+        unsafe { System.alloc_zeroed(wide(layout)) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the block was taken with this layout, so from `System` with the wider one.
+        unsafe { System.dealloc(block, wide(layout)) }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller's new size is not 0 and does not overflow at its alignment.
+        let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        if wide(layout).align() == wide(new).align() {
+            // SAFETY: the block was taken with `wide(layout)`, and stays at that alignment.
+            return unsafe { System.realloc(block, wide(layout), size) };
+        }
+        // SAFETY: `new` is a layout that the caller may ask for.
+        let moved = unsafe { self.alloc(new) };
+        if !moved.is_null() {
+            // SAFETY: both blocks hold as many bytes, and are apart; the old one is given back as it was taken.
+            unsafe {
+                block.copy_to_nonoverlapping(moved, layout.size().min(size));
+                self.dealloc(block, layout);
+            }
+        }
+        moved
+    }
+}

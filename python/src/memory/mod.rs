@@ -1,0 +1,59 @@
+//! Arrays that cross the border: lent to frameworks, and read from them, both without a copy.
+//!
+//! The only `unsafe` of this crate stands here: what `DLPack` and Python's buffer protocol hand over is pointers.
+#![allow(unsafe_code)]
+
+mod aligned;
+mod dlpack;
+mod lent;
+mod seen;
+
+use std::ffi::CStr;
+
+pub(crate) use aligned::Aligned;
+pub(crate) use lent::{Array, Block};
+pub(crate) use seen::Seen;
+
+use assay::problem::Dtype;
+
+/// What an array holds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Element {
+    Float(Dtype),
+    Int64,
+    Bool,
+}
+
+impl Element {
+    fn size(self) -> usize {
+        match self {
+            Element::Float(dtype) => dtype.size(),
+            Element::Int64 => 8,
+            Element::Bool => 1,
+        }
+    }
+
+    /// As the package writes it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Element::Float(Dtype::F64) => "f64",
+            Element::Float(Dtype::F32) => "f32",
+            Element::Float(Dtype::Bf16) => "bf16",
+            Element::Float(Dtype::F16) => "f16",
+            Element::Int64 => "i64",
+            Element::Bool => "bool",
+        }
+    }
+
+    /// In Python's `struct` notation, which has no bf16: its bits are unsigned integers there.
+    fn format(self) -> &'static CStr {
+        match self {
+            Element::Float(Dtype::F64) => c"d",
+            Element::Float(Dtype::F32) => c"f",
+            Element::Float(Dtype::Bf16) => c"H",
+            Element::Float(Dtype::F16) => c"e",
+            Element::Int64 => c"q",
+            Element::Bool => c"?",
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! [`Seen`]: an array of somebody's framework, read where it lies.
+
+use ndarray::{ArrayView, Dimension};
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use super::dlpack;
+use crate::error;
+use assay::problem::{Dtype, FloatView};
+
+/// What an output may be, in messages.
+const ARRAY: &str = "an array of NumPy, PyTorch or JAX, or another with `__dlpack__` or the buffer protocol";
+const DTYPES: &str = "dtype f32, bf16, f16 or f64";
+
+/// A dense row-major array of floats in the host's memory.
+pub(crate) struct Seen {
+    /// The array, its capsule or its buffer: what keeps the memory.
+    _keep: Keep,
+    data: *const u8,
+    shape: Vec<usize>,
+    dtype: Dtype,
+}
+
+#[expect(dead_code, reason = "each is held, not read")]
+enum Keep {
+    Object(Py<PyAny>),
+    Buffer(PyUntypedBuffer),
+    Scalar(Box<u64>),
+}
+
+// SAFETY: what keeps the memory may be held and dropped on any thread, and the memory is only read.
+unsafe impl Send for Seen {}
+// SAFETY: as above.
+unsafe impl Sync for Seen {}
+
+/// An array as it was found.
+struct Found {
+    keep: Keep,
+    data: *const u8,
+    shape: Vec<usize>,
+    /// In bytes; `None` where they follow from the shape.
+    strides: Option<Vec<isize>>,
+    /// What it holds; or its name, where that is no float.
+    dtype: Result<Dtype, String>,
+}
+
+impl Seen {
+    /// Reads the output `field` without a copy. What lies on a device is first brought to the host, by its own framework. A
+    /// 16-bit integer is the bits of a bf16 where `bits` says so.
+    ///
+    /// # Errors
+    /// `OutputError` for what is no array, requires a gradient, has another dtype or is not dense.
+    pub(crate) fn of(field: &str, object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Self> {
+        let py = object.py();
+        let wrong = |given: String, expected: &str| error::of_output(py, field, given, expected);
+        if object
+            .getattr_opt(intern!(py, "requires_grad"))?
+            .is_some_and(|requires| requires.is_truthy().unwrap_or(false))
+        {
+            return Err(wrong("a tensor that requires a gradient".into(), "one that does not: `.detach()`"));
+        }
+        let found = match number(object) {
+            Some(found) => found,
+            None => {
+                let found = on_host(object).and_then(|host| found(&host, bits)).map_err(|reason| {
+                    let given =
+                        object.get_type().qualname().map_or_else(|_| "an object".into(), |name| name.to_string());
+                    wrong(format!("{given} ({})", reason.value(py)), ARRAY)
+                })?;
+                found.ok_or_else(|| wrong(format!("{}", object.get_type()), ARRAY))?
+            }
+        };
+        let dtype = found.dtype.map_err(|given| wrong(format!("dtype {given}"), DTYPES))?;
+        if let Some(strides) = found.strides.filter(|strides| !dense(&found.shape, strides, dtype.size())) {
+            let given = format!("strides of {strides:?} bytes for shape {:?}", found.shape);
+            return Err(wrong(given, "a dense row-major array: `.contiguous()`, or `numpy.ascontiguousarray`"));
+        }
+        if !found.data.addr().is_multiple_of(dtype.size()) {
+            return Err(wrong(
+                format!("address {:#x}", found.data.addr()),
+                "one that is a multiple of an element's size",
+            ));
+        }
+        Ok(Self { _keep: found.keep, data: found.data, shape: found.shape, dtype })
+    }
+
+    pub(crate) fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The addresses that it takes.
+    pub(crate) fn addresses(&self) -> std::ops::Range<usize> {
+        let start = self.data.addr();
+        start..start + self.shape.iter().product::<usize>() * self.dtype.size()
+    }
+
+    /// Its elements, where they lie, as an array of `extents`.
+    ///
+    /// # Panics
+    /// Where these are other elements than it has.
+    pub(crate) fn view<D: Dimension>(&self, extents: D) -> FloatView<'_, D> {
+        assert_eq!(extents.size(), self.shape.iter().product::<usize>(), "extents are compared before");
+        match self.dtype {
+            Dtype::F64 => FloatView::F64(self.elements(extents)),
+            Dtype::F32 => FloatView::F32(self.elements(extents)),
+            Dtype::Bf16 => FloatView::Bf16(self.elements(extents)),
+            Dtype::F16 => FloatView::F16(self.elements(extents)),
+        }
+    }
+
+    fn elements<T, D: Dimension>(&self, extents: D) -> ArrayView<'_, T, D> {
+        // SAFETY: `of` has seen so many elements of this dtype there, dense, row-major and aligned, and the keeper lives. Who
+        // returned the array is not to write to it while it is judged.
+        unsafe { ArrayView::from_shape_ptr(extents, self.data.cast()) }
+    }
+}
+
+/// A number of Python's own, as `loss.item()` is: an f32 where one holds it exactly.
+fn number(object: &Bound<'_, PyAny>) -> Option<Found> {
+    let value = object.cast_exact::<pyo3::types::PyFloat>().ok()?.value();
+    let narrow = value as f32;
+    let mut bytes = [0; 8];
+    let dtype = if f64::from(narrow).to_bits() == value.to_bits() || value.is_nan() {
+        bytes[..4].copy_from_slice(&narrow.to_ne_bytes());
+        Dtype::F32
+    } else {
+        bytes = value.to_ne_bytes();
+        Dtype::F64
+    };
+    // A word, for its alignment.
+    let word = Box::new(u64::from_ne_bytes(bytes));
+    let data = (&raw const *word).cast();
+    Some(Found { keep: Keep::Scalar(word), data, shape: Vec::new(), strides: None, dtype: Ok(dtype) })
+}
+
+/// The array in the host's memory, computed.
+fn on_host<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = object.py();
+    if let Some(wait) = object.getattr_opt(intern!(py, "block_until_ready"))? {
+        wait.call0()?;
+    }
+    let loaded = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    if let Ok(numpy) = loaded.get_item("numpy")
+        && object.is_instance(&numpy.getattr(intern!(py, "generic"))?)?
+    {
+        return numpy.call_method1(intern!(py, "asarray"), (object,));
+    }
+    let Some(device) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(object.clone()) };
+    let device = device.call0().and_then(|device| device.get_item(0)?.extract::<i32>());
+    if device.is_ok_and(dlpack::on_host) {
+        return Ok(object.clone());
+    }
+    match object.getattr_opt(intern!(py, "cpu"))? {
+        Some(copied) => copied.call0(),
+        None => py.import("numpy")?.call_method1(intern!(py, "asarray"), (object,)),
+    }
+}
+
+/// Where the array lies and what it holds; `None` for what is no array.
+fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<Found>> {
+    let py = object.py();
+    if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
+        return of_interface(object, &interface, bits).map(Some);
+    }
+    if let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? {
+        let versions = pyo3::types::PyDict::new(py);
+        versions.set_item("max_version", (1, 0))?;
+        // Those of before version 1 do not know the argument.
+        let old = |error: PyErr| {
+            if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) { method.call0() } else { Err(error) }
+        };
+        let capsule = method.call((), Some(&versions)).or_else(old)?;
+        return of_capsule(&capsule, bits).map(Some);
+    }
+    let Ok(buffer) = PyUntypedBuffer::get(object) else { return Ok(None) };
+    let shape = buffer.shape().to_vec();
+    let strides = Some(buffer.strides().to_vec());
+    let format = buffer.format().to_string_lossy().into_owned();
+    let dtype = named(format.trim_start_matches(['@', '=', '<']), bits);
+    let data = buffer.buf_ptr().cast::<u8>().cast_const();
+    Ok(Some(Found { keep: Keep::Buffer(buffer), data, shape, strides, dtype }))
+}
+
+/// NumPy's own protocol.
+fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
+    let (address, _): (usize, bool) = interface.get_item("data")?.extract()?;
+    let shape: Vec<usize> = interface.get_item("shape")?.extract()?;
+    let strides: Option<Vec<isize>> = interface.get_item("strides")?.extract()?;
+    let typestr: String = interface.get_item("typestr")?.extract()?;
+    let name = object.getattr("dtype").and_then(|dtype| dtype.getattr("name")?.extract::<String>());
+    let dtype = match typestr.as_str() {
+        "<f8" => Ok(Dtype::F64),
+        "<f4" => Ok(Dtype::F32),
+        "<f2" => Ok(Dtype::F16),
+        "<V2" if name.as_ref().is_ok_and(|name| name == "bfloat16") => Ok(Dtype::Bf16),
+        "<u2" if bits => Ok(Dtype::Bf16),
+        _ => Err(name.unwrap_or(typestr)),
+    };
+    let data = std::ptr::with_exposed_provenance(address);
+    Ok(Found { keep: Keep::Object(object.clone().unbind()), data, shape, strides, dtype })
+}
+
+fn of_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
+    let dlpack::Described { data, shape, strides, dtype, on_host } = dlpack::read(capsule)?;
+    let dtype = match dtype {
+        _ if !on_host => Err("of a device's memory".into()),
+        (2, 64, 1) => Ok(Dtype::F64),
+        (2, 32, 1) => Ok(Dtype::F32),
+        (2, 16, 1) => Ok(Dtype::F16),
+        (4, 16, 1) => Ok(Dtype::Bf16),
+        (1, 16, 1) if bits => Ok(Dtype::Bf16),
+        (code, bits, lanes) => Err(match (code, lanes) {
+            (0, 1) => format!("int{bits}"),
+            (1, 1) => format!("uint{bits}"),
+            (5, 1) => format!("complex{bits}"),
+            (6, 1) => "bool".into(),
+            _ => format!("with the DLPack code {code}, {bits} bits and {lanes} lanes"),
+        }),
+    };
+    let size = dtype.as_ref().map_or(1, |dtype| dtype.size()).cast_signed();
+    let strides = strides.map(|strides| strides.iter().map(|stride| stride * size).collect());
+    Ok(Found { keep: Keep::Object(capsule.clone().unbind()), data, shape, strides, dtype })
+}
+
+/// A format of the buffer protocol.
+fn named(format: &str, bits: bool) -> Result<Dtype, String> {
+    match format {
+        "d" => Ok(Dtype::F64),
+        "f" => Ok(Dtype::F32),
+        "e" => Ok(Dtype::F16),
+        "H" if bits => Ok(Dtype::Bf16),
+        _ => Err(format!("`{format}` in the struct module's notation")),
+    }
+}
+
+/// Whether elements of `size` bytes lie side by side in row-major order; the stride of a single one does not matter.
+fn dense(shape: &[usize], strides: &[isize], size: usize) -> bool {
+    let mut expected = size;
+    shape.iter().zip(strides).rev().all(|(&extent, &stride)| {
+        let fits = extent == 1 || stride == expected.cast_signed();
+        expected *= extent;
+        fits
+    })
+}

@@ -1,0 +1,176 @@
+//! What a kernel returned, as a candidate that the judge reads.
+
+use std::ops::Range;
+
+use ndarray::{Ix0, Ix2, Ix3};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyDictMethods, PyMapping};
+
+use crate::error;
+use crate::memory::Seen;
+use assay::judge::judgeable::Judgeable;
+use assay::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, Problem};
+use assay::text::nearest;
+
+/// The arrays of the tokens, each optional.
+const OF_TOKENS: [&str; 3] = ["logp", "entropy", "token_loss"];
+
+/// With an LM head: the dtype that dlogits were rounded to before the two products.
+const DLOGITS_DTYPE: &str = "dlogits_dtype";
+
+/// An array of a gradient: its name, its extents and what they are.
+type Expected<'p> = (&'static str, &'p [usize], &'static str);
+
+/// A problem of either kind, with the gradient that a kernel returns for it.
+pub(crate) trait Answered: Judgeable {
+    /// The arrays of the gradient.
+    fn gradient(&self) -> Vec<Expected<'_>>;
+
+    /// Those that were returned, borrowed.
+    fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> Self::View<'r>;
+
+    /// `[B,T]`.
+    fn of_tokens(&self) -> [usize; 2];
+}
+
+impl Answered for Problem {
+    fn gradient(&self) -> Vec<Expected<'_>> {
+        vec![("dlogits", self.logits.shape(), "[B,T,V] of the logits")]
+    }
+
+    fn view<'r>(&self, returned: &'r [Seen], _: Option<Dtype>) -> FloatView<'r, Ix3> {
+        let (batch, tokens, vocab) = triple(returned[0].shape());
+        returned[0].view(Ix3(batch, tokens, vocab))
+    }
+
+    fn of_tokens(&self) -> [usize; 2] {
+        self.ids.dim().into()
+    }
+}
+
+impl Answered for HeadProblem {
+    fn gradient(&self) -> Vec<Expected<'_>> {
+        let layout = self.logits.layout.name();
+        vec![
+            ("dhidden", self.logits.hidden.shape(), "[B,T,H] of the hidden states"),
+            ("dlm_head", self.logits.lm_head.shape(), layout),
+        ]
+    }
+
+    fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> HeadGradientView<'r> {
+        let (batch, tokens, hidden) = triple(returned[0].shape());
+        let &[rows, columns] = returned[1].shape() else { unreachable!("compared when it was read") };
+        let dhidden = returned[0].view(Ix3(batch, tokens, hidden));
+        let dlogits_dtype = dlogits_dtype.unwrap_or(dhidden.dtype());
+        HeadGradientView { dhidden, dlm_head: returned[1].view(Ix2(rows, columns)), dlogits_dtype }
+    }
+
+    fn of_tokens(&self) -> [usize; 2] {
+        self.ids.dim().into()
+    }
+}
+
+fn triple(shape: &[usize]) -> (usize, usize, usize) {
+    let &[a, b, c] = shape else { unreachable!("compared when it was read") };
+    (a, b, c)
+}
+
+/// The outputs of one call, each of the shape that the problem has for it.
+pub(crate) struct Returned {
+    loss: Seen,
+    gradient: Vec<Seen>,
+    /// In the order of [`OF_TOKENS`].
+    of_tokens: [Option<Seen>; 3],
+    dlogits_dtype: Option<Dtype>,
+}
+
+impl Returned {
+    /// Reads `outputs`, a mapping of names to arrays, without a copy.
+    ///
+    /// # Errors
+    /// `OutputError` naming the first output that is missing, has no place, or is no such array.
+    pub(crate) fn of<P: Answered>(problem: &P, outputs: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = outputs.py();
+        let gradient = problem.gradient();
+        let required = || ["loss"].into_iter().chain(gradient.iter().map(|(name, ..)| *name));
+        let known: Vec<&str> = required().chain(OF_TOKENS).collect();
+        let names = known.join(", ");
+        let Ok(mapping) = outputs.cast::<PyMapping>() else {
+            let given = format!("{} from the kernel", outputs.get_type().qualname()?);
+            return Err(error::of_output(py, "outputs", given, format!("a dict of {names}")));
+        };
+        let dictionary = PyDict::new(py);
+        dictionary.update(mapping)?;
+        for (name, _) in &dictionary {
+            let name = name.to_string();
+            if !known.contains(&name.as_str()) && !(name == DLOGITS_DTYPE && gradient.len() == 2) {
+                let meant = nearest(&name, known.iter().copied());
+                let meant = meant.map_or(String::new(), |meant| format!(": is `{meant}` meant?"));
+                return Err(error::of_output(
+                    py,
+                    &name,
+                    "an output that is not known",
+                    format!("one of {names}{meant}"),
+                ));
+            }
+        }
+        let bits = problem.dtype() == Dtype::Bf16;
+        let optional = |name: &str| match dictionary.get_item(name)? {
+            Some(object) => Seen::of(name, &object, bits).map(Some),
+            None => Ok(None),
+        };
+        let required = |name: &str| {
+            optional(name)?.ok_or_else(|| error::of_output(py, name, "nothing", format!("a dict of {names}")))
+        };
+        let fits = |name: &str, seen: Seen, shape: &[usize], meaning: &str| {
+            if seen.shape() == shape {
+                return Ok(seen);
+            }
+            let (given, expected) = (format!("shape {:?}", seen.shape()), format!("{shape:?}, {meaning}"));
+            Err(error::of_output(py, name, given, expected))
+        };
+        let loss = required("loss")?;
+        if !matches!(loss.shape(), [] | [1]) {
+            return Err(error::of_output(py, "loss", format!("shape {:?}", loss.shape()), "a scalar, [] or [1]"));
+        }
+        let arrays = gradient.iter().map(|&(name, shape, meaning)| fits(name, required(name)?, shape, meaning));
+        let arrays = arrays.collect::<PyResult<Vec<_>>>()?;
+        let shape = problem.of_tokens();
+        let of_token = |name| optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T]")).transpose();
+        let [logp, entropy, token_loss] = OF_TOKENS;
+        let dlogits_dtype = dictionary.get_item(DLOGITS_DTYPE)?.map(|said| {
+            let dtype = said.to_string().parse::<Dtype>();
+            dtype.map_err(|_| error::of_output(py, DLOGITS_DTYPE, format!("`{said}`"), "f64, f32, bf16 or f16"))
+        });
+        Ok(Self {
+            loss,
+            gradient: arrays,
+            of_tokens: [of_token(logp)?, of_token(entropy)?, of_token(token_loss)?],
+            dlogits_dtype: dlogits_dtype.transpose()?,
+        })
+    }
+
+    /// What the judge reads: the gradient where it lies, and copies of what there is of each token.
+    pub(crate) fn candidate<P: Answered>(&self, problem: &P) -> Candidate<P::View<'_>> {
+        let [batch, tokens] = problem.of_tokens();
+        let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
+        let [logp, entropy, token_loss] = &self.of_tokens;
+        Candidate {
+            loss: self.loss.view(Ix0()).to_owned(),
+            gradient: problem.view(&self.gradient, self.dlogits_dtype),
+            logp: of_token(logp),
+            entropy: of_token(entropy),
+            token_loss: of_token(token_loss),
+            metrics: None,
+        }
+    }
+
+    /// The addresses that each output takes, by name.
+    pub(crate) fn addresses<P: Answered>(&self, problem: &P) -> Vec<(&'static str, Range<usize>)> {
+        let gradient = problem.gradient().into_iter().map(|(name, ..)| name).zip(&self.gradient);
+        let of_tokens = OF_TOKENS.into_iter().zip(&self.of_tokens);
+        let of_tokens = of_tokens.filter_map(|(name, seen)| Some((name, seen.as_ref()?)));
+        let all = [("loss", &self.loss)].into_iter().chain(gradient).chain(of_tokens);
+        all.map(|(name, seen)| (name, seen.addresses())).collect()
+    }
+}

@@ -1,0 +1,431 @@
+//! [`Problem`]: one batch, whose arrays are lent, and where batches come from.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ndarray::{Array as Dense, Dimension};
+use pyo3::exceptions::PyAttributeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyTuple};
+
+use crate::campaign::Dealt;
+use crate::error;
+use crate::memory::{Array, Block, Element};
+use crate::outputs::Returned;
+use crate::spec::{Spec, plain_data};
+use crate::verdicts::{self, Standards, Verdicts};
+use assay::campaign::HeadDeck;
+use assay::config::{SPEC_KEY, spec_within};
+use assay::fixture::{ProblemFile, verify, write_head_problem, write_problem};
+use assay::judge::generate::HeadRecipe;
+use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem};
+
+/// A batch of either kind.
+#[derive(Clone)]
+pub(crate) enum Batch {
+    Logits(Arc<problem::Problem>),
+    Head(Arc<HeadProblem>),
+}
+
+/// One GRPO batch under one loss.
+#[pyclass(frozen, module = "assay", name = "Problem")]
+#[derive(Clone)]
+pub(crate) struct Problem {
+    spec: Spec,
+    batch: Batch,
+    /// As JSON, of a batch that was generated.
+    recipe: Option<String>,
+    arrays: Vec<Lent>,
+    /// Where frameworks put their arrays, unless they are told.
+    device: Option<String>,
+}
+
+/// An array of a problem's.
+#[derive(Clone)]
+pub(crate) struct Lent {
+    pub(crate) name: &'static str,
+    pub(crate) block: Block,
+    /// Whether it is a copy that may be written to.
+    pub(crate) writable: bool,
+}
+
+impl Problem {
+    pub(crate) fn of(spec: Spec, batch: Batch, recipe: Option<String>) -> Self {
+        let arrays = match &batch {
+            Batch::Logits(owner) => {
+                let logits = Block::floats(owner, |problem| &problem.logits);
+                [("logits", logits)].into_iter().chain(of_tokens(owner)).collect::<Vec<_>>()
+            }
+            Batch::Head(owner) => {
+                let hidden = Block::floats(owner, |problem| &problem.logits.hidden);
+                let lm_head = Block::floats(owner, |problem| &problem.logits.lm_head);
+                [("hidden", hidden), ("lm_head", lm_head)].into_iter().chain(of_tokens(owner)).collect()
+            }
+        };
+        let lent = |(name, block): (_, Option<Block>)| {
+            let block = block.expect("problems are generated and read densely");
+            Lent { name, block, writable: false }
+        };
+        Self { spec, batch, recipe, arrays: arrays.into_iter().map(lent).collect(), device: None }
+    }
+
+    pub(crate) fn on_device(self, device: Option<String>) -> Self {
+        Self { device, ..self }
+    }
+
+    /// With copies of the logits, or of the hidden states, that may be written to.
+    pub(crate) fn with_writable_logits(mut self) -> Self {
+        for lent in self.arrays.iter_mut().filter(|lent| ["logits", "hidden"].contains(&lent.name)) {
+            (lent.block, lent.writable) = (lent.block.copied(), true);
+        }
+        self
+    }
+
+    pub(crate) fn arrays(&self) -> &[Lent] {
+        &self.arrays
+    }
+
+    pub(crate) fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
+    pub(crate) fn of_spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    fn extents(&self) -> Extents {
+        match &self.batch {
+            Batch::Logits(problem) => Extents::Logits(problem.shape()),
+            Batch::Head(problem) => Extents::Head(problem.shape()),
+        }
+    }
+
+    /// The array `name`, lent.
+    fn lent(&self, name: &str) -> PyResult<Array> {
+        let found = self.arrays.iter().find(|lent| lent.name == name);
+        let lent = found.ok_or_else(|| {
+            let held: Vec<&str> = self.arrays.iter().map(|lent| lent.name).collect();
+            PyAttributeError::new_err(format!("this problem has no `{name}`, expected one of {}", held.join(", ")))
+        })?;
+        Ok(Array::lend(lent.block.clone(), lent.writable))
+    }
+
+    /// Its arrays by name, lent.
+    fn by_name<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let arrays = PyDict::new(py);
+        for Lent { name, block, writable } in &self.arrays {
+            arrays.set_item(name, Array::lend(block.clone(), *writable))?;
+        }
+        Ok(arrays)
+    }
+}
+
+fn frameworks(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
+    py.import("assay._frameworks")
+}
+
+/// The arrays of each token.
+fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<(&'static str, Option<Block>)> {
+    let extra = &owner.extra;
+    let advantages = match &owner.advantages {
+        Advantages::Sequence(advantages) => numbers(advantages),
+        Advantages::Token(advantages) => numbers(advantages),
+    };
+    let mut arrays = vec![
+        ("ids", Block::of(owner, Element::Int64, |problem| &problem.ids)),
+        ("mask", Block::of(owner, Element::Bool, |problem| &problem.mask)),
+        ("advantages", advantages),
+    ];
+    let optional = [
+        ("old_logp", &owner.old_logp),
+        ("ref_logp", &owner.ref_logp),
+        ("rollout_logp", &extra.rollout_logp),
+        ("rollout_weights", &extra.rollout_weights),
+    ];
+    arrays.extend(optional.into_iter().filter_map(|(name, array)| Some((name, numbers(array.as_ref()?)))));
+    arrays.extend(extra.bias.iter().map(|bias| ("bias", numbers(bias))));
+    if let Some(selected) = &extra.selected {
+        arrays.push(("selected", Block::of(&Arc::new(selected.clone()), Element::Bool, |selected| selected)));
+    }
+    arrays
+}
+
+/// `array` in f32 where that loses nothing, in f64 where it does: as files have it.
+fn numbers<D: Dimension + 'static>(array: &Dense<f64, D>) -> Option<Block> {
+    if array.iter().all(|x| x.is_nan() || f64::from(*x as f32).to_bits() == x.to_bits()) {
+        let narrow = Arc::new(array.mapv(|x| x as f32));
+        return Block::of(&narrow, Element::Float(Dtype::F32), |array| array);
+    }
+    Block::of(&Arc::new(array.clone()), Element::Float(Dtype::F64), |array| array)
+}
+
+#[pymethods]
+impl Problem {
+    /// The loss.
+    #[getter]
+    fn spec(&self) -> Spec {
+        self.spec.clone()
+    }
+
+    /// `(B, T, V)`, or `(B, T, H, V)` with an LM head.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.extents().to_vec())
+    }
+
+    /// `f32`, `bf16`, `f16` or `f64`: of the logits, or of hidden states and LM head.
+    #[getter]
+    fn dtype(&self) -> String {
+        match &self.batch {
+            Batch::Logits(problem) => problem.logits.dtype().to_string(),
+            Batch::Head(problem) => problem.dtype().to_string(),
+        }
+    }
+
+    /// `hv` or `vh`: how the LM head lies; `None` where there is none.
+    #[getter]
+    fn layout(&self) -> Option<&'static str> {
+        match &self.batch {
+            Batch::Logits(_) => None,
+            Batch::Head(problem) => Some(problem.logits.layout.key()),
+        }
+    }
+
+    /// What it was generated from; `None` where it was not.
+    #[getter]
+    fn recipe<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.recipe.as_deref().map(|recipe| plain_data(py, recipe)).transpose()
+    }
+
+    /// `[B,T,V]`, where it has no LM head.
+    #[getter]
+    fn logits(&self) -> PyResult<Array> {
+        self.lent("logits")
+    }
+
+    /// `[B,T,H]`, with an LM head.
+    #[getter]
+    fn hidden(&self) -> PyResult<Array> {
+        self.lent("hidden")
+    }
+
+    /// `[H,V]` or `[V,H]`, as `layout` says, with an LM head.
+    #[getter]
+    fn lm_head(&self) -> PyResult<Array> {
+        self.lent("lm_head")
+    }
+
+    /// `[B,T]` i64: the sampled tokens; anything may stand where the mask is false.
+    #[getter]
+    fn ids(&self) -> PyResult<Array> {
+        self.lent("ids")
+    }
+
+    /// `[B,T]` bool: true for the tokens that count.
+    #[getter]
+    fn mask(&self) -> PyResult<Array> {
+        self.lent("mask")
+    }
+
+    /// `[B]` or `[B,T]`, as the spec has it.
+    #[getter]
+    fn advantages(&self) -> PyResult<Array> {
+        self.lent("advantages")
+    }
+
+    /// `[B,T]`, nats: under the policy that sampled, or that the last epoch left.
+    #[getter]
+    fn old_logp(&self) -> PyResult<Array> {
+        self.lent("old_logp")
+    }
+
+    /// `[B,T]`, nats: under the reference policy of the KL penalty.
+    #[getter]
+    fn ref_logp(&self) -> PyResult<Array> {
+        self.lent("ref_logp")
+    }
+
+    /// `[B,T]`, nats: under the policy that the sampler ran; NaN: not scored.
+    #[getter]
+    fn rollout_logp(&self) -> PyResult<Array> {
+        self.lent("rollout_logp")
+    }
+
+    /// `[B,T]` or `[B,1]`: importance weights against the sampler's policy.
+    #[getter]
+    fn rollout_weights(&self) -> PyResult<Array> {
+        self.lent("rollout_weights")
+    }
+
+    /// `[B,T]` bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
+    #[getter]
+    fn selected(&self) -> PyResult<Array> {
+        self.lent("selected")
+    }
+
+    /// `[V]`: bias of the LM head.
+    #[getter]
+    fn bias(&self) -> PyResult<Array> {
+        self.lent("bias")
+    }
+
+    /// The arrays as NumPy's, read-only.
+    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        frameworks(py)?.call_method1("numpy", (self.by_name(py)?,))
+    }
+
+    /// The arrays as tensors of `PyTorch`'s.
+    #[pyo3(signature = (device = None))]
+    fn torch<'py>(&self, py: Python<'py>, device: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+        let own = || PyString::new(py, self.device.as_deref().unwrap_or("cpu")).into_any();
+        frameworks(py)?.call_method1("torch", (self.by_name(py)?, device.unwrap_or_else(own)))
+    }
+
+    /// The arrays as JAX's.
+    #[pyo3(signature = (device = None))]
+    fn jax<'py>(&self, py: Python<'py>, device: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+        let own = || self.device.as_deref().map(|name| PyString::new(py, name).into_any());
+        frameworks(py)?.call_method1("jax", (self.by_name(py)?, device.or_else(own)))
+    }
+
+    /// Judges `outputs`, a dict of arrays.
+    #[pyo3(signature = (outputs, *, grade="standard", allow=vec![]))]
+    fn check(&self, py: Python<'_>, outputs: &Bound<'_, PyAny>, grade: &str, allow: Vec<String>) -> PyResult<Verdicts> {
+        let standards = Standards::of(py, grade, &allow)?;
+        let spec = &*self.spec.loss;
+        let judged = match &self.batch {
+            Batch::Logits(problem) => {
+                let returned = Returned::of(&**problem, outputs)?;
+                error::apart(py, || verdicts::judge(spec, &**problem, &returned, &standards))?
+            }
+            Batch::Head(problem) => {
+                let returned = Returned::of(&**problem, outputs)?;
+                error::apart(py, || verdicts::judge(spec, &**problem, &returned, &standards))?
+            }
+        };
+        judged.map_err(|reason| error::of_problem(py, reason))
+    }
+
+    /// Writes it as `assay generate` does, for `assay.load` and `assay judge`.
+    fn save(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        let mut metadata = BTreeMap::from([
+            (SPEC_KEY.to_string(), self.spec.json()),
+            ("generator".to_string(), format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))),
+        ]);
+        metadata.extend(self.recipe.clone().map(|recipe| ("recipe".to_string(), recipe)));
+        let written = error::apart(py, || match &self.batch {
+            Batch::Logits(problem) => write_problem(&path, problem, &metadata),
+            Batch::Head(problem) => write_head_problem(&path, problem, &metadata),
+        })?;
+        written.map_err(|reason| error::of_problem(py, reason))
+    }
+
+    fn __repr__(&self) -> String {
+        let recipe = self.recipe.as_ref().map_or(String::new(), |recipe| format!(" {recipe}"));
+        format!("<assay.Problem {} {}{recipe}>", self.extents(), self.dtype())
+    }
+}
+
+/// The problem in the safetensors file at `path`, with the spec that it carries or the one given.
+#[pyfunction]
+pub(crate) fn load(
+    py: Python<'_>,
+    path: PathBuf,
+    spec: Option<Spec>,
+    logits: String,
+    old_logp: String,
+) -> PyResult<Problem> {
+    let read = error::apart(py, || -> Result<_, String> {
+        verify(&path).map_err(|reason| reason.to_string())?;
+        let file = ProblemFile::open(&path).map_err(|reason| reason.to_string())?;
+        let within = || spec_within(&file).map_err(|reason| reason.to_string());
+        let spec = match spec {
+            Some(spec) => spec,
+            None => within()?.map(Spec::of).ok_or_else(|| {
+                format!(
+                    "{}: metadata `{SPEC_KEY}`: not in the file, expected spec=… to say which loss is meant",
+                    path.display()
+                )
+            })?,
+        };
+        let old_logp = spec.loss.reads_old_logp().then_some(old_logp.as_str());
+        let batch = if file.has_head() {
+            let problem = file.head_problem(old_logp).map_err(|reason| reason.to_string())?;
+            Batch::Head(Arc::new(problem.with_advantages_for(&spec.loss)))
+        } else {
+            let problem = file.problem(&logits, old_logp).map_err(|reason| reason.to_string())?;
+            Batch::Logits(Arc::new(problem.with_advantages_for(&spec.loss)))
+        };
+        let checked = match &batch {
+            Batch::Logits(problem) => problem.check(&spec.loss).map(drop),
+            Batch::Head(problem) => problem.check(&spec.loss).map(drop),
+        };
+        checked.map_err(|reason| format!("{}: {reason}", path.display()))?;
+        Ok((spec, batch, file.metadata().get("recipe").cloned()))
+    })?;
+    let (spec, batch, recipe) = read.map_err(|reason| error::of_problem(py, reason))?;
+    Ok(Problem::of(spec, batch, recipe))
+}
+
+/// Generated problems, one after another.
+#[pyclass(module = "assay")]
+pub(crate) struct Problems {
+    spec: Spec,
+    dealt: Dealt,
+    next: u64,
+}
+
+#[pymethods]
+impl Problems {
+    /// Those from number `first` on, before number `end`.
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.problems`")]
+    fn new(
+        py: Python<'_>,
+        spec: Spec,
+        first: u64,
+        end: u64,
+        seed: u64,
+        dtypes: Vec<String>,
+        shapes: Vec<String>,
+        regimes: Option<Vec<String>>,
+        wide: u64,
+        lm_head: bool,
+    ) -> PyResult<Self> {
+        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head)?.counted(end, wide, seed);
+        Ok(Self { spec, dealt, next: first })
+    }
+
+    fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Problem>> {
+        let Self { spec, dealt, next } = self;
+        let Dealt { deck, heads } = &*dealt;
+        if *next >= deck.cases {
+            return Ok(None);
+        }
+        let recipe = heads.as_ref().map_or(deck, |heads| &heads.deck).recipe(*next);
+        let made = match heads {
+            None => {
+                let made = error::apart(py, || recipe.problem(&spec.loss))?;
+                made.map(|problem| (Batch::Logits(Arc::new(problem)), json(&recipe)))
+            }
+            Some(HeadDeck { hidden, layout, rounds_logits, .. }) => {
+                let hidden = hidden[(*next % hidden.len() as u64) as usize];
+                let recipe = HeadRecipe { hidden, layout: *layout, rounds_logits: *rounds_logits, recipe };
+                let made = error::apart(py, || recipe.problem(&spec.loss))?;
+                made.map(|problem| (Batch::Head(Arc::new(problem)), json(&recipe)))
+            }
+        };
+        let (batch, recipe) = made.map_err(|reason| error::of_problem(py, reason))?;
+        *next += 1;
+        Ok(Some(Problem::of(spec.clone(), batch, Some(recipe))))
+    }
+}
+
+fn json(recipe: &impl serde::Serialize) -> String {
+    serde_json::to_string(recipe).expect("plain data has a JSON form")
+}

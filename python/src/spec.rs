@@ -1,0 +1,214 @@
+//! [`Spec`]: a loss, as a published project, a file or its own fields have it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::error;
+use assay::config::read_spec;
+use assay::spec::presets::{self, Given, Options, Preset, WeightShape};
+use assay::spec::{AdvantageLevel, LossSpec};
+use assay::text::{nearest, one_line};
+
+/// One GRPO loss, in full.
+#[pyclass(frozen, module = "assay", eq, from_py_object)]
+#[derive(Clone)]
+pub(crate) struct Spec {
+    pub(crate) loss: Arc<LossSpec>,
+    /// The project and its function.
+    name: Option<String>,
+    /// The project and its options, `name=value`.
+    pub(crate) project: Option<(Preset, Vec<String>)>,
+    /// What there is to know of how the project's options were read.
+    notes: Vec<String>,
+}
+
+impl PartialEq for Spec {
+    /// What is computed, wherever it came from.
+    fn eq(&self, other: &Self) -> bool {
+        self.loss == other.loss
+    }
+}
+
+impl Spec {
+    pub(crate) fn of(loss: LossSpec) -> Self {
+        Self { loss: Arc::new(loss), name: None, project: None, notes: Vec::new() }
+    }
+
+    /// As JSON.
+    pub(crate) fn json(&self) -> String {
+        serde_json::to_string(&*self.loss).expect("plain data has a JSON form")
+    }
+}
+
+#[pymethods]
+impl Spec {
+    /// What it computes, in words.
+    fn describe(&self) -> String {
+        let notes = self.notes.iter().map(|note| format!("\nnote: {note}"));
+        self.loss.describe() + &notes.collect::<String>()
+    }
+
+    /// Every field, as a file that `assay.spec(path)` and `assay judge --spec` read.
+    #[getter]
+    fn yaml(&self, py: Python<'_>) -> PyResult<String> {
+        serde_saphyr::to_string(&*self.loss).map_err(|reason| error::of_spec(py, reason))
+    }
+
+    /// Every field, as JSON.
+    fn to_json(&self) -> String {
+        self.json()
+    }
+
+    /// Every field, as plain data.
+    fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        plain_data(py, &self.json())
+    }
+
+    fn __repr__(&self) -> String {
+        let name = self.name.as_ref().map_or(String::new(), |name| format!("{name}: "));
+        format!("<assay.Spec {name}{}>", self.loss.describe().lines().next().unwrap_or_default())
+    }
+
+    #[classmethod]
+    fn _of_json(class: &Bound<'_, PyType>, json: &str) -> PyResult<Self> {
+        serde_json::from_str(json).map(Self::of).map_err(|reason| error::of_spec(class.py(), reason))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("_of_json")?, (slf.get().json(),)))
+    }
+}
+
+/// JSON as Python's own dicts, lists and numbers.
+pub(crate) fn plain_data<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyAny>> {
+    py.import("json")?.call_method1("loads", (json,))
+}
+
+/// What a batch has, where a project chooses by it what it computes.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
+struct Batch {
+    old_logps: bool,
+    ref_logps: bool,
+    sampling_logps: bool,
+    rollout_weights: Option<Level>,
+    num_items_in_batch: Option<f64>,
+    advantages: Option<Level>,
+    float64: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Level {
+    Token,
+    Sequence,
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        Self {
+            old_logps: true,
+            ref_logps: true,
+            sampling_logps: false,
+            rollout_weights: None,
+            num_items_in_batch: None,
+            advantages: None,
+            float64: false,
+        }
+    }
+}
+
+impl From<Batch> for Given {
+    fn from(batch: Batch) -> Self {
+        let shape = |level| match level {
+            Level::Token => WeightShape::Token,
+            Level::Sequence => WeightShape::Sequence,
+        };
+        let level = |level| match level {
+            Level::Token => AdvantageLevel::Token,
+            Level::Sequence => AdvantageLevel::Sequence,
+        };
+        Self {
+            old_logps: batch.old_logps,
+            ref_logps: batch.ref_logps,
+            sampling_logps: batch.sampling_logps,
+            rollout_weights: batch.rollout_weights.map(shape),
+            num_items_in_batch: batch.num_items_in_batch,
+            advantages: batch.advantages.map(level),
+            float64: batch.float64,
+        }
+    }
+}
+
+/// What the project `name` computes: `function` is one of its own, `options` and `batch` are JSON objects.
+#[pyfunction]
+pub(crate) fn spec_of_preset(
+    py: Python<'_>,
+    name: &str,
+    function: Option<&str>,
+    options: &str,
+    batch: &str,
+) -> PyResult<Spec> {
+    let wrong = |reason: &dyn std::fmt::Display| error::of_spec(py, reason);
+    let preset: Preset = name.parse().map_err(|reason| {
+        let meant = nearest(name, Preset::ALL.map(Preset::name));
+        let meant = meant.map_or(String::new(), |meant| format!(": is `{meant}` meant?"));
+        error::of_spec(py, format!("{reason}, or the path of a YAML, TOML or JSON file{meant}"))
+    })?;
+    let options: Value = serde_json::from_str(options).map_err(|reason| wrong(&reason))?;
+    let pairs = as_pairs("", &options);
+    let options = Options::from_json(&options).map_err(|reason| wrong(&reason))?;
+    let batch: Batch = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
+    let resolved = presets::spec(preset, function, &options, &batch.into()).map_err(|reason| wrong(&reason))?;
+    let without = resolved.without_effect.iter().map(|option| format!("`{option}` has no effect on the loss"));
+    Ok(Spec {
+        loss: Arc::new(resolved.spec),
+        name: Some(format!("{preset}, {}", resolved.function)),
+        // Another function of the project's has options of its own.
+        project: function.is_none().then_some((preset, pairs)),
+        notes: resolved.notes.iter().cloned().chain(without).collect(),
+    })
+}
+
+/// Options as a command line has them, those within others named with dots.
+fn as_pairs(name: &str, value: &Value) -> Vec<String> {
+    let within = |member: &str| if name.is_empty() { member.into() } else { format!("{name}.{member}") };
+    match value {
+        Value::Object(members) => members.iter().flat_map(|(member, value)| as_pairs(&within(member), value)).collect(),
+        Value::String(text) => vec![format!("{name}={text}")],
+        value => vec![format!("{name}={value}")],
+    }
+}
+
+/// The spec in the YAML, TOML or JSON file at `path`.
+#[pyfunction]
+pub(crate) fn spec_of_file(py: Python<'_>, path: PathBuf) -> PyResult<Spec> {
+    let read = read_spec(Some(&path)).map_err(|reason| error::of_spec(py, reason))?;
+    Ok(Spec::of(read.expect("a path is named")))
+}
+
+/// The spec with `fields`, a JSON object; what is left out is as in plain PPO-clip.
+#[pyfunction]
+pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
+    let given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::of_spec(py, reason))?;
+    let plain = serde_json::to_value(LossSpec::default()).expect("plain data has a JSON form");
+    let known = || plain.as_object().into_iter().flat_map(Map::keys).map(String::as_str);
+    if let Some(stranger) = given.keys().find(|name| *name != "head" && known().all(|field| field != *name)) {
+        let meant = nearest(stranger, known()).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
+        let all: Vec<&str> = known().collect();
+        return Err(error::of_spec(
+            py,
+            format!("`{stranger}`: no such field, {meant}expected one of {}", all.join(", ")),
+        ));
+    }
+    let loss: LossSpec = serde_json::from_value(Value::Object(given))
+        .map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;
+    loss.check().map_err(|reason| error::of_spec(py, reason))?;
+    Ok(Spec::of(loss))
+}

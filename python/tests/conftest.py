@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import assay
+
+
+@pytest.fixture
+def problem() -> assay.Problem:
+    return next(assay.problems("trl", n=1, shapes=["2x8x1023"]))
+
+
+@pytest.fixture
+def one() -> Callable[..., assay.Problem]:
+    """One problem of the dtype and shape that are named."""
+
+    def made(dtype: str = "bf16", shape: str = "2x8x1023", seed: int = 0) -> assay.Problem:
+        return next(assay.problems("trl", 1, seed, dtypes=[dtype], shapes=[shape]))
+
+    return made

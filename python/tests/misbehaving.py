@@ -1,0 +1,93 @@
+"""Kernels that do something else than answer. Another process imports them too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+from kernels import honest
+
+import assay
+
+
+def raises(problem: assay.Problem) -> dict[str, Any]:
+    raise ValueError("no such tile")
+
+
+def returns_nothing(problem: assay.Problem) -> None:
+    return None
+
+
+def writes_to_its_input(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    # Read-only for NumPy, and not for who has a pointer: PyTorch writes through it.
+    import ctypes
+
+    logits = problem.numpy().logits
+    byte = ctypes.c_uint8.from_address(logits.__array_interface__["data"][0])
+    byte.value ^= 1
+    return outputs
+
+
+def returns_a_view(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    outputs["dlogits"] = problem.numpy().logits
+    return outputs
+
+
+def in_place(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    logits = problem.numpy().logits
+    logits[...] = outputs["dlogits"]
+    outputs["dlogits"] = logits
+    return outputs
+
+
+def returns_random_bits(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    nudge = np.float32(1 + 1e-7 * np.random.default_rng().integers(-2, 3))
+    outputs["token_loss"] = outputs["token_loss"] * nudge
+    return outputs
+
+
+def does_not_compute_f32(problem: assay.Problem) -> dict[str, Any]:
+    if problem.dtype == "f32":
+        raise NotImplementedError("logits in f32")
+    return honest(problem)
+
+
+def computes_nothing(problem: assay.Problem) -> dict[str, Any]:
+    raise NotImplementedError("anything")
+
+
+def crashes(problem: assay.Problem) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def exits(problem: assay.Problem) -> dict[str, Any]:
+    os._exit(3)
+
+
+def hangs(problem: assay.Problem) -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+def prints(problem: assay.Problem) -> dict[str, Any]:
+    print("a line that is none of the protocol's")
+    return honest(problem)
+
+
+def is_interrupted(problem: assay.Problem) -> dict[str, Any]:
+    global calls
+    calls += 1
+    if calls == 10:
+        raise KeyboardInterrupt
+    return honest(problem)
+
+
+calls = 0

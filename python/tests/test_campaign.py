@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import misbehaving
+import numpy as np
+import pytest
+from kernels import honest, too_large
+
+import assay
+
+
+def check(fn: Callable[[assay.Problem], Any], **options: Any) -> assay.Report:
+    few: dict[str, Any] = {"cases": 20, "wide": 0, "repro_dir": None, "power": False}
+    return assay.check(fn, **(few | options))
+
+
+def test_an_honest_kernel_passes_and_the_report_says_what_that_is_worth() -> None:
+    report = check(honest, cases=60, power=True)
+    assert report and report.passed, report
+    assert (report.cases, report.causes, report.stopped, report.grade) == (60, [], None, "standard")
+    assert report.power is not None and report.power["rejected"] > 40, report
+    assert report.coverage["with_gradient"] > 1000
+    assert "PASS  honest" in repr(report)
+    report.raise_for_failure()
+
+
+def test_a_wrong_kernel_is_one_cause_on_a_small_problem_that_is_kept(tmp_path: Path) -> None:
+    report = check(too_large, regimes=["normal"], repro_dir=tmp_path)
+    assert not report
+    assert [(cause.gate, cause.status) for cause in report.causes] == [("dlogits", "fail")]
+    cause = report.causes[0]
+    small = cause.problem
+    assert np.prod(small.shape) < 200 and cause.verdict is not None and cause.verdict["lines"]
+    assert not small.check(too_large(small)) and small.check(honest(small))
+    with pytest.raises(assay.KernelFailure, match="CAUSE dlogits"):
+        report.raise_for_failure()
+    # The next campaign begins with it.
+    again = check(too_large, cases=1, regimes=["small"], repro_dir=tmp_path)
+    assert again.cases > 1
+
+
+def test_the_numbers_of_another_spec_are_told() -> None:
+    def sequence_mean(problem: assay.Problem) -> dict[str, Any]:
+        outputs = honest(problem)
+        arrays = problem.numpy()
+        of_row = arrays.mask.sum(-1, keepdims=True) * arrays.mask.shape[0] / arrays.mask.sum()
+        weight = 1 / np.maximum(of_row, 1e-9)
+        dlogits = outputs["dlogits"].astype(np.float64) * np.where(arrays.mask, weight, 0)[..., None]
+        loss = (outputs["token_loss"] * np.where(arrays.mask, weight, 0)).sum() / arrays.mask.sum()
+        return outputs | {"loss": np.float32(loss), "dlogits": dlogits.astype(np.float32)}
+
+    report = check(sequence_mean, dtypes=["f32"])
+    assert not report
+    names = [name for cause in report.causes for names in cause.spec_that_would_pass for name in names]
+    assert "loss_type=grpo" in names, report
+
+
+def test_an_lm_head_is_asked_for() -> None:
+    def zeros(problem: assay.Problem) -> dict[str, Any]:
+        arrays = problem.numpy()
+        return {"loss": 0.0, "dhidden": np.zeros_like(arrays.hidden), "dlm_head": np.zeros_like(arrays.lm_head)}
+
+    report = check(zeros, lm_head=True, cases=6)
+    assert not report and report.causes
+    assert not check(zeros, shapes=["2x3x16x33"], cases=4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "gate", "said", "raised"),
+    [
+        (misbehaving.raises, "raised", "ValueError: no such tile", assay.KernelFailure),
+        (misbehaving.returns_nothing, "output", "expected a dict of loss, dlogits", assay.KernelFailure),
+        (misbehaving.writes_to_its_input, "input-mutated", "logits", assay.InputMutated),
+        (misbehaving.returns_a_view, "output", "a view of the input `logits`", assay.KernelFailure),
+        (misbehaving.returns_random_bits, "not-reproducible", "not-reproducible", assay.NotReproducible),
+    ],
+)
+def test_what_a_kernel_does_instead_of_answering_is_a_cause(
+    fn: Callable[[assay.Problem], Any], gate: str, said: str, raised: type[Exception]
+) -> None:
+    report = check(fn, cases=40, regimes=["normal"])
+    assert [cause.gate for cause in report.causes] == [gate], report
+    assert said in repr(report)
+    with pytest.raises(raised, match=gate):
+        report.raise_for_failure()
+
+
+def test_dlogits_may_be_written_over_logits_where_that_is_asked_for() -> None:
+    assert check(misbehaving.in_place, inplace=True, dtypes=["f32"], regimes=["normal"])
+    report = check(misbehaving.in_place, dtypes=["f32"], regimes=["normal"])
+    assert "read-only" in repr(report) and not report
+
+
+def test_what_a_kernel_does_not_compute_is_skipped_and_nothing_at_all_fails() -> None:
+    report = check(misbehaving.does_not_compute_f32)
+    assert report and report.skipped[0]["cases"] == 10, report
+    assert not check(misbehaving.computes_nothing)
+
+
+def test_an_interrupt_ends_it_with_what_was_found_so_far() -> None:
+    misbehaving.calls = 0
+    report = check(misbehaving.is_interrupted)
+    assert report.stopped and 0 < report.cases < 10 and "stopped" in repr(report)
+
+
+def test_only_the_outputs_that_are_named_are_judged() -> None:
+    def wrong_logp(problem: assay.Problem) -> dict[str, Any]:
+        outputs = honest(problem)
+        return outputs | {"logp": outputs["logp"] * 2}
+
+    assert not check(wrong_logp)
+    assert check(wrong_logp, outputs=["loss", "dlogits"])
+    assert "`entropy`" in repr(check(wrong_logp, outputs=["loss", "dlogits", "entropy"]))
+
+
+def test_a_cause_is_allowed_by_the_name_of_a_wrong_kernel_that_fails_alike() -> None:
+    def of_targets_alone(problem: assay.Problem) -> dict[str, Any]:
+        outputs, arrays = honest(problem), problem.numpy()
+        target = np.arange(problem.shape[-1]) == arrays.ids[..., None]
+        return outputs | {"dlogits": np.where(target, outputs["dlogits"], 0).astype(arrays.logits.dtype)}
+
+    name = "non-target-dlogits-dropped"
+    report = check(of_targets_alone, regimes=["normal"])
+    assert not report and [name in cause.like for cause in report.causes] == [True], report
+    allowed = check(of_targets_alone, regimes=["normal"], allow=[name])
+    assert allowed and len(allowed.allowed) == 1 and "allowed dlogits" in repr(allowed)
+
+
+def test_a_report_is_written(tmp_path: Path) -> None:
+    report = check(too_large)
+    assert json.loads(report.to_json(tmp_path / "report.json"))["passed"] is False
+    assert (tmp_path / "report.json").read_text() == report.to_json()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cases": 0}, "expected"),
+        ({"allow": ["target-cancel"]}, "target-cancel"),
+        ({"grade": "best"}, "exact"),
+        ({"dtypes": []}, "dtypes"),
+        ({"shapes": ["2x3"]}, "BxTxV"),
+        ({"shapes": ["2x3x5", "2x3x4x5"]}, "expected one of the two"),
+        ({"regimes": ["normale"]}, "normal"),
+        ({"beta": "x"}, "expected a number"),
+        ({"seconds": -1.0}, "seconds"),
+        ({"isolate": True}, "expected a function that a new process can import"),
+    ],
+)
+def test_an_option_that_is_none_is_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(assay.AssayError) as error:
+        check(lambda problem: honest(problem), **options)
+    assert said in str(error.value)
+    with pytest.raises(assay.AssayError, match="expected a function"):
+        assay.check("honest")  # type: ignore[arg-type]
+
+
+def test_what_uses_jax_is_given_few_shapes() -> None:
+    from assay._check import compiles
+
+    def helped(problem: assay.Problem) -> Any:
+        return helper(problem)
+
+    def helper(problem: assay.Problem) -> Any:
+        return problem.jax().logits
+
+    assert compiles(helper) and compiles(helped)
+    assert not compiles(honest) and not compiles(too_large)
+
+
+ISOLATED: dict[str, Any] = {"isolate": True, "cases": 4, "timeout": 2.0, "shrink": False}
+
+
+def test_a_process_of_its_own_answers_the_same() -> None:
+    assert check(honest, **ISOLATED)
+    assert check(misbehaving.prints, **ISOLATED)
+    assert [cause.gate for cause in check(too_large, **ISOLATED).causes] == ["dlogits"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "gate", "said", "raised"),
+    [
+        (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed),
+        (misbehaving.exits, "crashed", "exit status: 3", assay.KernelCrashed),
+        (misbehaving.hangs, "timed-out", "killed", assay.KernelTimeout),
+    ],
+)
+def test_a_process_that_ends_or_hangs_is_a_cause(
+    fn: Callable[[assay.Problem], Any], gate: str, said: str, raised: type[Exception]
+) -> None:
+    report = check(fn, **(ISOLATED | {"cases": 2}))
+    assert [cause.gate for cause in report.causes] == [gate], report
+    assert said in repr(report)
+    with pytest.raises(raised):
+        report.raise_for_failure()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+KERNELS = """
+import sys
+sys.path.insert(0, {tests!r})
+import assay, kernels, pytest
+
+@assay.kernel("trl", cases=30, wide=0, power=False, repro_dir=None)
+def test_honest(problem):
+    "A kernel."
+    return kernels.honest(problem)
+
+@assay.kernel("trl", cases=30, wide=0, power=False, repro_dir=None)
+def test_wrong(problem):
+    return kernels.too_large(problem)
+
+@pytest.mark.assay("trl", shapes=["2x3x33"])
+def test_one(assay_problem):
+    assay_problem.check(kernels.honest(assay_problem)).raise_for_failure()
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> object:
+    pytester.makepyfile(test_kernels=KERNELS.format(tests=str(Path(__file__).parent)))
+
+    def run(*options: str) -> pytest.RunResult:
+        return pytester.runpytest_subprocess("-p", "assay._pytest", "-p", "no:cacheprovider", *options)
+
+    return run
+
+
+def test_a_kernel_is_a_test_and_the_fixture_a_problem(run: object) -> None:
+    result = run("--assay-cases=3")  # type: ignore[operator]
+    result.assert_outcomes(passed=4, failed=1)
+    result.stdout.fnmatch_lines(["*CAUSE dlogits*", "*KernelFailure*"])
+
+
+def test_the_seed_is_said_and_drawn_once_for_all_processes(run: object) -> None:
+    result = run("--assay-cases=2", "--assay-seed=random", "-n2", "-v")  # type: ignore[operator]
+    result.assert_outcomes(passed=3, failed=1)
+    seed = re.search(r"--assay-seed=(\d+)", result.stdout.str())
+    assert seed is not None
+    result.stdout.fnmatch_lines([f"*test_one*seed{seed[1]}-1*"])
+
+
+def test_no_problems_are_no_test(run: object) -> None:
+    result = run("--assay-cases=0")  # type: ignore[operator]
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--assay-cases: got 0, expected at least 1*"])
+    assert run("--assay-seed=x").ret == pytest.ExitCode.USAGE_ERROR  # type: ignore[operator]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+import assay
+
+
+def test_a_projects_options_are_read_as_it_reads_them() -> None:
+    spec = assay.spec("trl", beta=0.04, epsilon_high=0.28)
+    fields = spec.to_dict()
+    assert fields["kl"]["beta"] == 0.04
+    assert fields["objective"]["ppo_clip"]["epsilon_high"] == 0.28
+    assert "0.04·kl" in spec.describe()
+    assert assay.spec("verl", policy_loss={"loss_mode": "gspo"}) != assay.spec("verl")
+    assert assay.spec("trl", function="GMPOTrainer") != assay.spec("trl")
+    assert assay.spec("trl", batch={"old_logps": False}) != assay.spec("trl")
+
+
+def test_a_spec_is_equal_to_what_is_written_of_it(tmp_path: Path) -> None:
+    spec = assay.spec("liger", loss_type="grpo")
+    for name in ("spec.yaml", "spec.yml"):
+        path = tmp_path / name
+        path.write_text(spec.yaml)
+        assert assay.spec(path) == spec
+        assert assay.spec(str(path)) == spec
+    path = tmp_path / "spec.json"
+    path.write_text(spec.to_json())
+    assert assay.spec(path) == spec
+    assert assay.spec(**spec.to_dict()) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert assay.spec(spec) == spec
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: assay.spec("trl", bta=0.1), "is `beta` meant?"),
+        (lambda: assay.spec("trll"), "is `trl` meant?"),
+        (lambda: assay.spec(temprature=2.0), "is `temperature` meant?"),
+        (lambda: assay.spec(temperature=-1.0), "temperature"),
+        (lambda: assay.spec("trl", beta=float("nan")), "expected numbers"),
+        (lambda: assay.spec("trl", beta="much"), "expected a number"),
+        (lambda: assay.spec("nowhere.yaml"), "nowhere.yaml: cannot read"),
+        (lambda: assay.spec(assay.spec("trl"), beta=0.1), "expected options only with a project's name"),
+        (lambda: assay.spec(function="GRPOTrainer"), "expected a project's name"),
+        (lambda: assay.spec("trl", batch={"old_logp": True}), "unknown field `old_logp`"),
+    ],
+)
+def test_what_is_wrong_is_named(given: object, said: str) -> None:
+    with pytest.raises(assay.SpecError) as error:
+        given()  # type: ignore[operator]
+    assert said in str(error.value)
