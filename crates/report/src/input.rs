@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use assay_schema::ab::Comparison;
 use assay_schema::bench::Bench;
+use assay_schema::campaign::Campaign;
 use assay_schema::compile::{Compiled, Table};
 use assay_schema::mutants::Mutants;
 use assay_schema::parity::Parity;
@@ -58,7 +59,8 @@ fn parse<P: Part + DeserializeOwned + 'static>(value: Value) -> serde_json::Resu
 }
 
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
-const KINDS: [(&str, &str, &str, Parse); 7] = [
+const KINDS: [(&str, &str, &str, Parse); 8] = [
+    ("causes", "check, or judge of a folder", "Campaign", parse::<Campaign>),
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
     ("step_s_p50", "bench", "Time and memory", parse::<Bench>),
     ("cycles", "compile", "Compiled for a TPU", parse::<Compiled>),
@@ -84,6 +86,15 @@ impl Input {
         }
         let value: Value = serde_json::from_slice(&bytes)
             .map_err(|error| invalid(format!("`{}`", clipped(&error.to_string())), "JSON".into()))?;
+        Self::of(&path.display().to_string(), value)
+    }
+
+    /// One result that is no file's; `name` stands for its path.
+    ///
+    /// # Errors
+    /// [`InputError::Invalid`] as in [`read`](Self::read).
+    pub fn of(name: &str, value: Value) -> Result<Self, InputError> {
+        let invalid = |given: String, expected: String| InputError::Invalid { path: name.into(), given, expected };
         let kind = KINDS.iter().find(|(key, ..)| value.get(key).is_some());
         let Some((_, commands, title, parse)) = kind else {
             let kinds: Vec<String> = KINDS.iter().map(|(key, commands, ..)| format!("{commands} (`{key}`)")).collect();
@@ -94,7 +105,7 @@ impl Input {
         let part = parse(value).map_err(|error| {
             invalid(format!("`{}`", clipped(&error.to_string())), format!("what `assay {commands} --json` writes"))
         })?;
-        Ok(Self { name: path.display().to_string(), title, command, part })
+        Ok(Self { name: name.into(), title, command, part })
     }
 }
 
