@@ -25,8 +25,8 @@
 
 use assay_algebra::family::Reach;
 use assay_algebra::structure::{Shaped, Structure};
-use assay_core::implementation::Unsupported;
-use assay_core::problem::{Dtype, Shape};
+use assay_core::implementation::{self, Unsupported};
+use assay_core::problem::{Dtype, Problem, Shape};
 use assay_core::spec::LossSpec;
 
 use crate::mesh::Mesh;
@@ -35,7 +35,7 @@ use crate::program::{self, Evaluated, Given, Program, Share, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, TpuKernel};
-use crate::{ANY_DEVICE, Named, baseline};
+use crate::{ANY_DEVICE, Named, Programs, baseline, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -67,9 +67,10 @@ pub struct LossProgram {
     sharding: Sharding,
 }
 
-impl LossProgram {
-    /// One for each kernel and each sharding that it knows.
-    pub fn all() -> Vec<LossProgram> {
+impl Programs for LossProgram {
+    type Problem = Problem;
+
+    fn all() -> Vec<LossProgram> {
         let kernels: [(Kernel, &[Sharding]); 4] = [
             (Kernel::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
@@ -81,18 +82,11 @@ impl LossProgram {
         shardings.map(|(kernel, sharding)| LossProgram { kernel, sharding }).collect()
     }
 
-    /// The one that returns logp and entropy alone.
-    pub fn entropy() -> LossProgram {
-        LossProgram { kernel: Kernel::Entropy, sharding: Sharding::Whole }
-    }
-
-    /// How a batch is cut for it.
-    pub fn sharding(self) -> Sharding {
+    fn sharding(self) -> Sharding {
         self.sharding
     }
 
-    /// The name that commands and reports use.
-    pub fn id(self) -> &'static str {
+    fn id(self) -> &'static str {
         match (self.kernel, self.sharding) {
             (Kernel::Baseline, Sharding::Whole) => "xla",
             (Kernel::Baseline, Sharding::Rows) => "xla-rows",
@@ -108,8 +102,7 @@ impl LossProgram {
         }
     }
 
-    /// One line on what it is and where it runs.
-    pub fn summary(self) -> &'static str {
+    fn summary(self) -> &'static str {
         match (self.kernel, self.sharding) {
             (Kernel::Baseline, Sharding::Whole) => {
                 "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place"
@@ -123,56 +116,51 @@ impl LossProgram {
         }
     }
 
-    /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
-    pub fn class(self) -> &'static str {
+    fn class(self) -> &'static str {
         if self.kernel == Kernel::Baseline { "xla" } else { "tile" }
     }
 
-    /// Whether it computes `spec` on logits of `shape` and `dtype` over `devices` devices.
-    ///
-    /// # Errors
-    /// [`Unsupported`], naming the first thing it does not do.
-    pub fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        self.reach().expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
+    fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        self.reach().expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
-            return Err(self.unsupported("logits dtype", dtype, "f32, bf16 and f16"));
+            return Err(unsupported(self, "logits dtype", dtype, "f32, bf16 and f16"));
         }
         // Columns and ids are i32 on the device.
         if i32::try_from(shape.vocab).is_err() {
-            return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
+            return Err(unsupported(self, "vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
         self.expect_fits(local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
         if self.kernel != Kernel::Baseline && tokens.is_none() {
-            return Err(self.unsupported("tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
+            return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
         }
         Ok(())
     }
 
-    /// Whether it computes a loss and its gradient, and so is an implementation to judge; else logp and entropy alone,
-    /// and no implementation to judge.
-    pub fn has_gradient(self) -> bool {
+    fn has_gradient(self) -> bool {
         self.kernel != Kernel::Entropy
     }
 
-    /// The program that any device runs, one of `devices`, each of which is a `machine`, of `[B,T,V]` logits of `shape` and
-    /// `dtype`.
-    ///
-    /// # Errors
-    /// [`Unsupported`], as of [`supports`](Self::supports).
-    pub fn loops(
+    fn loops(
         self,
         loss: Shaped,
-        shape: Shape,
-        dtype: Dtype,
+        given: implementation::Given<Problem>,
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
+        let implementation::Given { shape, dtype, form: () } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
         self.program(loss.structure, shape, mesh, Calls { dtype, lowering: Lowering::Loops, machine })
+    }
+}
+
+impl LossProgram {
+    /// The one that returns logp and entropy alone.
+    pub fn entropy() -> LossProgram {
+        LossProgram { kernel: Kernel::Entropy, sharding: Sharding::Whole }
     }
 
     /// The program of one device of `mesh`.
@@ -197,11 +185,6 @@ impl LossProgram {
         })
     }
 
-    /// Whether one device holds all of the logits.
-    pub fn is_whole(self) -> bool {
-        self.sharding == Sharding::Whole
-    }
-
     /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
     /// one batch: data-parallel, whatever the sharding of this implementation. A text for compilers: nothing is run. Tile
     /// kernels are called as kernels for a TPU of `core`.
@@ -218,7 +201,7 @@ impl LossProgram {
     ) -> Result<String, Unsupported> {
         if !self.is_whole() {
             let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
-            return Err(self.unsupported("compiling ahead of time", self.id(), supported));
+            return Err(unsupported(self, "compiling ahead of time", self.id(), supported));
         }
         // The limit of the core asked for comes before that of any other.
         self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
@@ -226,7 +209,7 @@ impl LossProgram {
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
-            return Err(self.unsupported("sequences a device", local.batch, supported));
+            return Err(unsupported(self, "sequences a device", local.batch, supported));
         };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         self.program(
@@ -295,12 +278,12 @@ impl LossProgram {
         let most = most_tokens(machine);
         if tokens > most {
             let supported = format!("up to {most}, whose ids fit SMEM; tile-two-pass takes any number");
-            return Err(self.unsupported("tokens a device", tokens, supported));
+            return Err(unsupported(self, "tokens a device", tokens, supported));
         }
         rows_of_a_block(in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
             let mebibytes = machine.vmem_bytes >> 20;
             let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
-            self.unsupported("vocabulary", local[2], supported)
+            unsupported(self, "vocabulary", local[2], supported)
         })
     }
 
@@ -324,25 +307,14 @@ impl LossProgram {
             Kernel::Entropy => Reach::Softmax,
         }
     }
-
-    /// The mesh that `devices` make for a batch of `shape`.
-    ///
-    /// # Errors
-    /// [`Unsupported`], naming the counts that would do.
-    pub fn mesh(self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
-        self.sharding.mesh(shape, devices).map_err(|counts| self.unsupported("device count", devices, counts))
-    }
-
-    fn unsupported(self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
-        Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HeadArrays, HeadProgram};
-    use assay_core::problem::{HeadLayout, HeadShape};
+    use crate::HeadProgram;
+    use assay_core::implementation::Given;
+    use assay_core::problem::{HeadForm, HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
 
     #[test]
@@ -377,19 +349,20 @@ mod tests {
             let text = |xla: &LossProgram| {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
-                xla.loops(Shaped::of(spec), shape.logits(), Dtype::Bf16, 1, ANY_DEVICE).unwrap()
+                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+                xla.loops(Shaped::of(spec), given, 1, ANY_DEVICE).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
                 let whole = all.iter().find(|xla| xla.is_whole() && xla.kernel == cut.kernel).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same += 1;
             }
-            let layout = HeadLayout::HiddenByVocab;
-            let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout, rounds_logits: true };
+            let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+            let given = Given { shape, dtype: Dtype::Bf16, form };
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let whole = heads.iter().find(|head| head.is_whole() && head.class() == cut.class()).unwrap();
-                let text = |head: &HeadProgram| head.loops(Shaped::of(spec), arrays, 1, ANY_DEVICE).unwrap();
+                let text = |head: &HeadProgram| head.loops(Shaped::of(spec), given, 1, ANY_DEVICE).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;
             }
