@@ -63,7 +63,7 @@ const MOST_BLOCKS: usize = 16;
 
 /// What makes the loss of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kernel {
+enum Core {
     Baseline,
     Tile,
 }
@@ -71,7 +71,7 @@ enum Kernel {
 /// The programs of an LM head and a loss under one sharding. See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadProgram {
-    kernel: Kernel,
+    core: Core,
     sharding: Sharding,
     chunk_bytes: usize,
 }
@@ -80,9 +80,9 @@ impl Programs for HeadProgram {
     type Problem = HeadProblem;
 
     fn all() -> Vec<HeadProgram> {
-        let kernels = [Kernel::Baseline, Kernel::Tile].into_iter();
-        let shardings = kernels.flat_map(|kernel| Sharding::ALL.map(|sharding| (kernel, sharding)));
-        shardings.map(|(kernel, sharding)| HeadProgram { kernel, sharding, chunk_bytes: CHUNK_BYTES }).collect()
+        let cores = [Core::Baseline, Core::Tile].into_iter();
+        let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
+        shardings.map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES }).collect()
     }
 
     fn sharding(self) -> Sharding {
@@ -90,22 +90,22 @@ impl Programs for HeadProgram {
     }
 
     fn id(self) -> &'static str {
-        match (self.kernel, self.sharding) {
-            (Kernel::Baseline, Sharding::Whole) => "xla-lm-head",
-            (Kernel::Baseline, Sharding::Rows) => "xla-lm-head-rows",
-            (Kernel::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
-            (Kernel::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
-            (Kernel::Tile, Sharding::Whole) => "tile-lm-head",
-            (Kernel::Tile, Sharding::Rows) => "tile-lm-head-rows",
-            (Kernel::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
-            (Kernel::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
+        match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Whole) => "xla-lm-head",
+            (Core::Baseline, Sharding::Rows) => "xla-lm-head-rows",
+            (Core::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
+            (Core::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
+            (Core::Tile, Sharding::Whole) => "tile-lm-head",
+            (Core::Tile, Sharding::Rows) => "tile-lm-head-rows",
+            (Core::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
+            (Core::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
         }
     }
 
     fn summary(self) -> &'static str {
-        match (self.kernel, self.sharding) {
-            (Kernel::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
-            (Kernel::Tile, Sharding::Whole) => {
+        match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
+            (Core::Tile, Sharding::Whole) => {
                 "XLA's products and TPU kernels, LM head and loss, logits in chunks, as loops on any PJRT device"
             }
             (_, Sharding::Rows) => "the same, rows over devices",
@@ -115,9 +115,9 @@ impl Programs for HeadProgram {
     }
 
     fn class(self) -> &'static str {
-        match self.kernel {
-            Kernel::Baseline => "xla-lm-head",
-            Kernel::Tile => "tile-lm-head",
+        match self.core {
+            Core::Baseline => "xla-lm-head",
+            Core::Tile => "tile-lm-head",
         }
     }
 
@@ -162,7 +162,7 @@ impl HeadProgram {
     /// The program of each of `devices`. Of `xla-lm-head` and `tile-lm-head`, `given` is what one device holds: hidden
     /// states of its own, all of them together one batch, and the whole head. Of the others it is the batch and the head,
     /// cut as the [sharding](Self::sharding) says. A text for compilers: nothing is run. Tile kernels are called as
-    /// kernels for a TPU of `core`.
+    /// kernels for a TPU that is `machine`.
     ///
     /// # Errors
     /// [`Unsupported`], for f64, for a vocabulary or a batch beyond i32, and for devices that do not cut the arrays.
@@ -209,9 +209,9 @@ impl HeadProgram {
             let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
             (hidden, Head { weights, layout, dtype, rounds_logits })
         };
-        frame(structure, share, parameters, |on, given, (hidden, head)| match self.kernel {
-            Kernel::Baseline => head.materialised(on, structure, given, hidden),
-            Kernel::Tile => {
+        frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
+            Core::Baseline => head.materialised(on, structure, given, hidden),
+            Core::Tile => {
                 let chunks = self.chunks([b * t, v], logits_dtype, machine);
                 let calls = Calls { dtype: logits_dtype, lowering, machine };
                 if Reach::Token.expect(loss.spec).is_ok() {
