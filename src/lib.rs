@@ -12,9 +12,9 @@
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
-use assay_core::project;
 pub use assay_campaign as campaign;
-pub use assay_core::{element, implementation, memory, problem, spec, text};
+pub use assay_core::{element, implementation, memory, problem, spec};
+use assay_core::{project, text};
 pub use assay_fixture as fixture;
 pub use assay_judge as judge;
 pub use assay_native as native;

@@ -379,7 +379,8 @@ fn judge_answer<P: Judgeable>(
     let verdicts =
         problem.judge(&reference, &outcome.lend(), &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
-    let failures: Vec<_> = failed.map(|verdict| explain(verdict, &reference, problem, id, command).to_string()).collect();
+    let failures: Vec<_> =
+        failed.map(|verdict| explain(verdict, &reference, problem, id, command).to_string()).collect();
     if failures.is_empty() {
         return Ok(None);
     }

@@ -102,7 +102,8 @@ fn draft<P: Subject>(
     let Failing { problem, fault, .. } = &bucket.kept[0];
     let mut problem = Arc::clone(problem);
     // A process that is started again each time takes seconds; what a second call differs in, or memory, is no property of one.
-    let shrinks = matches!(kind, Kind::Gate(..) | Kind::Shape(_)) || matches!(kind, Kind::Fault("raised" | "output", _));
+    let shrinks =
+        matches!(kind, Kind::Gate(..) | Kind::Shape(_)) || matches!(kind, Kind::Fault("raised" | "output", _));
     if campaign.shrink && shrinks {
         let effort = if few_shapes { Effort::FEW_SHAPES } else { Effort::WHOLE };
         problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
@@ -171,7 +172,11 @@ fn explain<P: Subject>(
 
 /// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell
 /// them apart, and whether they did not.
-fn computes<P: Subject>(campaign: &Campaign, bench: &mut Bench<P>, mut problems: Vec<Arc<P>>) -> (Vec<Vec<String>>, bool) {
+fn computes<P: Subject>(
+    campaign: &Campaign,
+    bench: &mut Bench<P>,
+    mut problems: Vec<Arc<P>>,
+) -> (Vec<Vec<String>>, bool) {
     let project = campaign.project.as_ref().map(|(preset, options)| (*preset, options.as_slice()));
     let mut left = neighbours(&campaign.spec, project);
     let mut telling = 0..TELLING;
@@ -225,10 +230,11 @@ fn names<P: Subject>(
         .iter()
         .filter_map(|(problem, candidate)| Some((Known::of(bench.spec, &**problem).ok()?, candidate)))
         .collect();
-    let passing: Vec<Known<P>> =
-        passing.iter().filter_map(|problem| Known::of(bench.spec, &**problem).ok()).collect();
+    let passing: Vec<Known<P>> = passing.iter().filter_map(|problem| Known::of(bench.spec, &**problem).ok()).collect();
     let is_alike = |mutant: &&Mutant| {
-        failing.iter().all(|(known, candidate)| crate::power::fails_alike(known, candidate, mutant, kind, &bench.limits))
+        failing
+            .iter()
+            .all(|(known, candidate)| crate::power::fails_alike(known, candidate, mutant, kind, &bench.limits))
             && passing.iter().all(|known| crate::power::passes(known, mutant, &bench.limits))
     };
     let candidates: Vec<&Mutant> = BANK.iter().filter(|mutant| crate::power::shows::<P>(mutant)).collect();

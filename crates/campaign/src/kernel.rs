@@ -86,8 +86,7 @@ impl<P: Subject> Kernel<P> for Local<'_, P> {
         self.0
             .supports(spec, shape, problem.dtype(), 1)
             .map_err(|unsupported| Fault::Unsupported(unsupported.to_string()))?;
-        let candidate =
-            self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string()))?;
+        let candidate = self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string()))?;
         read(&candidate.lend());
         Ok(())
     }

@@ -66,7 +66,8 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
     }
     for preset in Preset::ALL {
         for function in preset.functions() {
-            let name = if *function == preset.functions()[0] { preset.to_string() } else { format!("{preset} {function}") };
+            let name =
+                if *function == preset.functions()[0] { preset.to_string() } else { format!("{preset} {function}") };
             if let Some(spec) = of_preset(preset, Some(function), &[]) {
                 add(format!("the default of {name}"), spec);
             }
@@ -177,8 +178,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     add("no rollout weights", &|spec| spec.rollout = None);
     add("rollout.applies_to: the other", &|spec| {
         if let Some(rollout) = &mut spec.rollout {
-            rollout.applies_to =
-                if rollout.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
+            rollout.applies_to = if rollout.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
         }
     });
     add("no rejection", &|spec| spec.rejection.clear());

@@ -1,7 +1,9 @@
 //! Wrong kernels beside the one that is judged: which fail as it does, and how many its campaign would catch.
 
+use std::ops::Range;
+
 use assay_core::problem::{Candidate, Dtype, FloatArray};
-use assay_judge::gate::{Gate, Output};
+use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
 use assay_judge::metric::half_ulp;
@@ -19,6 +21,12 @@ use crate::subject::{Dealt, Subject};
 /// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.
 const CASES: usize = 50;
 const ELEMENTS: usize = 1 << 13;
+
+/// Elements of larger ones: more than 16 bits count.
+const LARGER: Range<usize> = 1 << 16..1 << 18;
+
+/// And of one of Qwen's vocabulary.
+const WIDE: Range<usize> = 1 << 18..1 << 20;
 
 /// How far from the judged kernel's value a wrong kernel's may be to be the same, in units of how far both are off.
 const ALIKE: f64 = 0.05;
@@ -104,55 +112,94 @@ fn limited<G>(mut candidate: Candidate<G>, outputs: &[&'static str]) -> Candidat
 }
 
 /// What became of a mutant.
+#[derive(Clone, Copy)]
 enum Fate {
     Rejected,
     Accepted,
     NotExercised,
 }
 
-/// Runs the mutants on the first small problems of the deck, judged by the outputs that the kernel has. `None` where the correct kernel
-/// does not compute the loss.
+/// A problem, and what the correct kernel returns for it.
+struct Trial<'p, P: Subject> {
+    known: Known<'p, P>,
+    correct: Candidate<P::Gradient>,
+}
+
+impl<P: Subject> Trial<'_, P> {
+    /// What becomes of a mutant here. Where its numbers are those of the correct kernel it shows nothing, unless a second call has
+    /// others.
+    fn fate(&self, mutant: &Mutant, limits: &Limits, outputs: &[&'static str]) -> Fate {
+        let Known { spec, problem, .. } = self.known;
+        let specimen = Specimen::with(mutant.bug);
+        let run = || P::mutant(&specimen).run(spec, problem.clone(), 1).map(|candidate| limited(candidate, outputs));
+        let (Ok(candidate), Ok(again)) = (run(), run()) else { return Fate::NotExercised };
+        if !Invariance::between(&candidate, &again).other.is_empty() {
+            return Fate::Rejected;
+        }
+        if same_numbers::<P>(&self.correct, &candidate) {
+            return Fate::NotExercised;
+        }
+        match self.known.verdicts(&candidate.lend(), limits) {
+            Ok(verdicts) if verdicts.iter().all(Verdict::passed) => Fate::Accepted,
+            _ => Fate::Rejected,
+        }
+    }
+}
+
+/// Whether all numbers of two candidates are the same: −0 is 0.
+fn same_numbers<P: Subject>(a: &Candidate<P::Gradient>, b: &Candidate<P::Gradient>) -> bool {
+    let gates = [Output::Loss, Output::Logp, Output::Entropy, Output::TokenLoss, Output::Dlogits];
+    gates.into_iter().all(|output| {
+        let gate = Gate::of(output, Model::Elementwise);
+        let (a, b) = (values::<P>(a, gate), values::<P>(b, gate));
+        a.len() == b.len() && a.iter().zip(&b).all(|(x, y)| x == y || (x.is_nan() && y.is_nan()))
+    })
+}
+
+/// Runs the mutants on the deck, judged by the outputs that the kernel has: on its first small problems, and those that these do
+/// not reject on a few larger ones; what is accepted there on the wide ones too. `None` where the correct kernel does not compute
+/// the loss.
 pub(crate) fn power<P: Subject>(
     campaign: &Campaign,
     deals: &dyn Deals<P>,
     outputs: &[&'static str],
 ) -> Result<Option<schema::Power>, CampaignError> {
     let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade));
-    let small = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
-    let small = small.filter(|recipe| recipe.of_logits().shape.iter().product::<usize>() <= ELEMENTS).take(CASES);
-    let problems = small.map(|recipe| Ok((recipe.label(), P::draw(&recipe, spec)?)));
-    let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
-    let correct = Specimen::default();
-    let mut cases: Vec<(Known<P>, Candidate<P::Gradient>)> = Vec::new();
-    for (label, problem) in &problems {
-        let Ok(known) = Known::of(spec, problem) else { continue };
-        let Ok(candidate) = P::mutant(&correct).run(spec, problem.clone(), 1) else { return Ok(None) };
-        let candidate = limited(candidate, outputs);
-        let verdicts = known.verdicts(&candidate.lend(), &limits).unwrap_or_default();
-        if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
-            return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
-        }
-        cases.push((known, candidate));
-    }
-    let fate = |mutant: &&Mutant| {
-        let mut fate = Fate::NotExercised;
-        for (known, correct) in &cases {
-            let specimen = Specimen::with(mutant.bug);
-            let Ok(candidate) = P::mutant(&specimen).run(spec, known.problem.clone(), 1) else { continue };
-            let candidate = limited(candidate, outputs);
-            if Invariance::between(correct, &candidate).other.is_empty() {
-                continue;
-            }
-            match known.verdicts(&candidate.lend(), &limits) {
-                Ok(verdicts) if verdicts.iter().all(Verdict::passed) => fate = Fate::Accepted,
-                _ => return Fate::Rejected,
-            }
-        }
-        fate
-    };
     let mutants: Vec<&Mutant> = BANK.iter().filter(|mutant| shows::<P>(mutant)).collect();
-    let fates: Vec<Fate> = mutants.par_iter().map(fate).collect();
-    let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases: cases.len() };
+    let mut fates = vec![Fate::NotExercised; mutants.len()];
+    let mut cases = 0;
+    for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
+        let recipes = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
+        let recipes = recipes.filter(|recipe| sizes.contains(&recipe.of_logits().shape.iter().product())).take(most);
+        let problems = recipes.map(|recipe| Ok((recipe.label(), P::draw(&recipe, spec)?)));
+        let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
+        let mut trials = Vec::new();
+        for (label, problem) in &problems {
+            let Ok(known) = Known::of(spec, problem) else { continue };
+            let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(None) };
+            let correct = limited(correct, outputs);
+            let verdicts = known.verdicts(&correct.lend(), &limits).unwrap_or_default();
+            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
+                return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
+            }
+            trials.push(Trial { known, correct });
+        }
+        cases += trials.len();
+        fates.par_iter_mut().zip(&mutants).for_each(|(fate, mutant)| {
+            let settled = matches!(fate, Fate::Rejected) || (accepted_only && matches!(fate, Fate::NotExercised));
+            for trial in trials.iter().filter(|_| !settled) {
+                match trial.fate(mutant, &limits, outputs) {
+                    Fate::NotExercised => {}
+                    Fate::Accepted => *fate = Fate::Accepted,
+                    Fate::Rejected => {
+                        *fate = Fate::Rejected;
+                        break;
+                    }
+                }
+            }
+        });
+    }
+    let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
     for (mutant, fate) in mutants.into_iter().zip(fates) {
         match fate {
             Fate::NotExercised => continue,
@@ -161,7 +208,7 @@ pub(crate) fn power<P: Subject>(
         }
         power.exercised += 1;
     }
-    Ok(Some(power))
+    Ok(Some(power).filter(|power| power.cases > 0))
 }
 
 /// A mutant by its name.

@@ -232,7 +232,8 @@ impl<P: Subject> Bench<'_, P> {
         let (limits, mut kinds, mut outputs) = (self.limits, Vec::new(), Vec::new());
         let mut read = |candidate: &Candidate<P::View<'_>>| {
             let Candidate { logp, entropy, token_loss, .. } = candidate;
-            let there = [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
+            let there =
+                [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
             outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
             match known.verdicts(candidate, &limits) {
                 Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(Kind::of)),

@@ -97,12 +97,10 @@ impl<P: Subject> Shrinker<'_, P> {
     fn simplify(&mut self) {
         let rounded = |x: &mut f64| *x = x.round();
         let tenths = |x: &mut f64| *x = (*x * 8.0).round() / 8.0;
-        let plainer = [
-            self.problem.map_tokens(|tokens| match &mut tokens.advantages {
-                Advantages::Sequence(advantages) => advantages.mapv_inplace(f64::signum),
-                Advantages::Token(advantages) => advantages.mapv_inplace(f64::signum),
-            }),
-        ];
+        let plainer = [self.problem.map_tokens(|tokens| match &mut tokens.advantages {
+            Advantages::Sequence(advantages) => advantages.mapv_inplace(f64::signum),
+            Advantages::Token(advantages) => advantages.mapv_inplace(f64::signum),
+        })];
         for problem in plainer {
             self.try_one(problem);
         }

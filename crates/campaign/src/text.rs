@@ -49,7 +49,8 @@ fn total(campaign: &Campaign) -> String {
 }
 
 fn of_cause(text: &mut String, word: &str, cause: &Cause) {
-    let Cause { gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro } = cause;
+    let Cause { gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro } =
+        cause;
     let problems = if *cases == 1 { "problem" } else { "problems" };
     let alike = if like.is_empty() { String::new() } else { format!(", like {}", names(like)) };
     let _ = writeln!(text, "{word} {gate}: {cases} {problems}{alike}");
@@ -105,7 +106,9 @@ pub fn covered(coverage: &Coverage) -> String {
 /// `53 of 54 wrong kernels would be rejected; not …`
 fn score(power: &Power) -> String {
     let Power { rejected, exercised, accepted, cases } = power;
-    let mut line = format!("{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)");
+    let mut line = format!(
+        "{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)"
+    );
     if !accepted.is_empty() {
         let _ = write!(line, "; accepted: {}", names(accepted));
     }

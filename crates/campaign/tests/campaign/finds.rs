@@ -63,7 +63,10 @@ fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
     assert_eq!(found.outputs, ["logp", "entropy", "token_loss"]);
     let power = found.power.unwrap();
     let accepted: Vec<&str> = power.accepted.iter().map(|name| name.mutant.as_str()).collect();
-    assert_eq!((accepted, power.exercised - power.rejected), (vec!["target-collapses"], 1));
+    // A maximum that is not the row's is as good while logits are less than 88 nats apart, a logarithm of p + 1e-9 while V is
+    // small; grade `standard` admits a collapsed target; a mask that is multiplied leaves other numbers under it alone.
+    let expected = ["max-of-first-tile", "target-collapses", "entropy-of-shifted-log", "mask-multiplied", "stale-max"];
+    assert_eq!((accepted, power.exercised - power.rejected), (expected.to_vec(), expected.len()));
     let coverage = found.coverage;
     assert!(coverage.clipped.iter().chain(&coverage.first_and_last_tile).all(|count| *count > 50), "{coverage:?}");
 }
@@ -83,19 +86,27 @@ fn right_kernel_of_a_head_passes() {
 fn wrong_kernel_is_found_shrunk_and_named() {
     let mut spec = trl();
     (spec.entropy_coef, spec.temperature) = (0.05, 0.7);
-    for name in ["non-target-dropped", "one-hot-forgotten", "sum-in-bf16", "temperature-twice-in-gradient", "clip-ignores-sign"] {
-        let Some(mutant) = BANK.iter().find(|mutant| mutant.name == name) else { continue };
-        let causes = causes_of(mutant.name, spec.clone());
+    for name in [
+        "non-target-dlogits-dropped",
+        "one-hot-forgotten",
+        "sum-in-bf16",
+        "temperature-twice-in-gradient",
+        "clip-on-the-wrong-side",
+    ] {
+        let causes = causes_of(name, spec.clone());
         let names = |cause: &Cause| cause.like.iter().map(|name| name.mutant.clone()).collect::<Vec<_>>();
         assert!(causes.iter().any(|cause| names(cause).contains(&name.to_string())), "{name}: {causes:#?}");
     }
 }
 
+/// Every fifth of the mutants; all of them where `ASSAY_PRODUCTION` is set.
 #[test]
 fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
     let mut wrongly = Vec::new();
     let mut counts = [0; 3];
-    for mutant in BANK.iter().filter(|mutant| !mutant.class.of_heads() && mutant.class != Class::Devices) {
+    let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 5 };
+    let on_one_device = BANK.iter().filter(|mutant| !mutant.class.of_heads() && mutant.class != Class::Devices);
+    for mutant in on_one_device.step_by(step) {
         let causes = causes_of(mutant.name, trl());
         if causes.is_empty() {
             continue;
@@ -109,8 +120,10 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
             wrongly.push((mutant.name, named.iter().map(|cause| cause.like.clone()).collect::<Vec<_>>()));
         }
     }
-    eprintln!("rejected {}, named by themselves {}, one cause {}; wrongly {wrongly:#?}", counts[0], counts[1], counts[2]);
     assert!(wrongly.is_empty(), "{wrongly:#?}");
+    // One that fails by what no other output shows, such as bits of a second call, has no name.
+    let [rejected, named, of_one_cause] = counts;
+    assert!(rejected >= 8 && named + 1 >= rejected && of_one_cause + 2 >= rejected, "{counts:?}");
 }
 
 #[test]
@@ -190,7 +203,7 @@ fn problem_that_failed_is_kept_and_tried_first() {
     let folder = tempfile::tempdir().unwrap();
     let mut campaign = campaign(trl(), 40);
     campaign.repros = Some(folder.path().into());
-    let specimen = Specimen::with(named("non-target-dropped").bug);
+    let specimen = Specimen::with(named("non-target-dlogits-dropped").bug);
     let found = run(&campaign, &mut Local::<Problem>(&specimen));
     assert!(found.causes[0].repro.as_ref().is_some_and(|path| std::path::Path::new(path).exists()));
     campaign.deck.cases = 1;

@@ -3,6 +3,7 @@
 use ndarray::{Array2, Array3, arr1, arr2};
 
 use assay_core::problem::{Advantages, Extra, HeadLayout, Part, Problem, Projection};
+use assay_core::spec::LossSpec;
 
 fn problem() -> Problem {
     Problem {
@@ -20,6 +21,7 @@ fn problem() -> Problem {
 fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
     let part = Part { batch: vec![1], tokens: vec![0, 2], columns: vec![1, 2] };
     let selected = problem().select(&part);
+    assert!(selected.logits.is_standard_layout() && selected.check(&LossSpec::default()).is_ok());
     assert_eq!(selected.logits.row(0, 1), [121.0, 122.0]);
     assert_eq!((selected.ids, selected.mask), (arr2(&[[-1, 0]]), arr2(&[[false, true]])));
     assert_eq!(selected.advantages, Advantages::Sequence(arr1(&[2.0])));

@@ -297,11 +297,15 @@ impl<D: Dimension> FloatArray<D> {
     where
         D: RemoveAxis,
     {
+        // ndarray's own lies as it likes.
+        fn selected<T: Clone, D: RemoveAxis>(array: &Array<T, D>, axis: Axis, indices: &[usize]) -> Array<T, D> {
+            array.select(axis, indices).as_standard_layout().into_owned()
+        }
         match self {
-            FloatArray::F64(array) => FloatArray::F64(array.select(axis, indices)),
-            FloatArray::F32(array) => FloatArray::F32(array.select(axis, indices)),
-            FloatArray::Bf16(array) => FloatArray::Bf16(array.select(axis, indices)),
-            FloatArray::F16(array) => FloatArray::F16(array.select(axis, indices)),
+            FloatArray::F64(array) => FloatArray::F64(selected(array, axis, indices)),
+            FloatArray::F32(array) => FloatArray::F32(selected(array, axis, indices)),
+            FloatArray::Bf16(array) => FloatArray::Bf16(selected(array, axis, indices)),
+            FloatArray::F16(array) => FloatArray::F16(selected(array, axis, indices)),
         }
     }
 }

@@ -25,7 +25,8 @@ impl Part {
 /// A `[B,T]` array's part; `[B,1]` keeps its one column.
 fn of_tokens<T: Clone>(array: &Array2<T>, part: &Part) -> Array2<T> {
     let rows = array.select(Axis(0), &part.batch);
-    if array.ncols() == 1 && part.tokens.iter().any(|t| *t > 0) { rows } else { rows.select(Axis(1), &part.tokens) }
+    let one_a_row = array.ncols() == 1 && part.tokens.iter().any(|t| *t > 0);
+    if one_a_row { rows } else { rows.select(Axis(1), &part.tokens).as_standard_layout().into_owned() }
 }
 
 /// A `[B,T,…]` array's part, its last axis whole.
