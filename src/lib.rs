@@ -13,8 +13,8 @@
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
 pub use assay_campaign as campaign;
-pub use assay_core::{element, implementation, memory, problem, spec};
-use assay_core::{project, text};
+use assay_core::project;
+pub use assay_core::{element, implementation, memory, problem, spec, text};
 pub use assay_fixture as fixture;
 pub use assay_judge as judge;
 pub use assay_native as native;
