@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use assay::campaign::{self, Deck, Fault, HeadDeck, Kernel, Progress, Shapes, Sub
 use assay::fixture::write_candidate;
 use assay::judge::generate::Regime;
 use assay::problem::{self as core, Candidate, Extents, HeadProblem, HeadShape, Shape};
-use assay::schema;
+use assay::report::{Input, render};
 use assay::spec::LossSpec;
 use assay::worker::{Launch, Stored, Worker};
 
@@ -373,6 +373,6 @@ fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
 /// The project's report page of a campaign, whose JSON this is.
 #[pyfunction]
 pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {
-    let _: schema::campaign::Campaign = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
-    Err(error::other(py, "the report page has no campaigns yet"))
+    let input = Input::of(Path::new("assay.check"), json.as_bytes()).map_err(|reason| error::other(py, reason))?;
+    Ok(render(&[input], "assay.check(…).to_html(path)"))
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use assay_schema::ab::Comparison;
 use assay_schema::bench::Bench;
+use assay_schema::campaign::Campaign;
 use assay_schema::compile::{Compiled, Table};
 use assay_schema::mutants::Mutants;
 use assay_schema::parity::Parity;
@@ -58,7 +59,7 @@ fn parse<P: Part + DeserializeOwned + 'static>(value: Value) -> serde_json::Resu
 }
 
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
-const KINDS: [(&str, &str, &str, Parse); 7] = [
+const KINDS: [(&str, &str, &str, Parse); 8] = [
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
     ("step_s_p50", "bench", "Time and memory", parse::<Bench>),
     ("cycles", "compile", "Compiled for a TPU", parse::<Compiled>),
@@ -66,6 +67,7 @@ const KINDS: [(&str, &str, &str, Parse); 7] = [
     ("mutants", "mutants", "Wrong kernels", parse::<Mutants>),
     ("files", "parity", "Recorded runs of others", parse::<Parity>),
     ("arms", "ab", "Kernel off and on", parse::<Comparison>),
+    ("causes", "check", "Campaign", parse::<Campaign>),
 ];
 
 impl Input {
@@ -76,13 +78,21 @@ impl Input {
     /// kind, or lacks what its kind has.
     pub fn read(path: &Path) -> Result<Self, InputError> {
         let io = |reason| InputError::Io { path: path.into(), reason };
-        let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
         let mut bytes = Vec::new();
         File::open(path).map_err(io)?.take(LONGEST + 1).read_to_end(&mut bytes).map_err(io)?;
+        Self::of(path, &bytes)
+    }
+
+    /// The same of bytes that are there already, under the name `path`.
+    ///
+    /// # Errors
+    /// [`InputError::Invalid`].
+    pub fn of(path: &Path, bytes: &[u8]) -> Result<Self, InputError> {
+        let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
         if bytes.len() as u64 > LONGEST {
             return Err(invalid(format!("more than {LONGEST} bytes"), "a shorter result".into()));
         }
-        let value: Value = serde_json::from_slice(&bytes)
+        let value: Value = serde_json::from_slice(bytes)
             .map_err(|error| invalid(format!("`{}`", clipped(&error.to_string())), "JSON".into()))?;
         let kind = KINDS.iter().find(|(key, ..)| value.get(key).is_some());
         let Some((_, commands, title, parse)) = kind else {

@@ -10,6 +10,7 @@
 
 mod ab;
 mod bench;
+mod campaign;
 mod compiled;
 mod input;
 mod mutants;
