@@ -52,6 +52,7 @@ target/python/venv/made: python/tests/requirements.txt
 # The Python package as it would be published, in dist; nothing is published. What builds it is installed once, 0.3 GB.
 wheel:
 	PYTHON=$(PYTHON) setup/wheel.sh
+	PYTHON=$(PYTHON) setup/readme-python.sh
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test

@@ -19,10 +19,14 @@ maturin sdist --manifest-path python/Cargo.toml --out dist
 ls -l dist
 
 wheel=$(echo "$PWD"/dist/*.whl)
-# Every Python that is here: of the path, and of a version manager's.
+# Every Python that is here: of the path, and of a version manager's; one of each version.
+said=
 for python in $(ls -d "$HOME"/.pyenv/versions/*/bin/python3 2>/dev/null) $(type -aP python3.11 python3.12 python3.13 python3); do
 	"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
-	echo "$("$python" --version): $("$python" - "$wheel" <<-'END'
+	version=$("$python" --version)
+	[[ $said != *"$version;"* ]] || continue
+	said="$said$version;"
+	echo "$version: $("$python" - "$wheel" <<-'END'
 		import sys, tempfile, zipfile
 		with tempfile.TemporaryDirectory() as folder:
 		    zipfile.ZipFile(sys.argv[1]).extractall(folder)

@@ -1,7 +1,8 @@
 //! [`Campaign`]: a function of Python's as the library's engine sees a kernel.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ use assay::campaign::{self, Deck, Fault, HeadDeck, Kernel, Progress, Shapes, Sub
 use assay::fixture::write_candidate;
 use assay::judge::generate::Regime;
 use assay::problem::{self as core, Candidate, Extents, HeadProblem, HeadShape, Shape};
-use assay::schema;
+use assay::report::{Input, render};
 use assay::spec::LossSpec;
 use assay::worker::{Launch, Stored, Worker};
 
@@ -110,7 +111,7 @@ impl Dealt {
 /// One kernel before a deck of problems.
 #[pyclass(frozen, module = "assay")]
 pub(crate) struct Campaign {
-    campaign: campaign::Campaign,
+    engine: campaign::Campaign,
     heads: Option<HeadDeck>,
     spec: Spec,
 }
@@ -146,7 +147,7 @@ impl Campaign {
             Duration::try_from_secs_f64(given)
                 .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))
         });
-        let campaign = campaign::Campaign {
+        let engine = campaign::Campaign {
             project: spec.project.clone(),
             deck,
             grade: grade.parse().map_err(|reason| error::other(py, format!("grade: {reason}")))?,
@@ -157,7 +158,7 @@ impl Campaign {
             repros,
             ..campaign::Campaign::new(kernel, (*spec.loss).clone())
         };
-        Ok(Self { campaign, heads, spec })
+        Ok(Self { engine, heads, spec })
     }
 
     /// Runs it on `function`, which is called with each problem.
@@ -205,8 +206,8 @@ impl Campaign {
             let _ = Python::attach(|py| progress.call1(py, (tried, cases, failed)).map(drop));
         };
         let found = error::apart(py, || match &self.heads {
-            None => self.campaign.run(&mut kernel, &mut say),
-            Some(heads) => self.campaign.run_heads(heads, &mut kernel, &mut say),
+            None => self.engine.run(&mut kernel, &mut say),
+            Some(heads) => self.engine.run_heads(heads, &mut kernel, &mut say),
         })?;
         let found = found.map_err(|reason| error::other(py, reason))?;
         Ok((serde_json::to_string_pretty(&found).expect("plain data has a JSON form"), campaign::text(&found)))
@@ -336,7 +337,7 @@ where
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
-        Python::attach(|py| py.check_signals()).map_err(|_| Fault::Interrupted)?;
+        Python::attach(|py| py.check_signals().map_err(|_| Fault::Interrupted))?;
         self.0.answer(spec, problem, read)
     }
 }
@@ -350,15 +351,15 @@ pub(crate) fn answer(
     inplace: bool,
     path: PathBuf,
 ) -> PyResult<()> {
-    let question = Question { spec: problem.of_spec().clone(), outputs: None, device: None, inplace };
+    let question = Question { spec: problem.under().clone(), outputs: None, device: None, inplace };
     let written = match problem.batch() {
         Batch::Logits(problem) => {
             let returned = question.ask(function, problem)?;
-            write_candidate(path, &owned(&**problem, &returned), &Default::default())
+            write_candidate(path, &owned(&**problem, &returned), &BTreeMap::new())
         }
         Batch::Head(problem) => {
             let returned = question.ask(function, problem)?;
-            write_candidate(path, &owned(&**problem, &returned), &Default::default())
+            write_candidate(path, &owned(&**problem, &returned), &BTreeMap::new())
         }
     };
     written.map_err(|reason| error::other(py, reason))
@@ -372,6 +373,6 @@ fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
 /// The project's report page of a campaign, whose JSON this is.
 #[pyfunction]
 pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {
-    let _: schema::campaign::Campaign = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
-    Err(error::other(py, "the report page has no campaigns yet"))
+    let input = Input::of(Path::new("assay.check"), json.as_bytes()).map_err(|reason| error::other(py, reason))?;
+    Ok(render(&[input], "assay.check(…).to_html(path)"))
 }

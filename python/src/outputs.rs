@@ -103,7 +103,8 @@ impl Returned {
         dictionary.update(mapping)?;
         for (name, _) in &dictionary {
             let name = name.to_string();
-            if !known.contains(&name.as_str()) && !(name == DLOGITS_DTYPE && gradient.len() == 2) {
+            let is_said_of_a_head = name == DLOGITS_DTYPE && gradient.len() == 2;
+            if !known.contains(&name.as_str()) && !is_said_of_a_head {
                 let meant = nearest(&name, known.iter().copied());
                 let meant = meant.map_or(String::new(), |meant| format!(": is `{meant}` meant?"));
                 return Err(error::of_output(

@@ -90,7 +90,7 @@ impl Problem {
         &self.batch
     }
 
-    pub(crate) fn of_spec(&self) -> &Spec {
+    pub(crate) fn under(&self) -> &Spec {
         &self.spec
     }
 
@@ -270,7 +270,7 @@ impl Problem {
         self.lent("bias")
     }
 
-    /// The arrays as NumPy's, read-only.
+    /// The arrays as `NumPy`'s, read-only.
     fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         frameworks(py)?.call_method1("numpy", (self.by_name(py)?,))
     }

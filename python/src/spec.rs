@@ -93,7 +93,7 @@ pub(crate) fn plain_data<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
-struct Batch {
+struct Inputs {
     old_logps: bool,
     ref_logps: bool,
     sampling_logps: bool,
@@ -110,7 +110,7 @@ enum Level {
     Sequence,
 }
 
-impl Default for Batch {
+impl Default for Inputs {
     fn default() -> Self {
         Self {
             old_logps: true,
@@ -124,8 +124,8 @@ impl Default for Batch {
     }
 }
 
-impl From<Batch> for Given {
-    fn from(batch: Batch) -> Self {
+impl From<Inputs> for Given {
+    fn from(inputs: Inputs) -> Self {
         let shape = |level| match level {
             Level::Token => WeightShape::Token,
             Level::Sequence => WeightShape::Sequence,
@@ -135,13 +135,13 @@ impl From<Batch> for Given {
             Level::Sequence => AdvantageLevel::Sequence,
         };
         Self {
-            old_logps: batch.old_logps,
-            ref_logps: batch.ref_logps,
-            sampling_logps: batch.sampling_logps,
-            rollout_weights: batch.rollout_weights.map(shape),
-            num_items_in_batch: batch.num_items_in_batch,
-            advantages: batch.advantages.map(level),
-            float64: batch.float64,
+            old_logps: inputs.old_logps,
+            ref_logps: inputs.ref_logps,
+            sampling_logps: inputs.sampling_logps,
+            rollout_weights: inputs.rollout_weights.map(shape),
+            num_items_in_batch: inputs.num_items_in_batch,
+            advantages: inputs.advantages.map(level),
+            float64: inputs.float64,
         }
     }
 }
@@ -164,8 +164,8 @@ pub(crate) fn spec_of_preset(
     let options: Value = serde_json::from_str(options).map_err(|reason| wrong(&reason))?;
     let pairs = as_pairs("", &options);
     let options = Options::from_json(&options).map_err(|reason| wrong(&reason))?;
-    let batch: Batch = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
-    let resolved = presets::spec(preset, function, &options, &batch.into()).map_err(|reason| wrong(&reason))?;
+    let inputs: Inputs = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
+    let resolved = presets::spec(preset, function, &options, &inputs.into()).map_err(|reason| wrong(&reason))?;
     let without = resolved.without_effect.iter().map(|option| format!("`{option}` has no effect on the loss"));
     Ok(Spec {
         loss: Arc::new(resolved.spec),

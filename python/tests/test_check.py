@@ -148,6 +148,8 @@ def test_a_fork_after_it_computed_is_an_error_and_no_hang(problem: assay.Problem
     answers = context.Queue()
     child = context.Process(target=in_child, args=(problem, answers))
     child.start()
-    answer = answers.get(timeout=60)
-    child.join(60)
+    try:
+        answer = answers.get(timeout=60)
+    finally:
+        child.kill()
     assert "fork" in answer and "spawn" in answer

@@ -43,6 +43,12 @@ def test_a_kernel_is_a_test_and_the_fixture_a_problem(run: object) -> None:
     result.stdout.fnmatch_lines(["*CAUSE dlogits*", "*KernelFailure*"])
 
 
+def test_a_page_is_written_for_each_campaign(run: object, pytester: pytest.Pytester) -> None:
+    run("--assay-cases=2", "--assay-html=pages", "-n2")  # type: ignore[operator]
+    pages = sorted(page.name for page in (pytester.path / "pages").iterdir())
+    assert pages == ["test_kernels.py-test_honest.html", "test_kernels.py-test_wrong.html"]
+
+
 def test_the_seed_is_said_and_drawn_once_for_all_processes(run: object) -> None:
     result = run("--assay-cases=2", "--assay-seed=random", "-n2", "-v")  # type: ignore[operator]
     result.assert_outcomes(passed=3, failed=1)

@@ -131,8 +131,8 @@ fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
 pub(super) fn show(found: &Found, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
     if let Some(path) = page {
         let made = Made { command: command_line(), result: found };
-        let value = serde_json::to_value(&made).expect("plain data has a JSON form");
-        let page = render(&[Input::of(&found.kernel, value)?], &made.command);
+        let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
+        let page = render(&[Input::of(Path::new(&found.kernel), &json)?], &made.command);
         crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {
             path: path.into(),
             action: "write",

@@ -22,21 +22,25 @@ fn wide(layout: Layout) -> Layout {
 // SAFETY: every block comes from `System`, with a layout that is at least as strict as the one asked for, and returns to it
 // with that same layout. No method panics.
 unsafe impl GlobalAlloc for Aligned {
+    // # Safety: as the trait has it.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's layout has a size other than 0, and so has the wider one.
         unsafe { System.alloc(wide(layout)) }
     }
 
+    // # Safety: as the trait has it.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as in `alloc`.
         unsafe { System.alloc_zeroed(wide(layout)) }
     }
 
+    // # Safety: as the trait has it.
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // SAFETY: the block was taken with this layout, so from `System` with the wider one.
         unsafe { System.dealloc(block, wide(layout)) }
     }
 
+    // # Safety: as the trait has it.
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller's new size is not 0 and does not overflow at its alignment.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };

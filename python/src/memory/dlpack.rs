@@ -53,6 +53,8 @@ struct Tensor {
 struct Plain {
     tensor: Tensor,
     context: *mut c_void,
+    /// # Safety
+    /// Called once, by whoever is the last to use the tensor.
     deleter: Option<unsafe extern "C" fn(*mut Plain)>,
 }
 
@@ -62,6 +64,8 @@ struct Versioned {
     major: u32,
     minor: u32,
     context: *mut c_void,
+    /// # Safety
+    /// Called once, by whoever is the last to use the tensor.
     deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
     flags: u64,
     tensor: Tensor,
@@ -75,13 +79,13 @@ struct Context {
 }
 
 impl Context {
-    fn of(block: Block) -> Box<Self> {
+    fn of(block: Block) -> Self {
         let shape: Vec<i64> = block.shape().iter().map(|extent| extent.cast_signed() as i64).collect();
         let mut strides = vec![1; shape.len()];
         for axis in (1..shape.len()).rev() {
             strides[axis - 1] = strides[axis] * shape[axis];
         }
-        Box::new(Self { block, shape, strides })
+        Self { block, shape, strides }
     }
 
     fn tensor(&mut self) -> Tensor {
@@ -109,12 +113,18 @@ fn data_type(element: Element) -> DataType {
     DataType { code, bits: 8 * element.size() as u8, lanes: 1 }
 }
 
+/// What ends a capsule.
+///
+/// # Safety
+/// For the interpreter, with a capsule.
+type Destructor = unsafe extern "C" fn(*mut ffi::PyObject);
+
 /// A capsule that keeps `block` until its consumer is done with it. The plain kind cannot say whether it may be written to.
 pub(super) fn capsule(py: Python<'_>, block: Block, versioned: bool, writable: bool) -> PyResult<Bound<'_, PyAny>> {
-    let mut context = Context::of(block);
+    let mut context = Box::new(Context::of(block));
     let tensor = context.tensor();
     let context = Box::into_raw(context).cast();
-    let (pointer, name, destructor): (*mut c_void, _, unsafe extern "C" fn(*mut ffi::PyObject)) = if versioned {
+    let (pointer, name, destructor): (*mut c_void, _, Destructor) = if versioned {
         let flags = if writable { 0 } else { READ_ONLY };
         let held = Versioned { major: 1, minor: 0, context, deleter: Some(delete_versioned), flags, tensor };
         (Box::into_raw(Box::new(held)).cast(), VERSIONED, drop_versioned)

@@ -107,7 +107,7 @@ impl Block {
     }
 }
 
-/// An array of a problem's. Frameworks take it without a copy: NumPy by the buffer protocol (bf16 as its bits, uint16),
+/// An array of a problem's. Frameworks take it without a copy: `NumPy` by the buffer protocol (bf16 as its bits, uint16),
 /// `PyTorch` and JAX by `DLPack`.
 #[pyclass(frozen, module = "assay")]
 pub(crate) struct Array {
@@ -224,9 +224,5 @@ impl Array {
             (*view).obj = slf.into_any().into_ptr();
         }
         Ok(())
-    }
-
-    fn __reduce__(&self) -> PyResult<()> {
-        Err(pyo3::exceptions::PyTypeError::new_err("an assay.Array is lent and cannot be pickled: pickle a copy of it"))
     }
 }

@@ -60,16 +60,14 @@ impl Seen {
         {
             return Err(wrong("a tensor that requires a gradient".into(), "one that does not: `.detach()`"));
         }
-        let found = match number(object) {
-            Some(found) => found,
-            None => {
-                let found = on_host(object).and_then(|host| found(&host, bits)).map_err(|reason| {
-                    let given =
-                        object.get_type().qualname().map_or_else(|_| "an object".into(), |name| name.to_string());
-                    wrong(format!("{given} ({})", reason.value(py)), ARRAY)
-                })?;
-                found.ok_or_else(|| wrong(format!("{}", object.get_type()), ARRAY))?
-            }
+        let found = if let Some(found) = number(object) {
+            found
+        } else {
+            let found = on_host(object).and_then(|host| found(&host, bits)).map_err(|reason| {
+                let given = object.get_type().qualname().map_or_else(|_| "an object".into(), |name| name.to_string());
+                wrong(format!("{given} ({})", reason.value(py)), ARRAY)
+            })?;
+            found.ok_or_else(|| wrong(format!("{}", object.get_type()), ARRAY))?
         };
         let dtype = found.dtype.map_err(|given| wrong(format!("dtype {given}"), DTYPES))?;
         if let Some(strides) = found.strides.filter(|strides| !dense(&found.shape, strides, dtype.size())) {
@@ -182,7 +180,7 @@ fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<Found>> {
     Ok(Some(Found { keep: Keep::Buffer(buffer), data, shape, strides, dtype }))
 }
 
-/// NumPy's own protocol.
+/// `NumPy`'s own protocol.
 fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
     let (address, _): (usize, bool) = interface.get_item("data")?.extract()?;
     let shape: Vec<usize> = interface.get_item("shape")?.extract()?;

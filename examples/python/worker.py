@@ -1,0 +1,23 @@
+"""TRL's default loss in NumPy, as a process that needs nothing of this project: `assay check --exec "python worker.py"`."""
+import json, sys
+import ml_dtypes, numpy as np
+from safetensors.numpy import load_file, save_file
+
+print(json.dumps({"protocol": "assay-check/1", "dtypes": ["f32", "bf16", "f16"], "outputs": ["logp"]}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    t = load_file(request["problem"])
+    mask, a, x = t["mask"] == 1, t["advantages"][:, None], t["logits"].astype(np.float64)
+    target = np.arange(x.shape[-1]) == t["ids"][..., None]
+    z = x - x.max(-1, keepdims=True)
+    e = np.exp(z)
+    total = e.sum(-1)
+    logp = np.where(target, z, 0).sum(-1) - np.log(total)
+    ratio = np.exp(np.where(mask, logp - t["old_logps"], 0))  # what is masked may overflow
+    token_loss = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+    active = mask & np.where(a > 0, ratio <= 1.2, ratio >= 0.8)
+    g = np.where(active, -ratio * a, 0)[..., None] / mask.sum()
+    dlogits = (g * (target - e / total[..., None])).astype(t["logits"].dtype)
+    loss = np.float32(np.where(mask, token_loss, 0).sum() / mask.sum())
+    save_file({"loss": loss[None], "dlogits": dlogits, "logp": np.where(mask, logp, 0).astype(np.float32)}, request["candidate"])
+    print(json.dumps({"id": request["id"]}), flush=True)

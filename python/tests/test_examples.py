@@ -1,0 +1,74 @@
+"""The examples pass, as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import assay
+from assay import _native
+from assay._check import compiles
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
+
+
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [("torch_autograd", "torch"), ("jax_jit", "jax"), ("pallas_kernel", "jax"), ("triton_kernel", "triton")],
+)
+def test_an_example_passes(name: str, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if framework == "triton":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    loss = runpy.run_path(str(EXAMPLES / f"{name}.py"))["loss"]
+    report = assay.check(loss, cases=24, wide=0, power=False, repro_dir=None)
+    assert report, report
+    assert compiles(loss) == (framework != "torch")
+
+
+def served(command: list[str], dtypes: list[str]) -> dict[str, object]:
+    """What a worker's campaign comes to, as `assay check --exec` has it."""
+    campaign = _native.Campaign(
+        kernel="worker",
+        spec=assay.spec("trl"),
+        dtypes=dtypes,
+        cases=24,
+        seconds=None,
+        seed=0,
+        shapes=["many"],
+        regimes=None,
+        wide=0,
+        lm_head=False,
+        grade="standard",
+        allow=[],
+        shrink=False,
+        power=False,
+        repros=None,
+    )
+    found, text = campaign.run_isolated(command, 30.0, None)
+    print(text)
+    read: dict[str, object] = json.loads(found)
+    return read
+
+
+def test_the_worker_in_python_passes() -> None:
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    assert served([sys.executable, str(EXAMPLES / "worker.py")], ["f32", "bf16", "f16"])["passed"]
+
+
+def test_the_worker_in_cpp_passes(tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    worker = tmp_path / "worker"
+    subprocess.run([compiler, "-O2", "-std=c++17", str(EXAMPLES / "worker.cpp"), "-o", str(worker)], check=True)
+    report = served([str(worker)], ["f32"])
+    assert report["passed"] and report["tried"] == 24
