@@ -22,7 +22,7 @@ pub(super) struct DeckChoice {
     /// Of the logits, or of hidden states and head
     #[arg(long, value_name = "DTYPE,…", value_delimiter = ',', default_value = "bf16,f32")]
     dtypes: Vec<Dtype>,
-    /// `many`; `few`, for kernels that are compiled for each; or extents, BxTxV
+    /// `many`; `few`, for kernels that are compiled for each; or extents, `BxTxV`
     #[arg(long, value_name = "SHAPES", value_delimiter = ',', default_value = "many")]
     shapes: Vec<String>,
     /// How logits are drawn; every way in which all losses are finite if none is given

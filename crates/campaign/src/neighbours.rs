@@ -7,6 +7,7 @@ use assay_core::spec::{
     Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OldLogp, RatioLevel, Reduction,
     Rows, Support, TemperatureDivides, Terms,
 };
+use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::Limits;
 
@@ -29,7 +30,7 @@ pub fn computed<P: Judgeable>(
     let comes_to = |spec: &LossSpec, problem: &P, candidate: &Candidate<P::Gradient>| {
         let Ok(reference) = problem.evaluate(spec) else { return false };
         let Ok(verdicts) = problem.judge(&reference, &candidate.lend(), limits) else { return false };
-        verdicts.iter().all(|verdict| verdict.passed()) && verdicts.iter().any(|verdict| verdict.compared_a_gradient())
+        verdicts.iter().all(Verdict::passed) && verdicts.iter().any(Verdict::compared_a_gradient)
     };
     let all = |of: &Computed| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
     specs.into_iter().filter(all).collect()
@@ -188,7 +189,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
 }
 
 /// The KL penalty: none, or another one.
-fn of_kl(asked: &LossSpec, add: &mut dyn FnMut(&str, &dyn Fn(&mut LossSpec))) {
+fn of_kl(asked: &LossSpec, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
     let Some(kl) = &asked.kl else { return };
     add("no kl", &|spec| spec.kl = None);
     let mut with = |name: &str, kl: Kl| add(name, &|spec| spec.kl = Some(kl.clone()));

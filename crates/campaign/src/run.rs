@@ -425,7 +425,7 @@ impl<P: Subject> Round<'_, P> {
         for step in 0..SEEDS {
             let recipe = reseeded::<P>(deals.deal(index), step);
             let problem = P::draw(&recipe, &self.campaign.spec)?;
-            let again = (self.campaign.repeats && index % TWICE == 0).then_some(&recipe);
+            let again = (self.campaign.repeats && index.is_multiple_of(TWICE)).then_some(&recipe);
             if self.examine(recipe.label(), problem, again) {
                 return Ok(());
             }

@@ -47,9 +47,7 @@ pub(crate) fn shrink<P: Subject>(problem: Arc<P>, effort: Effort, fails: &mut dy
 impl<P: Subject> Shrinker<'_, P> {
     /// Takes `smaller` if it still fails.
     fn try_one(&mut self, smaller: P) -> bool {
-        let mut counts = false;
-        smaller.map_tokens(|tokens| counts = tokens.mask.iter().any(|counts| *counts));
-        if !counts || self.is_spent() {
+        if !smaller.mask().iter().any(|counts| *counts) || self.is_spent() {
             return false;
         }
         self.calls += 1;

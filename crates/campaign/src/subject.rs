@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 
-use ndarray::Ix3;
+use ndarray::{Array2, Ix3};
 use serde::Serialize;
 
 use assay_core::implementation::Implementation;
@@ -34,6 +34,9 @@ pub trait Subject: Judgeable {
     /// `[B,T,V]`.
     fn extents(&self) -> [usize; 3];
 
+    /// `[B,T]`: the tokens that count.
+    fn mask(&self) -> &Array2<bool>;
+
     /// `1x1x2`, or with an LM head `1x1x8x2`.
     fn extents_in_words(&self) -> String;
 
@@ -46,15 +49,19 @@ pub trait Subject: Judgeable {
     fn is_of(class: Class) -> bool;
 
     /// Its tokens, whatever their logits are.
+    #[must_use]
     fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self;
 
     /// Its floats, logits or hidden states, each as `edit` makes it of the old one.
+    #[must_use]
     fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self;
 
     /// A part of it; hidden units are all kept.
+    #[must_use]
     fn part(&self, part: &Part) -> Self;
 
     /// `self`'s memory with the content of `other`, which has the same extents and dtype.
+    #[must_use]
     fn refilled(self, other: Self) -> Self;
 
     /// A number that problems of other content do not share.
@@ -152,6 +159,10 @@ impl Subject for Problem {
         [shape.batch, shape.tokens, shape.vocab]
     }
 
+    fn mask(&self) -> &Array2<bool> {
+        &self.mask
+    }
+
     fn extents_in_words(&self) -> String {
         self.shape().to_string()
     }
@@ -231,6 +242,10 @@ impl Subject for HeadProblem {
         [shape.batch, shape.tokens, shape.vocab]
     }
 
+    fn mask(&self) -> &Array2<bool> {
+        &self.mask
+    }
+
     fn extents_in_words(&self) -> String {
         self.shape().to_string()
     }
@@ -303,7 +318,9 @@ impl Subject for HeadProblem {
 fn hashed<L, const N: usize>(problem: &Problem<L>, values: [&Vec<f64>; N]) -> u64 {
     let mut hasher = DefaultHasher::new();
     let mut floats = |values: &mut dyn Iterator<Item = &f64>| values.for_each(|x| x.to_bits().hash(&mut hasher));
-    values.into_iter().for_each(|values| floats(&mut values.iter()));
+    for values in values {
+        floats(&mut values.iter());
+    }
     for array in [&problem.old_logp, &problem.ref_logp] {
         floats(&mut array.iter().flatten());
     }
