@@ -5,8 +5,9 @@
 use std::io::Cursor;
 
 use assay::fixture::{ProblemFile, SafetensorsFile, candidate};
+use assay::problem::{FloatArray, HeadGradient};
 use libfuzzer_sys::fuzz_target;
-use ndarray::IxDyn;
+use ndarray::{Ix3, IxDyn};
 
 const PREFIX_LEN: usize = 8;
 
@@ -37,7 +38,8 @@ fn read_everything(bytes: &[u8]) {
         let _ = held.numbers::<IxDyn>(name);
         let _ = held.integers::<IxDyn>(name);
     }
-    let _ = candidate(&held);
+    let _ = candidate::<FloatArray<Ix3>, _>(&held);
+    let _ = candidate::<HeadGradient, _>(&held);
     let problems = ProblemFile::new(held);
     for logits in problems.logits_names() {
         let _ = problems.problem(logits, None);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -373,6 +373,7 @@ fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
 /// The project's report page of a campaign, whose JSON this is.
 #[pyfunction]
 pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {
-    let input = Input::of(Path::new("assay.check"), json.as_bytes()).map_err(|reason| error::other(py, reason))?;
+    let value = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
+    let input = Input::of("assay.check", value).map_err(|reason| error::other(py, reason))?;
     Ok(render(&[input], "assay.check(…).to_html(path)"))
 }

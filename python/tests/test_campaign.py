@@ -136,8 +136,8 @@ def test_a_report_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "report.json").read_text() == report.to_json()
     report.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<h3>dlogits</h3>" in page and "too_large: 20 problems" in page
-    assert "srcdoc" in report._repr_html_() and "&lt;h3&gt;dlogits" in report._repr_html_()
+    assert "<h3>dlogits: " in page and "too_large: 20 problems" in page
+    assert "srcdoc" in report._repr_html_() and "&lt;h3&gt;dlogits: " in report._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
+use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, one_of};
 use crate::config;
 use crate::fixture::{write_head_problem, write_problem};
@@ -15,19 +16,11 @@ use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, Extents};
 use crate::spec::LossSpec;
-use crate::spec::presets::{self, Given, Options, Preset};
 
 #[derive(Args)]
 pub(super) struct Generate {
-    /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
-    #[arg(long, value_name = "FILE", conflicts_with = "preset")]
-    spec: Option<PathBuf>,
-    /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
-    #[arg(long, value_name = "NAME")]
-    preset: Option<Preset>,
-    /// An option of that project's, such as `loss_type=grpo`
-    #[arg(long = "option", value_name = "NAME=VALUE", requires = "preset")]
-    options: Vec<String>,
+    #[command(flatten)]
+    spec: SpecChoice,
     /// Sequences, tokens and vocabulary; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV")]
     shape: Extents,
@@ -73,7 +66,7 @@ struct Generated<'g> {
 
 impl Generate {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let spec = self.spec()?;
+        let spec = self.spec.read()?;
         let recipe = Recipe {
             shape: self.shape.logits(),
             dtype: self.dtype,
@@ -106,12 +99,6 @@ impl Generate {
         let text = format!("{}: {shape} {dtype} {regime}, seed {seed}\n{coverage}\n", output.display());
         self.printing.finish(&text, &Generated { output, recipe: &recipe, spec: &spec, coverage: &coverage })?;
         Ok(Passed::Yes)
-    }
-
-    fn spec(&self) -> Result<LossSpec, CliError> {
-        let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
-        let options = Options::from_pairs(&self.options)?;
-        Ok(presets::spec(preset, None, &options, &Given::default())?.spec)
     }
 
     /// What the problem can show, which is to be something.

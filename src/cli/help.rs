@@ -6,7 +6,7 @@ use clap::Command;
 
 /// Which commands stand under which heading, in order. A build without a feature lacks some of them.
 const HEADINGS: [(&str, &[&str]); 4] = [
-    ("Judge a kernel", &["replay", "judge", "generate", "gradcheck", "report"]),
+    ("Judge a kernel", &["check", "judge", "suite", "generate", "replay", "gradcheck", "report"]),
     (
         "Look at losses, limits and implementations",
         &["list", "spec", "metrics", "parity", "tolerances", "mutants", "panel"],

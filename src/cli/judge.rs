@@ -4,25 +4,35 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::problem_choice::{AnyProblem, ProblemChoice};
+use super::problem_choice::{AnyProblem, Within};
 use super::standards::Standards;
 use super::{CliError, Passed, Printing};
+use crate::campaign::{computed, neighbours};
 use crate::fixture::{StoredGradient, extra_tensors, read_candidate};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Ignored, Report, explain};
-use crate::judge::tolerance::EXTERNAL;
+use crate::judge::tolerance::{EXTERNAL, Limits};
 use crate::problem::Candidate;
 use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
 
 #[derive(Args)]
 pub(super) struct Judge {
+    /// A folder that `assay suite` wrote, in place of one problem
+    #[arg(value_name = "SUITE", requires = "candidates", conflicts_with_all = ["problem", "candidate"])]
+    suite: Option<PathBuf>,
+    /// What was put out for each of its problems, under the same name
+    #[arg(long, value_name = "DIR", requires = "suite")]
+    candidates: Option<PathBuf>,
+    /// The problem
+    #[arg(long, value_name = "PROBLEM.safetensors", required_unless_present = "suite")]
+    problem: Option<PathBuf>,
     #[command(flatten)]
-    choice: ProblemChoice,
+    within: Within,
     /// What it put out: `loss` and `dlogits`, or `dhidden` and `dlm_head`, and `logp`, `entropy`, `token_loss` where it has
     /// them
-    #[arg(long, value_name = "CANDIDATE.safetensors")]
-    candidate: PathBuf,
+    #[arg(long, value_name = "CANDIDATE.safetensors", required_unless_present = "suite")]
+    candidate: Option<PathBuf>,
     #[command(flatten)]
     standards: Standards,
     #[command(flatten)]
@@ -30,26 +40,52 @@ pub(super) struct Judge {
 }
 
 impl Judge {
-    pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let (spec, problem) = self.choice.read()?;
-        match problem {
-            AnyProblem::Logits(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?),
-            AnyProblem::Head(problem) => self.judge(&spec, &problem, &read_candidate(&self.candidate)?),
+    pub(super) fn run(self) -> Result<Passed, CliError> {
+        let Self { suite, candidates, problem, within, candidate, standards, printing } = self;
+        match (suite, candidates, problem, candidate) {
+            (Some(suite), Some(candidates), ..) => {
+                super::suite::judge(&suite, &candidates, standards.of_a_campaign(), &printing)
+            }
+            (_, _, Some(problem), Some(candidate)) => {
+                let (spec, given) = within.read(&problem)?;
+                let one = One { problem, within, candidate, standards, printing };
+                match given {
+                    AnyProblem::Logits(given) => one.judge(&spec, &given, &read_candidate(&one.candidate)?),
+                    AnyProblem::Head(given) => one.judge(&spec, &given, &read_candidate(&one.candidate)?),
+                }
+            }
+            _ => unreachable!("clap asks for a folder and candidates, or a problem and a candidate"),
         }
     }
+}
 
+/// One candidate.
+struct One {
+    problem: PathBuf,
+    within: Within,
+    candidate: PathBuf,
+    standards: Standards,
+    printing: Printing,
+}
+
+impl One {
     fn judge<P: Judgeable<Gradient: StoredGradient>>(
         &self,
         spec: &LossSpec,
         problem: &P,
         candidate: &Candidate<P::Gradient>,
     ) -> Result<Passed, CliError> {
-        let reference = problem.evaluate(spec).map_err(|reason| self.choice.wrong(reason))?;
-        let label = self.choice.problem.file_stem().unwrap_or_default().to_string_lossy();
+        let wrong = |reason| CliError::Problem { path: self.problem.clone(), reason };
+        let reference = problem.evaluate(spec).map_err(wrong)?;
+        let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
         let verdicts = self.standards.judge(problem, &reference, candidate, EXTERNAL)?;
-        let diagnoses = problem.diagnose(&reference, &candidate.lend(), &verdicts);
+        let mut diagnoses: Vec<String> =
+            problem.diagnose(&reference, &candidate.lend(), &verdicts).iter().map(ToString::to_string).collect();
+        if verdicts.iter().any(|verdict| verdict.status.failed()) {
+            diagnoses.extend(self.computed(spec, problem, candidate));
+        }
         for verdict in verdicts {
             if verdict.status.failed() {
                 super::print(&format!("{}\n", explain(&verdict, &reference, problem, &name, &self.command())))?;
@@ -62,20 +98,29 @@ impl Judge {
             why: "no output has this name".into(),
             not_run: None,
         }));
-        let diagnoses = diagnoses.iter().map(ToString::to_string).collect();
         let report = Report { diagnoses, ..Report::new(checks, ignored) };
         let (table, verdicts) = (report.table(), Verdicts::from(report));
         self.printing.finish(&table, &verdicts)?;
         Ok(verdicts.pass.into())
     }
 
+    /// Which other loss has these numbers, on this problem.
+    fn computed<P: Judgeable>(
+        &self,
+        spec: &LossSpec,
+        problem: &P,
+        candidate: &Candidate<P::Gradient>,
+    ) -> Option<String> {
+        let limits = Limits::external(self.standards.of_a_campaign().grade);
+        let all = computed(neighbours(spec, None), &[(problem, candidate)], &limits);
+        let names: Vec<String> = all.iter().map(|of| of.names.join(", which is ")).collect();
+        let more = if names.len() > 1 { ", which this problem does not tell apart" } else { "" };
+        (!names.is_empty()).then(|| format!("these are the numbers of another loss: {}{more}", names.join("; or ")))
+    }
+
     fn command(&self) -> String {
-        format!(
-            "assay judge {} --candidate {}{}",
-            self.choice.options(),
-            self.candidate.display(),
-            self.standards.options()
-        )
+        let Self { problem, within, candidate, standards, .. } = self;
+        format!("assay judge {} --candidate {}{}", within.options(problem), candidate.display(), standards.options())
     }
 }
 

@@ -3,8 +3,10 @@
 #[cfg(feature = "train")]
 mod ab;
 mod bench;
+mod check;
 #[cfg(feature = "pjrt")]
 mod compile;
+mod deck_choice;
 mod document;
 #[cfg(feature = "pjrt")]
 mod emit;
@@ -25,7 +27,9 @@ mod record;
 mod replay;
 mod report;
 mod spec;
+mod spec_choice;
 mod standards;
+mod suite;
 mod tolerances;
 #[cfg(feature = "train")]
 mod train;
@@ -48,6 +52,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use crate::bench::BenchError;
+use crate::campaign::CampaignError;
 use crate::config::ConfigError;
 use crate::fixture::FixtureError;
 use crate::implementation::RunError;
@@ -88,6 +93,10 @@ enum Command {
     Generate(generate::Generate),
     /// Judge the outputs of a kernel of your own
     Judge(judge::Judge),
+    /// Give a kernel of your own many problems, and say what is wrong with it and why
+    Check(check::Check),
+    /// Write a folder of problems, to be judged together
+    Suite(suite::Suite),
     /// Show what trainers would log of a problem, and what it means
     Metrics(metrics::Metrics),
     /// Compile one implementation for TPUs that need not be there
@@ -219,6 +228,8 @@ enum CliError {
     #[error(transparent)]
     Bench(#[from] BenchError),
     #[error(transparent)]
+    Campaign(#[from] CampaignError),
+    #[error(transparent)]
     Preset(#[from] PresetError),
     #[error(transparent)]
     Input(#[from] InputError),
@@ -306,6 +317,8 @@ impl Command {
             Command::Bench(command) => command.run(),
             Command::Generate(command) => command.run(),
             Command::Judge(command) => command.run(),
+            Command::Check(command) => command.run(),
+            Command::Suite(command) => command.run(),
             Command::Metrics(command) => command.run(),
             #[cfg(feature = "pjrt")]
             Command::Compile(command) => command.run(),

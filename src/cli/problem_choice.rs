@@ -40,11 +40,19 @@ impl AnyProblem {
     }
 }
 
+/// A problem in a file.
 #[derive(Args)]
 pub(super) struct ProblemChoice {
     /// The problem
     #[arg(long, value_name = "PROBLEM.safetensors")]
-    pub(super) problem: PathBuf,
+    problem: PathBuf,
+    #[command(flatten)]
+    within: Within,
+}
+
+/// What of a problem's file is meant, and which loss.
+#[derive(Args)]
+pub(super) struct Within {
     /// The loss, in YAML, TOML or JSON; a generated problem carries its own
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
@@ -59,9 +67,21 @@ pub(super) struct ProblemChoice {
 impl ProblemChoice {
     /// Reads both.
     pub(super) fn read(&self) -> Result<(LossSpec, AnyProblem), CliError> {
-        verify(&self.problem)?;
-        let file = ProblemFile::open(&self.problem)?;
-        let spec = self.spec(&file)?;
+        self.within.read(&self.problem)
+    }
+
+    /// An error of the problem's, with its path.
+    pub(super) fn wrong(&self, reason: ProblemError) -> CliError {
+        CliError::Problem { path: self.problem.clone(), reason }
+    }
+}
+
+impl Within {
+    /// Reads the loss, and the problem that is in the file `path`.
+    pub(super) fn read(&self, path: &Path) -> Result<(LossSpec, AnyProblem), CliError> {
+        verify(path)?;
+        let file = ProblemFile::open(path)?;
+        let spec = self.spec(&file, path)?;
         let old_logp = spec.reads_old_logp().then_some(self.old_logp.as_str());
         let problem = match AnyProblem::read(&file, &self.logits, old_logp)? {
             AnyProblem::Logits(problem) => AnyProblem::Logits(problem.with_advantages_for(&spec)),
@@ -71,25 +91,20 @@ impl ProblemChoice {
     }
 
     /// The spec asked for, or the one that the problem was generated with.
-    fn spec(&self, file: &ProblemFile) -> Result<LossSpec, CliError> {
+    fn spec(&self, file: &ProblemFile, path: &Path) -> Result<LossSpec, CliError> {
         if let Some(spec) = config::read_spec(self.spec.as_deref())? {
             return Ok(spec);
         }
         config::spec_within(file)?.ok_or_else(|| {
             let reason = "metadata `spec`: not in the file, expected --spec FILE to say which loss is meant".into();
-            CliError::Config { path: self.problem.clone(), reason }
+            CliError::Config { path: path.into(), reason }
         })
     }
 
-    /// An error of the problem's, with its path.
-    pub(super) fn wrong(&self, reason: ProblemError) -> CliError {
-        CliError::Problem { path: self.problem.clone(), reason }
-    }
-
     /// The options that choose the same again.
-    pub(super) fn options(&self) -> String {
+    pub(super) fn options(&self, path: &Path) -> String {
         let spec = self.spec.as_ref().map_or(String::new(), |spec| format!(" --spec {}", spec.display()));
-        let Self { problem, logits, old_logp, .. } = self;
-        format!("--problem {}{spec} --logits {logits} --old-logp {old_logp}", problem.display())
+        let Self { logits, old_logp, .. } = self;
+        format!("--problem {}{spec} --logits {logits} --old-logp {old_logp}", path.display())
     }
 }

@@ -3,6 +3,7 @@
 use clap::Args;
 
 use super::CliError;
+use super::check::CampaignStandards;
 use crate::judge::gate::Edge;
 use crate::judge::judge::Verdict;
 use crate::judge::judgeable::Judgeable;
@@ -35,6 +36,14 @@ impl Standards {
         let limits = self.grade.map_or(limits, |grade| limits.at(grade));
         let verdicts = problem.judge(reference, &outcome.lend(), &limits)?;
         Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
+    }
+
+    /// The same of many problems.
+    pub(super) fn of_a_campaign(&self) -> CampaignStandards {
+        CampaignStandards {
+            grade: self.grade.unwrap_or(Grade::Standard),
+            allow: self.allow.iter().map(ToString::to_string).collect(),
+        }
     }
 
     /// The options again, for a command that is shown.

@@ -1,6 +1,7 @@
 //! The `assay` command, in processes of its own.
 
 mod bench;
+mod check;
 mod cli;
 #[cfg(feature = "pjrt")]
 mod emit;

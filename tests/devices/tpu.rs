@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use assay::problem::{Dtype, HeadLayout, HeadShape, Shape};
-use assay::programs::{ANY_TPU, HeadArrays, HeadProgram, LossProgram, Shaped};
+use assay::implementation::Given;
+use assay::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
+use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, Shaped};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::suites::cases;
@@ -201,17 +202,18 @@ fn head(id: &str) -> HeadProgram {
     HeadProgram::all().into_iter().find(|head| head.id() == id).expect("it is registered")
 }
 
-/// bf16 arrays of a head; logits are rounded.
-fn bf16_head(shape: &str, layout: HeadLayout) -> HeadArrays {
-    HeadArrays { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, layout, rounds_logits: true }
+/// What bf16 programs of a head are given; logits are rounded.
+fn bf16_head(shape: &str, layout: HeadLayout) -> Given<HeadProblem> {
+    let form = HeadForm { layout, rounds_logits: true };
+    Given { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, form }
 }
 
-fn compile_head(id: &str, arrays: HeadArrays, target: &Target) -> Result<Compiled, Failed> {
-    let code = head(id).program_for(Shaped::of(&LossSpec::default()), arrays, target.devices(), ANY_TPU)?;
+fn compile_head(id: &str, given: Given<HeadProblem>, target: &Target) -> Result<Compiled, Failed> {
+    let code = head(id).program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
     let request = Request { code: &code, target, replicas: target.devices(), partitions: 1 };
     // Large products take libtpu long.
     let compiled = compiler()?.limit(Duration::from_mins(10)).compile(&request);
-    Ok(compiled.map_err(|error| format!("{id} {} on {target}: {error}", arrays.shape))?)
+    Ok(compiled.map_err(|error| format!("{id} {} on {target}: {error}", given.shape))?)
 }
 
 /// Bytes of a head's arrays on a device that holds them whole: head, its gradient in f32, hidden states, dhidden.
@@ -223,13 +225,13 @@ fn bytes_of_arrays(HeadShape { batch, tokens, hidden, vocab }: HeadShape) -> usi
 /// On 8 and on 256 devices each holds its part of the tokens and of the columns, the whole gradient of those columns, and
 /// the logits of its tokens, which are one chunk, or later the gradient's sum over devices beside what is summed.
 fn memory_of_a_head_falls() -> Result<(), Failed> {
-    let arrays = bf16_head("8x64x256x32768", HeadLayout::HiddenByVocab);
-    let HeadShape { batch, tokens, hidden, vocab } = arrays.shape;
+    let given = bf16_head("8x64x256x32768", HeadLayout::HiddenByVocab);
+    let HeadShape { batch, tokens, hidden, vocab } = given.shape;
     for target in ["v6e:2x4", "v6e:16x16"] {
         let target = Target::parse(target)?;
         let devices = target.devices();
         for (id, columns) in [("tile-lm-head-rows", 1), ("tile-lm-head-vocab", devices), ("tile-lm-head-mesh", 2)] {
-            let compiled = compile_head(id, arrays, &target)?;
+            let compiled = compile_head(id, given, &target)?;
             let (tokens, vocab) = (batch * tokens * columns / devices, vocab / columns);
             let part = HeadShape { batch: 1, tokens, hidden, vocab };
             let logits = tokens * vocab * Dtype::Bf16.size();

@@ -12,7 +12,7 @@ use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
     Projection,
 };
-use assay::programs::{ANY_TPU, CHUNK_BYTES, HeadArrays, Shaped};
+use assay::programs::{ANY_TPU, CHUNK_BYTES, Programs, Shaped};
 use assay::registry::registry;
 use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
 use assay::suites;
@@ -258,11 +258,12 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
     let shape = HeadShape { batch: 2, tokens: 4096, hidden: 512, vocab: 151_936 };
     for (name, spec) in specs() {
         for rounds_logits in [false, true] {
-            let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout: HeadLayout::VocabByHidden, rounds_logits };
+            let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits };
+            let given = Given { shape, dtype: Dtype::Bf16, form };
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
-                largest_array(&head.program().program_for(Shaped::of(&spec), arrays, 8, ANY_TPU).unwrap())
+                largest_array(&head.program().program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap())
             };
             let chunk = CHUNK_BYTES / if rounds_logits { 2 } else { 4 };
             assert!(largest("tile-lm-head") <= chunk, "{name}, {rounds_logits}");
@@ -274,11 +275,12 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
 #[test]
 fn a_program_for_many_devices_holds_the_part_of_one() {
     let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
-    let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+    let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+    let given = Given { shape, dtype: Dtype::Bf16, form };
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();
-        head.program().program_for(Shaped::of(&LossSpec::default()), arrays, devices, ANY_TPU)
+        head.program().program_for(Shaped::of(&LossSpec::default()), given, devices, ANY_TPU)
     };
     for (id, batch, vocab) in [("tile-lm-head-rows", 1, 151_936), ("tile-lm-head-vocab", 256, 594)] {
         let text = program(id, 256).unwrap();

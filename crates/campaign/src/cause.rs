@@ -179,7 +179,7 @@ fn computes<P: Subject>(
 ) -> (Vec<Vec<String>>, bool) {
     let project = campaign.project.as_ref().map(|(preset, options)| (*preset, options.as_slice()));
     let mut left = neighbours(&campaign.spec, project);
-    let mut telling = 0..TELLING;
+    let (mut telling, mut asked) = (0..TELLING, false);
     loop {
         let answers: Vec<(Arc<P>, Candidate<P::Gradient>)> = problems
             .drain(..)
@@ -188,6 +188,11 @@ fn computes<P: Subject>(
                 Some((problem, candidate))
             })
             .collect();
+        // Whoever answers by files has no more than those.
+        if answers.is_empty() {
+            break;
+        }
+        asked = true;
         let answers: Vec<(&P, &Candidate<P::Gradient>)> =
             answers.iter().map(|(problem, candidate)| (&**problem, candidate)).collect();
         left = computed(left, &answers, &bench.limits);
@@ -196,6 +201,9 @@ fn computes<P: Subject>(
         }
         let Some(index) = telling.next() else { break };
         problems.extend(first_drawn::<P>(campaign, P::telling(index)).map(Arc::new));
+    }
+    if !asked {
+        left.clear();
     }
     let several = left.len() > 1;
     (left.into_iter().map(|Computed { names, .. }| names).collect(), several)

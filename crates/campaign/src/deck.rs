@@ -2,6 +2,7 @@
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem, Problem};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
@@ -37,7 +38,8 @@ const WIDE: [usize; 3] = [1, 3, 151_936];
 const RANDOM_ELEMENTS: usize = 1 << 14;
 
 /// Which extents problems have.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Shapes {
     /// Many, another one nearly every time.
     Many,
@@ -48,7 +50,8 @@ pub enum Shapes {
 }
 
 /// Problems under constraints, by number: the same number is the same problem.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Deck {
     /// Of the logits, or of hidden states and head.
     pub dtypes: Vec<Dtype>,
@@ -134,7 +137,7 @@ fn random_shape(rng: &mut ChaCha8Rng) -> [usize; 3] {
 }
 
 /// The deck of a kind of problem, by number.
-pub(crate) trait Deals<P: Subject> {
+pub trait Deals<P: Subject> {
     /// The recipe of a number.
     fn deal(&self, index: u64) -> P::Recipe;
 
@@ -153,7 +156,8 @@ impl Deals<Problem> for Deck {
 }
 
 /// A [`Deck`] of problems with an LM head.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct HeadDeck {
     /// Of the tokens and the logits. Regimes with −∞ are passed over: a product is none.
     pub deck: Deck,

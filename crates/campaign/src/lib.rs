@@ -21,9 +21,9 @@ mod shrink;
 mod subject;
 mod text;
 
-pub use deck::{Deck, FEW_SHAPES, HeadDeck, Shapes};
+pub use deck::{Deals, Deck, FEW_SHAPES, HeadDeck, Shapes};
 pub use kernel::{Fault, Kernel, Local};
 pub use neighbours::{Computed, computed, neighbours};
-pub use run::{Campaign, CampaignError, Progress};
+pub use run::{Campaign, CampaignError, Progress, dealt};
 pub use subject::{Dealt, Subject};
 pub use text::{covered, text};

@@ -32,7 +32,7 @@ pub fn computed<P: Judgeable>(
         verdicts.iter().all(|verdict| verdict.passed()) && verdicts.iter().any(|verdict| verdict.compared_a_gradient())
     };
     let all = |of: &Computed| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
-    if answers.is_empty() { Vec::new() } else { specs.into_iter().filter(all).collect() }
+    specs.into_iter().filter(all).collect()
 }
 
 /// The losses one option away from `asked`; where it is a project's, with one other option of that project's; and what every

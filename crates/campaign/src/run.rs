@@ -56,6 +56,8 @@ pub struct Campaign {
     pub grade: Grade,
     /// Names of causes, edges, mutants or faults that may fail.
     pub allow: Vec<String>,
+    /// Whether some problems are asked twice, and others in memory that held one before. Not where answers are files.
+    pub repeats: bool,
     /// Whether problems that fail are made smaller.
     pub shrink: bool,
     /// Whether wrong kernels are run on the deck.
@@ -279,6 +281,7 @@ impl Campaign {
             deck: Deck::default(),
             grade: Grade::Standard,
             allow: Vec::new(),
+            repeats: true,
             shrink: true,
             power: true,
             time: None,
@@ -422,7 +425,7 @@ impl<P: Subject> Round<'_, P> {
         for step in 0..SEEDS {
             let recipe = reseeded::<P>(deals.deal(index), step);
             let problem = P::draw(&recipe, &self.campaign.spec)?;
-            let again = if index % TWICE == 0 { Some(&recipe) } else { None };
+            let again = (self.campaign.repeats && index % TWICE == 0).then_some(&recipe);
             if self.examine(recipe.label(), problem, again) {
                 return Ok(());
             }
@@ -575,6 +578,27 @@ impl<P: Subject> Round<'_, P> {
 /// Elements of the logits.
 pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
     problem.extents().into_iter().product()
+}
+
+/// The problem of a number, with its recipe: of the seeds that are tried the first under which a token has a gradient.
+///
+/// # Errors
+/// [`RecipeError`] naming the field that is out of range.
+pub fn dealt<P: Subject>(
+    deals: &dyn Deals<P>,
+    index: u64,
+    spec: &LossSpec,
+) -> Result<Option<(P::Recipe, P)>, RecipeError> {
+    for step in 0..SEEDS {
+        let recipe = reseeded::<P>(deals.deal(index), step);
+        let problem = P::draw(&recipe, spec)?;
+        let mut coverage = schema::Coverage::default();
+        cover(&mut coverage, P::on_logits(&problem.evaluate(spec).map_err(RecipeError::Problem)?));
+        if coverage.with_gradient > 0 {
+            return Ok(Some((recipe, problem)));
+        }
+    }
+    Ok(None)
 }
 
 /// The recipe with another seed, after `step` that were of no use.

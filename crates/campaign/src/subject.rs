@@ -1,6 +1,7 @@
 //! [`Subject`]: what a campaign can do with a problem, whether its logits are given or a product.
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 
 use ndarray::Ix3;
@@ -55,6 +56,9 @@ pub trait Subject: Judgeable {
 
     /// `self`'s memory with the content of `other`, which has the same extents and dtype.
     fn refilled(self, other: Self) -> Self;
+
+    /// A number that problems of other content do not share.
+    fn fingerprint(&self) -> u64;
 
     /// A gradient of its own.
     fn own(view: &Self::View<'_>) -> Self::Gradient;
@@ -185,6 +189,10 @@ impl Subject for Problem {
         other.with_logits(self.logits)
     }
 
+    fn fingerprint(&self) -> u64 {
+        hashed(self, [&self.logits.to_f64().into_iter().collect::<Vec<f64>>()])
+    }
+
     fn own(view: &FloatView<Ix3>) -> FloatArray<Ix3> {
         view.to_owned()
     }
@@ -257,6 +265,12 @@ impl Subject for HeadProblem {
         other.with_logits(projection)
     }
 
+    fn fingerprint(&self) -> u64 {
+        let Projection { hidden, lm_head, .. } = &self.logits;
+        let (hidden, lm_head) = (hidden.to_f64().into_iter().collect(), lm_head.to_f64().into_iter().collect());
+        hashed::<_, 2>(self, [&hidden, &lm_head])
+    }
+
     fn own(view: &HeadGradientView) -> HeadGradient {
         let HeadGradientView { dhidden, dlm_head, dlogits_dtype } = view;
         HeadGradient { dhidden: dhidden.to_owned(), dlm_head: dlm_head.to_owned(), dlogits_dtype: *dlogits_dtype }
@@ -283,6 +297,19 @@ impl Subject for HeadProblem {
     fn mutant(specimen: &Specimen) -> &dyn Implementation<HeadProblem> {
         specimen
     }
+}
+
+/// A number of the tokens of a problem and the values that its logits are, or are made of.
+fn hashed<L, const N: usize>(problem: &Problem<L>, values: [&Vec<f64>; N]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    let mut floats = |values: &mut dyn Iterator<Item = &f64>| values.for_each(|x| x.to_bits().hash(&mut hasher));
+    values.into_iter().for_each(|values| floats(&mut values.iter()));
+    for array in [&problem.old_logp, &problem.ref_logp] {
+        floats(&mut array.iter().flatten());
+    }
+    problem.ids.hash(&mut hasher);
+    problem.mask.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// A candidate that is kept.

@@ -2,6 +2,15 @@
 
 use std::collections::BTreeMap;
 
+use winnow::ascii::{dec_uint, digit0, digit1, multispace1, till_line_ending};
+use winnow::combinator::{
+    alt, cut_err, delimited, eof, not, opt, preceded, repeat, repeat_till, separated, separated_pair, terminated,
+};
+use winnow::error::{AddContext, ErrMode, ParserError};
+use winnow::stream::{LocatingSlice, Location as _, Stateful, Stream};
+use winnow::token::{one_of, take_till, take_while};
+use winnow::{ModalResult, Parser};
+
 use super::InterpretError;
 use super::value::{Kind, Shaped, Space, Type};
 
@@ -67,464 +76,322 @@ pub(super) enum Attribute {
     FunctionType(Vec<Type>, Vec<Type>),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Token<'a> {
-    /// `%name`, `%name#index`
-    Value(&'a str),
-    Symbol(&'a str),
-    Label(&'a str),
-    Text(&'a str),
-    Opaque(&'a str),
-    /// A keyword, a type, a number or extents: `array`, `vector`, `f32`, `-1.0e+00`, `16x128xf32`.
-    Word(&'a str),
-    Mark(char),
-    Arrow,
-    End,
+/// The text from somewhere on, and where the lines of all of it end.
+type Input<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
+
+/// Why the text is not read, and where.
+#[derive(Debug)]
+struct Mistake {
+    at: usize,
+    problem: Problem,
 }
 
-impl Token<'_> {
-    fn described(self) -> String {
-        match self {
-            Token::Value(text) => format!("%{text}"),
-            Token::Symbol(text) => format!("@{text}"),
-            Token::Label(text) => format!("^{text}"),
-            Token::Text(text) => format!("{text:?}"),
-            Token::Opaque(text) | Token::Word(text) => text.to_string(),
-            Token::Mark(mark) => mark.to_string(),
-            Token::Arrow => "->".to_string(),
-            Token::End => "the end of the text".to_string(),
-        }
+#[derive(Debug)]
+enum Problem {
+    /// Something else stands there; nothing where it is not known yet.
+    Expected(String),
+    /// What is wrong with what stands there.
+    Wrong(String),
+}
+
+impl Mistake {
+    fn into_error(self, text: &str, line_ends: &[usize]) -> InterpretError {
+        let problem = match self.problem {
+            Problem::Expected(what) => format!("expected {what}, found {}", token_of(&text[self.at..])),
+            Problem::Wrong(problem) => problem,
+        };
+        InterpretError::Text { line: line_of(self.at, line_ends), problem }
     }
+}
+
+/// What stands first in `text`, as a message has it.
+fn token_of(text: &str) -> String {
+    let Some(first) = text.chars().next() else { return "the end of the text".into() };
+    match first {
+        '-' | '"' | '%' | '@' | '^' | '#' => text[..1].to_string() + names_of(&text[1..]),
+        _ if is_name(first) => names_of(text).into(),
+        _ if first.is_ascii_punctuation() => first.into(),
+        _ => format!("{first:?}"),
+    }
+}
+
+fn names_of(text: &str) -> &str {
+    &text[..text.find(|c| !is_name(c)).unwrap_or(text.len())]
+}
+
+fn line_of(at: usize, line_ends: &[usize]) -> usize {
+    1 + line_ends.partition_point(|&end| end < at)
+}
+
+impl<'t> ParserError<Input<'t>> for Mistake {
+    type Inner = Self;
+
+    fn from_input(input: &Input<'t>) -> Self {
+        Self { at: input.current_token_start(), problem: Problem::Expected(String::new()) }
+    }
+
+    /// None of several: what is around them says what was expected.
+    fn or(self, _: Self) -> Self {
+        Self { problem: Problem::Expected(String::new()), ..self }
+    }
+
+    fn into_inner(self) -> Result<Self, Self> {
+        Ok(self)
+    }
+}
+
+/// What was expected: what is said first, closest to the place, stays.
+impl<I: Stream, C: ToString> AddContext<I, C> for Mistake {
+    fn add_context(mut self, _: &I, _: &I::Checkpoint, what: C) -> Self {
+        if let Problem::Expected(expected) = &mut self.problem
+            && expected.is_empty()
+        {
+            *expected = what.to_string();
+        }
+        self
+    }
+}
+
+type Parsed<T> = ModalResult<T, Mistake>;
+
+/// A parser of some of the text.
+trait Reads<'t, T>: Parser<Input<'t>, T, ErrMode<Mistake>> {}
+
+impl<'t, T, P: Parser<Input<'t>, T, ErrMode<Mistake>>> Reads<'t, T> for P {}
+
+/// The one operation that `text` holds.
+pub(super) fn parse(text: &str) -> Result<Operation, InterpretError> {
+    if text.len() > LONGEST_TEXT {
+        let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
+        return Err(InterpretError::Text { line: 1, problem });
+    }
+    let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
+    let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
+    let end = token(eof).context("the end of the text after the module");
+    let mut module = terminated(|input: &mut Input| operation(input, 0), end);
+    module.parse(input).map_err(|error| error.into_inner().into_error(text, &line_ends))
+}
+
+fn wrong(input: &Input, problem: String) -> ErrMode<Mistake> {
+    ErrMode::Cut(Mistake { at: input.current_token_start(), problem: Problem::Wrong(problem) })
 }
 
 fn is_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '$')
 }
 
-struct Parser<'a> {
-    text: &'a str,
-    /// Where the token after `token` begins.
-    rest: usize,
-    token: Token<'a>,
-    /// The line of `token`, and that of `rest`.
-    line: usize,
-    rest_line: usize,
+fn space(input: &mut Input) -> Parsed<()> {
+    repeat(0.., alt((multispace1.void(), ("//", till_line_ending).void()))).parse_next(input)
 }
 
-type Parsed<T> = Result<T, InterpretError>;
+fn token<'t, T>(token: impl Reads<'t, T>) -> impl Reads<'t, T> {
+    preceded(space, token)
+}
 
-/// The one operation that `text` holds.
-pub(super) fn parse(text: &str) -> Parsed<Operation> {
-    if text.len() > LONGEST_TEXT {
-        let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
-        return Err(InterpretError::Text { line: 1, problem });
+fn mark<'t>(mark: char) -> impl Reads<'t, char> {
+    token(mark).context(mark)
+}
+
+/// `inside`, which must follow where `open` is.
+fn after<'t, T>(open: char, inside: impl Reads<'t, T>) -> impl Reads<'t, T> {
+    preceded(mark(open), cut_err(inside))
+}
+
+/// Items with commas between them, and `close`.
+fn until<'t, T>(close: char, item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
+    let end = cut_err(token(close)).context(format!(", or {close}"));
+    alt((mark(close).map(|_| Vec::new()), terminated(separated(1.., cut_err(item), mark(',')), end)))
+}
+
+/// A keyword, a type, a number or extents: `array`, `vector`, `f32`, `-1.0e+00`, `16x128xf32`; after `space`.
+fn bare_word<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    let fraction = opt(('.', digit0));
+    let with_signed_exponent = (opt('-'), digit1, fraction, one_of(['e', 'E']), one_of(['+', '-']), digit1);
+    let plain = (opt('-'), take_while(1.., is_name));
+    alt((with_signed_exponent.take(), plain.take())).parse_next(input)
+}
+
+fn word<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    token(bare_word).parse_next(input)
+}
+
+fn keyword<'t>(keyword: &'static str) -> impl Reads<'t, &'t str> {
+    token(bare_word.verify(move |word: &str| word == keyword))
+}
+
+/// A whole number.
+fn whole<T: std::str::FromStr>(input: &mut Input) -> Parsed<T> {
+    token(bare_word.verify_map(|word| word.parse().ok())).parse_next(input)
+}
+
+fn quoted<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    let end = cut_err('"').context("a string without escapes that ends on its line");
+    delimited(token('"'), take_till(0.., ['"', '\n', '\\']), end).parse_next(input)
+}
+
+/// A name after `prefix`.
+fn name<'t>(prefix: char) -> impl Reads<'t, &'t str> {
+    let name = take_while(1.., move |c| is_name(c) || prefix == '%' && c == '-');
+    preceded(token(prefix), cut_err(name).context(format!("a name after {prefix}")))
+}
+
+/// `@name` or `@"name"`
+fn symbol<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    let name = cut_err(alt((quoted, take_while(1.., is_name)))).context("a name after @");
+    preceded(token('@'), name).parse_next(input)
+}
+
+/// `#dialect.name<…>`
+fn opaque<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    let parameters = ('<', take_till(0.., ['<', '>', '\n']), cut_err('>').context("the > that ends an attribute"));
+    token((name('#'), opt(parameters)).take()).parse_next(input)
+}
+
+/// `%name` or `%name#index`
+fn value(input: &mut Input) -> Parsed<Use> {
+    let index = preceded('#', cut_err(dec_uint).context("a result number after #"));
+    let value = (name('%'), opt(index)).map(|(name, index)| Use { name: name.into(), index: index.unwrap_or(0) });
+    value.context("a value such as %0").parse_next(input)
+}
+
+fn deeper(input: &Input, depth: usize) -> Parsed<usize> {
+    if depth < DEEPEST { Ok(depth + 1) } else { Err(wrong(input, format!("more than {DEEPEST} levels of nesting"))) }
+}
+
+fn operation<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Operation> {
+    let results = definitions(input)?;
+    space(input)?;
+    let line = line_of(input.current_token_start(), input.state);
+    let listed = move |input: &mut Input<'t>| entries(input, depth);
+    let region = move |input: &mut Input<'t>| region(input, depth);
+    let name = quoted.context("the quoted name of an operation").parse_next(input)?.to_string();
+    let operands = after('(', until(')', value)).parse_next(input)?;
+    let properties = opt(after('<', terminated(listed, mark('>')))).parse_next(input)?;
+    let regions = opt(after('(', until(')', region))).parse_next(input)?.unwrap_or_default();
+    let others = opt(listed).parse_next(input)?;
+    let attributes = dictionary(input, [properties, others].into_iter().flatten().flatten())?;
+    let (operand_types, result_types) = after(':', function_type).parse_next(input)?;
+    Ok(Operation { line, name, results, operands, attributes, regions, operand_types, result_types })
+}
+
+/// `%name, %other:2 =`, if it is there.
+fn definitions(input: &mut Input) -> Parsed<Vec<Definition>> {
+    let count = opt(after(':', whole.context("a count of results")));
+    let one = (name('%'), count).map(|(name, count)| Definition { name: name.into(), count: count.unwrap_or(1) });
+    let all = terminated(separated(1.., one, mark(',')), cut_err(mark('=')));
+    opt(all).map(Option::unwrap_or_default).parse_next(input)
+}
+
+fn region<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Region> {
+    let depth = deeper(input, depth)?;
+    let parameters = until(')', separated_pair(value, mark(':'), parse_type));
+    let label = preceded(name('^'), cut_err(terminated(opt(after('(', parameters)), mark(':'))));
+    let parameters = preceded(mark('{'), opt(label)).parse_next(input)?.flatten().unwrap_or_default();
+    let one_block = token(not('^')).context("the region's end: only regions of one block are supported");
+    let operation = preceded(one_block, move |input: &mut Input<'t>| operation(input, depth));
+    let (operations, _) = repeat_till(0.., cut_err(operation), mark('}')).parse_next(input)?;
+    Ok(Region { parameters, operations })
+}
+
+/// `{key = value, …}`
+fn entries<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Vec<(&'t str, Attribute)>> {
+    let key = alt((word, quoted)).context("an attribute's name");
+    let value = move |input: &mut Input<'t>| attribute(input, deeper(input, depth)?);
+    after('{', until('}', separated_pair(key, mark('='), value))).parse_next(input)
+}
+
+fn dictionary<'t>(
+    input: &Input<'t>,
+    entries: impl IntoIterator<Item = (&'t str, Attribute)>,
+) -> Parsed<BTreeMap<String, Attribute>> {
+    let mut dictionary = BTreeMap::new();
+    for (key, value) in entries {
+        if dictionary.insert(key.to_string(), value).is_some() {
+            return Err(wrong(input, format!("attribute {key} is given twice")));
+        }
     }
-    let mut parser = Parser { text, rest: 0, token: Token::End, line: 1, rest_line: 1 };
-    parser.advance()?;
-    let module = parser.operation(0)?;
-    match parser.token {
-        Token::End => Ok(module),
-        _ => Err(parser.expected("the end of the text after the module")),
+    Ok(dictionary)
+}
+
+fn attribute<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Attribute> {
+    let nested = move |input: &mut Input<'t>| attribute(input, deeper(input, depth)?);
+    let listed = move |input: &mut Input<'t>| {
+        let entries = entries(input, depth)?;
+        dictionary(input, entries).map(Attribute::Dictionary)
+    };
+    let element = preceded(mark('<'), word.context("the type of an array's numbers"));
+    let listed_numbers = after(':', until('>', whole.context("a whole number")));
+    let numbers = alt((listed_numbers, mark('>').map(|_| Vec::new()))).context(": and numbers, or >");
+    let array = preceded(keyword("array"), cut_err(preceded(element, numbers))).map(Attribute::Array);
+    let every = delimited(mark('<'), word.context("one number for every element"), mark('>'));
+    let splat = preceded(keyword("dense"), cut_err(separated_pair(every, mark(':'), parse_type)))
+        .map(|(value, ty)| Attribute::Splat(value.into(), ty));
+    let mut attribute = alt((
+        symbol.map(|name| Attribute::Symbol(name.into())),
+        quoted.map(|text| Attribute::Text(text.into())),
+        opaque.map(|text| Attribute::Opaque(text.into())),
+        after('[', until(']', nested)).map(Attribute::List),
+        listed,
+        function_type.map(|(parameters, results)| Attribute::FunctionType(parameters, results)),
+        number,
+        alt((array, splat)),
+        alt((keyword("true"), keyword("false"))).map(|truth| Attribute::Scalar(truth.into(), Type::scalar(Kind::I1))),
+    ))
+    .context("an attribute's value of a supported form");
+    attribute.parse_next(input)
+}
+
+/// A number, and its type where it is none of i64.
+fn number(input: &mut Input) -> Parsed<Attribute> {
+    let number = bare_word.verify(|word: &str| word.starts_with(|c: char| c == '-' || c.is_ascii_digit()));
+    let ty = opt(after(':', alt((keyword("i64").value(None), parse_type.map(Some)))));
+    let (number, ty) = (token(number), ty).parse_next(input)?;
+    if let Some(ty) = ty.flatten() {
+        return Ok(Attribute::Scalar(number.into(), ty));
+    }
+    let whole = number.parse().map(Attribute::Whole);
+    whole.map_err(|_| wrong(input, format!("expected a whole number, found {number}")))
+}
+
+/// `(types) -> type` or `(types) -> (types)`
+fn function_type(input: &mut Input) -> Parsed<(Vec<Type>, Vec<Type>)> {
+    let parameters = after('(', until(')', parse_type));
+    let arrow = cut_err(token("->")).context("-> and result types");
+    let results = alt((after('(', until(')', parse_type)), parse_type.map(|ty| vec![ty])));
+    separated_pair(parameters, arrow, cut_err(results).context("result types")).parse_next(input)
+}
+
+fn parse_type(input: &mut Input) -> Parsed<Type> {
+    match word.context("a type").parse_next(input)? {
+        "vector" => after('<', terminated(shaped, mark('>'))).map(Type::Data).parse_next(input),
+        "memref" => {
+            let vmem = "#tpu.memory_space<vmem>".value(Space::Vmem);
+            let smem = "#tpu.memory_space<smem>".value(Space::Smem);
+            let space = token(alt((vmem, smem))).context("#tpu.memory_space<vmem> or <smem>");
+            let inside = terminated(separated_pair(shaped, mark(','), space), mark('>'));
+            after('<', inside).map(|(shaped, space)| Type::MemRef(shaped, space)).parse_next(input)
+        }
+        name => {
+            Kind::from_name(name).map(Type::scalar).ok_or_else(|| wrong(input, format!("type {name} is not supported")))
+        }
     }
 }
 
-impl<'a> Parser<'a> {
-    fn error(&self, problem: String) -> InterpretError {
-        InterpretError::Text { line: self.line, problem }
-    }
-
-    fn expected(&self, what: &str) -> InterpretError {
-        self.error(format!("expected {what}, found {}", self.token.described()))
-    }
-
-    /// Steps over the longest prefix of the rest whose characters are all `wanted`.
-    fn take_while(&mut self, wanted: impl Fn(char) -> bool) -> &'a str {
-        let rest = &self.text[self.rest..];
-        let end = rest.find(|c| !wanted(c)).unwrap_or(rest.len());
-        self.rest += end;
-        &rest[..end]
-    }
-
-    fn skip_space(&mut self) {
-        loop {
-            let space = self.take_while(char::is_whitespace);
-            self.rest_line += space.matches('\n').count();
-            if !self.text[self.rest..].starts_with("//") {
-                return;
-            }
-            self.take_while(|c| c != '\n');
-        }
-    }
-
-    fn advance(&mut self) -> Parsed<()> {
-        self.skip_space();
-        self.line = self.rest_line;
-        let rest = &self.text[self.rest..];
-        let Some(first) = rest.chars().next() else {
-            self.token = Token::End;
-            return Ok(());
-        };
-        self.token = match first {
-            '-' if rest.starts_with("->") => {
-                self.rest += 2;
-                Token::Arrow
-            }
-            _ if first == '-' || is_name(first) => Token::Word(self.word()),
-            '"' => Token::Text(self.quoted()?),
-            '%' | '@' | '^' | '#' => {
-                self.rest += 1;
-                self.prefixed(first)?
-            }
-            '(' | ')' | '{' | '}' | '[' | ']' | '<' | '>' | ',' | ':' | '=' => {
-                self.rest += 1;
-                Token::Mark(first)
-            }
-            _ => return Err(self.error(format!("a character that means nothing here: {first:?}"))),
-        };
-        Ok(())
-    }
-
-    /// Letters and digits, with the sign before a number and the one in its exponent.
-    fn word(&mut self) -> &'a str {
-        let start = self.rest;
-        self.rest += usize::from(self.text[start..].starts_with('-'));
-        let numeric = self.text[self.rest..].starts_with(|c: char| c.is_ascii_digit());
-        self.take_while(is_name);
-        let so_far = &self.text[start..self.rest];
-        let hex = so_far.trim_start_matches('-').starts_with("0x");
-        if numeric && !hex && so_far.ends_with(['e', 'E']) && self.text[self.rest..].starts_with(['+', '-']) {
-            self.rest += 1;
-            self.take_while(|c| c.is_ascii_digit());
-        }
-        &self.text[start..self.rest]
-    }
-
-    fn quoted(&mut self) -> Parsed<&'a str> {
-        self.rest += 1;
-        let inside = self.take_while(|c| !matches!(c, '"' | '\n' | '\\'));
-        if !self.text[self.rest..].starts_with('"') {
-            return Err(self.error("expected a string without escapes that ends on its line".to_string()));
-        }
-        self.rest += 1;
-        Ok(inside)
-    }
-
-    fn prefixed(&mut self, prefix: char) -> Parsed<Token<'a>> {
-        let start = self.rest;
-        let name = match prefix {
-            '@' if self.text[start..].starts_with('"') => self.quoted()?,
-            '%' => self.take_while(|c| is_name(c) || matches!(c, '-' | '#')),
-            '#' => {
-                self.take_while(is_name);
-                self.opaque_parameters()?;
-                &self.text[start - 1..self.rest]
-            }
-            _ => self.take_while(is_name),
-        };
-        if name.trim_start_matches('#').is_empty() {
-            return Err(self.error(format!("expected a name after {prefix}")));
-        }
-        Ok(match prefix {
-            '%' => Token::Value(name),
-            '@' => Token::Symbol(name),
-            '^' => Token::Label(name),
-            _ => Token::Opaque(name),
-        })
-    }
-
-    /// `<…>` with every `<` inside closed, if it follows.
-    fn opaque_parameters(&mut self) -> Parsed<()> {
-        let mut open = 0usize;
-        for (i, c) in self.text[self.rest..].char_indices() {
-            match c {
-                '<' => open += 1,
-                '>' if open > 0 => open -= 1,
-                '\n' => break,
-                _ => {}
-            }
-            if open == 0 {
-                self.rest += if c == '>' { i + 1 } else { i };
-                return Ok(());
+/// `16x128xf32`
+fn shaped(input: &mut Input) -> Parsed<Shaped> {
+    let text = word.context("extents and an element type").parse_next(input)?;
+    let mut shape = Vec::new();
+    let mut rest = text;
+    while let Some((extent, after)) = rest.split_once('x').filter(|_| rest.starts_with(|c: char| c.is_ascii_digit())) {
+        match extent.parse() {
+            Ok(extent) if extent > 0 && shape.len() < MOST_DIMENSIONS => shape.push(extent),
+            _ => {
+                return Err(wrong(input, format!("expected positive extents, {MOST_DIMENSIONS} at most: {text}")));
             }
         }
-        Err(self.error("expected the > that ends an attribute on its line".to_string()))
+        rest = after;
     }
-
-    fn is(&self, mark: char) -> bool {
-        self.token == Token::Mark(mark)
-    }
-
-    /// Steps over `mark` if it is next.
-    fn accept(&mut self, mark: char) -> Parsed<bool> {
-        let found = self.is(mark);
-        if found {
-            self.advance()?;
-        }
-        Ok(found)
-    }
-
-    fn expect(&mut self, mark: char) -> Parsed<()> {
-        if self.accept(mark)? { Ok(()) } else { Err(self.expected(&mark.to_string())) }
-    }
-
-    fn expect_word(&mut self, what: &str) -> Parsed<&'a str> {
-        match self.token {
-            Token::Word(word) => {
-                self.advance()?;
-                Ok(word)
-            }
-            _ => Err(self.expected(what)),
-        }
-    }
-
-    /// Items with commas between them, up to `close`, which is stepped over.
-    fn until<T>(&mut self, close: char, mut item: impl FnMut(&mut Self) -> Parsed<T>) -> Parsed<Vec<T>> {
-        let mut items = Vec::new();
-        if self.accept(close)? {
-            return Ok(items);
-        }
-        loop {
-            items.push(item(self)?);
-            if self.accept(close)? {
-                return Ok(items);
-            }
-            if !self.accept(',')? {
-                return Err(self.expected(&format!(", or {close}")));
-            }
-        }
-    }
-
-    fn deeper(&self, depth: usize) -> Parsed<usize> {
-        if depth < DEEPEST { Ok(depth + 1) } else { Err(self.error(format!("more than {DEEPEST} levels of nesting"))) }
-    }
-
-    fn operation(&mut self, depth: usize) -> Parsed<Operation> {
-        let results = self.definitions()?;
-        let line = self.line;
-        let Token::Text(name) = self.token else {
-            return Err(self.expected("the quoted name of an operation"));
-        };
-        self.advance()?;
-        self.expect('(')?;
-        let operands = self.until(')', Self::value)?;
-        let mut attributes = BTreeMap::new();
-        if self.accept('<')? {
-            self.expect('{')?;
-            self.dictionary(&mut attributes, depth)?;
-            self.expect('>')?;
-        }
-        let mut regions = Vec::new();
-        if self.accept('(')? {
-            let deeper = self.deeper(depth)?;
-            regions = self.until(')', |parser| parser.region(deeper))?;
-        }
-        if self.accept('{')? {
-            self.dictionary(&mut attributes, depth)?;
-        }
-        self.expect(':')?;
-        let (operand_types, result_types) = self.function_type()?;
-        let name = name.to_string();
-        Ok(Operation { line, name, results, operands, attributes, regions, operand_types, result_types })
-    }
-
-    fn definitions(&mut self) -> Parsed<Vec<Definition>> {
-        let mut results = Vec::new();
-        while let Token::Value(name) = self.token {
-            let name = name.to_string();
-            if name.contains('#') {
-                return Err(self.expected("a result's name, without #"));
-            }
-            self.advance()?;
-            let count = if self.accept(':')? { self.number("a count of results")? } else { 1 };
-            results.push(Definition { name, count });
-            if !self.accept(',')? {
-                self.expect('=')?;
-                break;
-            }
-        }
-        Ok(results)
-    }
-
-    fn number<T: std::str::FromStr>(&mut self, what: &str) -> Parsed<T> {
-        let number = match self.token {
-            Token::Word(word) => word.parse().ok(),
-            _ => None,
-        };
-        let number = number.ok_or_else(|| self.expected(what))?;
-        self.advance()?;
-        Ok(number)
-    }
-
-    fn value(&mut self) -> Parsed<Use> {
-        let Token::Value(text) = self.token else {
-            return Err(self.expected("a value such as %0"));
-        };
-        let (name, index) = match text.split_once('#') {
-            Some((name, index)) => (name, index.parse().map_err(|_| self.expected("a result number after #"))?),
-            None => (text, 0),
-        };
-        self.advance()?;
-        Ok(Use { name: name.to_string(), index })
-    }
-
-    fn region(&mut self, depth: usize) -> Parsed<Region> {
-        self.expect('{')?;
-        let mut region = Region::default();
-        if let Token::Label(_) = self.token {
-            self.advance()?;
-            if self.accept('(')? {
-                region.parameters = self.until(')', |parser| {
-                    let name = parser.value()?;
-                    parser.expect(':')?;
-                    Ok((name, parser.parse_type()?))
-                })?;
-            }
-            self.expect(':')?;
-        }
-        while !self.accept('}')? {
-            if let Token::Label(_) = self.token {
-                return Err(self.expected("the region's end: only regions of one block are supported"));
-            }
-            region.operations.push(self.operation(depth)?);
-        }
-        Ok(region)
-    }
-
-    /// The entries of `{…}`, whose `{` was stepped over.
-    fn dictionary(&mut self, entries: &mut BTreeMap<String, Attribute>, depth: usize) -> Parsed<()> {
-        let depth = self.deeper(depth)?;
-        let listed = self.until('}', |parser| {
-            let (Token::Word(key) | Token::Text(key)) = parser.token else {
-                return Err(parser.expected("an attribute's name"));
-            };
-            parser.advance()?;
-            parser.expect('=')?;
-            Ok((key.to_string(), parser.attribute(depth)?))
-        })?;
-        for (key, value) in listed {
-            if entries.contains_key(&key) {
-                return Err(self.error(format!("attribute {key} is given twice")));
-            }
-            entries.insert(key, value);
-        }
-        Ok(())
-    }
-
-    fn attribute(&mut self, depth: usize) -> Parsed<Attribute> {
-        let token = self.token;
-        match token {
-            Token::Symbol(name) => self.advance().map(|()| Attribute::Symbol(name.to_string())),
-            Token::Text(text) => self.advance().map(|()| Attribute::Text(text.to_string())),
-            Token::Opaque(text) => self.advance().map(|()| Attribute::Opaque(text.to_string())),
-            Token::Mark('[') => {
-                self.advance()?;
-                let depth = self.deeper(depth)?;
-                Ok(Attribute::List(self.until(']', |parser| parser.attribute(depth))?))
-            }
-            Token::Mark('{') => {
-                self.advance()?;
-                let mut entries = BTreeMap::new();
-                self.dictionary(&mut entries, depth)?;
-                Ok(Attribute::Dictionary(entries))
-            }
-            Token::Mark('(') => {
-                let (parameters, results) = self.function_type()?;
-                Ok(Attribute::FunctionType(parameters, results))
-            }
-            Token::Word("array") => {
-                self.advance()?;
-                self.expect('<')?;
-                self.expect_word("the type of an array's numbers")?;
-                let numbers = if self.accept(':')? {
-                    self.until('>', |parser| parser.number("a whole number"))?
-                } else {
-                    self.expect('>').map(|()| Vec::new())?
-                };
-                Ok(Attribute::Array(numbers))
-            }
-            Token::Word("dense") => {
-                self.advance()?;
-                self.expect('<')?;
-                let value = self.expect_word("one number for every element")?;
-                self.expect('>')?;
-                self.expect(':')?;
-                Ok(Attribute::Splat(value.to_string(), self.parse_type()?))
-            }
-            Token::Word(word @ ("true" | "false")) => {
-                self.advance()?;
-                Ok(Attribute::Scalar(word.to_string(), Type::scalar(Kind::I1)))
-            }
-            Token::Word(word) if word.starts_with(|c: char| c == '-' || c.is_ascii_digit()) => {
-                self.advance()?;
-                let typed = self.accept(':')?;
-                if typed && self.token != Token::Word("i64") {
-                    return Ok(Attribute::Scalar(word.to_string(), self.parse_type()?));
-                }
-                let whole = word.parse().map_err(|_| self.error(format!("expected a whole number, found {word}")))?;
-                if typed {
-                    self.advance()?;
-                }
-                Ok(Attribute::Whole(whole))
-            }
-            _ => Err(self.expected("an attribute's value of a supported form")),
-        }
-    }
-
-    /// `(types) -> type` or `(types) -> (types)`
-    fn function_type(&mut self) -> Parsed<(Vec<Type>, Vec<Type>)> {
-        self.expect('(')?;
-        let parameters = self.until(')', Self::parse_type)?;
-        if self.token != Token::Arrow {
-            return Err(self.expected("-> and result types"));
-        }
-        self.advance()?;
-        let results = if self.accept('(')? { self.until(')', Self::parse_type)? } else { vec![self.parse_type()?] };
-        Ok((parameters, results))
-    }
-
-    fn parse_type(&mut self) -> Parsed<Type> {
-        match self.expect_word("a type")? {
-            "vector" => {
-                self.expect('<')?;
-                let shaped = self.shaped()?;
-                self.expect('>')?;
-                Ok(Type::Data(shaped))
-            }
-            "memref" => {
-                self.expect('<')?;
-                let shaped = self.shaped()?;
-                self.expect(',')?;
-                let space = match self.token {
-                    Token::Opaque("#tpu.memory_space<vmem>") => Space::Vmem,
-                    Token::Opaque("#tpu.memory_space<smem>") => Space::Smem,
-                    _ => return Err(self.expected("#tpu.memory_space<vmem> or <smem>")),
-                };
-                self.advance()?;
-                self.expect('>')?;
-                Ok(Type::MemRef(shaped, space))
-            }
-            name => Kind::from_name(name)
-                .map(Type::scalar)
-                .ok_or_else(|| self.error(format!("type {name} is not supported"))),
-        }
-    }
-
-    /// `16x128xf32`
-    fn shaped(&mut self) -> Parsed<Shaped> {
-        let text = self.expect_word("extents and an element type")?;
-        let mut shape = Vec::new();
-        let mut rest = text;
-        while let Some((extent, after)) =
-            rest.split_once('x').filter(|_| rest.starts_with(|c: char| c.is_ascii_digit()))
-        {
-            match extent.parse() {
-                Ok(extent) if extent > 0 && shape.len() < MOST_DIMENSIONS => shape.push(extent),
-                _ => return Err(self.error(format!("expected positive extents, {MOST_DIMENSIONS} at most: {text}"))),
-            }
-            rest = after;
-        }
-        let kind = Kind::from_name(rest).filter(|_| !shape.is_empty());
-        let kind = kind.ok_or_else(|| self.error(format!("expected extents and an element type: {text}")))?;
-        Shaped::new(kind, shape).ok_or_else(|| self.error(format!("{text} is larger than any array that is run")))
-    }
+    let kind = Kind::from_name(rest).filter(|_| !shape.is_empty());
+    let kind = kind.ok_or_else(|| wrong(input, format!("expected extents and an element type: {text}")))?;
+    Shaped::new(kind, shape).ok_or_else(|| wrong(input, format!("{text} is larger than any array that is run")))
 }

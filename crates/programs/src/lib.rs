@@ -6,7 +6,8 @@
 //!                                    └ tiled: a tile kernel, lowered to loops or to Mosaic
 //! ```
 //!
-//! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it.
+//! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it; what runs them asks
+//! neither for more than [`Programs`] has.
 
 mod baseline;
 pub mod lm_head;
@@ -19,7 +20,7 @@ mod sharding;
 mod tiled;
 mod two_pass;
 
-pub use lm_head::{CHUNK_BYTES, HeadArrays, HeadProgram};
+pub use lm_head::{CHUNK_BYTES, HeadProgram};
 pub use loss::{LossProgram, Signature};
 pub use program::{Named, Output, Scalars, local_shape};
 pub use sharding::Sharding;
@@ -27,6 +28,11 @@ pub use tiled::TpuKernel;
 
 pub use assay_algebra::structure::Shaped;
 pub use assay_tile::Machine;
+
+use assay_core::implementation::{Given, Unsupported, Workload};
+use assay_core::problem::{Dtype, Shape};
+use assay_core::spec::LossSpec;
+use mesh::Mesh;
 
 /// A TPU core with 128 MiB of VMEM, as a v6e has.
 pub const ANY_TPU: Machine = Machine::tpu(120 << 20, true);
@@ -36,6 +42,79 @@ pub const ANY_TPU: Machine = Machine::tpu(120 << 20, true);
 /// loops are those of a TPU: they are there to be judged, and take their sums in its order. Registers of 32 lanes in place
 /// of 128 would take a CPU 0.9 (`tile-one-pass`) and 0.75 of the time (`tile-two-pass`, 1x64x32000), of 512 up to twice it.
 pub const ANY_DEVICE: Machine = Machine { memory_columns: 1, ..ANY_TPU };
+
+/// The programs of one kernel under one sharding, for one kind of problem.
+pub trait Programs: Copy + Send + Sync {
+    /// What they are given.
+    type Problem: Workload;
+
+    /// One for each kernel and each sharding that it knows.
+    fn all() -> Vec<Self>;
+
+    /// The name that commands and reports use.
+    fn id(self) -> &'static str;
+
+    /// One line on what it is and where it runs.
+    fn summary(self) -> &'static str;
+
+    /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
+    fn class(self) -> &'static str;
+
+    /// How a batch is cut for it.
+    fn sharding(self) -> Sharding;
+
+    /// Whether one device holds all there is.
+    fn is_whole(self) -> bool {
+        self.sharding() == Sharding::Whole
+    }
+
+    /// Whether it computes a loss and its gradient, and so is an implementation to judge.
+    fn has_gradient(self) -> bool {
+        true
+    }
+
+    /// Whether it computes `spec` on arrays of `shape` and `dtype` over `devices` devices.
+    ///
+    /// # Errors
+    /// [`Unsupported`], naming the first thing it does not do.
+    fn supports(
+        self,
+        spec: &LossSpec,
+        shape: <Self::Problem as Workload>::Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<(), Unsupported>;
+
+    /// The mesh that `devices` make for a batch whose logits are of `shape`.
+    ///
+    /// # Errors
+    /// [`Unsupported`], naming the counts that would do.
+    fn mesh(self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
+        let mesh = self.sharding().mesh(shape, devices);
+        mesh.map_err(|counts| unsupported(self, "device count", devices, counts))
+    }
+
+    /// The program that any device runs, one of `devices`, each of which is a `machine`, for the whole batch that is `given`.
+    ///
+    /// # Errors
+    /// [`Unsupported`], as of [`supports`](Self::supports).
+    fn loops(
+        self,
+        loss: Shaped,
+        given: Given<Self::Problem>,
+        devices: usize,
+        machine: Machine,
+    ) -> Result<String, Unsupported>;
+}
+
+fn unsupported(
+    programs: impl Programs,
+    field: &'static str,
+    given: impl ToString,
+    supported: impl Into<String>,
+) -> Unsupported {
+    Unsupported { implementation: programs.id().into(), field, given: given.to_string(), supported: supported.into() }
+}
 
 /// The version of Mosaic's dialects that kernels are written in.
 pub const MOSAIC_VERSION: usize = assay_tile::mosaic::VERSION;

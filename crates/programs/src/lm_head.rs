@@ -38,15 +38,15 @@ use assay_algebra::objective::TokenLoss;
 use assay_algebra::structure::{Shaped, Structure};
 use assay_core::element::Element;
 use assay_core::implementation::{self, Unsupported};
-use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
+use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape};
 use assay_core::spec::LossSpec;
 
-use crate::baseline;
 use crate::mesh::{Axis, Mesh};
 use crate::one_pass::{most_tokens, one_pass};
 use crate::program::{Evaluated, Given, Output, Program, Share, frame};
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, Rows, Statistics};
+use crate::{Programs, baseline, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
@@ -63,78 +63,49 @@ const MOST_BLOCKS: usize = 16;
 
 /// What makes the loss of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kernel {
+enum Core {
     Baseline,
     Tile,
-}
-
-/// The arrays that a program is written for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeadArrays {
-    /// Extents.
-    pub shape: HeadShape,
-    /// That of `hidden` and of `lm_head`.
-    pub dtype: Dtype,
-    /// How `lm_head` lies.
-    pub layout: HeadLayout,
-    /// Whether logits are rounded to `dtype`.
-    pub rounds_logits: bool,
-}
-
-impl From<implementation::Given<HeadProblem>> for HeadArrays {
-    fn from(given: implementation::Given<HeadProblem>) -> Self {
-        let HeadForm { layout, rounds_logits } = given.form;
-        Self { shape: given.shape, dtype: given.dtype, layout, rounds_logits }
-    }
-}
-
-impl HeadArrays {
-    /// That of logits.
-    fn logits_dtype(self) -> Dtype {
-        if self.rounds_logits { self.dtype } else { Dtype::F32 }
-    }
 }
 
 /// The programs of an LM head and a loss under one sharding. See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadProgram {
-    kernel: Kernel,
+    core: Core,
     sharding: Sharding,
     chunk_bytes: usize,
 }
 
-impl HeadProgram {
-    /// One for each kernel and each sharding.
-    pub fn all() -> Vec<HeadProgram> {
-        let kernels = [Kernel::Baseline, Kernel::Tile].into_iter();
-        let shardings = kernels.flat_map(|kernel| Sharding::ALL.map(|sharding| (kernel, sharding)));
-        shardings.map(|(kernel, sharding)| HeadProgram { kernel, sharding, chunk_bytes: CHUNK_BYTES }).collect()
+impl Programs for HeadProgram {
+    type Problem = HeadProblem;
+
+    fn all() -> Vec<HeadProgram> {
+        let cores = [Core::Baseline, Core::Tile].into_iter();
+        let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
+        shardings.map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES }).collect()
     }
 
-    /// How a batch and the head are cut for it.
-    pub fn sharding(self) -> Sharding {
+    fn sharding(self) -> Sharding {
         self.sharding
     }
 
-    /// The name that commands and reports use.
-    pub fn id(self) -> &'static str {
-        match (self.kernel, self.sharding) {
-            (Kernel::Baseline, Sharding::Whole) => "xla-lm-head",
-            (Kernel::Baseline, Sharding::Rows) => "xla-lm-head-rows",
-            (Kernel::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
-            (Kernel::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
-            (Kernel::Tile, Sharding::Whole) => "tile-lm-head",
-            (Kernel::Tile, Sharding::Rows) => "tile-lm-head-rows",
-            (Kernel::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
-            (Kernel::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
+    fn id(self) -> &'static str {
+        match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Whole) => "xla-lm-head",
+            (Core::Baseline, Sharding::Rows) => "xla-lm-head-rows",
+            (Core::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
+            (Core::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
+            (Core::Tile, Sharding::Whole) => "tile-lm-head",
+            (Core::Tile, Sharding::Rows) => "tile-lm-head-rows",
+            (Core::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
+            (Core::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
         }
     }
 
-    /// One line on what it is and where it runs.
-    pub fn summary(self) -> &'static str {
-        match (self.kernel, self.sharding) {
-            (Kernel::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
-            (Kernel::Tile, Sharding::Whole) => {
+    fn summary(self) -> &'static str {
+        match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
+            (Core::Tile, Sharding::Whole) => {
                 "XLA's products and TPU kernels, LM head and loss, logits in chunks, as loops on any PJRT device"
             }
             (_, Sharding::Rows) => "the same, rows over devices",
@@ -143,35 +114,44 @@ impl HeadProgram {
         }
     }
 
-    /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
-    pub fn class(self) -> &'static str {
-        match self.kernel {
-            Kernel::Baseline => "xla-lm-head",
-            Kernel::Tile => "tile-lm-head",
+    fn class(self) -> &'static str {
+        match self.core {
+            Core::Baseline => "xla-lm-head",
+            Core::Tile => "tile-lm-head",
         }
     }
 
-    /// Whether it computes `spec` on hidden states of `shape` and `dtype` over `devices` devices.
-    ///
-    /// # Errors
-    /// [`Unsupported`], naming the first thing it does not do.
-    pub fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        Reach::Row.expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
+    fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        Reach::Row.expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
-            return Err(self.unsupported("hidden dtype", dtype, "f32, bf16 and f16"));
+            return Err(unsupported(self, "hidden dtype", dtype, "f32, bf16 and f16"));
         }
         // Columns, ids and rows are i32 on the device.
         let most = "up to 2147483647";
         if i32::try_from(shape.vocab).is_err() {
-            return Err(self.unsupported("vocabulary", shape.vocab, most));
+            return Err(unsupported(self, "vocabulary", shape.vocab, most));
         }
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
         if tokens.is_none() {
-            return Err(self.unsupported("tokens", format!("{}x{}", shape.batch, shape.tokens), most));
+            return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), most));
         }
         self.mesh(shape.logits(), devices).map(|_| ())
     }
 
+    fn loops(
+        self,
+        loss: Shaped,
+        given: implementation::Given<HeadProblem>,
+        devices: usize,
+        machine: Machine,
+    ) -> Result<String, Unsupported> {
+        self.supports(loss.spec, given.shape, given.dtype, devices)?;
+        let mesh = self.mesh(given.shape.logits(), devices)?;
+        Ok(self.program(loss, given, mesh, Lowering::Loops, machine))
+    }
+}
+
+impl HeadProgram {
     /// With chunks of up to `bytes` of logits, but at least eight rows, instead of [`CHUNK_BYTES`]: fewer chunks read the
     /// head less often, smaller ones take less memory. The baseline has none.
     #[must_use]
@@ -179,46 +159,49 @@ impl HeadProgram {
         Self { chunk_bytes: bytes, ..self }
     }
 
-    /// Whether one device holds all of the batch and of the head.
-    pub fn is_whole(self) -> bool {
-        self.sharding == Sharding::Whole
-    }
-
-    /// The program of each of `devices`. Of `xla-lm-head` and `tile-lm-head`, `arrays` are what one device holds: hidden
-    /// states of its own, all of them together one batch, and the whole head. Of the others they are the batch and the head,
+    /// The program of each of `devices`. Of `xla-lm-head` and `tile-lm-head`, `given` is what one device holds: hidden
+    /// states of its own, all of them together one batch, and the whole head. Of the others it is the batch and the head,
     /// cut as the [sharding](Self::sharding) says. A text for compilers: nothing is run. Tile kernels are called as
-    /// kernels for a TPU of `core`.
+    /// kernels for a TPU that is `machine`.
     ///
     /// # Errors
     /// [`Unsupported`], for f64, for a vocabulary or a batch beyond i32, and for devices that do not cut the arrays.
     pub fn program_for(
         self,
         loss: Shaped,
-        arrays: HeadArrays,
+        given: implementation::Given<HeadProblem>,
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
-        let shape = arrays.shape;
+        let implementation::Given { shape, dtype, .. } = given;
         if !self.is_whole() {
-            self.supports(loss.spec, shape, arrays.dtype, devices)?;
+            self.supports(loss.spec, shape, dtype, devices)?;
             let mesh = self.mesh(shape.logits(), devices)?;
-            return Ok(self.program(loss, arrays, mesh, Lowering::Mosaic, machine));
+            return Ok(self.program(loss, given, mesh, Lowering::Mosaic, machine));
         }
-        self.supports(loss.spec, shape, arrays.dtype, 1)?;
+        self.supports(loss.spec, shape, dtype, 1)?;
         let batch = shape.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
-            return Err(self.unsupported("sequences a device", shape.batch, supported));
+            return Err(unsupported(self, "sequences a device", shape.batch, supported));
         };
-        let arrays = HeadArrays { shape: HeadShape { batch, ..shape }, ..arrays };
+        let given = implementation::Given { shape: HeadShape { batch, ..shape }, ..given };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
-        Ok(self.program(loss, arrays, mesh, Lowering::Mosaic, machine))
+        Ok(self.program(loss, given, mesh, Lowering::Mosaic, machine))
     }
 
     /// The program of one device of `mesh`.
-    fn program(self, loss: Shaped, arrays: HeadArrays, mesh: Mesh, lowering: Lowering, machine: Machine) -> String {
+    fn program(
+        self,
+        loss: Shaped,
+        given: implementation::Given<HeadProblem>,
+        mesh: Mesh,
+        lowering: Lowering,
+        machine: Machine,
+    ) -> String {
         let structure = loss.structure;
-        let HeadArrays { shape, dtype, layout, rounds_logits } = arrays;
+        let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits } } = given;
+        let logits_dtype = if rounds_logits { dtype } else { Dtype::F32 };
         let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), mesh, machine);
         let parameters = |builder: &mut Builder| {
             let array = |extents: &[usize]| Type::new(dtype.into(), extents);
@@ -226,11 +209,11 @@ impl HeadProgram {
             let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
             (hidden, Head { weights, layout, dtype, rounds_logits })
         };
-        frame(structure, share, parameters, |on, given, (hidden, head)| match self.kernel {
-            Kernel::Baseline => head.materialised(on, structure, given, hidden),
-            Kernel::Tile => {
-                let chunks = self.chunks([b * t, v], arrays.logits_dtype(), machine);
-                let calls = Calls { dtype: arrays.logits_dtype(), lowering, machine };
+        frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
+            Core::Baseline => head.materialised(on, structure, given, hidden),
+            Core::Tile => {
+                let chunks = self.chunks([b * t, v], logits_dtype, machine);
+                let calls = Calls { dtype: logits_dtype, lowering, machine };
                 if Reach::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
@@ -240,40 +223,12 @@ impl HeadProgram {
         })
     }
 
-    /// The program that any device runs, one of `devices`, each of which is a `machine`; `arrays` are the batch and the head.
-    ///
-    /// # Errors
-    /// [`Unsupported`], as of [`supports`](Self::supports).
-    pub fn loops(
-        self,
-        loss: Shaped,
-        arrays: HeadArrays,
-        devices: usize,
-        machine: Machine,
-    ) -> Result<String, Unsupported> {
-        self.supports(loss.spec, arrays.shape, arrays.dtype, devices)?;
-        let mesh = self.mesh(arrays.shape.logits(), devices)?;
-        Ok(self.program(loss, arrays, mesh, Lowering::Loops, machine))
-    }
-
     /// How many tokens a trip takes of a device's.
     fn chunks(self, [tokens, vocab]: [usize; 2], logits: Dtype, machine: Machine) -> Chunks {
         let most = (self.chunk_bytes / (vocab * logits.size())).min(most_tokens(machine)) / CHUNK_ROWS * CHUNK_ROWS;
         let trips = tokens.div_ceil(most.max(CHUNK_ROWS));
         let rows = tokens.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
         Chunks { tokens, rows, padded: trips * rows, bytes: self.chunk_bytes }
-    }
-
-    /// The mesh that `devices` make for a batch of `shape`.
-    ///
-    /// # Errors
-    /// [`Unsupported`], naming the counts that would do.
-    pub fn mesh(self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
-        self.sharding.mesh(shape, devices).map_err(|counts| self.unsupported("device count", devices, counts))
-    }
-
-    fn unsupported(self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
-        Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
     }
 }
 

@@ -25,8 +25,8 @@
 
 use assay_algebra::family::Reach;
 use assay_algebra::structure::{Shaped, Structure};
-use assay_core::implementation::Unsupported;
-use assay_core::problem::{Dtype, Shape};
+use assay_core::implementation::{self, Unsupported};
+use assay_core::problem::{Dtype, Problem, Shape};
 use assay_core::spec::LossSpec;
 
 use crate::mesh::Mesh;
@@ -35,7 +35,7 @@ use crate::program::{self, Evaluated, Given, Program, Share, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, TpuKernel};
-use crate::{ANY_DEVICE, Named, baseline};
+use crate::{ANY_DEVICE, Named, Programs, baseline, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -51,7 +51,7 @@ pub struct Signature {
 
 /// What computes the loss of a device's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kernel {
+enum Core {
     /// Plain XLA operations.
     Baseline,
     OnePass,
@@ -63,148 +63,131 @@ enum Kernel {
 /// The programs of one loss kernel under one sharding. See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LossProgram {
-    kernel: Kernel,
+    core: Core,
     sharding: Sharding,
 }
 
-impl LossProgram {
-    /// One for each kernel and each sharding that it knows.
-    pub fn all() -> Vec<LossProgram> {
-        let kernels: [(Kernel, &[Sharding]); 4] = [
-            (Kernel::Baseline, &Sharding::ALL),
+impl Programs for LossProgram {
+    type Problem = Problem;
+
+    fn all() -> Vec<LossProgram> {
+        let cores: [(Core, &[Sharding]); 4] = [
+            (Core::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
-            (Kernel::OnePass, &[Sharding::Whole, Sharding::Rows]),
-            (Kernel::TwoPass, &Sharding::ALL),
-            (Kernel::Entropy, &[Sharding::Whole]),
+            (Core::OnePass, &[Sharding::Whole, Sharding::Rows]),
+            (Core::TwoPass, &Sharding::ALL),
+            (Core::Entropy, &[Sharding::Whole]),
         ];
-        let shardings = kernels.into_iter().flat_map(|(kernel, shardings)| shardings.iter().map(move |&s| (kernel, s)));
-        shardings.map(|(kernel, sharding)| LossProgram { kernel, sharding }).collect()
+        let shardings = cores.into_iter().flat_map(|(core, shardings)| shardings.iter().map(move |&s| (core, s)));
+        shardings.map(|(core, sharding)| LossProgram { core, sharding }).collect()
     }
 
-    /// The one that returns logp and entropy alone.
-    pub fn entropy() -> LossProgram {
-        LossProgram { kernel: Kernel::Entropy, sharding: Sharding::Whole }
-    }
-
-    /// How a batch is cut for it.
-    pub fn sharding(self) -> Sharding {
+    fn sharding(self) -> Sharding {
         self.sharding
     }
 
-    /// The name that commands and reports use.
-    pub fn id(self) -> &'static str {
-        match (self.kernel, self.sharding) {
-            (Kernel::Baseline, Sharding::Whole) => "xla",
-            (Kernel::Baseline, Sharding::Rows) => "xla-rows",
-            (Kernel::Baseline, Sharding::Vocab) => "xla-vocab",
-            (Kernel::Baseline, Sharding::RowsAndVocab) => "xla-mesh",
-            (Kernel::OnePass, Sharding::Whole) => "tile-one-pass",
-            (Kernel::OnePass, _) => "tile-one-pass-rows",
-            (Kernel::TwoPass, Sharding::Whole) => "tile-two-pass",
-            (Kernel::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
-            (Kernel::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
-            (Kernel::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
-            (Kernel::Entropy, _) => "tile-entropy",
+    fn id(self) -> &'static str {
+        match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Whole) => "xla",
+            (Core::Baseline, Sharding::Rows) => "xla-rows",
+            (Core::Baseline, Sharding::Vocab) => "xla-vocab",
+            (Core::Baseline, Sharding::RowsAndVocab) => "xla-mesh",
+            (Core::OnePass, Sharding::Whole) => "tile-one-pass",
+            (Core::OnePass, _) => "tile-one-pass-rows",
+            (Core::TwoPass, Sharding::Whole) => "tile-two-pass",
+            (Core::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
+            (Core::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
+            (Core::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
+            (Core::Entropy, _) => "tile-entropy",
         }
     }
 
-    /// One line on what it is and where it runs.
-    pub fn summary(self) -> &'static str {
-        match (self.kernel, self.sharding) {
-            (Kernel::Baseline, Sharding::Whole) => {
+    fn summary(self) -> &'static str {
+        match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Whole) => {
                 "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place"
             }
-            (Kernel::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
-            (Kernel::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
-            (Kernel::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
+            (Core::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
+            (Core::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (Core::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
             (_, Sharding::Rows) => "the same, rows over devices",
             (_, Sharding::Vocab) => "the same, vocabulary over devices",
             (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
         }
     }
 
-    /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
-    pub fn class(self) -> &'static str {
-        if self.kernel == Kernel::Baseline { "xla" } else { "tile" }
+    fn class(self) -> &'static str {
+        if self.core == Core::Baseline { "xla" } else { "tile" }
     }
 
-    /// Whether it computes `spec` on logits of `shape` and `dtype` over `devices` devices.
-    ///
-    /// # Errors
-    /// [`Unsupported`], naming the first thing it does not do.
-    pub fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        self.reach().expect(spec).map_err(|beyond| self.unsupported(beyond.field, beyond.given, beyond.supported))?;
+    fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        self.reach().expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
-            return Err(self.unsupported("logits dtype", dtype, "f32, bf16 and f16"));
+            return Err(unsupported(self, "logits dtype", dtype, "f32, bf16 and f16"));
         }
         // Columns and ids are i32 on the device.
         if i32::try_from(shape.vocab).is_err() {
-            return Err(self.unsupported("vocabulary", shape.vocab, "up to 2147483647"));
+            return Err(unsupported(self, "vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
         self.expect_fits(local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
-        if self.kernel != Kernel::Baseline && tokens.is_none() {
-            return Err(self.unsupported("tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
+        if self.core != Core::Baseline && tokens.is_none() {
+            return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
         }
         Ok(())
     }
 
-    /// Whether it computes a loss and its gradient, and so is an implementation to judge; else logp and entropy alone,
-    /// and no implementation to judge.
-    pub fn has_gradient(self) -> bool {
-        self.kernel != Kernel::Entropy
+    fn has_gradient(self) -> bool {
+        self.core != Core::Entropy
     }
 
-    /// The program that any device runs, one of `devices`, each of which is a `machine`, of `[B,T,V]` logits of `shape` and
-    /// `dtype`.
-    ///
-    /// # Errors
-    /// [`Unsupported`], as of [`supports`](Self::supports).
-    pub fn loops(
+    fn loops(
         self,
         loss: Shaped,
-        shape: Shape,
-        dtype: Dtype,
+        given: implementation::Given<Problem>,
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
+        let implementation::Given { shape, dtype, form: () } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
         self.program(loss.structure, shape, mesh, Calls { dtype, lowering: Lowering::Loops, machine })
+    }
+}
+
+impl LossProgram {
+    /// The one that returns logp and entropy alone.
+    pub fn entropy() -> LossProgram {
+        LossProgram { core: Core::Entropy, sharding: Sharding::Whole }
     }
 
     /// The program of one device of `mesh`.
     fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
         let Calls { dtype, lowering, machine } = calls;
-        let for_kernels = lowering == Lowering::Mosaic && self.kernel != Kernel::Baseline;
+        let for_kernels = lowering == Lowering::Mosaic && self.core != Core::Baseline;
         let share = Share::of(shape, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
             program::program(structure, share, dtype, for_kernels, |on, given, logits| inside(on, given, logits))
         };
-        Ok(match self.kernel {
-            Kernel::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
-            Kernel::OnePass => {
+        Ok(match self.core {
+            Core::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
+            Core::OnePass => {
                 let kernel = self.one_pass(structure, share.local, dtype, machine)?;
                 write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
             }
-            Kernel::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
-            Kernel::Entropy => program::forward(share, dtype, for_kernels, |on, given| {
+            Core::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
+            Core::Entropy => program::forward(share, dtype, for_kernels, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
         })
     }
 
-    /// Whether one device holds all of the logits.
-    pub fn is_whole(self) -> bool {
-        self.sharding == Sharding::Whole
-    }
-
     /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
     /// one batch: data-parallel, whatever the sharding of this implementation. A text for compilers: nothing is run. Tile
-    /// kernels are called as kernels for a TPU of `core`.
+    /// kernels are called as kernels for a TPU that is `machine`.
     ///
     /// # Errors
     /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
@@ -218,15 +201,15 @@ impl LossProgram {
     ) -> Result<String, Unsupported> {
         if !self.is_whole() {
             let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
-            return Err(self.unsupported("compiling ahead of time", self.id(), supported));
+            return Err(unsupported(self, "compiling ahead of time", self.id(), supported));
         }
-        // The limit of the core asked for comes before that of any other.
+        // The limit of the machine asked for comes before that of any other.
         self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
         self.supports(loss.spec, local, dtype, 1)?;
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
-            return Err(self.unsupported("sequences a device", local.batch, supported));
+            return Err(unsupported(self, "sequences a device", local.batch, supported));
         };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         self.program(
@@ -251,16 +234,16 @@ impl LossProgram {
         self.supports(loss.spec, local, dtype, 1)?;
         let (structure, local) = (loss.structure, local_shape(local, Mesh::ONE, machine));
         let rows = in_rows(local);
-        Ok(match self.kernel {
-            Kernel::Baseline => vec![],
-            Kernel::OnePass => {
+        Ok(match self.core {
+            Core::Baseline => vec![],
+            Core::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
-            Kernel::TwoPass => vec![
+            Core::TwoPass => vec![
                 tiled::describe_statistics(structure, rows, dtype.into(), machine),
                 tiled::describe_dlogits(structure, rows, dtype.into(), machine),
             ],
-            Kernel::Entropy => vec![tiled::describe_statistics(structure, rows, dtype.into(), machine)],
+            Core::Entropy => vec![tiled::describe_statistics(structure, rows, dtype.into(), machine)],
         })
     }
 
@@ -277,30 +260,30 @@ impl LossProgram {
     ) -> Result<Signature, Unsupported> {
         self.supports(loss.spec, local, dtype, 1)?;
         let shape = [local.batch, local.tokens, local.vocab];
-        let [inputs, outputs] = match self.kernel {
-            Kernel::Entropy => program::forward_signature(shape, dtype),
-            kernel => program::signature(loss.structure, shape, dtype, kernel != Kernel::Baseline),
+        let [inputs, outputs] = match self.core {
+            Core::Entropy => program::forward_signature(shape, dtype),
+            core => program::signature(loss.structure, shape, dtype, core != Core::Baseline),
         };
         let values = loss.program_numbers([local.batch.saturating_mul(devices), local.tokens]);
         let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
         Ok(Signature { inputs, outputs, numbers })
     }
 
-    /// Checks that a row of the vocabulary fits the VMEM of `core` and the ids of all tokens its SMEM, where they must.
+    /// Checks that a row of the vocabulary fits the VMEM of `machine` and the ids of all tokens its SMEM, where they must.
     fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
-        if self.kernel != Kernel::OnePass {
+        if self.core != Core::OnePass {
             return Ok(());
         }
         let tokens = local[0].saturating_mul(local[1]);
         let most = most_tokens(machine);
         if tokens > most {
             let supported = format!("up to {most}, whose ids fit SMEM; tile-two-pass takes any number");
-            return Err(self.unsupported("tokens a device", tokens, supported));
+            return Err(unsupported(self, "tokens a device", tokens, supported));
         }
         rows_of_a_block(in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
             let mebibytes = machine.vmem_bytes >> 20;
             let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
-            self.unsupported("vocabulary", local[2], supported)
+            unsupported(self, "vocabulary", local[2], supported)
         })
     }
 
@@ -318,31 +301,20 @@ impl LossProgram {
 
     /// How much of a batch it sees where it computes a token's loss.
     fn reach(self) -> Reach {
-        match self.kernel {
-            Kernel::Baseline | Kernel::TwoPass => Reach::Row,
-            Kernel::OnePass => Reach::Token,
-            Kernel::Entropy => Reach::Softmax,
+        match self.core {
+            Core::Baseline | Core::TwoPass => Reach::Row,
+            Core::OnePass => Reach::Token,
+            Core::Entropy => Reach::Softmax,
         }
-    }
-
-    /// The mesh that `devices` make for a batch of `shape`.
-    ///
-    /// # Errors
-    /// [`Unsupported`], naming the counts that would do.
-    pub fn mesh(self, shape: Shape, devices: usize) -> Result<Mesh, Unsupported> {
-        self.sharding.mesh(shape, devices).map_err(|counts| self.unsupported("device count", devices, counts))
-    }
-
-    fn unsupported(self, field: &'static str, given: impl ToString, supported: impl Into<String>) -> Unsupported {
-        Unsupported { implementation: self.id().into(), field, given: given.to_string(), supported: supported.into() }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HeadArrays, HeadProgram};
-    use assay_core::problem::{HeadLayout, HeadShape};
+    use crate::HeadProgram;
+    use assay_core::implementation::Given;
+    use assay_core::problem::{HeadForm, HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
 
     #[test]
@@ -377,19 +349,20 @@ mod tests {
             let text = |xla: &LossProgram| {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
-                xla.loops(Shaped::of(spec), shape.logits(), Dtype::Bf16, 1, ANY_DEVICE).unwrap()
+                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+                xla.loops(Shaped::of(spec), given, 1, ANY_DEVICE).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
-                let whole = all.iter().find(|xla| xla.is_whole() && xla.kernel == cut.kernel).unwrap();
+                let whole = all.iter().find(|xla| xla.is_whole() && xla.core == cut.core).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same += 1;
             }
-            let layout = HeadLayout::HiddenByVocab;
-            let arrays = HeadArrays { shape, dtype: Dtype::Bf16, layout, rounds_logits: true };
+            let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+            let given = Given { shape, dtype: Dtype::Bf16, form };
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let whole = heads.iter().find(|head| head.is_whole() && head.class() == cut.class()).unwrap();
-                let text = |head: &HeadProgram| head.loops(Shaped::of(spec), arrays, 1, ANY_DEVICE).unwrap();
+                let text = |head: &HeadProgram| head.loops(Shaped::of(spec), given, 1, ANY_DEVICE).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;
             }

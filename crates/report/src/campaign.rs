@@ -1,10 +1,33 @@
-//! One kernel before many problems: what `assay check` and `assay.check` in Python found.
+//! One kernel before many problems: results of `assay check`.
 
-use assay_schema::campaign::{Campaign, Cause, Coverage, Name};
+use assay_schema::campaign::{Campaign, Cause, Coverage, Power};
+use assay_schema::verdicts::Line;
 use maud::{Markup, html};
 
 use super::number::clipped;
 use super::part::Part;
+
+fn cause(cause: &Cause) -> Markup {
+    let Cause { gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro } =
+        cause;
+    let row = |name: &str, text: &str| html! { tr { td { (name) } td { (clipped(text)) } } };
+    let computes = computes.iter().map(|names| names.join(", which is ")).collect::<Vec<_>>().join("; or ");
+    html! {
+        h3 { (clipped(gate)) ": " (cases) @if *cases == 1 { " problem" } @else { " problems" } }
+        div.scroll { table { tbody {
+            (row("first seen in", first))
+            (row("smallest problem", problem))
+            @if let Some(fault) = fault { (row("fault", fault)) }
+            @for name in like { (row("like", &format!("{}: {}", name.mutant, name.does))) }
+            @for diagnosis in diagnoses { (row("likely", diagnosis)) }
+            @if !computes.is_empty() {
+                (row(if *computes_one_of { "computes one of" } else { "computes" }, &computes))
+            }
+            @for Line { name, text } in verdict.iter().flat_map(|verdict| &verdict.lines) { (row(name, text)) }
+            @if let Some(repro) = repro { (row("repro", repro)) }
+        } } }
+    }
+}
 
 impl Part for Campaign {
     fn passed(&self) -> Option<bool> {
@@ -12,79 +35,38 @@ impl Part for Campaign {
     }
 
     fn summary(&self) -> String {
-        let Self { kernel, tried, failed, grade, seed, causes, .. } = self;
-        let causes = match causes.len() {
-            1 => "1 cause".to_string(),
-            n => format!("{n} causes"),
-        };
-        format!("{kernel}: {tried} problems at grade {grade}, seed {seed}, {failed} failed by {causes}")
+        let Self { kernel, tried, failed, causes, grade, .. } = self;
+        format!("{kernel}: {tried} problems at grade {grade}, {failed} failed, {} causes", causes.len())
     }
 
     fn body(&self) -> Markup {
+        let Coverage { tokens, with_gradient, clipped: [low, high], advantages: [above, below], .. } = self.coverage;
+        let [first, last] = self.coverage.first_and_last_tile;
         html! {
-            @if let Some(why) = &self.stopped {
-                p.bad { "Stopped after " (self.tried) " of " (self.cases) " problems: " (clipped(why)) }
-            }
-            @for cause in &self.causes { (of_cause(cause)) }
+            p { (clipped(&self.spec)) }
+            @if let Some(why) = &self.stopped { p.bad { "Stopped: " (clipped(why)) } }
+            @for of in &self.causes { (cause(of)) }
             @if !self.allowed.is_empty() {
-                h3 { "Allowed by name" }
-                @for cause in &self.allowed { (of_cause(cause)) }
+                h3 { "Allowed" }
+                @for of in &self.allowed { (cause(of)) }
             }
-            @for skipped in &self.skipped {
-                p.note { (skipped.cases) " problems were not tried: " (clipped(&skipped.why)) }
+            h3 { "What the problems had in them" }
+            p {
+                (tokens) " tokens that count, " (with_gradient) " with a gradient, " (low) " clipped low and " (high) " high, "
+                (above) " with A > 0 and " (below) " with A < 0; " (first) " targets in the first tile of 128 columns and "
+                (last) " in the last; " (self.coverage.empty_rows) " rows without a token."
             }
-            (covered(&self.coverage))
-            @if let Some(power) = &self.power {
+            @for skipped in &self.skipped { p { (skipped.cases) " problems skipped: " (clipped(&skipped.why)) } }
+            @if let Some(Power { rejected, exercised, accepted, cases }) = &self.power {
                 p {
-                    (power.rejected) " of the " (power.exercised) " wrong kernels that show under this loss are rejected, on "
-                    (power.cases) " problems."
+                    (rejected) " of the " (exercised) " wrong kernels that show under this loss are rejected, on "
+                    (cases) " problems."
+                    @for (i, name) in accepted.iter().enumerate() {
+                        @if i == 0 { " Accepted: " } @else { ", " }
+                        (clipped(&name.mutant))
+                    }
                 }
-                @if !power.accepted.is_empty() { p.note { "Accepted: " (names(&power.accepted)) } }
             }
-            details { summary { "The loss" } pre { (self.spec) } }
         }
     }
-}
-
-fn of_cause(cause: &Cause) -> Markup {
-    let Cause { gate, cases, first, problem, like, diagnoses, computes, verdict, fault, repro, .. } = cause;
-    let line = |name: &str, text: &str| html! { tr { td { (clipped(name)) } td { (clipped(text)) } } };
-    html! {
-        h3 { (clipped(gate)) }
-        p.lead { (cases) " problems, the smallest " (clipped(problem)) }
-        div.scroll { table { tbody {
-            (line("first", first))
-            @for Name { mutant, does } in like { (line("like", &format!("{mutant}: {does}"))) }
-            @for diagnosis in diagnoses { (line("likely", diagnosis)) }
-            @for names in computes { (line("computes", &format!("the numbers of {}", names.join(", which is ")))) }
-            @if let Some(fault) = fault { (line("fault", fault)) }
-            @for of in verdict.iter().flat_map(|verdict| &verdict.lines) { (line(&of.name, &of.text)) }
-            @if let Some(repro) = repro { (line("repro", repro)) }
-        } } }
-    }
-}
-
-fn covered(coverage: &Coverage) -> Markup {
-    let Coverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
-    let rows = [
-        ("tokens that count", *tokens),
-        ("of them with a gradient", *with_gradient),
-        ("clipped low", clipped[0]),
-        ("clipped high", clipped[1]),
-        ("with A > 0", advantages[0]),
-        ("with A < 0", advantages[1]),
-        ("targets in the first tile of columns", first_and_last_tile[0]),
-        ("targets in the last", first_and_last_tile[1]),
-        ("rows without a token", *empty_rows),
-    ];
-    html! {
-        details {
-            summary { "What the problems had in them" }
-            div.scroll { table { tbody { @for (name, n) in rows { tr { td { (name) } td.number { (n) } } } } } }
-        }
-    }
-}
-
-fn names(all: &[Name]) -> String {
-    clipped(&all.iter().map(|name| name.mutant.as_str()).collect::<Vec<_>>().join(", "))
 }

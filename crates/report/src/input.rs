@@ -60,6 +60,7 @@ fn parse<P: Part + DeserializeOwned + 'static>(value: Value) -> serde_json::Resu
 
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
 const KINDS: [(&str, &str, &str, Parse); 8] = [
+    ("causes", "check, or judge of a folder", "Campaign", parse::<Campaign>),
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
     ("step_s_p50", "bench", "Time and memory", parse::<Bench>),
     ("cycles", "compile", "Compiled for a TPU", parse::<Compiled>),
@@ -67,7 +68,6 @@ const KINDS: [(&str, &str, &str, Parse); 8] = [
     ("mutants", "mutants", "Wrong kernels", parse::<Mutants>),
     ("files", "parity", "Recorded runs of others", parse::<Parity>),
     ("arms", "ab", "Kernel off and on", parse::<Comparison>),
-    ("causes", "check", "Campaign", parse::<Campaign>),
 ];
 
 impl Input {
@@ -78,22 +78,23 @@ impl Input {
     /// kind, or lacks what its kind has.
     pub fn read(path: &Path) -> Result<Self, InputError> {
         let io = |reason| InputError::Io { path: path.into(), reason };
+        let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
         let mut bytes = Vec::new();
         File::open(path).map_err(io)?.take(LONGEST + 1).read_to_end(&mut bytes).map_err(io)?;
-        Self::of(path, &bytes)
-    }
-
-    /// The same of bytes that are there already, under the name `path`.
-    ///
-    /// # Errors
-    /// [`InputError::Invalid`].
-    pub fn of(path: &Path, bytes: &[u8]) -> Result<Self, InputError> {
-        let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
         if bytes.len() as u64 > LONGEST {
             return Err(invalid(format!("more than {LONGEST} bytes"), "a shorter result".into()));
         }
-        let value: Value = serde_json::from_slice(bytes)
+        let value: Value = serde_json::from_slice(&bytes)
             .map_err(|error| invalid(format!("`{}`", clipped(&error.to_string())), "JSON".into()))?;
+        Self::of(&path.display().to_string(), value)
+    }
+
+    /// One result that is no file's; `name` stands for its path.
+    ///
+    /// # Errors
+    /// [`InputError::Invalid`] as in [`read`](Self::read).
+    pub fn of(name: &str, value: Value) -> Result<Self, InputError> {
+        let invalid = |given: String, expected: String| InputError::Invalid { path: name.into(), given, expected };
         let kind = KINDS.iter().find(|(key, ..)| value.get(key).is_some());
         let Some((_, commands, title, parse)) = kind else {
             let kinds: Vec<String> = KINDS.iter().map(|(key, commands, ..)| format!("{commands} (`{key}`)")).collect();
@@ -104,7 +105,7 @@ impl Input {
         let part = parse(value).map_err(|error| {
             invalid(format!("`{}`", clipped(&error.to_string())), format!("what `assay {commands} --json` writes"))
         })?;
-        Ok(Self { name: path.display().to_string(), title, command, part })
+        Ok(Self { name: name.into(), title, command, part })
     }
 }
 

@@ -1,8 +1,9 @@
 //! What is known of one program compiled for a TPU: memory, cycles, bytes, the bounds that follow, and what hardware took.
 
-use assay_core::problem::{Dtype, Extents, HeadLayout, HeadShape};
+use assay_core::implementation::Given;
+use assay_core::problem::{Dtype, Extents, HeadForm, HeadLayout, HeadShape};
 use assay_core::spec::LossSpec;
-use assay_programs::{HeadArrays, HeadProgram, LossProgram, Shaped};
+use assay_programs::{HeadProgram, LossProgram, Programs, Shaped};
 pub use assay_schema::compile::HeldBy;
 #[cfg(feature = "libtpu")]
 use assay_schema::compile::{self as schema, Memory};
@@ -56,9 +57,9 @@ impl Asked {
             }
             Extents::Head(shape) => {
                 let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes);
-                let arrays = HeadArrays { shape, dtype, layout, rounds_logits };
+                let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
                 let held_by = if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
-                Ok((head.program_for(loss, arrays, devices, machine)?, held_by))
+                Ok((head.program_for(loss, given, devices, machine)?, held_by))
             }
         }
     }

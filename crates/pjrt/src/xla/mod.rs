@@ -17,40 +17,44 @@ use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
-use assay_programs::{LossProgram, Output, Scalars, Shaped};
+use assay_programs::{HeadProgram, LossProgram, Output, Programs, Scalars, Shaped};
 use ndarray::{Array2, Ix3, arr0};
 
-use crate::runtime::{Buffer, Client, RuntimeError};
+use crate::runtime::{Buffer, RuntimeError};
 use devices::{Devices, Plan, compiled, machine};
-pub use lm_head::XlaHead;
 use shards::{Padding, Shards};
 
-/// A loss on logits, run by a plugin.
-pub struct Xla {
-    program: LossProgram,
+/// Programs of one kernel under one sharding, run by a plugin.
+pub struct Runner<P> {
+    program: P,
     on: Devices,
 }
 
-impl Xla {
+/// A loss on logits, run by a plugin.
+pub type Xla = Runner<LossProgram>;
+
+/// An LM head and a loss, run by a plugin.
+pub type XlaHead = Runner<HeadProgram>;
+
+impl<P: Programs> Runner<P> {
     /// One for each program that has a gradient, on the devices of `plugin`, or of the one that
     /// [`locate`](crate::runtime::locate) finds.
-    pub fn all(plugin: Option<&Path>) -> Vec<Xla> {
-        let programs = LossProgram::all().into_iter().filter(|program| program.has_gradient());
-        programs.map(|program| Xla { program, on: Devices::new(program.sharding(), plugin) }).collect()
+    pub fn all(plugin: Option<&Path>) -> Vec<Self> {
+        let programs = P::all().into_iter().filter(|program| program.has_gradient());
+        programs.map(|program| Self { program, on: Devices::new(program.sharding(), plugin) }).collect()
     }
 
     /// Its programs.
-    pub fn program(&self) -> LossProgram {
+    pub fn program(&self) -> P {
         self.program
     }
+}
 
-    /// Compiles the program of what is `given`, and checks that a run of it fits.
-    fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s, Problem>, RunError> {
-        self.program.supports(spec, given.shape, given.dtype, devices)?;
-        let (client, loss) = (self.on.client()?, Shaped::of(spec));
-        let text = self.program.loops(loss, given.shape, given.dtype, devices, machine(&client))?;
-        let mesh = self.program.mesh(given.shape, devices)?;
-        Ready::of(client, loss, given, mesh, text)
+impl XlaHead {
+    /// With chunks of another size; see [`HeadProgram::chunk_bytes`].
+    #[must_use]
+    pub fn chunk_bytes(self, bytes: usize) -> Self {
+        Self { program: self.program.chunk_bytes(bytes), ..self }
     }
 }
 
@@ -81,8 +85,8 @@ impl XlaEntropy {
     pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[Array2<f32>; 2], RunError> {
         let shape = problem.check(spec)?;
         let client = self.on.client()?;
-        let text =
-            LossProgram::entropy().loops(Shaped::of(spec), shape, problem.logits.dtype(), 1, machine(&client))?;
+        let given = Given { shape, dtype: problem.logits.dtype(), form: () };
+        let text = LossProgram::entropy().loops(Shaped::of(spec), given, 1, machine(&client))?;
         let executable = compiled(&client, text, 1)?;
         let shards = Shards { shape, mesh: Mesh::ONE, client };
         shards.expect_room(&executable)?;
@@ -100,7 +104,11 @@ impl XlaEntropy {
     }
 }
 
-impl Implementation for Xla {
+impl<L, P> Implementation<Problem<L>> for Runner<P>
+where
+    P: Programs<Problem = Problem<L>>,
+    Problem<L>: Arrays,
+{
     fn id(&self) -> &'static str {
         self.program.id()
     }
@@ -125,21 +133,32 @@ impl Implementation for Xla {
         self.on.takes(devices)
     }
 
-    fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+    fn supports(
+        &self,
+        spec: &LossSpec,
+        shape: <Problem<L> as Workload>::Shape,
+        dtype: Dtype,
+        devices: usize,
+    ) -> Result<(), Unsupported> {
         self.program.supports(spec, shape, dtype, devices)
     }
 
-    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        self.ready(spec, Given::of(spec, &problem)?, devices)?.run(problem)
+    fn run(
+        &self,
+        spec: &LossSpec,
+        problem: Problem<L>,
+        devices: usize,
+    ) -> Result<Candidate<<Problem<L> as Workload>::Gradient>, RunError> {
+        Ready::of(self, spec, Given::of(spec, &problem)?, devices)?.run(problem)
     }
 
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        given: Given,
+        given: Given<Problem<L>>,
         devices: usize,
-    ) -> Result<Box<dyn Prepared + 's>, RunError> {
-        Ok(Box::new(self.ready(spec, given, devices)?))
+    ) -> Result<Box<dyn Prepared<Problem<L>> + 's>, RunError> {
+        Ok(Box::new(Ready::of(self, spec, given, devices)?))
     }
 }
 
@@ -211,14 +230,17 @@ impl<'s, L> Ready<'s, Problem<L>>
 where
     Problem<L>: Arrays,
 {
-    fn of(
-        client: Client,
-        loss: Shaped<'s>,
+    /// Compiles the program of what is `given`, and checks that a run of it fits.
+    fn of<P: Programs<Problem = Problem<L>>>(
+        Runner { program, on }: &Runner<P>,
+        spec: &'s LossSpec,
         given: Given<Problem<L>>,
-        mesh: Mesh,
-        text: String,
+        devices: usize,
     ) -> Result<Self, RunError> {
-        let shards = Shards { shape: Problem::<L>::logits(given.shape), mesh, client };
+        program.supports(spec, given.shape, given.dtype, devices)?;
+        let (client, loss, shape) = (on.client()?, Shaped::of(spec), Problem::<L>::logits(given.shape));
+        let text = program.loops(loss, given, devices, machine(&client))?;
+        let shards = Shards { shape, mesh: program.mesh(shape, devices)?, client };
         Ok(Self { plan: Plan::of(text, shards)?, loss, given })
     }
 

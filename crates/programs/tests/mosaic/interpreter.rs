@@ -724,7 +724,7 @@ fn malformed_texts_are_refused_with_their_line() {
             "line 6: 4294967296x4294967296xi32 is larger",
         ),
         (add.replace("vector<2xi32>)", "tensor<2xi32>)"), "line 6: type tensor is not supported"),
-        (format!("// fine\n{add} ?"), "line 7: a character that means nothing here: '?'"),
+        (format!("// fine\n{add} ?"), "line 7: expected the quoted name of an operation, found ?"),
         (format!("{add}\n\"arith.constant"), "line 7: expected a string without escapes that ends on its line"),
         (format!("{add}\n^bb1:"), "line 7: expected the region's end"),
         (

@@ -11,7 +11,7 @@ use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array};
-use assay_programs::{ANY_TPU, LossProgram, Machine, Shaped, TpuKernel};
+use assay_programs::{ANY_TPU, LossProgram, Machine, Programs, Shaped, TpuKernel};
 use assay_suites::cases;
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, arr0};

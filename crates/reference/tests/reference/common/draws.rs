@@ -81,5 +81,12 @@ fn normal() -> impl Strategy<Value = f64> {
 pub(crate) fn runner(failures: &'static str, cases: u32) -> TestRunner {
     let cases = if std::env::var_os("PROPTEST_CASES").is_some() { Config::default().cases } else { cases };
     let failure_persistence = FileFailurePersistence::Direct(failures);
-    TestRunner::new(Config { cases, failure_persistence: Some(Box::new(failure_persistence)), ..Config::default() })
+    // Some arms reject several draws a case: proptest's own limit is for fewer cases.
+    let max_global_rejects = 4 * cases.max(Config::default().max_global_rejects);
+    TestRunner::new(Config {
+        cases,
+        max_global_rejects,
+        failure_persistence: Some(Box::new(failure_persistence)),
+        ..Config::default()
+    })
 }

@@ -1,0 +1,147 @@
+//! `assay check`: a campaign before a kernel in a process of its own, or one of this project's.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+
+use super::deck_choice::{AnyDeck, DeckChoice};
+use super::spec_choice::SpecChoice;
+use super::{CliError, Passed, PluginChoice, Printing, command_line};
+use crate::campaign::{Campaign, Local, Progress, text};
+use crate::problem::{HeadProblem, Problem};
+use crate::registry::find;
+use crate::report::{Input, render};
+use crate::schema::Made;
+use crate::schema::campaign::Campaign as Found;
+use crate::schema::verdicts::Grade;
+use crate::worker::{Launch, Worker};
+
+#[derive(Args)]
+pub(super) struct Check {
+    /// The kernel: a command that speaks the protocol `assay-check/1`, quoted as for a shell
+    #[arg(long, value_name = "CMD", required_unless_present = "implementation")]
+    exec: Option<String>,
+    /// Or one of this project's implementations
+    #[arg(long = "impl", value_name = "ID", conflicts_with = "exec")]
+    implementation: Option<String>,
+    #[command(flatten)]
+    spec: SpecChoice,
+    #[command(flatten)]
+    deck: DeckChoice,
+    #[command(flatten)]
+    standards: CampaignStandards,
+    /// Seconds after which an answer is waited for no longer
+    #[arg(long, value_name = "S", default_value_t = 30.0)]
+    timeout: f64,
+    /// Seconds after which no problem more is tried
+    #[arg(long, value_name = "S")]
+    seconds: Option<f64>,
+    /// Leave problems that fail as large as they are
+    #[arg(long)]
+    no_shrink: bool,
+    /// Do not count how many wrong kernels would be caught
+    #[arg(long)]
+    no_power: bool,
+    /// Keep problems that fail here, and try those first that are
+    #[arg(long, value_name = "DIR")]
+    repros: Option<PathBuf>,
+    #[command(flatten)]
+    plugin: PluginChoice,
+    /// Also write a page
+    #[arg(long, value_name = "PAGE.html")]
+    html: Option<PathBuf>,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// What a campaign asks.
+#[derive(Args)]
+pub(super) struct CampaignStandards {
+    /// How accurate it must be: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every avoidable
+    /// cancellation avoided
+    #[arg(long, value_name = "GRADE", default_value_t = Grade::Standard)]
+    pub(super) grade: Grade,
+    /// What may fail: an edge (`overflow`, `minus_infinity`, `lowest_float`, `masked`), a wrong kernel that it is like,
+    /// `not-reproducible` or `stale-memory`
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub(super) allow: Vec<String>,
+}
+
+impl Check {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let name = self.implementation.as_ref().or(self.exec.as_ref()).map_or("", String::as_str);
+        let campaign = Campaign {
+            project: self.spec.project(),
+            grade: self.standards.grade,
+            allow: self.standards.allow.clone(),
+            shrink: !self.no_shrink,
+            power: !self.no_power,
+            time: self.seconds.map(|s| seconds("--seconds", s)).transpose()?,
+            repros: self.repros.clone(),
+            ..Campaign::new(name, self.spec.read()?)
+        };
+        let deck = self.deck.deck()?;
+        let cases = match &deck {
+            AnyDeck::Logits(deck) => deck.cases,
+            AnyDeck::Head(heads) => heads.deck.cases,
+        };
+        let bar = self.printing.progress(usize::try_from(cases).unwrap_or(usize::MAX));
+        let mut progress = |Progress { tried, failed, .. }: Progress| {
+            bar.set_position(tried);
+            bar.set_message(format!("{failed} failed"));
+        };
+        let plugin = self.plugin.checked_path()?;
+        let found = match (deck, &self.exec) {
+            (AnyDeck::Logits(deck), Some(command)) => {
+                Campaign { deck, ..campaign }.run(&mut self.worker(command)?, &mut progress)?
+            }
+            (AnyDeck::Head(heads), Some(command)) => {
+                campaign.run_heads(&heads, &mut self.worker(command)?, &mut progress)?
+            }
+            (AnyDeck::Logits(deck), None) => {
+                let implementation = find::<Problem>(name, plugin).map_err(CliError::Usage)?;
+                Campaign { deck, ..campaign }.run(&mut Local(&*implementation), &mut progress)?
+            }
+            (AnyDeck::Head(heads), None) => {
+                let implementation = find::<HeadProblem>(name, plugin).map_err(CliError::Usage)?;
+                campaign.run_heads(&heads, &mut Local(&*implementation), &mut progress)?
+            }
+        };
+        bar.finish_and_clear();
+        show(&found, &self.printing, self.html.as_deref())
+    }
+
+    fn worker(&self, command: &str) -> Result<Worker, CliError> {
+        let words = shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
+            CliError::Usage(format!("--exec: got `{command}`, expected a command, quoted as for a shell"))
+        })?;
+        let answer = seconds("--timeout", self.timeout)?;
+        Ok(Worker::start(Launch { answer, ..Launch::of(words) })?)
+    }
+}
+
+/// A time, from a number of an option.
+fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
+    let time = Duration::try_from_secs_f64(given).ok().filter(|time| !time.is_zero());
+    time.ok_or_else(|| CliError::Usage(format!("{option}: got {given}, expected a number of seconds above 0")))
+}
+
+/// Prints what a campaign found, and writes it where that is asked for.
+pub(super) fn show(found: &Found, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
+    if let Some(path) = page {
+        let made = Made { command: command_line(), result: found };
+        let value = serde_json::to_value(&made).expect("plain data has a JSON form");
+        let page = render(&[Input::of(&found.kernel, value)?], &made.command);
+        crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {
+            path: path.into(),
+            action: "write",
+            reason,
+        })?;
+    }
+    if printing.quiet && !found.passed {
+        super::print(&text(found))?;
+    }
+    printing.finish(&text(found), found)?;
+    Ok(found.passed.into())
+}

@@ -1,0 +1,70 @@
+//! The problems of a campaign.
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::{CliError, one_of};
+use crate::campaign::{Deck, HeadDeck, Shapes};
+use crate::judge::generate::Regime;
+use crate::problem::{Dtype, HeadLayout, Shape};
+
+#[derive(Args)]
+pub(super) struct DeckChoice {
+    /// How many problems
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    cases: u64,
+    /// How many of them have a vocabulary of 151,936
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    wide: u64,
+    /// Seed of every draw
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Of the logits, or of hidden states and head
+    #[arg(long, value_name = "DTYPE,…", value_delimiter = ',', default_value = "bf16,f32")]
+    dtypes: Vec<Dtype>,
+    /// `many`; `few`, for kernels that are compiled for each; or extents, BxTxV
+    #[arg(long, value_name = "SHAPES", value_delimiter = ',', default_value = "many")]
+    shapes: Vec<String>,
+    /// How logits are drawn; every way in which all losses are finite if none is given
+    #[arg(long, value_name = "REGIME,…", value_delimiter = ',', value_parser = one_of(&Regime::ALL))]
+    regimes: Vec<Regime>,
+    /// Problems with an LM head, of these widths
+    #[arg(long, value_name = "H,…", value_delimiter = ',')]
+    hidden: Vec<usize>,
+    /// How the LM head lies: hv, which is [H,V], or vh, which is [V,H]
+    #[arg(long, value_name = "hv|vh", requires = "hidden", default_value = "vh")]
+    layout: HeadLayout,
+}
+
+/// A deck of either kind.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum AnyDeck {
+    Logits(Deck),
+    Head(HeadDeck),
+}
+
+impl DeckChoice {
+    pub(super) fn deck(&self) -> Result<AnyDeck, CliError> {
+        let shape = |text: &String| {
+            let Shape { batch, tokens, vocab } =
+                text.parse().map_err(|error| CliError::Usage(format!("--shapes: {error}; or one of many, few")))?;
+            Ok([batch, tokens, vocab])
+        };
+        let shapes = match self.shapes.as_slice() {
+            [one] if one == "many" => Shapes::Many,
+            [one] if one == "few" => Shapes::Few,
+            given => Shapes::Given(given.iter().map(shape).collect::<Result<_, CliError>>()?),
+        };
+        let regimes = if self.regimes.is_empty() { Regime::FINITE.to_vec() } else { self.regimes.clone() };
+        let Self { cases, wide, seed, ref dtypes, .. } = *self;
+        let deck = Deck { dtypes: dtypes.clone(), shapes, regimes, cases, wide, seed };
+        if self.hidden.is_empty() {
+            return Ok(AnyDeck::Logits(deck));
+        }
+        if self.hidden.contains(&0) {
+            return Err(CliError::Usage("--hidden: got 0, expected widths ≥ 1".into()));
+        }
+        Ok(AnyDeck::Head(HeadDeck { hidden: self.hidden.clone(), layout: self.layout, ..HeadDeck::of(deck) }))
+    }
+}

@@ -1,0 +1,36 @@
+//! The loss that a command is about, in a file or in a project's own words.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::CliError;
+use crate::config;
+use crate::spec::LossSpec;
+use crate::spec::presets::{self, Given, Options, Preset};
+
+#[derive(Args)]
+pub(super) struct SpecChoice {
+    /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
+    #[arg(long, value_name = "FILE", conflicts_with = "preset")]
+    spec: Option<PathBuf>,
+    /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
+    #[arg(long, value_name = "NAME")]
+    preset: Option<Preset>,
+    /// An option of that project's, such as `loss_type=grpo`
+    #[arg(long = "option", value_name = "NAME=VALUE", requires = "preset")]
+    options: Vec<String>,
+}
+
+impl SpecChoice {
+    pub(super) fn read(&self) -> Result<LossSpec, CliError> {
+        let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
+        let options = Options::from_pairs(&self.options)?;
+        Ok(presets::spec(preset, None, &options, &Given::default())?.spec)
+    }
+
+    /// The project and its options, where the loss is one's.
+    pub(super) fn project(&self) -> Option<(Preset, Vec<String>)> {
+        Some((self.preset?, self.options.clone()))
+    }
+}

@@ -1,0 +1,159 @@
+//! `assay suite`: a deck in files, for kernels that are driven by something else; `assay judge DIR` reads what came of it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::check::{CampaignStandards, show};
+use super::deck_choice::{AnyDeck, DeckChoice};
+use super::generate::json;
+use super::spec_choice::SpecChoice;
+use super::{CliError, Passed, Printing, write_json};
+use crate::campaign::{Campaign, Deals, Fault, Kernel, Subject};
+use crate::config;
+use crate::fixture::{StoredGradient, read_candidate};
+use crate::problem::{Candidate, HeadProblem, Problem};
+use crate::spec::LossSpec;
+use crate::spec::presets::Preset;
+
+/// Beside the problems: what they are of.
+const SUITE: &str = "suite.json";
+
+#[derive(Args)]
+pub(super) struct Suite {
+    #[command(flatten)]
+    spec: SpecChoice,
+    #[command(flatten)]
+    deck: DeckChoice,
+    /// The folder to write: `0000.safetensors`, and so on, and what they are of
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// What the problems of a folder are of.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    /// Which version of this command wrote them: another draws others.
+    version: String,
+    spec: LossSpec,
+    project: Option<(String, Vec<String>)>,
+    deck: AnyDeck,
+}
+
+fn version() -> String {
+    format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))
+}
+
+/// `0000.safetensors`
+fn file_name(index: u64) -> String {
+    format!("{index:04}.safetensors")
+}
+
+impl Suite {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let (spec, deck) = (self.spec.read()?, self.deck.deck()?);
+        let io = |reason| CliError::Io { path: self.output.clone(), action: "make", reason };
+        std::fs::create_dir_all(&self.output).map_err(io)?;
+        let written = match &deck {
+            AnyDeck::Logits(deck) => self.write::<Problem>(&spec, deck)?,
+            AnyDeck::Head(heads) => self.write::<HeadProblem>(&spec, heads)?,
+        };
+        let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
+        let suite = Written { version: version(), spec, project, deck };
+        write_json(&self.output.join(SUITE), &suite)?;
+        let folder = self.output.display();
+        let text = format!(
+            "{folder}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \
+             assay judge {folder} --candidates DIR\n"
+        );
+        self.printing.finish(&text, &suite)?;
+        Ok(Passed::Yes)
+    }
+
+    /// Writes those in which a token has a gradient.
+    fn write<P: Subject>(&self, spec: &LossSpec, deals: &dyn Deals<P>) -> Result<u64, CliError> {
+        let mut written = 0;
+        for index in 0..deals.deck().cases {
+            let Some((recipe, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? else { continue };
+            let metadata = [
+                (config::SPEC_KEY.to_string(), json(spec)),
+                ("recipe".to_string(), json(&recipe)),
+                ("generator".to_string(), version()),
+            ];
+            problem.write(&self.output.join(file_name(index)), &BTreeMap::from(metadata))?;
+            written += 1;
+        }
+        Ok(written)
+    }
+}
+
+/// One verdict on the candidates of a suite's problems.
+pub(super) fn judge(
+    suite: &Path,
+    candidates: &Path,
+    standards: CampaignStandards,
+    printing: &Printing,
+) -> Result<Passed, CliError> {
+    let path = suite.join(SUITE);
+    let Written { version: by, spec, project, deck } = config::read(&path)?;
+    if by != version() {
+        let reason = format!("version: got `{by}`, expected `{}`: write the suite again", version());
+        return Err(CliError::Config { path, reason });
+    }
+    let project = project.map(|(preset, options)| Ok((preset.parse::<Preset>()?, options)));
+    let campaign = Campaign {
+        project: project.transpose().map_err(|reason: crate::spec::presets::PresetError| CliError::Preset(reason))?,
+        grade: standards.grade,
+        allow: standards.allow,
+        repeats: false,
+        shrink: false,
+        ..Campaign::new(&candidates.display().to_string(), spec)
+    };
+    let found = match deck {
+        AnyDeck::Logits(deck) => {
+            let mut answers = Answers::of::<Problem>(candidates, &campaign.spec, &deck)?;
+            Campaign { deck, ..campaign }.run(&mut answers, &mut |_| ())?
+        }
+        AnyDeck::Head(heads) => {
+            let mut answers = Answers::of::<HeadProblem>(candidates, &campaign.spec, &heads)?;
+            campaign.run_heads(&heads, &mut answers, &mut |_| ())?
+        }
+    };
+    show(&found, printing, None)
+}
+
+/// A kernel that has answered already: the candidate of each problem, by what the problem holds.
+struct Answers(HashMap<u64, PathBuf>);
+
+impl Answers {
+    fn of<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn Deals<P>) -> Result<Self, CliError> {
+        let mut answers = HashMap::new();
+        for index in 0..deals.deck().cases {
+            if let Some((_, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? {
+                answers.insert(problem.fingerprint(), folder.join(file_name(index)));
+            }
+        }
+        Ok(Self(answers))
+    }
+}
+
+impl<P: Subject<Gradient: StoredGradient>> Kernel<P> for Answers {
+    fn answer(
+        &mut self,
+        _: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        let path = self.0.get(&problem.fingerprint());
+        let path = path.ok_or_else(|| Fault::Unsupported("a problem that is none of the suite".into()))?;
+        let candidate = read_candidate::<P::Gradient>(path).map_err(|error| Fault::Raised(error.to_string()))?;
+        read(&candidate.lend());
+        Ok(())
+    }
+}

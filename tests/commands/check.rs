@@ -1,0 +1,99 @@
+//! `assay check`, `assay suite` and the judgement of a folder.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use assay::fixture::{ProblemFile, write_candidate};
+use assay::problem::Problem;
+use assay::registry::find;
+use assay::spec::LossSpec;
+use assay::spec::presets::{Given, Options, Preset, spec};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::common::command::{assay, assert_refused};
+
+fn trl(options: &[&str]) -> LossSpec {
+    spec(Preset::Trl, None, &Options::from_pairs(options).unwrap(), &Given::default()).unwrap().spec
+}
+
+/// A suite of TRL's default loss, and what the native kernel returns under `computed`.
+fn answered(computed: &LossSpec) -> (TempDir, [String; 2]) {
+    let folder = TempDir::new().unwrap();
+    let [suite, candidates] =
+        ["suite", "candidates"].map(|name| folder.path().join(name).to_str().unwrap().to_string());
+    let output = assay(&["suite", "--preset", "trl", "--cases", "24", "--wide", "0", "-o", &suite]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    fs::create_dir(&candidates).unwrap();
+    let native = find::<Problem>("native", None).unwrap();
+    for entry in fs::read_dir(&suite).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let problem = ProblemFile::open(&path).unwrap().problem("logits", Some("old_logps")).unwrap();
+            let candidate = native.run(computed, problem, 1).unwrap();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            write_candidate(format!("{candidates}/{name}"), &candidate, &BTreeMap::new()).unwrap();
+        }
+    }
+    (folder, [suite, candidates])
+}
+
+#[test]
+fn check_of_a_right_kernel_passes_and_says_what_it_would_have_caught() {
+    let folder = TempDir::new().unwrap();
+    let [json, page] = ["check.json", "page.html"].map(|name| folder.path().join(name).to_str().unwrap().to_string());
+    let fixed = ["check", "--impl", "native", "--preset", "trl", "--cases", "24", "--wide", "0"];
+    let output = assay(&[&fixed[..], &["--json", &json, "--html", &page]].concat());
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.lines().last().unwrap().starts_with("PASS  native: 24 problems"), "{}", output.stdout);
+    let found: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    assert_eq!((&found["passed"], &found["tried"]), (&true.into(), &24.into()));
+    assert!(fs::read_to_string(page).unwrap().contains("What the problems had in them"));
+    if cfg!(feature = "mutants") {
+        assert!(found["power"]["rejected"].as_u64().unwrap() > 30, "{found}");
+    }
+}
+
+#[test]
+fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
+    let (_folder, [suite, candidates]) = answered(&trl(&[]));
+    let judged = |more: &[&str]| assay(&[&["judge", &suite, "--candidates", &candidates], more].concat());
+    let output = judged(&[]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("covered") && output.stdout.contains("PASS"), "{}", output.stdout);
+    fs::remove_file(format!("{candidates}/0003.safetensors")).unwrap();
+    let output = judged(&["-q"]);
+    assert_eq!(output.code, 1);
+    assert!(output.stdout.contains("CAUSE raised: 1 problem"), "{}", output.stdout);
+    let json = format!("{suite}/suite.json");
+    fs::write(&json, fs::read_to_string(&json).unwrap().replace("grpo-assay 0", "grpo-assay 9")).unwrap();
+    assert_refused(
+        &["judge", &suite, "--candidates", &candidates],
+        &["suite.json", "version", "write the suite again"],
+    );
+}
+
+#[test]
+fn folder_and_single_candidate_of_another_loss_are_told_which() {
+    let (_folder, [suite, candidates]) = answered(&trl(&["loss_type=grpo"]));
+    let output = assay(&["judge", &suite, "--candidates", &candidates]);
+    assert_eq!(output.code, 1);
+    assert!(output.stdout.contains("loss_type=grpo"), "{}", output.stdout);
+    let one = |folder: &str| format!("{folder}/0000.safetensors");
+    let output = assay(&["judge", "--problem", &one(&suite), "--candidate", &one(&candidates)]);
+    assert_eq!(output.code, 1);
+    assert!(output.stdout.contains("these are the numbers of another loss: "), "{}", output.stdout);
+    assert!(output.stdout.contains("loss_type=grpo"), "{}", output.stdout);
+}
+
+#[test]
+fn bad_options_of_a_campaign_are_refused_by_name() {
+    let native = ["check", "--impl", "native"];
+    assert_refused(&[&native[..], &["--shapes", "0x1x4"]].concat(), &["--shapes", "0x1x4", "many, few"]);
+    assert_refused(&[&native[..], &["--cases", "0"]].concat(), &["cases", "at least one problem"]);
+    assert_refused(&[&native[..], &["--seconds", "-1"]].concat(), &["--seconds", "-1"]);
+    assert_refused(&[&native[..], &["--allow", "rounding"]].concat(), &["allow", "rounding", "overflow"]);
+    assert_refused(&["check", "--exec", "/nonexistent/worker"], &["/nonexistent/worker", "cannot be started"]);
+    assert_refused(&["check", "--exec", "'"], &["--exec", "quoted"]);
+    assert_refused(&["check", "--impl", "nothing"], &["nothing"]);
+}
