@@ -99,8 +99,7 @@ pub struct Condition {
     /// Whether f32 arithmetic overflows where f64 does not: any nonfinite value is then an honest answer.
     pub overflows: bool,
     base: Base,
-    /// How far each logit may be off where it is a product; empty where logits are given.
-    errors: Arc<[f64]>,
+    errors: LogitErrors,
     moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
     row: RatioTerms,
@@ -167,24 +166,51 @@ struct Base {
     offsets: [f64; 2],
 }
 
-/// How far each logit of a token may be off before anything reads it; none where logits are given.
-pub type LogitErrors<'e> = &'e (dyn Fn(usize, usize) -> Arc<[f64]> + Sync);
+/// How far each logit of a token may be off before anything reads it, where it is a product.
+#[derive(Clone, Debug, Default)]
+pub struct LogitErrors {
+    /// One a logit; none where logits are given. A bound of a few standard deviations, it is not held in f64.
+    pub each: Arc<[f32]>,
+    /// Where logits are rounded to a dtype, whose steps may be many nats: by how much at most an exponent grows with a logit.
+    pub rate: Option<f64>,
+}
+
+impl LogitErrors {
+    /// Of column `j`. A step is off by `(e^(2·rate·step) − 1)/rate`.
+    ///
+    /// A probability becomes `e^a(1 + Σ p_v(e^(a_v) − 1))⁻¹` of itself, where logits are off by `a` and `a_v`, times `rate`. That
+    /// is at most `1 + (e^2|a| − 1) + Σ p_v(e^2|a_v| − 1)`, which is what errors that are added up come to.
+    fn at(&self, j: usize) -> f64 {
+        let error = self.each.get(j).map_or(0.0, |error| f64::from(*error));
+        match self.rate {
+            Some(rate) if error > 0.0 => f64::exp_m1((2.0 * rate * error).min(160.0)) / rate,
+            _ => error,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.each.is_empty()
+    }
+}
+
+/// Those of token `[b,t]`.
+pub type ErrorsOf<'e> = &'e (dyn Fn(usize, usize) -> LogitErrors + Sync);
 
 /// Logits that are given.
-pub const GIVEN: LogitErrors = &|_, _| Arc::default();
+pub const GIVEN: ErrorsOf = &|_, _| LogitErrors::default();
 
 impl Condition {
     /// The conditions of every unmasked token.
-    pub fn all(reference: &Reference, bands: Bands, errors: LogitErrors) -> Array2<Option<Condition>> {
+    pub fn all(reference: &Reference, bands: Bands, errors: ErrorsOf) -> Array2<Option<Condition>> {
         let shape = reference.shape();
         let places: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
         let base = |(b, t): (usize, usize)| {
             let (token, errors) = (reference.token(b, t)?, errors(b, t));
             Some((Base::of(reference, (b, t), token, &errors, bands), errors))
         };
-        let (bases, errors): (Vec<Option<Base>>, Vec<Arc<[f64]>>) = places
+        let (bases, errors): (Vec<Option<Base>>, Vec<LogitErrors>) = places
             .into_par_iter()
-            .map(|at| base(at).map_or((None, Arc::default()), |(base, errors)| (Some(base), errors)))
+            .map(|at| base(at).map_or((None, LogitErrors::default()), |(base, errors)| (Some(base), errors)))
             .unzip();
         let bases = Array2::from_shape_vec((shape.batch, shape.tokens), bases).expect("one entry a token");
         let of_batch = OfBatch::of(reference, &bases);
@@ -194,7 +220,7 @@ impl Condition {
                 (0..shape.tokens).filter_map(|t| Some((t, reference.token(b, t)?, bases[[b, t]]?))).collect();
             let of_row = OfRow::of(reference, bands, &of_batch, &row);
             for &(t, token, base) in &row {
-                let errors = Arc::clone(&errors[b * shape.tokens + t]);
+                let errors = errors[b * shape.tokens + t].clone();
                 all[[b, t]] = Some(Condition::of(reference, token, (base, errors), bands, &of_batch, &of_row));
             }
             // What one token owes to the ratio of its row reaches all of them.
@@ -210,7 +236,7 @@ impl Condition {
     fn of(
         reference: &Reference,
         token: &Token,
-        (base, errors): (Base, Arc<[f64]>),
+        (base, errors): (Base, LogitErrors),
         bands: Bands,
         batch: &OfBatch,
         row: &OfRow,
@@ -321,7 +347,7 @@ impl Condition {
         let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
         let [offset, offset_of_entropy] = self.base.offsets;
         let column = |(j, &x): (usize, &f64)| {
-            let error = spec.logits.scale.abs() * self.errors.get(j).copied().unwrap_or(0.0);
+            let error = spec.logits.scale.abs() * self.errors.at(j);
             let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
             let mut value = 0.0;
@@ -420,9 +446,9 @@ impl Bound {
 }
 
 impl Base {
-    fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &[f64], bands: Bands) -> Self {
+    fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &LogitErrors, bands: Bands) -> Self {
         let spec = reference.spec();
-        let error = |j: usize| spec.logits.scale.abs() * errors.get(j).copied().unwrap_or(0.0);
+        let error = |j: usize| spec.logits.scale.abs() * errors.at(j);
         let row = reference.scaled_row(b, t, token).logits;
         let softmax = &token.logp_softmax;
         let z = row[token.id] / softmax.divisor;

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::U;
 use super::arm;
-use super::condition::{Bound, Condition, FLUSHED, GIVEN, LogitErrors};
+use super::condition::{Bound, Condition, ErrorsOf, FLUSHED, GIVEN};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
@@ -144,7 +144,7 @@ pub fn judge<'c, G: Lend<'c, View = FloatView<'c, Ix3>>>(
         token_loss: candidate.token_loss.as_ref(),
         dlogits: Some(candidate.gradient.view()),
     };
-    Ok(graded(limits, reference, |limits| {
+    Ok(graded(limits, reference, |limits, _| {
         let cases = cases(reference, limits, GIVEN);
         let mut verdicts = judge_per_token(reference, &per_token, &cases, limits);
         if let Some(metrics) = &candidate.metrics {
@@ -154,27 +154,34 @@ pub fn judge<'c, G: Lend<'c, View = FloatView<'c, Ix3>>>(
     }))
 }
 
+/// Which gradients a verdict is asked of.
+pub(super) type Wanted<'w> = &'w dyn Fn(Output) -> bool;
+
 /// The verdicts of `judge_by`: of grade `exact` where a gate reaches it; where it does not, and `limits` ask for no more, of
-/// `standard`.
+/// `standard`. A gradient that reaches `exact` is not asked for again.
 pub(super) fn graded(
     limits: &Limits,
     reference: &Reference,
-    judge_by: impl Fn(&Limits) -> Vec<Verdict>,
+    judge_by: impl Fn(&Limits, Wanted) -> Vec<Verdict>,
 ) -> Vec<Verdict> {
-    let exact = judge_by(&limits.at(Grade::Exact));
+    let exact = judge_by(&limits.at(Grade::Exact), &|_| true);
+    let short = |output| exact.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed());
     if limits.grade == Grade::Exact || !exact.iter().any(|verdict| verdict.status.failed()) {
         return exact;
     }
-    let better = |verdict: Verdict| match exact.iter().find(|exact| exact.gate == verdict.gate) {
-        Some(exact) if !exact.status.failed() => exact.clone(),
-        Some(exact) if !verdict.status.failed() => {
+    let standard = judge_by(&limits.at(Grade::Standard), &short);
+    let better = |exact: Verdict| match standard.iter().find(|standard| standard.gate == exact.gate) {
+        Some(standard) if exact.status.failed() => {
+            if standard.status.failed() {
+                return standard.clone();
+            }
             let worst = exact.tally.worst;
-            let cancels = cancels(reference, verdict.gate, worst, limits);
-            Verdict { short_of_exact: Some(ShortOfExact { worst, cancels }), ..verdict }
+            let cancels = cancels(reference, exact.gate, worst, limits);
+            Verdict { short_of_exact: Some(ShortOfExact { worst, cancels }), ..standard.clone() }
         }
-        _ => verdict,
+        _ => exact,
     };
-    judge_by(&limits.at(Grade::Standard)).into_iter().map(better).collect()
+    exact.iter().cloned().map(better).collect()
 }
 
 /// What of the formulas that grade `standard` forgives is behind an error beyond the limits of `exact`.
@@ -203,7 +210,7 @@ fn cancels(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits:
 }
 
 /// The unmasked tokens of a reference, in order, whose logits have `errors` of their own.
-pub(super) fn cases<'r>(reference: &'r Reference, limits: &Limits, errors: LogitErrors) -> Vec<Case<'r>> {
+pub(super) fn cases<'r>(reference: &'r Reference, limits: &Limits, errors: ErrorsOf) -> Vec<Case<'r>> {
     let mut conditions = Condition::all(reference, limits.into(), errors);
     let case = |(b, t): (usize, usize)| {
         let (token, condition) = (reference.token(b, t)?, conditions[[b, t]].take()?);
@@ -278,7 +285,9 @@ impl Stored {
 
     /// `½ulp` of the finer of the two.
     pub(super) fn rounding(self, expected: f64) -> f64 {
-        half_ulp(expected, self.given).min(half_ulp(expected, self.promised))
+        let Self { given, promised } = self;
+        let of_given = half_ulp(expected, given);
+        if given == promised { of_given } else { of_given.min(half_ulp(expected, promised)) }
     }
 
     /// That, and `u·scale` with the scale no smaller than the output's smallest normal number.

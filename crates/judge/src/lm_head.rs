@@ -19,17 +19,17 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 
-use ndarray::{Array1, Array2, ArrayView1, Axis, Ix2, Zip, s};
+use ndarray::linalg::general_mat_mul;
+use ndarray::{Array1, Array2, ArrayView2, Axis, Ix2, Zip, concatenate, s};
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{ColumnBound, FLUSHED};
+use super::condition::{ColumnBound, FLUSHED, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::judge::{
-    Case, JudgeError, PerToken, Stored, Tallies, Verdict, cases, exactly_zero, graded, judge_metrics, judge_per_token,
-    shared_edge,
+    Case, JudgeError, PerToken, Stored, Tallies, Verdict, Wanted, cases, exactly_zero, graded, judge_metrics,
+    judge_per_token, shared_edge,
 };
 use super::metric::{Allowance, Position, Tally, half_ulp};
 use super::tolerance::Limits;
@@ -59,7 +59,7 @@ pub fn judge_head<'c, G: Lend<'c, View = HeadGradientView<'c>>>(
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
     let errors = logit_errors(reference, rounding, limits);
-    let errors_of = |b: usize, t: usize| Arc::clone(&errors[b * tokens + t]);
+    let errors_of = |b: usize, t: usize| errors[b * tokens + t].clone();
     let dhidden = reference.dhidden(|columns| reference.dlogits(columns));
     let per_token = PerToken {
         loss: &outcome.loss,
@@ -68,10 +68,10 @@ pub fn judge_head<'c, G: Lend<'c, View = HeadGradientView<'c>>>(
         token_loss: outcome.token_loss.as_ref(),
         dlogits: None,
     };
-    Ok(graded(limits, on_logits, |limits| {
+    Ok(graded(limits, on_logits, |limits, wanted| {
         let cases = cases(on_logits, limits, &errors_of);
         let mut verdicts = judge_per_token(on_logits, &per_token, &cases, limits);
-        verdicts.extend(judge_gradients(reference, (problem, &dhidden), outcome, &cases, limits));
+        verdicts.extend(judge_gradients(reference, (problem, &dhidden), outcome, &cases, limits, wanted));
         if let Some(metrics) = &outcome.metrics {
             verdicts.extend(judge_metrics(on_logits, metrics, &cases, limits));
         }
@@ -96,28 +96,38 @@ fn check_shapes(reference: &HeadReference, outcome: &Candidate<HeadGradientView>
     Ok(())
 }
 
-/// `ε`, a row a token. Where logits are rounded to a dtype, the product's own error is rounded away, but for one that it may
-/// carry over a tie between two values of that dtype: it has their step for an error.
-fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, limits: &Limits) -> Vec<Arc<[f64]>> {
-    let each = limits.spread() * U * f64::sqrt(reference.shape().hidden as f64);
-    let rate = steepest_exponent(reference.on_logits().spec());
-    let of_one = |x: f64, norm2: f64| {
-        let of_sum = each * (x.abs() + norm2.sqrt());
-        match rounding {
-            None => of_sum,
-            Some(dtype) => step_error(dtype.round(x + of_sum) - dtype.round(x - of_sum), rate),
-        }
-    };
-    let hidden2 = reference.hidden().mapv(|x| x * x);
-    let mut errors = vec![Vec::with_capacity(reference.shape().vocab); hidden2.nrows()];
+/// `ε`, one a token. Where logits are rounded to a dtype, the product's own error is rounded away, but for one that it may carry over
+/// a tie between two values of that dtype: it is off by their step.
+fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, limits: &Limits) -> Vec<LogitErrors> {
+    let (on_logits, HeadShape { tokens, hidden, vocab, .. }) = (reference.on_logits(), reference.shape());
+    let each = limits.spread() * U * f64::sqrt(hidden as f64);
+    let hidden2 = reference.hidden().mapv(square);
+    let mut errors = vec![Vec::with_capacity(vocab); hidden2.nrows()];
     for columns in reference.column_chunks() {
-        let columns = reference.columns(columns);
-        let (exact, norms2) = (reference.hidden().dot(&columns.t()), hidden2.dot(&columns.mapv(|x| x * x).t()));
-        for ((errors, exact), norms2) in errors.iter_mut().zip(exact.rows()).zip(norms2.rows()) {
-            errors.extend(exact.iter().zip(norms2).map(|(x, norm2)| of_one(*x, *norm2)));
+        let weights = reference.columns(columns.clone());
+        let product = |a: &Array2<f64>, of: fn(f64) -> f64| {
+            let mut product = Array2::zeros((a.nrows(), columns.len()));
+            add_product(&mut product, a, weights.t(), of);
+            product
+        };
+        let norms2 = product(&hidden2, square);
+        let unrounded = rounding.map(|dtype| (dtype, product(reference.hidden(), |w| w)));
+        for (n, errors) in errors.iter_mut().enumerate() {
+            let of_sum = |x: f64, norm2: &f64| each * (x.abs() + norm2.sqrt());
+            if let Some((dtype, exact)) = &unrounded {
+                let step = |(&x, norm2)| {
+                    let off = of_sum(x, norm2);
+                    (dtype.round(x + off) - dtype.round(x - off)) as f32
+                };
+                errors.extend(exact.row(n).iter().zip(norms2.row(n)).map(step));
+            } else {
+                let logits = on_logits.problem().logits.row_part(n / tokens, n % tokens, columns.clone());
+                errors.extend(logits.into_iter().zip(norms2.row(n)).map(|(x, norm2)| of_sum(x, norm2) as f32));
+            }
         }
     }
-    errors.into_iter().map(Arc::from).collect()
+    let rate = rounding.map(|_| steepest_exponent(on_logits.spec()));
+    errors.into_iter().map(|each| LogitErrors { each: each.into(), rate }).collect()
 }
 
 /// By how much at most an exponent of a softmax, or the log-probability, grows with a logit.
@@ -129,15 +139,7 @@ fn steepest_exponent(spec: &LossSpec) -> f64 {
     spec.logits.scale.abs() * f64::max(of_logp, 1.0 / spec.temperature)
 }
 
-/// The error of a logit that may be off by `step`, which may be many nats: `(e^(2·rate·step) − 1)/rate`.
-///
-/// A probability becomes `e^a(1 + Σ p_v(e^(a_v) − 1))⁻¹` of itself, where logits are off by `a` and `a_v`, times `rate`. That
-/// is at most `1 + (e^2|a| − 1) + Σ p_v(e^2|a_v| − 1)`, which is what errors that are added up come to.
-fn step_error(step: f64, rate: f64) -> f64 {
-    if step == 0.0 { 0.0 } else { f64::exp_m1((2.0 * rate * step).min(160.0)) / rate }
-}
-
-/// The dlogits of the reference and how far an honest kernel's may be off, `[N,columns]`; zeros where a token is masked.
+/// How far an honest kernel's dlogits may be off, `[cases,columns]`.
 struct Dlogits {
     exact: Array2<f64>,
     /// `c`: what all columns of a token share.
@@ -146,12 +148,10 @@ struct Dlogits {
     own: Array2<f64>,
     /// `r`: of rounding to the dtype of the products.
     rounding: Array2<f64>,
-    /// How far the other pieces are that a token may be on; `None` where each has but one.
-    pieces: Option<Array2<f64>>,
-    /// `s`: of `c` and `o`, what the tokens of a row have in common; `None` where each has a ratio of its own.
-    of_ratio: Option<Array2<f64>>,
-    /// `f`, `[N]`: what f32 flushes to 0 of a column that is not the target.
-    flushed: Array1<f64>,
+    /// `f`, and how far the other pieces are that a token may be on: what has no random sign.
+    one_sided: Array2<f64>,
+    /// `s`: of `c` and `o`, what the tokens of a row have in common.
+    of_ratio: Array2<f64>,
 }
 
 /// The same of one token, `[columns]`.
@@ -160,9 +160,8 @@ struct Row {
     common: Vec<f64>,
     own: Vec<f64>,
     rounding: Vec<f64>,
-    pieces: Vec<f64>,
+    one_sided: Vec<f64>,
     of_ratio: Vec<f64>,
-    flushed: f64,
 }
 
 impl Row {
@@ -170,7 +169,9 @@ impl Row {
         let (b, t, kappa) = (case.b, case.t, limits.kappa(Output::Dlogits) * U);
         let scaled = reference.scaled_columns(b, t, case.token, columns.clone());
         let exact = reference.dlogits_columns(b, t, columns.clone());
-        let [mut common, mut own, mut rounding, mut pieces, mut of_ratio] = [(); 5].map(|()| vec![0.0; columns.len()]);
+        let [mut common, mut own, mut rounding, mut one_sided, mut of_ratio] =
+            [(); 5].map(|()| vec![0.0; columns.len()]);
+        // Of a column that is not the target.
         let mut flushed = 0.0;
         for on in &case.condition.alternatives {
             let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
@@ -188,48 +189,43 @@ impl Row {
                 common[v] = f64::max(common[v], kappa * shared.scale + shared.floor);
                 own[v] = f64::max(own[v], alone);
                 rounding[v] = f64::max(rounding[v], half_ulp(x, dtype));
-                pieces[v] = f64::max(pieces[v], (x - exact[v]).abs());
+                one_sided[v] = f64::max(one_sided[v], (x - exact[v]).abs());
                 of_ratio[v] = f64::max(of_ratio[v], kappa * shared_by_row.scale + shared_by_row.floor);
             }
+        }
+        for x in &mut one_sided {
+            *x += flushed;
         }
         // Of another sign than the others.
         if columns.contains(&case.token.id) {
             let v = case.token.id - columns.start;
             own[v] += std::mem::take(&mut common[v]);
         }
-        Self { exact, common, own, rounding, pieces, of_ratio, flushed }
+        Self { exact, common, own, rounding, one_sided, of_ratio }
     }
 }
 
 impl Dlogits {
-    fn of(reference: &HeadReference, cases: &[Case], columns: &Range<usize>, dtype: Dtype, limits: &Limits) -> Self {
-        let HeadShape { batch, tokens, .. } = reference.shape();
-        let row = |case: &Case| Row::of(reference.on_logits(), case, columns.clone(), dtype, limits);
+    fn of(reference: &Reference, cases: &[Case], columns: &Range<usize>, dtype: Dtype, limits: &Limits) -> Self {
+        let row = |case: &Case| Row::of(reference, case, columns.clone(), dtype, limits);
         let rows: Vec<Row> = cases.par_iter().map(row).collect();
-        let [mut exact, mut common, mut own, mut rounding, mut pieces, mut of_ratio] =
-            [(); 6].map(|()| Array2::zeros((batch * tokens, columns.len())));
-        let mut flushed = Array1::zeros(batch * tokens);
-        for (case, row) in cases.iter().zip(rows) {
-            let n = case.b * tokens + case.t;
-            flushed[n] = row.flushed;
-            for (array, row) in [
-                (&mut exact, row.exact),
-                (&mut common, row.common),
-                (&mut own, row.own),
-                (&mut rounding, row.rounding),
-                (&mut pieces, row.pieces),
-                (&mut of_ratio, row.of_ratio),
-            ] {
-                array.row_mut(n).assign(&ArrayView1::from(&row));
-            }
+        let of_rows = |of: fn(&Row) -> &Vec<f64>| {
+            let values = rows.iter().flat_map(of).copied().collect();
+            Array2::from_shape_vec((cases.len(), columns.len()), values).expect("a value a column")
+        };
+        Self {
+            exact: of_rows(|row| &row.exact),
+            common: of_rows(|row| &row.common),
+            own: of_rows(|row| &row.own),
+            rounding: of_rows(|row| &row.rounding),
+            one_sided: of_rows(|row| &row.one_sided),
+            of_ratio: of_rows(|row| &row.of_ratio),
         }
-        let [pieces, of_ratio] = [pieces, of_ratio].map(|array| array.iter().any(|x| *x != 0.0).then_some(array));
-        Self { exact, common, own, rounding, pieces, of_ratio, flushed }
     }
 }
 
 /// What a token's dlogits come to in the products, beside what its columns may be off.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct OfProducts {
     /// Whether one may overflow the dtype of the products.
     overflow: bool,
@@ -237,25 +233,37 @@ struct OfProducts {
     relative: f64,
 }
 
-/// `[N]`.
-fn of_tokens(reference: &HeadReference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfProducts> {
-    let HeadShape { batch, tokens, .. } = reference.shape();
-    let on_logits = reference.on_logits();
+/// One a case.
+fn of_tokens(reference: &Reference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfProducts> {
     let of = |case: &Case| {
-        let row = on_logits.dlogits_row(case.b, case.t);
-        let of_entropy = on_logits.grad_entropy(case.token) != 0.0;
+        let row = reference.dlogits_row(case.b, case.t);
+        let of_entropy = reference.grad_entropy(case.token) != 0.0;
         let mean_gap = case.token.entropy_softmax.stats.mean_gap;
         OfProducts {
             overflow: row.iter().any(|x| !dtype.round(2.0 * x.abs()).is_finite()),
             relative: if of_entropy { limits.kappa(Output::Dlogits) * U * (1.0 + mean_gap) } else { 0.0 },
         }
     };
-    let mut all = vec![OfProducts::default(); batch * tokens];
-    let found: Vec<OfProducts> = cases.par_iter().map(of).collect();
-    for (case, found) in cases.iter().zip(found) {
-        all[case.b * tokens + case.t] = found;
-    }
-    all
+    cases.par_iter().map(of).collect()
+}
+
+/// The columns of a product that a thread takes at once.
+const AT_ONCE: usize = 128;
+
+/// Adds `a · of(b)` to `sums`. It is a limit, and no value: its sums are plain.
+fn add_product(sums: &mut Array2<f64>, a: &Array2<f64>, b: ArrayView2<f64>, of: fn(f64) -> f64) {
+    let parts: Vec<_> = sums.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(b.axis_chunks_iter(Axis(1), AT_ONCE)).collect();
+    parts.into_par_iter().for_each(|(mut sums, b)| general_mat_mul(1.0, a, &b.mapv(of), 1.0, &mut sums));
+}
+
+/// One above the other.
+fn stacked(parts: &[&Array2<f64>]) -> Array2<f64> {
+    let parts: Vec<_> = parts.iter().map(|part| part.view()).collect();
+    concatenate(Axis(0), &parts).expect("as many columns each")
+}
+
+fn square(x: f64) -> f64 {
+    x * x
 }
 
 /// A gradient under its two gates: of each element, and of each row's norm.
@@ -267,11 +275,19 @@ struct Gradient {
 }
 
 /// What one row of a gradient came to.
-#[derive(Default)]
 struct GradientTallies {
     elements: Tally,
     nonfinite: Tally,
     l2: Tally,
+}
+
+/// The elements of a row.
+#[derive(Clone, Copy)]
+struct Elements<'e> {
+    exact: &'e [f64],
+    /// How far each may be off beyond half an ulp.
+    limits: &'e [f64],
+    actual: &'e [f64],
 }
 
 impl Gradient {
@@ -279,36 +295,42 @@ impl Gradient {
         Self { output, stored, kappa: limits.kappa(output) }
     }
 
-    /// Compares a row: `(where, exact, limit beyond half an ulp, actual)` of each element. Where it is `open`, a value that is not
-    /// finite is an honest one.
-    fn row(self, at: Position, open: bool, row: impl Iterator<Item = (Position, [f64; 3])>) -> GradientTallies {
+    /// Compares the row at `row`, with its elements `at`. Where it is `open`, a value that is not finite is an honest one.
+    fn row(
+        self,
+        row: Position,
+        at: impl Fn(usize) -> Position,
+        open: bool,
+        Elements { exact, limits, actual }: Elements,
+    ) -> GradientTallies {
         let Self { stored, kappa, .. } = self;
-        let mut tallies = GradientTallies::default();
+        let [mut elements, mut nonfinite, mut l2] = [(); 3].map(|()| Tally::default());
         let (mut error2, mut rounding2, mut limit2) = (0.0, 0.0, 0.0);
-        for (at, [exact, limit, actual]) in row {
-            let tally = if actual.is_finite() { &mut tallies.elements } else { &mut tallies.nonfinite };
+        // What a limit is beyond half an ulp counts as `κ·u·scale`.
+        let unit = 1.0 / kappa;
+        for (i, ((&exact, &limit), &actual)) in exact.iter().zip(limits).zip(actual).enumerate() {
             let unlimited = exact.is_finite() && !limit.is_finite();
+            let tally = if actual.is_finite() { &mut elements } else { &mut nonfinite };
             if open && (unlimited || !actual.is_finite()) {
-                tally.report(at);
+                tally.report(at(i));
                 error2 = f64::NAN;
                 continue;
             }
             // Another branch may be larger, and is rounded at its own size.
             let rounding = stored.rounding(exact.abs() + limit);
-            let own = Allowance { rounding, unit: 1.0, scale: limit / kappa, floor: FLUSHED };
-            tally.compare(at, exact, actual, kappa, own, stored.given);
-            error2 += (actual - exact).powi(2);
-            rounding2 += rounding.powi(2);
-            limit2 += limit.powi(2);
+            let own = Allowance { rounding, unit, scale: limit, floor: FLUSHED };
+            tally.compare(at(i), exact, actual, kappa, own, stored.given);
+            error2 += square(actual - exact);
+            rounding2 += square(rounding);
+            limit2 += square(limit);
         }
         if f64::is_finite(error2) {
-            let norms =
-                Allowance { rounding: rounding2.sqrt(), unit: 1.0, scale: limit2.sqrt() / kappa, floor: FLUSHED };
-            tallies.l2.compare(at, 0.0, error2.sqrt(), kappa, norms, Dtype::F64);
+            let norms = Allowance { rounding: rounding2.sqrt(), unit, scale: limit2.sqrt(), floor: FLUSHED };
+            l2.compare(row, 0.0, error2.sqrt(), kappa, norms, Dtype::F64);
         } else {
-            tallies.l2.not_compared += 1;
+            l2.not_compared += 1;
         }
-        tallies
+        GradientTallies { elements, nonfinite, l2 }
     }
 
     /// Adds rows at `edge`; values that are not finite, and should be, are at another.
@@ -332,112 +354,109 @@ impl Gradient {
     }
 }
 
-/// The gradients of both factors, whose sums over columns, and whose columns, are gone through a few at a time.
+/// The gradients of both factors, where they are `wanted`: sums over columns, and columns, are gone through a few at a time.
 fn judge_gradients(
     reference: &HeadReference,
     (problem, exact): (&HeadProblem, &Array2<f64>),
     outcome: &Candidate<HeadGradientView>,
     cases: &[Case],
     limits: &Limits,
+    wanted: Wanted,
 ) -> Vec<Verdict> {
     let dtype = outcome.gradient.dlogits_dtype;
-    let of_tokens = of_tokens(reference, cases, dtype, limits);
-    let mut dhidden = Dhidden::new(reference, limits);
-    let mut dlm_head = DlmHead::new(reference, problem, outcome, cases, &of_tokens, limits);
-    for columns in reference.column_chunks() {
-        let dlogits = Dlogits::of(reference, cases, &columns, dtype, limits);
-        dhidden.add(&dlogits, &reference.columns(columns.clone()));
-        dlm_head.judge(&dlogits, columns);
+    let of_tokens = of_tokens(reference.on_logits(), cases, dtype, limits);
+    let mut dhidden = wanted(Output::Dhidden).then(|| Dhidden::new(reference, cases, limits));
+    let mut dlm_head =
+        wanted(Output::DlmHead).then(|| DlmHead::new(reference, problem, outcome, cases, &of_tokens, limits));
+    if dhidden.is_none() && dlm_head.is_none() {
+        return Vec::new();
     }
-    dhidden.add_alike(dtype, cases);
-    let mut verdicts = dhidden.judge((problem, exact), outcome, cases, &of_tokens);
-    verdicts.extend(dlm_head.tallies.verdicts());
-    verdicts
+    for columns in reference.column_chunks() {
+        let dlogits = Dlogits::of(reference.on_logits(), cases, &columns, dtype, limits);
+        if let Some(dhidden) = &mut dhidden {
+            dhidden.add(&dlogits, &reference.columns(columns.clone()));
+        }
+        if let Some(dlm_head) = &mut dlm_head {
+            dlm_head.judge(&dlogits, columns);
+        }
+    }
+    let of_hidden = dhidden.into_iter().flat_map(|mut dhidden| {
+        dhidden.add_alike(dtype, cases);
+        dhidden.judge((problem, exact), outcome, cases, &of_tokens)
+    });
+    of_hidden.chain(dlm_head.into_iter().flat_map(|dlm_head| dlm_head.tallies.verdicts())).collect()
 }
 
-/// Sums over columns, `[N,H]`, and what follows from them for `dhidden`.
+/// Sums over columns, a row a case, and what follows from them for `dhidden`.
 struct Dhidden<'r> {
     reference: &'r HeadReference<'r>,
     limits: &'r Limits<'r>,
-    /// `Σ_v c_v w_hv`.
+    /// `Σ_v c_v w_hv`, `[cases,H]`.
     common: Array2<f64>,
-    /// `Σ_v o_v² w_hv²`.
-    own2: Array2<f64>,
-    /// `Σ_v r_v |w_hv|`, and of the squares of its terms.
-    rounding: Array2<f64>,
-    rounding2: Array2<f64>,
-    /// `Σ_v dx_v² w_hv²`.
-    exact2: Array2<f64>,
-    /// `Σ_v f |w_hv|`, and of other pieces.
-    one_sided: Array2<f64>,
-    /// What equal logits make of the roots of `own2` and `rounding2`, where they do.
+    /// `Σ_v r_v |w_hv|` of all cases, and then `Σ_v f |w_hv|` with that of other pieces.
+    by_size: Array2<f64>,
+    /// `Σ_v o_v² w_hv²` of all cases, then `Σ_v r_v² w_hv²`, and then `Σ_v dx_v² w_hv²`.
+    by_square: Array2<f64>,
+    /// What equal logits make of the roots of the first two of these, where they do, `[cases,H]`.
     alike: Array2<f64>,
-    /// `[N]`: by how much of its size a sum over columns may be off.
+    /// By how much of its size a sum over columns may be off.
     each: Vec<f64>,
 }
 impl<'r> Dhidden<'r> {
-    fn new(reference: &'r HeadReference<'r>, limits: &'r Limits<'r>) -> Self {
-        let zeros = || Array2::zeros(reference.hidden().dim());
-        let each = limits.spread() * U * f64::sqrt(reference.shape().vocab as f64);
+    fn new(reference: &'r HeadReference<'r>, cases: &[Case], limits: &'r Limits<'r>) -> Self {
+        let HeadShape { hidden, vocab, .. } = reference.shape();
+        let zeros = |sums: usize| Array2::zeros((sums * cases.len(), hidden));
         Self {
             reference,
             limits,
-            common: zeros(),
-            own2: zeros(),
-            rounding: zeros(),
-            rounding2: zeros(),
-            exact2: zeros(),
-            one_sided: zeros(),
-            alike: zeros(),
-            each: vec![each; reference.hidden().nrows()],
+            common: zeros(1),
+            by_size: zeros(2),
+            by_square: zeros(3),
+            alike: zeros(1),
+            each: vec![limits.spread() * U * f64::sqrt(vocab as f64); cases.len()],
         }
     }
 
     /// Adds up some columns, whose weights are `[columns,H]`.
     fn add(&mut self, dlogits: &Dlogits, weights: &Array2<f64>) {
-        let [sizes, squares] = [f64::abs, |x: f64| x * x].map(|of: fn(f64) -> f64| weights.mapv(of));
-        let of_squares = |terms: &Array2<f64>| terms.mapv(|x| x * x).dot(&squares);
-        self.common += &dlogits.common.dot(weights);
-        self.own2 += &of_squares(&dlogits.own);
-        self.rounding += &dlogits.rounding.dot(&sizes);
-        self.rounding2 += &of_squares(&dlogits.rounding);
-        self.exact2 += &of_squares(&dlogits.exact);
-        self.one_sided += &(&dlogits.flushed.view().insert_axis(Axis(1)) * &sizes.sum_axis(Axis(0)));
-        if let Some(pieces) = &dlogits.pieces {
-            self.one_sided += &pieces.dot(&sizes);
-        }
+        let Dlogits { exact, common, own, rounding, one_sided, .. } = dlogits;
+        add_product(&mut self.common, common, weights.view(), |w| w);
+        add_product(&mut self.by_size, &stacked(&[rounding, one_sided]), weights.view(), f64::abs);
+        let squares = stacked(&[own, rounding, exact]).mapv_into(square);
+        add_product(&mut self.by_square, &squares, weights.view(), square);
     }
 
     /// Adds up the columns of equal logits before they are squared, some hidden units at a time.
     fn add_alike(&mut self, dtype: Dtype, cases: &[Case]) {
-        let of = |case| Alike::of(self.reference, case, dtype, self.limits).map(|alike| (case, alike));
-        let tokens_alike: Vec<(&Case, Alike)> = cases.par_iter().filter_map(of).collect();
+        let of = |case| Alike::of(self.reference, case, dtype, self.limits);
+        let tokens_alike: Vec<(usize, Alike)> =
+            cases.par_iter().enumerate().filter_map(|(i, case)| Some((i, of(case)?))).collect();
         if tokens_alike.is_empty() {
             return;
         }
-        let HeadShape { tokens, .. } = self.reference.shape();
         for units in self.reference.unit_chunks() {
             let weights = self.reference.units(units.clone());
             let squares: Vec<_> = tokens_alike.par_iter().map(|(_, alike)| alike.squares(&weights)).collect();
-            for ((case, _), squares) in tokens_alike.iter().zip(squares) {
-                self.alike.slice_mut(s![case.b * tokens + case.t, units.clone()]).assign(&squares);
+            for ((i, _), squares) in tokens_alike.iter().zip(squares) {
+                self.alike.slice_mut(s![*i, units.clone()]).assign(&squares);
             }
         }
-        for (case, alike) in &tokens_alike {
+        for (i, alike) in &tokens_alike {
             // Equal terms that are added one after the other are rounded alike too.
-            let each = &mut self.each[case.b * tokens + case.t];
-            *each = each.max(U * alike.most as f64);
+            self.each[*i] = self.each[*i].max(U * alike.most as f64);
         }
     }
 
-    /// How far element `[n,h]`, exactly `exact`, may be off.
-    fn limit(&self, (n, h): (usize, usize), exact: f64, of_token: OfProducts) -> f64 {
-        let rounding = self.rounding[[n, h]].min(self.limits.spread() * self.rounding2[[n, h]].sqrt());
-        let off = self.own2[[n, h]].sqrt() + rounding + self.one_sided[[n, h]];
-        self.common[[n, h]].abs()
-            + off.max(self.alike[[n, h]].sqrt())
+    /// How far element `h` of case `i`, exactly `exact`, may be off.
+    fn limit(&self, (i, h): (usize, usize), exact: f64, of_token: OfProducts) -> f64 {
+        let cases = self.each.len();
+        let [rounding, one_sided] = [0, 1].map(|sum| self.by_size[[sum * cases + i, h]]);
+        let [own2, rounding2, exact2] = [0, 1, 2].map(|sum| self.by_square[[sum * cases + i, h]]);
+        let off = own2.sqrt() + rounding.min(self.limits.spread() * rounding2.sqrt()) + one_sided;
+        self.common[[i, h]].abs()
+            + off.max(self.alike[[i, h]].sqrt())
             + of_token.relative * exact.abs()
-            + self.each[n] * (exact.abs() + self.exact2[[n, h]].sqrt())
+            + self.each[i] * (exact.abs() + exact2.sqrt())
     }
 
     fn judge(
@@ -461,12 +480,13 @@ impl<'r> Dhidden<'r> {
                 continue;
             };
             let case = &cases[i];
-            let elements = row.iter().enumerate().map(|(h, &x)| {
-                let exact = exact[[n, h]];
-                (Position::hidden(b, t, h), [exact, self.limit((n, h), exact, of_tokens[n]), x])
-            });
-            let open = case.open() || of_tokens[n].overflow;
-            gradient.add(&mut tallies, case.edge, case.edge, gradient.row(case.at(), open, elements));
+            let exact: Vec<f64> = exact.row(n).to_vec();
+            let limits: Vec<f64> =
+                exact.iter().enumerate().map(|(h, &x)| self.limit((i, h), x, of_tokens[i])).collect();
+            let elements = Elements { exact: &exact, limits: &limits, actual: &row };
+            let at = |h| Position::hidden(b, t, h);
+            let open = case.open() || of_tokens[i].overflow;
+            gradient.add(&mut tallies, case.edge, case.edge, gradient.row(case.at(), at, open, elements));
         }
         tallies.verdicts()
     }
@@ -526,10 +546,10 @@ struct DlmHead<'r> {
     actual: FloatView<'r, Ix2>,
     gradient: Gradient,
     tallies: Tallies,
-    /// Squares of the hidden states, and their sizes, `[N,H]`.
+    /// Squares of the hidden states, and their sizes, `[cases,H]`.
     hidden2: Array2<f64>,
     sizes: Array2<f64>,
-    /// Of each token the first of the same hidden state.
+    /// Of each case the first of the same hidden state.
     first: Vec<usize>,
     /// By how much of its size a sum over tokens may be off.
     each: f64,
@@ -550,11 +570,13 @@ impl<'r> DlmHead<'r> {
         limits: &'r Limits<'r>,
     ) -> Self {
         let actual = outcome.gradient.dlm_head.view();
+        let places: Vec<usize> = cases.iter().map(|case| case.b * reference.shape().tokens + case.t).collect();
+        let hidden = reference.hidden().select(Axis(0), &places);
         // Tokens of one hidden state have one softmax, whose errors add up.
-        let first = first_alike(reference.hidden());
+        let first = first_alike(&hidden);
         let mut frequency = vec![0_usize; first.len()];
-        for case in cases {
-            frequency[first[case.b * reference.shape().tokens + case.t]] += 1;
+        for first in &first {
+            frequency[*first] += 1;
         }
         let most = frequency.into_iter().max().filter(|most| *most >= ALIKE).unwrap_or(0);
         let open = cases.iter().any(Case::open) || of_tokens.iter().any(|of| of.overflow);
@@ -568,8 +590,8 @@ impl<'r> DlmHead<'r> {
             actual,
             gradient,
             tallies,
-            hidden2: reference.hidden().mapv(|x| x * x),
-            sizes: reference.hidden().mapv(f64::abs),
+            hidden2: hidden.mapv(square),
+            sizes: hidden.mapv(f64::abs),
             first,
             each: U * f64::max(limits.spread() * f64::sqrt(cases.len() as f64), most as f64),
             relative: of_tokens.iter().map(|of| of.relative).fold(0.0, f64::max),
@@ -578,49 +600,67 @@ impl<'r> DlmHead<'r> {
         }
     }
 
-    /// `Σ_n x_nh² terms_nv²`, terms of equal hidden states added up first.
-    fn squares(&self, mut terms: Array2<f64>) -> Array2<f64> {
-        for (n, &first) in self.first.iter().enumerate().filter(|(n, first)| n != *first) {
-            let (mut into, mut from) = terms.multi_slice_mut((s![first, ..], s![n, ..]));
-            into += &from;
-            from.fill(0.0);
-        }
-        terms.mapv(|x| x * x).t().dot(&self.hidden2)
-    }
-
     fn judge(&mut self, dlogits: &Dlogits, columns: Range<usize>) {
-        let HeadShape { hidden: width, .. } = self.reference.shape();
-        let exact = self.reference.dlm_head(&dlogits.exact);
-        let actual = self.reference.layout().part(&self.actual, columns.clone(), 0..width);
-        let exact2 = dlogits.exact.mapv(|x| x * x).t().dot(&self.hidden2);
-        let mut own = &dlogits.common + &dlogits.own;
-        if let Some(of_ratio) = &dlogits.of_ratio {
-            own -= of_ratio;
-        }
-        let own2 = self.squares(own);
-        let rounding2 = self.squares(dlogits.rounding.clone());
-        let mut off = dlogits.rounding.t().dot(&self.sizes);
-        Zip::from(&mut off).and(&own2).and(&rounding2).for_each(|off, own2, rounding2| {
-            *off = own2.sqrt() + off.min(self.limits.spread() * rounding2.sqrt());
+        let exact = self.reference.dlm_head(&self.reference.dlogits(columns.clone()));
+        let parts: Vec<usize> = (0..columns.len()).step_by(AT_ONCE).collect();
+        let rows = parts.into_par_iter().flat_map_iter(|first| {
+            let part = first..columns.len().min(first + AT_ONCE);
+            self.rows(dlogits, &exact.slice(s![part.clone(), ..]), columns.start, part)
         });
-        // What has no random sign: that of all tokens may add up.
-        off += &dlogits.flushed.dot(&self.sizes);
-        for one_sided in [&dlogits.of_ratio, &dlogits.pieces].into_iter().flatten() {
-            off += &one_sided.t().dot(&self.sizes);
-        }
-        let row = |i: usize| {
-            let v = columns.start + i;
-            let elements = (0..width).map(|h| {
-                let x = exact[[i, h]];
-                let limit = off[[i, h]] + self.relative * x.abs() + self.each * (x.abs() + exact2[[i, h]].sqrt());
-                (Position::weight(h, v), [x, limit, actual[[i, h]]])
-            });
-            self.gradient.row(Position { v: Some(v), ..Position::default() }, self.open, elements)
-        };
-        let rows: Vec<GradientTallies> = (0..columns.len()).into_par_iter().map(row).collect();
+        let rows: Vec<GradientTallies> = rows.collect();
         for row in rows {
             self.gradient.add(&mut self.tallies, None, self.of_nonfinite, row);
         }
+    }
+
+    /// The columns `part` of those that begin at `start`, each a row of `exact`.
+    fn rows(
+        &self,
+        dlogits: &Dlogits,
+        exact: &ArrayView2<f64>,
+        start: usize,
+        part: Range<usize>,
+    ) -> Vec<GradientTallies> {
+        let HeadShape { hidden: width, .. } = self.reference.shape();
+        let count = part.len();
+        let of = |terms: &Array2<f64>| terms.slice(s![.., part.clone()]).t().to_owned();
+        let of_ratio = of(&dlogits.of_ratio);
+        let own = self.alike(of(&dlogits.common) + of(&dlogits.own) - &of_ratio);
+        let rounding = of(&dlogits.rounding);
+        // Each `[count,H]`, one above the other.
+        let by_size = stacked(&[&rounding, &(of(&dlogits.one_sided) + of_ratio)]).dot(&self.sizes);
+        let squares = stacked(&[&own, &self.alike(rounding), &of(&dlogits.exact)]).mapv_into(square);
+        let by_square = squares.dot(&self.hidden2);
+        let actual = self.reference.layout().part(&self.actual, start + part.start..start + part.end, 0..width);
+
+        let row = |i: usize| {
+            let v = start + part.start + i;
+            let [exact, actual] = [exact.row(i), actual.row(i)].map(|row| row.to_slice().expect("dense"));
+            let [rounding, one_sided] = [0, 1].map(|sum| by_size.row(sum * count + i).to_slice().expect("dense"));
+            let [own2, rounding2, exact2] =
+                [0, 1, 2].map(|sum| by_square.row(sum * count + i).to_slice().expect("dense"));
+            let limit = |h: usize| {
+                let x = exact[h].abs();
+                // What has no random sign: that of all tokens may add up.
+                let off = own2[h].sqrt() + rounding[h].min(self.limits.spread() * rounding2[h].sqrt()) + one_sided[h];
+                off + self.relative * x + self.each * (x + exact2[h].sqrt())
+            };
+            let limits: Vec<f64> = (0..width).map(limit).collect();
+            let elements = Elements { exact, limits: &limits, actual };
+            let at = |h| Position::weight(h, v);
+            self.gradient.row(Position { v: Some(v), ..Position::default() }, at, self.open, elements)
+        };
+        (0..count).map(row).collect()
+    }
+
+    /// `terms`, `[columns,cases]`, with those of equal hidden states added up in the first of them.
+    fn alike(&self, mut terms: Array2<f64>) -> Array2<f64> {
+        for (n, &first) in self.first.iter().enumerate().filter(|(n, first)| n != *first) {
+            let (mut into, mut from) = terms.multi_slice_mut((s![.., first], s![.., n]));
+            into += &from;
+            from.fill(0.0);
+        }
+        terms
     }
 }
 

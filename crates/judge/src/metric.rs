@@ -5,6 +5,7 @@ use assay_schema::verdicts::Status;
 
 /// Half the spacing of `dtype` at `x`: the error of rounding `x` to nearest. Below the smallest normal number the
 /// spacing stays that of the subnormals.
+#[inline]
 pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
     let (precision, min_exponent) = match dtype {
         Dtype::F64 => (53, -1022),
@@ -18,6 +19,7 @@ pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
 }
 
 /// `2^exponent`, through the subnormals of f64, by its bits.
+#[inline]
 fn power_of_two(exponent: i32) -> f64 {
     let bits = match exponent {
         -1022.. => u64::from((exponent + 1023).unsigned_abs()) << 52,
@@ -131,6 +133,11 @@ impl Comparison {
 /// Upper edges of the histogram's buckets, in ulp of the output's dtype; the last bucket is open.
 pub const ULP_EDGES: [f64; 8] = [0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0, f64::INFINITY];
 
+/// The bucket of an error of so many ulp.
+fn bucket(ulps: f64) -> usize {
+    ULP_EDGES.iter().position(|&edge| ulps <= edge).unwrap_or(ULP_EDGES.len() - 1)
+}
+
 /// The worst of many comparisons.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
@@ -157,6 +164,8 @@ impl Tally {
     /// Compares `actual` with `expected`.
     ///
     /// A value that is not finite is right only where the exact one is not finite either, or rounds to the same ∞.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would pass its arguments through memory, once a weight of a head")]
     pub fn compare(
         &mut self,
         at: Position,
@@ -166,22 +175,9 @@ impl Tally {
         allowance: Allowance,
         dtype: Dtype,
     ) {
-        if !expected.is_finite() {
-            let slot = if actual.is_finite() { &mut self.silent } else { return self.report(at) };
-            slot.get_or_insert((at, actual));
-            return;
-        }
         let limit = allowance.rounding + kappa * allowance.unit * allowance.scale + allowance.floor;
-        if !actual.is_finite() {
-            // What is within the limit may be beyond the dtype.
-            if dtype.round(expected + actual.signum() * limit) != actual {
-                self.nonfinite.get_or_insert((at, actual));
-            }
-            return;
-        }
-        if !limit.is_finite() {
-            self.not_compared += 1;
-            return;
+        if !(expected.is_finite() && actual.is_finite() && limit.is_finite()) {
+            return self.compare_nonfinite(at, expected, actual, limit, dtype);
         }
         let error = (actual - expected).abs();
         // Products in place of quotients: there are millions of elements, and few are worse than all before.
@@ -190,11 +186,29 @@ impl Tally {
         if excess > self.kappa_seen * of_one_kappa {
             self.kappa_seen = excess / of_one_kappa;
         }
-        let ulp = 2.0 * half_ulp(expected, dtype);
-        self.histogram[ULP_EDGES.iter().position(|&edge| error <= edge * ulp).unwrap_or(ULP_EDGES.len() - 1)] += 1;
+        let half_ulp = half_ulp(expected, dtype);
+        // Most are rounded once.
+        let bucket = if error <= half_ulp { 0 } else { bucket(error / (2.0 * half_ulp)) };
+        self.histogram[bucket] += 1;
         if error > self.worst_share * limit || self.worst.is_none() {
             let comparison = Comparison { at, expected, actual, error, limit };
             (self.worst, self.worst_share) = (Some(comparison), comparison.share());
+        }
+    }
+
+    /// The same where one of them is not finite.
+    #[cold]
+    fn compare_nonfinite(&mut self, at: Position, expected: f64, actual: f64, limit: f64, dtype: Dtype) {
+        if !expected.is_finite() {
+            let slot = if actual.is_finite() { &mut self.silent } else { return self.report(at) };
+            slot.get_or_insert((at, actual));
+        } else if !actual.is_finite() {
+            // What is within the limit may be beyond the dtype.
+            if dtype.round(expected + actual.signum() * limit) != actual {
+                self.nonfinite.get_or_insert((at, actual));
+            }
+        } else {
+            self.not_compared += 1;
         }
     }
 

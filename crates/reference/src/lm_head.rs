@@ -188,7 +188,9 @@ fn add_products(sums: &mut Array2<Sum>, a: ArrayView2<f64>, b: ArrayView2<f64>, 
     parts.into_par_iter().for_each(|(mut sums, b)| {
         let rows = sums.rows_mut().into_iter().zip(a.rows()).zip(&live);
         for ((mut sums, a), _) in rows.filter(|(_, live)| **live) {
+            let sums = sums.as_slice_mut().expect("dense");
             for (x, b) in a.iter().zip(b.rows()) {
+                let b = b.to_slice().expect("dense");
                 sums.iter_mut().zip(b).for_each(|(sum, y)| sum.add(x * y));
             }
         }

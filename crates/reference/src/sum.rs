@@ -1,6 +1,6 @@
 //! Compensated summation.
 
-/// A running sum of f64 that carries its rounding error along (Neumaier 1974): the result is as if the terms had been
+/// A running sum of f64 that carries its rounding error along (Knuth's two-sum; Ogita, Rump and Oishi 2005): the result is as if the terms had been
 /// summed in twice the precision and rounded once, `|error| ≤ u·|Σ x| + O(n·u²)·Σ|x|` with `u = 2⁻⁵³`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sum {
@@ -10,10 +10,12 @@ pub struct Sum {
 
 impl Sum {
     /// Adds a term.
+    #[inline]
     pub fn add(&mut self, x: f64) {
         let total = self.total + x;
-        // Of an addition's two operands the smaller loses its low bits; they are recovered exactly.
-        self.lost += if self.total.abs() >= x.abs() { (self.total - total) + x } else { (x - total) + self.total };
+        // What of `x` is in the total, and what of the total was there before: what either lacks is the rounding error, exactly.
+        let of_x = total - self.total;
+        self.lost += (self.total - (total - of_x)) + (x - of_x);
         self.total = total;
     }
 
