@@ -38,6 +38,9 @@ const PASSING: usize = 12;
 /// Seeds that are tried for a problem with a gradient.
 pub(crate) const SEEDS: u64 = 8;
 
+/// Ends of a process in a row after which it is not started again.
+const ENDS: u64 = 3;
+
 /// A tile of columns, for what is counted of targets at its edges.
 const TILE: usize = 128;
 
@@ -331,6 +334,7 @@ impl Campaign {
             tried: 0,
             failed: 0,
             stopped: None,
+            ends: 0,
             outputs: Vec::new(),
             buckets: BTreeMap::new(),
             passing: Vec::new(),
@@ -376,6 +380,8 @@ struct Round<'r, P: Subject> {
     tried: u64,
     failed: u64,
     stopped: Option<String>,
+    /// Answers in a row for which the kernel's process ended, or was killed.
+    ends: u64,
     outputs: Vec<&'static str>,
     buckets: BTreeMap<Kind, Bucket<P>>,
     passing: Vec<Arc<P>>,
@@ -462,6 +468,10 @@ impl<P: Subject> Round<'_, P> {
                 return true;
             }
             _ => {}
+        }
+        self.ends = if matches!(fault, Some(Fault::Crashed(_) | Fault::TimedOut(_))) { self.ends + 1 } else { 0 };
+        if self.ends == ENDS {
+            self.stopped = Some(format!("the kernel's process ended {ENDS} times in a row"));
         }
         self.tried += 1;
         self.coverage = coverage;

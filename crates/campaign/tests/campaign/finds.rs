@@ -184,6 +184,26 @@ fn faults_are_causes_and_what_is_not_supported_is_none() {
 }
 
 #[test]
+fn process_that_ends_three_times_in_a_row_is_not_started_again() {
+    let mut calls = 0;
+    let mut kernel = Does(|spec: &LossSpec, problem: &Arc<Problem>| {
+        calls += 1;
+        if calls == 2 || calls > 4 {
+            Err(Fault::Crashed("signal: 11 (SIGSEGV)".into()))
+        } else {
+            Ok(right(spec, problem))
+        }
+    });
+    let mut campaign = campaign(trl(), 40);
+    campaign.repeats = false;
+    let found = run(&campaign, &mut kernel);
+    assert!(!found.passed && found.stopped.is_some_and(|why| why.contains("3 times in a row")));
+    // One among others does not stop it.
+    assert_eq!((found.tried, found.failed), (7, 4));
+    assert_eq!(found.causes.iter().map(|cause| cause.gate.as_str()).collect::<Vec<_>>(), ["crashed"]);
+}
+
+#[test]
 fn empty_campaign_never_passes_and_bad_options_are_refused_by_name() {
     let nothing = |_: &LossSpec, _: &Arc<Problem>| Err(Fault::Unsupported("anything".into()));
     assert!(!run(&campaign(trl(), 8), &mut Does(nothing)).passed);
