@@ -316,7 +316,7 @@ impl Condition {
         token: &Token,
         scaled: &Scaled,
         alternative: &Alternative,
-    ) -> Vec<ColumnBound> {
+    ) -> impl Iterator<Item = ColumnBound> {
         let spec = reference.spec();
         let Alternative { branch, coupling } = alternative;
         let on_branch =
@@ -346,7 +346,7 @@ impl Condition {
         let mean_gap = logp.stats.mean_gap + rounded;
         let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
         let [offset, offset_of_entropy] = self.base.offsets;
-        let column = |(j, &x): (usize, &f64)| {
+        let column = move |(j, &x): (usize, &f64)| {
             let error = spec.logits.scale.abs() * self.errors.at(j);
             let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
@@ -419,7 +419,7 @@ impl Condition {
                 flushed,
             }
         };
-        (scaled.first..).zip(&scaled.logits).map(column).collect()
+        (scaled.first..).zip(&scaled.logits).map(column)
     }
 }
 

@@ -454,8 +454,8 @@ fn judge_token(reference: &Reference, given: &PerToken, case: &Case, limits: &Li
         }
         let row = row.as_ref().map_or_else(RowTallies::default, |(actual, scaled, stored)| {
             let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
-            let expected = reference.dlogits_row_with(case.b, case.t, grad_logp);
-            let bounds = case.condition.dlogits(reference, case.token, scaled, on).into_iter().map(|of| of.whole);
+            let expected = reference.dlogits_of(scaled, case.token, grad_logp);
+            let bounds = case.condition.dlogits(reference, case.token, scaled, on).map(|of| of.whole);
             judge_row(case, &expected, bounds, actual, limits.kappa(Output::Dlogits), *stored)
         });
         (token_loss.badness().max(row.badness()), loss, token_loss, row)

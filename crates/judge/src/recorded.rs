@@ -54,7 +54,7 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
             let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
             let scaled = reference.scaled_columns(b, t, token, columns.clone());
             let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
-            let row = limits.iter().map(|of| of.whole.scale).collect::<Array1<_>>();
+            let row = limits.map(|of| of.whole.scale).collect::<Array1<_>>();
             scales.row_mut(b * reference.shape().tokens + t).assign(&row);
         }
         dhidden.scale += scales.dot(&head.columns(columns).mapv(f64::abs)).sum();
@@ -81,7 +81,7 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
             let scaled = reference.scaled_row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
             let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
-            for ((&x, &d), of) in scaled.logits.iter().zip(&dlogits).zip(&limits) {
+            for ((&x, &d), of) in scaled.logits.iter().zip(&dlogits).zip(limits) {
                 let scale = of.whole.scale;
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);

@@ -472,16 +472,15 @@ impl Reference<'_> {
         }
     }
 
-    /// `dlogits[b,t,:]` were `∂loss/∂ℓ` of the token `grad_logp`; zeros where it is masked.
-    pub fn dlogits_row_with(&self, b: usize, t: usize, grad_logp: f64) -> Vec<f64> {
-        self.dlogits_columns_with(b, t, grad_logp, 0..self.shape.vocab)
-    }
-
     /// `dlogits[b,t,columns]` were `∂loss/∂ℓ` of the token `grad_logp`; zeros where it is masked.
     pub fn dlogits_columns_with(&self, b: usize, t: usize, grad_logp: f64, columns: Range<usize>) -> Vec<f64> {
         let Some(token) = self.token(b, t) else { return vec![0.0; columns.len()] };
-        let scaled = self.scaled_columns(b, t, token, columns);
-        gradient::dlogits_row(&scaled, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
+        self.dlogits_of(&self.scaled_columns(b, t, token, columns), token, grad_logp)
+    }
+
+    /// The dlogits of a token's columns that are `scaled`, were its `∂loss/∂ℓ` `grad_logp`.
+    pub fn dlogits_of(&self, scaled: &Scaled, token: &Token, grad_logp: f64) -> Vec<f64> {
+        gradient::dlogits_row(scaled, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
     }
 
     /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.

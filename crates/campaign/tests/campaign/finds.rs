@@ -31,7 +31,7 @@ fn named(name: &str) -> &'static Mutant {
 
 fn causes_of(name: &str, spec: LossSpec) -> Vec<Cause> {
     let specimen = Specimen::with(named(name).bug);
-    run(&campaign(spec, 120), &mut Local::<Problem>(&specimen)).causes
+    run(&campaign(spec, 80), &mut Local::<Problem>(&specimen)).causes
 }
 
 /// A kernel that does as a function says.
@@ -99,12 +99,12 @@ fn wrong_kernel_is_found_shrunk_and_named() {
     }
 }
 
-/// Every fifth of the mutants; all of them where `ASSAY_PRODUCTION` is set.
+/// Every eighth of the mutants; all of them where `ASSAY_PRODUCTION` is set.
 #[test]
 fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
     let mut wrongly = Vec::new();
     let mut counts = [0; 3];
-    let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 5 };
+    let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 8 };
     let on_one_device = BANK.iter().filter(|mutant| !mutant.class.of_heads() && mutant.class != Class::Devices);
     for mutant in on_one_device.step_by(step) {
         let causes = causes_of(mutant.name, trl());
@@ -123,7 +123,7 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
     assert!(wrongly.is_empty(), "{wrongly:#?}");
     // One that fails by what no other output shows, such as bits of a second call, has no name.
     let [rejected, named, of_one_cause] = counts;
-    assert!(rejected >= 8 && named + 1 >= rejected && of_one_cause + 2 >= rejected, "{counts:?}");
+    assert!(rejected >= 5 && named + 1 >= rejected && of_one_cause + 2 >= rejected, "{counts:?}");
 }
 
 #[test]
