@@ -83,6 +83,12 @@ fn every_presets_kernel_is_told_apart_under_every_other_spec() {
             let found = computed(candidates.clone(), &answers, &limits);
             let is_named = |of: &Computed| of.names.iter().any(|of| of.starts_with(name.as_str()));
             assert!(found.iter().any(is_named), "{name} under {asked_name}: {found:#?}");
+            assert!(
+                found.len() * 4 < candidates.len(),
+                "{name} under {asked_name}: {} of {}",
+                found.len(),
+                candidates.len()
+            );
             compared += 1;
         }
     }

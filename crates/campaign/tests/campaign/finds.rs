@@ -116,6 +116,8 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
         let own = |cause: &&Cause| cause.like.iter().any(|name| name.mutant == mutant.name);
         counts[1] += usize::from(named.iter().any(own));
         counts[2] += usize::from(causes.len() == 1);
+        // Some are one kernel under this loss; many are not.
+        assert!(named.iter().all(|cause| cause.like.len() <= 3), "{}: {named:#?}", mutant.name);
         if named.iter().any(|cause| !own(cause)) {
             wrongly.push((mutant.name, named.iter().map(|cause| cause.like.clone()).collect::<Vec<_>>()));
         }
