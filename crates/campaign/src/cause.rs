@@ -69,6 +69,19 @@ pub(crate) fn causes<P: Subject>(
             let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
             (draft.cause.computes, draft.cause.computes_one_of) = computes(campaign, bench, problems);
         }
+    }
+    // Who computes another loss does so by every gate.
+    let mut merged: Vec<Draft<P>> = Vec::new();
+    for draft in drafts {
+        let same =
+            |other: &&mut Draft<P>| !draft.cause.computes.is_empty() && other.cause.computes == draft.cause.computes;
+        match merged.iter_mut().find(same) {
+            Some(other) => merge(other, draft),
+            None => merged.push(draft),
+        }
+    }
+    let mut drafts = merged;
+    for draft in &mut drafts {
         if let Some(folder) = &campaign.repros {
             let path = keep(folder, &draft.cause.gate, &campaign.spec, &*draft.problem)?;
             draft.cause.repro = Some(path.display().to_string());
@@ -79,7 +92,7 @@ pub(crate) fn causes<P: Subject>(
     Ok(causes)
 }
 
-/// Whether two failures have one cause: a name in common.
+/// Whether two failures have one cause: a wrong kernel's name in common.
 fn are_one(a: &schema::Cause, b: &schema::Cause) -> bool {
     a.like.iter().any(|name| b.like.contains(name))
 }
@@ -123,7 +136,7 @@ fn draft<P: Subject>(
     };
     match &kind {
         Kind::Gate(..) => {
-            if let Some(candidate) = bench.candidate(&problem) {
+            if let Ok(candidate) = bench.candidate(&problem) {
                 explain(campaign, bench, &kind, &problem, &candidate, &mut cause);
                 #[cfg(feature = "mutants")]
                 {
@@ -184,7 +197,7 @@ fn computes<P: Subject>(
         let answers: Vec<(Arc<P>, Candidate<P::Gradient>)> = problems
             .drain(..)
             .filter_map(|problem| {
-                let candidate = bench.candidate(&problem)?;
+                let candidate = bench.candidate(&problem).ok()?;
                 Some((problem, candidate))
             })
             .collect();
@@ -230,7 +243,7 @@ fn names<P: Subject>(
 ) -> Vec<schema::Name> {
     let mut failing = vec![(Arc::clone(smallest.0), smallest.1)];
     for problem in cases {
-        if let Some(candidate) = bench.candidate(problem) {
+        if let Ok(candidate) = bench.candidate(problem) {
             failing.push((Arc::clone(problem), candidate));
         }
     }

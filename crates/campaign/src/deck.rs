@@ -29,7 +29,7 @@ const DIRECTED_SHAPES: [[usize; 3]; 12] = [
 pub const FEW_SHAPES: [[usize; 3]; 4] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031]];
 
 /// More rows than a grid's second axis counts.
-const MANY_ROWS: [usize; 3] = [1, 65_537, 8];
+const MANY_ROWS: [usize; 3] = [16, 4_097, 8];
 
 /// Qwen's vocabulary.
 const WIDE: [usize; 3] = [1, 3, 151_936];

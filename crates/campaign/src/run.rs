@@ -226,10 +226,10 @@ impl<P: Subject> Bench<'_, P> {
     }
 
     /// What it returns, kept.
-    pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Option<Candidate<P::Gradient>> {
+    pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Result<Candidate<P::Gradient>, Fault> {
         let mut candidate = None;
-        self.call(problem, &mut |given| candidate = Some(kept::<P>(given))).ok()?;
-        candidate
+        self.call(problem, &mut |given| candidate = Some(kept::<P>(given)))?;
+        candidate.ok_or_else(|| Fault::Raised("it showed no outputs".into()))
     }
 
     /// Judges what it returns for what is `known`.
@@ -261,7 +261,7 @@ impl<P: Subject> Bench<'_, P> {
         match kind {
             Kind::OtherBits => {
                 let both = (self.candidate(problem), self.candidate(problem));
-                matches!(both, (Some(a), Some(b)) if !same_bits(&a, &b))
+                matches!(both, (Ok(a), Ok(b)) if !same_bits(&a, &b))
             }
             // It is a matter of what was there before.
             Kind::Stale => false,
@@ -457,7 +457,7 @@ impl<P: Subject> Round<'_, P> {
         if coverage.with_gradient == self.coverage.with_gradient {
             return false;
         }
-        let Examined { kinds, fault, outputs } = self.bench.judged(&problem, &known);
+        let Examined { kinds, mut fault, outputs } = self.bench.judged(&problem, &known);
         match &fault {
             Some(Fault::Unsupported(what)) => {
                 self.skip(what.clone());
@@ -483,7 +483,19 @@ impl<P: Subject> Round<'_, P> {
         drop(known);
         let mut kinds = self.waived(kinds);
         if let (true, Some(recipe)) = (kinds.is_empty(), again) {
-            kinds = self.once_more(&problem, recipe);
+            kinds = match self.once_more(&problem, recipe) {
+                Ok(kinds) => kinds,
+                Err(Fault::Unsupported(_)) => Vec::new(),
+                Err(Fault::Interrupted) => {
+                    self.stopped = Some("it was interrupted".into());
+                    Vec::new()
+                }
+                Err(ended) => {
+                    let kind = Kind::Fault(ended.name(), String::new());
+                    fault = Some(ended);
+                    vec![kind]
+                }
+            };
         }
         match kinds.into_iter().next() {
             Some(kind) => self.note(kind, Failing { label, problem, fault }),
@@ -494,32 +506,30 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// A second call, and one with other content in the same memory.
-    fn once_more(&mut self, problem: &Arc<P>, recipe: &P::Recipe) -> Vec<Kind> {
-        let [first, second] = [self.bench.candidate(problem), self.bench.candidate(problem)];
-        if let (Some(first), Some(second)) = (first, second)
-            && !same_bits(&first, &second)
-        {
-            return vec![Kind::OtherBits];
+    fn once_more(&mut self, problem: &Arc<P>, recipe: &P::Recipe) -> Result<Vec<Kind>, Fault> {
+        let [first, second] = [self.bench.candidate(problem)?, self.bench.candidate(problem)?];
+        if !same_bits(&first, &second) {
+            return Ok(vec![Kind::OtherBits]);
         }
         let mut other = recipe.clone();
         other.of_logits_mut().seed ^= 1 << 63;
-        let Ok(other) = P::draw(&other, self.bench.spec) else { return Vec::new() };
+        let Ok(other) = P::draw(&other, self.bench.spec) else { return Ok(Vec::new()) };
         let alone = Arc::new(other.clone());
         let before = Arc::new((**problem).clone());
-        if self.bench.candidate(&before).is_none() {
-            return Vec::new();
-        }
+        self.bench.candidate(&before)?;
         // What the kernel still holds is not written over.
-        let Ok(memory) = Arc::try_unwrap(before) else { return Vec::new() };
+        let Ok(memory) = Arc::try_unwrap(before) else { return Ok(Vec::new()) };
         let refilled = Arc::new(memory.refilled(other));
-        let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Vec::new() };
-        let wrong = self.bench.judged(&refilled, &known).kinds;
-        let wrong = self.waived(wrong);
+        let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Ok(Vec::new()) };
+        // A process that ends is a fault of its own, and may not end again.
+        let Examined { kinds, fault, .. } = self.bench.judged(&refilled, &known);
+        fault.map_or(Ok(()), Err)?;
+        let wrong = self.waived(kinds);
         if wrong.is_empty() {
-            return Vec::new();
+            return Ok(wrong);
         }
         let alone = self.bench.judged(&alone, &known).kinds;
-        if self.waived(alone).is_empty() { vec![Kind::Stale] } else { wrong }
+        Ok(if self.waived(alone).is_empty() { vec![Kind::Stale] } else { wrong })
     }
 
     /// Without what fails at an edge that is allowed.

@@ -40,6 +40,7 @@ fn kernel_with_another_aggregation_is_told_which() {
     assert!(!found.passed && !computes.is_empty(), "{:#?}", found.causes);
     assert!(computes.iter().all(|names| names.contains(&"loss_type=grpo".to_string())), "{computes:#?}");
     assert!(found.causes.iter().all(|cause| cause.computes.is_empty() || !cause.computes_one_of));
+    assert_eq!(found.causes.iter().filter(|cause| !cause.computes.is_empty()).count(), 1, "one cause by all its gates");
 }
 
 /// Every project's loss under every other's spec: what it computes is among those that are named, under its own name.
