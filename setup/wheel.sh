@@ -18,6 +18,12 @@ maturin build --manifest-path python/Cargo.toml --release --locked --zig --compa
 maturin sdist --manifest-path python/Cargo.toml --out dist
 ls -l dist
 
+# What the sdist holds is enough to build from, with nothing of this tree.
+folder=$(mktemp -d)
+trap 'rm -r "$folder"' EXIT
+"$tools/bin/pip" wheel --disable-pip-version-check --quiet --no-deps --wheel-dir "$folder" dist/*.tar.gz
+ls -l "$folder"
+
 wheel=$(echo "$PWD"/dist/*.whl)
 # Every Python that is here: of the path, and of a version manager's; one of each version.
 said=
