@@ -18,8 +18,8 @@
 //! entropy bonus.
 //!
 //! At [`Grade::Standard`] the target is `max(…, G_abs(1 + p_y(a_y + ā)) + (1−p_y)ΔG)/T`, as `G − G·p_y` rounds, and
-//! `C_E = |E| q_j ((1 + a_j + ā)(2 + |ln q_j| + H) + ā₂)/T`, as `−q_j(ln q_j + H)` does; and SAPO's `|policy′|` is `4ρ|A|σ(2σ − 1)` or more, as
-//! `σ(1 − σ)` rounds.
+//! `C_E = |E| q_j ((1 + a_j + ā)(2 + |ln q_j| + H) + ā₂)/T`, as `−q_j(ln q_j + H)` does; and SAPO's
+//! `|policy′|` is `4ρ|A|σ(2σ − 1)` or more, as `σ(1 − σ)` rounds.
 //!
 //! Beside each scale, which `κ·u` multiplies, stands a *floor*, an error that nothing multiplies: what f32 flushes to 0; what
 //! follows from an error `ε_j` that each logit has of its own, where it is a product; and at [`Grade::Standard`] from an
