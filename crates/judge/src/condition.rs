@@ -35,7 +35,7 @@ use super::arm::{self, Arm};
 use super::gate::Output;
 use super::tolerance::{Grade, Limits};
 use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
-use assay_reference::{Branch, Choice, Reference, Scaled, ScaledSoftmax, Token, TokenInputs, clipped};
+use assay_reference::{Branch, Choice, Columns, Reference, ScaledSoftmax, Token, TokenInputs, clipped};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
 pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
@@ -309,12 +309,12 @@ impl Condition {
         }
     }
 
-    /// How far dlogits may be off, column by column of `scaled`, were the token on `alternative`.
+    /// How far dlogits may be off, column by column of `columns`, were the token on `alternative`.
     pub fn dlogits(
         &self,
         reference: &Reference,
         token: &Token,
-        scaled: &Scaled,
+        columns: &Columns,
         alternative: &Alternative,
     ) -> impl Iterator<Item = ColumnBound> {
         let spec = reference.spec();
@@ -346,14 +346,19 @@ impl Condition {
         let mean_gap = logp.stats.mean_gap + rounded;
         let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
         let [offset, offset_of_entropy] = self.base.offsets;
-        let column = move |(j, &x): (usize, &f64)| {
-            let error = spec.logits.scale.abs() * self.errors.at(j);
+        let (t, scale_of_logits, shares_ratio) =
+            (1.0 / spec.temperature, spec.logits.scale.abs(), token.inputs.row_log_ratio.is_some());
+        let (one_softmax, given) = (logp.divisor == entropy.divisor, self.errors.is_empty());
+        // What is flushed before the transform of logits is multiplied by its slope.
+        let flushed_once = FLUSHED / spec.temperature.min(1.0);
+        let column = move |(j, (&x, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
+            let error = if given { 0.0 } else { scale_of_logits * self.errors.at(j) };
+            let gap_of_logp = gap_of(logp, x, p);
             let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
             let mut value = 0.0;
             if grad != 0.0 {
-                let (p, gap) = probability_and_gap(logp, x);
-                let (gap, own) = (gap + rounded, error / logp.divisor);
+                let (gap, own) = (gap_of_logp + rounded, error / logp.divisor);
                 if j == token.id {
                     let gaps_of_others = (mean_gap - p * gap).max(0.0);
                     let errors_of_others = (mean_error - p * own).max(0.0);
@@ -369,7 +374,7 @@ impl Condition {
                     whole.floor = common.floor + p * grad * own;
                 }
                 let share = if j == token.id { others } else { p };
-                if token.inputs.row_log_ratio.is_some() {
+                if shares_ratio {
                     of_ratio = moved.times(share);
                 }
                 value += grad * share;
@@ -377,7 +382,7 @@ impl Condition {
                 flushed += grad * if j == token.id { vocab } else { 1.0 };
             }
             if grad_entropy > 0.0 {
-                let (q, gap) = probability_and_gap(entropy, x);
+                let gap = if one_softmax { gap_of_logp } else { gap_of(entropy, x, q) };
                 let span = gap + rounded + entropy.stats.mean_gap;
                 let error = (error + self.base.mean_error) / entropy.divisor;
                 let (mut scale, mut floor) = (
@@ -399,9 +404,9 @@ impl Condition {
                 flushed += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
             }
             // 1 − tanh² is rounded at the size of 1.
-            let slope = scaled.slope(j).abs();
+            let slope = columns.slope(j).abs();
             if let Some(cap) = spec.logits.softcap {
-                let value = spec.logits.scale.abs() * value;
+                let value = scale_of_logits * value;
                 whole = Bound {
                     scale: whole.scale * slope + value,
                     floor: whole.floor * slope + value * 2.0 * error / cap,
@@ -409,9 +414,7 @@ impl Condition {
             } else {
                 whole = whole.times(slope);
             }
-            // What is flushed before the transform of logits is multiplied by its slope.
-            let flushed = flushed * slope.max(1.0) / spec.temperature.min(1.0) * FLUSHED;
-            let t = 1.0 / spec.temperature;
+            let flushed = flushed * slope.max(1.0) * flushed_once;
             ColumnBound {
                 whole: whole.times(t).and(flushed),
                 common: common.times(slope * t),
@@ -419,7 +422,8 @@ impl Condition {
                 flushed,
             }
         };
-        (scaled.first..).zip(&scaled.logits).map(column)
+        let probabilities = columns.probabilities().iter().zip(columns.probabilities_of_entropy());
+        (columns.first()..).zip(columns.logits().iter().zip(probabilities)).map(column)
     }
 }
 
@@ -449,9 +453,9 @@ impl Base {
     fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &LogitErrors, bands: Bands) -> Self {
         let spec = reference.spec();
         let error = |j: usize| spec.logits.scale.abs() * errors.at(j);
-        let row = reference.scaled_row(b, t, token).logits;
+        let target = reference.columns(b, t, token, token.id..token.id + 1);
         let softmax = &token.logp_softmax;
-        let z = row[token.id] / softmax.divisor;
+        let z = target.logits()[0] / softmax.divisor;
         let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
         // ∂ℓ/∂log p_y: 1, or 1/T where the temperature divides the log-probability.
         let factor = softmax.divisor / spec.temperature;
@@ -463,10 +467,11 @@ impl Base {
         // ∂H/∂z_j = q_j (a_j − ā), which is 0 where all gaps are equal: the squares of the errors count too.
         let (mut mean_error, mut spread) = (0.0, 0.0);
         if !errors.is_empty() {
-            for (j, &x) in row.iter().enumerate() {
-                mean_error += probability_and_gap(softmax, x).0 * error(j);
-                let (q_j, gap) = probability_and_gap(q, x);
-                let error = error(j) / q.divisor;
+            let row = reference.row(b, t, token);
+            let probabilities = row.probabilities().iter().zip(row.probabilities_of_entropy());
+            for (j, (&x, (p_j, &q_j))) in row.logits().iter().zip(probabilities).enumerate() {
+                mean_error += p_j * error(j);
+                let (gap, error) = (gap_of(q, x, q_j), error(j) / q.divisor);
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
         }
@@ -475,7 +480,7 @@ impl Base {
             let largest = softmax.stats.max.abs();
             if largest.is_finite() { bands.offset * U * largest } else { 0.0 }
         });
-        let second_moment = second_moment(q, &row);
+        let second_moment = q.stats.mean_square_gap;
         Self {
             logp: Bound {
                 scale: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded) * factor,
@@ -653,16 +658,9 @@ fn weighted(beta: f64, term: f64) -> f64 {
     if beta == 0.0 { 0.0 } else { beta * term }
 }
 
-/// `p_j` and `a_j`; a column of probability 0 has no gap worth speaking of.
-fn probability_and_gap(softmax: &ScaledSoftmax, x: f64) -> (f64, f64) {
-    let z = x / softmax.divisor;
-    let p = softmax.stats.probability(z);
-    if p == 0.0 { (0.0, 0.0) } else { (p, softmax.stats.max - z) }
-}
-
-/// `Σ p_j a_j²`.
-fn second_moment(softmax: &ScaledSoftmax, row: &[f64]) -> f64 {
-    row.iter().map(|&x| probability_and_gap(softmax, x)).map(|(p, gap)| p * gap * gap).sum()
+/// `a_j` of a logit whose probability is `p_j`; a column of probability 0 has no gap worth speaking of.
+fn gap_of(softmax: &ScaledSoftmax, x: f64, p: f64) -> f64 {
+    if p == 0.0 { 0.0 } else { softmax.stats.max - x / softmax.divisor }
 }
 
 /// How far `f` moves when what it depends on moves as rounding may move it: in units of `u`, and beyond. Under

@@ -229,11 +229,10 @@ fn edge(reference: &Reference, (b, t): (usize, usize), overflows: bool) -> Optio
         Dtype::F16 => f64::from(half::f16::MIN) / 2.0,
         Dtype::Bf16 | Dtype::F32 | Dtype::F64 => f64::from(f32::MIN) / 2.0,
     };
-    let least = logits.row(b, t).into_iter().fold(f64::INFINITY, f64::min);
-    match () {
-        () if least == f64::NEG_INFINITY => Some(Edge::MinusInfinity),
-        () if least <= lowest => Some(Edge::LowestFloat),
-        () => overflows.then_some(Edge::Overflow),
+    match logits.at_most(b, t, lowest) {
+        true if logits.at_most(b, t, f64::NEG_INFINITY) => Some(Edge::MinusInfinity),
+        true => Some(Edge::LowestFloat),
+        false => overflows.then_some(Edge::Overflow),
     }
 }
 
@@ -284,6 +283,7 @@ impl Stored {
     }
 
     /// `½ulp` of the finer of the two.
+    #[inline]
     pub(super) fn rounding(self, expected: f64) -> f64 {
         let Self { given, promised } = self;
         let of_given = half_ulp(expected, given);
@@ -291,6 +291,7 @@ impl Stored {
     }
 
     /// That, and `u·scale` with the scale no smaller than the output's smallest normal number.
+    #[inline]
     pub(super) fn allowance(self, expected: f64, Bound { scale, floor }: Bound) -> Allowance {
         let Self { given, promised } = self;
         let rounding = self.rounding(expected);
@@ -437,27 +438,121 @@ impl RowTallies {
     }
 }
 
+/// A token of the reference, and its gradient as it is given.
+struct GivenRow<'g, 'r, 'd> {
+    reference: &'g Reference<'r>,
+    case: &'g Case<'r>,
+    actual: &'g FloatView<'d, Ix3>,
+    stored: Stored,
+    kappa: f64,
+}
+
+/// The columns of a row that are judged at once: few enough to stay in a cache.
+const AT_ONCE: usize = 4096;
+
+impl GivenRow<'_, '_, '_> {
+    /// The row on each piece that its token may be on, column by column.
+    fn on_pieces(&self) -> Vec<RowTallies> {
+        let Self { reference, case, .. } = self;
+        let pieces = &case.condition.alternatives;
+        // One value that is rightly not finite excuses no other that has a number to be.
+        let says_so = case.open() && self.actual.row(case.b, case.t).iter().any(|y| !y.is_finite());
+        let mut sums = vec![RowSums::default(); pieces.len()];
+        let vocab = reference.shape().vocab;
+        for first in (0..vocab).step_by(AT_ONCE) {
+            let range = first..vocab.min(first + AT_ONCE);
+            let columns = reference.columns(case.b, case.t, case.token, range.clone());
+            let actual = self.actual.row_part(case.b, case.t, range);
+            for (on, sums) in pieces.iter().zip(&mut sums) {
+                let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
+                let expected = reference.dlogits_of(&columns, case.token, grad_logp);
+                let bounds = case.condition.dlogits(reference, case.token, &columns, on).map(|of| of.whole);
+                self.add(sums, first, expected.iter().zip(bounds).zip(&actual), says_so);
+            }
+        }
+        sums.into_iter().map(|sums| self.tallies(sums)).collect()
+    }
+
+    /// Adds columns from `first` on: what is expected, by how much it may be off, what is given.
+    fn add<'v>(
+        &self,
+        sums: &mut RowSums,
+        first: usize,
+        columns: impl Iterator<Item = ((&'v f64, Bound), &'v f64)>,
+        says_so: bool,
+    ) {
+        let Self { case, stored, kappa, .. } = *self;
+        for (v, ((&x, bound), &y)) in (first..).zip(columns) {
+            let unlimited = x.is_finite() && !(bound.scale + bound.floor).is_finite();
+            let said_elsewhere = !x.is_finite() && says_so;
+            if case.open() && (unlimited || said_elsewhere || !y.is_finite()) {
+                sums.elements.report(Position::column(case.b, case.t, v));
+                sums.error = f64::NAN;
+                continue;
+            }
+            let allowed = stored.allowance(x, bound);
+            sums.elements.compare(Position::column(case.b, case.t, v), x, y, kappa, allowed, stored.given);
+            if v != case.token.id {
+                sums.error2 += (y - x) * (y - x);
+                sums.rounding2 += allowed.rounding * allowed.rounding;
+                sums.scale2 += allowed.scale * allowed.scale;
+                sums.floor2 += bound.floor * bound.floor;
+            }
+            sums.error += y - x;
+            sums.rounding += allowed.rounding;
+            sums.scale += allowed.scale;
+            sums.floor += bound.floor;
+        }
+    }
+
+    fn tallies(&self, sums: RowSums) -> RowTallies {
+        let mut row = RowTallies { elements: sums.elements, ..RowTallies::default() };
+        if sums.error.is_finite() {
+            let at = self.case.at();
+            let of = |rounding, scale, floor| Allowance { rounding, unit: U, scale, floor };
+            let l2 = of(sums.rounding2.sqrt(), sums.scale2.sqrt(), sums.floor2.sqrt());
+            row.l2.compare(at, 0.0, sums.error2.sqrt(), self.kappa, l2, Dtype::F64);
+            let sum = of(sums.rounding, sums.scale, sums.floor);
+            row.sum.compare(at, 0.0, sums.error, self.kappa, sum, Dtype::F64);
+        } else {
+            (row.l2.not_compared, row.sum.not_compared) = (1, 1);
+        }
+        row
+    }
+}
+
+/// What a row comes to so far: plain sums of everything, and squares of everything but the target.
+#[derive(Clone, Default)]
+struct RowSums {
+    elements: Tally,
+    error: f64,
+    rounding: f64,
+    scale: f64,
+    floor: f64,
+    error2: f64,
+    rounding2: f64,
+    scale2: f64,
+    floor2: f64,
+}
+
 /// One token on each of its pieces: the one that its loss and its row of dlogits fit best, together.
-fn judge_token(reference: &Reference, given: &PerToken, case: &Case, limits: &Limits) -> OfToken {
-    let row = given.dlogits.as_ref().map(|dlogits| {
-        let stored = Stored::gradient(dlogits.dtype(), reference.problem().logits.dtype());
-        (dlogits.row(case.b, case.t), reference.scaled_row(case.b, case.t, case.token), stored)
-    });
-    let losses: Vec<f64> =
-        case.condition.alternatives.iter().map(|on| reference.token_loss(&case.token.inputs, &on.branch)).collect();
-    let pieces = case.condition.alternatives.iter().zip(&losses).map(|(on, &loss)| {
+fn judge_token<'r>(reference: &Reference<'r>, given: &PerToken, case: &Case<'r>, limits: &Limits) -> OfToken {
+    let pieces = &case.condition.alternatives;
+    let rows: Vec<RowTallies> = match &given.dlogits {
+        Some(actual) => {
+            let stored = Stored::gradient(actual.dtype(), reference.problem().logits.dtype());
+            GivenRow { reference, case, actual, stored, kappa: limits.kappa(Output::Dlogits) }.on_pieces()
+        }
+        None => pieces.iter().map(|_| RowTallies::default()).collect(),
+    };
+    let losses: Vec<f64> = pieces.iter().map(|on| reference.token_loss(&case.token.inputs, &on.branch)).collect();
+    let pieces = losses.iter().zip(rows).map(|(&loss, row)| {
         let mut token_loss = Tally::default();
         if let Some(values) = given.token_loss {
             let (stored, kappa) = (Stored::scalar(values.dtype()), limits.kappa(Output::TokenLoss));
             let actual = values.at(case.b, case.t);
             compare(&mut token_loss, case, loss, actual, kappa, case.condition.token_loss, stored);
         }
-        let row = row.as_ref().map_or_else(RowTallies::default, |(actual, scaled, stored)| {
-            let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
-            let expected = reference.dlogits_of(scaled, case.token, grad_logp);
-            let bounds = case.condition.dlogits(reference, case.token, scaled, on).map(|of| of.whole);
-            judge_row(case, &expected, bounds, actual, limits.kappa(Output::Dlogits), *stored)
-        });
         (token_loss.badness().max(row.badness()), loss, token_loss, row)
     });
     let pieces: Vec<_> = pieces.collect();
@@ -468,52 +563,6 @@ fn judge_token(reference: &Reference, given: &PerToken, case: &Case, limits: &Li
     let best =
         pieces.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("the reference's own piece is always there");
     OfToken { token_loss: best.2, row: best.3, kink }
-}
-
-fn judge_row(
-    case: &Case,
-    expected: &[f64],
-    bounds: impl Iterator<Item = Bound>,
-    actual: &[f64],
-    kappa: f64,
-    stored: Stored,
-) -> RowTallies {
-    let mut row = RowTallies::default();
-    let says_so = actual.iter().any(|y| !y.is_finite());
-    // Squares of everything but the target, and plain sums of everything.
-    let (mut error2, mut rounding2, mut scale2, mut floor2) = (0.0, 0.0, 0.0, 0.0);
-    let (mut sum, mut rounding, mut scale, mut floor) = (0.0, 0.0, 0.0, 0.0);
-    for (v, ((&x, bound), &y)) in expected.iter().zip(bounds).zip(actual).enumerate() {
-        // One value that is rightly not finite excuses no other that has a number to be.
-        let unlimited = x.is_finite() && !(bound.scale + bound.floor).is_finite();
-        let said_elsewhere = !x.is_finite() && says_so;
-        if case.open() && (unlimited || said_elsewhere || !y.is_finite()) {
-            row.elements.report(Position::column(case.b, case.t, v));
-            sum = f64::NAN;
-            continue;
-        }
-        let allowed = stored.allowance(x, bound);
-        row.elements.compare(Position::column(case.b, case.t, v), x, y, kappa, allowed, stored.given);
-        if v != case.token.id {
-            error2 += (y - x) * (y - x);
-            rounding2 += allowed.rounding * allowed.rounding;
-            scale2 += allowed.scale * allowed.scale;
-            floor2 += bound.floor * bound.floor;
-        }
-        sum += y - x;
-        rounding += allowed.rounding;
-        scale += allowed.scale;
-        floor += bound.floor;
-    }
-    if sum.is_finite() {
-        let sums = |rounding, scale, floor| Allowance { rounding, unit: U, scale, floor };
-        let l2 = sums(f64::sqrt(rounding2), f64::sqrt(scale2), f64::sqrt(floor2));
-        row.l2.compare(case.at(), 0.0, f64::sqrt(error2), kappa, l2, Dtype::F64);
-        row.sum.compare(case.at(), 0.0, sum, kappa, sums(rounding, scale, floor), Dtype::F64);
-    } else {
-        (row.l2.not_compared, row.sum.not_compared) = (1, 1);
-    }
-    row
 }
 
 /// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band, or flushing, may change.

@@ -167,16 +167,18 @@ struct Row {
 impl Row {
     fn of(reference: &Reference, case: &Case, columns: Range<usize>, dtype: Dtype, limits: &Limits) -> Self {
         let (b, t, kappa) = (case.b, case.t, limits.kappa(Output::Dlogits) * U);
-        let scaled = reference.scaled_columns(b, t, case.token, columns.clone());
-        let exact = reference.dlogits_columns(b, t, columns.clone());
+        let row = reference.columns(b, t, case.token, columns.clone());
+        let dlogits = |branch, coupling| {
+            reference.dlogits_of(&row, case.token, reference.grad_logp(case.token, branch, coupling))
+        };
+        let exact = dlogits(&case.token.branch, case.token.coupling);
         let [mut common, mut own, mut rounding, mut one_sided, mut of_ratio] =
             [(); 5].map(|()| vec![0.0; columns.len()]);
         // Of a column that is not the target.
         let mut flushed = 0.0;
         for on in &case.condition.alternatives {
-            let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
-            let there = reference.dlogits_columns_with(b, t, grad_logp, columns.clone());
-            let bounds = case.condition.dlogits(reference, case.token, &scaled, on);
+            let there = dlogits(&on.branch, on.coupling);
+            let bounds = case.condition.dlogits(reference, case.token, &row, on);
             for (v, (x, ColumnBound { whole, common: shared, of_ratio: shared_by_row, flushed: lost })) in
                 there.into_iter().zip(bounds).enumerate()
             {

@@ -30,6 +30,7 @@ fn power_of_two(exponent: i32) -> f64 {
 }
 
 /// The smallest normal number of `dtype`.
+#[inline]
 pub fn min_normal(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F64 => f64::MIN_POSITIVE,
@@ -133,9 +134,9 @@ impl Comparison {
 /// Upper edges of the histogram's buckets, in ulp of the output's dtype; the last bucket is open.
 pub const ULP_EDGES: [f64; 8] = [0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0, f64::INFINITY];
 
-/// The bucket of an error of so many ulp.
-fn bucket(ulps: f64) -> usize {
-    ULP_EDGES.iter().position(|&edge| ulps <= edge).unwrap_or(ULP_EDGES.len() - 1)
+/// The bucket of an error, where an ulp is `ulp`.
+fn bucket(error: f64, ulp: f64) -> usize {
+    ULP_EDGES.iter().position(|&edge| error <= edge * ulp).unwrap_or(ULP_EDGES.len() - 1)
 }
 
 /// The worst of many comparisons.
@@ -186,10 +187,7 @@ impl Tally {
         if excess > self.kappa_seen * of_one_kappa {
             self.kappa_seen = excess / of_one_kappa;
         }
-        let half_ulp = half_ulp(expected, dtype);
-        // Most are rounded once.
-        let bucket = if error <= half_ulp { 0 } else { bucket(error / (2.0 * half_ulp)) };
-        self.histogram[bucket] += 1;
+        self.histogram[bucket(error, 2.0 * half_ulp(expected, dtype))] += 1;
         if error > self.worst_share * limit || self.worst.is_none() {
             let comparison = Comparison { at, expected, actual, error, limit };
             (self.worst, self.worst_share) = (Some(comparison), comparison.share());

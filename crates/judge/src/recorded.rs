@@ -52,8 +52,8 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
         let mut scales = Array2::zeros(gradients.dim());
         for ((b, t), condition) in conditions.indexed_iter() {
             let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
-            let scaled = reference.scaled_columns(b, t, token, columns.clone());
-            let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
+            let columns = reference.columns(b, t, token, columns.clone());
+            let limits = condition.dlogits(reference, token, &columns, &condition.alternatives[0]);
             let row = limits.map(|of| of.whole.scale).collect::<Array1<_>>();
             scales.row_mut(b * reference.shape().tokens + t).assign(&row);
         }
@@ -78,10 +78,10 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
         for t in 0..shape.tokens {
             let Some(token) = reference.token(b, t) else { continue };
             let Some(condition) = &conditions[[b, t]] else { continue };
-            let scaled = reference.scaled_row(b, t, token);
+            let row = reference.row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
-            let limits = condition.dlogits(reference, token, &scaled, &condition.alternatives[0]);
-            for ((&x, &d), of) in scaled.logits.iter().zip(&dlogits).zip(limits) {
+            let limits = condition.dlogits(reference, token, &row, &condition.alternatives[0]);
+            for ((&x, &d), of) in row.logits().iter().zip(&dlogits).zip(limits) {
                 let scale = of.whole.scale;
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);

@@ -1,8 +1,7 @@
 //! `∂loss / ∂logits` of one row, in closed form.
 
 use super::Token;
-use super::log_softmax::Softmax;
-use super::logits_transform::Scaled;
+use super::columns::Columns;
 
 /// `dlogits[b,t,:]` of an unmasked token, or of some columns of it.
 ///
@@ -17,38 +16,34 @@ use super::logits_transform::Scaled;
 /// On the target `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
 /// a clipped token has no gradient even where its softmax is not finite.
 pub(super) fn dlogits_row(
-    scaled: &Scaled,
+    columns: &Columns,
     token: &Token,
     temperature: f64,
     grad_logp: f64,
     grad_entropy: f64,
 ) -> Vec<f64> {
-    let logp_grad = |j: usize, h: f64| -> f64 {
-        let softmax: &Softmax = &token.logp_softmax.stats;
-        let z = h / token.logp_softmax.divisor;
+    let logp_grad = |j: usize, p: f64| -> f64 {
         if j == token.id {
             grad_logp * token.probability_of_others
         } else {
-            let p = softmax.probability(z);
             // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
             if p == 0.0 { 0.0 } else { -grad_logp * p }
         }
     };
-    let entropy_grad = |h: f64| -> f64 {
+    let entropy_grad = |h: f64, q: f64| -> f64 {
         let z = h / token.entropy_softmax.divisor;
-        grad_entropy * token.entropy_softmax.stats.entropy_gradient(z)
+        grad_entropy * token.entropy_softmax.stats.entropy_gradient(z, q)
     };
-    let mut row = vec![0.0; scaled.logits.len()];
-    for (j, (dx, &h)) in (scaled.first..).zip(row.iter_mut().zip(&scaled.logits)) {
+    let probabilities = columns.probabilities().iter().zip(columns.probabilities_of_entropy());
+    let column = |(j, (&h, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
+        let mut dx = 0.0;
         if grad_logp != 0.0 {
-            *dx += logp_grad(j, h) / temperature;
+            dx += logp_grad(j, p);
         }
         if grad_entropy != 0.0 {
-            *dx += entropy_grad(h) / temperature;
+            dx += entropy_grad(h, q);
         }
-        if *dx != 0.0 {
-            *dx *= scaled.slope(j);
-        }
-    }
-    row
+        if dx == 0.0 { 0.0 } else { dx / temperature * columns.slope(j) }
+    };
+    (columns.first()..).zip(columns.logits().iter().zip(probabilities)).map(column).collect()
 }

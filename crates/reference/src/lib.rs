@@ -7,6 +7,7 @@
 //! log-probabilities, and its dlogits are 0. Where a value cannot be finite (a NaN logit, `exp` beyond 1.8e308) the
 //! result holds the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay right.
 
+mod columns;
 mod gradient;
 mod kl;
 mod lm_head;
@@ -27,9 +28,9 @@ use std::ops::Range;
 use ndarray::{Array1, Array2, Array3, arr0};
 use rayon::prelude::*;
 
+pub use columns::Columns;
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
-pub use logits_transform::Scaled;
 pub use objective::{Branch, clipped};
 pub use ratio::Held;
 pub use selection::Choice;
@@ -38,6 +39,7 @@ pub use token::{Term, TokenInputs};
 
 use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Shape};
 use assay_core::spec::{Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides};
+use logits_transform::Scaled;
 use rollout::Corrections;
 use selection::Sample;
 
@@ -48,6 +50,13 @@ pub struct ScaledSoftmax {
     pub divisor: f64,
     /// Statistics of the divided row.
     pub stats: Softmax,
+}
+
+impl ScaledSoftmax {
+    /// The probabilities of logits that are not divided yet.
+    fn probabilities(&self, logits: &[f64]) -> Vec<f64> {
+        logits.iter().map(|h| self.stats.probability(h / self.divisor)).collect()
+    }
 }
 
 /// Everything the loss knows about one unmasked token.
@@ -143,25 +152,26 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
 fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> Scored {
     let id = usize::try_from(problem.ids[at]).expect("checked: 0 ≤ id < V");
     let logits = Scaled::of(spec, problem, at, id, 0..problem.shape().vocab).logits;
-    let scaled = |divisor: f64| logits.iter().map(|x| x / divisor).collect::<Vec<_>>();
+    let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, stats: Softmax::of(z) };
+    let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
 
-    let (logp_divisor, logp_factor) = match spec.temperature_divides {
-        TemperatureDivides::Logits => (spec.temperature, 1.0),
-        TemperatureDivides::Logp => (1.0, 1.0 / spec.temperature),
-    };
-    let z = scaled(logp_divisor);
-    let logp_softmax = ScaledSoftmax { divisor: logp_divisor, stats: Softmax::of(&z) };
-    let entropy_softmax = match spec.temperature_divides {
-        TemperatureDivides::Logits => logp_softmax,
+    let (z, logp_softmax, entropy_softmax, logp_factor) = match spec.temperature_divides {
+        TemperatureDivides::Logits => {
+            let z = divided(logits, spec.temperature);
+            let both = softmax(spec.temperature, &z);
+            (z, both, both, 1.0)
+        }
         TemperatureDivides::Logp => {
-            ScaledSoftmax { divisor: spec.temperature, stats: Softmax::of(&scaled(spec.temperature)) }
+            let logp = softmax(1.0, &logits);
+            let entropy = softmax(spec.temperature, &divided(logits.clone(), spec.temperature));
+            (logits, logp, entropy, 1.0 / spec.temperature)
         }
     };
     Scored {
         id,
         logp_softmax,
         entropy_softmax,
-        probability_of_others: logp_softmax.stats.probability_of_others(&z, id),
+        probability_of_others: logp_softmax.stats.probability_of_others(z[id]),
         entropy: entropy_softmax.stats.entropy(),
         logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
     }
@@ -399,14 +409,15 @@ impl Reference<'_> {
         &self.problem
     }
 
-    /// The logits that the softmax of token `[b,t]` is of, with their derivatives by those given.
-    pub fn scaled_row(&self, b: usize, t: usize, token: &Token) -> Scaled {
-        self.scaled_columns(b, t, token, 0..self.shape.vocab)
+    /// The logits that the softmaxes of `token`, at `[b,t]`, are of, with their probabilities and their derivatives by those given:
+    /// those of `columns`.
+    pub fn columns(&self, b: usize, t: usize, token: &Token, columns: Range<usize>) -> Columns {
+        Columns::of(Scaled::of(self.spec, &self.problem, (b, t), token.id, columns), token)
     }
 
-    /// Those of `columns` alone.
-    pub fn scaled_columns(&self, b: usize, t: usize, token: &Token, columns: Range<usize>) -> Scaled {
-        Scaled::of(self.spec, &self.problem, (b, t), token.id, columns)
+    /// Those of all columns.
+    pub fn row(&self, b: usize, t: usize, token: &Token) -> Columns {
+        self.columns(b, t, token, 0..self.shape.vocab)
     }
 
     /// Token `[b,t]`, or `None` where it is masked.
@@ -466,21 +477,16 @@ impl Reference<'_> {
     pub fn dlogits_columns(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         match self.token(b, t) {
             Some(token) => {
-                self.dlogits_columns_with(b, t, self.grad_logp(token, &token.branch, token.coupling), columns)
+                let grad_logp = self.grad_logp(token, &token.branch, token.coupling);
+                self.dlogits_of(&self.columns(b, t, token, columns), token, grad_logp)
             }
             None => vec![0.0; columns.len()],
         }
     }
 
-    /// `dlogits[b,t,columns]` were `∂loss/∂ℓ` of the token `grad_logp`; zeros where it is masked.
-    pub fn dlogits_columns_with(&self, b: usize, t: usize, grad_logp: f64, columns: Range<usize>) -> Vec<f64> {
-        let Some(token) = self.token(b, t) else { return vec![0.0; columns.len()] };
-        self.dlogits_of(&self.scaled_columns(b, t, token, columns), token, grad_logp)
-    }
-
-    /// The dlogits of a token's columns that are `scaled`, were its `∂loss/∂ℓ` `grad_logp`.
-    pub fn dlogits_of(&self, scaled: &Scaled, token: &Token, grad_logp: f64) -> Vec<f64> {
-        gradient::dlogits_row(scaled, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
+    /// The dlogits of a token's `columns`, were its `∂loss/∂ℓ` `grad_logp`.
+    pub fn dlogits_of(&self, columns: &Columns, token: &Token, grad_logp: f64) -> Vec<f64> {
+        gradient::dlogits_row(columns, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
     }
 
     /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.

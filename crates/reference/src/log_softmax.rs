@@ -7,7 +7,7 @@ use super::sum::Sum;
 /// With `m = max z` and the *gaps* `a_j = m − z_j ≥ 0`:
 ///
 /// ```text
-/// e_j = exp(−a_j)          S = Σ_j e_j          p_j = e_j / S          ā = Σ_j p_j a_j
+/// e_j = exp(−a_j)          S = Σ_j e_j          p_j = e_j / S          ā = Σ_j p_j a_j          ā₂ = Σ_j p_j a_j²
 /// ```
 ///
 /// A logit of −∞ has `e_j = 0` and contributes nothing. A NaN or +∞ logit, or a row all −∞, makes every statistic NaN.
@@ -17,10 +17,14 @@ pub struct Softmax {
     pub max: f64,
     /// `S`, between 1 and `V`.
     pub sum: f64,
+    /// `S − 1`: what all columns but one maximal one sum to.
+    rest: f64,
     /// `ln S`, nats.
     pub log_sum: f64,
     /// `ā`, nats.
     pub mean_gap: f64,
+    /// `ā₂`, nats².
+    pub mean_square_gap: f64,
 }
 
 impl Softmax {
@@ -28,12 +32,14 @@ impl Softmax {
     pub fn of(z: &[f64]) -> Self {
         let max = z.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m || x.is_nan() { x } else { m });
         if !max.is_finite() {
-            return Self { max, sum: f64::NAN, log_sum: f64::NAN, mean_gap: f64::NAN };
+            let nan = f64::NAN;
+            return Self { max, sum: nan, rest: nan, log_sum: nan, mean_gap: nan, mean_square_gap: nan };
         }
         // One maximal term is exactly 1. Kept out of the sum it leaves ln S = ln(1 + rest), which is exact however
         // small the rest is.
         let mut rest = Sum::default();
         let mut weighted_gaps = Sum::default();
+        let mut weighted_squares = Sum::default();
         let mut peak_seen = false;
         for &x in z {
             let gap = max - x;
@@ -43,10 +49,19 @@ impl Softmax {
             } else if e > 0.0 {
                 rest.add(e);
                 weighted_gaps.add(e * gap);
+                weighted_squares.add(e * gap * gap);
             }
         }
-        let sum = 1.0 + rest.value();
-        Self { max, sum, log_sum: rest.value().ln_1p(), mean_gap: weighted_gaps.value() / sum }
+        let rest = rest.value();
+        let sum = 1.0 + rest;
+        Self {
+            max,
+            sum,
+            rest,
+            log_sum: rest.ln_1p(),
+            mean_gap: weighted_gaps.value() / sum,
+            mean_square_gap: weighted_squares.value() / sum,
+        }
     }
 
     /// `p = exp(z − m) / S`.
@@ -59,10 +74,12 @@ impl Softmax {
         (z - self.max) - self.log_sum
     }
 
-    /// `1 − p_y` as the sum of the other probabilities: correct to the last bits even where `p_y` rounds to 1.
-    pub fn probability_of_others(&self, z: &[f64], y: usize) -> f64 {
-        let others = z[..y].iter().chain(&z[y + 1..]);
-        others.map(|&x| (x - self.max).exp()).collect::<Sum>().value() / self.sum
+    /// `1 − p_y = (S − e_y)/S` of a column's `z`, as the sum of the other probabilities: correct to the last bits even where `p_y`
+    /// rounds to 1. `S` is 1, of one maximal column, and the rest; where `y` is maximal the rest is what others have, and where it
+    /// is not, `rest − e_y` takes nothing from the 1.
+    pub fn probability_of_others(&self, z: f64) -> f64 {
+        let others = if z == self.max { self.rest } else { 1.0 + (self.rest - (z - self.max).exp()) };
+        others / self.sum
     }
 
     /// `H = −Σ p_j log p_j = ln S + ā`, nats: two non-negative terms, so nothing cancels.
@@ -70,9 +87,8 @@ impl Softmax {
         self.log_sum + self.mean_gap
     }
 
-    /// `∂H/∂z_j = −p_j (log p_j + H) = p_j (a_j − ā)`; 0 where `p_j` is 0.
-    pub fn entropy_gradient(&self, z: f64) -> f64 {
-        let p = self.probability(z);
+    /// `∂H/∂z_j = −p_j (log p_j + H) = p_j (a_j − ā)` of a logit and its probability; 0 where that is 0.
+    pub fn entropy_gradient(&self, z: f64, p: f64) -> f64 {
         if p == 0.0 { 0.0 } else { p * ((self.max - z) - self.mean_gap) }
     }
 }

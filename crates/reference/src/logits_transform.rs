@@ -6,11 +6,11 @@ use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
 
 /// The transformed logits of one token, or of some columns of it.
-pub struct Scaled {
+pub(super) struct Scaled {
     /// The first column.
-    pub first: usize,
+    pub(super) first: usize,
     /// From that on `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
-    pub logits: Vec<f64>,
+    pub(super) logits: Vec<f64>,
     /// `∂h_j/∂x_j`; empty where it is 1 for all.
     slopes: Vec<f64>,
 }
@@ -56,7 +56,7 @@ impl Scaled {
     }
 
     /// `∂h_j/∂x_j` of column `j`.
-    pub fn slope(&self, j: usize) -> f64 {
+    pub(super) fn slope(&self, j: usize) -> f64 {
         self.slopes.get(j - self.first).copied().unwrap_or(1.0)
     }
 }

@@ -213,6 +213,14 @@ impl FloatView<'_, Ix3> {
         self.row_part(b, t, 0..self.shape()[2])
     }
 
+    /// Whether an element of row `[b,t,:]` is at most `bound`.
+    pub fn at_most(&self, b: usize, t: usize, bound: f64) -> bool {
+        // All are looked at: without a way out the loop is one of vectors.
+        with_array!(FloatView, self, array => {
+            array.slice(s![b, t, ..]).iter().fold(false, |any, &x| any | (Float::to_f64(x) <= bound))
+        })
+    }
+
     /// Its part `[b,t,columns]`.
     pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         with_array!(FloatView, self, array => {
@@ -333,6 +341,11 @@ impl FloatArray<Ix3> {
     /// Row `[b,t,:]`, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
         self.view().row(b, t)
+    }
+
+    /// Whether an element of row `[b,t,:]` is at most `bound`.
+    pub fn at_most(&self, b: usize, t: usize, bound: f64) -> bool {
+        self.view().at_most(b, t, bound)
     }
 
     /// Its part `[b,t,columns]`.
