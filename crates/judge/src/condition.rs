@@ -288,10 +288,13 @@ impl Condition {
             d.min(kl.difference_clamp.unwrap_or(f64::INFINITY)).exp()
         });
         let largest = f64::from(f32::MAX) / 2.0;
+        // A gradient is divided by the temperature before or after it is multiplied by a probability.
+        let grad = reference.grad_logp(token, &token.branch, token.coupling) / spec.temperature;
         let parts = [token.policy, token.kl].map(|term| [term.value, term.by_logp, term.by_log_ratio]);
         let overflows = parts.as_flattened().iter().any(|x| x.abs() > largest)
             || (token.policy.by_log_ratio != 0.0 && ratio > largest)
-            || k3 > largest;
+            || k3 > largest
+            || grad.abs() > largest;
         Self {
             logp: base.logp.tame(),
             entropy: base.entropy.tame(),

@@ -341,6 +341,28 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
     }
 }
 
+/// `−w·e^d/T` of one token, of which a column has too little for f32 to overflow.
+#[test]
+fn a_gradient_that_f32_overflows_once_the_temperature_divides_it_is_honest_and_before_is_not() {
+    let not_finite = |temperature: f64| {
+        let (spec, mut problem) = at_the_clip(0.0);
+        let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), temperature, ..spec };
+        let logp = reference::evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.logp;
+        problem.ref_logp = Some(ndarray::arr2(&[[logp + 87.0]]));
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+        let row = reference.dlogits_row(0, 0);
+        let column = (0..row.len()).find(|&v| row[v].abs() < 1e37).expect("a small one");
+        let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32") };
+        dlogits[[0, 0, column]] = f32::INFINITY;
+        judge(&reference, &candidate, &Limits::of("native").unwrap()).unwrap()
+    };
+    for verdict in not_finite(0.3) {
+        assert!(verdict.passed(), "{verdict:?}");
+    }
+    assert_rejected(&not_finite(1.0), gate(Output::Dlogits), Status::Nonfinite);
+}
+
 /// `ρ·|d|` with `|d| = 120` and a `ρ` that f32 flushes, or not: what is lost of the ratio is lost 120-fold.
 #[test]
 fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
