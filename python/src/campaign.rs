@@ -20,7 +20,7 @@ use assay::judge::generate::Regime;
 use assay::problem::{self as core, Candidate, Extents, HeadProblem, HeadShape, Shape};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
-use assay::worker::{Launch, Stored, Worker};
+use assay::worker::{Launch, Stored, Worker, WorkerError};
 
 /// Between two lines of progress.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -187,7 +187,8 @@ impl Campaign {
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
         let launch = Launch { answer, ..Launch::of(command) };
         let worker = error::apart(py, || Worker::start(launch))?;
-        self.on(py, Served(worker.map_err(|reason| error::kernel_crashed(py, reason))?), progress)
+        let crashed = |reason: WorkerError| error::kernel_crashed(py, &reason, reason.signal());
+        self.on(py, Served(worker.map_err(crashed)?), progress)
     }
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,18 +187,19 @@ def test_a_process_of_its_own_answers_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "gate", "said", "raised"),
+    ("fn", "gate", "said", "raised", "number"),
     [
-        (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed),
-        (misbehaving.exits, "crashed", "exit status: 3", assay.KernelCrashed),
-        (misbehaving.hangs, "timed-out", "killed", assay.KernelTimeout),
+        (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed, signal.SIGSEGV),
+        (misbehaving.exits, "crashed", "exit status: 3", assay.KernelCrashed, None),
+        (misbehaving.hangs, "timed-out", "killed", assay.KernelTimeout, None),
     ],
 )
 def test_a_process_that_ends_or_hangs_is_a_cause(
-    fn: Callable[[assay.Problem], Any], gate: str, said: str, raised: type[Exception]
+    fn: Callable[[assay.Problem], Any], gate: str, said: str, raised: type[Exception], number: int | None
 ) -> None:
     report = check(fn, **(ISOLATED | {"cases": 2}))
     assert [cause.gate for cause in report.causes] == [gate], report
-    assert said in repr(report)
-    with pytest.raises(raised):
+    assert said in repr(report) and report.causes[0].signal == number
+    with pytest.raises(raised) as error:
         report.raise_for_failure()
+    assert getattr(error.value, "signal", None) == number

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -126,6 +127,8 @@ pub enum WorkerError {
         command: String,
         /// Its exit code or signal.
         status: String,
+        /// The number of the signal.
+        signal: Option<i32>,
         /// The last lines of its stderr, after a line break; nothing where there are none.
         stderr: String,
     },
@@ -171,6 +174,13 @@ pub enum WorkerError {
         /// What is wrong.
         reason: FixtureError,
     },
+}
+
+impl WorkerError {
+    /// The number of the signal that ended it; `None` where none did.
+    pub fn signal(&self) -> Option<i32> {
+        if let WorkerError::Died { signal, .. } = self { *signal } else { None }
+    }
 }
 
 /// A kernel in a process of its own, which lives until this is dropped. One that ended is started again when it is asked.
@@ -354,8 +364,10 @@ fn hear<M: for<'m> Deserialize<'m>>(
             Err(broken(process, &command, awaited.name(), one_line(&given), expected))
         }
         Err(Silence::Ended) => {
-            let status = process.ended().map_or_else(|error| error.to_string(), |status| status.to_string());
-            Err(WorkerError::Died { command, status, stderr: told(process) })
+            let ended = process.ended();
+            let signal = ended.as_ref().ok().and_then(ExitStatusExt::signal);
+            let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+            Err(WorkerError::Died { command, status, signal, stderr: told(process) })
         }
         Err(Silence::TimedOut) => {
             let limit = match awaited {
