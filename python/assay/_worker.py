@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from . import _native
-from ._errors import AssayError
+from ._errors import AssayError, InputMutated, OutputError
 
-_LONGEST = 4000  # of an error in words; a line has at most 64 KiB
+_LONGEST = 3000  # a part of an error in words; a line has at most 64 KiB
 
 
 def command(fn: Any, inplace: bool) -> list[str]:
@@ -66,6 +66,11 @@ def serve(fn: Callable[[_native.Problem], Any], inplace: bool) -> None:
             _native.answer(fn, problem, inplace, request["candidate"])
         except NotImplementedError as reason:
             reply["unsupported"] = str(reason)
+        except OutputError as reason:
+            parts = {"field": reason.field, "given": reason.given, "expected": reason.expected}
+            reply["output"] = {name: str(part)[:_LONGEST] for name, part in parts.items()}
+        except InputMutated as reason:
+            reply["mutated"] = str(reason.field)
         except Exception:
             reply["error"] = traceback.format_exc()[-_LONGEST:]
         say(reply)

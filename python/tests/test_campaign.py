@@ -187,6 +187,25 @@ def test_a_process_of_its_own_answers_the_same() -> None:
 
 
 @pytest.mark.parametrize(
+    "fn",
+    [
+        misbehaving.returns_nothing,
+        misbehaving.returns_another_shape,
+        misbehaving.returns_no_gradient,
+        misbehaving.returns_integers,
+        misbehaving.returns_a_view,
+        misbehaving.writes_to_its_input,
+    ],
+)
+def test_a_process_of_its_own_fails_the_same(fn: Callable[[assay.Problem], Any]) -> None:
+    options = ISOLATED | {"regimes": ["normal"], "dtypes": ["f32"]}
+    here, apart = (check(fn, **(options | {"isolate": isolate})) for isolate in (False, True))
+    assert here.causes and [(cause.gate, cause.fault) for cause in here.causes] == [
+        (cause.gate, cause.fault) for cause in apart.causes
+    ]
+
+
+@pytest.mark.parametrize(
     ("fn", "gate", "said", "raised", "number"),
     [
         (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed, signal.SIGSEGV),

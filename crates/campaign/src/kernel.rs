@@ -121,6 +121,8 @@ impl<P: Subject + assay_worker::Stored> Kernel<P> for Worker {
                 Err(Fault::Crashed { reason: error.to_string(), signal: error.signal() })
             }
             Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string())),
+            Err(WorkerError::Output { field, given, expected, .. }) => Err(Fault::Output { field, given, expected }),
+            Err(WorkerError::InputMutated { field, .. }) => Err(Fault::InputMutated(field)),
             Err(WorkerError::File { reason, .. }) => Err(Fault::Output {
                 field: "candidate".into(),
                 given: reason.to_string(),

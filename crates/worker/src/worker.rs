@@ -98,6 +98,16 @@ struct Reply {
     id: u64,
     unsupported: Option<String>,
     error: Option<String>,
+    output: Option<Refused>,
+    mutated: Option<String>,
+}
+
+/// An output that is none, as a worker tells it.
+#[derive(Deserialize)]
+struct Refused {
+    field: String,
+    given: String,
+    expected: String,
 }
 
 /// What a worker answered.
@@ -165,6 +175,26 @@ pub enum WorkerError {
         command: String,
         /// Its own words.
         message: String,
+    },
+    /// It says that an output is missing, unknown, or is not what an output is.
+    #[error("`{command}`: output `{field}`: got {given}, expected {expected}")]
+    Output {
+        /// The command.
+        command: String,
+        /// Which.
+        field: String,
+        /// What it is.
+        given: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// It says that the kernel wrote to an input.
+    #[error("`{command}`: input `{field}` has other content after the call: inputs are to be read")]
+    InputMutated {
+        /// The command.
+        command: String,
+        /// Which.
+        field: String,
     },
     /// The problem cannot be written, or its candidate cannot be read or believed.
     #[error("`{command}`: {reason}")]
@@ -253,9 +283,16 @@ impl Worker {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
         });
-        let Reply { unsupported, error, .. } = reply.inspect_err(|_| self.process = None)?;
+        let Reply { unsupported, error, output, mutated, .. } = reply.inspect_err(|_| self.process = None)?;
         if let Some(message) = error {
             return Err(WorkerError::Failed { command, message: shown(&message) });
+        }
+        if let Some(Refused { field, given, expected }) = output {
+            let [field, given, expected] = [field, given, expected].map(|text| one_line(&text));
+            return Err(WorkerError::Output { command, field, given, expected });
+        }
+        if let Some(field) = mutated {
+            return Err(WorkerError::InputMutated { command, field: one_line(&field) });
         }
         if let Some(what) = unsupported {
             return Ok(Answer::Unsupported(one_line(&what)));
@@ -309,7 +346,7 @@ impl Awaited {
         match self {
             Awaited::Hello => r#"{"protocol": "assay-check/1", "dtypes": […], "outputs": […]}"#,
             Awaited::Answer => {
-                r#"{"id": …}, or with "unsupported" or "error"; what else there is to say goes to stderr"#
+                r#"{"id": …}, or with "unsupported", "error", "output" or "mutated"; what else there is to say goes to stderr"#
             }
         }
     }
