@@ -17,7 +17,7 @@ use crate::spec::Spec;
 use assay::campaign::{self, Deck, Fault, HeadDeck, Kernel, Progress, Shapes, Subject};
 use assay::fixture::write_candidate;
 use assay::judge::generate::Regime;
-use assay::problem::{self as core, Candidate, Extents, HeadProblem, HeadShape, Shape};
+use assay::problem::{self as core, Candidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
 use assay::worker::{Launch, Stored, Worker, WorkerError};
@@ -50,7 +50,7 @@ pub(crate) struct Dealt {
 }
 
 impl Dealt {
-    /// The deck of `shapes`: `many`, `few`, or extents of one kind.
+    /// The deck of `shapes`, as [`Shapes::read`] takes them.
     ///
     /// # Errors
     /// `ProblemError` naming what is none.
@@ -72,23 +72,8 @@ impl Dealt {
         if let Some(named) = regimes {
             deck.regimes = named.iter().map(regime).collect::<PyResult<_>>()?;
         }
-        let mut hidden = Vec::new();
-        deck.shapes = match shapes {
-            [name] if name == "many" => Shapes::Many,
-            [name] if name == "few" => Shapes::Few,
-            named => {
-                let extents = named.iter().map(|text| text.parse::<Extents>().map_err(wrong));
-                let extents = extents.collect::<PyResult<Vec<_>>>()?;
-                hidden.extend(extents.iter().filter_map(|extents| match extents {
-                    Extents::Logits(Shape { .. }) => None,
-                    Extents::Head(HeadShape { hidden, .. }) => Some(*hidden),
-                }));
-                if !hidden.is_empty() && hidden.len() < extents.len() {
-                    return Err(wrong("shapes: got BxTxV beside BxTxHxV, expected one of the two".into()));
-                }
-                Shapes::Given(extents.into_iter().map(Extents::logits).collect())
-            }
-        };
+        let (shapes, hidden) = Shapes::read(shapes).map_err(|reason| wrong(format!("shapes: {reason}")))?;
+        deck.shapes = shapes;
         if !lm_head && hidden.is_empty() {
             return Ok(Self { deck, heads: None });
         }

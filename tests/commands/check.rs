@@ -90,6 +90,8 @@ fn folder_and_single_candidate_of_another_loss_are_told_which() {
 fn bad_options_of_a_campaign_are_refused_by_name() {
     let native = ["check", "--impl", "native"];
     assert_refused(&[&native[..], &["--shapes", "0x1x4"]].concat(), &["--shapes", "0x1x4", "many, few"]);
+    assert_refused(&[&native[..], &["--shapes", "1x2x3,1x2x4x3"]].concat(), &["--shapes", "BxTxV beside BxTxHxV"]);
+    assert_refused(&[&native[..], &["--shapes", "1x2x4x3"]].concat(), &["--shapes", "expected BxTxV", "--hidden"]);
     assert_refused(&[&native[..], &["--cases", "0"]].concat(), &["cases", "at least one problem"]);
     assert_refused(&[&native[..], &["--seconds", "0"]].concat(), &["--seconds", "0"]);
     assert_refused(&[&native[..], &["--allow", "rounding"]].concat(), &["allow", "rounding", "overflow"]);
