@@ -74,6 +74,21 @@ fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
 }
 
 #[test]
+fn truncated_answer_in_a_folder_is_named_and_the_others_are_judged() {
+    let (_folder, [suite, candidates]) = answered(&trl(&[]));
+    let path = format!("{candidates}/0003.safetensors");
+    let whole = fs::read(&path).unwrap();
+    for (length, field) in [(100, "header"), (whole.len() - 1, "data_offsets")] {
+        fs::write(&path, &whole[..length]).unwrap();
+        let output = assay(&["judge", &suite, "--candidates", &candidates]);
+        assert_eq!(output.code, 1, "{}{}", output.stdout, output.stderr);
+        let said = output.stdout.lines().find(|line| line.contains(&path)).expect(&output.stdout);
+        assert!(said.contains(field) && said.contains("expected"), "{said}");
+        assert!(output.stdout.contains(": 24 problems at grade standard, seed 0, 1 failed"), "{}", output.stdout);
+    }
+}
+
+#[test]
 fn folder_and_single_candidate_of_another_loss_are_told_which() {
     let (_folder, [suite, candidates]) = answered(&trl(&["loss_type=grpo"]));
     let output = assay(&["judge", &suite, "--candidates", &candidates]);
