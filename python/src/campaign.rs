@@ -334,10 +334,12 @@ pub(crate) fn answer(
     py: Python<'_>,
     function: &Bound<'_, PyAny>,
     problem: &Problem,
+    outputs: Option<Vec<String>>,
+    device: Option<String>,
     inplace: bool,
     path: PathBuf,
 ) -> PyResult<()> {
-    let question = Question { spec: problem.under().clone(), outputs: None, device: None, inplace };
+    let question = Question { spec: problem.under().clone(), outputs, device, inplace };
     let written = match problem.batch() {
         Batch::Logits(problem) => {
             let returned = question.ask(function, problem)?;

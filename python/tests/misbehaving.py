@@ -26,6 +26,11 @@ def returns_another_shape(problem: assay.Problem) -> dict[str, Any]:
     return outputs | {"logp": outputs["logp"].reshape(-1)}
 
 
+def returns_a_wrong_logp(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    return outputs | {"logp": outputs["logp"] * 2}
+
+
 def returns_no_gradient(problem: assay.Problem) -> dict[str, Any]:
     return {"loss": honest(problem)["loss"]}
 

@@ -19,6 +19,9 @@ def check(fn: Callable[[assay.Problem], Any], **options: Any) -> assay.Report:
     return assay.check(fn, **(few | options))
 
 
+ISOLATED: dict[str, Any] = {"isolate": True, "cases": 4, "timeout": 2.0, "shrink": False}
+
+
 def test_an_honest_kernel_passes_and_the_report_says_what_that_is_worth() -> None:
     report = check(honest, cases=60, power=True)
     assert report and report.passed, report
@@ -108,14 +111,14 @@ def test_an_interrupt_ends_it_with_what_was_found_so_far() -> None:
     assert report.stopped and 0 < report.cases < 10 and "stopped" in repr(report)
 
 
-def test_only_the_outputs_that_are_named_are_judged() -> None:
-    def wrong_logp(problem: assay.Problem) -> dict[str, Any]:
-        outputs = honest(problem)
-        return outputs | {"logp": outputs["logp"] * 2}
+@pytest.mark.parametrize("isolate", [False, True])
+def test_only_the_outputs_that_are_named_are_judged(isolate: bool) -> None:
+    def checked(outputs: list[str] | None) -> assay.Report:
+        return check(misbehaving.returns_a_wrong_logp, outputs=outputs, **(ISOLATED | {"isolate": isolate}))
 
-    assert not check(wrong_logp)
-    assert check(wrong_logp, outputs=["loss", "dlogits"])
-    assert "`entropy`" in repr(check(wrong_logp, outputs=["loss", "dlogits", "entropy"]))
+    assert not checked(None)
+    assert checked(["loss", "dlogits"])
+    assert "`entropy`: got nothing" in repr(checked(["loss", "dlogits", "entropy"]))
 
 
 def test_a_cause_is_allowed_by_the_name_of_a_wrong_kernel_that_fails_alike() -> None:
@@ -176,9 +179,6 @@ def test_what_uses_jax_is_given_few_shapes() -> None:
 
     assert compiles(helper) and compiles(helped)
     assert not compiles(honest) and not compiles(too_large)
-
-
-ISOLATED: dict[str, Any] = {"isolate": True, "cases": 4, "timeout": 2.0, "shrink": False}
 
 
 def test_a_process_of_its_own_answers_the_same() -> None:
