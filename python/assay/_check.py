@@ -107,10 +107,11 @@ def check(
     )
     shown = sys.stderr.isatty() if progress is None else progress
     line = _line if shown else None
+    named = None if outputs is None else list(outputs)
     try:
         if isolate:
-            return Report(*campaign.run_isolated(_worker.command(fn, inplace), timeout, line))
-        return Report(*campaign.run(fn, None if outputs is None else list(outputs), device, inplace, line))
+            return Report(*campaign.run_isolated(_worker.command(fn, named, device, inplace), timeout, line))
+        return Report(*campaign.run(fn, named, device, inplace, line))
     finally:
         if shown:
             print(end="\r\033[K", file=sys.stderr)

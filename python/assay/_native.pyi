@@ -152,6 +152,26 @@ class Problem:
         Raises:
             OutputError: An output that is missing, unknown, or of another shape, dtype or layout.
         """
+    def select(
+        self,
+        *,
+        batch: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
+        columns: Sequence[int] | None = None,
+        units: Sequence[int] | None = None,
+    ) -> Problem:
+        """A part of it, a problem of its own: all of an axis where nothing is given. A token whose sampled column is left out
+        no longer counts, and its id is −1.
+
+        Args:
+            batch: Sequences, in the order in which they shall stand, as the others do.
+            tokens: Tokens, the same of every sequence.
+            columns: Columns of the vocabulary.
+            units: Units of the hidden states, with an LM head.
+
+        Raises:
+            ProblemError: No index, one that its axis has not, or `units` without an LM head.
+        """
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as `assay generate` does, for `assay.load` and `assay judge`.
 
@@ -230,5 +250,12 @@ def load(path: str | os.PathLike[str], spec: Spec | None, logits: str, old_logp:
 def spec_of_preset(name: str, function: str | None, options: str, batch: str) -> Spec: ...
 def spec_of_file(path: str | os.PathLike[str]) -> Spec: ...
 def spec_of_fields(fields: str) -> Spec: ...
-def answer(function: Callable[[Problem], Any], problem: Problem, inplace: bool, path: str | os.PathLike[str]) -> None: ...
+def answer(
+    function: Callable[[Problem], Any],
+    problem: Problem,
+    outputs: list[str] | None,
+    device: str | None,
+    inplace: bool,
+    path: str | os.PathLike[str],
+) -> None: ...
 def page(json: str) -> str: ...

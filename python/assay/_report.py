@@ -31,6 +31,7 @@ class Cause:
         verdict: The verdict on the smallest problem: `at`, `expected`, `actual`, `error`, `limit` and `lines` in words; None
             where there was no answer.
         fault: What the kernel did, or said, where there was none.
+        signal: The number of the signal that ended the kernel's process; None where none did.
         repro: The file that holds the smallest problem; None where none is kept.
         spec_that_would_pass: Losses whose numbers these are, each a list of its names.
     """
@@ -43,6 +44,7 @@ class Cause:
         self.like: list[str] = [name["mutant"] for name in data["like"]]
         self.cases: int = data["cases"]
         self.fault: str | None = data["fault"]
+        self.signal: int | None = data["signal"]
         self.repro: str | None = data["repro"]
         self.spec_that_would_pass: list[list[str]] = data["computes"]
 
@@ -125,4 +127,6 @@ class Report:
             return
         gates = {cause.gate for cause in self.causes}
         raised = _CLASSES.get(gates.pop(), KernelFailure) if len(gates) == 1 else KernelFailure
+        if raised is KernelCrashed:
+            raise KernelCrashed(f"\n{self}", self.causes[0].signal)
         raise raised(f"\n{self}")

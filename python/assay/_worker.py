@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from . import _native
-from ._errors import AssayError
+from ._errors import AssayError, InputMutated, OutputError
 
-_LONGEST = 4000  # of an error in words; a line has at most 64 KiB
+_LONGEST = 3000  # a part of an error in words; a line has at most 64 KiB
 
 
-def command(fn: Any, inplace: bool) -> list[str]:
-    """The command that starts the process of `fn`.
+def command(fn: Any, outputs: list[str] | None, device: str | None, inplace: bool) -> list[str]:
+    """The command that starts the process of `fn`, which is asked as `assay.check` is told.
 
     Raises:
         AssayError: Another process could not find `fn`.
@@ -30,7 +30,7 @@ def command(fn: Any, inplace: bool) -> list[str]:
         given = f"{name or type(fn).__name__} of {module or 'no module'}"
         raise AssayError(f"isolate: got {given}, expected a function that a new process can import: one of a module's or a file's")
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return [sys.executable, "-m", __name__, path, str(home), name, "inplace" if inplace else "read-only"]
+    return [sys.executable, "-m", __name__, path, str(home), name, json.dumps([outputs, device, inplace])]
 
 
 def found(home: str, name: str) -> Callable[[_native.Problem], Any]:
@@ -48,7 +48,7 @@ def found(home: str, name: str) -> Callable[[_native.Problem], Any]:
     return scope  # type: ignore[no-any-return]
 
 
-def serve(fn: Callable[[_native.Problem], Any], inplace: bool) -> None:
+def serve(fn: Callable[[_native.Problem], Any], outputs: list[str] | None, device: str | None, inplace: bool) -> None:
     """Answers until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the kernel prints is no answer
@@ -63,17 +63,22 @@ def serve(fn: Callable[[_native.Problem], Any], inplace: bool) -> None:
         try:
             spec = _native.Spec._of_json(json.dumps(request["spec"]))
             problem = _native.load(request["problem"], spec, "logits", "old_logps")
-            _native.answer(fn, problem, inplace, request["candidate"])
+            _native.answer(fn, problem, outputs, device, inplace, request["candidate"])
         except NotImplementedError as reason:
             reply["unsupported"] = str(reason)
+        except OutputError as reason:
+            parts = {"field": reason.field, "given": reason.given, "expected": reason.expected}
+            reply["output"] = {name: str(part)[:_LONGEST] for name, part in parts.items()}
+        except InputMutated as reason:
+            reply["mutated"] = str(reason.field)
         except Exception:
             reply["error"] = traceback.format_exc()[-_LONGEST:]
         say(reply)
 
 
 if __name__ == "__main__":
-    path, home, name, mode = sys.argv[1:]
+    path, home, name, asked = sys.argv[1:]
     sys.path[:] = path.split(os.pathsep)
     if home.endswith(".py"):
         sys.path.insert(0, str(Path(home).parent))
-    serve(found(home, name), mode == "inplace")
+    serve(found(home, name), *json.loads(asked))

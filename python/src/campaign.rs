@@ -17,10 +17,10 @@ use crate::spec::Spec;
 use assay::campaign::{self, Deck, Fault, HeadDeck, Kernel, Progress, Shapes, Subject};
 use assay::fixture::write_candidate;
 use assay::judge::generate::Regime;
-use assay::problem::{self as core, Candidate, Extents, HeadProblem, HeadShape, Shape};
+use assay::problem::{self as core, Candidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
-use assay::worker::{Launch, Stored, Worker};
+use assay::worker::{Launch, Stored, Worker, WorkerError};
 
 /// Between two lines of progress.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -50,7 +50,7 @@ pub(crate) struct Dealt {
 }
 
 impl Dealt {
-    /// The deck of `shapes`: `many`, `few`, or extents of one kind.
+    /// The deck of `shapes`, as [`Shapes::read`] takes them.
     ///
     /// # Errors
     /// `ProblemError` naming what is none.
@@ -72,23 +72,8 @@ impl Dealt {
         if let Some(named) = regimes {
             deck.regimes = named.iter().map(regime).collect::<PyResult<_>>()?;
         }
-        let mut hidden = Vec::new();
-        deck.shapes = match shapes {
-            [name] if name == "many" => Shapes::Many,
-            [name] if name == "few" => Shapes::Few,
-            named => {
-                let extents = named.iter().map(|text| text.parse::<Extents>().map_err(wrong));
-                let extents = extents.collect::<PyResult<Vec<_>>>()?;
-                hidden.extend(extents.iter().filter_map(|extents| match extents {
-                    Extents::Logits(Shape { .. }) => None,
-                    Extents::Head(HeadShape { hidden, .. }) => Some(*hidden),
-                }));
-                if !hidden.is_empty() && hidden.len() < extents.len() {
-                    return Err(wrong("shapes: got BxTxV beside BxTxHxV, expected one of the two".into()));
-                }
-                Shapes::Given(extents.into_iter().map(Extents::logits).collect())
-            }
-        };
+        let (shapes, hidden) = Shapes::read(shapes).map_err(|reason| wrong(format!("shapes: {reason}")))?;
+        deck.shapes = shapes;
         if !lm_head && hidden.is_empty() {
             return Ok(Self { deck, heads: None });
         }
@@ -187,7 +172,8 @@ impl Campaign {
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
         let launch = Launch { answer, ..Launch::of(command) };
         let worker = error::apart(py, || Worker::start(launch))?;
-        self.on(py, Served(worker.map_err(|reason| error::kernel_crashed(py, reason))?), progress)
+        let crashed = |reason: WorkerError| error::kernel_crashed(py, &reason, reason.signal());
+        self.on(py, Served(worker.map_err(crashed)?), progress)
     }
 }
 
@@ -348,10 +334,12 @@ pub(crate) fn answer(
     py: Python<'_>,
     function: &Bound<'_, PyAny>,
     problem: &Problem,
+    outputs: Option<Vec<String>>,
+    device: Option<String>,
     inplace: bool,
     path: PathBuf,
 ) -> PyResult<()> {
-    let question = Question { spec: problem.under().clone(), outputs: None, device: None, inplace };
+    let question = Question { spec: problem.under().clone(), outputs, device, inplace };
     let written = match problem.batch() {
         Batch::Logits(problem) => {
             let returned = question.ask(function, problem)?;

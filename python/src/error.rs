@@ -34,9 +34,9 @@ pub(crate) fn input_mutated(py: Python<'_>, field: &str) -> PyErr {
     made(py, "InputMutated", (reason, field))
 }
 
-/// A kernel whose process ended.
-pub(crate) fn kernel_crashed(py: Python<'_>, reason: impl ToString) -> PyErr {
-    made(py, "KernelCrashed", (reason.to_string(),))
+/// A kernel whose process ended, by the `signal` if one did.
+pub(crate) fn kernel_crashed(py: Python<'_>, reason: impl ToString, signal: Option<i32>) -> PyErr {
+    made(py, "KernelCrashed", (reason.to_string(), signal))
 }
 
 /// A kernel whose numbers are wrong.

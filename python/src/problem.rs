@@ -19,7 +19,7 @@ use assay::campaign::HeadDeck;
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_head_problem, write_problem};
 use assay::judge::generate::HeadRecipe;
-use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem};
+use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part};
 
 /// A batch of either kind.
 #[derive(Clone)]
@@ -119,6 +119,17 @@ impl Problem {
         }
         Ok(arrays)
     }
+}
+
+/// `given` of the axis `name`; all `length` where none are.
+fn indices(py: Python<'_>, name: &str, given: Option<Vec<i64>>, length: usize) -> PyResult<Vec<usize>> {
+    let Some(given) = given else { return Ok((0..length).collect()) };
+    let wrong = |given: String| error::of_problem(py, format!("{name}: got {given}, expected indices below {length}"));
+    if given.is_empty() {
+        return Err(wrong("none".into()));
+    }
+    let index = |i: i64| usize::try_from(i).ok().filter(|i| *i < length).ok_or_else(|| wrong(i.to_string()));
+    given.into_iter().map(index).collect()
 }
 
 fn frameworks(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
@@ -305,6 +316,35 @@ impl Problem {
             }
         };
         judged.map_err(|reason| error::of_problem(py, reason))
+    }
+
+    /// A part of it, a problem of its own.
+    #[pyo3(signature = (*, batch=None, tokens=None, columns=None, units=None))]
+    fn select(
+        &self,
+        py: Python<'_>,
+        batch: Option<Vec<i64>>,
+        tokens: Option<Vec<i64>>,
+        columns: Option<Vec<i64>>,
+        units: Option<Vec<i64>>,
+    ) -> PyResult<Self> {
+        let [of_batch, of_tokens, of_columns] = self.extents().logits();
+        let part = Part {
+            batch: indices(py, "batch", batch, of_batch)?,
+            tokens: indices(py, "tokens", tokens, of_tokens)?,
+            columns: indices(py, "columns", columns, of_columns)?,
+        };
+        let selected = match &self.batch {
+            Batch::Logits(_) if units.is_some() => {
+                return Err(error::of_problem(py, "units: got some of a problem with logits, expected an LM head"));
+            }
+            Batch::Logits(problem) => error::apart(py, || Batch::Logits(Arc::new(problem.select(&part))))?,
+            Batch::Head(problem) => {
+                let units = indices(py, "units", units, problem.shape().hidden)?;
+                error::apart(py, || Batch::Head(Arc::new(problem.select(&part, &units))))?
+            }
+        };
+        Ok(Self::of(self.spec.clone(), selected, None).on_device(self.device.clone()))
     }
 
     /// Writes it as `assay generate` does, for `assay.load` and `assay judge`.

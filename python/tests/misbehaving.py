@@ -21,6 +21,25 @@ def returns_nothing(problem: assay.Problem) -> None:
     return None
 
 
+def returns_another_shape(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    return outputs | {"logp": outputs["logp"].reshape(-1)}
+
+
+def returns_a_wrong_logp(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    return outputs | {"logp": outputs["logp"] * 2}
+
+
+def returns_no_gradient(problem: assay.Problem) -> dict[str, Any]:
+    return {"loss": honest(problem)["loss"]}
+
+
+def returns_integers(problem: assay.Problem) -> dict[str, Any]:
+    outputs = honest(problem)
+    return outputs | {"dlogits": outputs["dlogits"].astype(np.int32)}
+
+
 def writes_to_its_input(problem: assay.Problem) -> dict[str, Any]:
     outputs = honest(problem)
     # Read-only for NumPy, and not for who has a pointer: PyTorch writes through it.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import assay
 def check(fn: Callable[[assay.Problem], Any], **options: Any) -> assay.Report:
     few: dict[str, Any] = {"cases": 20, "wide": 0, "repro_dir": None, "power": False}
     return assay.check(fn, **(few | options))
+
+
+ISOLATED: dict[str, Any] = {"isolate": True, "cases": 4, "timeout": 2.0, "shrink": False}
 
 
 def test_an_honest_kernel_passes_and_the_report_says_what_that_is_worth() -> None:
@@ -107,14 +111,14 @@ def test_an_interrupt_ends_it_with_what_was_found_so_far() -> None:
     assert report.stopped and 0 < report.cases < 10 and "stopped" in repr(report)
 
 
-def test_only_the_outputs_that_are_named_are_judged() -> None:
-    def wrong_logp(problem: assay.Problem) -> dict[str, Any]:
-        outputs = honest(problem)
-        return outputs | {"logp": outputs["logp"] * 2}
+@pytest.mark.parametrize("isolate", [False, True])
+def test_only_the_outputs_that_are_named_are_judged(isolate: bool) -> None:
+    def checked(outputs: list[str] | None) -> assay.Report:
+        return check(misbehaving.returns_a_wrong_logp, outputs=outputs, **(ISOLATED | {"isolate": isolate}))
 
-    assert not check(wrong_logp)
-    assert check(wrong_logp, outputs=["loss", "dlogits"])
-    assert "`entropy`" in repr(check(wrong_logp, outputs=["loss", "dlogits", "entropy"]))
+    assert not checked(None)
+    assert checked(["loss", "dlogits"])
+    assert "`entropy`: got nothing" in repr(checked(["loss", "dlogits", "entropy"]))
 
 
 def test_a_cause_is_allowed_by_the_name_of_a_wrong_kernel_that_fails_alike() -> None:
@@ -147,7 +151,8 @@ def test_a_report_is_written(tmp_path: Path) -> None:
         ({"allow": ["target-cancel"]}, "target-cancel"),
         ({"grade": "best"}, "exact"),
         ({"dtypes": []}, "dtypes"),
-        ({"shapes": ["2x3"]}, "BxTxV"),
+        ({"shapes": ["2x3"]}, "shapes: shape: got `2x3`, expected BxTxV"),
+        ({"shapes": ["many", "few"]}, "or one of many, few"),
         ({"shapes": ["2x3x5", "2x3x4x5"]}, "expected one of the two"),
         ({"regimes": ["normale"]}, "normal"),
         ({"beta": "x"}, "expected a number"),
@@ -176,9 +181,6 @@ def test_what_uses_jax_is_given_few_shapes() -> None:
     assert not compiles(honest) and not compiles(too_large)
 
 
-ISOLATED: dict[str, Any] = {"isolate": True, "cases": 4, "timeout": 2.0, "shrink": False}
-
-
 def test_a_process_of_its_own_answers_the_same() -> None:
     assert check(honest, **ISOLATED)
     assert check(misbehaving.prints, **ISOLATED)
@@ -186,18 +188,38 @@ def test_a_process_of_its_own_answers_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "gate", "said", "raised"),
+    "fn",
     [
-        (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed),
-        (misbehaving.exits, "crashed", "exit status: 3", assay.KernelCrashed),
-        (misbehaving.hangs, "timed-out", "killed", assay.KernelTimeout),
+        misbehaving.returns_nothing,
+        misbehaving.returns_another_shape,
+        misbehaving.returns_no_gradient,
+        misbehaving.returns_integers,
+        misbehaving.returns_a_view,
+        misbehaving.writes_to_its_input,
+    ],
+)
+def test_a_process_of_its_own_fails_the_same(fn: Callable[[assay.Problem], Any]) -> None:
+    options = ISOLATED | {"regimes": ["normal"], "dtypes": ["f32"]}
+    here, apart = (check(fn, **(options | {"isolate": isolate})) for isolate in (False, True))
+    assert here.causes and [(cause.gate, cause.fault) for cause in here.causes] == [
+        (cause.gate, cause.fault) for cause in apart.causes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fn", "gate", "said", "raised", "number"),
+    [
+        (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed, signal.SIGSEGV),
+        (misbehaving.exits, "crashed", "exit status: 3", assay.KernelCrashed, None),
+        (misbehaving.hangs, "timed-out", "killed", assay.KernelTimeout, None),
     ],
 )
 def test_a_process_that_ends_or_hangs_is_a_cause(
-    fn: Callable[[assay.Problem], Any], gate: str, said: str, raised: type[Exception]
+    fn: Callable[[assay.Problem], Any], gate: str, said: str, raised: type[Exception], number: int | None
 ) -> None:
     report = check(fn, **(ISOLATED | {"cases": 2}))
     assert [cause.gate for cause in report.causes] == [gate], report
-    assert said in repr(report)
-    with pytest.raises(raised):
+    assert said in repr(report) and report.causes[0].signal == number
+    with pytest.raises(raised) as error:
         report.raise_for_failure()
+    assert getattr(error.value, "signal", None) == number

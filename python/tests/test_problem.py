@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernels import honest
 
 import assay
 
@@ -125,6 +126,43 @@ def test_a_file_holds_the_same_problem_and_spec(
     assert vars(read.numpy()).keys() == vars(problem.numpy()).keys()
     for name, array in vars(problem.numpy()).items():
         assert np.asarray(getattr(read, name)).tobytes() == array.tobytes(), name
+
+
+def test_a_part_is_a_problem_of_its_own(one: Callable[..., assay.Problem]) -> None:
+    problem = one("bf16", "3x5x257")
+    part = problem.select(batch=[2, 0], tokens=range(1, 4), columns=range(256, -1, -2))
+    assert (part.shape, part.dtype, part.recipe, part.spec) == ((2, 3, 129), "bf16", None, problem.spec)
+    whole, arrays = problem.numpy(), part.numpy()
+    assert np.array_equal(arrays.logits, whole.logits[[2, 0], 1:4, ::-2])
+    assert np.array_equal(arrays.advantages, whole.advantages[[2, 0]])
+    ids, mask = whole.ids[[2, 0], 1:4], whole.mask[[2, 0], 1:4]
+    assert np.array_equal(arrays.ids, np.where(ids % 2 == 0, (256 - ids) // 2, -1))
+    assert np.array_equal(arrays.mask, mask & (ids % 2 == 0))
+    assert np.array_equal(problem.select().numpy().logits, whole.logits)
+    assert problem.select(batch=[1]).check(honest(problem.select(batch=[1])))
+
+
+def test_a_part_of_a_problem_with_an_lm_head_has_some_of_its_units(one: Callable[..., assay.Problem]) -> None:
+    problem = one("f32", "2x3x16x33")
+    part = problem.select(tokens=[2], columns=range(30), units=[3, 1])
+    assert part.shape == (2, 1, 2, 30)
+    assert np.array_equal(part.numpy().hidden, problem.numpy().hidden[:, 2:, [3, 1]])
+    assert np.array_equal(part.numpy().lm_head, problem.numpy().lm_head[:30, [3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch": [2]}, "batch: got 2, expected indices below 2"),
+        ({"tokens": [0, -1]}, "tokens: got -1, expected indices below 8"),
+        ({"columns": []}, "columns: got none, expected indices below 1023"),
+        ({"units": [0]}, "units: got some of a problem with logits, expected an LM head"),
+    ],
+)
+def test_a_part_that_there_is_not_is_named(problem: assay.Problem, given: dict[str, list[int]], said: str) -> None:
+    with pytest.raises(assay.ProblemError) as error:
+        problem.select(**given)
+    assert said in str(error.value)
 
 
 def test_another_spec_is_taken_for_a_file(problem: assay.Problem, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{CliError, one_of};
 use crate::campaign::{Deck, HeadDeck, Shapes};
 use crate::judge::generate::Regime;
-use crate::problem::{Dtype, HeadLayout, Shape};
+use crate::problem::{Dtype, HeadLayout};
 
 #[derive(Args)]
 pub(super) struct DeckChoice {
@@ -46,16 +46,11 @@ pub(super) enum AnyDeck {
 
 impl DeckChoice {
     pub(super) fn deck(&self) -> Result<AnyDeck, CliError> {
-        let shape = |text: &String| {
-            let Shape { batch, tokens, vocab } =
-                text.parse().map_err(|error| CliError::Usage(format!("--shapes: {error}; or one of many, few")))?;
-            Ok([batch, tokens, vocab])
-        };
-        let shapes = match self.shapes.as_slice() {
-            [one] if one == "many" => Shapes::Many,
-            [one] if one == "few" => Shapes::Few,
-            given => Shapes::Given(given.iter().map(shape).collect::<Result<_, CliError>>()?),
-        };
+        let wrong = |reason| CliError::Usage(format!("--shapes: {reason}"));
+        let (shapes, widths) = Shapes::read(&self.shapes).map_err(wrong)?;
+        if !widths.is_empty() {
+            return Err(wrong("got BxTxHxV, expected BxTxV, and the widths H in --hidden".into()));
+        }
         let regimes = if self.regimes.is_empty() { Regime::FINITE.to_vec() } else { self.regimes.clone() };
         let Self { cases, wide, seed, ref dtypes, .. } = *self;
         let deck = Deck { dtypes: dtypes.clone(), shapes, regimes, cases, wide, seed };

@@ -74,6 +74,21 @@ fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
 }
 
 #[test]
+fn truncated_answer_in_a_folder_is_named_and_the_others_are_judged() {
+    let (_folder, [suite, candidates]) = answered(&trl(&[]));
+    let path = format!("{candidates}/0003.safetensors");
+    let whole = fs::read(&path).unwrap();
+    for (length, field) in [(100, "header"), (whole.len() - 1, "data_offsets")] {
+        fs::write(&path, &whole[..length]).unwrap();
+        let output = assay(&["judge", &suite, "--candidates", &candidates]);
+        assert_eq!(output.code, 1, "{}{}", output.stdout, output.stderr);
+        let said = output.stdout.lines().find(|line| line.contains(&path)).expect(&output.stdout);
+        assert!(said.contains(field) && said.contains("expected"), "{said}");
+        assert!(output.stdout.contains(": 24 problems at grade standard, seed 0, 1 failed"), "{}", output.stdout);
+    }
+}
+
+#[test]
 fn folder_and_single_candidate_of_another_loss_are_told_which() {
     let (_folder, [suite, candidates]) = answered(&trl(&["loss_type=grpo"]));
     let output = assay(&["judge", &suite, "--candidates", &candidates]);
@@ -90,6 +105,8 @@ fn folder_and_single_candidate_of_another_loss_are_told_which() {
 fn bad_options_of_a_campaign_are_refused_by_name() {
     let native = ["check", "--impl", "native"];
     assert_refused(&[&native[..], &["--shapes", "0x1x4"]].concat(), &["--shapes", "0x1x4", "many, few"]);
+    assert_refused(&[&native[..], &["--shapes", "1x2x3,1x2x4x3"]].concat(), &["--shapes", "BxTxV beside BxTxHxV"]);
+    assert_refused(&[&native[..], &["--shapes", "1x2x4x3"]].concat(), &["--shapes", "expected BxTxV", "--hidden"]);
     assert_refused(&[&native[..], &["--cases", "0"]].concat(), &["cases", "at least one problem"]);
     assert_refused(&[&native[..], &["--seconds", "0"]].concat(), &["--seconds", "0"]);
     assert_refused(&[&native[..], &["--allow", "rounding"]].concat(), &["allow", "rounding", "overflow"]);

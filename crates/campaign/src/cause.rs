@@ -13,6 +13,7 @@ use rayon::prelude::*;
 #[cfg(feature = "mutants")]
 use assay_suites::mutants::{BANK, Mutant};
 
+use crate::kernel::Fault;
 use crate::neighbours::{Computed, computed, neighbours};
 use crate::run::{Bench, Bucket, Campaign, CampaignError, Failing, Kind, SEEDS, keep, reseeded};
 use crate::shrink::{Effort, shrink};
@@ -132,6 +133,7 @@ fn draft<P: Subject>(
         computes_one_of: false,
         verdict: None,
         fault: fault.as_ref().map(ToString::to_string),
+        signal: fault.as_ref().and_then(Fault::signal),
         repro: None,
     };
     match &kind {

@@ -4,7 +4,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use assay_core::problem::{Dtype, HeadLayout, HeadProblem, Problem};
+use assay_core::problem::{Dtype, Extents, HeadLayout, HeadProblem, Problem};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
 use crate::subject::Subject;
@@ -47,6 +47,31 @@ pub enum Shapes {
     Few,
     /// These.
     Given(Vec<[usize; 3]>),
+}
+
+impl Shapes {
+    /// From `many`, `few`, or extents, all `BxTxV` or all `BxTxHxV`; beside it the widths `H` of the latter.
+    ///
+    /// # Errors
+    /// What was given that is none of them.
+    pub fn read(given: &[String]) -> Result<(Self, Vec<usize>), String> {
+        match given {
+            [name] if name == "many" => return Ok((Shapes::Many, Vec::new())),
+            [name] if name == "few" => return Ok((Shapes::Few, Vec::new())),
+            _ => {}
+        }
+        let read = |text: &String| text.parse::<Extents>().map_err(|reason| format!("{reason}; or one of many, few"));
+        let extents = given.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        let width = |extents: &Extents| match extents {
+            Extents::Logits(_) => None,
+            Extents::Head(shape) => Some(shape.hidden),
+        };
+        let hidden: Vec<usize> = extents.iter().filter_map(width).collect();
+        if !hidden.is_empty() && hidden.len() < extents.len() {
+            return Err("got BxTxV beside BxTxHxV, expected one of the two".into());
+        }
+        Ok((Shapes::Given(extents.into_iter().map(Extents::logits).collect()), hidden))
+    }
 }
 
 /// Problems under constraints, by number: the same number is the same problem.

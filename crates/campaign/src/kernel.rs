@@ -44,8 +44,13 @@ pub enum Fault {
     #[error("input `{0}` has other content after the call: inputs are to be read")]
     InputMutated(String),
     /// Its process ended.
-    #[error("{0}")]
-    Crashed(String),
+    #[error("{reason}")]
+    Crashed {
+        /// How, in words.
+        reason: String,
+        /// The number of the signal that ended it; `None` where it exited by itself.
+        signal: Option<i32>,
+    },
     /// It took too long, and was killed.
     #[error("{0}")]
     TimedOut(String),
@@ -64,11 +69,16 @@ impl Fault {
             Fault::Raised(_) => "raised",
             Fault::Output { .. } => "output",
             Fault::InputMutated(_) => "input-mutated",
-            Fault::Crashed(_) => "crashed",
+            Fault::Crashed { .. } => "crashed",
             Fault::TimedOut(_) => "timed-out",
             Fault::Unsupported(_) => "unsupported",
             Fault::Interrupted => "interrupted",
         }
+    }
+
+    /// The signal that ended its process.
+    pub(crate) fn signal(&self) -> Option<i32> {
+        if let Fault::Crashed { signal, .. } = self { *signal } else { None }
     }
 }
 
@@ -108,9 +118,11 @@ impl<P: Subject + assay_worker::Stored> Kernel<P> for Worker {
             Ok(Answer::Unsupported(what)) => Err(Fault::Unsupported(what)),
             Err(error @ WorkerError::TimedOut { .. }) => Err(Fault::TimedOut(error.to_string())),
             Err(error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. })) => {
-                Err(Fault::Crashed(error.to_string()))
+                Err(Fault::Crashed { reason: error.to_string(), signal: error.signal() })
             }
             Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string())),
+            Err(WorkerError::Output { field, given, expected, .. }) => Err(Fault::Output { field, given, expected }),
+            Err(WorkerError::InputMutated { field, .. }) => Err(Fault::InputMutated(field)),
             Err(WorkerError::File { reason, .. }) => Err(Fault::Output {
                 field: "candidate".into(),
                 given: reason.to_string(),

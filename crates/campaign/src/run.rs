@@ -469,7 +469,7 @@ impl<P: Subject> Round<'_, P> {
             }
             _ => {}
         }
-        self.ends = if matches!(fault, Some(Fault::Crashed(_) | Fault::TimedOut(_))) { self.ends + 1 } else { 0 };
+        self.ends = if matches!(fault, Some(Fault::Crashed { .. } | Fault::TimedOut(_))) { self.ends + 1 } else { 0 };
         if self.ends == ENDS {
             self.stopped = Some(format!("the kernel's process ended {ENDS} times in a row"));
         }

@@ -49,8 +49,9 @@ fn total(campaign: &Campaign) -> String {
 }
 
 fn of_cause(text: &mut String, word: &str, cause: &Cause) {
-    let Cause { gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro } =
-        cause;
+    let Cause {
+        gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro, ..
+    } = cause;
     let problems = if *cases == 1 { "problem" } else { "problems" };
     let alike = if like.is_empty() { String::new() } else { format!(", like {}", names(like)) };
     let _ = writeln!(text, "{word} {gate}: {cases} {problems}{alike}");

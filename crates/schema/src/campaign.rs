@@ -66,6 +66,8 @@ pub struct Cause {
     pub verdict: Option<Explanation>,
     /// What the kernel did, or said, where there was none.
     pub fault: Option<String>,
+    /// The number of the signal that ended the kernel's process; `None` where none did.
+    pub signal: Option<i32>,
     /// The file that holds the problem.
     pub repro: Option<String>,
 }

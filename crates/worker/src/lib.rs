@@ -6,11 +6,13 @@
 //! worker   {"protocol": "assay-check/1", "dtypes": ["f32", "bf16"], "outputs": ["logp"], "about": "torch 2.15.0"}
 //! request  {"id": 7, "problem": "/dev/shm/…/7.safetensors", "candidate": "/dev/shm/…", "spec": {…}}
 //! worker   {"id": 7}    or    {"id": 7, "unsupported": "…"}    or    {"id": 7, "error": "…"}
+//!          or    {"id": 7, "mutated": "logits"}
+//!          or    {"id": 7, "output": {"field": "logp", "given": "shape [3]", "expected": "[2, 3]"}}
 //! ```
 //!
 //! The problem is a file as `assay generate` writes it, the candidate one as `assay judge` reads it; the worker answers once
-//! the latter is whole. `outputs` are those beside the loss and the gradient that every candidate has; `about` may be left
-//! out. The worker ends when its stdin does.
+//! the latter is whole. `outputs` are those beside the loss and the gradient that every candidate has; `about` may be left out.
+//! `output` says which one cannot be judged, `mutated` which input the kernel wrote to. The worker ends when its stdin does.
 //!
 //! A worker is a stranger: its lines and files are bounded before they are read, and when it breaks the protocol or takes too
 //! long, the whole group of its processes is killed.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -97,6 +98,16 @@ struct Reply {
     id: u64,
     unsupported: Option<String>,
     error: Option<String>,
+    output: Option<Refused>,
+    mutated: Option<String>,
+}
+
+/// An output that is none, as a worker tells it.
+#[derive(Deserialize)]
+struct Refused {
+    field: String,
+    given: String,
+    expected: String,
 }
 
 /// What a worker answered.
@@ -126,6 +137,8 @@ pub enum WorkerError {
         command: String,
         /// Its exit code or signal.
         status: String,
+        /// The number of the signal.
+        signal: Option<i32>,
         /// The last lines of its stderr, after a line break; nothing where there are none.
         stderr: String,
     },
@@ -163,6 +176,26 @@ pub enum WorkerError {
         /// Its own words.
         message: String,
     },
+    /// It says that an output is missing, unknown, or is not what an output is.
+    #[error("`{command}`: output `{field}`: got {given}, expected {expected}")]
+    Output {
+        /// The command.
+        command: String,
+        /// Which.
+        field: String,
+        /// What it is.
+        given: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// It says that the kernel wrote to an input.
+    #[error("`{command}`: input `{field}` has other content after the call: inputs are to be read")]
+    InputMutated {
+        /// The command.
+        command: String,
+        /// Which.
+        field: String,
+    },
     /// The problem cannot be written, or its candidate cannot be read or believed.
     #[error("`{command}`: {reason}")]
     File {
@@ -171,6 +204,13 @@ pub enum WorkerError {
         /// What is wrong.
         reason: FixtureError,
     },
+}
+
+impl WorkerError {
+    /// The number of the signal that ended it; `None` where none did.
+    pub fn signal(&self) -> Option<i32> {
+        if let WorkerError::Died { signal, .. } = self { *signal } else { None }
+    }
 }
 
 /// A kernel in a process of its own, which lives until this is dropped. One that ended is started again when it is asked.
@@ -243,9 +283,16 @@ impl Worker {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
         });
-        let Reply { unsupported, error, .. } = reply.inspect_err(|_| self.process = None)?;
+        let Reply { unsupported, error, output, mutated, .. } = reply.inspect_err(|_| self.process = None)?;
         if let Some(message) = error {
             return Err(WorkerError::Failed { command, message: shown(&message) });
+        }
+        if let Some(Refused { field, given, expected }) = output {
+            let [field, given, expected] = [field, given, expected].map(|text| one_line(&text));
+            return Err(WorkerError::Output { command, field, given, expected });
+        }
+        if let Some(field) = mutated {
+            return Err(WorkerError::InputMutated { command, field: one_line(&field) });
         }
         if let Some(what) = unsupported {
             return Ok(Answer::Unsupported(one_line(&what)));
@@ -299,7 +346,7 @@ impl Awaited {
         match self {
             Awaited::Hello => r#"{"protocol": "assay-check/1", "dtypes": […], "outputs": […]}"#,
             Awaited::Answer => {
-                r#"{"id": …}, or with "unsupported" or "error"; what else there is to say goes to stderr"#
+                r#"{"id": …}, or with "unsupported", "error", "output" or "mutated"; what else there is to say goes to stderr"#
             }
         }
     }
@@ -354,8 +401,10 @@ fn hear<M: for<'m> Deserialize<'m>>(
             Err(broken(process, &command, awaited.name(), one_line(&given), expected))
         }
         Err(Silence::Ended) => {
-            let status = process.ended().map_or_else(|error| error.to_string(), |status| status.to_string());
-            Err(WorkerError::Died { command, status, stderr: told(process) })
+            let ended = process.ended();
+            let signal = ended.as_ref().ok().and_then(ExitStatusExt::signal);
+            let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+            Err(WorkerError::Died { command, status, signal, stderr: told(process) })
         }
         Err(Silence::TimedOut) => {
             let limit = match awaited {

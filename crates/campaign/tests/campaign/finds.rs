@@ -192,7 +192,7 @@ fn process_that_ends_three_times_in_a_row_is_not_started_again() {
         calls += 1;
         // The third call of a problem is for other content in memory that held it.
         if calls == 4 || calls > 20 {
-            Err(Fault::Crashed("signal: 11 (SIGSEGV)".into()))
+            Err(Fault::Crashed { reason: "signal: 11 (SIGSEGV)".into(), signal: Some(11) })
         } else {
             Ok(right(spec, problem))
         }

@@ -167,6 +167,17 @@ fn error_of_a_worker_is_told_in_its_own_words_and_it_goes_on() {
 }
 
 #[test]
+fn output_that_is_none_and_input_that_was_written_to_are_told_by_name() {
+    let fixture = fixture();
+    let output = r#"echo '{"id":1,"output":{"field":"logp","given":"shape [3]","expected":"[2, 3]"}}'"#;
+    let error = fixture.error(output);
+    assert!(matches!(&error, WorkerError::Output { field, .. } if field == "logp"), "{error}");
+    expect_in(&error.to_string(), &["output `logp`: got shape [3], expected [2, 3]"]);
+    let error = fixture.error(r#"echo '{"id":1,"mutated":"logits"}'"#);
+    assert!(matches!(&error, WorkerError::InputMutated { field, .. } if field == "logits"), "{error}");
+}
+
+#[test]
 fn crash_names_the_signal_and_tells_the_last_lines_of_stderr() {
     let fixture = fixture();
     let message = fixture.message("for i in $(seq 5000); do echo \"line $i\" >&2; done; kill -SEGV $$");
