@@ -14,7 +14,7 @@
 
 pub use assay_campaign as campaign;
 use assay_core::project;
-pub use assay_core::{element, implementation, memory, problem, spec, text};
+pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};
 pub use assay_fixture as fixture;
 pub use assay_judge as judge;
 pub use assay_native as native;

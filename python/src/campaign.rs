@@ -20,13 +20,13 @@ use assay::judge::generate::Regime;
 use assay::problem::{self as core, Candidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
-use assay::worker::{Launch, Stored, Worker, WorkerError};
+use assay::worker::{Launch, Worker, WorkerError};
 
 /// Between two lines of progress.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A problem of either kind, as Python is asked about it.
-pub(crate) trait Asked: Subject + Answered + Stored {
+pub(crate) trait Asked: Subject + Answered {
     fn batch(problem: &Arc<Self>) -> Batch;
 }
 

@@ -17,7 +17,7 @@ use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
 use assay::campaign::HeadDeck;
 use assay::config::{SPEC_KEY, spec_within};
-use assay::fixture::{ProblemFile, verify, write_head_problem, write_problem};
+use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::HeadRecipe;
 use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part};
 
@@ -355,8 +355,8 @@ impl Problem {
         ]);
         metadata.extend(self.recipe.clone().map(|recipe| ("recipe".to_string(), recipe)));
         let written = error::apart(py, || match &self.batch {
-            Batch::Logits(problem) => write_problem(&path, problem, &metadata),
-            Batch::Head(problem) => write_head_problem(&path, problem, &metadata),
+            Batch::Logits(problem) => write_problem(&path, &**problem, &metadata),
+            Batch::Head(problem) => write_problem(&path, &**problem, &metadata),
         })?;
         written.map_err(|reason| error::of_problem(py, reason))
     }

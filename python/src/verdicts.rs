@@ -5,8 +5,9 @@ use pyo3::prelude::*;
 use crate::error;
 use crate::outputs::{Answered, Returned};
 use assay::judge::gate::Edge;
-use assay::judge::report::{Check, Ignored, Report, explain};
+use assay::judge::report::{Check, Ignored, Report};
 use assay::judge::tolerance::{EXTERNAL, Grade, Limits};
+use assay::judge::trial::Known;
 use assay::schema;
 use assay::spec::LossSpec;
 
@@ -50,15 +51,15 @@ pub(crate) fn judge<P: Answered>(
     returned: &Returned,
     Standards { grade, allow }: &Standards,
 ) -> Result<Verdicts, String> {
-    let reference = problem.evaluate(spec).map_err(|reason| reason.to_string())?;
+    let known = Known::of(spec, problem).map_err(|reason| reason.to_string())?;
     let candidate = returned.candidate(problem);
     let limits = Limits::of(EXTERNAL).map_err(|reason| reason.to_string())?.at(*grade);
-    let verdicts = problem.judge(&reference, &candidate, &limits).map_err(|reason| reason.to_string())?;
+    let verdicts = known.verdicts(&candidate, &limits).map_err(|reason| reason.to_string())?;
     let verdicts: Vec<_> = verdicts.into_iter().map(|verdict| verdict.waive(allow)).collect();
-    let diagnoses = problem.diagnose(&reference, &candidate, &verdicts);
+    let diagnoses = problem.diagnose(&known.reference, &candidate, &verdicts);
     let replay = "problem.save(\"problem.safetensors\"), then assay judge --problem problem.safetensors";
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
-    let failures = failed.map(|verdict| explain(verdict, &reference, problem, "kernel", replay).to_string()).collect();
+    let failures = failed.map(|verdict| known.explain(verdict, "kernel", replay).to_string()).collect();
     let checks = verdicts.iter().map(|verdict| Check::new("problem", "kernel", &verdict.gate.to_string(), verdict));
     let absent = [
         ("logp", candidate.logp.is_none()),

@@ -28,8 +28,9 @@ use crate::implementation::{Answer, Given, Implementation, Prepared, RunError, S
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
-use crate::judge::report::{Check, Report, explain, on_devices};
+use crate::judge::report::{Check, Report, on_devices};
 use crate::judge::tolerance::Limits;
+use crate::judge::trial::Known;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
 use crate::problem::Candidate;
 use crate::schema::bench::{Bench, Ratios};
@@ -375,18 +376,15 @@ fn judge_answer<P: Judgeable>(
     command: &str,
 ) -> Result<Option<Measured>, BenchError> {
     let id = implementation.id();
-    let reference = problem.evaluate(spec).map_err(RunError::from)?;
-    let verdicts =
-        problem.judge(&reference, &outcome.lend(), &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
-    let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
-    let failures: Vec<_> =
-        failed.map(|verdict| explain(verdict, &reference, problem, id, command).to_string()).collect();
+    let known = Known::of(spec, problem).map_err(RunError::from)?;
+    let judged = known.judge(outcome, &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
+    let failures = known.failures(&judged, id, command);
     if failures.is_empty() {
         return Ok(None);
     }
     let label = format!("{} {}", problem.checked_shape(spec).map_err(RunError::from)?, problem.dtype());
     let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
-    let checks = verdicts.iter().map(|verdict| check(verdict).on_devices(devices)).collect();
+    let checks = judged.verdicts.iter().map(|verdict| check(verdict).on_devices(devices)).collect();
     Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
 }
 

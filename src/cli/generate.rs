@@ -10,7 +10,7 @@ use super::head_choice::{AnyRecipe, HeadChoice};
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, one_of};
 use crate::config;
-use crate::fixture::{write_head_problem, write_problem};
+use crate::fixture::write_problem;
 use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
@@ -91,7 +91,7 @@ impl Generate {
             AnyRecipe::Head(recipe) => {
                 let problem = recipe.problem(&spec)?;
                 let coverage = self.covered(&problem, &spec)?;
-                write_head_problem(&self.output, &problem, &metadata)?;
+                write_problem(&self.output, &problem, &metadata)?;
                 coverage
             }
         };

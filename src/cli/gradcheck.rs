@@ -13,7 +13,8 @@ use super::{CliError, Passed, PluginChoice, Printing};
 use crate::case::Case;
 use crate::config;
 use crate::judge::judgeable::Judgeable;
-use crate::judge::report::{Check, Report, explain};
+use crate::judge::report::{Check, Report};
+use crate::judge::trial::Known;
 use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
 use crate::reference::{HeadReference, Reference};
 use crate::registry::Listed;
@@ -61,21 +62,21 @@ impl Gradcheck {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let plugin = self.plugin.checked_path()?;
         let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;
-        let reference = problem.evaluate(&config.spec).map_err(in_config)?;
+        let known = Known::of(&config.spec, problem).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
-        let (loss_ref, loss_kernel) = (P::on_logits(&reference).loss(), outcome.loss.value());
+        let (loss_ref, loss_kernel) = (P::on_logits(&known.reference).loss(), outcome.loss.value());
 
         let command = format!("assay gradcheck --config {}{}", self.config.display(), self.standards.options());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in self.standards.judge(problem, &reference, &outcome, implementation.class())? {
+        for verdict in self.standards.judge(&known, &outcome, implementation.class())? {
             if verdict.status.failed() {
-                super::print(&format!("{}\n", explain(&verdict, &reference, problem, implementation.id(), &command)))?;
+                super::print(&format!("{}\n", known.explain(&verdict, implementation.id(), &command)))?;
             }
             let check = Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
             checks.push(check.on_devices(config.kernel.devices));
         }
-        let differences = P::differences(&reference, &outcome).into_iter().flat_map(|(output, of)| {
+        let differences = P::differences(&known.reference, &outcome).into_iter().flat_map(|(output, of)| {
             let Differences { max_abs, max_rel, mean_abs } = of;
             [("max_abs", max_abs), ("max_rel", max_rel), ("mean_abs", mean_abs)]
                 .map(|(which, x)| (format!("{which}_diff_{output}"), x))

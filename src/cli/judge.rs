@@ -10,8 +10,9 @@ use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
 use crate::fixture::{StoredGradient, extra_tensors, read_candidate};
 use crate::judge::judgeable::Judgeable;
-use crate::judge::report::{Check, Ignored, Report, explain};
+use crate::judge::report::{Check, Ignored, Report};
 use crate::judge::tolerance::{EXTERNAL, Limits};
+use crate::judge::trial::Known;
 use crate::problem::Candidate;
 use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
@@ -76,19 +77,19 @@ impl One {
         candidate: &Candidate<P::Gradient>,
     ) -> Result<Passed, CliError> {
         let wrong = |reason| CliError::Problem { path: self.problem.clone(), reason };
-        let reference = problem.evaluate(spec).map_err(wrong)?;
+        let known = Known::of(spec, problem).map_err(wrong)?;
         let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        let verdicts = self.standards.judge(problem, &reference, candidate, EXTERNAL)?;
+        let verdicts = self.standards.judge(&known, candidate, EXTERNAL)?;
         let mut diagnoses: Vec<String> =
-            problem.diagnose(&reference, &candidate.lend(), &verdicts).iter().map(ToString::to_string).collect();
+            problem.diagnose(&known.reference, &candidate.lend(), &verdicts).iter().map(ToString::to_string).collect();
         if verdicts.iter().any(|verdict| verdict.status.failed()) {
             diagnoses.extend(self.computed(spec, problem, candidate));
         }
         for verdict in verdicts {
             if verdict.status.failed() {
-                super::print(&format!("{}\n", explain(&verdict, &reference, problem, &name, &self.command())))?;
+                super::print(&format!("{}\n", known.explain(&verdict, &name, &self.command())))?;
             }
             checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
         }

@@ -10,7 +10,8 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 
 use super::{CliError, Passed, Printing};
 use crate::fixture::ParityFile;
-use crate::judge::judge::{JudgeError, judge};
+use crate::judge::judge::JudgeError;
+use crate::judge::judgeable::Judgeable;
 use crate::judge::tolerance::Limits;
 use crate::problem::Dtype;
 use crate::reference::{self, Reference};
@@ -129,7 +130,8 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
 /// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
 /// kernels, as any candidate is; that it agrees to float64's own precision is for [`Difference`] to say.
 fn judged(recorded: &ParityFile, reference: &Reference) -> Result<Vec<(String, bool)>, JudgeError> {
-    let verdicts = judge(reference, &recorded.candidate(), &Limits::external(Grade::Standard))?;
+    let verdicts =
+        recorded.problem.judge(reference, &recorded.candidate().lend(), &Limits::external(Grade::Standard))?;
     Ok(verdicts.iter().map(|verdict| (verdict.gate.to_string(), verdict.passed())).collect())
 }
 

@@ -21,12 +21,13 @@ use crate::judge::metric::Position;
 use crate::judge::recorded::{
     Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
-use crate::judge::report::{Check, Compared, Ignored, Report, explain, explain_recorded, on_devices};
+use crate::judge::report::{Check, Compared, Ignored, Report, explain_recorded, on_devices};
 use crate::judge::summary::summary_of;
 use crate::judge::tolerance::Tolerances;
+use crate::judge::trial::{Known, hindrance};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::project;
-use crate::reference::{self, Reference};
+use crate::reference::Reference;
 use crate::registry::{find, registry};
 use crate::schema::verdicts::{Summary, Verdicts};
 use crate::spec::LossSpec;
@@ -284,16 +285,16 @@ impl Session {
             for old_logp in &old_logps {
                 let label = label(path, logits, *old_logp);
                 let problem = file.problem(logits, *old_logp)?;
-                let reference = evaluate(&spec, &problem, path)?;
+                let known = known(&spec, &problem, path)?;
                 if has_recorded {
-                    let values = scalars(&reference);
+                    let values = scalars(&known.reference);
                     let command = args.command(path, Some(logits), *old_logp, None);
                     self.check_recorded(&label, &mut expected, logits, *old_logp, &values, &command)?;
-                    self.check_recorded_tokens(&label, &file, logits, &reference, &command)?;
+                    self.check_recorded_tokens(&label, &file, logits, &known.reference, &command)?;
                 }
                 for implementation in self.implementations.clone() {
                     let command = args.command(path, Some(logits), *old_logp, Some(implementation.id()));
-                    self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
+                    self.check_on_devices(&label, &*implementation, &known, &command)?;
                 }
             }
         }
@@ -320,12 +321,11 @@ impl Session {
         };
         for old_logp in old_logps {
             let problem = file.head_problem(old_logp)?;
-            let wrong = |reason| CliError::Problem { path: path.into(), reason };
-            let reference = problem.evaluate(spec).map_err(wrong)?;
+            let known = known(spec, &problem, path)?;
             let label = label(path, "lm_head", old_logp);
             for implementation in self.heads.clone() {
                 let command = args.command(path, None, old_logp, Some(implementation.id()));
-                self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
+                self.check_on_devices(&label, &*implementation, &known, &command)?;
             }
         }
         Ok(())
@@ -336,11 +336,10 @@ impl Session {
         &mut self,
         label: &str,
         implementation: &dyn Implementation<P>,
-        problem: &P,
-        reference: &P::Reference<'_>,
+        known: &Known<P>,
         command: &str,
     ) -> Result<(), CliError> {
-        let spec = P::on_logits(reference).spec();
+        let &Known { spec, problem, .. } = known;
         let shape = problem.checked_shape(spec).map_err(RunError::from)?;
         let supports = |devices| implementation.supports(spec, shape, problem.dtype(), devices);
         let most = || {
@@ -350,12 +349,8 @@ impl Session {
         let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
         let mut first: Option<(usize, Candidate<P::Gradient>)> = None;
         for devices in asked {
-            let hindrance = implementation
-                .available()
-                .map_err(|why| why.to_string())
-                .and_then(|()| supports(devices).map_err(|why| why.to_string()));
             let name = on_devices(implementation.id(), devices);
-            if let Err(why) = hindrance {
+            if let Some(why) = hindrance(implementation, spec, problem, devices) {
                 self.ignored.push(Ignored { what: format!("{label} with {name}"), why, not_run: Some(name) });
                 continue;
             }
@@ -364,9 +359,9 @@ impl Session {
             let outcome = implementation.run(spec, given, devices)?;
             *self.run_times.entry((implementation.id().into(), devices)).or_default() += start.elapsed();
             let command = format!("{command} --devices {devices}");
-            for verdict in self.standards.judge(problem, reference, &outcome, implementation.class())? {
+            for verdict in self.standards.judge(known, &outcome, implementation.class())? {
                 if verdict.status.failed() {
-                    self.failures.push(explain(&verdict, reference, problem, &name, &command).to_string());
+                    self.failures.push(known.explain(&verdict, &name, &command).to_string());
                 }
                 let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
                 self.checks.push(check.on_devices(devices));
@@ -461,21 +456,20 @@ impl Session {
         let problem = sub_vocabulary_problem(&whole, hidden, rows, &row_ids)
             .map_err(|reason| CliError::Config { path: path.into(), reason })?;
         let spec = recorded_spec();
-        let wrong = |reason| CliError::Problem { path: path.into(), reason };
-        let reference = problem.evaluate(&spec).map_err(wrong)?;
+        let known = known(&spec, &problem, path)?;
         let label = label(path, SOURCE, old_logp);
         let command = args.command(path, None, None, None);
-        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&reference), &command)?;
+        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&known.reference), &command)?;
         for implementation in self.heads.clone() {
             let command = args.command(path, None, None, Some(implementation.id()));
-            self.check_on_devices(&label, &*implementation, &problem, &reference, &command)?;
+            self.check_on_devices(&label, &*implementation, &known, &command)?;
         }
         Ok(())
     }
 }
 
-fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem, path: &Path) -> Result<Reference<'p>, CliError> {
-    reference::evaluate(spec, problem).map_err(|reason| CliError::Problem { path: path.into(), reason })
+fn known<'p, P: Judgeable>(spec: &'p LossSpec, problem: &'p P, path: &Path) -> Result<Known<'p, P>, CliError> {
+    Known::of(spec, problem).map_err(|reason| CliError::Problem { path: path.into(), reason })
 }
 
 /// `qwen_tiny logits old_logps`

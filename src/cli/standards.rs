@@ -8,6 +8,7 @@ use crate::judge::gate::Edge;
 use crate::judge::judge::Verdict;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::tolerance::Limits;
+use crate::judge::trial::Known;
 use crate::problem::Candidate;
 use crate::schema::verdicts::Grade;
 
@@ -27,14 +28,13 @@ impl Standards {
     /// What is said of `outcome`, of an implementation of `class`.
     pub(super) fn judge<P: Judgeable>(
         &self,
-        problem: &P,
-        reference: &P::Reference<'_>,
+        known: &Known<P>,
         outcome: &Candidate<P::Gradient>,
         class: &str,
     ) -> Result<Vec<Verdict>, CliError> {
         let limits = Limits::of(class)?;
         let limits = self.grade.map_or(limits, |grade| limits.at(grade));
-        let verdicts = problem.judge(reference, &outcome.lend(), &limits)?;
+        let verdicts = known.verdicts(&outcome.lend(), &limits)?;
         Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
     }
 

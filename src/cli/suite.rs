@@ -14,7 +14,7 @@ use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, write_json};
 use crate::campaign::{Campaign, Deals, Fault, Kernel, Subject};
 use crate::config;
-use crate::fixture::{StoredGradient, read_candidate};
+use crate::fixture::{StoredGradient, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
@@ -86,7 +86,7 @@ impl Suite {
                 ("recipe".to_string(), json(&recipe)),
                 ("generator".to_string(), version()),
             ];
-            problem.write(&self.output.join(file_name(index)), &BTreeMap::from(metadata))?;
+            write_problem(self.output.join(file_name(index)), &problem, &BTreeMap::from(metadata))?;
             written += 1;
         }
         Ok(written)

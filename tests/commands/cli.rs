@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::command::{Output, assay, assert_refused};
-use assay::fixture::{ProblemFile, write_candidate, write_head_problem};
+use assay::fixture::{ProblemFile, write_candidate, write_problem};
 use assay::judge::report::on_devices;
 use assay::problem::{Candidate, FloatArray, HeadCandidate, HeadProblem, Problem};
 use assay::registry::find;
@@ -200,7 +200,7 @@ fn a_run_without_a_gradient_to_compare_is_no_pass() {
     let mut problem = file.problem("logits", Some("old_logps")).unwrap();
     problem.mask.fill(false);
     let masked = workplace.path("masked.safetensors");
-    assay::fixture::write_problem(&masked, &problem, file.metadata()).unwrap();
+    write_problem(&masked, &problem, file.metadata()).unwrap();
     let output = assay(&["replay", &masked, "--impl", "native"]);
     assert_eq!(output.code, 1, "{}{}", output.stdout, output.stderr);
     // No token has a logp, an entropy, a loss or dlogits.
@@ -487,7 +487,7 @@ fn heads_in_files_that_do_not_fit_are_refused_by_field() {
         let file = ProblemFile::open(workplace.path("problem.safetensors")).unwrap();
         let problem = file.head_problem(Some("old_logps")).unwrap();
         let path = workplace.path("changed.safetensors");
-        write_head_problem(&path, &problem, file.metadata()).unwrap();
+        write_problem(&path, &problem, file.metadata()).unwrap();
         let mut bytes = fs::read(&path).unwrap();
         for (from, to) in metadata {
             let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).expect("in the header");
@@ -714,7 +714,7 @@ fn problems_that_do_not_fit_their_spec_are_refused_by_file_and_index() {
         let mut wrong = right.clone();
         change(&mut wrong);
         let path = workplace.path("wrong.safetensors");
-        assay::fixture::write_problem(&path, &wrong, &BTreeMap::new()).unwrap();
+        write_problem(&path, &wrong, &BTreeMap::new()).unwrap();
         assert_refused(&["replay", &path, "--spec", &spec], &[&["wrong.safetensors"], parts].concat());
     };
     refused(|problem| problem.ids[[1, 2]] = 129, &["`ids[1,2]`", "got 129", "V = 129"]);

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use assay::element::Element;
+use assay::device_dtype::DeviceDtype;
 use assay::runtime::Program;
 use assay_testkit::plugins;
 
@@ -38,9 +38,9 @@ pub(crate) fn cycles_leak_nothing() {
         for _ in 0..CYCLES {
             let executable = client.compile(&Program::replicated(program.as_bytes(), 2)).unwrap();
             let x: Vec<_> =
-                (0..2).map(|device| client.upload(device, Element::F32, &[1 << 18], &bytes).unwrap()).collect();
+                (0..2).map(|device| client.upload(device, DeviceDtype::F32, &[1 << 18], &bytes).unwrap()).collect();
             let outputs = executable.execute(&[vec![&x[0]], vec![&x[1]]]).unwrap();
-            outputs[1][1].download(Element::F32, &[], &mut [0; 4]).unwrap();
+            outputs[1][1].download(DeviceDtype::F32, &[], &mut [0; 4]).unwrap();
             assert!(client.compile(&Program::replicated(b"not a program", 1)).is_err());
             seen.push(resident());
         }

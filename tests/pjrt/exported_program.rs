@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use crate::common::command::{assay, assert_refused};
-use assay::element::Element;
+use assay::device_dtype::DeviceDtype;
 use assay::exported::Exported;
 use assay::fixture::write_problem;
 use assay::implementation::{Implementation, RunError};
@@ -169,7 +169,7 @@ fn wrong_programs_are_rejected_by_the_gate_of_what_is_wrong() {
 
 /// Every input comes back out: logits as dlogits, advantages as the loss, `old_logp` as logp, mask as entropy, ids as
 /// the token loss.
-fn mirror(mask: Element, ids: Element) -> Copy {
+fn mirror(mask: DeviceDtype, ids: DeviceDtype) -> Copy {
     let copy = Copy::new();
     let (mask_type, ids_type) = (mask.mlir(), ids.mlir());
     let program = format!(
@@ -218,11 +218,11 @@ fn inputs_any_order_any_dtype_arrive_as_the_problem_holds_them() {
         extra: Extra::default(),
     };
     for plugin in cpu_plugins() {
-        for mask in Element::ALL {
-            for ids in [Element::I32, Element::I64] {
+        for mask in DeviceDtype::ALL {
+            for ids in [DeviceDtype::I32, DeviceDtype::I64] {
                 let candidate = run(&read(mirror(mask, ids).manifest(), plugin), &problem).unwrap();
                 let what = format!("mask {mask}, ids {ids} on {}", plugin.display());
-                let masked_id = if ids == Element::I32 { f64::from(i32::MIN) } else { f64::from(-5e9_f32) };
+                let masked_id = if ids == DeviceDtype::I32 { f64::from(i32::MIN) } else { f64::from(-5e9_f32) };
                 assert_eq!(candidate.token_loss.unwrap().to_f64(), arr2(&[[2.0, masked_id]]), "{what}");
                 assert_eq!(candidate.entropy.unwrap().to_f64(), arr2(&[[1.0, 0.0]]), "{what}");
                 assert_eq!((candidate.loss.dtype(), candidate.loss.value()), (Dtype::Bf16, 1.0), "{what}");
@@ -243,7 +243,7 @@ fn a_loss_in_a_coarser_dtype_is_judged_by_the_ulp_of_f32() {
     let problem = Recipe { shape: [1, 2, 3], masked_garbage: false, ..recipe(Regime::Normal, Dtype::Bf16, 1) };
     let problem = problem.problem(&LossSpec::default()).unwrap();
     let plugin = cpu_plugins()[0];
-    let candidate = run(&read(mirror(Element::Pred, Element::I32).manifest(), plugin), &problem).unwrap();
+    let candidate = run(&read(mirror(DeviceDtype::Pred, DeviceDtype::I32).manifest(), plugin), &problem).unwrap();
     let spec = LossSpec::default();
     let judged = Known::of(&spec, &problem).unwrap().judge(candidate, &Limits::of("external").unwrap()).unwrap();
     let loss = judged.failed().find(|verdict| verdict.gate.to_string() == "loss").expect("a bf16 loss is no f32 loss");

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use assay::element::Element;
+use assay::device_dtype::DeviceDtype;
 use assay::runtime::{Client, Plugin, Program, RuntimeError};
 
 /// `f(x, y) = (x + y, Σ over devices of x)` over four f32, on `devices` devices.
@@ -33,7 +33,7 @@ fn to_bytes(values: [f32; 4]) -> Vec<u8> {
 
 fn download_f32(buffer: &assay::runtime::Buffer) -> Vec<f32> {
     let mut bytes = [0; 16];
-    buffer.download(Element::F32, &[4], &mut bytes).unwrap();
+    buffer.download(DeviceDtype::F32, &[4], &mut bytes).unwrap();
     bytes.chunks(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect()
 }
 
@@ -66,11 +66,11 @@ fn results_have_other_bits_where_programs_compile_quickly() {
         let client = Client::create(Plugin::load(path).unwrap()).unwrap();
         let results = || {
             let executable = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
-            let x = client.upload(0, Element::F32, &[LENGTH], &x).unwrap();
+            let x = client.upload(0, DeviceDtype::F32, &[LENGTH], &x).unwrap();
             let outputs = executable.execute(&[vec![&x]]).unwrap();
             let mut bytes = vec![0; 4 * LENGTH + 4];
-            outputs[0][0].download(Element::F32, &[LENGTH], &mut bytes[4..]).unwrap();
-            outputs[0][1].download(Element::F32, &[], &mut bytes[..4]).unwrap();
+            outputs[0][0].download(DeviceDtype::F32, &[LENGTH], &mut bytes[4..]).unwrap();
+            outputs[0][1].download(DeviceDtype::F32, &[], &mut bytes[..4]).unwrap();
             bytes
         };
         let optimised = results();
@@ -83,9 +83,9 @@ fn results_have_other_bits_where_programs_compile_quickly() {
 #[test]
 fn every_element_type_comes_back_as_it_was_sent() {
     for client in plugins::cpu_clients() {
-        for element in Element::ALL {
+        for element in DeviceDtype::ALL {
             // Truth values are 0 and 1; every other bit pattern is a value of its type.
-            let top = if element == Element::Pred { 2 } else { 251 };
+            let top = if element == DeviceDtype::Pred { 2 } else { 251 };
             let sent: Vec<u8> = (0..6 * element.size()).map(|i| (i * 37 % top) as u8).collect();
             for device in [0, 7] {
                 let buffer = client.upload(device, element, &[2, 3], &sent).unwrap();
@@ -105,7 +105,7 @@ fn a_program_runs_on_one_to_eight_devices_with_its_own_arguments_each() {
             let program = add_and_all_reduce(devices);
             let executable = client.compile(&Program::replicated(program.as_bytes(), devices)).unwrap();
             let x = |device: usize| [device as f32, 1.0, 0.5, -2.0];
-            let upload = |device, values| client.upload(device, Element::F32, &[4], &to_bytes(values)).unwrap();
+            let upload = |device, values| client.upload(device, DeviceDtype::F32, &[4], &to_bytes(values)).unwrap();
             let buffers: Vec<_> =
                 (0..devices).map(|device| (upload(device, x(device)), upload(device, [10.0; 4]))).collect();
             let arguments: Vec<_> = buffers.iter().map(|(x, y)| vec![x, y]).collect();
@@ -131,12 +131,12 @@ fn a_donated_argument_is_written_over_and_gone() {
     for client in plugins::cpu_clients() {
         let executable = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
         assert_eq!(executable.memory().unwrap().alias_bytes, 16);
-        let x = client.upload(0, Element::F32, &[4], &to_bytes([1.0, 2.0, 3.0, 4.0])).unwrap();
+        let x = client.upload(0, DeviceDtype::F32, &[4], &to_bytes([1.0, 2.0, 3.0, 4.0])).unwrap();
         let outputs = executable.execute(&[vec![&x]]).unwrap();
         assert_eq!(download_f32(&outputs[0][0]), [2.0, 4.0, 6.0, 8.0]);
         let again = executable.execute(&[vec![&x]]).unwrap_err();
         assert!(matches!(&again, RuntimeError::Plugin { .. }), "{again}");
-        assert!(x.download(Element::F32, &[4], &mut [0; 16]).is_err(), "the argument's array is gone");
+        assert!(x.download(DeviceDtype::F32, &[4], &mut [0; 16]).is_err(), "the argument's array is gone");
     }
 }
 
@@ -150,7 +150,7 @@ fn a_client_serves_several_threads() {
             let (client, executable) = (&client, &executable);
             scope.spawn(move || {
                 for i in 0..50 {
-                    let upload = |x: f32| client.upload(0, Element::F32, &[4], &to_bytes([x; 4])).unwrap();
+                    let upload = |x: f32| client.upload(0, DeviceDtype::F32, &[4], &to_bytes([x; 4])).unwrap();
                     let (x, y) = (upload(thread as f32), upload(i as f32));
                     let outputs = executable.execute(&[vec![&x, &y]]).unwrap();
                     assert_eq!(download_f32(&outputs[0][0]), [(thread + i) as f32; 4]);
@@ -208,24 +208,24 @@ fn more_devices_than_there_are_is_an_error_with_both_counts() {
         let program = add_and_all_reduce(9);
         let error = client.compile(&Program::replicated(program.as_bytes(), 9)).unwrap_err();
         assert_eq!(error.to_string(), "device count: got 9, expected 1 to 8 (platform cpu)");
-        assert!(client.upload(8, Element::F32, &[4], &[0; 16]).is_err());
+        assert!(client.upload(8, DeviceDtype::F32, &[4], &[0; 16]).is_err());
     }
 }
 
 #[test]
 fn bytes_and_shapes_that_disagree_are_refused_on_both_ways() {
     let client = plugins::cpu_clients().remove(0);
-    let short = client.upload(0, Element::F32, &[4], &[0; 15]).unwrap_err();
+    let short = client.upload(0, DeviceDtype::F32, &[4], &[0; 15]).unwrap_err();
     assert_eq!(short.to_string(), "upload: got 15 bytes, expected 16 for f32 [4]");
-    let overflow = client.upload(0, Element::F32, &[usize::MAX, 2], &[0; 8]).unwrap_err();
+    let overflow = client.upload(0, DeviceDtype::F32, &[usize::MAX, 2], &[0; 8]).unwrap_err();
     assert!(matches!(overflow, RuntimeError::Bytes { expected: usize::MAX, .. }));
-    let buffer = client.upload(0, Element::F32, &[4], &[0; 16]).unwrap();
+    let buffer = client.upload(0, DeviceDtype::F32, &[4], &[0; 16]).unwrap();
     let wrong = |element, shape: &[usize], bytes: usize| {
         buffer.download(element, shape, &mut vec![0; bytes]).unwrap_err().to_string()
     };
-    assert!(wrong(Element::I32, &[4], 16).contains("returned f32 [4], expected i32 [4]"));
-    assert!(wrong(Element::F32, &[2, 2], 16).contains("returned f32 [4], expected f32 [2, 2]"));
-    assert!(wrong(Element::F32, &[4], 12).contains("got 12 bytes, expected 16"));
+    assert!(wrong(DeviceDtype::I32, &[4], 16).contains("returned f32 [4], expected i32 [4]"));
+    assert!(wrong(DeviceDtype::F32, &[2, 2], 16).contains("returned f32 [4], expected f32 [2, 2]"));
+    assert!(wrong(DeviceDtype::F32, &[4], 12).contains("got 12 bytes, expected 16"));
 }
 
 #[test]
@@ -233,7 +233,7 @@ fn arguments_that_do_not_fit_the_program_are_refused() {
     for client in plugins::cpu_clients() {
         let program = add_and_all_reduce(2);
         let executable = client.compile(&Program::replicated(program.as_bytes(), 2)).unwrap();
-        let x = client.upload(0, Element::F32, &[4], &[0; 16]).unwrap();
+        let x = client.upload(0, DeviceDtype::F32, &[4], &[0; 16]).unwrap();
         for arguments in [vec![], vec![vec![&x, &x]], vec![vec![&x, &x], vec![&x]]] {
             let error = executable.execute(&arguments).unwrap_err();
             assert!(matches!(error, RuntimeError::Arguments { .. }), "{error}");
@@ -241,7 +241,7 @@ fn arguments_that_do_not_fit_the_program_are_refused() {
         let one = client.compile(&Program::replicated(add_and_all_reduce(1).as_bytes(), 1)).unwrap();
         let missing = one.execute(&[vec![&x]]).unwrap_err();
         assert!(matches!(missing, RuntimeError::Plugin { .. }), "{missing}");
-        let small = client.upload(0, Element::F32, &[2], &[0; 8]).unwrap();
+        let small = client.upload(0, DeviceDtype::F32, &[2], &[0; 8]).unwrap();
         let wrong = one.execute(&[vec![&x, &small]]).unwrap_err();
         assert!(matches!(wrong, RuntimeError::Plugin { .. }), "{wrong}");
     }
@@ -256,14 +256,14 @@ fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
     } }";
     for client in plugins::cpu_clients() {
         let executable = client.compile(&Program::replicated(huge.as_bytes(), 1)).unwrap();
-        let x = client.upload(0, Element::F32, &[], &[0; 4]).unwrap();
+        let x = client.upload(0, DeviceDtype::F32, &[], &[0; 4]).unwrap();
         let error = executable.execute(&[vec![&x]]).unwrap_err();
         // Beside other tests on its devices a plugin has been seen to say `INTERNAL`, with the same words.
         let code = matches!(&error, RuntimeError::Plugin { code: "RESOURCE_EXHAUSTED" | "INTERNAL", .. });
         assert!(code && error.to_string().contains("Out of memory allocating 140737488355328 bytes"), "{error}");
         let program = add_and_all_reduce(1);
         let small = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
-        let x = client.upload(0, Element::F32, &[4], &to_bytes([1.0; 4])).unwrap();
+        let x = client.upload(0, DeviceDtype::F32, &[4], &to_bytes([1.0; 4])).unwrap();
         assert_eq!(download_f32(&small.execute(&[vec![&x, &x]]).unwrap()[0][0]), [2.0; 4]);
     }
 }
@@ -277,7 +277,7 @@ fn a_call_to_something_that_the_plugin_lacks_names_it() {
     } }";
     for client in plugins::cpu_clients() {
         let x: Vec<_> =
-            (0..2).map(|device| client.upload(device, Element::F32, &[4], &to_bytes([1.0; 4])).unwrap()).collect();
+            (0..2).map(|device| client.upload(device, DeviceDtype::F32, &[4], &to_bytes([1.0; 4])).unwrap()).collect();
         let error = client
             .compile(&Program::replicated(program.as_bytes(), 2))
             .and_then(|executable| executable.execute(&[vec![&x[0]], vec![&x[1]]]))

@@ -1,12 +1,12 @@
 //! The losses as candle's operations: their gradients are the reference's, and those of candle's own autograd.
 
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::lm_head::judge_head;
+use assay::judge::judgeable::Judgeable;
 use assay::judge::tolerance::Limits;
 use assay::problem::{
     Advantages, Candidate, Dtype, Extra, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadShape, Problem,
 };
-use assay::reference::{evaluate, evaluate_head};
+use assay::reference::evaluate;
 use assay::spec::{LossSpec, Reduction, Rows};
 use assay::suites::cases;
 use assay::train::candle_core::{DType, Device, Tensor, Var};
@@ -124,7 +124,7 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
             let problem = recipe.problem(&spec).unwrap();
             let hidden = variable(&problem.logits.hidden, dtype);
             let lm_head = variable(&problem.logits.lm_head, dtype);
-            let reference = evaluate_head(&spec, &problem).unwrap();
+            let reference = problem.evaluate(&spec).unwrap();
             for grpo in [GrpoLoss::native_lm_head(spec.clone()), GrpoLoss::native(spec.clone())] {
                 let evaluated = grpo.on_hidden(&hidden, &lm_head, &batch(&problem)).unwrap();
                 let mut gradients = evaluated.loss.backward().unwrap();
@@ -144,7 +144,7 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                     token_loss: None,
                 };
                 let expect_right = |outcome: &HeadCandidate, class: &str| {
-                    for verdict in judge_head(&reference, &problem, outcome, &Limits::of(class).unwrap()).unwrap() {
+                    for verdict in problem.judge(&reference, &outcome.lend(), &Limits::of(class).unwrap()).unwrap() {
                         assert!(verdict.passed(), "{dtype}, {class}: {verdict:?}");
                     }
                 };

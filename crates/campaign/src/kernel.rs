@@ -103,7 +103,7 @@ impl<P: Subject> Kernel<P> for Local<'_, P> {
 }
 
 /// A kernel in a process of its own.
-impl<P: Subject + assay_worker::Stored> Kernel<P> for Worker {
+impl<P: Subject> Kernel<P> for Worker {
     fn answer(
         &mut self,
         spec: &LossSpec,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use assay_core::problem::{Candidate, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::Preset;
-use assay_fixture::{FixtureError, ProblemFile};
+use assay_fixture::{FixtureError, ProblemFile, write_problem};
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{Recipe, RecipeError};
 use assay_judge::judge::{JudgeError, Verdict};
@@ -667,7 +667,7 @@ pub(crate) fn keep<P: Subject>(
     let [batch, tokens, vocab] = problem.extents();
     let stem: String = name.chars().map(word).collect();
     let path = folder.join(format!("{stem}-{batch}x{tokens}x{vocab}-{}.safetensors", problem.dtype()));
-    problem.write(&path, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
+    write_problem(&path, problem, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
     Ok(path)
 }
 

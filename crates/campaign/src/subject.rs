@@ -1,8 +1,6 @@
 //! [`Subject`]: what a campaign can do with a problem, whether its logits are given or a product.
 
-use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::Path;
 
 use ndarray::{Array2, Ix3};
 use serde::Serialize;
@@ -13,7 +11,7 @@ use assay_core::problem::{
     Part, Problem, Projection,
 };
 use assay_core::spec::LossSpec;
-use assay_fixture::{FixtureError, ProblemFile, write_head_problem, write_problem};
+use assay_fixture::{FixtureError, ProblemFile, StoredProblem};
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 use assay_judge::judgeable::Judgeable;
 use assay_reference::{HeadReference, Reference};
@@ -21,7 +19,7 @@ use assay_reference::{HeadReference, Reference};
 use assay_suites::mutants::{Class, Specimen};
 
 /// A problem that a deck deals.
-pub trait Subject: Judgeable {
+pub trait Subject: Judgeable + StoredProblem {
     /// What it is made from.
     type Recipe: Dealt;
 
@@ -76,13 +74,7 @@ pub trait Subject: Judgeable {
     /// The values of a gradient, array after array.
     fn values(gradient: &Self::Gradient) -> Vec<f64>;
 
-    /// Writes it.
-    ///
-    /// # Errors
-    /// [`FixtureError::Io`].
-    fn write(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), FixtureError>;
-
-    /// Reads what [`write`](Self::write) wrote; `None` where the file holds the other kind of problem.
+    /// Reads what [`write_problem`](assay_fixture::write_problem) wrote; `None` where the file holds the other kind of problem.
     ///
     /// # Errors
     /// Those of [`ProblemFile::problem`].
@@ -216,10 +208,6 @@ impl Subject for Problem {
         gradient.to_f64().into_iter().collect()
     }
 
-    fn write(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), FixtureError> {
-        write_problem(path, self, metadata)
-    }
-
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
         if file.has_head() { Ok(None) } else { file.problem("logits", old_logp).map(Some) }
     }
@@ -298,10 +286,6 @@ impl Subject for HeadProblem {
     fn values(gradient: &HeadGradient) -> Vec<f64> {
         let HeadGradient { dhidden, dlm_head, .. } = gradient;
         dhidden.to_f64().into_iter().chain(dlm_head.to_f64()).collect()
-    }
-
-    fn write(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), FixtureError> {
-        write_head_problem(path, self, metadata)
     }
 
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {

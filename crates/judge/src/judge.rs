@@ -12,7 +12,7 @@ use super::condition::{Bound, Condition, ErrorsOf, FLUSHED, GIVEN};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
-use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Lend, Metrics, Shape};
+use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, Shape};
 use assay_core::spec::Objective;
 use assay_reference::{Reference, Token};
 pub use assay_schema::verdicts::Status;
@@ -130,13 +130,12 @@ impl Case<'_> {
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
-pub fn judge<'c, G: Lend<'c, View = FloatView<'c, Ix3>>>(
+pub(super) fn judge(
     reference: &Reference,
-    candidate: &'c Candidate<G>,
+    candidate: &Candidate<FloatView<Ix3>>,
     limits: &Limits,
 ) -> Result<Vec<Verdict>, JudgeError> {
-    let candidate = candidate.lend();
-    check_shapes(reference.shape(), &candidate)?;
+    check_shapes(reference.shape(), candidate)?;
     let per_token = PerToken {
         loss: &candidate.loss,
         logp: candidate.logp.as_ref(),

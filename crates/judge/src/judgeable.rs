@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use super::diagnosis::{self, Diagnosis};
 use super::gate::Output;
 use super::invariance::Gradient;
-use super::judge::{JudgeError, Verdict, judge};
-use super::lm_head::judge_head;
+use super::judge::{self, JudgeError, Verdict};
+use super::lm_head;
 use super::metric::Position;
 use super::tolerance::Limits;
 use assay_core::implementation::Workload;
@@ -69,7 +69,7 @@ impl Judgeable for Problem {
         outcome: &Candidate<Self::View<'_>>,
         limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
-        judge(reference, outcome, limits)
+        judge::judge(reference, outcome, limits)
     }
 
     fn diagnose(
@@ -105,7 +105,7 @@ impl Judgeable for HeadProblem {
         outcome: &Candidate<Self::View<'_>>,
         limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
-        judge_head(reference, self, outcome, limits)
+        lm_head::judge(reference, self, outcome, limits)
     }
 
     fn diagnose(

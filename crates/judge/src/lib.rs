@@ -12,7 +12,7 @@ pub mod generate;
 pub mod invariance;
 pub mod judge;
 pub mod judgeable;
-pub mod lm_head;
+mod lm_head;
 pub mod metric;
 pub mod recorded;
 pub mod report;

@@ -1,4 +1,4 @@
-//! [`judge_head`]: a fused LM head's outputs against the reference.
+//! A fused LM head's outputs against the reference.
 //!
 //! Each logit is a sum of `H` products, and each gradient a sum over `V` columns or `N` tokens of dlogits that carry errors of their
 //! own. Errors of random signs add up as the root of their squares' sum: with `λ` the standard deviations allowed and
@@ -33,7 +33,7 @@ use super::judge::{
 };
 use super::metric::{Allowance, Position, Tally, half_ulp};
 use super::tolerance::Limits;
-use assay_core::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, HeadShape, Lend};
+use assay_core::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, HeadShape};
 use assay_core::spec::{LossSpec, TemperatureDivides};
 use assay_reference::{HeadReference, Reference};
 
@@ -48,13 +48,12 @@ const ALIKE: usize = 8;
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
-pub fn judge_head<'c, G: Lend<'c, View = HeadGradientView<'c>>>(
+pub(super) fn judge(
     reference: &HeadReference,
     problem: &HeadProblem,
-    outcome: &'c Candidate<G>,
+    outcome: &Candidate<HeadGradientView>,
     limits: &Limits,
 ) -> Result<Vec<Verdict>, JudgeError> {
-    let outcome = &outcome.lend();
     check_shapes(reference, outcome)?;
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());

@@ -376,7 +376,7 @@ fn quotient(x: f64) -> String {
 
 /// A failed verdict in words: where, from what inputs, expected and actual in decimal and hexadecimal, the error against
 /// its limit, the histogram of all errors in ulp, and the command that shows it again.
-pub fn explain<P: Judgeable>(
+pub(super) fn explain<P: Judgeable>(
     verdict: &Verdict,
     reference: &P::Reference<'_>,
     problem: &P,

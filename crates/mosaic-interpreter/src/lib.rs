@@ -50,7 +50,7 @@ mod value;
 use pipeline::{Arrays, HbmArray};
 use value::{Elements, Kind, Shaped};
 
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// Elements that a run may handle: some minutes.
 const MOST_WORK: u64 = 1 << 36;
@@ -59,7 +59,7 @@ const MOST_WORK: u64 = 1 << 36;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
     /// Its element type: f32, bf16, f16 or i32.
-    pub element: Element,
+    pub element: DeviceDtype,
     /// Its extents.
     pub shape: Vec<usize>,
     /// Its elements, little-endian.
@@ -131,7 +131,7 @@ impl InterpretError {
 pub fn run(
     module: &str,
     operands: Vec<Array>,
-    outputs: &[(Element, Vec<usize>)],
+    outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
 ) -> Result<Vec<Array>, InterpretError> {
     run_within(MOST_WORK, module, operands, outputs, aliases)
@@ -145,7 +145,7 @@ pub fn run_within(
     most_work: u64,
     module: &str,
     mut operands: Vec<Array>,
-    outputs: &[(Element, Vec<usize>)],
+    outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
 ) -> Result<Vec<Array>, InterpretError> {
     let program = check::check(&parse::parse(module)?)?;
@@ -223,7 +223,7 @@ fn alias_sources(
 }
 
 /// The type of an array of the caller's, which holds elements of `kind`.
-fn unwritten(element: Element, shape: &[usize], kind: Kind, name: &str) -> Result<Shaped, InterpretError> {
+fn unwritten(element: DeviceDtype, shape: &[usize], kind: Kind, name: &str) -> Result<Shaped, InterpretError> {
     if kind.element() != Some(element) {
         return Err(InterpretError::Arrays(format!("{name} holds {element}, expected {kind}")));
     }

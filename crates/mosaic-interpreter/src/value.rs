@@ -7,7 +7,7 @@ use std::fmt;
 
 use half::{bf16, f16};
 
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// What an element is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,13 +63,13 @@ impl Kind {
     }
 
     /// The type of a caller's array that such elements can be fetched from and written to.
-    pub(super) fn element(self) -> Option<Element> {
+    pub(super) fn element(self) -> Option<DeviceDtype> {
         match self {
-            Kind::F32 => Some(Element::F32),
-            Kind::Bf16 => Some(Element::Bf16),
-            Kind::F16 => Some(Element::F16),
-            Kind::I16 => Some(Element::I16),
-            Kind::I32 => Some(Element::I32),
+            Kind::F32 => Some(DeviceDtype::F32),
+            Kind::Bf16 => Some(DeviceDtype::Bf16),
+            Kind::F16 => Some(DeviceDtype::F16),
+            Kind::I16 => Some(DeviceDtype::I16),
+            Kind::I32 => Some(DeviceDtype::I32),
             Kind::I8 | Kind::I1 | Kind::Index => None,
         }
     }

@@ -24,14 +24,14 @@ use crate::mesh::Axis;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Number, Structure, Temperature};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
 
 /// The core of the baseline: dlogits of `dtype` from logits of any.
 pub(crate) fn core(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Evaluated {
     let columns = on.columns(given.ids, given.first_column);
-    let wide = on.builder.convert(logits, Element::F32);
+    let wide = on.builder.convert(logits, DeviceDtype::F32);
     let x = on.without_padding(wide, &columns);
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
@@ -109,13 +109,13 @@ impl Program {
 
     /// A number in every place of `[b,t,v]`.
     fn constant_elements(&mut self, x: f64) -> Value {
-        let ty = Type::new(Element::F32, &self.local);
+        let ty = Type::new(DeviceDtype::F32, &self.local);
         self.builder.constant(x, ty)
     }
 
     fn columns(&mut self, ids: Value, first_column: Option<Value>) -> Columns {
         let [b, t, v] = self.local;
-        let integers = |shape: &[usize]| Type::new(Element::I32, shape);
+        let integers = |shape: &[usize]| Type::new(DeviceDtype::I32, shape);
         let column = self.builder.iota(2, integers(&[b, t, v]));
         let Some(first) = first_column else {
             let wanted = self.per_element(ids);

@@ -36,7 +36,7 @@ use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::Reach;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::structure::{Shaped, Structure};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape};
 use assay_core::spec::LossSpec;
@@ -315,7 +315,7 @@ impl Head {
         let resident = one_pass(structure, [1, chunks.rows, on.local[2]], calls.dtype.into(), calls.machine);
         let resident = resident.filter(|_| on.mesh.vocab == 1);
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
-        let arrays = [[Element::F32; 6].as_slice(), &[Element::Pred; 2]].concat();
+        let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2]].concat();
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
             let Evaluated { gradient, logp, entropy, token } = match &resident {
@@ -352,7 +352,7 @@ impl Head {
         const STATISTICS: usize = 5;
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let states = chunks.states(on, hidden);
-        let arrays: Vec<Value> = (0..STATISTICS + 2).map(|_| chunks.empty(on, Element::F32)).collect();
+        let arrays: Vec<Value> = (0..STATISTICS + 2).map(|_| chunks.empty(on, DeviceDtype::F32)).collect();
         let arrays = on.for_each_chunk(chunks, &arrays, |on, first, arrays| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
             let (_, logits) = self.logits_of_chunk(on, states, given.mask, chunks, first);
@@ -406,7 +406,7 @@ impl Head {
         let shape = on.builder.type_of(hidden).shape.clone();
         let states = chunks.states(on, hidden);
         let of_head = on.builder.type_of(self.weights).shape.clone();
-        let nothing = on.builder.constant(0.0, Type::new(Element::F32, &of_head));
+        let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &of_head));
         let carried = [&[states, nothing], carried].concat();
         let results = on.for_each_chunk(chunks, &carried, |on, first, carried| {
             let &[states, dlm_head, ref carried @ ..] = carried else { unreachable!("as many as were given") };
@@ -469,7 +469,7 @@ impl Chunks {
     }
 
     /// `[1,N]` to be filled.
-    fn empty(self, on: &mut Program, element: Element) -> Value {
+    fn empty(self, on: &mut Program, element: DeviceDtype) -> Value {
         on.builder.constant(0.0, Type::new(element, &[1, self.padded]))
     }
 
@@ -494,7 +494,7 @@ impl Chunks {
 impl Program {
     /// Where a part of a matrix begins that has its rows from `first` on.
     fn at_row(&mut self, first: Value) -> [Value; 2] {
-        [first, self.builder.constant(0.0, Type::new(Element::I32, &[]))]
+        [first, self.builder.constant(0.0, Type::new(DeviceDtype::I32, &[]))]
     }
 
     /// The same for its columns.
@@ -516,7 +516,7 @@ impl Program {
         carried: &[Value],
         body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
     ) -> Vec<Value> {
-        let index = Type::new(Element::I32, &[]);
+        let index = Type::new(DeviceDtype::I32, &[]);
         let local = [1, chunks.rows, self.local[2]];
         let (mesh, vocab) = (self.mesh, self.vocab);
         let carried = [&[self.builder.constant(0.0, index.clone())], carried].concat();
@@ -543,7 +543,7 @@ impl Program {
     fn over_rows(&mut self, mut array: Value, bytes: usize) -> Value {
         let axes = [Axis::Batch, Axis::Tokens];
         let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
-        let blocks = (rows * width * Element::F32.size()).div_ceil(bytes.max(1)).min(MOST_BLOCKS);
+        let blocks = (rows * width * DeviceDtype::F32.size()).div_ceil(bytes.max(1)).min(MOST_BLOCKS);
         let block = rows.div_ceil(blocks).next_multiple_of(CHUNK_ROWS);
         if self.mesh.batch * self.mesh.tokens == 1 || block >= rows {
             return self.over(&axes, Fold::Add, array);
@@ -553,7 +553,7 @@ impl Program {
             array = self.builder.barrier(array);
             let part = self.builder.slice(array, &[first, 0], &[block.min(rows - first), width]);
             let part = self.over(&axes, Fold::Add, part);
-            let first = self.builder.constant(first as f64, Type::new(Element::I32, &[]));
+            let first = self.builder.constant(first as f64, Type::new(DeviceDtype::I32, &[]));
             let start = self.at_row(first);
             array = self.builder.dynamic_update_slice(array, part, &start);
         }

@@ -312,7 +312,7 @@ impl LossProgram {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HeadProgram;
+    use crate::{ANY_TPU, HeadProgram};
     use assay_core::implementation::Given;
     use assay_core::problem::{HeadForm, HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
@@ -331,6 +331,29 @@ mod tests {
                 assert!(text(xla, batch, tokens) == one_sequence, "{} {batch}x{tokens}", xla.id());
             }
         }
+    }
+
+    /// 18,992 columns a device fill no registers of 128: only where memory is of registers are there 19,072.
+    #[test]
+    fn vocabulary_is_padded_to_registers_on_a_tpu_alone() {
+        let shape = HeadShape { batch: 1, tokens: 8, hidden: 16, vocab: 151_936 };
+        let spec = LossSpec::default();
+        let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+        let columns = |machine| {
+            let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+            let cut = LossProgram::all().into_iter().filter(|xla| xla.sharding == Sharding::Vocab);
+            let texts = cut.map(|xla| xla.loops(Shaped::of(&spec), given, 8, machine).unwrap());
+            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let cut = HeadProgram::all().into_iter().filter(|head| head.sharding() == Sharding::Vocab);
+            let of_heads = cut.map(|head| head.loops(Shaped::of(&spec), given, 8, machine).unwrap());
+            let held = |text: String| {
+                let parameters = text.lines().find(|line| line.contains("@main(")).unwrap();
+                [18_992, 19_072].map(|columns| parameters.contains(&format!("x{columns}xbf16>")))
+            };
+            texts.chain(of_heads).map(held).collect::<Vec<_>>()
+        };
+        assert_eq!(columns(ANY_DEVICE), [[true, false]; 4]);
+        assert_eq!(columns(ANY_TPU), [[false, true]; 4]);
     }
 
     /// The tests on devices run what is whole in place of what is cut over one device.

@@ -23,12 +23,12 @@ use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Form, Number, Numbers, Structure, Temperature};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
 /// Tokens of a batch, at most: their ids lie in SMEM.
 pub(crate) fn most_tokens(machine: Machine) -> usize {
-    machine.smem_bytes / Element::I32.size()
+    machine.smem_bytes / DeviceDtype::I32.size()
 }
 
 /// The columns of the array that holds what the kernel is given of each token.
@@ -122,7 +122,12 @@ pub(crate) fn numbers(structure: Structure) -> Vec<Number> {
 }
 
 /// The kernel for `[1,n,v]` logits. `None` where it has no [rows of a block](rows_of_a_block).
-pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element, machine: Machine) -> Option<Kernel> {
+pub(crate) fn one_pass(
+    structure: Structure,
+    local: [usize; 3],
+    logits: DeviceDtype,
+    machine: Machine,
+) -> Option<Kernel> {
     let rows = rows_of_a_block(local, logits, machine).ok()?;
     Some(write(structure, local, logits, machine, rows))
 }
@@ -133,7 +138,7 @@ pub(crate) fn one_pass(structure: Structure, local: [usize; 3], logits: Element,
 /// The largest vocabulary of which one register of rows fits.
 pub(crate) fn rows_of_a_block(
     [_, n, v]: [usize; 3],
-    logits: Element,
+    logits: DeviceDtype,
     machine: Machine,
 ) -> std::result::Result<usize, usize> {
     let granule = machine.rows_of_a_register(logits);
@@ -150,9 +155,9 @@ pub(crate) fn rows_of_a_block(
 const SPILLS: usize = 4 << 20;
 
 /// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, and the tokens' arrays.
-fn vmem_bytes(logits: Element, block @ [rows, _]: [usize; 2], machine: Machine) -> usize {
-    let per_token = machine.tile_bytes(Element::F32, [rows, PER_TOKEN]);
-    4 * machine.tile_bytes(logits, block) + machine.tile_bytes(Element::F32, block) + 4 * per_token + SPILLS
+fn vmem_bytes(logits: DeviceDtype, block @ [rows, _]: [usize; 2], machine: Machine) -> usize {
+    let per_token = machine.tile_bytes(DeviceDtype::F32, [rows, PER_TOKEN]);
+    4 * machine.tile_bytes(logits, block) + machine.tile_bytes(DeviceDtype::F32, block) + 4 * per_token + SPILLS
 }
 
 /// A softmax, and how its exponentials were made.
@@ -175,19 +180,19 @@ struct Writer {
     exps: Memory,
 }
 
-fn write(structure: Structure, [_, n, v]: [usize; 3], element: Element, machine: Machine, rows: usize) -> Kernel {
+fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, machine: Machine, rows: usize) -> Kernel {
     let mut on = Builder::new("grpo_one_pass", &[1, n.div_ceil(rows)], machine);
-    let ids = on.scalars(Element::I32, n);
+    let ids = on.scalars(DeviceDtype::I32, n);
     let of_spec = numbers(structure);
-    let numbers = on.scalars(Element::F32, of_spec.len());
+    let numbers = on.scalars(DeviceDtype::F32, of_spec.len());
     let given = given_columns(structure);
     let padded = v.next_multiple_of(machine.lanes);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
     let logits = on.input(stored_as(element), &[1, n, v], window(padded));
-    let tokens = on.input(Element::F32, &[1, n, width(given.len())], window(width(given.len())));
+    let tokens = on.input(DeviceDtype::F32, &[1, n, width(given.len())], window(width(given.len())));
     let dlogits = on.output_over(logits);
-    let results = on.output(Element::F32, &[1, n, PER_TOKEN], window(PER_TOKEN));
-    let exps = on.scratch(Element::F32, rows, padded);
+    let results = on.output(DeviceDtype::F32, &[1, n, PER_TOKEN], window(PER_TOKEN));
+    let exps = on.scratch(DeviceDtype::F32, rows, padded);
     let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
     writer.body(structure, n, ids, numbers);
     writer.on.finish()
@@ -321,7 +326,7 @@ impl Writer {
         let first = on.mul(block, rows);
         let (zero, last) = (on.integer(0), on.integer(tokens - 1));
         let last_column = on.integer(self.vocab - 1);
-        let whole_registers = on.constant(-(lanes as f64), Type::scalar(Element::I32));
+        let whole_registers = on.constant(-(lanes as f64), Type::scalar(DeviceDtype::I32));
         (0..self.rows)
             .map(|row| {
                 let offset = on.integer(row);
@@ -355,7 +360,7 @@ impl Writer {
         let on = &mut self.on;
         let element = on.memory_element(self.logits);
         let floor = on.number(FLOOR);
-        let mut taken = on.constant(0.0, Type::tile(Element::F32, self.rows, lanes));
+        let mut taken = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
         for target in targets {
             let column = Column::Dynamic(target.register);
             let x = on.load(self.logits, column, lanes);
@@ -374,8 +379,8 @@ impl Writer {
         let (logits, lanes, columns) = (self.logits, self.lanes(), self.columns());
         let on = &mut self.on;
         let element = on.memory_element(logits);
-        let native = element == Element::F32 || element == Element::Bf16 && on.machine().bf16_arithmetic;
-        let element = if native { element } else { Element::F32 };
+        let native = element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic;
+        let element = if native { element } else { DeviceDtype::F32 };
         let lowest = on.constant(FLOOR, Type::tile(element, self.rows, lanes));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
@@ -385,7 +390,7 @@ impl Writer {
             maxima
         });
         let maximum = join(on, Fold::Max, &maxima);
-        let maximum = on.convert(maximum, Element::F32);
+        let maximum = on.convert(maximum, DeviceDtype::F32);
         let others = on.fold_lanes(Fold::Max, maximum);
         let max = on.max(others, target_logit);
         let mut per_row = self.per_row();
@@ -402,7 +407,7 @@ impl Writer {
         let (logits, exps, lanes, columns) = (self.logits, self.exps, self.lanes(), self.columns());
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
-        let zero = on.constant(0.0, Type::tile(Element::F32, self.rows, lanes));
+        let zero = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
             let x = raised(on, x);
@@ -528,7 +533,7 @@ mod tests {
     fn bytes_of_vmem_are_those_that_the_kernel_counts() {
         let machine = Machine::tpu(120 << 20, true);
         let structure = Structure::of(&LossSpec::default());
-        for logits in [Element::F32, Element::Bf16, Element::F16] {
+        for logits in [DeviceDtype::F32, DeviceDtype::Bf16, DeviceDtype::F16] {
             for local in [[1, 1, 1], [1, 80, 129], [1, 4096, 151_936]] {
                 let rows = rows_of_a_block(local, logits, machine).unwrap();
                 let kernel = one_pass(structure, local, logits, machine).unwrap();

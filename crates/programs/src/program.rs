@@ -10,7 +10,7 @@ use crate::rows::{in_rows, stored_as};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Structure, Tokens};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::RatioLevel;
 use assay_tile::Machine;
@@ -93,7 +93,7 @@ pub struct Named {
     /// Its name.
     pub name: &'static str,
     /// Element type.
-    pub dtype: Element,
+    pub dtype: DeviceDtype,
     /// Extents.
     pub shape: Vec<usize>,
     /// What its last axis holds, place by place, where those are different things.
@@ -109,19 +109,19 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
     let per_token = |name, dtype| named(name, dtype, &[b, t]);
     let mut inputs = vec![
         named("logits", element, &shape),
-        per_token("ids", Element::I32),
-        per_token("mask", Element::Pred),
-        per_token("advantages", Element::F32),
+        per_token("ids", DeviceDtype::I32),
+        per_token("mask", DeviceDtype::Pred),
+        per_token("advantages", DeviceDtype::F32),
     ];
-    inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), Element::F32)));
+    inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), DeviceDtype::F32)));
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
-    inputs.push(Named { columns: numbers.clone(), ..named("numbers", Element::F32, &[numbers.len()]) });
+    inputs.push(Named { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
     let outputs = vec![
         named("dlogits", element, &shape),
-        per_token("logp", Element::F32),
-        per_token("entropy", Element::F32),
-        per_token("token_loss", Element::F32),
-        Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", Element::F32, &[Scalars::COUNT]) },
+        per_token("logp", DeviceDtype::F32),
+        per_token("entropy", DeviceDtype::F32),
+        per_token("token_loss", DeviceDtype::F32),
+        Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", DeviceDtype::F32, &[Scalars::COUNT]) },
     ];
     [inputs, outputs]
 }
@@ -270,14 +270,14 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let mut builder = Builder::default();
     let per_token = |element| Type::new(element, &[b, t]);
     let arrays = arrays(&mut builder);
-    let ids = builder.parameter(per_token(Element::I32), None);
-    let mask = builder.parameter(per_token(Element::Pred), None);
-    let advantage = builder.parameter(per_token(Element::F32), None);
+    let ids = builder.parameter(per_token(DeviceDtype::I32), None);
+    let mask = builder.parameter(per_token(DeviceDtype::Pred), None);
+    let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
     let inputs = structure.inputs().into_iter();
-    let inputs = inputs.map(|input| (input, builder.parameter(per_token(Element::F32), None))).collect();
+    let inputs = inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
     let of_spec = structure.program_numbers();
-    let numbers = builder.parameter(Type::new(Element::F32, &[of_spec.len()]), None);
-    let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(Element::I32, &[]), None));
+    let numbers = builder.parameter(Type::new(DeviceDtype::F32, &[of_spec.len()]), None);
+    let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(DeviceDtype::I32, &[]), None));
 
     let mut on = Program { builder, local, mesh, vocab };
     let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
@@ -345,7 +345,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         for (place, truth) in
             [(Scalars::CLIP_LOW, clipped_low), (Scalars::CLIP_HIGH, clipped_high), (Scalars::CLIP_REGION, clipped)]
         {
-            let share = on.builder.convert(truth, Element::F32);
+            let share = on.builder.convert(truth, DeviceDtype::F32);
             sums[place] = on.total(mask, share);
         }
         on.means(&sums, counts.of_batch)
@@ -371,9 +371,9 @@ pub(crate) fn forward(
     let [b, t, _] = local;
     let mut builder = Builder::default();
     let logits = logits_parameter(&mut builder, local, dtype, for_kernels, None);
-    let ids = builder.parameter(Type::new(Element::I32, &[b, t]), None);
-    let mask = builder.parameter(Type::new(Element::Pred, &[b, t]), None);
-    let inverse_temperature = builder.parameter(Type::new(Element::F32, &[]), None);
+    let ids = builder.parameter(Type::new(DeviceDtype::I32, &[b, t]), None);
+    let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
+    let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, &[]), None);
     let mut on = Program { builder, local, mesh, vocab };
     let given = Forward { logits, ids, inverse_temperature, first_column: None };
     let outputs = core(&mut on, &given);
@@ -389,11 +389,11 @@ pub(crate) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>;
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let inputs = vec![
         named("logits", element, &shape),
-        named("ids", Element::I32, &[b, t]),
-        named("mask", Element::Pred, &[b, t]),
-        named("inverse_temperature", Element::F32, &[]),
+        named("ids", DeviceDtype::I32, &[b, t]),
+        named("mask", DeviceDtype::Pred, &[b, t]),
+        named("inverse_temperature", DeviceDtype::F32, &[]),
     ];
-    [inputs, vec![named("logp", Element::F32, &[b, t]), named("entropy", Element::F32, &[b, t])]]
+    [inputs, vec![named("logp", DeviceDtype::F32, &[b, t]), named("entropy", DeviceDtype::F32, &[b, t])]]
 }
 
 /// How many tokens count.
@@ -419,7 +419,7 @@ impl Program {
     }
 
     fn scalar(&mut self, x: f64) -> Value {
-        self.builder.constant(x, Type::new(Element::F32, &[]))
+        self.builder.constant(x, Type::new(DeviceDtype::F32, &[]))
     }
 
     /// `a · scalar`, for `a` of any shape.
@@ -532,7 +532,7 @@ impl Program {
     }
 
     fn counts(&mut self, mask: Value) -> Counts {
-        let ones = self.builder.convert(mask, Element::F32);
+        let ones = self.builder.convert(mask, DeviceDtype::F32);
         let of_rows = self.builder.reduce(Fold::Add, ones, &[1]);
         let of_rows = self.over(&[Axis::Tokens], Fold::Add, of_rows);
         let of_batch = self.builder.reduce(Fold::Add, of_rows, &[0]);
@@ -557,9 +557,9 @@ impl Program {
         };
         let filled = denominator.filled_rows.then(|| {
             let [b, ..] = self.local;
-            let zero = self.builder.constant(0.0, Type::new(Element::F32, &[b]));
+            let zero = self.builder.constant(0.0, Type::new(DeviceDtype::F32, &[b]));
             let filled = self.builder.compare(Comparison::Less, zero, counts.of_rows);
-            let filled = self.builder.convert(filled, Element::F32);
+            let filled = self.builder.convert(filled, DeviceDtype::F32);
             let rows = self.builder.reduce(Fold::Add, filled, &[0]);
             let rows = self.over(&[Axis::Batch], Fold::Add, rows);
             self.at_least_one(rows)
@@ -613,7 +613,7 @@ impl Arithmetic for Program {
 
     fn constant(&mut self, x: f64) -> Value {
         let [b, t, _] = self.local;
-        self.builder.constant(x, Type::new(Element::F32, &[b, t]))
+        self.builder.constant(x, Type::new(DeviceDtype::F32, &[b, t]))
     }
     fn add(&mut self, a: Value, b: Value) -> Value {
         self.builder.add(a, b)

@@ -3,7 +3,7 @@
 use std::f64::consts::LOG2_E;
 
 use assay_algebra::arithmetic::Arithmetic;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Memory, Type, Value};
 
 /// −2¹⁰⁰: what a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row
@@ -115,17 +115,17 @@ pub(crate) fn in_rows([b, t, v]: [usize; 3]) -> [usize; 3] {
 }
 
 /// How logits lie in memory: f16 as its bits, for a TPU has no f16.
-pub(crate) fn stored_as(logits: Element) -> Element {
-    if logits == Element::F16 { Element::I16 } else { logits }
+pub(crate) fn stored_as(logits: DeviceDtype) -> DeviceDtype {
+    if logits == DeviceDtype::F16 { DeviceDtype::I16 } else { logits }
 }
 
 /// Stored logits in f32, exactly.
 pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
-    if on.type_of(x).element != Element::I16 {
-        return on.convert(x, Element::F32);
+    if on.type_of(x).element != DeviceDtype::I16 {
+        return on.convert(x, DeviceDtype::F32);
     }
-    let bits = on.convert(x, Element::I32);
-    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(Element::I32));
+    let bits = on.convert(x, DeviceDtype::I32);
+    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(DeviceDtype::I32));
     let (zero, no_sign) = (on.integer(0), integer(on, 0x7FFF));
     let magnitude = on.and(bits, no_sign);
     let (least_normal, infinite) = (integer(on, 0x0400), integer(on, 0x7C00));
@@ -135,9 +135,9 @@ pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
     let bias = on.select(finite, bias, bias_of_specials);
     let moved = on.mul(magnitude, wider);
     let moved = on.add(moved, bias);
-    let normal = on.bitcast(moved, Element::F32);
+    let normal = on.bitcast(moved, DeviceDtype::F32);
     // Below the normal numbers the fraction counts units of 2⁻²⁴.
-    let counted = on.convert(magnitude, Element::F32);
+    let counted = on.convert(magnitude, DeviceDtype::F32);
     let unit = on.number(2_f64.powi(-24));
     let subnormal = on.mul(counted, unit);
     let small = on.less(magnitude, least_normal);
@@ -148,17 +148,17 @@ pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
 }
 
 /// f32 as logits are stored, rounded to nearest even.
-pub(crate) fn narrow(on: &mut Builder, x: Value, stored: Element) -> Value {
-    if stored != Element::I16 {
+pub(crate) fn narrow(on: &mut Builder, x: Value, stored: DeviceDtype) -> Value {
+    if stored != DeviceDtype::I16 {
         return on.convert(x, stored);
     }
-    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(Element::I32));
+    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(DeviceDtype::I32));
     let zero = on.number(0.0);
     let negated = on.neg(x);
     let negative = on.less(x, zero);
     let value = on.select(negative, negated, x);
     // 13 bits of the fraction go: half of the last that stays is added, and less where a tie is to stay even.
-    let bits = on.bitcast(value, Element::I32);
+    let bits = on.bitcast(value, DeviceDtype::I32);
     let (one, dropped, almost_half) = (integer(on, 1), integer(on, 13), integer(on, (1 << 12) - 1));
     let kept = on.shift_right(bits, dropped);
     let odd = on.and(kept, one);
@@ -172,7 +172,7 @@ pub(crate) fn narrow(on: &mut Builder, x: Value, stored: Element) -> Value {
     let (unit, whole, fraction) = (on.number(2_f64.powi(24)), on.number(2_f64.powi(23)), integer(on, (1 << 23) - 1));
     let counted = on.mul(value, unit);
     let counted = on.add(counted, whole);
-    let counted = on.bitcast(counted, Element::I32);
+    let counted = on.bitcast(counted, DeviceDtype::I32);
     let subnormal = on.and(counted, fraction);
     let least_normal = on.number(2_f64.powi(-14));
     let small = on.less(value, least_normal);
@@ -226,11 +226,11 @@ pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Val
 /// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
 pub(crate) fn raised(on: &mut Builder, x: Value) -> Value {
     let ty = on.type_of(x);
-    let native = ty.element == Element::Bf16 && on.machine().bf16_arithmetic;
+    let native = ty.element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic;
     let x = if native { x } else { widen(on, x) };
     let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
     let x = on.max(x, floor);
-    on.convert(x, Element::F32)
+    on.convert(x, DeviceDtype::F32)
 }
 
 /// `−log₂e · scale`: what a gap from the maximum is multiplied by to become an exponent of 2.
@@ -253,7 +253,7 @@ impl Arithmetic for PerRow<'_> {
     type Truth = Value;
 
     fn constant(&mut self, x: f64) -> Value {
-        self.on.constant(x, Type::tile(Element::F32, self.rows, 1))
+        self.on.constant(x, Type::tile(DeviceDtype::F32, self.rows, 1))
     }
     fn add(&mut self, a: Value, b: Value) -> Value {
         self.on.add(a, b)

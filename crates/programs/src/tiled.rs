@@ -11,7 +11,7 @@ use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Structure, Temperature};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
 use assay_tile::{Kernel, Machine, mosaic, xla};
@@ -57,7 +57,7 @@ pub struct TpuKernel {
 type Label<'l> = (&'static str, &'l [&'static str]);
 
 fn described(kernel: &Kernel, operands: &[Label], results: &[Label]) -> TpuKernel {
-    let named = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>, labels: &[Label]| {
+    let named = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>, labels: &[Label]| {
         let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
             let columns = columns.to_vec();
             Named { name, dtype, shape, columns }
@@ -87,7 +87,7 @@ pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKer
 pub(crate) fn describe_statistics(
     structure: Structure,
     shape: [usize; 3],
-    element: Element,
+    element: DeviceDtype,
     machine: Machine,
 ) -> TpuKernel {
     let local = Local { shape, least: shape[2] };
@@ -100,7 +100,7 @@ pub(crate) fn describe_statistics(
 pub(crate) fn describe_dlogits(
     structure: Structure,
     shape: [usize; 3],
-    element: Element,
+    element: DeviceDtype,
     machine: Machine,
 ) -> TpuKernel {
     let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element, machine);
@@ -116,7 +116,7 @@ pub(crate) fn describe_dlogits(
 
 /// Calls `kernel`.
 fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> Vec<Value> {
-    let types = |list: &mut dyn Iterator<Item = (Element, Vec<usize>)>| {
+    let types = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>| {
         list.map(|(element, shape)| Type::new(element, &shape)).collect::<Vec<_>>()
     };
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
@@ -162,7 +162,7 @@ pub(crate) fn one_pass_core(
 ) -> Evaluated {
     use one_pass::{Given as Column, Result};
     let [b, t, _] = on.local;
-    let mask = on.builder.convert(given.mask, Element::F32);
+    let mask = on.builder.convert(given.mask, DeviceDtype::F32);
     let names = one_pass::given_columns(structure);
     let of_tokens: Vec<(usize, Value)> = names
         .iter()
@@ -349,7 +349,7 @@ fn gradient(
     let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
     let share = on.builder.divide(factor, sum);
     let share = on.builder.negate(share);
-    let mask = on.builder.convert(given.mask, Element::F32);
+    let mask = on.builder.convert(given.mask, DeviceDtype::F32);
     // The target's column is made of the same share: a compiler may compute a value anew for each of its uses, and
     // at a kink another rounding is another branch.
     let mut scales = vec![
@@ -388,7 +388,7 @@ impl Program {
     /// The ids, counted from this device's first column, −1 where another has it; and how many columns it has, `[1]` i32.
     fn of_device(&mut self, given: &Forward) -> (Value, Value) {
         let [b, t, v] = self.local;
-        let scalar = Type::new(Element::I32, &[]);
+        let scalar = Type::new(DeviceDtype::I32, &[]);
         let columns = self.builder.constant(v as f64, scalar.clone());
         let Some(first) = given.first_column else {
             return (given.ids, self.builder.reshape(columns, &[1]));
@@ -400,7 +400,7 @@ impl Program {
         let real = self.builder.minimum(left, columns);
         // A window reaches beyond the device's columns, and no target may be found there.
         let of_each = |on: &mut Self, scalar| on.builder.broadcast(scalar, &[], &[b, t]);
-        let (end, elsewhere) = (of_each(self, real), self.builder.constant(-1.0, Type::new(Element::I32, &[b, t])));
+        let (end, elsewhere) = (of_each(self, real), self.builder.constant(-1.0, Type::new(DeviceDtype::I32, &[b, t])));
         let before_end = self.builder.compare(Comparison::Less, ids, end);
         let ids = self.builder.select(before_end, ids, elsewhere);
         (ids, self.builder.reshape(real, &[1]))

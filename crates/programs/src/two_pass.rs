@@ -17,7 +17,7 @@ use super::rows::{
     stored_as, widen,
 };
 use assay_algebra::structure::{Structure, Temperature};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
 /// Columns of a window, at most.
@@ -87,7 +87,7 @@ struct Cut {
 }
 
 impl Cut {
-    fn of(Local { shape: [_, tokens, vocab], least }: Local, logits: Element, machine: Machine) -> Self {
+    fn of(Local { shape: [_, tokens, vocab], least }: Local, logits: DeviceDtype, machine: Machine) -> Self {
         let rows = tokens.next_multiple_of(machine.rows_of_a_register(logits)).min(ROWS);
         let columns = vocab.div_ceil(vocab.div_ceil(WINDOW)).next_multiple_of(machine.lanes);
         Self { tokens, vocab, least, rows, columns }
@@ -101,7 +101,7 @@ impl Cut {
         [1, self.tokens.div_ceil(self.rows), self.blocks()]
     }
 
-    fn logits(self, on: &mut Builder, element: Element) -> Memory {
+    fn logits(self, on: &mut Builder, element: DeviceDtype) -> Memory {
         let window = Window { block: vec![1, self.rows, self.columns], along: vec![Some(0), Some(1), Some(2)] };
         on.input(stored_as(element), &[1, self.tokens, self.vocab], window)
     }
@@ -163,23 +163,23 @@ fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) 
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]` and ids `[1,n,1]` i32; returns
 /// `[1,n,8]` f32, see [`Statistic`].
-pub(crate) fn statistics(temperature: Temperature, local: Local, element: Element, machine: Machine) -> Kernel {
+pub(crate) fn statistics(temperature: Temperature, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);
     let on = &mut builder;
-    let numbers = on.scalars(Element::F32, 1);
-    let real = on.scalars(Element::I32, 1);
+    let numbers = on.scalars(DeviceDtype::F32, 1);
+    let real = on.scalars(DeviceDtype::I32, 1);
     let logits = cut.logits(on, element);
     let (shape, window) = cut.per_token(1);
-    let ids = on.input(Element::I32, &shape, window);
+    let ids = on.input(DeviceDtype::I32, &shape, window);
     let (shape, window) = cut.per_token(PER_TOKEN);
-    let results = on.output(Element::F32, &shape, window);
+    let results = on.output(DeviceDtype::F32, &shape, window);
     let scales = exponent_scales(on, temperature, numbers);
     let width = machine.lanes;
-    let mut of_lanes = || on.scratch(Element::F32, cut.rows, width);
+    let mut of_lanes = || on.scratch(DeviceDtype::F32, cut.rows, width);
     let (maxima, chosen) = (of_lanes(), of_lanes());
     let sums: Vec<[Memory; 2]> = scales.iter().map(|_| [of_lanes(), of_lanes()]).collect();
-    let lanes = Type::tile(Element::F32, cut.rows, width);
+    let lanes = Type::tile(DeviceDtype::F32, cut.rows, width);
     let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), width);
     let keep = |on: &mut Builder, memory, value| on.store(memory, Column::Static(0), value);
 
@@ -194,8 +194,8 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
     });
 
     let columns = cut.of_window(on, real);
-    let native = element == Element::F32 || element == Element::Bf16 && machine.bf16_arithmetic;
-    let compared = if native { element } else { Element::F32 };
+    let native = element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic;
+    let compared = if native { element } else { DeviceDtype::F32 };
     let lowest = on.constant(FLOOR, Type { element: compared, ..lanes });
     let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
@@ -204,7 +204,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Elemen
         accumulate(on, Fold::Max, &mut maximum, x);
         maximum
     });
-    let highest = on.convert(highest[0], Element::F32);
+    let highest = on.convert(highest[0], DeviceDtype::F32);
     let before = whole(on, maxima);
     let max = on.max(before, highest);
     keep(on, maxima, max);
@@ -304,17 +304,17 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]`, which dlogits are written
 /// over, ids `[1,n,1]` i32 and scales `[1,n,8]` f32, see [`Scale`].
-pub(crate) fn dlogits(structure: Structure, local: Local, element: Element, machine: Machine) -> Kernel {
+pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_dlogits", &cut.grid(), machine);
     let on = &mut builder;
-    let numbers = on.scalars(Element::F32, 1);
-    let real = on.scalars(Element::I32, 1);
+    let numbers = on.scalars(DeviceDtype::F32, 1);
+    let real = on.scalars(DeviceDtype::I32, 1);
     let logits = cut.logits(on, element);
     let (shape, window) = cut.per_token(1);
-    let ids = on.input(Element::I32, &shape, window);
+    let ids = on.input(DeviceDtype::I32, &shape, window);
     let (shape, window) = cut.per_token(PER_TOKEN);
-    let tokens = on.input(Element::F32, &shape, window);
+    let tokens = on.input(DeviceDtype::F32, &shape, window);
     let dlogits = on.output_over(logits);
 
     let scales = exponent_scales(on, structure.temperature, numbers);

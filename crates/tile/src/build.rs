@@ -4,7 +4,7 @@ use super::ir::{
     Array, Binary, Comparison, Fold, For, Kernel, Memory, Operation, Place, Statement, Type, Unary, Value, Window,
 };
 use super::machine::Machine;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// A column of memory, to load from or store to.
 pub type Column = Place<Value>;
@@ -40,12 +40,12 @@ impl Builder {
     }
 
     /// An array of `length` in SMEM.
-    pub fn scalars(&mut self, element: Element, length: usize) -> Memory {
+    pub fn scalars(&mut self, element: DeviceDtype, length: usize) -> Memory {
         self.kernel.scalars.push((element, length));
         Memory::Scalars(self.kernel.scalars.len() - 1)
     }
 
-    fn array(&self, element: Element, shape: &[usize], window: Window) -> Array {
+    fn array(&self, element: DeviceDtype, shape: &[usize], window: Window) -> Array {
         let rank = shape.len();
         assert!(
             rank >= 2 && window.block.len() == rank && window.along.len() == rank,
@@ -60,14 +60,14 @@ impl Builder {
     }
 
     /// An input and its window.
-    pub fn input(&mut self, element: Element, shape: &[usize], window: Window) -> Memory {
+    pub fn input(&mut self, element: DeviceDtype, shape: &[usize], window: Window) -> Memory {
         let array = self.array(element, shape, window);
         self.kernel.inputs.push(array);
         Memory::Input(self.kernel.inputs.len() - 1)
     }
 
     /// An output and its window.
-    pub fn output(&mut self, element: Element, shape: &[usize], window: Window) -> Memory {
+    pub fn output(&mut self, element: DeviceDtype, shape: &[usize], window: Window) -> Memory {
         let array = self.array(element, shape, window);
         self.kernel.outputs.push(array);
         Memory::Output(self.kernel.outputs.len() - 1)
@@ -83,7 +83,7 @@ impl Builder {
     }
 
     /// `[rows, columns]` of scratch.
-    pub fn scratch(&mut self, element: Element, rows: usize, columns: usize) -> Memory {
+    pub fn scratch(&mut self, element: DeviceDtype, rows: usize, columns: usize) -> Memory {
         self.kernel.scratch.push((element, [rows, columns]));
         Memory::Scratch(self.kernel.scratch.len() - 1)
     }
@@ -100,7 +100,7 @@ impl Builder {
         self.kernel.types[value.0]
     }
 
-    fn element(&self, value: Value) -> Element {
+    fn element(&self, value: Value) -> DeviceDtype {
         self.type_of(value).element
     }
 
@@ -127,29 +127,29 @@ impl Builder {
 
     /// The scalar f32 `x`.
     pub fn number(&mut self, x: f64) -> Value {
-        self.constant(x, Type::scalar(Element::F32))
+        self.constant(x, Type::scalar(DeviceDtype::F32))
     }
 
     /// The scalar i32 `x`.
     pub fn integer(&mut self, x: usize) -> Value {
-        self.constant(x as f64, Type::scalar(Element::I32))
+        self.constant(x as f64, Type::scalar(DeviceDtype::I32))
     }
 
     /// The index of this step along `axis` of the grid, a scalar i32.
     pub fn grid_index(&mut self, axis: usize) -> Value {
         assert!(axis < self.kernel.grid.len(), "grid axis {axis} of {:?}", self.kernel.grid);
-        self.define(Type::scalar(Element::I32), Operation::GridIndex(axis))
+        self.define(Type::scalar(DeviceDtype::I32), Operation::GridIndex(axis))
     }
 
     /// The scalar at `index` of an array in SMEM.
     pub fn load_scalar(&mut self, memory: Memory, index: Value) -> Value {
         let Memory::Scalars(i) = memory else { panic!("scalar of {memory:?}, expected an array in SMEM") };
-        assert_eq!(self.type_of(index), Type::scalar(Element::I32), "index of a scalar");
+        assert_eq!(self.type_of(index), Type::scalar(DeviceDtype::I32), "index of a scalar");
         self.define(Type::scalar(self.kernel.scalars[i].0), Operation::LoadScalar(i, index))
     }
 
     /// The element type of memory other than scalars.
-    pub fn memory_element(&self, memory: Memory) -> Element {
+    pub fn memory_element(&self, memory: Memory) -> DeviceDtype {
         self.kernel.tile_of(memory).0
     }
 
@@ -158,7 +158,7 @@ impl Builder {
         match place {
             Place::Static(start) => assert!(start + columns <= extent, "columns {start} + {columns} of {extent}"),
             Place::Dynamic(start) => {
-                assert_eq!(self.type_of(start), Type::scalar(Element::I32), "a dynamic column");
+                assert_eq!(self.type_of(start), Type::scalar(DeviceDtype::I32), "a dynamic column");
                 assert_eq!(columns % self.kernel.machine.lanes, 0, "{columns} columns from a dynamic one");
                 assert!(columns <= extent, "{columns} columns of {extent}");
             }
@@ -271,7 +271,7 @@ impl Builder {
     }
 
     /// The bits of `a` as f32 or i32.
-    pub fn bitcast(&mut self, a: Value, element: Element) -> Value {
+    pub fn bitcast(&mut self, a: Value, element: DeviceDtype) -> Value {
         let from = self.type_of(a);
         assert!(from.element.size() == 4 && element.size() == 4, "bitcast: {from} to {element}");
         self.define(Type { element, ..from }, Operation::Bitcast(a))
@@ -279,7 +279,7 @@ impl Builder {
 
     /// `a ∨ b`, of truth values.
     pub fn or(&mut self, a: Value, b: Value) -> Value {
-        assert_eq!(self.element(a), Element::Pred, "or of {}", self.type_of(a));
+        assert_eq!(self.element(a), DeviceDtype::Pred, "or of {}", self.type_of(a));
         self.binary(Binary::Or, a, b)
     }
 
@@ -287,7 +287,7 @@ impl Builder {
         let name = format!("{comparison:?}");
         let (a, b) = self.meet(&name, a, b);
         assert_eq!(self.type_of(a), self.type_of(b), "{name}: operands of different types");
-        let ty = Type { element: Element::Pred, ..self.type_of(a) };
+        let ty = Type { element: DeviceDtype::Pred, ..self.type_of(a) };
         self.define(ty, Operation::Compare(comparison, a, b))
     }
 
@@ -303,7 +303,7 @@ impl Builder {
 
     /// `yes` where `condition` holds, else `no`.
     pub fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
-        assert_eq!(self.element(condition), Element::Pred, "select: the condition");
+        assert_eq!(self.element(condition), DeviceDtype::Pred, "select: the condition");
         let (yes, no) = self.meet("select", yes, no);
         let (condition, yes) = self.meet("select", condition, yes);
         let (condition, no) = self.meet("select", condition, no);
@@ -314,11 +314,11 @@ impl Builder {
     /// The row (`axis` 0) or column (`axis` 1) of each place, i32.
     pub fn iota(&mut self, axis: usize, rows: usize, columns: usize) -> Value {
         assert!(axis < 2, "iota along {axis}");
-        self.define(Type::tile(Element::I32, rows, columns), Operation::Iota(axis))
+        self.define(Type::tile(DeviceDtype::I32, rows, columns), Operation::Iota(axis))
     }
 
     /// `a` in another element type, rounded to nearest even.
-    pub fn convert(&mut self, a: Value, element: Element) -> Value {
+    pub fn convert(&mut self, a: Value, element: DeviceDtype) -> Value {
         if self.element(a) == element {
             return a;
         }
@@ -365,7 +365,7 @@ impl Builder {
         if trips == 0 {
             return initial.to_vec();
         }
-        let index = self.new_value(Type::scalar(Element::I32));
+        let index = self.new_value(Type::scalar(DeviceDtype::I32));
         let types: Vec<Type> = initial.iter().map(|&value| self.type_of(value)).collect();
         let carried: Vec<Value> = types.iter().map(|&ty| self.new_value(ty)).collect();
         self.open.push(Vec::new());
@@ -389,7 +389,7 @@ impl Builder {
 
     /// Runs `body` where `condition`, a scalar truth value, holds.
     pub fn when(&mut self, condition: Value, body: impl FnOnce(&mut Self)) {
-        assert_eq!(self.type_of(condition), Type::scalar(Element::Pred), "when: the condition");
+        assert_eq!(self.type_of(condition), Type::scalar(DeviceDtype::Pred), "when: the condition");
         self.open.push(Vec::new());
         body(self);
         let body = self.open.pop().expect("opened above");

@@ -4,7 +4,7 @@ use std::{env, fs};
 
 use super::{Builder, Column, Fold, Kernel, Machine, Type, Window, mosaic, xla};
 use crate::stablehlo;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 const MACHINE: Machine = Machine::tpu(120 << 20, true);
 
@@ -12,28 +12,28 @@ const MACHINE: Machine = Machine::tpu(120 << 20, true);
 /// window the sum of the lanes below a bound. It means nothing and has one of everything.
 fn kernel() -> Kernel {
     let mut on = Builder::new("golden", &[2, 2], MACHINE);
-    let scale = on.scalars(Element::F32, 1);
+    let scale = on.scalars(DeviceDtype::F32, 1);
     let window = Window { block: vec![1, 16, 384], along: vec![Some(0), None, Some(1)] };
-    let logits = on.input(Element::Bf16, &[2, 9, 700], window);
+    let logits = on.input(DeviceDtype::Bf16, &[2, 9, 700], window);
     let exps = on.output_over(logits);
     let window = Window { block: vec![1, 16, 1], along: vec![Some(0), None, None] };
-    let sums = on.output(Element::F32, &[2, 9, 1], window);
-    let max = on.scratch(Element::F32, 16, 1);
+    let sums = on.output(DeviceDtype::F32, &[2, 9, 1], window);
+    let max = on.scratch(DeviceDtype::F32, 16, 1);
 
     let block = on.grid_index(1);
     let zero = on.integer(0);
     let first = on.equal(block, zero);
     on.when(first, |on| {
-        let lowest = on.constant(f64::NEG_INFINITY, Type::tile(Element::F32, 16, 1));
+        let lowest = on.constant(f64::NEG_INFINITY, Type::tile(DeviceDtype::F32, 16, 1));
         on.store(max, Column::Static(0), lowest);
     });
     let factor = on.load_scalar(scale, zero);
-    let none = on.constant(0.0, Type::tile(Element::F32, 16, 128));
+    let none = on.constant(0.0, Type::tile(DeviceDtype::F32, 16, 128));
     let total = on.for_loop(3, &[none], |on, trip, carried| {
         let lanes = on.integer(128);
         let column = on.mul(trip, lanes);
         let x = on.load(logits, Column::Dynamic(column), 128);
-        let x = on.convert(x, Element::F32);
+        let x = on.convert(x, DeviceDtype::F32);
         let highest = on.fold_lanes(Fold::Max, x);
         let before = on.load(max, Column::Static(0), 1);
         let highest = on.max(before, highest);
@@ -41,7 +41,7 @@ fn kernel() -> Kernel {
         let gap = on.sub(x, highest);
         let exponent = on.mul(gap, factor);
         let exp = on.exp2(exponent);
-        let stored = on.convert(exp, Element::Bf16);
+        let stored = on.convert(exp, DeviceDtype::Bf16);
         on.store(exps, Column::Dynamic(column), stored);
         vec![on.add(carried[0], exp)]
     });
@@ -107,7 +107,7 @@ fn operands_of_different_elements_are_refused() {
 #[should_panic(expected = "columns 300 + 128 of 384")]
 fn a_load_beyond_the_window_is_refused() {
     let mut on = Builder::new("wrong", &[1], MACHINE);
-    let memory = on.scratch(Element::F32, 8, 384);
+    let memory = on.scratch(DeviceDtype::F32, 8, 384);
     on.load(memory, Column::Static(300), 128);
 }
 
@@ -115,7 +115,7 @@ fn a_load_beyond_the_window_is_refused() {
 #[should_panic(expected = "columns from a dynamic one")]
 fn a_dynamic_load_of_part_of_a_register_is_refused() {
     let mut on = Builder::new("wrong", &[1], MACHINE);
-    let memory = on.scratch(Element::F32, 8, 384);
+    let memory = on.scratch(DeviceDtype::F32, 8, 384);
     let column = on.integer(0);
     on.load(memory, Column::Dynamic(column), 64);
 }
@@ -124,7 +124,7 @@ fn a_dynamic_load_of_part_of_a_register_is_refused() {
 #[should_panic(expected = "does not reach all of [9, 700]")]
 fn a_window_that_leaves_part_of_its_array_unseen_is_refused() {
     let mut on = Builder::new("wrong", &[1], MACHINE);
-    on.input(Element::F32, &[9, 700], Window { block: vec![16, 384], along: vec![None, Some(0)] });
+    on.input(DeviceDtype::F32, &[9, 700], Window { block: vec![16, 384], along: vec![None, Some(0)] });
 }
 
 #[test]

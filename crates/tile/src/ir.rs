@@ -3,25 +3,25 @@
 use std::fmt;
 
 use super::machine::Machine;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// Element type of a value, and its extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Type {
     /// Of every element.
-    pub element: Element,
+    pub element: DeviceDtype,
     /// `[rows, columns]` of a tile; `None` for a scalar.
     pub tile: Option<[usize; 2]>,
 }
 
 impl Type {
     /// One number.
-    pub fn scalar(element: Element) -> Self {
+    pub fn scalar(element: DeviceDtype) -> Self {
         Self { element, tile: None }
     }
 
     /// `[rows, columns]`.
-    pub fn tile(element: Element, rows: usize, columns: usize) -> Self {
+    pub fn tile(element: DeviceDtype, rows: usize, columns: usize) -> Self {
         Self { element, tile: Some([rows, columns]) }
     }
 }
@@ -66,7 +66,7 @@ pub struct Window {
 /// An array that a kernel is called with, or returns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Array {
-    pub element: Element,
+    pub element: DeviceDtype,
     pub shape: Vec<usize>,
     pub window: Window,
 }
@@ -203,12 +203,12 @@ pub struct Kernel {
     pub(super) machine: Machine,
     pub(super) grid: Vec<usize>,
     /// Element type and length.
-    pub(super) scalars: Vec<(Element, usize)>,
+    pub(super) scalars: Vec<(DeviceDtype, usize)>,
     pub(super) inputs: Vec<Array>,
     pub(super) outputs: Vec<Array>,
     /// Input and output that share one array.
     pub(super) aliases: Vec<(usize, usize)>,
-    pub(super) scratch: Vec<(Element, [usize; 2])>,
+    pub(super) scratch: Vec<(DeviceDtype, [usize; 2])>,
     pub(super) types: Vec<Type>,
     pub(super) body: Vec<Statement>,
 }
@@ -233,13 +233,13 @@ impl Kernel {
     }
 
     /// Element type and extents of its operands, scalars first.
-    pub fn operands(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
+    pub fn operands(&self) -> impl Iterator<Item = (DeviceDtype, Vec<usize>)> {
         let scalars = self.scalars.iter().map(|&(element, length)| (element, vec![length]));
         scalars.chain(self.inputs.iter().map(|array| (array.element, array.shape.clone())))
     }
 
     /// Element type and extents of its outputs.
-    pub fn results(&self) -> impl Iterator<Item = (Element, Vec<usize>)> {
+    pub fn results(&self) -> impl Iterator<Item = (DeviceDtype, Vec<usize>)> {
         self.outputs.iter().map(|array| (array.element, array.shape.clone()))
     }
 
@@ -249,7 +249,7 @@ impl Kernel {
     }
 
     /// `[rows, columns]` of memory other than scalars.
-    pub(super) fn tile_of(&self, memory: Memory) -> (Element, [usize; 2]) {
+    pub(super) fn tile_of(&self, memory: Memory) -> (DeviceDtype, [usize; 2]) {
         match memory {
             Memory::Scalars(i) => unreachable!("scalars {i} have no rows"),
             Memory::Input(i) => (self.inputs[i].element, self.inputs[i].tile()),

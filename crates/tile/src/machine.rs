@@ -1,6 +1,6 @@
 //! What a kernel is written for.
 
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// A core, and how arrays lie in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,12 +27,12 @@ impl Machine {
     }
 
     /// Rows of which a register of an element type holds a column.
-    pub fn rows_of_a_register(self, element: Element) -> usize {
-        self.sublanes * Element::F32.size() / element.size()
+    pub fn rows_of_a_register(self, element: DeviceDtype) -> usize {
+        self.sublanes * DeviceDtype::F32.size() / element.size()
     }
 
     /// Bytes that `[rows, columns]` take in VMEM, where rows and columns fill whole registers.
-    pub fn tile_bytes(self, element: Element, [rows, columns]: [usize; 2]) -> usize {
+    pub fn tile_bytes(self, element: DeviceDtype, [rows, columns]: [usize; 2]) -> usize {
         let rows = rows.next_multiple_of(self.rows_of_a_register(element));
         rows * columns.next_multiple_of(self.lanes) * element.size()
     }

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type, Unary};
 use super::lower::{LoopBody, Lowering, Operand, lower};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// The version of the dialects that the text is written in.
 pub const VERSION: usize = 11;
@@ -89,8 +89,8 @@ fn transform(i: usize, array: &Array, given: &[(String, String)]) -> String {
 }
 
 /// How Mosaic spells an element type.
-fn element_name(element: Element) -> &'static str {
-    if element == Element::Pred { "i1" } else { element.mlir() }
+fn element_name(element: DeviceDtype) -> &'static str {
+    if element == DeviceDtype::Pred { "i1" } else { element.mlir() }
 }
 
 struct Spelled(Type);
@@ -111,7 +111,7 @@ fn extents(shape: &[usize]) -> String {
 }
 
 /// A memory reference's type, and its extents.
-fn memref(element: Element, shape: &[usize], space: &str) -> String {
+fn memref(element: DeviceDtype, shape: &[usize], space: &str) -> String {
     format!("memref<{}{}, #tpu.memory_space<{space}>>", extents(shape), element_name(element))
 }
 
@@ -147,16 +147,16 @@ struct Writer<'k> {
 }
 
 /// How a constant is spelled inside `dense<…>` or before a colon.
-fn literal(x: f64, element: Element) -> String {
+fn literal(x: f64, element: DeviceDtype) -> String {
     let special = |nan: &str, plus: &str, minus: &str| match x {
         f64::INFINITY => plus.to_string(),
         f64::NEG_INFINITY => minus.to_string(),
         _ => nan.to_string(),
     };
     match element {
-        Element::Pred => (if x == 0.0 { "false" } else { "true" }).to_string(),
-        Element::Bf16 if !x.is_finite() => special("0x7FC0", "0x7F80", "0xFF80"),
-        Element::F16 if !x.is_finite() => special("0x7E00", "0x7C00", "0xFC00"),
+        DeviceDtype::Pred => (if x == 0.0 { "false" } else { "true" }).to_string(),
+        DeviceDtype::Bf16 if !x.is_finite() => special("0x7FC0", "0x7F80", "0xFF80"),
+        DeviceDtype::F16 if !x.is_finite() => special("0x7E00", "0x7C00", "0xFC00"),
         element if element.is_float() && !x.is_finite() => special("0x7FC00000", "0x7F800000", "0xFF800000"),
         // Every digit, a point, and an exponent that MLIR reads.
         element if element.is_float() => format!("{x:.17e}"),
@@ -210,7 +210,7 @@ impl Writer<'_> {
         let (text, spelled) = (literal(x, ty.element), Spelled(ty).to_string());
         let attribute = match (ty.tile, ty.element) {
             (Some(_), _) => format!("value = dense<{text}> : {spelled}"),
-            (None, Element::Pred) => format!("value = {text}"),
+            (None, DeviceDtype::Pred) => format!("value = {text}"),
             (None, _) => format!("value = {text} : {spelled}"),
         };
         self.define("arith.constant", &[], &attribute, &spelled)
@@ -303,12 +303,12 @@ impl Writer<'_> {
     fn convert(&mut self, from: Type, to: Type, a: Name) -> Name {
         let (given, wanted) = (Spelled(from).to_string(), Spelled(to).to_string());
         let op = match (from.element, to.element) {
-            (Element::Pred, element) if element.is_float() => {
-                let integer = Type { element: Element::I32, ..to };
+            (DeviceDtype::Pred, element) if element.is_float() => {
+                let integer = Type { element: DeviceDtype::I32, ..to };
                 let wide = self.convert(from, integer, a);
                 return self.convert(integer, to, wide);
             }
-            (Element::Pred, _) => "arith.extui",
+            (DeviceDtype::Pred, _) => "arith.extui",
             (from, to) if from.is_float() && to.is_float() => {
                 if from.size() < to.size() {
                     "arith.extf"
@@ -434,7 +434,7 @@ impl Lowering for Writer<'_> {
         _: &[Memory],
         body: LoopBody<'_, Self>,
     ) -> Vec<Name> {
-        let i32 = Type::scalar(Element::I32);
+        let i32 = Type::scalar(DeviceDtype::I32);
         let (from, to, step) = (self.constant(0.0, i32), self.constant(trips as f64, i32), self.constant(1.0, i32));
         let starts = after_comma(initial.iter().map(|operand| operand.value.to_string()));
         let types: Vec<String> = initial.iter().map(|operand| Spelled(operand.ty).to_string()).collect();

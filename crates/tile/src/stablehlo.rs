@@ -6,20 +6,20 @@
 
 use std::fmt::{self, Write as _};
 
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// Element type and extents of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Type {
     /// The element type.
-    pub element: Element,
+    pub element: DeviceDtype,
     /// The extents; none for a scalar.
     pub shape: Vec<usize>,
 }
 
 impl Type {
     /// An array type.
-    pub fn new(element: Element, shape: &[usize]) -> Self {
+    pub fn new(element: DeviceDtype, shape: &[usize]) -> Self {
         Self { element, shape: shape.to_vec() }
     }
 }
@@ -87,11 +87,11 @@ pub enum Comparison {
 }
 
 /// NaN or an infinity, as MLIR reads it.
-fn bits_of_special(x: f64, element: Element) -> &'static str {
+fn bits_of_special(x: f64, element: DeviceDtype) -> &'static str {
     let [nan, plus, minus] = match element {
-        Element::F64 => ["0x7FF8000000000000", "0x7FF0000000000000", "0xFFF0000000000000"],
-        Element::Bf16 => ["0x7FC0", "0x7F80", "0xFF80"],
-        Element::F16 => ["0x7E00", "0x7C00", "0xFC00"],
+        DeviceDtype::F64 => ["0x7FF8000000000000", "0x7FF0000000000000", "0xFFF0000000000000"],
+        DeviceDtype::Bf16 => ["0x7FC0", "0x7F80", "0xFF80"],
+        DeviceDtype::F16 => ["0x7E00", "0x7C00", "0xFC00"],
         _ => ["0x7FC00000", "0x7F800000", "0xFF800000"],
     };
     match x {
@@ -119,7 +119,7 @@ impl Builder {
         &self.types[value.definition][value.result.unwrap_or(0)]
     }
 
-    fn element(&self, value: Value) -> Element {
+    fn element(&self, value: Value) -> DeviceDtype {
         self.type_of(value).element
     }
 
@@ -173,7 +173,7 @@ impl Builder {
                 let text = format!("{x:?}");
                 if text.contains('.') { text } else { text.replacen('e', ".0e", 1) }
             }
-            Element::Pred => (if x == 0.0 { "false" } else { "true" }).to_string(),
+            DeviceDtype::Pred => (if x == 0.0 { "false" } else { "true" }).to_string(),
             _ => {
                 assert!(x.fract() == 0.0, "constant: {x} as an integer");
                 format!("{x:.0}")
@@ -268,7 +268,7 @@ impl Builder {
     }
 
     fn logical(&mut self, op: &str, a: Value, b: Value) -> Value {
-        assert_eq!(self.element(a), Element::Pred, "{op}: truth values");
+        assert_eq!(self.element(a), DeviceDtype::Pred, "{op}: truth values");
         self.binary(op, a, b)
     }
 
@@ -292,7 +292,7 @@ impl Builder {
         };
         let operands = self.type_of(a).clone();
         let kind = if operands.element.is_float() { "FLOAT" } else { "SIGNED" };
-        let ty = Type { element: Element::Pred, ..operands.clone() };
+        let ty = Type { element: DeviceDtype::Pred, ..operands.clone() };
         let operation = format!("stablehlo.compare {direction}, {a}, {b}, {kind} : ({operands}, {operands}) -> {ty}");
         self.define(ty, format_args!("{operation}"))
     }
@@ -302,12 +302,12 @@ impl Builder {
         self.expect_same_type("select", yes, no);
         let ty = self.type_of(yes).clone();
         let truth = self.type_of(condition).clone();
-        assert_eq!(truth, Type { element: Element::Pred, shape: ty.shape.clone() }, "select: the condition");
+        assert_eq!(truth, Type { element: DeviceDtype::Pred, shape: ty.shape.clone() }, "select: the condition");
         self.define(ty.clone(), format_args!("stablehlo.select {condition}, {yes}, {no} : {truth}, {ty}"))
     }
 
     /// `a` in another element type, rounded to nearest even.
-    pub fn convert(&mut self, a: Value, element: Element) -> Value {
+    pub fn convert(&mut self, a: Value, element: DeviceDtype) -> Value {
         if self.element(a) == element {
             return a;
         }
@@ -317,7 +317,7 @@ impl Builder {
     }
 
     /// The bits of `a` as another element type of the same size.
-    pub fn bitcast(&mut self, a: Value, element: Element) -> Value {
+    pub fn bitcast(&mut self, a: Value, element: DeviceDtype) -> Value {
         if self.element(a) == element {
             return a;
         }
@@ -538,8 +538,8 @@ impl Builder {
             shape.remove(contracted);
             shape
         };
-        let ty = Type { element: Element::F32, shape: [free(&left, of_a), free(&right, of_b)].concat() };
-        let precision = if left.element == Element::F32 { "HIGHEST" } else { "DEFAULT" };
+        let ty = Type { element: DeviceDtype::F32, shape: [free(&left, of_a), free(&right, of_b)].concat() };
+        let precision = if left.element == DeviceDtype::F32 { "HIGHEST" } else { "DEFAULT" };
         let operation = format!(
             "stablehlo.dot_general {a}, {b}, contracting_dims = [{of_a}] x [{of_b}], precision = [{precision}, {precision}] : ({left}, {right}) -> {ty}"
         );
@@ -593,8 +593,8 @@ impl Builder {
         let from = self.type_of(a).clone();
         let index = self.type_of(indices).clone();
         let [batch, tokens, _] = from.shape[..] else { panic!("take_along_last: {from} has not three axes") };
-        assert_eq!(index, Type::new(Element::I32, &[batch, tokens]), "take_along_last: the indices");
-        let column = Type::new(Element::I32, &[batch, tokens, 1]);
+        assert_eq!(index, Type::new(DeviceDtype::I32, &[batch, tokens]), "take_along_last: the indices");
+        let column = Type::new(DeviceDtype::I32, &[batch, tokens, 1]);
         let starts = self.reshape(indices, &column.shape);
         let ty = Type::new(from.element, &[batch, tokens]);
         let operation = format!(
@@ -645,7 +645,7 @@ mod tests {
     use super::*;
 
     fn f32s(shape: &[usize]) -> Type {
-        Type::new(Element::F32, shape)
+        Type::new(DeviceDtype::F32, shape)
     }
 
     #[test]
@@ -692,7 +692,7 @@ mod tests {
     #[test]
     fn a_product_sums_in_f32_and_keeps_the_other_axes() {
         let mut builder = Builder::default();
-        let bf16s = |shape: &[usize]| Type::new(Element::Bf16, shape);
+        let bf16s = |shape: &[usize]| Type::new(DeviceDtype::Bf16, shape);
         let (x, w) = (builder.parameter(bf16s(&[5, 2]), None), builder.parameter(bf16s(&[3, 2]), None));
         let y = builder.dot(x, w, [1, 1]);
         assert_eq!(*builder.type_of(y), f32s(&[5, 3]));
@@ -723,7 +723,7 @@ mod tests {
     #[should_panic(expected = "exponential: got tensor<2xi32>, expected a float type")]
     fn operations_of_real_numbers_refuse_integers() {
         let mut builder = Builder::default();
-        let x = builder.parameter(Type::new(Element::I32, &[2]), None);
+        let x = builder.parameter(Type::new(DeviceDtype::I32, &[2]), None);
         builder.exponential(x);
     }
 
@@ -739,8 +739,8 @@ mod tests {
     #[should_panic(expected = "output 0 over a parameter of another type")]
     fn an_output_over_a_parameter_of_another_type_is_refused() {
         let mut builder = Builder::default();
-        let x = builder.parameter(Type::new(Element::Bf16, &[2]), Some(0));
-        let wide = builder.convert(x, Element::F32);
+        let x = builder.parameter(Type::new(DeviceDtype::Bf16, &[2]), Some(0));
+        let wide = builder.convert(x, DeviceDtype::F32);
         builder.finish(&[wide]);
     }
 }

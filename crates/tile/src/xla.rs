@@ -11,7 +11,7 @@ use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Plac
 use super::lower::{LoopBody, Lowering, Operand, lower};
 use super::{POISON, POISON_16};
 use crate::stablehlo::{self, Builder, Type, Value};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// Writes `kernel` called with `operands`, scalars first, and returns its outputs.
 pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec<Value> {
@@ -32,7 +32,7 @@ pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec
         .collect();
 
     let shared = |output: usize| kernel.aliases.iter().find(|alias| alias.1 == output).map(|alias| alias.0);
-    let index = Type::new(Element::I32, &[]);
+    let index = Type::new(DeviceDtype::I32, &[]);
     let mut carried = vec![builder.constant(0.0, index.clone())];
     for (i, array) in kernel.outputs.iter().enumerate() {
         let start = shared(i).map_or_else(|| poison(builder, array.element, &whole(array)), |input| padded[input]);
@@ -87,9 +87,9 @@ pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec
 }
 
 /// What lies beyond the end of an array.
-fn poison(builder: &mut Builder, element: Element, shape: &[usize]) -> Value {
+fn poison(builder: &mut Builder, element: DeviceDtype, shape: &[usize]) -> Value {
     let x = match element {
-        Element::I16 => f64::from(POISON_16),
+        DeviceDtype::I16 => f64::from(POISON_16),
         element if element.is_float() => f64::NAN,
         _ => f64::from(POISON),
     };
@@ -115,7 +115,7 @@ struct Step {
 
 impl Step {
     fn integer(&mut self, x: usize) -> Value {
-        self.builder.constant(x as f64, Type::new(Element::I32, &[]))
+        self.builder.constant(x as f64, Type::new(DeviceDtype::I32, &[]))
     }
 
     /// The indices of step `step` of a grid, the last axis fastest.
@@ -235,7 +235,7 @@ impl Lowering for Step {
                     Binary::Div => self.builder.divide(a, b),
                     Binary::Max => self.builder.maximum(a, b),
                     Binary::Min => self.builder.minimum(a, b),
-                    Binary::And if ty.element == Element::Pred => self.builder.and(a, b),
+                    Binary::And if ty.element == DeviceDtype::Pred => self.builder.and(a, b),
                     Binary::And => self.builder.bit_and(a, b),
                     Binary::Or => self.builder.or(a, b),
                     Binary::ShiftRight => self.builder.shift_right(a, b),
@@ -284,7 +284,7 @@ impl Lowering for Step {
         let mut carried = vec![self.integer(0)];
         carried.extend(initial.iter().map(|operand| operand.value));
         carried.extend(self.stored(stored));
-        let index = Type::new(Element::I32, &[]);
+        let index = Type::new(DeviceDtype::I32, &[]);
         let mut builder = mem::take(&mut self.builder);
         let results = builder.while_loop(
             &carried,

@@ -20,7 +20,7 @@
 mod process;
 mod worker;
 
-pub use self::worker::{Answer, Hello, Launch, Stored, Worker, WorkerError};
+pub use self::worker::{Answer, Hello, Launch, Worker, WorkerError};
 
 /// The protocol and its version.
 pub const PROTOCOL: &str = "assay-check/1";

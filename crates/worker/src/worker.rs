@@ -14,35 +14,13 @@ use tempfile::TempDir;
 
 use super::process::{Process, Silence};
 use super::{LONGEST_LINE, PROTOCOL};
-use assay_core::implementation::Workload;
-use assay_core::problem::{Candidate, Dtype, HeadProblem, Problem};
+use assay_core::problem::{Candidate, Dtype};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
-use assay_fixture::{FixtureError, MAX_HEADER_LEN, StoredGradient, read_candidate, write_head_problem, write_problem};
+use assay_fixture::{FixtureError, MAX_HEADER_LEN, StoredProblem, read_candidate, write_problem};
 
 /// Memory that is a file system, where there is one.
 const SHARED_MEMORY: &str = "/dev/shm";
-
-/// A problem that files hold, and so its candidates.
-pub trait Stored: Workload<Gradient: StoredGradient> {
-    /// Writes it to `path`.
-    ///
-    /// # Errors
-    /// [`FixtureError::Io`].
-    fn store(&self, path: &Path) -> Result<(), FixtureError>;
-}
-
-impl Stored for Problem {
-    fn store(&self, path: &Path) -> Result<(), FixtureError> {
-        write_problem(path, self, &BTreeMap::new())
-    }
-}
-
-impl Stored for HeadProblem {
-    fn store(&self, path: &Path) -> Result<(), FixtureError> {
-        write_head_problem(path, self, &BTreeMap::new())
-    }
-}
 
 /// How a worker is started, and how long it is waited for.
 #[derive(Clone, Debug)]
@@ -242,7 +220,7 @@ impl Worker {
     ///
     /// # Errors
     /// [`WorkerError`]; after one that ended the process, the next question is for a new one.
-    pub fn ask<P: Stored>(&mut self, spec: &LossSpec, problem: &P) -> Result<Answer<P::Gradient>, WorkerError> {
+    pub fn ask<P: StoredProblem>(&mut self, spec: &LossSpec, problem: &P) -> Result<Answer<P::Gradient>, WorkerError> {
         let (array, dtype) = (P::ARRAY, problem.dtype());
         if !self.hello.dtypes.contains(&dtype) {
             return Ok(Answer::Unsupported(format!("{array} in {dtype}")));
@@ -256,7 +234,7 @@ impl Worker {
         answer
     }
 
-    fn answer<P: Stored>(
+    fn answer<P: StoredProblem>(
         &mut self,
         spec: &LossSpec,
         problem: &P,
@@ -265,7 +243,7 @@ impl Worker {
     ) -> Result<Answer<P::Gradient>, WorkerError> {
         let command = self.launch.name();
         let file = |reason| WorkerError::File { command: command.clone(), reason };
-        problem.store(given).map_err(file)?;
+        write_problem(given, problem, &BTreeMap::new()).map_err(file)?;
         let request = Request { id: self.asked, problem: given, candidate: returned, spec };
         let request = serde_json::to_string(&request).expect("plain data has a JSON form");
         let process = match &mut self.process {

@@ -4,10 +4,9 @@ use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadGradient, HeadShape};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::Verdict;
-use assay_judge::lm_head::judge_head;
+use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::Limits;
 use assay_native::NativeHead;
-use assay_reference::evaluate_head;
 use assay_suites::cases;
 use ndarray::{Array2, Ix2, Ix3, s};
 
@@ -22,13 +21,13 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 7 });
     recipe.recipe.dtype = Dtype::F16;
     let problem = recipe.problem(&spec).unwrap();
-    let reference = evaluate_head(&spec, &problem).unwrap();
+    let reference = problem.evaluate(&spec).unwrap();
     let mut outcome = NativeHead::default().run(&spec, problem.clone(), 1).unwrap();
     let FloatArray::F32(dlm_head) = &mut outcome.gradient.dlm_head else { panic!("f32 whatever the head") };
     dlm_head[[0, 0]] = f32::INFINITY;
     for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
         outcome.gradient.dlogits_dtype = dtype;
-        let verdicts = judge_head(&reference, &problem, &outcome, &Limits::of("native-lm-head").unwrap()).unwrap();
+        let verdicts = problem.judge(&reference, &outcome.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
     }
@@ -42,11 +41,11 @@ fn wrong_gradients_are_rejected() {
         let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 9, hidden: 24, vocab: 131 });
         (recipe.recipe.dtype, recipe.rounds_logits) = (dtype, true);
         let problem = recipe.problem(&spec).unwrap();
-        let reference = evaluate_head(&spec, &problem).unwrap();
+        let reference = problem.evaluate(&spec).unwrap();
         let mut right: HeadCandidate = reference.outcome().into();
         right.gradient.dlogits_dtype = dtype;
         let failed = |outcome: &HeadCandidate| -> Vec<String> {
-            let verdicts = judge_head(&reference, &problem, outcome, &Limits::of("native-lm-head").unwrap()).unwrap();
+            let verdicts = problem.judge(&reference, &outcome.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
             verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
         };
         assert_eq!(failed(&right), Vec::<String>::new());
@@ -84,7 +83,7 @@ fn wrong_gradients_are_rejected() {
         let unrounded = {
             let mut problem = problem.clone();
             problem.logits.rounds_logits = false;
-            evaluate_head(&spec, &problem).unwrap().outcome()
+            problem.evaluate(&spec).unwrap().outcome()
         };
         let of_right = || right.gradient.clone();
         let wrong = [

@@ -6,7 +6,8 @@ use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec};
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::{Status, Verdict, judge};
+use assay_judge::judge::{Status, Verdict};
+use assay_judge::judgeable::Judgeable;
 use assay_judge::metric::half_ulp;
 use assay_judge::recorded::recorded_spec;
 use assay_judge::tolerance::Limits;
@@ -50,7 +51,7 @@ fn verdicts(dtype: Dtype, break_it: impl FnOnce(&mut Candidate, &Reference)) -> 
     let native = Native::default();
     let mut candidate = native.run(&spec, problem.clone(), 1).unwrap();
     break_it(&mut candidate, &reference);
-    judge(&reference, &candidate, &Limits::of(native.class()).unwrap()).unwrap()
+    problem.judge(&reference, &candidate.lend(), &Limits::of(native.class()).unwrap()).unwrap()
 }
 
 #[track_caller]
@@ -85,7 +86,7 @@ fn reference_rounded_to_each_dtype_passes_every_gate() {
         let reference = reference::evaluate(&spec, &problem).unwrap();
         let mut candidate = Candidate::from(reference.outcome());
         candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), dtype);
-        for verdict in judge(&reference, &candidate, &Limits::of("native").unwrap()).unwrap() {
+        for verdict in problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap() {
             assert!(verdict.passed(), "{dtype} {}: {verdict:?}", verdict.gate);
         }
     }
@@ -205,7 +206,7 @@ fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() 
     }
     candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), Dtype::Bf16);
     candidate.metrics = None;
-    let verdicts = judge(&reference, &candidate, &Limits::of("external").unwrap());
+    let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("external").unwrap());
     for gate in [DLOGITS, ROW_L2, ROW_SUM] {
         assert_rejected(verdicts.as_ref().unwrap(), gate, Status::Fail);
     }
@@ -255,7 +256,9 @@ fn finite_answer_where_the_reference_is_not_is_rejected() {
     assert_eq!(reference.first_nonfinite(), Some((1, 1)));
     let native = Native::default();
     let honest = native.run(&spec, problem.clone(), 1).unwrap();
-    let judged = |candidate: &Candidate| judge(&reference, candidate, &Limits::of(native.class()).unwrap()).unwrap();
+    let judged = |candidate: &Candidate| {
+        problem.judge(&reference, &candidate.lend(), &Limits::of(native.class()).unwrap()).unwrap()
+    };
     for verdict in judged(&honest) {
         assert!(verdict.passed(), "a kernel that reports the NaN is right: {verdict:?}");
     }
@@ -294,7 +297,7 @@ fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
         let reference = reference::evaluate(spec, problem).unwrap();
         let mut candidate = Native::default().run(spec, problem.clone(), 1).unwrap();
         candidate.gradient.fill_row(0, 0, 0.0);
-        let zeroed = judge(&reference, &candidate, &Limits::of("native").unwrap()).unwrap();
+        let zeroed = problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap();
         zeroed.iter().find(|verdict| verdict.gate == DLOGITS).unwrap().passed()
     };
     for steps in [-1.0, 0.0, 1.0] {
@@ -331,7 +334,7 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
         candidate.loss = arr0(f32::INFINITY).into();
         *token(&mut candidate, Output::TokenLoss, 0, 0) = f32::INFINITY;
         candidate.gradient.fill_row(0, 0, f64::NAN);
-        judge(&reference, &candidate, &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
     };
     for verdict in not_finite(92.0) {
         assert!(verdict.passed(), "{verdict:?}");
@@ -355,7 +358,7 @@ fn a_gradient_that_f32_overflows_once_the_temperature_divides_it_is_honest_and_b
         let column = (0..row.len()).find(|&v| row[v].abs() < 1e37).expect("a small one");
         let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32") };
         dlogits[[0, 0, column]] = f32::INFINITY;
-        judge(&reference, &candidate, &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
     };
     for verdict in not_finite(0.3) {
         assert!(verdict.passed(), "{verdict:?}");
@@ -380,7 +383,7 @@ fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
         *token(&mut candidate, Output::TokenLoss, 0, 0) = 0.0;
         candidate.gradient.fill_row(0, 0, 0.0);
         candidate.metrics.as_mut().unwrap().kl_mean = Some(0.0);
-        judge(&reference, &candidate, &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
     };
     for verdict in lost(-87.7) {
         assert!(verdict.passed(), "{verdict:?}");
@@ -396,7 +399,9 @@ fn outputs_of_the_wrong_shape_are_refused_by_name() {
     let (spec, problem) = (spec(), problem(Dtype::F32));
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let right = Candidate::from(reference.outcome());
-    let error = |candidate: &Candidate| judge(&reference, candidate, &Limits::of("native").unwrap()).unwrap_err();
+    let error = |candidate: &Candidate| {
+        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap_err()
+    };
 
     let mut short = right;
     short.gradient = FloatArray::F32(Array3::zeros((3, 5, 1024)));

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::ExportedError;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::{LossSpec, OldLogp};
 
@@ -43,7 +43,7 @@ fn one_device() -> usize {
 #[serde(deny_unknown_fields)]
 pub(super) struct Input {
     pub(super) name: InputName,
-    pub(super) dtype: Element,
+    pub(super) dtype: DeviceDtype,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -136,7 +136,7 @@ impl Manifest {
         path.parent().unwrap_or(Path::new("")).join(&self.program)
     }
 
-    pub(super) fn logits_dtype(&self) -> Element {
+    pub(super) fn logits_dtype(&self) -> DeviceDtype {
         let logits = self.inputs.iter().find(|input| input.name == InputName::Logits);
         logits.expect("checked: every manifest has logits").dtype
     }
@@ -190,8 +190,8 @@ impl Manifest {
         match input.name {
             InputName::Mask => Ok(()),
             InputName::Ids => match input.dtype {
-                Element::I32 if i32::try_from(self.shape().vocab).is_err() => Err("i64, as V is beyond i32"),
-                Element::I32 | Element::I64 => Ok(()),
+                DeviceDtype::I32 if i32::try_from(self.shape().vocab).is_err() => Err("i64, as V is beyond i32"),
+                DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
                 _ => Err("i32 or i64"),
             },
             _ if input.dtype.is_float() => Ok(()),

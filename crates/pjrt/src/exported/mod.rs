@@ -50,7 +50,7 @@ use ndarray::{Dimension, ShapeBuilder};
 use serde_json::Value;
 
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
-use assay_core::element::{ArrayBytes, Element};
+use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{BackendError, FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
 use assay_core::spec::LossSpec;
@@ -222,24 +222,24 @@ fn to_bytes<T: Pod>(values: impl Iterator<Item = T>) -> Vec<u8> {
 }
 
 /// `ids` as i64, or clamped to i32.
-fn ids(ids: impl Iterator<Item = i64>, element: Element) -> Vec<u8> {
+fn ids(ids: impl Iterator<Item = i64>, element: DeviceDtype) -> Vec<u8> {
     match element {
-        Element::I64 => to_bytes(ids),
+        DeviceDtype::I64 => to_bytes(ids),
         _ => to_bytes(ids.map(|id| id.clamp(i32::MIN.into(), i32::MAX.into()) as i32)),
     }
 }
 
 /// `values` as floats, rounded to nearest even; of the integer types, which only a mask has, 0 or 1.
-fn numbers(values: impl Iterator<Item = f64>, element: Element) -> Vec<u8> {
+fn numbers(values: impl Iterator<Item = f64>, element: DeviceDtype) -> Vec<u8> {
     match element {
-        Element::F64 => to_bytes(values),
-        Element::F32 => to_bytes(values.map(<f32 as Float>::from_f64)),
-        Element::Bf16 => to_bytes(values.map(<half::bf16 as Float>::from_f64)),
-        Element::F16 => to_bytes(values.map(<half::f16 as Float>::from_f64)),
-        Element::I64 => to_bytes(values.map(|x| x as i64)),
-        Element::I32 => to_bytes(values.map(|x| x as i32)),
-        Element::I16 => to_bytes(values.map(|x| x as i16)),
-        Element::U8 | Element::Pred => to_bytes(values.map(|x| u8::from(x != 0.0))),
+        DeviceDtype::F64 => to_bytes(values),
+        DeviceDtype::F32 => to_bytes(values.map(<f32 as Float>::from_f64)),
+        DeviceDtype::Bf16 => to_bytes(values.map(<half::bf16 as Float>::from_f64)),
+        DeviceDtype::F16 => to_bytes(values.map(<half::f16 as Float>::from_f64)),
+        DeviceDtype::I64 => to_bytes(values.map(|x| x as i64)),
+        DeviceDtype::I32 => to_bytes(values.map(|x| x as i32)),
+        DeviceDtype::I16 => to_bytes(values.map(|x| x as i16)),
+        DeviceDtype::U8 | DeviceDtype::Pred => to_bytes(values.map(|x| u8::from(x != 0.0))),
     }
 }
 
@@ -282,7 +282,7 @@ impl Implementation for Exported {
         if shape != self.manifest.shape() {
             return Err(self.unsupported("shape", shape, self.manifest.shape()));
         }
-        if Element::from(dtype) != self.manifest.logits_dtype() {
+        if DeviceDtype::from(dtype) != self.manifest.logits_dtype() {
             return Err(self.unsupported("logits dtype", dtype, self.manifest.logits_dtype()));
         }
         if devices != 1 {

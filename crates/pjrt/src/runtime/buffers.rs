@@ -18,7 +18,7 @@ use super::abi::slice_from;
 use super::client::Client;
 use super::error::RuntimeError;
 use super::plugin::{Plugin, call};
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 
 /// A dense array on one device. Freed when dropped.
 #[derive(Debug)]
@@ -42,22 +42,22 @@ impl Drop for Buffer {
 }
 
 /// PJRT's number for an element type.
-fn buffer_type(element: Element) -> PJRT_Buffer_Type {
+fn buffer_type(element: DeviceDtype) -> PJRT_Buffer_Type {
     match element {
-        Element::F64 => PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
-        Element::F32 => PJRT_Buffer_Type_PJRT_Buffer_Type_F32,
-        Element::Bf16 => PJRT_Buffer_Type_PJRT_Buffer_Type_BF16,
-        Element::F16 => PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
-        Element::I64 => PJRT_Buffer_Type_PJRT_Buffer_Type_S64,
-        Element::I32 => PJRT_Buffer_Type_PJRT_Buffer_Type_S32,
-        Element::I16 => PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
-        Element::U8 => PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
-        Element::Pred => PJRT_Buffer_Type_PJRT_Buffer_Type_PRED,
+        DeviceDtype::F64 => PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
+        DeviceDtype::F32 => PJRT_Buffer_Type_PJRT_Buffer_Type_F32,
+        DeviceDtype::Bf16 => PJRT_Buffer_Type_PJRT_Buffer_Type_BF16,
+        DeviceDtype::F16 => PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
+        DeviceDtype::I64 => PJRT_Buffer_Type_PJRT_Buffer_Type_S64,
+        DeviceDtype::I32 => PJRT_Buffer_Type_PJRT_Buffer_Type_S32,
+        DeviceDtype::I16 => PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
+        DeviceDtype::U8 => PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
+        DeviceDtype::Pred => PJRT_Buffer_Type_PJRT_Buffer_Type_PRED,
     }
 }
 
 /// Bytes of a dense array.
-fn byte_count(element: Element, shape: &[usize]) -> Option<usize> {
+fn byte_count(element: DeviceDtype, shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(element.size(), |bytes, &extent| bytes.checked_mul(extent))
 }
 
@@ -83,7 +83,7 @@ impl Client {
     pub fn upload(
         &self,
         device: usize,
-        element: Element,
+        element: DeviceDtype,
         shape: &[usize],
         bytes: &[u8],
     ) -> Result<Buffer, RuntimeError> {
@@ -129,13 +129,13 @@ impl Buffer {
     ///
     /// # Errors
     /// The plugin's own, or [`RuntimeError::Answer`] for a type that this crate has no use for.
-    pub fn element(&self) -> Result<Element, RuntimeError> {
+    pub fn element(&self) -> Result<DeviceDtype, RuntimeError> {
         let what = "read a buffer's element type";
         let mut args = PJRT_Buffer_ElementType_Args::new();
         args.buffer = self.raw();
         call!(self.client.plugin(), PJRT_Buffer_ElementType, args, what)?;
-        Element::ALL.into_iter().find(|&element| buffer_type(element) == args.type_).ok_or_else(|| {
-            let expected = Element::ALL.map(|element| element.to_string()).join(", ");
+        DeviceDtype::ALL.into_iter().find(|&element| buffer_type(element) == args.type_).ok_or_else(|| {
+            let expected = DeviceDtype::ALL.map(|element| element.to_string()).join(", ");
             RuntimeError::Answer { what: what.into(), given: format!("PJRT type {}", args.type_), expected }
         })
     }
@@ -168,7 +168,7 @@ impl Buffer {
     /// # Errors
     /// [`RuntimeError::Answer`] where the buffer holds another type, shape or size; the plugin's own error, also one
     /// of the computation that was to fill the buffer.
-    pub fn download(&self, element: Element, shape: &[usize], bytes: &mut [u8]) -> Result<(), RuntimeError> {
+    pub fn download(&self, element: DeviceDtype, shape: &[usize], bytes: &mut [u8]) -> Result<(), RuntimeError> {
         let what = || format!("download {element} {shape:?}");
         let answer = |given: String, expected: String| Err(RuntimeError::Answer { what: what(), given, expected });
         let (own_element, own_shape) = (self.element()?, self.shape()?);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_Error_Destroy_Args, PJRT_Error_GetCode_Args, PJRT_Error_Message_Args};
 
 use super::abi::bytes_from;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::memory::Shortage;
 
 /// Why the runtime did not do what it was asked.
@@ -103,7 +103,7 @@ pub enum RuntimeError {
         /// Bytes that the shape takes.
         expected: usize,
         /// Element type.
-        element: Element,
+        element: DeviceDtype,
         /// Extents.
         shape: Vec<usize>,
     },

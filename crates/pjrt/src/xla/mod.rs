@@ -9,7 +9,7 @@ mod shards;
 use std::path::Path;
 
 use assay_algebra::rollout::Settled;
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
     Answer, BackendError, Given, Implementation, Prepared, RunError, Step, Unavailable, Unsupported, Workload,
 };
@@ -94,9 +94,9 @@ impl XlaEntropy {
         let inverse_temperature = spec.temperature.recip() as f32;
         let inputs = [
             shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,
-            shards.upload_per_token(0, Element::I32, &ids, 0)?,
-            shards.upload_per_token(0, Element::Pred, &problem.mask.mapv(u8::from), 0)?,
-            shards.client.upload(0, Element::F32, &[], bytemuck::bytes_of(&inverse_temperature))?,
+            shards.upload_per_token(0, DeviceDtype::I32, &ids, 0)?,
+            shards.upload_per_token(0, DeviceDtype::Pred, &problem.mask.mapv(u8::from), 0)?,
+            shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&inverse_temperature))?,
         ];
         let outputs = executable.execute(&[inputs.iter().collect()])?;
         let fetched = |place: usize| shards.download_per_token(|device| output(&outputs, device, place));
@@ -263,7 +263,7 @@ where
         let per_token = |which: Output| shards.download_per_token(|device| output(outputs, device, which as usize));
         let mut scalars = [0.0_f32; Scalars::COUNT];
         let bytes = bytemuck::cast_slice_mut(&mut scalars);
-        output(outputs, 0, Output::Scalars as usize)?.download(Element::F32, &[Scalars::COUNT], bytes)?;
+        output(outputs, 0, Output::Scalars as usize)?.download(DeviceDtype::F32, &[Scalars::COUNT], bytes)?;
         let scalar = |place: usize| f64::from(scalars[place]);
         Ok(Outcome {
             loss: arr0(scalars[Scalars::LOSS]).into(),
@@ -339,18 +339,18 @@ where
         .map(|device| {
             let mut buffers = problem.upload(shards, device)?;
             buffers.extend([
-                shards.upload_per_token(device, Element::I32, &ids, 0)?,
-                shards.upload_per_token(device, Element::Pred, &mask, 0)?,
-                shards.upload_per_token(device, Element::F32, &advantages, f32::NAN)?,
+                shards.upload_per_token(device, DeviceDtype::I32, &ids, 0)?,
+                shards.upload_per_token(device, DeviceDtype::Pred, &mask, 0)?,
+                shards.upload_per_token(device, DeviceDtype::F32, &advantages, f32::NAN)?,
             ]);
             for values in &inputs {
-                buffers.push(shards.upload_per_token(device, Element::F32, values, f32::NAN)?);
+                buffers.push(shards.upload_per_token(device, DeviceDtype::F32, values, f32::NAN)?);
             }
             let bytes = bytemuck::cast_slice(&numbers);
-            buffers.push(shards.client.upload(device, Element::F32, &[numbers.len()], bytes)?);
+            buffers.push(shards.client.upload(device, DeviceDtype::F32, &[numbers.len()], bytes)?);
             if shards.mesh.vocab > 1 {
                 let first = shards.part(device).vocab.start as i32;
-                buffers.push(shards.client.upload(device, Element::I32, &[], bytemuck::bytes_of(&first))?);
+                buffers.push(shards.client.upload(device, DeviceDtype::I32, &[], bytemuck::bytes_of(&first))?);
             }
             Ok(buffers)
         })

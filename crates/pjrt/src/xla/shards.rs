@@ -6,7 +6,7 @@ use bytemuck::Pod;
 use ndarray::{Array2, Dimension};
 
 use crate::runtime::{Buffer, Client, Executable, RuntimeError};
-use assay_core::element::{ArrayBytes, Element};
+use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::memory::expect_room;
 use assay_core::problem::{FloatArray, Shape};
 use assay_programs::local_shape;
@@ -84,7 +84,7 @@ impl Block {
         buffer: &Buffer,
         whole: &mut FloatArray<D>,
     ) -> Result<(), RuntimeError> {
-        let element = Element::from(whole.dtype());
+        let element = DeviceDtype::from(whole.dtype());
         if self.is_whole() {
             return buffer.download(element, &self.local, whole.bytes_mut());
         }
@@ -160,7 +160,7 @@ impl Shards {
         block: &Block,
         padding: Padding,
     ) -> Result<Buffer, RuntimeError> {
-        let element = Element::from(array.dtype());
+        let element = DeviceDtype::from(array.dtype());
         if block.is_whole() {
             return self.client.upload(device, element, &block.local, array.bytes());
         }
@@ -181,7 +181,7 @@ impl Shards {
     pub(super) fn upload_per_token<P: Pod>(
         &self,
         device: usize,
-        element: Element,
+        element: DeviceDtype,
         values: &Array2<P>,
         padding: P,
     ) -> Result<Buffer, RuntimeError> {
@@ -204,7 +204,7 @@ impl Shards {
         let mut local = vec![0.0_f32; b * t];
         let holders = (0..self.mesh.devices()).filter(|&device| self.mesh.coordinate(device, Axis::Vocab) == 0);
         for device in holders {
-            buffer(device)?.download(Element::F32, &[b, t], bytemuck::cast_slice_mut(&mut local))?;
+            buffer(device)?.download(DeviceDtype::F32, &[b, t], bytemuck::cast_slice_mut(&mut local))?;
             let part = self.part(device);
             for b in part.batch.clone() {
                 for token in part.tokens.clone() {

@@ -4,7 +4,7 @@ use std::slice::from_ref;
 
 use half::{bf16, f16};
 
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_mosaic_interpreter::{Array, InterpretError, run, run_within};
 
 /// Spells out the prefix of operations and the memory of memrefs: `"arith.addf"`, `vmem<8x128xf32>`.
@@ -91,11 +91,11 @@ impl Kernel<'_> {
     }
 }
 
-fn array(element: Element, shape: &[usize], values: &[f64]) -> Array {
+fn array(element: DeviceDtype, shape: &[usize], values: &[f64]) -> Array {
     let bytes = values.iter().flat_map(|&x| match element {
-        Element::F32 => (x as f32).to_le_bytes().to_vec(),
-        Element::Bf16 => bf16::from_f64(x).to_le_bytes().to_vec(),
-        Element::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
+        DeviceDtype::F32 => (x as f32).to_le_bytes().to_vec(),
+        DeviceDtype::Bf16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+        DeviceDtype::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
         _ => (x as i32).to_le_bytes().to_vec(),
     });
     Array { element, shape: shape.to_vec(), bytes: bytes.collect() }
@@ -106,9 +106,9 @@ fn values(array: &Array) -> Vec<f64> {
         .bytes
         .chunks(array.element.size())
         .map(|word| match *word {
-            [a, b] if array.element == Element::Bf16 => bf16::from_le_bytes([a, b]).to_f64(),
+            [a, b] if array.element == DeviceDtype::Bf16 => bf16::from_le_bytes([a, b]).to_f64(),
             [a, b] => f16::from_le_bytes([a, b]).to_f64(),
-            [a, b, c, d] if array.element == Element::F32 => f32::from_le_bytes([a, b, c, d]).into(),
+            [a, b, c, d] if array.element == DeviceDtype::F32 => f32::from_le_bytes([a, b, c, d]).into(),
             [a, b, c, d] => i32::from_le_bytes([a, b, c, d]).into(),
             _ => unreachable!("an element of 2 or 4 bytes"),
         })
@@ -169,7 +169,7 @@ fn float_operations_compute_what_they_are_named_for() {
         ("arith.minimumf", [1.0, -0.0], [2.0, 0.0], [1.0, -0.0]),
         ("arith.minimumf", [NAN, 1.0], [2.0, NAN], [NAN, NAN]),
     ] {
-        for element in [Element::F32, Element::Bf16, Element::F16] {
+        for element in [DeviceDtype::F32, DeviceDtype::Bf16, DeviceDtype::F16] {
             let ty = format!("vector<2x{element}>");
             let operation =
                 format!("%r = \"{name}\"(%x0, %x1) {{fastmath = #arith.fastmath<none>}} : ({ty}, {ty}) -> {ty}");
@@ -186,7 +186,7 @@ fn float_operations_compute_what_they_are_named_for() {
         ("math.log", [1.0, 0.0], [0.0, -INFINITY]),
         ("math.log2", [8.0, -1.0], [3.0, NAN]),
     ] {
-        let x = array(Element::F32, &[2], &x);
+        let x = array(DeviceDtype::F32, &[2], &x);
         let operation = format!("%r = \"{name}\"(%x0) : (vector<2xf32>) -> vector<2xf32>");
         assert_values(&evaluate(&operation, from_ref(&x), &x).unwrap(), &expected, name);
     }
@@ -211,7 +211,7 @@ fn integer_operations_compute_what_they_are_named_for() {
         ("arith.maxsi", [-8.0, 8.0], [1.0, 1.0], [1.0, 8.0]),
     ] {
         let operation = format!("%r = \"{name}\"(%x0, %x1) : (vector<2xi32>, vector<2xi32>) -> vector<2xi32>");
-        let [x, y] = [x, y].map(|x| array(Element::I32, &[2], &x));
+        let [x, y] = [x, y].map(|x| array(DeviceDtype::I32, &[2], &x));
         assert_values(&evaluate(&operation, &[x.clone(), y], &x).unwrap(), &expected, name);
     }
 }
@@ -232,9 +232,9 @@ fn comparisons_follow_their_predicates_and_nan() {
             "%c = \"arith.cmpf\"(%x0, %x1) {{predicate = {predicate} : i64}} : (vector<4xf32>, vector<4xf32>) -> \
              vector<4xi1>\n%r = \"arith.extui\"(%c) : (vector<4xi1>) -> vector<4xi32>"
         );
-        let x = array(Element::F32, &[4], &[1.0, 2.0, 3.0, NAN]);
-        let y = array(Element::F32, &[4], &[2.0, 2.0, 2.0, 2.0]);
-        let found = evaluate(&operations, &[x, y], &array(Element::I32, &[4], &[0.0; 4])).unwrap();
+        let x = array(DeviceDtype::F32, &[4], &[1.0, 2.0, 3.0, NAN]);
+        let y = array(DeviceDtype::F32, &[4], &[2.0, 2.0, 2.0, 2.0]);
+        let found = evaluate(&operations, &[x, y], &array(DeviceDtype::I32, &[4], &[0.0; 4])).unwrap();
         let expected: Vec<f64> = (0..4).map(|bit| f64::from(expected >> bit & 1)).collect();
         assert_values(&found, &expected, &format!("predicate {predicate}"));
     }
@@ -244,7 +244,7 @@ fn comparisons_follow_their_predicates_and_nan() {
             "%c = \"arith.cmpi\"(%x0, %x1) {{predicate = {predicate} : i64}} : (vector<1xi32>, vector<1xi32>) -> \
              vector<1xi1>\n%r = \"arith.extsi\"(%c) : (vector<1xi1>) -> vector<1xi32>"
         );
-        let [x, y] = [-1.0, 1.0].map(|x| array(Element::I32, &[1], &[x]));
+        let [x, y] = [-1.0, 1.0].map(|x| array(DeviceDtype::I32, &[1], &[x]));
         let found = evaluate(&operations, &[x.clone(), y], &x).unwrap();
         assert_eq!(found, [-f64::from(expected)], "predicate {predicate}");
     }
@@ -254,14 +254,20 @@ fn comparisons_follow_their_predicates_and_nan() {
 fn conversions_round_wrap_and_reinterpret() {
     let poison = f64::from(0x5A5A_5A5A_u32);
     for (operations, from, x, to, expected) in [
-        ("arith.truncf", Element::F32, [257.0, 259.0, NAN], Element::Bf16, [256.0, 260.0, NAN]),
-        ("arith.truncf", Element::F32, [2049.0, 2051.0, 1e6], Element::F16, [2048.0, 2052.0, INFINITY]),
-        ("arith.extf", Element::Bf16, [256.0, -0.0, NAN], Element::F32, [256.0, -0.0, NAN]),
-        ("arith.sitofp", Element::I32, [3.0, -16_777_217.0, 0.0], Element::F32, [3.0, -16_777_216.0, 0.0]),
+        ("arith.truncf", DeviceDtype::F32, [257.0, 259.0, NAN], DeviceDtype::Bf16, [256.0, 260.0, NAN]),
+        ("arith.truncf", DeviceDtype::F32, [2049.0, 2051.0, 1e6], DeviceDtype::F16, [2048.0, 2052.0, INFINITY]),
+        ("arith.extf", DeviceDtype::Bf16, [256.0, -0.0, NAN], DeviceDtype::F32, [256.0, -0.0, NAN]),
+        ("arith.sitofp", DeviceDtype::I32, [3.0, -16_777_217.0, 0.0], DeviceDtype::F32, [3.0, -16_777_216.0, 0.0]),
         // Rounded twice, 2²⁴ + 2¹⁶ + 1 loses its last bit first, and with it the way up.
-        ("arith.sitofp", Element::I32, [16_842_753.0, 1.0, 2.0], Element::Bf16, [16_908_288.0, 1.0, 2.0]),
-        ("arith.fptosi", Element::F32, [-2.9, 3e9, NAN], Element::I32, [-2.0, poison, poison]),
-        ("arith.bitcast", Element::F32, [1.0, -0.0, 0.0], Element::I32, [1_065_353_216.0, f64::from(i32::MIN), 0.0]),
+        ("arith.sitofp", DeviceDtype::I32, [16_842_753.0, 1.0, 2.0], DeviceDtype::Bf16, [16_908_288.0, 1.0, 2.0]),
+        ("arith.fptosi", DeviceDtype::F32, [-2.9, 3e9, NAN], DeviceDtype::I32, [-2.0, poison, poison]),
+        (
+            "arith.bitcast",
+            DeviceDtype::F32,
+            [1.0, -0.0, 0.0],
+            DeviceDtype::I32,
+            [1_065_353_216.0, f64::from(i32::MIN), 0.0],
+        ),
     ] {
         let (from, to) = (array(from, &[3], &x), array(to, &[3], &[0.0; 3]));
         let types = format!("(vector<{}>) -> vector<{}>", type_of(&from), type_of(&to));
@@ -279,15 +285,15 @@ fn conversions_round_wrap_and_reinterpret() {
             "%n = \"{there}\"(%x0) : (vector<2xi32>) -> vector<2x{narrow}>\n\
              %r = \"{back}\"(%n) : (vector<2x{narrow}>) -> vector<2xi32>"
         );
-        let x = array(Element::I32, &[2], &[128.0, -1.0]);
+        let x = array(DeviceDtype::I32, &[2], &[128.0, -1.0]);
         assert_values(&evaluate(&operations, from_ref(&x), &x).unwrap(), &expected, &operations);
     }
 }
 
 #[test]
 fn bf16_rounds_to_nearest_even_after_every_operation() {
-    let x = array(Element::Bf16, &[2], &[256.0, 258.0]);
-    let y = array(Element::Bf16, &[2], &[1.0, 1.0]);
+    let x = array(DeviceDtype::Bf16, &[2], &[256.0, 258.0]);
+    let y = array(DeviceDtype::Bf16, &[2], &[1.0, 1.0]);
     let add = "\"arith.addf\"(%x0, %x1) : (vector<2xbf16>, vector<2xbf16>) -> vector<2xbf16>";
     let found = evaluate(&format!("%r = {add}"), &[x.clone(), y.clone()], &x).unwrap();
     assert_values(&found, &[256.0, 260.0], "ties go to even");
@@ -298,7 +304,7 @@ fn bf16_rounds_to_nearest_even_after_every_operation() {
 
 #[test]
 fn multi_reduction_folds_the_named_dimension() {
-    let x = array(Element::F32, &[2, 3], &[1.0, -2.0, 3.0, 4.0, 5.0, -6.0]);
+    let x = array(DeviceDtype::F32, &[2, 3], &[1.0, -2.0, 3.0, 4.0, 5.0, -6.0]);
     for (kind, dimension, initial, expected) in [
         ("add", 0, "1.0", vec![6.0, 4.0, -2.0]),
         ("add", 1, "1.0", vec![3.0, 4.0]),
@@ -308,7 +314,7 @@ fn multi_reduction_folds_the_named_dimension() {
         ("minimumf", 1, "0x7F800000", vec![-2.0, -6.0]),
         ("maximumf", 1, "0x7FC00000", vec![NAN, NAN]),
     ] {
-        let output = array(Element::F32, &[expected.len()], &expected);
+        let output = array(DeviceDtype::F32, &[expected.len()], &expected);
         let ty = format!("vector<{}>", type_of(&output));
         let operations = format!(
             "%a = \"arith.constant\"() {{value = dense<{initial}> : {ty}}} : () -> {ty}\n%r = \
@@ -322,7 +328,7 @@ fn multi_reduction_folds_the_named_dimension() {
 
 #[test]
 fn broadcast_slice_iota_select_and_shape_cast_place_elements() {
-    let x = array(Element::I32, &[2, 3], &[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]);
+    let x = array(DeviceDtype::I32, &[2, 3], &[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]);
     let slice = "\"vector.extract_strided_slice\"(%x0) {offsets = [0, 1], sizes = [2, 1], strides = [1, 1]} : \
                  (vector<2x3xi32>) -> vector<2x1xi32>";
     for (operations, expected) in [
@@ -357,7 +363,7 @@ fn broadcast_slice_iota_select_and_shape_cast_place_elements() {
     ] {
         let ty = operations.rsplit("vector<").next().unwrap().trim_end_matches("xi32>").to_string();
         let shape: Vec<usize> = ty.split('x').map(|extent| extent.parse().unwrap()).collect();
-        let output = array(Element::I32, &shape, &expected);
+        let output = array(DeviceDtype::I32, &shape, &expected);
         assert_values(&evaluate(&operations, from_ref(&x), &output).unwrap(), &expected, &operations);
     }
 }
@@ -381,7 +387,7 @@ fn carried_values_pass_from_turn_to_turn() {
 %tens = \"arith.muli\"(%f#0, %ten) : (vector<1xi32>, vector<1xi32>) -> vector<1xi32>
 %r = \"arith.addi\"(%tens, %f#1) : (vector<1xi32>, vector<1xi32>) -> vector<1xi32>"
     );
-    let [x, y] = [0.0, 1.0].map(|x| array(Element::I32, &[1], &[x]));
+    let [x, y] = [0.0, 1.0].map(|x| array(DeviceDtype::I32, &[1], &[x]));
     assert_eq!(evaluate(&operations, &[x.clone(), y], &x).unwrap(), [35.0]);
 }
 
@@ -415,7 +421,7 @@ fn nested_loops_and_branches_run_what_they_should() {
 %r = \"vector.broadcast\"(%same) : (i32) -> vector<1xi32>"
     );
     let pairs = (0..7).flat_map(|a| (a..7).map(move |b| if b % 2 == 0 { 1 } else { 10 * a }));
-    let output = array(Element::I32, &[1], &[0.0]);
+    let output = array(DeviceDtype::I32, &[1], &[0.0]);
     assert_eq!(evaluate(&operations, &[], &output).unwrap(), [f64::from(pairs.sum::<i32>())]);
 }
 
@@ -439,7 +445,7 @@ fn a_branch_without_results_stores_or_does_not() {
         .replace("%r = ", "%unused = ")
             + "\n%r = \"arith.addi\"(%again, %unused) : (vector<1xi32>, vector<1xi32>) -> vector<1xi32>"
     };
-    let x = array(Element::I32, &[1], &[3.0]);
+    let x = array(DeviceDtype::I32, &[1], &[3.0]);
     assert_eq!(evaluate(&operations(true), from_ref(&x), &x).unwrap(), [1.0]);
     assert_eq!(evaluate(&operations(false), from_ref(&x), &x).unwrap(), [-2.0]);
 }
@@ -480,10 +486,10 @@ impl Tables<'_> {
         }
         .text();
         let integers =
-            |table: &[i32]| array(Element::I32, &[steps], &table.iter().map(|&x| x.into()).collect::<Vec<_>>());
-        let operands = vec![integers(self.reads), integers(self.writes), array(Element::F32, &[x.len()], x)];
+            |table: &[i32]| array(DeviceDtype::I32, &[steps], &table.iter().map(|&x| x.into()).collect::<Vec<_>>());
+        let operands = vec![integers(self.reads), integers(self.writes), array(DeviceDtype::F32, &[x.len()], x)];
         let aliases: &[_] = if aliased { &[(2, 0)] } else { &[] };
-        run(&text, operands, &[(Element::F32, vec![outputs])], aliases).map(|written| values(&written[0]))
+        run(&text, operands, &[(DeviceDtype::F32, vec![outputs])], aliases).map(|written| values(&written[0]))
     }
 }
 
@@ -593,8 +599,12 @@ fn lane_sums(rows: usize, columns: usize) -> Vec<f64> {
     let windows = &[("1x4xf32", "", "%i0, %i1"), ("1x4xf32", "", "%i0, %i1")];
     let text = Kernel { grid: &[rows, columns.div_ceil(4)], prefetch: &[], windows, scratch: &[], body }.text();
     let x: Vec<f64> = (0..rows * columns).map(|i| i as f64).collect();
-    let written =
-        run(&text, vec![array(Element::F32, &[rows, columns], &x)], &[(Element::F32, vec![rows, columns])], &[]);
+    let written = run(
+        &text,
+        vec![array(DeviceDtype::F32, &[rows, columns], &x)],
+        &[(DeviceDtype::F32, vec![rows, columns])],
+        &[],
+    );
     values(&written.unwrap()[0])
 }
 
@@ -614,13 +624,13 @@ fn scratch_begins_as_poison_and_integers_have_theirs() {
                 index) -> ()";
     let windows = &[("2xi32", "", "%i0")];
     let text = Kernel { grid: &[1], prefetch: &[], windows, scratch: &["2xi32"], body }.text();
-    let written = run(&text, vec![], &[(Element::I32, vec![3])], &[]).unwrap();
+    let written = run(&text, vec![], &[(DeviceDtype::I32, vec![3])], &[]).unwrap();
     assert_eq!(written[0].bytes, [0x5A; 12]);
 }
 
 #[test]
 fn a_run_that_breaks_a_rule_is_refused_with_its_line() {
-    let x = array(Element::I32, &[2], &[4.0, 0.0]);
+    let x = array(DeviceDtype::I32, &[2], &[4.0, 0.0]);
     let index = |at: i32| format!("%at = \"arith.constant\"() {{value = {at} : index}} : () -> index\n");
     for (operations, expected) in [
         (
@@ -689,7 +699,7 @@ fn a_run_without_end_is_given_up() {
 
 #[test]
 fn malformed_texts_are_refused_with_their_line() {
-    let x = array(Element::I32, &[2], &[4.0, 0.0]);
+    let x = array(DeviceDtype::I32, &[2], &[4.0, 0.0]);
     let ty = "vector<2xi32>";
     let add = format!("%r = \"arith.addi\"(%x0, %x0) : ({ty}, {ty}) -> {ty}");
     evaluate(&add, from_ref(&x), &x).expect("what is spoilt below is whole");
@@ -758,7 +768,7 @@ fn a_name_of_a_region_is_unknown_after_it() {
          i32\n\"scf.yield\"() : () -> ()\n}}) : (i32, i32, i32) -> ()\n%r = \"vector.broadcast\"(%inside) : (i32) -> \
          vector<2xi32>"
     );
-    let problem = problem(evaluate(&operations, &[], &array(Element::I32, &[2], &[0.0; 2])));
+    let problem = problem(evaluate(&operations, &[], &array(DeviceDtype::I32, &[2], &[0.0; 2])));
     assert_eq!(problem, "line 14: vector.broadcast: %inside#0 is not defined here");
 }
 
@@ -766,11 +776,11 @@ fn a_name_of_a_region_is_unknown_after_it() {
 fn deep_nesting_is_refused() {
     for (open, expected) in [("[", "nesting"), ("{a = ", "nesting")] {
         let operations = format!("\"arith.constant\"() {{value = {}", open.repeat(100_000));
-        let problem = problem(evaluate(&operations, &[], &array(Element::I32, &[2], &[0.0; 2])));
+        let problem = problem(evaluate(&operations, &[], &array(DeviceDtype::I32, &[2], &[0.0; 2])));
         assert!(problem.contains(expected), "{problem}");
     }
     let regions = "\"scf.if\"(%c) ({\n".repeat(100_000);
-    assert!(problem(evaluate(&regions, &[], &array(Element::I32, &[2], &[0.0; 2]))).contains("nesting"));
+    assert!(problem(evaluate(&regions, &[], &array(DeviceDtype::I32, &[2], &[0.0; 2]))).contains("nesting"));
 }
 
 #[test]
@@ -778,21 +788,26 @@ fn arrays_that_the_module_does_not_take_are_refused() {
     let windows = &[("2xf32", "", "%i0"), ("2xf32", "", "%i0")];
     let body = ADD_ONE.replace("%x =", "%zero = \"arith.constant\"() {value = 0 : index} : () -> index\n%x =");
     let text = Kernel { grid: &[1], prefetch: &[], windows, scratch: &[], body: &body }.text();
-    let good = array(Element::F32, &[2], &[1.0, 2.0]);
-    let output = || vec![(Element::F32, vec![2])];
+    let good = array(DeviceDtype::F32, &[2], &[1.0, 2.0]);
+    let output = || vec![(DeviceDtype::F32, vec![2])];
     run(&text, vec![good.clone()], &output(), &[(0, 0)]).unwrap();
     let short = Array { bytes: vec![0; 7], ..good.clone() };
     let huge = Array { shape: vec![usize::MAX, 2], ..good.clone() };
-    let square = array(Element::F32, &[1, 2], &[1.0, 2.0]);
+    let square = array(DeviceDtype::F32, &[1, 2], &[1.0, 2.0]);
     for (operands, outputs, aliases, expected) in [
         (vec![], output(), vec![], "0 operands and 1 outputs, expected 0 arrays for scalar memory and 2 inputs"),
         (vec![short], output(), vec![], "operand 0 has 7 bytes, expected 8"),
         (vec![huge], output(), vec![], "operand 0 of [18446744073709551615, 2] is larger"),
         (vec![square], output(), vec![], "an array of vector<1x2xf32> under a window of vector<2xf32>"),
-        (vec![array(Element::Bf16, &[2], &[0.0; 2])], output(), vec![], "operand 0 holds bf16, expected f32"),
+        (vec![array(DeviceDtype::Bf16, &[2], &[0.0; 2])], output(), vec![], "operand 0 holds bf16, expected f32"),
         (vec![good.clone()], output(), vec![(1, 0)], "operand 1 cannot be overwritten by output 0"),
         (vec![good.clone()], output(), vec![(0, 0), (0, 0)], "operand 0 cannot be overwritten by output 0"),
-        (vec![good.clone()], vec![(Element::F32, vec![3])], vec![(0, 0)], "output 0 is vector<3xf32> and overwrites"),
+        (
+            vec![good.clone()],
+            vec![(DeviceDtype::F32, vec![3])],
+            vec![(0, 0)],
+            "output 0 is vector<3xf32> and overwrites",
+        ),
     ] {
         let problem = run(&text, operands, &outputs, &aliases).unwrap_err().to_string();
         assert!(problem.starts_with(expected), "found {problem:?}, expected {expected:?}");

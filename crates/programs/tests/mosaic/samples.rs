@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use assay_core::element::Element;
+use assay_core::device_dtype::DeviceDtype;
 use assay_mosaic_interpreter::{Array, InterpretError, run};
 use half::bf16;
 
@@ -15,7 +15,7 @@ fn fixture(name: &str) -> String {
     fs::read_to_string(format!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tpu/{}"), name)).unwrap()
 }
 
-fn array(element: Element, shape: &[usize], bytes: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Array {
+fn array(element: DeviceDtype, shape: &[usize], bytes: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Array {
     let bytes = bytes.into_iter().flat_map(|bytes| bytes.as_ref().to_vec()).collect();
     Array { element, shape: shape.to_vec(), bytes }
 }
@@ -47,10 +47,10 @@ impl Sample {
     fn operands(&self) -> Vec<Array> {
         let [blocks, rows, _] = SHAPE;
         vec![
-            array(Element::I32, &[66], self.ids.iter().map(|x| x.to_le_bytes())),
-            array(Element::F32, &[4], self.numbers.map(f32::to_le_bytes)),
-            array(Element::Bf16, &SHAPE, self.x.iter().map(|&x| bf16::from_f32(x).to_le_bytes())),
-            array(Element::F32, &[blocks, rows, 8], self.token.iter().map(|x| x.to_le_bytes())),
+            array(DeviceDtype::I32, &[66], self.ids.iter().map(|x| x.to_le_bytes())),
+            array(DeviceDtype::F32, &[4], self.numbers.map(f32::to_le_bytes)),
+            array(DeviceDtype::Bf16, &SHAPE, self.x.iter().map(|&x| bf16::from_f32(x).to_le_bytes())),
+            array(DeviceDtype::F32, &[blocks, rows, 8], self.token.iter().map(|x| x.to_le_bytes())),
         ]
     }
 
@@ -63,7 +63,7 @@ impl Sample {
 
 fn run_sample(text: &str, operands: Vec<Array>) -> Result<Vec<Array>, InterpretError> {
     let [blocks, rows, _] = SHAPE;
-    run(text, operands, &[(Element::Bf16, SHAPE.to_vec()), (Element::F32, vec![blocks, rows, 8])], &[(2, 0)])
+    run(text, operands, &[(DeviceDtype::Bf16, SHAPE.to_vec()), (DeviceDtype::F32, vec![blocks, rows, 8])], &[(2, 0)])
 }
 
 #[test]
@@ -116,12 +116,12 @@ fn carried_values_edges_and_scratch_agree_with_the_interpreter_of_jax() {
     let x = (0..12).flat_map(|row| (0..200).map(move |column| f32::from((row * 7 + column * 3) % 11i16 - 5)));
     let y = (0..12).flat_map(|row| (0..128).map(move |column| f32::from((row * 5 + column) % 9i16 - 4) * 0.5));
     let operands = vec![
-        array(Element::Bf16, &[12, 200], x.map(|x| bf16::from_f32(x).to_le_bytes())),
-        array(Element::F32, &[12, 128], y.map(f32::to_le_bytes)),
+        array(DeviceDtype::Bf16, &[12, 200], x.map(|x| bf16::from_f32(x).to_le_bytes())),
+        array(DeviceDtype::F32, &[12, 128], y.map(f32::to_le_bytes)),
     ];
-    let written = run(&fixture("pallas_carried.mlir"), operands, &[(Element::F32, vec![12, 200])], &[]).unwrap();
+    let written = run(&fixture("pallas_carried.mlir"), operands, &[(DeviceDtype::F32, vec![12, 200])], &[]).unwrap();
     let expected = array(
-        Element::F32,
+        DeviceDtype::F32,
         &[12, 200],
         [fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tpu/pallas_carried.f32")).unwrap()],
     );
@@ -137,14 +137,14 @@ fn carried_values_edges_and_scratch_agree_with_the_interpreter_of_jax() {
 #[test]
 fn spoilt_texts_are_errors_or_other_programs_and_never_panics() {
     let whole = fixture("pallas_carried.mlir");
-    let zeros = |element: Element, shape: [usize; 2]| Array {
+    let zeros = |element: DeviceDtype, shape: [usize; 2]| Array {
         element,
         shape: shape.to_vec(),
         bytes: vec![0; shape[0] * shape[1] * element.size()],
     };
     let run = |text: &str| {
-        let operands = vec![zeros(Element::Bf16, [12, 200]), zeros(Element::F32, [12, 128])];
-        run(text, operands, &[(Element::F32, vec![12, 200])], &[])
+        let operands = vec![zeros(DeviceDtype::Bf16, [12, 200]), zeros(DeviceDtype::F32, [12, 128])];
+        run(text, operands, &[(DeviceDtype::F32, vec![12, 200])], &[])
     };
     run(&whole).unwrap();
     for end in (0..whole.trim_end().len()).step_by(7) {

@@ -9,9 +9,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use crate::common::cases;
 use crate::common::draws::{self, Case};
 use crate::common::family::{self, Frozen, Loss, Policy, Row, RowLoss, Undetermined};
-use crate::common::family_cases;
 use crate::common::real::Real;
 use crate::common::running::{Running, U, nearest_choice};
 use crate::common::softmax_condition::SoftmaxCondition;
@@ -514,12 +514,12 @@ fn note_corrections(spec: &LossSpec, exact: &Exact, policy: bool, kl: bool, reco
 
 /// Draws cases of one objective, and prints the worst κ of each output.
 fn sweep(name: &str) {
-    let (_, objective) = family_cases::objectives().into_iter().find(|(arm, _)| *arm == name).expect("an arm");
+    let (_, objective) = cases::objectives().into_iter().find(|(arm, _)| *arm == name).expect("an arm");
     let record = RefCell::new(Record::default());
     let mut runner =
         draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_family.txt"), 48);
     let result =
-        runner.run(&family_cases::case(objective), |case| check(&case, &OF_EVERY_SPEC, &mut record.borrow_mut()));
+        runner.run(&cases::of_family(objective), |case| check(&case, &OF_EVERY_SPEC, &mut record.borrow_mut()));
     let record = record.into_inner();
     println!("{name}: {:.2?}\n{:?}", record.worst, record.seen);
     match result {
@@ -537,9 +537,9 @@ fn sweep(name: &str) {
 #[test]
 fn cases_have_every_option_with_a_gradient() {
     let mut record = Record::default();
-    for (name, objective) in family_cases::objectives() {
+    for (name, objective) in cases::objectives() {
         let mut runner = TestRunner::deterministic();
-        let cases = family_cases::case(objective);
+        let cases = cases::of_family(objective);
         for _ in 0..80 {
             let case = cases.new_tree(&mut runner).expect("a case").current();
             let Ok(exact) = Exact::of(&case) else { continue };

@@ -1,7 +1,8 @@
 //! What must hold of the reference without knowing any value: symmetries of the loss, what a mask hides, what happens
 //! at the edges of f64, and which inputs are refused with which words.
 
-use crate::common::cases::{self, Case, Regime};
+use crate::common::cases;
+use crate::common::draws::{self, Case, Regime};
 use crate::common::uniform::uniform;
 use assay_core::problem::{Advantages, Extra, FloatArray, Outcome, Problem, ProblemError, mask_from};
 use assay_core::spec::{
@@ -30,11 +31,11 @@ const REGIMES: [Regime; 8] = [
 /// Runs `check` on cases of every regime.
 fn for_every_case(check: impl Fn(Case)) {
     for regime in REGIMES {
-        let mut runner = cases::runner(
+        let mut runner = draws::runner(
             concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_identities.txt"),
             64,
         );
-        let result = runner.run(&cases::case(regime), |case| {
+        let result = runner.run(&cases::plain(regime), |case| {
             check(case);
             Ok(())
         });

@@ -4,7 +4,6 @@ mod common {
     pub(crate) mod cases;
     pub(crate) mod draws;
     pub(crate) mod family;
-    pub(crate) mod family_cases;
     pub(crate) mod real;
     pub(crate) mod running;
     pub(crate) mod softmax_condition;

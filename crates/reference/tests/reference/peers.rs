@@ -8,7 +8,8 @@ use std::fs;
 
 use assay_fixture::ParityFile;
 use assay_judge::gate::{Model, Output};
-use assay_judge::judge::{Verdict, judge};
+use assay_judge::judge::Verdict;
+use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::Limits;
 use assay_reference as reference;
 
@@ -26,7 +27,8 @@ impl Case {
         let recorded = ParityFile::read(path).unwrap();
         let spec = recorded.resolve().unwrap().spec;
         let reference = reference::evaluate(&spec, &recorded.problem).unwrap();
-        let verdicts = judge(&reference, &recorded.candidate(), &Limits::of("external").unwrap()).unwrap();
+        let verdicts =
+            recorded.problem.judge(&reference, &recorded.candidate().lend(), &Limits::of("external").unwrap()).unwrap();
         let loss = reference.loss();
         Self { recorded, loss, verdicts }
     }

@@ -7,7 +7,8 @@
 
 use std::cell::RefCell;
 
-use crate::common::cases::{self, Regime};
+use crate::common::cases;
+use crate::common::draws::{self, Regime};
 use crate::common::real::Real;
 use crate::family::{self, ByLogp, Exact, Head, Precision, Record, Scale, Scales, TokenScale};
 use assay_core::spec::{KlEstimator, Objective, OldLogp};
@@ -121,8 +122,8 @@ fn scales(exact: &Exact, _: &Scale, _: &ByLogp) -> Scales {
 fn sweep(regime: Regime) {
     let record = RefCell::new(Record::default());
     let mut runner =
-        cases::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_regimes.txt"), 128);
-    let result = runner.run(&cases::case(regime), |case| family::check(&case, &PLAIN, &mut record.borrow_mut()));
+        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_regimes.txt"), 128);
+    let result = runner.run(&cases::plain(regime), |case| family::check(&case, &PLAIN, &mut record.borrow_mut()));
     let record = record.into_inner();
     println!("{regime:?}: {:.2?}\n{:?}", record.worst, record.seen);
     match result {

@@ -19,9 +19,8 @@ use super::{GrpoLoss, LossStep, Summary, TrainConfig, TrainError};
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::{self, JudgeError};
-use assay_judge::lm_head::judge_head;
+use assay_judge::trial::Known;
 use assay_judge::{gate::Output, tolerance::Limits};
-use assay_reference::evaluate_head;
 use assay_schema::ab::{self as schema, Arm, Comparison, Step, Verdict};
 
 /// The class whose limits candle's own operations are held to: that of any kernel not made here. They sum a row in f32.
@@ -184,7 +183,6 @@ impl Judged {
     fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), TrainError> {
         let spec = LossSpec { scale: loss.scale * step.share, ..loss.clone() };
         let problem = step.problem()?;
-        let reference = evaluate_head(&spec, &problem)?;
         let candidate = HeadCandidate {
             loss: arr0(step.loss).into(),
             gradient: HeadGradient { dhidden: step.dhidden()?, dlm_head: step.dlm_head()?, dlogits_dtype: Dtype::F32 },
@@ -194,8 +192,8 @@ impl Judged {
             token_loss: None,
             metrics: None,
         };
-        let verdicts =
-            judge_head(&reference, &problem, &candidate, &Limits::of(&self.class).map_err(JudgeError::from)?)?;
+        let limits = Limits::of(&self.class).map_err(JudgeError::from)?;
+        let verdicts = Known::of(&spec, &problem)?.judge(candidate, &limits)?.verdicts;
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
             let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| Worst {

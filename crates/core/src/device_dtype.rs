@@ -1,4 +1,4 @@
-//! Element types of arrays on a device.
+//! [`DeviceDtype`]: what arrays on a device hold.
 
 use std::fmt;
 
@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::problem::{Dtype, FloatArray};
 
-/// An element type that buffers and programs can hold.
+/// A dtype that buffers and programs can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Element {
+pub enum DeviceDtype {
     /// IEEE binary64.
     F64,
     /// IEEE binary32.
@@ -31,68 +31,68 @@ pub enum Element {
     Pred,
 }
 
-impl Element {
-    /// Every element type.
-    pub const ALL: [Element; 9] = [
-        Element::F64,
-        Element::F32,
-        Element::Bf16,
-        Element::F16,
-        Element::I64,
-        Element::I32,
-        Element::I16,
-        Element::U8,
-        Element::Pred,
+impl DeviceDtype {
+    /// Each of them.
+    pub const ALL: [DeviceDtype; 9] = [
+        DeviceDtype::F64,
+        DeviceDtype::F32,
+        DeviceDtype::Bf16,
+        DeviceDtype::F16,
+        DeviceDtype::I64,
+        DeviceDtype::I32,
+        DeviceDtype::I16,
+        DeviceDtype::U8,
+        DeviceDtype::Pred,
     ];
 
     /// Bytes an element on the host.
     pub fn size(self) -> usize {
         match self {
-            Element::F64 | Element::I64 => 8,
-            Element::F32 | Element::I32 => 4,
-            Element::Bf16 | Element::F16 | Element::I16 => 2,
-            Element::U8 | Element::Pred => 1,
+            DeviceDtype::F64 | DeviceDtype::I64 => 8,
+            DeviceDtype::F32 | DeviceDtype::I32 => 4,
+            DeviceDtype::Bf16 | DeviceDtype::F16 | DeviceDtype::I16 => 2,
+            DeviceDtype::U8 | DeviceDtype::Pred => 1,
         }
     }
 
     /// Whether it is one of the floating-point types.
     pub fn is_float(self) -> bool {
-        matches!(self, Element::F64 | Element::F32 | Element::Bf16 | Element::F16)
+        matches!(self, DeviceDtype::F64 | DeviceDtype::F32 | DeviceDtype::Bf16 | DeviceDtype::F16)
     }
 
     /// Its name in MLIR.
     pub fn mlir(self) -> &'static str {
         match self {
-            Element::F64 => "f64",
-            Element::F32 => "f32",
-            Element::Bf16 => "bf16",
-            Element::F16 => "f16",
-            Element::I64 => "i64",
-            Element::I32 => "i32",
-            Element::I16 => "i16",
-            Element::U8 => "ui8",
-            Element::Pred => "i1",
+            DeviceDtype::F64 => "f64",
+            DeviceDtype::F32 => "f32",
+            DeviceDtype::Bf16 => "bf16",
+            DeviceDtype::F16 => "f16",
+            DeviceDtype::I64 => "i64",
+            DeviceDtype::I32 => "i32",
+            DeviceDtype::I16 => "i16",
+            DeviceDtype::U8 => "ui8",
+            DeviceDtype::Pred => "i1",
         }
     }
 }
 
-impl fmt::Display for Element {
+impl fmt::Display for DeviceDtype {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {
-            Element::U8 => "u8",
-            Element::Pred => "pred",
+            DeviceDtype::U8 => "u8",
+            DeviceDtype::Pred => "pred",
             other => other.mlir(),
         })
     }
 }
 
-impl From<Dtype> for Element {
+impl From<Dtype> for DeviceDtype {
     fn from(dtype: Dtype) -> Self {
         match dtype {
-            Dtype::F64 => Element::F64,
-            Dtype::F32 => Element::F32,
-            Dtype::Bf16 => Element::Bf16,
-            Dtype::F16 => Element::F16,
+            Dtype::F64 => DeviceDtype::F64,
+            Dtype::F32 => DeviceDtype::F32,
+            Dtype::Bf16 => DeviceDtype::Bf16,
+            Dtype::F16 => DeviceDtype::F16,
         }
     }
 }
