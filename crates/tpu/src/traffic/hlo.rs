@@ -2,6 +2,12 @@
 
 use std::collections::HashMap;
 
+use winnow::ascii::{dec_uint, multispace0, space0};
+use winnow::combinator::{alt, delimited, fail, opt, preceded, repeat, separated, terminated};
+use winnow::error::{ContextError, ErrMode};
+use winnow::token::{take_till, take_until, take_while};
+use winnow::{ModalResult, Parser};
+
 use crate::error::TpuError;
 
 /// The line of `file` that does not read as `expected`; 0 for the file as a whole.
@@ -63,66 +69,60 @@ impl Shape {
 /// Tuples nested deeper than any compiler nests them are refused, lest the stack overflow.
 const DEEPEST: usize = 32;
 
-/// Reads a shape off the front of `text`; the rest comes back.
-fn shape(text: &str, depth: usize) -> Option<(Shape, &str)> {
-    let mut text = text.trim_start();
-    let Some(inside) = text.strip_prefix('(') else {
-        return array(text).map(|(array, rest)| (Shape::Array(array), rest));
-    };
-    if depth == DEEPEST {
-        return None;
-    }
-    text = inside.trim_start();
-    let mut parts = Vec::new();
-    loop {
-        if let Some(rest) = text.strip_prefix(')') {
-            return Some((Shape::Tuple(parts), rest));
-        }
+/// A shape within `depth` tuples.
+fn shape<'t>(depth: usize) -> impl Parser<&'t str, Shape, ErrMode<ContextError>> {
+    move |text: &mut &'t str| {
         // `/*index=5*/`
-        if let Some(comment) = text.strip_prefix("/*") {
-            text = comment.split_once("*/")?.1;
+        let comment = opt(("/*", take_until(0.., "*/"), "*/"));
+        let front = (multispace0, comment);
+        if depth > DEEPEST {
+            return fail.parse_next(text);
         }
-        let (part, rest) = shape(text, depth + 1)?;
-        parts.push(part);
-        text = rest.strip_prefix(',').unwrap_or(rest).trim_start();
+        let parts = separated(0.., shape(depth + 1), (multispace0, ','));
+        let tuple = delimited('(', parts, (multispace0, ')')).map(Shape::Tuple);
+        preceded(front, alt((tuple, array.map(Shape::Array)))).parse_next(text)
     }
 }
 
 /// `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`
-fn array(text: &str) -> Option<(Array, &str)> {
-    let (element, rest) = text.split_once('[')?;
-    let bits = bits(element)?;
-    let (extents, rest) = rest.split_once(']')?;
-    let named = format!("{element}[{extents}]");
-    let extents: Vec<u64> = numbers(extents)?;
-    let (layout, rest) = match rest.strip_prefix('{') {
-        Some(layout) => layout.split_once('}')?,
-        None => ("", rest),
+fn array(text: &mut &str) -> ModalResult<Array> {
+    let element = take_while(1.., ('a'..='z', '0'..='9')).verify_map(bits);
+    let (named, (bits, extents)) =
+        (element, delimited('[', numbers, ']')).with_taken().map(|(read, named)| (named, read)).parse_next(text)?;
+    let attributes = preceded(':', repeat(0.., attribute));
+    let layout = (numbers, opt(attributes).map(Option::unwrap_or_default));
+    let layout = opt(delimited('{', layout, (take_till(0.., '}'), '}'))).parse_next(text)?;
+    let (order, attributes): (Vec<u64>, Vec<(&str, &str)>) = layout.unwrap_or_default();
+    let attribute = |name: &str| attributes.iter().find(|(of, _)| *of == name).map(|(_, value)| *value);
+    let tile = attribute("T").map_or(Some(vec![]), |tile| numbers.parse(tile).ok());
+    let Some(bytes) = tile.and_then(|tile| bytes_of(&extents, &order, &tile, bits)) else {
+        return fail.parse_next(text);
     };
-    let (order, attributes) = layout.split_once(':').unwrap_or((layout, ""));
-    let order: Vec<u64> = numbers(order)?;
-    let mut minor_to_major = Vec::new();
-    for axis in order {
-        minor_to_major.push(*extents.get(usize::try_from(axis).ok()?)?);
-    }
-    // The first tile pads the innermost extents; tiles within it only order the elements.
-    if let Some(tile) = attributes.strip_prefix("T(").and_then(|tiles| tiles.split_once(')')) {
-        for (extent, tile) in minor_to_major.iter_mut().zip(numbers(tile.0)?.into_iter().rev()) {
-            *extent = extent.checked_next_multiple_of(tile)?;
-        }
-    }
-    let extents = if minor_to_major.is_empty() { extents } else { minor_to_major };
-    let elements = extents.into_iter().try_fold(1_u64, u64::checked_mul)?;
-    let bytes = elements.checked_mul(bits)?.div_ceil(8);
-    let space = attributes.split_once("S(").and_then(|(_, space)| space.split_once(')'));
-    let hbm = space.is_none_or(|(space, _)| space == "0");
-    Some((Array { named, bytes, hbm }, rest))
+    Ok(Array { named: named.into(), bytes, hbm: attribute("S").is_none_or(|space| space == "0") })
 }
 
-fn numbers(text: &str) -> Option<Vec<u64>> {
-    let numbers = text.split(',').map(str::trim).filter(|number| !number.is_empty());
+/// `T(8,128)`, and what follows it without a name.
+fn attribute<'t>(text: &mut &'t str) -> ModalResult<(&'t str, &'t str)> {
+    (take_till(0.., ['(', '}']), delimited('(', take_till(0.., [')', '}']), ')')).parse_next(text)
+}
+
+fn numbers(text: &mut &str) -> ModalResult<Vec<u64>> {
     // `<=8`, a bound of a dynamic extent, is read as the bound.
-    numbers.map(|number| number.trim_start_matches("<=").parse().ok()).collect()
+    let number = preceded((space0, opt("<=")), dec_uint::<_, u64, _>);
+    terminated(separated(0.., number, ','), space0).parse_next(text)
+}
+
+/// Bytes of an array of `bits` an element, whose axes lie in `order`, the innermost first, in whole tiles.
+fn bytes_of(extents: &[u64], order: &[u64], tile: &[u64], bits: u64) -> Option<u64> {
+    let extent = |axis: &u64| extents.get(usize::try_from(*axis).ok()?).copied();
+    let mut minor_to_major = order.iter().map(extent).collect::<Option<Vec<u64>>>()?;
+    // The first tile pads the innermost extents; tiles within it only order the elements.
+    for (extent, tile) in minor_to_major.iter_mut().zip(tile.iter().rev()) {
+        *extent = extent.checked_next_multiple_of(*tile)?;
+    }
+    let extents = if minor_to_major.is_empty() { extents } else { &minor_to_major };
+    let elements = extents.iter().try_fold(1_u64, |elements, extent| elements.checked_mul(*extent))?;
+    Some(elements.checked_mul(bits)?.div_ceil(8))
 }
 
 /// Bits of an element.
@@ -158,7 +158,8 @@ impl<'t> Instruction<'t> {
         let line = line.trim_start();
         let returned = line.strip_prefix("ROOT ");
         let (name, rest) = returned.unwrap_or(line).split_once(" = ")?;
-        let (shape, rest) = shape(rest, 0)?;
+        let mut rest = rest;
+        let shape = shape(0).parse_next(&mut rest).ok()?;
         let (opcode, rest) = rest.trim_start().split_once('(')?;
         // Operands are names; a constant's value is none, and may hold anything.
         let (given, attributes) = rest.split_once(')').unwrap_or((rest, ""));
@@ -272,7 +273,7 @@ mod tests {
 
     #[test]
     fn tiles_are_whole_and_other_memories_are_not_hbm() {
-        let hbm = |text| shape(text, 0).unwrap().0.hbm_bytes();
+        let hbm = |text| shape(0).parse(text).unwrap().hbm_bytes();
         assert_eq!(hbm("bf16[4,100]{1,0:T(8,128)(2,1)}"), 8 * 128 * 2);
         assert_eq!(hbm("f32[2048,151643]{0,1:T(8,128)}"), 151_648 * 2048 * 4);
         assert_eq!(hbm("f32[4096]{0:T(1024)S(1)}"), 0);
