@@ -1,4 +1,4 @@
-//! [`judge`]: a candidate's outputs against the reference, one [`Verdict`] a gate.
+//! A candidate's outputs against the reference, one [`Verdict`] a gate.
 
 use std::collections::BTreeMap;
 use std::fmt;
