@@ -441,7 +441,7 @@ impl Bound {
     }
 
     /// The larger scale and the larger floor.
-    fn or(self, other: Self) -> Self {
+    pub(super) fn or(self, other: Self) -> Self {
         Self { scale: self.scale.max(other.scale), floor: self.floor.max(other.floor) }
     }
 

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::U;
 use super::arm;
-use super::condition::{Bound, Condition, ErrorsOf, FLUSHED, GIVEN};
+use super::condition::{Alternative, Bound, ColumnBound, Condition, ErrorsOf, FLUSHED, GIVEN};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
@@ -446,14 +446,30 @@ struct GivenRow<'g, 'r, 'd> {
     kappa: f64,
 }
 
+/// Where a token may be: on a piece of its loss, or at the kink between it and another, where any gradient between theirs is one.
+/// Automatic differentiation takes halves of halves: of two equal arguments of `minimum`, and of a value at the bound of `clip`.
+#[derive(Clone, Copy)]
+struct Piece<'c> {
+    on: &'c Alternative,
+    towards: Option<(&'c Alternative, f64)>,
+}
+
+impl<'c> Piece<'c> {
+    /// The pieces of a token, its own first, and between that and each other.
+    fn all(alternatives: &'c [Alternative]) -> Vec<Self> {
+        let whole = alternatives.iter().map(|on| Self { on, towards: None });
+        let between = |other| [0.25, 0.5, 0.75].map(|by| Self { on: &alternatives[0], towards: Some((other, by)) });
+        whole.chain(alternatives.iter().skip(1).flat_map(between)).collect()
+    }
+}
+
 /// The columns of a row that are judged at once: few enough to stay in a cache.
 const AT_ONCE: usize = 4096;
 
 impl GivenRow<'_, '_, '_> {
-    /// The row on each piece that its token may be on, column by column.
-    fn on_pieces(&self) -> Vec<RowTallies> {
+    /// The row on each of `pieces`, column by column.
+    fn on(&self, pieces: &[Piece]) -> Vec<RowTallies> {
         let Self { reference, case, .. } = self;
-        let pieces = &case.condition.alternatives;
         // One value that is rightly not finite excuses no other that has a number to be.
         let says_so = case.open() && self.actual.row(case.b, case.t).iter().any(|y| !y.is_finite());
         let mut sums = vec![RowSums::default(); pieces.len()];
@@ -462,11 +478,22 @@ impl GivenRow<'_, '_, '_> {
             let range = first..vocab.min(first + AT_ONCE);
             let columns = reference.columns(case.b, case.t, case.token, range.clone());
             let actual = self.actual.row_part(case.b, case.t, range);
-            for (on, sums) in pieces.iter().zip(&mut sums) {
-                let grad_logp = reference.grad_logp(case.token, &on.branch, on.coupling);
-                let expected = reference.dlogits_of(&columns, case.token, grad_logp);
-                let bounds = case.condition.dlogits(reference, case.token, &columns, on).map(|of| of.whole);
-                self.add(sums, first, expected.iter().zip(bounds).zip(&actual), says_so);
+            let grad = |on: &Alternative| reference.grad_logp(case.token, &on.branch, on.coupling);
+            let bounds =
+                |on| case.condition.dlogits(reference, case.token, &columns, on).map(|of: ColumnBound| of.whole);
+            for (&Piece { on, towards }, sums) in pieces.iter().zip(&mut sums) {
+                match towards {
+                    None => {
+                        let expected = reference.dlogits_of(&columns, case.token, grad(on));
+                        self.add(sums, first, expected.iter().zip(bounds(on)).zip(&actual), says_so);
+                    }
+                    Some((other, by)) => {
+                        let between = grad(on) + by * (grad(other) - grad(on));
+                        let expected = reference.dlogits_of(&columns, case.token, between);
+                        let bounds = bounds(on).zip(bounds(other)).map(|(on, other)| on.or(other));
+                        self.add(sums, first, expected.iter().zip(bounds).zip(&actual), says_so);
+                    }
+                }
             }
         }
         sums.into_iter().map(|sums| self.tallies(sums)).collect()
@@ -536,15 +563,16 @@ struct RowSums {
 
 /// One token on each of its pieces: the one that its loss and its row of dlogits fit best, together.
 fn judge_token<'r>(reference: &Reference<'r>, given: &PerToken, case: &Case<'r>, limits: &Limits) -> OfToken {
-    let pieces = &case.condition.alternatives;
+    let pieces = Piece::all(&case.condition.alternatives);
     let rows: Vec<RowTallies> = match &given.dlogits {
         Some(actual) => {
             let stored = Stored::gradient(actual.dtype(), reference.problem().logits.dtype());
-            GivenRow { reference, case, actual, stored, kappa: limits.kappa(Output::Dlogits) }.on_pieces()
+            GivenRow { reference, case, actual, stored, kappa: limits.kappa(Output::Dlogits) }.on(&pieces)
         }
         None => pieces.iter().map(|_| RowTallies::default()).collect(),
     };
-    let losses: Vec<f64> = pieces.iter().map(|on| reference.token_loss(&case.token.inputs, &on.branch)).collect();
+    let losses: Vec<f64> =
+        pieces.iter().map(|piece| reference.token_loss(&case.token.inputs, &piece.on.branch)).collect();
     let pieces = losses.iter().zip(rows).map(|(&loss, row)| {
         let mut token_loss = Tally::default();
         if let Some(values) = given.token_loss {

@@ -310,6 +310,29 @@ fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
     assert!(clipped(&problem, &spec), "above the bound it is");
 }
 
+/// `jnp.minimum(ρA, jnp.clip(ρ, 0.8, 1.2)·A)` at a `ρ` of 1.2 has ¾ of a gradient: ½ of one argument, and ½ of ½ of the other.
+#[test]
+fn any_gradient_between_the_two_of_a_tie_is_right_and_beyond_them_none_is() {
+    let scaled = |steps: f64, by: f32| {
+        let (spec, problem) = at_the_clip(steps);
+        // The piece with a gradient is the one below the clip.
+        let (_, below) = at_the_clip(-1.0);
+        let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+        let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32") };
+        let exact = reference::evaluate(&spec, &below).unwrap().dlogits_row(0, 0);
+        dlogits.slice_mut(ndarray::s![0, 0, ..]).iter_mut().zip(exact).for_each(|(x, exact)| *x = exact as f32 * by);
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
+    };
+    for by in [0.25, 0.5, 0.75] {
+        assert!(scaled(0.0, by).iter().all(Verdict::passed), "{by}");
+        assert_rejected(&scaled(-2000.0, by), DLOGITS, Status::Fail);
+    }
+    for by in [-0.25, 1.25] {
+        assert_rejected(&scaled(0.0, by), DLOGITS, Status::Fail);
+    }
+}
+
 /// `ρ·(e^d − d − 1)` of one token, whose `ρ` is 0.005 and whose `e^d` is what f32 overflows at, or not.
 fn importance_sampled_k3(d: f64) -> (LossSpec, Problem) {
     let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };
