@@ -58,15 +58,18 @@ impl Mutants {
         let fixtures = self.fixtures(&mut ignored)?;
         let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.class.of_heads());
         let (mut trial, mut heads) = (Trial::of(&on_logits, self.grade), Trial::of(&of_heads, self.grade));
-        let progress = self.printing.progress(mutants.len());
-        let mut false_alarm = trial.run(&property_cases(), |_| progress.inc(1)).err();
-        false_alarm = false_alarm.or(heads.run(&head_cases(), |_| progress.inc(1)).err());
+        let progress = self.printing.progress(2 + fixtures.len());
+        let mut false_alarm = trial.run(&property_cases()).err();
+        progress.inc(1);
+        false_alarm = false_alarm.or(heads.run(&head_cases()).err());
+        progress.inc(1);
         for path in &fixtures {
             progress.set_message(path.display().to_string());
             for_each_case(path, |case| {
                 // One at a time: a recorded vocabulary is large.
-                false_alarm = false_alarm.take().or(trial.run(&[case], |_| {}).err());
+                false_alarm = false_alarm.take().or(trial.run(&[case]).err());
             })?;
+            progress.inc(1);
         }
         progress.finish_and_clear();
         if let Some(kill) = false_alarm {

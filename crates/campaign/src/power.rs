@@ -126,23 +126,33 @@ struct Trial<'p, P: Subject> {
 }
 
 impl<P: Subject> Trial<'_, P> {
-    /// What becomes of a mutant here. Where its numbers are those of the correct kernel it shows nothing, unless a second call has
+    /// What becomes of mutants here. Where the numbers of one are those of the correct kernel it shows nothing, unless a second call has
     /// others.
-    fn fate(&self, mutant: &Mutant, limits: &Limits, outputs: &[&'static str]) -> Fate {
+    fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<Fate> {
         let Known { spec, problem, .. } = self.known;
-        let specimen = Specimen::with(mutant.bug);
-        let run = || P::mutant(&specimen).run(spec, problem.clone(), 1).map(|candidate| limited(candidate, outputs));
-        let (Ok(candidate), Ok(again)) = (run(), run()) else { return Fate::NotExercised };
-        if !Invariance::between(&candidate, &again).other.is_empty() {
-            return Fate::Rejected;
-        }
-        if same_numbers::<P>(&self.correct, &candidate) {
-            return Fate::NotExercised;
-        }
-        match self.known.verdicts(&candidate.lend(), limits) {
-            Ok(verdicts) if verdicts.iter().all(Verdict::passed) => Fate::Accepted,
-            _ => Fate::Rejected,
-        }
+        let run = |mutant: &&Mutant| {
+            let specimen = Specimen::with(mutant.bug);
+            let run =
+                || P::mutant(&specimen).run(spec, problem.clone(), 1).map(|candidate| limited(candidate, outputs));
+            let (Ok(candidate), Ok(again)) = (run(), run()) else { return Err(Fate::NotExercised) };
+            if !Invariance::between(&candidate, &again).other.is_empty() {
+                Err(Fate::Rejected)
+            } else if same_numbers::<P>(&self.correct, &candidate) {
+                Err(Fate::NotExercised)
+            } else {
+                Ok(candidate)
+            }
+        };
+        let runs: Vec<Result<Candidate<P::Gradient>, Fate>> = mutants.par_iter().map(run).collect();
+        let candidates: Vec<_> = runs.iter().flatten().map(Candidate::lend).collect();
+        let verdicts = self.known.verdicts_of_all(&candidates, limits).unwrap_or_default();
+        let mut passes = verdicts.iter().map(|verdicts| verdicts.iter().all(Verdict::passed));
+        let fate = |run: &Result<_, Fate>| match run {
+            Err(fate) => *fate,
+            Ok(_) if passes.next().unwrap_or(false) => Fate::Accepted,
+            Ok(_) => Fate::Rejected,
+        };
+        runs.iter().map(fate).collect()
     }
 }
 
@@ -164,7 +174,7 @@ pub(crate) fn power<P: Subject>(
     deals: &dyn Deals<P>,
     outputs: &[&'static str],
 ) -> Result<Option<schema::Power>, CampaignError> {
-    let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade));
+    let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
     let mutants: Vec<&Mutant> = BANK.iter().filter(|mutant| shows::<P>(mutant)).collect();
     let mut fates = vec![Fate::NotExercised; mutants.len()];
     let mut cases = 0;
@@ -185,19 +195,18 @@ pub(crate) fn power<P: Subject>(
             trials.push(Trial { known, correct });
         }
         cases += trials.len();
-        fates.par_iter_mut().zip(&mutants).for_each(|(fate, mutant)| {
-            let settled = matches!(fate, Fate::Rejected) || (accepted_only && matches!(fate, Fate::NotExercised));
-            for trial in trials.iter().filter(|_| !settled) {
-                match trial.fate(mutant, &limits, outputs) {
-                    Fate::NotExercised => {}
-                    Fate::Accepted => *fate = Fate::Accepted,
-                    Fate::Rejected => {
-                        *fate = Fate::Rejected;
-                        break;
-                    }
+        let is_settled = |fate| matches!(fate, Fate::Rejected) || (accepted_only && matches!(fate, Fate::NotExercised));
+        let mut left: Vec<(&mut Fate, &Mutant)> =
+            fates.iter_mut().zip(mutants.iter().copied()).filter(|(fate, _)| !is_settled(**fate)).collect();
+        for trial in &trials {
+            let of_left: Vec<&Mutant> = left.iter().map(|(_, mutant)| *mutant).collect();
+            for ((fate, _), here) in left.iter_mut().zip(trial.fates(&of_left, &limits, outputs)) {
+                if !matches!(here, Fate::NotExercised) {
+                    **fate = here;
                 }
             }
-        });
+            left.retain(|(fate, _)| !matches!(fate, Fate::Rejected));
+        }
     }
     let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
     for (mutant, fate) in mutants.into_iter().zip(fates) {

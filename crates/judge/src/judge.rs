@@ -14,7 +14,7 @@ use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal
 use super::tolerance::{Grade, Limits, ToleranceError};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, Shape};
 use assay_core::spec::Objective;
-use assay_reference::{Reference, Token};
+use assay_reference::{Columns, Reference, Token};
 pub use assay_schema::verdicts::Status;
 
 /// What one gate found.
@@ -122,7 +122,7 @@ impl Case<'_> {
     }
 }
 
-/// Judges `candidate`, whose dlogits may be borrowed, against `reference`, by `limits`. Outputs that the candidate lacks get no verdict.
+/// Judges `candidates`, whose dlogits may be borrowed, against `reference`, by `limits`. Outputs that a candidate lacks get no verdict.
 ///
 /// Masked tokens must have dlogits of exactly 0; their other outputs are not looked at. A token whose reference is not
 /// finite must be reported as such; a token that overflows f32 may be. Where the limits are those of [`Grade::Standard`], each
@@ -130,46 +130,61 @@ impl Case<'_> {
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
-pub(super) fn judge(
+pub(super) fn judge_all(
     reference: &Reference,
-    candidate: &Candidate<FloatView<Ix3>>,
+    candidates: &[Candidate<FloatView<Ix3>>],
     limits: &Limits,
-) -> Result<Vec<Verdict>, JudgeError> {
-    check_shapes(reference.shape(), candidate)?;
-    let per_token = PerToken {
-        loss: &candidate.loss,
-        logp: candidate.logp.as_ref(),
-        entropy: candidate.entropy.as_ref(),
-        token_loss: candidate.token_loss.as_ref(),
-        dlogits: Some(candidate.gradient.view()),
-    };
-    Ok(graded(limits, reference, |limits, _| {
+) -> Result<Vec<Vec<Verdict>>, JudgeError> {
+    candidates.iter().try_for_each(|candidate| check_shapes(reference.shape(), candidate))?;
+    Ok(graded(limits, reference, candidates, |limits, asked| {
         let cases = cases(reference, limits, GIVEN);
-        let mut verdicts = judge_per_token(reference, &per_token, &cases, limits);
-        if let Some(metrics) = &candidate.metrics {
-            verdicts.extend(judge_metrics(reference, metrics, &cases, limits));
+        let given = asked.iter().map(|Asked { candidate, .. }| PerToken {
+            dlogits: Some(candidate.gradient.view()),
+            ..PerToken::without_gradient(candidate)
+        });
+        let mut all = judge_per_token(reference, &given.collect::<Vec<_>>(), &cases, limits);
+        for (verdicts, asked) in all.iter_mut().zip(asked) {
+            if let Some(metrics) = &asked.candidate.metrics {
+                verdicts.extend(judge_metrics(reference, metrics, &cases, limits));
+            }
         }
-        verdicts
+        all
     }))
 }
 
-/// Which gradients a verdict is asked of.
-pub(super) type Wanted<'w> = &'w dyn Fn(Output) -> bool;
+/// A candidate, and those of its gradients that verdicts are asked of.
+pub(super) struct Asked<'c, C> {
+    pub(super) candidate: &'c C,
+    pub(super) gradients: Vec<Output>,
+}
 
-/// The verdicts of `judge_by`: of grade `exact` where a gate reaches it; where it does not, and `limits` ask for no more, of
-/// `standard`. A gradient that reaches `exact` is not asked for again.
-pub(super) fn graded(
+/// The verdicts of `judge_by`, a list a candidate: of grade `exact` where a gate reaches it; where it does not, and `limits` ask for
+/// no more, of `standard`. Only those candidates, and gradients, are asked for again that do not reach `exact`.
+pub(super) fn graded<'c, C>(
     limits: &Limits,
     reference: &Reference,
-    judge_by: impl Fn(&Limits, Wanted) -> Vec<Verdict>,
-) -> Vec<Verdict> {
-    let exact = judge_by(&limits.at(Grade::Exact), &|_| true);
-    let short = |output| exact.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed());
-    if limits.grade == Grade::Exact || !exact.iter().any(|verdict| verdict.status.failed()) {
-        return exact;
+    candidates: &'c [C],
+    judge_by: impl Fn(&Limits, &[Asked<'c, C>]) -> Vec<Vec<Verdict>>,
+) -> Vec<Vec<Verdict>> {
+    let gradients: Vec<Output> = Output::ALL.into_iter().filter(|output| output.is_gradient()).collect();
+    let first = candidates.iter().map(|candidate| Asked { candidate, gradients: gradients.clone() });
+    let first: Vec<Asked<C>> = first.collect();
+    let Some(better) = limits.better() else { return judge_by(limits, &first) };
+    let mut all = judge_by(&better, &first);
+    let fails = |verdicts: &[Verdict], output| {
+        verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed())
+    };
+    let short = all.iter_mut().zip(candidates).filter(|(exact, _)| exact.iter().any(|verdict| verdict.status.failed()));
+    let (short, asked): (Vec<&mut Vec<Verdict>>, Vec<Asked<C>>) = short
+        .map(|(exact, candidate)| {
+            let gradients = gradients.iter().copied().filter(|output| fails(exact, *output)).collect();
+            (exact, Asked { candidate, gradients })
+        })
+        .unzip();
+    if asked.is_empty() {
+        return all;
     }
-    let standard = judge_by(&limits.at(Grade::Standard), &short);
-    let better = |exact: Verdict| match standard.iter().find(|standard| standard.gate == exact.gate) {
+    let better = |exact: Verdict, standard: &[Verdict]| match standard.iter().find(|other| other.gate == exact.gate) {
         Some(standard) if exact.status.failed() => {
             if standard.status.failed() {
                 return standard.clone();
@@ -180,7 +195,10 @@ pub(super) fn graded(
         }
         _ => exact,
     };
-    exact.iter().cloned().map(better).collect()
+    for (exact, standard) in short.into_iter().zip(judge_by(&limits.at(Grade::Standard), &asked)) {
+        *exact = std::mem::take(exact).into_iter().map(|verdict| better(verdict, &standard)).collect();
+    }
+    all
 }
 
 /// What of the formulas that grade `standard` forgives is behind an error beyond the limits of `exact`.
@@ -248,6 +266,18 @@ pub(super) struct PerToken<'c> {
     pub(super) token_loss: Option<&'c FloatArray<Ix2>>,
     /// `None` where logits are a product.
     pub(super) dlogits: Option<FloatView<'c, Ix3>>,
+}
+
+impl<'c> PerToken<'c> {
+    pub(super) fn without_gradient<G>(candidate: &'c Candidate<G>) -> Self {
+        Self {
+            loss: &candidate.loss,
+            logp: candidate.logp.as_ref(),
+            entropy: candidate.entropy.as_ref(),
+            token_loss: candidate.token_loss.as_ref(),
+            dlogits: None,
+        }
+    }
 }
 
 fn check_shapes(shape: Shape, candidate: &Candidate<FloatView<Ix3>>) -> Result<(), JudgeError> {
@@ -335,12 +365,29 @@ struct OfToken {
     kink: f64,
 }
 
-/// Loss, logp, entropies, token losses and dlogits. A token is on one side of each tie that rounding may have put it on, for its
-/// loss and its gradient alike.
+/// Loss, logp, entropies, token losses and dlogits, of each of those given. A token is on one side of each tie that rounding may have
+/// put it on, for its loss and its gradient alike.
 pub(super) fn judge_per_token(
+    reference: &Reference,
+    given: &[PerToken],
+    cases: &[Case],
+    limits: &Limits,
+) -> Vec<Vec<Verdict>> {
+    let of_tokens: Vec<Vec<OfToken>> =
+        cases.par_iter().map(|case| judge_token(reference, given, case, limits)).collect();
+    let mut of_given: Vec<Vec<OfToken>> = given.iter().map(|_| Vec::with_capacity(cases.len())).collect();
+    for of_token in of_tokens {
+        of_given.iter_mut().zip(of_token).for_each(|(of_given, of_token)| of_given.push(of_token));
+    }
+    given.iter().zip(of_given).map(|(given, of)| judge_given(reference, given, cases, of, limits)).collect()
+}
+
+/// The same of one of them, whose tokens came to `of_tokens`.
+fn judge_given(
     reference: &Reference,
     given: &PerToken,
     cases: &[Case],
+    of_tokens: Vec<OfToken>,
     limits: &Limits,
 ) -> Vec<Verdict> {
     let mut tallies = Tallies::new(limits.grade);
@@ -359,7 +406,6 @@ pub(super) fn judge_per_token(
         }
     }
 
-    let of_tokens: Vec<OfToken> = cases.par_iter().map(|case| judge_token(reference, given, case, limits)).collect();
     let kinks: Vec<f64> = of_tokens.iter().map(|of| of.kink).collect();
     let token_loss = given.token_loss.map(|values| plain(Output::TokenLoss, Stored::scalar(values.dtype()), limits));
     if let Some((gate, stored, kappa)) = token_loss {
@@ -437,13 +483,14 @@ impl RowTallies {
     }
 }
 
-/// A token of the reference, and its gradient as it is given.
-struct GivenRow<'g, 'r, 'd> {
-    reference: &'g Reference<'r>,
-    case: &'g Case<'r>,
+/// A token's gradient as it is given.
+struct GivenRow<'g, 'd> {
+    case: &'g Case<'g>,
     actual: &'g FloatView<'d, Ix3>,
     stored: Stored,
     kappa: f64,
+    /// Whether one of its values is not finite where none need be: it excuses no other that has a number to be.
+    says_so: bool,
 }
 
 /// Where a token may be: on a piece of its loss, or at the kink between it and another, where any gradient between theirs is one.
@@ -452,63 +499,74 @@ struct GivenRow<'g, 'r, 'd> {
 struct Piece<'c> {
     on: &'c Alternative,
     towards: Option<(&'c Alternative, f64)>,
+    /// The token's loss there.
+    loss: f64,
 }
 
 impl<'c> Piece<'c> {
-    /// The pieces of a token, its own first, and between that and each other.
-    fn all(alternatives: &'c [Alternative]) -> Vec<Self> {
-        let whole = alternatives.iter().map(|on| Self { on, towards: None });
-        let between = |other| [0.25, 0.5, 0.75].map(|by| Self { on: &alternatives[0], towards: Some((other, by)) });
-        whole.chain(alternatives.iter().skip(1).flat_map(between)).collect()
+    /// The pieces of a token, its own first, and between that and each other whose loss is its own within the limits: where the loss
+    /// jumps, as a token may be selected or not, nothing between two gradients is one.
+    fn all(reference: &Reference, case: &'c Case, limits: &Limits) -> Vec<Self> {
+        let alternatives = &case.condition.alternatives;
+        let loss = |on: &Alternative| reference.token_loss(&case.token.inputs, &on.branch);
+        let whole = |on| Self { on, towards: None, loss: loss(on) };
+        let own = whole(&alternatives[0]);
+        let Bound { scale, floor } = case.condition.token_loss;
+        let meets = |other: &Self| (other.loss - own.loss).abs() <= limits.kappa(Output::TokenLoss) * U * scale + floor;
+        let others: Vec<Self> = alternatives[1..].iter().map(whole).collect();
+        let between = |other: &Self| [0.25, 0.5, 0.75].map(|by| Self { towards: Some((other.on, by)), ..own });
+        let kinks: Vec<Self> = others.iter().filter(|other| meets(other)).flat_map(between).collect();
+        std::iter::once(own).chain(others).chain(kinks).collect()
+    }
+
+    /// The exact dlogits of `columns`, and how far each may be off.
+    fn dlogits(&self, reference: &Reference, case: &Case, columns: &Columns) -> (Vec<f64>, Vec<Bound>) {
+        let grad = |on: &Alternative| reference.grad_logp(case.token, &on.branch, on.coupling);
+        let bounds = |on| case.condition.dlogits(reference, case.token, columns, on).map(|of: ColumnBound| of.whole);
+        let (grad, bounds) = match self.towards {
+            None => (grad(self.on), bounds(self.on).collect()),
+            Some((other, by)) => (
+                grad(self.on) + by * (grad(other) - grad(self.on)),
+                bounds(self.on).zip(bounds(other)).map(|(on, other)| on.or(other)).collect(),
+            ),
+        };
+        (reference.dlogits_of(columns, case.token, grad), bounds)
     }
 }
 
 /// The columns of a row that are judged at once: few enough to stay in a cache.
 const AT_ONCE: usize = 4096;
 
-impl GivenRow<'_, '_, '_> {
-    /// The row on each of `pieces`, column by column.
-    fn on(&self, pieces: &[Piece]) -> Vec<RowTallies> {
-        let Self { reference, case, .. } = self;
-        // One value that is rightly not finite excuses no other that has a number to be.
-        let says_so = case.open() && self.actual.row(case.b, case.t).iter().any(|y| !y.is_finite());
-        let mut sums = vec![RowSums::default(); pieces.len()];
+impl<'g, 'd> GivenRow<'g, 'd> {
+    fn of(case: &'g Case, actual: &'g FloatView<'d, Ix3>, reference: &Reference, limits: &Limits) -> Self {
+        let stored = Stored::gradient(actual.dtype(), reference.problem().logits.dtype());
+        let says_so = case.open() && actual.row(case.b, case.t).iter().any(|y| !y.is_finite());
+        Self { case, actual, stored, kappa: limits.kappa(Output::Dlogits), says_so }
+    }
+
+    /// The same row of each of `given` on each of `pieces`, column by column.
+    fn all_on(reference: &Reference, case: &Case, given: &[Self], pieces: &[Piece]) -> Vec<Vec<RowTallies>> {
+        let mut sums = vec![vec![RowSums::default(); pieces.len()]; given.len()];
         let vocab = reference.shape().vocab;
         for first in (0..vocab).step_by(AT_ONCE) {
             let range = first..vocab.min(first + AT_ONCE);
             let columns = reference.columns(case.b, case.t, case.token, range.clone());
-            let actual = self.actual.row_part(case.b, case.t, range);
-            let grad = |on: &Alternative| reference.grad_logp(case.token, &on.branch, on.coupling);
-            let bounds =
-                |on| case.condition.dlogits(reference, case.token, &columns, on).map(|of: ColumnBound| of.whole);
-            for (&Piece { on, towards }, sums) in pieces.iter().zip(&mut sums) {
-                match towards {
-                    None => {
-                        let expected = reference.dlogits_of(&columns, case.token, grad(on));
-                        self.add(sums, first, expected.iter().zip(bounds(on)).zip(&actual), says_so);
-                    }
-                    Some((other, by)) => {
-                        let between = grad(on) + by * (grad(other) - grad(on));
-                        let expected = reference.dlogits_of(&columns, case.token, between);
-                        let bounds = bounds(on).zip(bounds(other)).map(|(on, other)| on.or(other));
-                        self.add(sums, first, expected.iter().zip(bounds).zip(&actual), says_so);
-                    }
+            let expected: Vec<_> = pieces.iter().map(|piece| piece.dlogits(reference, case, &columns)).collect();
+            for (given, sums) in given.iter().zip(&mut sums) {
+                let actual = given.actual.row_part(case.b, case.t, range.clone());
+                for ((exact, bounds), sums) in expected.iter().zip(sums) {
+                    given.add(sums, first, exact, bounds, &actual);
                 }
             }
         }
-        sums.into_iter().map(|sums| self.tallies(sums)).collect()
+        let tallies = |(given, sums): (&Self, Vec<RowSums>)| sums.into_iter().map(|sums| given.tallies(sums)).collect();
+        given.iter().zip(sums).map(tallies).collect()
     }
 
     /// Adds columns from `first` on: what is expected, by how much it may be off, what is given.
-    fn add<'v>(
-        &self,
-        sums: &mut RowSums,
-        first: usize,
-        columns: impl Iterator<Item = ((&'v f64, Bound), &'v f64)>,
-        says_so: bool,
-    ) {
-        let Self { case, stored, kappa, .. } = *self;
-        for (v, ((&x, bound), &y)) in (first..).zip(columns) {
+    fn add(&self, sums: &mut RowSums, first: usize, exact: &[f64], bounds: &[Bound], actual: &[f64]) {
+        let Self { case, stored, kappa, says_so, .. } = *self;
+        for (v, ((&x, &bound), &y)) in (first..).zip(exact.iter().zip(bounds).zip(actual)) {
             let unlimited = x.is_finite() && !(bound.scale + bound.floor).is_finite();
             let said_elsewhere = !x.is_finite() && says_so;
             if case.open() && (unlimited || said_elsewhere || !y.is_finite()) {
@@ -561,34 +619,35 @@ struct RowSums {
     floor2: f64,
 }
 
-/// One token on each of its pieces: the one that its loss and its row of dlogits fit best, together.
-fn judge_token<'r>(reference: &Reference<'r>, given: &PerToken, case: &Case<'r>, limits: &Limits) -> OfToken {
-    let pieces = Piece::all(&case.condition.alternatives);
-    let rows: Vec<RowTallies> = match &given.dlogits {
-        Some(actual) => {
-            let stored = Stored::gradient(actual.dtype(), reference.problem().logits.dtype());
-            GivenRow { reference, case, actual, stored, kappa: limits.kappa(Output::Dlogits) }.on(&pieces)
-        }
-        None => pieces.iter().map(|_| RowTallies::default()).collect(),
+/// One token of each of those given, on the piece that its loss and its row of dlogits fit best, together.
+fn judge_token(reference: &Reference, given: &[PerToken], case: &Case, limits: &Limits) -> Vec<OfToken> {
+    let pieces = Piece::all(reference, case, limits);
+    let rows = given.iter().map(|given| Some(GivenRow::of(case, given.dlogits.as_ref()?, reference, limits)));
+    let rows = match rows.collect::<Option<Vec<_>>>() {
+        Some(rows) => GivenRow::all_on(reference, case, &rows, &pieces),
+        None => given.iter().map(|_| pieces.iter().map(|_| RowTallies::default()).collect()).collect(),
     };
-    let losses: Vec<f64> =
-        pieces.iter().map(|piece| reference.token_loss(&case.token.inputs, &piece.on.branch)).collect();
-    let pieces = losses.iter().zip(rows).map(|(&loss, row)| {
+    given.iter().zip(rows).map(|(given, rows)| best_piece(given, case, &pieces, rows, limits)).collect()
+}
+
+fn best_piece(given: &PerToken, case: &Case, pieces: &[Piece], rows: Vec<RowTallies>, limits: &Limits) -> OfToken {
+    let on_pieces = pieces.iter().zip(rows).map(|(piece, row)| {
         let mut token_loss = Tally::default();
         if let Some(values) = given.token_loss {
             let (stored, kappa) = (Stored::scalar(values.dtype()), limits.kappa(Output::TokenLoss));
             let actual = values.at(case.b, case.t);
-            compare(&mut token_loss, case, loss, actual, kappa, case.condition.token_loss, stored);
+            compare(&mut token_loss, case, piece.loss, actual, kappa, case.condition.token_loss, stored);
         }
-        (token_loss.badness().max(row.badness()), loss, token_loss, row)
+        (token_loss.badness().max(row.badness()), piece.loss, token_loss, row)
     });
-    let pieces: Vec<_> = pieces.collect();
+    let on_pieces: Vec<_> = on_pieces.collect();
     // Where the token fits none, its loss may be that of any.
-    let any_fits = pieces.iter().any(|(badness, ..)| *badness <= 1.0);
+    let any_fits = on_pieces.iter().any(|(badness, ..)| *badness <= 1.0);
     let fits = |badness: f64| badness <= 1.0 || !any_fits;
-    let kink = pieces.iter().filter(|piece| fits(piece.0)).map(|piece| (piece.1 - losses[0]).abs()).fold(0.0, f64::max);
+    let of_others = on_pieces.iter().filter(|piece| fits(piece.0)).map(|piece| (piece.1 - pieces[0].loss).abs());
+    let kink = of_others.fold(0.0, f64::max);
     let best =
-        pieces.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("the reference's own piece is always there");
+        on_pieces.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("the reference's own piece is always there");
     OfToken { token_loss: best.2, row: best.3, kink }
 }
 

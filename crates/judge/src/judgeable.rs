@@ -29,16 +29,31 @@ pub trait Judgeable: Workload<Gradient: Gradient> {
     /// The loss on logits, in a reference of it.
     fn on_logits<'r>(reference: &'r Self::Reference<'_>) -> &'r Reference<'r>;
 
-    /// Judges `outcome` against `reference`, by `limits`.
+    /// Judges `candidates` against `reference`, by `limits`: verdicts a candidate. What follows from the problem alone, and is most of
+    /// the work, is done once for all of them.
     ///
     /// # Errors
     /// [`JudgeError`] where an output has the wrong shape.
+    fn judge_all(
+        &self,
+        reference: &Self::Reference<'_>,
+        candidates: &[Candidate<Self::View<'_>>],
+        limits: &Limits,
+    ) -> Result<Vec<Vec<Verdict>>, JudgeError>;
+
+    /// The same of one.
+    ///
+    /// # Errors
+    /// As [`judge_all`](Self::judge_all).
     fn judge(
         &self,
         reference: &Self::Reference<'_>,
-        outcome: &Candidate<Self::View<'_>>,
+        candidate: &Candidate<Self::View<'_>>,
         limits: &Limits,
-    ) -> Result<Vec<Verdict>, JudgeError>;
+    ) -> Result<Vec<Verdict>, JudgeError> {
+        let of_one = self.judge_all(reference, std::slice::from_ref(candidate), limits)?;
+        Ok(of_one.into_iter().next().expect("verdicts a candidate"))
+    }
 
     /// What the `verdicts` on an outcome are likely of.
     fn diagnose(
@@ -63,13 +78,13 @@ impl Judgeable for Problem {
         reference
     }
 
-    fn judge(
+    fn judge_all(
         &self,
         reference: &Reference<'_>,
-        outcome: &Candidate<Self::View<'_>>,
+        candidates: &[Candidate<Self::View<'_>>],
         limits: &Limits,
-    ) -> Result<Vec<Verdict>, JudgeError> {
-        judge::judge(reference, outcome, limits)
+    ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
+        judge::judge_all(reference, candidates, limits)
     }
 
     fn diagnose(
@@ -99,13 +114,13 @@ impl Judgeable for HeadProblem {
         reference.on_logits()
     }
 
-    fn judge(
+    fn judge_all(
         &self,
         reference: &HeadReference<'_>,
-        outcome: &Candidate<Self::View<'_>>,
+        candidates: &[Candidate<Self::View<'_>>],
         limits: &Limits,
-    ) -> Result<Vec<Verdict>, JudgeError> {
-        lm_head::judge(reference, self, outcome, limits)
+    ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
+        lm_head::judge_all(reference, self, candidates, limits)
     }
 
     fn diagnose(

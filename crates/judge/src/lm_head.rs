@@ -21,14 +21,14 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array1, Array2, ArrayView2, Axis, Ix2, Zip, concatenate, s};
+use ndarray::{Array1, Array2, ArrayView2, Axis, Ix2, Ix3, Zip, concatenate, s};
 use rayon::prelude::*;
 
 use super::U;
 use super::condition::{ColumnBound, FLUSHED, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::judge::{
-    Case, JudgeError, PerToken, Stored, Tallies, Verdict, Wanted, cases, exactly_zero, graded, judge_metrics,
+    Asked, Case, JudgeError, PerToken, Stored, Tallies, Verdict, cases, exactly_zero, graded, judge_metrics,
     judge_per_token, shared_edge,
 };
 use super::metric::{Allowance, Position, Tally, half_ulp};
@@ -40,7 +40,7 @@ use assay_reference::{HeadReference, Reference};
 /// From so many equal logits on in a row, their errors are added up before they are squared.
 const ALIKE: usize = 8;
 
-/// Judges `outcome` against `reference`, by `limits`. Outputs that the candidate lacks get no verdict.
+/// Judges `candidates` against `reference`, by `limits`. Outputs that a candidate lacks get no verdict.
 ///
 /// The hidden states of masked tokens must have a gradient of exactly 0. Where a token's reference is not finite, or
 /// overflows f32, or its dlogits the dtype in which they go into the products, values of its dhidden and of `dlm_head` may be
@@ -48,37 +48,37 @@ const ALIKE: usize = 8;
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
-pub(super) fn judge(
+pub(super) fn judge_all(
     reference: &HeadReference,
     problem: &HeadProblem,
-    outcome: &Candidate<HeadGradientView>,
+    candidates: &[HeadCandidate],
     limits: &Limits,
-) -> Result<Vec<Verdict>, JudgeError> {
-    check_shapes(reference, outcome)?;
+) -> Result<Vec<Vec<Verdict>>, JudgeError> {
+    candidates.iter().try_for_each(|candidate| check_shapes(reference, candidate))?;
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
     let errors = logit_errors(reference, rounding, limits);
     let errors_of = |b: usize, t: usize| errors[b * tokens + t].clone();
     let dhidden = reference.dhidden(|columns| reference.dlogits(columns));
-    let per_token = PerToken {
-        loss: &outcome.loss,
-        logp: outcome.logp.as_ref(),
-        entropy: outcome.entropy.as_ref(),
-        token_loss: outcome.token_loss.as_ref(),
-        dlogits: None,
-    };
-    Ok(graded(limits, on_logits, |limits, wanted| {
+    Ok(graded(limits, on_logits, candidates, |limits, asked| {
         let cases = cases(on_logits, limits, &errors_of);
-        let mut verdicts = judge_per_token(on_logits, &per_token, &cases, limits);
-        verdicts.extend(judge_gradients(reference, (problem, &dhidden), outcome, &cases, limits, wanted));
-        if let Some(metrics) = &outcome.metrics {
-            verdicts.extend(judge_metrics(on_logits, metrics, &cases, limits));
+        let per_token: Vec<PerToken> = asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
+        let mut all = judge_per_token(on_logits, &per_token, &cases, limits);
+        let gradients = judge_gradients(reference, (problem, &dhidden), asked, &cases, limits);
+        for ((verdicts, of_gradients), asked) in all.iter_mut().zip(gradients).zip(asked) {
+            verdicts.extend(of_gradients);
+            if let Some(metrics) = &asked.candidate.metrics {
+                verdicts.extend(judge_metrics(on_logits, metrics, &cases, limits));
+            }
         }
-        verdicts
+        all
     }))
 }
 
-fn check_shapes(reference: &HeadReference, outcome: &Candidate<HeadGradientView>) -> Result<(), JudgeError> {
+/// What came of a problem, its gradients borrowed.
+type HeadCandidate<'v> = Candidate<HeadGradientView<'v>>;
+
+fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<(), JudgeError> {
     let HeadShape { batch, tokens, hidden, vocab } = reference.shape();
     let gradients = [
         ("dhidden", outcome.gradient.dhidden.shape(), vec![batch, tokens, hidden]),
@@ -251,6 +251,9 @@ fn of_tokens(reference: &Reference, cases: &[Case], dtype: Dtype, limits: &Limit
 /// The columns of a product that a thread takes at once.
 const AT_ONCE: usize = 128;
 
+/// And those of a head whose gradient it judges: of 4,096 hidden units there are 64 in all that are widened at a time.
+const ROWS_AT_ONCE: usize = 32;
+
 /// Adds `a · of(b)` to `sums`. It is a limit, and no value: its sums are plain.
 fn add_product(sums: &mut Array2<f64>, a: &Array2<f64>, b: ArrayView2<f64>, of: fn(f64) -> f64) {
     let parts: Vec<_> = sums.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(b.axis_chunks_iter(Axis(1), AT_ONCE)).collect();
@@ -355,23 +358,67 @@ impl Gradient {
     }
 }
 
-/// The gradients of both factors, where they are `wanted`: sums over columns, and columns, are gone through a few at a time.
+/// The gradients of both factors that are asked for, a list a candidate: sums over columns, and columns, are gone through a few at a
+/// time, once for all candidates whose dlogits are of one dtype.
 fn judge_gradients(
     reference: &HeadReference,
     (problem, exact): (&HeadProblem, &Array2<f64>),
-    outcome: &Candidate<HeadGradientView>,
+    asked: &[Asked<HeadCandidate>],
     cases: &[Case],
     limits: &Limits,
-    wanted: Wanted,
-) -> Vec<Verdict> {
-    let dtype = outcome.gradient.dlogits_dtype;
-    let of_tokens = of_tokens(reference.on_logits(), cases, dtype, limits);
-    let mut dhidden = wanted(Output::Dhidden).then(|| Dhidden::new(reference, cases, limits));
-    let mut dlm_head =
-        wanted(Output::DlmHead).then(|| DlmHead::new(reference, problem, outcome, cases, &of_tokens, limits));
-    if dhidden.is_none() && dlm_head.is_none() {
-        return Vec::new();
+) -> Vec<Vec<Verdict>> {
+    let mut verdicts: Vec<Vec<Verdict>> = asked.iter().map(|_| Vec::new()).collect();
+    for dtype in Dtype::KERNEL.into_iter().chain([Dtype::F64]) {
+        let is_of = |asked: &Asked<HeadCandidate>| {
+            asked.candidate.gradient.dlogits_dtype == dtype && !asked.gradients.is_empty()
+        };
+        let of_dtype = asked.iter().zip(&mut verdicts).filter(|(asked, _)| is_of(asked));
+        let (given, places): (Vec<GivenGradients>, Vec<&mut Vec<Verdict>>) =
+            of_dtype.map(|(asked, place)| (GivenGradients::of(asked, problem, limits), place)).unzip();
+        if !given.is_empty() {
+            let of_given = judge_given(reference, exact, dtype, &given, cases, limits);
+            places.into_iter().zip(of_given).for_each(|(place, verdicts)| *place = verdicts);
+        }
     }
+    verdicts
+}
+
+/// The gradients of a candidate that are asked for.
+struct GivenGradients<'c> {
+    dhidden: Option<(FloatView<'c, Ix3>, Gradient)>,
+    dlm_head: Option<(FloatView<'c, Ix2>, Gradient)>,
+}
+
+impl<'c> GivenGradients<'c> {
+    fn of(asked: &Asked<'c, HeadCandidate<'_>>, problem: &HeadProblem, limits: &Limits) -> Self {
+        let (gradient, of) = (&asked.candidate.gradient, &problem.logits);
+        let gradient_of = |output, given, dtype| {
+            asked.gradients.contains(&output).then(|| Gradient::of(output, Stored::gradient(given, dtype), limits))
+        };
+        let dhidden = gradient_of(Output::Dhidden, gradient.dhidden.dtype(), of.hidden.dtype());
+        let dlm_head = gradient_of(Output::DlmHead, gradient.dlm_head.dtype(), of.lm_head.dtype());
+        Self {
+            dhidden: dhidden.map(|of| (gradient.dhidden.view(), of)),
+            dlm_head: dlm_head.map(|of| (gradient.dlm_head.view(), of)),
+        }
+    }
+}
+
+/// The same of candidates whose dlogits go into the products in `dtype`.
+fn judge_given(
+    reference: &HeadReference,
+    exact: &Array2<f64>,
+    dtype: Dtype,
+    given: &[GivenGradients],
+    cases: &[Case],
+    limits: &Limits,
+) -> Vec<Vec<Verdict>> {
+    let of_tokens = of_tokens(reference.on_logits(), cases, dtype, limits);
+    let of_hidden = given.iter().any(|given| given.dhidden.is_some());
+    let mut dhidden = of_hidden.then(|| Dhidden::new(reference, cases, limits));
+    let of_head: Vec<_> =
+        given.iter().filter_map(|given| given.dlm_head.as_ref()).map(|(actual, of)| (actual.view(), *of)).collect();
+    let mut dlm_head = (!of_head.is_empty()).then(|| DlmHead::new(reference, of_head, cases, &of_tokens, limits));
     for columns in reference.column_chunks() {
         let dlogits = Dlogits::of(reference.on_logits(), cases, &columns, dtype, limits);
         if let Some(dhidden) = &mut dhidden {
@@ -381,11 +428,17 @@ fn judge_gradients(
             dlm_head.judge(&dlogits, columns);
         }
     }
-    let of_hidden = dhidden.into_iter().flat_map(|mut dhidden| {
+    if let Some(dhidden) = &mut dhidden {
         dhidden.add_alike(dtype, cases);
-        dhidden.judge((problem, exact), outcome, cases, &of_tokens)
-    });
-    of_hidden.chain(dlm_head.into_iter().flat_map(|dlm_head| dlm_head.tallies.verdicts())).collect()
+    }
+    let mut of_head = dlm_head.into_iter().flat_map(|dlm_head| dlm_head.tallies);
+    let verdicts = |given: &GivenGradients| {
+        let of_hidden = given.dhidden.as_ref().zip(dhidden.as_ref());
+        let of_hidden = of_hidden.map(|((actual, of), sums)| sums.judge(exact, actual, *of, cases, &of_tokens));
+        let of_head = given.dlm_head.as_ref().and_then(|_| of_head.next()).map(Tallies::verdicts);
+        of_hidden.into_iter().chain(of_head).flatten().collect()
+    };
+    given.iter().map(verdicts).collect()
 }
 
 /// Sums over columns, a row a case, and what follows from them for `dhidden`.
@@ -462,16 +515,14 @@ impl<'r> Dhidden<'r> {
 
     fn judge(
         &self,
-        (problem, exact): (&HeadProblem, &Array2<f64>),
-        outcome: &Candidate<HeadGradientView>,
+        exact: &Array2<f64>,
+        actual: &FloatView<Ix3>,
+        gradient: Gradient,
         cases: &[Case],
         of_tokens: &[OfProducts],
     ) -> Vec<Verdict> {
-        let HeadShape { batch, tokens, .. } = self.reference.shape();
-        let actual = &outcome.gradient.dhidden;
-        let stored = Stored::gradient(actual.dtype(), problem.logits.hidden.dtype());
+        let (HeadShape { batch, tokens, .. }, stored) = (self.reference.shape(), gradient.stored);
         let mut tallies = Tallies::new(self.limits.grade);
-        let gradient = Gradient::of(Output::Dhidden, stored, self.limits);
         gradient.open(&mut tallies);
         for (b, t) in ndarray::indices((batch, tokens)) {
             let (row, n) = (actual.row(b, t), b * tokens + t);
@@ -544,9 +595,9 @@ impl Alike {
 struct DlmHead<'r> {
     reference: &'r HeadReference<'r>,
     limits: &'r Limits<'r>,
-    actual: FloatView<'r, Ix2>,
-    gradient: Gradient,
-    tallies: Tallies,
+    given: Vec<(FloatView<'r, Ix2>, Gradient)>,
+    /// One a given.
+    tallies: Vec<Tallies>,
     /// Squares of the hidden states, and their sizes, `[cases,H]`.
     hidden2: Array2<f64>,
     sizes: Array2<f64>,
@@ -564,13 +615,11 @@ struct DlmHead<'r> {
 impl<'r> DlmHead<'r> {
     fn new(
         reference: &'r HeadReference<'r>,
-        problem: &HeadProblem,
-        outcome: &'r Candidate<HeadGradientView>,
+        given: Vec<(FloatView<'r, Ix2>, Gradient)>,
         cases: &[Case],
         of_tokens: &[OfProducts],
         limits: &'r Limits<'r>,
     ) -> Self {
-        let actual = outcome.gradient.dlm_head.view();
         let places: Vec<usize> = cases.iter().map(|case| case.b * reference.shape().tokens + case.t).collect();
         let hidden = reference.hidden().select(Axis(0), &places);
         // Tokens of one hidden state have one softmax, whose errors add up.
@@ -581,16 +630,16 @@ impl<'r> DlmHead<'r> {
         }
         let most = frequency.into_iter().max().filter(|most| *most >= ALIKE).unwrap_or(0);
         let open = cases.iter().any(Case::open) || of_tokens.iter().any(|of| of.overflow);
-        let stored = Stored::gradient(actual.dtype(), problem.logits.lm_head.dtype());
-        let gradient = Gradient::of(Output::DlmHead, stored, limits);
-        let mut tallies = Tallies::new(limits.grade);
-        gradient.open(&mut tallies);
+        let tallies = given.iter().map(|(_, gradient)| {
+            let mut tallies = Tallies::new(limits.grade);
+            gradient.open(&mut tallies);
+            tallies
+        });
         Self {
             reference,
             limits,
-            actual,
-            gradient,
-            tallies,
+            tallies: tallies.collect(),
+            given,
             hidden2: hidden.mapv(square),
             sizes: hidden.mapv(f64::abs),
             first,
@@ -603,25 +652,27 @@ impl<'r> DlmHead<'r> {
 
     fn judge(&mut self, dlogits: &Dlogits, columns: Range<usize>) {
         let exact = self.reference.dlm_head(&self.reference.dlogits(columns.clone()));
-        let parts: Vec<usize> = (0..columns.len()).step_by(AT_ONCE).collect();
+        let parts: Vec<usize> = (0..columns.len()).step_by(ROWS_AT_ONCE).collect();
         let rows = parts.into_par_iter().flat_map_iter(|first| {
-            let part = first..columns.len().min(first + AT_ONCE);
+            let part = first..columns.len().min(first + ROWS_AT_ONCE);
             self.rows(dlogits, &exact.slice(s![part.clone(), ..]), columns.start, part)
         });
-        let rows: Vec<GradientTallies> = rows.collect();
+        let rows: Vec<Vec<GradientTallies>> = rows.collect();
         for row in rows {
-            self.gradient.add(&mut self.tallies, None, self.of_nonfinite, row);
+            for ((_, gradient), (tallies, row)) in self.given.iter().zip(self.tallies.iter_mut().zip(row)) {
+                gradient.add(tallies, None, self.of_nonfinite, row);
+            }
         }
     }
 
-    /// The columns `part` of those that begin at `start`, each a row of `exact`.
+    /// The columns `part` of those that begin at `start`, each a row of `exact`; of each column one tally a given.
     fn rows(
         &self,
         dlogits: &Dlogits,
         exact: &ArrayView2<f64>,
         start: usize,
         part: Range<usize>,
-    ) -> Vec<GradientTallies> {
+    ) -> Vec<Vec<GradientTallies>> {
         let HeadShape { hidden: width, .. } = self.reference.shape();
         let count = part.len();
         let of = |terms: &Array2<f64>| terms.slice(s![.., part.clone()]).t().to_owned();
@@ -632,11 +683,13 @@ impl<'r> DlmHead<'r> {
         let by_size = stacked(&[&rounding, &(of(&dlogits.one_sided) + of_ratio)]).dot(&self.sizes);
         let squares = stacked(&[&own, &self.alike(rounding), &of(&dlogits.exact)]).mapv_into(square);
         let by_square = squares.dot(&self.hidden2);
-        let actual = self.reference.layout().part(&self.actual, start + part.start..start + part.end, 0..width);
+        let columns = start + part.start..start + part.end;
+        let of_given =
+            |(given, _): &(FloatView<Ix2>, _)| self.reference.layout().part(given, columns.clone(), 0..width);
+        let given: Vec<Array2<f64>> = self.given.iter().map(of_given).collect();
 
         let row = |i: usize| {
-            let v = start + part.start + i;
-            let [exact, actual] = [exact.row(i), actual.row(i)].map(|row| row.to_slice().expect("dense"));
+            let (v, exact) = (columns.start + i, exact.row(i).to_slice().expect("dense"));
             let [rounding, one_sided] = [0, 1].map(|sum| by_size.row(sum * count + i).to_slice().expect("dense"));
             let [own2, rounding2, exact2] =
                 [0, 1, 2].map(|sum| by_square.row(sum * count + i).to_slice().expect("dense"));
@@ -647,9 +700,13 @@ impl<'r> DlmHead<'r> {
                 off + self.relative * x + self.each * (x + exact2[h].sqrt())
             };
             let limits: Vec<f64> = (0..width).map(limit).collect();
-            let elements = Elements { exact, limits: &limits, actual };
-            let at = |h| Position::weight(h, v);
-            self.gradient.row(Position { v: Some(v), ..Position::default() }, at, self.open, elements)
+            let judged = |(actual, (_, gradient)): (&Array2<f64>, &(_, Gradient))| {
+                let actual = actual.row(i).to_slice().expect("dense");
+                let elements = Elements { exact, limits: &limits, actual };
+                let at = |h| Position::weight(h, v);
+                gradient.row(Position { v: Some(v), ..Position::default() }, at, self.open, elements)
+            };
+            given.iter().zip(&self.given).map(judged).collect()
         };
         (0..count).map(row).collect()
     }

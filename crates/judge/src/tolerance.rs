@@ -176,7 +176,7 @@ impl Tolerances {
             expected: self.class.keys().map(String::as_str).collect::<Vec<_>>().join(", "),
         })?;
         let grade = if name == EXTERNAL { Grade::Standard } else { Grade::Exact };
-        Ok(Limits { tolerances: self, class: found, grade })
+        Ok(Limits { tolerances: self, class: found, grade, tries_better: true })
     }
 }
 
@@ -188,6 +188,8 @@ pub struct Limits<'t> {
     class: &'t Class,
     /// What is asked of cancellations.
     pub grade: Grade,
+    /// Whether the better grade is tried first.
+    tries_better: bool,
 }
 
 impl Limits<'static> {
@@ -210,6 +212,18 @@ impl Limits<'_> {
     #[must_use]
     pub fn at(self, grade: Grade) -> Self {
         Self { grade, ..self }
+    }
+
+    /// At this grade alone: a verdict passes or fails by its limits, and does not say whether the better grade would be reached. Where
+    /// no more than that is asked it takes half the time.
+    #[must_use]
+    pub fn alone(self) -> Self {
+        Self { tries_better: false, ..self }
+    }
+
+    /// The better grade, where it is tried first.
+    pub(crate) fn better(&self) -> Option<Self> {
+        (self.tries_better && self.grade == Grade::Standard).then(|| self.at(Grade::Exact))
     }
 
     /// `κ`: 0 for what is counted.

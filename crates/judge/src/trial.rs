@@ -87,6 +87,18 @@ impl<'p, P: Judgeable> Known<'p, P> {
         self.problem.judge(&self.reference, candidate, limits)
     }
 
+    /// The same of several, verdicts a candidate: much sooner than one after the other.
+    ///
+    /// # Errors
+    /// As [`judge`](Self::judge).
+    pub fn verdicts_of_all(
+        &self,
+        candidates: &[Candidate<P::View<'_>>],
+        limits: &Limits,
+    ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
+        self.problem.judge_all(&self.reference, candidates, limits)
+    }
+
     /// Runs `implementation` on so many devices and judges what comes of it, by the limits of its class that are built in.
     ///
     /// # Errors

@@ -39,6 +39,7 @@ impl Dtype {
     }
 
     /// `x` rounded to this dtype, to nearest even, and widened again.
+    #[inline]
     pub fn round(self, x: f64) -> f64 {
         match self {
             Dtype::F64 => x,
@@ -88,9 +89,11 @@ macro_rules! float {
     ($type:ty, $dtype:ident, $round:expr) => {
         impl Float for $type {
             const DTYPE: Dtype = Dtype::$dtype;
+            #[inline]
             fn to_f64(self) -> f64 {
                 f64::from(self)
             }
+            #[inline]
             fn from_f64(x: f64) -> Self {
                 $round(x)
             }
@@ -173,7 +176,12 @@ impl<D: Dimension> FloatView<'_, D> {
             b: &ArrayView<T, D>,
             bits: impl Fn(&T) -> B,
         ) -> bool {
-            a.shape() == b.shape() && a.iter().map(&bits).eq(b.iter().map(&bits))
+            let same = |(a, b): (&T, &T)| bits(a) == bits(b);
+            a.shape() == b.shape()
+                && match (a.as_slice(), b.as_slice()) {
+                    (Some(a), Some(b)) => a.iter().zip(b).all(same),
+                    _ => a.iter().zip(b).all(same),
+                }
         }
         match (self, other) {
             (FloatView::F64(a), FloatView::F64(b)) => same(a, b, |x| x.to_bits()),
@@ -204,6 +212,19 @@ impl FloatView<'_, Ix2> {
     /// The part of `rows` by `columns`, exactly.
     pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
         with_array!(FloatView, self, array => array.slice(s![rows, columns]).mapv(Float::to_f64))
+    }
+
+    /// The same as `[columns,rows]`: row by row, so that what is read lies together.
+    pub fn part_transposed(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
+        let height = rows.len();
+        let mut values = vec![0.0; height * columns.len()];
+        let extents = (columns.len(), height);
+        with_array!(FloatView, self, array => {
+            for (i, row) in array.slice(s![rows, columns]).rows().into_iter().enumerate() {
+                values[i..].iter_mut().step_by(height).zip(row).for_each(|(value, &x)| *value = Float::to_f64(x));
+            }
+        });
+        Array2::from_shape_vec(extents, values).expect("a value an element")
     }
 }
 

@@ -64,7 +64,7 @@ impl HeadLayout {
     /// `[v,h]`: the weights, or the gradient, of hidden units `h` for columns `v`, exactly and row-major.
     pub fn part(self, of: &FloatView<Ix2>, v: Range<usize>, h: Range<usize>) -> Array2<f64> {
         match self {
-            HeadLayout::HiddenByVocab => of.part(h, v).reversed_axes().as_standard_layout().into_owned(),
+            HeadLayout::HiddenByVocab => of.part_transposed(h, v),
             HeadLayout::VocabByHidden => of.part(v, h),
         }
     }

@@ -13,6 +13,7 @@
 
 use std::ops::Range;
 
+use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayView2, Axis, arr0, concatenate, s};
 
 use super::bank::Bug;
@@ -76,6 +77,14 @@ struct Head<'l> {
     hidden: Array2<f64>,
     /// The head's, `[H,V]`
     weights: Array2<f64>,
+}
+
+/// Of one array, or two.
+fn sum(one: Option<Array2<f64>>, other: Array2<f64>) -> Array2<f64> {
+    match one {
+        Some(one) => one + &other,
+        None => other,
+    }
 }
 
 /// What a chunk leaves.
@@ -181,7 +190,8 @@ impl<'l> Head<'l> {
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
         for first in (0..depth).step_by(DEPTH) {
             let units = first..depth.min(first + DEPTH);
-            logits += &hidden.slice(s![.., units.clone()]).dot(&self.weights.slice(s![units, ..]));
+            let (hidden, weights) = (hidden.slice(s![.., units.clone()]), self.weights.slice(s![units, ..]));
+            general_mat_mul(1.0, &hidden, &weights, 1.0, &mut logits);
             if self.has(Bug::LogitsSummedInHiddenDtype) {
                 logits.mapv_inplace(|x| self.dtype().round(x));
             }
@@ -194,12 +204,14 @@ impl<'l> Head<'l> {
 
     /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
     fn backward(&self, evaluation: &Evaluation) -> (Array2<f64>, Array2<f64>) {
-        let (mut dhidden, mut dlm_head) = (Array2::zeros(self.hidden.dim()), Array2::zeros(self.weights.dim()));
+        let mut dhidden = Array2::zeros(self.hidden.dim());
+        // None until something is added: an array of the head's size is gigabytes.
+        let mut dlm_head: Option<Array2<f64>> = None;
         if self.has(Bug::MaskedDhiddenNotZeroed) {
             dhidden.assign(&self.hidden);
         }
         for device_row in 0..self.launch.mesh.rows {
-            let mut of_shard = Array2::zeros(self.weights.dim());
+            let mut of_shard: Option<Array2<f64>> = None;
             let mut chunks = self.chunks(device_row);
             self.change(&mut chunks);
             let mut done: Vec<Chunk> = Vec::new();
@@ -214,15 +226,16 @@ impl<'l> Head<'l> {
                 }
                 let chunk = Chunk { hidden, dlogits };
                 let added = self.dlm_head(&chunk, places, done.last(), evaluation);
-                let sum = if self.has(Bug::DlmHeadOverwritten) { added } else { of_shard + added };
+                let before = of_shard.take().filter(|_| !self.has(Bug::DlmHeadOverwritten));
                 let dtype = if self.has(Bug::DlmHeadSummedInHeadDtype) { self.dtype() } else { Dtype::F32 };
-                of_shard = sum.mapv(|x| dtype.round(x));
+                of_shard = Some(sum(before, added).mapv_into(|x| dtype.round(x)));
                 done.push(chunk);
             }
             if device_row == 0 || !self.has(Bug::DlmHeadOfFirstDevice) {
-                dlm_head += &of_shard;
+                dlm_head = of_shard.map(|of_shard| sum(dlm_head.take(), of_shard)).or(dlm_head);
             }
         }
+        let mut dlm_head = dlm_head.unwrap_or_else(|| Array2::zeros(self.weights.dim()));
         if self.has(Bug::DlmHeadAveraged) {
             dlm_head /= self.launch.mesh.rows as f64;
         }

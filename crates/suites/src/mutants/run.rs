@@ -166,14 +166,18 @@ where
 
     /// The same, run on these numbers of devices alone.
     fn on(devices: &'static [usize], cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
-        let limits = Limits::external(grade);
+        let limits = Limits::external(grade).alone();
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
             let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
             let mut prepared = Prepared { case, known, correct: Vec::new() };
-            prepared.correct = prepared
-                .judged(&Specimen::default(), devices, &limits)
-                .map_err(|(gate, devices)| Kill { gate, case: case.label.clone(), devices, cases: 0 })?;
+            let judged = prepared.judged(&[&Specimen::default()], devices, &limits).into_iter().next();
+            prepared.correct = judged.expect("of each kernel").map_err(|(gate, devices)| Kill {
+                gate,
+                case: case.label.clone(),
+                devices,
+                cases: 0,
+            })?;
             Ok(prepared)
         });
         Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, devices, limits })
@@ -189,36 +193,60 @@ where
         self.cases.is_empty()
     }
 
-    /// Runs a mutant through the cases, up to the first that rejects it.
-    pub fn run(&self, mutant: &Mutant) -> Fate {
-        let specimen = Specimen::with(mutant.bug);
-        let mut fate = Fate::NotExercised;
+    /// Runs mutants through the cases, each up to the first that rejects it.
+    pub fn run(&self, mutants: &[&Mutant]) -> Vec<Fate> {
+        let specimens: Vec<Specimen> = mutants.iter().map(|mutant| Specimen::with(mutant.bug)).collect();
+        let mut fates = vec![Fate::NotExercised; mutants.len()];
         for (prepared, cases) in self.cases.iter().zip(1..) {
-            match prepared.judged(&specimen, self.devices, &self.limits) {
-                Err((gate, devices)) => {
-                    return Fate::Killed(Kill { gate, case: prepared.case.label.clone(), devices, cases });
+            let is_left = |(_, fate): &(_, &mut Fate)| !matches!(fate, Fate::Killed(_));
+            let mut left: Vec<(&Specimen, &mut Fate)> = specimens.iter().zip(&mut fates).filter(is_left).collect();
+            for left in left.chunks_mut(AT_ONCE) {
+                let kernels: Vec<&Specimen> = left.iter().map(|(kernel, _)| *kernel).collect();
+                let judged = prepared.judged(&kernels, self.devices, &self.limits);
+                for ((_, fate), judged) in left.iter_mut().zip(judged) {
+                    match judged {
+                        Err((gate, devices)) => {
+                            let case = prepared.case.label.clone();
+                            **fate = Fate::Killed(Kill { gate, case, devices, cases });
+                        }
+                        Ok(outcomes) if !prepared.has_bits_of_the_correct(&outcomes) => **fate = Fate::Accepted,
+                        Ok(_) => {}
+                    }
                 }
-                Ok(outcomes) if !prepared.has_bits_of_the_correct(&outcomes) => fate = Fate::Accepted,
-                Ok(_) => {}
             }
         }
-        fate
+        fates
     }
 }
+
+/// Mutants that are judged at once: what they return for a case is held.
+const AT_ONCE: usize = 8;
 
 /// What a kernel returns on each number of devices.
 type Outcomes<P> = Vec<(usize, Candidate<<P as Workload>::Gradient>)>;
 
-impl<P: Judgeable> Prepared<'_, P> {
-    /// What `kernel` returns on each number of devices, or the gate that rejects it and the number.
-    fn judged(
-        &self,
-        kernel: &dyn Implementation<P>,
-        devices: &[usize],
-        limits: &Limits,
-    ) -> Result<Outcomes<P>, (String, usize)> {
-        let on = |devices| self.judged_on(kernel, devices, limits).map_err(|gate| (gate, devices));
-        devices.iter().map(|&devices| Ok((devices, on(devices)?))).collect()
+/// What rejects a kernel, and on how many devices.
+type Rejection = (String, usize);
+
+impl<P: Judgeable> Prepared<'_, P>
+where
+    Specimen: Implementation<P>,
+{
+    /// What each of `kernels` returns on each number of devices, or the gate that rejects it and the first number that it does on.
+    fn judged(&self, kernels: &[&Specimen], devices: &[usize], limits: &Limits) -> Vec<Result<Outcomes<P>, Rejection>> {
+        let mut all: Vec<Result<Outcomes<P>, Rejection>> = kernels.iter().map(|_| Ok(Vec::new())).collect();
+        for &devices in devices {
+            let left: Vec<_> = all.iter_mut().zip(kernels).filter(|(judged, _)| judged.is_ok()).collect();
+            let kernels: Vec<&Specimen> = left.iter().map(|(_, kernel)| **kernel).collect();
+            for ((judged, _), on_devices) in left.into_iter().zip(self.judged_on(&kernels, devices, limits)) {
+                match (&mut *judged, on_devices) {
+                    (Ok(outcomes), Ok(candidate)) => outcomes.push((devices, candidate)),
+                    (_, Err(gate)) => *judged = Err((gate, devices)),
+                    (Err(_), Ok(_)) => {}
+                }
+            }
+        }
+        all
     }
 
     fn has_bits_of_the_correct(&self, outcomes: &Outcomes<P>) -> bool {
@@ -226,26 +254,42 @@ impl<P: Judgeable> Prepared<'_, P> {
         both.all(|((_, correct), (_, outcome))| Invariance::between(correct, outcome).other.is_empty())
     }
 
+    /// The same on one number of devices.
     fn judged_on(
         &self,
-        kernel: &dyn Implementation<P>,
+        kernels: &[&Specimen],
         devices: usize,
         limits: &Limits,
-    ) -> Result<Candidate<P::Gradient>, String> {
+    ) -> Vec<Result<Candidate<P::Gradient>, String>> {
         let Case { spec, problem, .. } = self.case;
-        let run = || kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
-        let (mut candidate, again) = (run()?, run()?);
-        // The judge has seen these bits.
-        let correct = self.correct.iter().find(|(of, _)| *of == devices);
-        if !correct.is_some_and(|(_, correct)| Invariance::between(correct, &candidate).other.is_empty()) {
-            let judged = self.known.judge(candidate, limits).map_err(|error| error.to_string())?;
-            if let Some(failed) = judged.failed().next() {
-                return Err(format!("{} {}", failed.gate, failed.dtype));
-            }
-            candidate = judged.outcome;
+        // The judge has seen the bits of the correct kernel.
+        let correct = self.correct.iter().find(|(of, _)| *of == devices).map(|(_, correct)| correct);
+        let run = |kernel: &Specimen| kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
+        let is_new = |candidate: &Candidate<P::Gradient>| {
+            correct.is_none_or(|correct| !Invariance::between(correct, candidate).other.is_empty())
+        };
+        let first = |kernel: &&Specimen| run(kernel).map(|candidate| (is_new(&candidate), candidate));
+        let runs: Vec<Result<(bool, _), String>> = kernels.par_iter().map(first).collect();
+        let new = runs.iter().flatten().filter(|(is_new, _)| *is_new).map(|(_, candidate)| candidate.lend());
+        let verdicts =
+            self.known.verdicts_of_all(&new.collect::<Vec<_>>(), limits).expect("as many values as asked for");
+        let mut verdicts = verdicts.into_iter();
+        let mut judged = Vec::new();
+        for run in runs {
+            judged.push(run.and_then(|(is_new, candidate)| {
+                let of_new = if is_new { verdicts.next().expect("of each that is new") } else { Vec::new() };
+                match of_new.iter().find(|verdict| !verdict.passed()) {
+                    Some(failed) => Err(format!("{} {}", failed.gate, failed.dtype)),
+                    None => Ok(candidate),
+                }
+            }));
         }
-        let other = Invariance::between(&candidate, &again).other;
-        if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
+        let again = |(kernel, judged): (&&Specimen, Result<Candidate<P::Gradient>, String>)| {
+            let candidate = judged?;
+            let other = Invariance::between(&candidate, &run(kernel)?).other;
+            if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
+        };
+        kernels.par_iter().zip(judged).map(again).collect()
     }
 }
 
@@ -253,7 +297,7 @@ impl<P: Judgeable> Prepared<'_, P> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Production {
     /// What a test has time for: six tokens over Qwen's vocabulary, where there is a choice in bf16; of heads what targets their
-    /// products, on one device, six tokens at 4096 × 4,099.
+    /// products, on one device, six tokens at 4096 × 4,099 and three at 896 × 151,936.
     Short,
     /// Sixteen tokens; every class of heads, six tokens at 4096 × 4,099 and at 896 × 151,936, in every dtype and on every number
     /// of devices.
@@ -300,12 +344,13 @@ impl Production {
         }
         for class in Class::ALL.into_iter().filter(|class| class.of_heads()) {
             for (hidden, vocab, layout) in
-                [(4096, 4099, HeadLayout::HiddenByVocab), (896, QWEN_VOCABULARY, HeadLayout::VocabByHidden)]
+                [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)]
             {
-                if short && (class != Class::HeadProducts || vocab == QWEN_VOCABULARY) {
+                if short && class != Class::HeadProducts {
                     continue;
                 }
-                let mut cases = class.head_production(hidden, [2, 3, vocab], layout);
+                let [batch, tokens] = if short && vocab == QWEN_VOCABULARY { [1, 3] } else { [2, 3] };
+                let mut cases = class.head_production(hidden, [batch, tokens, vocab], layout);
                 if short {
                     one_dtype(&mut cases);
                 }
@@ -340,10 +385,11 @@ where
         mutants.map(|mutant| AtWidth { mutant, width: width.clone(), fate: Fate::NotExercised }).collect();
     for case in cases {
         let suite = Suite::on(devices, std::slice::from_ref(case), grade)?;
-        all.par_iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).for_each(|at| match suite.run(at.mutant) {
-            Fate::NotExercised => {}
-            fate => at.fate = fate,
-        });
+        let mut left: Vec<&mut AtWidth> = all.iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).collect();
+        let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
+        for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != Fate::NotExercised) {
+            at.fate = fate;
+        }
     }
     Ok(all)
 }

@@ -28,20 +28,21 @@ impl Trial {
         Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0, grade }
     }
 
-    /// Runs those that are left through more cases; `done` hears of each.
+    /// Runs those that are left through more cases.
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
-    pub fn run<P: Judgeable>(&mut self, cases: &[Case<P>], done: impl Fn(&Mutant) + Sync) -> Result<(), Kill>
+    pub fn run<P: Judgeable>(&mut self, cases: &[Case<P>]) -> Result<(), Kill>
     where
         Specimen: Implementation<P>,
     {
         let suite = Suite::of(cases, self.grade)?;
         let before = self.cases;
-        self.mutants.par_iter_mut().filter(|(_, kill)| kill.is_none()).for_each(|(mutant, kill)| {
-            *kill = suite.run(mutant).kill().map(|kill| Kill { cases: before + kill.cases, ..kill });
-            done(mutant);
-        });
+        let mut left: Vec<_> = self.mutants.iter_mut().filter(|(_, kill)| kill.is_none()).collect();
+        let fates = suite.run(&left.iter().map(|(mutant, _)| *mutant).collect::<Vec<_>>());
+        for ((_, kill), fate) in left.iter_mut().zip(fates) {
+            *kill = fate.kill().map(|kill| Kill { cases: before + kill.cases, ..kill });
+        }
         self.cases += suite.len();
         Ok(())
     }
