@@ -587,6 +587,11 @@ impl OfRow {
         for holds in [true, false] {
             couplings.push(coupling(&|token, base| choose(token, base, bands, batch, &of_row, holds)));
         }
+        let held = |&(_, token, _): &(usize, &Token, Base)| {
+            let nearby: Vec<TokenInputs> = within(band).map(|by| shift_row(&token.inputs, by)).collect();
+            reference.by_log_ratio(token, &held_by_clip(spec, token, &nearby, bands).unwrap_or(token.branch))
+        };
+        couplings.push(row.iter().map(held).sum());
         for coupling in couplings {
             if of_row.couplings.iter().all(|known| (coupling - known).abs() > 1e-9 * of_row.terms.sum) {
                 of_row.couplings.push(coupling);
@@ -821,5 +826,18 @@ fn branches(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], moves: Moves
             }
         }
     }
+    if let Some(held) = held_by_clip(spec, token, nearby, bands).filter(|held| !branches.contains(held)) {
+        branches.push(held);
+    }
     branches
+}
+
+/// What grade `standard` forgives of automatic differentiation, where the ratio of `nearby` inputs is at a bound of PPO's clip.
+fn held_by_clip(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], bands: Bands) -> Option<Branch> {
+    if bands.grade != Grade::Standard {
+        return None;
+    }
+    let ratios = nearby.iter().map(|inputs| inputs.ratio(spec));
+    let (low, high) = ratios.fold((f64::INFINITY, 0.0), |(low, high), x| (f64::min(low, x), f64::max(high, x)));
+    token.branch.held_by_clip(spec, low..=high)
 }

@@ -58,6 +58,8 @@ pub enum Cancels {
     Offset,
     /// `σ(1 − σ)` of SAPO's gate.
     Gate,
+    /// Two equal arguments of PPO's `min`, of which automatic differentiation takes a part each.
+    Bound,
 }
 
 impl fmt::Display for Cancels {
@@ -67,6 +69,9 @@ impl fmt::Display for Cancels {
             Cancels::EntropyGradient => "the entropy gradient cancels: −p·(log p + H), for p·(gap − mean gap)",
             Cancels::Offset => {
                 "logits are rounded at the size of the largest before it is subtracted: x − logsumexp(x), or x/T"
+            }
+            Cancels::Bound => {
+                "the ratio is at a bound of the clip, and automatic differentiation takes a part of each of two equal arguments"
             }
             Cancels::Gate => "SAPO's gate is open, and the slope of its sigmoid cancels: σ·(1 − σ), for σ(x)·σ(−x)",
         })
@@ -215,6 +220,14 @@ fn cancels(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits:
     };
     if gate.output.is_gradient() && token.is_some_and(open_gate) {
         return Cancels::Gate;
+    }
+    // As near as a hundred roundings of a log-probability bring it.
+    let at_bound = |token: &Token| {
+        let ratio = token.inputs.ratio(reference.spec());
+        token.branch.held_by_clip(reference.spec(), ratio * (1.0 - 1e-5)..=ratio * (1.0 + 1e-5)).is_some()
+    };
+    if gate.output.is_gradient() && token.is_some_and(at_bound) {
+        return Cancels::Bound;
     }
     // Beyond a few roundings of a probability, an offset is what shows.
     if !gate.output.is_gradient() || (!of_target && offset > limits.kappa(gate.output)) {

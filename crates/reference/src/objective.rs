@@ -7,6 +7,8 @@
 //! and [`Branch::kl`] are the smooth functions there. Kept apart, so that a judge can ask for the other side of a kink
 //! that rounding may have crossed.
 
+use std::ops::RangeInclusive;
+
 use super::kl::KlPiece;
 use super::token::{Term, TokenInputs, sign};
 use assay_core::spec::{Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PpoClip, Sapo, TrustRegion, Vespo};
@@ -41,6 +43,19 @@ enum Coefficient {
 }
 
 impl Branch {
+    /// The same branch, were PPO's clip to hold a ratio that is at one of its bounds; `None` where neither is among `ratios`. For one sign of
+    /// the advantage the loss has no kink there, but `min(ρ·A, clip(ρ)·A)` has two equal arguments, of which automatic differentiation
+    /// takes a part each.
+    #[must_use]
+    pub fn held_by_clip(self, spec: &LossSpec, ratios: RangeInclusive<f64>) -> Option<Self> {
+        let (Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. })) = &spec.objective else {
+            return None;
+        };
+        let bound =
+            [1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high].into_iter().find(|bound| ratios.contains(bound))?;
+        Some(Self { coefficient: Coefficient::Bound(bound), ..self })
+    }
+
     /// The branch at `inputs`. Exactly on a kink the unclipped branch is taken.
     pub fn at(spec: &LossSpec, inputs: &TokenInputs) -> Self {
         let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);

@@ -3,14 +3,16 @@
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
-use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec};
+use assay_core::spec::{
+    Drops, Kl, KlEstimator, KlImportance, LossSpec, QuantilePrecision, Ratio, RatioLevel, TopEntropy,
+};
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::{Status, Verdict};
+use assay_judge::judge::{Cancels, Status, Verdict};
 use assay_judge::judgeable::Judgeable;
 use assay_judge::metric::half_ulp;
 use assay_judge::recorded::recorded_spec;
-use assay_judge::tolerance::Limits;
+use assay_judge::tolerance::{Grade, Limits};
 use assay_native::Native;
 use assay_reference::{self as reference, Reference};
 use half::bf16;
@@ -331,6 +333,64 @@ fn any_gradient_between_the_two_of_a_tie_is_right_and_beyond_them_none_is() {
     for by in [-0.25, 1.25] {
         assert_rejected(&scaled(0.0, by), DLOGITS, Status::Fail);
     }
+}
+
+/// For `A < 0` the loss has no kink at `1 + epsilon_high`: the gradient is the ratio's, and the ¾ of it that `jax.grad` makes of two equal
+/// arguments are forgiven, by grade `standard` alone, and there alone.
+#[test]
+fn part_of_a_gradient_at_a_bound_without_a_kink_is_forgiven_by_standard_alone() {
+    let scaled = |steps: f64, by: f32, level: RatioLevel, grade: Grade| {
+        let (spec, mut problem) = at_the_clip(steps);
+        let spec = LossSpec { ratio: Ratio { level, ..spec.ratio }, ..spec };
+        problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::arr1(&[-1.0]));
+        let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+        let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32") };
+        *dlogits *= by;
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        problem.judge(&reference, &candidate.lend(), &Limits::external(grade)).unwrap()
+    };
+    for level in [RatioLevel::Token, RatioLevel::Sequence] {
+        for by in [1.0, 0.75, 0.5] {
+            assert!(scaled(0.0, by, level, Grade::Standard).iter().all(Verdict::passed), "{level:?} {by}");
+        }
+        assert_rejected(&scaled(0.0, 0.75, level, Grade::Exact), DLOGITS, Status::Fail);
+        let short = scaled(0.0, 0.75, level, Grade::Standard).into_iter().filter_map(|verdict| verdict.short_of_exact);
+        assert!(short.into_iter().any(|short| short.cancels == Cancels::Bound));
+        for (steps, by) in [(0.0, -0.25), (0.0, 1.25), (-2000.0, 0.75), (2000.0, 0.75)] {
+            assert_rejected(&scaled(steps, by, level, Grade::Standard), DLOGITS, Status::Fail);
+        }
+    }
+}
+
+/// Two tokens of one entropy, of which the upper half has a policy term: either may, but none may have half of one.
+#[test]
+fn where_the_loss_jumps_no_gradient_between_is_right() {
+    let spec = LossSpec {
+        top_entropy: Some(TopEntropy { fraction: 0.5, drops: Drops::PolicyTerm, precision: QuantilePrecision::Exact }),
+        ..LossSpec::default()
+    };
+    let (_, of_one) = at_the_clip(-2000.0);
+    let twice = |array: &ndarray::Array2<f64>| ndarray::concatenate![ndarray::Axis(1), *array, *array];
+    let FloatArray::F32(logits) = &of_one.logits else { panic!("f32") };
+    let problem = Problem {
+        logits: ndarray::concatenate![ndarray::Axis(1), *logits, *logits].into(),
+        ids: ndarray::concatenate![ndarray::Axis(1), of_one.ids, of_one.ids],
+        mask: ndarray::concatenate![ndarray::Axis(1), of_one.mask, of_one.mask],
+        old_logp: of_one.old_logp.as_ref().map(twice),
+        ref_logp: None,
+        extra: assay_core::problem::Extra::default(),
+        ..of_one.clone()
+    };
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let scaled = |by: f64| {
+        let mut outcome = reference.outcome();
+        let FloatArray::F64(dlogits) = &mut outcome.gradient else { panic!("f64") };
+        *dlogits *= by;
+        let candidate = Candidate { token_loss: None, ..Candidate::from(outcome) };
+        problem.judge(&reference, &candidate.lend(), &Limits::external(Grade::Standard)).unwrap()
+    };
+    assert!(scaled(1.0).iter().all(Verdict::passed));
+    assert_rejected(&scaled(0.5), DLOGITS, Status::Fail);
 }
 
 /// `ρ·(e^d − d − 1)` of one token, whose `ρ` is 0.005 and whose `e^d` is what f32 overflows at, or not.
