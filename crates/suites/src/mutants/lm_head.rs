@@ -11,10 +11,11 @@
 //! Products are summed in f64 and rounded to f32 once, as are the sums over chunks and shards; dlogits stay f32; `dhidden` is
 //! rounded to the dtype of `hidden` in the end, `dlm_head` is f32.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array2, ArrayView2, Axis, arr0, concatenate, s};
+use ndarray::{Array2, ArrayView2, Axis, Ix2, arr0, concatenate, s};
 
 use super::bank::Bug;
 use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
@@ -75,12 +76,13 @@ struct Head<'l> {
     shape: HeadShape,
     /// `[N,H]`
     hidden: Array2<f64>,
-    /// The head's, `[H,V]`
-    weights: Array2<f64>,
+    lm_head: Cow<'l, FloatArray<Ix2>>,
+    /// How that lies.
+    layout: HeadLayout,
 }
 
 /// Of one array, or two.
-fn sum(one: Option<Array2<f64>>, other: Array2<f64>) -> Array2<f64> {
+fn sum(one: Option<Array2<f32>>, other: Array2<f32>) -> Array2<f32> {
     match one {
         Some(one) => one + &other,
         None => other,
@@ -99,15 +101,21 @@ impl<'l> Head<'l> {
     fn of(launch: Launch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
-        let stored = projection.lm_head.to_f64();
-        let weights = match projection.layout {
-            HeadLayout::HiddenByVocab => stored,
-            HeadLayout::VocabByHidden if launch.has(Bug::HeadLayoutMistaken) => {
-                stored.into_shape_with_order((width, vocab)).expect("as many elements")
-            }
-            HeadLayout::VocabByHidden => stored.reversed_axes(),
-        };
-        Self { launch, projection, shape, hidden, weights }
+        let (mut lm_head, mut layout) = (Cow::Borrowed(&projection.lm_head), projection.layout);
+        if layout == HeadLayout::VocabByHidden && launch.has(Bug::HeadLayoutMistaken) {
+            let mistaken = lm_head.to_f64().into_shape_with_order((width, vocab)).expect("as many elements");
+            lm_head = Cow::Owned(FloatArray::rounded_from(&mistaken, lm_head.dtype()));
+            layout = HeadLayout::HiddenByVocab;
+        }
+        Self { launch, projection, shape, hidden, lm_head, layout }
+    }
+
+    /// `[units,columns]` of the head.
+    fn weights(&self, units: Range<usize>, columns: Range<usize>) -> Array2<f64> {
+        match self.layout {
+            HeadLayout::HiddenByVocab => self.lm_head.part(units, columns),
+            HeadLayout::VocabByHidden => self.lm_head.view().part_transposed(columns, units),
+        }
     }
 
     fn has(&self, bug: Bug) -> bool {
@@ -131,7 +139,7 @@ impl<'l> Head<'l> {
             loss: arr0(evaluation.loss as f32).into(),
             gradient: HeadGradient {
                 dhidden: FloatArray::rounded_from(&dhidden, self.dtype()),
-                dlm_head: FloatArray::rounded_from(&dlm_head, Dtype::F32),
+                dlm_head: dlm_head.into(),
                 dlogits_dtype: Dtype::F32,
             },
             logp,
@@ -190,8 +198,8 @@ impl<'l> Head<'l> {
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
         for first in (0..depth).step_by(DEPTH) {
             let units = first..depth.min(first + DEPTH);
-            let (hidden, weights) = (hidden.slice(s![.., units.clone()]), self.weights.slice(s![units, ..]));
-            general_mat_mul(1.0, &hidden, &weights, 1.0, &mut logits);
+            let hidden = hidden.slice(s![.., units.clone()]);
+            general_mat_mul(1.0, &hidden, &self.weights(units, 0..self.shape.vocab), 1.0, &mut logits);
             if self.has(Bug::LogitsSummedInHiddenDtype) {
                 logits.mapv_inplace(|x| self.dtype().round(x));
             }
@@ -203,15 +211,15 @@ impl<'l> Head<'l> {
     }
 
     /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
-    fn backward(&self, evaluation: &Evaluation) -> (Array2<f64>, Array2<f64>) {
+    fn backward(&self, evaluation: &Evaluation) -> (Array2<f64>, Array2<f32>) {
         let mut dhidden = Array2::zeros(self.hidden.dim());
         // None until something is added: an array of the head's size is gigabytes.
-        let mut dlm_head: Option<Array2<f64>> = None;
+        let mut dlm_head: Option<Array2<f32>> = None;
         if self.has(Bug::MaskedDhiddenNotZeroed) {
             dhidden.assign(&self.hidden);
         }
         for device_row in 0..self.launch.mesh.rows {
-            let mut of_shard: Option<Array2<f64>> = None;
+            let mut of_shard: Option<Array2<f32>> = None;
             let mut chunks = self.chunks(device_row);
             self.change(&mut chunks);
             let mut done: Vec<Chunk> = Vec::new();
@@ -227,17 +235,20 @@ impl<'l> Head<'l> {
                 let chunk = Chunk { hidden, dlogits };
                 let added = self.dlm_head(&chunk, places, done.last(), evaluation);
                 let before = of_shard.take().filter(|_| !self.has(Bug::DlmHeadOverwritten));
-                let dtype = if self.has(Bug::DlmHeadSummedInHeadDtype) { self.dtype() } else { Dtype::F32 };
-                of_shard = Some(sum(before, added).mapv_into(|x| dtype.round(x)));
+                let mut sum = sum(before, added);
+                if self.has(Bug::DlmHeadSummedInHeadDtype) {
+                    sum.mapv_inplace(|x| self.dtype().round(x.into()) as f32);
+                }
+                of_shard = Some(sum);
                 done.push(chunk);
             }
             if device_row == 0 || !self.has(Bug::DlmHeadOfFirstDevice) {
                 dlm_head = of_shard.map(|of_shard| sum(dlm_head.take(), of_shard)).or(dlm_head);
             }
         }
-        let mut dlm_head = dlm_head.unwrap_or_else(|| Array2::zeros(self.weights.dim()));
+        let mut dlm_head = dlm_head.unwrap_or_else(|| Array2::zeros((self.shape.hidden, self.shape.vocab)));
         if self.has(Bug::DlmHeadAveraged) {
-            dlm_head /= self.launch.mesh.rows as f64;
+            dlm_head /= self.launch.mesh.rows as f32;
         }
         if self.has(Bug::DlmHeadShardsSwapped) {
             let mut shards: Vec<_> = self.shards().map(|(_, columns)| dlm_head.slice(s![.., columns])).collect();
@@ -316,7 +327,7 @@ impl<'l> Head<'l> {
                     continue;
                 }
                 let from = if self.has(Bug::HeadOffsetForgotten) { columns.start } else { 0 };
-                let weights = self.weights.slice(s![.., tile.start - from..tile.end - from]);
+                let weights = self.weights(0..self.shape.hidden, tile.start - from..tile.end - from);
                 of_shard += &dlogits.slice(s![.., tile]).dot(&weights.t());
                 if self.has(Bug::DhiddenSummedInHiddenDtype) {
                     of_shard.mapv_inplace(|x| self.dtype().round(x));
@@ -341,24 +352,26 @@ impl<'l> Head<'l> {
         places: &[Place],
         before: Option<&Chunk>,
         evaluation: &Evaluation,
-    ) -> Array2<f64> {
+    ) -> Array2<f32> {
         let n = chunk.dlogits.nrows();
-        let of = |hidden: ArrayView2<f64>, dlogits: ArrayView2<f64>| hidden.t().dot(&dlogits);
-        let mut added = match before {
-            Some(before) if self.has(Bug::HiddenOfChunkBefore) => {
-                of(before.hidden.slice(s![..n, ..]), chunk.dlogits.view())
-            }
+        let mut hidden = match before {
+            Some(before) if self.has(Bug::HiddenOfChunkBefore) => before.hidden.slice(s![..n, ..]).to_owned(),
             _ if self.has(Bug::HiddenNotGathered) => {
                 let (b, t) = places[0];
                 let first = b * self.shape.tokens + t;
                 let rows: Vec<usize> = (first..first + n).map(|row| row.min(self.hidden.nrows() - 1)).collect();
-                of(self.hidden.select(Axis(0), &rows).view(), chunk.dlogits.view())
+                self.hidden.select(Axis(0), &rows)
             }
-            _ => of(chunk.hidden.view(), chunk.dlogits.view()),
+            _ => chunk.hidden.clone(),
         };
+        let mut dlogits = chunk.dlogits.view();
+        let with_stale;
         if let Some(before) = before.filter(|before| self.has(Bug::StaleRowsInLastChunk) && n < before.hidden.nrows()) {
-            added += &of(before.hidden.slice(s![n.., ..]), before.dlogits.slice(s![n.., ..]));
+            hidden = concatenate![Axis(0), hidden, before.hidden.slice(s![n.., ..])];
+            with_stale = concatenate![Axis(0), dlogits, before.dlogits.slice(s![n.., ..])];
+            dlogits = with_stale.view();
         }
+        let mut added = self.of_hidden(&hidden, dlogits);
         if self.has(Bug::DlmHeadLacksTail) {
             for (_, columns) in self.shards() {
                 let whole = columns.len() - columns.len() % TILE;
@@ -371,13 +384,25 @@ impl<'l> Head<'l> {
                 if places[i + 1..].iter().any(|(b, t)| self.launch.id(*b, *t) == id) {
                     let token = evaluation.tokens[[*b, *t]].as_ref().expect("it counts");
                     let own = token.grad_logp / self.launch.spec.temperature;
-                    added.column_mut(id).scaled_add(-own, &chunk.hidden.row(i));
+                    let mut column = added.column_mut(id);
+                    column.zip_mut_with(&chunk.hidden.row(i), |sum, x| *sum = (f64::from(*sum) - own * x) as f32);
                 }
             }
         }
         if self.has(Bug::ScaleForgottenInDlmHead) {
-            added /= self.launch.spec.scale;
+            added.mapv_inplace(|x| (f64::from(x) / self.launch.spec.scale) as f32);
         }
-        added.mapv_into(|x| Dtype::F32.round(x))
+        added
+    }
+
+    /// `hiddenᵀ · dlogits`, summed in f64 and rounded, a few units at a time.
+    fn of_hidden(&self, hidden: &Array2<f64>, dlogits: ArrayView2<f64>) -> Array2<f32> {
+        let mut products = Array2::zeros((self.shape.hidden, self.shape.vocab));
+        for (mut rows, hidden) in
+            products.axis_chunks_iter_mut(Axis(0), DEPTH).zip(hidden.axis_chunks_iter(Axis(1), DEPTH))
+        {
+            rows.zip_mut_with(&hidden.t().dot(&dlogits), |product: &mut f32, sum| *product = *sum as f32);
+        }
+        products
     }
 }
