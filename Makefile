@@ -143,7 +143,6 @@ jax-example:
 # What correct implementations need of the limits, put into docs/tolerances.md, and kernels of others where their Python is.
 measure: setup
 	$(CARGO) run --release --locked --quiet -- tolerances --measure --into docs/tolerances.md
-	@if [ -e target/panel/made ]; then $(MAKE) --no-print-directory panel; else echo "panel: skipped, make panel installs its Python"; fi
 
 bench: setup
 	$(CARGO) bench --locked

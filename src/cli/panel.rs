@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use clap::Args;
+use clap::{Args, Command, FromArgMatches as _};
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::{Deserialize, Serialize};
 
@@ -152,6 +152,14 @@ struct OfKernel {
 }
 
 impl Panel {
+    /// The project's own, as it is run where nothing is asked for; why not, where it cannot be.
+    pub(super) fn of_project() -> Result<Self, String> {
+        let matches = Self::augment_args(Command::new("panel")).get_matches_from(["panel"]);
+        let panel = Self::from_arg_matches(&matches).expect("every argument has a default");
+        let missing = [&panel.list, &panel.python].into_iter().find(|path| !path.exists()).cloned();
+        missing.map_or(Ok(panel), |path| Err(format!("there is no {} here; `make panel` runs it", path.display())))
+    }
+
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let List { kernel: entries, cause: causes } = self.chosen()?;
         let mut kernels = entries.iter().map(|entry| self.start(entry)).collect::<Result<Vec<_>, _>>()?;

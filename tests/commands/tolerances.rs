@@ -40,6 +40,7 @@ fn a_measurement_says_what_each_gate_needs_and_the_case_that_needed_it() {
     assert!(logp["kappa"].as_f64().is_some_and(|kappa| kappa > 0.0 && kappa < 3.0), "{logp}");
     assert!(logp["case"].as_str().is_some_and(|case| case.starts_with("native on 1")), "{logp}");
     assert!(figures.iter().all(|of| of["class"] == "native"), "{figures:?}");
+    assert!(output.stdout.contains("ignored  the panel of kernels of others: one class"), "{}", output.stdout);
     assert!(output.stdout.contains("- native: ") && output.stdout.contains(" cases, V = "), "{}", output.stdout);
 }
 

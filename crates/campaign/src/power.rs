@@ -130,29 +130,34 @@ impl<P: Subject> Trial<'_, P> {
     /// others.
     fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<Fate> {
         let Known { spec, problem, .. } = self.known;
-        let run = |mutant: &&Mutant| {
-            let specimen = Specimen::with(mutant.bug);
-            let run =
-                || P::mutant(&specimen).run(spec, problem.clone(), 1).map(|candidate| limited(candidate, outputs));
-            let (Ok(candidate), Ok(again)) = (run(), run()) else { return Err(Fate::NotExercised) };
-            if !Invariance::between(&candidate, &again).other.is_empty() {
-                Err(Fate::Rejected)
-            } else if same_numbers::<P>(&self.correct, &candidate) {
-                Err(Fate::NotExercised)
-            } else {
-                Ok(candidate)
+        // A second call is one of the same kernel, with the state that the first has left.
+        let kernels: Vec<Specimen> = mutants.iter().map(|mutant| Specimen::with(mutant.bug)).collect();
+        let run = |kernel: &Specimen| {
+            let candidate = P::mutant(kernel).run(spec, problem.clone(), 1).ok()?;
+            Some(limited(candidate, outputs))
+        };
+        let first = |kernel: &Specimen| {
+            let candidate = run(kernel)?;
+            Some((same_numbers::<P>(&self.correct, &candidate), candidate))
+        };
+        let runs: Vec<Option<(bool, Candidate<P::Gradient>)>> = kernels.par_iter().map(first).collect();
+        let others = runs.iter().flatten().filter(|(same, _)| !same).map(|(_, candidate)| candidate.lend());
+        let verdicts = self.known.verdicts_of_all(&others.collect::<Vec<_>>(), limits).unwrap_or_default();
+        let mut passes = verdicts.iter().map(|verdicts| verdicts.iter().all(Verdict::passed));
+        let passed: Vec<bool> = runs
+            .iter()
+            .map(|run| run.as_ref().is_some_and(|(same, _)| *same || passes.next().unwrap_or(false)))
+            .collect();
+        let fate = |((kernel, first), passed): ((&Specimen, Option<(bool, Candidate<P::Gradient>)>), bool)| {
+            let Some((same, candidate)) = first else { return Fate::NotExercised };
+            let agrees = || run(kernel).is_some_and(|again| Invariance::between(&candidate, &again).other.is_empty());
+            match same {
+                _ if !passed || !agrees() => Fate::Rejected,
+                true => Fate::NotExercised,
+                false => Fate::Accepted,
             }
         };
-        let runs: Vec<Result<Candidate<P::Gradient>, Fate>> = mutants.par_iter().map(run).collect();
-        let candidates: Vec<_> = runs.iter().flatten().map(Candidate::lend).collect();
-        let verdicts = self.known.verdicts_of_all(&candidates, limits).unwrap_or_default();
-        let mut passes = verdicts.iter().map(|verdicts| verdicts.iter().all(Verdict::passed));
-        let fate = |run: &Result<_, Fate>| match run {
-            Err(fate) => *fate,
-            Ok(_) if passes.next().unwrap_or(false) => Fate::Accepted,
-            Ok(_) => Fate::Rejected,
-        };
-        runs.iter().map(fate).collect()
+        kernels.par_iter().zip(runs).zip(passed).map(fate).collect()
     }
 }
 
