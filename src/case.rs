@@ -27,7 +27,7 @@ pub struct Case {
     pub spec: LossSpec,
     /// What computes it.
     #[serde(default)]
-    pub kernel: Kernel,
+    pub kernel: KernelSettings,
     /// What a bench does beside; `assay gradcheck` leaves it alone.
     #[serde(default)]
     pub bench: Counts,
@@ -71,7 +71,7 @@ fn default_old_logp() -> Option<String> {
 /// What computes the loss, on how many devices.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Kernel {
+pub struct KernelSettings {
     /// Whether it is the implementation named; else it is a baseline that this machine has.
     pub enabled: bool,
     /// An id; the path of a manifest in it is relative to the folder of the case.
@@ -86,7 +86,7 @@ fn one_device() -> usize {
     1
 }
 
-impl Default for Kernel {
+impl Default for KernelSettings {
     fn default() -> Self {
         Self { enabled: true, implementation: default_implementation(), devices: one_device() }
     }
@@ -126,7 +126,7 @@ impl Case {
             _reason: String::new(),
             batch,
             spec: LossSpec::default(),
-            kernel: Kernel::of(id),
+            kernel: KernelSettings::of(id),
             bench: Counts::default(),
         }
     }
@@ -137,7 +137,7 @@ pub(crate) fn beside(case: &Path, path: impl AsRef<Path>) -> PathBuf {
     case.parent().unwrap_or(Path::new("")).join(path)
 }
 
-impl Kernel {
+impl KernelSettings {
     /// The implementation `id`, on one device.
     pub fn of(id: &str) -> Self {
         Self { enabled: true, implementation: id.into(), devices: one_device() }

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 
 use self::timed::Timed;
-use crate::case::{Batch, Case, Counts, Kernel};
+use crate::case::{Batch, Case, Counts, KernelSettings};
 use crate::implementation::{Answer, Given, Implementation, Prepared, RunError, Step, Unavailable, Workload};
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
@@ -145,7 +145,7 @@ fn of_timed<W: Timed>(case: &Case, recipe: &W, options: &Options, progress: Told
     if case.bench.steps == 0 {
         return Err(BenchError::Setting { field: "bench.steps".into(), given: "0", expected: "at least 1" });
     }
-    let found = |kernel: &Kernel| {
+    let found = |kernel: &KernelSettings| {
         kernel.implementation(&options.file, options.plugin.as_deref()).map_err(BenchError::Implementation)
     };
     let implementation = found(&case.kernel)?;
@@ -153,7 +153,7 @@ fn of_timed<W: Timed>(case: &Case, recipe: &W, options: &Options, progress: Told
         if id == W::BOUND {
             return Ok(Opponent::Bound);
         }
-        Ok(Opponent::Implementation(found(&Kernel::of(id))?))
+        Ok(Opponent::Implementation(found(&KernelSettings::of(id))?))
     };
     let subject = Subject {
         implementation: &*implementation,

@@ -13,7 +13,7 @@ use super::{CliError, Passed, Printing};
 use crate::config;
 use crate::problem::{Dtype, Extents, HeadLayout};
 use crate::programs::CHUNK_BYTES;
-use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Kernel, Loop, Table};
+use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Launch, Loop, Table};
 use crate::tpu::figures::{Asked, flags_for};
 use crate::tpu::table::{self, markdown};
 use crate::tpu::{self, Compiler, Target};
@@ -172,10 +172,10 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
     kernels.load_style(UTF8_FULL_CONDENSED);
     kernels.set_header(["kernel", "cycles", "loops: bundles × trips", "busiest slot"]);
     kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
-    let mut sorted: Vec<&Kernel> = figures.kernels.iter().collect();
+    let mut sorted: Vec<&Launch> = figures.kernels.iter().collect();
     sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.all_cycles()));
-    let small = |kernel: &&Kernel| (kernel.all_cycles() as f64) < SMALL * figures.cycles as f64;
-    let (small, large): (Vec<&Kernel>, Vec<&Kernel>) = sorted.into_iter().partition(small);
+    let small = |kernel: &&Launch| (kernel.all_cycles() as f64) < SMALL * figures.cycles as f64;
+    let (small, large): (Vec<&Launch>, Vec<&Launch>) = sorted.into_iter().partition(small);
     for kernel in large {
         let name = if kernel.runs == 1 { kernel.name.clone() } else { format!("{} × {}", kernel.runs, kernel.name) };
         kernels.add_row([name, kernel.all_cycles().to_string(), loops(kernel), busiest(kernel)]);
@@ -234,7 +234,7 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
 }
 
 /// `1274 × 594, 12 × ?`, the heaviest first.
-fn loops(kernel: &Kernel) -> String {
+fn loops(kernel: &Launch) -> String {
     const SHOWN: usize = 3;
     let mut loops: Vec<_> = kernel.loops.iter().collect();
     loops.sort_by_key(|l| std::cmp::Reverse(l.cycles.unwrap_or(l.bundles)));
@@ -252,7 +252,7 @@ fn loops(kernel: &Kernel) -> String {
 }
 
 /// `VALU 62 %`
-fn busiest(kernel: &Kernel) -> String {
+fn busiest(kernel: &Launch) -> String {
     let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
     let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
     slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))

@@ -107,12 +107,12 @@ struct Manifest<'e> {
     #[serde(serialize_with = "by_name")]
     numbers: &'e [(&'static str, f32)],
     /// In the order of their calls.
-    kernels: Vec<Kernel<'e>>,
+    kernels: Vec<Emitted<'e>>,
     module: Module<'e>,
 }
 
 #[derive(Serialize)]
-struct Kernel<'e> {
+struct Emitted<'e> {
     name: &'e str,
     payload: String,
     text: String,
@@ -175,7 +175,7 @@ impl<'e> Manifest<'e> {
             dtype: asked.dtype,
             spec,
             numbers: &signature.numbers,
-            kernels: kernels.iter().map(|kernel| Kernel::new(kernel, asked.dtype)).collect(),
+            kernels: kernels.iter().map(|kernel| Emitted::new(kernel, asked.dtype)).collect(),
             module: Module {
                 file: MODULE,
                 inputs: &signature.inputs,
@@ -190,14 +190,14 @@ impl<'e> Manifest<'e> {
         let folder = folder.display();
         let mut text =
             format!("{folder}: {implementation} {b}x{t}x{v} {dtype} on each of {devices} devices, {target}\n");
-        for Kernel { name, vmem_bytes, payload, .. } in kernels {
+        for Emitted { name, vmem_bytes, payload, .. } in kernels {
             let _ = writeln!(text, "{name}: {payload}, {vmem_bytes} bytes of VMEM");
         }
         text
     }
 }
 
-impl<'e> Kernel<'e> {
+impl<'e> Emitted<'e> {
     fn new(kernel: &'e TpuKernel, dtype: Dtype) -> Self {
         let dense = |named: &'e Named| {
             let stored_as_bits = named.name.ends_with("logits") && named.dtype != dtype.into();

@@ -15,7 +15,7 @@ use crate::config;
 use crate::fixture::{write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
-use crate::suites::panel::{self, Cell, Deck, Found, Kernel};
+use crate::suites::panel::{self, Cell, Deck, Found, Panelist};
 use crate::worker::{Launch, Worker};
 
 /// The gates of a problem on logits, and what the table calls them.
@@ -174,7 +174,7 @@ impl Panel {
         panel::run(&mut kernels, cases, || progress.inc(1))?;
         progress.finish_and_clear();
 
-        let of_kernel = |(entry, kernel): (Entry, Kernel)| {
+        let of_kernel = |(entry, kernel): (Entry, Panelist)| {
             let Entry { what, expected, .. } = entry;
             let found = kernel.found;
             // A kernel that does not answer shows nothing.
@@ -225,7 +225,7 @@ impl Panel {
         Ok(list)
     }
 
-    fn start(&self, entry: &Entry) -> Result<Kernel, CliError> {
+    fn start(&self, entry: &Entry) -> Result<Panelist, CliError> {
         let [module, function] = &entry.serve;
         let serve = self.list.parent().unwrap_or(Path::new("")).join("serve.py");
         let command = [self.python.as_os_str(), serve.as_os_str(), module.as_ref(), function.as_ref()];
@@ -233,12 +233,12 @@ impl Panel {
         // Kernels run side by side.
         launch.environment.push(("OMP_NUM_THREADS".into(), "1".into()));
         let again = format!("assay panel {} --kernel {}", self.list.display(), entry.name);
-        Ok(Kernel::new(&entry.name, again, Worker::start(launch)?))
+        Ok(Panelist::new(&entry.name, again, Worker::start(launch)?))
     }
 }
 
 /// Writes `DIR/CASE.problem.safetensors`, and what each kernel returns for it to `DIR/CASE.KERNEL.safetensors`.
-fn record(kernels: &mut [Kernel], folder: &Path) -> Result<Passed, CliError> {
+fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
     for index in 0..Deck::REGIMES {
         let case = Deck::Sample.case(index);
         let problem = case.recipe.problem(&case.spec)?;

@@ -144,20 +144,25 @@ impl<P: Subject> Trial<'_, P> {
         let others = runs.iter().flatten().filter(|(same, _)| !same).map(|(_, candidate)| candidate.lend());
         let verdicts = self.known.verdicts_of_all(&others.collect::<Vec<_>>(), limits).unwrap_or_default();
         let mut passes = verdicts.iter().map(|verdicts| verdicts.iter().all(Verdict::passed));
-        let passed: Vec<bool> = runs
-            .iter()
-            .map(|run| run.as_ref().is_some_and(|(same, _)| *same || passes.next().unwrap_or(false)))
-            .collect();
-        let fate = |((kernel, first), passed): ((&Specimen, Option<(bool, Candidate<P::Gradient>)>), bool)| {
-            let Some((same, candidate)) = first else { return Fate::NotExercised };
-            let agrees = || run(kernel).is_some_and(|again| Invariance::between(&candidate, &again).other.is_empty());
-            match same {
-                _ if !passed || !agrees() => Fate::Rejected,
-                true => Fate::NotExercised,
-                false => Fate::Accepted,
-            }
+        let fate = |run: &Option<(bool, _)>| match run {
+            Some((false, _)) if passes.next().unwrap_or(false) => Fate::Accepted,
+            Some((false, _)) => Fate::Rejected,
+            Some((true, _)) | None => Fate::NotExercised,
         };
-        kernels.par_iter().zip(runs).zip(passed).map(fate).collect()
+        let fates: Vec<Fate> = runs.iter().map(fate).collect();
+        kernels
+            .par_iter()
+            .zip(runs)
+            .zip(fates)
+            .map(|((kernel, first), fate)| match (first, fate) {
+                (Some((_, candidate)), Fate::Accepted | Fate::NotExercised) => {
+                    let again = run(kernel);
+                    let agrees = again.is_some_and(|again| Invariance::between(&candidate, &again).other.is_empty());
+                    if agrees { fate } else { Fate::Rejected }
+                }
+                _ => fate,
+            })
+            .collect()
     }
 }
 

@@ -26,7 +26,7 @@ pub struct Compiled {
     pub memory: Memory,
     /// Every kernel's final program.
     #[serde(default)]
-    pub kernels: Vec<Kernel>,
+    pub kernels: Vec<Launch>,
     /// Cycles of all kernels, one after another, each as often as it is launched.
     pub cycles: u64,
     /// Collectives whose cycles are not among them.
@@ -121,7 +121,7 @@ pub struct Loop {
 /// The program of one kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Kernel {
+pub struct Launch {
     /// The HLO instruction, or a part of the top level.
     pub name: String,
     /// Bundles of the program.
@@ -138,7 +138,7 @@ pub struct Kernel {
     pub binding: Option<String>,
 }
 
-impl Kernel {
+impl Launch {
     /// Cycles of all launches.
     pub fn all_cycles(&self) -> u64 {
         self.cycles.saturating_mul(self.runs)

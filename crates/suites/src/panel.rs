@@ -243,14 +243,14 @@ impl Found {
 }
 
 /// A kernel, and what has been found so far.
-pub struct Kernel {
+pub struct Panelist {
     worker: Worker,
     command: String,
     /// What has been found.
     pub found: Found,
 }
 
-impl Kernel {
+impl Panelist {
     /// A kernel that nothing is known of. `command` runs it again, but for the options that choose a problem.
     pub fn new(name: &str, command: String, worker: Worker) -> Self {
         let found = Found {
@@ -327,7 +327,7 @@ pub enum PanelError {
 /// # Errors
 /// [`PanelError`] where a case is no problem. A kernel that fails is a finding.
 pub fn run(
-    kernels: &mut [Kernel],
+    kernels: &mut [Panelist],
     cases: impl Iterator<Item = Case>,
     mut done: impl FnMut(),
 ) -> Result<(), PanelError> {

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::TpuError;
 use super::files::{failed, read_text};
-use super::schedule::{self, Kernel};
+use super::schedule::{self, Launch};
 use super::target::Target;
 use super::traffic::{self, Traffic};
 use assay_core::memory::CompiledMemory;
@@ -65,7 +65,7 @@ pub struct Compiled {
     /// Seconds that libtpu took.
     pub compile_s: f64,
     /// Every kernel's final program.
-    pub kernels: Vec<Kernel>,
+    pub kernels: Vec<Launch>,
     /// Bytes through HBM.
     pub traffic: Traffic,
     /// Collectives whose cycles are in no kernel.
@@ -75,7 +75,7 @@ pub struct Compiled {
 impl Compiled {
     /// Cycles of all kernels, one after another, each as often as it is launched.
     pub fn cycles(&self) -> u64 {
-        self.kernels.iter().map(Kernel::all_cycles).fold(0, u64::saturating_add)
+        self.kernels.iter().map(Launch::all_cycles).fold(0, u64::saturating_add)
     }
 }
 

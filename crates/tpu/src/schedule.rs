@@ -31,7 +31,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub use assay_schema::compile::{Kernel, Loop, SlotUse};
+pub use assay_schema::compile::{Launch, Loop, SlotUse};
 
 use super::error::TpuError;
 use super::files::read_text;
@@ -56,7 +56,7 @@ fn cycles_of(slot: &SlotUse) -> f64 {
 ///
 /// # Errors
 /// [`TpuError::Dump`] for a file that does not read as expected, [`TpuError::Io`] for one that cannot be read.
-pub fn read(folder: &Path, chip: &Chip) -> Result<Vec<Kernel>, TpuError> {
+pub fn read(folder: &Path, chip: &Chip) -> Result<Vec<Launch>, TpuError> {
     let failed = |reason| TpuError::Io { path: folder.into(), action: "list", reason };
     let mut utilizations = BTreeMap::new();
     let mut bundles = BTreeMap::new();
@@ -255,7 +255,7 @@ struct Span {
 ///
 /// # Errors
 /// [`TpuError::Dump`], with the line that does not read as expected.
-pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &Chip) -> Result<Kernel, TpuError> {
+pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &Chip) -> Result<Launch, TpuError> {
     let parsed = parse_bundles(&format!("{name}{BUNDLES}"), bundles)?;
     let file = format!("{name}{UTILIZATION}");
     let (kinds, rows) = parse_utilization(&file, utilization)?;
@@ -355,7 +355,7 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
 }
 
 /// Cycles and slots, over the loops' trips.
-fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Kernel {
+fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Launch {
     // The innermost loop of each bundle, as an index into `spans` + 1; 0 is outside all.
     let mut innermost = vec![0; rows.len()];
     for (at, span) in spans.iter().enumerate() {
@@ -401,7 +401,7 @@ fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -
     let slots = slots(&total);
     let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| cycles_of(a).total_cmp(&cycles_of(b)));
     let binding = binding.map(|slot| slot.name.clone());
-    Kernel { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
+    Launch { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
 }
 
 #[cfg(test)]
@@ -418,7 +418,7 @@ mod tests {
         include_str!("../../../fixtures/tpu/mosaic_dynamic.utilization.txt"),
     ];
 
-    fn parse([bundles, utilization]: [&str; 2]) -> Result<Kernel, TpuError> {
+    fn parse([bundles, utilization]: [&str; 2]) -> Result<Launch, TpuError> {
         super::parse("name.1", bundles, utilization, Target::parse("v6e").unwrap().chip)
     }
 

@@ -76,7 +76,7 @@ struct Head<'l> {
     shape: HeadShape,
     /// `[N,H]`
     hidden: Array2<f64>,
-    lm_head: Cow<'l, FloatArray<Ix2>>,
+    matrix: Cow<'l, FloatArray<Ix2>>,
     /// How that lies.
     layout: HeadLayout,
 }
@@ -101,20 +101,20 @@ impl<'l> Head<'l> {
     fn of(launch: Launch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
-        let (mut lm_head, mut layout) = (Cow::Borrowed(&projection.lm_head), projection.layout);
+        let (mut matrix, mut layout) = (Cow::Borrowed(&projection.lm_head), projection.layout);
         if layout == HeadLayout::VocabByHidden && launch.has(Bug::HeadLayoutMistaken) {
-            let mistaken = lm_head.to_f64().into_shape_with_order((width, vocab)).expect("as many elements");
-            lm_head = Cow::Owned(FloatArray::rounded_from(&mistaken, lm_head.dtype()));
+            let mistaken = matrix.to_f64().into_shape_with_order((width, vocab)).expect("as many elements");
+            matrix = Cow::Owned(FloatArray::rounded_from(&mistaken, matrix.dtype()));
             layout = HeadLayout::HiddenByVocab;
         }
-        Self { launch, projection, shape, hidden, lm_head, layout }
+        Self { launch, projection, shape, hidden, matrix, layout }
     }
 
     /// `[units,columns]` of the head.
     fn weights(&self, units: Range<usize>, columns: Range<usize>) -> Array2<f64> {
         match self.layout {
-            HeadLayout::HiddenByVocab => self.lm_head.part(units, columns),
-            HeadLayout::VocabByHidden => self.lm_head.view().part_transposed(columns, units),
+            HeadLayout::HiddenByVocab => self.matrix.part(units, columns),
+            HeadLayout::VocabByHidden => self.matrix.view().part_transposed(columns, units),
         }
     }
 

@@ -29,7 +29,7 @@ use serde::Serialize;
 
 use super::error::TpuError;
 use super::files::read_text;
-use super::schedule::Kernel;
+use super::schedule::Launch;
 use hlo::{Module, malformed};
 
 const SUFFIX: &str = ".after_optimizations.txt";
@@ -58,7 +58,7 @@ impl Traffic {
 
     /// Says of each kernel how often it is launched, for what has its name and for collectives that it serves too. Those that
     /// none serves come back.
-    pub fn launch(&self, kernels: &mut [Kernel]) -> Vec<String> {
+    pub fn launch(&self, kernels: &mut [Launch]) -> Vec<String> {
         let runs = |name: &str| self.runs.get(name).copied().unwrap_or(1);
         for kernel in &mut *kernels {
             kernel.runs = runs(&kernel.name);
@@ -147,7 +147,7 @@ ENTRY %main (a: f32[7]) -> f32[7] {
 }
 ";
         let traffic = Traffic::parse("x", text).unwrap();
-        let kernel = |name: &str| Kernel {
+        let kernel = |name: &str| Launch {
             name: name.into(),
             bundles: 1,
             loops: vec![],

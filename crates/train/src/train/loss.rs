@@ -61,12 +61,12 @@ pub type Batch = Problem<()>;
 #[derive(Clone)]
 pub struct GrpoLoss {
     spec: LossSpec,
-    kernel: Kernel,
+    kernel: AnyImplementation,
 }
 
 /// What computes it.
 #[derive(Clone)]
-enum Kernel {
+enum AnyImplementation {
     OnLogits(Arc<dyn Implementation>),
     WithHead(Arc<dyn Implementation<Problem<Projection>>>),
 }
@@ -83,12 +83,12 @@ pub struct Evaluated {
 impl GrpoLoss {
     /// The loss by the CPU kernel.
     pub fn native(spec: LossSpec) -> Self {
-        Self { spec, kernel: Kernel::OnLogits(Arc::new(Native::default())) }
+        Self { spec, kernel: AnyImplementation::OnLogits(Arc::new(Native::default())) }
     }
 
     /// The loss by the CPU's LM head, which never makes all logits. It has no loss [on logits](Self::on_logits).
     pub fn native_lm_head(spec: LossSpec) -> Self {
-        Self { spec, kernel: Kernel::WithHead(Arc::new(NativeHead::default())) }
+        Self { spec, kernel: AnyImplementation::WithHead(Arc::new(NativeHead::default())) }
     }
 
     /// The loss by the implementation `id` of [`registry`], on logits or with an LM head; those that need a PJRT plugin use
@@ -101,7 +101,7 @@ impl GrpoLoss {
         let heads = registry::<HeadProblem>(plugin);
         if let Some(head) = heads.iter().find(|head| head.id() == id) {
             head.available().map_err(|why| unknown(why.to_string()))?;
-            return Ok(Self { spec, kernel: Kernel::WithHead(head.clone()) });
+            return Ok(Self { spec, kernel: AnyImplementation::WithHead(head.clone()) });
         }
         let implementation = find::<Problem>(id, plugin).map_err(|_| {
             let ids = registry::<Problem>(plugin).iter().map(|one| one.id().to_string()).collect::<Vec<_>>();
@@ -109,14 +109,14 @@ impl GrpoLoss {
             unknown(format!("expected one of: {}", ids.into_iter().chain(heads).collect::<Vec<_>>().join(", ")))
         })?;
         implementation.available().map_err(|why| unknown(why.to_string()))?;
-        Ok(Self { spec, kernel: Kernel::OnLogits(implementation) })
+        Ok(Self { spec, kernel: AnyImplementation::OnLogits(implementation) })
     }
 
     /// The class of `tolerances.toml` for what [`on_hidden`](Self::on_hidden) returns.
     pub fn class_on_hidden(&self) -> String {
         match &self.kernel {
-            Kernel::OnLogits(kernel) => format!("{}-lm-head", kernel.class()),
-            Kernel::WithHead(kernel) => kernel.class().into(),
+            AnyImplementation::OnLogits(kernel) => format!("{}-lm-head", kernel.class()),
+            AnyImplementation::WithHead(kernel) => kernel.class().into(),
         }
     }
 
@@ -137,7 +137,7 @@ impl GrpoLoss {
     /// [`TrainError`] where `logits` and `batch` do not fit each other or the spec, or the implementation fails or has no loss
     /// on logits.
     pub fn on_logits(&self, logits: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
-        let Kernel::OnLogits(implementation) = &self.kernel else {
+        let AnyImplementation::OnLogits(implementation) = &self.kernel else {
             return Err(TrainError::NeedsHead { id: self.id().into() });
         };
         let outcome = implementation.run(&self.spec, batch.with_logits(array3("logits", logits)?), 1)?;
@@ -158,13 +158,15 @@ impl GrpoLoss {
             rounds_logits: false,
         };
         let (outcome, metrics) = match &self.kernel {
-            Kernel::WithHead(implementation) => {
+            AnyImplementation::WithHead(implementation) => {
                 let HeadCandidate { loss, gradient: HeadGradient { dhidden, dlm_head, .. }, metrics, .. } =
                     implementation.run(&self.spec, batch.with_logits(projection), 1)?;
                 let gradients = [tensor(dhidden)?, tensor(dlm_head)?];
                 (Differentiated { loss: loss.value() as f32, gradients }, metrics)
             }
-            Kernel::OnLogits(implementation) => self.through_logits(implementation.as_ref(), projection, batch)?,
+            AnyImplementation::OnLogits(implementation) => {
+                self.through_logits(implementation.as_ref(), projection, batch)?
+            }
         };
         let [dhidden, dlm_head] = outcome.gradients;
         // The gradient of a 16-bit head comes in f32; candle adds gradients in the dtype of what they belong to.
@@ -203,8 +205,8 @@ impl GrpoLoss {
 
     fn id(&self) -> &str {
         match &self.kernel {
-            Kernel::OnLogits(implementation) => implementation.id(),
-            Kernel::WithHead(implementation) => implementation.id(),
+            AnyImplementation::OnLogits(implementation) => implementation.id(),
+            AnyImplementation::WithHead(implementation) => implementation.id(),
         }
     }
 }
