@@ -36,6 +36,7 @@ pub type Batch = Problem<()>;
 ///
 /// # Examples
 /// ```
+/// # mod assay { pub use {assay_core::problem, assay_core::spec, assay_train::train}; }
 /// use assay::problem::Advantages;
 /// use assay::spec::LossSpec;
 /// use assay::train::{Batch, GrpoLoss};

@@ -1,6 +1,7 @@
 //! What published projects call their losses, as [`LossSpec`]s: option names and defaults included.
 //!
 //! ```
+//! # use assay_core as assay;
 //! use assay::spec::presets::{Given, Options, Preset, spec};
 //!
 //! let options = Options::from_pairs(&["loss_type=grpo", "epsilon_high=0.28"])?;
