@@ -43,6 +43,11 @@ pub const ANY_TPU: Machine = Machine::tpu(120 << 20, true);
 /// of 128 would take a CPU 0.9 (`tile-one-pass`) and 0.75 of the time (`tile-two-pass`, 1x64x32000), of 512 up to twice it.
 pub const ANY_DEVICE: Machine = Machine { memory_columns: 1, ..ANY_TPU };
 
+/// What the devices of a PJRT platform are, by the name that it gives itself.
+pub fn machine_of(platform: &str) -> Machine {
+    if platform == "tpu" { ANY_TPU } else { ANY_DEVICE }
+}
+
 /// The programs of one kernel under one sharding, for one kind of problem.
 pub trait Programs: Copy + Send + Sync {
     /// What they are given.

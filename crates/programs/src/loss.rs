@@ -312,7 +312,7 @@ impl LossProgram {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{ANY_TPU, HeadProgram};
+    use crate::{HeadProgram, machine_of};
     use assay_core::implementation::Given;
     use assay_core::problem::{HeadForm, HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
@@ -339,7 +339,8 @@ mod tests {
         let shape = HeadShape { batch: 1, tokens: 8, hidden: 16, vocab: 151_936 };
         let spec = LossSpec::default();
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-        let columns = |machine| {
+        let columns = |platform| {
+            let machine = machine_of(platform);
             let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
             let cut = LossProgram::all().into_iter().filter(|xla| xla.sharding == Sharding::Vocab);
             let texts = cut.map(|xla| xla.loops(Shaped::of(&spec), given, 8, machine).unwrap());
@@ -352,8 +353,10 @@ mod tests {
             };
             texts.chain(of_heads).map(held).collect::<Vec<_>>()
         };
-        assert_eq!(columns(ANY_DEVICE), [[true, false]; 4]);
-        assert_eq!(columns(ANY_TPU), [[false, true]; 4]);
+        for platform in ["cpu", "cuda"] {
+            assert_eq!(columns(platform), [[true, false]; 4], "{platform}");
+        }
+        assert_eq!(columns("tpu"), [[false, true]; 4]);
     }
 
     /// The tests on devices run what is whole in place of what is cut over one device.

@@ -9,7 +9,7 @@ use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
 use assay_core::implementation::Unavailable;
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::Shape;
-use assay_programs::{ANY_DEVICE, ANY_TPU, Machine, Sharding};
+use assay_programs::{Machine, Sharding, machine_of};
 
 /// The largest device count that is tried of itself.
 const MOST_DEVICES: usize = 8;
@@ -62,7 +62,7 @@ impl Devices {
 
 /// What the devices of a client are.
 pub(super) fn machine(client: &Client) -> Machine {
-    if client.platform() == "tpu" { ANY_TPU } else { ANY_DEVICE }
+    machine_of(client.platform())
 }
 
 /// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
