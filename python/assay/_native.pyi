@@ -172,6 +172,18 @@ class Problem:
         Raises:
             ProblemError: No index, one that its axis has not, or `units` without an LM head.
         """
+    def simplify(self, fails: Callable[[Problem], object], *, calls: int = 400) -> Problem:
+        """The smallest problem that is found for which `fails` still says yes: first fewer sequences, tokens and columns, then
+        plainer numbers. What a campaign does with what it finds, for a question of your own.
+
+        Args:
+            fails: Whether what is looked for is still there; asked of problems in which a token counts. What it raises ends
+                the search.
+            calls: How often it is called at most, beside the first time.
+
+        Raises:
+            ProblemError: `fails` says no of the problem itself.
+        """
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as `assay generate` does, for `assay.load` and `assay judge`.
 

@@ -15,7 +15,7 @@ use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;
 use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
-use assay::campaign::HeadDeck;
+use assay::campaign::{HeadDeck, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::HeadRecipe;
@@ -345,6 +345,36 @@ impl Problem {
             }
         };
         Ok(Self::of(self.spec.clone(), selected, None).on_device(self.device.clone()))
+    }
+
+    /// The smallest problem that is found for which `fails` still says so.
+    #[pyo3(signature = (fails, *, calls=400))]
+    fn simplify(&self, py: Python<'_>, fails: &Bound<'_, PyAny>, calls: usize) -> PyResult<Self> {
+        let of = |batch| Self::of(self.spec.clone(), batch, None).on_device(self.device.clone());
+        let mut raised = None;
+        // Once it has raised, nothing is asked any more.
+        let mut ask = |batch: Batch| {
+            raised.is_none()
+                && fails.call1((of(batch),)).and_then(|says| says.is_truthy()).unwrap_or_else(|error| {
+                    raised = Some(error);
+                    false
+                })
+        };
+        let holds = ask(self.batch.clone());
+        let simple = match &self.batch {
+            batch if !holds => batch.clone(),
+            Batch::Logits(problem) => {
+                Batch::Logits(simplify(Arc::clone(problem), calls, &mut |part| ask(Batch::Logits(Arc::clone(part)))))
+            }
+            Batch::Head(problem) => {
+                Batch::Head(simplify(Arc::clone(problem), calls, &mut |part| ask(Batch::Head(Arc::clone(part)))))
+            }
+        };
+        match raised {
+            Some(error) => Err(error),
+            None if holds => Ok(of(simple)),
+            None => Err(error::of_problem(py, "fails: got no of the problem itself, expected yes")),
+        }
     }
 
     /// Writes it as `assay generate` does, for `assay.load` and `assay judge`.

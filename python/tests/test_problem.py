@@ -150,6 +150,33 @@ def test_a_part_of_a_problem_with_an_lm_head_has_some_of_its_units(one: Callable
     assert np.array_equal(part.numpy().lm_head, problem.numpy().lm_head[:30, [3, 1]])
 
 
+def test_a_problem_is_simplified_while_a_question_is_answered_with_yes(problem: assay.Problem) -> None:
+    def has_a_negative(part: assay.Problem) -> bool:
+        arrays = part.numpy()
+        return bool((arrays.mask & (arrays.advantages < 0)[:, None] & (arrays.ids > 0)).any())
+
+    simple = problem.simplify(has_a_negative)
+    assert has_a_negative(simple) and simple.shape == (1, 1, 2) and simple.spec == problem.spec
+    assert simple.numpy().advantages.tolist() == [-1.0]
+    asked = []
+
+    def counted(part: assay.Problem) -> bool:
+        asked.append(part.shape)
+        return has_a_negative(part)
+
+    kept = problem.simplify(counted, calls=3)
+    assert len(asked) == 4 and np.prod(kept.shape) > np.prod(simple.shape)
+    with pytest.raises(assay.ProblemError, match="fails: got no of the problem itself"):
+        problem.simplify(lambda _: False)
+    with pytest.raises(ZeroDivisionError):
+        problem.simplify(lambda part: part.shape == problem.shape or 1 / 0)
+
+
+def test_a_problem_with_an_lm_head_is_simplified(one: Callable[..., assay.Problem]) -> None:
+    simple = one("f32", "2x3x16x33").simplify(lambda part: part.numpy().mask.any())
+    assert (simple.shape[0], simple.shape[1], simple.shape[3]) == (1, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

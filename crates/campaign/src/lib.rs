@@ -25,5 +25,6 @@ pub use deck::{Deals, Deck, FEW_SHAPES, HeadDeck, Shapes};
 pub use kernel::{Fault, Kernel, Local};
 pub use neighbours::{Computed, computed, neighbours};
 pub use run::{Campaign, CampaignError, Progress, dealt};
+pub use shrink::simplify;
 pub use subject::{Dealt, Subject};
 pub use text::{covered, text};

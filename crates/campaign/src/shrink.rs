@@ -33,7 +33,14 @@ struct Shrinker<'s, P> {
     fails: &'s mut dyn FnMut(&Arc<P>) -> bool,
 }
 
-/// The smallest problem that was found for which `fails` still holds. It is asked of problems in which a token counts.
+/// The smallest problem that is found for which `still` holds, as it does of `problem`, within so many calls of it: first fewer
+/// sequences, tokens and columns, then plainer numbers. It is asked of problems in which a token counts, and no others.
+pub fn simplify<P: Subject>(problem: Arc<P>, calls: usize, still: &mut dyn FnMut(&Arc<P>) -> bool) -> Arc<P> {
+    const NO_END: Duration = Duration::from_secs(u32::MAX as u64);
+    shrink(problem, Effort { calls, time: NO_END, shapes: true }, still)
+}
+
+/// The same within an effort.
 pub(crate) fn shrink<P: Subject>(problem: Arc<P>, effort: Effort, fails: &mut dyn FnMut(&Arc<P>) -> bool) -> Arc<P> {
     let deadline = Instant::now() + effort.time;
     let mut shrinker = Shrinker { problem, effort, calls: 0, deadline, fails };
