@@ -312,14 +312,16 @@ impl Condition {
         }
     }
 
-    /// How far dlogits may be off, column by column of `columns`, were the token on `alternative`.
-    pub fn dlogits(
+    /// How far dlogits may be off, column by column of `columns`, were the token on `alternative`. What is not kept of a column is not
+    /// computed either.
+    pub fn dlogits<T>(
         &self,
         reference: &Reference,
         token: &Token,
         columns: &Columns,
         alternative: &Alternative,
-    ) -> impl Iterator<Item = ColumnBound> {
+        keep: impl Fn(ColumnBound) -> T,
+    ) -> Vec<T> {
         let spec = reference.spec();
         let Alternative { branch, coupling } = alternative;
         let on_branch =
@@ -354,14 +356,18 @@ impl Condition {
         let (one_softmax, given) = (logp.divisor == entropy.divisor, self.errors.is_empty());
         // What is flushed before the transform of logits is multiplied by its slope.
         let flushed_once = FLUSHED / spec.temperature.min(1.0);
+        let [inverse, inverse_of_entropy] = [logp, entropy].map(|softmax| 1.0 / softmax.divisor);
+        let gap = |softmax: &ScaledSoftmax, inverse: f64, x: f64, p: f64| {
+            if p == 0.0 { 0.0 } else { softmax.stats.max - x * inverse }
+        };
         let column = move |(j, (&x, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
             let error = if given { 0.0 } else { scale_of_logits * self.errors.at(j) };
-            let gap_of_logp = gap_of(logp, x, p);
+            let gap_of_logp = gap(logp, inverse, x, p);
             let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
             let mut value = 0.0;
             if grad != 0.0 {
-                let (gap, own) = (gap_of_logp + rounded, error / logp.divisor);
+                let (gap, own) = (gap_of_logp + rounded, error * inverse);
                 if j == token.id {
                     let gaps_of_others = (mean_gap - p * gap).max(0.0);
                     let errors_of_others = (mean_error - p * own).max(0.0);
@@ -385,9 +391,9 @@ impl Condition {
                 flushed += grad * if j == token.id { vocab } else { 1.0 };
             }
             if grad_entropy > 0.0 {
-                let gap = if one_softmax { gap_of_logp } else { gap_of(entropy, x, q) };
+                let gap = if one_softmax { gap_of_logp } else { gap(entropy, inverse_of_entropy, x, q) };
                 let span = gap + rounded + entropy.stats.mean_gap;
-                let error = (error + self.base.mean_error) / entropy.divisor;
+                let error = (error + self.base.mean_error) * inverse_of_entropy;
                 let (mut scale, mut floor) = (
                     span * (1.0 + span) + self.base.second_moment,
                     error * (1.0 + 2.0 * span + error) + self.base.spread,
@@ -418,15 +424,15 @@ impl Condition {
                 whole = whole.times(slope);
             }
             let flushed = flushed * slope.max(1.0) * flushed_once;
-            ColumnBound {
+            keep(ColumnBound {
                 whole: whole.times(t).and(flushed),
                 common: common.times(slope * t),
                 of_ratio: of_ratio.times(slope * t),
                 flushed,
-            }
+            })
         };
         let probabilities = columns.probabilities().iter().zip(columns.probabilities_of_entropy());
-        (columns.first()..).zip(columns.logits().iter().zip(probabilities)).map(column)
+        (columns.first()..).zip(columns.logits().iter().zip(probabilities)).map(column).collect()
     }
 }
 

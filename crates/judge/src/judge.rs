@@ -325,7 +325,8 @@ impl Stored {
     }
 
     /// `½ulp` of the finer of the two.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "as of `allowance`, and once a weight of a head")]
     pub(super) fn rounding(self, expected: f64) -> f64 {
         let Self { given, promised } = self;
         let of_given = half_ulp(expected, given);
@@ -333,7 +334,8 @@ impl Stored {
     }
 
     /// That, and `u·scale` with the scale no smaller than the output's smallest normal number.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would pass its arguments through memory, once a column")]
     pub(super) fn allowance(self, expected: f64, Bound { scale, floor }: Bound) -> Allowance {
         let Self { given, promised } = self;
         let rounding = self.rounding(expected);
@@ -535,15 +537,13 @@ impl<'c> Piece<'c> {
     /// The exact dlogits of `columns`, and how far each may be off.
     fn dlogits(&self, reference: &Reference, case: &Case, columns: &Columns) -> (Vec<f64>, Vec<Bound>) {
         let grad = |on: &Alternative| reference.grad_logp(case.token, &on.branch, on.coupling);
-        let bounds = |on| case.condition.dlogits(reference, case.token, columns, on).map(|of: ColumnBound| of.whole);
-        let (grad, bounds) = match self.towards {
-            None => (grad(self.on), bounds(self.on).collect()),
-            Some((other, by)) => (
-                grad(self.on) + by * (grad(other) - grad(self.on)),
-                bounds(self.on).zip(bounds(other)).map(|(on, other)| on.or(other)).collect(),
-            ),
-        };
-        (reference.dlogits_of(columns, case.token, grad), bounds)
+        let bounds = |on| case.condition.dlogits(reference, case.token, columns, on, |of: ColumnBound| of.whole);
+        let (mut between, mut limits) = (grad(self.on), bounds(self.on));
+        if let Some((other, by)) = self.towards {
+            between += by * (grad(other) - between);
+            limits.iter_mut().zip(bounds(other)).for_each(|(on, other)| *on = on.or(other));
+        }
+        (reference.dlogits_of(columns, case.token, between), limits)
     }
 }
 

@@ -177,7 +177,7 @@ impl Row {
         let mut flushed = 0.0;
         for on in &case.condition.alternatives {
             let there = dlogits(&on.branch, on.coupling);
-            let bounds = case.condition.dlogits(reference, case.token, &row, on);
+            let bounds = case.condition.dlogits(reference, case.token, &row, on, |of| of);
             for (v, (x, ColumnBound { whole, common: shared, of_ratio: shared_by_row, flushed: lost })) in
                 there.into_iter().zip(bounds).enumerate()
             {

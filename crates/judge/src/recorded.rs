@@ -53,9 +53,8 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
         for ((b, t), condition) in conditions.indexed_iter() {
             let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
             let columns = reference.columns(b, t, token, columns.clone());
-            let limits = condition.dlogits(reference, token, &columns, &condition.alternatives[0]);
-            let row = limits.map(|of| of.whole.scale).collect::<Array1<_>>();
-            scales.row_mut(b * reference.shape().tokens + t).assign(&row);
+            let row = condition.dlogits(reference, token, &columns, &condition.alternatives[0], |of| of.whole.scale);
+            scales.row_mut(b * reference.shape().tokens + t).assign(&Array1::from(row));
         }
         dhidden.scale += scales.dot(&head.columns(columns).mapv(f64::abs)).sum();
         let scales = scales.t().dot(&sizes);
@@ -80,9 +79,8 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
             let Some(condition) = &conditions[[b, t]] else { continue };
             let row = reference.row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
-            let limits = condition.dlogits(reference, token, &row, &condition.alternatives[0]);
-            for ((&x, &d), of) in row.logits().iter().zip(&dlogits).zip(limits) {
-                let scale = of.whole.scale;
+            let scales = condition.dlogits(reference, token, &row, &condition.alternatives[0], |of| of.whole.scale);
+            for ((&x, &d), scale) in row.logits().iter().zip(&dlogits).zip(scales) {
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
                 // 0 · (−∞) counts as 0.

@@ -39,7 +39,8 @@ impl Softmax {
         // small the rest is.
         let mut rest = Sum::default();
         let mut weighted_gaps = Sum::default();
-        let mut weighted_squares = Sum::default();
+        // What limits are made of, and no value: its sum is plain.
+        let mut weighted_squares = 0.0;
         let mut peak_seen = false;
         for &x in z {
             let gap = max - x;
@@ -49,7 +50,7 @@ impl Softmax {
             } else if e > 0.0 {
                 rest.add(e);
                 weighted_gaps.add(e * gap);
-                weighted_squares.add(e * gap * gap);
+                weighted_squares += e * gap * gap;
             }
         }
         let rest = rest.value();
@@ -60,7 +61,7 @@ impl Softmax {
             rest,
             log_sum: rest.ln_1p(),
             mean_gap: weighted_gaps.value() / sum,
-            mean_square_gap: weighted_squares.value() / sum,
+            mean_square_gap: weighted_squares / sum,
         }
     }
 

@@ -86,12 +86,12 @@ pub trait Float: Copy + Send + Sync + 'static {
 }
 
 macro_rules! float {
-    ($type:ty, $dtype:ident, $round:expr) => {
+    ($type:ty, $dtype:ident, $widen:expr, $round:expr) => {
         impl Float for $type {
             const DTYPE: Dtype = Dtype::$dtype;
             #[inline]
             fn to_f64(self) -> f64 {
-                f64::from(self)
+                $widen(self)
             }
             #[inline]
             fn from_f64(x: f64) -> Self {
@@ -100,10 +100,11 @@ macro_rules! float {
         }
     };
 }
-float!(f64, F64, |x| x);
-float!(f32, F32, |x| x as f32);
-float!(bf16, Bf16, bf16::from_f64);
-float!(f16, F16, f16::from_f64);
+float!(f64, F64, |x| x, |x| x);
+float!(f32, F32, f64::from, |x| x as f32);
+// Through f32, which holds all of them: a shift, and the processor's own conversion.
+float!(bf16, Bf16, |x| f64::from(f32::from(x)), bf16::from_f64);
+float!(f16, F16, |x| f64::from(f32::from(x)), f16::from_f64);
 
 /// A dense row-major array of one of four float types, of static rank.
 #[derive(Clone, Debug, PartialEq)]
