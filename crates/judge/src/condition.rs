@@ -345,8 +345,7 @@ impl Condition {
         let grad_entropy = reference.grad_entropy(token).abs();
 
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
-        let others = token.probability_of_others;
-        let vocab = reference.shape().vocab as f64;
+        let (others, vocab) = (token.probability_of_others, reference.shape().vocab as f64);
         let rounded = transform_rounding(spec, logp.stats.max);
         let mean_gap = logp.stats.mean_gap + rounded;
         let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
@@ -357,12 +356,9 @@ impl Condition {
         // What is flushed before the transform of logits is multiplied by its slope.
         let flushed_once = FLUSHED / spec.temperature.min(1.0);
         let [inverse, inverse_of_entropy] = [logp, entropy].map(|softmax| 1.0 / softmax.divisor);
-        let gap = |softmax: &ScaledSoftmax, inverse: f64, x: f64, p: f64| {
-            if p == 0.0 { 0.0 } else { softmax.stats.max - x * inverse }
-        };
         let column = move |(j, (&x, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
             let error = if given { 0.0 } else { scale_of_logits * self.errors.at(j) };
-            let gap_of_logp = gap(logp, inverse, x, p);
+            let gap_of_logp = gap_of(logp, inverse, x, p);
             let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
             let mut value = 0.0;
@@ -391,7 +387,7 @@ impl Condition {
                 flushed += grad * if j == token.id { vocab } else { 1.0 };
             }
             if grad_entropy > 0.0 {
-                let gap = if one_softmax { gap_of_logp } else { gap(entropy, inverse_of_entropy, x, q) };
+                let gap = if one_softmax { gap_of_logp } else { gap_of(entropy, inverse_of_entropy, x, q) };
                 let span = gap + rounded + entropy.stats.mean_gap;
                 let error = (error + self.base.mean_error) * inverse_of_entropy;
                 let (mut scale, mut floor) = (
@@ -480,7 +476,7 @@ impl Base {
             let probabilities = row.probabilities().iter().zip(row.probabilities_of_entropy());
             for (j, (&x, (p_j, &q_j))) in row.logits().iter().zip(probabilities).enumerate() {
                 mean_error += p_j * error(j);
-                let (gap, error) = (gap_of(q, x, q_j), error(j) / q.divisor);
+                let (gap, error) = (gap_of(q, 1.0 / q.divisor, x, q_j), error(j) / q.divisor);
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
         }
@@ -673,8 +669,8 @@ fn weighted(beta: f64, term: f64) -> f64 {
 }
 
 /// `a_j` of a logit whose probability is `p_j`; a column of probability 0 has no gap worth speaking of.
-fn gap_of(softmax: &ScaledSoftmax, x: f64, p: f64) -> f64 {
-    if p == 0.0 { 0.0 } else { softmax.stats.max - x / softmax.divisor }
+fn gap_of(softmax: &ScaledSoftmax, inverse_of_divisor: f64, x: f64, p: f64) -> f64 {
+    if p == 0.0 { 0.0 } else { softmax.stats.max - x * inverse_of_divisor }
 }
 
 /// How far `f` moves when what it depends on moves as rounding may move it: in units of `u`, and beyond. Under
