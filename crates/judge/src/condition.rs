@@ -834,12 +834,13 @@ fn branches(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], moves: Moves
     branches
 }
 
-/// What grade `standard` forgives of automatic differentiation, where the ratio of `nearby` inputs is at a bound of PPO's clip.
+/// What grade `standard` forgives of automatic differentiation, where the ratio of `nearby` inputs is at a bound of PPO's clip. A band
+/// that is wider than a value at a bound, as where logits were rounded by whole nats, is none.
 fn held_by_clip(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], bands: Bands) -> Option<Branch> {
     if bands.grade != Grade::Standard {
         return None;
     }
     let ratios = nearby.iter().map(|inputs| inputs.ratio(spec));
     let (low, high) = ratios.fold((f64::INFINITY, 0.0), |(low, high), x| (f64::min(low, x), f64::max(high, x)));
-    token.branch.held_by_clip(spec, low..=high)
+    token.branch.held_by_clip(spec, low..=high).filter(|_| high <= low * (1.0 + 1e-3))
 }
