@@ -95,10 +95,18 @@ impl Mutants {
 
     /// Passes where no width accepts a mutant that is not admitted there by name.
     fn at_production_widths(&self) -> Result<Passed, CliError> {
-        let fates = match Production::Full.run(self.grade) {
-            Ok(fates) => fates,
-            Err(kill) => return rejected(&kill),
-        };
+        let parts: Vec<_> = Production::Full.parts().collect();
+        let progress = self.printing.progress(parts.len());
+        let mut fates = Vec::new();
+        for part in parts {
+            progress.set_message(part.to_string());
+            match part.run(self.grade) {
+                Ok(of_part) => fates.extend(of_part),
+                Err(kill) => return rejected(&kill),
+            }
+            progress.inc(1);
+        }
+        progress.finish_and_clear();
         let names: BTreeSet<&String> = fates.iter().map(|at| &at.width).collect();
         let of_width = |width: &String| {
             let named = |of: fn(&Fate) -> bool| {

@@ -10,8 +10,8 @@ use assay_judge::judge::Status;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_suites::mutants::{
-    BANK, Case, Cell, Class, Fate, Mutant, PROJECTS, Production, Project, Score, Specimen, Suite, Trial, head_cases,
-    property_cases,
+    AtWidth, BANK, Case, Cell, Class, Fate, Mutant, PROJECTS, Part, Production, Project, Score, Specimen, Suite, Trial,
+    head_cases, property_cases,
 };
 
 /// The whole bank through all property cases, once.
@@ -86,7 +86,9 @@ where
 /// Three to six tokens at the widths that kernels are made for. What they do not reach is named, and so is what is accepted there.
 #[test]
 fn mutants_are_rejected_at_production_widths() {
-    let fates = Production::Short.run(Grade::Standard).unwrap_or_else(|false_alarm| panic!("{false_alarm:?}"));
+    let of_part =
+        |part: Part| part.run(Grade::Standard).unwrap_or_else(|false_alarm| panic!("{part}: {false_alarm:?}"));
+    let fates: Vec<AtWidth> = Production::Short.parts().flat_map(of_part).collect();
     let named = |width: &str, of: fn(&Fate) -> bool| -> Vec<&str> {
         let names = fates.iter().filter(|at| at.width == width && of(&at.fate));
         names.map(|at| at.mutant.name).collect()

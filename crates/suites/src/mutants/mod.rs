@@ -15,7 +15,7 @@ mod specimen;
 
 pub use bank::{BANK, Bug, Class, Mutant};
 pub use elsewhere::{Cell, PROJECTS, Project, Tests};
-pub use run::{AtWidth, Case, Fate, Kill, Production, Suite, head_cases, property_cases};
+pub use run::{AtWidth, Case, Fate, Kill, Part, Production, Suite, head_cases, property_cases};
 pub use score::{Outcome, Score, Trial};
 pub use specimen::Specimen;
 

@@ -101,10 +101,8 @@ impl Class {
     }
 
     /// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
-    pub(super) fn production(self, [batch, tokens]: [usize; 2]) -> Vec<Case> {
-        let grid = Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..self.grid() };
-        let case = |(spec, recipe)| Case::generated(self.name(), spec, &recipe);
-        grid.recipes(true).into_iter().map(case).collect()
+    pub(super) fn production(self, [batch, tokens]: [usize; 2]) -> Vec<(LossSpec, Recipe)> {
+        Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..self.grid() }.recipes(true)
     }
 
     /// The same of a head of `hidden` states a column.
@@ -113,13 +111,9 @@ impl Class {
         hidden: usize,
         shape: [usize; 3],
         layout: HeadLayout,
-    ) -> Vec<Case<HeadProblem>> {
-        let grid = Grid { shapes: vec![shape], ..self.grid() };
-        let case = |(spec, recipe)| {
-            let head = HeadRecipe { hidden, layout, rounds_logits: false, recipe };
-            Case::of_head(self.name(), spec, &head)
-        };
-        grid.recipes(false).into_iter().map(case).collect()
+    ) -> Vec<(LossSpec, HeadRecipe)> {
+        let recipes = Grid { shapes: vec![shape], ..self.grid() }.recipes(false).into_iter();
+        recipes.map(|(spec, recipe)| (spec, HeadRecipe { hidden, layout, rounds_logits: false, recipe })).collect()
     }
 
     #[expect(clippy::too_many_lines, reason = "one arm a class")]

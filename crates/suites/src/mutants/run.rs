@@ -1,5 +1,7 @@
 //! Mutants before the judge: the same cases and gates as a real implementation.
 
+use std::fmt;
+
 use rayon::prelude::*;
 
 use super::QWEN_VOCABULARY;
@@ -327,69 +329,99 @@ impl AtWidth {
     }
 }
 
+/// A class of mutants at one of the widths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    class: Class,
+    /// Hidden units, columns and layout of an LM head; without one Qwen's vocabulary.
+    head: Option<(usize, usize, HeadLayout)>,
+    production: Production,
+}
+
+/// Hidden units, columns and layout of the heads.
+const HEADS: [(usize, usize, HeadLayout); 2] =
+    [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)];
+
 impl Production {
-    /// Every mutant of the classes that are run, on the cases of its own class, up to the first that rejects it.
+    /// What is run.
+    pub fn parts(self) -> impl Iterator<Item = Part> {
+        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads()).map(|class| (class, None));
+        let of_heads = Class::ALL.into_iter().filter(move |class| match self {
+            Self::Short => *class == Class::HeadProducts,
+            Self::Full => class.of_heads(),
+        });
+        let of_heads = of_heads.flat_map(|class| HEADS.map(|head| (class, Some(head))));
+        on_logits.chain(of_heads).map(move |(class, head)| Part { class, head, production: self })
+    }
+}
+
+impl Part {
+    /// Columns, or hidden units by columns.
+    pub fn width(&self) -> String {
+        self.head.map_or(QWEN_VOCABULARY.to_string(), |(hidden, vocab, _)| format!("{hidden}x{vocab}"))
+    }
+
+    /// Every mutant of the class, up to the first case that rejects it.
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
     pub fn run(self, grade: Grade) -> Result<Vec<AtWidth>, Kill> {
-        let short = self == Self::Short;
-        let mut all = Vec::new();
-        for class in Class::ALL.into_iter().filter(|class| !class.of_heads()) {
-            let mut cases = class.production(if short { [2, 3] } else { [4, 4] });
+        let short = self.production == Production::Short;
+        let family = self.class.name();
+        let Some((hidden, vocab, layout)) = self.head else {
+            let mut recipes = self.class.production(if short { [2, 3] } else { [4, 4] });
             if short {
-                one_dtype(&mut cases);
+                one_dtype(&mut recipes, |recipe| recipe.dtype);
             }
-            all.extend(fates(class, QWEN_VOCABULARY.to_string(), &DEVICE_COUNTS, &cases, grade)?);
+            let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
+            return self.fates(&DEVICE_COUNTS, cases, grade);
+        };
+        let [batch, tokens] = if short && vocab == QWEN_VOCABULARY { [1, 3] } else { [2, 3] };
+        let mut recipes = self.class.head_production(hidden, [batch, tokens, vocab], layout);
+        if short {
+            one_dtype(&mut recipes, |head| head.recipe.dtype);
         }
-        for class in Class::ALL.into_iter().filter(|class| class.of_heads()) {
-            for (hidden, vocab, layout) in
-                [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)]
-            {
-                if short && class != Class::HeadProducts {
-                    continue;
-                }
-                let [batch, tokens] = if short && vocab == QWEN_VOCABULARY { [1, 3] } else { [2, 3] };
-                let mut cases = class.head_production(hidden, [batch, tokens, vocab], layout);
-                if short {
-                    one_dtype(&mut cases);
-                }
-                let devices: &[usize] = if short { &[1] } else { &DEVICE_COUNTS };
-                all.extend(fates(class, format!("{hidden}x{vocab}"), devices, &cases, grade)?);
+        let cases = recipes.into_iter().map(|(spec, head)| Case::of_head(family, spec, &head));
+        self.fates(if short { &[1] } else { &DEVICE_COUNTS }, cases, grade)
+    }
+
+    /// What becomes of the mutants, one case after the other: a wide one, and what is known of it, take gigabytes.
+    fn fates<P: Judgeable>(
+        self,
+        devices: &'static [usize],
+        cases: impl Iterator<Item = Case<P>>,
+        grade: Grade,
+    ) -> Result<Vec<AtWidth>, Kill>
+    where
+        Specimen: Implementation<P>,
+    {
+        let mutants = BANK.iter().filter(|mutant| mutant.class == self.class);
+        let mut all: Vec<AtWidth> =
+            mutants.map(|mutant| AtWidth { mutant, width: self.width(), fate: Fate::NotExercised }).collect();
+        for case in cases {
+            let mut left: Vec<&mut AtWidth> = all.iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).collect();
+            if left.is_empty() {
+                break;
+            }
+            let suite = Suite::on(devices, std::slice::from_ref(&case), grade)?;
+            let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
+            for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != Fate::NotExercised) {
+                at.fate = fate;
             }
         }
         Ok(all)
     }
 }
 
-/// Of several dtypes bf16 alone.
-fn one_dtype<P: Judgeable>(cases: &mut Vec<Case<P>>) {
-    if cases.iter().any(|case| case.problem.dtype() == Dtype::Bf16) {
-        cases.retain(|case| case.problem.dtype() == Dtype::Bf16);
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} at {}", self.class.name(), self.width())
     }
 }
 
-/// What becomes of the mutants of a class, one case after the other: what is known of a wide one takes gigabytes.
-fn fates<P: Judgeable>(
-    class: Class,
-    width: String,
-    devices: &'static [usize],
-    cases: &[Case<P>],
-    grade: Grade,
-) -> Result<Vec<AtWidth>, Kill>
-where
-    Specimen: Implementation<P>,
-{
-    let mutants = BANK.iter().filter(|mutant| mutant.class == class);
-    let mut all: Vec<AtWidth> =
-        mutants.map(|mutant| AtWidth { mutant, width: width.clone(), fate: Fate::NotExercised }).collect();
-    for case in cases {
-        let suite = Suite::on(devices, std::slice::from_ref(case), grade)?;
-        let mut left: Vec<&mut AtWidth> = all.iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).collect();
-        let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
-        for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != Fate::NotExercised) {
-            at.fate = fate;
-        }
+/// Of several dtypes bf16 alone.
+fn one_dtype<R>(recipes: &mut Vec<(LossSpec, R)>, dtype: impl Fn(&R) -> Dtype) {
+    if recipes.iter().any(|(_, recipe)| dtype(recipe) == Dtype::Bf16) {
+        recipes.retain(|(_, recipe)| dtype(recipe) == Dtype::Bf16);
     }
-    Ok(all)
 }
