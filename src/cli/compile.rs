@@ -21,10 +21,11 @@ use crate::tpu::{self, Compiler, Target};
 /// Kernels that take less than this part of all cycles share one row of the table.
 const SMALL: f64 = 0.01;
 
-/// The lines that stand around each table in a document: that of logits, and that of LM heads.
-const MARKS: [Marks; 2] = [
+/// The lines that stand around each table in a document: that of logits, that of LM heads, and that of the ways to write `xla`.
+const MARKS: [Marks; 3] = [
     ["<!-- assay compile --table -->", "<!-- end of table -->"],
     ["<!-- assay compile --table, LM heads -->", "<!-- end of table, LM heads -->"],
+    ["<!-- assay compile --table, ways to write xla -->", "<!-- end of table, ways to write xla -->"],
 ];
 
 #[derive(Args)]
@@ -32,8 +33,8 @@ pub(super) struct Compile {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse, required_unless_present = "table")]
     target: Option<Target>,
-    /// The implementation: xla, tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head or tile-lm-head,
-    /// or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
+    /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
+    /// tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
     /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of -rows, -vocab and -mesh all
@@ -55,8 +56,8 @@ pub(super) struct Compile {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// Every recorded shape with xla, tile-one-pass and tile-two-pass, or xla-lm-head and tile-lm-head, instead, in bf16 for
-    /// v6e:2x4, as Markdown
+    /// Every recorded shape with xla, the seed's program, tile-one-pass and tile-two-pass, or the same with an LM head, instead,
+    /// in bf16 for v6e:2x4; two of the shapes for the other chips; and the ways to write xla; as Markdown
     #[arg(long, conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"])]
     table: bool,
     /// Also put the tables between their marks in a document, such as docs/tpu.md
@@ -116,8 +117,7 @@ impl Compile {
             libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(shape, target.chip)),
         };
         let (Some(target), Some(shape)) = (&self.target, self.shape) else {
-            let target = Target::parse(table::TARGET)?;
-            let rows = table::rows().map(|(id, shape)| of(id, &target, shape));
+            let rows = table::rows().map(|(target, id, shape)| of(id, &target, shape));
             return self.run_table(&rows.collect::<Vec<_>>());
         };
         let asked = of(&self.implementation, target, shape);

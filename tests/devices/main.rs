@@ -7,6 +7,7 @@
 //!
 //! A plugin that is absent, or has too few devices, reads *ignored*.
 
+mod alternatives;
 mod covering;
 mod tpu;
 
@@ -90,6 +91,10 @@ fn main() {
         let name = format!("regressions_stay_mended: {}", plugin.name);
         trials.push(trial(name, &plugin.hindrance, move || regressions_stay_mended(&path)));
     }
+    let path = plugins[0].path.clone();
+    trials.push(trial("other_ways_to_write_xla_reach_their_grades".into(), &plugins[0].hindrance, move || {
+        alternatives::reach_their_grades(&path)
+    }));
     trials.push(tpu_plugin());
     trials.extend(tpu::trials());
     let all = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.list && !arguments.ignored;

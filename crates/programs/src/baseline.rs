@@ -10,10 +10,13 @@
 //! ```
 //!
 //! Logits are widened to f32 and every statistic is f32. The operations are those that JAX lowers this to (maximum,
-//! subtract, exponential, reduce, gather, select), with four differences, each of which a careful user would make:
-//! the target's gradient is patched by comparing columns, where autodiff scatters; `1 − p_y` is `s_y / S`, which keeps
-//! its digits where the target has almost all the probability; the temperature multiplies after the maximum is
-//! subtracted; and masked tokens are selected away, so that nothing they hold can reach a sum.
+//! subtract, exponential, reduce, gather, select), with five differences, each of which a careful user would make:
+//! the target's logit is gathered from the logits as they are given, since a gather from their copy in f32 has XLA write
+//! that copy; the target's gradient is patched by comparing columns, where autodiff scatters; `1 − p_y` is `s_y / S`, which
+//! keeps its digits where the target has almost all the probability; the temperature multiplies after the maximum is
+//! subtracted; and masked tokens are selected away, so that nothing they hold can reach a sum. Of the ways to write it that
+//! keep those digits libtpu's bound is least here: [`alternatives`](crate::alternatives) has others, and docs/tpu.md their
+//! figures.
 //!
 //! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; max, sums and the chosen logit are
 //! reduced over the vocabulary's devices, row counts over the tokens', everything that is one number over both of the
@@ -30,12 +33,24 @@ use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
 
 /// The core of the baseline: dlogits of `dtype` from logits of any.
 pub(crate) fn core(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Evaluated {
+    core_gathering(on, structure, given, logits, dtype, logits)
+}
+
+/// The same, the target's logit gathered from these, which are the logits in another dtype or not.
+pub(crate) fn core_gathering(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    dtype: Dtype,
+    from: Value,
+) -> Evaluated {
     let columns = on.columns(given.ids, given.first_column);
     let wide = on.builder.convert(logits, DeviceDtype::F32);
     let x = on.without_padding(wide, &columns);
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
-    let target_logit = on.target_logit(wide, &columns);
+    let target_logit = on.target_logit(from, &columns);
     let row = Row { x, max, target_logit, is_target: columns.is_target };
     let inverse = given.number(Number::InverseTemperature);
     let inverse_temperature = (structure.temperature != Temperature::One).then_some(inverse);
@@ -147,9 +162,10 @@ impl Program {
         self.builder.select(real, x, nothing)
     }
 
-    /// `x_y`, from the device that has it.
-    fn target_logit(&mut self, x: Value, columns: &Columns) -> Value {
-        let taken = self.builder.take_along_last(x, columns.local_ids);
+    /// `x_y` in f32, from the device that has it.
+    fn target_logit(&mut self, logits: Value, columns: &Columns) -> Value {
+        let taken = self.builder.take_along_last(logits, columns.local_ids);
+        let taken = self.builder.convert(taken, DeviceDtype::F32);
         let Some(here) = columns.here else { return taken };
         let zero = self.constant(0.0);
         let own = self.builder.select(here, taken, zero);
@@ -171,9 +187,9 @@ impl Program {
         let others = self.builder.reduce(Fold::Add, of_others, &[2]);
         let others = self.over(&[Axis::Vocab], Fold::Add, others);
         // A logit of −∞ has an infinite gap and no weight.
-        let weighted = self.builder.multiply(of_others, gap);
-        let nothing = self.builder.compare(Comparison::Equal, of_others, zero);
-        let weighted = self.builder.select(nothing, zero, weighted);
+        let largest = self.constant_elements(f64::from(f32::MAX));
+        let finite_gap = self.builder.minimum(gap, largest);
+        let weighted = self.builder.multiply(of_others, finite_gap);
         let weighted = self.builder.reduce(Fold::Add, weighted, &[2]);
         let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
 
@@ -210,22 +226,26 @@ impl Program {
         let term = self.builder.select(row.is_target, target, others);
         let no_factor = self.constant(0.0);
         let idle = self.builder.compare(Comparison::Equal, policy.factor, no_factor);
+        let Some(bonus) = bonus else {
+            let no = self.builder.constant(0.0, self.builder.type_of(mask).clone());
+            let counts = self.builder.select(idle, no, mask);
+            let counts = self.per_element(counts);
+            return self.builder.select(counts, term, zero);
+        };
         let idle = self.per_element(idle);
-        let mut dlogits = self.builder.select(idle, zero, term);
+        let policy = self.builder.select(idle, zero, term);
 
-        if let Some(bonus) = bonus {
-            let factor = tempered(self, bonus);
-            let factor = self.builder.divide(factor, bonus.through.softmax.sum);
-            let factor = self.per_element(factor);
-            let mean_gap = self.per_element(bonus.through.softmax.mean_gap);
-            let above_mean = self.builder.subtract(bonus.through.gap, mean_gap);
-            // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
-            let exp_above_mean = self.builder.multiply(bonus.through.exp, above_mean);
-            let term = self.builder.multiply(exp_above_mean, factor);
-            let nothing = self.builder.compare(Comparison::Equal, bonus.through.exp, zero);
-            let term = self.builder.select(nothing, zero, term);
-            dlogits = self.builder.add(dlogits, term);
-        }
+        let factor = tempered(self, bonus);
+        let factor = self.builder.divide(factor, bonus.through.softmax.sum);
+        let factor = self.per_element(factor);
+        let mean_gap = self.per_element(bonus.through.softmax.mean_gap);
+        let above_mean = self.builder.subtract(bonus.through.gap, mean_gap);
+        // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
+        let exp_above_mean = self.builder.multiply(bonus.through.exp, above_mean);
+        let term = self.builder.multiply(exp_above_mean, factor);
+        let nothing = self.builder.compare(Comparison::Equal, bonus.through.exp, zero);
+        let term = self.builder.select(nothing, zero, term);
+        let dlogits = self.builder.add(policy, term);
         let counts = self.per_element(mask);
         self.builder.select(counts, dlogits, zero)
     }
@@ -233,7 +253,7 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
-    use super::super::program::{Share, program};
+    use super::super::program::{LogitsGiven, Share, program};
     use super::*;
     use crate::ANY_DEVICE;
     use crate::mesh::Mesh;
@@ -246,7 +266,8 @@ mod tests {
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
         let structure = Structure::of(spec);
         let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
-        program(structure, Share::of(SHAPE, mesh, ANY_DEVICE), Dtype::Bf16, false, inside)
+        let given = LogitsGiven { dtype: Dtype::Bf16, to_kernels: false, row_major: false, donated: true };
+        program(structure, Share::of(SHAPE, mesh, ANY_DEVICE), given, inside)
     }
 
     fn spec(x: f64) -> LossSpec {

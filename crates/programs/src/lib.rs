@@ -9,6 +9,7 @@
 //! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it; what runs them asks
 //! neither for more than [`Programs`] has.
 
+mod alternatives;
 mod baseline;
 pub mod lm_head;
 pub mod loss;
@@ -73,8 +74,9 @@ pub trait Programs: Copy + Send + Sync {
         self.sharding() == Sharding::Whole
     }
 
-    /// Whether it computes a loss and its gradient, and so is an implementation to judge.
-    fn has_gradient(self) -> bool {
+    /// Whether it is an implementation to run and to judge: it computes a loss and its gradient, and is not there to be compiled
+    /// beside another that is.
+    fn is_implementation(self) -> bool {
         true
     }
 

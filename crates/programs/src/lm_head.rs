@@ -10,6 +10,7 @@
 //! | id | logits |
 //! |---|---|
 //! | `xla-lm-head` | all of them, in plain XLA operations: the baseline |
+//! | `xla-lm-head-seed` | the same by [`log_softmax` and autodiff](crate::alternatives), as the seed's: only to be compiled |
 //! | `tile-lm-head` | a chunk of the tokens at a time, in a loop: no array of `B·T·V` elements is ever there |
 //!
 //! The products of dlogits are taken in the dtype of `hidden`, as published kernels take them: bf16 and f16 dlogits are
@@ -41,6 +42,7 @@ use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape};
 use assay_core::spec::LossSpec;
 
+use crate::alternatives::Alternative;
 use crate::mesh::{Axis, Mesh};
 use crate::one_pass::{most_tokens, one_pass};
 use crate::program::{Evaluated, Given, Output, Program, Share, frame};
@@ -65,6 +67,7 @@ const MOST_BLOCKS: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Core {
     Baseline,
+    Seed,
     Tile,
 }
 
@@ -82,7 +85,10 @@ impl Programs for HeadProgram {
     fn all() -> Vec<HeadProgram> {
         let cores = [Core::Baseline, Core::Tile].into_iter();
         let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
-        shardings.map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES }).collect()
+        shardings
+            .chain([(Core::Seed, Sharding::Whole)])
+            .map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES })
+            .collect()
     }
 
     fn sharding(self) -> Sharding {
@@ -95,6 +101,7 @@ impl Programs for HeadProgram {
             (Core::Baseline, Sharding::Rows) => "xla-lm-head-rows",
             (Core::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
             (Core::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
+            (Core::Seed, _) => "xla-lm-head-seed",
             (Core::Tile, Sharding::Whole) => "tile-lm-head",
             (Core::Tile, Sharding::Rows) => "tile-lm-head-rows",
             (Core::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
@@ -108,6 +115,7 @@ impl Programs for HeadProgram {
             (Core::Tile, Sharding::Whole) => {
                 "XLA's products and TPU kernels, LM head and loss, logits in chunks, as loops on any PJRT device"
             }
+            (Core::Seed, _) => "the same by log_softmax and autodiff: the seed's program",
             (_, Sharding::Rows) => "the same, rows over devices",
             (_, Sharding::Vocab) => "the same, vocabulary over devices",
             (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
@@ -116,13 +124,22 @@ impl Programs for HeadProgram {
 
     fn class(self) -> &'static str {
         match self.core {
-            Core::Baseline => "xla-lm-head",
+            Core::Baseline | Core::Seed => "xla-lm-head",
             Core::Tile => "tile-lm-head",
         }
     }
 
+    fn is_implementation(self) -> bool {
+        self.core != Core::Seed
+    }
+
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         Reach::Row.expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
+        if let Some((field, given, supported)) = Alternative::LogSoftmax.lacks(spec)
+            && self.core == Core::Seed
+        {
+            return Err(unsupported(self, field, given, supported));
+        }
         if dtype == Dtype::F64 {
             return Err(unsupported(self, "hidden dtype", dtype, "f32, bf16 and f16"));
         }
@@ -210,7 +227,12 @@ impl HeadProgram {
             (hidden, Head { weights, layout, dtype, rounds_logits })
         };
         frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
-            Core::Baseline => head.materialised(on, structure, given, hidden),
+            Core::Baseline => {
+                head.materialised(on, given, hidden, |on, logits| baseline::core(on, structure, given, logits, dtype))
+            }
+            Core::Seed => head.materialised(on, given, hidden, |on, logits| {
+                Alternative::LogSoftmax.core(on, structure, given, logits, dtype)
+            }),
             Core::Tile => {
                 let chunks = self.chunks([b * t, v], logits_dtype, machine);
                 let calls = Calls { dtype: logits_dtype, lowering, machine };
@@ -278,13 +300,13 @@ impl Head {
         [dhidden, dlm_head]
     }
 
-    /// The baseline: every logit at once.
+    /// Every logit at once, `[b,t,v]`, and what `core` makes of them.
     fn materialised(
         self,
         on: &mut Program,
-        structure: Structure,
         given: &Given,
         hidden: Value,
+        core: impl FnOnce(&mut Program, Value) -> Evaluated,
     ) -> Evaluated<[Value; 2]> {
         let [b, t, v] = on.local;
         let shape = on.builder.type_of(hidden).shape.clone();
@@ -293,7 +315,7 @@ impl Head {
         let hidden = unmasked(on, hidden, mask);
         let logits = self.logits(on, hidden);
         let logits = on.builder.reshape(logits, &[b, t, v]);
-        let Evaluated { gradient, logp, entropy, token } = baseline::core(on, structure, given, logits, self.dtype);
+        let Evaluated { gradient, logp, entropy, token } = core(on, logits);
         let dlogits = on.builder.reshape(gradient, &[b * t, v]);
         let [dhidden, dlm_head] = self.gradients(on, hidden, dlogits, mask);
         let dhidden = on.builder.reshape(dhidden, &shape);

@@ -6,6 +6,7 @@
 //! | `tile-one-pass` | a TPU kernel that reads logits once |
 //! | `tile-two-pass` | two that stream over the columns |
 //! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
+//! | `xla-seed`, … | other ways to write the baseline, [compiled](crate::alternatives) beside it |
 //!
 //! | ending | what a device holds of `[B,T,V]` |
 //! |---|---|
@@ -29,9 +30,10 @@ use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, Problem, Shape};
 use assay_core::spec::LossSpec;
 
+use crate::alternatives::Alternative;
 use crate::mesh::Mesh;
 use crate::one_pass::{most_tokens, one_pass, rows_of_a_block};
-use crate::program::{self, Evaluated, Given, Program, Share, local_shape};
+use crate::program::{self, Evaluated, Given, LogitsGiven, Program, Share, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Lowering, TpuKernel};
@@ -54,6 +56,7 @@ pub struct Signature {
 enum Core {
     /// Plain XLA operations.
     Baseline,
+    Alternative(Alternative),
     OnePass,
     TwoPass,
     /// The first of the two passes: logp and entropy, no loss and no gradient.
@@ -79,7 +82,8 @@ impl Programs for LossProgram {
             (Core::Entropy, &[Sharding::Whole]),
         ];
         let shardings = cores.into_iter().flat_map(|(core, shardings)| shardings.iter().map(move |&s| (core, s)));
-        shardings.map(|(core, sharding)| LossProgram { core, sharding }).collect()
+        let alternatives = Alternative::ALL.map(|alternative| (Core::Alternative(alternative), Sharding::Whole));
+        shardings.chain(alternatives).map(|(core, sharding)| LossProgram { core, sharding }).collect()
     }
 
     fn sharding(self) -> Sharding {
@@ -99,6 +103,7 @@ impl Programs for LossProgram {
             (Core::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
             (Core::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
             (Core::Entropy, _) => "tile-entropy",
+            (Core::Alternative(alternative), _) => alternative.id(),
         }
     }
 
@@ -110,6 +115,7 @@ impl Programs for LossProgram {
             (Core::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
             (Core::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
             (Core::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
+            (Core::Alternative(alternative), _) => alternative.summary(),
             (_, Sharding::Rows) => "the same, rows over devices",
             (_, Sharding::Vocab) => "the same, vocabulary over devices",
             (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
@@ -117,13 +123,18 @@ impl Programs for LossProgram {
     }
 
     fn class(self) -> &'static str {
-        if self.core == Core::Baseline { "xla" } else { "tile" }
+        if self.is_xla() { "xla" } else { "tile" }
     }
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         self.reach().expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
             return Err(unsupported(self, "logits dtype", dtype, "f32, bf16 and f16"));
+        }
+        if let Core::Alternative(alternative) = self.core
+            && let Some((field, given, supported)) = alternative.lacks(spec)
+        {
+            return Err(unsupported(self, field, given, supported));
         }
         // Columns and ids are i32 on the device.
         if i32::try_from(shape.vocab).is_err() {
@@ -133,14 +144,14 @@ impl Programs for LossProgram {
         self.expect_fits(local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
-        if self.core != Core::Baseline && tokens.is_none() {
+        if !self.is_xla() && tokens.is_none() {
             return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
         }
         Ok(())
     }
 
-    fn has_gradient(self) -> bool {
-        self.core != Core::Entropy
+    fn is_implementation(self) -> bool {
+        !matches!(self.core, Core::Entropy | Core::Alternative(_))
     }
 
     fn loops(
@@ -163,22 +174,46 @@ impl LossProgram {
         LossProgram { core: Core::Entropy, sharding: Sharding::Whole }
     }
 
+    /// Whether it is made of XLA's operations alone.
+    fn is_xla(self) -> bool {
+        matches!(self.core, Core::Baseline | Core::Alternative(_))
+    }
+
+    /// Other ways to write `xla`, to be compiled beside it.
+    pub fn alternatives() -> impl Iterator<Item = LossProgram> {
+        Self::all().into_iter().filter(|program| matches!(program.core, Core::Alternative(_)))
+    }
+
+    /// Whether `1 − p_y` keeps its digits where the target has almost all the probability, and `p` where logits are large: what
+    /// the grade `exact` asks for, and what `log_softmax` and autodiff do not give.
+    pub fn keeps_digits(self) -> bool {
+        !matches!(self.core, Core::Alternative(alternative) if !alternative.keeps_digits())
+    }
+
     /// The program of one device of `mesh`.
     fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
         let Calls { dtype, lowering, machine } = calls;
-        let for_kernels = lowering == Lowering::Mosaic && self.core != Core::Baseline;
+        let logits = LogitsGiven {
+            dtype,
+            to_kernels: lowering == Lowering::Mosaic && !self.is_xla(),
+            row_major: lowering == Lowering::Mosaic,
+            donated: !matches!(self.core, Core::Entropy | Core::Alternative(Alternative::Kept)),
+        };
         let share = Share::of(shape, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
-            program::program(structure, share, dtype, for_kernels, |on, given, logits| inside(on, given, logits))
+            program::program(structure, share, logits, |on, given, logits| inside(on, given, logits))
         };
         Ok(match self.core {
             Core::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
+            Core::Alternative(alternative) => {
+                write(&|on, given, logits| alternative.core(on, structure, given, logits, dtype))
+            }
             Core::OnePass => {
                 let kernel = self.one_pass(structure, share.local, dtype, machine)?;
                 write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
             }
             Core::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
-            Core::Entropy => program::forward(share, dtype, for_kernels, |on, given| {
+            Core::Entropy => program::forward(share, logits, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -235,7 +270,7 @@ impl LossProgram {
         let (structure, local) = (loss.structure, local_shape(local, Mesh::ONE, machine));
         let rows = in_rows(local);
         Ok(match self.core {
-            Core::Baseline => vec![],
+            Core::Baseline | Core::Alternative(_) => vec![],
             Core::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
@@ -262,7 +297,7 @@ impl LossProgram {
         let shape = [local.batch, local.tokens, local.vocab];
         let [inputs, outputs] = match self.core {
             Core::Entropy => program::forward_signature(shape, dtype),
-            core => program::signature(loss.structure, shape, dtype, core != Core::Baseline),
+            _ => program::signature(loss.structure, shape, dtype, !self.is_xla()),
         };
         let values = loss.program_numbers([local.batch.saturating_mul(devices), local.tokens]);
         let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
@@ -302,7 +337,7 @@ impl LossProgram {
     /// How much of a batch it sees where it computes a token's loss.
     fn reach(self) -> Reach {
         match self.core {
-            Core::Baseline | Core::TwoPass => Reach::Row,
+            Core::Baseline | Core::Alternative(_) | Core::TwoPass => Reach::Row,
             Core::OnePass => Reach::Token,
             Core::Entropy => Reach::Softmax,
         }

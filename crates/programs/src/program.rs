@@ -211,8 +211,20 @@ pub(crate) struct Evaluated<G = Value> {
     pub(crate) token: TokenLoss<Value, Value>,
 }
 
-/// The program for a device's share of logits of `dtype`, with `core` in its middle, which calls kernels that are not XLA's
-/// or not.
+/// How a program is given its logits.
+#[derive(Clone, Copy)]
+pub(crate) struct LogitsGiven {
+    pub(crate) dtype: Dtype,
+    /// To kernels that are not XLA's.
+    pub(crate) to_kernels: bool,
+    /// In the order that JAX has every array in, and kernels read. The compiler's own choice pads least: where four sequences are
+    /// cut into registers of four rows, half of each register is idle.
+    pub(crate) row_major: bool,
+    /// Dlogits are written over them.
+    pub(crate) donated: bool,
+}
+
+/// The program for a device's share of logits, with `core` in its middle.
 ///
 /// Parameters: [logits](logits_array); ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
 /// all `[b,t]`; its [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
@@ -220,13 +232,10 @@ pub(crate) struct Evaluated<G = Value> {
 pub(crate) fn program(
     structure: Structure,
     share: Share,
-    dtype: Dtype,
-    for_kernels: bool,
+    given: LogitsGiven,
     core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
 ) -> String {
-    let logits = |builder: &mut Builder| {
-        logits_parameter(builder, share.local, dtype, for_kernels, Some(Output::Gradient as usize))
-    };
+    let logits = |builder: &mut Builder| logits_parameter(builder, share.local, given);
     frame(structure, share, logits, |on, given, logits| {
         let Evaluated { gradient, logp, entropy, token } = core(on, given, logits);
         Evaluated { gradient: [gradient], logp, entropy, token }
@@ -244,15 +253,10 @@ fn logits_array([b, t, v]: [usize; 3], dtype: Dtype, for_kernels: bool) -> Type 
     }
 }
 
-fn logits_parameter(
-    builder: &mut Builder,
-    local: [usize; 3],
-    dtype: Dtype,
-    for_kernels: bool,
-    over: Option<usize>,
-) -> Value {
-    let logits = builder.parameter(logits_array(local, dtype, for_kernels), over);
-    if for_kernels {
+fn logits_parameter(builder: &mut Builder, local: [usize; 3], given: LogitsGiven) -> Value {
+    let over = given.donated.then_some(Output::Gradient as usize);
+    let logits = builder.parameter(logits_array(local, given.dtype, given.to_kernels), over);
+    if given.row_major {
         builder.lay_out_row_major(logits);
     }
     logits
@@ -364,13 +368,12 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
 /// Parameters: [logits](logits_array), which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
 pub(crate) fn forward(
     Share { local, mesh, vocab }: Share,
-    dtype: Dtype,
-    for_kernels: bool,
+    given: LogitsGiven,
     core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
 ) -> String {
     let [b, t, _] = local;
     let mut builder = Builder::default();
-    let logits = logits_parameter(&mut builder, local, dtype, for_kernels, None);
+    let logits = logits_parameter(&mut builder, local, given);
     let ids = builder.parameter(Type::new(DeviceDtype::I32, &[b, t]), None);
     let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
     let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, &[]), None);

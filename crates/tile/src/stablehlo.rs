@@ -568,6 +568,40 @@ impl Builder {
         self.define(ty, format_args!("{operation}"))
     }
 
+    /// Arrays of one shape folded together along `dimension`, from scalars: `body` makes of two results of part of the places
+    /// that of both. In what order is the compiler's choice.
+    pub fn reduce_together(
+        &mut self,
+        arrays: &[Value],
+        starts: &[Value],
+        dimension: usize,
+        body: impl FnOnce(&mut Self, &[Value], &[Value]) -> Vec<Value>,
+    ) -> Vec<Value> {
+        let scalars: Vec<Type> = starts.iter().map(|&start| self.type_of(start).clone()).collect();
+        let reduced = |array: &Value| {
+            let Type { element, mut shape } = self.type_of(*array).clone();
+            shape.remove(dimension);
+            Type { element, shape }
+        };
+        let types: Vec<Type> = arrays.iter().map(reduced).collect();
+        let results = types.iter().map(Type::to_string).collect::<Vec<_>>().join(", ");
+        let [left, right] = [(); 2].map(|()| scalars.iter().map(|ty| self.new_value(ty.clone())).collect::<Vec<_>>());
+        let inside = [left.as_slice(), &right].concat();
+        let named = inside.iter().map(|&name| format!("{name}: {}", self.type_of(name))).collect::<Vec<_>>().join(", ");
+        let (operands, operand_types) = self.lists(&[arrays, starts].concat());
+        let reduced = self.define_list(
+            types,
+            format_args!(
+                "\"stablehlo.reduce\"({operands}) <{{dimensions = array<i64: {dimension}>}}> ({{\n    ^bb0({named}):"
+            ),
+        );
+        let both = body(self, &left, &right);
+        assert!(both.iter().zip(starts).all(|(&a, &b)| self.type_of(a) == self.type_of(b)), "reduce: a result's type");
+        self.yield_region(&both);
+        let _ = writeln!(self.body, "    }}) : ({operand_types}) -> ({results})");
+        reduced
+    }
+
     /// `a` folded, element by element, over the devices of each group. Every device is in one group.
     pub fn all_reduce(&mut self, fold: Fold, a: Value, groups: &[Vec<usize>]) -> Value {
         if groups.iter().all(|group| group.len() == 1) {

@@ -37,11 +37,16 @@ pub type Xla = Runner<LossProgram>;
 pub type XlaHead = Runner<HeadProgram>;
 
 impl<P: Programs> Runner<P> {
-    /// One for each program that has a gradient, on the devices of `plugin`, or of the one that
+    /// One for each program that is an implementation, on the devices of `plugin`, or of the one that
     /// [`locate`](crate::runtime::locate) finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Self> {
-        let programs = P::all().into_iter().filter(|program| program.has_gradient());
-        programs.map(|program| Self { program, on: Devices::new(program.sharding(), plugin) }).collect()
+        let programs = P::all().into_iter().filter(|program| program.is_implementation());
+        programs.map(|program| Self::of(program, plugin)).collect()
+    }
+
+    /// A program, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
+    pub fn of(program: P, plugin: Option<&Path>) -> Self {
+        Self { program, on: Devices::new(program.sharding(), plugin) }
     }
 
     /// Its programs.
