@@ -4,8 +4,9 @@ use assay_testkit::slowest;
 use std::env;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use assay::implementation::Given;
@@ -21,6 +22,7 @@ use libtest_mimic::{Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use serde_json::json;
 
 type Check = Box<dyn FnOnce() -> Result<(), Failed> + Send>;
 type Plain = fn() -> Result<(), Failed>;
@@ -38,11 +40,13 @@ pub(crate) fn trials() -> Vec<Trial> {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 10] = [
+    let checks: [(&str, Plain); 12] = [
         ("figures_stay_where_programs_of_a_cpu_compile_quickly", figures_stay),
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
         ("none_of_the_ways_to_write_xla_that_reach_exact_beats_it", super::alternatives::none_beats_xla),
+        ("a_compile_that_is_killed_leaves_no_worker_and_no_folder", killed_compiles_leave_nothing),
+        ("a_users_flags_and_a_folder_with_a_blank_reach_libtpu", users_flags_and_a_blank),
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
         ("a_topology_that_libtpu_does_not_know_is_refused_in_its_words", an_impossible_topology_is_refused),
         ("two_programs_compile_at_once", two_programs_compile_at_once),
@@ -62,6 +66,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("a_worker_that_aborts_is_an_error_with_its_last_lines", a_worker_that_aborts));
     trials.push(trial("flags_reach_libtpu", flags_reach_libtpu));
     trials.push(trial("a_worker_that_hangs_is_ended", a_worker_that_hangs));
+    trials.push(trial("a_worker_ends_with_who_waits_and_by_its_own_limit", workers_end_by_themselves));
     trials.push(trial("a_worker_that_answers_nonsense_is_an_error", a_worker_that_answers_nonsense));
     trials.push(trial("bad_usage_is_refused_with_what_would_do_and_writes_nothing", bad_usage_is_refused));
     trials
@@ -349,6 +354,96 @@ fn a_worker_that_hangs() -> Result<(), Failed> {
     assert!(matches!(error, TpuError::TimedOut { .. }), "{error}");
     assert!(error.to_string().contains("compiling"), "{error}");
     assert!(started.elapsed() < Duration::from_secs(20), "it was waited for");
+    Ok(())
+}
+
+/// Waits until `is_so`, and fails where that takes longer than any machine should need.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) -> Result<(), Failed> {
+    let started = Instant::now();
+    while !is_so() {
+        if started.elapsed() > Duration::from_mins(2) {
+            return Err(format!("never: {what}").into());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// How many processes were given a path below `folder`.
+fn processes_of(folder: &Path) -> usize {
+    let folder = folder.as_os_str().as_encoded_bytes();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let commands = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());
+    commands.filter(|command| command.windows(folder.len()).any(|part| part == folder)).count()
+}
+
+/// In a worker whose library is a pipe that nobody writes to loading never ends.
+fn workers_end_by_themselves() -> Result<(), Failed> {
+    let scratch = tempfile::tempdir()?;
+    let library = scratch.path().join("library.so");
+    assert!(Command::new("mkfifo").arg(&library).status()?.success());
+    let worker = |name: &str, limit: Duration| -> Result<(PathBuf, Child), Failed> {
+        let folder = scratch.path().join(name);
+        fs::create_dir(&folder)?;
+        let job = json!({"library": library, "topology": "v6e:2x4", "replicas": 1, "partitions": 1, "limit": limit});
+        fs::write(folder.join("job.json"), job.to_string())?;
+        fs::write(folder.join("program.mlir"), "module {}")?;
+        let mut worker = Command::new(env!("CARGO_BIN_EXE_assay"));
+        worker.arg("tpu-worker").arg(&folder).stdin(Stdio::piped());
+        Ok((folder, worker.spawn()?))
+    };
+    let (left_folder, mut left) = worker("left", Duration::from_hours(1))?;
+    let (late_folder, late) = worker("late", Duration::ZERO)?;
+    drop(left.stdin.take());
+    for (what, folder, mut worker) in [("input ends", left_folder, left), ("limit", late_folder, late)] {
+        let ended = wait_until(what, || worker.try_wait().is_ok_and(|status| status.is_some()));
+        // Where it has ended by itself there is nothing to end.
+        let _ = worker.kill();
+        let status = worker.wait()?;
+        ended?;
+        assert_eq!(status.signal(), Some(9), "{what}: {status}");
+        assert!(!folder.exists(), "{what}: a folder is left");
+    }
+    Ok(())
+}
+
+fn killed_compiles_leave_nothing() -> Result<(), Failed> {
+    for signal in ["KILL", "INT"] {
+        let temporary = tempfile::tempdir()?;
+        let folder = temporary.path().join("of a user");
+        fs::create_dir(&folder)?;
+        let mut compile = Command::new(env!("CARGO_BIN_EXE_assay"));
+        compile.args(["compile", "-q", "--target", "v6e", "--impl", "xla-lm-head", "--shape", "1x1024x896x151936"]);
+        let mut compile = compile.env("TMPDIR", &folder).stderr(Stdio::null()).spawn()?;
+        let writes = |part: std::fs::DirEntry| fs::read_dir(part.path().join("hlo")).is_ok_and(|hlo| hlo.count() > 0);
+        wait_until("a dump of libtpu's", || fs::read_dir(&folder).is_ok_and(|all| all.flatten().any(writes)))?;
+        assert_eq!(processes_of(&folder), 1);
+        assert!(Command::new("kill").arg(format!("-{signal}")).arg(compile.id().to_string()).status()?.success());
+        compile.wait()?;
+        wait_until("the worker's end", || processes_of(&folder) == 0)?;
+        let left: Vec<_> = fs::read_dir(&folder)?.flatten().map(|entry| entry.path()).collect();
+        assert!(left.is_empty(), "{signal}: {left:?}");
+    }
+    Ok(())
+}
+
+fn users_flags_and_a_blank() -> Result<(), Failed> {
+    let temporary = tempfile::tempdir()?;
+    let folder = temporary.path().join("of a user");
+    fs::create_dir(&folder)?;
+    let json = temporary.path().join("figures.json");
+    let figures = |flags: &str| -> Result<serde_json::Value, Failed> {
+        let mut compile = Command::new(env!("CARGO_BIN_EXE_assay"));
+        compile.args(["compile", "-q", "--target", "v6e", "--shape", "1x16x1000", "--json"]).arg(&json);
+        compile.env("TMPDIR", &folder).env("LIBTPU_INIT_ARGS", flags).env("XLA_FLAGS", "--xla_dump_hlo_as_proto");
+        let output = compile.output()?;
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(serde_json::from_str(&fs::read_to_string(&json)?)?)
+    };
+    let flag = "--xla_tpu_scoped_vmem_limit_kib=16384";
+    assert_eq!(figures(flag)?["libtpu_flags"], flag);
+    assert!(figures("")?["hbm_bytes"].as_u64() > Some(0));
+    assert_eq!(fs::read_dir(&folder)?.count(), 0);
     Ok(())
 }
 

@@ -4,10 +4,15 @@
 //! system's temporary one, is compiled by a worker: the `assay` executable with the hidden command `tpu-worker FOLDER`,
 //! with the environment that libtpu reads when it loads. The worker writes its answer to the folder, libtpu its dumps;
 //! a worker that dies or outlasts the limit becomes an error with the last lines of its stderr.
+//!
+//! Whoever waits holds the worker's standard input open. Where that is closed, since nobody waits any more, or the limit and
+//! [`GRACE`] have passed, the worker takes its folder away and ends itself. It is in a process group of its own, so that Ctrl-C
+//! ends who waits first.
 
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
@@ -29,8 +34,16 @@ pub const WORKER_COMMAND: &str = "tpu-worker";
 /// Names the library where no option does; JAX reads the same.
 pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
 
-/// How long one program may take to compile unless a [`Compiler`] says otherwise.
-pub const TIME_LIMIT: Duration = Duration::from_mins(5);
+/// How long one program may take to compile unless a [`Compiler`] says otherwise: it is there to end what hangs. The largest program
+/// of docs/tpu.md takes a minute, and many times that on a machine that does other things.
+pub const TIME_LIMIT: Duration = Duration::from_mins(30);
+
+/// How much longer than its limit a worker lives by itself.
+pub const GRACE: Duration = Duration::from_secs(10);
+
+/// What libtpu reads of its own when it loads, and what every XLA reads.
+const LIBTPU_VARIABLE: &str = "LIBTPU_INIT_ARGS";
+const XLA_VARIABLE: &str = "XLA_FLAGS";
 
 /// How much of a dead worker's stderr is told.
 const LAST_BYTES: u64 = 4 << 10;
@@ -70,6 +83,8 @@ pub struct Compiled {
     pub traffic: Traffic,
     /// Collectives whose cycles are in no kernel.
     pub uncounted: Vec<String>,
+    /// What libtpu was told of its own, by the environment's `LIBTPU_INIT_ARGS` and after it by [`Compiler::flags`].
+    pub flags: String,
 }
 
 impl Compiled {
@@ -96,6 +111,7 @@ struct Job {
     topology: String,
     replicas: usize,
     partitions: usize,
+    limit: Duration,
 }
 
 /// What a worker says.
@@ -154,6 +170,7 @@ impl Compiler {
             topology: request.target.topology_name(),
             replicas: request.replicas,
             partitions: request.partitions,
+            limit: self.limit,
         };
         for dumps in [SCHEDULES, HLO].map(|name| folder.join(name)) {
             fs::create_dir(&dumps).map_err(failed("create", &dumps))?;
@@ -187,7 +204,8 @@ impl Compiler {
                 let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip)?;
                 let traffic = traffic::read(&folder.join(HLO))?;
                 let uncounted = traffic.launch(&mut kernels);
-                Ok(Compiled { memory, compile_s, kernels, traffic, uncounted })
+                let flags = after_those_of(LIBTPU_VARIABLE, &self.flags);
+                Ok(Compiled { memory, compile_s, kernels, traffic, uncounted, flags })
             }
         }
     }
@@ -196,29 +214,31 @@ impl Compiler {
     fn work(&self, target: &Target, folder: &Path) -> Result<Option<ExitStatus>, TpuError> {
         let stderr = folder.join(STDERR);
         let stderr = File::create(&stderr).map_err(failed("create", &stderr))?;
-        let dump = |name| folder.join(name).display().to_string();
-        let mut worker = Command::new(&self.worker)
+        let worker = fs::canonicalize(&self.worker).map_err(failed("run", &self.worker))?;
+        let dump_schedules = format!(
+            "{} --xla_jf_dump_to={SCHEDULES} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={}",
+            self.flags,
+            schedule::PASSES
+        );
+        // Flags are split at blanks, which the folder's name may have: dumps go to names in it, where the worker runs.
+        let mut worker = Command::new(worker)
             .arg(WORKER_COMMAND)
             .arg(folder)
+            .current_dir(folder)
+            .process_group(0)
             .envs(target.environment())
-            .env(
-                "LIBTPU_INIT_ARGS",
-                format!(
-                    "{} --xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={}",
-                    self.flags,
-                    dump(SCHEDULES),
-                    schedule::PASSES
-                ),
-            )
-            .env("XLA_FLAGS", format!("--xla_dump_to={} --xla_dump_hlo_as_text", dump(HLO)))
+            .env(LIBTPU_VARIABLE, after_those_of(LIBTPU_VARIABLE, dump_schedules.trim_start()))
+            .env(XLA_VARIABLE, after_those_of(XLA_VARIABLE, &format!("--xla_dump_to={HLO} --xla_dump_hlo_as_text")))
             // Errors only: they are what is told of a worker that died. A compile cache would suppress the dumps.
             .env("TF_CPP_MIN_LOG_LEVEL", "2")
             .env_remove("JAX_COMPILATION_CACHE_DIR")
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(stderr)
             .spawn()
             .map_err(failed("run", &self.worker))?;
+        // `try_wait` leaves it open, as `wait` would not.
+        let _held_open = worker.stdin.take();
         let started = Instant::now();
         loop {
             if let Some(status) = worker.try_wait().map_err(failed("wait for", &self.worker))? {
@@ -249,8 +269,28 @@ pub fn work(folder: &Path) -> Result<(), TpuError> {
         expected: "a job, as `assay compile` writes it",
     })?;
     let code = read_text(&folder.join(PROGRAM))?;
+    end_with_who_waits(folder, job.limit + GRACE);
     let answer = compile_here(&job, &code).unwrap_or_else(|error| Answer::Refused(error.to_string()));
     write(&folder.join(ANSWER), &serde_json::to_vec(&answer).expect("plain data has a JSON form"))
+}
+
+/// Ends this process, and takes `folder` away, when standard input ends or `limit` has passed.
+fn end_with_who_waits(folder: &Path, limit: Duration) {
+    let end = |folder: PathBuf| {
+        // libtpu may be writing to it.
+        let _ = (0..10).find(|_| fs::remove_dir_all(&folder).is_ok());
+        // Without what libtpu would do at an exit, which may never end.
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    let [until_input_ends, until_limit] = [folder.to_path_buf(), folder.to_path_buf()];
+    thread::spawn(move || {
+        let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
+        end(until_input_ends);
+    });
+    thread::spawn(move || {
+        thread::sleep(limit);
+        end(until_limit);
+    });
 }
 
 fn compile_here(job: &Job, code: &str) -> Result<Answer, RuntimeError> {
@@ -259,6 +299,12 @@ fn compile_here(job: &Job, code: &str) -> Result<Answer, RuntimeError> {
     let started = Instant::now();
     let unloaded = topology.compile(&program)?;
     Ok(Answer::Compiled { compile_s: started.elapsed().as_secs_f64(), memory: unloaded.memory()? })
+}
+
+/// `flags` behind those that `variable` has in this process.
+fn after_those_of(variable: &str, flags: &str) -> String {
+    let own = env::var(variable).unwrap_or_default();
+    format!("{} {flags}", own.trim()).trim().into()
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<(), TpuError> {
@@ -281,5 +327,16 @@ fn last_lines(path: &Path) -> String {
         Ok(text) if text.trim().is_empty() => "(nothing)".into(),
         Ok(text) => text,
         Err(error) => format!("(unreadable: {error})"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_come_behind_those_of_the_environment() {
+        assert_eq!(after_those_of("CARGO_PKG_NAME", "--one=1 --two"), "assay-tpu --one=1 --two");
+        assert_eq!(after_those_of("ASSAY_IS_NEVER_SET", "--one=1"), "--one=1");
     }
 }

@@ -106,7 +106,7 @@ impl Asked {
             cycles_uncounted: compiled.uncounted.clone(),
             hbm_bytes,
             hbm_uncounted: compiled.traffic.uncounted.clone(),
-            libtpu_flags: self.libtpu_flags.clone(),
+            libtpu_flags: compiled.flags.clone(),
             bound,
             products_ms: self.products_ms(held_by),
             clock_ghz: chip.clock_ghz,
