@@ -451,7 +451,7 @@ impl Run {
                 let known = Known::of(&spec, &problem).expect("a valid problem");
                 let [logp, entropy] = kernel.logp_and_entropy(&spec, &problem)?;
                 let mut candidate: Candidate = known.reference.outcome().clone().into();
-                (candidate.logp, candidate.entropy) = (Some(logp.into()), Some(entropy.into()));
+                (candidate.logp, candidate.entropy) = (Some(logp), Some(entropy));
                 candidate.token_loss = None;
                 candidate.metrics = None;
                 let mut of_kernel = known.judge(candidate, &Limits::of("tile")?)?;

@@ -115,6 +115,22 @@ pub enum RuntimeError {
         /// What the executable takes.
         expected: String,
     },
+    /// Devices that hold the same part of an output, and not the same values.
+    #[error(
+        "{output}: on device {device} element {element} is {given}, expected {expected}, which another device holds"
+    )]
+    Replicas {
+        /// Which output.
+        output: &'static str,
+        /// The later of the devices.
+        device: usize,
+        /// Where in the whole array, in row-major order.
+        element: usize,
+        /// The element there, in hexadecimal, the highest digit first.
+        given: String,
+        /// The element on an earlier device.
+        expected: String,
+    },
     /// It would not fit.
     #[error(transparent)]
     Memory(#[from] Shortage),

@@ -3,7 +3,6 @@
 use assay_core::implementation::{Given, Workload as _};
 use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_programs::Output;
-use assay_programs::mesh::Axis;
 
 use super::shards::{Block, Padding, Shards};
 use super::{Arrays, output};
@@ -40,18 +39,11 @@ impl Arrays for HeadProblem {
         outputs: &[Vec<Buffer>],
         mut gradient: HeadGradient,
     ) -> Result<HeadGradient, RuntimeError> {
-        for device in 0..shards.mesh.devices() {
-            let at = |axis| shards.mesh.coordinate(device, axis);
-            // What was summed over devices is the same on all of them.
-            if at(Axis::Vocab) == 0 {
-                let rows = shards.rows(device, given.shape.hidden);
-                rows.download(output(outputs, device, Output::Gradient as usize)?, &mut gradient.dhidden)?;
-            }
-            if at(Axis::Batch) == 0 && at(Axis::Tokens) == 0 {
-                let head = block_of_head(shards, device, given);
-                head.download(output(outputs, device, Output::DlmHead as usize)?, &mut gradient.dlm_head)?;
-            }
-        }
+        let of = |place: Output| move |device| output(outputs, device, place as usize);
+        let rows = |device| shards.rows(device, given.shape.hidden);
+        shards.gather("dhidden", rows, of(Output::Gradient), &mut gradient.dhidden)?;
+        let head = |device| block_of_head(shards, device, given);
+        shards.gather("dlm_head", head, of(Output::DlmHead), &mut gradient.dlm_head)?;
         Ok(gradient)
     }
 }

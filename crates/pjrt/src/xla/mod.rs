@@ -18,11 +18,11 @@ use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Proble
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
 use assay_programs::{HeadProgram, LossProgram, Output, Programs, Scalars, Shaped};
-use ndarray::{Array2, Ix3, arr0};
+use ndarray::{Array2, Ix1, Ix2, Ix3, arr0};
 
 use crate::runtime::{Buffer, RuntimeError};
 use devices::{Devices, Plan, compiled, machine};
-use shards::{Padding, Shards};
+use shards::{Block, Padding, Shards};
 
 /// Programs of one kernel under one sharding, run by a plugin.
 pub struct Runner<P> {
@@ -87,7 +87,7 @@ impl XlaEntropy {
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
-    pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[Array2<f32>; 2], RunError> {
+    pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[FloatArray<Ix2>; 2], RunError> {
         let shape = problem.check(spec)?;
         let client = self.on.client()?;
         let given = Given { shape, dtype: problem.logits.dtype(), form: () };
@@ -104,8 +104,8 @@ impl XlaEntropy {
             shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&inverse_temperature))?,
         ];
         let outputs = executable.execute(&[inputs.iter().collect()])?;
-        let fetched = |place: usize| shards.download_per_token(|device| output(&outputs, device, place));
-        Ok([fetched(0)?, fetched(1)?])
+        let fetched = |name, place| shards.gather_per_token(name, |device| output(&outputs, device, place));
+        Ok([fetched("logp", 0)?, fetched("entropy", 1)?])
     }
 }
 
@@ -190,10 +190,8 @@ impl Arrays for Problem {
         outputs: &[Vec<Buffer>],
         mut dlogits: FloatArray<Ix3>,
     ) -> Result<FloatArray<Ix3>, RuntimeError> {
-        for device in 0..shards.mesh.devices() {
-            let buffer = output(outputs, device, Output::Gradient as usize)?;
-            shards.logits(device).download(buffer, &mut dlogits)?;
-        }
+        let buffer = |device| output(outputs, device, Output::Gradient as usize);
+        shards.gather("dlogits", |device| shards.logits(device), buffer, &mut dlogits)?;
         Ok(dlogits)
     }
 }
@@ -265,16 +263,17 @@ where
         let Self { plan, loss, given } = self;
         let shards = &plan.shards;
         let gradient = Problem::download(shards, *given, outputs, room)?;
-        let per_token = |which: Output| shards.download_per_token(|device| output(outputs, device, which as usize));
-        let mut scalars = [0.0_f32; Scalars::COUNT];
-        let bytes = bytemuck::cast_slice_mut(&mut scalars);
-        output(outputs, 0, Output::Scalars as usize)?.download(DeviceDtype::F32, &[Scalars::COUNT], bytes)?;
-        let scalar = |place: usize| f64::from(scalars[place]);
+        let of = |place: Output| move |device| output(outputs, device, place as usize);
+        let per_token = |name, place| shards.gather_per_token(name, of(place));
+        let mut scalars: FloatArray<Ix1> = FloatArray::zeros(Scalars::COUNT, Dtype::F32);
+        shards.gather("scalars", |_| Block::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
+        let scalars = scalars.to_f64();
+        let scalar = |place: usize| scalars[place];
         Ok(Outcome {
-            loss: arr0(scalars[Scalars::LOSS]).into(),
-            logp: per_token(Output::Logp)?.into(),
-            entropy: per_token(Output::Entropy)?.into(),
-            token_loss: per_token(Output::TokenLoss)?.into(),
+            loss: arr0(scalar(Scalars::LOSS) as f32).into(),
+            logp: per_token("logp", Output::Logp)?,
+            entropy: per_token("entropy", Output::Entropy)?,
+            token_loss: per_token("token_loss", Output::TokenLoss)?,
             gradient,
             metrics: Metrics {
                 clip_low: scalar(Scalars::CLIP_LOW),

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use bytemuck::Pod;
-use ndarray::{Array2, Dimension};
+use ndarray::{Array2, Dimension, Ix2};
 
 use crate::runtime::{Buffer, Client, Executable, RuntimeError};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::memory::expect_room;
-use assay_core::problem::{FloatArray, Shape};
+use assay_core::problem::{Dtype, FloatArray, Shape};
 use assay_programs::local_shape;
 use assay_programs::mesh::{Axis, Mesh, shard};
 
@@ -78,18 +78,20 @@ impl Block {
         starts.into_iter().map(move |(a, b)| (a * whole + range.start, b * local, range.len()))
     }
 
+    /// What a device holds, in order.
+    fn bytes(&self, buffer: &Buffer, element: DeviceDtype) -> Result<Vec<u8>, RuntimeError> {
+        let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
+        buffer.download(element, &self.local, &mut bytes)?;
+        Ok(bytes)
+    }
+
     /// Writes a device's block to its place in the whole.
-    pub(super) fn download<D: Dimension>(
-        &self,
-        buffer: &Buffer,
-        whole: &mut FloatArray<D>,
-    ) -> Result<(), RuntimeError> {
+    fn download<D: Dimension>(&self, buffer: &Buffer, whole: &mut FloatArray<D>) -> Result<(), RuntimeError> {
         let element = DeviceDtype::from(whole.dtype());
         if self.is_whole() {
             return buffer.download(element, &self.local, whole.bytes_mut());
         }
-        let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
-        buffer.download(element, &self.local, &mut bytes)?;
+        let bytes = self.bytes(buffer, element)?;
         let target = whole.bytes_mut();
         for (whole, part, length) in self.runs() {
             let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
@@ -97,6 +99,47 @@ impl Block {
         }
         Ok(())
     }
+
+    /// The first element that a device holds otherwise than the whole: where it is there, and the bytes of both. One NaN is as
+    /// good as another.
+    fn differs<D: Dimension>(
+        &self,
+        buffer: &Buffer,
+        whole: &FloatArray<D>,
+    ) -> Result<Option<(usize, [Vec<u8>; 2])>, RuntimeError> {
+        let element = DeviceDtype::from(whole.dtype());
+        let (size, bytes) = (element.size(), self.bytes(buffer, element)?);
+        for (first, part, length) in self.runs() {
+            let [held, own] = [&whole.bytes()[first * size..], &bytes[part * size..]].map(|of| &of[..length * size]);
+            if held == own {
+                continue;
+            }
+            let pairs = held.chunks_exact(size).zip(own.chunks_exact(size)).enumerate();
+            let mut other =
+                pairs.filter(|(_, (held, own))| held != own && !(is_nan(element, held) && is_nan(element, own)));
+            if let Some((at, (held, own))) = other.next() {
+                return Ok(Some((first + at, [held.to_vec(), own.to_vec()])));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Whether the bytes of an element are a NaN's.
+fn is_nan(element: DeviceDtype, bytes: &[u8]) -> bool {
+    match (element, bytes) {
+        (DeviceDtype::F64, &[a, b, c, d, e, f, g, h]) => f64::from_ne_bytes([a, b, c, d, e, f, g, h]).is_nan(),
+        (DeviceDtype::F32, &[a, b, c, d]) => f32::from_ne_bytes([a, b, c, d]).is_nan(),
+        (DeviceDtype::Bf16, &[a, b]) => half::bf16::from_ne_bytes([a, b]).is_nan(),
+        (DeviceDtype::F16, &[a, b]) => half::f16::from_ne_bytes([a, b]).is_nan(),
+        _ => false,
+    }
+}
+
+/// `0x3f800000`
+fn in_hexadecimal(bytes: &[u8]) -> String {
+    let digits = bytes.iter().rev().map(|byte| format!("{byte:02x}"));
+    format!("0x{}", digits.collect::<String>())
 }
 
 const DENSE: &str = "checked: dense row-major";
@@ -194,24 +237,44 @@ impl Shards {
         self.client.upload(device, element, &[b, t], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
     }
 
-    /// A `[B,T]` array from the devices that hold the first columns.
-    pub(super) fn download_per_token<'b>(
-        &self,
-        buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
-    ) -> Result<Array2<f32>, RuntimeError> {
+    /// What `device` holds of a `[B,T]` array.
+    fn per_token(&self, device: usize) -> Block {
         let [b, t, _] = self.local();
-        let mut whole = Array2::zeros((self.shape.batch, self.shape.tokens));
-        let mut local = vec![0.0_f32; b * t];
-        let holders = (0..self.mesh.devices()).filter(|&device| self.mesh.coordinate(device, Axis::Vocab) == 0);
-        for device in holders {
-            buffer(device)?.download(DeviceDtype::F32, &[b, t], bytemuck::cast_slice_mut(&mut local))?;
-            let part = self.part(device);
-            for b in part.batch.clone() {
-                for token in part.tokens.clone() {
-                    whole[[b, token]] = local[(b - part.batch.start) * t + token - part.tokens.start];
-                }
+        let Part { batch, tokens, .. } = self.part(device);
+        Block { whole: vec![self.shape.batch, self.shape.tokens], ranges: vec![batch, tokens], local: vec![b, t] }
+    }
+
+    /// A `[B,T]` f32 array, called `output`.
+    pub(super) fn gather_per_token<'b>(
+        &self,
+        output: &'static str,
+        buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+    ) -> Result<FloatArray<Ix2>, RuntimeError> {
+        let mut whole = FloatArray::zeros([self.shape.batch, self.shape.tokens], Dtype::F32);
+        self.gather(output, |device| self.per_token(device), buffer, &mut whole)?;
+        Ok(whole)
+    }
+
+    /// `whole`, called `output`, from what each device holds of it: its `block`, in its `buffer`. What several hold must be the same
+    /// on all of them: a collective may be right on one device and wrong on another.
+    pub(super) fn gather<'b, D: Dimension>(
+        &self,
+        output: &'static str,
+        block: impl Fn(usize) -> Block,
+        buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+        whole: &mut FloatArray<D>,
+    ) -> Result<(), RuntimeError> {
+        let mut held = Vec::new();
+        for device in 0..self.mesh.devices() {
+            let (block, buffer) = (block(device), buffer(device)?);
+            if !held.contains(&block.ranges) {
+                block.download(buffer, whole)?;
+                held.push(block.ranges);
+            } else if let Some((element, bytes)) = block.differs(buffer, whole)? {
+                let [expected, given] = bytes.map(|bytes| in_hexadecimal(&bytes));
+                return Err(RuntimeError::Replicas { output, device, element, given, expected });
             }
         }
-        Ok(whole)
+        Ok(())
     }
 }
