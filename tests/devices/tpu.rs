@@ -40,11 +40,12 @@ pub(crate) fn trials() -> Vec<Trial> {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 12] = [
+    let checks: [(&str, Plain); 13] = [
         ("figures_stay_where_programs_of_a_cpu_compile_quickly", figures_stay),
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
         ("none_of_the_ways_to_write_xla_that_reach_exact_beats_it", super::alternatives::none_beats_xla),
+        ("rows_are_shared_by_the_cores_of_a_device", rows_are_shared_by_cores),
         ("a_compile_that_is_killed_leaves_no_worker_and_no_folder", killed_compiles_leave_nothing),
         ("a_users_flags_and_a_folder_with_a_blank_reach_libtpu", users_flags_and_a_blank),
         ("a_broken_program_is_refused_in_libtpus_words", a_broken_program_is_refused),
@@ -199,6 +200,22 @@ fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-two-pass", 1_245_152_288, 3_918_304)?;
     let bound = Target::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
     assert!(bound.cycles_ms <= bound.hbm_ms, "{bound:?}");
+    Ok(())
+}
+
+/// A v5p device is a chip of two cores, which halve a kernel's rows (161,823 cycles a core at 1x512x151936); a v7x device is one core
+/// (273,795).
+fn rows_are_shared_by_cores() -> Result<(), Failed> {
+    let spec = LossSpec::default();
+    let cycles = |target: &str| -> Result<f64, Failed> {
+        let target = Target::parse(target)?;
+        let (devices, machine) = (target.devices(), target.chip.machine());
+        let local = shape(1, 512, 151_936);
+        let code = xla("tile-one-pass").program_for(Shaped::of(&spec), local, Dtype::Bf16, devices, machine)?;
+        Ok(compile(&target, &code)?.cycles() as f64)
+    };
+    let [of_two, of_one] = [cycles("v5p")?, cycles("v7x")?];
+    assert!(of_two <= 0.7 * of_one, "v5p: {of_two} cycles a core, v7x: {of_one}");
     Ok(())
 }
 

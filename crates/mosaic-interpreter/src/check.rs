@@ -21,6 +21,8 @@ const MOST_STEPS: usize = 1 << 20;
 pub(super) struct Program {
     /// Extents of the grid; the last is the fastest.
     pub(super) grid: Vec<usize>,
+    /// Of each of its dimensions, whether the cores of a device may share its steps.
+    pub(super) parallel: Vec<bool>,
     /// Whole arrays in SMEM.
     pub(super) prefetch: Vec<Shaped>,
     /// Of inputs, then of outputs.
@@ -187,8 +189,30 @@ fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checke
         windows: windows.collect::<Result<_, _>>()?,
         scratch: scratch.iter().map(|ty| kernel.memory(ty, None)).collect::<Result<_, _>>()?,
         kernel: function(kernel, &[], &mut elements)?,
+        parallel: parallel(kernel, grid.len())?,
         grid,
     })
+}
+
+/// Which dimensions of the grid are parallel; none where nothing is said.
+fn parallel(kernel: &Operation, dimensions: usize) -> Checked<Vec<bool>> {
+    let semantics = match kernel.attributes.get("dimension_semantics") {
+        None => return Ok(vec![false; dimensions]),
+        Some(Attribute::List(semantics)) => semantics,
+        Some(_) => return Err(kernel.error("dimension_semantics must be a list".to_string())),
+    };
+    if semantics.len() != dimensions {
+        let given = semantics.len();
+        return Err(
+            kernel.error(format!("{given} dimension_semantics, expected one for each of {dimensions} dimensions"))
+        );
+    }
+    let is_parallel = |semantics: &Attribute| match semantics {
+        Attribute::Opaque(text) if text == "#tpu.dimension_semantics<parallel>" => Ok(true),
+        Attribute::Opaque(text) if text == "#tpu.dimension_semantics<arbitrary>" => Ok(false),
+        other => Err(kernel.error(format!("dimension_semantics {other:?}, expected parallel or arbitrary"))),
+    };
+    semantics.iter().map(is_parallel).collect()
 }
 
 fn window(

@@ -37,6 +37,10 @@
 //! earlier have landed, and the fetch reads what they wrote. So a run without an error has one result, whatever the
 //! times.
 //!
+//! Cores of a device may share the steps of a `parallel` dimension, each with scratch of its own. So it is an error to read scratch
+//! that a step of another index along it wrote, to stay at an output's block, or to touch an element of an array that is
+//! overwritten in place.
+//!
 //! An output that comes back to a block that it left is an error (its contents are gone from VMEM), and so is a block
 //! that lies wholly outside its array.
 

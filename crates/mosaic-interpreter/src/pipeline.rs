@@ -40,7 +40,20 @@ struct Pipeline<'a> {
     pending: Vec<WriteBack>,
     /// Of each window, the blocks that it has left, if it is an output.
     left: Vec<BTreeSet<BlockIndex>>,
+    /// Of arrays that are read and written, where dimensions of the grid are parallel.
+    touched: Vec<Touched>,
 }
+
+/// A part of an array that some core reads or writes.
+struct Touched {
+    array: usize,
+    region: Region,
+    turn: i32,
+    writes: bool,
+}
+
+/// Where a part begins, and its extents.
+type Region = (Vec<usize>, Vec<usize>);
 
 /// Runs every step of `program` on `arrays`, whose types are those of its windows.
 pub(super) fn run(
@@ -53,8 +66,14 @@ pub(super) fn run(
     let mut memory = prefetch;
     memory.extend(on_chip.map(Elements::poison));
     let left = vec![BTreeSet::new(); program.windows.len()];
-    let machine = Machine::new(memory, most_work);
-    Pipeline { program, machine, arrays, pending: Vec::new(), left }.run()
+    let mut machine = Machine::new(memory, most_work);
+    if program.parallel.contains(&true) {
+        let scratch = machine.written.len() - program.scratch.len();
+        for (written, ty) in machine.written[scratch..].iter_mut().zip(&program.scratch) {
+            *written = Some(Elements::Int(vec![0; ty.len()]));
+        }
+    }
+    Pipeline { program, machine, arrays, pending: Vec::new(), left, touched: Vec::new() }.run()
 }
 
 impl Pipeline<'_> {
@@ -64,6 +83,7 @@ impl Pipeline<'_> {
         let mut step = vec![0; grid.len()];
         let mut blocks = self.blocks(&step)?;
         for (window, block) in blocks.iter().enumerate().take(self.arrays.inputs) {
+            self.touch(window, block, &step, self.machine.turn, false)?;
             let fetched = self.fetch(window, block)?;
             *self.window_memory(window) = fetched;
         }
@@ -72,10 +92,20 @@ impl Pipeline<'_> {
             advance(&mut next_step, grid);
             let next = if number < steps { Some(self.blocks(&next_step)?) } else { None };
             let moves = |window: usize| next.as_ref().is_none_or(|next| next[window] != blocks[window]);
+            let turn = self.turn(&next_step);
+            if next.is_some() && turn != self.machine.turn {
+                let outputs = self.arrays.inputs..self.program.windows.len();
+                if let Some(window) = outputs.into_iter().find(|&window| !moves(window)) {
+                    let problem =
+                        format!("stays at block {:?} for another index along a parallel dimension", blocks[window]);
+                    return Err(self.window_error(window, &next_step, problem));
+                }
+            }
 
             let mut fetched = Vec::new();
             if let Some(next) = &next {
                 for window in (0..self.arrays.inputs).filter(|&window| moves(window)) {
+                    self.touch(window, &next[window], &next_step, turn, false)?;
                     self.expect_settled(window, &next[window], &next_step, &blocks, moves)?;
                     fetched.push((window, self.fetch(window, &next[window])?));
                 }
@@ -83,6 +113,7 @@ impl Pipeline<'_> {
             self.call_kernel(&step)?;
             self.land_write_backs();
             for window in (self.arrays.inputs..self.program.windows.len()).filter(|&window| moves(window)) {
+                self.touch(window, &blocks[window], &step, self.machine.turn, true)?;
                 self.write_back(window, &blocks[window])?;
                 if let Some(block) = next.as_ref().map(|next| &next[window]).filter(|b| self.left[window].contains(*b))
                 {
@@ -93,10 +124,46 @@ impl Pipeline<'_> {
             for (window, elements) in fetched {
                 *self.window_memory(window) = elements;
             }
+            self.machine.turn = turn;
             step = next_step;
             blocks = next.unwrap_or_default();
         }
         self.land_write_backs();
+        Ok(())
+    }
+
+    /// The indices of `step` along parallel dimensions as one number ≥ 1.
+    fn turn(&self, step: &[usize]) -> i32 {
+        let dimensions = step.iter().zip(&self.program.grid).zip(&self.program.parallel);
+        let parallel = dimensions.filter(|(_, parallel)| **parallel).map(|(dimension, _)| dimension);
+        1 + parallel.fold(0, |turn, (&index, &extent)| turn * extent as i32 + index as i32)
+    }
+
+    /// Notes that a core reads or `writes` a block, which no core of another turn may do too, if either writes.
+    fn touch(
+        &mut self,
+        window: usize,
+        block: &[usize],
+        step: &[usize],
+        turn: i32,
+        writes: bool,
+    ) -> Result<(), InterpretError> {
+        let array = self.arrays.of_window[window];
+        let (inputs, outputs) = self.arrays.of_window.split_at(self.arrays.inputs);
+        if !self.program.parallel.contains(&true) || !inputs.contains(&array) || !outputs.contains(&array) {
+            return Ok(());
+        }
+        let region = self.region(window, block);
+        let meets = |other: &&Touched| {
+            other.array == array && other.turn != turn && (other.writes || writes) && overlap(&other.region, &region)
+        };
+        if self.touched.iter().any(|other| meets(&other)) {
+            let problem = format!(
+                "block {block:?} shares elements with one that a step of another index along a parallel dimension reads or writes"
+            );
+            return Err(self.window_error(window, step, problem));
+        }
+        self.touched.push(Touched { array, region, turn, writes });
         Ok(())
     }
 
@@ -144,7 +211,7 @@ impl Pipeline<'_> {
     }
 
     /// Where a block begins in its array, and how far it reaches without leaving it.
-    fn region(&self, window: usize, block: &[usize]) -> (Vec<usize>, Vec<usize>) {
+    fn region(&self, window: usize, block: &[usize]) -> Region {
         let extents = &self.program.windows[window].ty.shape;
         let start: Vec<usize> = block.iter().zip(extents).map(|(index, extent)| index * extent).collect();
         let sizes = &self.arrays.in_hbm[self.arrays.of_window[window]].ty.shape;
@@ -214,7 +281,7 @@ impl Pipeline<'_> {
 }
 
 /// Whether two regions, each given by start and extent, share an element.
-fn overlap(a: &(Vec<usize>, Vec<usize>), b: &(Vec<usize>, Vec<usize>)) -> bool {
+fn overlap(a: &Region, b: &Region) -> bool {
     let a = a.0.iter().zip(&a.1);
     let b = b.0.iter().zip(&b.1);
     a.zip(b).all(|((&a, &a_extent), (&b, &b_extent))| a < b + b_extent && b < a + a_extent)

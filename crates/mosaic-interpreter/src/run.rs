@@ -36,6 +36,10 @@ impl Value {
 /// On-chip memory, and how much more may be computed.
 pub(super) struct Machine {
     pub(super) memory: Vec<Elements>,
+    /// Of memory that a core keeps from step to step, for each element the [turn](Self::turn) that wrote it, or 0.
+    pub(super) written: Vec<Option<Elements>>,
+    /// The step's indices along parallel dimensions as one number ≥ 1: another core may run what has another.
+    pub(super) turn: i32,
     /// Elements computed so far, and the most that may be.
     work: u64,
     most_work: u64,
@@ -81,7 +85,8 @@ impl Instruction {
 
 impl Machine {
     pub(super) fn new(memory: Vec<Elements>, most_work: u64) -> Self {
-        Self { memory, work: 0, most_work }
+        let written = memory.iter().map(|_| None).collect();
+        Self { memory, written, turn: 1, work: 0, most_work }
     }
 
     /// Counts the handling of `elements`.
@@ -157,7 +162,16 @@ impl Machine {
         let mut loaded = Elements::poison(result);
         let at = Block { shape: &frame.types[memory].shaped().shape, start: &start };
         let to = Block { shape: &result.shape, start: &vec![0; start.len()] };
-        loaded.copy_block(&to, &self.memory[frame.memory(memory)], &at, &result.shape);
+        let memory = frame.memory(memory);
+        loaded.copy_block(&to, &self.memory[memory], &at, &result.shape);
+        if let Some(written) = &self.written[memory] {
+            let mut turns = Elements::Int(vec![0; result.len()]);
+            turns.copy_block(&to, written, &at, &result.shape);
+            if turns.ints().iter().any(|&turn| turn != 0 && turn != self.turn) {
+                let problem = "reads scratch that a step of another index along a parallel dimension wrote";
+                return Err(instruction.error(problem.to_string()));
+            }
+        }
         Ok(loaded)
     }
 
@@ -167,7 +181,11 @@ impl Machine {
         let start = place(instruction, frame, memory, start, extent)?;
         let to = Block { shape: &frame.types[memory].shaped().shape, start: &start };
         let at = Block { shape: extent, start: &vec![0; start.len()] };
-        self.memory[frame.memory(memory)].copy_block(&to, frame.elements(value), &at, extent);
+        let memory = frame.memory(memory);
+        self.memory[memory].copy_block(&to, frame.elements(value), &at, extent);
+        if let Some(written) = &mut self.written[memory] {
+            written.copy_block(&to, &Elements::Int(vec![self.turn; extent.iter().product()]), &at, extent);
+        }
         Ok(())
     }
 

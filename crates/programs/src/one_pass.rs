@@ -180,8 +180,12 @@ struct Writer {
     exps: Memory,
 }
 
+/// The axis of the grid along which blocks of rows lie.
+const ROW_BLOCKS: usize = 1;
+
 fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, machine: Machine, rows: usize) -> Kernel {
     let mut on = Builder::new("grpo_one_pass", &[1, n.div_ceil(rows)], machine);
+    on.parallel(ROW_BLOCKS);
     let ids = on.scalars(DeviceDtype::I32, n);
     let of_spec = numbers(structure);
     let numbers = on.scalars(DeviceDtype::F32, of_spec.len());

@@ -86,6 +86,9 @@ struct Cut {
     columns: usize,
 }
 
+/// The axis of the grid along which blocks of rows lie.
+const ROW_BLOCKS: usize = 1;
+
 impl Cut {
     fn of(Local { shape: [_, tokens, vocab], least }: Local, logits: DeviceDtype, machine: Machine) -> Self {
         let rows = tokens.next_multiple_of(machine.rows_of_a_register(logits)).min(ROWS);
@@ -166,6 +169,7 @@ fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) 
 pub(crate) fn statistics(temperature: Temperature, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);
+    builder.parallel(ROW_BLOCKS);
     let on = &mut builder;
     let numbers = on.scalars(DeviceDtype::F32, 1);
     let real = on.scalars(DeviceDtype::I32, 1);
@@ -307,6 +311,7 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
 pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_dlogits", &cut.grid(), machine);
+    builder.parallel(ROW_BLOCKS);
     let on = &mut builder;
     let numbers = on.scalars(DeviceDtype::F32, 1);
     let real = on.scalars(DeviceDtype::I32, 1);

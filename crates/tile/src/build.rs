@@ -23,6 +23,7 @@ impl Builder {
             name: name.into(),
             machine,
             grid: grid.to_vec(),
+            parallel: Vec::new(),
             scalars: Vec::new(),
             inputs: Vec::new(),
             outputs: Vec::new(),
@@ -32,6 +33,13 @@ impl Builder {
             body: Vec::new(),
         };
         Self { kernel, open: vec![Vec::new()] }
+    }
+
+    /// Says that steps along `axis` need nothing of one another: no scratch is kept from one to another, and no output's block is
+    /// that of two.
+    pub fn parallel(&mut self, axis: usize) {
+        assert!(axis < self.kernel.grid.len(), "grid axis {axis} of {:?}", self.kernel.grid);
+        self.kernel.parallel.push(axis);
     }
 
     /// What the kernel is written for.

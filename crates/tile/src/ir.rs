@@ -202,6 +202,8 @@ pub struct Kernel {
     pub(super) name: String,
     pub(super) machine: Machine,
     pub(super) grid: Vec<usize>,
+    /// Axes whose steps need nothing of one another, so that the cores of a device may share them.
+    pub(super) parallel: Vec<usize>,
     /// Element type and length.
     pub(super) scalars: Vec<(DeviceDtype, usize)>,
     pub(super) inputs: Vec<Array>,

@@ -54,7 +54,9 @@ pub fn text(kernel: &Kernel) -> String {
         format!("{{transform_indices = @transform_{i}, window_bounds = array<i64: {bounds}>}}")
     };
     let window_params = list(&mut windows().map(window));
-    let semantics = list(&mut kernel.grid.iter().map(|_| "#tpu.dimension_semantics<arbitrary>".to_string()));
+    let semantics = |axis| if kernel.parallel.contains(&axis) { "parallel" } else { "arbitrary" };
+    let semantics = (0..kernel.grid.len()).map(|axis| format!("#tpu.dimension_semantics<{}>", semantics(axis)));
+    let semantics = list(&mut semantics.into_iter());
     let bounds = list(&mut kernel.grid.iter().map(usize::to_string));
     let (scalars, scratch, name) = (kernel.scalars.len(), kernel.scratch.len(), &kernel.name);
     // What an index map is given: the grid and the scalars.

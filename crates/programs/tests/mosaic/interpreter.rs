@@ -456,6 +456,15 @@ struct Tables<'a> {
     reads: &'a [i32],
     writes: &'a [i32],
     body: &'a str,
+    semantics: &'a str,
+}
+
+const ARBITRARY: &str = "#tpu.dimension_semantics<arbitrary>";
+const PARALLEL: &str = "#tpu.dimension_semantics<parallel>";
+
+/// The text of a kernel that says what its one dimension is.
+fn with_semantics(text: &str, semantics: &str) -> String {
+    text.replace("iteration_bounds", &format!("dimension_semantics = [{semantics}], iteration_bounds"))
 }
 
 const ADD_ONE: &str = "%x = \"vector.load\"(%w0, %zero) : ( vmem<2xf32>, index) -> vector<2xf32>
@@ -483,8 +492,8 @@ impl Tables<'_> {
             windows: &[("2xf32", &read, "%block"), ("2xf32", &write, "%block")],
             scratch: &[],
             body: &body,
-        }
-        .text();
+        };
+        let text = with_semantics(&text.text(), self.semantics);
         let integers =
             |table: &[i32]| array(DeviceDtype::I32, &[steps], &table.iter().map(|&x| x.into()).collect::<Vec<_>>());
         let operands = vec![integers(self.reads), integers(self.writes), array(DeviceDtype::F32, &[x.len()], x)];
@@ -499,7 +508,7 @@ fn problem(error: Result<Vec<f64>, InterpretError>) -> String {
 
 #[test]
 fn in_place_each_block_read_before_it_is_written_passes() {
-    let tables = Tables { reads: &[0, 1, 2, 3], writes: &[0, 1, 2, 3], body: ADD_ONE };
+    let tables = Tables { reads: &[0, 1, 2, 3], writes: &[0, 1, 2, 3], body: ADD_ONE, semantics: ARBITRARY };
     let x = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
     let expected = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
     assert_values(&tables.run(&x, 7, true).unwrap(), &expected, "in place");
@@ -517,7 +526,7 @@ fn in_place_a_fetch_that_meets_a_write_back_is_refused() {
         // Block 0 stays for two steps and is written after the second.
         (vec![3, 2, 0], vec![0, 0, 1], "still to come"),
     ] {
-        let tables = Tables { reads: &reads, writes: &writes, body: ADD_ONE };
+        let tables = Tables { reads: &reads, writes: &writes, body: ADD_ONE, semantics: ARBITRARY };
         let problem = problem(tables.run(&x, 8, true));
         assert!(problem.contains(expected) && problem.contains("input 0, at grid step"), "{reads:?}: {problem}");
         tables.run(&x, 8, false).expect("arrays of their own cannot meet");
@@ -526,21 +535,81 @@ fn in_place_a_fetch_that_meets_a_write_back_is_refused() {
 
 #[test]
 fn in_place_a_block_that_has_landed_is_read_as_written() {
-    let tables = Tables { reads: &[3, 3, 3, 0], writes: &[0, 1, 2, 3], body: ADD_ONE };
+    let tables = Tables { reads: &[3, 3, 3, 0], writes: &[0, 1, 2, 3], body: ADD_ONE, semantics: ARBITRARY };
     let found = tables.run(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 8, true).unwrap();
     assert_values(&found, &[7.0, 8.0, 7.0, 8.0, 7.0, 8.0, 8.0, 9.0], "block 3 is block 0 as step 0 left it, plus 1");
 }
 
 #[test]
 fn in_place_a_block_that_stays_in_vmem_is_not_fetched_again() {
-    let tables = Tables { reads: &[0, 0, 0], writes: &[0, 1, 2], body: ADD_ONE };
+    let tables = Tables { reads: &[0, 0, 0], writes: &[0, 1, 2], body: ADD_ONE, semantics: ARBITRARY };
     let found = tables.run(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 6, true).unwrap();
     assert_values(&found, &[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], "all from the block as it was fetched");
 }
 
 #[test]
+fn a_parallel_dimension_that_shares_a_block_is_refused() {
+    let x = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+    let run = |reads: &[i32], writes: &[i32], semantics: &str, aliased| {
+        Tables { reads, writes, body: ADD_ONE, semantics }.run(&x, 8, aliased)
+    };
+    let own: (&[i32], &[i32]) = (&[0, 1, 2, 3], &[0, 1, 2, 3]);
+    assert_eq!(run(own.0, own.1, PARALLEL, true).unwrap(), run(own.0, own.1, ARBITRARY, true).unwrap());
+    // What is one block of an output, and one that is read after another core has written it.
+    let shared: [(&[i32], &[i32], bool, &str); 2] = [
+        (&[0, 1, 2, 3], &[0, 0, 1, 2], false, "output 0, at grid step [1]: stays at block [0] for another index"),
+        (&[3, 3, 3, 0], &[0, 1, 2, 3], true, "input 0, at grid step [3]: block [0] shares elements with one"),
+    ];
+    for (reads, writes, aliased, expected) in shared {
+        run(reads, writes, ARBITRARY, aliased).expect("one core runs the steps in order");
+        let problem = problem(run(reads, writes, PARALLEL, aliased));
+        assert!(problem.contains(expected), "{problem}");
+    }
+    let problem = problem(run(own.0, own.1, "#tpu.dimension_semantics<core_parallel>", false));
+    assert!(problem.contains("expected parallel or arbitrary"), "{problem}");
+}
+
+#[test]
+fn a_parallel_dimension_that_carries_scratch_is_refused() {
+    // Each step adds its input to what scratch holds, which the first of them sets, or all of them.
+    let body = |sets: &str| {
+        format!(
+            "%zero = \"arith.constant\"() {{value = 0 : index}} : () -> index
+%x = \"vector.load\"(%w0, %zero) : ( vmem<2xf32>, index) -> vector<2xf32>
+%c0 = \"arith.constant\"() {{value = 0 : i32}} : () -> i32
+%first = \"arith.cmpi\"(%i0, %c0) {{predicate = 0 : i64}} : (i32, i32) -> i1
+%always = \"arith.cmpi\"(%c0, %c0) {{predicate = 0 : i64}} : (i32, i32) -> i1
+\"scf.if\"({sets}) ({{
+  \"tpu.vector_store\"(%x, %s0, %zero) {{operandSegmentSizes = array<i32: 1, 1, 1, 0>}} : (vector<2xf32>, vmem<2xf32>, \
+             index) -> ()
+  \"scf.yield\"() : () -> ()
+}}, {{
+}}) : (i1) -> ()
+%kept = \"vector.load\"(%s0, %zero) : ( vmem<2xf32>, index) -> vector<2xf32>
+%y = \"arith.addf\"(%x, %kept) : (vector<2xf32>, vector<2xf32>) -> vector<2xf32>
+\"tpu.vector_store\"(%y, %w1, %zero) {{operandSegmentSizes = array<i32: 1, 1, 1, 0>}} : (vector<2xf32>, vmem<2xf32>, \
+             index) -> ()"
+        )
+    };
+    let run = |sets: &str, semantics: &str| {
+        let windows = &[("2xf32", "", "%i0"), ("2xf32", "", "%i0")];
+        let text = Kernel { grid: &[2], prefetch: &[], windows, scratch: &["2xf32"], body: &body(sets) }.text();
+        let x = array(DeviceDtype::F32, &[4], &[1.0, 2.0, 3.0, 4.0]);
+        let written = run(&with_semantics(&text, semantics), vec![x], &[(DeviceDtype::F32, vec![4])], &[]);
+        written.map(|written| values(&written[0]))
+    };
+    assert_values(&run("%first", ARBITRARY).unwrap(), &[2.0, 4.0, 4.0, 6.0], "carried from the first step");
+    assert_values(&run("%always", PARALLEL).unwrap(), &[2.0, 4.0, 6.0, 8.0], "set by each step");
+    let problem = problem(run("%first", PARALLEL));
+    assert!(
+        problem.contains("reads scratch that a step of another index along a parallel dimension wrote"),
+        "{problem}"
+    );
+}
+
+#[test]
 fn an_output_that_comes_back_to_a_block_is_refused() {
-    let tables = Tables { reads: &[0, 1, 2], writes: &[0, 1, 0], body: ADD_ONE };
+    let tables = Tables { reads: &[0, 1, 2], writes: &[0, 1, 0], body: ADD_ONE, semantics: ARBITRARY };
     let problem = problem(tables.run(&[0.0; 6], 6, false));
     assert!(problem.starts_with("output 0, at grid step [2]: comes back to block [0]"), "{problem}");
 }
@@ -548,7 +617,7 @@ fn an_output_that_comes_back_to_a_block_is_refused() {
 #[test]
 fn a_block_outside_its_array_is_refused() {
     for reads in [[0, 3], [0, -1], [0, i32::MAX]] {
-        let tables = Tables { reads: &reads, writes: &[0, 1], body: ADD_ONE };
+        let tables = Tables { reads: &reads, writes: &[0, 1], body: ADD_ONE, semantics: ARBITRARY };
         let problem = problem(tables.run(&[0.0; 5], 4, false));
         assert!(problem.contains("input 0, at grid step [1]: block ["), "{problem}");
     }
@@ -556,7 +625,7 @@ fn a_block_outside_its_array_is_refused() {
 
 #[test]
 fn transforms_choose_the_blocks() {
-    let tables = Tables { reads: &[2, 0, 1], writes: &[1, 2, 0], body: ADD_ONE };
+    let tables = Tables { reads: &[2, 0, 1], writes: &[1, 2, 0], body: ADD_ONE, semantics: ARBITRARY };
     let found = tables.run(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 6, false).unwrap();
     assert_values(&found, &[3.0, 4.0, 5.0, 6.0, 1.0, 2.0], "as the tables say");
 }
@@ -572,7 +641,7 @@ fn an_output_keeps_its_contents_while_it_stays_and_is_poison_when_it_comes() {
 %y = \"arith.select\"(%first, %x, %sum) : (i1, vector<2xf32>, vector<2xf32>) -> vector<2xf32>
 \"tpu.vector_store\"(%y, %w1, %zero) {operandSegmentSizes = array<i32: 1, 1, 1, 0>} : (vector<2xf32>, vmem<2xf32>, \
                 index) -> ()";
-    let tables = Tables { reads: &[0, 1, 2], writes: &[0, 0, 1], body };
+    let tables = Tables { reads: &[0, 1, 2], writes: &[0, 0, 1], body, semantics: ARBITRARY };
     let found = tables.run(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 6, false).unwrap();
     assert_values(&found, &[4.0, 6.0, NAN, NAN, NAN, NAN], "a sum, its stale start, and what no step wrote");
 }
@@ -580,7 +649,7 @@ fn an_output_keeps_its_contents_while_it_stays_and_is_poison_when_it_comes() {
 #[test]
 fn a_store_to_an_input_lasts_until_its_window_moves() {
     let body = format!("{ADD_ONE}\n{}", ADD_ONE.lines().last().unwrap().replace("%w1", "%w0"));
-    let tables = Tables { reads: &[0, 0, 1, 0], writes: &[0, 1, 2, 3], body: &body };
+    let tables = Tables { reads: &[0, 0, 1, 0], writes: &[0, 1, 2, 3], body: &body, semantics: ARBITRARY };
     let found = tables.run(&[0.0, 0.0, 5.0, 5.0], 8, false).unwrap();
     assert_values(&found, &[1.0, 1.0, 2.0, 2.0, 6.0, 6.0, 1.0, 1.0], "in HBM it is as it was");
 }
@@ -682,7 +751,7 @@ fn a_run_that_breaks_a_rule_is_refused_with_its_line() {
         "%at = \"arith.constant\"() {value = 2 : index} : () -> index\n%scalar = \
                                           \"memref.load\"(%p0, %at) : ( smem<2xi32>, index) -> i32\n%x = ",
     );
-    let tables = Tables { reads: &[0, 1], writes: &[0, 1], body: &beyond };
+    let tables = Tables { reads: &[0, 1], writes: &[0, 1], body: &beyond, semantics: ARBITRARY };
     let problem = problem(tables.run(&[0.0; 4], 4, false));
     assert!(problem.starts_with("line 6: memref.load: a block of [1] at [2]"), "{problem}");
 }
