@@ -349,6 +349,7 @@ impl<W: Timed> Subject<'_, W> {
             gflop_per_s: None,
             threads: rayon::current_num_threads(),
             isa: isa.map(String::from),
+            lowering: self.implementation.lowering().map(String::from),
             ratios,
             roofline_share,
             mem_after_alloc: keep("mem_after_alloc", in_use(&memory.after_alloc)),
@@ -384,7 +385,8 @@ fn judge_answer<P: Judgeable>(
     }
     let label = format!("{} {}", problem.checked_shape(spec).map_err(RunError::from)?, problem.dtype());
     let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
-    let checks = judged.verdicts.iter().map(|verdict| check(verdict).on_devices(devices)).collect();
+    let checks =
+        judged.verdicts.iter().map(|verdict| check(verdict).on_devices(devices, implementation.lowering())).collect();
     Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
 }
 

@@ -15,7 +15,7 @@ use crate::bench::{self, BenchError, Measured, Options, Progress};
 use crate::case::{Batch, Case};
 use crate::config;
 use crate::judge::generate::{Recipe, Regime};
-use crate::judge::report::on_devices;
+use crate::judge::report::{on_devices, with_lowering};
 use crate::problem::{Dtype, Extents};
 use crate::schema::{bench as schema, verdicts::Verdicts};
 
@@ -120,7 +120,7 @@ fn table(figures: &schema::Bench) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
     let shape: Vec<String> = figures.shape.iter().map(usize::to_string).collect();
-    let name = on_devices(&figures.implementation, figures.devices);
+    let name = with_lowering(on_devices(&figures.implementation, figures.devices), figures.lowering.as_deref());
     table.set_header([name, format!("{} {}", shape.join("x"), figures.dtype)]);
     table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
     // As in JSON.

@@ -10,7 +10,7 @@ use super::{CliError, Passed, Printing};
 use crate::config;
 use crate::implementation::RunError;
 use crate::problem::{Dtype, Shape};
-use crate::programs::{MOSAIC_VERSION, Named, Shaped, Signature, TpuKernel};
+use crate::programs::{MOSAIC_VERSION, Named, Programs as _, Shaped, Signature, TpuKernel};
 use crate::spec::LossSpec;
 use crate::tpu::Target;
 use crate::tpu::figures::loss_program;
@@ -52,9 +52,11 @@ impl Emit {
         let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
         let (machine, loss) = (self.target.chip.machine(), Shaped::of(&spec));
         let kernels = implementation.kernels_for(loss, local, dtype, machine).map_err(RunError::from)?;
-        if kernels.is_empty() {
+        if kernels.is_empty() || !implementation.is_whole() {
             let id = &self.implementation;
-            let reason = format!("implementation: got `{id}`, which has no kernels, expected one that has them: ");
+            let reason = format!(
+                "implementation: got `{id}`, expected one that has kernels and whose devices hold whole rows: "
+            );
             return Err(CliError::Usage(reason + "tile-one-pass, tile-two-pass"));
         }
         let module = implementation.program_for(loss, local, dtype, devices, machine).map_err(RunError::from)?;

@@ -74,7 +74,7 @@ impl Gradcheck {
                 super::print(&format!("{}\n", known.explain(&verdict, implementation.id(), &command)))?;
             }
             let check = Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
-            checks.push(check.on_devices(config.kernel.devices));
+            checks.push(check.on_devices(config.kernel.devices, implementation.lowering()));
         }
         let differences = P::differences(&known.reference, &outcome).into_iter().flat_map(|(output, of)| {
             let Differences { max_abs, max_rel, mean_abs } = of;

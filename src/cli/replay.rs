@@ -364,7 +364,7 @@ impl Session {
                     self.failures.push(known.explain(&verdict, &name, &command).to_string());
                 }
                 let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
-                self.checks.push(check.on_devices(devices));
+                self.checks.push(check.on_devices(devices, implementation.lowering()));
             }
             match &first {
                 None => first = Some((devices, outcome)),

@@ -210,7 +210,12 @@ fn bad_usage_is_refused_and_leaves_nothing() {
     let lost = format!("{out}/deeper/still");
     let one_line: [(&str, &str, &[&str]); 6] = [
         ("--impl", "fastest", &["implementation", "got `fastest`", "tile-one-pass, tile-two-pass"]),
-        ("--impl", "xla", &["implementation", "got `xla`", "no kernels", "tile-one-pass, tile-two-pass"]),
+        ("--impl", "xla", &["implementation", "got `xla`", "has kernels", "tile-one-pass, tile-two-pass"]),
+        (
+            "--impl",
+            "tile-two-pass-vocab",
+            &["got `tile-two-pass-vocab`", "hold whole rows: tile-one-pass, tile-two-pass"],
+        ),
         ("--dtype", "f64", &["logits dtype f64", "f32, bf16 and f16"]),
         ("--shape", "4294967296x1x8", &["tokens a device", "up to", "tile-two-pass takes any"]),
         ("--shape", "1x8x9999999", &["vocabulary", "tile-two-pass takes any"]),

@@ -40,11 +40,12 @@ pub(crate) fn trials() -> Vec<Trial> {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 13] = [
+    let checks: [(&str, Plain); 14] = [
         ("figures_stay_where_programs_of_a_cpu_compile_quickly", figures_stay),
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
         ("none_of_the_ways_to_write_xla_that_reach_exact_beats_it", super::alternatives::none_beats_xla),
+        ("losses_whose_vocabulary_is_cut_compile_for_every_chip", cut_losses_compile),
         ("rows_are_shared_by_the_cores_of_a_device", rows_are_shared_by_cores),
         ("a_compile_that_is_killed_leaves_no_worker_and_no_folder", killed_compiles_leave_nothing),
         ("a_users_flags_and_a_folder_with_a_blank_reach_libtpu", users_flags_and_a_blank),
@@ -200,6 +201,26 @@ fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-two-pass", 1_245_152_288, 3_918_304)?;
     let bound = Target::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
     assert!(bound.cycles_ms <= bound.hbm_ms, "{bound:?}");
+    Ok(())
+}
+
+/// Over eight devices each holds an eighth of the logits, in columns or in both, and dlogits lie over them.
+fn cut_losses_compile() -> Result<(), Failed> {
+    let spec = LossSpec::default();
+    let local = shape(8, 16, 8192);
+    let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
+    for target in Target::defaults() {
+        for id in
+            ["xla-vocab", "xla-mesh", "tile-two-pass-vocab", "tile-two-pass-mesh", "xla-rows", "tile-one-pass-rows"]
+        {
+            let machine = target.chip.machine();
+            let code = xla(id).program_for(Shaped::of(&spec), local, Dtype::Bf16, target.devices(), machine)?;
+            let compiled = compile(&target, &code).map_err(|error| format!("{id} for {target}: {error}"))?;
+            let (held, peak) = (compiled.memory.alias_bytes, compiled.memory.peak_bytes());
+            assert!(held >= logits / 8 && peak < logits, "{id} for {target}: {:?}", compiled.memory);
+            assert!(compiled.traffic.hbm_bytes >= 2 * u64::try_from(logits / 8)?, "{id} for {target}");
+        }
+    }
     Ok(())
 }
 

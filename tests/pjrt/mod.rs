@@ -3,6 +3,7 @@
 mod abi;
 mod exported_program;
 mod lm_head;
+mod on_a_tpu;
 mod replicas;
 mod runtime;
 mod target_holes;

@@ -5,7 +5,7 @@ use std::path::Path;
 use assay::implementation::{Given, Implementation, RunError, Unsupported, Workload};
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
 use assay::problem::{Dtype, HeadLayout, HeadProblem, Problem};
-use assay::programs::{HeadProgram, LossProgram, Machine, Programs, Shaped, Sharding};
+use assay::programs::{Device, HeadProgram, LossProgram, Programs, Shaped, Sharding};
 use assay::spec::LossSpec;
 use assay::xla::Runner;
 
@@ -51,14 +51,18 @@ impl<P: Programs> Programs for RightOnTheFirst<P> {
         self.program.supports(spec, shape, dtype, devices)
     }
 
-    fn loops(
+    fn has_kernels(self) -> bool {
+        self.program.has_kernels()
+    }
+
+    fn text(
         self,
         loss: Shaped,
         given: Given<P::Problem>,
         devices: usize,
-        machine: Machine,
+        device: Device,
     ) -> Result<String, Unsupported> {
-        let text = self.program.loops(loss, given, devices, machine)?;
+        let text = self.program.text(loss, given, devices, device)?;
         // The last line but the brackets: `return %a, … : tensor<…>, …`.
         let (body, returned) = text.rsplit_once("    return ").expect("a program returns");
         let (returned, end) = returned.split_once('\n').expect("brackets follow");

@@ -120,6 +120,11 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
         self.device_counts().contains(&devices)
     }
 
+    /// How its tile kernels are written for the devices here, `loops` or `mosaic`; `None` where it has none, or there is no device.
+    fn lowering(&self) -> Option<&'static str> {
+        None
+    }
+
     /// The instruction set that it uses, where it runs on this machine's cores.
     fn isa(&self) -> Option<&'static str> {
         None

@@ -23,6 +23,8 @@ pub struct Check {
     pub implementation: String,
     /// Devices that it ran on.
     pub devices: usize,
+    /// How its tile kernels were written for them: `loops` or `mosaic`.
+    pub lowering: Option<&'static str>,
     /// The output and how it was compared.
     pub output: String,
     /// Dtype of the output.
@@ -69,6 +71,7 @@ impl Check {
             fixture: fixture.into(),
             implementation: implementation.into(),
             devices: 1,
+            lowering: None,
             output: output.into(),
             dtype: verdict.dtype,
             promised: verdict.promised,
@@ -88,10 +91,15 @@ impl Check {
         }
     }
 
-    /// The same check of a run on `devices` devices.
+    /// The same check of a run on `devices` devices, for which tile kernels were written as `lowering` says.
     #[must_use]
-    pub fn on_devices(self, devices: usize) -> Self {
-        Self { devices, ..self }
+    pub fn on_devices(self, devices: usize, lowering: Option<&'static str>) -> Self {
+        Self { devices, lowering, ..self }
+    }
+
+    /// What ran: `tile-two-pass ×4, loops`.
+    pub fn ran(&self) -> String {
+        with_lowering(on_devices(&self.implementation, self.devices), self.lowering)
     }
 
     /// `error / limit`; `None` where nothing was compared, or a value is NaN or ∞ that should not be.
@@ -104,6 +112,11 @@ impl Check {
 /// `xla-rows ×4`; one device goes without saying.
 pub fn on_devices(id: &str, devices: usize) -> String {
     if devices == 1 { id.into() } else { format!("{id} ×{devices}") }
+}
+
+/// `tile-one-pass, loops`
+pub fn with_lowering(name: String, lowering: Option<&str>) -> String {
+    lowering.map_or(name.clone(), |lowering| format!("{name}, {lowering}"))
 }
 
 /// All checks of one command.
@@ -156,6 +169,7 @@ impl From<Check> for schema::Check {
             fixture: check.fixture,
             implementation: check.implementation,
             devices: check.devices,
+            lowering: check.lowering.map(String::from),
             output: check.output,
             dtype: Some(check.dtype.to_string()),
             promised: Some(check.promised.to_string()),
@@ -250,7 +264,7 @@ impl Report {
             };
             table.add_row([
                 check.fixture.clone(),
-                on_devices(&check.implementation, check.devices),
+                check.ran(),
                 output,
                 number(check.worst),
                 number(check.limit),
@@ -353,7 +367,7 @@ fn without_gradient(checks: &[Check]) -> Vec<String> {
     let mut runs: Vec<(String, bool)> = Vec::new();
     for check in checks {
         let Some(compared) = check.gradient else { continue };
-        let run = format!("{} with {}", check.fixture, on_devices(&check.implementation, check.devices));
+        let run = format!("{} with {}", check.fixture, check.ran());
         match runs.iter_mut().find(|(other, _)| *other == run) {
             Some((_, any)) => *any |= compared,
             None => runs.push((run, compared)),

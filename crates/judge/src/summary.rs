@@ -5,7 +5,7 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets::NOTHING, presets::UTF8_FULL_CONDENSED};
 
 use super::judge::Status;
-use super::report::{Check, Compared, Ignored, Report, on_devices};
+use super::report::{Check, Compared, Ignored, Report, on_devices, with_lowering};
 use assay_schema::verdicts::{Summary, WorstKappa};
 
 /// Columns of a terminal that lists for a person to read keep to.
@@ -31,6 +31,7 @@ pub fn summary_of(implementation: &str, devices: usize, checks: &[Check], run: O
     Summary {
         implementation: implementation.into(),
         devices,
+        lowering: own.iter().find_map(|check| check.lowering).map(String::from),
         checks: own.len(),
         failed: own.iter().filter(|check| check.verdict.failed()).count(),
         not_compared: own.iter().filter(|check| check.verdict == Status::NotCompared).count(),
@@ -78,7 +79,8 @@ impl Report {
             table.column_mut(column).expect("in the header").set_cell_alignment(CellAlignment::Right);
         }
         for (of, &placed) in self.implementations.iter().zip(placed) {
-            let mut row = vec![on_devices(&of.implementation, of.devices), of.checks.to_string()];
+            let ran = with_lowering(on_devices(&of.implementation, of.devices), of.lowering.as_deref());
+            let mut row = vec![ran, of.checks.to_string()];
             row.extend(failed.then(|| of.failed.to_string()));
             row.extend(nothing.then(|| of.not_compared.to_string()));
             row.push(of.run_s.map_or("–".into(), |seconds| format!("{seconds:.2}")));

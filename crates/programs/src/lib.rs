@@ -11,6 +11,7 @@
 
 mod alternatives;
 mod baseline;
+mod device;
 pub mod lm_head;
 pub mod loss;
 pub mod mesh;
@@ -21,9 +22,10 @@ mod sharding;
 mod tiled;
 mod two_pass;
 
+pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuCore};
 pub use lm_head::{CHUNK_BYTES, HeadProgram};
 pub use loss::{LossProgram, Signature};
-pub use program::{Named, Output, Scalars, local_shape};
+pub use program::{Named, Output, Scalars, local_shape, logits_in_rows};
 pub use sharding::Sharding;
 pub use tiled::TpuKernel;
 
@@ -34,20 +36,6 @@ use assay_core::implementation::{Given, Unsupported, Workload};
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
 use mesh::Mesh;
-
-/// A TPU core with 128 MiB of VMEM, as a v6e has.
-pub const ANY_TPU: Machine = Machine::tpu(120 << 20, true);
-
-/// Any other device: rows of its arrays follow one another, so that nothing is padded to be cut over several (`xla-vocab`
-/// on eight CPU devices, 1x128x151936 bf16: 47 ms a step, 61 where 18,992 columns each were made 19,072). The kernels'
-/// loops are those of a TPU: they are there to be judged, and take their sums in its order. Registers of 32 lanes in place
-/// of 128 would take a CPU 0.9 (`tile-one-pass`) and 0.75 of the time (`tile-two-pass`, 1x64x32000), of 512 up to twice it.
-pub const ANY_DEVICE: Machine = Machine { memory_columns: 1, ..ANY_TPU };
-
-/// What the devices of a PJRT platform are, by the name that it gives itself.
-pub fn machine_of(platform: &str) -> Machine {
-    if platform == "tpu" { ANY_TPU } else { ANY_DEVICE }
-}
 
 /// The programs of one kernel under one sharding, for one kind of problem.
 pub trait Programs: Copy + Send + Sync {
@@ -101,17 +89,25 @@ pub trait Programs: Copy + Send + Sync {
         mesh.map_err(|counts| unsupported(self, "device count", devices, counts))
     }
 
-    /// The program that any device runs, one of `devices`, each of which is a `machine`, for the whole batch that is `given`.
+    /// The program that each of `devices` runs, which are of one kind, for the whole batch that is `given`.
     ///
     /// # Errors
     /// [`Unsupported`], as of [`supports`](Self::supports).
-    fn loops(
+    fn text(
         self,
         loss: Shaped,
         given: Given<Self::Problem>,
         devices: usize,
-        machine: Machine,
+        device: Device,
     ) -> Result<String, Unsupported>;
+
+    /// Whether it has tile kernels, which are [lowered](Lowering) in one way or another.
+    fn has_kernels(self) -> bool;
+
+    /// Whether its logits, if it is given any, cross as [rows](logits_in_rows).
+    fn takes_rows(self, device: Device) -> bool {
+        self.has_kernels() && device.lowering == Lowering::Mosaic
+    }
 }
 
 fn unsupported(

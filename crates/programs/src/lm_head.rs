@@ -47,8 +47,8 @@ use crate::mesh::{Axis, Mesh};
 use crate::one_pass::{most_tokens, one_pass};
 use crate::program::{Evaluated, Given, Output, Program, Share, frame};
 use crate::sharding::Sharding;
-use crate::tiled::{self, Calls, Lowering, Rows, Statistics};
-use crate::{Programs, baseline, unsupported};
+use crate::tiled::{self, Calls, Rows, Statistics};
+use crate::{Device, Lowering, Programs, baseline, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
@@ -155,16 +155,20 @@ impl Programs for HeadProgram {
         self.mesh(shape.logits(), devices).map(|_| ())
     }
 
-    fn loops(
+    fn text(
         self,
         loss: Shaped,
         given: implementation::Given<HeadProblem>,
         devices: usize,
-        machine: Machine,
+        device: Device,
     ) -> Result<String, Unsupported> {
         self.supports(loss.spec, given.shape, given.dtype, devices)?;
         let mesh = self.mesh(given.shape.logits(), devices)?;
-        Ok(self.program(loss, given, mesh, Lowering::Loops, machine))
+        Ok(self.program(loss, given, mesh, device.lowering, device.machine))
+    }
+
+    fn has_kernels(self) -> bool {
+        self.core == Core::Tile
     }
 }
 

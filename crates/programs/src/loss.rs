@@ -36,8 +36,8 @@ use crate::one_pass::{most_tokens, one_pass, rows_of_a_block};
 use crate::program::{self, Evaluated, Given, LogitsGiven, Program, Share, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
-use crate::tiled::{self, Calls, Lowering, TpuKernel};
-use crate::{ANY_DEVICE, Named, Programs, baseline, unsupported};
+use crate::tiled::{self, Calls, TpuKernel};
+use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, baseline, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -154,17 +154,21 @@ impl Programs for LossProgram {
         !matches!(self.core, Core::Entropy | Core::Alternative(_))
     }
 
-    fn loops(
+    fn text(
         self,
         loss: Shaped,
         given: implementation::Given<Problem>,
         devices: usize,
-        machine: Machine,
+        Device { machine, lowering }: Device,
     ) -> Result<String, Unsupported> {
         let implementation::Given { shape, dtype, form: () } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(loss.structure, shape, mesh, Calls { dtype, lowering: Lowering::Loops, machine })
+        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine })
+    }
+
+    fn has_kernels(self) -> bool {
+        !self.is_xla()
     }
 }
 
@@ -220,12 +224,12 @@ impl LossProgram {
         })
     }
 
-    /// The program that a device runs where each of `devices` holds `local` logits of their own and all of them together
-    /// one batch: data-parallel, whatever the sharding of this implementation. A text for compilers: nothing is run. Tile
-    /// kernels are called as kernels for a TPU that is `machine`.
+    /// The program of each of `devices`. Of what is whole, `local` is what one device holds: logits of its own, all of them together
+    /// one batch. Of the others it is the batch, cut as the [sharding](Self::sharding) says. A text for compilers: nothing is
+    /// run. Tile kernels are called as kernels for a TPU that is `machine`.
     ///
     /// # Errors
-    /// [`Unsupported`], for f64 logits, for a vocabulary beyond i32, and for shardings other than whole rows.
+    /// [`Unsupported`], for f64 logits, for a vocabulary or a batch beyond i32, and for devices that do not cut the logits.
     pub fn program_for(
         self,
         loss: Shaped,
@@ -235,8 +239,10 @@ impl LossProgram {
         machine: Machine,
     ) -> Result<String, Unsupported> {
         if !self.is_whole() {
-            let supported = "those whose devices hold whole rows: xla, tile-one-pass, tile-two-pass, tile-entropy";
-            return Err(unsupported(self, "compiling ahead of time", self.id(), supported));
+            let mesh = self.mesh(local, devices)?;
+            self.expect_fits(local_shape(local, mesh, machine), dtype, machine)?;
+            self.supports(loss.spec, local, dtype, devices)?;
+            return self.program(loss.structure, local, mesh, Calls { dtype, lowering: Lowering::Mosaic, machine });
         }
         // The limit of the machine asked for comes before that of any other.
         self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
@@ -347,7 +353,7 @@ impl LossProgram {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HeadProgram, machine_of};
+    use crate::HeadProgram;
     use assay_core::implementation::Given;
     use assay_core::problem::{HeadForm, HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
@@ -375,13 +381,13 @@ mod tests {
         let spec = LossSpec::default();
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
         let columns = |platform| {
-            let machine = machine_of(platform);
+            let device = Device::in_loops(platform, "TPU v6 lite");
             let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
             let cut = LossProgram::all().into_iter().filter(|xla| xla.sharding == Sharding::Vocab);
-            let texts = cut.map(|xla| xla.loops(Shaped::of(&spec), given, 8, machine).unwrap());
+            let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
             let given = Given { shape, dtype: Dtype::Bf16, form };
             let cut = HeadProgram::all().into_iter().filter(|head| head.sharding() == Sharding::Vocab);
-            let of_heads = cut.map(|head| head.loops(Shaped::of(&spec), given, 8, machine).unwrap());
+            let of_heads = cut.map(|head| head.text(Shaped::of(&spec), given, 8, device).unwrap());
             let held = |text: String| {
                 let parameters = text.lines().find(|line| line.contains("@main(")).unwrap();
                 [18_992, 19_072].map(|columns| parameters.contains(&format!("x{columns}xbf16>")))
@@ -411,7 +417,7 @@ mod tests {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
                 let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
-                xla.loops(Shaped::of(spec), given, 1, ANY_DEVICE).unwrap()
+                xla.text(Shaped::of(spec), given, 1, Device::ANY).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
                 let whole = all.iter().find(|xla| xla.is_whole() && xla.core == cut.core).unwrap();
@@ -423,7 +429,7 @@ mod tests {
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let whole = heads.iter().find(|head| head.is_whole() && head.class() == cut.class()).unwrap();
-                let text = |head: &HeadProgram| head.loops(Shaped::of(spec), given, 1, ANY_DEVICE).unwrap();
+                let text = |head: &HeadProgram| head.text(Shaped::of(spec), given, 1, Device::ANY).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;
             }

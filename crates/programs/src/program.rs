@@ -245,12 +245,18 @@ pub(crate) fn program(
 /// Logits where they cross the boundary of a program: `[b,t,v]`; for kernels that are not XLA's `[1,b·t,v]`, and f16 as i16,
 /// its bits. A TPU would write f16 anew to read it as its bits, and all logits anew to read them in rows: where tokens are
 /// no multiple of eight, its memory has gaps between sequences.
-fn logits_array([b, t, v]: [usize; 3], dtype: Dtype, for_kernels: bool) -> Type {
+fn logits_array(local: [usize; 3], dtype: Dtype, for_kernels: bool) -> Type {
     if for_kernels {
-        Type::new(stored_as(dtype.into()), &in_rows([b, t, v]))
+        let (element, shape) = logits_in_rows(local, dtype.into());
+        Type { element, shape }
     } else {
-        Type::new(dtype.into(), &[b, t, v])
+        Type::new(dtype.into(), &local)
     }
+}
+
+/// Element type and extents of `local` logits where they are given to kernels that are not XLA's.
+pub fn logits_in_rows(local: [usize; 3], element: DeviceDtype) -> (DeviceDtype, Vec<usize>) {
+    (stored_as(element), in_rows(local).to_vec())
 }
 
 fn logits_parameter(builder: &mut Builder, local: [usize; 3], given: LogitsGiven) -> Value {

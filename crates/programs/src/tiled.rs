@@ -3,6 +3,7 @@
 use std::f64::consts::{LN_2, LOG2_E};
 
 use super::program::{Evaluated, Forward, Given, Named, Program};
+use crate::device::Lowering;
 use crate::mesh::Axis;
 use crate::one_pass;
 use crate::rows::{FLOOR, in_rows, stored_as};
@@ -15,15 +16,6 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
 use assay_tile::{Kernel, Machine, mosaic, xla};
-
-/// How a program calls a tile kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lowering {
-    /// As StableHLO loops, for any device.
-    Loops,
-    /// As a kernel for a TPU.
-    Mosaic,
-}
 
 /// What the tile kernels of a program are written for.
 #[derive(Clone, Copy)]

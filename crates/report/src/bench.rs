@@ -3,7 +3,7 @@
 use assay_schema::bench::Bench;
 use maud::{Markup, html};
 
-use super::number::{bytes, clipped, milliseconds, shape, short};
+use super::number::{bytes, clipped, milliseconds, ran, shape, short};
 use super::part::Part;
 use super::plot::{Bar, Tone, bars, key};
 
@@ -40,9 +40,9 @@ impl Part for Bench {
     }
 
     fn summary(&self) -> String {
-        let Self { implementation, devices, dtype, step_s_p50, .. } = self;
-        let on = if *devices == 1 { String::new() } else { format!(" ×{devices}") };
-        format!("{implementation}{on}, {} {dtype}: {} a step", shape(&self.shape), milliseconds(step_s_p50 * 1e3))
+        let Self { implementation, devices, lowering, dtype, step_s_p50, .. } = self;
+        let ran = ran(implementation, *devices, lowering.as_deref());
+        format!("{ran}, {} {dtype}: {} a step", shape(&self.shape), milliseconds(step_s_p50 * 1e3))
     }
 
     fn body(&self) -> Markup {

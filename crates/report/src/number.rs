@@ -50,6 +50,13 @@ pub(super) fn shape(extents: &[usize]) -> String {
     extents.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
+/// `tile-one-pass ×4, loops`; one device goes without saying.
+pub(super) fn ran(implementation: &str, devices: usize, lowering: Option<&str>) -> String {
+    let on = if devices == 1 { String::new() } else { format!(" ×{devices}") };
+    let lowering = lowering.map(|lowering| format!(", {lowering}")).unwrap_or_default();
+    format!("{implementation}{on}{lowering}")
+}
+
 /// The start of a stranger's text, on one line.
 pub(super) fn clipped(text: &str) -> String {
     const SHOWN: usize = 160;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use assay_schema::verdicts::{Check, Grade, Ignored, Status, Verdicts};
 use maud::{Markup, html};
 
-use super::number::{clipped, or_dash, short};
+use super::number::{clipped, or_dash, ran, short};
 use super::part::Part;
 use super::plot::{Strip, Tone, histogram, key, strips};
 
@@ -13,11 +13,7 @@ use super::plot::{Strip, Tone, histogram, key, strips};
 const REFERENCE: &str = "reference";
 
 fn name(check: &Check) -> String {
-    if check.devices == 1 {
-        check.implementation.clone()
-    } else {
-        format!("{} ×{}", check.implementation, check.devices)
-    }
+    ran(&check.implementation, check.devices, check.lowering.as_deref())
 }
 
 /// `error / limit`; beyond everything where the judge rejected a value that has no error.

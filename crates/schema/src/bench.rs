@@ -16,6 +16,9 @@ pub struct Bench {
     pub implementation: String,
     /// Devices that it ran on.
     pub devices: usize,
+    /// How its tile kernels were written for them: `loops` or `mosaic`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lowering: Option<String>,
     /// `[B, T, V]` or `[B, T, H, V]`.
     pub shape: Vec<usize>,
     /// Of logits, or of hidden states and head.

@@ -39,6 +39,9 @@ pub struct Check {
     /// Devices that it ran on.
     #[serde(default = "one")]
     pub devices: usize,
+    /// How its tile kernels were written for them: `loops` or `mosaic`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lowering: Option<String>,
     /// The output and how it was compared.
     pub output: String,
     /// Dtype of the output.
@@ -217,6 +220,9 @@ pub struct Summary {
     pub implementation: String,
     /// Devices that it ran on.
     pub devices: usize,
+    /// How its tile kernels were written for them: `loops` or `mosaic`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lowering: Option<String>,
     /// How many checks there were.
     pub checks: usize,
     /// How many failed.

@@ -53,7 +53,8 @@ impl Asked {
         match self.shape {
             Extents::Logits(shape) => {
                 let program = loss_program(&self.implementation)?;
-                Ok((program.program_for(loss, shape, dtype, devices, machine)?, HeldBy::EachDevice))
+                let held_by = if program.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
+                Ok((program.program_for(loss, shape, dtype, devices, machine)?, held_by))
             }
             Extents::Head(shape) => {
                 let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes);
@@ -133,19 +134,19 @@ impl Asked {
 /// it is told otherwise, and its schedules of an LM head's products are better with more.
 pub fn flags_for(shape: Extents, chip: &Chip) -> String {
     match shape {
-        Extents::Head(_) if chip.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
+        Extents::Head(_) if chip.core.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
         _ => String::new(),
     }
 }
 
-/// The programs called `id`, of a loss on logits, which must be some that compile for TPUs.
+/// The programs called `id`, of a loss on logits: all of them compile for TPUs.
 ///
 /// # Errors
 /// [`TpuError::Implementation`], with the ids there are.
 pub fn loss_program(id: &str) -> Result<LossProgram, TpuError> {
-    let compiled: Vec<LossProgram> = LossProgram::all().into_iter().filter(|program| program.is_whole()).collect();
-    compiled.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
-        let ids = compiled.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
+    let all = LossProgram::all();
+    all.iter().copied().find(|program| program.id() == id).ok_or_else(|| {
+        let ids = all.iter().map(|program| program.id()).collect::<Vec<_>>().join(", ");
         TpuError::Implementation { given: id.into(), expected: format!("one that compiles for TPUs: {ids}") }
     })
 }

@@ -30,7 +30,7 @@
 use std::fmt;
 
 use super::error::TpuError;
-use assay_programs::Machine;
+use assay_programs::{Machine, TpuCore};
 use assay_schema::compile::{Bound, Limit};
 
 /// A generation of TPU. All figures are of a chip unless they say otherwise.
@@ -48,14 +48,12 @@ pub struct Chip {
     pub hbm_tb_per_s: f64,
     /// HBM, 2³⁰ bytes.
     pub hbm_gib: f64,
-    /// VMEM of one core, 2²⁰ bytes.
-    pub vmem_mib: usize,
+    /// One of its tensor cores.
+    pub core: TpuCore,
     /// Tensor cores.
     pub cores: usize,
     /// Devices that a program sees.
     pub devices: usize,
-    /// Whether its vector units compute in bf16.
-    pub bf16_arithmetic: bool,
     /// Assumed clock, 10⁹ a second.
     pub clock_ghz: f64,
     /// Dense bf16, 10¹² operations a second.
@@ -70,9 +68,9 @@ impl Chip {
         self.hbm_tb_per_s / self.devices as f64
     }
 
-    /// What its cores have for a kernel: of their VMEM one part in sixteen stays the compiler's own.
+    /// What its cores have for a kernel.
     pub fn machine(&self) -> Machine {
-        Machine::tpu((self.vmem_mib << 20) / 16 * 15, self.bf16_arithmetic)
+        self.core.machine()
     }
 
     /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.
@@ -98,10 +96,9 @@ pub const CHIPS: [Chip; 4] = [
         default_topology: &[2, 4],
         hbm_tb_per_s: 0.82,
         hbm_gib: 16.0,
-        vmem_mib: 128,
+        core: TpuCore::V5E,
         cores: 1,
         devices: 1,
-        bf16_arithmetic: false,
         clock_ghz: 1.5,
         bf16_tflops: 197.0,
         branch_delay: 4,
@@ -113,10 +110,9 @@ pub const CHIPS: [Chip; 4] = [
         default_topology: &[2, 2, 2],
         hbm_tb_per_s: 2.77,
         hbm_gib: 95.0,
-        vmem_mib: 64,
+        core: TpuCore::V5P,
         cores: 2,
         devices: 1,
-        bf16_arithmetic: false,
         clock_ghz: 1.75,
         bf16_tflops: 459.0,
         branch_delay: 4,
@@ -128,10 +124,9 @@ pub const CHIPS: [Chip; 4] = [
         default_topology: &[2, 4],
         hbm_tb_per_s: 1.638,
         hbm_gib: 32.0,
-        vmem_mib: 128,
+        core: TpuCore::V6E,
         cores: 1,
         devices: 1,
-        bf16_arithmetic: true,
         clock_ghz: 1.75,
         bf16_tflops: 918.0,
         branch_delay: 4,
@@ -143,10 +138,9 @@ pub const CHIPS: [Chip; 4] = [
         default_topology: &[2, 2, 1],
         hbm_tb_per_s: 7.38,
         hbm_gib: 192.0,
-        vmem_mib: 64,
+        core: TpuCore::V7X,
         cores: 2,
         devices: 2,
-        bf16_arithmetic: true,
         clock_ghz: 2.2,
         bf16_tflops: 2307.0,
         branch_delay: 6,

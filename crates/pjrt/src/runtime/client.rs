@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pjrt_sys::{
     PJRT_Client, PJRT_Client_AddressableDevices_Args, PJRT_Client_Create_Args, PJRT_Client_Destroy_Args,
     PJRT_Client_PlatformName_Args, PJRT_Client_PlatformVersion_Args, PJRT_Device, PJRT_Device_GetDescription_Args,
-    PJRT_DeviceDescription_Id_Args, PJRT_NamedValue, PJRT_NamedValue_Type_PJRT_NamedValue_kInt64,
+    PJRT_DeviceDescription_Id_Args, PJRT_DeviceDescription_Kind_Args, PJRT_NamedValue,
+    PJRT_NamedValue_Type_PJRT_NamedValue_kInt64,
 };
 
 use super::abi::{bytes_from, slice_from};
@@ -32,6 +33,7 @@ struct Inner {
     /// The plugin's numbers for them.
     device_ids: Vec<i64>,
     platform: String,
+    device_kind: String,
     platform_version: String,
     /// Held while a program runs on several devices.
     collective: Mutex<()>,
@@ -71,6 +73,20 @@ fn device_id(plugin: &Plugin, device: *mut PJRT_Device) -> Result<i64, RuntimeEr
     args.device_description = description.device_description;
     call!(plugin, PJRT_DeviceDescription_Id, args, what)?;
     Ok(args.id.into())
+}
+
+/// What kind of device it is, in the plugin's words: `TPU v6 lite`.
+fn device_kind(plugin: &Plugin, device: *mut PJRT_Device) -> Result<String, RuntimeError> {
+    let what = "read a device's kind";
+    let mut description = PJRT_Device_GetDescription_Args::new();
+    description.device = device;
+    call!(plugin, PJRT_Device_GetDescription, description, what)?;
+    let mut args = PJRT_DeviceDescription_Kind_Args::new();
+    args.device_description = description.device_description;
+    call!(plugin, PJRT_DeviceDescription_Kind, args, what)?;
+    // SAFETY: the device owns the text.
+    let text = unsafe { bytes_from(args.device_kind, args.device_kind_size) };
+    Ok(String::from_utf8_lossy(text).into_owned())
 }
 
 impl Client {
@@ -125,6 +141,7 @@ impl Client {
             devices: Vec::new(),
             device_ids: Vec::new(),
             platform: String::new(),
+            device_kind: String::new(),
             platform_version: String::new(),
             collective: Mutex::new(()),
             compiles_quickly: AtomicBool::new(false),
@@ -153,6 +170,7 @@ impl Client {
             let given = format!("{} devices, some of them null", inner.devices.len());
             return Err(RuntimeError::Answer { what: what(), given, expected: "at least one device".into() });
         }
+        inner.device_kind = device_kind(plugin, inner.devices[0])?;
         inner.device_ids = inner.devices.iter().map(|&device| device_id(plugin, device)).collect::<Result<_, _>>()?;
         Ok(Client(Arc::new(inner)))
     }
@@ -165,6 +183,11 @@ impl Client {
     /// `cpu`, `cuda`, `tpu`, …
     pub fn platform(&self) -> &str {
         &self.0.platform
+    }
+
+    /// What kind its devices are, in the plugin's words: `TPU v6 lite`.
+    pub fn device_kind(&self) -> &str {
+        &self.0.device_kind
     }
 
     /// The plugin's own words on its version.

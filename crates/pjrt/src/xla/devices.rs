@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::shards::Shards;
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
-use assay_core::implementation::Unavailable;
+use assay_core::implementation::{Unavailable, Unsupported};
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::Shape;
-use assay_programs::{Machine, Sharding, machine_of};
+use assay_programs::{Device, LOOPS_VARIABLE, Sharding};
 
 /// The largest device count that is tried of itself.
 const MOST_DEVICES: usize = 8;
@@ -60,9 +60,20 @@ impl Devices {
     }
 }
 
-/// What the devices of a client are.
-pub(super) fn machine(client: &Client) -> Machine {
-    machine_of(client.platform())
+/// What the devices of a client are, for an implementation that is called `id`: tile kernels are loops on a TPU where that was
+/// [asked for](LOOPS_VARIABLE).
+pub(super) fn device(client: &Client, id: &str) -> Result<Device, Unsupported> {
+    let (platform, kind) = (client.platform(), client.device_kind());
+    let asked = std::env::var(LOOPS_VARIABLE).is_ok_and(|value| !["", "0"].contains(&value.as_str()));
+    if asked {
+        return Ok(Device::in_loops(platform, kind));
+    }
+    Device::of(platform, kind).map_err(|supported| Unsupported {
+        implementation: id.into(),
+        field: "device kind",
+        given: kind.into(),
+        supported,
+    })
 }
 
 /// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of

@@ -21,7 +21,7 @@ use assay_programs::{HeadProgram, LossProgram, Output, Programs, Scalars, Shaped
 use ndarray::{Array2, Ix1, Ix2, Ix3, arr0};
 
 use crate::runtime::{Buffer, RuntimeError};
-use devices::{Devices, Plan, compiled, machine};
+use devices::{Devices, Plan, compiled, device};
 use shards::{Block, Padding, Shards};
 
 /// Programs of one kernel under one sharding, run by a plugin.
@@ -91,9 +91,12 @@ impl XlaEntropy {
         let shape = problem.check(spec)?;
         let client = self.on.client()?;
         let given = Given { shape, dtype: problem.logits.dtype(), form: () };
-        let text = LossProgram::entropy().loops(Shaped::of(spec), given, 1, machine(&client))?;
+        let program = LossProgram::entropy();
+        let device = device(&client, program.id())?;
+        let text = program.text(Shaped::of(spec), given, 1, device)?;
         let executable = compiled(&client, text, 1)?;
-        let shards = Shards { shape, mesh: Mesh::ONE, client };
+        let in_rows = program.takes_rows(device);
+        let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
         let inverse_temperature = spec.temperature.recip() as f32;
@@ -136,6 +139,11 @@ where
 
     fn takes(&self, devices: usize) -> bool {
         self.on.takes(devices)
+    }
+
+    fn lowering(&self) -> Option<&'static str> {
+        let client = self.on.client().ok().filter(|_| self.program.has_kernels())?;
+        device(&client, self.program.id()).ok().map(|device| device.lowering.name())
     }
 
     fn supports(
@@ -242,8 +250,10 @@ where
     ) -> Result<Self, RunError> {
         program.supports(spec, given.shape, given.dtype, devices)?;
         let (client, loss, shape) = (on.client()?, Shaped::of(spec), Problem::<L>::logits(given.shape));
-        let text = program.loops(loss, given, devices, machine(&client))?;
-        let shards = Shards { shape, mesh: program.mesh(shape, devices)?, client };
+        let device = device(&client, program.id())?;
+        let text = program.text(loss, given, devices, device)?;
+        let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
+        let shards = Shards { shape, mesh, client, device, in_rows };
         Ok(Self { plan: Plan::of(text, shards)?, loss, given })
     }
 

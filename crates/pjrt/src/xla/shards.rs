@@ -9,16 +9,17 @@ use crate::runtime::{Buffer, Client, Executable, RuntimeError};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::memory::expect_room;
 use assay_core::problem::{Dtype, FloatArray, Shape};
-use assay_programs::local_shape;
 use assay_programs::mesh::{Axis, Mesh, shard};
-
-use super::devices::machine;
+use assay_programs::{Device, local_shape, logits_in_rows};
 
 /// A batch of `shape` over the devices of `mesh`.
 pub(super) struct Shards {
     pub(super) shape: Shape,
     pub(super) mesh: Mesh,
     pub(super) client: Client,
+    pub(super) device: Device,
+    /// Whether logits and dlogits cross as rows, as kernels take them.
+    pub(super) in_rows: bool,
 }
 
 /// What one device holds; the rest of its local shape is padding.
@@ -33,6 +34,8 @@ pub(super) struct Block {
     whole: Vec<usize>,
     ranges: Vec<Range<usize>>,
     local: Vec<usize>,
+    /// Whether it crosses as rows.
+    in_rows: bool,
 }
 
 /// What stands beyond the ends of an array.
@@ -48,7 +51,15 @@ impl Block {
     /// All of an array.
     pub(super) fn all(extents: &[usize]) -> Self {
         let ranges = extents.iter().map(|&extent| 0..extent).collect();
-        Self { whole: extents.to_vec(), ranges, local: extents.to_vec() }
+        Self { whole: extents.to_vec(), ranges, local: extents.to_vec(), in_rows: false }
+    }
+
+    /// Element type and extents of the array on the device.
+    fn on_device(&self, element: DeviceDtype) -> (DeviceDtype, Vec<usize>) {
+        match self.local[..] {
+            [b, t, v] if self.in_rows => logits_in_rows([b, t, v], element),
+            _ => (element, self.local.clone()),
+        }
     }
 
     /// The same, but for `range` alone along `axis`, in a `local` extent.
@@ -81,7 +92,8 @@ impl Block {
     /// What a device holds, in order.
     fn bytes(&self, buffer: &Buffer, element: DeviceDtype) -> Result<Vec<u8>, RuntimeError> {
         let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
-        buffer.download(element, &self.local, &mut bytes)?;
+        let (on_device, extents) = self.on_device(element);
+        buffer.download(on_device, &extents, &mut bytes)?;
         Ok(bytes)
     }
 
@@ -89,7 +101,8 @@ impl Block {
     fn download<D: Dimension>(&self, buffer: &Buffer, whole: &mut FloatArray<D>) -> Result<(), RuntimeError> {
         let element = DeviceDtype::from(whole.dtype());
         if self.is_whole() {
-            return buffer.download(element, &self.local, whole.bytes_mut());
+            let (on_device, extents) = self.on_device(element);
+            return buffer.download(on_device, &extents, whole.bytes_mut());
         }
         let bytes = self.bytes(buffer, element)?;
         let target = whole.bytes_mut();
@@ -147,7 +160,7 @@ const DENSE: &str = "checked: dense row-major";
 impl Shards {
     /// Extents that each device holds.
     pub(super) fn local(&self) -> [usize; 3] {
-        local_shape(self.shape, self.mesh, machine(&self.client))
+        local_shape(self.shape, self.mesh, self.device.machine)
     }
 
     /// What `device` holds.
@@ -185,14 +198,15 @@ impl Shards {
         let [b, t, _] = self.local();
         let Part { batch, tokens, .. } = self.part(device);
         let Shape { batch: rows, tokens: columns, .. } = self.shape;
-        Block { whole: vec![rows, columns, width], ranges: vec![batch, tokens, 0..width], local: vec![b, t, width] }
+        let whole = vec![rows, columns, width];
+        Block { whole, ranges: vec![batch, tokens, 0..width], local: vec![b, t, width], in_rows: false }
     }
 
     /// What `device` holds of the logits.
     pub(super) fn logits(&self, device: usize) -> Block {
         let rows = self.rows(device, self.shape.vocab);
         let [_, _, v] = self.local();
-        rows.cut(2, self.part(device).vocab, v)
+        Block { in_rows: self.in_rows, ..rows.cut(2, self.part(device).vocab, v) }
     }
 
     /// Sends a device its block of an array.
@@ -205,7 +219,8 @@ impl Shards {
     ) -> Result<Buffer, RuntimeError> {
         let element = DeviceDtype::from(array.dtype());
         if block.is_whole() {
-            return self.client.upload(device, element, &block.local, array.bytes());
+            let (on_device, extents) = block.on_device(element);
+            return self.client.upload(device, on_device, &extents, array.bytes());
         }
         let fill = match padding {
             Padding::Zero => 0,
@@ -217,7 +232,8 @@ impl Shards {
             let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
             bytes[part..part + length].copy_from_slice(&array.bytes()[whole..whole + length]);
         }
-        self.client.upload(device, element, &block.local, &bytes)
+        let (on_device, extents) = block.on_device(element);
+        self.client.upload(device, on_device, &extents, &bytes)
     }
 
     /// Sends a device its part of a `[B,T]` array, with `padding` in the tokens past `B` and `T`.
@@ -241,7 +257,8 @@ impl Shards {
     fn per_token(&self, device: usize) -> Block {
         let [b, t, _] = self.local();
         let Part { batch, tokens, .. } = self.part(device);
-        Block { whole: vec![self.shape.batch, self.shape.tokens], ranges: vec![batch, tokens], local: vec![b, t] }
+        let whole = vec![self.shape.batch, self.shape.tokens];
+        Block { whole, ranges: vec![batch, tokens], local: vec![b, t], in_rows: false }
     }
 
     /// A `[B,T]` f32 array, called `output`.

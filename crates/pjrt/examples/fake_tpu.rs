@@ -1,0 +1,94 @@
+//! A PJRT plugin that says it is a TPU and keeps the program it is given to compile. All else is done by the CPU plugin that
+//! `ASSAY_FAKE_TPU_PLUGIN` names; the program goes to the file that `ASSAY_FAKE_TPU_PROGRAM` does. For tests alone: where a tile kernel
+//! is a kernel the CPU plugin refuses it, after it was kept.
+
+#![expect(unsafe_code, reason = "a foreign interface: the C API of PJRT")]
+
+use std::env;
+use std::ffi::c_char;
+use std::fs;
+use std::ptr;
+use std::slice;
+use std::sync::OnceLock;
+
+use libloading::Library;
+use pjrt_sys::{
+    PJRT_Api, PJRT_Client_Compile_Args, PJRT_Client_PlatformName_Args, PJRT_DeviceDescription_Kind_Args, PJRT_Error,
+};
+
+const PLATFORM: &str = "tpu";
+const KIND: &str = "TPU v6 lite";
+
+/// The CPU plugin's table, and a copy of it whose entries are ours where that is what this is for.
+struct Tables {
+    real: *const PJRT_Api,
+    own: Vec<u64>,
+}
+
+// SAFETY: both tables are only read once they are made.
+unsafe impl Send for Tables {}
+// SAFETY: the same.
+unsafe impl Sync for Tables {}
+
+static TABLES: OnceLock<Tables> = OnceLock::new();
+
+fn tables() -> &'static Tables {
+    TABLES.get_or_init(|| {
+        let path = env::var_os("ASSAY_FAKE_TPU_PLUGIN").expect("ASSAY_FAKE_TPU_PLUGIN names a CPU plugin");
+        // SAFETY: loading a PJRT plugin runs its constructors, which is what it is there for.
+        let library = Box::leak(Box::new(unsafe { Library::new(path) }.expect("a library")));
+        // SAFETY: every plugin exports this function, of this type.
+        let get = unsafe { library.get::<unsafe extern "C" fn() -> *const PJRT_Api>(b"GetPjrtApi") }.expect("a plugin");
+        // SAFETY: it may be called at any time, and what it returns stays.
+        let real = unsafe { get() };
+        // SAFETY: a table begins with its own size, and is readable over it.
+        let size = unsafe { (*real).struct_size };
+        let mut own = vec![0_u64; size.div_ceil(8)];
+        // SAFETY: both hold `size` bytes; the copy is aligned as a table of pointers is, and at least as long as the one of C API 0.54.
+        unsafe {
+            ptr::copy_nonoverlapping(real.cast::<u8>(), own.as_mut_ptr().cast::<u8>(), size);
+            let own = &mut *own.as_mut_ptr().cast::<PJRT_Api>();
+            own.PJRT_Client_PlatformName = Some(platform_name);
+            own.PJRT_DeviceDescription_Kind = Some(kind);
+            own.PJRT_Client_Compile = Some(compile);
+        }
+        Tables { real, own }
+    })
+}
+
+/// What a plugin exports.
+#[unsafe(no_mangle)]
+pub extern "C" fn GetPjrtApi() -> *const PJRT_Api {
+    tables().own.as_ptr().cast()
+}
+
+// SAFETY: as of every entry, the caller's arguments are those of this one.
+unsafe extern "C" fn platform_name(args: *mut PJRT_Client_PlatformName_Args) -> *mut PJRT_Error {
+    // SAFETY: the same.
+    let args = unsafe { &mut *args };
+    args.platform_name = PLATFORM.as_ptr().cast::<c_char>();
+    args.platform_name_size = PLATFORM.len();
+    ptr::null_mut()
+}
+
+// SAFETY: as of every entry, the caller's arguments are those of this one.
+unsafe extern "C" fn kind(args: *mut PJRT_DeviceDescription_Kind_Args) -> *mut PJRT_Error {
+    // SAFETY: the same.
+    let args = unsafe { &mut *args };
+    args.device_kind = KIND.as_ptr().cast::<c_char>();
+    args.device_kind_size = KIND.len();
+    ptr::null_mut()
+}
+
+// SAFETY: as of every entry, the caller's arguments are those of this one.
+unsafe extern "C" fn compile(args: *mut PJRT_Client_Compile_Args) -> *mut PJRT_Error {
+    // SAFETY: the same; a program's code is readable over its size.
+    let code = unsafe {
+        let program = &*(*args).program;
+        slice::from_raw_parts(program.code.cast::<u8>(), program.code_size)
+    };
+    let file = env::var_os("ASSAY_FAKE_TPU_PROGRAM").expect("ASSAY_FAKE_TPU_PROGRAM names a file");
+    fs::write(file, code).expect("a file that can be written");
+    // SAFETY: the table is the CPU plugin's own, and the arguments are passed on as they came.
+    unsafe { ((*tables().real).PJRT_Client_Compile.expect("every plugin compiles"))(args) }
+}

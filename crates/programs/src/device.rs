@@ -1,0 +1,124 @@
+//! What a program is written for.
+
+use assay_tile::Machine;
+
+/// How a program has its tile kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lowering {
+    /// As StableHLO loops, for any device.
+    Loops,
+    /// As kernels that libtpu compiles.
+    Mosaic,
+}
+
+impl Lowering {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Lowering::Loops => "loops",
+            Lowering::Mosaic => "mosaic",
+        }
+    }
+}
+
+/// Devices of one kind, and how tile kernels are written for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// One of its cores.
+    pub machine: Machine,
+    /// See [`Lowering`].
+    pub lowering: Lowering,
+}
+
+/// A core of a TPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TpuCore {
+    /// What PJRT calls a device that is made of it.
+    pub kinds: [&'static str; 2],
+    /// VMEM, 2²⁰ bytes.
+    pub vmem_mib: usize,
+    /// Whether its vector units compute in bf16.
+    pub bf16_arithmetic: bool,
+}
+
+impl TpuCore {
+    /// Of a v5e.
+    pub const V5E: TpuCore = TpuCore { kinds: ["TPU v5 lite", "TPU v5e"], vmem_mib: 128, bf16_arithmetic: false };
+    /// Of a v5p.
+    pub const V5P: TpuCore = TpuCore { kinds: ["TPU v5", "TPU v5p"], vmem_mib: 64, bf16_arithmetic: false };
+    /// Of a v6e.
+    pub const V6E: TpuCore = TpuCore { kinds: ["TPU v6 lite", "TPU v6e"], vmem_mib: 128, bf16_arithmetic: true };
+    /// Of a v7x.
+    pub const V7X: TpuCore = TpuCore { kinds: ["TPU7x", "TPU v7x"], vmem_mib: 64, bf16_arithmetic: true };
+
+    /// All that programs are written for.
+    pub const ALL: [TpuCore; 4] = [TpuCore::V5E, TpuCore::V5P, TpuCore::V6E, TpuCore::V7X];
+
+    /// What it has for a kernel: of its VMEM one part in sixteen stays the compiler's own.
+    pub const fn machine(self) -> Machine {
+        Machine::tpu((self.vmem_mib << 20) / 16 * 15, self.bf16_arithmetic)
+    }
+}
+
+/// A TPU core with 128 MiB of VMEM, as a v6e has.
+pub const ANY_TPU: Machine = TpuCore::V6E.machine();
+
+/// Any other device: rows of its arrays follow one another, so that nothing is padded to be cut over several (`xla-vocab`
+/// on eight CPU devices, 1x128x151936 bf16: 47 ms a step, 61 where 18,992 columns each were made 19,072). The kernels'
+/// loops are those of a TPU: they are there to be judged, and take their sums in its order. Registers of 32 lanes in place
+/// of 128 would take a CPU 0.9 (`tile-one-pass`) and 0.75 of the time (`tile-two-pass`, 1x64x32000), of 512 up to twice it.
+pub const ANY_DEVICE: Machine = Machine { memory_columns: 1, ..ANY_TPU };
+
+impl Device {
+    /// Any device but a TPU.
+    pub const ANY: Device = Device { machine: ANY_DEVICE, lowering: Lowering::Loops };
+
+    /// The devices of a PJRT platform, by the names that it gives itself and their kind. This is the one choice there is: kernels on
+    /// a TPU, loops anywhere else.
+    ///
+    /// # Errors
+    /// The kinds of TPU that kernels are written for, where it is another.
+    pub fn of(platform: &str, kind: &str) -> Result<Device, String> {
+        if platform != "tpu" {
+            return Ok(Device::ANY);
+        }
+        let core = TpuCore::ALL.into_iter().find(|core| core.kinds.contains(&kind)).ok_or_else(|| {
+            let kinds = TpuCore::ALL.map(|core| core.kinds[0]).join(", ");
+            format!("{kinds}; or any, with tile kernels as loops ({LOOPS_VARIABLE}=1)")
+        })?;
+        Ok(Device { machine: core.machine(), lowering: Lowering::Mosaic })
+    }
+
+    /// The same of a TPU whose tile kernels are loops, of whatever kind it is.
+    pub fn in_loops(platform: &str, kind: &str) -> Device {
+        let machine = Self::of(platform, kind).map_or(ANY_TPU, |device| device.machine);
+        Device { machine, lowering: Lowering::Loops }
+    }
+}
+
+/// Asks for loops on a TPU too, where it is set to anything but nothing or 0: to compare, never to be timed as a kernel.
+pub const LOOPS_VARIABLE: &str = "ASSAY_LOOPS";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_written_for_tpus_that_are_known_and_loops_for_all_else() {
+        for kind in ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "TPU v6e"] {
+            let device = Device::of("tpu", kind).unwrap();
+            assert_eq!((device.lowering, device.machine.memory_columns), (Lowering::Mosaic, 128), "{kind}");
+            assert_eq!(Device::in_loops("tpu", kind), Device { lowering: Lowering::Loops, ..device });
+        }
+        assert_eq!(Device::of("tpu", "TPU v5").unwrap().machine.vmem_bytes, 60 << 20);
+        for platform in ["cpu", "cuda", "rocm"] {
+            assert_eq!(Device::of(platform, "whatever it is"), Ok(Device::ANY), "{platform}");
+        }
+        let error = Device::of("tpu", "TPU v3").unwrap_err();
+        assert!(
+            error.contains("TPU v5 lite, TPU v5, TPU v6 lite, TPU7x") && error.contains("ASSAY_LOOPS=1"),
+            "{error}"
+        );
+        assert_eq!(Device::in_loops("tpu", "TPU v3").lowering, Lowering::Loops);
+    }
+}

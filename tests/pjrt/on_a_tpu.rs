@@ -1,0 +1,74 @@
+//! What a TPU is given, shown by a plugin that says it is one: kernels, not loops.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::cpu_plugins;
+use serde_json::{Value, json};
+
+/// The plugin that `crates/pjrt/examples/fake_tpu.rs` is, which `cargo test` builds beside the commands.
+fn fake() -> PathBuf {
+    let folder = Path::new(env!("CARGO_BIN_EXE_assay")).parent().unwrap();
+    let plugin = folder.join("examples/libfake_tpu.so");
+    assert!(plugin.is_file(), "{} is missing: `cargo build --examples --all-features`", plugin.display());
+    plugin
+}
+
+/// What `assay gradcheck` of `implementation` has the plugin compile, and what it reports if that runs.
+fn given_to_a_tpu(implementation: &str, spec: &Value, dtype: &str, loops: bool) -> (String, Option<Value>) {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let recipe = json!({"shape": [2, 3, 300], "dtype": dtype, "regime": "small", "seed": 1, "old_logp_noise_scale": 0.3, "masked_garbage": false});
+    let config =
+        json!({"batch": {"generate": recipe}, "spec": spec, "kernel": {"enabled": true, "impl": implementation}});
+    fs::write(at("config.json"), config.to_string()).unwrap();
+    let mut gradcheck = Command::new(env!("CARGO_BIN_EXE_assay"));
+    gradcheck.arg("gradcheck").arg("--config").arg(at("config.json")).arg("--plugin").arg(fake());
+    gradcheck.arg("-q").arg("--json").arg(at("report.json"));
+    gradcheck.env("ASSAY_FAKE_TPU_PLUGIN", fs::canonicalize(cpu_plugins()[0]).unwrap());
+    gradcheck.env("ASSAY_FAKE_TPU_PROGRAM", at("program.mlir"));
+    if loops {
+        gradcheck.env("ASSAY_LOOPS", "1");
+    }
+    let output = gradcheck.output().unwrap();
+    let program = fs::read_to_string(at("program.mlir"));
+    let program = program.unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&output.stderr)));
+    let report = fs::read_to_string(at("report.json")).ok().map(|text| serde_json::from_str(&text).unwrap());
+    (program, report)
+}
+
+#[test]
+fn a_tpu_is_given_kernels_as_they_are_compiled_ahead_of_time() {
+    for (implementation, kernels) in [("tile-one-pass", 1), ("tile-two-pass", 2)] {
+        for (dtype, element) in [("bf16", "bf16"), ("f16", "i16"), ("f32", "f32")] {
+            let (program, report) = given_to_a_tpu(implementation, &json!({}), dtype, false);
+            let calls = program.matches("stablehlo.custom_call @tpu_custom_call").count();
+            assert_eq!(calls, kernels, "{implementation} {dtype}");
+            assert!(!program.contains("stablehlo.while"), "{implementation} {dtype} has loops");
+            // Logits are rows, row-major, and dlogits are written over them, by the kernel and by the program.
+            let parameter = format!("@main(%0: tensor<1x6x300x{element}> {{");
+            let parameters = program.lines().find(|line| line.contains(&parameter)).expect("logits in rows");
+            for part in ["tf.aliasing_output = 0 : i32", "mhlo.layout_mode = \"{2,1,0}\""] {
+                assert!(parameters.contains(part), "{implementation} {dtype}: no {part} in {parameters}");
+            }
+            assert!(program.contains("#stablehlo.output_operand_alias<"), "{implementation} {dtype}");
+            // A CPU has no such kernel.
+            assert_eq!(report, None, "{implementation} {dtype}");
+        }
+    }
+}
+
+#[test]
+fn a_tpu_is_given_loops_where_they_are_asked_for_and_reports_say_so() {
+    let (program, report) = given_to_a_tpu("tile-one-pass", &json!({}), "f32", true);
+    assert!(!program.contains("tpu_custom_call") && program.contains("stablehlo.while"));
+    let report = report.expect("a CPU runs loops");
+    let checks = report["checks"].as_array().expect("checks");
+    assert!(!checks.is_empty() && checks.iter().all(|check| check["lowering"] == "loops"), "{report}");
+    // What has no tile kernel is written in one way alone.
+    let (program, report) = given_to_a_tpu("xla", &json!({}), "f32", false);
+    assert!(!program.contains("tpu_custom_call"));
+    let report = report.expect("a CPU runs XLA's operations");
+    assert!(report["checks"].as_array().expect("checks").iter().all(|check| check["lowering"].is_null()), "{report}");
+}
