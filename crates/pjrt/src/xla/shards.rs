@@ -113,13 +113,12 @@ impl Block {
         Ok(())
     }
 
-    /// The first element that a device holds otherwise than the whole: where it is there, and the bytes of both. One NaN is as
-    /// good as another.
+    /// The first element that a device holds otherwise than the whole. One NaN is as good as another.
     fn differs<D: Dimension>(
         &self,
         buffer: &Buffer,
         whole: &FloatArray<D>,
-    ) -> Result<Option<(usize, [Vec<u8>; 2])>, RuntimeError> {
+    ) -> Result<Option<Difference>, RuntimeError> {
         let element = DeviceDtype::from(whole.dtype());
         let (size, bytes) = (element.size(), self.bytes(buffer, element)?);
         for (first, part, length) in self.runs() {
@@ -131,11 +130,20 @@ impl Block {
             let mut other =
                 pairs.filter(|(_, (held, own))| held != own && !(is_nan(element, held) && is_nan(element, own)));
             if let Some((at, (held, own))) = other.next() {
-                return Ok(Some((first + at, [held.to_vec(), own.to_vec()])));
+                let [expected, given] = [held, own].map(in_hexadecimal);
+                return Ok(Some(Difference { element: first + at, given, expected }));
             }
         }
         Ok(None)
     }
+}
+
+/// An element that a device holds otherwise than one before it.
+struct Difference {
+    /// Where it is in the whole.
+    element: usize,
+    given: String,
+    expected: String,
 }
 
 /// Whether the bytes of an element are a NaN's.
@@ -287,8 +295,7 @@ impl Shards {
             if !held.contains(&block.ranges) {
                 block.download(buffer, whole)?;
                 held.push(block.ranges);
-            } else if let Some((element, bytes)) = block.differs(buffer, whole)? {
-                let [expected, given] = bytes.map(|bytes| in_hexadecimal(&bytes));
+            } else if let Some(Difference { element, given, expected }) = block.differs(buffer, whole)? {
                 return Err(RuntimeError::Replicas { output, device, element, given, expected });
             }
         }
