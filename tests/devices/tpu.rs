@@ -68,6 +68,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("a_worker_that_aborts_is_an_error_with_its_last_lines", a_worker_that_aborts));
     trials.push(trial("flags_reach_libtpu", flags_reach_libtpu));
     trials.push(trial("a_worker_that_hangs_is_ended", a_worker_that_hangs));
+    trials.push(trial("schedules_that_are_not_understood_leave_the_memory", schedules_that_are_not_understood));
     trials.push(trial("a_worker_ends_with_who_waits_and_by_its_own_limit", workers_end_by_themselves));
     trials.push(trial("a_worker_that_answers_nonsense_is_an_error", a_worker_that_answers_nonsense));
     trials.push(trial("bad_usage_is_refused_with_what_would_do_and_writes_nothing", bad_usage_is_refused));
@@ -390,6 +391,27 @@ fn a_worker_that_hangs() -> Result<(), Failed> {
     assert!(matches!(error, TpuError::TimedOut { .. }), "{error}");
     assert!(error.to_string().contains("compiling"), "{error}");
     assert!(started.elapsed() < Duration::from_secs(20), "it was waited for");
+    Ok(())
+}
+
+/// A libtpu that writes other schedules than the one that is pinned, or none.
+fn schedules_that_are_not_understood() -> Result<(), Failed> {
+    let memory = r#"{"argument_bytes":4,"output_bytes":4,"temp_bytes":2,"alias_bytes":4,"code_bytes":1}"#;
+    let answer = format!("echo '{{\"compiled\":{{\"memory\":{memory},\"compile_s\":1.0}}}}' > \"$2/answer.json\"");
+    let other = "echo 'step 1: add' > \"$2/schedules/17-grpo-02-final_bundles.txt\"";
+    for (wrote, expected) in
+        [("", "-final_bundles.txt, line 0: got no such file"), (other, "17-grpo-02-final_bundles.txt")]
+    {
+        let (_folder, worker) = scripted(&format!("{wrote}\n{answer}"))?;
+        let error = worked_by(worker, Duration::from_secs(20))?;
+        assert!(matches!(error, TpuError::Unread { .. }), "{error}");
+        let error = error.to_string();
+        for part in
+            ["takes 6 bytes at its peak", "cycles and HBM bytes are not known", expected, "libtpu 0.0.51 writes"]
+        {
+            assert!(error.contains(part), "`{part}` not in: {error}");
+        }
+    }
     Ok(())
 }
 

@@ -1,5 +1,7 @@
 //! Bytes: what a compiled program takes, what a device's allocator says of itself, what this machine has left.
 
+use std::fmt;
+
 use std::fs;
 
 use serde::{Deserialize, Serialize};
@@ -23,6 +25,16 @@ impl CompiledMemory {
     /// `argument + output + temp − alias`: what is held while it runs.
     pub fn peak_bytes(&self) -> i64 {
         self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+    }
+}
+
+impl fmt::Display for CompiledMemory {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self { argument_bytes, output_bytes, temp_bytes, alias_bytes, .. } = self;
+        write!(
+            f,
+            "arguments {argument_bytes}, outputs {output_bytes}, scratch {temp_bytes}, less {alias_bytes} that share memory"
+        )
     }
 }
 

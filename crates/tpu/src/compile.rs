@@ -158,8 +158,8 @@ impl Compiler {
     ///
     /// # Errors
     /// [`TpuError::Refused`] with libtpu's message where it does not compile; [`TpuError::Died`] or
-    /// [`TpuError::TimedOut`] where the worker gave no answer; [`TpuError::Dump`] where what libtpu wrote is not
-    /// understood; [`TpuError::Io`].
+    /// [`TpuError::TimedOut`] where the worker gave no answer; [`TpuError::Unread`], with the memory, where what libtpu wrote is
+    /// not understood; [`TpuError::Io`].
     pub fn compile(&self, request: &Request) -> Result<Compiled, TpuError> {
         let temporary = env::temp_dir();
         let folder = tempfile::Builder::new().prefix("assay-tpu-").tempdir().map_err(failed("write to", &temporary))?;
@@ -201,8 +201,9 @@ impl Compiler {
         match answer {
             Answer::Refused(message) => Err(TpuError::Refused { target, message }),
             Answer::Compiled { memory, compile_s } => {
-                let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip)?;
-                let traffic = traffic::read(&folder.join(HLO))?;
+                let unread = |reason| TpuError::Unread { target: target.clone(), memory, reason: Box::new(reason) };
+                let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip).map_err(unread)?;
+                let traffic = traffic::read(&folder.join(HLO)).map_err(unread)?;
                 let uncounted = traffic.launch(&mut kernels);
                 let flags = after_those_of(LIBTPU_VARIABLE, &self.flags);
                 Ok(Compiled { memory, compile_s, kernels, traffic, uncounted, flags })

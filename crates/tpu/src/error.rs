@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use assay_core::implementation::Unsupported;
+use assay_core::memory::CompiledMemory;
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +77,19 @@ pub enum TpuError {
         limit: Duration,
         /// The last lines of its stderr.
         stderr: String,
+    },
+    /// It compiled, and what this libtpu wrote of its schedule or its HLO is not understood: memory is all that is known.
+    #[error(
+        "{target}: it compiled, and takes {} bytes at its peak on each device ({memory}); cycles and HBM bytes are not known: {reason}",
+        memory.peak_bytes()
+    )]
+    Unread {
+        /// The target.
+        target: String,
+        /// Of one run, on one device.
+        memory: CompiledMemory,
+        /// What is not understood.
+        reason: Box<TpuError>,
     },
     /// A file of the compiler's does not read as expected.
     #[error("{file}, line {line}: got {given}, expected {expected}; libtpu 0.0.51 writes what this reads")]

@@ -79,6 +79,9 @@ pub fn read(folder: &Path, chip: &Chip) -> Result<Vec<Launch>, TpuError> {
         let utilization = utilizations.get(name).ok_or_else(missing)?;
         parse(name, &read_text(&path)?, &read_text(utilization)?, chip)
     };
+    if bundles.is_empty() {
+        return Err(malformed(BUNDLES, 0, "no such file", "the program of each kernel"));
+    }
     bundles.into_iter().map(pair).collect()
 }
 
