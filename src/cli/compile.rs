@@ -205,9 +205,14 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
     }
     table.add_row(["hbm_bytes".into(), figures.hbm_bytes.to_string()]);
     table.add_row(["cycles".into(), figures.cycles.to_string()]);
-    let Bound { cycles_ms, hbm_ms, predicted_ms, limit } = figures.bound;
+    let Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, predicted_ms, limit, .. } = figures.bound;
     table.add_row([format!("cycles at {} GHz (assumed)", figures.clock_ghz), format!("{cycles_ms:.3} ms")]);
     table.add_row(["bytes at HBM bandwidth".into(), format!("{hbm_ms:.3} ms")]);
+    if let Some(links) = &figures.bound.links {
+        let exposed = format!("{links_ms:.3} ms, {links_exposed_ms:.3} while nothing is computed");
+        table.add_row(["bytes at the links between chips".into(), exposed]);
+        table.add_row(["narrowest".into(), links.clone()]);
+    }
     table.add_row([format!("lower bound ({})", limit.name()), format!("{predicted_ms:.3} ms")]);
     if let Some(products_ms) = figures.products_ms {
         let ratio = predicted_ms / products_ms;

@@ -84,9 +84,9 @@ impl Part for Compiled {
     }
 
     fn summary(&self) -> String {
-        let Bound { predicted_ms, limit, .. } = self.bound;
+        let Bound { predicted_ms, limit, .. } = &self.bound;
         let peak = bytes(self.memory.peak_bytes as f64);
-        let (least, limit) = (milliseconds(predicted_ms), limit.name());
+        let (least, limit) = (milliseconds(*predicted_ms), limit.name());
         format!("{}, {}: at least {least} ({limit}), {peak}", self.implementation, size(self))
     }
 

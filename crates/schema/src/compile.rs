@@ -145,7 +145,7 @@ impl Launch {
     }
 }
 
-/// Which of two bounds is the larger.
+/// Which of the bounds is the largest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Limit {
@@ -153,6 +153,8 @@ pub enum Limit {
     Cycles,
     /// HBM delivers.
     Hbm,
+    /// Links between chips carry.
+    Links,
 }
 
 impl Limit {
@@ -161,18 +163,29 @@ impl Limit {
         match self {
             Limit::Cycles => "cycles",
             Limit::Hbm => "hbm",
+            Limit::Links => "links",
         }
     }
 }
 
 /// Lower bounds on one run, in milliseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bound {
     /// `cycles / clock`, at the assumed clock of the chip.
     pub cycles_ms: f64,
     /// `bytes / bandwidth`, at the documented bandwidth of a device.
     pub hbm_ms: f64,
-    /// The larger of the two: computing and moving overlap at best.
+    /// What collectives take on the links between chips, by the narrowest cut of each.
+    #[serde(default)]
+    pub links_ms: f64,
+    /// Of that, collectives during which nothing else is computed.
+    #[serde(default)]
+    pub links_exposed_ms: f64,
+    /// The collective that takes most, and its cut; `None` where nothing crosses a link.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub links: Option<String>,
+    /// The largest of cycles, HBM and those links that are busy while something is computed, which overlap at best, and the other
+    /// links on top.
     pub predicted_ms: f64,
     /// Which it is.
     pub limit: Limit,

@@ -22,11 +22,13 @@ use serde::{Deserialize, Serialize};
 
 use super::error::TpuError;
 use super::files::{failed, read_text};
+use super::links::Links;
 use super::schedule::{self, Launch};
-use super::target::Target;
+use super::target::{Chip, Exposed, Target};
 use super::traffic::{self, Traffic};
 use assay_core::memory::CompiledMemory;
 use assay_pjrt::runtime::{Plugin, Program, RuntimeError, Topology, find_installed};
+use assay_schema::compile::Bound;
 
 /// The hidden command that makes the `assay` executable a worker.
 pub const WORKER_COMMAND: &str = "tpu-worker";
@@ -83,6 +85,8 @@ pub struct Compiled {
     pub traffic: Traffic,
     /// Collectives whose cycles are in no kernel.
     pub uncounted: Vec<String>,
+    /// What its collectives take between chips.
+    pub links: Links,
     /// What libtpu was told of its own, by the environment's `LIBTPU_INIT_ARGS` and after it by [`Compiler::flags`].
     pub flags: String,
 }
@@ -91,6 +95,19 @@ impl Compiled {
     /// Cycles of all kernels, one after another, each as often as it is launched.
     pub fn cycles(&self) -> u64 {
         self.kernels.iter().map(Launch::all_cycles).fold(0, u64::saturating_add)
+    }
+
+    /// Of these, cycles of collectives during which nothing else is computed.
+    fn exposed_cycles(&self) -> u64 {
+        let exposed =
+            |kernel: &&Launch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && !moved.overlapped);
+        self.kernels.iter().filter(exposed).map(Launch::all_cycles).fold(0, u64::saturating_add)
+    }
+
+    /// The bounds of one run on `chip`.
+    pub fn bound(&self, chip: &Chip) -> Bound {
+        let exposed = Exposed { cycles: self.exposed_cycles(), hbm_bytes: self.traffic.exposed_bytes };
+        chip.bound_with_links(self.cycles(), self.traffic.hbm_bytes, &exposed, &self.links)
     }
 }
 
@@ -118,7 +135,12 @@ struct Job {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
-    Compiled { memory: CompiledMemory, compile_s: f64 },
+    Compiled {
+        memory: CompiledMemory,
+        compile_s: f64,
+        /// Of each device the chip that it is on.
+        chips: Vec<Vec<usize>>,
+    },
     Refused(String),
 }
 
@@ -200,13 +222,14 @@ impl Compiler {
         })?;
         match answer {
             Answer::Refused(message) => Err(TpuError::Refused { target, message }),
-            Answer::Compiled { memory, compile_s } => {
+            Answer::Compiled { memory, compile_s, chips } => {
                 let unread = |reason| TpuError::Unread { target: target.clone(), memory, reason: Box::new(reason) };
                 let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip).map_err(unread)?;
                 let traffic = traffic::read(&folder.join(HLO)).map_err(unread)?;
                 let uncounted = traffic.launch(&mut kernels);
                 let flags = after_those_of(LIBTPU_VARIABLE, &self.flags);
-                Ok(Compiled { memory, compile_s, kernels, traffic, uncounted, flags })
+                let links = Links::of(request.target, &chips, &traffic);
+                Ok(Compiled { memory, compile_s, kernels, traffic, uncounted, links, flags })
             }
         }
     }
@@ -299,7 +322,10 @@ fn compile_here(job: &Job, code: &str) -> Result<Answer, RuntimeError> {
     let program = Program { code: code.as_bytes(), replicas: job.replicas, partitions: job.partitions };
     let started = Instant::now();
     let unloaded = topology.compile(&program)?;
-    Ok(Answer::Compiled { compile_s: started.elapsed().as_secs_f64(), memory: unloaded.memory()? })
+    let compile_s = started.elapsed().as_secs_f64();
+    let place = |coordinates: &Vec<i64>| coordinates.iter().map(|&at| usize::try_from(at).unwrap_or(0)).collect();
+    let chips = topology.coordinates().iter().take(job.replicas * job.partitions).map(place).collect();
+    Ok(Answer::Compiled { compile_s, memory: unloaded.memory()?, chips })
 }
 
 /// `flags` behind those that `variable` has in this process.

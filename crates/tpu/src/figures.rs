@@ -81,7 +81,7 @@ impl Asked {
     pub fn figures(&self, held_by: HeldBy, compiled: &Compiled) -> schema::Compiled {
         let chip = self.target.chip;
         let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
-        let bound = chip.bound(cycles, hbm_bytes);
+        let bound = compiled.bound(chip);
         let recorded = |program| {
             let recorded = recorded::find(program, &self.target, self.shape, self.dtype);
             recorded.filter(|_| held_by == HeldBy::EachDevice)
@@ -108,7 +108,7 @@ impl Asked {
             hbm_bytes,
             hbm_uncounted: compiled.traffic.uncounted.clone(),
             libtpu_flags: compiled.flags.clone(),
-            bound,
+            bound: bound.clone(),
             products_ms: self.products_ms(held_by),
             clock_ghz: chip.clock_ghz,
             compile_s: compiled.compile_s,

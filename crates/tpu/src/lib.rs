@@ -15,6 +15,7 @@ pub mod compile;
 mod error;
 pub mod figures;
 mod files;
+pub mod links;
 pub mod recorded;
 pub mod schedule;
 pub mod table;

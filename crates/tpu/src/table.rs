@@ -57,7 +57,7 @@ pub fn markdown(table: &Table) -> [String; 3] {
         "| target | shape a device | program | peak, bytes | of the logits | cycles | HBM bytes | cycles, ms | HBM, ms | bound, ms | recorded, ms | bound / recorded |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
     let mut heads = String::from(
-        "| target | shape a device | program | peak, bytes | scratch, bytes | cycles | HBM bytes | cycles, ms | HBM, ms | bound, ms | 3 products, ms | bound / products | recorded, ms | bound / recorded |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n",
+        "| target | shape a device | program | peak, bytes | scratch, bytes | cycles | HBM bytes | cycles, ms | HBM, ms | links, ms | bound, ms | 3 products, ms | bound / products | recorded, ms | bound / recorded |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
     let mut ways = String::from(
         "| program | what it is | reaches | peak, bytes | of the logits | cycles | HBM bytes | cycles, ms | HBM, ms | bound, ms |\n|---|---|---|---|---|---|---|---|---|---|\n",
@@ -138,7 +138,7 @@ fn row_of_head(table: &mut String, row: &Compiled) {
     });
     let _ = writeln!(
         table,
-        "| {} | {} | {} | {peak_bytes} | {temp_bytes} | {} | {} | {:.2} | {:.2} | {:.2} ({}) | {} | {} | {recorded} | {} |",
+        "| {} | {} | {} | {peak_bytes} | {temp_bytes} | {} | {} | {:.2} | {:.2} | {:.2} | {:.2} ({}) | {} | {} | {recorded} | {} |",
         row.target,
         extents(row),
         row.implementation,
@@ -146,6 +146,7 @@ fn row_of_head(table: &mut String, row: &Compiled) {
         row.hbm_bytes,
         bound.cycles_ms,
         bound.hbm_ms,
+        bound.links_ms,
         bound.predicted_ms,
         bound.limit.name(),
         beside(row.products_ms),

@@ -30,6 +30,8 @@
 use std::fmt;
 
 use super::error::TpuError;
+#[cfg(feature = "libtpu")]
+use super::links::Links;
 use assay_programs::{Machine, TpuCore};
 use assay_schema::compile::{Bound, Limit};
 
@@ -46,6 +48,10 @@ pub struct Chip {
     default_topology: &'static [usize],
     /// HBM bandwidth, 10¹² bytes a second.
     pub hbm_tb_per_s: f64,
+    /// What a link between two chips carries each way, 10⁹ bytes a second: of the documented sum of all links both ways, that of one.
+    pub port_gb_per_s: f64,
+    /// Chips along an axis from which on its ends are joined.
+    rings_of: usize,
     /// HBM, 2³⁰ bytes.
     pub hbm_gib: f64,
     /// One of its tensor cores.
@@ -62,6 +68,13 @@ pub struct Chip {
     pub(super) branch_delay: usize,
 }
 
+/// What collectives take of a core and of HBM while nothing else is computed.
+#[cfg(feature = "libtpu")]
+pub(super) struct Exposed {
+    pub(super) cycles: u64,
+    pub(super) hbm_bytes: u64,
+}
+
 impl Chip {
     /// HBM bandwidth that falls to one device, 10¹² bytes a second.
     pub fn device_hbm_tb_per_s(&self) -> f64 {
@@ -71,6 +84,11 @@ impl Chip {
     /// What its cores have for a kernel.
     pub fn machine(&self) -> Machine {
         self.core.machine()
+    }
+
+    /// Whether the ends of an axis of so many chips are joined.
+    pub(super) fn wraps(&self, chips: usize) -> bool {
+        chips >= self.rings_of
     }
 
     /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.
@@ -83,7 +101,25 @@ impl Chip {
         let cycles_ms = cycles as f64 / (self.clock_ghz * 1e6);
         let hbm_ms = bytes as f64 / (self.device_hbm_tb_per_s() * 1e9);
         let limit = if cycles_ms > hbm_ms { Limit::Cycles } else { Limit::Hbm };
-        Bound { cycles_ms, hbm_ms, predicted_ms: cycles_ms.max(hbm_ms), limit }
+        let (links_ms, links_exposed_ms) = (0.0, 0.0);
+        let predicted_ms = cycles_ms.max(hbm_ms);
+        Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, links: None, predicted_ms, limit }
+    }
+
+    /// The same with what collectives take between chips: those that overlap with computing bound it beside cycles and HBM, the others
+    /// come on top of what is left without them.
+    #[cfg(feature = "libtpu")]
+    pub(super) fn bound_with_links(&self, cycles: u64, bytes: u64, exposed: &Exposed, links: &Links) -> Bound {
+        let all = self.bound(cycles, bytes);
+        let alone = self.bound(exposed.cycles, exposed.hbm_bytes);
+        let rest = self.bound(cycles.saturating_sub(exposed.cycles), bytes.saturating_sub(exposed.hbm_bytes));
+        let hidden_ms = links.all_ms - links.exposed_ms;
+        let computing_ms = rest.predicted_ms.max(hidden_ms);
+        let collectives_ms = alone.predicted_ms.max(links.exposed_ms);
+        let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
+        let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
+        let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());
+        Bound { links_ms, links_exposed_ms, links, predicted_ms, limit, ..all }
     }
 }
 
@@ -95,6 +131,8 @@ pub const CHIPS: [Chip; 4] = [
         accelerator: "v5litepod-8",
         default_topology: &[2, 4],
         hbm_tb_per_s: 0.82,
+        port_gb_per_s: 50.0,
+        rings_of: 16,
         hbm_gib: 16.0,
         core: TpuCore::V5E,
         cores: 1,
@@ -109,6 +147,8 @@ pub const CHIPS: [Chip; 4] = [
         accelerator: "v5p-8",
         default_topology: &[2, 2, 2],
         hbm_tb_per_s: 2.77,
+        port_gb_per_s: 100.0,
+        rings_of: 4,
         hbm_gib: 95.0,
         core: TpuCore::V5P,
         cores: 2,
@@ -123,6 +163,8 @@ pub const CHIPS: [Chip; 4] = [
         accelerator: "v6e-8",
         default_topology: &[2, 4],
         hbm_tb_per_s: 1.638,
+        port_gb_per_s: 100.0,
+        rings_of: 16,
         hbm_gib: 32.0,
         core: TpuCore::V6E,
         cores: 1,
@@ -137,6 +179,8 @@ pub const CHIPS: [Chip; 4] = [
         accelerator: "tpu7x-8",
         default_topology: &[2, 2, 1],
         hbm_tb_per_s: 7.38,
+        port_gb_per_s: 100.0,
+        rings_of: 4,
         hbm_gib: 192.0,
         core: TpuCore::V7X,
         cores: 2,
@@ -201,6 +245,11 @@ impl Target {
     /// Devices that a program sees.
     pub fn devices(&self) -> usize {
         self.topology.iter().product::<usize>() * self.chip.devices
+    }
+
+    /// Chips along each axis.
+    pub fn topology(&self) -> &[usize] {
+        &self.topology
     }
 
     fn extents(&self) -> String {

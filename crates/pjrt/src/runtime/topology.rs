@@ -4,12 +4,13 @@ use std::fmt;
 use std::ptr::{self, NonNull};
 
 use pjrt_sys::{
-    PJRT_Compile_Args, PJRT_DeviceDescription_Id_Args, PJRT_Executable, PJRT_Executable_Destroy_Args,
+    PJRT_Compile_Args, PJRT_DeviceDescription, PJRT_DeviceDescription_Attributes_Args, PJRT_DeviceDescription_Id_Args,
+    PJRT_Executable, PJRT_Executable_Destroy_Args, PJRT_NamedValue_Type_PJRT_NamedValue_kInt64List,
     PJRT_TopologyDescription, PJRT_TopologyDescription_Create_Args, PJRT_TopologyDescription_Destroy_Args,
     PJRT_TopologyDescription_GetDeviceDescriptions_Args,
 };
 
-use super::abi::slice_from;
+use super::abi::{bytes_from, slice_from};
 use super::error::RuntimeError;
 use super::execute::Program;
 use super::memory::compiled_memory;
@@ -23,6 +24,8 @@ pub struct Topology {
     name: String,
     /// The plugin's numbers for the devices.
     device_ids: Vec<i64>,
+    /// Where each stands, where the plugin says it.
+    coordinates: Vec<Vec<i64>>,
 }
 
 // SAFETY: PJRT topologies may be used from any thread.
@@ -63,7 +66,7 @@ impl Topology {
         args.topology_name_size = name.len();
         call!(plugin, PJRT_TopologyDescription_Create, args, what())?;
         let raw = NonNull::new(args.topology).ok_or_else(|| answer("null", "a topology"))?;
-        let mut topology = Topology { plugin, raw, name: name.into(), device_ids: Vec::new() };
+        let mut topology = Topology { plugin, raw, name: name.into(), device_ids: Vec::new(), coordinates: Vec::new() };
 
         let mut devices = PJRT_TopologyDescription_GetDeviceDescriptions_Args::new();
         devices.topology = raw.as_ptr();
@@ -78,8 +81,14 @@ impl Topology {
             args.device_description = description;
             call!(plugin, PJRT_DeviceDescription_Id, args, "read a device's number")?;
             topology.device_ids.push(args.id.into());
+            topology.coordinates.push(coordinates(plugin, description)?);
         }
         Ok(topology)
+    }
+
+    /// Where each device stands in the grid of chips, in the order that programs count them; nothing where the plugin does not say.
+    pub fn coordinates(&self) -> &[Vec<i64>] {
+        &self.coordinates
     }
 
     /// Devices in it.
@@ -111,6 +120,26 @@ impl Topology {
         };
         Ok(Unloaded { plugin: self.plugin, raw })
     }
+}
+
+/// What a plugin says of a device's place: the attribute `coords`.
+fn coordinates(plugin: &Plugin, description: *mut PJRT_DeviceDescription) -> Result<Vec<i64>, RuntimeError> {
+    let mut args = PJRT_DeviceDescription_Attributes_Args::new();
+    args.device_description = description;
+    call!(plugin, PJRT_DeviceDescription_Attributes, args, "read a device's attributes")?;
+    // SAFETY: the description owns the list and what it names.
+    let attributes = unsafe { slice_from(args.attributes, args.num_attributes) };
+    for attribute in attributes {
+        // SAFETY: the same.
+        let name = unsafe { bytes_from(attribute.name, attribute.name_size) };
+        if name == b"coords" && attribute.type_ == PJRT_NamedValue_Type_PJRT_NamedValue_kInt64List {
+            // SAFETY: the same; a list of integers is what its type says.
+            return Ok(
+                unsafe { slice_from(attribute.__bindgen_anon_1.int64_array_value, attribute.value_size) }.to_vec()
+            );
+        }
+    }
+    Ok(Vec::new())
 }
 
 /// A program compiled for devices that are not here. Freed when dropped.

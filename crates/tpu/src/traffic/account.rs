@@ -2,9 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::Traffic;
 use super::hlo::{Computation, Definitions, Instruction, Module, Shape, malformed};
 use super::trips::trips;
+use super::{Collective, Kind, Traffic};
 use crate::error::TpuError;
 
 /// Bytes that `instruction` takes of operands that it only takes parts of, by their shape.
@@ -136,6 +136,110 @@ impl<'t> Likeness<'t> {
     }
 }
 
+/// Opcodes of what is computed.
+const COMPUTES: [&str; 5] = ["fusion", "convolution", "dot", "custom-call", "while"];
+
+/// `{{0,1},{2,3}}`, or `{}`, which is all devices and none here, or `[2,4]<=[8]`, which is eight devices in order, two groups of four, and `[4,2]<=[2,4]T(1,0)`, which are those of
+/// two rows of four by columns.
+fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
+    if let Some(listed) = text.strip_prefix("{{") {
+        let (listed, _) = listed.split_once("}}")?;
+        let numbers = |group: &str| group.split(',').map(|id| id.trim().parse().ok()).collect::<Option<Vec<usize>>>();
+        return listed.split("},{").map(numbers).collect();
+    }
+    if text.starts_with("{}") {
+        return Some(vec![]);
+    }
+    let numbers = |text: &str| text.split(',').map(|id| id.trim().parse().ok()).collect::<Option<Vec<usize>>>();
+    let (shape, rest) = text.strip_prefix('[')?.split_once("]<=[")?;
+    let (reshaped, rest) = rest.split_once(']')?;
+    let (shape, reshaped) = (numbers(shape)?, numbers(reshaped)?);
+    let order = match rest.strip_prefix("T(") {
+        Some(order) => numbers(order.split_once(')')?.0)?,
+        None => (0..reshaped.len()).collect(),
+    };
+    let [_, members] = shape[..] else { return None };
+    let mut strides = vec![1; reshaped.len()];
+    for axis in (1..reshaped.len()).rev() {
+        strides[axis - 1] = strides[axis] * reshaped[axis];
+    }
+    let mut ids = vec![0];
+    for &axis in &order {
+        let (extent, stride) = (*reshaped.get(axis)?, *strides.get(axis)?);
+        ids = ids.into_iter().flat_map(|id| (0..extent).map(move |i| id + i * stride)).collect();
+    }
+    Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
+}
+
+impl Collective {
+    /// What a fusion is that has an all-reduce in it: libtpu writes a reduce-scatter as one of which a slice is kept, an all-gather as
+    /// one of a part among zeros, and sends no more than they need.
+    fn within(
+        file: &str,
+        fusion: &Instruction,
+        computations: &HashMap<&str, Computation>,
+        runs: u64,
+    ) -> Result<Option<Self>, TpuError> {
+        let body = fusion.called().next().and_then(|name| computations.get(name)).map(|body| &body.instructions);
+        let Some(body) = body.filter(|_| fusion.opcode == "fusion") else { return Ok(None) };
+        let Some(inner) = body.iter().find(|inner| inner.opcode == "all-reduce") else { return Ok(None) };
+        let Some(collective) = Self::of(file, inner, body, runs)? else { return Ok(None) };
+        let definitions = Definitions::of(body);
+        let opcode = |name: &&str| definitions.0.get(definitions.followed(name, "bitcast")).map(|found| found.opcode);
+        let gathers = inner.operands.iter().filter_map(opcode).any(|opcode| opcode == "dynamic-update-slice");
+        let keeps = body.iter().any(|user| {
+            let source = user.operands.first().map(|source| definitions.followed(source, "bitcast"));
+            user.opcode == "dynamic-slice" && source == Some(inner.name)
+        });
+        let kind = match (gathers, keeps) {
+            (true, _) => Kind::AllGather,
+            (_, true) => Kind::ReduceScatter,
+            _ => Kind::AllReduce,
+        };
+        let name = fusion.name.trim_start_matches('%').into();
+        Ok(Some(Collective { name, kind, ..collective }))
+    }
+
+    /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
+    fn of(
+        file: &str,
+        instruction: &Instruction,
+        instructions: &[Instruction],
+        runs: u64,
+    ) -> Result<Option<Self>, TpuError> {
+        let opcode = instruction.opcode.trim_end_matches("-start");
+        let kind = match opcode {
+            "all-reduce" => Kind::AllReduce,
+            "reduce-scatter" => Kind::ReduceScatter,
+            "all-gather" => Kind::AllGather,
+            "all-to-all" => Kind::AllToAll,
+            "collective-permute" => Kind::Permute,
+            _ => return Ok(None),
+        };
+        let definitions = Definitions::of(instructions);
+        let of_operands = || {
+            let shapes = instruction.operands.iter().filter_map(|operand| definitions.0.get(operand));
+            shapes.map(|operand| operand.shape.bytes()).fold(0, u64::saturating_add)
+        };
+        let starts = instruction.opcode.ends_with("-start");
+        let bytes = match kind {
+            Kind::ReduceScatter | Kind::AllToAll | Kind::Permute => of_operands(),
+            // What is started returns what it was given too.
+            Kind::AllGather if starts => instruction.shape.part(1).map_or(0, Shape::bytes),
+            Kind::AllReduce | Kind::AllGather => instruction.shape.bytes(),
+        };
+        let attribute = if kind == Kind::Permute { "source_target_pairs=" } else { "replica_groups=" };
+        let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
+        let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
+        let groups = groups(text).ok_or_else(|| malformed(file, 0, format!("{attribute}{text}"), expected))?;
+        let at = instructions.iter().position(|other| other.name == instruction.name).unwrap_or(0);
+        let until_done = instructions[at + 1..].iter().take_while(|other| !other.operands.contains(&instruction.name));
+        let overlapped = starts && until_done.into_iter().any(|between| COMPUTES.contains(&between.opcode));
+        let name = instruction.name.trim_start_matches('%').into();
+        Ok(Some(Collective { name, kind, bytes, groups, runs, overlapped }))
+    }
+}
+
 /// Opcodes that move nothing of themselves.
 const STILL: [&str; 10] = [
     "parameter",
@@ -186,6 +290,11 @@ impl Traffic {
             if runs > 1 {
                 self.runs.insert(own_name.into(), runs);
             }
+            let before = bytes;
+            let within = Collective::within(file, instruction, computations, runs)?;
+            let collective = within.or(Collective::of(file, instruction, instructions, runs)?);
+            let exposed = collective.as_ref().is_some_and(|collective| !collective.overlapped);
+            self.moved.extend(collective);
             if COLLECTIVES.contains(&instruction.opcode) {
                 let likeness = Likeness::of(instruction, &definitions, computations);
                 let place = likenesses.iter().position(|other| *other == likeness).unwrap_or_else(|| {
@@ -237,6 +346,9 @@ impl Traffic {
             }
             if !starts {
                 bytes = bytes.saturating_add(windows.bytes_written(&instruction.shape));
+            }
+            if exposed {
+                self.exposed_bytes = self.exposed_bytes.saturating_add((bytes - before).saturating_mul(runs));
             }
         }
         self.hbm_bytes = self.hbm_bytes.saturating_add(bytes.saturating_mul(runs));
@@ -335,5 +447,59 @@ ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
             let error = Traffic::parse("x", text).unwrap_err();
             assert!(matches!(error, TpuError::Dump { .. }), "{text}: {error}");
         }
+    }
+
+    /// What devices send of one another, in the forms that XLA and libtpu write.
+    #[test]
+    fn collectives_are_read_with_their_groups_and_what_runs_beside_them() {
+        const TEXT: &str = "HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter (input: f32[64,128]) -> f32[16,128] {
+  %input = f32[64,128]{1,0} parameter(0)
+  %whole = f32[64,128]{1,0} bitcast(%input)
+  %inner = f32[64,128]{1,0} all-reduce(%whole), replica_groups={}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %kept = f32[16,128]{1,0} dynamic-slice(%inner, %zero, %zero), dynamic_slice_sizes={16,128}
+}
+
+ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
+  %x = f32[64,128]{1,0} parameter(0)
+  %y = f32[64,128]{1,0} parameter(1)
+  %pairs = f32[64,128]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %started = f32[64,128]{1,0} all-reduce-start(%pairs), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
+  %product = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%add
+  %done = f32[64,128]{1,0} all-reduce-done(%started)
+  %scattered = f32[16,128]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter
+  %gathered = f32[64,128]{1,0} all-gather(%scattered), replica_groups=[1,4]<=[4], dimensions={0}
+  ROOT %moved = f32[64,128]{1,0} collective-permute(%gathered), source_target_pairs={{0,1},{1,0}}
+}
+";
+        let traffic = Traffic::parse("m", TEXT).unwrap();
+        let found: Vec<_> =
+            traffic.moved.iter().map(|moved| (moved.name.as_str(), moved.kind, moved.overlapped)).collect();
+        let expected = [
+            ("pairs", Kind::AllReduce, false),
+            ("started", Kind::AllReduce, true),
+            ("scattered", Kind::ReduceScatter, false),
+            ("gathered", Kind::AllGather, false),
+            ("moved", Kind::Permute, false),
+        ];
+        assert_eq!(found, expected);
+        assert!(traffic.moved.iter().all(|moved| moved.bytes == 64 * 128 * 4 && moved.runs == 1), "{traffic:?}");
+        let groups: Vec<Vec<Vec<usize>>> = traffic.moved.iter().map(|moved| moved.groups.clone()).collect();
+        assert_eq!(groups[0], [[0, 1], [2, 3]]);
+        assert_eq!(groups[1], [[0, 2], [1, 3]], "two rows of two, by columns");
+        assert!(groups[2].is_empty(), "all devices");
+        assert_eq!(groups[3], [[0, 1, 2, 3]]);
+        // What is reduced while the fusion runs is not exposed; all else that a collective reads and writes is.
+        assert_eq!(traffic.exposed_bytes, 4 * 128 * ((64 + 64) + (64 + 16) + (16 + 64) + (64 + 64)));
+        let spoilt = TEXT.replace("{{0,1},{2,3}}", "{{0,x}}");
+        assert!(Traffic::parse("m", &spoilt).unwrap_err().to_string().contains("groups of devices"));
     }
 }

@@ -45,6 +45,43 @@ pub struct Traffic {
     pub runs: BTreeMap<String, u64>,
     /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
     pub collectives: Vec<Vec<String>>,
+    /// What they move between devices.
+    pub moved: Vec<Collective>,
+    /// Of [`hbm_bytes`](Self::hbm_bytes), what collectives read and write during which nothing else is computed.
+    pub exposed_bytes: u64,
+}
+
+/// What devices do together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Every device has the sum, or the like, of what all had.
+    AllReduce,
+    /// Every device has its part of it.
+    ReduceScatter,
+    /// Every device has what all had.
+    AllGather,
+    /// Every device has a part of what each had.
+    AllToAll,
+    /// Devices have what others had.
+    Permute,
+}
+
+/// A collective.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Collective {
+    /// The HLO instruction.
+    pub name: String,
+    /// What it does.
+    pub kind: Kind,
+    /// Bytes of what is reduced, of what is gathered to, or of what each device sends.
+    pub bytes: u64,
+    /// Devices that work together, all of them where there is none; of a permute pairs (from, to).
+    pub groups: Vec<Vec<usize>>,
+    /// How often it runs.
+    pub runs: u64,
+    /// Whether something is computed between its start and its end.
+    pub overlapped: bool,
 }
 
 impl Traffic {

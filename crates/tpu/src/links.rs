@@ -1,0 +1,215 @@
+//! What collectives take at least on the links between chips.
+//!
+//! Chips stand in a grid and are joined to the neighbours along each axis, by a link each way. Whatever part of the grid is cut off
+//! from the rest, what must cross the cut goes over the links that do:
+//!
+//! | collective of `n` devices, `a` of them within the cut and `b` beyond | crosses it each way, of `S` bytes |
+//! |---|---|
+//! | all-reduce: `S` on each | `S`: the other side's sum |
+//! | reduce-scatter of `S` on each | out `S·b/n`, in `S·a/n`: the sum of what the other side keeps |
+//! | all-gather to `S` on each | out `S·a/n`, in `S·b/n` |
+//! | all-to-all of `S` on each | `S·a·b/n` |
+//! | permute of `S` | `S` for each pair |
+//!
+//! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, whose
+//! own ports they are, a line, a half. It leaves out hops, latency, and whatever an algorithm sends beyond that. Between two devices on
+//! one chip nothing is counted.
+
+use super::target::Target;
+use super::traffic::{Collective, Kind, Traffic};
+
+/// Boxes times devices that are looked at; of larger grids slabs and single chips alone.
+const MOST_LOOKS: usize = 20_000_000;
+
+/// What the collectives of a program take on the links, at least, in milliseconds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Links {
+    /// All of them, one after another.
+    pub all_ms: f64,
+    /// Those during which nothing else is computed.
+    pub exposed_ms: f64,
+    /// The one that takes most, and the cut that it takes it at.
+    pub narrowest: Option<String>,
+}
+
+/// A part of the grid that is cut off.
+struct Box {
+    from: Vec<usize>,
+    extents: Vec<usize>,
+}
+
+impl Box {
+    fn holds(&self, chip: &[usize]) -> bool {
+        let mut axes = chip.iter().zip(&self.from).zip(&self.extents);
+        axes.all(|((&at, &from), &extent)| (from..from + extent).contains(&at))
+    }
+
+    /// Links that leave it.
+    fn links(&self, grid: &[usize], target: &Target) -> usize {
+        let faces = |axis: usize| {
+            let (from, extent, all) = (self.from[axis], self.extents[axis], grid[axis]);
+            if extent == all {
+                return 0;
+            }
+            let wraps = target.chip.wraps(all);
+            let ends = usize::from(from > 0 || wraps) + usize::from(from + extent < all || wraps);
+            let area: usize = (0..grid.len()).filter(|&other| other != axis).map(|other| self.extents[other]).product();
+            ends * area
+        };
+        (0..grid.len()).map(faces).sum()
+    }
+
+    fn name(&self) -> String {
+        let list = |numbers: &[usize]| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
+        format!("{} at {}", list(&self.extents), list(&self.from))
+    }
+}
+
+/// The boxes of a grid but all of it.
+fn boxes(grid: &[usize], devices: usize) -> Vec<Box> {
+    let spans = |extent: usize| (0..extent).flat_map(move |from| (1..=extent - from).map(move |length| (from, length)));
+    let all: usize = grid.iter().map(|&extent| extent * (extent + 1) / 2).product();
+    let every = all.saturating_mul(devices) <= MOST_LOOKS;
+    let mut boxes = vec![Box { from: vec![], extents: vec![] }];
+    for &extent in grid {
+        let spans: Vec<(usize, usize)> =
+            spans(extent).filter(|&(_, length)| every || length == extent || length == 1).collect();
+        let longer = |Box { from, extents }: &Box, (at, length)| Box {
+            from: [&from[..], &[at]].concat(),
+            extents: [&extents[..], &[length]].concat(),
+        };
+        boxes = boxes.iter().flat_map(|part| spans.iter().map(move |&span| longer(part, span))).collect();
+    }
+    boxes.retain(|part| part.extents != grid);
+    boxes
+}
+
+impl Links {
+    /// Of a program for `target` whose device `i` is on the chip at `chips[i]`.
+    pub fn of(target: &Target, chips: &[Vec<usize>], traffic: &Traffic) -> Links {
+        let mut links = Links::default();
+        let grid = target.topology();
+        let boxes = boxes(grid, chips.len());
+        let mut most = 0.0;
+        for collective in &traffic.moved {
+            let times = boxes.iter().filter_map(|part| {
+                let within: Vec<bool> =
+                    chips.iter().map(|chip| part.holds(&chip[..grid.len().min(chip.len())])).collect();
+                let [out, back] = collective.crossing(&within);
+                let ms = out.max(back) / (part.links(grid, target) as f64 * target.chip.port_gb_per_s * 1e6);
+                (out.max(back) > 0.0).then_some((ms, part))
+            });
+            let Some((ms, part)) = times.max_by(|(a, _), (b, _)| a.total_cmp(b)) else { continue };
+            let ms = ms * collective.runs as f64;
+            links.all_ms += ms;
+            if !collective.overlapped {
+                links.exposed_ms += ms;
+            }
+            if ms > most {
+                most = ms;
+                let Collective { name, runs, .. } = collective;
+                let (count, cut) = (part.links(grid, target), part.name());
+                let times = if *runs == 1 { String::new() } else { format!(" × {runs}") };
+                links.narrowest = Some(format!("{name}{times}, {cut}: {count} links"));
+            }
+        }
+        links
+    }
+}
+
+impl Collective {
+    /// Bytes that leave what is `within` and that come to it, at least.
+    fn crossing(&self, within: &[bool]) -> [f64; 2] {
+        let is_within = |device: &usize| within.get(*device).copied().unwrap_or(false);
+        let bytes = self.bytes as f64;
+        let all = [(0..within.len()).collect()];
+        let groups: &[Vec<usize>] =
+            if self.groups.is_empty() && self.kind != Kind::Permute { &all } else { &self.groups };
+        let mut sums = [0.0; 2];
+        for group in groups {
+            if self.kind == Kind::Permute {
+                let [from, to] = group[..] else { continue };
+                let [from, to] = [from, to].map(|device| is_within(&device));
+                sums[0] += if from && !to { bytes } else { 0.0 };
+                sums[1] += if to && !from { bytes } else { 0.0 };
+                continue;
+            }
+            let n = group.len() as f64;
+            let a = group.iter().filter(|device| is_within(device)).count() as f64;
+            let b = n - a;
+            if a == 0.0 || b == 0.0 {
+                continue;
+            }
+            let [out, back] = match self.kind {
+                Kind::AllReduce => [bytes, bytes],
+                Kind::ReduceScatter => [bytes * b / n, bytes * a / n],
+                Kind::AllGather => [bytes * a / n, bytes * b / n],
+                Kind::AllToAll => [bytes * a * b / n; 2],
+                Kind::Permute => unreachable!("counted by pairs"),
+            };
+            sums[0] += out;
+            sums[1] += back;
+        }
+        sums
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Chips of a grid in order, the first axis fastest, a device each.
+    fn chips([x, y]: [usize; 2]) -> Vec<Vec<usize>> {
+        (0..y).flat_map(|j| (0..x).map(move |i| vec![i, j])).collect()
+    }
+
+    fn links(target: &str, kind: Kind, bytes: u64, groups: &[&[usize]]) -> Links {
+        let target = Target::parse(target).unwrap();
+        let groups = groups.iter().map(|group| group.to_vec()).collect();
+        let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, overlapped: false };
+        let traffic = Traffic { moved: vec![collective], ..Traffic::default() };
+        let grid = target.topology().to_vec();
+        Links::of(&target, &chips([grid[0], grid[1]]), &traffic)
+    }
+
+    /// The f32 gradient of a head of 4096 × 151,936, 2.489 GB, over a v6e:2x4: two links join its halves, and a corner has two ports.
+    #[test]
+    fn a_gradients_sum_is_bound_by_the_links_that_join_the_halves() {
+        const GRADIENT: u64 = 4096 * 151_936 * 4;
+        let all: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
+        let near = |found: f64, expected: f64| (found - expected).abs() < 0.005 * expected;
+        let sum = links("v6e:2x4", Kind::AllReduce, GRADIENT, &[all]);
+        assert!(near(sum.all_ms, 12.446) && sum.exposed_ms == sum.all_ms, "{sum:?}");
+        // Scattered, the seven eighths that a corner does not keep leave it by two ports.
+        let scattered = links("v6e:2x4", Kind::ReduceScatter, GRADIENT, &[all]);
+        assert!(near(scattered.all_ms, 10.891), "{scattered:?}");
+        assert!(scattered.narrowest.unwrap().contains("1x1 at"));
+        // Two lines of four, each with half of it: one link of each joins its halves.
+        let lines: [&[usize]; 2] = [&[0, 2, 4, 6], &[1, 3, 5, 7]];
+        let in_lines = links("v6e:2x4", Kind::AllReduce, GRADIENT / 2, &lines);
+        assert!(near(in_lines.all_ms, 12.446), "{in_lines:?}");
+        // A v5e's links carry half as much.
+        assert!(near(links("v5e:2x4", Kind::AllReduce, GRADIENT, &[all]).all_ms, 24.893));
+    }
+
+    #[test]
+    fn what_stays_on_a_side_crosses_nothing() {
+        // Pairs along the short axis: each has a link of its own.
+        let pairs: [&[usize]; 4] = [&[0, 1], &[2, 3], &[4, 5], &[6, 7]];
+        let ms = links("v6e:2x4", Kind::AllReduce, 1_000_000_000, &pairs).all_ms;
+        assert!((ms - 10.0).abs() < 1e-9, "{ms}");
+        assert_eq!(links("v6e:2x4", Kind::AllReduce, 1_000_000_000, &[&[3]]), Links::default());
+        // From one corner to its neighbour and back: a port each way, by the cut that joins nothing else.
+        let ms = links("v6e:2x4", Kind::Permute, 1_000_000_000, &[&[0, 1], &[1, 0]]).all_ms;
+        assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
+    }
+
+    #[test]
+    fn a_ring_has_a_link_more() {
+        // 16 of a v5e or v6e close a ring; four do not.
+        let line: Vec<usize> = (0..16).collect();
+        let ring = links("v6e:1x16", Kind::AllReduce, 1_000_000_000, &[&line]).all_ms;
+        let open = links("v6e:1x8", Kind::AllReduce, 1_000_000_000, &[&line[..8]]).all_ms;
+        assert!((ring - 5.0).abs() < 1e-9 && (open - 10.0).abs() < 1e-9, "{ring} {open}");
+    }
+}
