@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::common::command::{Output, assay, assert_refused};
 use assay::fixture::{ProblemFile, write_candidate, write_problem};
-use assay::judge::report::on_devices;
+use assay::judge::report::{on_devices, with_lowering};
 use assay::problem::{Candidate, FloatArray, HeadCandidate, HeadProblem, Problem};
 use assay::registry::find;
 use assay::spec::LossSpec;
@@ -124,7 +124,8 @@ fn replay_of_a_recorded_fixture_passes_and_reports_every_output() {
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for check in checks {
         let (id, devices) = (check["impl"].as_str().unwrap(), check["devices"].as_u64().unwrap());
-        *counts.entry(on_devices(id, devices as usize)).or_default() += 1;
+        let ran = with_lowering(on_devices(id, devices as usize), check["lowering"].as_str());
+        *counts.entry(ran).or_default() += 1;
     }
     let lines = summary_lines(&output.stdout);
     assert_eq!(lines.len(), counts.len(), "{}", output.stdout);

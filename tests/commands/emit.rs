@@ -209,7 +209,7 @@ fn bad_usage_is_refused_and_leaves_nothing() {
     };
     let lost = format!("{out}/deeper/still");
     let one_line: [(&str, &str, &[&str]); 7] = [
-        ("--impl", "fastest", &["implementation", "got `fastest`", "tile-one-pass, tile-two-pass"]),
+        ("--impl", "fastest", &["implementation", "got `fastest`", "tile-one-pass, "]),
         ("--impl", "xla", &["implementation", "got `xla`", "has kernels", "tile-one-pass, tile-two-pass"]),
         (
             "--impl",

@@ -57,6 +57,7 @@ fn tables() -> &'static Tables {
 }
 
 /// What a plugin exports.
+// SAFETY: the one symbol of this name in a library that links no other plugin.
 #[unsafe(no_mangle)]
 pub extern "C" fn GetPjrtApi() -> *const PJRT_Api {
     tables().own.as_ptr().cast()

@@ -10,7 +10,7 @@
 //! | id | logits |
 //! |---|---|
 //! | `xla-lm-head` | all of them, in plain XLA operations: the baseline |
-//! | `xla-lm-head-seed` | the same by [`log_softmax` and autodiff](crate::alternatives), as the seed's: only to be compiled |
+//! | `xla-lm-head-seed` | the same by `log_softmax` and autodiff, as the seed's: only to be compiled |
 //! | `tile-lm-head` | a chunk of the tokens at a time, in a loop: no array of `B·T·V` elements is ever there |
 //!
 //! The products of dlogits are taken in the dtype of `hidden`, as published kernels take them: bf16 and f16 dlogits are

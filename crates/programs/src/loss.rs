@@ -6,7 +6,7 @@
 //! | `tile-one-pass` | a TPU kernel that reads logits once |
 //! | `tile-two-pass` | two that stream over the columns |
 //! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
-//! | `xla-seed`, … | other ways to write the baseline, [compiled](crate::alternatives) beside it |
+//! | `xla-seed`, … | other ways to write the baseline, only to be compiled beside it: `alternatives` has them |
 //!
 //! | ending | what a device holds of `[B,T,V]` |
 //! |---|---|

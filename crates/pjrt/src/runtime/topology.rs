@@ -134,9 +134,8 @@ fn coordinates(plugin: &Plugin, description: *mut PJRT_DeviceDescription) -> Res
         let name = unsafe { bytes_from(attribute.name, attribute.name_size) };
         if name == b"coords" && attribute.type_ == PJRT_NamedValue_Type_PJRT_NamedValue_kInt64List {
             // SAFETY: the same; a list of integers is what its type says.
-            return Ok(
-                unsafe { slice_from(attribute.__bindgen_anon_1.int64_array_value, attribute.value_size) }.to_vec()
-            );
+            let list = unsafe { slice_from(attribute.__bindgen_anon_1.int64_array_value, attribute.value_size) };
+            return Ok(list.to_vec());
         }
     }
     Ok(Vec::new())
