@@ -59,6 +59,22 @@ use assay_core::device_dtype::DeviceDtype;
 /// Elements that a run may handle: some minutes.
 const MOST_WORK: u64 = 1 << 36;
 
+/// What computes exponentials, logarithms and quotients, and in what order lanes are summed. Nobody outside knows how accurate a TPU's
+/// units are: what is right by all of these is right by any whose errors are no larger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Units {
+    /// The host's, and sums by halves.
+    Host,
+    /// Each result further from 0 by [`OFF_ULP`], and sums by pairs of neighbours.
+    Above,
+    /// The same, nearer to 0.
+    Below,
+}
+
+/// By how many units in the last place results of [`Units::Above`] and [`Units::Below`] are off: a logarithm between −1 and 1 by as many
+/// 2⁻²⁴.
+pub const OFF_ULP: i32 = 4;
+
 /// A dense row-major array.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
@@ -138,7 +154,21 @@ pub fn run(
     outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
 ) -> Result<Vec<Array>, InterpretError> {
-    run_within(MOST_WORK, module, operands, outputs, aliases)
+    run_with(Units::Host, MOST_WORK, module, operands, outputs, aliases)
+}
+
+/// [`run`] by other units than the host's.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_by(
+    units: Units,
+    module: &str,
+    operands: Vec<Array>,
+    outputs: &[(DeviceDtype, Vec<usize>)],
+    aliases: &[(usize, usize)],
+) -> Result<Vec<Array>, InterpretError> {
+    run_with(units, MOST_WORK, module, operands, outputs, aliases)
 }
 
 /// [`run`] that gives up where it takes more than `most_work` steps.
@@ -146,6 +176,17 @@ pub fn run(
 /// # Errors
 /// As [`run`].
 pub fn run_within(
+    most_work: u64,
+    module: &str,
+    operands: Vec<Array>,
+    outputs: &[(DeviceDtype, Vec<usize>)],
+    aliases: &[(usize, usize)],
+) -> Result<Vec<Array>, InterpretError> {
+    run_with(Units::Host, most_work, module, operands, outputs, aliases)
+}
+
+fn run_with(
+    units: Units,
     most_work: u64,
     module: &str,
     mut operands: Vec<Array>,
@@ -194,7 +235,7 @@ pub fn run_within(
             return Err(InterpretError::Arrays(format!("an array of {array} under a window of {}", window.ty)));
         }
     }
-    pipeline::run(&program, prefetch, &mut arrays, most_work)?;
+    pipeline::run(&program, prefetch, &mut arrays, most_work, units)?;
     let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.in_hbm[array]);
     let results = written.zip(outputs).map(|(array, (element, shape))| Array {
         element: *element,

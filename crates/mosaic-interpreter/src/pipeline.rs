@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::InterpretError;
 use super::check::{Program, Window};
 use super::run::{Machine, Value};
 use super::value::{Block, Elements, Shaped, advance};
+use super::{InterpretError, Units};
 
 /// An array of the caller's.
 pub(super) struct HbmArray {
@@ -61,12 +61,13 @@ pub(super) fn run(
     prefetch: Vec<Elements>,
     arrays: &mut Arrays,
     most_work: u64,
+    units: Units,
 ) -> Result<(), InterpretError> {
     let on_chip = program.windows.iter().map(|window| &window.ty).chain(&program.scratch);
     let mut memory = prefetch;
     memory.extend(on_chip.map(Elements::poison));
     let left = vec![BTreeSet::new(); program.windows.len()];
-    let mut machine = Machine::new(memory, most_work);
+    let mut machine = Machine::new(memory, most_work, units);
     if program.parallel.contains(&true) {
         let scratch = machine.written.len() - program.scratch.len();
         for (written, ty) in machine.written[scratch..].iter_mut().zip(&program.scratch) {

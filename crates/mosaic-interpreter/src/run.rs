@@ -2,10 +2,10 @@
 
 use std::rc::Rc;
 
-use super::InterpretError;
 use super::check::{Action, Body, Fold, Function, Instruction, Slot};
 use super::elementwise::Elementwise;
 use super::value::{Block, Elements, Kind, Shaped, Type, advance};
+use super::{InterpretError, OFF_ULP, Units};
 
 /// What an instruction costs besides its elements, in elements.
 const INSTRUCTION: u64 = 32;
@@ -40,6 +40,7 @@ pub(super) struct Machine {
     pub(super) written: Vec<Option<Elements>>,
     /// The step's indices along parallel dimensions as one number ≥ 1: another core may run what has another.
     pub(super) turn: i32,
+    units: Units,
     /// Elements computed so far, and the most that may be.
     work: u64,
     most_work: u64,
@@ -84,9 +85,9 @@ impl Instruction {
 }
 
 impl Machine {
-    pub(super) fn new(memory: Vec<Elements>, most_work: u64) -> Self {
+    pub(super) fn new(memory: Vec<Elements>, most_work: u64, units: Units) -> Self {
         let written = memory.iter().map(|_| None).collect();
-        Self { memory, written, turn: 1, work: 0, most_work }
+        Self { memory, written, turn: 1, units, work: 0, most_work }
     }
 
     /// Counts the handling of `elements`.
@@ -126,7 +127,7 @@ impl Machine {
             }
             Action::Load => vec![Value::Data(Rc::new(self.load(instruction, frame)?))],
             Action::LoadScalar => vec![Value::Data(Rc::new(self.load_scalar(instruction, frame)?))],
-            _ => vec![Value::Data(pure(instruction, frame)?)],
+            _ => vec![Value::Data(off(self.units, instruction, pure(instruction, frame, self.units)?))],
         };
         frame.set(&instruction.results, results);
         Ok(())
@@ -218,7 +219,7 @@ fn place(
 }
 
 /// The result of an operation that touches no memory.
-fn pure(instruction: &Instruction, frame: &Frame) -> Result<Rc<Elements>, InterpretError> {
+fn pure(instruction: &Instruction, frame: &Frame, units: Units) -> Result<Rc<Elements>, InterpretError> {
     let operand = |i: usize| frame.elements(instruction.operands[i]);
     let operand_type = |i: usize| frame.types[instruction.operands[i]].shaped();
     let result = frame.types[instruction.results[0]].shaped();
@@ -269,7 +270,7 @@ fn pure(instruction: &Instruction, frame: &Frame) -> Result<Rc<Elements>, Interp
         Action::Reduce { fold, dimensions } => {
             let from = operand_type(0);
             let places = walk(&from.shape, strides_without(&from.shape, dimensions));
-            reduce(*fold, kind, operand(0), operand(1), places)
+            reduce(*fold, kind, operand(0), operand(1), places, units != Units::Host)
         }
         Action::Iota { dimension } => {
             let mut strides = vec![0; result.shape.len()];
@@ -280,6 +281,27 @@ fn pure(instruction: &Instruction, frame: &Frame) -> Result<Rc<Elements>, Interp
             unreachable!("run by the machine")
         }
     }))
+}
+
+/// What other units than the host's give for `exact`.
+fn off(units: Units, instruction: &Instruction, exact: Rc<Elements>) -> Rc<Elements> {
+    let name = instruction.name.trim_start_matches("stable_mosaic.");
+    let by = match units {
+        Units::Host => return exact,
+        Units::Above => OFF_ULP,
+        Units::Below => -OFF_ULP,
+    };
+    let ulps = |x: f32| if x.is_normal() { f32::from_bits(x.to_bits().wrapping_add_signed(by)) } else { x };
+    let of_logarithm = |x: f32| if x.abs() < 1.0 { x + by as f32 * f32::EPSILON / 2.0 } else { ulps(x) };
+    match (name, &*exact) {
+        ("math.exp" | "math.exp2" | "arith.divf", Elements::Float(values)) => {
+            Rc::new(Elements::Float(values.iter().map(|&x| ulps(x)).collect()))
+        }
+        ("math.log" | "math.log2", Elements::Float(values)) => {
+            Rc::new(Elements::Float(values.iter().map(|&x| of_logarithm(x)).collect()))
+        }
+        _ => exact,
+    }
 }
 
 fn select(condition: &Elements, yes: &Rc<Elements>, no: &Rc<Elements>) -> Rc<Elements> {
@@ -299,13 +321,20 @@ fn select(condition: &Elements, yes: &Rc<Elements>, no: &Rc<Elements>) -> Rc<Ele
 
 /// Folds the elements of `from` that `places` gives to one place of `onto` by halves, then onto what is there: the lanes
 /// of a register meet in so many rounds, and an error grows with their number.
-fn reduce(fold: Fold, kind: Kind, from: &Elements, onto: &Elements, places: impl Iterator<Item = usize>) -> Elements {
+fn reduce(
+    fold: Fold,
+    kind: Kind,
+    from: &Elements,
+    onto: &Elements,
+    places: impl Iterator<Item = usize>,
+    neighbours: bool,
+) -> Elements {
     match fold {
         Fold::Float(f) => {
             let combine = |x, y| kind.round(f(x, y));
-            Elements::Float(by_halves(from.floats(), onto.floats(), places, combine))
+            Elements::Float(by_halves(from.floats(), onto.floats(), places, neighbours, combine))
         }
-        Fold::Int(f) => Elements::Int(by_halves(from.ints(), onto.ints(), places, |x, y| kind.wrap(f(x, y)))),
+        Fold::Int(f) => Elements::Int(by_halves(from.ints(), onto.ints(), places, false, |x, y| kind.wrap(f(x, y)))),
     }
 }
 
@@ -313,6 +342,7 @@ fn by_halves<T: Copy>(
     from: &[T],
     onto: &[T],
     places: impl Iterator<Item = usize>,
+    neighbours: bool,
     combine: impl Fn(T, T) -> T,
 ) -> Vec<T> {
     let mut gathered = vec![Vec::new(); onto.len()];
@@ -320,6 +350,9 @@ fn by_halves<T: Copy>(
         gathered[place].push(x);
     }
     let fold = |mut values: Vec<T>| {
+        while neighbours && values.len() > 1 {
+            values = values.chunks(2).map(|pair| pair[1..].iter().fold(pair[0], |x, &y| combine(x, y))).collect();
+        }
         while values.len() > 1 {
             let half = values.len().div_ceil(2);
             for i in half..values.len() {

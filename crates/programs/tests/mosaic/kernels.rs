@@ -10,7 +10,7 @@ use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_mosaic_interpreter::{self as interpret, Array};
+use assay_mosaic_interpreter::{self as interpret, Array, Units};
 use assay_programs::{ANY_TPU, LossProgram, Machine, Programs, Shaped, TpuKernel};
 use assay_suites::cases;
 use half::{bf16, f16};
@@ -28,13 +28,13 @@ fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machi
 }
 
 /// Runs a kernel on operands given by name.
-fn run(kernel: &TpuKernel, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+fn run(kernel: &TpuKernel, units: Units, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
     let given = kernel.operands.iter().map(|operand| {
         let (_, bytes) = operands.iter().find(|(name, _)| *name == operand.name).expect("every operand is given");
         Array { element: operand.dtype, shape: operand.shape.clone(), bytes: bytes.clone() }
     });
     let results: Vec<_> = kernel.results.iter().map(|result| (result.dtype, result.shape.clone())).collect();
-    let arrays = interpret::run(&kernel.text, given.collect(), &results, &kernel.aliases);
+    let arrays = interpret::run_by(units, &kernel.text, given.collect(), &results, &kernel.aliases);
     Ok(arrays.map_err(|error| format!("{}: {error}", kernel.name))?.into_iter().map(|array| array.bytes).collect())
 }
 
@@ -146,13 +146,14 @@ struct Around<'p> {
     count: f64,
     /// Whether the kernel is told of one column more than there are.
     spoil: bool,
+    units: Units,
 }
 
 impl<'p> Around<'p> {
     fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
         let mask: Vec<bool> = problem.mask.iter().copied().collect();
         let count = mask.iter().filter(|&&counts| counts).count() as f64;
-        Self { spec, problem, shape: problem.shape(), mask, count, spoil: false }
+        Self { spec, problem, shape: problem.shape(), mask, count, spoil: false, units: Units::Host }
     }
 
     /// What a token's terms are divided by in a reduction, over the scale of the spec; for a masked one infinite.
@@ -292,8 +293,11 @@ impl<'p> Around<'p> {
             other => panic!("{other}: not known here"),
         });
         let logits = logits_bytes(&self.problem.logits);
-        let outputs =
-            run(kernel, &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)])?;
+        let outputs = run(
+            kernel,
+            self.units,
+            &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
+        )?;
         let results = PerToken::new(&outputs[1], &kernel.results[1].columns);
         let of = |name: &'static str| {
             let results = &results;
@@ -316,7 +320,7 @@ impl<'p> Around<'p> {
             ("logits", logits_bytes(&self.problem.logits)),
             ("ids", self.ids()),
         ];
-        let outputs = run(statistics, &shared)?;
+        let outputs = run(statistics, self.units, &shared)?;
         let sums = PerToken::new(&outputs[0], &statistics.results[0].columns);
         let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
         let softmax = |token: usize, names: [&str; 2], inverse: f64| {
@@ -365,7 +369,7 @@ impl<'p> Around<'p> {
         });
         let mut given = shared;
         given.push(("scales", scales));
-        let outputs = run(dlogits, &given)?;
+        let outputs = run(dlogits, self.units, &given)?;
         let loss = |token| loss_and_grad(token).0;
         Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
     }
@@ -381,8 +385,13 @@ struct Softmax {
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
 fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
+    check_by(Units::Host, id, spec, recipe, machine)
+}
+
+/// The same by other units than the host's.
+fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
-    let around = Around::new(spec, &problem);
+    let around = Around { units, ..Around::new(spec, &problem) };
     let candidate = match id {
         "tile-one-pass" => around.one_pass(machine)?,
         _ => around.two_pass(machine)?,
@@ -390,9 +399,29 @@ fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result
     let known = Known::of(spec, &problem).unwrap();
     let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test --test mosaic").first() {
-        return Err(format!("{id} {recipe:?} {spec:?}\n{failure}"));
+        return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
+}
+
+/// The emitter and the interpreter may share a mistake about a TPU's units, not about all that are within four ulp (`OFF_ULP`).
+#[test]
+fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
+    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() }, LossSpec::default()];
+    for units in [Units::Above, Units::Below] {
+        for (i, regime) in Regime::FINITE.into_iter().enumerate() {
+            for dtype in [Dtype::F32, Dtype::Bf16] {
+                let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
+                let recipe = Recipe { shape, dtype, regime, seed: 9, old_logp_noise_scale: 0.1, masked_garbage: true };
+                for (id, spec) in ["tile-one-pass", "tile-two-pass"]
+                    .into_iter()
+                    .flat_map(|id| specs.each_ref().map(|spec| (id, spec)))
+                {
+                    check_by(units, id, spec, &recipe, ANY_TPU).unwrap();
+                }
+            }
+        }
+    }
 }
 
 /// The kernel whose text says that the array has one column more than it has: its edge is poison, and shows.

@@ -171,18 +171,44 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
     Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
 }
 
+/// Whether something is computed between the start of what is done beside it and its end. What an async call works on is only given to
+/// its update, where it has one.
+fn runs_beside(start: &Instruction, instructions: &[Instruction]) -> bool {
+    let after = |name: &str| {
+        let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
+        instructions[at + 1..].iter()
+    };
+    let update = after(start.name).find(|next| next.opcode == "async-update" && next.operands.contains(&start.name));
+    let handle = update.map_or(start.name, |update| update.name);
+    let mut until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
+    until_done.any(|between| COMPUTES.contains(&between.opcode))
+}
+
 impl Collective {
-    /// What a fusion is that has an all-reduce in it: libtpu writes a reduce-scatter as one of which a slice is kept, an all-gather as
-    /// one of a part among zeros, and sends no more than they need.
+    /// What a fusion, or an async call, is that has an all-reduce in it: libtpu writes a reduce-scatter as one of which a slice is kept,
+    /// an all-gather as one of a part among zeros, and sends no more than they need. A v7x leaves sums to its SparseCores by async
+    /// calls.
     fn within(
         file: &str,
-        fusion: &Instruction,
+        caller: &Instruction,
+        instructions: &[Instruction],
         computations: &HashMap<&str, Computation>,
         runs: u64,
     ) -> Result<Option<Self>, TpuError> {
-        let body = fusion.called().next().and_then(|name| computations.get(name)).map(|body| &body.instructions);
-        let Some(body) = body.filter(|_| fusion.opcode == "fusion") else { return Ok(None) };
-        let Some(inner) = body.iter().find(|inner| inner.opcode == "all-reduce") else { return Ok(None) };
+        if !["fusion", "async-start"].contains(&caller.opcode) {
+            return Ok(None);
+        }
+        let mut waiting: Vec<&str> = caller.called().collect();
+        let mut seen = HashSet::new();
+        let mut found = None;
+        while let Some(name) = waiting.pop().filter(|_| found.is_none()) {
+            if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
+                let inner = computation.instructions.iter().find(|inner| inner.opcode == "all-reduce");
+                found = inner.map(|inner| (&computation.instructions, inner));
+                waiting.extend(&computation.called);
+            }
+        }
+        let Some((body, inner)) = found else { return Ok(None) };
         let Some(collective) = Self::of(file, inner, body, runs)? else { return Ok(None) };
         let definitions = Definitions::of(body);
         let opcode = |name: &&str| definitions.0.get(definitions.followed(name, "bitcast")).map(|found| found.opcode);
@@ -196,8 +222,9 @@ impl Collective {
             (_, true) => Kind::ReduceScatter,
             _ => Kind::AllReduce,
         };
-        let name = fusion.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, ..collective }))
+        let overlapped = caller.opcode == "async-start" && runs_beside(caller, instructions);
+        let name = caller.name.trim_start_matches('%').into();
+        Ok(Some(Collective { name, kind, overlapped, ..collective }))
     }
 
     /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
@@ -232,9 +259,7 @@ impl Collective {
         let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
         let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
         let groups = groups(text).ok_or_else(|| malformed(file, 0, format!("{attribute}{text}"), expected))?;
-        let at = instructions.iter().position(|other| other.name == instruction.name).unwrap_or(0);
-        let until_done = instructions[at + 1..].iter().take_while(|other| !other.operands.contains(&instruction.name));
-        let overlapped = starts && until_done.into_iter().any(|between| COMPUTES.contains(&between.opcode));
+        let overlapped = starts && runs_beside(instruction, instructions);
         let name = instruction.name.trim_start_matches('%').into();
         Ok(Some(Collective { name, kind, bytes, groups, runs, overlapped }))
     }
@@ -291,7 +316,7 @@ impl Traffic {
                 self.runs.insert(own_name.into(), runs);
             }
             let before = bytes;
-            let within = Collective::within(file, instruction, computations, runs)?;
+            let within = Collective::within(file, instruction, instructions, computations, runs)?;
             let collective = within.or(Collective::of(file, instruction, instructions, runs)?);
             let exposed = collective.as_ref().is_some_and(|collective| !collective.overlapped);
             self.moved.extend(collective);
@@ -468,6 +493,16 @@ ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
   ROOT %kept = f32[16,128]{1,0} dynamic-slice(%inner, %zero, %zero), dynamic_slice_sizes={16,128}
 }
 
+%offloaded (given: f32[64,128]) -> f32[64,128] {
+  %given = f32[64,128]{1,0} parameter(0)
+  ROOT %called = f32[64,128]{1,0} call(%given), to_apply=%on-sparse-cores
+}
+
+%on-sparse-cores (part: f32[64,128]) -> f32[64,128] {
+  %part = f32[64,128]{1,0} parameter(0)
+  ROOT %by-others = f32[64,128]{1,0} all-reduce(%part), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
 ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
   %x = f32[64,128]{1,0} parameter(0)
   %y = f32[64,128]{1,0} parameter(1)
@@ -477,7 +512,11 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
   %done = f32[64,128]{1,0} all-reduce-done(%started)
   %scattered = f32[16,128]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter
   %gathered = f32[64,128]{1,0} all-gather(%scattered), replica_groups=[1,4]<=[4], dimensions={0}
-  ROOT %moved = f32[64,128]{1,0} collective-permute(%gathered), source_target_pairs={{0,1},{1,0}}
+  %moved = f32[64,128]{1,0} collective-permute(%gathered), source_target_pairs={{0,1},{1,0}}
+  %call-start = ((), (), s32[]) async-start(), calls=%offloaded
+  %call-update = ((f32[64,128]{1,0}), f32[64,128]{1,0}, s32[]) async-update(%call-start, %moved)
+  %beside = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%add
+  ROOT %call-done = f32[64,128]{1,0} async-done(%call-update)
 }
 ";
         let traffic = Traffic::parse("m", TEXT).unwrap();
@@ -489,6 +528,7 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
             ("scattered", Kind::ReduceScatter, false),
             ("gathered", Kind::AllGather, false),
             ("moved", Kind::Permute, false),
+            ("call-start", Kind::AllReduce, true),
         ];
         assert_eq!(found, expected);
         assert!(traffic.moved.iter().all(|moved| moved.bytes == 64 * 128 * 4 && moved.runs == 1), "{traffic:?}");
