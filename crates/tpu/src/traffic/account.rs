@@ -186,7 +186,7 @@ fn runs_beside(start: &Instruction, instructions: &[Instruction]) -> bool {
 
 impl Collective {
     /// What a fusion, or an async call, is that has an all-reduce in it: libtpu writes a reduce-scatter as one of which a slice is kept,
-    /// an all-gather as one of a part among zeros, and sends no more than they need. A v7x leaves sums to its SparseCores by async
+    /// an all-gather as one of a part among zeros, and sends no more than they need. A v7x leaves sums to its `SparseCore`s by async
     /// calls.
     fn within(
         file: &str,
