@@ -397,7 +397,8 @@ fn a_worker_that_hangs() -> Result<(), Failed> {
 /// A libtpu that writes other schedules than the one that is pinned, or none.
 fn schedules_that_are_not_understood() -> Result<(), Failed> {
     let memory = r#"{"argument_bytes":4,"output_bytes":4,"temp_bytes":2,"alias_bytes":4,"code_bytes":1}"#;
-    let answer = format!("echo '{{\"compiled\":{{\"memory\":{memory},\"compile_s\":1.0,\"chips\":[]}}}}' > \"$2/answer.json\"");
+    let answer =
+        format!("echo '{{\"compiled\":{{\"memory\":{memory},\"compile_s\":1.0,\"chips\":[]}}}}' > \"$2/answer.json\"");
     let other = "echo 'step 1: add' > \"$2/schedules/17-grpo-02-final_bundles.txt\"";
     for (wrote, expected) in
         [("", "-final_bundles.txt, line 0: got no such file"), (other, "17-grpo-02-final_bundles.txt")]
