@@ -51,14 +51,14 @@ impl Emit {
         let implementation = loss_program(&self.implementation)?;
         let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
         let (machine, loss) = (self.target.chip.machine(), Shaped::of(&spec));
-        let kernels = implementation.kernels_for(loss, local, dtype, machine).map_err(RunError::from)?;
-        if kernels.is_empty() || !implementation.is_whole() {
+        if !implementation.is_whole() || !implementation.has_kernels() {
             let id = &self.implementation;
             let reason = format!(
                 "implementation: got `{id}`, expected one that has kernels and whose devices hold whole rows: "
             );
             return Err(CliError::Usage(reason + "tile-one-pass, tile-two-pass"));
         }
+        let kernels = implementation.kernels_for(loss, local, dtype, machine).map_err(RunError::from)?;
         let module = implementation.program_for(loss, local, dtype, devices, machine).map_err(RunError::from)?;
         let signature = implementation.signature_for(loss, local, dtype, devices).map_err(RunError::from)?;
         let manifest = Manifest::new(self, &spec, &kernels, &signature);

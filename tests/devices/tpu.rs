@@ -467,18 +467,20 @@ fn workers_end_by_themselves() -> Result<(), Failed> {
 }
 
 fn killed_compiles_leave_nothing() -> Result<(), Failed> {
-    for signal in ["KILL", "INT"] {
+    for (signal, number) in [("KILL", 9), ("INT", 2)] {
         let temporary = tempfile::tempdir()?;
         let folder = temporary.path().join("of a user");
         fs::create_dir(&folder)?;
-        let mut compile = Command::new(env!("CARGO_BIN_EXE_assay"));
+        // A shell has what it starts in the background ignore interruptions, and all that comes of it.
+        let mut compile = Command::new("env");
+        compile.args(["--default-signal=INT", env!("CARGO_BIN_EXE_assay")]);
         compile.args(["compile", "-q", "--target", "v6e", "--impl", "xla-lm-head", "--shape", "1x1024x896x151936"]);
         let mut compile = compile.env("TMPDIR", &folder).stderr(Stdio::null()).spawn()?;
         let writes = |part: std::fs::DirEntry| fs::read_dir(part.path().join("hlo")).is_ok_and(|hlo| hlo.count() > 0);
         wait_until("a dump of libtpu's", || fs::read_dir(&folder).is_ok_and(|all| all.flatten().any(writes)))?;
         assert_eq!(processes_of(&folder), 1);
         assert!(Command::new("kill").arg(format!("-{signal}")).arg(compile.id().to_string()).status()?.success());
-        compile.wait()?;
+        assert_eq!(compile.wait()?.signal(), Some(number), "it had ended by itself");
         wait_until("the worker's end", || processes_of(&folder) == 0)?;
         let left: Vec<_> = fs::read_dir(&folder)?.flatten().map(|entry| entry.path()).collect();
         assert!(left.is_empty(), "{signal}: {left:?}");

@@ -187,7 +187,7 @@ pub struct Bound {
     /// The largest of cycles, HBM and those links that are busy while something is computed, which overlap at best, and the other
     /// links on top.
     pub predicted_ms: f64,
-    /// Which it is.
+    /// Which of cycles, HBM and links takes longest.
     pub limit: Limit,
 }
 

@@ -226,6 +226,14 @@ impl Compiler {
                 let unread = |reason| TpuError::Unread { target: target.clone(), memory, reason: Box::new(reason) };
                 let mut kernels = schedule::read(&folder.join(SCHEDULES), request.target.chip).map_err(unread)?;
                 let traffic = traffic::read(&folder.join(HLO)).map_err(unread)?;
+                if chips.len() != request.replicas * request.partitions || chips.iter().any(Vec::is_empty) {
+                    return Err(unread(TpuError::Dump {
+                        file: ANSWER.into(),
+                        line: 0,
+                        given: format!("places of {} devices", chips.iter().filter(|chip| !chip.is_empty()).count()),
+                        expected: "where each device stands",
+                    }));
+                }
                 let uncounted = traffic.launch(&mut kernels);
                 let flags = after_those_of(LIBTPU_VARIABLE, &self.flags);
                 let links = Links::of(request.target, &chips, &traffic);

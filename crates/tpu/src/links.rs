@@ -13,7 +13,8 @@
 //!
 //! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, whose
 //! own ports they are, a line, a half. It leaves out hops, latency, and whatever an algorithm sends beyond that. Between two devices on
-//! one chip nothing is counted.
+//! one chip nothing is counted. Collectives that run beside computing may run beside one another too: of these the bound is the cut
+//! over which all of them together take longest.
 
 use super::target::Target;
 use super::traffic::{Collective, Kind, Traffic};
@@ -24,7 +25,7 @@ const MOST_LOOKS: usize = 20_000_000;
 /// What the collectives of a program take on the links, at least, in milliseconds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Links {
-    /// All of them, one after another.
+    /// All of them: those that run beside computing together, the others one after another.
     pub all_ms: f64,
     /// Those during which nothing else is computed.
     pub exposed_ms: f64,
@@ -33,12 +34,12 @@ pub struct Links {
 }
 
 /// A part of the grid that is cut off.
-struct Box {
+struct Cut {
     from: Vec<usize>,
     extents: Vec<usize>,
 }
 
-impl Box {
+impl Cut {
     fn holds(&self, chip: &[usize]) -> bool {
         let mut axes = chip.iter().zip(&self.from).zip(&self.extents);
         axes.all(|((&at, &from), &extent)| (from..from + extent).contains(&at))
@@ -66,15 +67,15 @@ impl Box {
 }
 
 /// The boxes of a grid but all of it.
-fn boxes(grid: &[usize], devices: usize) -> Vec<Box> {
+fn boxes(grid: &[usize], devices: usize) -> Vec<Cut> {
     let spans = |extent: usize| (0..extent).flat_map(move |from| (1..=extent - from).map(move |length| (from, length)));
     let all: usize = grid.iter().map(|&extent| extent * (extent + 1) / 2).product();
     let every = all.saturating_mul(devices) <= MOST_LOOKS;
-    let mut boxes = vec![Box { from: vec![], extents: vec![] }];
+    let mut boxes = vec![Cut { from: vec![], extents: vec![] }];
     for &extent in grid {
         let spans: Vec<(usize, usize)> =
             spans(extent).filter(|&(_, length)| every || length == extent || length == 1).collect();
-        let longer = |Box { from, extents }: &Box, (at, length)| Box {
+        let longer = |Cut { from, extents }: &Cut, (at, length)| Cut {
             from: [&from[..], &[at]].concat(),
             extents: [&extents[..], &[length]].concat(),
         };
@@ -91,18 +92,22 @@ impl Links {
         let grid = target.topology();
         let boxes = boxes(grid, chips.len());
         let mut most = 0.0;
+        let mut beside_ms = vec![0.0; boxes.len()];
         for collective in &traffic.moved {
-            let times = boxes.iter().filter_map(|part| {
+            let times = boxes.iter().enumerate().filter_map(|(i, part)| {
                 let within: Vec<bool> =
                     chips.iter().map(|chip| part.holds(&chip[..grid.len().min(chip.len())])).collect();
                 let [out, back] = collective.crossing(&within);
                 let ms = out.max(back) / (part.links(grid, target) as f64 * target.chip.port_gb_per_s * 1e6);
-                (out.max(back) > 0.0).then_some((ms, part))
+                (out.max(back) > 0.0).then_some((ms * collective.runs as f64, part, i))
             });
-            let Some((ms, part)) = times.max_by(|(a, _), (b, _)| a.total_cmp(b)) else { continue };
-            let ms = ms * collective.runs as f64;
-            links.all_ms += ms;
-            if !collective.overlapped {
+            let times: Vec<(f64, &Cut, usize)> = times.collect();
+            let Some(&(ms, part, _)) = times.iter().max_by(|(a, ..), (b, ..)| a.total_cmp(b)) else { continue };
+            if collective.overlapped {
+                for &(ms, _, i) in &times {
+                    beside_ms[i] += ms;
+                }
+            } else {
                 links.exposed_ms += ms;
             }
             if ms > most {
@@ -113,6 +118,7 @@ impl Links {
                 links.narrowest = Some(format!("{name}{times}, {cut}: {count} links"));
             }
         }
+        links.all_ms = links.exposed_ms + beside_ms.into_iter().fold(0.0, f64::max);
         links
     }
 }
@@ -202,6 +208,27 @@ mod tests {
         // From one corner to its neighbour and back: a port each way, by the cut that joins nothing else.
         let ms = links("v6e:2x4", Kind::Permute, 1_000_000_000, &[&[0, 1], &[1, 0]]).all_ms;
         assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
+    }
+
+    /// Sums over pairs along either axis need other links: beside computing they may run at once, and otherwise may not.
+    #[test]
+    fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
+        let target = Target::parse("v6e:2x2").unwrap();
+        let sum = |groups: [[usize; 2]; 2], overlapped| Collective {
+            name: "it".into(),
+            kind: Kind::AllReduce,
+            bytes: 1_000_000_000,
+            groups: groups.map(Vec::from).to_vec(),
+            runs: 1,
+            overlapped,
+        };
+        let both = |overlapped| {
+            let moved = vec![sum([[0, 1], [2, 3]], overlapped), sum([[0, 2], [1, 3]], overlapped)];
+            Links::of(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() })
+        };
+        let (at_once, in_turn) = (both(true), both(false));
+        assert_eq!((at_once.exposed_ms, in_turn.exposed_ms), (0.0, 20.0));
+        assert_eq!((at_once.all_ms, in_turn.all_ms), (10.0, 20.0), "each axis has two links, a corner two ports");
     }
 
     #[test]
