@@ -355,15 +355,14 @@ impl Condition {
         let (one_softmax, given) = (logp.divisor == entropy.divisor, self.errors.is_empty());
         // What is flushed before the transform of logits is multiplied by its slope.
         let flushed_once = FLUSHED / spec.temperature.min(1.0);
-        let [inverse, inverse_of_entropy] = [logp, entropy].map(|softmax| 1.0 / softmax.divisor);
         let column = move |(j, (&x, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
             let error = if given { 0.0 } else { scale_of_logits * self.errors.at(j) };
-            let gap_of_logp = gap_of(logp, inverse, x, p);
+            let gap_of_logp = gap_of(logp, x, p);
             let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
             let mut flushed = 1.0 + flushed_of_grad;
             let mut value = 0.0;
             if grad != 0.0 {
-                let (gap, own) = (gap_of_logp + rounded, error * inverse);
+                let (gap, own) = (gap_of_logp + rounded, error / logp.divisor);
                 if j == token.id {
                     let gaps_of_others = (mean_gap - p * gap).max(0.0);
                     let errors_of_others = (mean_error - p * own).max(0.0);
@@ -387,9 +386,9 @@ impl Condition {
                 flushed += grad * if j == token.id { vocab } else { 1.0 };
             }
             if grad_entropy > 0.0 {
-                let gap = if one_softmax { gap_of_logp } else { gap_of(entropy, inverse_of_entropy, x, q) };
+                let gap = if one_softmax { gap_of_logp } else { gap_of(entropy, x, q) };
                 let span = gap + rounded + entropy.stats.mean_gap;
-                let error = (error + self.base.mean_error) * inverse_of_entropy;
+                let error = (error + self.base.mean_error) / entropy.divisor;
                 let (mut scale, mut floor) = (
                     span * (1.0 + span) + self.base.second_moment,
                     error * (1.0 + 2.0 * span + error) + self.base.spread,
@@ -476,7 +475,7 @@ impl Base {
             let probabilities = row.probabilities().iter().zip(row.probabilities_of_entropy());
             for (j, (&x, (p_j, &q_j))) in row.logits().iter().zip(probabilities).enumerate() {
                 mean_error += p_j * error(j);
-                let (gap, error) = (gap_of(q, 1.0 / q.divisor, x, q_j), error(j) / q.divisor);
+                let (gap, error) = (gap_of(q, x, q_j), error(j) / q.divisor);
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
         }
@@ -668,9 +667,11 @@ fn weighted(beta: f64, term: f64) -> f64 {
     if beta == 0.0 { 0.0 } else { beta * term }
 }
 
-/// `a_j` of a logit whose probability is `p_j`; a column of probability 0 has no gap worth speaking of.
-fn gap_of(softmax: &ScaledSoftmax, inverse_of_divisor: f64, x: f64, p: f64) -> f64 {
-    if p == 0.0 { 0.0 } else { softmax.stats.max - x * inverse_of_divisor }
+/// `a_j` of a logit whose probability is `p_j`; a column of probability 0 has no gap worth speaking of. It is a quotient as the
+/// maximum is one: a product by `1/T` may leave of the maximum's own gap not 0 but less, which is more than all that a row
+/// beside certainty has.
+fn gap_of(softmax: &ScaledSoftmax, x: f64, p: f64) -> f64 {
+    if p == 0.0 { 0.0 } else { softmax.stats.max - x / softmax.divisor }
 }
 
 /// How far `f` moves when what it depends on moves as rounding may move it: in units of `u`, and beyond. Under
