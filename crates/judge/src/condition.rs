@@ -35,7 +35,7 @@ use super::arm::{self, Arm};
 use super::gate::Output;
 use super::tolerance::{Grade, Limits};
 use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
-use assay_reference::{Branch, Choice, Columns, Reference, ScaledSoftmax, Token, TokenInputs, clipped};
+use assay_reference::{Branch, Choice, Reference, SoftmaxColumns, Token, TokenInputs, clipped};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
 pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
@@ -98,12 +98,12 @@ pub struct Condition {
     pub tied: (bool, bool),
     /// Whether f32 arithmetic overflows where f64 does not: any nonfinite value is then an honest answer.
     pub overflows: bool,
-    base: Base,
-    errors: LogitErrors,
-    moves: Moves,
+    pub(super) base: Base,
+    pub(super) errors: LogitErrors,
+    pub(super) moves: Moves,
     /// `Σ_u |∂loss/∂w_u|` over the row, terms before they cancel, and how far that moves.
-    row: RatioTerms,
-    grade: Grade,
+    pub(super) row: RatioTerms,
+    pub(super) grade: Grade,
 }
 
 /// How far a value may be off: `κ·u·scale + floor`.
@@ -115,23 +115,9 @@ pub struct Bound {
     pub floor: f64,
 }
 
-/// How far one column of dlogits may be off: `κ·u·scale + floor`, and of that what all columns of a row have in common, each
-/// in proportion to its probability.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ColumnBound {
-    /// All of it.
-    pub whole: Bound,
-    /// Of it, what has one sign in all columns but the target: errors of `G` and of the softmax's sum.
-    pub common: Bound,
-    /// Of it, what all tokens of a row have in common, whose ratio is one: errors of that ratio; 0 where each has its own.
-    pub of_ratio: Bound,
-    /// Of the floor, what f32 flushes to 0, which has one sign too.
-    pub flushed: f64,
-}
-
 /// How far, in units of `u`, rounding moves what a token's loss depends on; and by how much beyond, in nats.
 #[derive(Clone, Copy, Debug)]
-struct Moves {
+pub(super) struct Moves {
     /// `C`: of `ℓ` and what it is compared with.
     logp: Bound,
     /// `C̄`: of the row's mean log-ratio.
@@ -142,28 +128,28 @@ struct Moves {
 
 /// What the tokens of a row bring to the ratio they share.
 #[derive(Clone, Copy, Debug, Default)]
-struct RatioTerms {
+pub(super) struct RatioTerms {
     /// `Σ |∂loss/∂w|`, terms before they cancel.
-    sum: f64,
+    pub(super) sum: f64,
     /// How far that moves.
-    moved: Bound,
+    pub(super) moved: Bound,
     /// What of it may be flushed, in units of [`FLUSHED`].
-    flushed: f64,
+    pub(super) flushed: f64,
 }
 
 /// What the logits of one token say.
 #[derive(Clone, Copy, Debug)]
-struct Base {
+pub(super) struct Base {
     logp: Bound,
     entropy: Bound,
     /// `ā₂` of the softmax that entropy is taken from.
-    second_moment: f64,
+    pub(super) second_moment: f64,
     /// What the logits' own errors add to it.
-    spread: f64,
+    pub(super) spread: f64,
     /// `Σ p_j ε_j`, of the softmax that logp is taken from.
-    mean_error: f64,
+    pub(super) mean_error: f64,
     /// `offset·u·M`, of the softmax that logp is taken from and of the one that entropy is.
-    offsets: [f64; 2],
+    pub(super) offsets: [f64; 2],
 }
 
 /// How far each logit of a token may be off before anything reads it, where it is a product.
@@ -180,7 +166,7 @@ impl LogitErrors {
     ///
     /// A probability becomes `e^a(1 + Σ p_v(e^(a_v) − 1))⁻¹` of itself, where logits are off by `a` and `a_v`, times `rate`. That
     /// is at most `1 + (e^2|a| − 1) + Σ p_v(e^2|a_v| − 1)`, which is what errors that are added up come to.
-    fn at(&self, j: usize) -> f64 {
+    pub(super) fn at(&self, j: usize) -> f64 {
         let error = self.each.get(j).map_or(0.0, |error| f64::from(*error));
         match self.rate {
             Some(rate) if error > 0.0 => f64::exp_m1((2.0 * rate * error).min(160.0)) / rate,
@@ -188,7 +174,7 @@ impl LogitErrors {
         }
     }
 
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.each.is_empty()
     }
 }
@@ -311,124 +297,6 @@ impl Condition {
             grade: bands.grade,
         }
     }
-
-    /// How far dlogits may be off, column by column of `columns`, were the token on `alternative`. What is not kept of a column is not
-    /// computed either.
-    pub fn dlogits<T>(
-        &self,
-        reference: &Reference,
-        token: &Token,
-        columns: &Columns,
-        alternative: &Alternative,
-        keep: impl Fn(ColumnBound) -> T,
-    ) -> Vec<T> {
-        let spec = reference.spec();
-        let Alternative { branch, coupling } = alternative;
-        let on_branch =
-            |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
-        let (by_logp, by_log_ratio) = grad_terms(spec, token, branch, self.grade);
-        let of_row = spec.ratio.level == RatioLevel::Sequence;
-        let through_ratio = match spec.ratio.level {
-            RatioLevel::Token => branch.slope * by_log_ratio,
-            RatioLevel::SequenceToken => by_log_ratio,
-            RatioLevel::Sequence => branch.slope * token.share * self.row.sum,
-        };
-        let grad = by_logp + through_ratio;
-        // How far `G` moves, and what of it may be flushed.
-        let mut moved = response(spec, &token.inputs, self.moves, &on_branch);
-        let mut flushed_of_grad = flushed_of_grad(spec, token, branch, self.grade);
-        if of_row {
-            moved.scale += branch.slope * token.share * self.row.moved.scale;
-            moved.floor += branch.slope * token.share * self.row.moved.floor;
-            flushed_of_grad += token.share * self.row.flushed;
-        }
-        let grad_entropy = reference.grad_entropy(token).abs();
-
-        let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
-        let (others, vocab) = (token.probability_of_others, reference.shape().vocab as f64);
-        let rounded = transform_rounding(spec, logp.stats.max);
-        let mean_gap = logp.stats.mean_gap + rounded;
-        let (mean_error, standard) = (self.base.mean_error / logp.divisor, self.grade == Grade::Standard);
-        let [offset, offset_of_entropy] = self.base.offsets;
-        let (t, scale_of_logits, shares_ratio) =
-            (1.0 / spec.temperature, spec.logits.scale.abs(), token.inputs.row_log_ratio.is_some());
-        let (one_softmax, given) = (logp.divisor == entropy.divisor, self.errors.is_empty());
-        // What is flushed before the transform of logits is multiplied by its slope.
-        let flushed_once = FLUSHED / spec.temperature.min(1.0);
-        let column = move |(j, (&x, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
-            let error = if given { 0.0 } else { scale_of_logits * self.errors.at(j) };
-            let gap_of_logp = gap_of(logp, x, p);
-            let [mut whole, mut common, mut of_ratio] = [Bound::default(); 3];
-            let mut flushed = 1.0 + flushed_of_grad;
-            let mut value = 0.0;
-            if grad != 0.0 {
-                let (gap, own) = (gap_of_logp + rounded, error / logp.divisor);
-                if j == token.id {
-                    let gaps_of_others = (mean_gap - p * gap).max(0.0);
-                    let errors_of_others = (mean_error - p * own).max(0.0);
-                    whole.scale = grad * (others * (1.0 + mean_gap) + gaps_of_others) + others * moved.scale;
-                    whole.floor = grad * (others * mean_error + errors_of_others + p * offset) + others * moved.floor;
-                    if standard {
-                        whole.scale = whole.scale.max(grad * (1.0 + p * (gap + mean_gap)) + others * moved.scale);
-                    }
-                } else {
-                    common.scale = p * (grad * (1.0 + mean_gap) + moved.scale);
-                    common.floor = p * (grad * (mean_error + offset) + moved.floor);
-                    whole.scale = common.scale + p * grad * gap;
-                    whole.floor = common.floor + p * grad * own;
-                }
-                let share = if j == token.id { others } else { p };
-                if shares_ratio {
-                    of_ratio = moved.times(share);
-                }
-                value += grad * share;
-                // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
-                flushed += grad * if j == token.id { vocab } else { 1.0 };
-            }
-            if grad_entropy > 0.0 {
-                let gap = if one_softmax { gap_of_logp } else { gap_of(entropy, x, q) };
-                let span = gap + rounded + entropy.stats.mean_gap;
-                let error = (error + self.base.mean_error) / entropy.divisor;
-                let (mut scale, mut floor) = (
-                    span * (1.0 + span) + self.base.second_moment,
-                    error * (1.0 + 2.0 * span + error) + self.base.spread,
-                );
-                if standard {
-                    // |ln q_j|: the gap, and ln S.
-                    let textbook = 2.0 + gap + entropy.stats.log_sum + token.entropy;
-                    scale = scale.max((1.0 + span) * textbook + self.base.second_moment);
-                    floor += offset_of_entropy * textbook;
-                }
-                let of_q = grad_entropy * q;
-                whole.scale += of_q * scale;
-                whole.floor += of_q * floor;
-                value += of_q * span;
-                // ā may lose e·a of every column, at most where e is the smallest number that stays.
-                let lost_of_mean_gap = vocab * -FLUSHED.ln();
-                flushed += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
-            }
-            // 1 − tanh² is rounded at the size of 1.
-            let slope = columns.slope(j).abs();
-            if let Some(cap) = spec.logits.softcap {
-                let value = scale_of_logits * value;
-                whole = Bound {
-                    scale: whole.scale * slope + value,
-                    floor: whole.floor * slope + value * 2.0 * error / cap,
-                };
-            } else {
-                whole = whole.times(slope);
-            }
-            let flushed = flushed * slope.max(1.0) * flushed_once;
-            keep(ColumnBound {
-                whole: whole.times(t).and(flushed),
-                common: common.times(slope * t),
-                of_ratio: of_ratio.times(slope * t),
-                flushed,
-            })
-        };
-        let probabilities = columns.probabilities().iter().zip(columns.probabilities_of_entropy());
-        (columns.first()..).zip(columns.logits().iter().zip(probabilities)).map(column).collect()
-    }
 }
 
 impl Bound {
@@ -437,7 +305,7 @@ impl Bound {
         Self { floor: self.floor + floor, ..self }
     }
 
-    fn times(self, factor: f64) -> Self {
+    pub(super) fn times(self, factor: f64) -> Self {
         Self { scale: self.scale * factor, floor: self.floor * factor }
     }
 
@@ -459,7 +327,7 @@ impl Base {
         let error = |j: usize| spec.logits.scale.abs() * errors.at(j);
         let target = reference.columns(b, t, token, token.id..token.id + 1);
         let softmax = &token.logp_softmax;
-        let z = target.logits()[0] / softmax.divisor;
+        let z = target.of_logp().z[0];
         let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
         // ∂ℓ/∂log p_y: 1, or 1/T where the temperature divides the log-probability.
         let factor = softmax.divisor / spec.temperature;
@@ -472,10 +340,11 @@ impl Base {
         let (mut mean_error, mut spread) = (0.0, 0.0);
         if !errors.is_empty() {
             let row = reference.row(b, t, token);
-            let probabilities = row.probabilities().iter().zip(row.probabilities_of_entropy());
-            for (j, (&x, (p_j, &q_j))) in row.logits().iter().zip(probabilities).enumerate() {
+            let SoftmaxColumns { z, probabilities } = row.of_entropy();
+            let of_entropy = z.iter().zip(probabilities);
+            for (j, (p_j, (z_j, &q_j))) in row.of_logp().probabilities.iter().zip(of_entropy).enumerate() {
                 mean_error += p_j * error(j);
-                let (gap, error) = (gap_of(q, x, q_j), error(j) / q.divisor);
+                let (gap, error) = (if q_j == 0.0 { 0.0 } else { q.stats.max - z_j }, error(j) / q.divisor);
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
         }
@@ -503,7 +372,7 @@ impl Base {
 }
 
 /// What rounding transformed logits adds to an exponent: their own size.
-fn transform_rounding(spec: &LossSpec, largest: f64) -> f64 {
+pub(super) fn transform_rounding(spec: &LossSpec, largest: f64) -> f64 {
     let identity = spec.logits.scale == 1.0 && spec.logits.softcap.is_none() && !spec.logits.bias;
     if identity { 0.0 } else { largest.abs() }
 }
@@ -617,7 +486,7 @@ fn old_logp_size(spec: &LossSpec, token: &Token) -> f64 {
 }
 
 /// `Σ |terms|` of `∂loss/∂ℓ` at first hand, and of `∂loss/∂w`.
-fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> (f64, f64) {
+pub(super) fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> (f64, f64) {
     let inputs = &token.inputs;
     let arm = Arm::of(spec, inputs, branch, grade);
     let (mut by_logp, mut by_log_ratio) = (token.weight * arm.by_logp, token.weight * arm.by_log_ratio);
@@ -656,7 +525,7 @@ fn flushed_of_kl(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch) -> [f64
 }
 
 /// What of `∂loss/∂ℓ` may be flushed on the way, in units of [`FLUSHED`].
-fn flushed_of_grad(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> f64 {
+pub(super) fn flushed_of_grad(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> f64 {
     let beta = spec.kl.as_ref().map_or(0.0, |kl| kl.beta);
     let of_kl = weighted(beta, flushed_of_kl(spec, &token.inputs, branch)[1]);
     token.weight * Arm::of(spec, &token.inputs, branch, grade).flushed + token.kl_weight * of_kl
@@ -667,16 +536,9 @@ fn weighted(beta: f64, term: f64) -> f64 {
     if beta == 0.0 { 0.0 } else { beta * term }
 }
 
-/// `a_j` of a logit whose probability is `p_j`; a column of probability 0 has no gap worth speaking of. It is a quotient as the
-/// maximum is one: a product by `1/T` may leave of the maximum's own gap not 0 but less, which is more than all that a row
-/// beside certainty has.
-fn gap_of(softmax: &ScaledSoftmax, x: f64, p: f64) -> f64 {
-    if p == 0.0 { 0.0 } else { softmax.stats.max - x / softmax.divisor }
-}
-
 /// How far `f` moves when what it depends on moves as rounding may move it: in units of `u`, and beyond. Under
 /// [`OldLogp::Current`] the ratio stays 1.
-fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&TokenInputs) -> f64) -> Bound {
+pub(super) fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &dyn Fn(&TokenInputs) -> f64) -> Bound {
     let here = f(inputs);
     let between = |inputs: [TokenInputs; 2]| {
         let [down, up] = inputs.map(|inputs| (f(&inputs) - here).abs());

@@ -8,9 +8,10 @@ use rayon::prelude::*;
 
 use super::U;
 use super::arm;
-use super::condition::{Alternative, Bound, ColumnBound, Condition, ErrorsOf, FLUSHED, GIVEN};
+use super::column_bounds::{Bounds, DlogitsCondition};
+use super::condition::{Alternative, Bound, Condition, ErrorsOf, FLUSHED, GIVEN};
 use super::gate::{Edge, Gate, Model, Output};
-use super::metric::{Allowance, Comparison, Position, Tally, half_ulp, min_normal};
+use super::metric::{Allowance, Allowances, Comparison, Position, Spacing, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, Shape};
 use assay_core::spec::Objective;
@@ -325,22 +326,39 @@ impl Stored {
     }
 
     /// `½ulp` of the finer of the two.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "as of `allowance`, and once a weight of a head")]
     pub(super) fn rounding(self, expected: f64) -> f64 {
-        let Self { given, promised } = self;
-        let of_given = half_ulp(expected, given);
-        if given == promised { of_given } else { of_given.min(half_ulp(expected, promised)) }
+        let [given, promised] = [self.given, self.promised].map(Spacing::of);
+        given.half_ulp(expected).min(promised.half_ulp(expected))
+    }
+
+    /// The same of many.
+    pub(super) fn roundings(self, expected: impl Iterator<Item = f64>) -> Vec<f64> {
+        let [given, promised] = [self.given, self.promised].map(Spacing::of);
+        if self.given == self.promised {
+            expected.map(|x| given.half_ulp(x)).collect()
+        } else {
+            expected.map(|x| given.half_ulp(x).min(promised.half_ulp(x))).collect()
+        }
     }
 
     /// That, and `u·scale` with the scale no smaller than the output's smallest normal number.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a call would pass its arguments through memory, once a column")]
     pub(super) fn allowance(self, expected: f64, Bound { scale, floor }: Bound) -> Allowance {
-        let Self { given, promised } = self;
-        let rounding = self.rounding(expected);
-        let smallest = min_normal(given).min(min_normal(promised));
-        Allowance { rounding, unit: U, scale: scale.max(smallest), floor }
+        Allowance { rounding: self.rounding(expected), unit: U, scale: scale.max(self.smallest()), floor }
+    }
+
+    /// The same of many.
+    fn allowances(self, expected: &[f64], bounds: &Bounds) -> Allowances {
+        let smallest = self.smallest();
+        Allowances {
+            rounding: self.roundings(expected.iter().copied()),
+            unit: U,
+            scale: bounds.scale.iter().map(|scale| scale.max(smallest)).collect(),
+            floor: bounds.floor.clone(),
+        }
+    }
+
+    fn smallest(self) -> f64 {
+        min_normal(self.given).min(min_normal(self.promised))
     }
 }
 
@@ -534,16 +552,35 @@ impl<'c> Piece<'c> {
         std::iter::once(own).chain(others).chain(kinks).collect()
     }
 
-    /// The exact dlogits of `columns`, and how far each may be off.
-    fn dlogits(&self, reference: &Reference, case: &Case, columns: &Columns) -> (Vec<f64>, Vec<Bound>) {
+    fn dlogits(&self, reference: &'c Reference, case: &'c Case) -> PieceDlogits<'c> {
         let grad = |on: &Alternative| reference.grad_logp(case.token, &on.branch, on.coupling);
-        let bounds = |on| case.condition.dlogits(reference, case.token, columns, on, |of: ColumnBound| of.whole);
-        let (mut between, mut limits) = (grad(self.on), bounds(self.on));
+        let condition = |on| DlogitsCondition::of(&case.condition, reference, case.token, on);
+        let mut of = PieceDlogits { grad: grad(self.on), condition: condition(self.on), towards: None };
         if let Some((other, by)) = self.towards {
-            between += by * (grad(other) - between);
-            limits.iter_mut().zip(bounds(other)).for_each(|(on, other)| *on = on.or(other));
+            of.grad += by * (grad(other) - of.grad);
+            of.towards = Some(condition(other));
         }
-        (reference.dlogits_of(columns, case.token, between), limits)
+        of
+    }
+}
+
+/// A token's dlogits on a piece: what its columns have in common.
+struct PieceDlogits<'c> {
+    /// `∂loss/∂ℓ`.
+    grad: f64,
+    condition: DlogitsCondition<'c>,
+    towards: Option<DlogitsCondition<'c>>,
+}
+
+impl PieceDlogits<'_> {
+    /// The exact ones of `columns`, and how far each may be off.
+    fn of(&self, reference: &Reference, case: &Case, columns: &Columns) -> (Vec<f64>, Bounds) {
+        let bounds = self.condition.whole(columns);
+        let bounds = match &self.towards {
+            Some(other) => bounds.or(&other.whole(columns)),
+            None => bounds,
+        };
+        (reference.dlogits_of(columns, case.token, self.grad), bounds)
     }
 }
 
@@ -561,10 +598,11 @@ impl<'g, 'd> GivenRow<'g, 'd> {
     fn all_on(reference: &Reference, case: &Case, given: &[Self], pieces: &[Piece]) -> Vec<Vec<RowTallies>> {
         let mut sums = vec![vec![RowSums::default(); pieces.len()]; given.len()];
         let vocab = reference.shape().vocab;
+        let on_pieces: Vec<_> = pieces.iter().map(|piece| piece.dlogits(reference, case)).collect();
         for first in (0..vocab).step_by(AT_ONCE) {
             let range = first..vocab.min(first + AT_ONCE);
             let columns = reference.columns(case.b, case.t, case.token, range.clone());
-            let expected: Vec<_> = pieces.iter().map(|piece| piece.dlogits(reference, case, &columns)).collect();
+            let expected: Vec<_> = on_pieces.iter().map(|piece| piece.of(reference, case, &columns)).collect();
             for (given, sums) in given.iter().zip(&mut sums) {
                 let actual = given.actual.row_part(case.b, case.t, range.clone());
                 for ((exact, bounds), sums) in expected.iter().zip(sums) {
@@ -577,29 +615,26 @@ impl<'g, 'd> GivenRow<'g, 'd> {
     }
 
     /// Adds columns from `first` on: what is expected, by how much it may be off, what is given.
-    fn add(&self, sums: &mut RowSums, first: usize, exact: &[f64], bounds: &[Bound], actual: &[f64]) {
-        let Self { case, stored, kappa, says_so, .. } = *self;
-        for (v, ((&x, &bound), &y)) in (first..).zip(exact.iter().zip(bounds).zip(actual)) {
-            let unlimited = x.is_finite() && !(bound.scale + bound.floor).is_finite();
-            let said_elsewhere = !x.is_finite() && says_so;
-            if case.open() && (unlimited || said_elsewhere || !y.is_finite()) {
-                sums.elements.report(Position::column(case.b, case.t, v));
-                sums.error = f64::NAN;
-                continue;
+    fn add(&self, sums: &mut RowSums, first: usize, exact: &[f64], bounds: &Bounds, actual: &[f64]) {
+        let Self { case, stored, kappa, .. } = *self;
+        let at = |v| Position::column(case.b, case.t, first + v);
+        let allowed = stored.allowances(exact, bounds);
+        if case.open() {
+            for (v, (&x, &y)) in exact.iter().zip(actual).enumerate() {
+                let unlimited = x.is_finite() && !(bounds.scale[v] + bounds.floor[v]).is_finite();
+                let said_elsewhere = !x.is_finite() && self.says_so;
+                if unlimited || said_elsewhere || !y.is_finite() {
+                    sums.elements.report(at(v));
+                    sums.error = f64::NAN;
+                } else {
+                    sums.elements.compare(at(v), x, y, kappa, allowed.at(v), stored.given);
+                }
             }
-            let allowed = stored.allowance(x, bound);
-            sums.elements.compare(Position::column(case.b, case.t, v), x, y, kappa, allowed, stored.given);
-            if v != case.token.id {
-                sums.error2 += (y - x) * (y - x);
-                sums.rounding2 += allowed.rounding * allowed.rounding;
-                sums.scale2 += allowed.scale * allowed.scale;
-                sums.floor2 += bound.floor * bound.floor;
-            }
-            sums.error += y - x;
-            sums.rounding += allowed.rounding;
-            sums.scale += allowed.scale;
-            sums.floor += bound.floor;
+        } else {
+            sums.elements.compare_all(at, exact, actual, kappa, &allowed, stored.given);
         }
+        let target = case.token.id.checked_sub(first).filter(|&y| y < exact.len());
+        sums.add(exact, actual, &allowed, target);
     }
 
     fn tallies(&self, sums: RowSums) -> RowTallies {
@@ -630,6 +665,25 @@ struct RowSums {
     rounding2: f64,
     scale2: f64,
     floor2: f64,
+}
+
+impl RowSums {
+    /// Adds columns, the target among them at `target`.
+    fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, target: Option<usize>) {
+        let allowances = allowed.rounding.iter().zip(&allowed.scale).zip(&allowed.floor);
+        for (v, ((x, y), ((&rounding, &scale), &floor))) in exact.iter().zip(actual).zip(allowances).enumerate() {
+            let error = y - x;
+            self.error += error;
+            self.rounding += rounding;
+            self.scale += scale;
+            self.floor += floor;
+            let square = |x: f64| if Some(v) == target { 0.0 } else { x * x };
+            self.error2 += square(error);
+            self.rounding2 += square(rounding);
+            self.scale2 += square(scale);
+            self.floor2 += square(floor);
+        }
+    }
 }
 
 /// One token of each of those given, on the piece that its loss and its row of dlogits fit best, together.

@@ -4,6 +4,7 @@
 //! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
 mod arm;
+mod column_bounds;
 pub mod condition;
 pub mod coverage;
 pub mod diagnosis;

@@ -25,13 +25,14 @@ use ndarray::{Array1, Array2, ArrayView2, Axis, Ix2, Ix3, Zip, concatenate, s};
 use rayon::prelude::*;
 
 use super::U;
-use super::condition::{ColumnBound, FLUSHED, LogitErrors};
+use super::column_bounds::{ColumnBounds, DlogitsCondition};
+use super::condition::{FLUSHED, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::judge::{
     Asked, Case, JudgeError, PerToken, Stored, Tallies, Verdict, cases, exactly_zero, graded, judge_metrics,
     judge_per_token, shared_edge,
 };
-use super::metric::{Allowance, Position, Tally, half_ulp};
+use super::metric::{Allowance, Allowances, Position, Tally, half_ulp};
 use super::tolerance::Limits;
 use assay_core::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, HeadShape};
 use assay_core::spec::{LossSpec, TemperatureDivides};
@@ -40,11 +41,14 @@ use assay_reference::{HeadReference, Reference};
 /// From so many equal logits on in a row, their errors are added up before they are squared.
 const ALIKE: usize = 8;
 
+/// Sums of terms that come to more in all may overflow f32 before they cancel.
+const LARGEST_SUM: f64 = f32::MAX as f64 / 2.0;
+
 /// Judges `candidates` against `reference`, by `limits`. Outputs that a candidate lacks get no verdict.
 ///
 /// The hidden states of masked tokens must have a gradient of exactly 0. Where a token's reference is not finite, or
 /// overflows f32, or its dlogits the dtype in which they go into the products, values of its dhidden and of `dlm_head` may be
-/// NaN or ∞.
+/// NaN or ∞; and so may a value whose own sum overflows f32 before its terms cancel.
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
@@ -177,15 +181,15 @@ impl Row {
         let mut flushed = 0.0;
         for on in &case.condition.alternatives {
             let there = dlogits(&on.branch, on.coupling);
-            let bounds = case.condition.dlogits(reference, case.token, &row, on, |of| of);
-            for (v, (x, ColumnBound { whole, common: shared, of_ratio: shared_by_row, flushed: lost })) in
-                there.into_iter().zip(bounds).enumerate()
-            {
+            let bounds = DlogitsCondition::of(&case.condition, reference, case.token, on).parts(&row);
+            let ColumnBounds { whole, common: shared, of_ratio: shared_by_row, flushed: lost } = bounds;
+            for (v, x) in there.into_iter().enumerate() {
+                let (whole, shared, shared_by_row) = (whole.at(v), shared.at(v), shared_by_row.at(v));
                 let mut alone = kappa * (whole.scale - shared.scale) + (whole.floor - shared.floor);
                 // Of the target that is more, and one column's own.
                 if columns.start + v != case.token.id {
-                    alone -= lost;
-                    flushed = f64::max(flushed, lost);
+                    alone -= lost[v];
+                    flushed = f64::max(flushed, lost[v]);
                 }
                 common[v] = f64::max(common[v], kappa * shared.scale + shared.floor);
                 own[v] = f64::max(own[v], alone);
@@ -299,12 +303,12 @@ impl Gradient {
         Self { output, stored, kappa: limits.kappa(output) }
     }
 
-    /// Compares the row at `row`, with its elements `at`. Where it is `open`, a value that is not finite is an honest one.
+    /// Compares the row at `row`, with its elements `at`. Where one is `open`, a value that is not finite is an honest one.
     fn row(
         self,
         row: Position,
         at: impl Fn(usize) -> Position,
-        open: bool,
+        open: impl Fn(usize) -> bool,
         Elements { exact, limits, actual }: Elements,
     ) -> GradientTallies {
         let Self { stored, kappa, .. } = self;
@@ -312,21 +316,29 @@ impl Gradient {
         let (mut error2, mut rounding2, mut limit2) = (0.0, 0.0, 0.0);
         // What a limit is beyond half an ulp counts as `κ·u·scale`.
         let unit = 1.0 / kappa;
-        for (i, ((&exact, &limit), &actual)) in exact.iter().zip(limits).zip(actual).enumerate() {
-            let unlimited = exact.is_finite() && !limit.is_finite();
-            let tally = if actual.is_finite() { &mut elements } else { &mut nonfinite };
-            if open && (unlimited || !actual.is_finite()) {
-                tally.report(at(i));
-                error2 = f64::NAN;
-                continue;
+        // Another branch may be larger, and is rounded at its own size.
+        let rounding = stored.roundings(exact.iter().zip(limits).map(|(x, limit)| x.abs() + limit));
+        let own = Allowances { rounding, unit, scale: limits.to_vec(), floor: vec![FLUSHED; exact.len()] };
+        let dtype = stored.given;
+        let finite = |values: &[f64]| values.iter().all(|x| x.is_finite());
+        if [exact, limits, actual].into_iter().all(finite) {
+            elements.compare_all(&at, exact, actual, kappa, &own, dtype);
+        } else {
+            for (i, ((&exact, limit), &actual)) in exact.iter().zip(limits).zip(actual).enumerate() {
+                let unlimited = exact.is_finite() && !limit.is_finite();
+                let tally = if actual.is_finite() { &mut elements } else { &mut nonfinite };
+                if (unlimited || !actual.is_finite()) && open(i) {
+                    tally.report(at(i));
+                    error2 = f64::NAN;
+                } else {
+                    tally.compare(at(i), exact, actual, kappa, own.at(i), dtype);
+                }
             }
-            // Another branch may be larger, and is rounded at its own size.
-            let rounding = stored.rounding(exact.abs() + limit);
-            let own = Allowance { rounding, unit, scale: limit, floor: FLUSHED };
-            tally.compare(at(i), exact, actual, kappa, own, stored.given);
-            error2 += square(actual - exact);
-            rounding2 += square(rounding);
-            limit2 += square(limit);
+        }
+        for (((x, y), limit), rounding) in exact.iter().zip(actual).zip(limits).zip(&own.rounding) {
+            error2 += square(y - x);
+            rounding2 += square(*rounding);
+            limit2 += square(*limit);
         }
         if f64::is_finite(error2) {
             let norms = Allowance { rounding: rounding2.sqrt(), unit, scale: limit2.sqrt(), floor: FLUSHED };
@@ -513,6 +525,23 @@ impl<'r> Dhidden<'r> {
             + self.each[i] * (exact.abs() + exact2.sqrt())
     }
 
+    /// For which hidden units a sum over columns may overflow f32 on its way to a value that does not; `None`: for none.
+    fn sums_overflow(&self, i: usize, case: &Case) -> Option<Vec<bool>> {
+        let HeadShape { vocab, hidden, .. } = self.reference.shape();
+        // No sum of sizes is more than `√V` times that of the squares' root.
+        let sum2 = |h: usize| self.by_square[[2 * self.each.len() + i, h]] * vocab as f64;
+        if (0..hidden).all(|h| sum2(h).sqrt() <= LARGEST_SUM) {
+            return None;
+        }
+        let mut sizes = Array1::<f64>::zeros(hidden);
+        for columns in self.reference.column_chunks() {
+            let dlogits = self.reference.on_logits().dlogits_columns(case.b, case.t, columns.clone());
+            let weights = self.reference.columns(columns).mapv_into(f64::abs);
+            sizes += &Array1::from(dlogits).mapv_into(f64::abs).dot(&weights);
+        }
+        Some(sizes.iter().map(|size| *size > LARGEST_SUM).collect())
+    }
+
     fn judge(
         &self,
         exact: &Array2<f64>,
@@ -537,7 +566,10 @@ impl<'r> Dhidden<'r> {
                 exact.iter().enumerate().map(|(h, &x)| self.limit((i, h), x, of_tokens[i])).collect();
             let elements = Elements { exact: &exact, limits: &limits, actual: &row };
             let at = |h| Position::hidden(b, t, h);
-            let open = case.open() || of_tokens[i].overflow;
+            let overflows = self.sums_overflow(i, case);
+            let open = |h: usize| {
+                case.open() || of_tokens[i].overflow || overflows.as_ref().is_some_and(|overflows| overflows[h])
+            };
             gradient.add(&mut tallies, case.edge, case.edge, gradient.row(case.at(), at, open, elements));
         }
         tallies.verdicts()
@@ -704,7 +736,10 @@ impl<'r> DlmHead<'r> {
                 let actual = actual.row(i).to_slice().expect("dense");
                 let elements = Elements { exact, limits: &limits, actual };
                 let at = |h| Position::weight(h, v);
-                gradient.row(Position { v: Some(v), ..Position::default() }, at, self.open, elements)
+                // No sum of sizes is more than `√N` times that of the squares' root.
+                let sum = |h: usize| (exact2[h] * self.first.len() as f64).sqrt();
+                let open = |h: usize| self.open || sum(h) > LARGEST_SUM;
+                gradient.row(Position { v: Some(v), ..Position::default() }, at, open, elements)
             };
             given.iter().zip(&self.given).map(judged).collect()
         };

@@ -1,32 +1,43 @@
 //! How far one number is from another, and a tally of many such comparisons.
 
+use std::ops::Range;
+
 use assay_core::problem::Dtype;
 use assay_schema::verdicts::Status;
 
-/// Half the spacing of `dtype` at `x`: the error of rounding `x` to nearest. Below the smallest normal number the
-/// spacing stays that of the subnormals.
-#[inline]
-pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
-    let (precision, min_exponent) = match dtype {
-        Dtype::F64 => (53, -1022),
-        Dtype::F32 => (24, -126),
-        Dtype::Bf16 => (8, -126),
-        Dtype::F16 => (11, -14),
-    };
-    // For a subnormal f64 the biased exponent is 0, below every `min_exponent`.
-    let exponent = ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023;
-    power_of_two(exponent.max(min_exponent) - precision)
+/// The spacing of a dtype's numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct Spacing {
+    /// Half of it at 1.
+    at_1: f64,
+    min_normal: f64,
 }
 
-/// `2^exponent`, through the subnormals of f64, by its bits.
-#[inline]
-fn power_of_two(exponent: i32) -> f64 {
-    let bits = match exponent {
-        -1022.. => u64::from((exponent + 1023).unsigned_abs()) << 52,
-        -1074.. => 1 << (exponent + 1074),
-        _ => 0,
-    };
-    f64::from_bits(bits)
+impl Spacing {
+    /// Of `dtype`.
+    pub fn of(dtype: Dtype) -> Self {
+        let at_1 = match dtype {
+            Dtype::F64 => f64::EPSILON / 2.0,
+            Dtype::F32 => f64::from(f32::EPSILON) / 2.0,
+            Dtype::Bf16 => 1.0 / 256.0,
+            Dtype::F16 => 1.0 / 2048.0,
+        };
+        Self { at_1, min_normal: min_normal(dtype) }
+    }
+
+    /// Half of it at `x`: the error of rounding `x` to nearest. Below the smallest normal number the spacing stays that of the
+    /// subnormals.
+    #[inline]
+    pub fn half_ulp(self, x: f64) -> f64 {
+        // The exponent's bits alone: the largest power of two that is no more than |x|; of a subnormal f64 they are 0.
+        let power_of_two = f64::from_bits(x.to_bits() & f64::INFINITY.to_bits());
+        self.at_1 * if power_of_two > self.min_normal { power_of_two } else { self.min_normal }
+    }
+}
+
+/// [`Spacing::half_ulp`] of `dtype` at `x`.
+pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
+    Spacing::of(dtype).half_ulp(x)
 }
 
 /// The smallest normal number of `dtype`.
@@ -109,6 +120,46 @@ pub struct Allowance {
     pub floor: f64,
 }
 
+/// What many errors are measured against, an [`Allowance`] each.
+#[derive(Clone, Debug, Default)]
+pub struct Allowances {
+    /// Of each.
+    pub rounding: Vec<f64>,
+    /// Of all.
+    pub unit: f64,
+    /// Of each.
+    pub scale: Vec<f64>,
+    /// Of each.
+    pub floor: Vec<f64>,
+}
+
+/// Some of them.
+struct AllowancesOf<'a> {
+    rounding: &'a [f64],
+    unit: f64,
+    scale: &'a [f64],
+    floor: &'a [f64],
+}
+
+impl Allowances {
+    /// Of one.
+    pub fn at(&self, v: usize) -> Allowance {
+        Allowance { rounding: self.rounding[v], unit: self.unit, scale: self.scale[v], floor: self.floor[v] }
+    }
+
+    fn of(&self, range: Range<usize>) -> AllowancesOf<'_> {
+        AllowancesOf {
+            rounding: &self.rounding[range.clone()],
+            unit: self.unit,
+            scale: &self.scale[range.clone()],
+            floor: &self.floor[range],
+        }
+    }
+}
+
+/// How many are compared before the worst of them is asked for.
+const AT_ONCE: usize = 64;
+
 /// One comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct Comparison {
@@ -134,8 +185,7 @@ impl Comparison {
 /// Upper edges of the histogram's buckets, in ulp of the output's dtype; the last bucket is open.
 pub const ULP_EDGES: [f64; 8] = [0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0, f64::INFINITY];
 
-/// The bucket of an error, where an ulp is `ulp`: how many edges it is beyond. All are asked, as no branch foretells the answer.
-#[inline]
+/// The bucket of an error, where an ulp is `ulp`: how many edges it is beyond.
 fn bucket(error: f64, ulp: f64) -> usize {
     ULP_EDGES.iter().map(|&edge| usize::from(error > edge * ulp)).sum()
 }
@@ -193,6 +243,68 @@ impl Tally {
             let comparison = Comparison { at, expected, actual, error, limit };
             (self.worst, self.worst_share) = (Some(comparison), comparison.share());
         }
+    }
+
+    /// Compares many: `exact` and `actual` of each place, and what its error is measured against.
+    #[inline]
+    pub fn compare_all(
+        &mut self,
+        at: impl Fn(usize) -> Position,
+        exact: &[f64],
+        actual: &[f64],
+        kappa: f64,
+        against: &Allowances,
+        dtype: Dtype,
+    ) {
+        let (places, spacing) = (exact.len(), Spacing::of(dtype));
+        for start in (0..places).step_by(AT_ONCE) {
+            let range = start..places.min(start + AT_ONCE);
+            let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
+            if self.foretells(of_exact, of_actual, kappa, &against.of(range.clone())) {
+                self.count(of_exact, of_actual, spacing);
+            } else {
+                for v in range {
+                    self.compare(at(v), exact[v], actual[v], kappa, against.at(v), dtype);
+                }
+            }
+        }
+    }
+
+    /// Sorts at most [`AT_ONCE`] errors into their buckets: how many are beyond an edge, until none is.
+    #[inline]
+    fn count(&mut self, exact: &[f64], actual: &[f64], spacing: Spacing) {
+        let mut in_ulp = [0.0; AT_ONCE];
+        let in_ulp = &mut in_ulp[..exact.len()];
+        for (in_ulp, (x, y)) in in_ulp.iter_mut().zip(exact.iter().zip(actual)) {
+            *in_ulp = (y - x).abs() / (2.0 * spacing.half_ulp(*x));
+        }
+        let mut left = in_ulp.len() as u64;
+        for (count, edge) in self.histogram.iter_mut().zip(ULP_EDGES) {
+            let beyond = in_ulp.iter().map(|&error| u64::from(error > edge)).sum();
+            *count += left - beyond;
+            left = beyond;
+            if left == 0 {
+                break;
+            }
+        }
+    }
+
+    /// Whether none of these comparisons is worse than all before, nor one of what is not finite: then only the histogram learns from
+    /// them. That holds of almost all, and is asked without a branch.
+    #[inline]
+    fn foretells(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowancesOf) -> bool {
+        let (unit, worst, kappa_seen) = (against.unit, self.worst_share, self.kappa_seen);
+        let mut none = self.worst.is_some();
+        let allowances = against.rounding.iter().zip(against.scale).zip(against.floor);
+        for ((x, y), ((rounding, scale), floor)) in exact.iter().zip(actual).zip(allowances) {
+            let limit = rounding + kappa * unit * scale + floor;
+            let error = (y - x).abs();
+            // With a NaN none of them holds, with an infinite value one does not.
+            none &= (error <= worst * limit)
+                & (limit < f64::INFINITY)
+                & (error - rounding - floor <= kappa_seen * (unit * scale));
+        }
+        none
     }
 
     /// The same where one of them is not finite.

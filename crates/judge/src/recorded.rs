@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use ndarray::{Array1, Array2, Ix2, Ix3};
 
+use super::column_bounds::DlogitsCondition;
 use super::condition::{Bands, Condition, GIVEN};
 use super::gate::{Gate, Model, Output};
 use super::judge::Verdict;
@@ -53,7 +54,8 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
         for ((b, t), condition) in conditions.indexed_iter() {
             let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
             let columns = reference.columns(b, t, token, columns.clone());
-            let row = condition.dlogits(reference, token, &columns, &condition.alternatives[0], |of| of.whole.scale);
+            let row =
+                DlogitsCondition::of(condition, reference, token, &condition.alternatives[0]).whole(&columns).scale;
             scales.row_mut(b * reference.shape().tokens + t).assign(&Array1::from(row));
         }
         dhidden.scale += scales.dot(&head.columns(columns).mapv(f64::abs)).sum();
@@ -79,7 +81,8 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
             let Some(condition) = &conditions[[b, t]] else { continue };
             let row = reference.row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
-            let scales = condition.dlogits(reference, token, &row, &condition.alternatives[0], |of| of.whole.scale);
+            let scales =
+                DlogitsCondition::of(condition, reference, token, &condition.alternatives[0]).whole(&row).scale;
             for ((&x, &d), scale) in row.logits().iter().zip(&dlogits).zip(scales) {
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);

@@ -1,23 +1,37 @@
 //! [`Columns`]: what a token's softmaxes say of its columns.
 
-use super::Token;
 use super::logits_transform::Scaled;
+use super::{ScaledSoftmax, Token};
 
-/// A token's transformed logits and their probabilities, or those of some columns of it.
+/// A token's transformed logits and its softmaxes, or those of some columns of it.
 pub struct Columns {
     scaled: Scaled,
-    /// `p`, of the softmax that logp is taken from.
-    p: Vec<f64>,
-    /// `q`, of the softmax that entropy is taken from; `None` where it is `p`.
-    q: Option<Vec<f64>>,
+    logp: SoftmaxColumns,
+    /// `None` where it is the same.
+    entropy: Option<SoftmaxColumns>,
+}
+
+/// Columns of a softmax.
+pub struct SoftmaxColumns {
+    /// `z_j`, the logits divided by what the softmax divides them by.
+    pub z: Vec<f64>,
+    /// Their probabilities.
+    pub probabilities: Vec<f64>,
+}
+
+impl SoftmaxColumns {
+    fn of(softmax: &ScaledSoftmax, logits: &[f64]) -> Self {
+        let z: Vec<f64> = logits.iter().map(|h| h / softmax.divisor).collect();
+        let probabilities = z.iter().map(|&z| softmax.stats.probability(z)).collect();
+        Self { z, probabilities }
+    }
 }
 
 impl Columns {
     pub(super) fn of(scaled: Scaled, token: &Token) -> Self {
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
-        let p = logp.probabilities(&scaled.logits);
-        let q = (logp.divisor != entropy.divisor).then(|| entropy.probabilities(&scaled.logits));
-        Self { scaled, p, q }
+        let entropy = (logp.divisor != entropy.divisor).then(|| SoftmaxColumns::of(entropy, &scaled.logits));
+        Self { logp: SoftmaxColumns::of(logp, &scaled.logits), entropy, scaled }
     }
 
     /// The first column.
@@ -30,18 +44,23 @@ impl Columns {
         &self.scaled.logits
     }
 
-    /// `∂h_j/∂x_j` of column `j`.
-    pub fn slope(&self, j: usize) -> f64 {
-        self.scaled.slope(j)
+    /// `∂h_j/∂x_j`; `None` where it is 1 for all.
+    pub fn slopes(&self) -> Option<&[f64]> {
+        self.scaled.slopes.as_deref()
     }
 
-    /// `p_j`, of the softmax that logp is taken from.
-    pub fn probabilities(&self) -> &[f64] {
-        &self.p
+    /// Where the sampled id stands among them, if it does.
+    pub fn place_of(&self, id: usize) -> Option<usize> {
+        id.checked_sub(self.first()).filter(|&at| at < self.logits().len())
     }
 
-    /// `q_j`, of the softmax that entropy is taken from.
-    pub fn probabilities_of_entropy(&self) -> &[f64] {
-        self.q.as_ref().unwrap_or(&self.p)
+    /// Of the softmax that logp is taken from: `z` and `p`.
+    pub fn of_logp(&self) -> &SoftmaxColumns {
+        &self.logp
+    }
+
+    /// Of the softmax that entropy is taken from: `z` and `q`.
+    pub fn of_entropy(&self) -> &SoftmaxColumns {
+        self.entropy.as_ref().unwrap_or(&self.logp)
     }
 }

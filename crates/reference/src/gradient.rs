@@ -1,7 +1,7 @@
 //! `∂loss / ∂logits` of one row, in closed form.
 
 use super::Token;
-use super::columns::Columns;
+use super::columns::{Columns, SoftmaxColumns};
 
 /// `dlogits[b,t,:]` of an unmasked token, or of some columns of it.
 ///
@@ -22,28 +22,24 @@ pub(super) fn dlogits_row(
     grad_logp: f64,
     grad_entropy: f64,
 ) -> Vec<f64> {
-    let logp_grad = |j: usize, p: f64| -> f64 {
-        if j == token.id {
-            grad_logp * token.probability_of_others
-        } else {
-            // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
-            if p == 0.0 { 0.0 } else { -grad_logp * p }
-        }
+    // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
+    let logp_grad = |p: f64| if grad_logp == 0.0 || p == 0.0 { 0.0 } else { -grad_logp * p };
+    let logp_grad_of_target = if grad_logp == 0.0 { 0.0 } else { grad_logp * token.probability_of_others };
+    let entropy_grad = |z: f64, q: f64| {
+        let of_entropy = token.entropy_softmax.stats.entropy_gradient(z, q);
+        if grad_entropy == 0.0 { 0.0 } else { grad_entropy * of_entropy }
     };
-    let entropy_grad = |h: f64, q: f64| -> f64 {
-        let z = h / token.entropy_softmax.divisor;
-        grad_entropy * token.entropy_softmax.stats.entropy_gradient(z, q)
-    };
-    let probabilities = columns.probabilities().iter().zip(columns.probabilities_of_entropy());
-    let column = |(j, (&h, (&p, &q))): (usize, (&f64, (&f64, &f64)))| {
-        let mut dx = 0.0;
-        if grad_logp != 0.0 {
-            dx += logp_grad(j, p);
+    let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / temperature };
+    let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.of_logp().probabilities, columns.of_entropy());
+    let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(logp_grad(p) + entropy_grad(z, q));
+    let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).map(column).collect();
+    if let Some(y) = columns.place_of(token.id) {
+        dlogits[y] = scaled(logp_grad_of_target + entropy_grad(z[y], q[y]));
+    }
+    if let Some(slopes) = columns.slopes() {
+        for (dx, slope) in dlogits.iter_mut().zip(slopes) {
+            *dx = if *dx == 0.0 { 0.0 } else { *dx * slope };
         }
-        if grad_entropy != 0.0 {
-            dx += entropy_grad(h, q);
-        }
-        if dx == 0.0 { 0.0 } else { dx / temperature * columns.slope(j) }
-    };
-    (columns.first()..).zip(columns.logits().iter().zip(probabilities)).map(column).collect()
+    }
+    dlogits
 }

@@ -28,7 +28,7 @@ use std::ops::Range;
 use ndarray::{Array1, Array2, Array3, arr0};
 use rayon::prelude::*;
 
-pub use columns::Columns;
+pub use columns::{Columns, SoftmaxColumns};
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
 pub use objective::{Branch, clipped};
@@ -50,13 +50,6 @@ pub struct ScaledSoftmax {
     pub divisor: f64,
     /// Statistics of the divided row.
     pub stats: Softmax,
-}
-
-impl ScaledSoftmax {
-    /// The probabilities of logits that are not divided yet.
-    fn probabilities(&self, logits: &[f64]) -> Vec<f64> {
-        logits.iter().map(|h| self.stats.probability(h / self.divisor)).collect()
-    }
 }
 
 /// Everything the loss knows about one unmasked token.

@@ -27,30 +27,37 @@ pub struct Softmax {
     pub mean_square_gap: f64,
 }
 
+/// Columns whose exponentials are made before they are added: a call between two additions would have the sums leave their registers.
+const AT_ONCE: usize = 512;
+
 impl Softmax {
     /// Statistics of `z`.
     pub fn of(z: &[f64]) -> Self {
-        let max = z.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m || x.is_nan() { x } else { m });
+        let nan = f64::NAN;
+        let any_nan = z.iter().fold(false, |any, x| any | x.is_nan());
+        let largest = |of: &[f64]| of.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m { x } else { m });
+        // Few at a time: no comparison has to wait for all before it.
+        let max = largest(&z.chunks(32).map(largest).collect::<Vec<_>>());
+        let max = if any_nan { nan } else { max };
         if !max.is_finite() {
-            let nan = f64::NAN;
             return Self { max, sum: nan, rest: nan, log_sum: nan, mean_gap: nan, mean_square_gap: nan };
         }
         // One maximal term is exactly 1. Kept out of the sum it leaves ln S = ln(1 + rest), which is exact however
         // small the rest is.
-        let mut rest = Sum::default();
-        let mut weighted_gaps = Sum::default();
+        let [mut rest, mut weighted_gaps] = [Sum::default(); 2];
         // What limits are made of, and no value: its sum is plain.
         let mut weighted_squares = 0.0;
         let mut peak_seen = false;
-        for &x in z {
-            let gap = max - x;
-            let e = (-gap).exp();
-            if gap == 0.0 && !peak_seen {
-                peak_seen = true;
-            } else if e > 0.0 {
-                rest.add(e);
-                weighted_gaps.add(e * gap);
-                weighted_squares += e * gap * gap;
+        for z in z.chunks(AT_ONCE) {
+            let exponentials: Vec<(f64, f64)> = z.iter().map(|x| max - x).map(|gap| (gap, (-gap).exp())).collect();
+            for (gap, e) in exponentials {
+                if gap == 0.0 && !peak_seen {
+                    peak_seen = true;
+                } else if e > 0.0 {
+                    rest.add(e);
+                    weighted_gaps.add(e * gap);
+                    weighted_squares += e * gap * gap;
+                }
             }
         }
         let rest = rest.value();

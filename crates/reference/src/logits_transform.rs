@@ -11,8 +11,8 @@ pub(super) struct Scaled {
     pub(super) first: usize,
     /// From that on `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
     pub(super) logits: Vec<f64>,
-    /// `∂h_j/∂x_j`; empty where it is 1 for all.
-    slopes: Vec<f64>,
+    /// `∂h_j/∂x_j`; `None` where it is 1 for all.
+    pub(super) slopes: Option<Vec<f64>>,
 }
 
 impl Scaled {
@@ -30,15 +30,16 @@ impl Scaled {
         if let Some(bias) = problem.extra.bias.as_ref().filter(|_| transform.bias) {
             logits.iter_mut().zip(bias.iter().skip(first)).for_each(|(x, bias)| *x += bias);
         }
-        let mut slopes = Vec::new();
+        let mut slopes = None;
         if let Some(cap) = transform.softcap {
             // d/dx of cap·tanh(scale·x/cap) is scale·(1 − tanh²) = scale / cosh².
-            slopes = logits.iter().map(|x| transform.scale / (transform.scale * x / cap).cosh().powi(2)).collect();
+            let slope = |x: &f64| transform.scale / (transform.scale * x / cap).cosh().powi(2);
+            slopes = Some(logits.iter().map(slope).collect());
             for x in &mut logits {
                 *x = cap * (transform.scale * *x / cap).tanh();
             }
         } else if transform.scale != 1.0 {
-            slopes = vec![transform.scale; logits.len()];
+            slopes = Some(vec![transform.scale; logits.len()]);
             for x in &mut logits {
                 *x *= transform.scale;
             }
@@ -53,10 +54,5 @@ impl Scaled {
         }
         spec.support.excluded_ids.iter().for_each(|&j| exclude(j));
         Self { first, logits, slopes }
-    }
-
-    /// `∂h_j/∂x_j` of column `j`.
-    pub(super) fn slope(&self, j: usize) -> f64 {
-        self.slopes.get(j - self.first).copied().unwrap_or(1.0)
     }
 }

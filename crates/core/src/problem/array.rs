@@ -246,7 +246,12 @@ impl FloatView<'_, Ix3> {
     /// Its part `[b,t,columns]`.
     pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         with_array!(FloatView, self, array => {
-            array.slice(s![b, t, columns]).iter().map(|&x| Float::to_f64(x)).collect()
+            let row = array.slice(s![b, t, columns]);
+            // Over what lies together the loop is one of vectors.
+            match row.as_slice() {
+                Some(row) => row.iter().map(|&x| Float::to_f64(x)).collect(),
+                None => row.iter().map(|&x| Float::to_f64(x)).collect(),
+            }
         })
     }
 }

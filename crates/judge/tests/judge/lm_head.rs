@@ -8,7 +8,7 @@ use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::Limits;
 use assay_native::NativeHead;
 use assay_suites::cases;
-use ndarray::{Array2, Ix2, Ix3, s};
+use ndarray::{Array2, ArrayView1, Ix2, Ix3, s};
 
 fn described(verdict: &Verdict) -> String {
     format!("{} {}: {:?}, {:?}", verdict.gate, verdict.dtype, verdict.status, verdict.tally)
@@ -31,6 +31,35 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
     }
+}
+
+/// A hidden unit whose weights are all 64 has a gradient of 0, the sum of what f32 cannot add up; another's it can.
+#[test]
+fn dhidden_may_be_infinite_where_its_sum_overflows_before_it_cancels_and_nowhere_else() {
+    let recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 4099 });
+    let mut spec = LossSpec::default();
+    let mut problem = recipe.problem(&spec).unwrap();
+    let FloatArray::F32(lm_head) = &mut problem.logits.lm_head else { panic!("the recipe's dtype") };
+    lm_head.row_mut(0).fill(64.0);
+    let size = |dlogits: ArrayView1<f64>| dlogits.iter().map(|x| x.abs()).sum::<f64>();
+    let reference = problem.evaluate(&spec).unwrap();
+    let sizes: Vec<f64> = reference.dlogits(0..4099).rows().into_iter().map(size).collect();
+    let most = (0..6).max_by(|a, b| sizes[*a].total_cmp(&sizes[*b])).unwrap();
+    spec.scale = 3e38 / 64.0 / sizes[most];
+
+    let reference = problem.evaluate(&spec).unwrap();
+    let failed = |hidden: Option<usize>| -> Vec<String> {
+        let mut candidate: HeadCandidate = reference.outcome().into();
+        let FloatArray::F64(dhidden) = &mut candidate.gradient.dhidden else { panic!("the reference's dtype") };
+        if let Some(h) = hidden {
+            dhidden[[most / 3, most % 3, h]] = f64::INFINITY;
+        }
+        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect()
+    };
+    assert_eq!(failed(None), Vec::<String>::new());
+    assert_eq!(failed(Some(0)), Vec::<String>::new());
+    assert_eq!(failed(Some(1)).len(), 1, "{:#?}", failed(Some(1)));
 }
 
 /// What goes wrong in fused heads, each alone, on f32 and on bf16.

@@ -1,0 +1,274 @@
+//! How far each column of a token's dlogits may be off: of the conditions in [`condition`](super::condition), those of dlogits.
+//!
+//! Term by term, each over all columns: there are millions, and a loop without a branch is one of vectors.
+
+use super::condition::{
+    Alternative, Bound, Condition, FLUSHED, flushed_of_grad, grad_terms, response, transform_rounding,
+};
+use super::tolerance::Grade;
+use assay_core::spec::RatioLevel;
+use assay_reference::{Columns, Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenInputs};
+
+/// How far columns may be off: `κ·u·scale + floor`.
+#[derive(Clone, Debug)]
+pub(super) struct Bounds {
+    /// What `κ·u` multiplies.
+    pub(super) scale: Vec<f64>,
+    /// What nothing does.
+    pub(super) floor: Vec<f64>,
+}
+
+/// How far columns of dlogits may be off, and of that what all columns of a row have in common, each in proportion to its
+/// probability.
+#[derive(Clone, Debug)]
+pub(super) struct ColumnBounds {
+    /// All of it.
+    pub(super) whole: Bounds,
+    /// Of it, what has one sign in all columns but the target: errors of `G` and of the softmax's sum.
+    pub(super) common: Bounds,
+    /// Of it, what all tokens of a row have in common, whose ratio is one: errors of that ratio; 0 where each has its own.
+    pub(super) of_ratio: Bounds,
+    /// Of the floor, what f32 flushes to 0, which has one sign too.
+    pub(super) flushed: Vec<f64>,
+}
+
+/// The dlogits of a token, were it on one of its alternatives: what its columns have in common.
+pub(super) struct DlogitsCondition<'c> {
+    reference: &'c Reference<'c>,
+    token: &'c Token,
+    condition: &'c Condition,
+    /// `G_abs`.
+    grad: f64,
+    /// `ΔG`.
+    moved: Bound,
+    /// What of `G` may be flushed, in units of [`FLUSHED`].
+    flushed: f64,
+    /// `|E|`.
+    grad_entropy: f64,
+    /// What rounding transformed logits adds to a gap.
+    rounded: f64,
+}
+
+impl Bounds {
+    fn new(columns: usize) -> Self {
+        Self { scale: vec![0.0; columns], floor: vec![0.0; columns] }
+    }
+
+    /// Both of a column.
+    pub(super) fn at(&self, v: usize) -> Bound {
+        Bound { scale: self.scale[v], floor: self.floor[v] }
+    }
+
+    fn set(&mut self, v: usize, Bound { scale, floor }: Bound) {
+        (self.scale[v], self.floor[v]) = (scale, floor);
+    }
+
+    fn in_proportion(bound: Bound, shares: &[f64]) -> Self {
+        let times = |factor: f64| shares.iter().map(|share| share * factor).collect();
+        Self { scale: times(bound.scale), floor: times(bound.floor) }
+    }
+
+    fn multiply(&mut self, factors: &[f64]) {
+        for values in [&mut self.scale, &mut self.floor] {
+            values.iter_mut().zip(factors).for_each(|(value, factor)| *value *= factor);
+        }
+    }
+
+    /// The larger scale and the larger floor of each column.
+    pub(super) fn or(mut self, other: &Self) -> Self {
+        let larger = |(ours, theirs): (&mut f64, &f64)| *ours = ours.max(*theirs);
+        self.scale.iter_mut().zip(&other.scale).for_each(larger);
+        self.floor.iter_mut().zip(&other.floor).for_each(larger);
+        self
+    }
+}
+
+impl<'c> DlogitsCondition<'c> {
+    pub(super) fn of(
+        condition: &'c Condition,
+        reference: &'c Reference<'c>,
+        token: &'c Token,
+        alternative: &Alternative,
+    ) -> Self {
+        let spec = reference.spec();
+        let Alternative { branch, coupling } = alternative;
+        let on_branch =
+            |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
+        let (by_logp, by_log_ratio) = grad_terms(spec, token, branch, condition.grade);
+        let through_ratio = match spec.ratio.level {
+            RatioLevel::Token => branch.slope * by_log_ratio,
+            RatioLevel::SequenceToken => by_log_ratio,
+            RatioLevel::Sequence => branch.slope * token.share * condition.row.sum,
+        };
+        let mut moved = response(spec, &token.inputs, condition.moves, &on_branch);
+        let mut flushed = flushed_of_grad(spec, token, branch, condition.grade);
+        if spec.ratio.level == RatioLevel::Sequence {
+            moved.scale += branch.slope * token.share * condition.row.moved.scale;
+            moved.floor += branch.slope * token.share * condition.row.moved.floor;
+            flushed += token.share * condition.row.flushed;
+        }
+        let grad_entropy = reference.grad_entropy(token).abs();
+        let rounded = transform_rounding(spec, token.logp_softmax.stats.max);
+        Self { reference, token, condition, grad: by_logp + through_ratio, moved, flushed, grad_entropy, rounded }
+    }
+
+    /// Of `columns`, all of it.
+    pub(super) fn whole(&self, columns: &Columns) -> Bounds {
+        self.whole_and_flushed(columns).0
+    }
+
+    /// Of `columns`, all of it and what they have in common.
+    pub(super) fn parts(&self, columns: &Columns) -> ColumnBounds {
+        let (whole, flushed) = self.whole_and_flushed(columns);
+        let (p, target) = (&columns.of_logp().probabilities, columns.place_of(self.token.id));
+        let [mut common, mut of_ratio] = [(); 2].map(|()| Bounds::new(p.len()));
+        let t = 1.0 / self.reference.spec().temperature;
+        if self.grad != 0.0 {
+            common = Bounds::in_proportion(self.common().times(t), p);
+            if self.token.inputs.row_log_ratio.is_some() {
+                let moved = self.moved.times(t);
+                of_ratio = Bounds::in_proportion(moved, p);
+                if let Some(y) = target {
+                    of_ratio.set(y, moved.times(self.token.probability_of_others));
+                }
+            }
+            if let Some(y) = target {
+                common.set(y, Bound::default());
+            }
+        }
+        if let Some(slopes) = columns.slopes() {
+            let slopes: Vec<f64> = slopes.iter().map(|slope| slope.abs()).collect();
+            common.multiply(&slopes);
+            of_ratio.multiply(&slopes);
+        }
+        ColumnBounds { whole, common, of_ratio, flushed }
+    }
+
+    /// Of a column other than the target whose probability is 1, before `1/T`: what has one sign in all of them.
+    fn common(&self) -> Bound {
+        let softmax = &self.token.logp_softmax;
+        let mean_gap = softmax.stats.mean_gap + self.rounded;
+        let error = self.condition.base.mean_error / softmax.divisor + self.condition.base.offsets[0];
+        Bound { scale: self.grad * (1.0 + mean_gap) + self.moved.scale, floor: self.grad * error + self.moved.floor }
+    }
+
+    /// Of the target's column, before `1/T`: of the policy's and the KL's gradient.
+    fn of_target(&self, p: f64, gap: f64, error: f64) -> Bound {
+        let Self { token, grad, moved, .. } = *self;
+        let softmax = &token.logp_softmax;
+        let others = token.probability_of_others;
+        let (mean_gap, mean_error) =
+            (softmax.stats.mean_gap + self.rounded, self.condition.base.mean_error / softmax.divisor);
+        let gaps_of_others = (mean_gap - p * gap).max(0.0);
+        let errors_of_others = (mean_error - p * error).max(0.0);
+        let offset = self.condition.base.offsets[0];
+        let scale = grad * (others * (1.0 + mean_gap) + gaps_of_others) + others * moved.scale;
+        let textbook = grad * (1.0 + p * (gap + mean_gap)) + others * moved.scale;
+        Bound {
+            scale: if self.is_standard() { scale.max(textbook) } else { scale },
+            floor: grad * (others * mean_error + errors_of_others + p * offset) + others * moved.floor,
+        }
+    }
+
+    fn is_standard(&self) -> bool {
+        self.condition.grade == Grade::Standard
+    }
+
+    /// All of it; and what of the floor is flushed.
+    fn whole_and_flushed(&self, columns: &Columns) -> (Bounds, Vec<f64>) {
+        let Self { reference, token, condition, grad, grad_entropy, rounded, .. } = *self;
+        let spec = reference.spec();
+        let (of_logp, of_entropy) = (columns.of_logp(), columns.of_entropy());
+        let (p, q) = (&of_logp.probabilities, &of_entropy.probabilities);
+        let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.base);
+        let target = columns.place_of(token.id);
+        let scale_of_logits = spec.logits.scale.abs();
+        let errors: Option<Vec<f64>> = (!condition.errors.is_empty())
+            .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
+        let gaps_of_logp = gaps(logp, of_logp, rounded);
+
+        let mut whole = Bounds::new(p.len());
+        // What is flushed, in units of FLUSHED.
+        let mut flushed = vec![1.0 + self.flushed; p.len()];
+        // Σ |terms| of the value itself, which a cap's slope is multiplied with.
+        let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
+        if grad != 0.0 {
+            let common = self.common();
+            for ((scale, &p), gap) in whole.scale.iter_mut().zip(p).zip(&gaps_of_logp) {
+                *scale = p * (common.scale + grad * gap);
+            }
+            whole.floor.iter_mut().zip(p).for_each(|(floor, &p)| *floor = p * common.floor);
+            for (v, error) in errors.iter().flatten().enumerate() {
+                whole.floor[v] += p[v] * grad * error / logp.divisor;
+            }
+            value.iter_mut().flatten().zip(p).for_each(|(value, &p)| *value = grad * p);
+            // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
+            flushed.iter_mut().for_each(|flushed| *flushed += grad);
+            if let Some(y) = target {
+                let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
+                whole.set(y, self.of_target(p[y], gaps_of_logp[y], error));
+                value.iter_mut().for_each(|value| value[y] = grad * token.probability_of_others);
+                flushed[y] += grad * (reference.shape().vocab as f64 - 1.0);
+            }
+        }
+        if grad_entropy > 0.0 {
+            let mut spans =
+                if logp.divisor == entropy.divisor { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
+            spans.iter_mut().for_each(|gap| *gap += entropy.stats.mean_gap);
+            for ((scale, &q), &span) in whole.scale.iter_mut().zip(q).zip(&spans) {
+                *scale += grad_entropy * q * (span * (1.0 + span) + base.second_moment);
+            }
+            if let Some(errors) = &errors {
+                for (v, error) in errors.iter().enumerate() {
+                    let error = (error + base.mean_error) / entropy.divisor;
+                    whole.floor[v] += grad_entropy * q[v] * (error * (1.0 + 2.0 * spans[v] + error) + base.spread);
+                }
+            }
+            if self.is_standard() {
+                // |ln q_j|: the gap, and ln S. By how much that is more.
+                let beside_gap = 2.0 + entropy.stats.log_sum + token.entropy - rounded - entropy.stats.mean_gap;
+                for v in 0..p.len() {
+                    let (of_q, span) = (grad_entropy * q[v], spans[v]);
+                    whole.scale[v] += of_q * (1.0 + span) * beside_gap.max(0.0);
+                    whole.floor[v] += of_q * base.offsets[1] * (span + beside_gap);
+                }
+            }
+            value.iter_mut().flatten().zip(q.iter().zip(&spans)).for_each(|(value, (&q, span))| {
+                *value += grad_entropy * q * span;
+            });
+            // ā may lose e·a of every column, at most where e is the smallest number that stays.
+            let lost_of_mean_gap = reference.shape().vocab as f64 * -FLUSHED.ln();
+            for ((flushed, &q), span) in flushed.iter_mut().zip(q).zip(&spans) {
+                *flushed += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
+            }
+        }
+        if let Some(slopes) = columns.slopes() {
+            let slopes: Vec<f64> = slopes.iter().map(|slope| slope.abs()).collect();
+            whole.multiply(&slopes);
+            flushed.iter_mut().zip(&slopes).for_each(|(flushed, slope)| *flushed *= slope.max(1.0));
+        }
+        // 1 − tanh² is rounded at the size of 1.
+        if let (Some(cap), Some(value)) = (spec.logits.softcap, value) {
+            for (v, value) in value.into_iter().enumerate() {
+                let error = errors.as_ref().map_or(0.0, |errors| errors[v]);
+                whole.scale[v] += scale_of_logits * value;
+                whole.floor[v] += scale_of_logits * value * 2.0 * error / cap;
+            }
+        }
+        // What is flushed before the transform of logits is multiplied by its slope.
+        let flushed_once = FLUSHED / spec.temperature.min(1.0);
+        flushed.iter_mut().for_each(|flushed| *flushed *= flushed_once);
+        let t = 1.0 / spec.temperature;
+        whole.scale.iter_mut().for_each(|scale| *scale *= t);
+        whole.floor.iter_mut().zip(&flushed).for_each(|(floor, flushed)| *floor = *floor * t + flushed);
+        (whole, flushed)
+    }
+}
+
+/// `a_j`, and what rounding adds to it; a column of probability 0 has no gap worth speaking of. `z` is the very quotient that the
+/// maximum is one of: a product by `1/T` may leave of the maximum's own gap not 0 but less, which is more than all that a row beside
+/// certainty has.
+fn gaps(softmax: &ScaledSoftmax, columns: &SoftmaxColumns, rounded: f64) -> Vec<f64> {
+    let gap = |(z, &p): (&f64, &f64)| (if p == 0.0 { 0.0 } else { softmax.stats.max - z }) + rounded;
+    columns.z.iter().zip(&columns.probabilities).map(gap).collect()
+}
