@@ -755,7 +755,7 @@ fn small_files() -> [Vec<u8>; 2] {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4096, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(assay_suites::cases::config(4096))]
 
     #[test]
     fn damaged_file_never_panics_and_what_is_accepted_another_reader_accepts(

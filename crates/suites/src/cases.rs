@@ -5,6 +5,7 @@
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::strategy::Union;
+use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
@@ -14,6 +15,19 @@ use assay_core::spec::{
     RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TrustRegion, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+
+/// How many cases a property is tried on: `cases` of one seed, so that a change is judged on what those before it were. Another seed
+/// is for `PROPTEST_RNG_SEED` to give, and another number for `PROPTEST_CASES`. What fails is printed; no file is written.
+pub fn config(cases: u32) -> ProptestConfig {
+    let given = |name| std::env::var_os(name).is_some();
+    let wanted = ProptestConfig::default();
+    ProptestConfig {
+        cases: if given("PROPTEST_CASES") { wanted.cases } else { cases },
+        rng_seed: if given("PROPTEST_RNG_SEED") { wanted.rng_seed } else { RngSeed::Fixed(crate::SEED) },
+        failure_persistence: None,
+        ..wanted
+    }
+}
 
 /// Every option of [`LossSpec`] that some kernel computes: PPO-clip alone in two cases of five.
 pub fn any_spec() -> BoxedStrategy<LossSpec> {

@@ -15,7 +15,7 @@ use assay_core::problem::{Dtype, HeadShape};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
-/// Seed of the cases on which false alarms are counted.
+/// Seed of the cases on which false alarms are counted, and of those that properties are tried on.
 pub const SEED: u64 = 7;
 
 /// Random specs and recipes without end; the same `seed` gives the same ones.

@@ -73,7 +73,7 @@ fn walks() -> Vec<LossSpec> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
+    #![proptest_config(cases::config(300))]
 
     #[test]
     fn all_outputs_any_spec_have_the_bits_of_the_portable_path(spec in cases::any_spec(), recipe in cases::any_recipe()) {

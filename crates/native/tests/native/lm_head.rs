@@ -30,7 +30,7 @@ fn drawn(shape: [usize; 3], dtype: Dtype, regime: Regime, seed: u64, old_logp_no
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(cases::config(300))]
 
     #[test]
     fn all_outputs_any_spec_any_head_match_reference(spec in cases::any_spec(), recipe in cases::any_head_recipe()) {

@@ -54,9 +54,7 @@ fn config(cases: u32) -> Config {
         env!("CARGO_MANIFEST_DIR"),
         "/../../fixtures/regressions/proptest-seeds.txt"
     ));
-    let wanted = Config::default();
-    let cases = if env::var_os("PROPTEST_CASES").is_some() { wanted.cases } else { cases };
-    Config { cases, failure_persistence: Some(Box::new(persistence)), ..wanted }
+    Config { failure_persistence: Some(Box::new(persistence)), ..cases::config(cases) }
 }
 
 /// The judge finds no fault with correct implementations: the first cases of a fixed seed, 1,000 or as many as

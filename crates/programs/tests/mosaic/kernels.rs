@@ -488,7 +488,7 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) })]
+    #![proptest_config(cases::config(48))]
 
     #[test]
     fn all_outputs_one_pass_text_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {

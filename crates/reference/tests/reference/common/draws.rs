@@ -5,6 +5,7 @@ use std::fmt;
 
 use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
+use assay_suites::cases;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -76,17 +77,13 @@ fn normal() -> impl Strategy<Value = f64> {
     (f64::MIN_POSITIVE..1.0, 0.0..TAU).prop_map(|(u, angle): (f64, f64)| (-2.0 * u.ln()).sqrt() * angle.cos())
 }
 
-/// A runner that writes the seeds of failures to `failures`. `PROPTEST_CASES` sets how many cases it draws, else
-/// `cases`.
+/// A runner of [`cases::config`] that writes the seeds of failures to `failures`.
 pub(crate) fn runner(failures: &'static str, cases: u32) -> TestRunner {
-    let cases = if std::env::var_os("PROPTEST_CASES").is_some() { Config::default().cases } else { cases };
-    let failure_persistence = FileFailurePersistence::Direct(failures);
-    // Some arms reject several draws a case: proptest's own limit is for fewer cases.
-    let max_global_rejects = 4 * cases.max(Config::default().max_global_rejects);
+    let config = cases::config(cases);
     TestRunner::new(Config {
-        cases,
-        max_global_rejects,
-        failure_persistence: Some(Box::new(failure_persistence)),
-        ..Config::default()
+        // Some arms reject several draws a case: proptest's own limit is for fewer cases.
+        max_global_rejects: 4 * config.cases.max(config.max_global_rejects),
+        failure_persistence: Some(Box::new(FileFailurePersistence::Direct(failures))),
+        ..config
     })
 }
