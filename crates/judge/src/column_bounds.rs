@@ -203,18 +203,24 @@ impl<'c> DlogitsCondition<'c> {
             }
             value.iter_mut().flatten().zip(p).for_each(|(value, &p)| *value = grad * p);
             // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
-            flushed.iter_mut().for_each(|flushed| *flushed += grad);
+            for flushed in &mut flushed {
+                *flushed += grad;
+            }
             if let Some(y) = target {
                 let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
                 whole.set(y, self.of_target(p[y], gaps_of_logp[y], error));
-                value.iter_mut().for_each(|value| value[y] = grad * token.probability_of_others);
+                if let Some(value) = &mut value {
+                    value[y] = grad * token.probability_of_others;
+                }
                 flushed[y] += grad * (reference.shape().vocab as f64 - 1.0);
             }
         }
         if grad_entropy > 0.0 {
             let mut spans =
                 if logp.divisor == entropy.divisor { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
-            spans.iter_mut().for_each(|gap| *gap += entropy.stats.mean_gap);
+            for span in &mut spans {
+                *span += entropy.stats.mean_gap;
+            }
             for ((scale, &q), &span) in whole.scale.iter_mut().zip(q).zip(&spans) {
                 *scale += grad_entropy * q * (span * (1.0 + span) + base.second_moment);
             }
@@ -257,9 +263,13 @@ impl<'c> DlogitsCondition<'c> {
         }
         // What is flushed before the transform of logits is multiplied by its slope.
         let flushed_once = FLUSHED / spec.temperature.min(1.0);
-        flushed.iter_mut().for_each(|flushed| *flushed *= flushed_once);
+        for flushed in &mut flushed {
+            *flushed *= flushed_once;
+        }
         let t = 1.0 / spec.temperature;
-        whole.scale.iter_mut().for_each(|scale| *scale *= t);
+        for scale in &mut whole.scale {
+            *scale *= t;
+        }
         whole.floor.iter_mut().zip(&flushed).for_each(|(floor, flushed)| *floor = *floor * t + flushed);
         (whole, flushed)
     }

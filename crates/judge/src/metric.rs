@@ -300,9 +300,9 @@ impl Tally {
             let limit = rounding + kappa * unit * scale + floor;
             let error = (y - x).abs();
             // With a NaN none of them holds, with an infinite value one does not.
-            none &= (error <= worst * limit)
-                & (limit < f64::INFINITY)
-                & (error - rounding - floor <= kappa_seen * (unit * scale));
+            none &= error <= worst * limit;
+            none &= limit < f64::INFINITY;
+            none &= error - rounding - floor <= kappa_seen * (unit * scale);
         }
         none
     }
