@@ -12,7 +12,7 @@ use super::document::{self, Marks};
 use super::{CliError, Passed, Printing};
 use crate::config;
 use crate::problem::{Dtype, Extents, HeadLayout};
-use crate::programs::CHUNK_BYTES;
+use crate::programs::{CHUNK_BYTES, SUM_BYTES};
 use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Launch, Loop, Table};
 use crate::tpu::figures::{Asked, flags_for};
 use crate::tpu::table::{self, markdown};
@@ -53,6 +53,9 @@ pub(super) struct Compile {
     /// Bytes of logits that tile-lm-head holds at a time, at most
     #[arg(long, value_name = "BYTES", default_value_t = CHUNK_BYTES)]
     chunk_bytes: usize,
+    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about
+    #[arg(long, value_name = "BYTES", default_value_t = SUM_BYTES)]
+    sum_bytes: usize,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
@@ -113,6 +116,7 @@ impl Compile {
             },
             rounds_logits: !self.f32_logits,
             chunk_bytes: self.chunk_bytes,
+            sum_bytes: self.sum_bytes,
             spec: spec.clone(),
             libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(shape, target.chip)),
         };

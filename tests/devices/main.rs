@@ -23,7 +23,7 @@ use assay::judge::invariance::Invariance;
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
-use assay::problem::{Candidate, Dtype, Problem};
+use assay::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
 use assay::suites;
@@ -211,6 +211,10 @@ impl Trials<'_> {
         if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());
         }
+        if id.ends_with("-vocab") {
+            let claim = "all_outputs_lowest_and_largest_logits_match_reference";
+            self.push(claim, largest, "", |run| run.lowest_and_largest_logits());
+        }
         if id == "xla-mesh" {
             let claim = "all_outputs_every_sum_over_tokens_match_reference";
             self.push(claim, largest, "", |run| run.every_sum_over_tokens());
@@ -225,6 +229,8 @@ impl Trials<'_> {
         if self.implementation.class() == "tile" {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
         }
+        let claim = "all_outputs_lowest_and_largest_logits_match_reference";
+        self.push(claim, devices, "", |run| run.lowest_and_largest_logits());
         // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once.
         if ["xla", "tile-one-pass"].contains(&id) {
             let rows = covering::structures(&*self.implementation);
@@ -486,6 +492,42 @@ impl Run {
             }
         }
         Ok(judged)
+    }
+
+    /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest
+    /// number.
+    fn lowest_and_largest_logits(&self) -> Result<usize, Failed> {
+        let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+        let shape = [4, 8, 264];
+        for dtype in Dtype::KERNEL {
+            let recipe = Recipe {
+                shape,
+                dtype,
+                regime: Regime::Normal,
+                seed: 1,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: false,
+            };
+            let mut problem = recipe.problem(&spec)?;
+            let lowest = match dtype {
+                Dtype::F16 => -65504.0,
+                Dtype::Bf16 => -3.389_531_389_251_535_5e38,
+                _ => f64::from(f32::MIN),
+            };
+            let mut logits = problem.logits.to_f64();
+            for ((b, t, v), x) in logits.indexed_iter_mut() {
+                let sampled = usize::try_from(problem.ids[[b, t]])? == v;
+                match b {
+                    0 if v % 2 == 0 && !sampled => *x = lowest,
+                    1 => *x = lowest,
+                    2 => *x = -lowest - if sampled { 0.0 } else { -lowest / 256.0 },
+                    _ => {}
+                }
+            }
+            problem.logits = FloatArray::rounded_from(&logits, dtype);
+            self.judge_known(&Known::of(&spec, &problem)?, &recipe)?;
+        }
+        Ok(Dtype::KERNEL.len())
     }
 
     /// Named choices of a spec, alone, each with its place among all.

@@ -144,9 +144,9 @@ fn run(implementation: &dyn Implementation<HeadProblem>, case: &Case, devices: u
     expect_dtypes(&problem, &known.expect_right(implementation, devices, &format!("seed {seed}, {case:?}")));
 }
 
-/// Every head program with chunks of eight rows.
+/// Every head program with chunks of eight rows, and the gradient summed by eight rows or by a sixteenth.
 fn in_chunks(plugin: &Path) -> Vec<XlaHead> {
-    XlaHead::all(Some(plugin)).into_iter().map(|head| head.chunk_bytes(1)).collect()
+    XlaHead::all(Some(plugin)).into_iter().map(|head| head.chunk_bytes(1).sum_bytes(1)).collect()
 }
 
 /// Each with the device counts that it is run on.

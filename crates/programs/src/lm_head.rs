@@ -57,7 +57,10 @@ use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 /// products; so nothing is gained by larger ones, which are held beside 4 GB of arguments and results.
 pub const CHUNK_BYTES: usize = 640_000_000;
 
-/// Rows of a chunk are a multiple of it: the rows of an f32 register.
+/// Bytes of a gradient that are summed over devices at a time: a collective has its result beside what it sums.
+pub const SUM_BYTES: usize = 160_000_000;
+
+/// Rows of a chunk, and of a block of the sum, are a multiple of it: the rows of an f32 register.
 const CHUNK_ROWS: usize = 8;
 
 /// In how many blocks at most a gradient is summed over devices.
@@ -77,6 +80,7 @@ pub struct HeadProgram {
     core: Core,
     sharding: Sharding,
     chunk_bytes: usize,
+    sum_bytes: usize,
 }
 
 impl Programs for HeadProgram {
@@ -87,7 +91,7 @@ impl Programs for HeadProgram {
         let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
         shardings
             .chain([(Core::Seed, Sharding::Whole)])
-            .map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES })
+            .map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES, sum_bytes: SUM_BYTES })
             .collect()
     }
 
@@ -180,6 +184,12 @@ impl HeadProgram {
         Self { chunk_bytes: bytes, ..self }
     }
 
+    /// With the gradient summed over devices by about so many bytes at a time, instead of [`SUM_BYTES`].
+    #[must_use]
+    pub fn sum_bytes(self, bytes: usize) -> Self {
+        Self { sum_bytes: bytes, ..self }
+    }
+
     /// The program of each of `devices`. Of `xla-lm-head` and `tile-lm-head`, `given` is what one device holds: hidden
     /// states of its own, all of them together one batch, and the whole head. Of the others it is the batch and the head,
     /// cut as the [sharding](Self::sharding) says. A text for compilers: nothing is run. Tile kernels are called as
@@ -254,7 +264,7 @@ impl HeadProgram {
         let most = (self.chunk_bytes / (vocab * logits.size())).min(most_tokens(machine)) / CHUNK_ROWS * CHUNK_ROWS;
         let trips = tokens.div_ceil(most.max(CHUNK_ROWS));
         let rows = tokens.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
-        Chunks { tokens, rows, padded: trips * rows, bytes: self.chunk_bytes }
+        Chunks { tokens, rows, padded: trips * rows, sum_bytes: self.sum_bytes }
     }
 }
 
@@ -449,7 +459,7 @@ impl Head {
         let &[states, dlm_head, ref carried @ ..] = &results[..] else { unreachable!("as many as were given") };
         let dhidden = on.builder.slice(states, &[0, 0], &[chunks.tokens, shape[2]]);
         let dhidden = on.builder.reshape(dhidden, &shape);
-        let dlm_head = on.over_rows(dlm_head, chunks.bytes);
+        let dlm_head = on.over_rows(dlm_head, chunks.sum_bytes);
         ([dhidden, dlm_head], carried.to_vec())
     }
 }
@@ -471,8 +481,8 @@ struct Chunks {
     rows: usize,
     /// `N`, of all chunks.
     padded: usize,
-    /// What a chunk may take.
-    bytes: usize,
+    /// What of the gradient is summed over devices at a time.
+    sum_bytes: usize,
 }
 
 impl Chunks {

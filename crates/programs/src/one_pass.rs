@@ -2,7 +2,7 @@
 //! to the dlogits that are written over them.
 //!
 //! ```text
-//! target   x_y is taken out of the block and FLOOR left in its place, so that what follows sums over the others
+//! target   x_y is taken out of the block and −∞ left in its place, so that what follows sums over the others
 //! pass 0   m   = max(max_j x_j, x_y)
 //! pass 1   g_j = (x_j − m)·log₂e/T      e_j = 2^g_j      s = Σ e_j,  w = Σ e_j g_j           e_j kept in VMEM
 //! scalars  S = s + e_y,  ā = (−ln 2 · w + e_y a_y)/S,  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy
@@ -16,8 +16,8 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    ACCUMULATORS, Columns, FLOOR, PerRow, accumulate, exponent_scale, for_each_chunk, join, load_logits, narrow,
-    raised, stored_as, widen,
+    ACCUMULATORS, Columns, PerRow, accumulate, exponent_scale, for_each_chunk, gap, join, load_logits, lowest, narrow,
+    stored_as, widen,
 };
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
@@ -358,12 +358,12 @@ impl Writer {
         on.add(before, lane)
     }
 
-    /// Takes every target's logit out of the block, `[rows, 1]`, and leaves the floor there.
+    /// Takes every target's logit out of the block, `[rows, 1]`, and leaves −∞ there.
     fn take_targets(&mut self, targets: &[Target]) -> Value {
         let (places, lanes) = (self.places(), self.lanes());
         let on = &mut self.on;
         let element = on.memory_element(self.logits);
-        let floor = on.number(FLOOR);
+        let nothing = on.number(f64::NEG_INFINITY);
         let mut taken = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
         for target in targets {
             let column = Column::Dynamic(target.register);
@@ -371,21 +371,21 @@ impl Writer {
             let x = widen(on, x);
             let hit = on.equal(places, target.place);
             taken = on.select(hit, x, taken);
-            let left = on.select(hit, floor, x);
+            let left = on.select(hit, nothing, x);
             let left = narrow(on, left, element);
             on.store(self.logits, column, left);
         }
         on.fold_lanes(Fold::Add, taken)
     }
 
-    /// `m`, −∞ where every logit is at or below the floor.
+    /// `m`.
     fn max(&mut self, target_logit: Value) -> Value {
         let (logits, lanes, columns) = (self.logits, self.lanes(), self.columns());
         let on = &mut self.on;
         let element = on.memory_element(logits);
         let native = element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic;
         let element = if native { element } else { DeviceDtype::F32 };
-        let lowest = on.constant(FLOOR, Type::tile(element, self.rows, lanes));
+        let lowest = on.constant(lowest(element), Type::tile(element, self.rows, lanes));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
             let x = if native { x } else { widen(on, x) };
@@ -396,14 +396,7 @@ impl Writer {
         let maximum = join(on, Fold::Max, &maxima);
         let maximum = on.convert(maximum, DeviceDtype::F32);
         let others = on.fold_lanes(Fold::Max, maximum);
-        let max = on.max(others, target_logit);
-        let mut per_row = self.per_row();
-        let (floor, nothing) = (per_row.constant(FLOOR), per_row.constant(f64::NEG_INFINITY));
-        let real = per_row.less(floor, max);
-        let lost = per_row.select(real, max, nothing);
-        // A NaN is not below the floor, and must stay one.
-        let number = per_row.equal(max, max);
-        per_row.select(number, lost, max)
+        on.max(others, target_logit)
     }
 
     /// Pass 1.
@@ -414,8 +407,8 @@ impl Writer {
         let zero = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_logits(on, logits, chunk);
-            let x = raised(on, x);
-            let gap = on.sub(max, x);
+            let x = widen(on, x);
+            let gap = gap(on, max, x);
             let exponent = on.mul(gap, scale);
             let exp = on.exp2(exponent);
             on.store(exps, chunk.column, exp);
@@ -461,8 +454,8 @@ impl Writer {
             let mut gradient = on.mul(exp, minus_share);
             if let Some(bonus) = bonus {
                 let x = load_logits(on, logits, chunk);
-                let x = raised(on, x);
-                let gap = on.sub(max, x);
+                let x = widen(on, x);
+                let gap = gap(on, max, x);
                 let exponent = on.mul(gap, bonus.softmax.scale);
                 let exp = if bonus.same_exps { exp } else { on.exp2(exponent) };
                 let gap = on.mul(exponent, minus_ln_2);

@@ -6,10 +6,15 @@ use assay_algebra::arithmetic::Arithmetic;
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Memory, Type, Value};
 
-/// −2¹⁰⁰: what a logit of −∞ is raised to, so that its gap from the maximum is a number and its part in every sum 0. A row
-/// whose logits are all at or below it has no softmax. f32 and bf16 hold it exactly, so that a logit which was raised to
-/// it in one of them is known in the other.
-pub(crate) const FLOOR: f64 = -((1_u128 << 100) as f64);
+/// 2¹⁰⁰: the most that a gap from the maximum counts, so that one of −∞ is a number, its product with an exponential of 0 is 0, and
+/// so is its part in every sum.
+pub(crate) const FARTHEST: f64 = (1_u128 << 100) as f64;
+
+/// Where a maximum of stored logits begins: their lowest number. Above −∞, so that the gap of that is none of −∞ from itself; a row of
+/// nothing else sums to 0, and what is divided by that is NaN.
+pub(crate) fn lowest(element: DeviceDtype) -> f64 {
+    if element == DeviceDtype::Bf16 { half::bf16::MIN.into() } else { f32::MIN.into() }
+}
 
 /// Registers of columns that a trip of a loop takes, at most. Many, because what a trip costs beside its work is shared by
 /// all of them.
@@ -208,7 +213,7 @@ impl Pairwise {
     }
 }
 
-/// The columns of `chunk`, `FLOOR` in those that are beyond the array.
+/// The columns of `chunk`, −∞ in those that are beyond the array.
 pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Value {
     let x = on.load(logits, chunk.column, chunk.columns);
     let Some(real) = chunk.real else { return x };
@@ -218,19 +223,15 @@ pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Val
     let wide = widen(on, x);
     let lane = on.iota(1, rows, columns);
     let inside = on.less(lane, real);
-    let floor = on.number(FLOOR);
-    let kept = on.select(inside, wide, floor);
+    let nothing = on.number(f64::NEG_INFINITY);
+    let kept = on.select(inside, wide, nothing);
     narrow(on, kept, ty.element)
 }
 
-/// `max(x, FLOOR)` in f32; in bf16 first where the core computes in it.
-pub(crate) fn raised(on: &mut Builder, x: Value) -> Value {
-    let ty = on.type_of(x);
-    let native = ty.element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic;
-    let x = if native { x } else { widen(on, x) };
-    let floor = on.constant(FLOOR, Type::scalar(on.type_of(x).element));
-    let x = on.max(x, floor);
-    on.convert(x, DeviceDtype::F32)
+/// By how much `x`, in f32, is below `max`; at most [`FARTHEST`].
+pub(crate) fn gap(on: &mut Builder, max: Value, x: Value) -> Value {
+    let (gap, farthest) = (on.sub(max, x), on.number(FARTHEST));
+    on.min(gap, farthest)
 }
 
 /// `−log₂e · scale`: what a gap from the maximum is multiplied by to become an exponent of 2.

@@ -6,7 +6,7 @@ use super::program::{Evaluated, Forward, Given, Named, Program};
 use crate::device::Lowering;
 use crate::mesh::Axis;
 use crate::one_pass;
-use crate::rows::{FLOOR, in_rows, stored_as};
+use crate::rows::{FARTHEST, in_rows, stored_as};
 use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
@@ -278,8 +278,8 @@ fn statistics(
     let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
     let max = on.over(&[Axis::Vocab], Fold::Max, local_max);
     let target_logit = on.over(&[Axis::Vocab], Fold::Add, target_logit);
-    let max = on.without_floor(max);
-    let rise = on.builder.subtract(max, local_max);
+    let (rise, farthest) = (on.builder.subtract(max, local_max), on.constant(FARTHEST));
+    let rise = on.builder.minimum(rise, farthest);
     let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, inverse);
     let logp_softmax = logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, None));
 
@@ -396,13 +396,6 @@ impl Program {
         let before_end = self.builder.compare(Comparison::Less, ids, end);
         let ids = self.builder.select(before_end, ids, elsewhere);
         (ids, self.builder.reshape(real, &[1]))
-    }
-
-    /// `max`, −∞ where it is at or below the floor: such a row has no softmax.
-    fn without_floor(&mut self, max: Value) -> Value {
-        let (floor, nothing) = (self.constant(FLOOR), self.constant(f64::NEG_INFINITY));
-        let lost = self.builder.compare(Comparison::AtLeast, floor, max);
-        self.builder.select(lost, nothing, max)
     }
 
     /// A softmax from the sums that every device took below its own maximum.

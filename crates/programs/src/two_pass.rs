@@ -13,8 +13,8 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    Chunk, Columns, FLOOR, Pairwise, accumulate, exponent_scale, for_each_chunk, load_logits, narrow, raised,
-    stored_as, widen,
+    Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, load_logits, lowest, narrow, stored_as,
+    widen,
 };
 use assay_algebra::structure::{Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
@@ -191,8 +191,8 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
     let first = on.integer(0);
     let is_first = on.equal(block, first);
     on.when(is_first, |on| {
-        let (floor, zero) = (on.constant(FLOOR, lanes), on.constant(0.0, lanes));
-        keep(on, maxima, floor);
+        let (lowest, zero) = (on.constant(lowest(DeviceDtype::F32), lanes), on.constant(0.0, lanes));
+        keep(on, maxima, lowest);
         keep(on, chosen, zero);
         sums.iter().flatten().for_each(|&sum| keep(on, sum, zero));
     });
@@ -200,7 +200,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
     let columns = cut.of_window(on, real);
     let native = element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic;
     let compared = if native { element } else { DeviceDtype::F32 };
-    let lowest = on.constant(FLOOR, Type { element: compared, ..lanes });
+    let lowest = on.constant(lowest(compared), Type { element: compared, ..lanes });
     let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
         let x = if native { x } else { widen(on, x) };
@@ -212,7 +212,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
     let before = whole(on, maxima);
     let max = on.max(before, highest);
     keep(on, maxima, max);
-    let rise = on.sub(max, before);
+    let rise = gap(on, max, before);
 
     let targets = cut.targets(on, ids);
     // Sums of this window alone: few terms, then one addition to those of the windows before.
@@ -221,7 +221,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
     initial[0] = whole(on, chosen);
     let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
         let x = load_logits(on, logits, chunk);
-        let x = raised(on, x);
+        let x = widen(on, x);
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
         let mut terms = vec![Pairwise::default(); 2 * scales.len()];
@@ -229,7 +229,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
             let hit = hits(on, targets, chunk, start, width);
             let part = on.columns(x, start, width);
             next[0] = on.select(hit, part, next[0]);
-            let gap = on.sub(max, part);
+            let gap = gap(on, max, part);
             for (i, &scale) in scales.iter().enumerate() {
                 let exponent = on.mul(gap, scale);
                 let exp = on.exp2(exponent);
@@ -277,14 +277,10 @@ impl Lanes {
             |on: &mut Builder, column: Statistic, value| on.store(results, Column::Static(column as usize), value);
         let of_lanes = whole(on, self.maxima);
         let max = on.fold_lanes(Fold::Max, of_lanes);
-        let rise = on.sub(max, of_lanes);
+        let rise = gap(on, max, of_lanes);
         give(on, Statistic::Max, max);
         let chosen = whole(on, self.chosen);
         let target_logit = on.fold_lanes(Fold::Add, chosen);
-        // What was raised to the floor was −∞.
-        let (floor, nothing) = (on.number(FLOOR), on.number(f64::NEG_INFINITY));
-        let lost = on.equal(target_logit, floor);
-        let target_logit = on.select(lost, nothing, target_logit);
         give(on, Statistic::TargetLogit, target_logit);
         let columns = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
         for ((&scale, &[others, weighted]), columns) in scales.iter().zip(&self.sums).zip(columns) {
@@ -333,8 +329,9 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, 
     let columns = cut.of_window(on, real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
         let x = load_logits(on, logits, chunk);
-        let x = raised(on, x);
-        let gap = on.sub(max, x);
+        let x = widen(on, x);
+        // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
+        let gap = if bonus.is_some() { gap(on, max, x) } else { on.sub(max, x) };
         let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
         let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
         // The policy's gradient goes through the last softmax, the bonus's through the first.

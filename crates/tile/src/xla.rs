@@ -233,6 +233,13 @@ impl Lowering for Step {
                     Binary::Sub => self.builder.subtract(a, b),
                     Binary::Mul => self.builder.multiply(a, b),
                     Binary::Div => self.builder.divide(a, b),
+                    // In f32, which is as exact: of a bf16 array that is read as such and as f32, and written over, a CPU plugin (C API
+                    // 0.115) makes another answer each time.
+                    Binary::Max if ty.element == DeviceDtype::Bf16 => {
+                        let [a, b] = [a, b].map(|x| self.builder.convert(x, DeviceDtype::F32));
+                        let max = self.builder.maximum(a, b);
+                        self.builder.convert(max, ty.element)
+                    }
                     Binary::Max => self.builder.maximum(a, b),
                     Binary::Min => self.builder.minimum(a, b),
                     Binary::And if ty.element == DeviceDtype::Pred => self.builder.and(a, b),

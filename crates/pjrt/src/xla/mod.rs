@@ -61,6 +61,12 @@ impl XlaHead {
     pub fn chunk_bytes(self, bytes: usize) -> Self {
         Self { program: self.program.chunk_bytes(bytes), ..self }
     }
+
+    /// With the gradient summed in other blocks; see [`HeadProgram::sum_bytes`].
+    #[must_use]
+    pub fn sum_bytes(self, bytes: usize) -> Self {
+        Self { program: self.program.sum_bytes(bytes), ..self }
+    }
 }
 
 /// Logp and entropy alone, run by a plugin: [`LossProgram::entropy`].
