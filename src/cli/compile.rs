@@ -12,7 +12,7 @@ use super::document::{self, Marks};
 use super::{CliError, Passed, Printing};
 use crate::config;
 use crate::problem::{Dtype, Extents, HeadLayout};
-use crate::programs::{CHUNK_BYTES, SUM_BYTES};
+use crate::programs::CHUNK_BYTES;
 use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Launch, Loop, Table};
 use crate::tpu::figures::{Asked, flags_for};
 use crate::tpu::table::{self, markdown};
@@ -53,9 +53,9 @@ pub(super) struct Compile {
     /// Bytes of logits that tile-lm-head holds at a time, at most
     #[arg(long, value_name = "BYTES", default_value_t = CHUNK_BYTES)]
     chunk_bytes: usize,
-    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about
-    #[arg(long, value_name = "BYTES", default_value_t = SUM_BYTES)]
-    sum_bytes: usize,
+    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about; a quarter of it if none is given
+    #[arg(long, value_name = "BYTES")]
+    sum_bytes: Option<usize>,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,

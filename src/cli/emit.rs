@@ -26,10 +26,10 @@ pub(super) struct Emit {
     /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse)]
     target: Target,
-    /// The implementation: tile-one-pass or tile-two-pass
+    /// The implementation: tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
     #[arg(long = "impl", value_name = "ID", default_value = "tile-one-pass")]
     implementation: String,
-    /// Sequences, tokens and vocabulary that each device holds
+    /// Sequences, tokens and vocabulary that each device holds; of -rows, -vocab and -mesh all that the devices hold together
     #[arg(long, value_name = "BxTxV")]
     shape: Shape,
     /// Dtype of the logits: f32, bf16 or f16
@@ -49,19 +49,19 @@ impl Emit {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
         let implementation = loss_program(&self.implementation)?;
-        let (local, dtype, devices) = (self.shape, self.dtype, self.target.devices());
+        let (shape, dtype, devices) = (self.shape, self.dtype, self.target.devices());
         let (machine, loss) = (self.target.chip.machine(), Shaped::of(&spec));
-        if !implementation.is_whole() || !implementation.has_kernels() {
+        if !implementation.has_kernels() {
             let id = &self.implementation;
-            let reason = format!(
-                "implementation: got `{id}`, expected one that has kernels and whose devices hold whole rows: "
-            );
-            return Err(CliError::Usage(reason + "tile-one-pass, tile-two-pass"));
+            let reason = format!("implementation: got `{id}`, expected one that has kernels: ");
+            let supported = "tile-one-pass, tile-two-pass, or one of these with -rows, -vocab or -mesh";
+            return Err(CliError::Usage(reason + supported));
         }
-        let kernels = implementation.kernels_for(loss, local, dtype, machine).map_err(RunError::from)?;
-        let module = implementation.program_for(loss, local, dtype, devices, machine).map_err(RunError::from)?;
-        let signature = implementation.signature_for(loss, local, dtype, devices).map_err(RunError::from)?;
-        let manifest = Manifest::new(self, &spec, &kernels, &signature);
+        let kernels = implementation.kernels_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
+        let module = implementation.program_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
+        let signature = implementation.signature_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
+        let local = implementation.held_by_each(shape, devices, machine).map_err(RunError::from)?;
+        let manifest = Manifest::new(self, &spec, local, &kernels, &signature);
         make_folder(&self.output, |folder| {
             for (kernel, entry) in kernels.iter().zip(&manifest.kernels) {
                 fs::write(folder.join(&entry.payload), &kernel.payload)?;
@@ -121,6 +121,9 @@ struct Emitted<'e> {
     operands: Vec<Dense<'e>>,
     results: Vec<Dense<'e>>,
     aliases: Vec<Alias>,
+    /// The least and the most that its operand `columns` may say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    columns: Option<[usize; 2]>,
     vmem_bytes: usize,
 }
 
@@ -165,7 +168,13 @@ fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Re
 }
 
 impl<'e> Manifest<'e> {
-    fn new(asked: &'e Emit, spec: &'e LossSpec, kernels: &'e [TpuKernel], signature: &'e Signature) -> Self {
+    fn new(
+        asked: &'e Emit,
+        spec: &'e LossSpec,
+        shape: [usize; 3],
+        kernels: &'e [TpuKernel],
+        signature: &'e Signature,
+    ) -> Self {
         Self {
             assay: env!("CARGO_PKG_VERSION"),
             mosaic_version: MOSAIC_VERSION,
@@ -173,7 +182,7 @@ impl<'e> Manifest<'e> {
             implementation: &asked.implementation,
             target: asked.target.to_string(),
             devices: asked.target.devices(),
-            shape: [asked.shape.batch, asked.shape.tokens, asked.shape.vocab],
+            shape,
             dtype: asked.dtype,
             spec,
             numbers: &signature.numbers,
@@ -212,6 +221,7 @@ impl<'e> Emitted<'e> {
             operands: kernel.operands.iter().map(dense).collect(),
             results: kernel.results.iter().map(dense).collect(),
             aliases: kernel.aliases.iter().map(|&(operand, result)| Alias { operand, result }).collect(),
+            columns: kernel.columns,
             vmem_bytes: kernel.vmem_bytes,
         }
     }

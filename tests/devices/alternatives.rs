@@ -6,7 +6,7 @@ use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::{Grade, Limits};
 use assay::problem::{Dtype, HeadLayout};
-use assay::programs::{CHUNK_BYTES, LossProgram, Programs, SUM_BYTES};
+use assay::programs::{CHUNK_BYTES, LossProgram, Programs};
 use assay::spec::LossSpec;
 use assay::tpu::Target;
 use assay::tpu::figures::Asked;
@@ -72,7 +72,7 @@ pub(crate) fn none_beats_xla() -> Result<(), Failed> {
             layout: HeadLayout::HiddenByVocab,
             rounds_logits: true,
             chunk_bytes: CHUNK_BYTES,
-            sum_bytes: SUM_BYTES,
+            sum_bytes: None,
             spec: LossSpec::default(),
             libtpu_flags: String::new(),
         };

@@ -72,3 +72,21 @@ fn a_tpu_is_given_loops_where_they_are_asked_for_and_reports_say_so() {
     let report = report.expect("a CPU runs XLA's operations");
     assert!(report["checks"].as_array().expect("checks").iter().all(|check| check["lowering"].is_null()), "{report}");
 }
+
+/// A CPU plugin that knows no `cpu_device_count` runs on the devices that it has, which are fewer than are asked for.
+#[test]
+fn a_cpu_plugin_that_does_not_know_the_option_has_its_own_devices() {
+    let devices = |platform: &str| {
+        let mut list = Command::new(env!("CARGO_BIN_EXE_assay"));
+        list.arg("list").arg("--plugin").arg(if platform == "cpu" { fake() } else { cpu_plugins()[0].into() });
+        list.env("ASSAY_FAKE_TPU_PLUGIN", fs::canonicalize(cpu_plugins()[0]).unwrap());
+        list.env("ASSAY_FAKE_TPU_PLATFORM", platform);
+        let output = list.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}");
+        let line = text.lines().find(|line| line.contains(" xla-rows ") && line.contains(" yes ")).expect("it runs");
+        line.split('┆').nth(3).expect("device counts").trim().to_string()
+    };
+    assert_eq!(devices("any, and not asked for"), "1,2,4,8");
+    assert!("1,2,4".starts_with(&devices("cpu")), "{}", devices("cpu"));
+}

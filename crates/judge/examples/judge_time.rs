@@ -1,5 +1,5 @@
-//! How long the reference and the judge take, a logit and a weight of a head: `cargo run -p assay-judge --example judge_time`,
-//! which is built as tests are. Of a problem's tokens and columns, and of hidden units: `BxTxV` or `BxTxHxV`.
+//! How long the reference and the judge take, a logit and a weight of a head: `cargo run --release -p assay-judge --example judge_time`,
+//! or without `--release` as tests have them. Of a problem's tokens and columns, and of hidden units: `BxTxV` or `BxTxHxV`.
 //!
 //! Processor time is that of all threads together.
 

@@ -1,6 +1,7 @@
 //! A PJRT plugin that says it is a TPU and keeps the program it is given to compile. All else is done by the CPU plugin that
 //! `ASSAY_FAKE_TPU_PLUGIN` names; the program goes to the file that `ASSAY_FAKE_TPU_PROGRAM` does. For tests alone: where a tile kernel
-//! is a kernel the CPU plugin refuses it, after it was kept.
+//! is a kernel the CPU plugin refuses it, after it was kept. It creates a client with no option, as no TPU's plugin knows those of a CPU's;
+//! `ASSAY_FAKE_TPU_PLATFORM=cpu` makes it a CPU plugin that does not either.
 
 #![expect(unsafe_code, reason = "a foreign interface: the C API of PJRT")]
 
@@ -9,14 +10,16 @@ use std::ffi::c_char;
 use std::fs;
 use std::ptr;
 use std::slice;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
 
 use libloading::Library;
 use pjrt_sys::{
-    PJRT_Api, PJRT_Client_Compile_Args, PJRT_Client_PlatformName_Args, PJRT_DeviceDescription_Kind_Args, PJRT_Error,
+    PJRT_Api, PJRT_Client_Compile_Args, PJRT_Client_Create_Args, PJRT_Client_PlatformName_Args,
+    PJRT_DeviceDescription_Kind_Args, PJRT_Error,
 };
 
-const PLATFORM: &str = "tpu";
+static PLATFORM: LazyLock<String> =
+    LazyLock::new(|| env::var("ASSAY_FAKE_TPU_PLATFORM").unwrap_or_else(|_| "tpu".into()));
 const KIND: &str = "TPU v6 lite";
 
 /// The CPU plugin's table, and a copy of it whose entries are ours where that is what this is for.
@@ -51,6 +54,7 @@ fn tables() -> &'static Tables {
             own.PJRT_Client_PlatformName = Some(platform_name);
             own.PJRT_DeviceDescription_Kind = Some(kind);
             own.PJRT_Client_Compile = Some(compile);
+            own.PJRT_Client_Create = Some(create);
         }
         Tables { real, own }
     })
@@ -70,6 +74,18 @@ unsafe extern "C" fn platform_name(args: *mut PJRT_Client_PlatformName_Args) -> 
     args.platform_name = PLATFORM.as_ptr().cast::<c_char>();
     args.platform_name_size = PLATFORM.len();
     ptr::null_mut()
+}
+
+// SAFETY: as of every entry, the caller's arguments are those of this one.
+unsafe extern "C" fn create(args: *mut PJRT_Client_Create_Args) -> *mut PJRT_Error {
+    // SAFETY: the same.
+    let given = unsafe { &mut *args };
+    if given.num_options > 0 {
+        // What is shorter than any version's is refused, in the CPU plugin's words.
+        given.struct_size = 0;
+    }
+    // SAFETY: the table is the CPU plugin's own, and the arguments are passed on.
+    unsafe { ((*tables().real).PJRT_Client_Create.expect("every plugin creates clients"))(args) }
 }
 
 // SAFETY: as of every entry, the caller's arguments are those of this one.

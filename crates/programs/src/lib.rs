@@ -23,7 +23,7 @@ mod tiled;
 mod two_pass;
 
 pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuCore};
-pub use lm_head::{CHUNK_BYTES, HeadProgram, SUM_BYTES};
+pub use lm_head::{CHUNK_BYTES, HeadProgram};
 pub use loss::{LossProgram, Signature};
 pub use program::{Named, Output, Scalars, local_shape, logits_in_rows};
 pub use sharding::Sharding;

@@ -32,6 +32,7 @@
 //! `-mesh` all of these.
 
 use std::mem;
+use std::ops::RangeInclusive;
 
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::Reach;
@@ -57,8 +58,9 @@ use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 /// products; so nothing is gained by larger ones, which are held beside 4 GB of arguments and results.
 pub const CHUNK_BYTES: usize = 640_000_000;
 
-/// Bytes of a gradient that are summed over devices at a time: a collective has its result beside what it sums.
-pub const SUM_BYTES: usize = 160_000_000;
+/// Bytes of a gradient that are summed over devices at a time: a quarter of it, within these. A collective has its result beside what
+/// it sums, so that what is held twice follows the head's size.
+const SUM_BYTES: RangeInclusive<usize> = 32_000_000..=640_000_000;
 
 /// Rows of a chunk, and of a block of the sum, are a multiple of it: the rows of an f32 register.
 const CHUNK_ROWS: usize = 8;
@@ -80,7 +82,8 @@ pub struct HeadProgram {
     core: Core,
     sharding: Sharding,
     chunk_bytes: usize,
-    sum_bytes: usize,
+    /// [`SUM_BYTES`] if none is given.
+    sum_bytes: Option<usize>,
 }
 
 impl Programs for HeadProgram {
@@ -91,7 +94,7 @@ impl Programs for HeadProgram {
         let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
         shardings
             .chain([(Core::Seed, Sharding::Whole)])
-            .map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES, sum_bytes: SUM_BYTES })
+            .map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES, sum_bytes: None })
             .collect()
     }
 
@@ -184,10 +187,10 @@ impl HeadProgram {
         Self { chunk_bytes: bytes, ..self }
     }
 
-    /// With the gradient summed over devices by about so many bytes at a time, instead of [`SUM_BYTES`].
+    /// With the gradient summed over devices by about so many bytes at a time, instead of a quarter of it.
     #[must_use]
     pub fn sum_bytes(self, bytes: usize) -> Self {
-        Self { sum_bytes: bytes, ..self }
+        Self { sum_bytes: Some(bytes), ..self }
     }
 
     /// The program of each of `devices`. Of `xla-lm-head` and `tile-lm-head`, `given` is what one device holds: hidden
@@ -482,7 +485,7 @@ struct Chunks {
     /// `N`, of all chunks.
     padded: usize,
     /// What of the gradient is summed over devices at a time.
-    sum_bytes: usize,
+    sum_bytes: Option<usize>,
 }
 
 impl Chunks {
@@ -574,12 +577,14 @@ impl Program {
         results[1..].to_vec()
     }
 
-    /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, about `bytes` of it at a time: a collective
-    /// has its result beside what it sums. Blocks begin with a register, or XLA puts them back three times as slowly.
-    fn over_rows(&mut self, mut array: Value, bytes: usize) -> Value {
+    /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, about `bytes` at a time, or a quarter of it within
+    /// [`SUM_BYTES`]. Blocks begin with a register, or XLA puts them back three times as slowly.
+    fn over_rows(&mut self, mut array: Value, bytes: Option<usize>) -> Value {
         let axes = [Axis::Batch, Axis::Tokens];
         let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
-        let blocks = (rows * width * DeviceDtype::F32.size()).div_ceil(bytes.max(1)).min(MOST_BLOCKS);
+        let all = rows * width * DeviceDtype::F32.size();
+        let bytes = bytes.unwrap_or((all / 4).clamp(*SUM_BYTES.start(), *SUM_BYTES.end()));
+        let blocks = all.div_ceil(bytes.max(1)).min(MOST_BLOCKS);
         let block = rows.div_ceil(blocks).next_multiple_of(CHUNK_ROWS);
         if self.mesh.batch * self.mesh.tokens == 1 || block >= rows {
             return self.over(&axes, Fold::Add, array);

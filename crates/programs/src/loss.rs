@@ -26,6 +26,7 @@
 
 use assay_algebra::family::Reach;
 use assay_algebra::structure::{Shaped, Structure};
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, Problem, Shape};
 use assay_core::spec::LossSpec;
@@ -37,6 +38,7 @@ use crate::program::{self, Evaluated, Given, LogitsGiven, Program, Share, local_
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, TpuKernel};
+use crate::two_pass::Local;
 use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, baseline, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
@@ -261,6 +263,15 @@ impl LossProgram {
         )
     }
 
+    /// What each of those devices holds, `[b,t,v]`, of a `shape` as [`program_for`](Self::program_for) takes it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn held_by_each(self, shape: Shape, devices: usize, machine: Machine) -> Result<[usize; 3], Unsupported> {
+        let mesh = if self.is_whole() { Mesh::ONE } else { self.mesh(shape, devices)? };
+        Ok(local_shape(shape, mesh, machine))
+    }
+
     /// The tile kernels of that program, in the order that it calls them; none of the baseline.
     ///
     /// # Errors
@@ -268,13 +279,16 @@ impl LossProgram {
     pub fn kernels_for(
         self,
         loss: Shaped,
-        local: Shape,
+        shape: Shape,
         dtype: Dtype,
+        devices: usize,
         machine: Machine,
     ) -> Result<Vec<TpuKernel>, Unsupported> {
-        self.supports(loss.spec, local, dtype, 1)?;
-        let (structure, local) = (loss.structure, local_shape(local, Mesh::ONE, machine));
-        let rows = in_rows(local);
+        let devices = if self.is_whole() { 1 } else { devices };
+        self.supports(loss.spec, shape, dtype, devices)?;
+        let (structure, mesh) = (loss.structure, self.mesh(shape, devices)?);
+        let local = local_shape(shape, mesh, machine);
+        let rows = Local::of(local, shape.vocab, mesh);
         Ok(match self.core {
             Core::Baseline | Core::Alternative(_) => vec![],
             Core::OnePass => {
@@ -295,17 +309,23 @@ impl LossProgram {
     pub fn signature_for(
         self,
         loss: Shaped,
-        local: Shape,
+        shape: Shape,
         dtype: Dtype,
         devices: usize,
+        machine: Machine,
     ) -> Result<Signature, Unsupported> {
-        self.supports(loss.spec, local, dtype, 1)?;
-        let shape = [local.batch, local.tokens, local.vocab];
-        let [inputs, outputs] = match self.core {
-            Core::Entropy => program::forward_signature(shape, dtype),
-            _ => program::signature(loss.structure, shape, dtype, !self.is_xla()),
+        let [of_mesh, times] = if self.is_whole() { [1, devices] } else { [devices, 1] };
+        self.supports(loss.spec, shape, dtype, of_mesh)?;
+        let mesh = self.mesh(shape, of_mesh)?;
+        let local = local_shape(shape, mesh, machine);
+        let [mut inputs, outputs] = match self.core {
+            Core::Entropy => program::forward_signature(local, dtype),
+            _ => program::signature(loss.structure, local, dtype, !self.is_xla()),
         };
-        let values = loss.program_numbers([local.batch.saturating_mul(devices), local.tokens]);
+        if mesh.vocab > 1 {
+            inputs.push(Named { name: "first_column", dtype: DeviceDtype::I32, shape: vec![], columns: vec![] });
+        }
+        let values = loss.program_numbers([shape.batch.saturating_mul(times), shape.tokens]);
         let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
         Ok(Signature { inputs, outputs, numbers })
     }
@@ -362,7 +382,7 @@ mod tests {
     fn kernels_of_a_batch_are_those_of_its_rows_whatever_its_sequences() {
         let text = |xla: &LossProgram, batch, tokens| {
             let shape = Shape { batch, tokens, vocab: 1031 };
-            let kernels = xla.kernels_for(Shaped::of(&LossSpec::default()), shape, Dtype::Bf16, ANY_DEVICE).unwrap();
+            let kernels = xla.kernels_for(Shaped::of(&LossSpec::default()), shape, Dtype::Bf16, 1, ANY_DEVICE).unwrap();
             kernels.into_iter().map(|kernel| kernel.text).collect::<Vec<_>>()
         };
         for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile") {

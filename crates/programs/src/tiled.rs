@@ -41,6 +41,8 @@ pub struct TpuKernel {
     pub results: Vec<Named>,
     /// Operand and result that share one array.
     pub aliases: Vec<(usize, usize)>,
+    /// The least and the most that its operand `columns` may say, if it has one: how many of the logits' columns are some.
+    pub columns: Option<[usize; 2]>,
     /// Bytes of VMEM that it needs.
     pub vmem_bytes: usize,
 }
@@ -48,7 +50,7 @@ pub struct TpuKernel {
 /// A name, and what the last axis holds.
 type Label<'l> = (&'static str, &'l [&'static str]);
 
-fn described(kernel: &Kernel, operands: &[Label], results: &[Label]) -> TpuKernel {
+fn described(kernel: &Kernel, columns: Option<[usize; 2]>, operands: &[Label], results: &[Label]) -> TpuKernel {
     let named = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>, labels: &[Label]| {
         let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
             let columns = columns.to_vec();
@@ -63,6 +65,7 @@ fn described(kernel: &Kernel, operands: &[Label], results: &[Label]) -> TpuKerne
         operands: named(&mut kernel.operands(), operands),
         results: named(&mut kernel.results(), results),
         aliases: kernel.shared(),
+        columns,
         vmem_bytes: kernel.vmem_bytes(),
     }
 }
@@ -72,30 +75,29 @@ pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKer
     let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
     let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
     let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given)];
-    described(kernel, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
+    described(kernel, None, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
 
 /// The statistics kernel of [`two_pass`] for a TPU.
 pub(crate) fn describe_statistics(
     structure: Structure,
-    shape: [usize; 3],
+    local: Local,
     element: DeviceDtype,
     machine: Machine,
 ) -> TpuKernel {
-    let local = Local { shape, least: shape[2] };
     let kernel = two_pass::statistics(structure.temperature, local, element, machine);
     let operands = [("inverse_temperature", &[][..]), ("columns", &[]), ("logits", &[]), ("ids", &[])];
-    described(&kernel, &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
+    described(&kernel, Some(local.columns()), &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
 }
 
 /// The dlogits kernel of [`two_pass`] for a TPU.
 pub(crate) fn describe_dlogits(
     structure: Structure,
-    shape: [usize; 3],
+    local: Local,
     element: DeviceDtype,
     machine: Machine,
 ) -> TpuKernel {
-    let kernel = two_pass::dlogits(structure, Local { shape, least: shape[2] }, element, machine);
+    let kernel = two_pass::dlogits(structure, local, element, machine);
     let operands = [
         ("inverse_temperature", &[][..]),
         ("columns", &[]),
@@ -103,7 +105,7 @@ pub(crate) fn describe_dlogits(
         ("ids", &[]),
         ("scales", &two_pass::SCALE_NAMES),
     ];
-    described(&kernel, &operands, &[("dlogits", &[])])
+    described(&kernel, Some(local.columns()), &operands, &[("dlogits", &[])])
 }
 
 /// Calls `kernel`.
@@ -243,9 +245,9 @@ struct Operands {
 
 impl Operands {
     fn of(on: &mut Program, given: &Forward) -> Self {
-        let shape @ [_, rows, v] = in_rows(on.local);
+        let [_, rows, _] = in_rows(on.local);
         let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
-        let local = Local { shape, least: on.vocab.saturating_sub((on.mesh.vocab - 1) * v) };
+        let local = Local::of(on.local, on.vocab, on.mesh);
         let (ids, real) = on.of_device(given);
         let ids = on.builder.reshape(ids, &[1, rows, 1]);
         let own = on.builder.type_of(given.logits).clone();

@@ -12,9 +12,10 @@
 
 use std::f64::consts::LN_2;
 
+use super::mesh::Mesh;
 use super::rows::{
-    Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, load_logits, lowest, narrow, stored_as,
-    widen,
+    Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits, lowest, narrow,
+    stored_as, widen,
 };
 use assay_algebra::structure::{Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
@@ -73,6 +74,19 @@ pub(crate) struct Local {
     pub(crate) shape: [usize; 3],
     /// How many columns the device that has the fewest has. The others of its `v` are padding.
     pub(crate) least: usize,
+}
+
+impl Local {
+    /// What each device of `mesh` holds, `[b,t,v]`, of logits with `vocab` columns.
+    pub(crate) fn of(local: [usize; 3], vocab: usize, mesh: Mesh) -> Self {
+        let shape @ [_, _, v] = in_rows(local);
+        Self { shape, least: vocab.saturating_sub((mesh.vocab - 1) * v) }
+    }
+
+    /// The least and the most columns that one has.
+    pub(crate) fn columns(self) -> [usize; 2] {
+        [self.least, self.shape[2]]
+    }
 }
 
 /// How they are cut into windows.

@@ -35,8 +35,8 @@ pub struct Asked {
     pub rounds_logits: bool,
     /// Bytes of logits that `tile-lm-head` holds at a time, at most.
     pub chunk_bytes: usize,
-    /// Bytes of its gradient that it sums over devices at a time, about.
-    pub sum_bytes: usize,
+    /// Bytes of its gradient that it sums over devices at a time, about; a quarter of it if none is given.
+    pub sum_bytes: Option<usize>,
     /// The loss.
     pub spec: LossSpec,
     /// Flags of libtpu's own; [`flags_for`] has those that programs do well with.
@@ -59,7 +59,8 @@ impl Asked {
                 Ok((program.program_for(loss, shape, dtype, devices, machine)?, held_by))
             }
             Extents::Head(shape) => {
-                let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes).sum_bytes(self.sum_bytes);
+                let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes);
+                let head = self.sum_bytes.map_or(head, |bytes| head.sum_bytes(bytes));
                 let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
                 let held_by = if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
                 Ok((head.program_for(loss, given, devices, machine)?, held_by))

@@ -105,7 +105,7 @@ impl Client {
         Ok(client)
     }
 
-    /// A client with all the plugin's devices; a CPU plugin is asked for eight.
+    /// A client with all the plugin's devices; a CPU plugin is asked for eight, and one that does not know how to make them has its own.
     ///
     /// # Errors
     /// [`RuntimeError::Plugin`] with the plugin's own message, or [`RuntimeError::Answer`] where it has no device.
@@ -123,7 +123,7 @@ impl Client {
         option.type_ = PJRT_NamedValue_Type_PJRT_NamedValue_kInt64;
         option.__bindgen_anon_1.int64_value = CPU_DEVICES as i64;
         option.value_size = 1;
-        Self::create_with(plugin, &[option])
+        Self::create_with(plugin, &[option]).or_else(|_| Self::create_with(plugin, &[]))
     }
 
     fn create_with(plugin: &'static Plugin, options: &[PJRT_NamedValue]) -> Result<Client, RuntimeError> {

@@ -11,7 +11,7 @@ use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::Shape;
 use assay_programs::{Device, LOOPS_VARIABLE, Sharding};
 
-/// The largest device count that is tried of itself.
+/// The largest device count that is tried of itself, but for all that there are.
 const MOST_DEVICES: usize = 8;
 
 /// Where an implementation runs.
@@ -44,8 +44,9 @@ impl Devices {
     /// The device counts that it cuts over of itself, ascending.
     pub(super) fn counts(&self) -> Vec<usize> {
         let Ok(client) = self.client() else { return Vec::new() };
-        let most = client.device_count().min(MOST_DEVICES);
-        (1..=most).filter(|&devices| self.cuts_over(devices)).collect()
+        let all = client.device_count();
+        let beyond = (all > MOST_DEVICES).then_some(all);
+        (1..=all.min(MOST_DEVICES)).chain(beyond).filter(|&devices| self.cuts_over(devices)).collect()
     }
 
     /// Whether there are `devices` devices, and it cuts over them.

@@ -24,7 +24,7 @@ const SHAPES: [[usize; 3]; 8] =
 fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machine) -> Vec<TpuKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
-    implementation.kernels_for(Shaped::of(spec), shape, dtype, machine).unwrap()
+    implementation.kernels_for(Shaped::of(spec), shape, dtype, 1, machine).unwrap()
 }
 
 /// Runs a kernel on operands given by name.
