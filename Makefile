@@ -56,8 +56,8 @@ wheel:
 
 # Hours of machine time for what minutes cannot find.
 test-extensive: test
-	ASSAY_CASES=10000 PROPTEST_CASES=5000 PROPTEST_RNG_SEED=$$(date +%s) ASSAY_DEVICE_CASES=40 ASSAY_FULL_OPTIMIZATION=1 ASSAY_PRODUCTION=1 \
-		$(CARGO) test --release --locked --all-features
+	ASSAY_CASES=10000 PROPTEST_CASES=5000 PROPTEST_RNG_SEED=$$(date +%s) ASSAY_DEVICE_CASES=40 \
+		ASSAY_FULL_OPTIMIZATION=1 ASSAY_PRODUCTION=1 $(CARGO) test --release --locked --all-features
 	$(CARGO) run --release --locked --all-features --quiet -- mutants --production
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features

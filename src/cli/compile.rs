@@ -53,7 +53,7 @@ pub(super) struct Compile {
     /// Bytes of logits that tile-lm-head holds at a time, at most
     #[arg(long, value_name = "BYTES", default_value_t = CHUNK_BYTES)]
     chunk_bytes: usize,
-    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about; a quarter of it if none is given
+    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about, in sixteen parts at most; a quarter of it if none is given
     #[arg(long, value_name = "BYTES")]
     sum_bytes: Option<usize>,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given

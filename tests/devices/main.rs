@@ -510,8 +510,8 @@ impl Run {
             };
             let mut problem = recipe.problem(&spec)?;
             let lowest = match dtype {
-                Dtype::F16 => -65504.0,
-                Dtype::Bf16 => -3.389_531_389_251_535_5e38,
+                Dtype::F16 => f64::from(half::f16::MIN),
+                Dtype::Bf16 => f64::from(half::bf16::MIN),
                 _ => f64::from(f32::MIN),
             };
             let mut logits = problem.logits.to_f64();

@@ -566,10 +566,9 @@ impl<'r> Dhidden<'r> {
                 exact.iter().enumerate().map(|(h, &x)| self.limit((i, h), x, of_tokens[i])).collect();
             let elements = Elements { exact: &exact, limits: &limits, actual: &row };
             let at = |h| Position::hidden(b, t, h);
-            let overflows = self.sums_overflow(i, case);
-            let open = |h: usize| {
-                case.open() || of_tokens[i].overflow || overflows.as_ref().is_some_and(|overflows| overflows[h])
-            };
+            let all_open = case.open() || of_tokens[i].overflow;
+            let overflows = if all_open { None } else { self.sums_overflow(i, case) };
+            let open = |h: usize| all_open || overflows.as_ref().is_some_and(|overflows| overflows[h]);
             gradient.add(&mut tallies, case.edge, case.edge, gradient.row(case.at(), at, open, elements));
         }
         tallies.verdicts()
@@ -736,8 +735,11 @@ impl<'r> DlmHead<'r> {
                 let actual = actual.row(i).to_slice().expect("dense");
                 let elements = Elements { exact, limits: &limits, actual };
                 let at = |h| Position::weight(h, v);
-                // No sum of sizes is more than `√N` times that of the squares' root.
-                let sum = |h: usize| (exact2[h] * self.first.len() as f64).sqrt();
+                // Asked of a value that is not finite alone.
+                let sum = |h: usize| {
+                    let dlogits = dlogits.exact.column(part.start + i);
+                    dlogits.iter().zip(self.sizes.column(h)).map(|(x, size)| x.abs() * size).sum::<f64>()
+                };
                 let open = |h: usize| self.open || sum(h) > LARGEST_SUM;
                 gradient.row(Position { v: Some(v), ..Position::default() }, at, open, elements)
             };

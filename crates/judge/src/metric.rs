@@ -260,7 +260,7 @@ impl Tally {
         for start in (0..places).step_by(AT_ONCE) {
             let range = start..places.min(start + AT_ONCE);
             let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
-            if self.foretells(of_exact, of_actual, kappa, &against.of(range.clone())) {
+            if self.none_stands_out(of_exact, of_actual, kappa, &against.of(range.clone())) {
                 self.count(of_exact, of_actual, spacing);
             } else {
                 for v in range {
@@ -292,15 +292,16 @@ impl Tally {
     /// Whether none of these comparisons is worse than all before, nor one of what is not finite: then only the histogram learns from
     /// them. That holds of almost all, and is asked without a branch.
     #[inline]
-    fn foretells(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowancesOf) -> bool {
+    fn none_stands_out(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowancesOf) -> bool {
         let (unit, worst, kappa_seen) = (against.unit, self.worst_share, self.kappa_seen);
         let mut none = self.worst.is_some();
         let allowances = against.rounding.iter().zip(against.scale).zip(against.floor);
         for ((x, y), ((rounding, scale), floor)) in exact.iter().zip(actual).zip(allowances) {
             let limit = rounding + kappa * unit * scale + floor;
             let error = (y - x).abs();
-            // With a NaN none of them holds, with an infinite value one does not.
+            // With a NaN none of them holds. Where a limit was 0, `worst` may be infinite itself.
             none &= error <= worst * limit;
+            none &= error < f64::INFINITY;
             none &= limit < f64::INFINITY;
             none &= error - rounding - floor <= kappa_seen * (unit * scale);
         }
@@ -376,6 +377,59 @@ impl Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What is compared 64 at a time comes to what is compared one by one: of values that are right, wrong, and not finite, at limits that
+    /// are finite, 0 and infinite.
+    #[test]
+    fn many_compared_at_once_come_to_what_each_does() {
+        // Halton's sequence: as good as drawn, and the same every time.
+        let drawn = |i: usize, base: usize| {
+            let (mut i, mut digit, mut value) = (i, 1.0, 0.0);
+            while i > 0 {
+                digit /= base as f64;
+                value += digit * (i % base) as f64;
+                i /= base;
+            }
+            value
+        };
+        let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, 1e-42, 3e38];
+        let mut seen = [0; 3];
+        for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::F64] {
+            for round in 0..40 {
+                let places = 150;
+                // A few rounds have no odd value, so that whole blocks are passed over.
+                let often = round % 4;
+                let value = |i: usize, base| {
+                    let drawn = drawn(1 + i + round * places, base) - 0.5;
+                    let turn = base * i + 13 * round;
+                    if turn % 97 < often { odd[turn % odd.len()] } else { drawn }
+                };
+                let exact: Vec<f64> = (0..places).map(|i| value(i, 2)).collect();
+                let actual: Vec<f64> = (0..places).map(|i| exact[i] + 1e-7 * value(i, 3)).collect();
+                let size = |base| (0..places).map(|i| value(i, base).abs() * 1e-6).collect::<Vec<f64>>();
+                let against = Allowances { rounding: size(5), unit: 0.5, scale: size(7), floor: size(11) };
+                let at = |v| Position::column(0, round, v);
+                let [mut at_once, mut each] = [(); 2].map(|()| Tally::default());
+                at_once.compare_all(at, &exact, &actual, 2.0, &against, dtype);
+                for v in 0..places {
+                    each.compare(at(v), exact[v], actual[v], 2.0, against.at(v), dtype);
+                }
+                assert_eq!(format!("{at_once:?}"), format!("{each:?}"), "{dtype}, round {round}");
+                seen[0] += usize::from(each.nonfinite.is_some());
+                seen[1] += usize::from(each.not_compared > 0);
+                seen[2] += usize::from(each.passes());
+            }
+        }
+        assert!(seen.iter().all(|seen| *seen > 0), "{seen:?}");
+        // A block after one whose limit was 0: the worst share is infinite.
+        let (exact, mut actual) = ([0.0; 128], [0.0; 128]);
+        (actual[0], actual[100]) = (1.0, f64::INFINITY);
+        let sizes = |first: f64| [&[first][..], &[1.0; 127]].concat();
+        let against = Allowances { rounding: sizes(0.0), unit: 1.0, scale: sizes(0.0), floor: sizes(0.0) };
+        let mut tally = Tally::default();
+        tally.compare_all(|v| Position::column(0, 0, v), &exact, &actual, 1.0, &against, Dtype::F32);
+        assert_eq!(tally.status(), Status::Nonfinite);
+    }
 
     #[test]
     fn value_without_a_finite_limit_is_not_compared_and_nan_is_found() {

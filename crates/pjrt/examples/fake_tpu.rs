@@ -15,12 +15,13 @@ use std::sync::{LazyLock, OnceLock};
 use libloading::Library;
 use pjrt_sys::{
     PJRT_Api, PJRT_Client_Compile_Args, PJRT_Client_Create_Args, PJRT_Client_PlatformName_Args,
-    PJRT_DeviceDescription_Kind_Args, PJRT_Error,
+    PJRT_DeviceDescription_Kind_Args, PJRT_Error, PJRT_NamedValue,
 };
 
 static PLATFORM: LazyLock<String> =
     LazyLock::new(|| env::var("ASSAY_FAKE_TPU_PLATFORM").unwrap_or_else(|_| "tpu".into()));
 const KIND: &str = "TPU v6 lite";
+const UNKNOWN: &str = "an option that no plugin knows";
 
 /// The CPU plugin's table, and a copy of it whose entries are ours where that is what this is for.
 struct Tables {
@@ -80,9 +81,13 @@ unsafe extern "C" fn platform_name(args: *mut PJRT_Client_PlatformName_Args) -> 
 unsafe extern "C" fn create(args: *mut PJRT_Client_Create_Args) -> *mut PJRT_Error {
     // SAFETY: the same.
     let given = unsafe { &mut *args };
+    // An option of a name that no plugin knows is refused in the CPU plugin's words.
+    let option;
     if given.num_options > 0 {
-        // What is shorter than any version's is refused, in the CPU plugin's words.
-        given.struct_size = 0;
+        // SAFETY: there is a first one.
+        let first = unsafe { *given.create_options };
+        option = PJRT_NamedValue { name: UNKNOWN.as_ptr().cast::<c_char>(), name_size: UNKNOWN.len(), ..first };
+        given.create_options = &raw const option;
     }
     // SAFETY: the table is the CPU plugin's own, and the arguments are passed on.
     unsafe { ((*tables().real).PJRT_Client_Create.expect("every plugin creates clients"))(args) }

@@ -601,3 +601,38 @@ impl Program {
         array
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ANY_TPU;
+
+    /// Rows of each part of the gradient that is summed over eight devices, of a head `[H,V]`.
+    fn summed(hidden: usize, vocab: usize, sum_bytes: Option<usize>) -> Vec<usize> {
+        let spec = LossSpec::default();
+        let shape = HeadShape { batch: 1, tokens: 2048, hidden, vocab };
+        let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
+        let given = implementation::Given { shape, dtype: Dtype::Bf16, form };
+        let head = HeadProgram {
+            sum_bytes,
+            ..HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head").unwrap()
+        };
+        let text = head.program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap();
+        // The sum's region ends with its type.
+        let of_gradient = text.lines().filter(|line| line.trim_start().starts_with("}) : (tensor<"));
+        let rows = of_gradient.filter_map(|line| {
+            let extents = line.split_once("tensor<")?.1.split_once(&format!("x{vocab}xf32>"))?.0;
+            extents.parse().ok()
+        });
+        rows.collect()
+    }
+
+    #[test]
+    fn a_gradient_is_summed_over_devices_by_quarters_or_as_asked() {
+        // Qwen2.5-0.5B's, 545 MB.
+        assert_eq!(summed(896, 151_936, None), [224; 4]);
+        assert_eq!(summed(896, 151_936, Some(640_000_000)), [896]);
+        assert_eq!(summed(896, 151_936, Some(1)), [56; 16], "sixteen parts at most");
+        assert_eq!(summed(64, 4096, None), [64], "a megabyte is summed at once");
+    }
+}

@@ -33,33 +33,53 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     }
 }
 
-/// A hidden unit whose weights are all 64 has a gradient of 0, the sum of what f32 cannot add up; another's it can.
+/// A hidden unit whose weights are all 64 has a gradient of 0, the sum of what f32 cannot add up; another's it can. And of one that no
+/// logit depends on the target's column gets more than half of f32's largest number, others little.
 #[test]
-fn dhidden_may_be_infinite_where_its_sum_overflows_before_it_cancels_and_nowhere_else() {
+fn gradients_may_be_infinite_where_their_sums_may_overflow_before_they_cancel_and_nowhere_else() {
     let recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 4099 });
     let mut spec = LossSpec::default();
     let mut problem = recipe.problem(&spec).unwrap();
     let FloatArray::F32(lm_head) = &mut problem.logits.lm_head else { panic!("the recipe's dtype") };
     lm_head.row_mut(0).fill(64.0);
+    lm_head.row_mut(1).fill(0.0);
     let size = |dlogits: ArrayView1<f64>| dlogits.iter().map(|x| x.abs()).sum::<f64>();
-    let reference = problem.evaluate(&spec).unwrap();
-    let sizes: Vec<f64> = reference.dlogits(0..4099).rows().into_iter().map(size).collect();
+    let dlogits = problem.evaluate(&spec).unwrap().dlogits(0..4099);
+    let sizes: Vec<f64> = dlogits.rows().into_iter().map(size).collect();
     let most = (0..6).max_by(|a, b| sizes[*a].total_cmp(&sizes[*b])).unwrap();
+    let (b, t) = (most / 3, most % 3);
     spec.scale = 3e38 / 64.0 / sizes[most];
+    let target = usize::try_from(problem.ids[[b, t]]).unwrap();
+    let FloatArray::F32(hidden) = &mut problem.logits.hidden else { panic!("the recipe's dtype") };
+    hidden[[b, t, 1]] = (2.5e38 / (spec.scale * dlogits[[most, target]].abs())) as f32;
 
     let reference = problem.evaluate(&spec).unwrap();
-    let failed = |hidden: Option<usize>| -> Vec<String> {
+    let failed = |of_hidden: Option<usize>, of_head: Option<usize>| -> Vec<String> {
         let mut candidate: HeadCandidate = reference.outcome().into();
-        let FloatArray::F64(dhidden) = &mut candidate.gradient.dhidden else { panic!("the reference's dtype") };
-        if let Some(h) = hidden {
-            dhidden[[most / 3, most % 3, h]] = f64::INFINITY;
+        let HeadGradient { dhidden: FloatArray::F64(dhidden), dlm_head: FloatArray::F64(dlm_head), .. } =
+            &mut candidate.gradient
+        else {
+            panic!("the reference's dtype")
+        };
+        if let Some(h) = of_hidden {
+            dhidden[[b, t, h]] = f64::INFINITY;
+        }
+        if let Some(v) = of_head {
+            dlm_head[[1, v]] = f64::INFINITY;
         }
         let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
         verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect()
     };
-    assert_eq!(failed(None), Vec::<String>::new());
-    assert_eq!(failed(Some(0)), Vec::<String>::new());
-    assert_eq!(failed(Some(1)).len(), 1, "{:#?}", failed(Some(1)));
+    for (of_hidden, of_head, failures) in [
+        (None, None, 0),
+        (Some(0), None, 0),
+        (Some(1), None, 1),
+        (None, Some(target), 0),
+        (None, Some((target + 1) % 4099), 1),
+    ] {
+        let failed = failed(of_hidden, of_head);
+        assert_eq!(failed.len(), failures, "{of_hidden:?} {of_head:?}: {failed:#?}");
+    }
 }
 
 /// What goes wrong in fused heads, each alone, on f32 and on bf16.
