@@ -4,6 +4,8 @@
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
+use rayon::prelude::*;
+
 use assay_core::implementation::Implementation;
 use assay_core::problem::HeadProblem;
 use assay_judge::judge::Status;
@@ -88,7 +90,8 @@ where
 fn mutants_are_rejected_at_production_widths() {
     let of_part =
         |part: Part| part.run(Grade::Standard).unwrap_or_else(|false_alarm| panic!("{part}: {false_alarm:?}"));
-    let fates: Vec<AtWidth> = Production::Short.parts().flat_map(of_part).collect();
+    let parts: Vec<Part> = Production::Short.parts().collect();
+    let fates: Vec<AtWidth> = parts.into_par_iter().flat_map_iter(of_part).collect();
     let named = |width: &str, of: fn(&Fate) -> bool| -> Vec<&str> {
         let names = fates.iter().filter(|at| at.width == width && of(&at.fate));
         names.map(|at| at.mutant.name).collect()

@@ -3,7 +3,7 @@
 //! ```text
 //! forward    each row shard takes the tokens that count by chunks: logits = hidden · lm_head, and the loss kernel over them
 //! loss       once, over the batch
-//! backward   by the same chunks: logits again, dlogits over them
+//! backward   by the same chunks: dlogits over their logits
 //!            dhidden = dlogits · lm_headᵀ, summed over vocabulary shards
 //!            dlm_head += hiddenᵀ · dlogits, summed over row shards
 //! ```
@@ -12,10 +12,12 @@
 //! rounded to the dtype of `hidden` in the end, `dlm_head` is f32.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::ops::Range;
 
 use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayView2, Axis, Ix2, arr0, concatenate, s};
+use rayon::prelude::*;
 
 use super::bank::Bug;
 use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
@@ -32,6 +34,9 @@ const CHUNK: usize = 5;
 
 /// Hidden units that the product for the logits takes at once.
 const DEPTH: usize = 8;
+
+/// Columns of a product that a thread takes at once.
+const AT_ONCE: usize = 512;
 
 impl Implementation<HeadProblem> for Specimen {
     fn id(&self) -> &'static str {
@@ -68,6 +73,9 @@ impl Implementation<HeadProblem> for Specimen {
 
 /// Where a token is: its sequence, and its place there.
 type Place = (usize, usize);
+
+/// `[n,V]` of each chunk, by its tokens.
+type Logits = HashMap<Vec<Place>, Vec<f32>>;
 
 /// One evaluation.
 struct Head<'l> {
@@ -124,8 +132,9 @@ impl<'l> Head<'l> {
 
     fn candidate(&self) -> HeadCandidate {
         let HeadShape { batch, tokens, hidden: width, vocab } = self.shape;
-        let evaluation = loss::evaluate(&self.launch, self.forward());
-        let (dhidden, dlm_head) = self.backward(&evaluation);
+        let (scored, logits) = self.forward();
+        let evaluation = loss::evaluate(&self.launch, scored);
+        let (dhidden, dlm_head) = self.backward(&evaluation, &logits);
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
         let dhidden = dhidden.into_shape_with_order((batch, tokens, width)).expect("dense");
         let dlm_head = match self.projection.layout {
@@ -168,21 +177,22 @@ impl<'l> Head<'l> {
         (0..shards).map(move |shard| (shard, part(vocab, shards, shard)))
     }
 
-    /// Of every token that counts.
-    fn forward(&self) -> Array2<Option<Scored>> {
+    /// Every token that counts, and the logits of the chunks.
+    fn forward(&self) -> (Array2<Option<Scored>>, Logits) {
         let HeadShape { batch, tokens, vocab, .. } = self.shape;
-        let mut scored = Array2::from_elem((batch, tokens), None);
+        let (mut scored, mut all) = (Array2::from_elem((batch, tokens), None), Logits::new());
         for device_row in 0..self.launch.mesh.rows {
             let mut scratch = self.launch.scratch();
             for places in self.chunks(device_row) {
                 let logits = self.logits(&self.hidden_of(&places));
-                for (i, (b, t)) in places.into_iter().enumerate() {
+                for (i, &(b, t)) in places.iter().enumerate() {
                     let id = self.launch.id(b, t);
                     scored[[b, t]] = Some(self.launch.score_row(&logits, i * vocab, id, &mut scratch));
                 }
+                all.insert(places, logits);
             }
         }
-        scored
+        (scored, all)
     }
 
     /// `[n,H]`
@@ -196,14 +206,18 @@ impl<'l> Head<'l> {
         let width = self.shape.hidden;
         let depth = if self.has(Bug::DepthTailDropped) { width - width % DEPTH } else { width };
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
-        for first in (0..depth).step_by(DEPTH) {
-            let units = first..depth.min(first + DEPTH);
-            let hidden = hidden.slice(s![.., units.clone()]);
-            general_mat_mul(1.0, &hidden, &self.weights(units, 0..self.shape.vocab), 1.0, &mut logits);
-            if self.has(Bug::LogitsSummedInHiddenDtype) {
-                logits.mapv_inplace(|x| self.dtype().round(x));
+        let parts: Vec<_> = logits.axis_chunks_iter_mut(Axis(1), AT_ONCE).collect();
+        parts.into_par_iter().enumerate().for_each(|(i, mut logits)| {
+            let columns = i * AT_ONCE..i * AT_ONCE + logits.ncols();
+            for first in (0..depth).step_by(DEPTH) {
+                let units = first..depth.min(first + DEPTH);
+                let hidden = hidden.slice(s![.., units.clone()]);
+                general_mat_mul(1.0, &hidden, &self.weights(units, columns.clone()), 1.0, &mut logits);
+                if self.has(Bug::LogitsSummedInHiddenDtype) {
+                    logits.mapv_inplace(|x| self.dtype().round(x));
+                }
             }
-        }
+        });
         let wrong = if self.projection.rounds_logits { Bug::LogitsNotRounded } else { Bug::LogitsRounded };
         let rounds = self.projection.rounds_logits != self.has(wrong);
         let dtype = if rounds { self.dtype() } else { Dtype::F32 };
@@ -211,7 +225,7 @@ impl<'l> Head<'l> {
     }
 
     /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
-    fn backward(&self, evaluation: &Evaluation) -> (Array2<f64>, Array2<f32>) {
+    fn backward(&self, evaluation: &Evaluation, logits: &Logits) -> (Array2<f64>, Array2<f32>) {
         let mut dhidden = Array2::zeros(self.hidden.dim());
         // None until something is added: an array of the head's size is gigabytes.
         let mut dlm_head: Option<Array2<f32>> = None;
@@ -226,7 +240,7 @@ impl<'l> Head<'l> {
             for (i, places) in chunks.iter().enumerate() {
                 let before = if i > 0 { chunks[i - 1].as_slice() } else { &[] };
                 let hidden = self.hidden_of(places);
-                let logits = self.logits(&hidden);
+                let logits = logits.get(places).cloned().unwrap_or_else(|| self.logits(&hidden));
                 let dlogits = self.dlogits(logits.clone(), places, before, evaluation);
                 let multiplied = if self.has(Bug::DhiddenOfLogits) { self.rows_of(logits) } else { dlogits.clone() };
                 for (row, &(b, t)) in self.dhidden(&multiplied).rows().into_iter().zip(places) {
@@ -395,14 +409,14 @@ impl<'l> Head<'l> {
         added
     }
 
-    /// `hiddenᵀ · dlogits`, summed in f64 and rounded, a few units at a time.
+    /// `hiddenᵀ · dlogits`, summed in f64 and rounded.
     fn of_hidden(&self, hidden: &Array2<f64>, dlogits: ArrayView2<f64>) -> Array2<f32> {
         let mut products = Array2::zeros((self.shape.hidden, self.shape.vocab));
-        for (mut rows, hidden) in
-            products.axis_chunks_iter_mut(Axis(0), DEPTH).zip(hidden.axis_chunks_iter(Axis(1), DEPTH))
-        {
-            rows.zip_mut_with(&hidden.t().dot(&dlogits), |product: &mut f32, sum| *product = *sum as f32);
-        }
+        let dlogits = dlogits.axis_chunks_iter(Axis(1), AT_ONCE);
+        let parts: Vec<_> = products.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(dlogits).collect();
+        parts.into_par_iter().for_each(|(mut products, dlogits)| {
+            products.zip_mut_with(&hidden.t().dot(&dlogits), |product, sum: &f64| *product = *sum as f32);
+        });
         products
     }
 }
