@@ -6,7 +6,8 @@
 //!
 //! What bounds it is the number of vector instructions, so the walk has none that looks for a larger maximum or for a
 //! column too far below it for the exponential's arithmetic: both show in the two highest bits of its gap, which are
-//! or'ed over a block, and only a block where one is set is walked again with care.
+//! or'ed over a block, and only a block where one is set is walked again. Once a column was too far below, others of its row
+//! will be, and the walk of the blocks that follow takes care of them at once.
 
 use super::packed::{Element, Packed};
 use super::{BLOCK, Exps, Kept, Softmax, UNITS};
@@ -17,6 +18,12 @@ use assay_algebra::softmax;
 
 /// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 8;
+
+/// The bit of a gap in steps that is set in what is below 0.
+const BELOW_0: u32 = 1 << 31;
+
+/// That which is set in what is at least 2, or NaN.
+const AT_LEAST_2: u32 = 1 << 30;
 
 /// Scores a row under one softmax.
 pub(super) struct Walk<'r, E> {
@@ -99,6 +106,8 @@ struct Sums<S: Simd> {
     step: f64,
     /// `m`
     max: f32,
+    /// Whether a column was far below it.
+    far: bool,
     /// `2^64·Σ e_j`, and `2^64·Σ e_j a_j` with `a` in steps, since `m` was last raised.
     running: [S::Sums; 2],
     /// The same until then.
@@ -114,6 +123,7 @@ impl<S: Simd> Sums<S> {
             inverse_temperature,
             step: step(inverse_temperature),
             max: if target < f32::MIN { f32::MIN } else { target },
+            far: false,
             running: [simd.sums(); 2],
             before: [0.0; 2],
         }
@@ -123,7 +133,7 @@ impl<S: Simd> Sums<S> {
     #[inline(always)]
     fn add<E: Element>(&mut self, simd: S, block: &[E], target: Option<usize>, exps: &mut [[f32; UNIT]; UNITS]) {
         if let (Ok(whole), None) = (block.try_into(), target) {
-            self.add_whole(simd, units(whole), exps);
+            self.add_units(simd, units(whole), exps, self.far);
             return;
         }
         let mut without_target = [E::MINUS_INFINITY; BLOCK];
@@ -131,13 +141,46 @@ impl<S: Simd> Sums<S> {
         if let Some(target) = target {
             without_target[target] = E::MINUS_INFINITY;
         }
-        self.add_with_care(simd, units(&without_target), exps);
+        self.add_units(simd, units(&without_target), exps, true);
     }
 
-    /// Adds a block as if no column were above `m` or far below it, and where one is, again.
+    /// Adds a block of which a column may be far below `m`, or none is, as if no column were above `m`; and where that was
+    /// wrong, again.
     #[inline(always)]
-    fn add_whole<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
-        let (max, steps_a_unit) =
+    fn add_units<E: Element>(
+        &mut self,
+        simd: S,
+        block: &[[E; UNIT]; UNITS],
+        exps: &mut [[f32; UNIT]; UNITS],
+        far: bool,
+    ) {
+        let (sums, right) =
+            if far { self.walk::<E, true>(simd, block, exps) } else { self.walk::<E, false>(simd, block, exps) };
+        if right {
+            self.running = sums;
+            return;
+        }
+        let top = largest(simd, block);
+        if top > self.max {
+            self.raise(simd, top);
+            self.add_singly(simd, block, exps);
+        } else {
+            // One is far below `m`, and others of the row will be; or there is a NaN.
+            self.far = true;
+            (self.running, _) = self.walk::<E, true>(simd, block, exps);
+        }
+    }
+
+    /// The sums with a block, and whether no column was above `m`, nor one far below it unless `FAR` columns are looked for.
+    #[inline(always)]
+    fn walk<E: Element, const FAR: bool>(
+        &self,
+        simd: S,
+        block: &[[E; UNIT]; UNITS],
+        exps: &mut [[f32; UNIT]; UNITS],
+    ) -> ([S::Sums; 2], bool) {
+        let max = simd.splat(self.max);
+        let (max_in_steps, steps_a_unit) =
             (simd.splat((f64::from(self.max) / self.step) as f32), simd.splat((-1.0 / self.step) as f32));
         let mut seen = simd.splat(0.0);
         let [mut sum, mut weighted] = self.running;
@@ -150,7 +193,11 @@ impl<S: Simd> Sums<S> {
                 let ([x0, x1], [x2, x3]) = (E::load(simd, first), E::load(simd, second));
                 let mut gaps = [x0, x1, x2, x3];
                 for x in &mut gaps {
-                    *x = simd.mul_add(*x, steps_a_unit, max);
+                    *x = if FAR {
+                        self.exp.gap(simd, max, *x)
+                    } else {
+                        simd.mul_add(*x, steps_a_unit, max_in_steps)
+                    };
                 }
                 seen = simd.either(simd.either(seen, gaps[0], gaps[1]), gaps[2], gaps[3]);
                 let e = self.exp.scaled(simd, gaps);
@@ -165,55 +212,37 @@ impl<S: Simd> Sums<S> {
             sum = simd.accumulate(sum, simd.add(of_group[0], of_group[1]));
             weighted = simd.accumulate(weighted, simd.add(weighted_of_group[0], weighted_of_group[1]));
         }
-        if simd.any_outside(seen) {
-            self.add_with_care(simd, block, exps);
-        } else {
-            self.running = [sum, weighted];
-        }
+        ([sum, weighted], !simd.any_set(seen, if FAR { BELOW_0 } else { BELOW_0 | AT_LEAST_2 }))
     }
 
-    /// Adds a block of any logits.
+    /// Moves what was summed to a new maximum.
     #[inline(always)]
-    fn add_with_care<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
-        let top = largest(simd, block);
-        let raises = top > self.max;
-        if raises {
-            // What was summed moves to the new maximum. Beside an exponential of 1 every rounding counts, so each vector is
-            // added in f64 by itself.
-            let [mut sum, mut weighted] = self.total(simd);
-            let gap = f64::from(top) - f64::from(self.max);
-            let faded = (-gap * self.inverse_temperature).exp();
-            weighted += gap / self.step * sum;
-            sum *= faded;
-            self.before = [sum, faded * weighted];
-            self.running = [simd.sums(); 2];
-            self.max = top;
-        }
+    fn raise(&mut self, simd: S, top: f32) {
+        let [mut sum, mut weighted] = self.total(simd);
+        let gap = f64::from(top) - f64::from(self.max);
+        let faded = (-gap * self.inverse_temperature).exp();
+        weighted += gap / self.step * sum;
+        sum *= faded;
+        self.before = [sum, faded * weighted];
+        self.running = [simd.sums(); 2];
+        self.max = top;
+    }
+
+    /// Adds the block that has the maximum: beside an exponential of 1 every rounding counts, so each vector is added in f64
+    /// by itself.
+    #[inline(always)]
+    fn add_singly<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
         let max = simd.splat(self.max);
-        let [mut of_group, mut weighted_of_group] = [simd.splat(-0.0); 2];
-        for (i, (unit, exps)) in block.iter().zip(exps).enumerate() {
+        for (unit, exps) in block.iter().zip(exps) {
             let [low, high] = E::load(simd, unit);
             let gaps = [self.exp.gap(simd, max, low), self.exp.gap(simd, max, high)];
             let e = self.exp.scaled(simd, gaps);
             for i in 0..2 {
-                of_group = simd.add(of_group, e[i]);
-                weighted_of_group = simd.mul_add(e[i], gaps[i], weighted_of_group);
-                if raises {
-                    self.accumulate(simd, &mut of_group, &mut weighted_of_group);
-                }
+                let [sum, weighted] = self.running;
+                self.running = [simd.accumulate(sum, e[i]), simd.accumulate(weighted, simd.mul(e[i], gaps[i]))];
             }
             f32::store(simd, e, exps);
-            if (i + 1) % (GROUP / 2) == 0 {
-                self.accumulate(simd, &mut of_group, &mut weighted_of_group);
-            }
         }
-    }
-
-    /// Moves sums of a few vectors to those in f64.
-    #[inline(always)]
-    fn accumulate(&mut self, simd: S, sum: &mut S::Lanes, weighted: &mut S::Lanes) {
-        self.running = [simd.accumulate(self.running[0], *sum), simd.accumulate(self.running[1], *weighted)];
-        [*sum, *weighted] = [simd.splat(-0.0); 2];
     }
 
     /// `2^64·Σ e_j` and `2^64·Σ e_j a_j`.
