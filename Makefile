@@ -61,7 +61,7 @@ test-extensive: test
 	$(CARGO) run --release --locked --all-features --quiet -- mutants --production
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
 	$(CARGO) test --release --locked --no-default-features
-	$(CARGO) test --release --locked --package assay-native --lib exp_every_f32 -- --ignored
+	$(CARGO) test --release --locked --package assay-native --lib every_f32 -- --ignored
 	$(CARGO) test --release --locked --package assay-native --test native more_than_2_31 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory jax-example panel

@@ -3,26 +3,48 @@
 //! and half a gigabyte of logits, for every instruction set and number of threads; then how the time grows with rows and columns.
 //! Each answer is judged before it is timed; the two sides of a ratio take turns; medians.
 //!
+//! Then what temperature, support, scale and softcap cost, by one thread on a few rows that stay in the third cache: of drawn
+//! logits and of recorded ones, against the plain row; the least of many turns. With the argument `settings` that alone.
+//!
 //! `ASSAY_BENCH_ROWS` asks for another number of rows of bf16.
 
 use std::time::{Duration, Instant};
 
 use assay::bandwidth::{CopyOf, time_read};
+use assay::fixture::ProblemFile;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::trial::Known;
 use assay::native::{Isa, Native};
 use assay::problem::{Dtype, FloatArray, Problem};
-use assay::spec::{LossSpec, OldLogp};
+use assay::spec::{LogitsTransform, LossSpec, OldLogp, Support};
 use ndarray::{Ix3, s};
 use rayon::ThreadPoolBuilder;
 
 const VOCAB: usize = 151_936;
 const SAMPLES: usize = 10;
 
+/// Rows on which settings are timed, and how often.
+const FEW: usize = 8;
+const TURNS: usize = 40;
+
 /// Rows of a thread that stay in its second cache, with the exponentials of one: 1.2 MB.
 const ROWS_IN_CACHE: usize = 2;
 
 fn main() {
+    if !std::env::args().any(|argument| argument == "settings") {
+        sizes();
+    }
+    ThreadPoolBuilder::new().num_threads(1).build().expect("a thread").install(|| {
+        println!("\ndtype  logits    setting                isa      forward us a row  to plain  | gradient us a row  to plain");
+        for dtype in Dtype::KERNEL {
+            let drawn = problem(FEW, VOCAB, dtype);
+            settings("peaked", &drawn);
+            settings("recorded", &recorded(drawn));
+        }
+    });
+}
+
+fn sizes() {
     let rows = std::env::var("ASSAY_BENCH_ROWS").map_or(1792, |rows| rows.parse().expect("a number of rows"));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     println!(
@@ -31,7 +53,7 @@ fn main() {
     for dtype in Dtype::KERNEL {
         let problem = problem(rows * 2 / dtype.size(), VOCAB, dtype);
         for isa in Isa::available() {
-            check(isa, &problem);
+            check(isa, &LossSpec::default(), &self::problem(problem.shape().tokens.min(32), VOCAB, dtype));
             for threads in [1, threads] {
                 let pool = ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
                 // Not worth a minute: the portable path is for machines that have nothing else.
@@ -72,13 +94,58 @@ fn problem(rows: usize, vocab: usize, dtype: Dtype) -> Problem {
     recipe.unmasked_problem(&LossSpec::default()).expect("a valid recipe")
 }
 
-/// Judges the first rows.
-fn check(isa: Isa, problem: &Problem) {
-    let spec = LossSpec::default();
-    let (rows, vocab) = (problem.shape().tokens.min(32), problem.shape().vocab);
-    let problem = self::problem(rows, vocab, problem.logits.dtype());
-    let known = Known::of(&spec, &problem).expect("a valid problem");
+/// The same with logits, and ids, of a sequence that Qwen2.5 was asked for.
+fn recorded(drawn: Problem) -> Problem {
+    let file = ProblemFile::open("fixtures/qwen_gsm8k.safetensors").expect("cargo runs benches where the package is");
+    let recorded = file.problem("logits", None).expect("a recorded problem");
+    let logits = recorded.logits.to_f64().slice(s![2..3, ..FEW, ..]).to_owned();
+    let logits = FloatArray::rounded_from(&logits, drawn.logits.dtype());
+    Problem { logits, ids: recorded.ids.slice(s![2..3, ..FEW]).to_owned(), ..drawn }
+}
+
+fn check(isa: Isa, spec: &LossSpec, problem: &Problem) {
+    let known = Known::of(spec, problem).expect("a valid problem");
     known.expect_right(&Native::on(isa), 1, &format!("this bench on {isa}"));
+}
+
+/// What each setting costs, forward alone and with the gradient; the first is the plain row.
+fn settings(logits: &str, problem: &Problem) {
+    // The ratio is 1, whatever the setting.
+    let plain = LossSpec { old_logp: OldLogp::Current, ..LossSpec::default() };
+    let mut settings: Vec<(String, LossSpec)> = [1.0, 0.5, 0.3, 0.2, 0.1]
+        .into_iter()
+        .map(|temperature| (format!("temperature {temperature}"), LossSpec { temperature, ..plain.clone() }))
+        .collect();
+    let support = Support { vocab: Some(151_643), keep_sampled: true, ..Support::default() };
+    settings.push(("support.vocab 151643".into(), LossSpec { support, ..plain.clone() }));
+    let scaled = LogitsTransform { scale: 0.5, ..LogitsTransform::default() };
+    settings.push(("scale 0.5".into(), LossSpec { logits: scaled, ..plain.clone() }));
+    let capped = LogitsTransform { softcap: Some(30.0), ..LogitsTransform::default() };
+    settings.push(("softcap 30".into(), LossSpec { logits: capped, ..plain }));
+    let isas: Vec<Isa> = Isa::available().into_iter().filter(|isa| isa.name() != "portable").collect();
+    let sides: Vec<_> = isas.iter().flat_map(|&isa| settings.iter().map(move |setting| (isa, setting))).collect();
+    for (isa, (_, spec)) in &sides {
+        check(*isa, spec, problem);
+    }
+    let mut least = vec![[Duration::MAX; 2]; sides.len()];
+    for _ in 0..TURNS {
+        for ((isa, (_, spec)), least) in sides.iter().zip(&mut least) {
+            let native = Native::on(*isa);
+            let times = [forward(&native, problem, spec), backward_again(&native, problem, spec, 1)];
+            *least = [least[0].min(times[0]), least[1].min(times[1])];
+        }
+    }
+    for (i, (isa, (setting, _))) in sides.iter().enumerate() {
+        let [forward, gradient] = least[i].map(|time| time.as_secs_f64() * 1e6 / FEW as f64);
+        let [to_forward, to_gradient] =
+            least[i / settings.len() * settings.len()].map(|time| time.as_secs_f64() * 1e6 / FEW as f64);
+        println!(
+            "{:5}  {logits:8}  {setting:21}  {isa:7}  {forward:16.1}  {:8.2}  |  {gradient:16.1}  {:8.2}",
+            problem.logits.dtype().to_string(),
+            forward / to_forward,
+            gradient / to_gradient,
+        );
+    }
 }
 
 fn line(isa: Isa, threads: usize, problem: &Problem) {
@@ -95,7 +162,7 @@ fn line(isa: Isa, threads: usize, problem: &Problem) {
         times[1].push(copy.time());
         times[2].push(beside(&native, problem, &mut dlogits));
         times[3].push(backward_again(&native, &few, &on_policy, often));
-        times[4].push(forward(&native, problem));
+        times[4].push(forward(&native, problem, &LossSpec::default()));
         times[5].push(time_read(&problem.logits));
         times[6].push(forward_in_cache(&native, problem));
     }
@@ -160,14 +227,14 @@ fn beside(native: &Native, problem: &Problem, dlogits: &mut FloatArray<Ix3>) -> 
     started.elapsed()
 }
 
-fn forward(native: &Native, problem: &Problem) -> Duration {
-    let (spec, tokens) = (LossSpec::default(), problem.tokens());
+fn forward(native: &Native, problem: &Problem, spec: &LossSpec) -> Duration {
+    let tokens = problem.tokens();
     let started = Instant::now();
     match &problem.logits {
         FloatArray::F64(_) => unreachable!("no kernel takes f64"),
-        FloatArray::F32(logits) => native.forward(&spec, logits.view(), tokens),
-        FloatArray::Bf16(logits) => native.forward(&spec, logits.view(), tokens),
-        FloatArray::F16(logits) => native.forward(&spec, logits.view(), tokens),
+        FloatArray::F32(logits) => native.forward(spec, logits.view(), tokens),
+        FloatArray::Bf16(logits) => native.forward(spec, logits.view(), tokens),
+        FloatArray::F16(logits) => native.forward(spec, logits.view(), tokens),
     }
     .expect("supported");
     started.elapsed()

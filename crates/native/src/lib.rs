@@ -6,20 +6,19 @@
 //! summed in their order, so results have the same bits for any number of threads, in place or not, and on every
 //! instruction set. Dlogits below the normal numbers of f32, 1.2e-38, are 0.
 //!
-//! Extra memory, a thread: one row of f32; one more where the spec changes logits before their softmax. Logits of masked
-//! tokens are not read.
+//! Extra memory, a thread: one row of f32. Logits of masked tokens are not read.
 
 #![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
 pub mod bandwidth;
 mod exp;
 mod lm_head;
-mod logits_transform;
 mod loss;
 pub mod products;
 mod reduction;
 mod row;
 mod simd;
+mod tanh;
 
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 use rayon::prelude::*;
@@ -31,11 +30,10 @@ use assay_core::implementation::{Implementation, RunError, Unavailable, Unsuppor
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
 use assay_core::spec::{LossSpec, Objective};
 pub use lm_head::NativeHead;
-use logits_transform::LogitsTransform;
 use loss::{Graded, Known, Loss};
 use reduction::Weights;
 pub use row::Element;
-use row::{Gradients, Kept, Row, Scores, Softmaxes};
+use row::{Gradients, Kept, LogitsTransform, Row, Scores, Softmaxes};
 pub use simd::{Isa, gemm};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
@@ -155,7 +153,7 @@ impl Native {
         tokens.check(spec, shape)?;
         expect_dense_rows("logits", dim, stride)?;
         self.supports(spec, shape, E::DTYPE, 1)?;
-        Ok(Batch::of(spec, self.isa, tokens, vocab))
+        Ok(Batch::of::<E>(spec, self.isa, tokens, vocab))
     }
 }
 
@@ -249,29 +247,19 @@ struct Batch<'s> {
     advantage: Array2<f64>,
     settled: Settled,
     weights: Weights,
-    /// What comes before the softmax, if anything does.
-    transform: Option<LogitsTransform>,
-}
-
-/// What a thread needs of its own.
-#[derive(Default)]
-struct Room {
-    kept: Kept,
-    /// Transformed logits.
-    h: Vec<f32>,
 }
 
 impl<'s> Batch<'s> {
-    fn of(spec: &'s LossSpec, isa: Isa, tokens: Tokens<'s>, vocab: usize) -> Self {
+    /// For rows of `vocab` elements `E`.
+    fn of<E: Element>(spec: &'s LossSpec, isa: Isa, tokens: Tokens<'s>, vocab: usize) -> Self {
         let loss @ Shaped { structure, .. } = Shaped::of(spec);
         let settled = Settled::of(loss, &tokens);
         Self {
             spec,
             structure,
-            softmaxes: Softmaxes::of(spec, isa),
+            softmaxes: Softmaxes::of(spec, isa, LogitsTransform::of::<E>(spec, tokens.extra.bias.as_ref(), vocab)),
             ids: tokens.ids,
             advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            transform: LogitsTransform::of(spec, tokens.extra.bias.as_ref(), vocab),
             weights: Weights::of(spec, &settled.mask),
             settled,
         }
@@ -311,9 +299,7 @@ impl<'s> Batch<'s> {
         &self,
         rows: impl IndexedParallelIterator<Item = (Place, &'r [E])>,
     ) -> Vec<Option<Scores>> {
-        let score =
-            |room: &mut Room, (at, row): (Place, &'r [E])| self.settled.mask[at].then(|| self.score(row, at, room));
-        rows.map_init(Room::default, score).collect()
+        rows.map(|(at, row)| self.settled.mask[at].then(|| self.softmaxes.score(row, self.id(at)))).collect()
     }
 
     /// The loss of every token from the scores of every token.
@@ -332,8 +318,8 @@ impl<'s> Batch<'s> {
         &self,
         rows: impl IndexedParallelIterator<Item = (Option<&'g (Scores, Graded)>, Place, &'w mut Row<'r, E>)>,
     ) {
-        rows.for_each_init(Room::default, |room, (graded, at, row)| match graded {
-            Some((scores, graded)) => self.write(row, at, room, Keep::Nothing, (scores, graded)),
+        rows.for_each(|(graded, at, row)| match graded {
+            Some((scores, graded)) => self.write(row, at, None, scores, graded),
             None => row.dlogits.fill(E::from_f32(0.0)),
         });
     }
@@ -344,20 +330,17 @@ impl<'s> Batch<'s> {
         rows: impl IndexedParallelIterator<Item = (Place, &'w mut Row<'r, E>)>,
     ) -> Vec<Option<Graded>> {
         let loss = self.loss();
-        let both = |room: &mut Room, (at, row): (Place, &mut Row<E>)| {
+        let both = |kept: &mut Kept, (at, row): (Place, &mut Row<E>)| {
             if !self.settled.mask[at] {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            let scores = match &self.transform {
-                Some(_) => self.score(row.logits(), at, room),
-                None => self.softmaxes.score_and_keep(row, self.id(at), &mut room.kept),
-            };
+            let scores = self.softmaxes.score_and_keep(row, self.id(at), kept);
             let graded = loss.grade(&[(self.known(at), scores)], |input, at| self.input(input, at)).pop()?;
-            self.write(row, at, room, Keep::Exponentials, (&scores, &graded));
+            self.write(row, at, Some(kept), &scores, &graded);
             Some(graded)
         };
-        rows.map_init(Room::default, both).collect()
+        rows.map_init(Kept::default, both).collect()
     }
 
     fn loss(&self) -> Loss {
@@ -377,38 +360,10 @@ impl<'s> Batch<'s> {
         Known { advantage: self.advantage[at], weight, kl_share: kl / weight, at }
     }
 
-    /// Reads the row of an unmasked token.
-    fn score<E: Element>(&self, row: &[E], at: Place, room: &mut Room) -> Scores {
-        let id = self.id(at);
-        let Some(transform) = &self.transform else {
-            return self.softmaxes.score(row, id);
-        };
-        transform.forward(row, id, &mut room.h);
-        self.softmaxes.score(&room.h, id)
-    }
-
-    /// Writes dlogits of an unmasked token.
-    fn write<E: Element>(
-        &self,
-        row: &mut Row<E>,
-        at: (usize, usize),
-        room: &mut Room,
-        kept: Keep,
-        (scores, graded): (&Scores, &Graded),
-    ) {
-        let id = self.id(at);
+    /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.
+    fn write<E: Element>(&self, row: &mut Row<E>, at: Place, kept: Option<&Kept>, scores: &Scores, graded: &Graded) {
         let grad = Gradients { logp: graded.grad_logp, entropy: self.weights.entropy[at.0] };
-        let Some(transform) = &self.transform else {
-            let kept = (kept == Keep::Exponentials).then_some(&room.kept);
-            self.softmaxes.write(row, id, scores, kept, grad);
-            return;
-        };
-        if kept == Keep::Nothing {
-            transform.forward(row.logits(), id, &mut room.h);
-        }
-        let mut h = Row { logits: None, dlogits: &mut room.h[..] };
-        self.softmaxes.write(&mut h, id, scores, None, grad);
-        transform.backward(row, &room.h);
+        self.softmaxes.write(row, self.id(at), scores, kept, grad);
     }
 
     fn evaluation(&self, graded: &Array2<Option<Graded>>) -> Evaluation {
@@ -427,12 +382,4 @@ impl<'s> Batch<'s> {
             metrics: reduction::metrics(self.spec, graded),
         }
     }
-}
-
-/// What of a row's score is still there when its dlogits are written: the exponentials, or the transformed logits.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Keep {
-    Exponentials,
-    /// Other rows come between.
-    Nothing,
 }

@@ -128,7 +128,7 @@ struct Work<'p> {
 impl<'p> Work<'p> {
     fn of(head: &NativeHead, spec: &'p LossSpec, problem: &'p HeadProblem, shape: HeadShape) -> Self {
         let HeadShape { batch: rows, tokens, hidden, vocab } = shape;
-        let batch = Batch::of(spec, head.isa, problem.tokens(), vocab);
+        let batch = Batch::of::<f32>(spec, head.isa, problem.tokens(), vocab);
         let places: Vec<Place> =
             batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
         let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);

@@ -6,9 +6,12 @@
 //! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j/T − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
 //! ```
 //!
+//! What the spec does to logits first ([`LogitsTransform`]) is done a block at a time, where they are read.
+//!
 //! The exponentials may be kept for the write, each block's relative to the `m` that it was made with: beside the row, or
 //! where f32 dlogits go over f32 logits, over those. Where they are not kept, they are made again.
 
+mod logits_transform;
 mod packed;
 mod score;
 mod write;
@@ -18,6 +21,7 @@ use super::simd::{Isa, UNIT};
 use assay_algebra::arithmetic::Immediate;
 use assay_algebra::softmax;
 use assay_core::spec::{LossSpec, TemperatureDivides};
+pub(super) use logits_transform::LogitsTransform;
 pub use packed::Element;
 use score::{Walk, WalkOver};
 use write::{Factors, Write};
@@ -29,11 +33,10 @@ const UNITS: usize = 16;
 const BLOCK: usize = UNITS * UNIT;
 
 /// The settings that all rows share.
-#[derive(Clone, Copy)]
 pub(super) struct Softmaxes {
     isa: Isa,
-    /// `1/T`.
-    inverse_temperature: f64,
+    transform: LogitsTransform,
+    temperature: f64,
     /// Whether entropy needs a softmax of its own.
     two: bool,
     /// Whether entropy may have a part in the loss.
@@ -45,12 +48,18 @@ pub(super) struct Softmaxes {
 #[repr(align(64))]
 struct Exps([[f32; UNIT]; UNITS]);
 
+impl Exps {
+    fn room() -> Self {
+        Self([[0.0; UNIT]; UNITS])
+    }
+}
+
 /// Exponentials of the row that was last scored, under the softmax that logp is of.
 #[derive(Default)]
 pub(super) struct Kept {
     /// Whether they are where the row's logits were.
     over_logits: bool,
-    /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row.
+    /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row; each times `1 − tanh²` under a cap.
     exps: Vec<Exps>,
     /// The `m` of each block.
     maxima: Vec<f32>,
@@ -61,6 +70,8 @@ pub(super) struct Kept {
 pub(super) struct Scores {
     logp_softmax: Softmax,
     entropy_softmax: Softmax,
+    /// `1 − tanh²` of the target, under a cap.
+    target_slope: f64,
     pub(super) logp: f64,
     pub(super) entropy: f64,
 }
@@ -70,7 +81,7 @@ pub(super) struct Scores {
 struct Softmax {
     /// `m`.
     max: f32,
-    /// `1/T`.
+    /// `1/T`, with the rate of what is done to logits.
     inverse_temperature: f64,
     end: softmax::Softmax<f64>,
 }
@@ -113,23 +124,28 @@ impl Softmax {
 }
 
 impl Softmaxes {
-    pub(super) fn of(spec: &LossSpec, isa: Isa) -> Self {
+    pub(super) fn of(spec: &LossSpec, isa: Isa, transform: LogitsTransform) -> Self {
         Self {
             isa,
-            inverse_temperature: 1.0 / spec.temperature,
+            transform,
+            temperature: spec.temperature,
             two: spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != 1.0,
             bonus: spec.entropy_coef != 0.0,
         }
     }
 
     /// Reads the row of an unmasked token.
-    pub(super) fn score<E: Element>(self, row: &[E], id: usize) -> Scores {
-        self.score_by(|inverse_temperature, _| self.isa.run(Walk { row, id, inverse_temperature, kept: None }))
+    pub(super) fn score<E: Element>(&self, row: &[E], id: usize) -> Scores {
+        let transform = &self.transform;
+        self.score_by(id, row[id], |inverse_temperature, _| {
+            self.isa.run(Walk { row, id, transform, inverse_temperature, kept: None })
+        })
     }
 
     /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
     /// for them again.
-    pub(super) fn score_and_keep<E: Element>(self, row: &mut Row<E>, id: usize, kept: &mut Kept) -> Scores {
+    pub(super) fn score_and_keep<E: Element>(&self, row: &mut Row<E>, id: usize, kept: &mut Kept) -> Scores {
+        let (transform, target) = (&self.transform, row.logits()[id]);
         kept.over_logits = false;
         if row.logits.is_none()
             && !self.two
@@ -137,37 +153,44 @@ impl Softmaxes {
             && let Some(row) = E::as_floats(row.dlogits)
         {
             kept.over_logits = true;
-            let inverse_temperature = self.inverse_temperature;
-            return self.score_by(|_, _| {
-                self.isa.run(WalkOver { row: &mut *row, id, inverse_temperature, maxima: &mut kept.maxima })
+            return self.score_by(id, target, |inverse_temperature, _| {
+                let maxima = &mut kept.maxima;
+                self.isa.run(WalkOver { row: &mut *row, id, transform, inverse_temperature, maxima })
             });
         }
         let row = row.logits();
-        self.score_by(|inverse_temperature, keeps| {
+        self.score_by(id, target, |inverse_temperature, keeps| {
             let kept = if keeps { Some(&mut *kept) } else { None };
-            self.isa.run(Walk { row, id, inverse_temperature, kept })
+            self.isa.run(Walk { row, id, transform, inverse_temperature, kept })
         })
     }
 
-    /// By a walk under `1/T`, which keeps exponentials or not.
-    fn score_by(self, mut walk: impl FnMut(f64, bool) -> Softmax) -> Scores {
+    /// By a walk under `1/T`, which keeps exponentials or not. The target's id and logit are given.
+    fn score_by<E: Element>(&self, id: usize, target: E, mut walk: impl FnMut(f64, bool) -> Softmax) -> Scores {
+        let (rate, inverse_temperature) = (self.transform.rate, self.inverse_temperature());
         let (logp_softmax, entropy_softmax, logp_factor) = if self.two {
-            (walk(1.0, true), walk(self.inverse_temperature, false), self.inverse_temperature)
+            (walk(rate, true), walk(inverse_temperature, false), 1.0 / self.temperature)
         } else {
-            let shared = walk(self.inverse_temperature, true);
+            let shared = walk(inverse_temperature, true);
             (shared, shared, 1.0)
         };
         Scores {
             logp_softmax,
             entropy_softmax,
+            target_slope: self.transform.of_column(id, target).1,
             logp: logp_softmax.end.logp(&mut Immediate) * logp_factor,
             entropy: entropy_softmax.end.entropy(&mut Immediate),
         }
     }
 
+    /// `1/T`, with the rate of what is done to logits.
+    fn inverse_temperature(&self) -> f64 {
+        self.transform.rate / self.temperature
+    }
+
     /// Writes the dlogits of an unmasked token, from the exponentials that its `score` kept if they are given.
     pub(super) fn write<E: Element>(
-        self,
+        &self,
         row: &mut Row<E>,
         id: usize,
         scores: &Scores,
@@ -181,12 +204,14 @@ impl Softmaxes {
         }
         let (logp, entropy) = (&scores.logp_softmax, &scores.entropy_softmax);
         let (of_logp, of_entropy) = (logp.end, entropy.end);
-        let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * self.inverse_temperature / of_logp.sum };
-        let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * self.inverse_temperature / of_entropy.sum };
+        let (transform, inverse_temperature) = (&self.transform, self.inverse_temperature());
+        let by_logit = inverse_temperature * transform.factor;
+        let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * by_logit / of_logp.sum };
+        let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * by_logit / of_entropy.sum };
         let factors = Factors {
             policy: -policy,
             // e (a/T − ā) · bonus = e · (bonus·a/T − bonus·ā)
-            slope: bonus * self.inverse_temperature * step(self.inverse_temperature),
+            slope: bonus * inverse_temperature * step(inverse_temperature),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * of_entropy.mean_gap },
         };
         let target = if grad.logp == 0.0 { 0.0 } else { policy * of_logp.others };
@@ -194,14 +219,18 @@ impl Softmaxes {
             q if bonus == 0.0 || q == 0.0 => target,
             q => target + q * (factors.offset + bonus * of_entropy.target_gap),
         };
+        let (inside, outside) = row.dlogits.split_at_mut(transform.vocab);
+        let mut of_support = Row { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
         if factors.in_range(entropy) {
             let two = self.two && bonus != 0.0;
             let kept = kept.filter(|_| !two);
-            self.isa.run(Write { row, logp, entropy, two, kept, factors });
+            self.isa.run(Write { row: &mut of_support, transform, logp, entropy, two, kept, factors });
         } else {
-            factors.write_carefully(row, logp, entropy, kept);
+            factors.write_carefully(&mut of_support, transform, logp, entropy, kept);
         }
-        row.dlogits[id] = E::from_f32(target as f32);
+        outside.fill(E::from_f32(0.0));
+        transform.excluded.iter().for_each(|&j| row.dlogits[j] = E::from_f32(0.0));
+        row.dlogits[id] = E::from_f32((target * scores.target_slope) as f32);
     }
 }
 
@@ -218,7 +247,8 @@ mod tests {
         let gaps: Vec<f64> = logits.iter().map(|x| -f64::from(x.to_f32())).collect();
         let (mut dlogits, mut kept) = (logits.clone(), Kept::default());
         let mut row = Row { logits: None, dlogits: &mut dlogits };
-        let softmaxes = Softmaxes::of(&LossSpec { entropy_coef, ..LossSpec::default() }, isa);
+        let spec = LossSpec { entropy_coef, ..LossSpec::default() };
+        let softmaxes = Softmaxes::of(&spec, isa, LogitsTransform::of::<E>(&spec, None, columns));
         let grad = Gradients { logp: 1e-3, entropy: entropy_coef };
         if keeps {
             let scores = softmaxes.score_and_keep(&mut row, 0, &mut kept);

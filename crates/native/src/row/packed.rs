@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-use crate::simd::{Simd, UNIT};
+use crate::simd::{LANES, Simd, UNIT};
 use assay_core::problem::Float;
 
 /// An element of logits that the CPU kernel reads: f32, bf16 or f16.
@@ -32,9 +32,13 @@ pub trait Packed: Float + PartialEq + Pod {
     fn to_f32(self) -> f32;
     /// Rounded.
     fn from_f32(x: f32) -> Self;
-    /// In an order of the type's own.
+    /// In an order of the type's own, [`Packed::place`].
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
-    /// In the same. Nothing is said of a NaN.
+    /// Where the `j`th of a unit is among the lanes that are loaded.
+    fn place(j: usize) -> usize {
+        j
+    }
+    /// In the same order. Nothing is said of a NaN.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
     /// `x·factor`, or 0 where `x` is below the factor's smallest, in the same.
     #[inline(always)]
@@ -73,7 +77,7 @@ impl Packed for f32 {
 }
 
 macro_rules! sixteen_bits {
-    ($type:ident, $load:ident, $store:ident $(, $products:item)?) => {
+    ($type:ident, $load:ident, $store:ident $(, $own:item)*) => {
         impl Packed for $type {
             const MINUS_INFINITY: Self = Self::NEG_INFINITY;
             fn to_f32(self) -> f32 {
@@ -90,7 +94,7 @@ macro_rules! sixteen_bits {
             fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]) {
                 simd.$store(x, to);
             }
-            $($products)?
+            $($own)*
         }
     };
 }
@@ -98,6 +102,9 @@ sixteen_bits!(
     bf16,
     load_bf16,
     store_bf16,
+    fn place(j: usize) -> usize {
+        j / 2 + j % 2 * LANES
+    },
     #[inline(always)]
     fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
         let even = simd.high_product(even, by.smallest, by.value, by.split);

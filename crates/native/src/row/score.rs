@@ -6,9 +6,12 @@
 //!
 //! What bounds it is the number of vector instructions, so the walk has none that looks for a larger maximum or for a
 //! column too far below it for the exponential's arithmetic: both show in the two highest bits of its gap, which are
-//! or'ed over a block, and only a block where one is set is walked again with care.
+//! or'ed over a block, and only a block where one is set is walked again. Once a column was too far below, others of its row
+//! will be, and the walk of the blocks that follow takes care of them at once.
 
+use super::logits_transform::{Absent, LogitsTransform, Map, Mapped};
 use super::packed::{Element, Packed};
+use super::write::smallest;
 use super::{BLOCK, Exps, Kept, Softmax, UNITS};
 use crate::exp::{Exp, SCALE, step};
 use crate::simd::{LANES, Simd, UNIT, Work, prefetch};
@@ -18,11 +21,18 @@ use assay_algebra::softmax;
 /// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 8;
 
+/// The bit of a gap in steps that is set in what is below 0.
+const BELOW_0: u32 = 1 << 31;
+
+/// That which is set in what is at least 2, or NaN.
+const AT_LEAST_2: u32 = 1 << 30;
+
 /// Scores a row under one softmax.
 pub(super) struct Walk<'r, E> {
     pub(super) row: &'r [E],
     pub(super) id: usize,
-    /// `1/T`.
+    pub(super) transform: &'r LogitsTransform,
+    /// `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
     pub(super) kept: Option<&'r mut Kept>,
 }
@@ -32,27 +42,23 @@ impl<E: Element> Work for Walk<'_, E> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> Softmax {
-        let Self { row, id, inverse_temperature, kept } = self;
-        let target = row[id].to_f32();
-        let mut sums = Sums::new(simd, target, inverse_temperature);
-        let mut not_kept = Exps([[0.0; UNIT]; UNITS]);
+        let Self { row, id, transform, inverse_temperature, kept } = self;
+        let mut sums = Sums::new(simd, transform, id, row[id], inverse_temperature);
+        let row = &row[..transform.vocab];
         let mut kept = kept.map(|kept| {
             let blocks = row.len().div_ceil(BLOCK);
-            kept.exps.resize(blocks, not_kept.clone());
+            kept.exps.resize(blocks, Exps::room());
             kept.maxima.resize(blocks, 0.0);
             (&mut kept.exps[..], &mut kept.maxima[..])
         });
+        let mut mapped = Mapped::room();
         for (i, block) in row.chunks(BLOCK).enumerate() {
-            let Exps(exps) = match &mut kept {
-                Some((exps, _)) => &mut exps[i],
-                None => &mut not_kept,
-            };
-            sums.add(simd, block, (i == id / BLOCK).then_some(id % BLOCK), exps);
+            sums.add(simd, i, block, &mut mapped, kept.as_mut().map(|(exps, _)| &mut exps[i].0));
             if let Some((_, maxima)) = &mut kept {
                 maxima[i] = sums.max;
             }
         }
-        sums.softmax(simd, target)
+        sums.softmax(simd)
     }
 }
 
@@ -60,7 +66,8 @@ impl<E: Element> Work for Walk<'_, E> {
 pub(super) struct WalkOver<'r> {
     pub(super) row: &'r mut [f32],
     pub(super) id: usize,
-    /// `1/T`.
+    pub(super) transform: &'r LogitsTransform,
+    /// `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
     /// The `m` of each block.
     pub(super) maxima: &'r mut Vec<f32>,
@@ -71,86 +78,159 @@ impl Work for WalkOver<'_> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> Softmax {
-        let Self { row, id, inverse_temperature, maxima } = self;
-        let target = row[id];
-        let mut sums = Sums::new(simd, target, inverse_temperature);
+        let Self { row, id, transform, inverse_temperature, maxima } = self;
+        let mut sums = Sums::new(simd, transform, id, row[id], inverse_temperature);
         maxima.clear();
-        for (i, block) in row.chunks_mut(BLOCK).enumerate() {
-            // Not at once over logits that may have to be read again.
-            let mut exps = [[0.0; UNIT]; UNITS];
-            sums.add(simd, block, (i == id / BLOCK).then_some(id % BLOCK), &mut exps);
+        // Not at once over logits that may have to be read again.
+        let (mut mapped, Exps(mut exps)) = (Mapped::room(), Exps::room());
+        for (i, block) in row[..transform.vocab].chunks_mut(BLOCK).enumerate() {
+            sums.add(simd, i, block, &mut mapped, Some(&mut exps));
             block.copy_from_slice(&exps.as_flattened()[..block.len()]);
             maxima.push(sums.max);
         }
-        sums.softmax(simd, target)
+        sums.softmax(simd)
     }
 }
 
-fn units<E>(block: &[E; BLOCK]) -> &[[E; UNIT]; UNITS] {
+pub(super) fn units<E>(block: &[E; BLOCK]) -> &[[E; UNIT]; UNITS] {
     block.as_chunks().0.try_into().expect("a block is whole units")
 }
 
 /// What a walk has summed so far, of the columns other than the target.
-struct Sums<S: Simd> {
+struct Sums<'t, S: Simd> {
     exp: Exp<S>,
+    map: Option<Map<'t, S>>,
+    absent: Absent<'t>,
     /// `1/T`
     inverse_temperature: f64,
     /// What gaps are counted in.
     step: f64,
+    target: f32,
     /// `m`
     max: f32,
+    /// Whether a column was far below it.
+    far: bool,
     /// `2^64·Σ e_j`, and `2^64·Σ e_j a_j` with `a` in steps, since `m` was last raised.
     running: [S::Sums; 2],
     /// The same until then.
     before: [f64; 2],
 }
 
-impl<S: Simd> Sums<S> {
-    /// `m` begins at the target, or where that is −∞ at the least finite number. A NaN stays.
+impl<'t, S: Simd> Sums<'t, S> {
+    /// `m` begins at the target, whose id and logit are given, or where that is −∞ at the least finite number. A NaN stays.
     #[inline(always)]
-    fn new(simd: S, target: f32, inverse_temperature: f64) -> Self {
+    fn new<E: Element>(simd: S, transform: &'t LogitsTransform, id: usize, logit: E, inverse_temperature: f64) -> Self {
+        let map = transform.map(simd);
+        let target = match &map {
+            Some(map) => map.column(simd, id, logit),
+            None => logit.to_f32(),
+        };
         Self {
             exp: Exp::new(simd, inverse_temperature),
+            map,
+            absent: transform.absent(id),
             inverse_temperature,
             step: step(inverse_temperature),
+            target,
             max: if target < f32::MIN { f32::MIN } else { target },
+            far: false,
             running: [simd.sums(); 2],
             before: [0.0; 2],
         }
     }
 
-    /// Adds a block, all but its target, and writes down its exponentials.
+    /// Adds the `i`th block, all but its absent columns, and writes its exponentials down, each times its slope, if there is
+    /// room for them.
     #[inline(always)]
-    fn add<E: Element>(&mut self, simd: S, block: &[E], target: Option<usize>, exps: &mut [[f32; UNIT]; UNITS]) {
-        if let (Ok(whole), None) = (block.try_into(), target) {
-            self.add_whole(simd, units(whole), exps);
+    fn add<E: Element>(
+        &mut self,
+        simd: S,
+        i: usize,
+        block: &[E],
+        mapped: &mut Mapped,
+        mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
+    ) {
+        block.as_chunks().0.iter().for_each(prefetch);
+        let mut absent = self.absent.of_block(i).chain(block.len()..BLOCK).peekable();
+        let complete = absent.peek().is_none();
+        let present;
+        let units = match block.try_into() {
+            Ok(whole) if complete => units(whole),
+            _ => {
+                let mut copy = [E::MINUS_INFINITY; BLOCK];
+                copy[..block.len()].copy_from_slice(block);
+                absent.clone().for_each(|j| copy[j] = E::MINUS_INFINITY);
+                present = copy;
+                units(&present)
+            }
+        };
+        let Some(map) = self.map else {
+            self.add_units(simd, units, exps, !complete);
             return;
+        };
+        map.block(simd, i, units, mapped, exps.is_some());
+        absent.for_each(|j| mapped.leave_out::<E>(j));
+        self.add_units(simd, &mapped.t, exps.as_deref_mut(), !complete);
+        if let (Some(exps), true) = (exps, map.caps()) {
+            let smallest = simd.splat(smallest(1.0));
+            for (exps, slopes) in exps.iter_mut().zip(&mapped.slopes) {
+                let ([low, high], slopes) = (f32::load(simd, exps), f32::load(simd, slopes));
+                let (low, high) = (simd.at_least(low, smallest), simd.at_least(high, smallest));
+                f32::store(simd, [simd.mul(low, slopes[0]), simd.mul(high, slopes[1])], exps);
+            }
         }
-        let mut without_target = [E::MINUS_INFINITY; BLOCK];
-        without_target[..block.len()].copy_from_slice(block);
-        if let Some(target) = target {
-            without_target[target] = E::MINUS_INFINITY;
-        }
-        self.add_with_care(simd, units(&without_target), exps);
     }
 
-    /// Adds a block as if no column were above `m` or far below it, and where one is, again.
+    /// Adds a block as if no column were above `m`, and none far below it unless that is to be expected; where that was wrong,
+    /// again.
     #[inline(always)]
-    fn add_whole<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
-        let (max, steps_a_unit) =
+    fn add_units<E: Element>(
+        &mut self,
+        simd: S,
+        block: &[[E; UNIT]; UNITS],
+        mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
+        expects_far: bool,
+    ) {
+        let mut far = expects_far || self.far;
+        loop {
+            let room = exps.as_deref_mut();
+            let (sums, right) =
+                if far { self.walk::<E, true>(simd, block, room) } else { self.walk::<E, false>(simd, block, room) };
+            let top = if right { f32::MIN } else { largest(simd, block) };
+            if top > self.max {
+                self.raise(simd, top);
+                self.add_singly(simd, block, exps);
+                return;
+            }
+            // Where `m` stays, what is not right is a NaN if it was not a column far below.
+            if right || far {
+                self.running = sums;
+                return;
+            }
+            (self.far, far) = (true, true);
+        }
+    }
+
+    /// The sums with a block, and whether no column was above `m`, nor one far below it unless `FAR` columns are looked for.
+    #[inline(always)]
+    fn walk<E: Element, const FAR: bool>(
+        &self,
+        simd: S,
+        block: &[[E; UNIT]; UNITS],
+        mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
+    ) -> ([S::Sums; 2], bool) {
+        let max = simd.splat(self.max);
+        let (max_in_steps, steps_a_unit) =
             (simd.splat((f64::from(self.max) / self.step) as f32), simd.splat((-1.0 / self.step) as f32));
         let mut seen = simd.splat(0.0);
         let [mut sum, mut weighted] = self.running;
-        for (group, exps) in block.chunks(GROUP).zip(exps.chunks_mut(GROUP)) {
+        for group in (0..UNITS).step_by(GROUP) {
             let [mut of_group, mut weighted_of_group] = [[simd.splat(-0.0); 2]; 2];
-            for (units, exps) in group.as_chunks().0.iter().zip(exps.as_chunks_mut().0) {
-                let [first, second]: &[_; 2] = units;
-                prefetch(first);
-                prefetch(second);
-                let ([x0, x1], [x2, x3]) = (E::load(simd, first), E::load(simd, second));
+            for n in (group..group + GROUP).step_by(2) {
+                let ([x0, x1], [x2, x3]) = (E::load(simd, &block[n]), E::load(simd, &block[n + 1]));
                 let mut gaps = [x0, x1, x2, x3];
                 for x in &mut gaps {
-                    *x = simd.mul_add(*x, steps_a_unit, max);
+                    *x = if FAR { self.exp.gap(simd, max, *x) } else { simd.mul_add(*x, steps_a_unit, max_in_steps) };
                 }
                 seen = simd.either(simd.either(seen, gaps[0], gaps[1]), gaps[2], gaps[3]);
                 let e = self.exp.scaled(simd, gaps);
@@ -158,62 +238,52 @@ impl<S: Simd> Sums<S> {
                     of_group[i % 2] = simd.add(of_group[i % 2], e[i]);
                     weighted_of_group[i % 2] = simd.mul_add(e[i], gaps[i], weighted_of_group[i % 2]);
                 }
-                let [exps_of_first, exps_of_second]: &mut [_; 2] = exps;
-                f32::store(simd, [e[0], e[1]], exps_of_first);
-                f32::store(simd, [e[2], e[3]], exps_of_second);
+                if let Some(exps) = &mut exps {
+                    f32::store(simd, [e[0], e[1]], &mut exps[n]);
+                    f32::store(simd, [e[2], e[3]], &mut exps[n + 1]);
+                }
             }
             sum = simd.accumulate(sum, simd.add(of_group[0], of_group[1]));
             weighted = simd.accumulate(weighted, simd.add(weighted_of_group[0], weighted_of_group[1]));
         }
-        if simd.any_outside(seen) {
-            self.add_with_care(simd, block, exps);
-        } else {
-            self.running = [sum, weighted];
-        }
+        ([sum, weighted], !simd.any_set(seen, if FAR { BELOW_0 } else { BELOW_0 | AT_LEAST_2 }))
     }
 
-    /// Adds a block of any logits.
+    /// Moves what was summed to a new maximum.
     #[inline(always)]
-    fn add_with_care<E: Element>(&mut self, simd: S, block: &[[E; UNIT]; UNITS], exps: &mut [[f32; UNIT]; UNITS]) {
-        let top = largest(simd, block);
-        let raises = top > self.max;
-        if raises {
-            // What was summed moves to the new maximum. Beside an exponential of 1 every rounding counts, so each vector is
-            // added in f64 by itself.
-            let [mut sum, mut weighted] = self.total(simd);
-            let gap = f64::from(top) - f64::from(self.max);
-            let faded = (-gap * self.inverse_temperature).exp();
-            weighted += gap / self.step * sum;
-            sum *= faded;
-            self.before = [sum, faded * weighted];
-            self.running = [simd.sums(); 2];
-            self.max = top;
-        }
+    fn raise(&mut self, simd: S, top: f32) {
+        let [mut sum, mut weighted] = self.total(simd);
+        let gap = f64::from(top) - f64::from(self.max);
+        let faded = (-gap * self.inverse_temperature).exp();
+        weighted += gap / self.step * sum;
+        sum *= faded;
+        self.before = [sum, faded * weighted];
+        self.running = [simd.sums(); 2];
+        self.max = top;
+    }
+
+    /// Adds the block that has the maximum: beside an exponential of 1 every rounding counts, so each vector is added in f64
+    /// by itself.
+    #[inline(always)]
+    fn add_singly<E: Element>(
+        &mut self,
+        simd: S,
+        block: &[[E; UNIT]; UNITS],
+        mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
+    ) {
         let max = simd.splat(self.max);
-        let [mut of_group, mut weighted_of_group] = [simd.splat(-0.0); 2];
-        for (i, (unit, exps)) in block.iter().zip(exps).enumerate() {
+        for (n, unit) in block.iter().enumerate() {
             let [low, high] = E::load(simd, unit);
             let gaps = [self.exp.gap(simd, max, low), self.exp.gap(simd, max, high)];
             let e = self.exp.scaled(simd, gaps);
             for i in 0..2 {
-                of_group = simd.add(of_group, e[i]);
-                weighted_of_group = simd.mul_add(e[i], gaps[i], weighted_of_group);
-                if raises {
-                    self.accumulate(simd, &mut of_group, &mut weighted_of_group);
-                }
+                let [sum, weighted] = self.running;
+                self.running = [simd.accumulate(sum, e[i]), simd.accumulate(weighted, simd.mul(e[i], gaps[i]))];
             }
-            f32::store(simd, e, exps);
-            if (i + 1) % (GROUP / 2) == 0 {
-                self.accumulate(simd, &mut of_group, &mut weighted_of_group);
+            if let Some(exps) = &mut exps {
+                f32::store(simd, e, &mut exps[n]);
             }
         }
-    }
-
-    /// Moves sums of a few vectors to those in f64.
-    #[inline(always)]
-    fn accumulate(&mut self, simd: S, sum: &mut S::Lanes, weighted: &mut S::Lanes) {
-        self.running = [simd.accumulate(self.running[0], *sum), simd.accumulate(self.running[1], *weighted)];
-        [*sum, *weighted] = [simd.splat(-0.0); 2];
     }
 
     /// `2^64·Σ e_j` and `2^64·Σ e_j a_j`.
@@ -224,11 +294,11 @@ impl<S: Simd> Sums<S> {
 
     /// With the target. A NaN among the logits is a NaN in `weighted`, and then everywhere.
     #[inline(always)]
-    fn softmax(&self, simd: S, target: f32) -> Softmax {
+    fn softmax(&self, simd: S) -> Softmax {
         let [sum, weighted] = self.total(simd);
         let others = if weighted.is_nan() { f64::NAN } else { sum / SCALE };
         let weighted = weighted / SCALE * self.step * self.inverse_temperature;
-        let (max, target_logit) = (f64::from(self.max), f64::from(target));
+        let (max, target_logit) = (f64::from(self.max), f64::from(self.target));
         let sums = softmax::Sums { max, target_logit, others, weighted };
         let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
         Softmax { max: self.max, inverse_temperature: self.inverse_temperature, end }

@@ -2,7 +2,9 @@
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
+use super::logits_transform::{LogitsTransform, Map, Mapped};
 use super::packed::{Element, Factor, Packed, SPLIT};
+use super::score::units;
 use super::{BLOCK, Exps, Kept, Row, Softmax, UNITS};
 use crate::exp::{Exp, SCALE};
 use crate::simd::{Simd, Streaming, UNIT, Work};
@@ -27,6 +29,7 @@ impl Factors {
     pub(super) fn write_carefully<E: Element>(
         self,
         row: &mut Row<E>,
+        transform: &LogitsTransform,
         logp: &Softmax,
         entropy: &Softmax,
         kept: Option<&Kept>,
@@ -45,24 +48,25 @@ impl Factors {
             }
             return;
         }
-        let term = |softmax: &Softmax, x: f32, factor: &dyn Fn(f64) -> f64| {
-            let gap = f64::from(softmax.max - x);
+        let term = |softmax: &Softmax, t: f64, factor: &dyn Fn(f64) -> f64| {
+            let gap = f64::from(softmax.max) - t;
             let e = (-gap * softmax.inverse_temperature).exp() as f32;
             if e == 0.0 { 0.0 } else { e * factor(gap / softmax.step()) as f32 }
         };
         for j in 0..row.dlogits.len() {
-            let x = row.logits()[j].to_f32();
-            let policy = if self.policy == 0.0 { 0.0 } else { term(logp, x, &|_| self.policy) };
+            let (t, tanh_slope) = transform.of_column(j, row.logits()[j]);
+            let policy = if self.policy == 0.0 { 0.0 } else { term(logp, t, &|_| self.policy) };
             let bonus = |a: f64| self.slope * a + self.offset;
-            let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, x, &bonus) };
-            row.dlogits[j] = E::from_f32(policy + bonus);
+            let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, t, &bonus) };
+            let sum = policy + bonus;
+            row.dlogits[j] = E::from_f32(if sum == 0.0 { 0.0 } else { sum * tanh_slope as f32 });
         }
     }
 }
 
 /// The smallest exponential, times 2^64, that is a normal number without that and times `factor` too. Smaller ones count for
 /// 0: a processor takes a hundred times as long over numbers below the normal ones, which end at 1.2e-38.
-fn smallest(factor: f64) -> f32 {
+pub(super) fn smallest(factor: f64) -> f32 {
     // So much more that no rounding leads below.
     let margin = 1.0 + 1e-6;
     (f64::from(f32::MIN_POSITIVE) * SCALE / factor.abs().min(1.0) * margin) as f32
@@ -71,6 +75,7 @@ fn smallest(factor: f64) -> f32 {
 /// Writes dlogits, the target's apart. Those below 1.2e-38 are 0; where entropy has a part in them, almost all of those.
 pub(super) struct Write<'w, 'r, E> {
     pub(super) row: &'w mut Row<'r, E>,
+    pub(super) transform: &'w LogitsTransform,
     pub(super) logp: &'w Softmax,
     pub(super) entropy: &'w Softmax,
     /// Whether both softmaxes have a part in it; else only `logp`'s, which is then the same as `entropy`'s or alone.
@@ -87,26 +92,27 @@ impl<E: Element> Work for Write<'_, '_, E> {
         const NOT_KEPT: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
         let Factors { policy, slope, offset } = self.factors;
         let streaming = Streaming::begin();
+        // What was kept is already times its slope.
+        let sloped = self.two || self.kept.is_none();
+        let mut mapping = self.transform.map(simd).map(|map| Mapping { map, mapped: Mapped::room(), sloped });
         match self.kept {
             _ if self.two => {
                 let largest = offset.abs() + slope.abs() * self.entropy.farthest();
                 let [logp, entropy] = [Again::of(simd, self.logp, policy), Again::of(simd, self.entropy, largest)];
                 let policy = simd.splat(policy as f32);
                 let factors = [simd.splat(slope as f32), simd.splat(offset as f32)];
-                write(
-                    simd,
-                    &streaming,
-                    self.row.logits,
-                    self.row.dlogits,
-                    NOT_KEPT,
-                    &Two { logp, entropy, policy, factors },
-                );
+                let two = Two { logp, entropy, policy, factors };
+                for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
+                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &two);
+                }
             }
             None => {
                 let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
                 let again = One { softmax: Again::of(simd, self.logp, largest), factors };
-                write(simd, &streaming, self.row.logits, self.row.dlogits, NOT_KEPT, &again);
+                for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
+                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &again);
+                }
             }
             Some(kept) => {
                 let again = Again::of(simd, self.logp, policy + offset);
@@ -129,15 +135,16 @@ impl<E: Element> Work for Write<'_, '_, E> {
                             [again.unscale, factors[1]]
                         };
                         let over = Over { factors, smallest: again.smallest };
-                        write(simd, &streaming, None, dlogits, NOT_KEPT, &over);
+                        write(simd, &streaming, None, i, None, dlogits, NOT_KEPT, &over);
                         continue;
                     }
-                    let logits = self.row.logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
+                    let logits = self.row.logits;
                     let Exps(exps) = &kept.exps[i];
                     if let (true, Some(scaled)) = (slope == 0.0, Scaled::by(simd, scaled)) {
-                        write(simd, &streaming, logits, dlogits, exps, &scaled);
+                        write(simd, &streaming, None, i, logits, dlogits, exps, &scaled);
                     } else {
-                        write(simd, &streaming, logits, dlogits, exps, &Sloped { again, factors });
+                        let sloped = Sloped { again, factors };
+                        write(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped);
                     }
                 }
             }
@@ -154,32 +161,31 @@ trait Unit<S: Simd> {
     fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
 }
 
-/// Writes a row, or the block of one that `exps` are of. Where dlogits do not go over the logits, they go past the caches,
-/// which have no use for them.
+/// What is done to logits where they are read.
+struct Mapping<'t, S: Simd> {
+    map: Map<'t, S>,
+    mapped: Mapped,
+    /// Whether dlogits are to be multiplied by the slopes.
+    sloped: bool,
+}
+
+/// Writes the `i`th block of a row. Where dlogits do not go over the logits, they go past the caches, which have no use for
+/// them.
 #[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "a block, where it is from and where it goes")]
 fn write<S: Simd, E: Element, U: Unit<S>>(
     simd: S,
     streaming: &Streaming,
+    mapping: Option<&mut Mapping<S>>,
+    i: usize,
     logits: Option<&[E]>,
     dlogits: &mut [E],
     exps: &[[f32; UNIT]; UNITS],
     unit: &U,
 ) {
-    if let Some(logits) = logits {
-        for (from, to) in logits.chunks(BLOCK).zip(dlogits.chunks_mut(BLOCK)) {
-            let mut block = [E::MINUS_INFINITY; BLOCK];
-            if U::READS_LOGITS {
-                block[..from.len()].copy_from_slice(from);
-            }
-            for (to, exps) in block.as_chunks_mut().0.iter_mut().zip(exps) {
-                unit.write(simd, to, exps);
-            }
-            streaming.copy(cast_slice(&block[..to.len()]), cast_slice_mut(to));
-        }
-        return;
-    }
-    for block in dlogits.chunks_mut(BLOCK) {
-        let (units, tail) = block.as_chunks_mut();
+    let from = logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
+    if from.is_none() && mapping.is_none() {
+        let (units, tail) = dlogits.as_chunks_mut();
         let mut exps = exps.iter();
         for (to, exps) in units.iter_mut().zip(&mut exps) {
             unit.write(simd, to, exps);
@@ -190,6 +196,37 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
             unit.write(simd, &mut last, exps);
             tail.copy_from_slice(&last[..tail.len()]);
         }
+        return;
+    }
+    let mut block = [E::MINUS_INFINITY; BLOCK];
+    if U::READS_LOGITS {
+        block[..dlogits.len()].copy_from_slice(from.unwrap_or(dlogits));
+    }
+    match mapping {
+        Some(Mapping { map, mapped, sloped }) => {
+            map.block(simd, i, units(&block), mapped, *sloped);
+            for (((to, t), slopes), exps) in
+                block.as_chunks_mut().0.iter_mut().zip(&mut mapped.t).zip(&mapped.slopes).zip(exps)
+            {
+                unit.write(simd, t, exps);
+                let mut dt = f32::load(simd, t);
+                if *sloped {
+                    let [low, high] = f32::load(simd, slopes);
+                    dt = [simd.mul(dt[0], low), simd.mul(dt[1], high)];
+                }
+                E::store(simd, dt, to);
+            }
+        }
+        None => {
+            for (to, exps) in block.as_chunks_mut().0.iter_mut().zip(exps) {
+                unit.write(simd, to, exps);
+            }
+        }
+    }
+    let bytes = cast_slice(&block[..dlogits.len()]);
+    match from {
+        Some(_) => streaming.copy(bytes, cast_slice_mut(dlogits)),
+        None => dlogits.copy_from_slice(&block[..dlogits.len()]),
     }
 }
 

@@ -74,6 +74,11 @@ impl Simd for Avx2 {
         unsafe { [_mm256_fmsub_ps(a[0], b[0], c[0]), _mm256_fmsub_ps(a[1], b[1], c[1])] }
     }
     #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
     fn max(self, a: Lanes, b: Lanes) -> Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
@@ -97,11 +102,11 @@ impl Simd for Avx2 {
         unsafe { [_mm256_or_ps(_mm256_or_ps(a[0], b[0]), c[0]), _mm256_or_ps(_mm256_or_ps(a[1], b[1]), c[1])] }
     }
     #[inline(always)]
-    fn any_outside(self, bits: Lanes) -> bool {
+    fn any_set(self, bits: Lanes, mask: u32) -> bool {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let all = _mm256_castps_si256(_mm256_or_ps(bits[0], bits[1]));
-            _mm256_testz_si256(all, _mm256_set1_epi32(-0x4000_0000)) == 0
+            _mm256_testz_si256(all, _mm256_set1_epi32(mask.cast_signed())) == 0
         }
     }
 

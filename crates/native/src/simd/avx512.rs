@@ -67,6 +67,11 @@ impl Simd for Avx512 {
         unsafe { _mm512_fmsub_ps(a, b, c) }
     }
     #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { _mm512_max_ps(a, b) }
@@ -99,9 +104,9 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    fn any_outside(self, bits: __m512) -> bool {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_test_epi32_mask(_mm512_castps_si512(bits), _mm512_set1_epi32(-0x4000_0000)) != 0 }
+    fn any_set(self, bits: __m512, mask: u32) -> bool {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe { _mm512_test_epi32_mask(_mm512_castps_si512(bits), _mm512_set1_epi32(mask.cast_signed())) != 0 }
     }
 
     #[inline(always)]

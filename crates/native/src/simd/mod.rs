@@ -53,6 +53,8 @@ pub trait Simd: Copy {
     fn mul_add(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
     /// `a·b − c`, rounded once.
     fn mul_sub(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
+    /// `a/b`
+    fn div(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// `a` where `a > b`, else `b`: so `b` where either is NaN.
     fn max(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// `a` where `a < b`, else `b`: so `b` where either is NaN.
@@ -70,8 +72,8 @@ pub trait Simd: Copy {
     }
     /// The bits that are set in any of the three.
     fn either(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
-    /// Whether one of the two highest bits is set in any lane, as they are in what is below 0, at least 2, or NaN.
-    fn any_outside(self, bits: Self::Lanes) -> bool;
+    /// Whether any lane has one of the bits of `mask`.
+    fn any_set(self, bits: Self::Lanes, mask: u32) -> bool;
     /// `a·2^n`, of an integer `n` that is also in the low bits of `integer`'s pattern: each unit reads the one that it is
     /// faster with. `a` and the product must be normal numbers.
     fn scale(self, a: Self::Lanes, n: Self::Lanes, integer: Self::Lanes) -> Self::Lanes;
@@ -285,6 +287,7 @@ mod tests {
                 simd.mul(a, b),
                 simd.mul_add(a, b, c),
                 simd.mul_sub(a, b, c),
+                simd.div(a, b),
                 simd.max(a, b),
                 simd.min(a, b),
                 simd.at_least(a, b),
@@ -300,7 +303,9 @@ mod tests {
             all.push(product);
             let sums = simd.accumulate(simd.accumulate(simd.sums(), a), b);
             all.push([simd.total(sums) as f32; LANES]);
-            all.push([f32::from(u8::from(simd.any_outside(a))); LANES]);
+            for mask in [1 << 31, 0b11 << 30, 1] {
+                all.push([f32::from(u8::from(simd.any_set(a, mask))); LANES]);
+            }
             all
         }
     }

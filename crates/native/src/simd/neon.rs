@@ -75,6 +75,10 @@ impl Simd for Neon {
         self.mul_add(a, b, each!(vnegq_f32, c))
     }
     #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(vdivq_f32, a, b)
+    }
+    #[inline(always)]
     fn max(self, a: Lanes, b: Lanes) -> Lanes {
         // `fmax` would be NaN where either is.
         each!(larger, a, b)
@@ -92,11 +96,11 @@ impl Simd for Neon {
         each!(either, a, b, c)
     }
     #[inline(always)]
-    fn any_outside(self, bits: Lanes) -> bool {
+    fn any_set(self, bits: Lanes, mask: u32) -> bool {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let all = either(either(bits[0], bits[1], bits[2]), bits[3], bits[3]);
-            vmaxvq_u32(vreinterpretq_u32_f32(all)) >> 30 != 0
+            vmaxvq_u32(vandq_u32(vreinterpretq_u32_f32(all), vdupq_n_u32(mask))) != 0
         }
     }
     #[inline(always)]

@@ -49,6 +49,10 @@ impl Simd for Portable {
         from_fn(|i| a[i].mul_add(b[i], -c[i]))
     }
     #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        from_fn(|i| a[i] / b[i])
+    }
+    #[inline(always)]
     fn max(self, a: Lanes, b: Lanes) -> Lanes {
         from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
@@ -65,8 +69,8 @@ impl Simd for Portable {
         from_fn(|i| f32::from_bits(a[i].to_bits() | b[i].to_bits() | c[i].to_bits()))
     }
     #[inline(always)]
-    fn any_outside(self, bits: Lanes) -> bool {
-        bits.iter().any(|x| x.to_bits() >> 30 != 0)
+    fn any_set(self, bits: Lanes, mask: u32) -> bool {
+        bits.iter().any(|x| x.to_bits() & mask != 0)
     }
     #[inline(always)]
     fn scale(self, a: Lanes, _: Lanes, integer: Lanes) -> Lanes {

@@ -5,7 +5,7 @@
 
 use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
-use assay_core::spec::{Kl, KlEstimator, LossSpec, TemperatureDivides};
+use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
 use assay_native::{Element, Evaluation, Isa, Native};
@@ -70,6 +70,71 @@ fn walks() -> Vec<LossSpec> {
         }
     }
     specs
+}
+
+/// All that is done to logits before their softmax, at the first columns of blocks and at their last ones, with a softmax of
+/// which most columns are far below the largest, and with one whose columns beside its cap are all one.
+fn transforms() -> Vec<LossSpec> {
+    let transform = |scale, softcap, bias| LogitsTransform { scale, softcap, bias };
+    let mut specs = Vec::new();
+    for (i, logits) in [
+        transform(1.0, None, false),
+        transform(0.5, None, true),
+        transform(-0.7, None, false),
+        transform(1.3, Some(5.0), false),
+        transform(-0.5, Some(30.0), true),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for (vocab, excluded_ids) in
+            [(None, vec![]), (Some(513), vec![]), (None, vec![600, 0, 511, 512, 0]), (Some(512), vec![31, 32])]
+        {
+            let support = Support { vocab, excluded_ids, keep_sampled: true };
+            for (temperature, spec) in [1.0, 0.05].into_iter().zip(walks().into_iter().cycle().skip(specs.len() + i)) {
+                specs.push(LossSpec { logits: logits.clone(), support: support.clone(), temperature, ..spec });
+            }
+        }
+    }
+    specs
+}
+
+#[test]
+fn all_outputs_transformed_logits_have_the_same_bits_and_match_reference() {
+    for (i, spec) in transforms().into_iter().enumerate() {
+        for (regime, dtype) in Regime::FINITE.into_iter().zip(Dtype::KERNEL.into_iter().cycle().skip(i)) {
+            let problem = recipe([1, 4, 1100], dtype, regime, i as u64).problem(&spec).expect("a valid recipe");
+            let what = format!("{dtype} {regime:?}, {spec:?}");
+            expect_the_same_bits(&spec, &problem, &what);
+            expect_right(&spec, &problem, &what);
+        }
+    }
+}
+
+/// Whatever stands outside the support, in place or not. Under a cap it may change which of two ways, both right, a `tanh`
+/// beside it goes.
+#[test]
+fn all_outputs_garbage_outside_the_support_changes_no_bit() {
+    for spec in transforms().into_iter().filter(|spec| !spec.support.is_whole() && spec.logits.softcap.is_none()) {
+        let mut problem = recipe([1, 3, 1100], Dtype::F32, Regime::Peaked, 5).problem(&spec).expect("a valid recipe");
+        problem.ids.fill(7);
+        let FloatArray::F32(logits) = &problem.logits else { unreachable!("f32 was asked for") };
+        let expected = in_place(&Native::default(), &spec, &problem, logits);
+        let mut garbage = logits.clone();
+        for j in (0..1100)
+            .filter(|&j| spec.support.vocab.is_some_and(|vocab| j >= vocab))
+            .chain(spec.support.excluded_ids.clone())
+        {
+            let what = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX][j % 4];
+            garbage.slice_mut(s![.., .., j]).fill(what);
+        }
+        assert!(in_place(&Native::default(), &spec, &problem, &garbage) == expected, "{spec:?}");
+        let mut dlogits = logits.clone();
+        let evaluation = Native::default()
+            .forward_backward(&spec, garbage.view(), dlogits.view_mut(), problem.tokens())
+            .expect("supported");
+        assert!(bits(&evaluation, dlogits.view()) == expected, "beside them, {spec:?}");
+    }
 }
 
 proptest! {

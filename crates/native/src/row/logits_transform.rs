@@ -1,0 +1,196 @@
+//! What the spec does to logits before their softmax, and to dlogits on the way back.
+//!
+//! ```text
+//! h_j  = cap · tanh(scale · (x_j + bias_j) / cap)       −∞ outside the support
+//! dx_j = dh_j · scale · (1 − tanh²(scale · (x_j + bias_j) / cap))
+//! ```
+//!
+//! A softmax is of `rate·t_j/T`: its exponential takes the rate as a part of `1/T`, so that a scale alone costs nothing.
+//!
+//! ```text
+//!                 t_j                               rate        factor
+//! with a cap      tanh(factor · (x_j + bias_j))     cap         scale / cap
+//! without         factor · (x_j + bias_j)           |scale|     the sign of scale
+//! ```
+
+use ndarray::Array1;
+
+use super::packed::{Element, Packed};
+use super::{BLOCK, UNITS};
+use crate::simd::{LANES, Simd, UNIT};
+use crate::tanh::Tanh;
+use assay_core::spec::LossSpec;
+
+/// Units whose `tanh` is taken together.
+const TOGETHER: usize = 2;
+
+/// What the spec does to logits.
+pub(crate) struct LogitsTransform {
+    pub(super) rate: f64,
+    pub(super) factor: f64,
+    caps: bool,
+    /// By blocks, in the order in which the row's elements are loaded.
+    bias: Option<Vec<[[f32; UNIT]; UNITS]>>,
+    /// Columns from this one on are outside the support.
+    pub(super) vocab: usize,
+    /// Columns before it that are too, in order.
+    pub(super) excluded: Vec<usize>,
+}
+
+impl LogitsTransform {
+    /// For rows of `vocab` elements `E`.
+    pub(crate) fn of<E: Element>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
+        let scale = spec.logits.scale;
+        let (rate, factor) = match spec.logits.softcap {
+            Some(cap) => (cap, scale / cap),
+            None => (scale.abs(), scale.signum()),
+        };
+        let vocab = spec.support.vocab.unwrap_or(vocab).min(vocab);
+        let mut excluded: Vec<usize> = spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab).collect();
+        excluded.sort_unstable();
+        let in_load_order = |bias: &Array1<f64>| {
+            let mut blocks = vec![[[0.0; UNIT]; UNITS]; bias.len().div_ceil(BLOCK)];
+            for (j, &bias) in bias.iter().enumerate() {
+                blocks[j / BLOCK].as_flattened_mut()[position::<E>(j % BLOCK)] = bias as f32;
+            }
+            blocks
+        };
+        Self {
+            rate,
+            factor,
+            caps: spec.logits.softcap.is_some(),
+            bias: bias.filter(|_| spec.logits.bias).map(in_load_order),
+            vocab,
+            excluded,
+        }
+    }
+
+    /// `x_j + bias_j`
+    fn biased<E: Element>(&self, j: usize, x: E) -> f32 {
+        let bias = self.bias.as_ref().map(|bias| bias[j / BLOCK].as_flattened()[position::<E>(j % BLOCK)]);
+        x.to_f32() + bias.unwrap_or(0.0)
+    }
+
+    /// `t_j`, and `1 − tanh²` of it or 1, in f64.
+    pub(super) fn of_column<E: Element>(&self, j: usize, x: E) -> (f64, f64) {
+        let y = self.factor * f64::from(self.biased(j, x));
+        if self.caps { (y.tanh(), y.cosh().powi(2).recip()) } else { (y, 1.0) }
+    }
+
+    /// Columns that the sums of a row leave out beside its target, block by block.
+    pub(super) fn absent(&self, target: usize) -> Absent<'_> {
+        Absent { excluded: &self.excluded, target }
+    }
+
+    /// What makes the `t_j` of a row; `None` where they are its logits.
+    #[inline(always)]
+    pub(super) fn map<S: Simd>(&self, simd: S) -> Option<Map<'_, S>> {
+        let maps = self.caps || self.bias.is_some() || self.factor < 0.0;
+        let factor = self.factor.clamp(f32::MIN.into(), f32::MAX.into()) as f32;
+        maps.then(|| Map { of: self, factor: simd.splat(factor), tanh: self.caps.then(|| Tanh::new(simd)) })
+    }
+}
+
+/// Where the `j`th element of a block is when it was loaded.
+fn position<E: Packed>(j: usize) -> usize {
+    j / UNIT * UNIT + E::place(j % UNIT)
+}
+
+/// Columns that sums leave out: the target, and what is outside the support.
+pub(super) struct Absent<'t> {
+    excluded: &'t [usize],
+    target: usize,
+}
+
+impl<'t> Absent<'t> {
+    /// Those of the `i`th block, counted from its first column; asked for in order.
+    pub(super) fn of_block(&mut self, i: usize) -> impl Iterator<Item = usize> + Clone + use<'t> {
+        let columns = i * BLOCK..(i + 1) * BLOCK;
+        let before = self.excluded.partition_point(|&j| j < columns.end);
+        let (here, later) = self.excluded.split_at(before);
+        self.excluded = later;
+        let target = Some(self.target).filter(|target| columns.contains(target));
+        here.iter().copied().chain(target).map(move |j| j - columns.start)
+    }
+}
+
+/// Makes the `t_j` of a row from its logits.
+#[derive(Clone, Copy)]
+pub(super) struct Map<'t, S: Simd> {
+    of: &'t LogitsTransform,
+    factor: S::Lanes,
+    tanh: Option<Tanh<S>>,
+}
+
+/// The `t_j` of a block, and `1 − tanh²` of them where there is a cap, in the order in which its elements are loaded; on whole
+/// cache lines.
+#[repr(align(64))]
+pub(super) struct Mapped {
+    pub(super) t: [[f32; UNIT]; UNITS],
+    pub(super) slopes: [[f32; UNIT]; UNITS],
+}
+
+impl Mapped {
+    pub(super) fn room() -> Self {
+        Self { t: [[0.0; UNIT]; UNITS], slopes: [[1.0; UNIT]; UNITS] }
+    }
+
+    /// `−∞` for the `j`th column of a block of `E`.
+    pub(super) fn leave_out<E: Element>(&mut self, j: usize) {
+        self.t.as_flattened_mut()[position::<E>(j)] = f32::NEG_INFINITY;
+    }
+}
+
+impl<S: Simd> Map<'_, S> {
+    /// Whether there is a cap, without which all slopes are 1.
+    pub(super) fn caps(&self) -> bool {
+        self.tanh.is_some()
+    }
+
+    /// Those of the `i`th block; with `slopes` too if there is a cap.
+    #[inline(always)]
+    pub(super) fn block<E: Element>(
+        &self,
+        simd: S,
+        i: usize,
+        block: &[[E; UNIT]; UNITS],
+        to: &mut Mapped,
+        slopes: bool,
+    ) {
+        let bias = self.of.bias.as_ref().map(|bias| &bias[i]);
+        for n in (0..UNITS).step_by(TOGETHER) {
+            let mut t = [self.factor; 2 * TOGETHER];
+            for k in 0..TOGETHER {
+                let mut x = E::load(simd, &block[n + k]);
+                if let Some(bias) = bias {
+                    let bias = f32::load(simd, &bias[n + k]);
+                    x = [simd.add(x[0], bias[0]), simd.add(x[1], bias[1])];
+                }
+                [t[2 * k], t[2 * k + 1]] = [simd.mul(x[0], self.factor), simd.mul(x[1], self.factor)];
+            }
+            if let Some(tanh) = &self.tanh {
+                t = tanh.of(simd, t);
+            }
+            for k in 0..TOGETHER {
+                let t = [t[2 * k], t[2 * k + 1]];
+                f32::store(simd, t, &mut to.t[n + k]);
+                if let (Some(tanh), true) = (&self.tanh, slopes) {
+                    f32::store(simd, tanh.slopes(simd, t), &mut to.slopes[n + k]);
+                }
+            }
+        }
+    }
+
+    /// That of the `j`th column of the row.
+    #[inline(always)]
+    pub(super) fn column<E: Element>(&self, simd: S, j: usize, x: E) -> f32 {
+        let y = simd.mul(simd.splat(self.of.biased(j, x)), self.factor);
+        let [t] = match &self.tanh {
+            Some(tanh) => tanh.of(simd, [y]),
+            None => [y],
+        };
+        let mut lanes = [0.0; LANES];
+        simd.store(t, &mut lanes);
+        lanes[0]
+    }
+}
