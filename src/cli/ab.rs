@@ -21,7 +21,7 @@ pub(super) struct Ab {
     /// How many pairs of runs, of consecutive seeds
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
-    /// Judge the first loss of every Nth step against the reference, from step 1 on
+    /// Judge the losses of every Nth step against the reference, from step 1 on
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     judge_every: u64,
     #[command(flatten)]

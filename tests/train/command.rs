@@ -275,7 +275,7 @@ fn both_arms_agree_in_a_short_run() {
     assert_eq!(decided.len(), 3, "loss, dhidden, dlm_head: {decided:?}");
     for verdict in decided {
         assert!(verdict.baseline.unwrap() > 0.0 && verdict.kernel.unwrap() > 0.0, "{verdict:?}");
-        assert!(verdict.what.contains("of 4 loss steps"), "{verdict:?}");
+        assert!(verdict.what.contains("of 8 losses of a whole batch"), "{verdict:?}");
     }
     assert!(compared.arms.iter().flat_map(|arm| &arm.runs[0].steps).all(|step| step.loss_step_bytes > 0.0));
     assert_eq!(assay(&["report", json_path, "-o", page_path, "-q"]).code, 0);

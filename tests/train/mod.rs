@@ -3,4 +3,5 @@
 mod command;
 mod loss;
 mod model;
+mod parts;
 mod record;

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::complete::{Progress, Trained, complete};
 use super::metrics::Record;
-use super::{GrpoLoss, LossStep, Summary, TrainConfig, TrainError};
+use super::{GrpoLoss, LossStep, Observer, Summary, TrainConfig, TrainError};
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::{self, JudgeError};
@@ -35,7 +35,7 @@ const JUDGED: [Output; 3] = [Output::Loss, Output::Dhidden, Output::DlmHead];
 pub struct Plan {
     /// How many pairs of runs, of consecutive seeds from the settings' own on.
     pub seeds: u64,
-    /// The first loss of every so many steps is judged, from step 1 on.
+    /// The losses of every so many steps are judged, from step 1 on.
     pub judge_every: u64,
 }
 
@@ -146,18 +146,30 @@ fn judged_run(
     } else {
         BASELINE_CLASS.into()
     };
-    let mut judged = Judged { class, steps: 0, outputs: BTreeMap::new() };
-    let mut failure = None;
-    let mut observe = |step: &LossStep| {
-        let due = (step.step as u64 - 1).is_multiple_of(judge_every);
-        if due && step.epoch == 0 && step.micro_batch == 0 && failure.is_none() {
-            failure = judged.add(&settings.loss, step).err();
-        }
-        Ok(())
+    let mut judge = Judge {
+        loss: settings.loss.clone(),
+        every: judge_every,
+        judged: Judged { class, steps: 0, outputs: BTreeMap::new() },
     };
-    let Trained { trainer, summary } = complete(settings, plugin, stop, &mut observe, progress)?;
-    failure.map_or(Ok(()), Err)?;
-    Ok(Run { summary, judged, records: trainer.records().to_vec() })
+    let Trained { trainer, summary } = complete(settings, plugin, stop, &mut judge, progress)?;
+    Ok(Run { summary, judged: judge.judged, records: trainer.records().to_vec() })
+}
+
+/// Holds the whole batch's loss of every so many steps against the reference, in each of their epochs.
+struct Judge {
+    loss: LossSpec,
+    every: u64,
+    judged: Judged,
+}
+
+impl Observer for Judge {
+    fn wants(&self, step: usize, _: usize) -> bool {
+        (step as u64 - 1).is_multiple_of(self.every)
+    }
+
+    fn see(&mut self, step: &LossStep) -> Result<(), TrainError> {
+        self.judged.add(&self.loss, step)
+    }
 }
 
 /// The comparison that went furthest beyond its limit.
@@ -181,11 +193,14 @@ fn forget(path: &Path) -> Result<(), TrainError> {
 
 impl Judged {
     fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), TrainError> {
-        let spec = LossSpec { scale: loss.scale * step.share, ..loss.clone() };
         let problem = step.problem()?;
         let candidate = HeadCandidate {
-            loss: arr0(step.loss).into(),
-            gradient: HeadGradient { dhidden: step.dhidden()?, dlm_head: step.dlm_head()?, dlogits_dtype: Dtype::F32 },
+            loss: arr0(step.loss()).into(),
+            gradient: HeadGradient {
+                dhidden: step.dhidden().clone().into(),
+                dlm_head: step.dlm_head().clone().into(),
+                dlogits_dtype: Dtype::F32,
+            },
             // A loss step returns none of these.
             logp: None,
             entropy: None,
@@ -193,7 +208,7 @@ impl Judged {
             metrics: None,
         };
         let limits = Limits::of(&self.class).map_err(JudgeError::from)?;
-        let verdicts = Known::of(&spec, &problem)?.judge(candidate, &limits)?.verdicts;
+        let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
             let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| Worst {
@@ -205,7 +220,8 @@ impl Judged {
             let share = verdict.tally.badness();
             if share > worst.share {
                 worst.share = share;
-                worst.at = format!("step {}, {}: {}", step.step, verdict.gate, words(verdict));
+                worst.at =
+                    format!("step {}, epoch {}, {}: {}", step.step, step.epoch + 1, verdict.gate, words(verdict));
             }
         }
         Ok(())
@@ -327,7 +343,7 @@ fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
     });
     let steps: usize = Side::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
     Verdict {
-        what: format!("{output}, worst error / limit of {steps} loss steps against the reference"),
+        what: format!("{output}, worst error / limit of {steps} losses of a whole batch against the reference"),
         baseline: Some(baseline),
         kernel: Some(kernel),
         difference: Some(kernel),

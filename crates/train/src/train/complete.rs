@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rayon::ThreadPoolBuilder;
 
 use super::metrics::Record;
-use super::{Arm, LossStep, Summary, TrainConfig, TrainError, Trainer};
+use super::{Arm, Observer, Summary, TrainConfig, TrainError, Trainer};
 use assay_fixture::persist;
 
 /// A run that has made all its steps.
@@ -29,7 +29,7 @@ pub struct Progress<'r> {
 }
 
 /// Makes the steps that are left of a run on threads of its own, and writes its `summary.json`. A PJRT implementation uses
-/// `plugin`; `observe` sees every loss, `progress` hears of every step.
+/// `plugin`; `observer` sees the losses that it wants, `progress` hears of every step.
 ///
 /// # Errors
 /// [`TrainError::Interrupted`], after a checkpoint, where `stop` is set; [`TrainError::Threads`]; what the steps return.
@@ -37,7 +37,7 @@ pub fn complete(
     config: &TrainConfig,
     plugin: Option<&Path>,
     stop: &AtomicBool,
-    observe: &mut (dyn FnMut(&LossStep) -> Result<(), TrainError> + Send),
+    observer: &mut (dyn Observer + Send),
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Trained, TrainError> {
     let pool = ThreadPoolBuilder::new().num_threads(config.threads.unwrap_or(0)).build();
@@ -52,7 +52,7 @@ pub fn complete(
                 let done = format!("after {} of {of} steps; the same command goes on", trainer.steps());
                 return Err(TrainError::Interrupted { done });
             }
-            trainer.advance(observe)?;
+            trainer.advance(observer)?;
             progress(Progress { steps: trainer.steps(), of, made: trainer.records().last() });
         }
         let summary = Summary::of(trainer.records()).expect("at least one step");

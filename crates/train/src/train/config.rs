@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::optimizer::AdamWConfig;
+use super::parts::expect_separable;
 use super::task::Arithmetic;
 use crate::checkpoint::Qwen2Config;
 use assay_core::spec::LossSpec;
@@ -231,6 +232,7 @@ impl TrainConfig {
             return wrong(field, given.to_string(), "0 ≤ beta < 1");
         }
         self.loss.check().map_err(assay_core::problem::ProblemError::from)?;
+        expect_separable(&self.loss)?;
         if let Model::Init(model) = &self.model {
             model.check()?;
         }

@@ -121,10 +121,10 @@ impl GrpoLoss {
         }
     }
 
-    /// The same loss times `by`, which is above 0: that of a part of a batch.
+    /// The loss `spec` by the same implementation.
     #[must_use]
-    pub fn scaled(&self, by: f64) -> Self {
-        Self { spec: LossSpec { scale: self.spec.scale * by, ..self.spec.clone() }, kernel: self.kernel.clone() }
+    pub fn under(&self, spec: LossSpec) -> Self {
+        Self { spec, kernel: self.kernel.clone() }
     }
 
     /// The loss.
@@ -322,7 +322,7 @@ fn tensor<D: Dimension>(array: FloatArray<D>) -> Result<Tensor, TrainError> {
     })
 }
 
-fn widened<D: Dimension>(array: FloatArray<D>) -> Array<f32, D> {
+pub(super) fn widened<D: Dimension>(array: FloatArray<D>) -> Array<f32, D> {
     match array {
         FloatArray::F64(_) => unreachable!("no tensor of f64 is taken"),
         FloatArray::F32(array) => array,

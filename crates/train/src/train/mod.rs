@@ -14,12 +14,15 @@ mod checkpoint;
 mod complete;
 pub mod config;
 mod loss;
+mod loss_step;
 mod meter;
 pub mod metrics;
 pub mod optimizer;
+mod parts;
 pub mod qwen2;
 pub mod reward;
 pub mod rollout;
+mod sequences;
 mod summary;
 pub mod task;
 mod tokenizer;
@@ -38,10 +41,12 @@ pub use candle_nn;
 pub use complete::{Progress, Trained, complete};
 pub use config::TrainConfig;
 pub use loss::{Batch, Evaluated, GrpoLoss};
+pub use loss_step::{LossStep, Observer, Unobserved};
+pub use parts::Whole;
 pub use qwen2::Qwen2;
 pub use summary::Summary;
 pub use tokenizer::Tokenizer;
-pub use trainer::{Arm, LossStep, Trainer};
+pub use trainer::{Arm, Trainer};
 
 pub use crate::checkpoint::{Misfit, Qwen2Config};
 use assay_core::implementation::RunError;
@@ -77,7 +82,8 @@ pub enum TrainError {
     },
     /// The baseline has no such loss.
     #[error(
-        "`{field}`: candle's own operations compute PPO-clip (`epsilon_low`, `epsilon_high`) over the token mean only"
+        "`{field}`: candle's own operations compute PPO-clip (`epsilon_low`, `epsilon_high`) over the token mean or a \
+         `normalizer` only"
     )]
     Baseline {
         /// What is beyond it.
@@ -175,6 +181,10 @@ pub enum TrainError {
 }
 
 impl TrainError {
+    fn setting(field: &'static str, given: impl ToString, expected: &str) -> Self {
+        TrainError::Setting { field, given: given.to_string(), expected: expected.into() }
+    }
+
     fn io(path: &Path, action: &'static str, reason: io::Error) -> Self {
         TrainError::Io { path: path.into(), action, reason }
     }

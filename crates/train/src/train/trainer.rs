@@ -1,12 +1,13 @@
 //! [`Trainer`]: the loop.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use candle_core::{Device, Tensor, Var};
-use ndarray::{Array1, Array2, Ix2, Ix3};
+use candle_core::Tensor;
+use ndarray::Array1;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -14,19 +15,20 @@ use sha2::{Digest, Sha256};
 
 use super::checkpoint;
 use super::config::{Model, Task, TrainConfig, WarmStart};
-use super::loss::{array2, array3};
+use super::loss_step::{Graded, GradedStep, Summed};
 use super::meter::Meter;
 use super::metrics::{Evaluation, Journal, Record};
-use super::optimizer::{AdamW, AdamWConfig, Gradients, accumulate};
+use super::optimizer::{AdamW, AdamWConfig, Gradients};
 use super::qwen2::{Qwen2, Weights, initial_weights, read_checkpoint};
 use super::reward::{Reward, advantages};
 use super::rollout::{Completion, Sampling, generate};
+use super::sequences::Sequences;
 use super::task::{Exercise, read_gsm8k};
 use super::tokenizer::Tokenizer;
-use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainError};
+use super::{Baseline, Batch, Evaluated, GrpoLoss, LossStep, Observer, TrainError, Whole};
 use crate::checkpoint::Qwen2Config;
-use assay_core::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
-use assay_core::spec::{LossSpec, Objective, OldLogp, Reduction};
+use assay_core::problem::Metrics;
+use assay_core::spec::{LossSpec, Objective, OldLogp};
 use assay_fixture::hexadecimal;
 
 /// The most exercises of an evaluation that go through the policy together.
@@ -54,62 +56,19 @@ impl Arm {
         Ok(Arm::Kernel(Box::new(grpo)))
     }
 
-    fn scaled(&self, by: f64) -> Self {
-        match self {
-            Arm::Kernel(grpo) => Arm::Kernel(Box::new(grpo.scaled(by))),
-            Arm::Candle(baseline) => Arm::Candle(baseline.scaled(by)),
-        }
+    /// The same for the loss `spec`.
+    fn under(&self, spec: &LossSpec) -> Result<Self, TrainError> {
+        Ok(match self {
+            Arm::Kernel(grpo) => Arm::Kernel(Box::new(grpo.under(spec.clone()))),
+            Arm::Candle(_) => Arm::Candle(Baseline::of(spec)?),
+        })
     }
 
-    fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+    pub(super) fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
         match self {
             Arm::Kernel(grpo) => grpo.on_hidden(hidden, lm_head, batch),
             Arm::Candle(baseline) => baseline.on_hidden(hidden, lm_head, batch),
         }
-    }
-}
-
-/// A loss and its gradients, as a step computed them.
-pub struct LossStep<'s> {
-    /// The step, from 1 on.
-    pub step: usize,
-    /// The epoch within it, from 0 on.
-    pub epoch: usize,
-    /// The part of the batch, from 0 on.
-    pub micro_batch: usize,
-    /// What the whole batch's loss is multiplied by for this part.
-    pub share: f64,
-    /// The loss.
-    pub loss: f32,
-    work: &'s Graded<'s>,
-    graded: &'s GradedStep,
-}
-
-impl LossStep<'_> {
-    /// What it is the loss of.
-    ///
-    /// # Errors
-    /// [`TrainError`] where candle fails.
-    pub fn problem(&self) -> Result<HeadProblem, TrainError> {
-        let (hidden, lm_head) = (array3("hidden", self.work.hidden)?, array2("lm_head", self.work.lm_head)?);
-        let layout = HeadLayout::VocabByHidden;
-        Ok(self.work.batch.with_logits(Projection { hidden, lm_head, layout, rounds_logits: false }))
-    }
-
-    /// `[B,T,H]`
-    ///
-    /// # Errors
-    /// [`TrainError`] where candle fails.
-    pub fn dhidden(&self) -> Result<FloatArray<Ix3>, TrainError> {
-        array3("dhidden", &self.graded.dhidden)
-    }
-
-    /// `[V,H]`
-    ///
-    /// # Errors
-    /// [`TrainError`] where candle fails.
-    pub fn dlm_head(&self) -> Result<FloatArray<Ix2>, TrainError> {
-        array2("dlm_head", &self.graded.dlm_head)
     }
 }
 
@@ -132,12 +91,6 @@ struct Prompted {
     prompt: Vec<u32>,
     solution: Vec<u32>,
     answer: i64,
-}
-
-/// Sequences of a step: a prompt and what followed, right-padded, and where its tokens are.
-struct Sequences<'s> {
-    prompts: Vec<&'s [u32]>,
-    completions: Vec<&'s [u32]>,
 }
 
 impl Trainer {
@@ -197,14 +150,11 @@ impl Trainer {
         self.journal.records()
     }
 
-    /// Makes a step, writes it down, and a checkpoint where one is due. `observe` is shown every loss of it.
+    /// Makes a step, writes it down, and a checkpoint where one is due. `observer` is shown the losses that it wants.
     ///
     /// # Errors
     /// [`TrainError`] where a loss fails, training diverges, or a file cannot be written; the last checkpoint stands.
-    pub fn advance(
-        &mut self,
-        observe: &mut dyn FnMut(&LossStep) -> Result<(), TrainError>,
-    ) -> Result<&Record, TrainError> {
+    pub fn advance(&mut self, observer: &mut dyn Observer) -> Result<&Record, TrainError> {
         let started = Instant::now();
         let step = self.step + 1;
         let exercises = self.exercises_of(step);
@@ -227,8 +177,15 @@ impl Trainer {
         let advantages: Vec<f64> = totals.chunks(group).flat_map(advantages).collect();
 
         let update_started = Instant::now();
+        let sequences = Sequences {
+            prompts: prompts.clone(),
+            completions: completions.iter().map(|completion| completion.ids.as_slice()).collect(),
+        };
+        let old_logp = sequences.per_token(|row, t| completions[row].logp[t]);
+        let batch = sequences.batch(Array1::from(advantages), Some(old_logp)).with_advantages_for(&self.config.loss);
+        let whole = Whole::of(&self.config.loss, batch)?;
         let mut optimizer = std::mem::take(&mut self.optimizer);
-        let updated = self.update(&mut optimizer, step, &prompts, &completions, &advantages, observe);
+        let updated = self.update(&mut optimizer, &sequences, &whole, observer);
         self.optimizer = optimizer;
         let updated = updated?;
         let update_s = update_started.elapsed().as_secs_f64() - updated.observed_s;
@@ -303,65 +260,61 @@ impl Trainer {
         Ok(Evaluation { reward: answer + format, answer, format })
     }
 
-    /// New weights from completions.
+    /// New weights from completions and what their losses are told of them.
     fn update(
         &self,
         optimizer: &mut AdamW,
-        step: usize,
-        prompts: &[&[u32]],
-        completions: &[Completion],
-        advantages: &[f64],
-        observe: &mut dyn FnMut(&LossStep) -> Result<(), TrainError>,
+        sequences: &Sequences,
+        whole: &Whole,
+        observer: &mut dyn Observer,
     ) -> Result<Updated, TrainError> {
         let mut meter = Meter::start();
         let mut updated = Updated::default();
-        let epochs = self.config.update.ppo_epochs;
+        let (epochs, step) = (self.config.update.ppo_epochs, self.step + 1);
         let policy = Qwen2::recorded(&self.model, &self.weights);
-        let part = completions.len() / self.config.update.micro_batches;
-        let tokens: usize = completions.iter().map(|completion| completion.ids.len()).sum();
+        let counted = |batch: &Batch| batch.mask.iter().filter(|counts| **counts).count() as f64;
+        let tokens = counted(whole.batch()).max(1.0);
         for epoch in 0..epochs {
             let mut gradients = Gradients::new();
-            for (micro_batch, first) in (0..completions.len()).step_by(part).enumerate() {
-                let completions = &completions[first..first + part];
-                let sequences = Sequences {
-                    prompts: prompts[first..first + part].to_vec(),
-                    completions: completions.iter().map(|completion| completion.ids.as_slice()).collect(),
-                };
-                let batch = sequences.batch(
-                    Array1::from(advantages[first..first + part].to_vec()),
-                    Some(sequences.per_token(|row, t| completions[row].logp[t])),
-                );
-                let here = batch.mask.iter().filter(|counts| **counts).count() as f64 / tokens as f64;
-                let share = share_of(&self.config.loss, here, self.config.update.micro_batches);
+            let kept = || Summed::of(whole.batch().mask.dim(), (self.model.vocab_size, self.model.hidden_size));
+            let mut kept = observer.wants(step, epoch).then(|| meter.apart(kept));
+            for rows in self.parts(sequences) {
+                let sequences = sequences.rows(rows.clone());
+                let (spec, batch) = whole.part(rows.clone(), sequences.width());
                 let hidden = sequences.hidden(&policy)?;
-                let work =
-                    Graded { arm: &self.arm.scaled(share), hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
+                let arm = self.arm.under(&spec)?;
+                let work = Graded { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
                 let started = Instant::now();
-                let (graded, bytes) = match &mut meter {
-                    Some(meter) => {
-                        let (graded, bytes) = meter.most_bytes(|| work.step());
-                        (graded?, Some(bytes))
-                    }
-                    None => (work.step()?, None),
-                };
+                let (graded, bytes) = meter.most_bytes(|| work.step());
+                let graded = graded?;
                 updated.loss_step_s += started.elapsed().as_secs_f64();
                 updated.loss_step_bytes = updated.loss_step_bytes.max(bytes);
-                updated.add(&graded, here / epochs as f64, 1.0 / epochs as f64);
-                let shown =
-                    LossStep { step, epoch, micro_batch, share, loss: graded.loss, work: &work, graded: &graded };
-                let started = Instant::now();
-                match &mut meter {
-                    Some(meter) => meter.apart(|| observe(&shown))?,
-                    None => observe(&shown)?,
+                updated.add(&graded, counted(&batch) / tokens / epochs as f64, 1.0 / epochs as f64);
+                if let Some(kept) = &mut kept {
+                    let started = Instant::now();
+                    meter.apart(|| kept.add(rows, &hidden, &graded))?;
+                    updated.observed_s += started.elapsed().as_secs_f64();
                 }
-                updated.observed_s += started.elapsed().as_secs_f64();
                 graded.through(&hidden, policy.lm_head(), &mut gradients, &self.weights)?;
+            }
+            if let Some(sum) = &kept {
+                let shown = LossStep { step, epoch, sum, lm_head: policy.lm_head(), batch: whole.batch() };
+                let started = Instant::now();
+                meter.apart(|| observer.see(&shown))?;
+                updated.observed_s += started.elapsed().as_secs_f64();
             }
             let norm = optimizer.step(&self.config.update.optimizer, &self.weights, gradients)?;
             updated.grad_norm += norm / epochs as f64;
         }
-        updated.bytes = meter.map(Meter::finish);
+        updated.bytes = meter.finish();
         Ok(updated)
+    }
+
+    /// The rows of each part of a batch.
+    fn parts(&self, sequences: &Sequences) -> impl Iterator<Item = Range<usize>> + use<> {
+        let rows = sequences.completions.len();
+        let part = rows / self.config.update.micro_batches;
+        (0..rows).step_by(part).map(move |first| first..first + part)
     }
 }
 
@@ -386,119 +339,6 @@ impl Updated {
         sum.clip_low += of_tokens * metrics.clip_low;
         sum.clip_high += of_tokens * metrics.clip_high;
         sum.clip_region += of_tokens * metrics.clip_region;
-    }
-}
-
-/// What the loss of a part of a batch is multiplied by, so that the parts add up to the loss of the whole.
-fn share_of(spec: &LossSpec, of_tokens: f64, parts: usize) -> f64 {
-    match spec.reduction {
-        Reduction::TokenMean => of_tokens,
-        Reduction::SequenceMean { .. } | Reduction::SequenceSum { .. } | Reduction::FixedLength { .. } => {
-            1.0 / parts as f64
-        }
-        Reduction::Normalizer(_) => 1.0,
-    }
-}
-
-/// The loss step: from hidden states to the gradients of hidden states and LM head, which both arms do in their own way.
-struct Graded<'s> {
-    arm: &'s Arm,
-    hidden: &'s Tensor,
-    lm_head: &'s Tensor,
-    batch: &'s Batch,
-}
-
-/// What a loss step leaves.
-struct GradedStep {
-    loss: f32,
-    metrics: Metrics,
-    dhidden: Tensor,
-    dlm_head: Tensor,
-}
-
-impl Graded<'_> {
-    fn step(&self) -> Result<GradedStep, TrainError> {
-        // Leaves: the graph of the loss ends here.
-        let hidden = Var::from_tensor(&self.hidden.detach())?;
-        let Evaluated { loss, metrics } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
-        let mut gradients = loss.backward()?;
-        let mut gradient = |of: &Tensor| gradients.remove(of).expect("the loss depends on it");
-        let (dhidden, dlm_head) = (gradient(&hidden), gradient(self.lm_head));
-        let loss = loss.to_scalar::<f32>()?;
-        if !loss.is_finite() {
-            return Err(TrainError::Diverged { what: "the loss", given: f64::from(loss) });
-        }
-        Ok(GradedStep { loss, metrics: metrics.unwrap_or_default(), dhidden, dlm_head })
-    }
-}
-
-impl GradedStep {
-    /// Adds the gradients of all weights, through the layers below `hidden`.
-    fn through(
-        self,
-        hidden: &Tensor,
-        lm_head: &Tensor,
-        gradients: &mut Gradients,
-        weights: &Weights,
-    ) -> Result<(), TrainError> {
-        let mut store = (hidden * self.dhidden)?.sum_all()?.backward()?;
-        // A tied head is the embedding too.
-        let dlm_head = match store.remove(lm_head) {
-            Some(embedding) => (embedding + self.dlm_head)?,
-            None => self.dlm_head,
-        };
-        store.insert(lm_head, dlm_head);
-        accumulate(gradients, &mut store, weights)
-    }
-}
-
-impl Sequences<'_> {
-    /// `T`: the longest completion.
-    fn width(&self) -> usize {
-        self.completions.iter().map(|completion| completion.len()).max().unwrap_or(0)
-    }
-
-    /// `[B,T]`: `value` of each token of a completion, 0 beyond.
-    fn per_token(&self, value: impl Fn(usize, usize) -> f64) -> Array2<f64> {
-        Array2::from_shape_fn((self.completions.len(), self.width()), |(row, t)| {
-            if t < self.completions[row].len() { value(row, t) } else { 0.0 }
-        })
-    }
-
-    /// The tokens of the completions, as a loss is told of them.
-    fn batch(&self, advantages: Array1<f64>, old_logp: Option<Array2<f64>>) -> Batch {
-        let shape = (self.completions.len(), self.width());
-        Batch {
-            logits: (),
-            ids: Array2::from_shape_fn(shape, |(row, t)| self.completions[row].get(t).copied().map_or(0, i64::from)),
-            mask: Array2::from_shape_fn(shape, |(row, t)| t < self.completions[row].len()),
-            advantages: Advantages::Sequence(advantages),
-            old_logp,
-            ref_logp: None,
-            extra: Extra::default(),
-        }
-    }
-
-    /// `[B,T,H]`: the hidden states that score the tokens of the completions. Beyond them stand those of other tokens.
-    fn hidden(&self, policy: &Qwen2) -> Result<Tensor, TrainError> {
-        let (rows, width) = (self.completions.len(), self.width());
-        let all = || self.prompts.iter().zip(&self.completions);
-        let length = all().map(|(prompt, completion)| prompt.len() + completion.len() - 1).max().unwrap_or(0);
-        let mut ids = vec![0u32; rows * length];
-        let mut scoring = Vec::with_capacity(rows * width);
-        for (row, (prompt, completion)) in all().enumerate() {
-            // The last token of a completion is scored and scores none.
-            let tokens = prompt.iter().chain(&completion[..completion.len() - 1]);
-            for (to, &id) in ids[row * length..].iter_mut().zip(tokens) {
-                *to = id;
-            }
-            let first = row * length + prompt.len() - 1;
-            scoring.extend((0..width).map(|t| (first + t.min(completion.len() - 1)) as u32));
-        }
-        let hidden = policy.hidden(&Tensor::from_vec(ids, (rows, length), &Device::Cpu)?, None)?;
-        let extent = hidden.dim(2)?;
-        let scoring = Tensor::from_vec(scoring, rows * width, &Device::Cpu)?;
-        Ok(hidden.reshape((rows * length, extent))?.index_select(&scoring, 0)?.reshape((rows, width, extent))?)
     }
 }
 
