@@ -69,6 +69,7 @@ fn curve(out: &Path) -> Vec<Record> {
     let timeless = |line: &str| Record {
         unix_time: 0.0,
         rollout_s: 0.0,
+        score_s: 0.0,
         update_s: 0.0,
         loss_step_s: 0.0,
         step_s: 0.0,

@@ -5,3 +5,4 @@ mod loss;
 mod model;
 mod parts;
 mod record;
+mod rollout;

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
 
+use crate::common::training::{run, settings, with};
 use assay::judge::generate::{Recipe, Regime};
 use assay::problem::{Dtype, Problem};
 use assay::reference::evaluate;
@@ -12,10 +12,11 @@ use assay::spec::{
     Rows, TopEntropy,
 };
 use assay::suites::cases;
+use assay::train::Whole;
 use assay::train::metrics::Record;
-use assay::train::{TrainConfig, Unobserved, Whole, complete};
 use ndarray::{Array3, s};
 use proptest::prelude::*;
+use serde_json::json;
 
 const ROWS: usize = 8;
 const WIDTH: usize = 7;
@@ -132,26 +133,10 @@ fn what_is_chosen_over_a_batchs_logits_is_no_sum_of_parts() {
 }
 
 /// One step of a small policy, its gradient computed in `micro_batches` parts.
-fn step_of(folder: &Path, loss: &LossSpec, micro_batches: usize) -> Record {
-    let settings = serde_json::json!({
-        "steps": 1,
-        "out": folder.join(format!("{micro_batches}")),
-        "threads": 1,
-        "model": {"init": {
-            "vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": true,
-        }},
-        "task": {"arithmetic": {"train": 32, "evaluate": 1, "largest": 5}},
-        "warm_start": {"steps": 100, "batch": 8, "learning_rate": 1e-2, "cache": folder.join("warm.safetensors")},
-        "rollout": {"prompts": 4, "group": 4, "max_new_tokens": 12},
-        "update": {"ppo_epochs": 2, "micro_batches": micro_batches},
-        "loss": loss,
-    });
-    let config: TrainConfig = serde_json::from_value(settings).unwrap();
-    let checkpoint = config.out.join("checkpoint.safetensors");
-    let run = complete(&config, None, &AtomicBool::new(false), &mut Unobserved, &mut |_| ()).unwrap();
-    std::fs::remove_file(checkpoint).unwrap();
-    run.trainer.records()[0].clone()
+fn step_of(folder: &Path, name: &str, loss: &LossSpec, micro_batches: usize) -> Record {
+    let update = json!({"ppo_epochs": 2, "micro_batches": micro_batches});
+    let settings = settings(folder, &format!("{name}-{micro_batches}"));
+    run(with(settings, json!({"steps": 1, "update": update, "loss": loss}))).unwrap()[0].clone()
 }
 
 /// Prints the table of docs/train.md. The second epoch starts from the weights that the first left, so that a gradient whose
@@ -166,10 +151,10 @@ fn a_training_step_in_four_parts_is_that_in_one() {
         reductions().into_iter().flat_map(|reduction| [(reduction, 0.0), (reduction, 0.01)])
     {
         let loss = LossSpec { reduction, entropy_coef, ..LossSpec::default() };
-        let [one, four] = [1, 4].map(|parts| step_of(folder.path(), &loss, parts));
+        let name = serde_json::to_string(&reduction).unwrap().replace('"', "");
+        let [one, four] = [1, 4].map(|parts| step_of(folder.path(), &format!("{name}-{entropy_coef}"), &loss, parts));
         assert_eq!(one.tokens_sha256, four.tokens_sha256);
         assert!(one.grad_norm > 1e-3 && one.valid_tokens < 16 * 12, "there is something to compare: {one:?}");
-        let name = serde_json::to_string(&reduction).unwrap().replace('"', "");
         println!(
             "| `{name}` | {entropy_coef} | {:+.6} | {:+.6} | {:.6} | {:.6} |",
             one.loss, four.loss, one.grad_norm, four.grad_norm

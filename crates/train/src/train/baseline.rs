@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
+use ndarray::Array2;
 
 use super::{Batch, Evaluated, TrainError};
 use assay_core::problem::Metrics;
@@ -77,7 +78,9 @@ impl Baseline {
         let denominator = if let Reduction::Normalizer(given) = self.reduction { given } else { count };
         let loss = ((policy * mask)?.sum_all()? * (self.scale / denominator))?;
         let metrics = self.metrics(&log_softmax.detach(), &ratio.detach(), batch, count)?;
-        Ok(Evaluated { loss, metrics: Some(metrics) })
+        let scored = logp.detach().to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
+        let logp = Array2::from_shape_vec((rows, tokens), scored).expect("one a token");
+        Ok(Evaluated { loss, metrics: Some(metrics), logp: Some(logp) })
     }
 
     /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.

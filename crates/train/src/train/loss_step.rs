@@ -8,7 +8,7 @@ use ndarray::{Array2, Array3, s};
 use super::loss::{array2, array3, widened};
 use super::optimizer::{Gradients, accumulate};
 use super::qwen2::Weights;
-use super::{Arm, Batch, Evaluated, TrainError};
+use super::{Arm, Batch, Evaluated, OffPolicy, TrainError};
 use assay_core::problem::{HeadLayout, HeadProblem, Metrics, Projection};
 
 /// Who is shown the losses of a run.
@@ -21,6 +21,14 @@ pub trait Observer {
     /// # Errors
     /// [`TrainError`], which ends the run.
     fn see(&mut self, step: &LossStep) -> Result<(), TrainError>;
+
+    /// Hears that the loss of a rollout's first update is not of the policy that was sampled.
+    ///
+    /// # Errors
+    /// That, which ends the run, unless it makes something else of it.
+    fn off_policy(&mut self, found: OffPolicy) -> Result<(), TrainError> {
+        Err(found.into())
+    }
 }
 
 /// Nobody.
@@ -113,6 +121,7 @@ pub(super) struct Graded<'s> {
 pub(super) struct GradedStep {
     pub(super) loss: f32,
     pub(super) metrics: Metrics,
+    pub(super) logp: Option<Array2<f64>>,
     dhidden: Tensor,
     dlm_head: Tensor,
 }
@@ -121,7 +130,7 @@ impl Graded<'_> {
     pub(super) fn step(&self) -> Result<GradedStep, TrainError> {
         // Leaves: the graph of the loss ends here.
         let hidden = Var::from_tensor(&self.hidden.detach())?;
-        let Evaluated { loss, metrics } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
+        let Evaluated { loss, metrics, logp } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
         let mut gradients = loss.backward()?;
         let mut gradient = |of: &Tensor| gradients.remove(of).expect("the loss depends on it");
         let (dhidden, dlm_head) = (gradient(&hidden), gradient(self.lm_head));
@@ -129,7 +138,7 @@ impl Graded<'_> {
         if !loss.is_finite() {
             return Err(TrainError::Diverged { what: "the loss", given: f64::from(loss) });
         }
-        Ok(GradedStep { loss, metrics: metrics.unwrap_or_default(), dhidden, dlm_head })
+        Ok(GradedStep { loss, metrics: metrics.unwrap_or_default(), logp, dhidden, dlm_head })
     }
 }
 

@@ -29,6 +29,8 @@ pub struct Record {
     pub clip_high: f64,
     /// Share of tokens clipped.
     pub clip_region: f64,
+    /// Mean of the KL estimate, where the loss has one.
+    pub kl: Option<f64>,
     /// Norm of the whole gradient, before it is clipped.
     pub grad_norm: f64,
     /// Mean reward of the completions.
@@ -40,18 +42,33 @@ pub struct Record {
     /// The part of it for format.
     #[serde(rename = "reward/format/mean")]
     pub reward_format: f64,
+    /// Completions sampled, those among them that dynamic sampling left out.
+    #[serde(rename = "rollout/completions")]
+    pub completions: usize,
+    /// Groups of the batch whose rewards are all equal.
+    #[serde(rename = "rollout/even_groups")]
+    pub even_groups: usize,
+    /// Completions of the batch that found no end.
+    #[serde(rename = "rollout/truncated")]
+    pub truncated: usize,
+    /// Mean distance of the sampler's log-probabilities from those before the update, nats.
+    #[serde(rename = "rollout/logp_gap")]
+    pub logp_gap: f64,
     /// Completion tokens that the losses were of.
     pub valid_tokens: usize,
     /// Making completions.
     #[serde(rename = "time/rollout_generate_s")]
     pub rollout_s: f64,
+    /// Log-probabilities of the completions before the update and under the reference policy.
+    #[serde(rename = "time/score_s")]
+    pub score_s: f64,
     /// Everything from completions to new weights.
     #[serde(rename = "time/update_s")]
     pub update_s: f64,
     /// The part of it from hidden states to the gradients of hidden states and LM head.
     #[serde(rename = "time/loss_step_s")]
     pub loss_step_s: f64,
-    /// Both, without an evaluation.
+    /// All of them, without an evaluation.
     #[serde(rename = "time/step_s")]
     pub step_s: f64,
     /// The most bytes that a loss step held beyond what there was; `None` where nobody counts.
@@ -60,6 +77,9 @@ pub struct Record {
     /// The most bytes that the update held beyond what there was.
     #[serde(rename = "bytes/update")]
     pub update_bytes: Option<usize>,
+    /// What an evaluation found before the first step, with that.
+    #[serde(rename = "eval/step_0", default, skip_serializing_if = "Option::is_none")]
+    pub before: Option<Evaluation>,
     /// What an evaluation found, where there was one.
     #[serde(flatten)]
     pub evaluation: Option<Evaluation>,
@@ -240,17 +260,24 @@ mod tests {
             clip_low: 0.0,
             clip_high: 0.5,
             clip_region: 0.5,
+            kl: None,
             grad_norm: 2.0,
             reward: 1.5,
             reward_answer: 0.75,
             reward_format: 0.75,
+            completions: 8,
+            even_groups: 1,
+            truncated: 2,
+            logp_gap: 1e-7,
             valid_tokens: 12,
             rollout_s: 0.1,
+            score_s: 0.1,
             update_s: 0.2,
             loss_step_s: 0.05,
             step_s: 0.3,
             loss_step_bytes: Some(4096),
             update_bytes: None,
+            before: None,
             evaluation: Some(Evaluation { reward: 2.0, answer: 1.0, format: 1.0 }),
         };
         let bytes = framed(&Event::of(&record).encode_to_vec());

@@ -13,13 +13,19 @@ use assay_core::problem::{Advantages, Extra};
 pub(super) struct Sequences<'s> {
     pub(super) prompts: Vec<&'s [u32]>,
     pub(super) completions: Vec<&'s [u32]>,
+    /// Whether the tokens of each completion count.
+    pub(super) counts: Vec<bool>,
 }
 
 impl<'s> Sequences<'s> {
     /// Some of them.
     pub(super) fn rows(&self, rows: Range<usize>) -> Sequences<'s> {
         let of = |all: &[&'s [u32]]| all[rows.clone()].to_vec();
-        Sequences { prompts: of(&self.prompts), completions: of(&self.completions) }
+        Sequences {
+            prompts: of(&self.prompts),
+            completions: of(&self.completions),
+            counts: self.counts[rows.clone()].to_vec(),
+        }
     }
 
     /// `T`: the longest completion.
@@ -34,13 +40,18 @@ impl<'s> Sequences<'s> {
         })
     }
 
+    /// `[B,T]`: where there is a token of a completion, whether it counts or not.
+    pub(super) fn places(&self) -> Array2<bool> {
+        self.per_token(|_, _| 1.0).mapv(|there| there == 1.0)
+    }
+
     /// The tokens of the completions, as a loss is told of them.
     pub(super) fn batch(&self, advantages: Array1<f64>, old_logp: Option<Array2<f64>>) -> Batch {
         let shape = (self.completions.len(), self.width());
         Batch {
             logits: (),
             ids: Array2::from_shape_fn(shape, |(row, t)| self.completions[row].get(t).copied().map_or(0, i64::from)),
-            mask: Array2::from_shape_fn(shape, |(row, t)| t < self.completions[row].len()),
+            mask: Array2::from_shape_fn(shape, |(row, t)| self.counts[row] && t < self.completions[row].len()),
             advantages: Advantages::Sequence(advantages),
             old_logp,
             ref_logp: None,

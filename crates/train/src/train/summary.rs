@@ -29,6 +29,8 @@ pub struct Summary {
     pub loss_step_bytes: Option<usize>,
     #[serde(rename = "bytes/train/update")]
     pub update_bytes: Option<usize>,
+    #[serde(rename = "eval/step_0")]
+    pub before: Option<Evaluation>,
     #[serde(flatten)]
     pub evaluation: Option<Evaluation>,
     pub loss: f64,
@@ -57,6 +59,7 @@ impl Summary {
             total_tokens: records.iter().map(|record| record.valid_tokens).sum(),
             loss_step_bytes: most(|record| record.loss_step_bytes),
             update_bytes: most(|record| record.update_bytes),
+            before: records.first().and_then(|record| record.before),
             evaluation: records.iter().rev().find_map(|record| record.evaluation),
             loss: last.loss,
             entropy: last.entropy,
