@@ -1,5 +1,6 @@
 //! The training loop on candle, its commands, and the recorder.
 
+mod ab;
 mod command;
 mod loss;
 mod model;

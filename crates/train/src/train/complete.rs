@@ -40,10 +40,24 @@ pub fn complete(
     observer: &mut (dyn Observer + Send),
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Trained, TrainError> {
+    complete_by(config, Arm::of(config, plugin)?, stop, observer, progress)
+}
+
+/// The same by an arm that is given.
+///
+/// # Errors
+/// As [`complete`].
+pub fn complete_by(
+    config: &TrainConfig,
+    arm: Arm,
+    stop: &AtomicBool,
+    observer: &mut (dyn Observer + Send),
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Trained, TrainError> {
     let pool = ThreadPoolBuilder::new().num_threads(config.threads.unwrap_or(0)).build();
     let pool = pool.map_err(|error| TrainError::Threads(error.to_string()))?;
     pool.install(|| {
-        let mut trainer = Trainer::start(config.clone(), Arm::of(config, plugin)?, stop)?;
+        let mut trainer = Trainer::start(config.clone(), arm, stop)?;
         let of = config.steps;
         progress(Progress { steps: trainer.steps(), of, made: None });
         while !trainer.finished() {

@@ -326,7 +326,9 @@ impl TrainConfig {
     /// What a warm start must have been made under to be used again.
     pub(super) fn warm_fingerprint(&self) -> String {
         let warm_start = self.warm_start.as_ref().map(|warm_start| WarmStart { cache: None, ..warm_start.clone() });
-        let settings = (self.seed, &self.model, &self.tokenizer, &self.task, warm_start, &self.update.optimizer);
+        let rate = warm_start.as_ref().map_or(0.0, |warm_start| warm_start.learning_rate);
+        let optimizer = AdamWConfig { learning_rate: rate, ..self.update.optimizer.clone() };
+        let settings = (self.seed, &self.model, &self.tokenizer, &self.task, warm_start, optimizer);
         serde_json::to_string(&settings).expect("plain data")
     }
 }

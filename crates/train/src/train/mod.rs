@@ -42,7 +42,7 @@ pub use baseline::Baseline;
 pub use candle_core;
 /// Layers and optimizers of the same version.
 pub use candle_nn;
-pub use complete::{Progress, Trained, complete};
+pub use complete::{Progress, Trained, complete, complete_by};
 pub use config::TrainConfig;
 pub use loss::{Batch, Evaluated, GrpoLoss};
 pub use loss_step::{LossStep, Observer, Unobserved};
