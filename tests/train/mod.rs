@@ -6,4 +6,5 @@ mod loss;
 mod model;
 mod parts;
 mod record;
+mod resume;
 mod rollout;

@@ -8,6 +8,7 @@ use assay::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay::native::Native;
 use assay::problem::{Candidate, Dtype, Problem, Shape};
 use assay::spec::LossSpec;
+use assay::train::disk::Disk;
 use assay::train::{Arm, GrpoLoss, TrainError, Trainer, Unobserved};
 use serde_json::{Value, json};
 
@@ -70,7 +71,8 @@ fn a_loss_of_another_policy_than_was_sampled_ends_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let config = config(settings(folder.path(), "out"));
     let arm = Arm::Kernel(Box::new(GrpoLoss::by(LossSpec::default(), Arc::new(Warmer))));
-    let mut trainer = Trainer::start(config, arm, &AtomicBool::new(false)).unwrap();
+    let disk = Disk::open(&config.out).unwrap();
+    let mut trainer = Trainer::start(disk, config, arm, &AtomicBool::new(false)).unwrap();
     let error = trainer.advance(&mut Unobserved).unwrap_err();
     assert!(matches!(error, TrainError::OffPolicy(_)), "{error}");
     assert!(error.to_string().starts_with("step 1, part 0: the loss has log-probability "), "{error}");

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rayon::ThreadPoolBuilder;
 
+use super::disk::Disk;
 use super::metrics::Record;
 use super::{Arm, Observer, Summary, TrainConfig, TrainError, Trainer};
-use assay_fixture::persist;
 
 /// A run that has made all its steps.
 pub struct Trained {
@@ -40,14 +40,15 @@ pub fn complete(
     observer: &mut (dyn Observer + Send),
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Trained, TrainError> {
-    complete_by(config, Arm::of(config, plugin)?, stop, observer, progress)
+    complete_by(Disk::open(&config.out)?, config, Arm::of(config, plugin)?, stop, observer, progress)
 }
 
-/// The same by an arm that is given.
+/// The same by an arm that is given, its files on `disk`.
 ///
 /// # Errors
 /// As [`complete`].
 pub fn complete_by(
+    disk: Disk,
     config: &TrainConfig,
     arm: Arm,
     stop: &AtomicBool,
@@ -57,7 +58,7 @@ pub fn complete_by(
     let pool = ThreadPoolBuilder::new().num_threads(config.threads.unwrap_or(0)).build();
     let pool = pool.map_err(|error| TrainError::Threads(error.to_string()))?;
     pool.install(|| {
-        let mut trainer = Trainer::start(config.clone(), arm, stop)?;
+        let mut trainer = Trainer::start(disk.clone(), config.clone(), arm, stop)?;
         let of = config.steps;
         progress(Progress { steps: trainer.steps(), of, made: None });
         while !trainer.finished() {
@@ -69,13 +70,12 @@ pub fn complete_by(
             trainer.advance(observer)?;
             progress(Progress { steps: trainer.steps(), of, made: trainer.records().last() });
         }
-        let summary = Summary::of(trainer.records()).expect("at least one step");
-        let path = config.out.join("summary.json");
-        persist(&path, |out| {
-            serde_json::to_writer_pretty(&mut *out, &summary)?;
-            out.write_all(b"\n")
-        })
-        .map_err(|reason| TrainError::io(&path, "write", reason))?;
+        let Some(summary) = Summary::of(trainer.records()) else {
+            let reason = format!("none of {of} steps, all of which were made; with more `steps` the run goes on");
+            return Err(TrainError::file(&disk.folder().join("metrics.jsonl"), reason));
+        };
+        let text = serde_json::to_string_pretty(&summary).expect("plain data") + "\n";
+        disk.replace(&disk.folder().join("summary.json"), text.as_bytes())?;
         Ok(Trained { trainer, summary })
     })
 }

@@ -312,23 +312,4 @@ impl TrainConfig {
         }
         Ok(())
     }
-
-    /// What a checkpoint must have been written under to be gone on from: all that changes a curve, as JSON.
-    pub(super) fn fingerprint(&self) -> String {
-        let mut config = serde_json::to_value(self).expect("plain data");
-        let settings = config.as_object_mut().expect("a struct");
-        for free in ["threads", "steps", "out", "checkpoint_every"] {
-            settings.remove(free);
-        }
-        config.to_string()
-    }
-
-    /// What a warm start must have been made under to be used again.
-    pub(super) fn warm_fingerprint(&self) -> String {
-        let warm_start = self.warm_start.as_ref().map(|warm_start| WarmStart { cache: None, ..warm_start.clone() });
-        let rate = warm_start.as_ref().map_or(0.0, |warm_start| warm_start.learning_rate);
-        let optimizer = AdamWConfig { learning_rate: rate, ..self.update.optimizer.clone() };
-        let settings = (self.seed, &self.model, &self.tokenizer, &self.task, warm_start, optimizer);
-        serde_json::to_string(&settings).expect("plain data")
-    }
 }

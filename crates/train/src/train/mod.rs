@@ -14,6 +14,8 @@ mod baseline;
 mod checkpoint;
 mod complete;
 pub mod config;
+pub mod disk;
+mod fingerprint;
 mod loss;
 mod loss_step;
 mod meter;

@@ -13,6 +13,8 @@ const LAST: usize = 10;
 #[expect(missing_docs, reason = "the names that they are written under say it")]
 pub struct Summary {
     pub steps: usize,
+    /// Those that are not written down: somebody shortened the curve of a run that went on from its checkpoint.
+    pub steps_missing: usize,
     #[serde(rename = "time/train/step_avg_last10_s")]
     pub step_s: f64,
     #[serde(rename = "time/train/rollout_generate_s")]
@@ -51,6 +53,7 @@ impl Summary {
         let most = |of: fn(&Record) -> Option<usize>| timed.iter().filter_map(of).max();
         Some(Self {
             steps: last.step,
+            steps_missing: last.step - records.len(),
             step_s: mean(|record| record.step_s),
             rollout_s: mean(|record| record.rollout_s),
             update_s: mean(|record| record.update_s),

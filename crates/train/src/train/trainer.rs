@@ -1,8 +1,6 @@
 //! [`Trainer`]: the loop.
 
-use std::fs;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -12,6 +10,8 @@ use sha2::{Digest, Sha256};
 
 use super::checkpoint;
 use super::config::{Model, RolloutDtype, Task, TrainConfig};
+use super::disk::Disk;
+use super::fingerprint::Fingerprints;
 use super::loss_step::{Graded, GradedStep, Summed};
 use super::meter::Meter;
 use super::metrics::{Evaluation, Journal, Record};
@@ -29,11 +29,16 @@ use crate::checkpoint::Qwen2Config;
 use assay_core::problem::{HeadShape, Metrics};
 use assay_fixture::hexadecimal;
 
+/// The file that a run goes on from.
+pub(super) const CHECKPOINT: &str = "checkpoint.safetensors";
+
 /// The most exercises of an evaluation that go through the policy together.
 const EVALUATED_AT_ONCE: usize = 64;
 
 /// A run between two steps.
 pub struct Trainer {
+    disk: Disk,
+    fingerprint: String,
     config: TrainConfig,
     arm: Arm,
     tokenizer: Tokenizer,
@@ -78,9 +83,8 @@ impl Trainer {
     /// # Errors
     /// [`TrainError`] naming the setting or file that is wrong; [`TrainError::Interrupted`] where `stop` was set before the
     /// warm start was done.
-    pub fn start(config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
+    pub fn start(disk: Disk, config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
         config.check()?;
-        fs::create_dir_all(&config.out).map_err(|reason| TrainError::io(&config.out, "create", reason))?;
         let (model, weights, own) = match &config.model {
             Model::Init(model) => (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes),
             Model::Path(path) => read_checkpoint(path)?,
@@ -115,17 +119,36 @@ impl Trainer {
             hidden: model.hidden_size,
             vocab: model.vocab_size,
         })?;
-        let path = checkpoint_path(&config.out);
+        let Fingerprints { run: fingerprint, warm_start } = Fingerprints::of(&config)?;
+        let path = disk.folder().join(CHECKPOINT);
         let (step, weights, optimizer) = if path.exists() {
-            let found = checkpoint::read(&path, &model, &config.fingerprint())?;
+            let found = checkpoint::read(&path, &model, &fingerprint)?;
             (found.step, found.weights, found.optimizer)
         } else {
-            (0, warm(&config, &model, weights, &train, stop)?, AdamW::default())
+            (0, warm(&disk, &warm_start, &config, &model, weights, &train, stop)?, AdamW::default())
         };
-        let reference =
-            config.loss.kl.is_some().then(|| reference_policy(&config, &model, &weights, step)).transpose()?;
-        let journal = Journal::open(&config.out, step)?;
-        Ok(Self { config, arm, tokenizer, model, weights, reference, optimizer, step, train, evaluate, journal })
+        let reference = config
+            .loss
+            .kl
+            .is_some()
+            .then(|| reference_policy(&disk, &fingerprint, &model, &weights, step))
+            .transpose()?;
+        let journal = Journal::open(&disk, step)?;
+        Ok(Self {
+            disk,
+            fingerprint,
+            config,
+            arm,
+            tokenizer,
+            model,
+            weights,
+            reference,
+            optimizer,
+            step,
+            train,
+            evaluate,
+            journal,
+        })
     }
 
     /// How many steps it has made.
@@ -217,13 +240,14 @@ impl Trainer {
         Ok(self.records().last().expect("just pushed"))
     }
 
-    /// Writes a checkpoint.
+    /// Writes a checkpoint, after the steps up to it are sure to be written down.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses; the one before then stands.
     pub fn save(&self) -> Result<(), TrainError> {
-        let path = checkpoint_path(&self.config.out);
-        checkpoint::write(&path, self.step, &self.weights, &self.optimizer, &self.config.fingerprint())
+        self.journal.sync()?;
+        let path = self.disk.folder().join(CHECKPOINT);
+        checkpoint::write(&self.disk, &path, self.step, &self.weights, &self.optimizer, &self.fingerprint)
     }
 
     /// The completions of step `step`, and what they are worth. Exercises and random numbers are functions of the seed, the
@@ -434,10 +458,6 @@ fn digest(completions: &[Completion]) -> String {
     hexadecimal(hash)
 }
 
-fn checkpoint_path(folder: &Path) -> PathBuf {
-    folder.join("checkpoint.safetensors")
-}
-
 /// Whether a group has nothing to tell its completions apart by.
 fn is_even(rewards: &[f64]) -> bool {
     rewards.iter().all(|reward| *reward == rewards[0])
@@ -445,14 +465,15 @@ fn is_even(rewards: &[f64]) -> bool {
 
 /// The policy as it was before the first step: written down then, and read where the run goes on.
 fn reference_policy(
-    config: &TrainConfig,
+    disk: &Disk,
+    fingerprint: &str,
     model: &Qwen2Config,
     weights: &Weights,
     step: usize,
 ) -> Result<Weights, TrainError> {
-    let path = config.out.join("reference.safetensors");
+    let path = disk.folder().join("reference.safetensors");
     if step == 0 {
-        checkpoint::write(&path, 0, weights, &AdamW::default(), &config.fingerprint())?;
+        checkpoint::write(disk, &path, 0, weights, &AdamW::default(), fingerprint)?;
     }
-    Ok(checkpoint::read(&path, model, &config.fingerprint())?.weights)
+    Ok(checkpoint::read(&path, model, fingerprint)?.weights)
 }

@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::checkpoint;
 use super::config::{TrainConfig, WarmStart};
+use super::disk::Disk;
 use super::loss_step::Graded;
 use super::optimizer::{AdamW, AdamWConfig, Gradients};
 use super::qwen2::{Qwen2, Weights};
@@ -20,6 +21,8 @@ use assay_core::spec::{LossSpec, Objective, OldLogp};
 
 /// Weights after the supervised steps: from the cache, or made and cached.
 pub(super) fn warm(
+    disk: &Disk,
+    fingerprint: &str,
     config: &TrainConfig,
     model: &Qwen2Config,
     weights: Weights,
@@ -28,9 +31,8 @@ pub(super) fn warm(
 ) -> Result<Weights, TrainError> {
     let Some(WarmStart { steps, batch, learning_rate, cache }) = &config.warm_start else { return Ok(weights) };
     let path = cache.clone().unwrap_or_else(|| config.out.join("warm_start.safetensors"));
-    let fingerprint = config.warm_fingerprint();
     if path.exists() {
-        return Ok(checkpoint::read(&path, model, &fingerprint)?.weights);
+        return Ok(checkpoint::read(&path, model, fingerprint)?.weights);
     }
     // −A·logp with A = 1: cross-entropy, of the distribution that is trained afterwards.
     let LossSpec { logits, support, temperature, temperature_divides, .. } = config.loss.clone();
@@ -66,7 +68,7 @@ pub(super) fn warm(
         graded.through(&hidden, policy.lm_head(), &mut gradients, &weights)?;
         optimizer.step(&settings, &weights, gradients)?;
     }
-    checkpoint::write(&path, 0, &weights, &AdamW::default(), &fingerprint)?;
+    checkpoint::write(disk, &path, 0, &weights, &AdamW::default(), fingerprint)?;
     Ok(weights)
 }
 

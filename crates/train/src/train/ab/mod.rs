@@ -9,8 +9,6 @@ mod controls;
 mod learning;
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -20,7 +18,9 @@ use serde::{Deserialize, Serialize};
 pub use controls::Control;
 
 use super::complete::{Progress, Trained, complete_by};
+use super::disk::Disk;
 use super::metrics::{Evaluation, Record};
+use super::trainer::CHECKPOINT;
 use super::{Arm, LossStep, Observer, OffPolicy, Summary, TrainConfig, TrainError};
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
@@ -153,7 +153,8 @@ pub fn runs(
         if let Some(warm_start) = &mut settings.warm_start {
             warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
         }
-        forget(&settings.out.join("checkpoint.safetensors"))?;
+        let disk = Disk::open(&settings.out)?;
+        disk.forget(&settings.out.join(CHECKPOINT))?;
         let (settings, arm) = match contestant {
             Contestant::Side(_) => (settings.clone(), Arm::of(&settings, plugin)?),
             Contestant::Control(control) => {
@@ -169,7 +170,7 @@ pub fn runs(
         let judged = Judged { class, steps: 0, outputs: BTreeMap::new(), off_policy: Vec::new() };
         // By the loss that was asked for, whatever the arm makes of it.
         let mut judge = Judge { loss: config.loss.clone(), every: plan.judge_every, judged };
-        let Trained { trainer, summary } = complete_by(&settings, arm, stop, &mut judge, progress)?;
+        let Trained { trainer, summary } = complete_by(disk, &settings, arm, stop, &mut judge, progress)?;
         Ok(Run { summary, judged: judge.judged, records: trainer.records().to_vec() })
     };
     (0..plan.seeds).map(|i| run(config.seed + i)).collect()
@@ -211,14 +212,6 @@ fn words(verdict: &judge::Verdict) -> String {
         (None, Some(worst)) => {
             format!("at {} expected {:e}, actual {:e}, limit {:e}", worst.at, worst.expected, worst.actual, worst.limit)
         }
-    }
-}
-
-/// Removes a file that may not be there.
-fn forget(path: &Path) -> Result<(), TrainError> {
-    match fs::remove_file(path) {
-        Err(reason) if reason.kind() != ErrorKind::NotFound => Err(TrainError::io(path, "remove", reason)),
-        _ => Ok(()),
     }
 }
 
