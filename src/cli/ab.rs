@@ -46,11 +46,14 @@ impl Ab {
         let mut told = told(&self.printing);
         let mut run = |plan: Plan, contestant: Contestant| runs(&config, plan, contestant, plugin, &stop, &mut told);
         let baseline = run(plan, Contestant::Side(Side::Baseline))?;
-        let made = pairs(&config, &baseline, &run(plan, Contestant::Side(Side::Kernel))?);
+        // One seed decides nothing of learning.
+        let unjudged = Plan { judge_every: None, ..plan };
+        let redrawn = if self.seeds > 1 { run(unjudged, Contestant::Redrawn)? } else { Vec::new() };
+        let made = pairs(&config, &baseline, &redrawn, &run(plan, Contestant::Side(Side::Kernel))?);
         let mut controls = Vec::new();
         for control in Control::ALL.into_iter().filter(|_| self.controls) {
             let of_control = run(control.plan(plan), Contestant::Control(control))?;
-            controls.push((control, pairs(&config, &baseline, &of_control)));
+            controls.push((control, pairs(&config, &baseline, &redrawn, &of_control)));
         }
         let comparison = comparison(&config, &made, &controls);
         self.printing.finish(&text(&made, &comparison), &comparison)?;

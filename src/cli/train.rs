@@ -83,6 +83,6 @@ mod tests {
             }
         }
         names.sort();
-        assert_eq!(names, ["ab_qwen_vocab.yaml", "ab_small.yaml", "train_small.yaml"]);
+        assert_eq!(names, ["ab_qwen_vocab.yaml", "ab_small.yaml", "ab_tiny.yaml", "train_small.yaml"]);
     }
 }

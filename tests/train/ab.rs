@@ -7,7 +7,7 @@ use assay::schema::ab::Verdict;
 use assay::train::ab::{Contestant, Control, Plan, Run, Side, comparison, pairs, runs};
 use serde_json::json;
 
-/// Nobody is told what passed by this name's beginning.
+/// The gate that tells a run that does not learn.
 const LEARNING: &str = "training reward, second half of the steps, mean of the seeds";
 
 /// The gates that fail.
@@ -23,7 +23,7 @@ fn controls_fail_the_gate_that_is_for_them_and_the_kernel_fails_none() {
         settings(folder.path(), "ab"),
         json!({
             "seed": 1,
-            "steps": 18,
+            "steps": 32,
             "task": {"arithmetic": {"train": 256, "evaluate": 16, "largest": 9, "verbs": ["wants"]}},
             "warm_start": {"steps": 40, "cache": null},
             "rollout": {"group": 8, "max_new_tokens": 10},
@@ -33,12 +33,13 @@ fn controls_fail_the_gate_that_is_for_them_and_the_kernel_fails_none() {
     let run = |plan: Plan, contestant: Contestant| -> Vec<Run> {
         runs(&config, plan, contestant, None, &AtomicBool::new(false), &mut |_| ()).unwrap()
     };
-    let (whole, unjudged) = (Plan { seeds: 4, judge_every: Some(9) }, Plan { seeds: 4, judge_every: None });
+    let (whole, unjudged) = (Plan { seeds: 3, judge_every: Some(16) }, Plan { seeds: 3, judge_every: None });
     let baseline = run(unjudged, Contestant::Side(Side::Baseline));
     let moved = baseline.iter().filter(|run| run.summary.before != run.summary.evaluation).count();
-    assert!(moved >= 3, "greedy completions move: {:?}", baseline.iter().map(|run| &run.summary).collect::<Vec<_>>());
+    assert_eq!(moved, 3, "greedy completions move: {:?}", baseline.iter().map(|run| &run.summary).collect::<Vec<_>>());
 
-    let against = |runs: &[Run]| comparison(&config, &pairs(&config, &baseline, runs), &[]);
+    let redrawn = run(unjudged, Contestant::Redrawn);
+    let against = |runs: &[Run]| comparison(&config, &pairs(&config, &baseline, &redrawn, runs), &[]);
     let kernel = against(&run(whole, Contestant::Side(Side::Kernel)));
     let decided = kernel.verdicts.iter().filter(|verdict| verdict.pass == Some(true)).count();
     assert_eq!((failed(&kernel.verdicts).len(), decided), (0, 5), "{:#?}", kernel.verdicts);
@@ -46,7 +47,7 @@ fn controls_fail_the_gate_that_is_for_them_and_the_kernel_fails_none() {
         // A wrong loss shows at once; a run that does not learn, in its curve alone.
         let plan = control.plan(if control.fails_to_learn() { whole } else { Plan { seeds: 1, judge_every: Some(1) } });
         let settings =
-            assay::train::TrainConfig { steps: if control.fails_to_learn() { 18 } else { 1 }, ..config.clone() };
+            assay::train::TrainConfig { steps: if control.fails_to_learn() { 32 } else { 1 }, ..config.clone() };
         let of_control =
             runs(&settings, plan, Contestant::Control(control), None, &AtomicBool::new(false), &mut |_| ()).unwrap();
         let compared = against(&of_control);

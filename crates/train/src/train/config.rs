@@ -136,6 +136,9 @@ pub struct Rollout {
     /// of the unrounded policy its `old_logp`.
     #[serde(default)]
     pub dtype: RolloutDtype,
+    /// Which draw of the completions: another one has the same weights and exercises, and other random numbers.
+    #[serde(default)]
+    pub draw: u64,
     /// Whether groups whose rewards are all equal are sampled again, as other exercises.
     #[serde(default)]
     pub dynamic_sampling: Option<DynamicSampling>,

@@ -105,6 +105,7 @@ fn required_alone() -> Rollout {
         group: 0,
         max_new_tokens: 0,
         dtype: RolloutDtype::default(),
+        draw: 0,
         dynamic_sampling: None,
         mask_truncated: false,
     }

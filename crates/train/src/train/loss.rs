@@ -192,7 +192,7 @@ impl GrpoLoss {
         implementation: &dyn Implementation,
         projection: Projection,
         batch: &Batch,
-    ) -> Result<(Differentiated<2>, Option<Metrics>, Option<FloatArray<Ix2>>), TrainError> {
+    ) -> Result<OnHidden, TrainError> {
         let problem = batch.with_logits(projection);
         let shape = problem.check(&self.spec)?;
         let rows = shape.batch * shape.tokens;
@@ -236,6 +236,9 @@ impl GrpoLoss {
         }
     }
 }
+
+/// A loss with both gradients, what trainers log of it, and its log-probabilities.
+type OnHidden = (Differentiated<2>, Option<Metrics>, Option<FloatArray<Ix2>>);
 
 /// A loss whose gradients are known: an operation of one or two arguments whose result is a scalar.
 struct Differentiated<const N: usize> {

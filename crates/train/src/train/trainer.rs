@@ -267,7 +267,8 @@ impl Trainer {
             let exercises = drawn(self.train.len(), (number - 1) * wanted, wanted, self.config.seed);
             let exercises: Vec<usize> = exercises.into_iter().flat_map(|i| vec![i; group]).collect();
             let prompts: Vec<&[u32]> = exercises.iter().map(|&i| self.train[i].prompt.as_slice()).collect();
-            let seed = self.config.seed ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let draw = self.config.rollout.draw.rotate_right(8);
+            let seed = self.config.seed ^ draw ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
             let distribution = Distribution::of(&self.config.loss);
             let completions = generate(&policy, &prompts, room, end, &distribution, Sampling::Random { seed })?;

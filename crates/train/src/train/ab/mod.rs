@@ -50,6 +50,8 @@ pub struct Plan {
 pub enum Contestant {
     /// One of the two arms.
     Side(Side),
+    /// The baseline, with other random numbers in its rollouts: how far two runs of one seed come apart.
+    Redrawn,
     /// An arm that is wrong on purpose.
     Control(Control),
 }
@@ -58,6 +60,7 @@ impl Contestant {
     fn name(self) -> &'static str {
         match self {
             Contestant::Side(side) => side.name(),
+            Contestant::Redrawn => "redrawn",
             Contestant::Control(control) => control.name(),
         }
     }
@@ -128,6 +131,8 @@ pub struct Pair {
     pub seed: u64,
     /// In the order of [`Side::BOTH`].
     pub runs: [Run; 2],
+    /// The baseline's, [redrawn](Contestant::Redrawn).
+    pub redrawn: Option<Run>,
 }
 
 /// Makes the runs of `contestant` under `plan`, one a seed, each in a folder of its own within that of `config`. Each starts
@@ -149,14 +154,17 @@ pub fn runs(
         let mut settings = config.clone();
         settings.seed = seed;
         settings.out = folder.join(contestant.name());
-        settings.kernel.enabled = contestant != Contestant::Side(Side::Baseline);
+        settings.kernel.enabled = ![Contestant::Side(Side::Baseline), Contestant::Redrawn].contains(&contestant);
+        if contestant == Contestant::Redrawn {
+            settings.rollout.draw += 1;
+        }
         if let Some(warm_start) = &mut settings.warm_start {
             warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
         }
         let disk = Disk::open(&settings.out)?;
         disk.forget(&settings.out.join(CHECKPOINT))?;
         let (settings, arm) = match contestant {
-            Contestant::Side(_) => (settings.clone(), Arm::of(&settings, plugin)?),
+            Contestant::Side(_) | Contestant::Redrawn => (settings.clone(), Arm::of(&settings, plugin)?),
             Contestant::Control(control) => {
                 let settings = control.settings(&settings);
                 let arm = control.arm(&settings.loss);
@@ -176,10 +184,11 @@ pub fn runs(
     (0..plan.seeds).map(|i| run(config.seed + i)).collect()
 }
 
-/// The runs of both arms by their seeds, the first of which is that of `config`.
-pub fn pairs(config: &TrainConfig, baseline: &[Run], kernel: &[Run]) -> Vec<Pair> {
+/// The runs of both arms by their seeds, the first of which is that of `config`, and the baseline's redrawn where there are any.
+pub fn pairs(config: &TrainConfig, baseline: &[Run], redrawn: &[Run], kernel: &[Run]) -> Vec<Pair> {
     let runs = baseline.iter().zip(kernel).map(|(baseline, kernel)| [baseline.clone(), kernel.clone()]);
-    (config.seed..).zip(runs).map(|(seed, runs)| Pair { seed, runs }).collect()
+    let pair = |(i, (seed, runs)): (usize, _)| Pair { seed, runs, redrawn: redrawn.get(i).cloned() };
+    (config.seed..).zip(runs).enumerate().map(pair).collect()
 }
 
 /// Holds the whole batch's loss of every so many steps against the reference, in each of their epochs.
