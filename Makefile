@@ -59,7 +59,7 @@ test-extensive: test
 	ASSAY_CASES=10000 PROPTEST_CASES=5000 PROPTEST_RNG_SEED=$$(date +%s) ASSAY_DEVICE_CASES=40 \
 		ASSAY_FULL_OPTIMIZATION=1 ASSAY_PRODUCTION=1 $(CARGO) test --release --locked --all-features
 	$(CARGO) run --release --locked --all-features --quiet -- mutants --production
-	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3
+	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3 --judge-every 10 --controls
 	$(CARGO) test --release --locked --no-default-features
 	$(CARGO) test --release --locked --package assay-native --lib every_f32 -- --ignored
 	$(CARGO) test --release --locked --package assay-native --test native more_than_2_31 -- --ignored

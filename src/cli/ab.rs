@@ -7,9 +7,9 @@ use comfy_table::Table;
 
 use super::train::{read_settings, told};
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
-use crate::schema::ab::Verdict;
+use crate::schema::ab::{Comparison, Verdict};
 use crate::train::Summary;
-use crate::train::ab::{Pair, Plan, Side, comparison, run};
+use crate::train::ab::{Contestant, Control, Pair, Plan, Side, comparison, pairs, runs};
 use crate::train::metrics::Evaluation;
 
 /// Each run starts anew; only the warm start is kept.
@@ -21,9 +21,15 @@ pub(super) struct Ab {
     /// How many pairs of runs, of consecutive seeds
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
-    /// Judge the first loss of every Nth step against the reference, from step 1 on
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    /// The first of them, in place of the settings' own
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Judge the losses of every Nth step against the reference, from step 1 on; 0 judges none
+    #[arg(long, value_name = "N", default_value_t = 1)]
     judge_every: u64,
+    /// Run arms that are wrong on purpose too: each must fail
+    #[arg(long)]
+    controls: bool,
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
@@ -32,18 +38,30 @@ pub(super) struct Ab {
 
 impl Ab {
     pub(super) fn run(self) -> Result<Passed, CliError> {
-        let config = read_settings(&self.config)?;
+        let mut config = read_settings(&self.config)?;
+        config.seed = self.seed.unwrap_or(config.seed);
         let plugin = self.plugin.checked_path()?;
         let stop = stop_flag()?;
-        let plan = Plan { seeds: self.seeds, judge_every: self.judge_every };
-        let pairs = run(&config, plan, plugin, &stop, &mut told(&self.printing))?;
-        let comparison = comparison(&config, &pairs);
-        self.printing.finish(&text(&pairs, &comparison.verdicts), &comparison)?;
+        let plan = Plan { seeds: self.seeds, judge_every: Some(self.judge_every).filter(|every| *every > 0) };
+        let mut told = told(&self.printing);
+        let mut run = |plan: Plan, contestant: Contestant| runs(&config, plan, contestant, plugin, &stop, &mut told);
+        let baseline = run(plan, Contestant::Side(Side::Baseline))?;
+        // One seed decides nothing of learning.
+        let unjudged = Plan { judge_every: None, ..plan };
+        let redrawn = if self.seeds > 1 { run(unjudged, Contestant::Redrawn)? } else { Vec::new() };
+        let made = pairs(&config, &baseline, &redrawn, &run(plan, Contestant::Side(Side::Kernel))?);
+        let mut controls = Vec::new();
+        for control in Control::ALL.into_iter().filter(|_| self.controls) {
+            let of_control = run(control.plan(plan), Contestant::Control(control))?;
+            controls.push((control, pairs(&config, &baseline, &redrawn, &of_control)));
+        }
+        let comparison = comparison(&config, &made, &controls);
+        self.printing.finish(&text(&made, &comparison), &comparison)?;
         Ok(Passed::from(comparison.pass))
     }
 }
 
-fn text(pairs: &[Pair], verdicts: &[Verdict]) -> String {
+fn text(pairs: &[Pair], Comparison { verdicts, controls, .. }: &Comparison) -> String {
     let mut arms = Table::new();
     arms.load_style(comfy_table::presets::ASCII_MARKDOWN);
     arms.set_header([
@@ -88,13 +106,25 @@ fn text(pairs: &[Pair], verdicts: &[Verdict]) -> String {
             decided.into(),
         ]);
     }
+    let mut wrong = Table::new();
+    wrong.load_style(comfy_table::presets::ASCII_MARKDOWN);
+    wrong.set_header(["wrong on purpose", "training reward", "difference", "limit", "fails"]);
+    for control in controls {
+        let failed = if control.failed.is_empty() { "nothing: FAIL".into() } else { control.failed.join("; ") };
+        let Verdict { kernel, difference, limit, .. } = &control.learning;
+        wrong.add_row([control.name.clone(), shown(*kernel), shown(*difference), shown(*limit), failed]);
+    }
+    let wrong = if controls.is_empty() { String::new() } else { format!("\n{wrong}\n") };
     let mut beyond = String::new();
     for (pair, side) in pairs.iter().flat_map(|pair| Side::BOTH.map(|side| (pair, side))) {
         for worst in pair.runs[side as usize].judged.outputs.values().filter(|worst| worst.share > 1.0) {
             beyond += &format!("beyond its limit: {}, seed {}, {}\n", side.name(), pair.seed, worst.at);
         }
     }
-    format!("{arms}\n\n{compared}\n{beyond}")
+    for run in pairs.iter().flat_map(|pair| &pair.runs) {
+        beyond.extend(run.judged.off_policy.iter().take(1).map(|found| format!("{found}\n")));
+    }
+    format!("{arms}\n\n{compared}\n{beyond}{wrong}")
 }
 
 /// Whole numbers in full, four digits of others.

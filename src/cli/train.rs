@@ -7,7 +7,7 @@ use comfy_table::Table;
 
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
 use crate::config;
-use crate::train::{Progress, TrainConfig, TrainError, complete};
+use crate::train::{Progress, TrainConfig, TrainError, Unobserved, complete};
 
 /// A run goes on from the checkpoint in the folder of its results, where there is one.
 #[derive(Args)]
@@ -32,7 +32,7 @@ impl Train {
         }
         let plugin = self.plugin.checked_path()?;
         let stop = stop_flag()?;
-        let summary = complete(&settings, plugin, &stop, &mut |_| Ok(()), &mut told(&self.printing))?.summary;
+        let summary = complete(&settings, plugin, &stop, &mut Unobserved, &mut told(&self.printing))?.summary;
         let mut table = Table::new();
         if let serde_json::Value::Object(fields) = serde_json::to_value(&summary).expect("plain data") {
             table.load_style(comfy_table::presets::NOTHING);
@@ -83,6 +83,6 @@ mod tests {
             }
         }
         names.sort();
-        assert_eq!(names, ["ab_qwen_vocab.yaml", "ab_small.yaml", "train_small.yaml"]);
+        assert_eq!(names, ["ab_qwen_vocab.yaml", "ab_small.yaml", "ab_tiny.yaml", "train_small.yaml"]);
     }
 }

@@ -83,6 +83,7 @@ fn comparison() -> Comparison {
         pass: true,
         arms: [arm("baseline", "candle"), arm("kernel", "native")],
         verdicts: vec![verdict("loss, worst step", Some(true)), verdict("time of the loss step", None)],
+        controls: Vec::new(),
     }
 }
 

@@ -7,3 +7,5 @@ pub(crate) mod command;
 pub(crate) mod formula;
 #[cfg(feature = "train")]
 pub(crate) mod interruption;
+#[cfg(feature = "train")]
+pub(crate) mod training;

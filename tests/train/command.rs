@@ -69,6 +69,7 @@ fn curve(out: &Path) -> Vec<Record> {
     let timeless = |line: &str| Record {
         unix_time: 0.0,
         rollout_s: 0.0,
+        score_s: 0.0,
         update_s: 0.0,
         loss_step_s: 0.0,
         step_s: 0.0,
@@ -151,7 +152,13 @@ fn an_interrupted_run_keeps_its_steps_and_goes_on() {
     expect_success(&train(folder.path(), &whole));
     let begun = settings(folder.path(), "out");
     let long = train(folder.path(), &begun.replace("steps: 8", "steps: 1000000"));
-    let output = interrupted(&long, || written(&out) >= 2);
+    let output = interrupted(&long, || {
+        let begun = written(&out) >= 2;
+        if begun {
+            assert_refused(&long.iter().map(String::as_str).collect::<Vec<_>>(), &["another run writes here"]);
+        }
+        begun
+    });
     assert_eq!(output.code, 2, "{}", output.stderr);
     assert!(output.stderr.contains("of 1000000 steps; the same command goes on"), "{}", output.stderr);
     let kept = written(&out);
@@ -168,7 +175,8 @@ fn an_interrupted_run_keeps_its_steps_and_goes_on() {
     let output = interrupted(&endless, || warming_out.exists());
     assert_eq!(output.code, 2, "{}", output.stderr);
     assert!(output.stderr.contains("interrupted in the warm start"), "{}", output.stderr);
-    assert_eq!(fs::read_dir(warming_out).unwrap().count(), 0);
+    let left: Vec<_> = fs::read_dir(warming_out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, [".lock"]);
 }
 
 /// The loop on a checkpoint with its own tokenizer, and what of one is refused.
@@ -246,13 +254,13 @@ fn what_is_wrong_is_named_and_the_last_checkpoint_stays() {
     expect_success(&train(folder.path(), &short));
     let checkpoint = folder.path().join("out/checkpoint.safetensors");
     let bytes = fs::read(&checkpoint).unwrap();
-    expect(&whole.replace("group: 4", "group: 2"), "checkpoint.safetensors: written under other settings");
+    expect(&whole.replace("group: 4", "group: 2"), "checkpoint.safetensors: written under other settings (`rollout`)");
     assert_eq!(fs::read(&checkpoint).unwrap(), bytes);
     fs::write(&checkpoint, &bytes[..bytes.len() - 1]).unwrap();
     expect(&whole, "checkpoint.safetensors: ");
     fs::write(&checkpoint, &bytes).unwrap();
     fs::write(folder.path().join("out/metrics.jsonl"), "").unwrap();
-    expect(&whole, "metrics.jsonl: expected steps 1 to 1");
+    expect(&short, "metrics.jsonl: none of 1 steps, all of which were made");
 }
 
 /// Both arms, judged at each step; `make test-extensive` runs the shipped one too.
@@ -272,10 +280,10 @@ fn both_arms_agree_in_a_short_run() {
     assert!(compared.pass);
     assert_eq!(compared.arms.each_ref().map(|arm| arm.runs[0].steps.len()), [2, 2]);
     let decided: Vec<_> = compared.verdicts.iter().filter(|verdict| verdict.pass == Some(true)).collect();
-    assert_eq!(decided.len(), 3, "loss, dhidden, dlm_head: {decided:?}");
-    for verdict in decided {
+    assert_eq!(decided.len(), 4, "loss, dhidden, dlm_head, and the ratios of first updates: {decided:?}");
+    for verdict in &decided[..3] {
         assert!(verdict.baseline.unwrap() > 0.0 && verdict.kernel.unwrap() > 0.0, "{verdict:?}");
-        assert!(verdict.what.contains("of 4 loss steps"), "{verdict:?}");
+        assert!(verdict.what.contains("of 8 losses of a whole batch"), "{verdict:?}");
     }
     assert!(compared.arms.iter().flat_map(|arm| &arm.runs[0].steps).all(|step| step.loss_step_bytes > 0.0));
     assert_eq!(assay(&["report", json_path, "-o", page_path, "-q"]).code, 0);

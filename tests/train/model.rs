@@ -3,9 +3,10 @@
 use crate::common::checkpoint;
 use crate::common::formula::Formula;
 
+use assay::spec::LossSpec;
 use assay::train::candle_core::{DType, Device, Tensor};
 use assay::train::qwen2::{KvCache, Weights, initial_weights, read_checkpoint};
-use assay::train::rollout::{Sampling, generate};
+use assay::train::rollout::{Distribution, Sampling, generate};
 use assay::train::{Qwen2, Qwen2Config};
 use ndarray::{Array2, s};
 
@@ -107,8 +108,8 @@ fn completions_hold_the_log_probabilities_that_the_policy_gives_them() {
     let weights = weights(&config);
     let policy = Qwen2::detached(&config, &weights);
     let prompts: [&[u32]; 3] = [&[1, 2, 3], &[4, 5], &[6, 7, 8]];
-    let sampling = Sampling::Softmax { temperature: 1.0, seed: 9 };
-    let completions = generate(&policy, &prompts, 6, 10, sampling).unwrap();
+    let (distribution, sampling) = (Distribution::of(&LossSpec::default()), Sampling::Random { seed: 9 });
+    let completions = generate(&policy, &prompts, 6, 10, &distribution, sampling).unwrap();
     let formula = formula(&config, &weights);
     for (prompt, completion) in prompts.iter().zip(&completions) {
         assert_eq!(completion.ended, completion.ids.last() == Some(&10));
@@ -122,7 +123,7 @@ fn completions_hold_the_log_probabilities_that_the_policy_gives_them() {
         }
     }
     // A sequence's random numbers are its own: they do not depend on who goes along.
-    assert_eq!(generate(&policy, &prompts[..1], 6, 10, sampling).unwrap()[0], completions[0]);
+    assert_eq!(generate(&policy, &prompts[..1], 6, 10, &distribution, sampling).unwrap()[0], completions[0]);
 }
 
 /// A folder as Hugging Face writes it, in bf16 and in two parts.

@@ -130,7 +130,7 @@ fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
 }
 
 /// The rollout weight of each token; anything under the mask.
-fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
+pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     let mut weights = match (rollout.source, &tokens.extra.rollout_weights) {
         (RolloutSource::Given, Some(given)) => given_weights(rollout.level, tokens, given),
         _ => computed_weights(rollout, tokens),

@@ -13,6 +13,20 @@ pub struct Comparison {
     pub arms: [Arm; 2],
     /// What was compared, in the order to be read.
     pub verdicts: Vec<Verdict>,
+    /// Arms that are wrong on purpose, where they were run too.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub controls: Vec<Control>,
+}
+
+/// An arm that is wrong on purpose, instead of the kernel.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Control {
+    /// What is wrong.
+    pub name: String,
+    /// The gates that it fails.
+    pub failed: Vec<String>,
+    /// What its rewards come to.
+    pub learning: Verdict,
 }
 
 /// One arm: the same training on every seed.

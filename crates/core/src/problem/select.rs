@@ -1,5 +1,7 @@
 //! Parts of a problem: some of its sequences, tokens, columns and hidden units.
 
+use std::ops::Range;
+
 use ndarray::{Array2, Axis, Ix3};
 
 use super::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection};
@@ -35,18 +37,14 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 }
 
 impl<L> Problem<L> {
-    /// The part without its logits. An id whose column is left out becomes −1, which is none: such a token no longer counts.
-    fn select_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let column = |id: &i64| part.columns.iter().position(|column| i64::try_from(*column) == Ok(*id));
-        let ids = of_tokens(&self.ids, part).mapv(|id| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column")));
-        let mut mask = of_tokens(&self.mask, part);
-        mask.zip_mut_with(&ids, |counts, id| *counts &= *id >= 0);
+    /// The sequences and tokens of `part` over all columns, with other logits.
+    fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
         let Extra { rollout_logp, rollout_weights, selected, bias } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
         Problem {
             logits,
-            ids,
-            mask,
+            ids: of_tokens(&self.ids, part),
+            mask: of_tokens(&self.mask, part),
             advantages: match &self.advantages {
                 Advantages::Sequence(advantages) => Advantages::Sequence(advantages.select(Axis(0), &part.batch)),
                 Advantages::Token(advantages) => Advantages::Token(of_tokens(advantages, part)),
@@ -57,9 +55,30 @@ impl<L> Problem<L> {
                 rollout_logp: floats(rollout_logp),
                 rollout_weights: floats(rollout_weights),
                 selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
-                bias: bias.as_ref().map(|bias| bias.select(Axis(0), &part.columns)),
+                bias: bias.clone(),
             },
         }
+    }
+
+    /// The part without its logits. An id whose column is left out becomes −1, which is none: such a token no longer counts.
+    fn select_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
+        let column = |id: &i64| part.columns.iter().position(|column| i64::try_from(*column) == Ok(*id));
+        let mut problem = self.with_tokens(part, logits);
+        problem.ids.mapv_inplace(|id| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column")));
+        problem.mask.zip_mut_with(&problem.ids, |counts, id| *counts &= *id >= 0);
+        problem.extra.bias = problem.extra.bias.map(|bias| bias.select(Axis(0), &part.columns));
+        problem
+    }
+}
+
+impl Problem<()> {
+    /// Its sequences `rows`, and of each the first `width` tokens.
+    ///
+    /// # Panics
+    /// Where either is beyond its axis.
+    #[must_use]
+    pub fn rows(&self, rows: Range<usize>, width: usize) -> Self {
+        self.with_tokens(&Part { batch: rows.collect(), tokens: (0..width).collect(), columns: Vec::new() }, ())
     }
 }
 

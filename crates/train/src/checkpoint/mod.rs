@@ -16,11 +16,12 @@ use candle_core::{Device, Tensor};
 use ndarray::IxDyn;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use tokenizers::Tokenizer;
 
 use assay_core::problem::FloatArray;
 use assay_core::text::one_line;
-use assay_fixture::{FixtureError, SafetensorsFile, sha256};
+use assay_fixture::{FixtureError, SafetensorsFile, hexadecimal, sha256};
 
 /// Longest `config.json` and `tokenizer.json`; Qwen2.5's take 7 MB.
 const LONGEST_SETTINGS: u64 = 64 << 20;
@@ -490,6 +491,30 @@ fn name_of(path: &Path) -> String {
 /// The SHA-256 of a file.
 pub(crate) fn hash_of(path: &Path) -> Result<String, FixtureError> {
     File::open(path).and_then(sha256).map_err(|reason| FixtureError::io(path, "read", reason))
+}
+
+/// The SHA-256 of what a checkpoint is read from: a GGUF file, or a folder's settings, tokenizer and weights, by their names in it.
+///
+/// # Errors
+/// [`FixtureError`] where one cannot be read.
+pub(crate) fn content_hash(path: &Path) -> Result<String, FixtureError> {
+    if !path.is_dir() {
+        return hash_of(path);
+    }
+    let listing = |reason| FixtureError::io(path, "list", reason);
+    let mut files: Vec<PathBuf> = Vec::new();
+    for entry in fs::read_dir(path).map_err(listing)? {
+        let file = entry.map_err(listing)?.path();
+        let read =
+            ["config.json", "generation_config.json", "tokenizer.json"].map(|name| path.join(name)).contains(&file);
+        if read || file.extension().is_some_and(|extension| extension == "safetensors") {
+            files.push(file);
+        }
+    }
+    files.sort();
+    let lines = files.iter().map(|file| Ok(format!("{} {}\n", hash_of(file)?, name_of(file))));
+    let all = lines.collect::<Result<String, FixtureError>>()?;
+    Ok(hexadecimal(Sha256::new_with_prefix(all)))
 }
 
 /// The first line of an error: candle puts a backtrace behind it.

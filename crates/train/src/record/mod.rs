@@ -31,7 +31,7 @@ use self::expected::{CLIP, Expected, Row, log_softmax};
 use self::prompts::{Line, read};
 use self::qwen2::{Prefilled, load, logits};
 use crate::checkpoint::{Checkpoint, Vocabulary, first_line, hash_of};
-use crate::train::reward::advantages as of_rewards;
+use crate::train::reward::AdvantageConfig;
 use crate::train::{Qwen2, TrainError};
 use assay_core::problem::Dtype;
 use assay_core::spec::{LossSpec, Objective, PpoClip};
@@ -158,7 +158,7 @@ fn advantages(lines: &[Line], completions: &[Completion]) -> Vec<f32> {
     let groups = completions.chunk_by(|a, b| text(a) == text(b));
     let of_group = |group: &[Completion]| {
         let rewards: Vec<f64> = group.iter().map(|completion| completion.reward).collect();
-        of_rewards(&rewards).into_iter().map(|advantage| advantage as f32)
+        AdvantageConfig::default().advantages(&rewards, rewards.len()).into_iter().map(|advantage| advantage as f32)
     };
     groups.flat_map(of_group).collect()
 }

@@ -2,23 +2,27 @@
 
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
+use ndarray::Array2;
 
 use super::{Batch, Evaluated, TrainError};
 use assay_core::problem::Metrics;
-use assay_core::spec::{LossSpec, Objective, PpoClip};
+use assay_core::spec::{LossSpec, Objective, PpoClip, Reduction};
 
 /// PPO-clip by `log_softmax`, `gather` and autograd: what a careful candle user would write, and what a kernel is compared
 /// with.
 ///
 /// ```text
-/// loss = scale · Σ m · −min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A) / max(Σ m, 1),   ρ = exp(logp − old_logp)
+/// loss = scale · Σ m · −min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A) / N,   ρ = exp(logp − old_logp)
 /// ```
+///
+/// with `N = max(Σ m, 1)`, or a number that is given.
 ///
 /// Logits are `[B,T,V]`, f64, f32, bf16 or f16; 16-bit ones are widened to f32, and everything is computed in what results.
 /// Entropy and clip fractions, which trainers log, are computed outside the graph.
 #[derive(Clone, Debug)]
 pub struct Baseline {
     clip: PpoClip,
+    reduction: Reduction,
     scale: f64,
 }
 
@@ -26,7 +30,7 @@ impl Baseline {
     /// The loss `spec`.
     ///
     /// # Errors
-    /// [`TrainError::Baseline`] for a spec other than PPO-clip with the mean over all tokens.
+    /// [`TrainError::Baseline`] for a spec other than PPO-clip with the mean over all tokens or over a number given.
     pub fn of(spec: &LossSpec) -> Result<Self, TrainError> {
         let Objective::PpoClip(clip) = &spec.objective else {
             return Err(TrainError::Baseline { field: "objective" });
@@ -34,17 +38,11 @@ impl Baseline {
         if clip.delta.is_some() || clip.dual_clip.is_some() {
             return Err(TrainError::Baseline { field: "objective.ppo_clip" });
         }
-        let plain = LossSpec { objective: spec.objective.clone(), scale: spec.scale, ..LossSpec::default() };
-        if *spec != plain {
-            return Err(TrainError::Baseline { field: "spec" });
+        if !matches!(spec.reduction, Reduction::TokenMean | Reduction::Normalizer(_)) {
+            return Err(TrainError::Baseline { field: "reduction" });
         }
-        Ok(Self { clip: clip.clone(), scale: spec.scale })
-    }
-
-    /// The same loss times `by`, which is above 0: that of a part of a batch.
-    #[must_use]
-    pub fn scaled(&self, by: f64) -> Self {
-        Self { clip: self.clip.clone(), scale: self.scale * by }
+        let baseline = Self { clip: clip.clone(), reduction: spec.reduction, scale: spec.scale };
+        if *spec == baseline.spec() { Ok(baseline) } else { Err(TrainError::Baseline { field: "spec" }) }
     }
 
     /// The loss of `logits`, `[B,T,V]`.
@@ -77,9 +75,12 @@ impl Baseline {
         let clipped = ratio.clamp(1.0 - self.clip.epsilon_low, 1.0 + self.clip.epsilon_high)?;
         let policy = (&ratio * &advantages)?.minimum(&(clipped * &advantages)?)?.neg()?;
         let count = batch.mask.iter().filter(|counts| **counts).count().max(1) as f64;
-        let loss = ((policy * mask)?.sum_all()? * (self.scale / count))?;
+        let denominator = if let Reduction::Normalizer(given) = self.reduction { given } else { count };
+        let loss = ((policy * mask)?.sum_all()? * (self.scale / denominator))?;
         let metrics = self.metrics(&log_softmax.detach(), &ratio.detach(), batch, count)?;
-        Ok(Evaluated { loss, metrics: Some(metrics) })
+        let scored = logp.detach().to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
+        let logp = Array2::from_shape_vec((rows, tokens), scored).expect("one a token");
+        Ok(Evaluated { loss, metrics: Some(metrics), logp: Some(logp) })
     }
 
     /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
@@ -93,7 +94,12 @@ impl Baseline {
     }
 
     fn spec(&self) -> LossSpec {
-        LossSpec { objective: Objective::PpoClip(self.clip.clone()), scale: self.scale, ..LossSpec::default() }
+        LossSpec {
+            objective: Objective::PpoClip(self.clip.clone()),
+            reduction: self.reduction,
+            scale: self.scale,
+            ..LossSpec::default()
+        }
     }
 
     fn metrics(&self, log_softmax: &Tensor, ratio: &Tensor, batch: &Batch, count: f64) -> Result<Metrics, TrainError> {

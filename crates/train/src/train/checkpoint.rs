@@ -9,11 +9,12 @@ use std::path::Path;
 use candle_core::{Tensor, Var};
 use serde::{Deserialize, Serialize};
 
-use super::TrainError;
+use super::disk::Disk;
 use super::optimizer::AdamW;
 use super::qwen2::Weights;
+use super::{TrainError, fingerprint};
 use crate::checkpoint::{Qwen2Config, single_tensor};
-use assay_fixture::{SafetensorsFile, persist};
+use assay_fixture::SafetensorsFile;
 
 /// The one entry of the file's metadata.
 const METADATA: &str = "assay.train";
@@ -41,6 +42,7 @@ pub(super) struct Checkpoint {
 /// # Errors
 /// [`TrainError`] where the system refuses; `path` is then as it was.
 pub(super) fn write(
+    disk: &Disk,
     path: &Path,
     step: usize,
     weights: &Weights,
@@ -53,7 +55,7 @@ pub(super) fn write(
     let header = serde_json::to_string(&header).expect("plain data");
     let bytes = safetensors::serialize(&tensors, Some(HashMap::from([(METADATA.to_string(), header)])))
         .map_err(|error| TrainError::file(path, error.to_string()))?;
-    persist(path, |out| out.write_all(&bytes)).map_err(|reason| TrainError::io(path, "write", reason))
+    disk.replace(path, &bytes)
 }
 
 /// Reads the checkpoint in `path` of a policy of `config`, written under `fingerprint`.
@@ -67,8 +69,10 @@ pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Resu
     };
     let header: Header = serde_json::from_str(header).map_err(|error| TrainError::file(path, error.to_string()))?;
     if header.fingerprint != fingerprint {
-        let reason = "written under other settings; remove it, or choose another folder for the results";
-        return Err(TrainError::file(path, reason.into()));
+        let which = fingerprint::differences(&header.fingerprint, fingerprint);
+        let reason =
+            format!("written under other settings ({which}); remove it, or choose another folder for the results");
+        return Err(TrainError::file(path, reason));
     }
     let mut weights = Weights::new();
     for (name, shape) in config.tensors() {

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rayon::ThreadPoolBuilder;
 
+use super::disk::Disk;
 use super::metrics::Record;
-use super::{Arm, LossStep, Summary, TrainConfig, TrainError, Trainer};
-use assay_fixture::persist;
+use super::{Arm, Observer, Summary, TrainConfig, TrainError, Trainer};
 
 /// A run that has made all its steps.
 pub struct Trained {
@@ -29,7 +29,7 @@ pub struct Progress<'r> {
 }
 
 /// Makes the steps that are left of a run on threads of its own, and writes its `summary.json`. A PJRT implementation uses
-/// `plugin`; `observe` sees every loss, `progress` hears of every step.
+/// `plugin`; `observer` sees the losses that it wants, `progress` hears of every step.
 ///
 /// # Errors
 /// [`TrainError::Interrupted`], after a checkpoint, where `stop` is set; [`TrainError::Threads`]; what the steps return.
@@ -37,13 +37,28 @@ pub fn complete(
     config: &TrainConfig,
     plugin: Option<&Path>,
     stop: &AtomicBool,
-    observe: &mut (dyn FnMut(&LossStep) -> Result<(), TrainError> + Send),
+    observer: &mut (dyn Observer + Send),
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Trained, TrainError> {
+    complete_by(Disk::open(&config.out)?, config, Arm::of(config, plugin)?, stop, observer, progress)
+}
+
+/// The same by an arm that is given, its files on `disk`.
+///
+/// # Errors
+/// As [`complete`].
+pub fn complete_by(
+    disk: Disk,
+    config: &TrainConfig,
+    arm: Arm,
+    stop: &AtomicBool,
+    observer: &mut (dyn Observer + Send),
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Trained, TrainError> {
     let pool = ThreadPoolBuilder::new().num_threads(config.threads.unwrap_or(0)).build();
     let pool = pool.map_err(|error| TrainError::Threads(error.to_string()))?;
     pool.install(|| {
-        let mut trainer = Trainer::start(config.clone(), Arm::of(config, plugin)?, stop)?;
+        let mut trainer = Trainer::start(disk.clone(), config.clone(), arm, stop)?;
         let of = config.steps;
         progress(Progress { steps: trainer.steps(), of, made: None });
         while !trainer.finished() {
@@ -52,16 +67,15 @@ pub fn complete(
                 let done = format!("after {} of {of} steps; the same command goes on", trainer.steps());
                 return Err(TrainError::Interrupted { done });
             }
-            trainer.advance(observe)?;
+            trainer.advance(observer)?;
             progress(Progress { steps: trainer.steps(), of, made: trainer.records().last() });
         }
-        let summary = Summary::of(trainer.records()).expect("at least one step");
-        let path = config.out.join("summary.json");
-        persist(&path, |out| {
-            serde_json::to_writer_pretty(&mut *out, &summary)?;
-            out.write_all(b"\n")
-        })
-        .map_err(|reason| TrainError::io(&path, "write", reason))?;
+        let Some(summary) = Summary::of(trainer.records()) else {
+            let reason = format!("none of {of} steps, all of which were made; with more `steps` the run goes on");
+            return Err(TrainError::file(&disk.folder().join("metrics.jsonl"), reason));
+        };
+        let text = serde_json::to_string_pretty(&summary).expect("plain data") + "\n";
+        disk.replace(&disk.folder().join("summary.json"), text.as_bytes())?;
         Ok(Trained { trainer, summary })
     })
 }

@@ -6,9 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::optimizer::AdamWConfig;
+use super::parts::expect_separable;
+use super::reward::AdvantageConfig;
 use super::task::Arithmetic;
 use crate::checkpoint::Qwen2Config;
-use assay_core::spec::LossSpec;
+use assay_core::spec::{LossSpec, Objective, RolloutSource, TemperatureDivides};
 
 /// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,6 +38,9 @@ pub struct TrainConfig {
     pub warm_start: Option<WarmStart>,
     /// How completions are made.
     pub rollout: Rollout,
+    /// How their rewards become advantages.
+    #[serde(default)]
+    pub advantages: AdvantageConfig,
     /// What is made of them.
     #[serde(default)]
     pub update: Update,
@@ -45,7 +50,8 @@ pub struct TrainConfig {
     /// After how many steps a checkpoint is written; always after the last.
     #[serde(default = "default_checkpoint_every")]
     pub checkpoint_every: usize,
-    /// The loss. Completions are sampled at its temperature.
+    /// The loss. Completions are sampled from the distribution that it scores. With a `kl` term the reference is the policy
+    /// as it was before the first step.
     #[serde(default)]
     pub loss: LossSpec,
     /// What computes it.
@@ -126,6 +132,39 @@ pub struct Rollout {
     pub group: usize,
     /// The most tokens of a completion.
     pub max_new_tokens: usize,
+    /// What the sampler's weights are rounded to; it computes in f32. Its log-probabilities are the loss's `rollout_logp`, those
+    /// of the unrounded policy its `old_logp`.
+    #[serde(default)]
+    pub dtype: RolloutDtype,
+    /// Which draw of the completions: another one has the same weights and exercises, and other random numbers.
+    #[serde(default)]
+    pub draw: u64,
+    /// Whether groups whose rewards are all equal are sampled again, as other exercises.
+    #[serde(default)]
+    pub dynamic_sampling: Option<DynamicSampling>,
+    /// Whether completions that found no end are left out of the loss; they stay in their group's advantages.
+    #[serde(default)]
+    pub mask_truncated: bool,
+}
+
+/// What the sampler's weights are rounded to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[expect(missing_docs, reason = "they are known by their names")]
+pub enum RolloutDtype {
+    #[default]
+    F32,
+    Bf16,
+    F16,
+}
+
+/// DAPO's dynamic sampling: groups without a difference teach nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DynamicSampling {
+    /// How often a step samples, at most, to fill its batch with groups whose rewards differ. Where they are too few then, the
+    /// first of the others fill it.
+    pub attempts: usize,
 }
 
 /// What is made of completions.
@@ -167,6 +206,13 @@ impl Default for KernelChoice {
     }
 }
 
+impl Rollout {
+    /// How often a step samples, at most.
+    pub fn attempts(&self) -> usize {
+        self.dynamic_sampling.map_or(1, |sampling| sampling.attempts)
+    }
+}
+
 impl TrainConfig {
     /// Makes the paths of inputs relative to `folder`.
     pub fn beside(&mut self, folder: &Path) {
@@ -197,6 +243,7 @@ impl TrainConfig {
             ("threads", self.threads.unwrap_or(1)),
             ("rollout.prompts", self.rollout.prompts),
             ("rollout.max_new_tokens", self.rollout.max_new_tokens),
+            ("rollout.dynamic_sampling.attempts", self.rollout.attempts()),
             ("update.ppo_epochs", self.update.ppo_epochs),
             ("update.micro_batches", self.update.micro_batches),
             ("evaluate_every", self.evaluate_every),
@@ -218,7 +265,6 @@ impl TrainConfig {
         }
         let optimizer = &self.update.optimizer;
         let positive = [
-            ("update.optimizer.learning_rate", optimizer.learning_rate),
             ("update.optimizer.epsilon", optimizer.epsilon),
             ("update.optimizer.max_grad_norm", optimizer.max_grad_norm),
             ("warm_start.learning_rate", self.warm_start.as_ref().map_or(1.0, |warm_start| warm_start.learning_rate)),
@@ -226,31 +272,47 @@ impl TrainConfig {
         if let Some((field, given)) = positive.into_iter().find(|(_, x)| !(x.is_finite() && *x > 0.0)) {
             return wrong(field, given.to_string(), "a finite number above 0");
         }
+        let at_least_0 = [
+            // With 0 nothing is learned, which is how to see what a run without learning looks like.
+            ("update.optimizer.learning_rate", optimizer.learning_rate),
+            ("advantages.epsilon", self.advantages.epsilon),
+        ];
+        if let Some((field, given)) = at_least_0.into_iter().find(|(_, x)| !(x.is_finite() && *x >= 0.0)) {
+            return wrong(field, given.to_string(), "a finite number, at least 0");
+        }
         let betas = [("update.optimizer.beta1", optimizer.beta1), ("update.optimizer.beta2", optimizer.beta2)];
         if let Some((field, given)) = betas.into_iter().find(|(_, x)| !(0.0..1.0).contains(x)) {
             return wrong(field, given.to_string(), "0 ≤ beta < 1");
         }
         self.loss.check().map_err(assay_core::problem::ProblemError::from)?;
+        expect_separable(&self.loss)?;
+        self.expect_provided()?;
         if let Model::Init(model) = &self.model {
             model.check()?;
         }
         Ok(())
     }
 
-    /// What a checkpoint must have been written under to be gone on from: all that changes a curve, as JSON.
-    pub(super) fn fingerprint(&self) -> String {
-        let mut config = serde_json::to_value(self).expect("plain data");
-        let settings = config.as_object_mut().expect("a struct");
-        for free in ["threads", "steps", "out", "checkpoint_every"] {
-            settings.remove(free);
+    /// Checks that the loss reads nothing that a run here has not.
+    fn expect_provided(&self) -> Result<(), TrainError> {
+        let loss = &self.loss;
+        if loss.logits.bias {
+            return Err(TrainError::setting("loss.logits.bias", true, "false: no policy here has one"));
         }
-        config.to_string()
-    }
-
-    /// What a warm start must have been made under to be used again.
-    pub(super) fn warm_fingerprint(&self) -> String {
-        let warm_start = self.warm_start.as_ref().map(|warm_start| WarmStart { cache: None, ..warm_start.clone() });
-        let settings = (self.seed, &self.model, &self.tokenizer, &self.task, warm_start, &self.update.optimizer);
-        serde_json::to_string(&settings).expect("plain data")
+        if loss.temperature_divides == TemperatureDivides::Logp && loss.temperature != 1.0 {
+            let expected =
+                "logits, or a temperature of 1: nothing can be sampled with probabilities that do not sum to 1";
+            return Err(TrainError::setting("loss.temperature_divides", "logp", expected));
+        }
+        if loss.rollout.as_ref().is_some_and(|weights| weights.source == RolloutSource::Given) {
+            let expected = "logp: the sampler returns log-probabilities and no weights";
+            return Err(TrainError::setting("loss.rollout.source", "given", expected));
+        }
+        let selects = matches!(loss.objective, Objective::KlCov(_) | Objective::ClipCov(_));
+        if selects {
+            let expected = "one that needs no selection of tokens: nothing makes it here";
+            return Err(TrainError::setting("loss.objective", "KL-Cov or Clip-Cov", expected));
+        }
+        Ok(())
     }
 }

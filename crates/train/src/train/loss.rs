@@ -4,12 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Shape, Tensor};
-use ndarray::{Array, Array2, Dimension};
+use ndarray::{Array, Array2, Dimension, Ix2};
 
 use super::TrainError;
-use assay_core::implementation::Implementation;
+use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{
-    Candidate, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, Metrics, Problem, Projection,
+    self, Candidate, Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Metrics,
+    Problem, Projection,
 };
 use assay_core::spec::LossSpec;
 use assay_native::{Native, NativeHead, gemm};
@@ -79,6 +80,9 @@ pub struct Evaluated {
     pub loss: Tensor,
     /// Means over the unmasked tokens; `None` from an implementation that has none.
     pub metrics: Option<Metrics>,
+    /// `[B,T]`, nats: the log-probabilities that the loss was made of; anything where no token counts, and `None` from an
+    /// implementation that returns none.
+    pub logp: Option<Array2<f64>>,
 }
 
 impl GrpoLoss {
@@ -113,6 +117,11 @@ impl GrpoLoss {
         Ok(Self { spec, kernel: AnyImplementation::OnLogits(implementation) })
     }
 
+    /// The loss by an implementation of one's own.
+    pub fn by(spec: LossSpec, implementation: Arc<dyn Implementation>) -> Self {
+        Self { spec, kernel: AnyImplementation::OnLogits(implementation) }
+    }
+
     /// The class of `tolerances.toml` for what [`on_hidden`](Self::on_hidden) returns.
     pub fn class_on_hidden(&self) -> String {
         match &self.kernel {
@@ -121,10 +130,10 @@ impl GrpoLoss {
         }
     }
 
-    /// The same loss times `by`, which is above 0: that of a part of a batch.
+    /// The loss `spec` by the same implementation.
     #[must_use]
-    pub fn scaled(&self, by: f64) -> Self {
-        Self { spec: LossSpec { scale: self.spec.scale * by, ..self.spec.clone() }, kernel: self.kernel.clone() }
+    pub fn under(&self, spec: LossSpec) -> Self {
+        Self { spec, kernel: self.kernel.clone() }
     }
 
     /// The loss.
@@ -144,7 +153,8 @@ impl GrpoLoss {
         let outcome = implementation.run(&self.spec, batch.with_logits(array3("logits", logits)?), 1)?;
         let gradient = tensor(outcome.gradient)?;
         let op = Differentiated { loss: outcome.loss.value() as f32, gradients: [gradient] };
-        Ok(Evaluated { loss: logits.apply_op1(op)?, metrics: outcome.metrics })
+        let logp = outcome.logp.map(|logp| logp.to_f64());
+        Ok(Evaluated { loss: logits.apply_op1(op)?, metrics: outcome.metrics, logp })
     }
 
     /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
@@ -158,12 +168,12 @@ impl GrpoLoss {
             layout: HeadLayout::VocabByHidden,
             rounds_logits: false,
         };
-        let (outcome, metrics) = match &self.kernel {
+        let (outcome, metrics, logp) = match &self.kernel {
             AnyImplementation::WithHead(implementation) => {
-                let HeadCandidate { loss, gradient: HeadGradient { dhidden, dlm_head, .. }, metrics, .. } =
+                let HeadCandidate { loss, gradient: HeadGradient { dhidden, dlm_head, .. }, metrics, logp, .. } =
                     implementation.run(&self.spec, batch.with_logits(projection), 1)?;
                 let gradients = [tensor(dhidden)?, tensor(dlm_head)?];
-                (Differentiated { loss: loss.value() as f32, gradients }, metrics)
+                (Differentiated { loss: loss.value() as f32, gradients }, metrics, logp)
             }
             AnyImplementation::OnLogits(implementation) => {
                 self.through_logits(implementation.as_ref(), projection, batch)?
@@ -173,7 +183,7 @@ impl GrpoLoss {
         // The gradient of a 16-bit head comes in f32; candle adds gradients in the dtype of what they belong to.
         let gradients = [dhidden.to_dtype(hidden.dtype())?, dlm_head.to_dtype(lm_head.dtype())?];
         let op = Differentiated { loss: outcome.loss, gradients };
-        Ok(Evaluated { loss: hidden.apply_op2(lm_head, op)?, metrics })
+        Ok(Evaluated { loss: hidden.apply_op2(lm_head, op)?, metrics, logp: logp.map(|logp| logp.to_f64()) })
     }
 
     /// The products around an implementation that is given logits: f32 throughout.
@@ -182,7 +192,7 @@ impl GrpoLoss {
         implementation: &dyn Implementation,
         projection: Projection,
         batch: &Batch,
-    ) -> Result<(Differentiated<2>, Option<Metrics>), TrainError> {
+    ) -> Result<OnHidden, TrainError> {
         let problem = batch.with_logits(projection);
         let shape = problem.check(&self.spec)?;
         let rows = shape.batch * shape.tokens;
@@ -191,7 +201,7 @@ impl GrpoLoss {
         let mut logits = Array2::zeros((rows, shape.vocab));
         gemm(logits.view_mut(), false, hidden.view(), lm_head.t());
         let logits = logits.into_shape_with_order((shape.batch, shape.tokens, shape.vocab)).expect("dense");
-        let Candidate { loss, gradient: dlogits, metrics, .. } =
+        let Candidate { loss, gradient: dlogits, metrics, logp, .. } =
             implementation.run(&self.spec, batch.with_logits(logits.into()), 1)?;
         let FloatArray::F32(dlogits) = dlogits else { unreachable!("dlogits have the dtype of the logits") };
         let dlogits = dlogits.into_shape_with_order((rows, shape.vocab)).expect("dense");
@@ -201,7 +211,22 @@ impl GrpoLoss {
         gemm(dlm_head.view_mut(), false, dlogits.t(), hidden.view());
         let dhidden = dhidden.into_shape_with_order((shape.batch, shape.tokens, shape.hidden)).expect("dense");
         let gradients = [tensor(dhidden.into())?, tensor(dlm_head.into())?];
-        Ok((Differentiated { loss: loss.value() as f32, gradients }, metrics))
+        Ok((Differentiated { loss: loss.value() as f32, gradients }, metrics, logp))
+    }
+
+    /// Checks that the implementation computes this loss from hidden states of `shape` in f32.
+    ///
+    /// # Errors
+    /// [`TrainError::Run`], naming the setting that it does not do.
+    pub fn expect_supported(&self, shape: HeadShape) -> Result<(), TrainError> {
+        let HeadShape { batch, tokens, vocab, .. } = shape;
+        let supported = match &self.kernel {
+            AnyImplementation::OnLogits(kernel) => {
+                kernel.supports(&self.spec, problem::Shape { batch, tokens, vocab }, Dtype::F32, 1)
+            }
+            AnyImplementation::WithHead(kernel) => kernel.supports(&self.spec, shape, Dtype::F32, 1),
+        };
+        Ok(supported.map_err(RunError::from)?)
     }
 
     fn id(&self) -> &str {
@@ -211,6 +236,9 @@ impl GrpoLoss {
         }
     }
 }
+
+/// A loss with both gradients, what trainers log of it, and its log-probabilities.
+type OnHidden = (Differentiated<2>, Option<Metrics>, Option<FloatArray<Ix2>>);
 
 /// A loss whose gradients are known: an operation of one or two arguments whose result is a scalar.
 struct Differentiated<const N: usize> {
@@ -322,7 +350,7 @@ fn tensor<D: Dimension>(array: FloatArray<D>) -> Result<Tensor, TrainError> {
     })
 }
 
-fn widened<D: Dimension>(array: FloatArray<D>) -> Array<f32, D> {
+pub(super) fn widened<D: Dimension>(array: FloatArray<D>) -> Array<f32, D> {
     match array {
         FloatArray::F64(_) => unreachable!("no tensor of f64 is taken"),
         FloatArray::F32(array) => array,

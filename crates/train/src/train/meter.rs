@@ -2,47 +2,57 @@
 
 use peak_alloc::PeakAlloc;
 
-/// Counts the bytes that the allocator of this process hands out, where that is [`PeakAlloc`].
-pub(super) struct Meter {
+/// Counts the bytes that the allocator of this process hands out, where that is [`PeakAlloc`]; another does not count.
+pub(super) struct Meter(Option<Counted>);
+
+/// Bytes at the beginning, and the most since.
+struct Counted {
     before: usize,
     highest: usize,
 }
 
 impl Meter {
-    /// Begins; `None` where another allocator is installed, which does not count.
-    pub(super) fn start() -> Option<Self> {
+    /// Begins.
+    pub(super) fn start() -> Self {
         let before = PeakAlloc.current_usage();
         PeakAlloc.reset_peak_usage();
-        (before > 0).then_some(Self { before, highest: before })
+        Self((before > 0).then_some(Counted { before, highest: before }))
     }
 
     /// What `work` comes to, and the most bytes that it held beyond what there was.
-    pub(super) fn most_bytes<T>(&mut self, work: impl FnOnce() -> T) -> (T, usize) {
+    pub(super) fn most_bytes<T>(&mut self, work: impl FnOnce() -> T) -> (T, Option<usize>) {
         self.catch_up();
         let before = PeakAlloc.current_usage();
         let result = work();
-        (result, self.catch_up().saturating_sub(before))
+        (result, self.catch_up().map(|peak| peak.saturating_sub(before)))
     }
 
-    /// What `work` comes to, whose bytes do not count.
+    /// What `work` comes to, whose bytes do not count, those that it leaves behind neither.
     pub(super) fn apart<T>(&mut self, work: impl FnOnce() -> T) -> T {
         self.catch_up();
+        let before = PeakAlloc.current_usage();
         let result = work();
+        let left = PeakAlloc.current_usage().saturating_sub(before);
+        if let Some(counted) = &mut self.0 {
+            counted.before += left;
+            counted.highest += left;
+        }
         PeakAlloc.reset_peak_usage();
         result
     }
 
     /// The most bytes that were held since the beginning, beyond what there was.
-    pub(super) fn finish(mut self) -> usize {
+    pub(super) fn finish(mut self) -> Option<usize> {
         self.catch_up();
-        self.highest.saturating_sub(self.before)
+        self.0.map(|counted| counted.highest.saturating_sub(counted.before))
     }
 
     /// The most since the last call.
-    fn catch_up(&mut self) -> usize {
+    fn catch_up(&mut self) -> Option<usize> {
+        let counted = self.0.as_mut()?;
         let peak = PeakAlloc.peak_usage();
         PeakAlloc.reset_peak_usage();
-        self.highest = self.highest.max(peak);
-        peak
+        counted.highest = counted.highest.max(peak);
+        Some(peak)
     }
 }

@@ -1,14 +1,13 @@
 //! [`Journal`]: the curve of a run, a line of JSON a step, and the same as an event file for TensorBoard.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io::ErrorKind;
 
 use prost::Message;
 use serde::{Deserialize, Serialize};
 
 use super::TrainError;
-use assay_fixture::persist;
+use super::disk::{Disk, Growing};
 
 /// What a step came to. Means are over the tokens that count, and over epochs; times are in seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,6 +28,8 @@ pub struct Record {
     pub clip_high: f64,
     /// Share of tokens clipped.
     pub clip_region: f64,
+    /// Mean of the KL estimate, where the loss has one.
+    pub kl: Option<f64>,
     /// Norm of the whole gradient, before it is clipped.
     pub grad_norm: f64,
     /// Mean reward of the completions.
@@ -40,18 +41,33 @@ pub struct Record {
     /// The part of it for format.
     #[serde(rename = "reward/format/mean")]
     pub reward_format: f64,
+    /// Completions sampled, those among them that dynamic sampling left out.
+    #[serde(rename = "rollout/completions")]
+    pub completions: usize,
+    /// Groups of the batch whose rewards are all equal.
+    #[serde(rename = "rollout/even_groups")]
+    pub even_groups: usize,
+    /// Completions of the batch that found no end.
+    #[serde(rename = "rollout/truncated")]
+    pub truncated: usize,
+    /// Mean distance of the sampler's log-probabilities from those before the update, nats.
+    #[serde(rename = "rollout/logp_gap")]
+    pub logp_gap: f64,
     /// Completion tokens that the losses were of.
     pub valid_tokens: usize,
     /// Making completions.
     #[serde(rename = "time/rollout_generate_s")]
     pub rollout_s: f64,
+    /// Log-probabilities of the completions before the update and under the reference policy.
+    #[serde(rename = "time/score_s")]
+    pub score_s: f64,
     /// Everything from completions to new weights.
     #[serde(rename = "time/update_s")]
     pub update_s: f64,
     /// The part of it from hidden states to the gradients of hidden states and LM head.
     #[serde(rename = "time/loss_step_s")]
     pub loss_step_s: f64,
-    /// Both, without an evaluation.
+    /// All of them, without an evaluation.
     #[serde(rename = "time/step_s")]
     pub step_s: f64,
     /// The most bytes that a loss step held beyond what there was; `None` where nobody counts.
@@ -60,6 +76,9 @@ pub struct Record {
     /// The most bytes that the update held beyond what there was.
     #[serde(rename = "bytes/update")]
     pub update_bytes: Option<usize>,
+    /// What an evaluation found before the first step, with that.
+    #[serde(rename = "eval/step_0", default, skip_serializing_if = "Option::is_none")]
+    pub before: Option<Evaluation>,
     /// What an evaluation found, where there was one.
     #[serde(flatten)]
     pub evaluation: Option<Evaluation>,
@@ -79,19 +98,16 @@ pub struct Evaluation {
     pub format: f64,
 }
 
-impl Record {
-    /// Every number, by its name.
-    fn scalars(&self) -> Vec<(String, f32)> {
-        let serde_json::Value::Object(fields) = serde_json::to_value(self).expect("plain data") else {
-            unreachable!("a record is a struct")
-        };
-        let number = |(name, value): (String, serde_json::Value)| Some((name, value.as_f64()? as f32));
-        fields
-            .into_iter()
-            .filter(|(name, _)| !["step", "unix_time"].contains(&name.as_str()))
-            .filter_map(number)
-            .collect()
-    }
+/// Every number of `fields`, by its name.
+fn scalars(fields: &impl Serialize) -> Vec<Scalar> {
+    let serde_json::Value::Object(fields) = serde_json::to_value(fields).expect("plain data") else {
+        unreachable!("a struct")
+    };
+    let scalar = |(tag, value): (String, serde_json::Value)| {
+        let simple_value = Some(value.as_f64()? as f32);
+        (!["step", "unix_time"].contains(&tag.as_str())).then_some(Scalar { tag, simple_value })
+    };
+    fields.into_iter().filter_map(scalar).collect()
 }
 
 /// The file for TensorBoard: it knows one by a part of its name.
@@ -99,73 +115,68 @@ const EVENTS: &str = "events.out.tfevents.assay";
 
 /// The files of a run's curve.
 pub struct Journal {
-    path: PathBuf,
-    lines: File,
-    events: File,
+    lines: Growing,
+    events: Growing,
     records: Vec<Record>,
 }
 
 impl Journal {
-    /// The curve in `folder` up to and with step `kept`; what is beyond is forgotten.
+    /// The curve in the folder of `disk` up to and with step `kept`; what is beyond is forgotten. What a checkpoint says
+    /// stands whether or not its steps are all written here: those that are missing stay missing.
     ///
     /// # Errors
-    /// [`TrainError`] where a step before is missing, or the system refuses.
-    pub fn open(folder: &Path, kept: usize) -> Result<Self, TrainError> {
-        let path = folder.join("metrics.jsonl");
-        let text = match kept {
-            0 => String::new(),
-            _ => fs::read_to_string(&path).map_err(|reason| TrainError::io(&path, "read", reason))?,
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn open(disk: &Disk, kept: usize) -> Result<Self, TrainError> {
+        let path = disk.folder().join("metrics.jsonl");
+        let text = match fs::read(&path) {
+            Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+            Err(reason) if reason.kind() == ErrorKind::NotFound => String::new(),
+            Err(reason) => return Err(TrainError::io(&path, "read", reason)),
         };
-        let mut records = Vec::new();
-        for (i, line) in text.lines().take(kept).enumerate() {
-            let record: Record = serde_json::from_str(line)
-                .map_err(|error| TrainError::file(&path, format!("line {}: {error}", i + 1)))?;
+        let (mut records, mut lines) = (Vec::<Record>::new(), String::new());
+        for line in text.lines() {
+            // A line that was cut off is the last.
+            let Ok(record) = serde_json::from_str::<Record>(line) else { break };
+            if record.step > kept || records.last().is_some_and(|last| last.step >= record.step) {
+                break;
+            }
             records.push(record);
+            // As it stands: a number that is read and written again may lose its last bit.
+            lines += line;
+            lines.push('\n');
         }
-        if records.iter().map(|record| record.step).ne(1..=kept) {
-            return Err(TrainError::file(&path, format!("expected steps 1 to {kept}, a line each")));
-        }
-        let io = |reason| TrainError::io(&path, "write", reason);
-        // As they stand: a number that is read and written again may lose its last bit.
-        let as_they_stand = |out: &mut dyn Write| text.lines().take(kept).try_for_each(|line| writeln!(out, "{line}"));
-        persist(&path, as_they_stand).map_err(io)?;
-        let lines = OpenOptions::new().append(true).open(&path).map_err(io)?;
-        let events_path = folder.join(EVENTS);
-        let mut journal = Self {
-            events: File::create(&events_path).map_err(|reason| TrainError::io(&events_path, "write", reason))?,
-            path,
-            lines,
-            records: Vec::new(),
-        };
-        journal.write_event(Event::opening())?;
-        for record in &records {
-            journal.write_event(Event::of(record))?;
-        }
-        journal.records = records;
-        Ok(journal)
+        disk.replace(&path, lines.as_bytes())?;
+        let (lines, mut events) = (disk.go_on(path)?, disk.begin(disk.folder().join(EVENTS))?);
+        let all = records.iter().flat_map(Event::all_of);
+        let bytes = std::iter::once(Event::opening()).chain(all).flat_map(|event| framed(&event.encode_to_vec()));
+        events.append(&bytes.collect::<Vec<u8>>())?;
+        Ok(Self { lines, events, records })
     }
 
     /// Adds a step.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses.
-    pub fn push(&mut self, record: Record) -> Result<(), TrainError> {
-        let line = serde_json::to_string(&record).expect("plain data") + "\n";
-        let written = self.lines.write_all(line.as_bytes());
-        written.map_err(|reason| TrainError::io(&self.path, "write", reason))?;
-        self.write_event(Event::of(&record))?;
+    pub(super) fn push(&mut self, record: Record) -> Result<(), TrainError> {
+        self.lines.append((serde_json::to_string(&record).expect("plain data") + "\n").as_bytes())?;
+        for event in Event::all_of(&record) {
+            self.events.append(&framed(&event.encode_to_vec()))?;
+        }
         self.records.push(record);
         Ok(())
+    }
+
+    /// Whatever was added outlives a loss of power.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn sync(&self) -> Result<(), TrainError> {
+        self.lines.sync()
     }
 
     /// The steps so far.
     pub fn records(&self) -> &[Record] {
         &self.records
-    }
-
-    fn write_event(&mut self, event: Event) -> Result<(), TrainError> {
-        let write = self.events.write_all(&framed(&event.encode_to_vec()));
-        write.map_err(|reason| TrainError::io(&self.path.with_file_name(EVENTS), "write", reason))
     }
 }
 
@@ -204,9 +215,19 @@ impl Event {
         Self { wall_time: 0.0, step: 0, file_version: Some("brain.Event:2".into()), summary: None }
     }
 
+    /// Of a step, and before the first of the evaluation that was there then.
+    fn all_of(record: &Record) -> Vec<Self> {
+        let before = record.before.map(|before| Self {
+            wall_time: record.unix_time,
+            step: 0,
+            file_version: None,
+            summary: Some(Scalars { value: scalars(&before) }),
+        });
+        before.into_iter().chain([Self::of(record)]).collect()
+    }
+
     fn of(record: &Record) -> Self {
-        let scalar = |(tag, value)| Scalar { tag, simple_value: Some(value) };
-        let value = record.scalars().into_iter().map(scalar).collect();
+        let value = scalars(record);
         let (wall_time, step) = (record.unix_time, record.step as i64);
         Self { wall_time, step, file_version: None, summary: Some(Scalars { value }) }
     }
@@ -240,17 +261,24 @@ mod tests {
             clip_low: 0.0,
             clip_high: 0.5,
             clip_region: 0.5,
+            kl: None,
             grad_norm: 2.0,
             reward: 1.5,
             reward_answer: 0.75,
             reward_format: 0.75,
+            completions: 8,
+            even_groups: 1,
+            truncated: 2,
+            logp_gap: 1e-7,
             valid_tokens: 12,
             rollout_s: 0.1,
+            score_s: 0.1,
             update_s: 0.2,
             loss_step_s: 0.05,
             step_s: 0.3,
             loss_step_bytes: Some(4096),
             update_bytes: None,
+            before: None,
             evaluation: Some(Evaluation { reward: 2.0, answer: 1.0, format: 1.0 }),
         };
         let bytes = framed(&Event::of(&record).encode_to_vec());

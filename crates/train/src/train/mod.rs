@@ -9,39 +9,51 @@
 //! thread a run gives the same bits again, killed and resumed or not.
 
 pub mod ab;
+mod arm;
 mod baseline;
 mod checkpoint;
 mod complete;
 pub mod config;
+pub mod disk;
+mod fingerprint;
 mod loss;
+mod loss_step;
 mod meter;
 pub mod metrics;
 pub mod optimizer;
+mod parts;
 pub mod qwen2;
 pub mod reward;
 pub mod rollout;
+mod scores;
+mod sequences;
 mod summary;
 pub mod task;
 mod tokenizer;
 mod trainer;
+mod warm;
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use candle_core::Error as CandleError;
 
+pub use arm::Arm;
 pub use baseline::Baseline;
 /// Those whose tensors [`GrpoLoss`] takes.
 pub use candle_core;
 /// Layers and optimizers of the same version.
 pub use candle_nn;
-pub use complete::{Progress, Trained, complete};
+pub use complete::{Progress, Trained, complete, complete_by};
 pub use config::TrainConfig;
 pub use loss::{Batch, Evaluated, GrpoLoss};
+pub use loss_step::{LossStep, Observer, Unobserved};
+pub use parts::Whole;
 pub use qwen2::Qwen2;
+pub use scores::OffPolicy;
 pub use summary::Summary;
 pub use tokenizer::Tokenizer;
-pub use trainer::{Arm, LossStep, Trainer};
+pub use trainer::Trainer;
 
 pub use crate::checkpoint::{Misfit, Qwen2Config};
 use assay_core::implementation::RunError;
@@ -77,7 +89,8 @@ pub enum TrainError {
     },
     /// The baseline has no such loss.
     #[error(
-        "`{field}`: candle's own operations compute PPO-clip (`epsilon_low`, `epsilon_high`) over the token mean only"
+        "`{field}`: candle's own operations compute PPO-clip (`epsilon_low`, `epsilon_high`) over the token mean or a \
+         `normalizer` only"
     )]
     Baseline {
         /// What is beyond it.
@@ -142,6 +155,27 @@ pub enum TrainError {
         /// What it is.
         given: f64,
     },
+    /// The loss of a first update is not of the policy that was sampled.
+    #[error(transparent)]
+    OffPolicy(#[from] OffPolicy),
+    /// An implementation does not return log-probabilities, by which a first update is seen to be of the policy that was sampled.
+    #[error(
+        "kernel: got a loss without log-probabilities, expected them: the ratio of a rollout's first update must be 1"
+    )]
+    NoLogp,
+    /// The sampler draws from another distribution than the loss scores.
+    #[error(
+        "step {step}: the sampler's log-probabilities are {gap:e} nats from those of the loss in the mean, expected at most \
+         {limit:e}: it samples what the loss does not score"
+    )]
+    Sampler {
+        /// The step, from 1 on.
+        step: usize,
+        /// Mean distance, nats.
+        gap: f64,
+        /// The largest that rounding explains.
+        limit: f64,
+    },
     /// A step cannot be judged.
     #[error(transparent)]
     Judge(#[from] JudgeError),
@@ -175,6 +209,10 @@ pub enum TrainError {
 }
 
 impl TrainError {
+    fn setting(field: &'static str, given: impl ToString, expected: &str) -> Self {
+        TrainError::Setting { field, given: given.to_string(), expected: expected.into() }
+    }
+
     fn io(path: &Path, action: &'static str, reason: io::Error) -> Self {
         TrainError::Io { path: path.into(), action, reason }
     }

@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_core::{D, Device, Tensor, Var};
+use candle_core::{D, DType, Device, Tensor, Var};
 use candle_nn::ops::softmax;
 use candle_nn::rotary_emb::rope_slow;
 use rand::SeedableRng;
@@ -113,6 +113,17 @@ impl Qwen2 {
     pub fn detached(config: &Qwen2Config, weights: &Weights) -> Self {
         let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
         Self { config: config.clone(), weights }
+    }
+
+    /// The same with weights rounded to `dtype`; its arithmetic stays f32.
+    ///
+    /// # Errors
+    /// [`TrainError`] where candle fails.
+    pub fn rounded(&self, dtype: DType) -> Result<Self, TrainError> {
+        let rounded =
+            |(name, weight): (&String, &Tensor)| Ok((name.clone(), weight.to_dtype(dtype)?.to_dtype(weight.dtype())?));
+        let weights = self.weights.iter().map(rounded).collect::<Result<_, TrainError>>()?;
+        Ok(Self { config: self.config.clone(), weights })
     }
 
     /// Its extents.

@@ -1,9 +1,8 @@
 //! What a completion is worth, and its advantage within its group.
 
-use super::task::{MARKER, answer_of};
+use serde::{Deserialize, Serialize};
 
-/// Added to the standard deviation of a group's rewards.
-const EPSILON: f64 = 1e-4;
+use super::task::{MARKER, answer_of};
 
 /// Rewards of one completion.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -32,11 +31,108 @@ impl Reward {
     }
 }
 
-/// `(r − mean) / (std + 1e-4)` of the rewards of one group, with their own standard deviation `√(Σ (r − mean)² / n)`.
-pub fn advantages(group: &[f64]) -> Vec<f64> {
-    let mean = group.iter().sum::<f64>() / group.len() as f64;
-    let variance = group.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / group.len() as f64;
-    group.iter().map(|r| (r - mean) / (variance.sqrt() + EPSILON)).collect()
+/// How the rewards of a batch become advantages.
+///
+/// ```text
+/// A = (r − baseline) / (deviation + epsilon)      or r − baseline, where rewards are not scaled
+/// ```
+///
+/// The default is that of the seed project, MLLM-JAX: a group's mean, its population deviation, 1e-4.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdvantageConfig {
+    /// What is subtracted.
+    pub baseline: GroupBaseline,
+    /// Over which rewards the deviation is.
+    pub scale_rewards: ScaleRewards,
+    /// Which deviation.
+    pub deviation: Deviation,
+    /// Added to it, `≥ 0`.
+    pub epsilon: f64,
+}
+
+impl Default for AdvantageConfig {
+    fn default() -> Self {
+        Self {
+            baseline: GroupBaseline::Mean,
+            scale_rewards: ScaleRewards::Group,
+            deviation: Deviation::Population,
+            epsilon: 1e-4,
+        }
+    }
+}
+
+/// What a completion's reward is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupBaseline {
+    /// The mean of its group (GRPO).
+    Mean,
+    /// The mean of the others of its group (RLOO).
+    LeaveOneOut,
+}
+
+/// Whose deviation divides, named as in TRL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleRewards {
+    /// Nothing does (Dr. GRPO).
+    None,
+    /// The group's.
+    Group,
+    /// That of all rewards of the batch.
+    Batch,
+}
+
+/// A standard deviation of `n` numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Deviation {
+    /// `√(Σ (r − mean)² / (n − 1))`
+    Sample,
+    /// `√(Σ (r − mean)² / n)`
+    Population,
+}
+
+impl Deviation {
+    fn of(self, rewards: &[f64]) -> f64 {
+        let mean = mean(rewards);
+        let squares = rewards.iter().map(|r| (r - mean).powi(2)).sum::<f64>();
+        let count = match self {
+            Deviation::Sample => rewards.len() as f64 - 1.0,
+            Deviation::Population => rewards.len() as f64,
+        };
+        (squares / count).sqrt()
+    }
+}
+
+fn mean(rewards: &[f64]) -> f64 {
+    rewards.iter().sum::<f64>() / rewards.len() as f64
+}
+
+impl AdvantageConfig {
+    /// Advantages of `rewards`, in groups of `group` ≥ 2 side by side.
+    pub fn advantages(&self, rewards: &[f64], group: usize) -> Vec<f64> {
+        let of_batch = self.deviation.of(rewards);
+        let of_group = |rewards: &[f64]| -> Vec<f64> {
+            // A group of equal rewards has nothing to tell, and an epsilon of 0 would divide 0 by 0.
+            if rewards.iter().all(|r| *r == rewards[0]) {
+                return vec![0.0; rewards.len()];
+            }
+            let (n, mean) = (rewards.len() as f64, mean(rewards));
+            let divisor = match self.scale_rewards {
+                ScaleRewards::None => 1.0,
+                ScaleRewards::Group => self.deviation.of(rewards) + self.epsilon,
+                ScaleRewards::Batch => of_batch + self.epsilon,
+            };
+            let difference = |r: f64| match self.baseline {
+                GroupBaseline::Mean => r - mean,
+                GroupBaseline::LeaveOneOut => (r - mean) * n / (n - 1.0),
+            };
+            rewards.iter().map(|&r| difference(r) / divisor).collect()
+        };
+        rewards.chunks(group).flat_map(of_group).collect()
+    }
 }
 
 #[cfg(test)]
@@ -59,9 +155,30 @@ mod tests {
         }
     }
 
+    /// Two groups of two, `[2, 0]` and `[4, 0]`: means 1 and 2, population deviations 1 and 2, sample deviations √2 and √8; of
+    /// the batch, mean 1.5, squares 0.25 + 2.25 + 6.25 + 2.25 = 11.
     #[test]
-    fn advantages_are_those_of_the_group() {
-        assert_eq!(advantages(&[2.0, 0.0]), [1.0 / 1.0001, -1.0 / 1.0001]);
-        assert_eq!(advantages(&[1.0, 1.0]), [0.0, 0.0]);
+    fn advantages_by_hand() {
+        use {Deviation::*, GroupBaseline::*, ScaleRewards as Scale};
+        let root = f64::sqrt;
+        let cases = [
+            (Mean, Scale::Group, Population, 1e-4, [1.0 / 1.0001, 2.0 / 2.0001]),
+            (Mean, Scale::Group, Sample, 1e-4, [1.0 / (root(2.0) + 1e-4), 2.0 / (root(8.0) + 1e-4)]),
+            (Mean, Scale::Batch, Sample, 1e-4, [1.0 / (root(11.0 / 3.0) + 1e-4), 2.0 / (root(11.0 / 3.0) + 1e-4)]),
+            (Mean, Scale::Batch, Population, 0.0, [1.0 / root(2.75), 2.0 / root(2.75)]),
+            (Mean, Scale::None, Sample, 1e-4, [1.0, 2.0]),
+            (LeaveOneOut, Scale::None, Sample, 1e-4, [2.0, 4.0]),
+            (LeaveOneOut, Scale::Group, Population, 0.0, [2.0, 2.0]),
+        ];
+        for (baseline, scale_rewards, deviation, epsilon, [first, second]) in cases {
+            let config = AdvantageConfig { baseline, scale_rewards, deviation, epsilon };
+            let given = config.advantages(&[2.0, 0.0, 4.0, 0.0], 2);
+            for (given, expected) in given.iter().zip([first, -first, second, -second]) {
+                assert!((given - expected).abs() < 1e-15, "{config:?}: {given}, expected {expected}");
+            }
+            assert_eq!(config.advantages(&[1.0; 4], 2), [0.0; 4]);
+        }
+        let all = AdvantageConfig::default();
+        assert_eq!((all.deviation, all.scale_rewards, all.epsilon), (Population, Scale::Group, 1e-4));
     }
 }

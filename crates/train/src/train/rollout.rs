@@ -1,4 +1,6 @@
 //! [`generate`]: completions from a policy, with the log-probabilities that they were sampled with.
+//!
+//! What is sampled is what a loss scores ([`Distribution`]): the same transform of logits, support and temperature.
 
 use std::collections::BTreeMap;
 
@@ -9,20 +11,59 @@ use rayon::prelude::*;
 
 use super::TrainError;
 use super::qwen2::{KvCache, Qwen2};
+use assay_core::spec::{LogitsTransform, LossSpec, Support};
 
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Sampling {
     /// The most likely one, the first of equals.
     Greedy,
-    /// From the softmax of `logits / temperature`. Sequence `i` of a call has random numbers of its own, a function of `seed`
-    /// and `i` alone.
-    Softmax {
-        /// `> 0`
-        temperature: f64,
+    /// From the distribution. Sequence `i` of a call has random numbers of its own, a function of `seed` and `i` alone.
+    Random {
         /// Of the call.
         seed: u64,
     },
+}
+
+/// The distribution that a loss scores: with logits `a`, in f64,
+///
+/// ```text
+/// softmax(softcap · tanh(scale · a / softcap) / temperature)     over the support
+/// ```
+#[derive(Clone, Debug)]
+pub struct Distribution {
+    scale: f64,
+    softcap: Option<f64>,
+    temperature: f64,
+    support: Support,
+}
+
+impl Distribution {
+    /// That of `spec`, whose logits have no bias and whose temperature divides them.
+    pub fn of(spec: &LossSpec) -> Self {
+        let LogitsTransform { scale, softcap, bias: _ } = spec.logits;
+        Self { scale, softcap, temperature: spec.temperature, support: spec.support.clone() }
+    }
+
+    /// Whether `id` is ever drawn.
+    pub fn has(&self, id: u32) -> bool {
+        let id = id as usize;
+        self.support.vocab.is_none_or(|vocab| id < vocab) && !self.support.excluded_ids.contains(&id)
+    }
+
+    /// What the softmax is of; −∞ outside the support.
+    fn transformed(&self, logits: &[f32]) -> Vec<f64> {
+        let transform = |&logit: &f32| {
+            let scaled = self.scale * f64::from(logit);
+            self.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh()) / self.temperature
+        };
+        let mut all: Vec<f64> = logits.iter().map(transform).collect();
+        let padding = self.support.vocab.unwrap_or(all.len())..all.len();
+        for id in padding.chain(self.support.excluded_ids.iter().copied()).filter(|id| *id < logits.len()) {
+            all[id] = f64::NEG_INFINITY;
+        }
+        all
+    }
 }
 
 /// What a policy made of one prompt.
@@ -46,6 +87,7 @@ pub fn generate(
     prompts: &[&[u32]],
     room: usize,
     end: u32,
+    distribution: &Distribution,
     sampling: Sampling,
 ) -> Result<Vec<Completion>, TrainError> {
     let mut by_length: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -64,8 +106,11 @@ pub fn generate(
             let logits = last.matmul(&policy.lm_head().t()?)?;
             let uniform: Vec<f64> = going.iter().map(|i| rngs.get_mut(i).expect("one each").random()).collect();
             let (vocab, logits) = (logits.dim(1)?, logits.flatten_all()?.to_vec1::<f32>()?);
-            let drawn: Vec<(u32, f64)> =
-                logits.par_chunks(vocab).zip(uniform).map(|(row, uniform)| draw(row, sampling, uniform)).collect();
+            let drawn: Vec<(u32, f64)> = logits
+                .par_chunks(vocab)
+                .zip(uniform)
+                .map(|(row, uniform)| draw(&distribution.transformed(row), sampling, uniform))
+                .collect();
             let mut kept = Vec::new();
             for (row, (&i, &(id, logp))) in going.iter().zip(&drawn).enumerate() {
                 let completion = &mut completions[i];
@@ -91,51 +136,73 @@ pub fn generate(
 }
 
 fn random_of(sampling: Sampling, sequence: usize) -> ChaCha8Rng {
-    let seed = if let Sampling::Softmax { seed, .. } = sampling { seed } else { 0 };
+    let seed = if let Sampling::Random { seed } = sampling { seed } else { 0 };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(sequence as u64);
     rng
 }
 
-/// A column of `logits`, and its log-probability: the first whose cumulative probability is beyond `uniform`.
-fn draw(logits: &[f32], sampling: Sampling, uniform: f64) -> (u32, f64) {
-    let temperature = if let Sampling::Softmax { temperature, .. } = sampling { temperature } else { 1.0 };
+/// A column of the softmax of `z`, and its log-probability: the first whose cumulative probability is beyond `uniform`.
+fn draw(z: &[f64], sampling: Sampling, uniform: f64) -> (u32, f64) {
     let (best, max) =
-        logits.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (i, &x)| if x > best.1 { (i, x) } else { best });
-    let scaled = |x: f32| (f64::from(x) - f64::from(max)) / temperature;
-    let sum: f64 = logits.iter().map(|&x| scaled(x).exp()).sum();
+        z.iter().enumerate().fold((0, f64::NEG_INFINITY), |best, (i, &x)| if x > best.1 { (i, x) } else { best });
+    let sum: f64 = z.iter().map(|x| (x - max).exp()).sum();
     let chosen = match sampling {
         Sampling::Greedy => best,
-        Sampling::Softmax { .. } => {
+        Sampling::Random { .. } => {
             let mut left = uniform * sum;
-            let beyond = logits.iter().position(|&x| {
-                left -= scaled(x).exp();
+            let beyond = z.iter().position(|x| {
+                left -= (x - max).exp();
                 left < 0.0
             });
             // Rounding may leave a rest after the last.
             beyond.unwrap_or(best)
         }
     };
-    (chosen as u32, scaled(logits[chosen]) - sum.ln())
+    (chosen as u32, z[chosen] - max - sum.ln())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const RANDOM: Sampling = Sampling::Random { seed: 0 };
+
     #[test]
     fn columns_are_drawn_by_their_probabilities() {
         let logits: Vec<f32> = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln).to_vec();
-        let sampling = Sampling::Softmax { temperature: 1.0, seed: 0 };
+        let mut spec = LossSpec::default();
+        let z = Distribution::of(&spec).transformed(&logits);
         for (uniform, column) in [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.301, 2), (0.599, 2), (0.601, 3)] {
-            let (drawn, logp) = draw(&logits, sampling, uniform);
+            let (drawn, logp) = draw(&z, RANDOM, uniform);
             assert_eq!(drawn, column, "{uniform}");
             assert!((logp - f64::from(logits[column as usize])).abs() < 1e-7);
         }
-        assert_eq!(draw(&logits, Sampling::Greedy, 0.0).0, 3);
+        assert_eq!(draw(&z, Sampling::Greedy, 0.0).0, 3);
         // 0.1², 0.2², … at half the temperature, over 0.3.
-        let (drawn, logp) = draw(&logits, Sampling::Softmax { temperature: 0.5, seed: 0 }, 0.032);
+        spec.temperature = 0.5;
+        let (drawn, logp) = draw(&Distribution::of(&spec).transformed(&logits), RANDOM, 0.032);
         assert_eq!(drawn, 0);
         assert!((logp - (0.01f64 / 0.3).ln()).abs() < 1e-6);
+    }
+
+    /// Two columns of the five, whose logits are turned round and bounded.
+    #[test]
+    fn what_is_drawn_is_within_the_support_and_after_the_transform() {
+        let spec = LossSpec {
+            logits: LogitsTransform { scale: -2.0, softcap: Some(3.0), bias: false },
+            support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled: false },
+            ..LossSpec::default()
+        };
+        let distribution = Distribution::of(&spec);
+        let z = distribution.transformed(&[1.0, 9.0, -1.0, -9.0, -9.0]);
+        let expected = 3.0 * (2.0f64 / 3.0).tanh();
+        assert!((z[2] - expected).abs() < 1e-12 && (z[0] + expected).abs() < 1e-12, "{z:?}");
+        assert_eq!([z[1], z[3], z[4]], [f64::NEG_INFINITY; 3]);
+        assert_eq!(draw(&z, Sampling::Greedy, 0.0).0, 2);
+        for i in 0..100 {
+            assert!([0, 2].contains(&draw(&z, RANDOM, f64::from(i) / 100.0).0));
+        }
+        assert_eq!([0, 1, 2, 3].map(|id| distribution.has(id)), [true, false, true, false]);
     }
 }

@@ -13,6 +13,8 @@ const LAST: usize = 10;
 #[expect(missing_docs, reason = "the names that they are written under say it")]
 pub struct Summary {
     pub steps: usize,
+    /// Those that are not written down: somebody shortened the curve of a run that went on from its checkpoint.
+    pub steps_missing: usize,
     #[serde(rename = "time/train/step_avg_last10_s")]
     pub step_s: f64,
     #[serde(rename = "time/train/rollout_generate_s")]
@@ -29,6 +31,8 @@ pub struct Summary {
     pub loss_step_bytes: Option<usize>,
     #[serde(rename = "bytes/train/update")]
     pub update_bytes: Option<usize>,
+    #[serde(rename = "eval/step_0")]
+    pub before: Option<Evaluation>,
     #[serde(flatten)]
     pub evaluation: Option<Evaluation>,
     pub loss: f64,
@@ -49,6 +53,7 @@ impl Summary {
         let most = |of: fn(&Record) -> Option<usize>| timed.iter().filter_map(of).max();
         Some(Self {
             steps: last.step,
+            steps_missing: last.step - records.len(),
             step_s: mean(|record| record.step_s),
             rollout_s: mean(|record| record.rollout_s),
             update_s: mean(|record| record.update_s),
@@ -57,6 +62,7 @@ impl Summary {
             total_tokens: records.iter().map(|record| record.valid_tokens).sum(),
             loss_step_bytes: most(|record| record.loss_step_bytes),
             update_bytes: most(|record| record.update_bytes),
+            before: records.first().and_then(|record| record.before),
             evaluation: records.iter().rev().find_map(|record| record.evaluation),
             loss: last.loss,
             entropy: last.entropy,

@@ -1,5 +1,6 @@
 //! Questions with exact answers: arithmetic word problems from a seed, or GSM8K's own.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -25,20 +26,65 @@ pub struct Exercise {
     pub answer: i64,
 }
 
-/// Arithmetic word problems: two numbers up to `largest`, added or subtracted.
+/// Arithmetic word problems of two numbers up to `largest`, the first no less than the second.
+///
+/// No two numbers that are evaluated on stand together in an exercise that is trained on: a policy that knows the answer has
+/// learned how, and not that one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Arithmetic {
     /// How many to train on.
     pub train: usize,
-    /// How many to evaluate on, none of which is trained on.
+    /// How many to evaluate on.
     pub evaluate: usize,
     /// The largest of the numbers, `≥ 1`.
     pub largest: i64,
+    /// What happens in them.
+    #[serde(default = "sum_and_difference")]
+    pub verbs: Vec<Verb>,
+}
+
+fn sum_and_difference() -> Vec<Verb> {
+    vec![Verb::Gets, Verb::Loses]
+}
+
+/// What somebody who has `a` does with `b`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verb {
+    /// `a + b` are there then.
+    Gets,
+    /// `a − b`
+    Loses,
+    /// `a`: wanting changes nothing. What a small policy learns in a minute, for numbers that it has not seen together too.
+    Wants,
+}
+
+impl Verb {
+    fn word(self) -> &'static str {
+        match self {
+            Verb::Gets => "gets",
+            Verb::Loses => "loses",
+            Verb::Wants => "wants",
+        }
+    }
+
+    fn answer(self, a: i64, b: i64) -> i64 {
+        match self {
+            Verb::Gets => a + b,
+            Verb::Loses => a - b,
+            Verb::Wants => a,
+        }
+    }
 }
 
 const NAMES: [&str; 6] = ["Ann", "Bob", "Eve", "Kim", "Max", "Zoe"];
 const THINGS: [&str; 6] = ["figs", "pens", "cups", "eggs", "nuts", "keys"];
+
+/// Whether `a` and `b` are evaluated on; else they are trained on.
+fn is_evaluated(a: i64, b: i64) -> bool {
+    (a + 2 * b) % 5 == 0
+}
 
 impl Arithmetic {
     /// The exercises to train and to evaluate on, from `seed`: all different.
@@ -46,36 +92,47 @@ impl Arithmetic {
     /// # Errors
     /// [`TrainError`] where there are not so many different ones.
     pub fn exercises(&self, seed: u64) -> Result<(Vec<Exercise>, Vec<Exercise>), TrainError> {
-        // Numbers a ≥ b of a sum or a difference, names and things.
-        let numbers = usize::try_from(self.largest).unwrap_or(0);
-        let there_are = numbers * (numbers + 1) * NAMES.len() * THINGS.len();
-        let wanted = self.train.saturating_add(self.evaluate);
-        if self.train == 0 || self.evaluate == 0 || wanted > there_are / 2 {
-            let given = format!("{} to train and {} to evaluate on", self.train, self.evaluate);
-            let expected =
-                format!("at least 1 of each and at most {} together (`largest: {}`)", there_are / 2, self.largest);
-            return Err(TrainError::Setting { field: "task.arithmetic", given, expected });
+        /// Of larger numbers there are enough in any case.
+        const COUNTED: i64 = 300;
+        if self.verbs.is_empty() {
+            return Err(TrainError::setting("task.arithmetic.verbs", "none", "gets, loses or wants"));
         }
+        let pairs = || (1..=self.largest.min(COUNTED)).flat_map(|a| (1..=a).map(move |b| (a, b)));
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut all = Vec::with_capacity(wanted);
-        let mut seen = std::collections::HashSet::new();
-        while all.len() < wanted {
-            let exercise = self.draw(&mut rng);
-            if seen.insert(exercise.question.clone()) {
-                all.push(exercise);
+        let mut set = |wanted: usize, field: &'static str, evaluated: bool| {
+            let numbers = pairs().filter(|&(a, b)| is_evaluated(a, b) == evaluated).count();
+            // Drawn until they differ: half of what there are is drawn soon.
+            let most = numbers * self.verbs.len() * NAMES.len() * THINGS.len() / 2;
+            if wanted == 0 || wanted > most {
+                let expected = format!("at least 1 and at most {most} (`largest: {}`)", self.largest);
+                return Err(TrainError::setting(field, wanted, &expected));
             }
-        }
-        let evaluate = all.split_off(self.train);
-        Ok((all, evaluate))
+            let (mut all, mut seen) = (Vec::with_capacity(wanted), HashSet::new());
+            while all.len() < wanted {
+                let exercise = self.draw(&mut rng, evaluated);
+                if seen.insert(exercise.question.clone()) {
+                    all.push(exercise);
+                }
+            }
+            Ok(all)
+        };
+        let train = set(self.train, "task.arithmetic.train", false)?;
+        Ok((train, set(self.evaluate, "task.arithmetic.evaluate", true)?))
     }
 
-    fn draw(&self, rng: &mut ChaCha8Rng) -> Exercise {
-        let (a, b) = (rng.random_range(1..=self.largest), rng.random_range(1..=self.largest));
-        let (a, b) = (a.max(b), a.min(b));
+    fn draw(&self, rng: &mut ChaCha8Rng, evaluated: bool) -> Exercise {
+        let (a, b) = loop {
+            let (a, b) = (rng.random_range(1..=self.largest), rng.random_range(1..=self.largest));
+            let (a, b) = (a.max(b), a.min(b));
+            if is_evaluated(a, b) == evaluated {
+                break (a, b);
+            }
+        };
         let name = NAMES.choose(rng).expect("not empty");
         let things = THINGS.choose(rng).expect("not empty");
-        let (verb, answer) = if rng.random() { ("gets", a + b) } else { ("loses", a - b) };
-        let question = format!("{name} has {a} {things} and {verb} {b}. How many?");
+        let verb = self.verbs.choose(rng).expect("checked: not empty");
+        let answer = verb.answer(a, b);
+        let question = format!("{name} has {a} {things} and {} {b}. How many?", verb.word());
         Exercise { question, solution: format!(" {MARKER} {answer}"), answer }
     }
 }
@@ -126,25 +183,38 @@ mod tests {
 
     #[test]
     fn exercises_are_right_different_and_the_same_for_a_seed() {
-        let task = Arithmetic { train: 200, evaluate: 50, largest: 9 };
+        let verbs = vec![Verb::Gets, Verb::Loses, Verb::Wants];
+        let task = Arithmetic { train: 200, evaluate: 50, largest: 9, verbs };
         let (train, evaluate) = task.exercises(3).unwrap();
         assert_eq!((train.len(), evaluate.len()), (200, 50));
+        let numbers = |exercise: &Exercise| -> Vec<i64> {
+            exercise.question.split([' ', '.']).filter_map(|word| word.parse().ok()).collect()
+        };
         for exercise in train.iter().chain(&evaluate) {
-            let numbers: Vec<i64> = exercise.question.split([' ', '.']).filter_map(|word| word.parse().ok()).collect();
-            let expected =
-                if exercise.question.contains("gets") { numbers[0] + numbers[1] } else { numbers[0] - numbers[1] };
+            let numbers = numbers(exercise);
+            let expected = match &exercise.question {
+                question if question.contains("gets") => numbers[0] + numbers[1],
+                question if question.contains("loses") => numbers[0] - numbers[1],
+                _ => numbers[0],
+            };
             assert_eq!(exercise.answer, expected, "{exercise:?}");
             assert_eq!(answer_of(&exercise.solution), Some(expected));
         }
-        assert!(evaluate.iter().all(|one| !train.contains(one)));
+        let trained: HashSet<Vec<i64>> = train.iter().map(numbers).collect();
+        assert!(evaluate.iter().all(|one| !trained.contains(&numbers(one))), "no sum is both trained and evaluated on");
         assert_eq!(task.exercises(3).unwrap().0, train);
         assert_ne!(task.exercises(4).unwrap().0, train);
     }
 
     #[test]
     fn more_exercises_than_there_are_is_an_error() {
-        let task = Arithmetic { train: 40, evaluate: 1, largest: 1 };
-        assert!(task.exercises(0).unwrap_err().to_string().starts_with("`task.arithmetic`: got 40 to train"));
+        let task = |train, evaluate| Arithmetic { train, evaluate, largest: 3, verbs: sum_and_difference() };
+        let message = |train, evaluate| task(train, evaluate).exercises(0).unwrap_err().to_string();
+        assert_eq!(
+            message(200, 1),
+            "`task.arithmetic.train`: got 200, expected at least 1 and at most 180 (`largest: 3`)"
+        );
+        assert!(message(1, 40).starts_with("`task.arithmetic.evaluate`: got 40, expected at least 1 and at most 36"));
     }
 
     #[test]

@@ -1,125 +1,51 @@
 //! [`Trainer`]: the loop.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use candle_core::{Device, Tensor, Var};
-use ndarray::{Array1, Array2, Ix2, Ix3};
-use rand::SeedableRng;
-use rand::seq::SliceRandom;
-use rand_chacha::ChaCha8Rng;
+use candle_core::DType;
+use ndarray::{Array1, Array2, s};
 use sha2::{Digest, Sha256};
 
 use super::checkpoint;
-use super::config::{Model, Task, TrainConfig, WarmStart};
-use super::loss::{array2, array3};
+use super::config::{Model, RolloutDtype, Task, TrainConfig};
+use super::disk::Disk;
+use super::fingerprint::Fingerprints;
+use super::loss_step::{Graded, GradedStep, Summed};
 use super::meter::Meter;
 use super::metrics::{Evaluation, Journal, Record};
-use super::optimizer::{AdamW, AdamWConfig, Gradients, accumulate};
+use super::optimizer::{AdamW, Gradients};
 use super::qwen2::{Qwen2, Weights, initial_weights, read_checkpoint};
-use super::reward::{Reward, advantages};
-use super::rollout::{Completion, Sampling, generate};
+use super::reward::Reward;
+use super::rollout::{Completion, Distribution, Sampling, generate};
+use super::scores::{logp_of, off_policy, sampler_gap};
+use super::sequences::Sequences;
 use super::task::{Exercise, read_gsm8k};
 use super::tokenizer::Tokenizer;
-use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainError};
+use super::warm::{drawn, warm};
+use super::{Arm, Batch, LossStep, Observer, TrainError, Whole};
 use crate::checkpoint::Qwen2Config;
-use assay_core::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Metrics, Projection};
-use assay_core::spec::{LossSpec, Objective, OldLogp, Reduction};
+use assay_core::problem::{HeadShape, Metrics};
 use assay_fixture::hexadecimal;
+
+/// The file that a run goes on from.
+pub(super) const CHECKPOINT: &str = "checkpoint.safetensors";
 
 /// The most exercises of an evaluation that go through the policy together.
 const EVALUATED_AT_ONCE: usize = 64;
 
-/// What computes the loss.
-#[derive(Clone)]
-pub enum Arm {
-    /// An implementation of this crate.
-    Kernel(Box<GrpoLoss>),
-    /// candle's own operations.
-    Candle(Baseline),
-}
-
-impl Arm {
-    /// The arm that `config` chooses; a PJRT implementation uses `plugin`.
-    ///
-    /// # Errors
-    /// [`TrainError`] where there is none, it does not run here, or does not compute this loss.
-    pub fn of(config: &TrainConfig, plugin: Option<&Path>) -> Result<Self, TrainError> {
-        if !config.kernel.enabled {
-            return Baseline::of(&config.loss).map(Arm::Candle);
-        }
-        let grpo = GrpoLoss::by_id(config.loss.clone(), &config.kernel.implementation, plugin)?;
-        Ok(Arm::Kernel(Box::new(grpo)))
-    }
-
-    fn scaled(&self, by: f64) -> Self {
-        match self {
-            Arm::Kernel(grpo) => Arm::Kernel(Box::new(grpo.scaled(by))),
-            Arm::Candle(baseline) => Arm::Candle(baseline.scaled(by)),
-        }
-    }
-
-    fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
-        match self {
-            Arm::Kernel(grpo) => grpo.on_hidden(hidden, lm_head, batch),
-            Arm::Candle(baseline) => baseline.on_hidden(hidden, lm_head, batch),
-        }
-    }
-}
-
-/// A loss and its gradients, as a step computed them.
-pub struct LossStep<'s> {
-    /// The step, from 1 on.
-    pub step: usize,
-    /// The epoch within it, from 0 on.
-    pub epoch: usize,
-    /// The part of the batch, from 0 on.
-    pub micro_batch: usize,
-    /// What the whole batch's loss is multiplied by for this part.
-    pub share: f64,
-    /// The loss.
-    pub loss: f32,
-    work: &'s Graded<'s>,
-    graded: &'s GradedStep,
-}
-
-impl LossStep<'_> {
-    /// What it is the loss of.
-    ///
-    /// # Errors
-    /// [`TrainError`] where candle fails.
-    pub fn problem(&self) -> Result<HeadProblem, TrainError> {
-        let (hidden, lm_head) = (array3("hidden", self.work.hidden)?, array2("lm_head", self.work.lm_head)?);
-        let layout = HeadLayout::VocabByHidden;
-        Ok(self.work.batch.with_logits(Projection { hidden, lm_head, layout, rounds_logits: false }))
-    }
-
-    /// `[B,T,H]`
-    ///
-    /// # Errors
-    /// [`TrainError`] where candle fails.
-    pub fn dhidden(&self) -> Result<FloatArray<Ix3>, TrainError> {
-        array3("dhidden", &self.graded.dhidden)
-    }
-
-    /// `[V,H]`
-    ///
-    /// # Errors
-    /// [`TrainError`] where candle fails.
-    pub fn dlm_head(&self) -> Result<FloatArray<Ix2>, TrainError> {
-        array2("dlm_head", &self.graded.dlm_head)
-    }
-}
-
 /// A run between two steps.
 pub struct Trainer {
+    disk: Disk,
+    fingerprint: String,
     config: TrainConfig,
     arm: Arm,
     tokenizer: Tokenizer,
     model: Qwen2Config,
     weights: Weights,
+    /// Those of the policy before the first step, where the loss compares with it.
+    reference: Option<Weights>,
     optimizer: AdamW,
     step: usize,
     train: Vec<Prompted>,
@@ -128,16 +54,27 @@ pub struct Trainer {
 }
 
 /// An exercise in tokens.
-struct Prompted {
-    prompt: Vec<u32>,
-    solution: Vec<u32>,
+pub(super) struct Prompted {
+    pub(super) prompt: Vec<u32>,
+    pub(super) solution: Vec<u32>,
     answer: i64,
 }
 
-/// Sequences of a step: a prompt and what followed, right-padded, and where its tokens are.
-struct Sequences<'s> {
-    prompts: Vec<&'s [u32]>,
-    completions: Vec<&'s [u32]>,
+/// The completions of a step.
+#[derive(Default)]
+struct RolledOut {
+    /// The exercise of each.
+    exercises: Vec<usize>,
+    completions: Vec<Completion>,
+    rewards: Vec<Reward>,
+    /// The rewards of all that were sampled, those that dynamic sampling left out too.
+    sampled: Vec<Reward>,
+}
+
+impl RolledOut {
+    fn totals(&self) -> Vec<f64> {
+        self.rewards.iter().map(|reward| reward.total()).collect()
+    }
 }
 
 impl Trainer {
@@ -146,9 +83,8 @@ impl Trainer {
     /// # Errors
     /// [`TrainError`] naming the setting or file that is wrong; [`TrainError::Interrupted`] where `stop` was set before the
     /// warm start was done.
-    pub fn start(config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
+    pub fn start(disk: Disk, config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
         config.check()?;
-        fs::create_dir_all(&config.out).map_err(|reason| TrainError::io(&config.out, "create", reason))?;
         let (model, weights, own) = match &config.model {
             Model::Init(model) => (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes),
             Model::Path(path) => read_checkpoint(path)?,
@@ -171,15 +107,48 @@ impl Trainer {
             exercises.into_iter().map(in_tokens).collect::<Result<Vec<_>, TrainError>>()
         };
         let (train, evaluate) = (in_tokens(train)?, in_tokens(evaluate)?);
-        let path = checkpoint_path(&config.out);
+        let distribution = Distribution::of(&config.loss);
+        let taught = || train.iter().flat_map(|exercise| &exercise.solution);
+        if let Some(id) = [tokenizer.end()].iter().chain(taught()).find(|id| !distribution.has(**id)) {
+            let expected = "a support that has the end of a completion and every token of the solutions";
+            return Err(TrainError::setting("loss.support", format!("one without id {id}"), expected));
+        }
+        arm.expect_supported(HeadShape {
+            batch: config.rollout.prompts * config.rollout.group / config.update.micro_batches,
+            tokens: config.rollout.max_new_tokens,
+            hidden: model.hidden_size,
+            vocab: model.vocab_size,
+        })?;
+        let Fingerprints { run: fingerprint, warm_start } = Fingerprints::of(&config)?;
+        let path = disk.folder().join(CHECKPOINT);
         let (step, weights, optimizer) = if path.exists() {
-            let found = checkpoint::read(&path, &model, &config.fingerprint())?;
+            let found = checkpoint::read(&path, &model, &fingerprint)?;
             (found.step, found.weights, found.optimizer)
         } else {
-            (0, warm(&config, &model, weights, &train, stop)?, AdamW::default())
+            (0, warm(&disk, &warm_start, &config, &model, weights, &train, stop)?, AdamW::default())
         };
-        let journal = Journal::open(&config.out, step)?;
-        Ok(Self { config, arm, tokenizer, model, weights, optimizer, step, train, evaluate, journal })
+        let reference = config
+            .loss
+            .kl
+            .is_some()
+            .then(|| reference_policy(&disk, &fingerprint, &model, &weights, step))
+            .transpose()?;
+        let journal = Journal::open(&disk, step)?;
+        Ok(Self {
+            disk,
+            fingerprint,
+            config,
+            arm,
+            tokenizer,
+            model,
+            weights,
+            reference,
+            optimizer,
+            step,
+            train,
+            evaluate,
+            journal,
+        })
     }
 
     /// How many steps it has made.
@@ -197,38 +166,36 @@ impl Trainer {
         self.journal.records()
     }
 
-    /// Makes a step, writes it down, and a checkpoint where one is due. `observe` is shown every loss of it.
+    /// Makes a step, writes it down, and a checkpoint where one is due. `observer` is shown the losses that it wants.
     ///
     /// # Errors
-    /// [`TrainError`] where a loss fails, training diverges, or a file cannot be written; the last checkpoint stands.
-    pub fn advance(
-        &mut self,
-        observe: &mut dyn FnMut(&LossStep) -> Result<(), TrainError>,
-    ) -> Result<&Record, TrainError> {
-        let started = Instant::now();
+    /// [`TrainError`] where a loss fails, the ratio of the first update is not 1, training diverges, or a file cannot be
+    /// written; the last checkpoint stands.
+    pub fn advance(&mut self, observer: &mut dyn Observer) -> Result<&Record, TrainError> {
         let step = self.step + 1;
-        let exercises = self.exercises_of(step);
-        let group = self.config.rollout.group;
-        let prompts: Vec<&[u32]> =
-            exercises.iter().flat_map(|&i| vec![self.train[i].prompt.as_slice(); group]).collect();
-        let seed = self.config.seed ^ (step as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let sampling = Sampling::Softmax { temperature: self.config.loss.temperature, seed };
-        let policy = Qwen2::detached(&self.model, &self.weights);
-        let completions =
-            generate(&policy, &prompts, self.config.rollout.max_new_tokens, self.tokenizer.end(), sampling)?;
+        let before = if step == 1 { Some(self.evaluation()?) } else { None };
+        let started = Instant::now();
+        let rolled_out = self.roll_out(step)?;
         let rollout_s = started.elapsed().as_secs_f64();
 
-        let rewards = completions
-            .iter()
-            .enumerate()
-            .map(|(i, completion)| self.reward(completion, self.train[exercises[i / group]].answer));
-        let rewards = rewards.collect::<Result<Vec<_>, _>>()?;
-        let totals: Vec<f64> = rewards.iter().map(|reward| reward.total()).collect();
-        let advantages: Vec<f64> = totals.chunks(group).flat_map(advantages).collect();
+        let score_started = Instant::now();
+        let group = self.config.rollout.group;
+        let RolledOut { exercises, completions, sampled, .. } = &rolled_out;
+        let truncated = completions.iter().filter(|completion| !completion.ended).count();
+        let sequences = Sequences {
+            prompts: exercises.iter().map(|&i| self.train[i].prompt.as_slice()).collect(),
+            completions: completions.iter().map(|completion| completion.ids.as_slice()).collect(),
+            counts: completions.iter().map(|one| one.ended || !self.config.rollout.mask_truncated).collect(),
+        };
+        let totals = rolled_out.totals();
+        let advantages = self.config.advantages.advantages(&totals, group);
+        let (batch, logp_gap) = self.scored(step, &sequences, completions, advantages)?;
+        let score_s = score_started.elapsed().as_secs_f64();
 
         let update_started = Instant::now();
+        let whole = Whole::of(&self.config.loss, batch)?;
         let mut optimizer = std::mem::take(&mut self.optimizer);
-        let updated = self.update(&mut optimizer, step, &prompts, &completions, &advantages, observe);
+        let updated = self.update(&mut optimizer, &sequences, &whole, observer);
         self.optimizer = optimizer;
         let updated = updated?;
         let update_s = update_started.elapsed().as_secs_f64() - updated.observed_s;
@@ -236,27 +203,34 @@ impl Trainer {
         self.step = step;
         let due = |every: usize| step.is_multiple_of(every) || step == self.config.steps;
         let evaluation = if due(self.config.evaluate_every) { Some(self.evaluation()?) } else { None };
-        let mean = |of: fn(&Reward) -> f64| rewards.iter().map(of).sum::<f64>() / rewards.len() as f64;
+        let mean = |of: fn(&Reward) -> f64| sampled.iter().map(of).sum::<f64>() / sampled.len() as f64;
         let record = Record {
             step,
             unix_time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
-            tokens_sha256: digest(&completions),
+            tokens_sha256: digest(completions),
             loss: updated.loss,
             entropy: updated.metrics.entropy_mean,
             clip_low: updated.metrics.clip_low,
             clip_high: updated.metrics.clip_high,
             clip_region: updated.metrics.clip_region,
+            kl: updated.metrics.kl_mean,
             grad_norm: updated.grad_norm,
             reward: mean(|reward| reward.total()),
             reward_answer: mean(|reward| reward.answer),
             reward_format: mean(|reward| reward.format),
-            valid_tokens: completions.iter().map(|completion| completion.ids.len()).sum(),
+            completions: sampled.len(),
+            even_groups: totals.chunks(group).filter(|group| is_even(group)).count(),
+            truncated,
+            logp_gap,
+            valid_tokens: whole.batch().mask.iter().filter(|counts| **counts).count(),
             rollout_s,
+            score_s,
             update_s,
             loss_step_s: updated.loss_step_s,
             step_s,
             loss_step_bytes: updated.loss_step_bytes,
             update_bytes: updated.bytes,
+            before,
             evaluation,
         };
         self.journal.push(record)?;
@@ -266,18 +240,94 @@ impl Trainer {
         Ok(self.records().last().expect("just pushed"))
     }
 
-    /// Writes a checkpoint.
+    /// Writes a checkpoint, after the steps up to it are sure to be written down.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses; the one before then stands.
     pub fn save(&self) -> Result<(), TrainError> {
-        let path = checkpoint_path(&self.config.out);
-        checkpoint::write(&path, self.step, &self.weights, &self.optimizer, &self.config.fingerprint())
+        self.journal.sync()?;
+        let path = self.disk.folder().join(CHECKPOINT);
+        checkpoint::write(&self.disk, &path, self.step, &self.weights, &self.optimizer, &self.fingerprint)
     }
 
-    /// Which exercises step `step` is of: each epoch over all of them has an order of its own.
-    fn exercises_of(&self, step: usize) -> Vec<usize> {
-        drawn(self.train.len(), (step - 1) * self.config.rollout.prompts, self.config.rollout.prompts, self.config.seed)
+    /// The completions of step `step`, and what they are worth. Exercises and random numbers are functions of the seed, the
+    /// step and the attempt; each epoch over all exercises has an order of its own.
+    fn roll_out(&self, step: usize) -> Result<RolledOut, TrainError> {
+        let policy = Qwen2::detached(&self.model, &self.weights);
+        let policy = match self.config.rollout.dtype {
+            RolloutDtype::F32 => policy,
+            RolloutDtype::Bf16 => policy.rounded(DType::BF16)?,
+            RolloutDtype::F16 => policy.rounded(DType::F16)?,
+        };
+        let (wanted, group, attempts) =
+            (self.config.rollout.prompts, self.config.rollout.group, self.config.rollout.attempts());
+        let (mut chosen, mut even) = (RolledOut::default(), RolledOut::default());
+        for attempt in 1..=attempts {
+            let number = (step - 1) * attempts + attempt;
+            let exercises = drawn(self.train.len(), (number - 1) * wanted, wanted, self.config.seed);
+            let exercises: Vec<usize> = exercises.into_iter().flat_map(|i| vec![i; group]).collect();
+            let prompts: Vec<&[u32]> = exercises.iter().map(|&i| self.train[i].prompt.as_slice()).collect();
+            let draw = self.config.rollout.draw.rotate_right(8);
+            let seed = self.config.seed ^ draw ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
+            let distribution = Distribution::of(&self.config.loss);
+            let completions = generate(&policy, &prompts, room, end, &distribution, Sampling::Random { seed })?;
+            let rewards = completions
+                .iter()
+                .zip(&exercises)
+                .map(|(completion, &i)| self.reward(completion, self.train[i].answer));
+            let rewards = rewards.collect::<Result<Vec<_>, _>>()?;
+            chosen.sampled.extend(&rewards);
+            for first in (0..exercises.len()).step_by(group) {
+                let rows = first..first + group;
+                let totals: Vec<f64> = rewards[rows.clone()].iter().map(|reward| reward.total()).collect();
+                let into = if attempts > 1 && is_even(&totals) { &mut even } else { &mut chosen };
+                into.exercises.extend(&exercises[rows.clone()]);
+                into.completions.extend_from_slice(&completions[rows.clone()]);
+                into.rewards.extend(&rewards[rows]);
+            }
+            if chosen.exercises.len() >= wanted * group {
+                break;
+            }
+        }
+        // Where too few differ, the first of the others fill the batch.
+        chosen.exercises.extend(even.exercises);
+        chosen.completions.extend(even.completions);
+        chosen.rewards.extend(even.rewards);
+        let size = wanted * group;
+        chosen.exercises.truncate(size);
+        chosen.completions.truncate(size);
+        chosen.rewards.truncate(size);
+        Ok(chosen)
+    }
+
+    /// What a loss is told of the completions, and how far the sampler's log-probabilities are from those before the update:
+    /// a part at a time, as the update will be.
+    fn scored(
+        &self,
+        step: usize,
+        sequences: &Sequences,
+        completions: &[Completion],
+        advantages: Vec<f64>,
+    ) -> Result<(Batch, f64), TrainError> {
+        let scored = |weights: &Weights| -> Result<Array2<f64>, TrainError> {
+            let policy = Qwen2::detached(&self.model, weights);
+            let mut all = Array2::zeros((completions.len(), sequences.width()));
+            for rows in self.parts(sequences) {
+                let part = logp_of(&self.config.loss, &policy, &sequences.rows(rows.clone()))?;
+                all.slice_mut(s![rows, ..part.ncols()]).assign(&part);
+            }
+            Ok(all)
+        };
+        let old_logp = scored(&self.weights)?;
+        let rollout_logp = sequences.per_token(|row, t| completions[row].logp[t]);
+        let mut batch = sequences.batch(Array1::from(advantages), None).with_advantages_for(&self.config.loss);
+        let same_weights = self.config.rollout.dtype == RolloutDtype::F32;
+        let gap = sampler_gap(step, &sequences.places(), [&old_logp, &rollout_logp], same_weights)?;
+        batch.ref_logp = self.reference.as_ref().map(scored).transpose()?;
+        batch.old_logp = Some(old_logp);
+        batch.extra.rollout_logp = Some(rollout_logp);
+        Ok((batch, gap))
     }
 
     fn reward(&self, completion: &Completion, answer: i64) -> Result<Reward, TrainError> {
@@ -288,10 +338,11 @@ impl Trainer {
     fn evaluation(&self) -> Result<Evaluation, TrainError> {
         let policy = Qwen2::detached(&self.model, &self.weights);
         let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
+        let distribution = Distribution::of(&self.config.loss);
         let mut sum = Reward::default();
         for exercises in self.evaluate.chunks(EVALUATED_AT_ONCE) {
             let prompts: Vec<&[u32]> = exercises.iter().map(|exercise| exercise.prompt.as_slice()).collect();
-            let completions = generate(&policy, &prompts, room, end, Sampling::Greedy)?;
+            let completions = generate(&policy, &prompts, room, end, &distribution, Sampling::Greedy)?;
             for (completion, exercise) in completions.iter().zip(exercises) {
                 let reward = self.reward(completion, exercise.answer)?;
                 sum.answer += reward.answer;
@@ -303,65 +354,70 @@ impl Trainer {
         Ok(Evaluation { reward: answer + format, answer, format })
     }
 
-    /// New weights from completions.
+    /// New weights from completions and what their losses are told of them.
     fn update(
         &self,
         optimizer: &mut AdamW,
-        step: usize,
-        prompts: &[&[u32]],
-        completions: &[Completion],
-        advantages: &[f64],
-        observe: &mut dyn FnMut(&LossStep) -> Result<(), TrainError>,
+        sequences: &Sequences,
+        whole: &Whole,
+        observer: &mut dyn Observer,
     ) -> Result<Updated, TrainError> {
         let mut meter = Meter::start();
         let mut updated = Updated::default();
-        let epochs = self.config.update.ppo_epochs;
+        let (epochs, step) = (self.config.update.ppo_epochs, self.step + 1);
         let policy = Qwen2::recorded(&self.model, &self.weights);
-        let part = completions.len() / self.config.update.micro_batches;
-        let tokens: usize = completions.iter().map(|completion| completion.ids.len()).sum();
+        let counted = |batch: &Batch| batch.mask.iter().filter(|counts| **counts).count() as f64;
+        let tokens = counted(whole.batch()).max(1.0);
         for epoch in 0..epochs {
             let mut gradients = Gradients::new();
-            for (micro_batch, first) in (0..completions.len()).step_by(part).enumerate() {
-                let completions = &completions[first..first + part];
-                let sequences = Sequences {
-                    prompts: prompts[first..first + part].to_vec(),
-                    completions: completions.iter().map(|completion| completion.ids.as_slice()).collect(),
-                };
-                let batch = sequences.batch(
-                    Array1::from(advantages[first..first + part].to_vec()),
-                    Some(sequences.per_token(|row, t| completions[row].logp[t])),
-                );
-                let here = batch.mask.iter().filter(|counts| **counts).count() as f64 / tokens as f64;
-                let share = share_of(&self.config.loss, here, self.config.update.micro_batches);
+            let kept = || Summed::of(whole.batch().mask.dim(), (self.model.vocab_size, self.model.hidden_size));
+            let mut kept = observer.wants(step, epoch).then(|| meter.apart(kept));
+            for (part, rows) in self.parts(sequences).enumerate() {
+                let sequences = sequences.rows(rows.clone());
+                let (spec, batch) = whole.part(rows.clone(), sequences.width());
                 let hidden = sequences.hidden(&policy)?;
-                let work =
-                    Graded { arm: &self.arm.scaled(share), hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
+                let arm = self.arm.under(&spec)?;
+                let work = Graded { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
                 let started = Instant::now();
-                let (graded, bytes) = match &mut meter {
-                    Some(meter) => {
-                        let (graded, bytes) = meter.most_bytes(|| work.step());
-                        (graded?, Some(bytes))
-                    }
-                    None => (work.step()?, None),
-                };
+                let (graded, bytes) = meter.most_bytes(|| work.step());
+                let graded = graded?;
                 updated.loss_step_s += started.elapsed().as_secs_f64();
                 updated.loss_step_bytes = updated.loss_step_bytes.max(bytes);
-                updated.add(&graded, here / epochs as f64, 1.0 / epochs as f64);
-                let shown =
-                    LossStep { step, epoch, micro_batch, share, loss: graded.loss, work: &work, graded: &graded };
-                let started = Instant::now();
-                match &mut meter {
-                    Some(meter) => meter.apart(|| observe(&shown))?,
-                    None => observe(&shown)?,
+                if epoch == 0 {
+                    let Some(logp) = &graded.logp else {
+                        return Err(TrainError::NoLogp);
+                    };
+                    let states = (&hidden, policy.lm_head());
+                    if let Some(found) = meter.apart(|| off_policy((step, part), &spec, states, &batch, logp))? {
+                        observer.off_policy(found)?;
+                    }
                 }
-                updated.observed_s += started.elapsed().as_secs_f64();
+                updated.add(&graded, counted(&batch) / tokens / epochs as f64, 1.0 / epochs as f64);
+                if let Some(kept) = &mut kept {
+                    let started = Instant::now();
+                    meter.apart(|| kept.add(rows, &hidden, &graded))?;
+                    updated.observed_s += started.elapsed().as_secs_f64();
+                }
                 graded.through(&hidden, policy.lm_head(), &mut gradients, &self.weights)?;
+            }
+            if let Some(sum) = &kept {
+                let shown = LossStep { step, epoch, sum, lm_head: policy.lm_head(), batch: whole.batch() };
+                let started = Instant::now();
+                meter.apart(|| observer.see(&shown))?;
+                updated.observed_s += started.elapsed().as_secs_f64();
             }
             let norm = optimizer.step(&self.config.update.optimizer, &self.weights, gradients)?;
             updated.grad_norm += norm / epochs as f64;
         }
-        updated.bytes = meter.map(Meter::finish);
+        updated.bytes = meter.finish();
         Ok(updated)
+    }
+
+    /// The rows of each part of a batch.
+    fn parts(&self, sequences: &Sequences) -> impl Iterator<Item = Range<usize>> + use<> {
+        let rows = sequences.completions.len();
+        let part = rows / self.config.update.micro_batches;
+        (0..rows).step_by(part).map(move |first| first..first + part)
     }
 }
 
@@ -382,189 +438,14 @@ impl Updated {
     fn add(&mut self, graded: &GradedStep, of_tokens: f64, of_losses: f64) {
         self.loss += f64::from(graded.loss) * of_losses;
         let (sum, metrics) = (&mut self.metrics, &graded.metrics);
+        if let Some(kl) = metrics.kl_mean {
+            *sum.kl_mean.get_or_insert(0.0) += of_tokens * kl;
+        }
         sum.entropy_mean += of_tokens * metrics.entropy_mean;
         sum.clip_low += of_tokens * metrics.clip_low;
         sum.clip_high += of_tokens * metrics.clip_high;
         sum.clip_region += of_tokens * metrics.clip_region;
     }
-}
-
-/// What the loss of a part of a batch is multiplied by, so that the parts add up to the loss of the whole.
-fn share_of(spec: &LossSpec, of_tokens: f64, parts: usize) -> f64 {
-    match spec.reduction {
-        Reduction::TokenMean => of_tokens,
-        Reduction::SequenceMean { .. } | Reduction::SequenceSum { .. } | Reduction::FixedLength { .. } => {
-            1.0 / parts as f64
-        }
-        Reduction::Normalizer(_) => 1.0,
-    }
-}
-
-/// The loss step: from hidden states to the gradients of hidden states and LM head, which both arms do in their own way.
-struct Graded<'s> {
-    arm: &'s Arm,
-    hidden: &'s Tensor,
-    lm_head: &'s Tensor,
-    batch: &'s Batch,
-}
-
-/// What a loss step leaves.
-struct GradedStep {
-    loss: f32,
-    metrics: Metrics,
-    dhidden: Tensor,
-    dlm_head: Tensor,
-}
-
-impl Graded<'_> {
-    fn step(&self) -> Result<GradedStep, TrainError> {
-        // Leaves: the graph of the loss ends here.
-        let hidden = Var::from_tensor(&self.hidden.detach())?;
-        let Evaluated { loss, metrics } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
-        let mut gradients = loss.backward()?;
-        let mut gradient = |of: &Tensor| gradients.remove(of).expect("the loss depends on it");
-        let (dhidden, dlm_head) = (gradient(&hidden), gradient(self.lm_head));
-        let loss = loss.to_scalar::<f32>()?;
-        if !loss.is_finite() {
-            return Err(TrainError::Diverged { what: "the loss", given: f64::from(loss) });
-        }
-        Ok(GradedStep { loss, metrics: metrics.unwrap_or_default(), dhidden, dlm_head })
-    }
-}
-
-impl GradedStep {
-    /// Adds the gradients of all weights, through the layers below `hidden`.
-    fn through(
-        self,
-        hidden: &Tensor,
-        lm_head: &Tensor,
-        gradients: &mut Gradients,
-        weights: &Weights,
-    ) -> Result<(), TrainError> {
-        let mut store = (hidden * self.dhidden)?.sum_all()?.backward()?;
-        // A tied head is the embedding too.
-        let dlm_head = match store.remove(lm_head) {
-            Some(embedding) => (embedding + self.dlm_head)?,
-            None => self.dlm_head,
-        };
-        store.insert(lm_head, dlm_head);
-        accumulate(gradients, &mut store, weights)
-    }
-}
-
-impl Sequences<'_> {
-    /// `T`: the longest completion.
-    fn width(&self) -> usize {
-        self.completions.iter().map(|completion| completion.len()).max().unwrap_or(0)
-    }
-
-    /// `[B,T]`: `value` of each token of a completion, 0 beyond.
-    fn per_token(&self, value: impl Fn(usize, usize) -> f64) -> Array2<f64> {
-        Array2::from_shape_fn((self.completions.len(), self.width()), |(row, t)| {
-            if t < self.completions[row].len() { value(row, t) } else { 0.0 }
-        })
-    }
-
-    /// The tokens of the completions, as a loss is told of them.
-    fn batch(&self, advantages: Array1<f64>, old_logp: Option<Array2<f64>>) -> Batch {
-        let shape = (self.completions.len(), self.width());
-        Batch {
-            logits: (),
-            ids: Array2::from_shape_fn(shape, |(row, t)| self.completions[row].get(t).copied().map_or(0, i64::from)),
-            mask: Array2::from_shape_fn(shape, |(row, t)| t < self.completions[row].len()),
-            advantages: Advantages::Sequence(advantages),
-            old_logp,
-            ref_logp: None,
-            extra: Extra::default(),
-        }
-    }
-
-    /// `[B,T,H]`: the hidden states that score the tokens of the completions. Beyond them stand those of other tokens.
-    fn hidden(&self, policy: &Qwen2) -> Result<Tensor, TrainError> {
-        let (rows, width) = (self.completions.len(), self.width());
-        let all = || self.prompts.iter().zip(&self.completions);
-        let length = all().map(|(prompt, completion)| prompt.len() + completion.len() - 1).max().unwrap_or(0);
-        let mut ids = vec![0u32; rows * length];
-        let mut scoring = Vec::with_capacity(rows * width);
-        for (row, (prompt, completion)) in all().enumerate() {
-            // The last token of a completion is scored and scores none.
-            let tokens = prompt.iter().chain(&completion[..completion.len() - 1]);
-            for (to, &id) in ids[row * length..].iter_mut().zip(tokens) {
-                *to = id;
-            }
-            let first = row * length + prompt.len() - 1;
-            scoring.extend((0..width).map(|t| (first + t.min(completion.len() - 1)) as u32));
-        }
-        let hidden = policy.hidden(&Tensor::from_vec(ids, (rows, length), &Device::Cpu)?, None)?;
-        let extent = hidden.dim(2)?;
-        let scoring = Tensor::from_vec(scoring, rows * width, &Device::Cpu)?;
-        Ok(hidden.reshape((rows * length, extent))?.index_select(&scoring, 0)?.reshape((rows, width, extent))?)
-    }
-}
-
-/// Weights after the supervised steps: from the cache, or made and cached.
-fn warm(
-    config: &TrainConfig,
-    model: &Qwen2Config,
-    weights: Weights,
-    train: &[Prompted],
-    stop: &AtomicBool,
-) -> Result<Weights, TrainError> {
-    let Some(WarmStart { steps, batch, learning_rate, cache }) = &config.warm_start else { return Ok(weights) };
-    let path = cache.clone().unwrap_or_else(|| config.out.join("warm_start.safetensors"));
-    let fingerprint = config.warm_fingerprint();
-    if path.exists() {
-        return Ok(checkpoint::read(&path, model, &fingerprint)?.weights);
-    }
-    // −A·logp with A = 1: cross-entropy.
-    let cross_entropy =
-        LossSpec { objective: Objective::PolicyGradient, old_logp: OldLogp::Current, ..LossSpec::default() };
-    let arm = Arm::Kernel(Box::new(GrpoLoss::native(cross_entropy)));
-    let settings = AdamWConfig { learning_rate: *learning_rate, ..config.update.optimizer.clone() };
-    let mut optimizer = AdamW::default();
-    let policy = Qwen2::recorded(model, &weights);
-    for step in 0..*steps {
-        if stop.load(Ordering::Relaxed) {
-            return Err(TrainError::Interrupted {
-                done: format!("in the warm start, after {step} of {steps} steps; it begins anew"),
-            });
-        }
-        let exercises = drawn(train.len(), step * batch, *batch, !config.seed);
-        let sequences = Sequences {
-            prompts: exercises.iter().map(|&i| train[i].prompt.as_slice()).collect(),
-            completions: exercises.iter().map(|&i| train[i].solution.as_slice()).collect(),
-        };
-        let batch = sequences.batch(Array1::ones(exercises.len()), None);
-        let hidden = sequences.hidden(&policy)?;
-        let graded = Graded { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch }.step()?;
-        let mut gradients = Gradients::new();
-        graded.through(&hidden, policy.lm_head(), &mut gradients, &weights)?;
-        optimizer.step(&settings, &weights, gradients)?;
-    }
-    checkpoint::write(&path, 0, &weights, &AdamW::default(), &fingerprint)?;
-    Ok(weights)
-}
-
-/// `count` of `0..all` from place `first` on, in an order of each round over all of them that is drawn from `seed`.
-fn drawn(all: usize, first: usize, count: usize, seed: u64) -> Vec<usize> {
-    let round_of = |round: usize| {
-        let mut order: Vec<usize> = (0..all).collect();
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        rng.set_stream(round as u64);
-        order.shuffle(&mut rng);
-        order
-    };
-    let mut round = first / all;
-    let mut order = round_of(round);
-    (first..first + count)
-        .map(|place| {
-            if place / all != round {
-                round = place / all;
-                order = round_of(round);
-            }
-            order[place % all]
-        })
-        .collect()
 }
 
 fn digest(completions: &[Completion]) -> String {
@@ -578,6 +459,22 @@ fn digest(completions: &[Completion]) -> String {
     hexadecimal(hash)
 }
 
-fn checkpoint_path(folder: &Path) -> PathBuf {
-    folder.join("checkpoint.safetensors")
+/// Whether a group has nothing to tell its completions apart by.
+fn is_even(rewards: &[f64]) -> bool {
+    rewards.iter().all(|reward| *reward == rewards[0])
+}
+
+/// The policy as it was before the first step: written down then, and read where the run goes on.
+fn reference_policy(
+    disk: &Disk,
+    fingerprint: &str,
+    model: &Qwen2Config,
+    weights: &Weights,
+    step: usize,
+) -> Result<Weights, TrainError> {
+    let path = disk.folder().join("reference.safetensors");
+    if step == 0 {
+        checkpoint::write(disk, &path, 0, weights, &AdamW::default(), fingerprint)?;
+    }
+    Ok(checkpoint::read(&path, model, fingerprint)?.weights)
 }

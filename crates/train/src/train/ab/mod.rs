@@ -1,27 +1,33 @@
 //! The same run by candle's own operations and by a kernel.
 //!
-//! Judged loss steps of either arm stand against the f64 reference on that step's own hidden states; those of the kernel
-//! decide. The arms' weights are equal at first; rounding parts them, and from the step at which the tokens differ nothing but
-//! statistics can be compared.
+//! Two things are decided. The losses of judged steps, the parts of a batch summed, stand against the f64 reference on that
+//! step's own hidden states, and a first update's ratio must be 1: that tells a wrong loss. The rewards of the second half of the
+//! steps stand against the baseline's, by the baseline's own spread ([`learning`]): that tells a run that does not learn.
+//! [`Control`]s are arms that are wrong on purpose; what tells each of them says what a verdict is worth.
+
+mod controls;
+mod learning;
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use ndarray::arr0;
 use serde::{Deserialize, Serialize};
 
-use super::complete::{Progress, Trained, complete};
-use super::metrics::Record;
-use super::{GrpoLoss, LossStep, Summary, TrainConfig, TrainError};
+pub use controls::Control;
+
+use super::complete::{Progress, Trained, complete_by};
+use super::disk::Disk;
+use super::metrics::{Evaluation, Record};
+use super::trainer::CHECKPOINT;
+use super::{Arm, LossStep, Observer, OffPolicy, Summary, TrainConfig, TrainError};
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::{self, JudgeError};
 use assay_judge::trial::Known;
 use assay_judge::{gate::Output, tolerance::Limits};
-use assay_schema::ab::{self as schema, Arm, Comparison, Step, Verdict};
+use assay_schema::ab::{self as schema, Comparison, Step, Verdict};
 
 /// The class whose limits candle's own operations are held to: that of any kernel not made here. They sum a row in f32.
 const BASELINE_CLASS: &str = "external-lm-head";
@@ -35,8 +41,29 @@ const JUDGED: [Output; 3] = [Output::Loss, Output::Dhidden, Output::DlmHead];
 pub struct Plan {
     /// How many pairs of runs, of consecutive seeds from the settings' own on.
     pub seeds: u64,
-    /// The first loss of every so many steps is judged, from step 1 on.
-    pub judge_every: u64,
+    /// The losses of every so many steps are judged, from step 1 on; `None`: of none.
+    pub judge_every: Option<u64>,
+}
+
+/// What stands against the baseline, or the baseline itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contestant {
+    /// One of the two arms.
+    Side(Side),
+    /// The baseline, with other random numbers in its rollouts: how far two runs of one seed come apart.
+    Redrawn,
+    /// An arm that is wrong on purpose.
+    Control(Control),
+}
+
+impl Contestant {
+    fn name(self) -> &'static str {
+        match self {
+            Contestant::Side(side) => side.name(),
+            Contestant::Redrawn => "redrawn",
+            Contestant::Control(control) => control.name(),
+        }
+    }
 }
 
 /// Which of the two arms.
@@ -82,6 +109,8 @@ pub struct Judged {
     pub steps: usize,
     /// Of each output.
     pub outputs: BTreeMap<&'static str, Worst>,
+    /// The first updates whose ratio was not 1, of all steps.
+    pub off_policy: Vec<String>,
 }
 
 /// How one output of a run's loss steps did.
@@ -102,62 +131,86 @@ pub struct Pair {
     pub seed: u64,
     /// In the order of [`Side::BOTH`].
     pub runs: [Run; 2],
+    /// The baseline's, [redrawn](Contestant::Redrawn).
+    pub redrawn: Option<Run>,
 }
 
-/// Makes the pairs of runs of `plan`, each in a folder of its own within that of `config`. Each run starts anew; only the warm
-/// start is kept. A PJRT implementation uses `plugin`; `stop` ends the run in good order; `progress` hears of every step.
+/// Makes the runs of `contestant` under `plan`, one a seed, each in a folder of its own within that of `config`. Each starts
+/// anew; only the warm start is kept. A PJRT implementation uses `plugin`; `stop` ends the run in good order; `progress` hears of
+/// every step.
 ///
 /// # Errors
-/// As of [`complete`]; [`TrainError::Judge`] where a step cannot be judged.
-pub fn run(
+/// As of [`complete`](super::complete()); [`TrainError::Judge`] where a step cannot be judged.
+pub fn runs(
     config: &TrainConfig,
     plan: Plan,
+    contestant: Contestant,
     plugin: Option<&Path>,
     stop: &AtomicBool,
     progress: &mut (dyn FnMut(Progress) + Send),
-) -> Result<Vec<Pair>, TrainError> {
-    let mut pair = |seed: u64| {
+) -> Result<Vec<Run>, TrainError> {
+    let mut run = |seed: u64| {
         let folder = config.out.join(format!("seed-{seed}"));
-        let mut arm = |side: Side| {
-            let mut settings = config.clone();
-            settings.seed = seed;
-            settings.kernel.enabled = side == Side::Kernel;
-            settings.out = folder.join(side.name());
-            if let Some(warm_start) = &mut settings.warm_start {
-                warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
+        let mut settings = config.clone();
+        settings.seed = seed;
+        settings.out = folder.join(contestant.name());
+        settings.kernel.enabled = ![Contestant::Side(Side::Baseline), Contestant::Redrawn].contains(&contestant);
+        if contestant == Contestant::Redrawn {
+            settings.rollout.draw += 1;
+        }
+        if let Some(warm_start) = &mut settings.warm_start {
+            warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
+        }
+        let disk = Disk::open(&settings.out)?;
+        disk.forget(&settings.out.join(CHECKPOINT))?;
+        let (settings, arm) = match contestant {
+            Contestant::Side(_) | Contestant::Redrawn => (settings.clone(), Arm::of(&settings, plugin)?),
+            Contestant::Control(control) => {
+                let settings = control.settings(&settings);
+                let arm = control.arm(&settings.loss);
+                (settings, arm)
             }
-            forget(&settings.out.join("checkpoint.safetensors"))?;
-            judged_run(&settings, plan.judge_every, plugin, stop, progress)
         };
-        Ok(Pair { seed, runs: [arm(Side::Baseline)?, arm(Side::Kernel)?] })
+        let class = match &arm {
+            Arm::Kernel(grpo) => grpo.class_on_hidden(),
+            Arm::Candle(_) => BASELINE_CLASS.into(),
+        };
+        let judged = Judged { class, steps: 0, outputs: BTreeMap::new(), off_policy: Vec::new() };
+        // By the loss that was asked for, whatever the arm makes of it.
+        let mut judge = Judge { loss: config.loss.clone(), every: plan.judge_every, judged };
+        let Trained { trainer, summary } = complete_by(disk, &settings, arm, stop, &mut judge, progress)?;
+        Ok(Run { summary, judged: judge.judged, records: trainer.records().to_vec() })
     };
-    (0..plan.seeds).map(|i| pair(config.seed + i)).collect()
+    (0..plan.seeds).map(|i| run(config.seed + i)).collect()
 }
 
-fn judged_run(
-    settings: &TrainConfig,
-    judge_every: u64,
-    plugin: Option<&Path>,
-    stop: &AtomicBool,
-    progress: &mut (dyn FnMut(Progress) + Send),
-) -> Result<Run, TrainError> {
-    let class = if settings.kernel.enabled {
-        GrpoLoss::by_id(settings.loss.clone(), &settings.kernel.implementation, plugin)?.class_on_hidden()
-    } else {
-        BASELINE_CLASS.into()
-    };
-    let mut judged = Judged { class, steps: 0, outputs: BTreeMap::new() };
-    let mut failure = None;
-    let mut observe = |step: &LossStep| {
-        let due = (step.step as u64 - 1).is_multiple_of(judge_every);
-        if due && step.epoch == 0 && step.micro_batch == 0 && failure.is_none() {
-            failure = judged.add(&settings.loss, step).err();
-        }
+/// The runs of both arms by their seeds, the first of which is that of `config`, and the baseline's redrawn where there are any.
+pub fn pairs(config: &TrainConfig, baseline: &[Run], redrawn: &[Run], kernel: &[Run]) -> Vec<Pair> {
+    let runs = baseline.iter().zip(kernel).map(|(baseline, kernel)| [baseline.clone(), kernel.clone()]);
+    let pair = |(i, (seed, runs)): (usize, _)| Pair { seed, runs, redrawn: redrawn.get(i).cloned() };
+    (config.seed..).zip(runs).enumerate().map(pair).collect()
+}
+
+/// Holds the whole batch's loss of every so many steps against the reference, in each of their epochs.
+struct Judge {
+    loss: LossSpec,
+    every: Option<u64>,
+    judged: Judged,
+}
+
+impl Observer for Judge {
+    fn wants(&self, step: usize, _: usize) -> bool {
+        self.every.is_some_and(|every| (step as u64 - 1).is_multiple_of(every))
+    }
+
+    fn see(&mut self, step: &LossStep) -> Result<(), TrainError> {
+        self.judged.add(&self.loss, step)
+    }
+
+    fn off_policy(&mut self, found: OffPolicy) -> Result<(), TrainError> {
+        self.judged.off_policy.push(found.to_string());
         Ok(())
-    };
-    let Trained { trainer, summary } = complete(settings, plugin, stop, &mut observe, progress)?;
-    failure.map_or(Ok(()), Err)?;
-    Ok(Run { summary, judged, records: trainer.records().to_vec() })
+    }
 }
 
 /// The comparison that went furthest beyond its limit.
@@ -171,21 +224,16 @@ fn words(verdict: &judge::Verdict) -> String {
     }
 }
 
-/// Removes a file that may not be there.
-fn forget(path: &Path) -> Result<(), TrainError> {
-    match fs::remove_file(path) {
-        Err(reason) if reason.kind() != ErrorKind::NotFound => Err(TrainError::io(path, "remove", reason)),
-        _ => Ok(()),
-    }
-}
-
 impl Judged {
     fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), TrainError> {
-        let spec = LossSpec { scale: loss.scale * step.share, ..loss.clone() };
         let problem = step.problem()?;
         let candidate = HeadCandidate {
-            loss: arr0(step.loss).into(),
-            gradient: HeadGradient { dhidden: step.dhidden()?, dlm_head: step.dlm_head()?, dlogits_dtype: Dtype::F32 },
+            loss: arr0(step.loss()).into(),
+            gradient: HeadGradient {
+                dhidden: step.dhidden().clone().into(),
+                dlm_head: step.dlm_head().clone().into(),
+                dlogits_dtype: Dtype::F32,
+            },
             // A loss step returns none of these.
             logp: None,
             entropy: None,
@@ -193,7 +241,7 @@ impl Judged {
             metrics: None,
         };
         let limits = Limits::of(&self.class).map_err(JudgeError::from)?;
-        let verdicts = Known::of(&spec, &problem)?.judge(candidate, &limits)?.verdicts;
+        let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
             let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| Worst {
@@ -205,7 +253,8 @@ impl Judged {
             let share = verdict.tally.badness();
             if share > worst.share {
                 worst.share = share;
-                worst.at = format!("step {}, {}: {}", step.step, verdict.gate, words(verdict));
+                worst.at =
+                    format!("step {}, epoch {}, {}: {}", step.step, step.epoch + 1, verdict.gate, words(verdict));
             }
         }
         Ok(())
@@ -230,15 +279,16 @@ impl Pair {
 
 /// What is decided of `pairs`, which were made under `config`.
 ///
-/// Loss and gradients of the kernel's judged steps have to be within their derived limits. Mean reward and entropy at the end
-/// have to differ by no more than the runs of one arm do, where there is more than one seed. The rest informs.
-pub fn comparison(config: &TrainConfig, pairs: &[Pair]) -> Comparison {
+/// Loss and gradients of the kernel's judged steps have to be within their derived limits, the ratios of its first updates 1, and
+/// its rewards those of the baseline within the baseline's spread, where there is more than one seed. `controls` have to fail.
+/// The rest informs.
+pub fn comparison(config: &TrainConfig, pairs: &[Pair], controls: &[(Control, Vec<Pair>)]) -> Comparison {
     let implementation = |side: Side| match side {
         Side::Baseline => "candle's log_softmax, gather and autograd".to_string(),
         Side::Kernel => config.kernel.implementation.clone(),
     };
     let curve = |run: &Run| run.records.iter().map(step_of).collect();
-    let arm = |side: Side| Arm {
+    let arm = |side: Side| schema::Arm {
         name: side.name().into(),
         implementation: implementation(side),
         runs: pairs
@@ -246,8 +296,18 @@ pub fn comparison(config: &TrainConfig, pairs: &[Pair]) -> Comparison {
             .map(|pair| schema::Run { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
             .collect(),
     };
+    let controls: Vec<schema::Control> = controls.iter().map(|(control, pairs)| told(*control, pairs)).collect();
     let verdicts = verdicts(pairs);
-    Comparison { pass: verdicts.iter().all(|verdict| verdict.pass != Some(false)), arms: Side::BOTH.map(arm), verdicts }
+    let pass = verdicts.iter().all(|verdict| verdict.pass != Some(false));
+    let told = controls.iter().all(|control| !control.failed.is_empty());
+    Comparison { pass: pass && told, arms: Side::BOTH.map(arm), verdicts, controls }
+}
+
+/// Which gates a control fails, and what the rewards say of it.
+fn told(control: Control, pairs: &[Pair]) -> schema::Control {
+    let verdicts = verdicts(pairs);
+    let failed = verdicts.iter().filter(|verdict| verdict.pass == Some(false)).map(|verdict| verdict.what.clone());
+    schema::Control { name: control.name().into(), failed: failed.collect(), learning: learning::verdict(pairs) }
 }
 
 fn step_of(record: &Record) -> Step {
@@ -268,7 +328,9 @@ type Measured = (&'static str, fn(&Record) -> f64);
 
 /// Agreement, which is decided, and cost, which is shown.
 fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
-    let mut all: Vec<Verdict> = JUDGED.iter().map(|output| within_limits(pairs, output.name())).collect();
+    let is_judged = pairs.iter().any(|pair| pair.runs[Side::Kernel as usize].judged.steps > 0);
+    let judged = JUDGED.iter().filter(|_| is_judged);
+    let mut all: Vec<Verdict> = judged.map(|output| within_limits(pairs, output.name())).collect();
     let informed = |what: &str, difference: f64| Verdict {
         what: what.into(),
         baseline: None,
@@ -282,9 +344,17 @@ fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
     all.push(informed("steps from the first on with the same tokens in both arms", least as f64));
     all.push(informed("loss of these steps, largest difference", largest(|record| record.loss)));
     all.push(informed("gradient norm of these steps, largest difference", largest(|record| record.grad_norm)));
-    let reward = |run: &Run| run.summary.evaluation.map_or(f64::NAN, |evaluation| evaluation.reward);
-    all.push(within_spread("final evaluation reward, mean of the seeds", pairs, reward));
-    all.push(within_spread("final entropy, mean of the seeds", pairs, |run| run.summary.entropy));
+    all.push(first_updates(pairs));
+    all.push(learning::verdict(pairs));
+    let shown = |what: &str, of: fn(&Run) -> f64| {
+        let [baseline, kernel] =
+            [0, 1].map(|side| pairs.iter().map(|pair| of(&pair.runs[side])).sum::<f64>() / pairs.len() as f64);
+        let (difference, baseline, kernel) = (Some(kernel - baseline), Some(baseline), Some(kernel));
+        Verdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
+    };
+    all.push(shown("evaluation reward at step 0, mean of the seeds", |run| evaluated(run.summary.before)));
+    all.push(shown("final evaluation reward, mean of the seeds", |run| evaluated(run.summary.evaluation)));
+    all.push(shown("final entropy, mean of the seeds", |run| run.summary.entropy));
     let costs: [Measured; 5] = [
         ("loss step, s, median; baseline / kernel", |record| record.loss_step_s),
         ("update, s, median; baseline / kernel", |record| record.update_s),
@@ -327,7 +397,7 @@ fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
     });
     let steps: usize = Side::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
     Verdict {
-        what: format!("{output}, worst error / limit of {steps} loss steps against the reference"),
+        what: format!("{output}, worst error / limit of {steps} losses of a whole batch against the reference"),
         baseline: Some(baseline),
         kernel: Some(kernel),
         difference: Some(kernel),
@@ -336,25 +406,22 @@ fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
     }
 }
 
-/// Whether the means of two sets of runs differ by no more than the runs of one set do; one run says nothing of that.
-fn within_spread(what: &str, pairs: &[Pair], of: fn(&Run) -> f64) -> Verdict {
+/// Whether the ratio of every rollout's first update was 1 within rounding.
+fn first_updates(pairs: &[Pair]) -> Verdict {
     let [baseline, kernel] =
-        Side::BOTH.map(|side| pairs.iter().map(|pair| of(&pair.runs[side as usize])).collect::<Vec<_>>());
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-    let range = |values: &[f64]| {
-        let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        largest - values.iter().copied().fold(f64::INFINITY, f64::min)
-    };
-    let difference = (mean(&baseline) - mean(&kernel)).abs();
-    let spread = (pairs.len() > 1).then(|| range(&baseline).max(range(&kernel)));
+        [0, 1].map(|side| pairs.iter().map(|pair| pair.runs[side].judged.off_policy.len()).sum::<usize>() as f64);
     Verdict {
-        what: what.into(),
-        baseline: Some(mean(&baseline)),
-        kernel: Some(mean(&kernel)),
-        difference: Some(difference),
-        limit: spread,
-        pass: spread.map(|spread| difference <= spread),
+        what: "parts of first updates whose ratio is not 1".into(),
+        baseline: Some(baseline),
+        kernel: Some(kernel),
+        difference: Some(kernel),
+        limit: Some(0.0),
+        pass: Some(kernel == 0.0),
     }
+}
+
+fn evaluated(evaluation: Option<Evaluation>) -> f64 {
+    evaluation.map_or(f64::NAN, |evaluation| evaluation.reward)
 }
 
 #[cfg(test)]

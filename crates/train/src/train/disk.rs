@@ -1,0 +1,185 @@
+//! [`Disk`]: the one way to the files that a run writes.
+//!
+//! A file that is replaced appears whole or not at all: it is written under another name, synced, renamed, and its folder
+//! synced. A file that grows is synced when asked. Whoever watches hears of each operation before it is done, and may refuse it,
+//! as a disk may.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::TrainError;
+
+/// The file that says that a process writes into a folder.
+const LOCK: &str = ".lock";
+
+/// One thing that is done to a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation<'o> {
+    /// A file begins, empty, over whatever was there.
+    Create(&'o Path),
+    /// Bytes behind those that it has.
+    Append(&'o Path, &'o [u8]),
+    /// What it has outlives a loss of power.
+    Sync(&'o Path),
+    /// It gets another name, over whatever had that.
+    Rename(&'o Path, &'o Path),
+    /// It is no more.
+    Remove(&'o Path),
+    /// The names in a folder outlive a loss of power.
+    SyncFolder(&'o Path),
+}
+
+/// Who hears of operations.
+pub trait Watch: Send + Sync {
+    /// Hears of `operation` before it is done.
+    ///
+    /// # Errors
+    /// Whatever the disk is to answer instead of doing it.
+    fn before(&self, operation: Operation) -> io::Result<()>;
+}
+
+/// Files of a run, in a folder that no other process writes into.
+#[derive(Clone)]
+pub struct Disk {
+    folder: PathBuf,
+    watch: Option<Arc<dyn Watch>>,
+    /// Held until the last of its clones is dropped.
+    _lock: Arc<File>,
+}
+
+impl Disk {
+    /// The folder, made where there is none, for this process alone.
+    ///
+    /// # Errors
+    /// [`TrainError`] where another process has it, or the system refuses.
+    pub fn open(folder: &Path) -> Result<Self, TrainError> {
+        let io = |action: &'static str| move |reason| TrainError::io(folder, action, reason);
+        fs::create_dir_all(folder).map_err(io("create"))?;
+        let lock = File::create(folder.join(LOCK)).map_err(io("lock"))?;
+        lock.try_lock().map_err(|error| match error {
+            fs::TryLockError::WouldBlock => {
+                TrainError::file(folder, "another run writes here; wait for it, or choose another folder".into())
+            }
+            fs::TryLockError::Error(reason) => TrainError::io(folder, "lock", reason),
+        })?;
+        Ok(Self { folder: folder.into(), watch: None, _lock: Arc::new(lock) })
+    }
+
+    /// The same, and `watch` hears of all that is done.
+    #[must_use]
+    pub fn watched(self, watch: Arc<dyn Watch>) -> Self {
+        Self { watch: Some(watch), ..self }
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn doing<T>(&self, operation: Operation, done: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        self.watch.as_ref().map_or(Ok(()), |watch| watch.before(operation))?;
+        done()
+    }
+
+    /// Puts `bytes` at `path`, over whatever was there, so that they outlive a loss of power.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses; `path` is then as it was.
+    pub(super) fn replace(&self, path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+        let folder = path.parent().unwrap_or(Path::new("."));
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        // Elsewhere than in its own folder other processes may write the same.
+        let owner = if folder == self.folder { String::new() } else { format!("{}-", std::process::id()) };
+        let temporary = folder.join(format!(".tmp-{owner}{name}"));
+        let written = self.create(&temporary).and_then(|mut file| {
+            self.append(&temporary, &mut file, bytes)?;
+            self.sync(&temporary, &file)?;
+            self.doing(Operation::Rename(&temporary, path), || fs::rename(&temporary, path))?;
+            self.doing(Operation::SyncFolder(folder), || sync_folder(folder))
+        });
+        written.map_err(|reason| {
+            // Where this fails too, the next to be written stands over it.
+            let _ = self.remove(&temporary);
+            TrainError::io(path, "write", reason)
+        })
+    }
+
+    /// Removes `path`, which may not be there.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn forget(&self, path: &Path) -> Result<(), TrainError> {
+        self.remove(path).map_err(|reason| TrainError::io(path, "remove", reason))
+    }
+
+    /// Begins a file that grows.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn begin(&self, path: PathBuf) -> Result<Growing, TrainError> {
+        let file = self.create(&path).map_err(|reason| TrainError::io(&path, "write", reason))?;
+        Ok(Growing { disk: self.clone(), path, file })
+    }
+
+    /// Goes on with a file that is there.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn go_on(&self, path: PathBuf) -> Result<Growing, TrainError> {
+        let file = OpenOptions::new().append(true).open(&path);
+        let file = file.map_err(|reason| TrainError::io(&path, "write", reason))?;
+        Ok(Growing { disk: self.clone(), path, file })
+    }
+
+    fn create(&self, path: &Path) -> io::Result<File> {
+        self.doing(Operation::Create(path), || File::create(path))
+    }
+
+    fn append(&self, path: &Path, file: &mut File, bytes: &[u8]) -> io::Result<()> {
+        self.doing(Operation::Append(path, bytes), || file.write_all(bytes))
+    }
+
+    fn sync(&self, path: &Path, file: &File) -> io::Result<()> {
+        self.doing(Operation::Sync(path), || file.sync_all())
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        if !path.exists() {
+            return Ok(());
+        }
+        self.doing(Operation::Remove(path), || fs::remove_file(path))
+    }
+}
+
+/// Folders can be opened and synced on Unix alone; elsewhere the system does it when it likes.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
+}
+
+/// A file that grows.
+pub(super) struct Growing {
+    disk: Disk,
+    path: PathBuf,
+    file: File,
+}
+
+impl Growing {
+    /// Adds `bytes`.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), TrainError> {
+        let appended = self.disk.append(&self.path, &mut self.file, bytes);
+        appended.map_err(|reason| TrainError::io(&self.path, "write", reason))
+    }
+
+    /// What was added outlives a loss of power.
+    ///
+    /// # Errors
+    /// [`TrainError`] where the system refuses.
+    pub(super) fn sync(&self) -> Result<(), TrainError> {
+        self.disk.sync(&self.path, &self.file).map_err(|reason| TrainError::io(&self.path, "sync", reason))
+    }
+}

@@ -1,0 +1,163 @@
+//! The loss step: from hidden states to the gradients of hidden states and LM head, a part of a batch at a time.
+
+use std::ops::Range;
+
+use candle_core::{Tensor, Var};
+use ndarray::{Array2, Array3, s};
+
+use super::loss::{array2, array3, widened};
+use super::optimizer::{Gradients, accumulate};
+use super::qwen2::Weights;
+use super::{Arm, Batch, Evaluated, OffPolicy, TrainError};
+use assay_core::problem::{HeadLayout, HeadProblem, Metrics, Projection};
+
+/// Who is shown the losses of a run.
+pub trait Observer {
+    /// Whether the loss of `epoch`, from 0 on, of `step`, from 1 on, is kept to be shown.
+    fn wants(&self, step: usize, epoch: usize) -> bool;
+
+    /// Sees it.
+    ///
+    /// # Errors
+    /// [`TrainError`], which ends the run.
+    fn see(&mut self, step: &LossStep) -> Result<(), TrainError>;
+
+    /// Hears that the loss of a rollout's first update is not of the policy that was sampled.
+    ///
+    /// # Errors
+    /// That, which ends the run, unless it makes something else of it.
+    fn off_policy(&mut self, found: OffPolicy) -> Result<(), TrainError> {
+        Err(found.into())
+    }
+}
+
+/// Nobody.
+pub struct Unobserved;
+
+impl Observer for Unobserved {
+    fn wants(&self, _: usize, _: usize) -> bool {
+        false
+    }
+
+    fn see(&mut self, _: &LossStep) -> Result<(), TrainError> {
+        Ok(())
+    }
+}
+
+/// A whole batch's loss and gradients, as the parts of an epoch added up to them.
+pub struct LossStep<'s> {
+    /// The step, from 1 on.
+    pub step: usize,
+    /// The epoch within it, from 0 on.
+    pub epoch: usize,
+    pub(super) sum: &'s Summed,
+    pub(super) lm_head: &'s Tensor,
+    pub(super) batch: &'s Batch,
+}
+
+impl LossStep<'_> {
+    /// What it is the loss of: the whole batch.
+    ///
+    /// # Errors
+    /// [`TrainError`] where candle fails.
+    pub fn problem(&self) -> Result<HeadProblem, TrainError> {
+        let (hidden, lm_head) = (self.sum.hidden.clone().into(), array2("lm_head", self.lm_head)?);
+        let layout = HeadLayout::VocabByHidden;
+        Ok(self.batch.with_logits(Projection { hidden, lm_head, layout, rounds_logits: false }))
+    }
+
+    /// The loss, the parts' summed in their order.
+    pub fn loss(&self) -> f32 {
+        self.sum.loss as f32
+    }
+
+    /// `[B,T,H]`, 0 beyond the width of a part.
+    pub fn dhidden(&self) -> &Array3<f32> {
+        &self.sum.dhidden
+    }
+
+    /// `[V,H]`, the parts' summed in their order, without what an embedding that is the head gets from below.
+    pub fn dlm_head(&self) -> &Array2<f32> {
+        &self.sum.dlm_head
+    }
+}
+
+/// What the parts of a batch come to, side by side or added up.
+pub(super) struct Summed {
+    loss: f64,
+    hidden: Array3<f32>,
+    dhidden: Array3<f32>,
+    dlm_head: Array2<f32>,
+}
+
+impl Summed {
+    /// Nothing yet, of a batch of `[B,T]` and a head of `[V,H]`.
+    pub(super) fn of((rows, width): (usize, usize), (vocab, hidden): (usize, usize)) -> Self {
+        let states = Array3::zeros((rows, width, hidden));
+        Self { loss: 0.0, dhidden: states.clone(), hidden: states, dlm_head: Array2::zeros((vocab, hidden)) }
+    }
+
+    /// Adds the part of `rows`.
+    pub(super) fn add(&mut self, rows: Range<usize>, hidden: &Tensor, graded: &GradedStep) -> Result<(), TrainError> {
+        let width = hidden.dim(1)?;
+        self.loss += f64::from(graded.loss);
+        for (all, part) in [(&mut self.hidden, hidden), (&mut self.dhidden, &graded.dhidden)] {
+            all.slice_mut(s![rows.clone(), ..width, ..]).assign(&widened(array3("hidden", part)?));
+        }
+        self.dlm_head += &widened(array2("dlm_head", &graded.dlm_head)?);
+        Ok(())
+    }
+}
+
+/// A loss step to be made, which both arms do in their own way.
+pub(super) struct Graded<'s> {
+    pub(super) arm: &'s Arm,
+    pub(super) hidden: &'s Tensor,
+    pub(super) lm_head: &'s Tensor,
+    pub(super) batch: &'s Batch,
+}
+
+/// What a loss step leaves.
+pub(super) struct GradedStep {
+    pub(super) loss: f32,
+    pub(super) metrics: Metrics,
+    pub(super) logp: Option<Array2<f64>>,
+    dhidden: Tensor,
+    dlm_head: Tensor,
+}
+
+impl Graded<'_> {
+    pub(super) fn step(&self) -> Result<GradedStep, TrainError> {
+        // Leaves: the graph of the loss ends here.
+        let hidden = Var::from_tensor(&self.hidden.detach())?;
+        let Evaluated { loss, metrics, logp } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
+        let mut gradients = loss.backward()?;
+        let mut gradient = |of: &Tensor| gradients.remove(of).expect("the loss depends on it");
+        let (dhidden, dlm_head) = (gradient(&hidden), gradient(self.lm_head));
+        let loss = loss.to_scalar::<f32>()?;
+        if !loss.is_finite() {
+            return Err(TrainError::Diverged { what: "the loss", given: f64::from(loss) });
+        }
+        Ok(GradedStep { loss, metrics: metrics.unwrap_or_default(), logp, dhidden, dlm_head })
+    }
+}
+
+impl GradedStep {
+    /// Adds the gradients of all weights, through the layers below `hidden`.
+    pub(super) fn through(
+        self,
+        hidden: &Tensor,
+        lm_head: &Tensor,
+        gradients: &mut Gradients,
+        weights: &Weights,
+    ) -> Result<(), TrainError> {
+        let mut store = (hidden * self.dhidden)?.sum_all()?.backward()?;
+        // A tied head is the embedding too.
+        let dlm_head = match store.remove(lm_head) {
+            Some(embedding) => (embedding + self.dlm_head)?,
+            None => self.dlm_head,
+        };
+        store.insert(lm_head, dlm_head);
+        accumulate(gradients, &mut store, weights)
+    }
+}

@@ -1,0 +1,162 @@
+//! [`Whole`]: a batch whose parts' losses add up to its own.
+
+use std::ops::Range;
+
+use ndarray::Array2;
+
+use super::{Batch, TrainError};
+use assay_algebra::rollout::{self, Settled};
+use assay_algebra::structure::Shaped;
+use assay_core::spec::{
+    Averaging, LossSpec, Objective, Outside, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+};
+
+/// A batch, and what of its loss looks at all of it, worked out once: how many tokens and rows there are, how wide the batch
+/// is, and the mean of the sampler's weights.
+///
+/// ```text
+/// Σ over parts of loss(spec of the part, its rows) = loss(spec, batch)      and so the gradients, in exact arithmetic
+/// ```
+///
+/// The part's spec says by numbers what that of the batch says by its rows: `rows: all` becomes `rows: {given: B}`, a mean over
+/// tokens a `normalizer`. It has the structure of any other part's, so that a compiled program serves all.
+pub struct Whole {
+    spec: LossSpec,
+    batch: Batch,
+    extents: Extents,
+}
+
+/// What reductions count.
+struct Extents {
+    rows: usize,
+    filled_rows: usize,
+    tokens: usize,
+    width: usize,
+}
+
+/// Checks that a batch under `spec` can be cut into parts.
+///
+/// # Errors
+/// [`TrainError::Setting`] for a choice that is made over a whole batch by what its logits are.
+pub(super) fn expect_separable(spec: &LossSpec) -> Result<(), TrainError> {
+    let selects = match &spec.objective {
+        Objective::KlCov(cov) => cov.selection.map(|_| "loss.objective.kl_cov.selection"),
+        Objective::ClipCov(cov) => cov.selection.map(|_| "loss.objective.clip_cov.selection"),
+        _ => None,
+    };
+    match selects.or(spec.top_entropy.map(|_| "loss.top_entropy")) {
+        Some(field) => {
+            Err(TrainError::setting(field, "a choice", "none: it would be made over a whole batch's logits"))
+        }
+        None => Ok(()),
+    }
+}
+
+impl Whole {
+    /// `batch`, whose loss is `spec`.
+    ///
+    /// # Errors
+    /// [`TrainError::Setting`] where the spec makes choices over a whole batch by what its logits are.
+    pub fn of(spec: &LossSpec, mut batch: Batch) -> Result<Self, TrainError> {
+        expect_separable(spec)?;
+        let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;
+        let counts: Vec<usize> =
+            mask.rows().into_iter().map(|row| row.iter().filter(|counts| **counts).count()).collect();
+        let extents = Extents {
+            rows: counts.len(),
+            filled_rows: counts.iter().filter(|count| **count > 0).count(),
+            tokens: counts.iter().sum(),
+            width: mask.ncols(),
+        };
+        let mut spec = spec.clone();
+        if let Some(weights) = spec.rollout.as_mut().filter(|weights| weights.normalize) {
+            batch.extra.rollout_weights = Some(normalized(weights, &batch, &mask));
+            // They are of no level any more, and of no bounds.
+            *weights = RolloutWeights {
+                source: RolloutSource::Given,
+                level: RolloutLevel::Token,
+                outside: Outside::Truncate,
+                min: None,
+                max: None,
+                clamp: None,
+                normalize: false,
+                applies_to: weights.applies_to,
+            };
+        }
+        Ok(Self { spec, batch, extents })
+    }
+
+    /// All of its tokens.
+    pub fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
+    /// The rows of a part and of each its first `width` tokens, beyond which there is none that counts, and their loss.
+    pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Batch) {
+        (self.spec_of(rows.len()), self.batch.rows(rows, width))
+    }
+
+    fn spec_of(&self, rows: usize) -> LossSpec {
+        let mut spec = self.spec.clone();
+        // Rows without tokens have a loss only where all rows are counted: such a part is scaled as a whole.
+        let share = match &spec.objective {
+            Objective::ImportanceSampling(sampling) if sampling.empty_rows => rows as f64 / self.extents.rows as f64,
+            _ => {
+                let averaging = self.extents.fixed(spec.averaging(), 1.0);
+                (spec.reduction, spec.denominator_epsilon) = (averaging.reduction, averaging.denominator_epsilon);
+                1.0
+            }
+        };
+        spec.scale *= share;
+        if let Some(averaging) = spec.kl.as_mut().and_then(|kl| kl.averaging.as_mut()) {
+            *averaging = self.extents.fixed(*averaging, share);
+        }
+        if spec.entropy_coef != 0.0 {
+            let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+            spec.entropy_averaging = Some(self.extents.fixed(spec.entropy_averaging.unwrap_or(all_tokens), share));
+        }
+        spec
+    }
+}
+
+impl Extents {
+    /// The same weights by numbers instead of counts, each divided by `share`.
+    fn fixed(&self, Averaging { reduction, denominator_epsilon }: Averaging, share: f64) -> Averaging {
+        let rows = |rows| {
+            Rows::Given(match rows {
+                Rows::All => self.rows as f64 * share,
+                // Where no row has a token, no weight is read.
+                Rows::NonEmpty => self.filled_rows.max(1) as f64 * share,
+                Rows::Given(count) => count * share,
+            })
+        };
+        let of_rows = matches!(reduction, Reduction::SequenceMean { .. });
+        let reduction = match reduction {
+            Reduction::TokenMean => Reduction::Normalizer((self.tokens.max(1) as f64 + denominator_epsilon) * share),
+            Reduction::SequenceMean { rows: of } => Reduction::SequenceMean { rows: rows(of) },
+            Reduction::SequenceSum { rows: of } => Reduction::SequenceSum { rows: rows(of) },
+            Reduction::FixedLength { rows: of, length } => {
+                Reduction::FixedLength { rows: rows(of), length: Some(length.unwrap_or(self.width)) }
+            }
+            Reduction::Normalizer(count) => Reduction::Normalizer(count * share),
+        };
+        Averaging { reduction, denominator_epsilon: if of_rows { denominator_epsilon } else { 0.0 } }
+    }
+}
+
+/// The weights of the sampler over their mean, one a token, or one a row where they are of rows.
+fn normalized(weights: &RolloutWeights, batch: &Batch, mask: &Array2<bool>) -> Array2<f64> {
+    let mut all = rollout::weights(weights, &batch.tokens());
+    let given = weights.source == RolloutSource::Given;
+    if !given {
+        // Weights that are computed are 1 where no token counts.
+        all.zip_mut_with(mask, |weight, counts| *weight = if *counts { *weight } else { 1.0 });
+    }
+    let one_a_row = given && batch.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
+    if !one_a_row && !matches!(weights.level, RolloutLevel::Sequence | RolloutLevel::Geometric) {
+        return all;
+    }
+    // The first token that counts: what is computed is of these alone.
+    let first = |b: usize| mask.row(b).iter().position(|counts| *counts).unwrap_or(0);
+    Array2::from_shape_fn((all.nrows(), 1), |(b, _)| all[[b, first(b)]])
+}
