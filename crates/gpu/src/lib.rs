@@ -1,0 +1,1 @@
+//! Programs compiled ahead of time for GPUs, on a machine that has none, and what the compilers say of them.
