@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example measure bench
+.PHONY: setup setup-tpu setup-gpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -15,6 +15,10 @@ setup:
 # libtpu, 205 MB to fetch: only what compiles for a TPU needs it.
 setup-tpu: setup
 	@setup/install.sh tpu
+
+# XLA's CUDA plugin, ptxas and nvdisasm, 187 MB to fetch: only what compiles for a GPU needs them, and it needs no GPU.
+setup-gpu: setup
+	@setup/install.sh gpu
 
 # Every recorded fixture through every implementation that this machine can run.
 replay: setup
