@@ -177,7 +177,10 @@ fn check(kernel: &Kernel, launch: &Launch, buffers: &[Buffer], arguments: &[usiz
         return Err(format!("a block of {block:?} threads, expected 1 to 1024"));
     };
     if kernel.limits.block.is_some_and(|expected| expected != block) {
-        return Err(format!("a block of {block:?}, and .reqntid says {:?}", kernel.limits.block.unwrap_or_default()));
+        return Err(format!(
+            "a block of {block:?} threads, and .reqntid says {:?}",
+            kernel.limits.block.unwrap_or_default()
+        ));
     }
     if kernel.limits.most_threads.is_some_and(|most| threads > most) {
         return Err(format!("a block of {threads} threads, more than .maxntid says"));
@@ -545,7 +548,8 @@ impl Machine<'_> {
                 if active == 0 {
                     return Ok(Some(pc + 1));
                 }
-                if *uniform {
+                // Shuffled, threads stand at one place in different rounds of a loop.
+                if *uniform && self.random.is_none() {
                     let lane = (group & !active).trailing_zeros() as usize;
                     let problem = "some threads of the warp take the branch and this does not".to_string();
                     return Err(Wrong { lane, fault: Fault::Divergence, problem });

@@ -1,3 +1,3 @@
 //! The interpreter of PTX: what it computes, what it refuses, and what it finds.
 
-mod kernels;
+mod softmax;
