@@ -470,27 +470,26 @@ impl Machine<'_> {
         let warp = &self.warps[w];
         let active = self.guarded(w, group, at);
         let first = active.trailing_zeros() as usize;
-        let absent =
-            |needed: u32| (needed & !active != 0).then(|| (first, (needed & !active).trailing_zeros() as usize));
+        let absent = warp.lanes & !active;
         if active == 0 {
             return None;
         }
         match &self.kernel.instructions[at].action {
             Action::Barrier { aligned: true, .. }
             | Action::ClusterArrive { aligned: true, .. }
-            | Action::ClusterWait { aligned: true } => absent(warp.lanes),
+            | Action::ClusterWait { aligned: true } => (absent != 0).then(|| (first, absent.trailing_zeros() as usize)),
             Action::WarpBarrier { members }
             | Action::Shuffle { members, .. }
             | Action::Vote { members, .. }
             | Action::Reduce { members, .. }
             | Action::Elect { members, .. } => {
                 let members = &warp.slots[*members];
+                // A lane names itself, and those it names do the same at once but for those who exited.
                 lanes_of(active).find_map(|lane| {
-                    let needed = members[lane] as u32;
-                    let itself = needed >> lane & 1 == 1;
-                    // All must name the same members; those who exited need not come.
-                    let agrees = members[lane] == members[first];
-                    if itself && agrees { absent(needed & warp.alive) } else { Some((lane, lane)) }
+                    let needed = members[lane] as u32 & warp.alive | 1 << lane;
+                    let with = lanes_of(active).filter(|&other| members[other] == members[lane]);
+                    let with = with.fold(0, |with, lane| with | 1 << lane) & members[lane] as u32;
+                    (needed & !with != 0).then(|| (lane, (needed & !with).trailing_zeros() as usize))
                 })
             }
             _ => None,
@@ -1067,6 +1066,40 @@ impl Machine<'_> {
                 }
                 self.finish_barrier(cta, id);
             }
+            Action::ClusterArrive { release, .. } => {
+                for lane in lanes_of(active) {
+                    self.arrive(w, lane, *release)?;
+                }
+                self.finish_phase();
+            }
+            Action::ClusterWait { .. } => {
+                for lane in lanes_of(active) {
+                    self.wait(w, lane)?;
+                }
+            }
+            Action::WarpBarrier { members }
+            | Action::Shuffle { members, .. }
+            | Action::Vote { members, .. }
+            | Action::Reduce { members, .. }
+            | Action::Elect { members, .. } => {
+                let named = self.warps[w].slots[*members];
+                let mut rest = active;
+                while rest != 0 {
+                    let members = named[rest.trailing_zeros() as usize];
+                    let these = lanes_of(rest).filter(|&lane| named[lane] == members);
+                    let these = these.fold(0, |these, lane| these | 1 << lane);
+                    rest &= !these;
+                    self.of_members(w, these, action)?;
+                }
+            }
+            _ => unreachable!("a collective instruction"),
+        }
+        Ok(())
+    }
+
+    /// What the lanes `active` of a warp do who name each other.
+    fn of_members(&mut self, w: usize, active: u32, action: &Action) -> Ran<()> {
+        match action {
             Action::WarpBarrier { .. } => {
                 let first = self.warps[w].first;
                 let mut meeting = Meeting::default();
@@ -1081,17 +1114,6 @@ impl Machine<'_> {
                     thread.known = known.clone();
                     thread.phases = meeting.phases;
                     thread.clock += 1;
-                }
-            }
-            Action::ClusterArrive { release, .. } => {
-                for lane in lanes_of(active) {
-                    self.arrive(w, lane, *release)?;
-                }
-                self.finish_phase();
-            }
-            Action::ClusterWait { .. } => {
-                for lane in lanes_of(active) {
-                    self.wait(w, lane)?;
                 }
             }
             Action::Shuffle { mode, to, valid, of, by, clamp, .. } => {
@@ -1123,7 +1145,7 @@ impl Machine<'_> {
                     self.set(w, active, *to, &[leader as u64; LANES]);
                 }
             }
-            _ => unreachable!("a collective instruction"),
+            _ => unreachable!("an instruction with members"),
         }
         Ok(())
     }
@@ -1134,11 +1156,11 @@ impl Machine<'_> {
         let thread = warp.first + absent;
         let thread = thread % (self.threads.len() / self.ctas.len());
         let problem = if lane == absent {
-            "the members that it names are not those of the others, or not itself".to_string()
+            "it is not among the members that it names".to_string()
         } else if warp.alive >> absent & 1 == 0 {
             format!("thread {thread} of the warp has exited")
         } else if group >> absent & 1 == 1 {
-            format!("thread {thread} of the warp steps over it")
+            format!("thread {thread} of the warp steps over it, or names other members")
         } else {
             let waits = warp.waiting >> absent & 1 == 1;
             let at = warp.pcs[absent] - usize::from(waits);
