@@ -38,11 +38,16 @@
 //! where. [`Order::Shuffled`] runs warps, and parts of warps, in an order drawn from a seed; [`Module::run_both`]
 //! demands the same bytes of both.
 
+mod access;
 mod arithmetic;
+mod collective;
 mod decode;
+mod forms;
+mod instruction;
 mod memory;
 mod parse;
 mod run;
+mod state;
 mod types;
 
 use std::fmt;
@@ -52,7 +57,7 @@ const MOST_WORK: u64 = 1 << 32;
 
 /// A module that was read, and whose entries were decoded.
 pub struct Module {
-    entries: Vec<decode::Kernel>,
+    entries: Vec<instruction::Kernel>,
 }
 
 impl fmt::Debug for Module {

@@ -22,6 +22,9 @@ pub(super) enum Float {
     F32,
 }
 
+/// What decides.
+pub(super) const PREDICATE: Type = Type::Pred;
+
 impl Float {
     pub(super) fn bits(self) -> u32 {
         if self == Float::F32 { 32 } else { 16 }
@@ -58,6 +61,10 @@ impl Type {
             Type::Float(float) => float.bits(),
             Type::Two(float) => 2 * float.bits(),
         }
+    }
+
+    pub(super) fn is_float(self) -> bool {
+        matches!(self, Type::Float(_) | Type::Two(_))
     }
 
     pub(super) fn is_integer(self) -> bool {

@@ -104,7 +104,7 @@ fn copies_are_published_by_a_barrier() {
     needs(CTA, &kept, |i| i ^ 1, "bar.sync 0;\n", "", Fault::Race, "was written by CTA 0, thread 1");
     let (right, late) = ("cp.async.wait_all;\n bar.sync 0;", "bar.sync 0;\n cp.async.wait_all;");
     needs(CTA, &kept, |i| i ^ 1, right, late, Fault::Race, "nothing orders that before this");
-    needs(CTA, &kept, |i| i ^ 1, "cp.async.wait_all;", "", Fault::NotCopied, "is being written by CTA 0, thread 1");
+    needs(CTA, &kept, |i| i ^ 1, "cp.async.wait_all;", "", Fault::NotCopied, "is being written by CTA 0, thread");
 }
 
 #[test]
