@@ -358,7 +358,7 @@ impl Head {
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
             let Evaluated { gradient, logp, entropy, token } = match &resident {
-                Some(kernel) => tiled::one_pass_core(on, kernel, structure, given, logits, calls),
+                Some(kernel) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;

@@ -6,6 +6,7 @@
 //! | `tile-one-pass` | a TPU kernel that reads logits once |
 //! | `tile-two-pass` | two that stream over the columns |
 //! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
+//! | `gpu-one-pass` | a kernel for NVIDIA's GPUs that reads logits once |
 //! | `xla-seed`, … | other ways to write the baseline, only to be compiled beside it: `alternatives` has them |
 //!
 //! | ending | what a device holds of `[B,T,V]` |
@@ -39,7 +40,7 @@ use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, TpuKernel};
 use crate::two_pass::Local;
-use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, baseline, unsupported};
+use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, Target, baseline, gpu, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -61,6 +62,7 @@ enum Core {
     Alternative(Alternative),
     OnePass,
     TwoPass,
+    GpuOnePass,
     /// The first of the two passes: logp and entropy, no loss and no gradient.
     Entropy,
 }
@@ -76,11 +78,12 @@ impl Programs for LossProgram {
     type Problem = Problem;
 
     fn all() -> Vec<LossProgram> {
-        let cores: [(Core, &[Sharding]); 4] = [
+        let cores: [(Core, &[Sharding]); 5] = [
             (Core::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
             (Core::OnePass, &[Sharding::Whole, Sharding::Rows]),
             (Core::TwoPass, &Sharding::ALL),
+            (Core::GpuOnePass, &[Sharding::Whole, Sharding::Rows]),
             (Core::Entropy, &[Sharding::Whole]),
         ];
         let shardings = cores.into_iter().flat_map(|(core, shardings)| shardings.iter().map(move |&s| (core, s)));
@@ -104,6 +107,8 @@ impl Programs for LossProgram {
             (Core::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
             (Core::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
             (Core::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
+            (Core::GpuOnePass, Sharding::Whole) => "gpu-one-pass",
+            (Core::GpuOnePass, _) => "gpu-one-pass-rows",
             (Core::Entropy, _) => "tile-entropy",
             (Core::Alternative(alternative), _) => alternative.id(),
         }
@@ -116,6 +121,9 @@ impl Programs for LossProgram {
             }
             (Core::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
             (Core::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (Core::GpuOnePass, Sharding::Whole) => {
+                "PTX kernel, rows resident in a cluster's shared memory, on NVIDIA GPUs of sm_90"
+            }
             (Core::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
             (Core::Alternative(alternative), _) => alternative.summary(),
             (_, Sharding::Rows) => "the same, rows over devices",
@@ -161,9 +169,10 @@ impl Programs for LossProgram {
         loss: Shaped,
         given: implementation::Given<Problem>,
         devices: usize,
-        Device { machine, lowering }: Device,
+        device @ Device { machine, lowering }: Device,
     ) -> Result<String, Unsupported> {
         let implementation::Given { shape, dtype, form: () } = given;
+        self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
         self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine })
@@ -171,6 +180,10 @@ impl Programs for LossProgram {
 
     fn has_kernels(self) -> bool {
         !self.is_xla()
+    }
+
+    fn least_target(self) -> Option<Target> {
+        (self.core == Core::GpuOnePass).then_some(Target::Sm90)
     }
 }
 
@@ -216,7 +229,12 @@ impl LossProgram {
             }
             Core::OnePass => {
                 let kernel = self.one_pass(structure, share.local, dtype, machine)?;
-                write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
+                write(&|on, given, logits| tiled::tile_one_pass_core(on, &kernel, structure, given, logits, calls))
+            }
+            Core::GpuOnePass => {
+                let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into());
+                let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
+                write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
             }
             Core::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
             Core::Entropy => program::forward(share, logits, |on, given| {
@@ -240,6 +258,7 @@ impl LossProgram {
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
+        self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         if !self.is_whole() {
             let mesh = self.mesh(local, devices)?;
             self.expect_fits(local_shape(local, mesh, machine), dtype, machine)?;
@@ -285,12 +304,13 @@ impl LossProgram {
         machine: Machine,
     ) -> Result<Vec<TpuKernel>, Unsupported> {
         let devices = if self.is_whole() { 1 } else { devices };
+        self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let (structure, mesh) = (loss.structure, self.mesh(shape, devices)?);
         let local = local_shape(shape, mesh, machine);
         let rows = Local::of(local, shape.vocab, mesh);
         Ok(match self.core {
-            Core::Baseline | Core::Alternative(_) => vec![],
+            Core::Baseline | Core::Alternative(_) | Core::GpuOnePass => vec![],
             Core::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
@@ -299,6 +319,27 @@ impl LossProgram {
                 tiled::describe_dlogits(structure, rows, dtype.into(), machine),
             ],
             Core::Entropy => vec![tiled::describe_statistics(structure, rows, dtype.into(), machine)],
+        })
+    }
+
+    /// The kernels of PTX that [`text`](Programs::text) calls for a GPU, in the order of their calls; none of a program that has none.
+    ///
+    /// # Errors
+    /// As of [`expect_device`](Programs::expect_device) and [`supports`](Programs::supports).
+    pub fn gpu_kernels_for(
+        self,
+        loss: Shaped,
+        shape: Shape,
+        dtype: Dtype,
+        devices: usize,
+        target: Target,
+    ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
+        self.expect_device(Device::gpu(target))?;
+        self.supports(loss.spec, shape, dtype, devices)?;
+        let local = local_shape(shape, self.mesh(shape, devices)?, ANY_DEVICE);
+        Ok(match self.core {
+            Core::GpuOnePass => vec![gpu::one_pass(loss.structure, in_rows(local), dtype.into())],
+            _ => vec![],
         })
     }
 
@@ -332,6 +373,14 @@ impl LossProgram {
 
     /// Checks that a row of the vocabulary fits the VMEM of `machine` and the ids of all tokens its SMEM, where they must.
     fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
+        if self.core == Core::GpuOnePass {
+            return gpu::expect_one_pass_fits(in_rows(local), dtype.into()).map_err(
+                |gpu::Beyond { field, given, most }| {
+                    let supported = format!("up to {most} of {dtype} in a cluster's shared memory; xla takes any");
+                    unsupported(self, field, given, supported)
+                },
+            );
+        }
         if self.core != Core::OnePass {
             return Ok(());
         }
@@ -364,7 +413,7 @@ impl LossProgram {
     fn reach(self) -> Reach {
         match self.core {
             Core::Baseline | Core::Alternative(_) | Core::TwoPass => Reach::Row,
-            Core::OnePass => Reach::Token,
+            Core::OnePass | Core::GpuOnePass => Reach::Token,
             Core::Entropy => Reach::Softmax,
         }
     }
@@ -385,7 +434,8 @@ mod tests {
             let kernels = xla.kernels_for(Shaped::of(&LossSpec::default()), shape, Dtype::Bf16, 1, ANY_DEVICE).unwrap();
             kernels.into_iter().map(|kernel| kernel.text).collect::<Vec<_>>()
         };
-        for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile") {
+        for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile" && !xla.is_for_gpus())
+        {
             let one_sequence = text(xla, 1, 48);
             assert!(!one_sequence.is_empty());
             for (batch, tokens) in [(48, 1), (16, 3), (2, 24)] {
@@ -439,7 +489,7 @@ mod tests {
                 let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
                 xla.text(Shaped::of(spec), given, 1, Device::ANY).unwrap()
             };
-            for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
+            for cut in all.iter().filter(|xla| !xla.is_whole() && !xla.is_for_gpus()).filter(takes) {
                 let whole = all.iter().find(|xla| xla.is_whole() && xla.core == cut.core).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same += 1;

@@ -14,7 +14,7 @@ use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{CallConfig, CallField, Comparison, Fold, Type, Value};
 use assay_tile::{Kernel, Machine, mosaic, xla};
 
 /// What the tile kernels of a program are written for.
@@ -116,11 +116,18 @@ fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> 
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
     assert_eq!(given, types(&mut kernel.operands()), "operands of {}", kernel.name());
     match calls.lowering {
-        Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
+        Lowering::Loops | Lowering::Ptx(_) => xla::inline(kernel, &mut on.builder, operands),
         Lowering::Mosaic => {
             let payload = mosaic::payload(kernel);
             let outputs = types(&mut kernel.results());
-            on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
+            on.builder.custom_call(
+                "tpu_custom_call",
+                kernel.name(),
+                operands,
+                &outputs,
+                &kernel.shared(),
+                CallConfig::Text(&payload),
+            )
         }
     }
 }
@@ -145,14 +152,52 @@ fn column(on: &mut Program, array: Value, place: usize) -> Value {
     on.builder.reshape(column, &[b, t])
 }
 
-/// The core that is one kernel. See [`one_pass`].
-pub(crate) fn one_pass_core(
+/// Calls a kernel of PTX.
+pub(crate) fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
+    let of = |parameter: &assay_ptx::Parameter| Type::new(parameter.dtype, &parameter.shape);
+    let inputs: Vec<Type> = kernel.inputs().map(of).collect();
+    let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
+    assert_eq!(given, inputs, "operands of {}", kernel.name);
+    let outputs: Vec<Type> = kernel.outputs().map(of).collect();
+    let [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]] = [kernel.grid, kernel.block];
+    let fields = [
+        ("name", CallField::Text(&kernel.name)),
+        ("kernel_type", CallField::Text("ptx")),
+        ("kernel_data", CallField::Text(&kernel.text)),
+        ("grid_x", CallField::Number(grid_x)),
+        ("grid_y", CallField::Number(grid_y)),
+        ("grid_z", CallField::Number(grid_z)),
+        ("block_x", CallField::Number(block_x)),
+        ("block_y", CallField::Number(block_y)),
+        ("block_z", CallField::Number(block_z)),
+        ("shared_mem_bytes", CallField::Number(kernel.shared_bytes)),
+    ];
+    let config = CallConfig::Fields(&fields);
+    on.builder.custom_call("__gpu$xla.gpu.ptx", &kernel.name, operands, &outputs, &kernel.aliases(), config)
+}
+
+/// The core that is one tile kernel.
+pub(crate) fn tile_one_pass_core(
     on: &mut Program,
     kernel: &Kernel,
     structure: Structure,
     given: &Given,
     logits: Value,
     calls: Calls,
+) -> Evaluated {
+    one_pass_core(on, structure, given, logits, |on, [ids, numbers, logits, tokens]| {
+        let stored = on.builder.bitcast(logits, stored_as(calls.dtype.into()));
+        call(on, kernel, calls, &[ids, numbers, stored, tokens])
+    })
+}
+
+/// The core that is one kernel, which `call` calls with ids, numbers, logits in rows and tokens. See [`one_pass`].
+pub(crate) fn one_pass_core(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    call: impl FnOnce(&mut Program, [Value; 4]) -> Vec<Value>,
 ) -> Evaluated {
     use one_pass::{Given as Column, Result};
     let [b, t, _] = on.local;
@@ -188,8 +233,8 @@ pub(crate) fn one_pass_core(
         .collect();
     let numbers = on.builder.vector(&numbers);
     let own = on.builder.type_of(logits).clone();
-    let logits = on.stored_rows(logits);
-    let outputs = call(on, kernel, calls, &[ids, numbers, logits, tokens]);
+    let logits = on.rows(logits);
+    let outputs = call(on, [ids, numbers, logits, tokens]);
 
     let (dlogits, results) = (on.like_logits(outputs[0], &own), outputs[1]);
     let mut result = |which: Result| column(on, results, which as usize);
@@ -367,8 +412,13 @@ fn gradient(
 
 impl Program {
     /// The logits as a kernel takes them.
+    fn rows(&mut self, logits: Value) -> Value {
+        self.builder.reshape(logits, &in_rows(self.local))
+    }
+
+    /// And as a tile kernel does.
     fn stored_rows(&mut self, logits: Value) -> Value {
-        let rows = self.builder.reshape(logits, &in_rows(self.local));
+        let rows = self.rows(logits);
         let element = self.builder.type_of(rows).element;
         self.builder.bitcast(rows, stored_as(element))
     }

@@ -379,6 +379,11 @@ impl Builder {
         self.binary("or.pred", a, b)
     }
 
+    /// `¬a`
+    pub fn not(&mut self, a: Value<bool>) -> Value<bool> {
+        self.define("not.pred", &a.to_string())
+    }
+
     /// `yes` where `condition` holds, else `no`.
     pub fn select<T: Stored>(
         &mut self,
@@ -428,9 +433,9 @@ impl Builder {
 
 /// Numbers of 16 bits.
 impl Builder {
-    /// Of each half the larger, the number where the other is NaN.
+    /// Of each half the larger; NaN if either is.
     pub fn max_packed(&mut self, packed: Packed, a: Value<u32>, b: Value<u32>) -> Value<u32> {
-        self.binary(&format!("max.{}x2", packed.name()), a, b)
+        self.binary(&format!("max.NaN.{}x2", packed.name()), a, b)
     }
 
     /// Both halves in f32, the lower first.

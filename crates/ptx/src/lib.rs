@@ -98,3 +98,24 @@ pub enum Role {
         over: Option<usize>,
     },
 }
+
+impl Kernel {
+    /// The arrays that it reads, in order.
+    pub fn inputs(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().filter(|parameter| parameter.role == Role::Input)
+    }
+
+    /// Those that it writes, in order.
+    pub fn outputs(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().filter(|parameter| parameter.role != Role::Input)
+    }
+
+    /// Input and output that are one array, by their places among inputs and outputs.
+    pub fn aliases(&self) -> Vec<(usize, usize)> {
+        let over = |(output, parameter): (usize, &Parameter)| match parameter.role {
+            Role::Output { over: Some(input) } => Some((input, output)),
+            _ => None,
+        };
+        self.outputs().enumerate().filter_map(over).collect()
+    }
+}

@@ -1,0 +1,457 @@
+//! The PTX that a driver is given for every kernel, run by the interpreter and judged against the reference. No plugin takes part: what
+//! surrounds a kernel on a device is computed here, in f64.
+
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
+use assay_core::spec::{
+    Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, Ratio, RatioLevel,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Terms,
+};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::tolerance::Limits;
+use assay_judge::trial::Known;
+use assay_judge::variants::variants;
+use assay_programs::{ANY_TPU, LossProgram, Programs, Shaped, Target};
+use assay_ptx::{Kernel, Role};
+use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
+use assay_suites::cases;
+use half::{bf16, f16};
+use ndarray::{Array2, Array3, arr0};
+use proptest::prelude::*;
+
+/// Columns around blocks of 16 bytes, warps, trips of loops, and rows that lie over two CTAs and more.
+const SHAPES: [[usize; 3]; 8] =
+    [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 5, 1031], [1, 2, 9001], [1, 1, 33_001]];
+
+fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<Kernel> {
+    let all = LossProgram::all();
+    let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
+    implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, Target::Sm90).unwrap()
+}
+
+/// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
+fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+    let module = Module::parse(&kernel.text).map_err(|error| format!("{}: {error}", kernel.name))?;
+    let (mut buffers, mut arguments) = (Vec::<Buffer>::new(), Vec::new());
+    for parameter in &kernel.parameters {
+        let bytes = parameter.shape.iter().product::<usize>() * parameter.dtype.size();
+        let buffer = match parameter.role {
+            Role::Input => {
+                let (_, given) = inputs.iter().find(|(name, _)| *name == parameter.name).expect("every input is given");
+                assert_eq!(given.len(), bytes, "{}", parameter.name);
+                Buffer::input(&parameter.name, given.clone())
+            }
+            Role::Output { over: None } => Buffer::output(&parameter.name, bytes),
+            Role::Output { over: Some(input) } => {
+                arguments.push(arguments[input]);
+                continue;
+            }
+        };
+        arguments.push(buffers.len());
+        buffers.push(buffer);
+    }
+    let launch = Launch {
+        grid: kernel.grid,
+        block: kernel.block,
+        cluster: [kernel.cluster, 1, 1],
+        dynamic_shared: kernel.shared_bytes,
+    };
+    let buffers = module.run_both(&kernel.name, &launch, buffers, &arguments, units, 1);
+    let buffers = buffers.map_err(|error| format!("{}: {error}", kernel.name))?;
+    let outputs = kernel.parameters.iter().zip(&arguments).filter(|(parameter, _)| parameter.role != Role::Input);
+    Ok(outputs.map(|(_, &buffer)| buffers[buffer].bytes.clone()).collect())
+}
+
+/// What the columns of the arrays of a kernel are called, as the tile kernel of the same name has them.
+fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
+    let all = LossProgram::all();
+    let tile = all.iter().find(|implementation| implementation.id() == id.replace("gpu", "tile")).unwrap();
+    let shape = Shape { batch: 1, tokens: 1, vocab: 1 };
+    let kernels = tile.kernels_for(Shaped::of(spec), shape, Dtype::F32, 1, ANY_TPU).unwrap();
+    let arrays = kernels.into_iter().flat_map(|kernel| [kernel.operands, kernel.results].concat());
+    arrays.into_iter().find(|named| named.name == array).expect("the array is one of the kernel's").columns
+}
+
+fn bytes_of<const N: usize>(values: impl IntoIterator<Item = [u8; N]>) -> Vec<u8> {
+    values.into_iter().flatten().collect()
+}
+
+fn f32_bytes(values: impl IntoIterator<Item = f64>) -> Vec<u8> {
+    bytes_of(values.into_iter().map(|x| (x as f32).to_le_bytes()))
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f64> {
+    bytes.chunks(4).map(|four| f64::from(f32::from_le_bytes(four.try_into().unwrap()))).collect()
+}
+
+fn logits_bytes(logits: &FloatArray<ndarray::Ix3>) -> Vec<u8> {
+    match logits {
+        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
+        FloatArray::F32(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+        FloatArray::Bf16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+        FloatArray::F16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+    }
+}
+
+fn logits_of(bytes: &[u8], shape: Shape, dtype: Dtype) -> FloatArray<ndarray::Ix3> {
+    let extents = (shape.batch, shape.tokens, shape.vocab);
+    let two = |pair: &[u8]| [pair[0], pair[1]];
+    match dtype {
+        Dtype::F64 => unreachable!("no kernel returns f64"),
+        Dtype::F32 => {
+            let values = bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap()));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+        Dtype::Bf16 => {
+            let values = bytes.chunks(2).map(|pair| bf16::from_le_bytes(two(pair)));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+        Dtype::F16 => {
+            let values = bytes.chunks(2).map(|pair| f16::from_le_bytes(two(pair)));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+    }
+}
+
+/// Columns of a `[B,T,8]` array, token by token.
+struct PerToken {
+    values: Vec<f64>,
+    names: Vec<&'static str>,
+}
+
+impl PerToken {
+    fn new(bytes: &[u8], names: &[&'static str]) -> Self {
+        Self { values: f32s(bytes), names: names.to_vec() }
+    }
+
+    fn at(&self, name: &str, token: usize) -> f64 {
+        let column = self.names.iter().position(|other| *other == name).expect("a column");
+        self.values[token * 8 + column]
+    }
+}
+
+/// A `[B,T,8]` array, or one of 16 columns, NaN in columns that have no name.
+fn per_token(names: &[&str], tokens: usize, value: impl Fn(&str, usize) -> f64) -> Vec<u8> {
+    let width = names.len().next_multiple_of(8);
+    let place = |token: usize, column: usize| names.get(column).map_or(f64::NAN, |name| value(name, token));
+    f32_bytes((0..tokens).flat_map(|token| (0..width).map(move |column| (token, column))).map(|(t, c)| place(t, c)))
+}
+
+/// A number of the spec by the name that a kernel has for it, read off the spec once more.
+fn number(spec: &LossSpec, name: &str) -> f64 {
+    let kl = spec.kl.as_ref();
+    match (&spec.objective, name) {
+        (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
+        (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),
+        (_, "kl_value_clamp") => kl.unwrap().value_clamp.unwrap(),
+        (_, "log_ratio_clamp") => spec.ratio.clamp.unwrap(),
+        (_, "log_ratio_low") => -spec.ratio.clip.unwrap().low,
+        (_, "log_ratio_high") => spec.ratio.clip.unwrap().high,
+        (_, "log_ratio_cap") => spec.ratio.cap.unwrap(),
+        (Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. }), name) => match name {
+            "low" => 1.0 - clip.epsilon_low,
+            "high" => 1.0 + clip.epsilon_high,
+            "delta" => clip.delta.unwrap_or(f64::INFINITY),
+            "dual_clip" => clip.dual_clip.unwrap_or(f64::INFINITY),
+            other => panic!("{other}: not known here"),
+        },
+        (Objective::Cispo(cispo), "low") => cispo.lower.unwrap_or(f64::NEG_INFINITY),
+        (Objective::Cispo(cispo), "high") => cispo.upper,
+        (Objective::MaskedRatio(masked), "low") => masked.lower,
+        (Objective::MaskedRatio(masked), "high") => masked.upper,
+        (Objective::Sapo(sapo), "tau_positive") => sapo.tau_positive,
+        (Objective::Sapo(sapo), "tau_negative") => sapo.tau_negative,
+        (Objective::TrustRegion(region), "low") => region.low,
+        (Objective::TrustRegion(region), "high") => region.high,
+        (Objective::TrustRegion(region), "penalty") => region.penalty,
+        (Objective::TrustRegion(region), "truncate") => region.truncate.unwrap(),
+        (Objective::Dro(dro), "penalty") => dro.beta / 2.0,
+        (Objective::KlCov(cov), "penalty") => cov.coefficient,
+        (_, other) => panic!("{other}: not known here"),
+    }
+}
+
+/// A batch with what a device computes around the kernel.
+struct Around<'p> {
+    spec: &'p LossSpec,
+    problem: &'p Problem,
+    shape: Shape,
+    mask: Vec<bool>,
+    count: f64,
+    units: Units,
+}
+
+impl<'p> Around<'p> {
+    fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
+        let mask: Vec<bool> = problem.mask.iter().copied().collect();
+        let count = mask.iter().filter(|&&counts| counts).count() as f64;
+        Self { spec, problem, shape: problem.shape(), mask, count, units: Units::Rounded }
+    }
+
+    /// What a token's terms are divided by in a reduction, over the scale of the spec; for a masked one infinite.
+    fn denominator(&self, token: usize, averaging: Averaging) -> f64 {
+        if !self.mask[token] {
+            return f64::INFINITY;
+        }
+        let row_counts = self.mask.chunks(self.shape.tokens).map(|row| row.iter().filter(|&&counts| counts).count());
+        let row_counts: Vec<usize> = row_counts.collect();
+        let rows = |rows: Rows| match rows {
+            Rows::All => self.shape.batch as f64,
+            Rows::NonEmpty => row_counts.iter().filter(|&&count| count > 0).count() as f64,
+            Rows::Given(count) => count,
+        };
+        let (of_row, epsilon) = (row_counts[token / self.shape.tokens] as f64, averaging.denominator_epsilon);
+        let denominator = match averaging.reduction {
+            Reduction::TokenMean => self.count + epsilon,
+            Reduction::SequenceMean { rows: of } => rows(of) * (of_row + epsilon),
+            Reduction::SequenceSum { rows: of } => rows(of),
+            Reduction::FixedLength { rows: of, length } => rows(of) * length.unwrap_or(self.shape.tokens) as f64,
+            Reduction::Normalizer(value) => value,
+        };
+        denominator / self.spec.scale
+    }
+
+    /// What a token's loss is multiplied by.
+    fn weight(&self, token: usize) -> f64 {
+        self.denominator(token, self.spec.averaging()).recip()
+    }
+
+    /// And the bonus of its entropy.
+    fn entropy_weight(&self, token: usize) -> f64 {
+        match self.spec.entropy_averaging {
+            Some(averaging) => -self.spec.entropy_coef / self.denominator(token, averaging),
+            None => self.entropy_factor(),
+        }
+    }
+
+    fn entropy_factor(&self) -> f64 {
+        let first = self.mask.iter().position(|&counts| counts);
+        match (self.spec.entropy_averaging, first) {
+            (Some(averaging), Some(first)) => -self.spec.entropy_coef / self.denominator(first, averaging),
+            _ => -self.spec.entropy_coef * self.spec.scale / self.count.max(1.0),
+        }
+    }
+
+    /// The sampler's weight of a token.
+    fn rollout_weight(&self, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        self.problem
+            .extra
+            .rollout_weights
+            .as_ref()
+            .map_or(1.0, |weights| weights[if weights.ncols() == 1 { (at.0, 0) } else { at }])
+    }
+
+    fn selected(&self, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        f64::from(u8::from(self.problem.extra.selected.as_ref().is_some_and(|selected| selected[at])))
+    }
+
+    fn ids(&self) -> Vec<u8> {
+        bytes_of(self.problem.ids.iter().map(|&id| (id as i32).to_le_bytes()))
+    }
+
+    fn token(&self, values: Option<&Array2<f64>>, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        values.map_or(f64::NAN, |values| values[at])
+    }
+
+    fn advantage(&self, token: usize) -> f64 {
+        self.problem.advantages.at(token / self.shape.tokens, token % self.shape.tokens)
+    }
+
+    fn tokens(&self) -> usize {
+        self.shape.batch * self.shape.tokens
+    }
+
+    fn candidate(
+        &self,
+        logp: impl Fn(usize) -> f64,
+        entropy: impl Fn(usize) -> f64,
+        [loss, reduced]: [&dyn Fn(usize) -> f64; 2],
+        dlogits: &[u8],
+    ) -> Candidate {
+        let total: f64 = (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.weight(i) * reduced(i)).sum();
+        let bonus: f64 =
+            (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.entropy_weight(i) * entropy(i)).sum();
+        let array = |of: &dyn Fn(usize) -> f64| {
+            let values = (0..self.tokens()).map(|i| if self.mask[i] { of(i) as f32 } else { 0.0 }).collect();
+            Some(Array2::from_shape_vec((self.shape.batch, self.shape.tokens), values).unwrap().into())
+        };
+        Candidate {
+            loss: arr0((total + bonus) as f32).into(),
+            gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
+            logp: array(&logp),
+            entropy: array(&entropy),
+            token_loss: array(&loss),
+            metrics: None,
+        }
+    }
+
+    fn one_pass(&self) -> Result<Candidate, String> {
+        let id = "gpu-one-pass";
+        self.one_pass_by(&kernels(id, self.spec, self.shape, self.problem.logits.dtype())[0])
+    }
+
+    /// The same by a kernel that was changed.
+    fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
+        let id = "gpu-one-pass";
+        let numbers = columns(id, self.spec, "numbers");
+        let numbers = f32_bytes(numbers.iter().map(|&name| match name {
+            "inverse_temperature" => 1.0 / self.spec.temperature,
+            "entropy_factor" => self.entropy_factor(),
+            other => number(self.spec, other),
+        }));
+        let given = columns(id, self.spec, "tokens");
+        let of_sampler = |applies: bool, token| if applies { self.rollout_weight(token) } else { 1.0 };
+        let on_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+        let spared =
+            |token| if matches!(self.spec.objective, Objective::ClipCov(_)) { 1.0 - self.selected(token) } else { 1.0 };
+        let old_logp = match self.spec.old_logp {
+            OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
+            _ => self.problem.old_logp.as_ref(),
+        };
+        let tokens = per_token(&given, self.tokens(), |name, token| match name {
+            "advantage" => self.advantage(token),
+            "old_logp" => self.token(old_logp, token),
+            "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
+            "weight" => self.weight(token),
+            "mask" => f64::from(u8::from(self.mask[token])),
+            "policy_weight" => of_sampler(true, token) * spared(token),
+            "kl_weight" => of_sampler(on_kl, token),
+            "selected" => self.selected(token),
+            "kl_share" => {
+                self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
+            }
+            "entropy_factor" => self.entropy_weight(token),
+            other => panic!("{other}: not known here"),
+        });
+        let logits = logits_bytes(&self.problem.logits);
+        let outputs = run(
+            kernel,
+            self.units,
+            &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
+        )?;
+        let names = columns(id, self.spec, "results");
+        let results = PerToken::new(&outputs[1], &names);
+        let of = |name: &'static str| {
+            let results = &results;
+            move |token: usize| results.at(name, token)
+        };
+        let reduced = if names.contains(&"reduced") { "reduced" } else { "token_loss" };
+        Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
+    }
+}
+
+/// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
+fn check(spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+    check_by(Units::Rounded, spec, recipe)
+}
+
+/// The same by units that are off.
+fn check_by(units: Units, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+    let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
+    let around = Around { units, ..Around::new(spec, &problem) };
+    let candidate = around.one_pass().map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
+    let known = Known::of(spec, &problem).unwrap();
+    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+    if let Some(failure) = known.failures(&judged, "gpu-one-pass", "cargo test -p assay-programs --test ptx").first() {
+        return Err(format!("gpu-one-pass by {units:?} {recipe:?} {spec:?}\n{failure}"));
+    }
+    Ok(())
+}
+
+/// What surrounds the one-pass kernel here weighs tokens only by weights that are given for each, and rejects none; the
+/// kernel refuses the rest.
+fn token_by_token(spec: LossSpec) -> LossSpec {
+    let objective = match spec.objective {
+        Objective::Vespo(_) => Objective::Sapo(Sapo::default()),
+        other => other,
+    };
+    let rollout = spec.rollout.map(|rollout| RolloutWeights {
+        source: RolloutSource::Given,
+        level: RolloutLevel::Token,
+        outside: Outside::Truncate,
+        min: None,
+        max: None,
+        clamp: None,
+        normalize: false,
+        ..rollout
+    });
+    LossSpec {
+        ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
+        logits: LogitsTransform::default(),
+        support: Support::default(),
+        rollout,
+        rejection: vec![],
+        off_policy_mask: None,
+        objective: match objective {
+            Objective::ImportanceSampling(_) => Objective::ImportanceSampling(ImportanceSampling::default()),
+            other => other,
+        },
+        ..spec
+    }
+}
+
+proptest! {
+    #![proptest_config(cases::config(24))]
+
+    #[test]
+    fn all_outputs_one_pass_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+        let spec = token_by_token(spec);
+        check(&spec, &recipe).map_err(TestCaseError::fail)?;
+    }
+}
+
+/// Every named choice of a spec that the one-pass kernel computes, alone.
+#[test]
+fn all_outputs_one_pass_every_variant_match_reference() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "gpu-one-pass").unwrap();
+    let (mut judged, mut forms) = (0, std::collections::BTreeSet::new());
+    for (i, variant) in variants().into_iter().enumerate() {
+        let shape = Shape { batch: 3, tokens: 4, vocab: 33 };
+        let around_here = token_by_token(variant.spec.clone()) == variant.spec;
+        if one_pass.supports(&variant.spec, shape, Dtype::F32, 1).is_ok() && around_here {
+            let recipe = Recipe {
+                shape: [3, 4, 33],
+                dtype: Dtype::F32,
+                regime: Regime::FINITE[i % Regime::FINITE.len()],
+                seed: i as u64,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            check(&variant.spec, &recipe).unwrap();
+            judged += 1;
+            forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
+        }
+    }
+    assert!(judged > 45 && forms.len() == 11, "{judged} variants of {} objectives", forms.len());
+}
+
+#[test]
+fn all_outputs_awkward_shapes_match_reference() {
+    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
+        for dtype in Dtype::KERNEL {
+            let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
+            check(&spec, &recipe).unwrap();
+        }
+    }
+}
+
+/// Whatever a chip's units give within what the manual allows them.
+#[test]
+fn all_outputs_by_units_that_are_off_either_way_match_reference() {
+    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() }, LossSpec::default()];
+    for units in [Units::Above, Units::Below] {
+        for (i, regime) in Regime::FINITE.into_iter().enumerate() {
+            for dtype in [Dtype::F32, Dtype::Bf16] {
+                let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
+                let recipe = Recipe { shape, dtype, regime, seed: 9, old_logp_noise_scale: 0.1, masked_garbage: true };
+                for spec in &specs {
+                    check_by(units, spec, &recipe).unwrap();
+                }
+            }
+        }
+    }
+}
