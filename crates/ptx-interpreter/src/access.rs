@@ -1,7 +1,7 @@
 //! What threads do to memory.
 
 use super::Fault;
-use super::arithmetic::{Rounded, mask, round_once, whole, widened};
+use super::arithmetic::{Rounded, mask, round_once, whole, widened, wrapped};
 use super::instruction::{Action, Address, Atomic, Instruction, Slot, Space};
 use super::memory::{Conflict, Memory, Toucher, UNDER_WAY};
 use super::run::{ARRAY_RANGE, Machine, PEER_RANGE};
@@ -80,14 +80,8 @@ impl Machine<'_> {
             );
         }
         if space == Space::Global {
-            let array = ((at >> ARRAY_RANGE) as usize).wrapping_sub(1);
-            let start = (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1));
-            let fits = self
-                .global
-                .get(array)
-                .is_some_and(|memory| usize::try_from(start).is_ok_and(|start| start + bytes <= memory.bytes.len()));
-            if fits {
-                return Ok((Place::Global(array), start as usize));
+            if let Some((array, start)) = self.in_array(at, bytes) {
+                return Ok((Place::Global(array), start));
             }
             return wrong(Fault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
         }
@@ -105,17 +99,23 @@ impl Machine<'_> {
             return wrong(Fault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
         }
         if cta != own && self.threads[self.warps[w].first + lane].phases == 0 {
-            let problem = format!("CTA {} of the cluster is not known to have started", cta);
+            let problem = format!("CTA {cta} of the cluster is not known to have started");
             return wrong(Fault::PeerNotStarted, problem);
         }
         Ok((Place::Shared(cta), start as usize))
     }
 
+    /// The global array that holds `bytes` at an address, and where in it.
+    fn in_array(&self, at: u64, bytes: usize) -> Option<(usize, usize)> {
+        let (array, start) = near_array(at);
+        let start = usize::try_from(start).ok()?;
+        self.global.get(array).filter(|memory| start + bytes <= memory.bytes.len()).map(|_| (array, start))
+    }
+
     /// An address as messages have it.
     pub(super) fn spelt(&self, space: Space, at: u64) -> String {
         if space == Space::Global {
-            let array = ((at >> ARRAY_RANGE) as usize).wrapping_sub(1);
-            let start = (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1));
+            let (array, start) = near_array(at);
             return match (self.names.get(array), self.global.get(array)) {
                 (Some(name), Some(memory)) => format!("byte {start} of {name}, which has {}", memory.bytes.len()),
                 _ => format!("{at:#x}, which is in no array"),
@@ -224,8 +224,8 @@ impl Machine<'_> {
                 round_once(Float::F32, Rounded::Add, space == Space::Global, old, first, 0)
             }
             Atomic::Add => old.wrapping_add(first) & mask(ty.bits()),
-            Atomic::Min => whole(ty, old).min(whole(ty, first)) as u64 & mask(ty.bits()),
-            Atomic::Max => whole(ty, old).max(whole(ty, first)) as u64 & mask(ty.bits()),
+            Atomic::Min => wrapped(whole(ty, old).min(whole(ty, first)), ty.bits()),
+            Atomic::Max => wrapped(whole(ty, old).max(whole(ty, first)), ty.bits()),
             Atomic::And => old & first,
             Atomic::Or => old | first,
             Atomic::Xor => old ^ first,
@@ -274,13 +274,7 @@ impl Machine<'_> {
                 let problem = format!("{bytes} bytes at {}, expected a multiple", self.spelt(Space::Global, at));
                 return Err(Wrong { lane, fault: Fault::Misaligned, problem });
             }
-            let array = ((at >> ARRAY_RANGE) as usize).wrapping_sub(1);
-            let start = (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1));
-            let held = self
-                .global
-                .get(array)
-                .and_then(|memory| usize::try_from(start).ok().filter(|start| start + count <= memory.bytes.len()));
-            let Some(start) = held else {
+            let Some((array, start)) = self.in_array(at, count) else {
                 let problem = format!("{count} bytes at {}", self.spelt(Space::Global, at));
                 return Err(Wrong { lane, fault: Fault::OutOfBounds, problem });
             };
@@ -300,20 +294,38 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// All groups of copies but the last `left` are over.
-    pub(super) fn finish_copies(&mut self, w: usize, lane: usize, pc: usize, left: usize) {
+    /// The copies of each lane that are in no group are one.
+    pub(super) fn commit_copies(&mut self, w: usize, active: u32) {
+        for lane in lanes_of(active) {
+            let thread = &mut self.threads[self.warps[w].first + lane];
+            let copies = std::mem::take(&mut thread.copies);
+            thread.groups.push_back(copies);
+        }
+    }
+
+    /// All groups of copies of each lane but the last `left` are over.
+    pub(super) fn finish_copies(&mut self, w: usize, active: u32, pc: usize, left: usize) {
         let Warp { first, cta, .. } = self.warps[w];
-        let Thread { clock, known, groups, .. } = &mut self.threads[first + lane];
-        let by = Toucher { cluster: self.cluster, thread: (first + lane) as u32, clock: *clock, known, at: pc as u32 };
-        while groups.len() > left {
-            for Copying { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
-                if read > 0 {
-                    self.global[array].copied_from(from, read, &by);
+        for lane in lanes_of(active) {
+            let (cluster, thread) = (self.cluster, first + lane);
+            let Thread { clock, known, groups, .. } = &mut self.threads[thread];
+            let by = Toucher { cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+            while groups.len() > left {
+                for Copying { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
+                    if read > 0 {
+                        self.global[array].copied_from(from, read, &by);
+                    }
+                    self.ctas[cta].shared.copied_to(to, written, &by);
                 }
-                self.ctas[cta].shared.copied_to(to, written, &by);
             }
         }
     }
+}
+
+/// The global array in whose range an address lies, and how far from its beginning.
+fn near_array(at: u64) -> (usize, i64) {
+    let array = (at >> ARRAY_RANGE) as usize;
+    (array.wrapping_sub(1), (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1)))
 }
 
 /// A little-endian number.

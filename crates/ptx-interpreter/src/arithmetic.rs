@@ -68,9 +68,18 @@ pub(super) fn whole(ty: Type, x: u64) -> i128 {
     if ty.is_signed() { signed(x, ty.bits()).into() } else { (x & mask(ty.bits())).into() }
 }
 
+/// The lower `bits` of a number.
+pub(super) fn wrapped(x: i128, bits: u32) -> u64 {
+    x.cast_unsigned() as u64 & mask(bits)
+}
+
 /// What a register of `bits` holds of an `x` of type `ty`: signed integers are extended by their sign.
 pub(super) fn widened(ty: Type, x: u64, bits: u32) -> u64 {
-    if ty.is_signed() && bits > ty.bits() { signed(x, ty.bits()) as u64 & mask(bits) } else { x & mask(ty.bits()) }
+    if ty.is_signed() && bits > ty.bits() {
+        signed(x, ty.bits()).cast_unsigned() & mask(bits)
+    } else {
+        x & mask(ty.bits())
+    }
 }
 
 fn single(x: u64) -> f32 {
@@ -377,10 +386,9 @@ pub(super) fn shifted(ty: Type, left: bool, x: u64, by: u64) -> u64 {
     let bits = ty.bits();
     let by = by & mask(32);
     match (left, ty.is_signed()) {
-        (true, _) if by >= bits.into() => 0,
+        (true, _) | (_, false) if by >= bits.into() => 0,
         (true, _) => x << by & mask(bits),
-        (false, true) => (signed(x, bits) >> by.min(63)) as u64 & mask(bits),
-        (false, false) if by >= bits.into() => 0,
+        (false, true) => (signed(x, bits) >> by.min(63)).cast_unsigned() & mask(bits),
         (false, false) => x >> by,
     }
 }
@@ -422,7 +430,7 @@ pub(super) fn conversion(
         let bits = ty.bits();
         let (low, high) =
             if ty.is_signed() { (-(1_i128 << (bits - 1)), (1 << (bits - 1)) - 1) } else { (0, (1_i128 << bits) - 1) };
-        x.clamp(low, high) as u64 & mask(bits)
+        wrapped(x.clamp(low, high), bits)
     };
     let whole_of = move |x: f64| match rounding {
         Some(Rounding::Nearest) => x.round_ties_even(),
@@ -435,7 +443,7 @@ pub(super) fn conversion(
         (to, from) if to.is_integer() && from.is_integer() => (rounding.is_none() && !ftz).then(|| -> Function {
             Box::new(move |x, _, _| {
                 let x = whole(from, x);
-                if saturate { clamped(to, x) } else { x as u64 & mask(to.bits()) }
+                if saturate { clamped(to, x) } else { wrapped(x, to.bits()) }
             })
         }),
         (to, Type::Float(from)) if to.is_integer() => (rounding.is_some() && integral).then(|| -> Function {

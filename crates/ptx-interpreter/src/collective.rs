@@ -5,7 +5,7 @@ use std::rc::Rc;
 use super::Fault;
 use super::instruction::{Action, BarrierReduction, Instruction, Shuffle, Slot, Vote};
 use super::run::Machine;
-use super::state::{Barrier, Cta, LANES, Meeting, Ran, Warp, Wrong, lanes_of, lanes_where};
+use super::state::{Barrier, Cta, Known, LANES, Meeting, Ran, Warp, Wrong, lanes_of, lanes_where};
 
 /// Barriers of a CTA.
 const BARRIERS: u64 = 16;
@@ -97,7 +97,7 @@ impl Machine<'_> {
                     meeting.add(&thread.known, first + lane, thread.clock);
                     meeting.phases = meeting.phases.max(thread.phases);
                 }
-                let known: Rc<[u32]> = meeting.clocks.into();
+                let known: Known = meeting.clocks.into();
                 for lane in lanes_of(active) {
                     let thread = &mut self.threads[first + lane];
                     thread.known = known.clone();
@@ -166,7 +166,7 @@ impl Machine<'_> {
             return;
         }
         let barrier = barriers.remove(&id).expect("it was there");
-        let known: Rc<[u32]> = barrier.meeting.clocks.into();
+        let known: Known = barrier.meeting.clocks.into();
         for &thread in &barrier.waiting {
             let state = &mut self.threads[thread];
             state.known = known.clone();
@@ -237,15 +237,15 @@ impl Machine<'_> {
         thread.waits += 1;
         thread.phases = thread.phases.max(barrier.phases);
         let Some(passed) = &barrier.passed else { return };
-        if let Some((_, joined)) = barrier.joined.iter().find(|(known, _)| Rc::ptr_eq(known, &thread.known)) {
+        if let Some([_, joined]) = barrier.joined.iter().find(|[known, _]| Rc::ptr_eq(known, &thread.known)) {
             thread.known = joined.clone();
             return;
         }
         let mut meeting = Meeting::default();
         meeting.join(&thread.known);
         meeting.join(passed);
-        let joined: Rc<[u32]> = meeting.clocks.into();
-        barrier.joined.push((thread.known.clone(), joined.clone()));
+        let joined: Known = meeting.clocks.into();
+        barrier.joined.push([thread.known.clone(), joined.clone()]);
         thread.known = joined;
     }
 

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::InterpretError;
-use super::arithmetic::mask;
+use super::arithmetic::wrapped;
 use super::instruction::{Action, Address, Fill, Instruction, Kernel, Limits, Slot, Space, Special};
 use super::parse::{Entry, Instruction as Written, Limit, Number, Operand, Statement, Text, Variable};
 use super::types::{Float, PREDICATE, Type};
@@ -98,12 +98,10 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Kernel, InterpretErro
     let mut at = 0;
     for statement in &entry.body {
         match statement {
-            Statement::Label { line, name } => {
-                if decoder.labels.insert(name.clone(), at).is_some() {
-                    return text_error(*line, format!("label {name} is declared twice"));
-                }
-            }
             Statement::Instruction(_) => at += 1,
+            Statement::Label { line, name } if decoder.labels.insert(name.clone(), at).is_some() => {
+                return text_error(*line, format!("label {name} is declared twice"));
+            }
             _ => {}
         }
     }
@@ -168,13 +166,11 @@ impl<'a> Form<'a> {
     }
 
     pub(super) fn needs<T: Copy>(&mut self, choices: &[(&str, T)]) -> Decoded<T> {
-        match self.one_of(choices) {
-            Some(choice) => Ok(choice),
-            None => {
-                let words: Vec<String> = choices.iter().map(|(word, _)| format!(".{word}")).collect();
-                self.error(format!("expected one of {}", words.join(", ")))
-            }
+        if let Some(choice) = self.one_of(choices) {
+            return Ok(choice);
         }
+        let words: Vec<String> = choices.iter().map(|(word, _)| format!(".{word}")).collect();
+        self.error(format!("expected one of {}", words.join(", ")))
     }
 
     /// The type, which comes last.
@@ -215,7 +211,8 @@ impl<'a> Form<'a> {
         if (least..=most).contains(&operands.len()) {
             return Ok(operands);
         }
-        self.error(format!("{} operands, expected {least} to {most}", operands.len()))
+        let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
+        self.error(format!("{} operands, expected {expected}", operands.len()))
     }
 }
 
@@ -232,27 +229,22 @@ impl Decoder {
         }
         // Not better aligned than it says.
         let start = (self.end + GAP).next_multiple_of(2 * align) + align;
-        match elements {
-            Some(elements) => {
-                let end = elements.checked_mul(size).and_then(|bytes| start.checked_add(bytes));
-                match end.filter(|&end| end < MOST_SHARED) {
-                    Some(end) => self.end = end,
-                    None => return text_error(*line, format!("{name} does not fit into shared memory")),
-                }
-                self.arrays.push((start, self.end));
+        let Some(elements) = elements else {
+            // All without an extent lie at one place.
+            let start = *self.dynamic.get_or_insert(start);
+            if !start.is_multiple_of(align) {
+                let problem = format!("{name} is aligned to {align}, another array without an extent to less");
+                return text_error(*line, problem);
             }
-            None => {
-                let start = *self.dynamic.get_or_insert(start);
-                if start % align != 0 {
-                    return text_error(
-                        *line,
-                        format!("{name} is aligned to {align}, another array without extent less"),
-                    );
-                }
-            }
-        }
-        let address = self.dynamic.filter(|_| elements.is_none()).unwrap_or(start);
-        self.name(*line, name, Named::Shared(address))
+            return self.name(*line, name, Named::Shared(start));
+        };
+        let end = elements.checked_mul(size).and_then(|bytes| start.checked_add(bytes));
+        let Some(end) = end.filter(|&end| end < MOST_SHARED) else {
+            return text_error(*line, format!("{name} does not fit into shared memory"));
+        };
+        self.end = end;
+        self.arrays.push((start, end));
+        self.name(*line, name, Named::Shared(start))
     }
 
     fn name(&mut self, line: usize, name: &str, named: Named) -> Result<(), InterpretError> {
@@ -398,11 +390,11 @@ pub(super) fn constant(form: &Form, number: Number, ty: Type) -> Decoded<u64> {
         (Number::Whole(x), Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_))
             if -(1_i128 << (bits - 1)) <= x && x < 1_i128 << bits =>
         {
-            Ok(x as u64 & mask(bits))
+            Ok(wrapped(x, bits))
         }
         (Number::Single(x), Type::Float(Float::F32) | Type::Bits(32)) => Ok(x.into()),
         (Number::Decimal(x), Type::Float(Float::F32)) => Ok((x as f32).to_bits().into()),
-        (Number::Whole(x @ (0 | 1)), Type::Pred) => Ok(x as u64),
+        (Number::Whole(x @ (0 | 1)), Type::Pred) => Ok(wrapped(x, 1)),
         _ => form.error(format!("{number:?} is not a number of {ty}")),
     }
 }

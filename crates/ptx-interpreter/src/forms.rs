@@ -2,7 +2,7 @@
 
 use super::arithmetic::{
     self, Approximate, Comparison, Function, Rounded, Rounding, approximate, compares, conversion, mask, of_elements,
-    round_once, whole,
+    round_once, whole, wrapped,
 };
 use super::decode::{Decoded, Decoder, Form, Named, constant};
 use super::instruction::{Action, Atomic, BarrierReduction, Fill, Instruction, Reduces, Shuffle, Slot, Space, Vote};
@@ -136,7 +136,7 @@ impl Decoder {
                 Ok(Action::Exit)
             }
             "bar" | "barrier" => self.barrier(opcode, form),
-            "fence" | "membar" => self.fence(opcode, form),
+            "fence" | "membar" => fence(opcode, form),
             "shfl" => self.shuffle(form),
             "vote" => self.vote(form),
             "redux" => self.redux(form),
@@ -236,7 +236,7 @@ impl Decoder {
         if !is_whole(ty) {
             return form.error(format!("type {ty} is not supported"));
         }
-        let cut = move |x: i128| x as u64 & mask(bits);
+        let cut = move |x| wrapped(x, bits);
         let of = move |x| whole(ty, x);
         match opcode {
             "add" => self.compute::<3>(form, ty, Box::new(move |a, b, _| a.wrapping_add(b) & mask(bits))),
@@ -263,7 +263,7 @@ impl Decoder {
                 let function: Function = Box::new(move |a, b, c| {
                     let product = of(a).wrapping_mul(of(b));
                     let product = if part == 1 { product >> bits } else { product };
-                    product.wrapping_add(c.into()) as u64 & mask(out)
+                    wrapped(product.wrapping_add(c.into()), out)
                 });
                 let operands = form.some_operands(3, 4)?;
                 let of = [self.source(form, &operands[1], ty)?, self.source(form, &operands[2], ty)?];
@@ -663,7 +663,8 @@ impl Decoder {
             (self.address(form, &operands[0], Space::Shared)?, self.address(form, &operands[1], Space::Global)?);
         let bytes = match operands[2] {
             Operand::Number(Number::Whole(16)) => 16,
-            Operand::Number(Number::Whole(bytes @ (4 | 8))) if !whole_only => bytes as u32,
+            Operand::Number(Number::Whole(4)) if !whole_only => 4,
+            Operand::Number(Number::Whole(8)) if !whole_only => 8,
             _ => return form.error("expected a size of 4, 8 or 16 bytes, of 16 with .cg".into()),
         };
         let mut rest = &operands[3..];
@@ -727,16 +728,6 @@ impl Decoder {
         Ok(Action::Barrier { id, threads, aligned, waits, reduces: None })
     }
 
-    fn fence(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
-        form.operands::<0>()?;
-        if opcode == "membar" {
-            let beyond_cta = form.needs(&[("cta", false), ("gl", true), ("sys", true)])?;
-            return Ok(Action::Fence { beyond_cta });
-        }
-        form.one_of(&[("sc", ()), ("acq_rel", ())]);
-        Ok(Action::Fence { beyond_cta: form.needs(&SCOPES)? })
-    }
-
     fn shuffle(&mut self, form: &mut Form) -> Decoded<Action> {
         form.needs(&[("sync", ())])?;
         let mode = form.needs(&[
@@ -777,8 +768,8 @@ impl Decoder {
         let function: Function = if ty.is_integer() {
             match form.needs(&[("add", 0), ("min", 1), ("max", 2)])? {
                 0 => Box::new(|a, b, _| a.wrapping_add(b) & mask(32)),
-                1 => Box::new(move |a, b, _| whole(ty, a).min(whole(ty, b)) as u64 & mask(32)),
-                _ => Box::new(move |a, b, _| whole(ty, a).max(whole(ty, b)) as u64 & mask(32)),
+                1 => Box::new(move |a, b, _| wrapped(whole(ty, a).min(whole(ty, b)), 32)),
+                _ => Box::new(move |a, b, _| wrapped(whole(ty, a).max(whole(ty, b)), 32)),
             }
         } else {
             match form.needs(&[("and", 0), ("or", 1), ("xor", 2)])? {
@@ -791,6 +782,16 @@ impl Decoder {
         let (of, members) = (self.source(form, of, ty)?, self.source(form, members, B32)?);
         Ok(Action::Reduce { to: self.target(form, to, ty)?, of, members, function })
     }
+}
+
+fn fence(opcode: &str, form: &mut Form) -> Decoded<Action> {
+    form.operands::<0>()?;
+    if opcode == "membar" {
+        let beyond_cta = form.needs(&[("cta", false), ("gl", true), ("sys", true)])?;
+        return Ok(Action::Fence { beyond_cta });
+    }
+    form.one_of(&[("sc", ()), ("acq_rel", ())]);
+    Ok(Action::Fence { beyond_cta: form.needs(&SCOPES)? })
 }
 
 fn strip_hints(form: &mut Form) {

@@ -301,10 +301,9 @@ impl Action {
                 let of = reduces.as_ref().map(|reduces| reduces.of);
                 [*id].into_iter().chain(*threads).chain(of).collect()
             }
-            Action::WarpBarrier { members } => vec![*members],
             Action::Shuffle { of, by, clamp, members, .. } => vec![*of, *by, *clamp, *members],
             Action::Vote { of, members, .. } | Action::Reduce { of, members, .. } => vec![*of, *members],
-            Action::Elect { members, .. } => vec![*members],
+            Action::WarpBarrier { members } | Action::Elect { members, .. } => vec![*members],
             Action::CommitCopies
             | Action::WaitCopies(_)
             | Action::WaitAllCopies

@@ -1,7 +1,7 @@
 //! PTX text into directives, declarations and instructions, each with its line. What they mean is [`super::decode`]'s matter.
 
 use winnow::ascii::{digit0, digit1, multispace1, till_line_ending};
-use winnow::combinator::{alt, cut_err, delimited, eof, not, opt, peek, preceded, repeat, separated, terminated};
+use winnow::combinator::{alt, cut_err, delimited, eof, not, opt, peek, preceded, repeat, terminated};
 use winnow::error::{AddContext, ErrMode, ParserError};
 use winnow::stream::{LocatingSlice, Location as _, Stateful, Stream};
 use winnow::token::{one_of, take_until, take_while};
@@ -169,6 +169,7 @@ pub(super) fn parse(text: &str) -> Result<Text, InterpretError> {
     let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
     module.parse(input).map_err(|error| {
         let Mistake { at, problem } = error.into_inner();
+        let at = text.len() - text[at..].trim_start().len();
         let problem = match problem {
             Problem::Expected(what) => format!("expected {what}, found {}", token_of(&text[at..])),
             Problem::Wrong(problem) => problem,
@@ -219,13 +220,19 @@ fn mark<'t>(mark: char) -> impl Reads<'t, char> {
     token(mark).context(mark)
 }
 
-fn end<'t>(input: &mut Input<'t>) -> Parsed<char> {
+fn end(input: &mut Input) -> Parsed<char> {
     cut_err(mark(';')).parse_next(input)
 }
 
-/// Items with commas between them.
-fn list<'t, T>(item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
-    separated(1.., item, mark(','))
+/// Items with commas between them: after a comma there is one.
+fn list<'t, T>(mut item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
+    move |input: &mut Input<'t>| {
+        let mut items = vec![item.parse_next(input)?];
+        while opt(mark(',')).parse_next(input)?.is_some() {
+            items.push(cut_err(item.by_ref()).parse_next(input)?);
+        }
+        Ok(items)
+    }
 }
 
 fn name<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {

@@ -1,7 +1,6 @@
 //! Runs the threads of a cluster.
 
 use std::collections::{HashMap, VecDeque};
-use std::rc::Rc;
 
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
@@ -11,7 +10,7 @@ use super::arithmetic::{approximate, mask};
 use super::decode::MOST_SHARED;
 use super::instruction::{Action, Fill, Instruction, Kernel, Slot, Special};
 use super::memory::Memory;
-use super::state::{ClusterBarrier, Cta, LANES, Lanes, Ran, Thread, Warp, Wrong, lanes_of, lanes_where};
+use super::state::{ClusterBarrier, Cta, Known, LANES, Lanes, Ran, Thread, Warp, Wrong, lanes_of, lanes_where};
 use super::{Buffer, Fault, InterpretError, Launch, Options, Order};
 
 /// How far apart global arrays begin, as a power of two; each begins in the middle of its own range.
@@ -166,7 +165,7 @@ impl Machine<'_> {
         let Launch { block, cluster, .. } = *self.launch;
         let (per_cta, ctas) = (volume(block).unwrap_or(0) as usize, volume(cluster).unwrap_or(0) as usize);
         let all = per_cta * ctas;
-        let nothing: Rc<[u32]> = vec![0; all].into();
+        let nothing: Known = vec![0; all].into();
         let shared = self.arrays.iter().map(|&(_, end)| end).max().unwrap_or(0) as usize;
         self.alive = all;
         for _ in 0..all {
@@ -565,25 +564,11 @@ impl Machine<'_> {
                     self.copy(w, lane, pc, (*from, count as usize), (*to, whole as usize))?;
                 }
             }
-            Action::CommitCopies => {
-                for lane in lanes_of(active) {
-                    let thread = &mut self.threads[self.warps[w].first + lane];
-                    let copies = std::mem::take(&mut thread.copies);
-                    thread.groups.push_back(copies);
-                }
-            }
-            Action::WaitCopies(groups) => {
-                for lane in lanes_of(active) {
-                    self.finish_copies(w, lane, pc, *groups);
-                }
-            }
+            Action::CommitCopies => self.commit_copies(w, active),
+            Action::WaitCopies(groups) => self.finish_copies(w, active, pc, *groups),
             Action::WaitAllCopies => {
-                for lane in lanes_of(active) {
-                    let thread = &mut self.threads[self.warps[w].first + lane];
-                    let copies = std::mem::take(&mut thread.copies);
-                    thread.groups.push_back(copies);
-                    self.finish_copies(w, lane, pc, 0);
-                }
+                self.commit_copies(w, active);
+                self.finish_copies(w, active, pc, 0);
             }
             Action::Fence { beyond_cta } => {
                 for lane in lanes_of(active).filter(|_| *beyond_cta) {

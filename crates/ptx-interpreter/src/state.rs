@@ -13,6 +13,9 @@ pub(super) const LANES: usize = 32;
 /// A value for each.
 pub(super) type Lanes = [u64; LANES];
 
+/// Of every thread of the cluster, the clock up to which a thread has learnt of what that did.
+pub(super) type Known = Rc<[u32]>;
+
 /// What a thread did wrong, before it is known where.
 pub(super) struct Wrong {
     pub(super) lane: usize,
@@ -27,17 +30,17 @@ pub(super) type Ran<T> = Result<T, Wrong>;
 pub(super) struct Meeting {
     pub(super) clocks: Vec<u32>,
     /// Knowledge that is in `clocks` already.
-    pub(super) met: Vec<Rc<[u32]>>,
+    pub(super) met: Vec<Known>,
     pub(super) phases: u32,
 }
 
 impl Meeting {
-    pub(super) fn add(&mut self, known: &Rc<[u32]>, thread: usize, clock: u32) {
+    pub(super) fn add(&mut self, known: &Known, thread: usize, clock: u32) {
         self.join(known);
         self.clocks[thread] = self.clocks[thread].max(clock);
     }
 
-    pub(super) fn join(&mut self, known: &Rc<[u32]>) {
+    pub(super) fn join(&mut self, known: &Known) {
         if self.clocks.is_empty() {
             self.clocks = vec![0; known.len()];
         }
@@ -62,9 +65,9 @@ pub(super) struct Copying {
 
 pub(super) struct Thread {
     pub(super) clock: u32,
-    pub(super) known: Rc<[u32]>,
+    pub(super) known: Known,
     /// What a relaxed arrival passes on: what was known at the last fence.
-    pub(super) fenced: Option<(Rc<[u32]>, u32)>,
+    pub(super) fenced: Option<(Known, u32)>,
     /// Phases of the cluster's barrier that it knows to be over.
     pub(super) phases: u32,
     pub(super) arrivals: u32,
@@ -116,9 +119,9 @@ pub(super) struct ClusterBarrier {
     pub(super) phases: u32,
     pub(super) meeting: Meeting,
     /// What the last phase passed on.
-    pub(super) passed: Option<Rc<[u32]>>,
+    pub(super) passed: Option<Known>,
     /// What it came to with what threads knew themselves.
-    pub(super) joined: Vec<(Rc<[u32]>, Rc<[u32]>)>,
+    pub(super) joined: Vec<[Known; 2]>,
 }
 
 /// The lanes of a mask.

@@ -145,10 +145,10 @@ fn copies_of_fewer_bytes_are_filled_with_zeros() {
 fn threads_of_a_cta_are_ordered_by_its_barrier() {
     let other = "xor.b32 %r6, %r0, 33;\n shl.b32 %r6, %r6, 2;\n add.u32 %r6, %r2, %r6;\n";
     let read = format!("{SHARE}{other} bar.sync 0;\n ld.shared.b32 %r10, [%r6];\n{OUT}");
-    needs(CTA, &read, |i| i ^ 33, "bar.sync 0;", "", Fault::Uninitialised, "never written");
+    needs(CTA, &read, |i| i ^ 0x21, "bar.sync 0;", "", Fault::Uninitialised, "never written");
     // What was read may be overwritten once all have read it.
     let overwritten = read.replace(OUT, &format!("bar.sync 1;\n st.shared.b32 [%r5], 7;\n{OUT}"));
-    needs(CTA, &overwritten, |i| i ^ 33, "bar.sync 1;", "", Fault::Race, "nothing orders that before this");
+    needs(CTA, &overwritten, |i| i ^ 0x21, "bar.sync 1;", "", Fault::Race, "nothing orders that before this");
     // Twice written is a race even of one value.
     let twice = format!("st.shared.b32 [%r2], 7;\n mov.u32 %r10, 0;\n{OUT}");
     let (fault, problem) = CTA.found(&twice);
