@@ -310,28 +310,28 @@ impl Machine<'_> {
         Ok(progress)
     }
 
-    /// Lanes that stand at one instruction, the first that is no collective one if there is, or a collective one for
-    /// which nobody is missing.
-    fn next_group(&self, w: usize) -> Option<(u32, usize)> {
+    /// Lanes that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a collective one
+    /// for which nobody is missing.
+    fn next_group(&mut self, w: usize) -> Option<(u32, usize)> {
         let warp = &self.warps[w];
         let mut rest = warp.alive & !warp.waiting;
-        let mut collective = Vec::new();
-        let mut best: Option<(u32, usize)> = None;
+        let (mut alone, mut collective) = (Vec::new(), Vec::new());
         while rest != 0 {
             let at = warp.pcs[rest.trailing_zeros() as usize];
             let group = lanes_where(rest, |lane| warp.pcs[lane] == at);
             rest &= !group;
-            if self.kernel.instructions[at].action.is_collective() {
-                collective.push((group, at));
-            } else if best.is_none_or(|(_, best)| at < best) {
-                best = Some((group, at));
-            }
+            let groups = if self.kernel.instructions[at].action.is_collective() { &mut collective } else { &mut alone };
+            groups.push((group, at));
         }
-        if best.is_some() {
-            return best;
+        let first = alone.iter().min_by_key(|&&(_, at)| at).copied();
+        if first.is_some() {
+            return match &mut self.random {
+                Some(random) => Some(alone[random.random_range(0..alone.len())]),
+                None => first,
+            };
         }
-        let complete = |&&(group, at): &&(u32, usize)| self.missing(w, group, at).is_none();
         collective.sort_by_key(|&(_, at)| at);
+        let complete = |&&(group, at): &&(u32, usize)| self.missing(w, group, at).is_none();
         collective.iter().find(complete).or(collective.first()).copied()
     }
 

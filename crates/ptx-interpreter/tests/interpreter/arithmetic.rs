@@ -125,7 +125,7 @@ impl Format {
     /// Bits of any number, of near ones more often.
     fn any(self) -> impl Strategy<Value = u64> {
         let infinity: u64 = ((1 << (self.bits - 1 - self.fraction)) - 1) << self.fraction;
-        let one = infinity / 2 >> self.fraction << self.fraction;
+        let one = (infinity / 2) >> self.fraction << self.fraction;
         let sign = 1_u64 << (self.bits - 1);
         let near = one - (12 << self.fraction)..one + (12 << self.fraction);
         let magnitude = prop_oneof![0..infinity, near.clone(), near, 0..4_u64 << self.fraction];
@@ -207,8 +207,6 @@ proptest! {
         let operands: Vec<[u64; 3]> = all.iter().map(|&x| [x, b, b]).collect();
         // Of each, what it is of two numbers, and its largest error: in ulps, or as a distance.
         let relative = |error: f64| move |_: f64, y: f64| error * y.abs();
-        type Exact = fn(f64, f64) -> f64;
-        type Most = Box<dyn Fn(f64, f64) -> f64>;
         let table: [(&str, Exact, Result<u32, Most>); 8] = [
             ("ex2.approx.f32 %d, %a;", |a, _| a.exp2(), Ok(2)),
             ("lg2.approx.f32 %d, %a;", |a, _| a.log2(), Err(Box::new(|a, y| {
@@ -255,6 +253,9 @@ proptest! {
         }
     }
 }
+
+type Exact = fn(f64, f64) -> f64;
+type Most = Box<dyn Fn(f64, f64) -> f64>;
 
 /// From a number of f32 to the next.
 fn ulp(x: f64) -> f64 {
