@@ -34,8 +34,8 @@ struct Many {
     cell: usize,
     atomic: bool,
     cluster: u32,
-    /// Whether other clusters did so too.
-    others: bool,
+    /// One by another cluster.
+    other: Option<Epoch>,
     /// Of each thread of the cluster the clock of its last, or 0.
     clocks: Vec<u32>,
 }
@@ -78,7 +78,7 @@ impl Toucher<'_> {
     }
 
     fn epoch(&self) -> Epoch {
-        u64::from(self.first() + self.thread) << 32 | u64::from(self.clock)
+        epoch_of(self.first() + self.thread, self.clock)
     }
 
     /// Whether this thread knows of the access, which is no [`MANY`] of them.
@@ -95,24 +95,34 @@ impl Toucher<'_> {
 }
 
 impl Many {
+    /// An epoch of the cluster, for clusters that know of none of it.
+    fn of_cluster(&self) -> Epoch {
+        epoch_of(self.cluster * self.clocks.len() as u32, 1)
+    }
+
     fn add(&mut self, by: &Toucher) {
         if self.cluster != by.cluster {
+            self.other = Some(self.of_cluster());
             self.cluster = by.cluster;
-            self.others = true;
             self.clocks.fill(0);
         }
-        self.clocks[by.thread as usize] = by.clock;
+        // A copy stays under way.
+        let clock = &mut self.clocks[by.thread as usize];
+        *clock = by.clock.max(*clock);
     }
 
     /// One that `by` does not know of.
-    fn unknown(&self, by: &Toucher) -> Option<u32> {
-        if self.others || self.cluster != by.cluster {
-            return Some(0);
+    fn unknown(&self, by: &Toucher) -> Option<Epoch> {
+        if self.other.is_some() || self.cluster != by.cluster {
+            return self.other.or(Some(self.of_cluster()));
         }
-        let first = by.first();
-        let known = |(thread, clock)| clock == 0 || by.knows(u64::from(thread) << 32 | u64::from(clock));
-        (first..).zip(self.clocks.iter().copied()).find(|&entry| !known(entry)).map(|(thread, _)| thread)
+        let epochs = (by.first()..).zip(&self.clocks).map(|(thread, &clock)| epoch_of(thread, clock));
+        epochs.filter(|&epoch| epoch as u32 != 0).find(|&epoch| !by.knows(epoch))
     }
+}
+
+fn epoch_of(thread: u32, clock: u32) -> Epoch {
+    u64::from(thread) << 32 | u64::from(clock)
 }
 
 fn many_of(epoch: Epoch) -> Option<usize> {
@@ -141,14 +151,6 @@ impl Memory {
         Some((self.cells.iter().filter(|cell| cell.write == UNWRITTEN).count(), first))
     }
 
-    fn read_conflict(&self, byte: usize, thread: u32) -> Conflict {
-        let cell = &self.cells[byte];
-        let under_way = many_of(cell.read).is_none() && cell.read as u32 == UNDER_WAY;
-        let under_way = under_way || many_of(cell.read).is_some_and(|many| self.many[many].clocks.contains(&UNDER_WAY));
-        let fault = if under_way { Fault::NotCopied } else { Fault::Race };
-        Conflict { fault, byte, other: Some((thread, cell.read_at, false)) }
-    }
-
     /// The last write, where `by` does not know of it.
     fn check_write(&self, byte: usize, by: &Toucher, reads: bool) -> Result<(), Conflict> {
         let cell = &self.cells[byte];
@@ -168,12 +170,11 @@ impl Memory {
         let unknown = match many_of(read) {
             Some(many) => self.many[many].unknown(by),
             None if by.knows(read) => None,
-            None => Some((read >> 32) as u32),
+            None => Some(read),
         };
-        match unknown {
-            None => Ok(()),
-            Some(thread) => Err(self.read_conflict(byte, thread)),
-        }
+        let Some(epoch) = unknown else { return Ok(()) };
+        let fault = if epoch as u32 == UNDER_WAY { Fault::NotCopied } else { Fault::Race };
+        Err(Conflict { fault, byte, other: Some(((epoch >> 32) as u32, self.cells[byte].read_at, false)) })
     }
 
     fn forget_reads(&mut self, byte: usize) {
@@ -185,14 +186,14 @@ impl Memory {
 
     /// Many accesses of `byte` in place of one; `before` is among them unless it is the beginning.
     fn begin_many(&mut self, byte: usize, atomic: bool, before: Epoch, by: &Toucher) {
-        let mut clocks = vec![0; by.known.len()];
-        let thread = ((before >> 32) as u32).checked_sub(by.first()).filter(|&t| (t as usize) < clocks.len());
-        let others = before != BEGINNING && thread.is_none();
-        if let Some(thread) = thread.filter(|_| before != BEGINNING) {
-            clocks[thread as usize] = before as u32;
+        let thread = ((before >> 32) as u32).wrapping_sub(by.first()) as usize;
+        let mut many = Many { cell: byte, atomic, cluster: by.cluster, other: None, clocks: vec![0; by.known.len()] };
+        match many.clocks.get_mut(thread) {
+            _ if before == BEGINNING => {}
+            Some(clock) => *clock = before as u32,
+            None => many.other = Some(before),
         }
-        clocks[by.thread as usize] = by.clock;
-        let many = Many { cell: byte, atomic, cluster: by.cluster, others, clocks };
+        many.add(by);
         let at = if let Some(at) = self.unused.pop() {
             self.many[at] = many;
             at
@@ -308,9 +309,9 @@ impl Memory {
     /// A cluster is over: of its reads, that there were some is enough to know, since no later cluster knows of them.
     pub(super) fn end_cluster(&mut self) {
         for at in 0..self.many.len() {
-            let Many { cell, atomic, cluster, ref clocks, .. } = self.many[at];
-            if !atomic && self.cells[cell].read == MANY << 32 | at as u64 {
-                self.cells[cell].read = u64::from(cluster * clocks.len() as u32) << 32 | 1;
+            let many = &self.many[at];
+            if !many.atomic && self.cells[many.cell].read == MANY << 32 | at as u64 {
+                self.cells[many.cell].read = many.of_cluster();
                 self.unused.push(at);
                 self.many[at].clocks = Vec::new();
             }

@@ -596,6 +596,9 @@ impl Machine<'_> {
         self.warps[w].alive &= !lanes;
         self.ctas[cta].alive -= u64::from(lanes.count_ones());
         self.alive -= lanes.count_ones() as usize;
+        // Who is expected no longer does not count among those who came.
+        let came = lanes_where(lanes, |lane| self.threads[first + lane].arrivals > self.barrier.phases);
+        self.barrier.arrived -= came.count_ones() as usize;
         // Who waited for these alone waits no longer.
         let ids: Vec<u64> = self.ctas[cta].barriers.keys().copied().collect();
         for id in ids {

@@ -113,6 +113,9 @@ fn what_a_copy_reads_is_not_written_before_it_is_over() {
     let (wait, store) = (" cp.async.wait_all;\n", " st.global.b32 [%rd4], 7;\n");
     let swapped = format!("{store}{wait}");
     needs(CTA, &kept, |i| i, &format!("{wait}{store}"), &swapped, Fault::NotCopied, "byte 0 of a is being read");
+    // Not even by who reads it once more.
+    let again = format!("ld.global.b32 %r9, [%rd4];\n{store}{wait}");
+    needs(CTA, &kept, |i| i, &format!("{wait}{store}"), &again, Fault::NotCopied, "byte 0 of a is being read");
     // Nor by another, if nothing tells it.
     let other = kept.replace("[%rd4], 7", "[%rd5], 7").replace(
         wait,
@@ -311,6 +314,19 @@ fn phases_of_the_cluster_have_arrivals_and_waits_by_all() {
 }
 
 #[test]
+fn who_arrives_and_exits_is_not_waited_for_twice() {
+    // Warp 0 of the second CTA reads what warp 1 wrote before its arrival; the first CTA arrived and went.
+    let kept = format!(
+        "mov.u32 %r10, 0;\n{OUT} setp.eq.u32 %p0, %r1, 0;\n @%p0 barrier.cluster.arrive;\n @%p0 exit;\n \
+         setp.eq.u32 %p1, %r0, 32;\n @%p1 st.shared.b32 [room], 5;\n barrier.cluster.arrive;\n barrier.cluster.wait;\n \
+         ld.shared.b32 %r10, [room];\n{OUT}"
+    );
+    let two = Shape { threads: 64, ..PAIR };
+    let expected = |i| if i < 64 { 0 } else { 5 };
+    needs(two, &kept, expected, "barrier.cluster.arrive;\n barrier.cluster.wait;", "", Fault::Uninitialised, "");
+}
+
+#[test]
 fn clusters_are_never_ordered() {
     let kept = format!("add.u64 %rd4, %rd0, %rd2;\n ld.global.b32 %r10, [%rd4];\n st.global.b32 [%rd4], 3;\n{OUT}");
     // One writes what another reads, or writes.
@@ -319,7 +335,7 @@ fn clusters_are_never_ordered() {
     needs(APART, &kept, |i| i, "add.u64 %rd4, %rd0, %rd2;\n", both, Fault::Race, "by CTA");
     let reads = format!("ld.global.b32 %r10, [%rd0 + 4];\n{OUT}");
     let write = format!("setp.eq.u32 %p0, %r3, 33;\n @%p0 st.global.b32 [%rd0 + 4], 1;\n{OUT}");
-    needs(APART, &reads, |_| 1, OUT, &write, Fault::Race, "byte 4 of a was read by CTA");
+    needs(APART, &reads, |_| 1, OUT, &write, Fault::Race, "byte 4 of a was read by CTA 0, thread");
 }
 
 #[test]
