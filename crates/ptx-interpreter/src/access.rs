@@ -255,7 +255,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Begins a copy of `count` bytes of global memory to `bytes` of shared memory; what it reads and writes is under way until it is waited for.
+    /// Begins a copy of `count` bytes of global memory to `bytes` of shared memory. What it reads and writes is under way
+    /// until it is waited for.
     pub(super) fn copy(
         &mut self,
         w: usize,

@@ -16,27 +16,28 @@
 //!
 //! Each byte knows who wrote and who read it. What is an error:
 //!
-//! - an access outside a global array or a declared array of shared memory (unused bytes lie between arrays), or one that is not aligned to
-//!   its whole size, vectors included;
+//! - an access outside a global array or a declared array of shared memory (unused bytes lie between arrays), or one that
+//!   is not aligned to its whole size, vectors included;
 //! - a read of a register, of shared memory or of an [output](Buffer::output) that was not written, and an output that is
 //!   not written whole;
-//! - a touch of what a `cp.async` writes, or a write to what it reads, before the thread that issued it has waited for it, and a thread that
-//!   exits before it has;
+//! - a touch of what a `cp.async` writes, or a write to what it reads, before the thread that issued it has waited for
+//!   it, and a thread that exits before it has;
 //! - two accesses to a byte by two threads, one of them a write, that nothing orders. Accesses are ordered by barriers of
-//!   a CTA or warp, and by phases of the cluster's barrier: an arrival with `.release` (or after a fence) orders what came before it before
-//!   what comes after the wait of others, one with `.relaxed` nothing. Clusters are never ordered. Order does not follow from the order in which
-//!   threads happened to run;
-//! - a touch of a peer's shared memory by a thread that has not waited for a phase of the cluster's barrier, by which the
-//!   peer has started, or after which no thread of the peer waited before its exit;
+//!   a CTA or warp, and by phases of the cluster's barrier: an arrival with `.release`, or after a fence, puts what came
+//!   before it before what comes after the others' wait; one with `.relaxed` orders nothing. Clusters are never ordered.
+//!   Order does not follow from the order in which threads happened to run;
+//! - a touch of a peer's shared memory by a thread that does not know of a phase of the cluster's barrier by which the
+//!   peer had started, and one of which no thread of the peer knew at its exit;
 //! - a read through `ld.global.nc` of what the kernel writes.
 //!
 //! # Threads
 //!
 //! All threads of a cluster run; clusters run one after another. A warp runs the threads that stand at one instruction
-//! together; shuffles, votes and barriers wait for the others of the warp. An `.aligned` barrier that some of a warp's threads do not
-//! reach, a `bra.uni` that diverges, and a shuffle from a thread that does not take part are errors; so is a deadlock, which says who waits
-//! where. [`Order::Shuffled`] runs warps, and parts of warps, in an order drawn from a seed; [`Module::run_both`]
-//! demands the same bytes of both.
+//! together; shuffles, votes and barriers wait for the others of the warp. An `.aligned` barrier that some of a warp's
+//! threads do not reach, a `bra.uni` that diverges, and a shuffle from a thread that does not take part are errors; so is
+//! a deadlock, which says who waits where. Who exits is waited for no longer, as the manual has it.
+//! [`Order::Shuffled`] runs warps, and parts of warps, in an order drawn from a seed (in which `bra.uni` is not judged:
+//! threads stand at one place in different rounds of a loop); [`Module::run_both`] demands the same bytes of both.
 
 mod access;
 mod arithmetic;

@@ -104,7 +104,6 @@ impl Many {
         if self.cluster != by.cluster {
             self.other = Some(self.of_cluster());
             self.cluster = by.cluster;
-            self.clocks.fill(0);
         }
         // A copy stays under way.
         let clock = &mut self.clocks[by.thread as usize];

@@ -1,4 +1,5 @@
-//! PTX text into directives, declarations and instructions, each with its line. What they mean is [`super::decode`]'s matter.
+//! PTX text into directives, declarations and instructions, each with its line. What they mean is [`super::decode`]'s
+//! matter.
 
 use winnow::ascii::{digit0, digit1, multispace1, till_line_ending};
 use winnow::combinator::{alt, cut_err, delimited, eof, not, opt, peek, preceded, repeat, terminated};

@@ -310,8 +310,8 @@ impl Machine<'_> {
         Ok(progress)
     }
 
-    /// Lanes that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a collective one
-    /// for which nobody is missing.
+    /// Lanes that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a
+    /// collective one for which nobody is missing.
     fn next_group(&mut self, w: usize) -> Option<(u32, usize)> {
         let warp = &self.warps[w];
         let mut rest = warp.alive & !warp.waiting;

@@ -12,8 +12,8 @@ const COPY: &str = "shl.b32 %r5, %r0, 2;\n add.u32 %r5, %r2, %r5;\n add.u64 %rd4
 /// The thread's number goes to its place in `room`, at `%r5`.
 const SHARE: &str = "shl.b32 %r5, %r0, 2;\n add.u32 %r5, %r2, %r5;\n st.shared.b32 [%r5], %r0;\n";
 
-/// `kept` runs and gives `expected`; without, or with the second of a pair in place of the first, `fault` is found, and what is told
-/// of it has all of `told`.
+/// `kept` runs and gives `expected` in each thread; with `other` in place of `line`, `fault` is found, and what is told of
+/// it has `told` in it.
 #[track_caller]
 fn needs(shape: Shape, kept: &str, expected: impl Fn(u32) -> u32, line: &str, other: &str, fault: Fault, told: &str) {
     let all = shape.ctas * shape.threads;
@@ -63,6 +63,14 @@ fn accesses_stay_inside() {
     needs(WARP, &kept, |i| i, "[%rd4]", beyond, Fault::OutOfBounds, "4 bytes at byte 128 of a, which has 128");
     needs(WARP, &kept, |i| i, "[%rd4]", "[%rd4 - 4]", Fault::OutOfBounds, "4 bytes at byte -4 of a, which has 128");
     needs(WARP, &kept, |i| i, "%rd0, %rd2;\n ld", "%rd2, %rd2;\n ld", Fault::OutOfBounds, "which is in no array");
+    // Nor do they begin inside and end outside.
+    let module = Module::parse(&text(1, "ld.global.v2.b32 {%r5, %r6}, [%rd0 + 8];")).unwrap();
+    let run = |bytes: usize| {
+        let buffers = vec![Buffer::input("a", vec![0; bytes]), Buffer::input("b", Vec::new())];
+        module.run("small", &WARP.launch(), buffers, &[0, 1], &Options::default())
+    };
+    assert!(run(16).is_ok());
+    assert!(matches!(run(12), Err(InterpretError::Fault { fault: Fault::OutOfBounds, .. })));
     let kept = format!("st.shared.b32 [room + 252], 7;\n ld.shared.b32 %r10, [room + 252];\n{OUT}")
         .replace("st.shared", "setp.eq.u32 %p0, %r0, 0;\n @%p0 st.shared")
         .replace("\n ld.shared", "\n bar.sync 0;\n ld.shared");
@@ -122,6 +130,14 @@ fn what_a_copy_reads_is_not_written_before_it_is_over() {
         " xor.b32 %r6, %r0, 1; mul.wide.u32 %rd5, %r6, 4; add.u64 %rd5, %rd0, %rd5; cp.async.wait_all;\n bar.sync 0;\n",
     );
     needs(CTA, &other, |i| i, "bar.sync 0;", "", Fault::Race, "byte 4 of a was read by CTA 0, thread 1");
+}
+
+#[test]
+fn what_many_copy_is_written_once_all_have_it() {
+    let write = "setp.eq.u32 %p0, %r0, 9;\n @%p0 st.global.b32 [%rd0], 7;\n";
+    let copy = COPY.replace("[%r5], [%rd4]", "[%r5], [%rd0]");
+    let kept = format!("{copy} cp.async.wait_all;\n bar.sync 0;\n{write} ld.shared.b32 %r10, [%r5];\n{OUT}");
+    needs(CTA, &kept, |_| 0, "bar.sync 0;", "", Fault::Race, "byte 0 of a was read by CTA 0, thread 0");
 }
 
 #[test]
@@ -333,9 +349,12 @@ fn clusters_are_never_ordered() {
     let both =
         "add.u64 %rd4, %rd0, %rd2;\n and.b32 %r6, %r0, 31;\n mul.wide.u32 %rd4, %r6, 4;\n add.u64 %rd4, %rd0, %rd4;\n";
     needs(APART, &kept, |i| i, "add.u64 %rd4, %rd0, %rd2;\n", both, Fault::Race, "by CTA");
-    let reads = format!("ld.global.b32 %r10, [%rd0 + 4];\n{OUT}");
+    // Of the writer's own cluster all have read before.
+    let reads = format!("ld.global.b32 %r10, [%rd0 + 4];\n bar.sync 0;\n{OUT}");
     let write = format!("setp.eq.u32 %p0, %r3, 33;\n @%p0 st.global.b32 [%rd0 + 4], 1;\n{OUT}");
     needs(APART, &reads, |_| 1, OUT, &write, Fault::Race, "byte 4 of a was read by CTA 0, thread");
+    let three = Shape { ctas: 3, ..APART };
+    needs(three, &reads, |_| 1, OUT, &write.replace("33", "70"), Fault::Race, "byte 4 of a was read by CTA");
 }
 
 #[test]
@@ -345,6 +364,7 @@ fn atomic_operations_order_nothing_and_race_with_plain_ones() {
          bar.sync 1;\n ld.shared.u32 %r10, [room];\n{OUT}"
     );
     needs(CTA, &kept, |_| 128, "bar.sync 1;", "", Fault::Race, "was read by CTA 0, thread");
+    needs(WARP, &kept, |_| 64, "bar.sync 1;", "", Fault::Race, "was read by CTA 0, thread");
     needs(CTA, &kept, |_| 128, "bar.sync 0;", "", Fault::Race, "was written by CTA 0, thread 0");
     needs(CTA, &kept, |_| 128, "@%p0 st.shared.u32 [room], 0;", "", Fault::Uninitialised, "never written");
     // What comes first gets what depends on the order.

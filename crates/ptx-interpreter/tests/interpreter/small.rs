@@ -2,8 +2,8 @@
 
 use assay_ptx_interpreter::{Buffer, Fault, InterpretError, Launch, Module, Units};
 
-/// A kernel of two arrays, `a` at `%rd0` and `b` at `%rd1`; `%r0` is the thread, `%r1` the CTA's rank, `%r2` the place of `room`, 256
-/// bytes of shared memory, and `%rd2` four times the thread of the grid.
+/// A kernel of two arrays, `a` at `%rd0` and `b` at `%rd1`; `%r0` is the thread, `%r1` the CTA's rank, `%r2` the place of
+/// `room`, 256 bytes of shared memory, and `%rd2` four times the thread of the grid.
 pub(crate) fn text(cluster: u32, body: &str) -> String {
     format!(
         ".version 8.0

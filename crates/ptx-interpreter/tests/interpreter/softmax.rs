@@ -135,6 +135,10 @@ fn a_relaxed_arrival_orders_nothing() {
         let too_near = "fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned;";
         assert_eq!(found(&[(arrive, too_near)]), Fault::Race);
     }
+    // Nor does a fence order what comes after it.
+    let store = "@%p2 st.shared::cluster.f32 [%r20], %f0;";
+    let early = format!("fence.acq_rel.cluster; {store}");
+    assert_eq!(found(&[(store, &early), (MAXIMA.0, "barrier.cluster.arrive.relaxed.aligned;")]), Fault::Race);
 }
 
 #[test]
