@@ -1,16 +1,18 @@
 //! The PTX that a driver is given for every kernel, run by the interpreter and judged against the reference. No plugin takes part: what
 //! surrounds a kernel on a device is computed here, in f64.
 
-use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
     Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, Ratio, RatioLevel,
     Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Terms,
 };
+use assay_fixture::ProblemFile;
 use assay_judge::generate::{Recipe, Regime};
+use assay_judge::recorded::recorded_spec;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_programs::{ANY_TPU, LossProgram, Programs, Shaped, Target};
+use assay_programs::{ANY_TPU, Device, LossProgram, Programs, Shaped, Target};
 use assay_ptx::{Kernel, Role};
 use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
 use assay_suites::cases;
@@ -454,4 +456,133 @@ fn all_outputs_by_units_that_are_off_either_way_match_reference() {
             }
         }
     }
+}
+
+/// A recorded row, whole, and one that the mask hides.
+#[test]
+fn all_outputs_recorded_row_of_qwen_match_reference() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/qwen_tiny.safetensors");
+    let recorded = ProblemFile::open(path).unwrap().problem("logits", Some("old_logps_stale")).unwrap();
+    let part = Part { batch: vec![1], tokens: vec![2, 3], ..Part::whole([2, 4, 151_936]) };
+    let problem = recorded.select(&part);
+    assert_eq!(problem.mask.iter().copied().collect::<Vec<_>>(), [true, false]);
+    let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };
+    let candidate = Around::new(&spec, &problem).one_pass().unwrap();
+    let known = Known::of(&spec, &problem).unwrap();
+    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+    assert_eq!(known.failures(&judged, "gpu-one-pass", "cargo test -p assay-programs --test ptx"), [""; 0]);
+}
+
+/// Why a kernel that was changed is refused, if it is: what the interpreter or the judge says.
+fn refusal(spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
+    let problem = recipe.problem(spec).unwrap();
+    let around = Around::new(spec, &problem);
+    let mut kernel = kernels("gpu-one-pass", spec, around.shape, recipe.dtype).remove(0);
+    let changed = change(kernel.text.clone());
+    assert!(changed != kernel.text, "nothing was changed");
+    kernel.text = changed;
+    let candidate = match around.one_pass_by(&kernel) {
+        Ok(candidate) => candidate,
+        Err(error) => return Some(error),
+    };
+    let known = Known::of(spec, &problem).unwrap();
+    let judged = match known.judge(candidate, &Limits::of("tile").unwrap()) {
+        Ok(judged) => judged,
+        Err(error) => return Some(error.to_string()),
+    };
+    known.failures(&judged, "gpu-one-pass", "").first().cloned()
+}
+
+fn recipe(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Recipe {
+    Recipe { shape, dtype, regime, seed: 5, old_logp_noise_scale: 0.1, masked_garbage: true }
+}
+
+/// A row over one CTA, and one over two: each wait of the kernel is needed, and its absence is seen by what it leaves to chance.
+#[test]
+fn a_kernel_without_one_of_its_waits_is_refused() {
+    let spec = LossSpec::default();
+    let is_wait = |line: &&str| ["cp.async.wait", "barrier."].iter().any(|wait| line.trim_start().starts_with(wait));
+    for (shape, waits) in [([1, 1, 2049], 4), ([1, 1, 33_001], 8)] {
+        let recipe = recipe(shape, Dtype::Bf16, Regime::Normal);
+        let shape = Shape { batch: 1, tokens: 1, vocab: shape[2] };
+        let text = kernels("gpu-one-pass", &spec, shape, Dtype::Bf16).remove(0).text;
+        let lines: Vec<&str> = text.lines().collect();
+        let places: Vec<usize> = (0..lines.len()).filter(|&at| is_wait(&lines[at])).collect();
+        assert_eq!(places.len(), waits, "{shape:?}");
+        let without = |left_out: &[usize]| {
+            let kept = lines.iter().enumerate().filter(|(at, _)| !left_out.contains(at));
+            kept.map(|(_, line)| format!("{line}\n")).collect::<String>()
+        };
+        let mut removed: Vec<Vec<usize>> = places.iter().map(|&at| vec![at]).collect();
+        // A meeting of the cluster is an arrival and a wait.
+        let arrivals = places.iter().filter(|&&at| lines[at].contains("arrive"));
+        removed.extend(arrivals.map(|&at| {
+            let wait = places.iter().find(|&&other| other > at && lines[other].contains("cluster.wait"));
+            vec![at, *wait.expect("who arrives waits")]
+        }));
+        for left_out in removed {
+            let what: Vec<&str> = left_out.iter().map(|&at| lines[at].trim()).collect();
+            let why = refusal(&spec, &recipe, |_| without(&left_out));
+            let why = why.unwrap_or_else(|| panic!("{shape:?} without {what:?} at {left_out:?} is accepted"));
+            println!("{} columns, without {what:?}: {why}", shape.vocab);
+        }
+        if text.contains("arrive.release") {
+            for (place, _) in text.match_indices("arrive.release") {
+                let weak = format!("{}arrive.relaxed{}", &text[..place], &text[place + "arrive.release".len()..]);
+                let why = refusal(&spec, &recipe, |_| weak.clone()).expect("an arrival that orders nothing is refused");
+                println!("{} columns, relaxed: {why}", shape.vocab);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_kernel_with_another_number_or_fold_is_refused() {
+    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
+    for (what, regime, from, to) in [
+        ("log₂e off by 2⁻¹⁴", Regime::Normal, "0fBFB8AA3B", "0fBFB8B23B"),
+        ("lanes 16 apart never meet", Regime::Normal, ", 16, 31, 0xffffffff", ", 8, 31, 0xffffffff"),
+        ("no −∞ where the target was", Regime::Normal, "0fFF800000", "0f00000000"),
+        ("gaps of −∞ are infinite", Regime::Holes, "0f71800000", "0f7F800000"),
+        ("1/3 of the logarithm's series", Regime::Normal, "0f3EAAAAAB", "0f3E8AAAAB"),
+        ("the smaller of a pair", Regime::Peaked, "max.NaN.bf16x2", "min.NaN.bf16x2"),
+    ] {
+        let refused = refusal(&spec, &recipe([1, 3, 517], Dtype::Bf16, regime), |text| text.replace(from, to));
+        println!("{what}: {}", refused.unwrap_or_else(|| panic!("{what} is accepted")));
+    }
+}
+
+#[test]
+fn rows_lie_along_the_grid_however_many_there_are() {
+    let spec = LossSpec::default();
+    let shape = Shape { batch: 1000, tokens: 100, vocab: 151_643 };
+    let kernel = &kernels("gpu-one-pass", &spec, shape, Dtype::Bf16)[0];
+    assert_eq!(kernel.grid, [100_000 * kernel.cluster, 1, 1]);
+    // The row's offset has 64 bits.
+    assert!(kernel.text.contains("mul.wide.u32"), "{}", kernel.text);
+}
+
+#[test]
+fn what_no_cluster_holds_and_no_device_runs_is_refused_with_what_would_do() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "gpu-one-pass").unwrap();
+    let spec = LossSpec::default();
+    let refused = |vocab, dtype| {
+        let shape = Shape { batch: 1, tokens: 8, vocab };
+        one_pass.supports(&spec, shape, dtype, 1).err().map(|error| error.to_string())
+    };
+    assert_eq!(refused(256_000, Dtype::F32), None);
+    assert_eq!(refused(800_000, Dtype::Bf16), None);
+    let error = refused(1_000_000, Dtype::Bf16).unwrap();
+    assert!(error.contains("vocabulary 1000000") && error.contains("shared memory"), "{error}");
+    assert!(refused(64, Dtype::F64).unwrap().contains("f32, bf16 and f16"));
+    for (device, given) in [
+        (Device::gpu(Target::Sm80), "sm_80"),
+        (Device::ANY, "loops"),
+        (Device::of("tpu", "TPU v6e").unwrap(), "mosaic"),
+    ] {
+        let error = one_pass.expect_device(device).unwrap_err().to_string();
+        assert!(error.contains(given) && error.contains("sm_90"), "{error}");
+    }
+    assert!(one_pass.expect_device(Device::of("cuda", "NVIDIA H100 80GB HBM3").unwrap()).is_ok());
 }
