@@ -473,20 +473,14 @@ fn simple(input: &mut Input) -> Parsed<Operand> {
     alt((negated, number.map(Operand::Number), named)).parse_next(input)
 }
 
-/// `[base]`, `[base + 16]`, `[base - 16]`
+/// `[base]`, `[base + 16]`, `[base + -16]`
 fn address(input: &mut Input) -> Parsed<Operand> {
     let base = cut_err(alt((number.map(Operand::Number), name.map(|name| Operand::Name(name.to_string())))));
-    let offset = opt((token(one_of(['+', '-'])), cut_err(number)));
+    let offset = opt(preceded(mark('+'), cut_err(number)));
     let (base, offset) = delimited(mark('['), (base, offset), cut_err(mark(']'))).parse_next(input)?;
     let offset = match offset {
         None => 0,
-        Some((sign, Number::Whole(offset))) if i32::try_from(offset).is_ok() => {
-            if sign == '-' {
-                -offset as i64
-            } else {
-                offset as i64
-            }
-        }
+        Some(Number::Whole(offset)) if i32::try_from(offset).is_ok() => offset as i64,
         Some(_) => return wrong(input, "expected an offset of 32 bits".to_string()),
     };
     Ok(Operand::Address(Box::new(base), offset))

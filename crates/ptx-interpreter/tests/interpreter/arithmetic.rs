@@ -327,6 +327,19 @@ fn subnormals_are_flushed_where_it_says_so() {
 }
 
 #[test]
+fn what_is_less_than_any_last_bit_breaks_ties() {
+    // 17 × 19 = 323 is midway between 322 and 324, of which 324 is even.
+    let [seventeen, nineteen] = [17.0, 19.0].map(|x| u64::from(bf16::from_f32(x).to_bits()));
+    for (c, expected) in
+        [(0.0, 324.0), (2_f32.powi(-50), 324.0), (-(2_f32.powi(-50)), 322.0), (-(2_f32.powi(-40)), 322.0)]
+    {
+        let c = bf16::from_f32(c).to_bits().into();
+        let got = one("fma.rn.bf16 %d, %a, %b, %c;", ["b16"; 4], [seventeen, nineteen, c]);
+        assert_eq!(bf16::from_bits(got as u16).to_f32(), expected);
+    }
+}
+
+#[test]
 fn extremes_and_signs() {
     let nan = 0xFFC0_0001;
     for (instruction, [a, b], expected) in [
@@ -341,6 +354,10 @@ fn extremes_and_signs() {
         ("min.f32", [f(2.0), f(-3.0)], f(-3.0)),
         ("min.NaN.f32", [f(1.0), nan], 0x7FFF_FFFF),
         ("copysign.f32", [f(-1.0), f(3.0)], f(-3.0)),
+        ("add.sat.f32", [f(1.0), f(3.0)], f(1.0)),
+        ("add.sat.f32", [f(1.0), f(-3.0)], 0),
+        ("mul.sat.f32", [nan, f(0.5)], 0),
+        ("mul.sat.f32", [f(0.5), f(0.5)], f(0.25)),
     ] {
         assert_eq!(one(&format!("{instruction} %d, %a, %b;"), F32, [a, b, 0]), expected, "{instruction} {a:x} {b:x}");
     }

@@ -61,7 +61,7 @@ fn accesses_stay_inside() {
     let kept = format!("add.u64 %rd4, %rd0, %rd2;\n ld.global.b32 %r10, [%rd4];\n{OUT}");
     let beyond = "[%rd4 + 4]";
     needs(WARP, &kept, |i| i, "[%rd4]", beyond, Fault::OutOfBounds, "4 bytes at byte 128 of a, which has 128");
-    needs(WARP, &kept, |i| i, "[%rd4]", "[%rd4 - 4]", Fault::OutOfBounds, "4 bytes at byte -4 of a, which has 128");
+    needs(WARP, &kept, |i| i, "[%rd4]", "[%rd4 + -4]", Fault::OutOfBounds, "4 bytes at byte -4 of a, which has 128");
     needs(WARP, &kept, |i| i, "%rd0, %rd2;\n ld", "%rd2, %rd2;\n ld", Fault::OutOfBounds, "which is in no array");
     // Nor do they begin inside and end outside.
     let module = Module::parse(&text(1, "ld.global.v2.b32 {%r5, %r6}, [%rd0 + 8];")).unwrap();

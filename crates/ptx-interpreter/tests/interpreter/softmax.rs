@@ -154,7 +154,7 @@ fn bounds_and_alignment() {
         Fault::Misaligned
     );
     assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + 2]")]), Fault::Misaligned);
-    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 - 4]")]), Fault::OutOfBounds);
+    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + -4]")]), Fault::OutOfBounds);
     assert_eq!(found(&[("mul.wide.u32 %rd1, %r1, SLICE;", "mul.wide.u32 %rd1, %r2, SLICE;")]), Fault::Race);
 }
 

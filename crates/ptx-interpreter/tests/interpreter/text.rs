@@ -64,6 +64,8 @@ fn operands_that_do_not_fit() {
     );
     refused("    ld.param.u64 %rd3, [c];", "ld.param.u64: there is no such parameter");
     refused("    ld.param.u32 %r5, [a];", "ld.param.u32: a pointer has 64 bits, not those of .u32");
+    refused("    ld.global.b32 %r5, [%rd0 - 4];", "expected ], found -");
+    refused("    ld.global.b32 %r5, [%rd0 + 1.5];", "expected an offset of 32 bits");
     refused("    bra nowhere;", "bra: there is no label nowhere");
     refused("    mov.b32 {%h0, %h1, %h2}, %r5;", "mov.b32: 3 parts of .b32 are not supported");
     refused("    { .reg .b32 %q; } mov.b32 %q, 1;", "mov.b32: %q is not declared");
