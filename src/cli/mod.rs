@@ -12,6 +12,8 @@ mod deck_choice;
 mod document;
 #[cfg(feature = "pjrt")]
 mod emit;
+#[cfg(feature = "pjrt")]
+mod emit_gpu;
 mod generate;
 mod gradcheck;
 mod head_choice;

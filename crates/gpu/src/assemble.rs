@@ -16,7 +16,7 @@ use crate::error::GpuError;
 use crate::pipes::{PIPES, taken};
 use crate::sass::{self, Instruction};
 use crate::target::{Chip, THREADS_A_CTA, Target};
-use crate::trips::Trips;
+use crate::trips::{Loop, Trips};
 
 /// What of NVIDIA's toolkit compiles with no GPU: `ptxas`, `nvdisasm`, and the library that XLA's own kernels call.
 #[derive(Clone, Debug)]
@@ -99,7 +99,7 @@ impl Toolkit {
         let output = ptxas.args([&binary, &text]).output().map_err(failed("run", &ptxas_path))?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         if !output.status.success() {
-            let message = if said.trim().is_empty() { output.status.to_string() } else { said.trim().into() };
+            let message = first_error(&said).unwrap_or_else(|| output.status.to_string());
             return Err(GpuError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
         }
         let Said { registers, spill_bytes, shared_bytes } = Said::parse(&said).ok_or_else(|| GpuError::Text {
@@ -140,11 +140,24 @@ impl Toolkit {
     }
 }
 
+/// Of an assembler's words the first error, and how many more lines there are.
+fn first_error(said: &str) -> Option<String> {
+    let mut lines = said.lines().map(str::trim).filter(|line| line.contains("error") || line.contains("fatal"));
+    let first = lines.next().or_else(|| said.lines().find(|line| !line.trim().is_empty()))?;
+    Some(match lines.count() {
+        0 => first.into(),
+        more => format!("{first} (and {more} more lines)"),
+    })
+}
+
 /// What is used where a kernel asks for more than a chip has.
 const INSTEAD: &str = "gpu-two-pass keeps no row and needs no cluster";
 
 /// Checks a launch against the chip.
-fn expect_launch(kernel: &Kernel, target: &Target) -> Result<(), GpuError> {
+///
+/// # Errors
+/// [`GpuError::Beyond`].
+pub fn expect_launch(kernel: &Kernel, target: &Target) -> Result<(), GpuError> {
     let beyond = |what, given: String, expected: String| {
         Err(GpuError::Beyond { target: target.to_string(), kernel: kernel.name.clone(), what, given, expected })
     };
@@ -179,54 +192,71 @@ fn expect_shared(kernel: &Kernel, target: &Target, bytes: u32) -> Result<(), Gpu
     })
 }
 
-/// How often warps issue each instruction, and the loops of which that is not known.
+/// What became of a loop of PTX.
+struct Made {
+    /// Addresses of the round, if it is a loop still: of several the one with most rounds in it.
+    place: Option<(u64, u64)>,
+    /// Rounds of the PTX in one round of it, or, where it is none, all there are.
+    rounds: f64,
+    /// Whether parts of rounds stand outside too.
+    spilled_over: bool,
+}
+
+/// Instructions of which each comes from one of PTX, so that they tell how often that was copied.
+const TELLING: [&str; 8] = ["LDS", "STS", "LDG", "STG", "LD", "ST", "LDGSTS", "MUFU"];
+
+impl Made {
+    fn of(of: &Loop, instructions: &[Instruction]) -> Self {
+        let telling = instructions.iter().filter(|one| {
+            let opcode = one.mnemonic.split('.').next().unwrap_or_default();
+            TELLING.contains(&opcode) && one.line.is_some_and(|line| (of.first..=of.last).contains(&line))
+        });
+        let telling: Vec<&Instruction> = telling.collect();
+        // The most copies of a line among those in `place`.
+        let copies = |place: Option<(u64, u64)>| {
+            let within = telling.iter().filter(|one| is_within(place, one));
+            let lines: Vec<_> = within.map(|one| one.line).collect();
+            lines.iter().map(|line| lines.iter().filter(|other| *other == line).count()).max().unwrap_or(0)
+        };
+        let backs = instructions.iter().filter(|branch| branch.line == Some(of.last));
+        let places = backs.filter_map(|branch| Some((branch.target?, branch.address))).filter(|(to, from)| to <= from);
+        let place = places.max_by_key(|&place| copies(Some(place)));
+        let everywhere = Some((0, u64::MAX));
+        let rounds = copies(place.or(everywhere)).max(1) as f64;
+        Self { place, rounds, spilled_over: telling.iter().any(|one| !is_within(place.or(everywhere), one)) }
+    }
+}
+
+fn is_within(place: Option<(u64, u64)>, instruction: &Instruction) -> bool {
+    place.is_some_and(|(first, last)| (first..=last).contains(&instruction.address))
+}
+
+/// How often warps issue each instruction, and what is left out.
 ///
 /// An instruction runs as often as the line of PTX that it comes from. One that the assembler has taken out of the loop of its line
-/// runs as often as that is entered, one that it has put into a loop as often as that goes round. Of a loop that the assembler has
-/// unrolled one round is counted each time that it is entered.
+/// runs as often as that is entered, one that it has put into a loop as often as that goes round. Of a loop that it has unrolled the
+/// round that has most of the PTX's rounds in it stands for all: other copies, which are there for what is left over, are no cheaper.
 fn weighed(instructions: &[Instruction], trips: &Trips) -> (Vec<f64>, Vec<String>) {
-    let back = |branch: &&Instruction| branch.target.is_some_and(|target| target <= branch.address);
-    let backs: Vec<&Instruction> = instructions.iter().filter(back).collect();
-    // Of each loop of PTX the addresses of the one that came of it.
-    let mut uncounted = Vec::new();
-    let places: Vec<Option<(u64, u64)>> = trips
-        .loops
-        .iter()
-        .map(|of| {
-            let made: Vec<_> = backs.iter().filter(|branch| branch.line == Some(of.last)).collect();
-            if let [branch] = made[..] {
-                return branch.target.map(|target| (target, branch.address));
-            }
-            if trips.of(of.last) > trips.entries(of) {
-                let (first, last, made) = (of.first, of.last, made.len());
-                uncounted.push(format!(
-                    "all but one round of the loop in lines {first} to {last}: ptxas made {made} loops of it"
-                ));
-            }
-            None
-        })
-        .collect();
+    let made: Vec<Made> = trips.loops.iter().map(|of| Made::of(of, instructions)).collect();
     let weights = instructions.iter().map(|instruction| {
-        let within = |place: &Option<(u64, u64)>| {
-            place.is_some_and(|(first, last)| (first..=last).contains(&instruction.address))
-        };
         let line = instruction.line.unwrap_or(0);
-        if let Some(around) = trips.around(line) {
-            let place = trips.loops.iter().position(|of| of == around).map(|at| &places[at]);
-            return if place.is_some_and(within) { trips.of(line) } else { trips.entries(around).min(trips.of(line)) };
+        if let Some(at) = trips.around(line) {
+            let (of, made) = (&trips.loops[at], &made[at]);
+            return match made.place {
+                None => trips.of(line) / made.rounds,
+                Some(_) if is_within(made.place, instruction) => trips.of(line) / made.rounds,
+                Some(_) if made.spilled_over => 0.0,
+                Some(_) => trips.entries(of).min(trips.of(line)),
+            };
         }
-        let put_into = trips.loops.iter().zip(&places).filter(|(_, place)| within(place));
+        let put_into = trips.loops.iter().zip(&made).filter(|(_, made)| is_within(made.place, instruction));
         let innermost = put_into.min_by_key(|(of, _)| of.last - of.first);
-        innermost.map_or(trips.of(line), |(of, _)| trips.of(of.last))
+        innermost.map_or(trips.of(line), |(of, made)| trips.of(of.last) / made.rounds)
     });
-    let weights = weights.collect();
-    uncounted.extend(
-        trips
-            .undecided
-            .iter()
-            .map(|line| format!("what the branch in line {line} jumps over, which hangs on numbers of the batch")),
-    );
-    (weights, uncounted)
+    let told = trips.undecided.iter();
+    let told =
+        told.map(|line| format!("what the branch in line {line} jumps over, which hangs on numbers of the batch"));
+    (weights.collect(), told.collect())
 }
 
 /// What pipes take, the busiest first.
@@ -300,14 +330,12 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
         let (weights, uncounted) = weighed(&once, &trips);
         assert_eq!(weights, [1.0, 1.0, 4.0, 4.0, 4.0, 1.0].map(|times| times * warps));
         assert!(uncounted.is_empty(), "{uncounted:?}");
-        // Unrolled: two branches back, or none.
-        let twice = [&once[..5], &[of(80, "MUFU.EX2", inside, None), of(96, "BRA", back, Some(80))]].concat();
-        let flat: Vec<_> = once.iter().filter(|one| one.mnemonic != "BRA").cloned().collect();
-        for unrolled in [twice, flat] {
-            let (weights, uncounted) = weighed(&unrolled, &trips);
-            assert!(weights.iter().all(|&weight| weight == warps), "{weights:?}");
-            assert!(uncounted[0].contains("all but one round of the loop"), "{uncounted:?}");
-        }
+        // Unrolled: two rounds in one and one for what is left over; or all four, one after another.
+        let twice = [&once[..4], &[of(56, "MUFU.EX2", inside, None)], &once[4..5], &[of(80, "MUFU.EX2", inside, None)]];
+        let (weights, _) = weighed(&twice.concat(), &trips);
+        assert_eq!(weights, [1.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0].map(|times| times * warps));
+        let flat: Vec<_> = (0..4).map(|at| of(16 * at, "MUFU.EX2", inside, None)).collect();
+        assert_eq!(weighed(&flat, &trips).0, [warps; 4]);
     }
 
     /// For which chip a kernel is changed how, and what the error says.

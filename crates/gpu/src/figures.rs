@@ -56,16 +56,14 @@ impl Asked {
         let devices = self.target.devices();
         let &Asked { dtype, layout, rounds_logits, ref spec, .. } = self;
         let loss = Shaped::of(spec);
-        let device = Device::ANY;
+        let target = self.target.chip.written_for();
+        let device = Device::gpu(target);
         match self.shape {
             Extents::Logits(shape) => {
                 let program = compiled_for_gpus::<LossProgram>(&self.implementation)?;
                 let given = Given { shape, dtype, form: () };
-                Ok(Code {
-                    text: program.text(loss, given, devices, device)?,
-                    kernels: vec![],
-                    held_by: held_by(program),
-                })
+                let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, target)?;
+                Ok(Code { text: program.text(loss, given, devices, device)?, kernels, held_by: held_by(program) })
             }
             Extents::Head(shape) => {
                 let program = compiled_for_gpus::<HeadProgram>(&self.implementation)?.chunk_bytes(self.chunk_bytes);
@@ -127,7 +125,7 @@ fn held_by(program: impl Programs) -> HeldBy {
 
 /// Whether a program compiles for GPUs: tile kernels are a TPU's.
 pub(crate) fn is_for_gpus(program: impl Programs) -> bool {
-    !program.has_kernels()
+    program.is_for_gpus() || !program.has_kernels()
 }
 
 /// The programs called `id`, of one kind, if they compile for GPUs.

@@ -71,10 +71,10 @@ pub(crate) fn taken(chip: &Chip, mnemonic: &str) -> Option<Vec<(&'static str, f6
         "LDG" | "STG" | "LD" | "ST" | "LDGSTS" | "LDL" | "STL" | "SHFL" | "S2R" | "ATOM" | "ATOMG" | "ATOMS"
         | "RED" | "REDG" | "LDSM" | "STSM" | "MATCH" => pipes.push(("lsu", clocks(rates.memory))),
         // Moves are one of two kinds, as the assembler likes.
-        "MOV" | "MOV32I" | "CS2R" | "LDC" | "BRA" | "BRX" | "EXIT" | "NOP" | "BAR" | "BSSY" | "BSYNC" | "BREAK"
-        | "WARPSYNC" | "DEPBAR" | "LDGDEPBAR" | "LDGSTSBAR" | "YIELD" | "VOTE" | "VOTEU" | "R2UR" | "S2UR"
-        | "ERRBAR" | "MEMBAR" | "CCTL" | "CGAERRBAR" | "FENCE" | "ARRIVES" | "ELECT" | "REDUX" | "CALL" | "RET"
-        | "BMOV" | "ACQBULK" | "MAPA" | "NANOSLEEP" | "CREDUX" | "SYNCS" => {}
+        "MOV" | "MOV32I" | "CS2R" | "LDC" | "LDCU" | "BRA" | "BRX" | "EXIT" | "NOP" | "BAR" | "BSSY" | "BSYNC"
+        | "BREAK" | "WARPSYNC" | "DEPBAR" | "LDGDEPBAR" | "LDGSTSBAR" | "YIELD" | "VOTE" | "VOTEU" | "R2UR"
+        | "S2UR" | "ERRBAR" | "MEMBAR" | "CCTL" | "CGAERRBAR" | "FENCE" | "ARRIVES" | "ELECT" | "REDUX" | "CALL"
+        | "RET" | "BMOV" | "ACQBULK" | "MAPA" | "NANOSLEEP" | "CREDUX" | "SYNCS" => {}
         _ if opcode.starts_with('U') => {}
         _ => return None,
     }

@@ -62,7 +62,9 @@ pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<Instruction>, GpuErr
         };
         let mnemonic = text.split_whitespace().next().ok_or_else(|| malformed(at + 1, line, "an instruction"))?;
         labels.extend(waiting.drain(..).map(|label| (label, address)));
-        if let Some((_, label)) = text.split_once("`(") {
+        // A function that is called, and the way back from it, make no loop.
+        let branch = mnemonic.split('.').next() == Some("BRA");
+        if let Some((_, label)) = text.split_once("`(").filter(|_| branch) {
             let label = label.split(')').next().unwrap_or_default();
             branches.push((at + 1, instructions.len(), label.into()));
         }
@@ -99,7 +101,7 @@ scale:
         /*0020*/              @!P0 BRA `(.L_x_0) ;
 .L_x_2:
 \t//## File \".nv_debug_ptx_txt\", line 35
-        /*0030*/                   EXIT ;
+        /*0030*/                   RET.REL.NODEC R8 `(scale) ;
 .L_x_1:
         /*0040*/                   BRA `(.L_x_1);
         /*0050*/                   NOP;
@@ -118,7 +120,7 @@ scale:
             of(0, "LDC", 10, None),
             of(16, "MUFU.EX2", 25, None),
             of(32, "BRA", 34, Some(16)),
-            of(48, "EXIT", 35, None),
+            of(48, "RET.REL.NODEC", 35, None),
         ];
         assert_eq!(read, expected);
     }

@@ -184,6 +184,11 @@ impl Chip {
         format!("sm_{major}{minor}")
     }
 
+    /// What kernels for it are written for: a driver assembles the text of an older chip for a newer one.
+    pub fn written_for(&self) -> assay_ptx::Target {
+        if self.capability >= (9, 0) { assay_ptx::Target::Sm90 } else { assay_ptx::Target::Sm80 }
+    }
+
     /// Milliseconds that `bytes` take HBM.
     pub fn hbm_ms(&self, bytes: u64) -> f64 {
         bytes as f64 / (self.hbm_tb_per_s * 1e9)

@@ -54,10 +54,10 @@ impl Trips {
         self.counts.get(line).copied().flatten().unwrap_or(self.warps)
     }
 
-    /// The innermost loop around `line`.
-    pub(crate) fn around(&self, line: usize) -> Option<&Loop> {
-        let around = self.loops.iter().filter(|around| (around.first..=around.last).contains(&line));
-        around.min_by_key(|around| around.last - around.first)
+    /// The place of the innermost loop around `line`.
+    pub(crate) fn around(&self, line: usize) -> Option<usize> {
+        let around = self.loops.iter().enumerate().filter(|(_, of)| (of.first..=of.last).contains(&line));
+        around.min_by_key(|(_, of)| of.last - of.first).map(|(place, _)| place)
     }
 
     /// How often what stands before `of` runs: each of these times the loop is entered.

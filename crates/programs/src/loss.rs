@@ -361,7 +361,7 @@ impl LossProgram {
         let local = local_shape(shape, mesh, machine);
         let [mut inputs, outputs] = match self.core {
             Core::Entropy => program::forward_signature(local, dtype),
-            _ => program::signature(loss.structure, local, dtype, !self.is_xla()),
+            _ => program::signature(loss.structure, local, dtype, !self.is_xla() && !self.is_for_gpus()),
         };
         if mesh.vocab > 1 {
             inputs.push(Named { name: "first_column", dtype: DeviceDtype::I32, shape: vec![], columns: vec![] });
