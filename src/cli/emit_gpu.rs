@@ -28,6 +28,8 @@ struct Manifest<'e> {
     /// What the text asks for at least: a driver assembles it for that or a newer chip.
     architecture: &'static str,
     devices: usize,
+    /// What XLA's CUDA plugin is told of the chip where there is none: a `GpuTargetConfigProto` as text.
+    target_config: String,
     /// `[B,T,V]` on each device.
     shape: [usize; 3],
     dtype: Dtype,
@@ -111,6 +113,7 @@ pub(super) fn run(asked: &Emit, target: &Target, spec: &LossSpec) -> Result<Pass
         target: target.to_string(),
         architecture: written_for.name(),
         devices,
+        target_config: target.chip.target_config(),
         shape: program.held_by_each(shape, devices, ANY_DEVICE).map_err(RunError::from)?,
         dtype,
         spec,
