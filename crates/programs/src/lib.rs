@@ -126,7 +126,7 @@ pub trait Programs: Copy + Send + Sync {
             (None, _) => Ok(()),
             (Some(least), Lowering::Ptx(target)) if least <= target => Ok(()),
             (Some(least), Lowering::Ptx(target)) => {
-                let supported = format!("{} and up, whose CTAs form clusters; xla takes any", least.name());
+                let supported = format!("{} and up, whose CTAs form clusters; gpu-two-pass takes sm_80", least.name());
                 Err(unsupported(self, "device", target.name(), supported))
             }
             (Some(least), other) => {

@@ -252,7 +252,7 @@ impl HeadProgram {
             }),
             Core::Tile => {
                 let chunks = self.chunks([b * t, v], logits_dtype, machine);
-                let calls = Calls { dtype: logits_dtype, lowering, machine };
+                let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: false };
                 if Reach::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {

@@ -7,6 +7,8 @@
 //! | `tile-two-pass` | two that stream over the columns |
 //! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
 //! | `gpu-one-pass` | a kernel for NVIDIA's GPUs that reads logits once |
+//! | `gpu-two-pass` | two that stream over the columns |
+//! | `gpu-logp` | the first of those two alone |
 //! | `xla-seed`, … | other ways to write the baseline, only to be compiled beside it: `alternatives` has them |
 //!
 //! | ending | what a device holds of `[B,T,V]` |
@@ -63,6 +65,9 @@ enum Core {
     OnePass,
     TwoPass,
     GpuOnePass,
+    GpuTwoPass,
+    /// The first of its two passes.
+    GpuLogp,
     /// The first of the two passes: logp and entropy, no loss and no gradient.
     Entropy,
 }
@@ -78,12 +83,14 @@ impl Programs for LossProgram {
     type Problem = Problem;
 
     fn all() -> Vec<LossProgram> {
-        let cores: [(Core, &[Sharding]); 5] = [
+        let cores: [(Core, &[Sharding]); 7] = [
             (Core::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
             (Core::OnePass, &[Sharding::Whole, Sharding::Rows]),
             (Core::TwoPass, &Sharding::ALL),
             (Core::GpuOnePass, &[Sharding::Whole, Sharding::Rows]),
+            (Core::GpuTwoPass, &Sharding::ALL),
+            (Core::GpuLogp, &[Sharding::Whole]),
             (Core::Entropy, &[Sharding::Whole]),
         ];
         let shardings = cores.into_iter().flat_map(|(core, shardings)| shardings.iter().map(move |&s| (core, s)));
@@ -109,6 +116,11 @@ impl Programs for LossProgram {
             (Core::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
             (Core::GpuOnePass, Sharding::Whole) => "gpu-one-pass",
             (Core::GpuOnePass, _) => "gpu-one-pass-rows",
+            (Core::GpuTwoPass, Sharding::Whole) => "gpu-two-pass",
+            (Core::GpuTwoPass, Sharding::Rows) => "gpu-two-pass-rows",
+            (Core::GpuTwoPass, Sharding::Vocab) => "gpu-two-pass-vocab",
+            (Core::GpuTwoPass, Sharding::RowsAndVocab) => "gpu-two-pass-mesh",
+            (Core::GpuLogp, _) => "gpu-logp",
             (Core::Entropy, _) => "tile-entropy",
             (Core::Alternative(alternative), _) => alternative.id(),
         }
@@ -124,6 +136,8 @@ impl Programs for LossProgram {
             (Core::GpuOnePass, Sharding::Whole) => {
                 "PTX kernel, rows resident in a cluster's shared memory, on NVIDIA GPUs of sm_90"
             }
+            (Core::GpuTwoPass, Sharding::Whole) => "PTX kernels, columns streamed twice, on NVIDIA GPUs of sm_80",
+            (Core::GpuLogp, Sharding::Whole) => "PTX kernel, logp and entropy alone, on NVIDIA GPUs of sm_80",
             (Core::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
             (Core::Alternative(alternative), _) => alternative.summary(),
             (_, Sharding::Rows) => "the same, rows over devices",
@@ -161,7 +175,7 @@ impl Programs for LossProgram {
     }
 
     fn is_implementation(self) -> bool {
-        !matches!(self.core, Core::Entropy | Core::Alternative(_))
+        !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(_))
     }
 
     fn text(
@@ -175,7 +189,7 @@ impl Programs for LossProgram {
         self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine })
+        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine, ptx: self.is_for_gpus() })
     }
 
     fn has_kernels(self) -> bool {
@@ -183,7 +197,11 @@ impl Programs for LossProgram {
     }
 
     fn least_target(self) -> Option<Target> {
-        (self.core == Core::GpuOnePass).then_some(Target::Sm90)
+        match self.core {
+            Core::GpuOnePass => Some(Target::Sm90),
+            Core::GpuTwoPass | Core::GpuLogp => Some(Target::Sm80),
+            _ => None,
+        }
     }
 }
 
@@ -211,12 +229,12 @@ impl LossProgram {
 
     /// The program of one device of `mesh`.
     fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
-        let Calls { dtype, lowering, machine } = calls;
+        let Calls { dtype, lowering, machine, .. } = calls;
         let logits = LogitsGiven {
             dtype,
             to_kernels: lowering == Lowering::Mosaic && !self.is_xla(),
             row_major: lowering == Lowering::Mosaic,
-            donated: !matches!(self.core, Core::Entropy | Core::Alternative(Alternative::Kept)),
+            donated: !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(Alternative::Kept)),
         };
         let share = Share::of(shape, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
@@ -236,8 +254,10 @@ impl LossProgram {
                 let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
                 write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
             }
-            Core::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
-            Core::Entropy => program::forward(share, logits, |on, given| {
+            Core::TwoPass | Core::GpuTwoPass => {
+                write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
+            }
+            Core::Entropy | Core::GpuLogp => program::forward(share, logits, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -263,7 +283,12 @@ impl LossProgram {
             let mesh = self.mesh(local, devices)?;
             self.expect_fits(local_shape(local, mesh, machine), dtype, machine)?;
             self.supports(loss.spec, local, dtype, devices)?;
-            return self.program(loss.structure, local, mesh, Calls { dtype, lowering: Lowering::Mosaic, machine });
+            return self.program(
+                loss.structure,
+                local,
+                mesh,
+                Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: false },
+            );
         }
         // The limit of the machine asked for comes before that of any other.
         self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
@@ -278,7 +303,7 @@ impl LossProgram {
             loss.structure,
             Shape { batch, ..local },
             mesh,
-            Calls { dtype, lowering: Lowering::Mosaic, machine },
+            Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: false },
         )
     }
 
@@ -310,7 +335,7 @@ impl LossProgram {
         let local = local_shape(shape, mesh, machine);
         let rows = Local::of(local, shape.vocab, mesh);
         Ok(match self.core {
-            Core::Baseline | Core::Alternative(_) | Core::GpuOnePass => vec![],
+            Core::Baseline | Core::Alternative(_) | Core::GpuOnePass | Core::GpuTwoPass | Core::GpuLogp => vec![],
             Core::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
@@ -336,9 +361,14 @@ impl LossProgram {
     ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
         self.supports(loss.spec, shape, dtype, devices)?;
-        let local = local_shape(shape, self.mesh(shape, devices)?, ANY_DEVICE);
+        let mesh = self.mesh(shape, devices)?;
+        let local = local_shape(shape, mesh, ANY_DEVICE);
+        let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
+        let statistics = || gpu::two_pass::statistics(structure.temperature, rows, element);
         Ok(match self.core {
-            Core::GpuOnePass => vec![gpu::one_pass(loss.structure, in_rows(local), dtype.into())],
+            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element)],
+            Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(structure, rows, element)],
+            Core::GpuLogp => vec![statistics()],
             _ => vec![],
         })
     }
@@ -360,8 +390,8 @@ impl LossProgram {
         let mesh = self.mesh(shape, of_mesh)?;
         let local = local_shape(shape, mesh, machine);
         let [mut inputs, outputs] = match self.core {
-            Core::Entropy => program::forward_signature(local, dtype),
-            _ => program::signature(loss.structure, local, dtype, !self.is_xla() && !self.is_for_gpus()),
+            Core::Entropy | Core::GpuLogp => program::forward_signature(local, dtype),
+            _ => program::signature(loss.structure, local, dtype, !self.is_xla()),
         };
         if mesh.vocab > 1 {
             inputs.push(Named { name: "first_column", dtype: DeviceDtype::I32, shape: vec![], columns: vec![] });
@@ -373,13 +403,13 @@ impl LossProgram {
 
     /// Checks that a row of the vocabulary fits the VMEM of `machine` and the ids of all tokens its SMEM, where they must.
     fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
-        if self.core == Core::GpuOnePass {
-            return gpu::expect_one_pass_fits(in_rows(local), dtype.into()).map_err(
-                |gpu::Beyond { field, given, most }| {
-                    let supported = format!("up to {most} of {dtype} in a cluster's shared memory; xla takes any");
-                    unsupported(self, field, given, supported)
-                },
-            );
+        if self.is_for_gpus() {
+            let rows = in_rows(local);
+            let one_pass = self.core == Core::GpuOnePass;
+            let fits = if one_pass { gpu::expect_one_pass_fits } else { gpu::expect_two_pass_fits };
+            return fits(rows, dtype.into()).map_err(|gpu::Beyond { field, given, most, room }| {
+                unsupported(self, field, given, format!("up to {most} of {dtype} {room}"))
+            });
         }
         if self.core != Core::OnePass {
             return Ok(());
@@ -412,9 +442,9 @@ impl LossProgram {
     /// How much of a batch it sees where it computes a token's loss.
     fn reach(self) -> Reach {
         match self.core {
-            Core::Baseline | Core::Alternative(_) | Core::TwoPass => Reach::Row,
+            Core::Baseline | Core::Alternative(_) | Core::TwoPass | Core::GpuTwoPass => Reach::Row,
             Core::OnePass | Core::GpuOnePass => Reach::Token,
-            Core::Entropy => Reach::Softmax,
+            Core::Entropy | Core::GpuLogp => Reach::Softmax,
         }
     }
 }
@@ -453,7 +483,8 @@ mod tests {
         let columns = |platform| {
             let device = Device::in_loops(platform, "TPU v6 lite");
             let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
-            let cut = LossProgram::all().into_iter().filter(|xla| xla.sharding == Sharding::Vocab);
+            let cut = LossProgram::all().into_iter();
+            let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
             let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
             let given = Given { shape, dtype: Dtype::Bf16, form };
             let cut = HeadProgram::all().into_iter().filter(|head| head.sharding() == Sharding::Vocab);

@@ -4,6 +4,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 
 use super::program::{Evaluated, Forward, Given, Named, Program};
 use crate::device::Lowering;
+use crate::gpu;
 use crate::mesh::Axis;
 use crate::one_pass;
 use crate::rows::{FARTHEST, in_rows, stored_as};
@@ -24,6 +25,8 @@ pub(crate) struct Calls {
     pub(crate) dtype: Dtype,
     pub(crate) lowering: Lowering,
     pub(crate) machine: Machine,
+    /// Whether kernels of PTX are called in place of them.
+    pub(crate) ptx: bool,
 }
 
 /// A kernel for a TPU, and how it is called.
@@ -289,21 +292,21 @@ struct Operands {
 }
 
 impl Operands {
-    fn of(on: &mut Program, given: &Forward) -> Self {
+    fn of(on: &mut Program, given: &Forward, calls: Calls) -> Self {
         let [_, rows, _] = in_rows(on.local);
         let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
         let local = Local::of(on.local, on.vocab, on.mesh);
         let (ids, real) = on.of_device(given);
         let ids = on.builder.reshape(ids, &[1, rows, 1]);
         let own = on.builder.type_of(given.logits).clone();
-        let logits = on.stored_rows(given.logits);
+        let logits = if calls.ptx { on.rows(given.logits) } else { on.stored_rows(given.logits) };
         Self { local, values: [numbers, real, logits, ids], logits: own }
     }
 }
 
 /// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
 pub(crate) fn rows(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Rows {
-    let operands = Operands::of(on, given);
+    let operands = Operands::of(on, given, calls);
     statistics(on, structure, given.inverse_temperature, &operands, calls)
 }
 
@@ -315,8 +318,14 @@ fn statistics(
     calls: Calls,
 ) -> Rows {
     let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
-    let kernel = two_pass::statistics(structure.temperature, operands.local, calls.dtype.into(), calls.machine);
-    let results = call(on, &kernel, calls, &operands.values)[0];
+    let element = calls.dtype.into();
+    let results = if calls.ptx {
+        let kernel = gpu::two_pass::statistics(structure.temperature, operands.local, element);
+        call_ptx(on, &kernel, &operands.values)[0]
+    } else {
+        let kernel = two_pass::statistics(structure.temperature, operands.local, element, calls.machine);
+        call(on, &kernel, calls, &operands.values)[0]
+    };
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
     let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
@@ -351,7 +360,7 @@ pub(crate) fn two_pass_core(
     logits: Value,
     calls: Calls,
 ) -> Evaluated {
-    let operands = Operands::of(on, &given.forward(logits));
+    let operands = Operands::of(on, &given.forward(logits), calls);
     let inverse_temperature = given.number(Number::InverseTemperature);
     let Rows { statistics, logp, entropy } = statistics(on, structure, inverse_temperature, &operands, calls);
     let (token, factor) = on.token_loss(structure, given, logp);
@@ -370,7 +379,7 @@ pub(crate) fn dlogits(
     grad_logp: Value,
     calls: Calls,
 ) -> Value {
-    let operands = Operands::of(on, &given.forward(logits));
+    let operands = Operands::of(on, &given.forward(logits), calls);
     gradient(on, structure, given, &operands, statistics, grad_logp, calls)
 }
 
@@ -404,9 +413,14 @@ fn gradient(
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
     }
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.machine);
     let [numbers, real, logits, ids] = operands.values;
-    let dlogits = call(on, &kernel, calls, &[numbers, real, logits, ids, scales])[0];
+    let (element, values) = (calls.dtype.into(), [numbers, real, logits, ids, scales]);
+    let dlogits = if calls.ptx {
+        call_ptx(on, &gpu::two_pass::dlogits(structure, operands.local, element), &values)[0]
+    } else {
+        let kernel = two_pass::dlogits(structure, operands.local, element, calls.machine);
+        call(on, &kernel, calls, &values)[0]
+    };
     on.like_logits(dlogits, &operands.logits)
 }
 

@@ -5,6 +5,7 @@
 
 mod one_pass;
 mod row;
+pub(crate) mod two_pass;
 
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
@@ -20,17 +21,32 @@ pub(crate) struct Beyond {
     pub(crate) given: usize,
     /// The most that does.
     pub(crate) most: usize,
+    /// Where, and what to use instead.
+    pub(crate) room: &'static str,
 }
 
 /// Checks that a row of `[1,n,v]` logits fits a cluster's shared memory, and its rows a grid.
 pub(crate) fn expect_one_pass_fits([_, n, v]: [usize; 3], element: DeviceDtype) -> Result<(), Beyond> {
-    let cut = Cut::of(Logits::of(element), v).map_err(|most| Beyond { field: "vocabulary", given: v, most })?;
+    let beyond = |most| Beyond {
+        field: "vocabulary",
+        given: v,
+        most,
+        room: "in a cluster's shared memory; gpu-two-pass takes more",
+    };
+    let cut = Cut::of(Logits::of(element), v).map_err(beyond)?;
     let most = i32::MAX as usize / cut.cluster as usize;
-    if n > most { Err(Beyond { field: "tokens", given: n, most }) } else { Ok(()) }
+    let room = "whose clusters a grid holds; gpu-two-pass takes more";
+    if n > most { Err(Beyond { field: "tokens", given: n, most, room }) } else { Ok(()) }
 }
 
-/// See [`one_pass`]; of logits that [fit](expect_one_pass_fits).
+/// [The kernel](mod@one_pass), of logits that [fit](expect_one_pass_fits).
 pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype) -> Kernel {
     let cut = Cut::of(Logits::of(element), local[2]).expect("checked: it fits");
     one_pass::one_pass(structure, local, element, cut)
+}
+
+/// Checks that a row of `[1,n,v]` logits has no more bytes than its offsets count.
+pub(crate) fn expect_two_pass_fits([_, _, v]: [usize; 3], element: DeviceDtype) -> Result<(), Beyond> {
+    let most = (1 << 32) / element.size() - 16;
+    if v > most { Err(Beyond { field: "vocabulary", given: v, most, room: "in 2³² bytes" }) } else { Ok(()) }
 }

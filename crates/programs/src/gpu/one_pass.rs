@@ -17,7 +17,7 @@
 
 use std::f64::consts::LOG2_E;
 
-use super::row::{Along, Block, Cut, Logits, Row};
+use super::row::{Along, Block, Cut, Logits, Row, exp, over_lanes};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
 use assay_algebra::arithmetic::Arithmetic;
@@ -488,24 +488,6 @@ fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded
         if bounded { on.min(gap, FARTHEST as f32) } else { gap }
     };
     x.into_iter().map(gap).collect()
-}
-
-fn exp(on: &mut Builder, gap: Value<f32>, scale: Value<f32>) -> Value<f32> {
-    let exponent = on.mul(gap, scale);
-    on.exp2(exponent)
-}
-
-/// Folds what `lanes` neighbours have: each of them then has the same.
-fn over_lanes(
-    on: &mut Builder,
-    value: Value<f32>,
-    lanes: u32,
-    fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
-) -> Value<f32> {
-    (0..lanes.ilog2()).rev().fold(value, |value, bit| {
-        let other = on.exchange(value, 1 << bit);
-        fold(on, value, other)
-    })
 }
 
 /// Shared memory of CTA `rank` of the cluster, that is `address` in this one.

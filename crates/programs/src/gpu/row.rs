@@ -9,7 +9,7 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Packed, Value};
 
 /// Bytes of a block.
-const BLOCK: u32 = 16;
+pub(crate) const BLOCK: u32 = 16;
 
 /// Blocks that a trip of a loop takes, at most.
 const UNROLLED: u32 = 4;
@@ -475,4 +475,23 @@ pub(crate) struct Target {
     pub(crate) own: Value<bool>,
     /// Where it is from this CTA's part on, bytes.
     at: Value<u32>,
+}
+
+/// `2^(gap·scale)`
+pub(crate) fn exp(on: &mut Builder, gap: Value<f32>, scale: Value<f32>) -> Value<f32> {
+    let exponent = on.mul(gap, scale);
+    on.exp2(exponent)
+}
+
+/// Folds what `lanes` neighbours have: each of them then has the same.
+pub(crate) fn over_lanes(
+    on: &mut Builder,
+    value: Value<f32>,
+    lanes: u32,
+    fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
+) -> Value<f32> {
+    (0..lanes.ilog2()).rev().fold(value, |value, bit| {
+        let other = on.exchange(value, 1 << bit);
+        fold(on, value, other)
+    })
 }

@@ -3,8 +3,8 @@
 
 use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Terms,
+    Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay_fixture::ProblemFile;
 use assay_judge::generate::{Recipe, Regime};
@@ -342,24 +342,107 @@ impl<'p> Around<'p> {
         let reduced = if names.contains(&"reduced") { "reduced" } else { "token_loss" };
         Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
     }
+
+    /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
+    fn two_pass(&self) -> Result<Candidate, String> {
+        let dtype = self.problem.logits.dtype();
+        let [statistics, dlogits] = &kernels("gpu-two-pass", self.spec, self.shape, dtype)[..] else {
+            panic!("two kernels")
+        };
+        let inverse = 1.0 / self.spec.temperature;
+        let shared = vec![
+            ("inverse_temperature", f32_bytes([inverse])),
+            ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
+            ("logits", logits_bytes(&self.problem.logits)),
+            ("ids", self.ids()),
+        ];
+        let outputs = run(statistics, self.units, &shared)?;
+        let sums = PerToken::new(&outputs[0], &columns("gpu-two-pass", self.spec, "statistics"));
+        let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
+        let softmax = |token: usize, names: [&str; 2], inverse: f64| {
+            let gap = (sums.at("max", token) - sums.at("target_logit", token)) * inverse;
+            let (others, target) = (sums.at(names[0], token), (-gap).exp());
+            let sum = others + target;
+            let weighted = -std::f64::consts::LN_2 * sums.at(names[1], token);
+            let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
+            Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
+        };
+        let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
+        let of_logp =
+            |token| if two { softmax(token, ["logp_others", "logp_weighted"], 1.0) } else { of_entropy(token) };
+        let logp = |token: usize| {
+            let Softmax { gap, log_sum, .. } = of_logp(token);
+            -(gap + log_sum) * if two { inverse } else { 1.0 }
+        };
+        let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
+        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+            unreachable!("only PPO-clip is drawn")
+        };
+        let loss_and_grad = |token: usize| {
+            let old = if self.spec.old_logp == OldLogp::Given {
+                self.token(self.problem.old_logp.as_ref(), token)
+            } else {
+                logp(token)
+            };
+            let (ratio, a) = ((logp(token) - old).exp(), self.advantage(token));
+            let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
+            if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
+        };
+        let scales = columns("gpu-two-pass", self.spec, "scales");
+        let scales = per_token(&scales, self.tokens(), |name, token| {
+            let (policy, bonus) = (of_logp(token), of_entropy(token));
+            let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
+            let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
+            match name {
+                "max" => sums.at("max", token),
+                "share" => -factor / policy.sum,
+                "others" => policy.others,
+                "mask" => f64::from(u8::from(self.mask[token])),
+                "bonus" => bonus_factor,
+                "mean_gap" => bonus.mean_gap,
+                other => panic!("{other}: not known here"),
+            }
+        });
+        let mut given = shared;
+        given.push(("scales", scales));
+        let outputs = run(dlogits, self.units, &given)?;
+        let loss = |token| loss_and_grad(token).0;
+        Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
+    }
+}
+
+struct Softmax {
+    gap: f64,
+    others: f64,
+    sum: f64,
+    log_sum: f64,
+    mean_gap: f64,
 }
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
-fn check(spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
-    check_by(Units::Rounded, spec, recipe)
+fn check(id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+    check_by(Units::Rounded, id, spec, recipe)
 }
 
 /// The same by units that are off.
-fn check_by(units: Units, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
     let around = Around { units, ..Around::new(spec, &problem) };
-    let candidate = around.one_pass().map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
+    let candidate = if id == "gpu-one-pass" { around.one_pass() } else { around.two_pass() };
+    let candidate = candidate.map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
     let known = Known::of(spec, &problem).unwrap();
     let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
-    if let Some(failure) = known.failures(&judged, "gpu-one-pass", "cargo test -p assay-programs --test ptx").first() {
-        return Err(format!("gpu-one-pass by {units:?} {recipe:?} {spec:?}\n{failure}"));
+    if let Some(failure) = known.failures(&judged, id, "cargo test -p assay-programs --test ptx").first() {
+        return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
+}
+
+/// What surrounds the two-pass kernels here knows this much of the loss.
+fn plain(spec: &LossSpec) -> LossSpec {
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
+    let clip = PpoClip { delta: None, dual_clip: None, ..clip.clone() };
+    LossSpec { objective: Objective::PpoClip(clip), kl: None, ..spec.clone() }
 }
 
 /// What surrounds the one-pass kernel here weighs tokens only by weights that are given for each, and rejects none; the
@@ -400,7 +483,12 @@ proptest! {
     #[test]
     fn all_outputs_one_pass_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let spec = token_by_token(spec);
-        check(&spec, &recipe).map_err(TestCaseError::fail)?;
+        check("gpu-one-pass", &spec, &recipe).map_err(TestCaseError::fail)?;
+    }
+
+    #[test]
+    fn all_outputs_two_pass_any_spec_match_reference(spec in cases::any_ppo_spec(), recipe in cases::any_recipe()) {
+        check("gpu-two-pass", &plain(&spec), &recipe).map_err(TestCaseError::fail)?;
     }
 }
 
@@ -422,7 +510,7 @@ fn all_outputs_one_pass_every_variant_match_reference() {
                 old_logp_noise_scale: 0.3,
                 masked_garbage: true,
             };
-            check(&variant.spec, &recipe).unwrap();
+            check("gpu-one-pass", &variant.spec, &recipe).unwrap();
             judged += 1;
             forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
         }
@@ -436,7 +524,9 @@ fn all_outputs_awkward_shapes_match_reference() {
     for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
         for dtype in Dtype::KERNEL {
             let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
-            check(&spec, &recipe).unwrap();
+            for id in ["gpu-one-pass", "gpu-two-pass"] {
+                check(id, &spec, &recipe).unwrap();
+            }
         }
     }
 }
@@ -451,7 +541,9 @@ fn all_outputs_by_units_that_are_off_either_way_match_reference() {
                 let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
                 let recipe = Recipe { shape, dtype, regime, seed: 9, old_logp_noise_scale: 0.1, masked_garbage: true };
                 for spec in &specs {
-                    check_by(units, spec, &recipe).unwrap();
+                    for id in ["gpu-one-pass", "gpu-two-pass"] {
+                        check_by(units, id, spec, &recipe).unwrap();
+                    }
                 }
             }
         }
@@ -467,10 +559,12 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
     let problem = recorded.select(&part);
     assert_eq!(problem.mask.iter().copied().collect::<Vec<_>>(), [true, false]);
     let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };
-    let candidate = Around::new(&spec, &problem).one_pass().unwrap();
+    let around = Around::new(&spec, &problem);
     let known = Known::of(&spec, &problem).unwrap();
-    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
-    assert_eq!(known.failures(&judged, "gpu-one-pass", "cargo test -p assay-programs --test ptx"), [""; 0]);
+    for (id, candidate) in [("gpu-one-pass", around.one_pass()), ("gpu-two-pass", around.two_pass())] {
+        let judged = known.judge(candidate.unwrap(), &Limits::of("tile").unwrap()).unwrap();
+        assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
+    }
 }
 
 /// Why a kernel that was changed is refused, if it is: what the interpreter or the judge says.
@@ -511,7 +605,7 @@ fn a_kernel_without_one_of_its_waits_is_refused() {
         assert_eq!(places.len(), waits, "{shape:?}");
         let without = |left_out: &[usize]| {
             let kept = lines.iter().enumerate().filter(|(at, _)| !left_out.contains(at));
-            kept.map(|(_, line)| format!("{line}\n")).collect::<String>()
+            kept.flat_map(|(_, line)| [*line, "\n"]).collect::<String>()
         };
         let mut removed: Vec<Vec<usize>> = places.iter().map(|&at| vec![at]).collect();
         // A meeting of the cluster is an arrival and a wait.
@@ -585,4 +679,72 @@ fn what_no_cluster_holds_and_no_device_runs_is_refused_with_what_would_do() {
         assert!(error.contains(given) && error.contains("sm_90"), "{error}");
     }
     assert!(one_pass.expect_device(Device::of("cuda", "NVIDIA H100 80GB HBM3").unwrap()).is_ok());
+}
+
+/// Of 127 columns the second of two devices has 63, and NaN where the first has its last.
+#[test]
+fn statistics_of_part_of_the_vocabulary_are_those_of_its_real_columns() {
+    let all = LossProgram::all();
+    let cut = all.iter().find(|implementation| implementation.id() == "gpu-two-pass-vocab").unwrap();
+    let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+    let shape = Shape { batch: 1, tokens: 2, vocab: 127 };
+    for dtype in Dtype::KERNEL {
+        let [statistics, dlogits] = &cut.gpu_kernels_for(Shaped::of(&spec), shape, dtype, 2, Target::Sm80).unwrap()[..]
+        else {
+            panic!("two kernels")
+        };
+        let local = Shape { vocab: 64, ..shape };
+        // Numbers that every dtype has. The first row's target is here, the second's elsewhere.
+        let x = |row: usize, column: usize| ((row * 5 + column * 7) % 11) as f64 - 4.0;
+        let padded = |row: usize, column: usize| if column < 63 { x(row, column) } else { f64::NAN };
+        let logits = Array3::from_shape_fn((1, 2, 64), |(_, row, column)| padded(row, column));
+        let logits = logits_bytes(&FloatArray::rounded_from(&logits, dtype));
+        let ids = bytes_of([17_i32, -1].map(i32::to_le_bytes));
+        let columns_here = bytes_of([63_i32.to_le_bytes()]);
+        let shared = vec![
+            ("inverse_temperature", f32_bytes([1.0])),
+            ("columns", columns_here),
+            ("logits", logits),
+            ("ids", ids),
+        ];
+        let outputs = run(statistics, Units::Rounded, &shared).unwrap();
+        let names = columns("gpu-two-pass", &spec, "statistics");
+        let found = PerToken::new(&outputs[0], &names);
+        for (row, target) in [(0, Some(17)), (1, None)] {
+            let max = (0..63).map(|column| x(row, column)).fold(f64::NEG_INFINITY, f64::max);
+            let others = || (0..63).filter(|column| Some(*column) != target).map(|column| x(row, column) - max);
+            let weighted: f64 = others().map(|gap| gap.exp() * gap * std::f64::consts::LOG2_E).sum();
+            let expected = [
+                ("max", max),
+                ("target_logit", target.map_or(0.0, |column| x(row, column))),
+                ("others", others().map(f64::exp).sum()),
+                ("weighted", weighted),
+            ];
+            for (name, expected) in expected {
+                let error = (found.at(name, row) - expected).abs();
+                assert!(error <= 1e-5 * expected.abs(), "{dtype} {name} {row}: {} {expected}", found.at(name, row));
+            }
+        }
+        // What is no column gets no gradient.
+        let scales = columns("gpu-two-pass", &spec, "scales");
+        let scales = per_token(&scales, 2, |name, row| match name {
+            "max" => found.at("max", row),
+            "mask" => 1.0,
+            _ => 0.125,
+        });
+        let mut given = shared;
+        given.push(("scales", scales));
+        let outputs = run(dlogits, Units::Rounded, &given).unwrap();
+        let gradients = logits_of(&outputs[0], local, dtype).to_f64();
+        assert!(gradients.iter().all(|x| x.is_finite()), "{gradients}");
+        assert!((0..2).all(|row| gradients[[0, row, 63]] == 0.0 && gradients[[0, row, 62]] != 0.0), "{gradients}");
+        let bonus = |gap: f64| 0.125 * (-gap).exp() * (gap - 0.125);
+        let gap = found.at("max", 0) - x(0, 17);
+        let expected = -0.125 * 0.125 + bonus(gap);
+        assert!(
+            (gradients[[0, 0, 17]] - expected).abs() <= 1e-2 * expected.abs(),
+            "{} {expected}",
+            gradients[[0, 0, 17]]
+        );
+    }
 }
