@@ -5,7 +5,7 @@ use super::arithmetic::{
     round_once, whole, wrapped,
 };
 use super::decode::{Decoded, Decoder, Form, Named, constant};
-use super::instruction::{Action, Atomic, BarrierReduction, Fill, Instruction, Reduces, Shuffle, Slot, Space, Vote};
+use super::instruction::{Action, Atomic, BarrierReduction, Fill, Instruction, Reduces, Shuffle, Space, Vote};
 use super::parse::{Instruction as Written, Number, Operand};
 use super::types::{Float, PREDICATE, Type};
 
@@ -16,7 +16,7 @@ const INTEGRAL: [(&str, Rounding); 4] =
 const SCOPES: [(&str, bool); 4] = [("cta", false), ("cluster", true), ("gpu", true), ("sys", true)];
 
 /// Hints that change no result.
-const HINTS: [&str; 22] = [
+const HINTS: [&str; 19] = [
     "weak",
     "ca",
     "cg",
@@ -36,9 +36,6 @@ const HINTS: [&str; 22] = [
     "L2::64B",
     "L2::128B",
     "L2::256B",
-    "L2",
-    "L1",
-    "fractional",
 ];
 
 const U32: Type = Type::Unsigned(32);
@@ -108,17 +105,19 @@ impl Decoder {
             "cp" => self.copy(form),
             "prefetch" => {
                 let space = form.needs(&[("global", Space::Global)])?;
-                strip_hints(form);
+                form.needs(&[("L1", ()), ("L2", ())])?;
                 let [at] = form.operands()?;
                 self.address(form, at, space)?;
                 Ok(Action::Nothing)
             }
+            // A policy changes no result, whatever it is.
             "createpolicy" => {
+                form.needs(&[("fractional", ())])?;
                 strip_hints(form);
                 let ty = form.ty_of(|ty| ty == Type::Bits(64))?;
-                let to = form.some_operands(1, 2)?;
-                let to = self.target(form, &to[0], ty)?;
-                Ok(self.constant_into(to, 0))
+                let to = self.target(form, &form.some_operands(1, 2)?[0], ty)?;
+                let of = [self.fill(Fill::Value(0)); 3];
+                Ok(Action::Compute { to, of, function: Box::new(|x, _, _| x) })
             }
             "bra" => {
                 let uniform = form.flag("uni");
@@ -155,11 +154,6 @@ impl Decoder {
             }
             _ => form.error("the instruction is not known".into()),
         }
-    }
-
-    fn constant_into(&mut self, to: Slot, value: u64) -> Action {
-        let of = [self.fill(Fill::Value(value)); 3];
-        Action::Compute { to, of, function: Box::new(|x, _, _| x) }
     }
 
     /// `to` and up to three sources of one type.

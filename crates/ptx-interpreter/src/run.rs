@@ -331,8 +331,11 @@ impl Machine<'_> {
             };
         }
         collective.sort_by_key(|&(_, at)| at);
-        let complete = |&&(group, at): &&(u32, usize)| self.missing(w, group, at).is_none();
-        collective.iter().find(complete).or(collective.first()).copied()
+        let absent = |&(group, at): &(u32, usize)| self.missing(w, group, at).map(|(_, absent)| absent);
+        let complete = collective.iter().find(|group| absent(group).is_none());
+        // Who waits at a barrier may yet come; who does not has gone another way.
+        let never = |group: &&(u32, usize)| absent(group).is_some_and(|lane| warp.waiting >> lane & 1 == 0);
+        complete.or_else(|| collective.iter().find(never)).copied()
     }
 
     /// The lanes of `group` for which the guard holds.
@@ -613,7 +616,7 @@ impl Machine<'_> {
         let at = |thread: usize| {
             let (w, lane) = self.lane_of(thread);
             let warp = &self.warps[w];
-            (warp.alive >> lane & 1 == 1).then(|| warp.pcs[lane] - 1)
+            (warp.alive >> lane & 1 == 1).then(|| warp.pcs[lane] - (warp.waiting >> lane & 1) as usize)
         };
         let all: Vec<(usize, usize)> = (0..self.threads.len()).filter_map(|t| Some((t, at(t)?))).collect();
         let mut places: Vec<usize> = all.iter().map(|&(_, pc)| pc).collect();

@@ -22,6 +22,8 @@ fn instructions_that_are_not_known() {
     refused("    fma.f32 %f0, %f1, %f2, %f3;", "fma.f32: expected .rn");
     refused("    max.ftz.bf16x2 %r5, %r6, %r7;", "max.ftz.bf16x2: modifier .ftz is not supported here");
     refused("    ld.global.v8.b32 %r5, [%rd0];", "ld.global.v8.b32: modifier .v8 is not supported here");
+    refused("    ld.global.L2.b32 %r5, [%rd0];", "ld.global.L2.b32: modifier .L2 is not supported here");
+    refused("    prefetch.global [%rd0];", "prefetch.global: expected one of .L1, .L2");
     refused("    ld.b32 %r5, [%rd0];", "ld.b32: expected one of .global, .shared, .shared::cta, .shared::cluster");
     refused(
         "    ld.acquire.gpu.global.b32 %r5, [%rd0];",
