@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example measure bench
+.PHONY: setup setup-tpu setup-gpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example jax-gpu-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -15,6 +15,10 @@ setup:
 # libtpu, 205 MB to fetch: only what compiles for a TPU needs it.
 setup-tpu: setup
 	@setup/install.sh tpu
+
+# XLA's CUDA plugin, ptxas, nvdisasm and libdevice, 262 MB to fetch: only what compiles for a GPU needs them, and it needs no GPU.
+setup-gpu: setup
+	@setup/install.sh gpu
 
 # Every recorded fixture through every implementation that this machine can run.
 replay: setup
@@ -64,7 +68,7 @@ test-extensive: test
 	$(CARGO) test --release --locked --package assay-native --lib every_f32 -- --ignored
 	$(CARGO) test --release --locked --package assay-native --test native more_than_2_31 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
-	@$(MAKE) --no-print-directory jax-example panel
+	@$(MAKE) --no-print-directory jax-example jax-gpu-example panel
 	$(PANEL_PIP) -r python/tests/requirements.txt
 	setup/python.sh target/panel
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
@@ -138,6 +142,18 @@ jax-example:
 		set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
 		$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target v6e -o "$$folder/kernel"; \
 		$(PYTHON) examples/jax/grpo_loss.py "$$folder/kernel"; \
+	fi
+
+# The same of the kernels for GPUs, compiled for one that is not here: where JAX, XLA's CUDA plugin and the toolkit are.
+jax-gpu-example:
+	@if ! $(PYTHON) -c 'import jax' 2>/dev/null; then \
+		echo "examples/gpu/jax_ffi.py: skipped, $(PYTHON) has no JAX (pip install jax; make PYTHON=…)"; \
+	elif [ ! -e .plugins/xla_cuda_plugin.so ]; then \
+		echo "examples/gpu/jax_ffi.py: skipped, no plugin (make setup-gpu)"; \
+	else \
+		set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
+		$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target h100 -o "$$folder/kernel"; \
+		$(PYTHON) examples/gpu/jax_ffi.py "$$folder/kernel" --plugin .plugins/xla_cuda_plugin.so --toolkit .plugins/cuda; \
 	fi
 
 # What correct implementations need of the limits, put into docs/tolerances.md, and kernels of others where their Python is.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What the feature `pjrt` needs and cargo cannot fetch: libclang and protoc, which make its bindings, and PJRT plugins.
-# Usage: setup/install.sh [build-tools] [cpu] [tpu]
+# What the feature `pjrt` needs and cargo cannot fetch: libclang and protoc, which make its bindings, PJRT plugins, and what of NVIDIA's
+# toolkit compiles with no GPU.
+# Usage: setup/install.sh [build-tools] [cpu] [tpu] [gpu]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -101,7 +102,7 @@ fetch() {
 	done
 }
 
-# plugins NAME SIZE LIBRARY=PATH_IN_WHEEL… [-- pip option…]
+# plugins NAME SIZE FILE=PATH_IN_WHEEL… [-- pip option…]
 plugins() {
 	local name=$1 size=$2 pair missing=()
 	shift 2
@@ -119,6 +120,9 @@ plugins() {
 	[ ${#missing[@]} -gt 0 ] || return 0
 	fetch "$name" "$size" "$@"
 	for pair in "${missing[@]}"; do
+		# A wheel's programs are unpacked as plain files.
+		[[ ${pair%%=*} != */bin/* ]] || chmod +x "$scratch/tree/${pair#*=}"
+		mkdir -p "$(dirname ".plugins/${pair%%=*}")"
 		mv -f "$scratch/tree/${pair#*=}" ".plugins/${pair%%=*}"
 		intact "${pair%%=*}" || { rm -f ".plugins/${pair%%=*}" && fail "${pair%%=*}: not the file in setup/plugins.sha256"; }
 	done
@@ -220,6 +224,13 @@ for part; do
 		plugins tpu "205 MB" libtpu.so=libtpu/libtpu.so -- \
 			--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_31_x86_64
 		;;
-	*) fail "no such part: $part (build-tools, cpu, tpu)" ;;
+	gpu)
+		plugins gpu "262 MB" \
+			xla_cuda_plugin.so=jax_plugins/xla_cuda13/xla_cuda_plugin.so \
+			cuda/bin/ptxas=nvidia/cu13/bin/ptxas \
+			cuda/bin/nvdisasm=nvidia/cu13/bin/nvdisasm \
+			cuda/nvvm/libdevice/libdevice.10.bc=nvidia/cu13/nvvm/libdevice/libdevice.10.bc
+		;;
+	*) fail "no such part: $part (build-tools, cpu, tpu, gpu)" ;;
 	esac
 done

@@ -16,11 +16,12 @@ pub use assay_campaign as campaign;
 use assay_core::project;
 pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};
 pub use assay_fixture as fixture;
+pub use assay_gpu as gpu;
 pub use assay_judge as judge;
 pub use assay_native as native;
 pub use assay_native::{bandwidth, products};
 #[cfg(feature = "pjrt")]
-pub use assay_pjrt::{exported, runtime, xla};
+pub use assay_pjrt::{ahead, exported, runtime, xla};
 pub use assay_programs as programs;
 pub use assay_reference as reference;
 pub use assay_registry as registry;

@@ -1,4 +1,4 @@
-//! `assay compile`: a program compiled for TPUs that need not be there, and what its compiler says of it.
+//! `assay compile`: a program compiled for TPUs or GPUs that need not be there, and what its compilers say of it.
 
 use std::env;
 use std::fmt::Write as _;
@@ -9,11 +9,15 @@ use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 
 use super::document::{self, Marks};
-use super::{CliError, Passed, Printing};
+use super::{CliError, Passed, Printing, compile_gpu};
+use crate::ahead;
 use crate::config;
+use crate::gpu;
 use crate::problem::{Dtype, Extents, HeadLayout};
 use crate::programs::CHUNK_BYTES;
 use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Launch, Loop, Table};
+use crate::schema::gpu::Table as GpuTable;
+use crate::spec::LossSpec;
 use crate::tpu::figures::{Asked, flags_for};
 use crate::tpu::table::{self, markdown};
 use crate::tpu::{self, Compiler, Target};
@@ -30,9 +34,10 @@ const MARKS: [Marks; 3] = [
 
 #[derive(Args)]
 pub(super) struct Compile {
-    /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
-    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse, required_unless_present = "table")]
-    target: Option<Target>,
+    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: a100, h100, h200 or b200, alone or, as in
+    /// h100:8, so many of them
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse, required_unless_present = "table")]
+    target: Option<Chosen>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
     /// tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
@@ -59,11 +64,15 @@ pub(super) struct Compile {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// Every recorded shape with xla, the seed's program, tile-one-pass and tile-two-pass, or the same with an LM head, instead,
-    /// in bf16 for v6e:2x4; two of the shapes for the other chips; and the ways to write xla; as Markdown
-    #[arg(long, conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"])]
-    table: bool,
-    /// Also put the tables between their marks in a document, such as docs/tpu.md
+    /// Instead, as Markdown: of TPUs every recorded shape with xla, the seed's program, tile-one-pass and tile-two-pass, or the same
+    /// with an LM head, in bf16 for v6e:2x4, two of the shapes for the other chips, and the ways to write xla; of GPUs every kernel
+    /// for every chip, and xla beside it
+    #[arg(
+        long, value_name = "CHIPS", num_args = 0..=1, default_missing_value = "tpus",
+        conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"]
+    )]
+    table: Option<Tabled>,
+    /// Also put the tables between their marks in a document, such as docs/tpu.md or docs/gpu.md
     #[arg(long, value_name = "FILE.md", requires = "table")]
     into: Option<PathBuf>,
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
@@ -73,11 +82,40 @@ pub(super) struct Compile {
     /// `--xla_tpu_scoped_vmem_limit_kib=73728` on chips with 128 MiB of VMEM
     #[arg(long, value_name = "FLAGS", allow_hyphen_values = true)]
     libtpu_flags: Option<String>,
+    /// XLA's CUDA plugin; the one that `ASSAY_CUDA_PLUGIN` names, or that `make setup-gpu` installed, if none is given
+    #[arg(long, value_name = "FILE.so")]
+    cuda_plugin: Option<PathBuf>,
     /// Seconds that compiling may take
-    #[arg(long, value_name = "SECONDS", default_value_t = tpu::compile::TIME_LIMIT.as_secs())]
+    #[arg(long, value_name = "SECONDS", default_value_t = ahead::TIME_LIMIT.as_secs())]
     timeout: u64,
     #[command(flatten)]
     printing: Printing,
+}
+
+/// What a program is compiled for.
+#[derive(Clone)]
+pub(super) enum Chosen {
+    Tpu(Target),
+    Gpu(gpu::Target),
+}
+
+impl Chosen {
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        if gpu::Target::is_meant(text) {
+            return gpu::Target::parse(text).map(Self::Gpu).map_err(|error| error.to_string());
+        }
+        Target::parse(text).map(Self::Tpu).map_err(|error| {
+            let gpus = gpu::target::CHIPS.map(|chip| chip.name).join(", ");
+            format!("{error}; or a GPU, {gpus}")
+        })
+    }
+}
+
+/// What a table is of.
+#[derive(Clone, Copy, ValueEnum)]
+enum Tabled {
+    Tpus,
+    Gpus,
 }
 
 /// [`HeadLayout`], on the command line.
@@ -89,6 +127,15 @@ enum Layout {
     Vh,
 }
 
+impl From<Layout> for HeadLayout {
+    fn from(layout: Layout) -> Self {
+        match layout {
+            Layout::Hv => Self::HiddenByVocab,
+            Layout::Vh => Self::VocabByHidden,
+        }
+    }
+}
+
 /// A child of [`Compile`]: compiles what lies in a folder.
 #[derive(Args)]
 pub(super) struct Worker {
@@ -97,7 +144,7 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        tpu::compile::work(&self.folder)?;
+        ahead::work(&self.folder)?;
         Ok(Passed::Yes)
     }
 }
@@ -110,19 +157,23 @@ impl Compile {
             implementation: implementation.into(),
             shape,
             dtype: self.dtype,
-            layout: match self.layout {
-                Layout::Hv => HeadLayout::HiddenByVocab,
-                Layout::Vh => HeadLayout::VocabByHidden,
-            },
+            layout: self.layout.into(),
             rounds_logits: !self.f32_logits,
             chunk_bytes: self.chunk_bytes,
             sum_bytes: self.sum_bytes,
             spec: spec.clone(),
             libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(shape, target.chip)),
         };
-        let (Some(target), Some(shape)) = (&self.target, self.shape) else {
-            let rows = table::rows().map(|(target, id, shape)| of(id, &target, shape));
-            return self.run_table(&rows.collect::<Vec<_>>());
+        let on_gpu = matches!(self.target, Some(Chosen::Gpu(_))) || matches!(self.table, Some(Tabled::Gpus));
+        self.expect_options_of(on_gpu)?;
+        let (target, shape) = match (&self.target, self.shape) {
+            (Some(Chosen::Tpu(target)), Some(shape)) => (target, shape),
+            (Some(Chosen::Gpu(target)), Some(shape)) => return self.run_gpu(target, shape, &spec),
+            _ if on_gpu => return self.run_gpu_table(&spec),
+            _ => {
+                let rows = table::rows().map(|(target, id, shape)| of(id, &target, shape));
+                return self.run_table(&rows.collect::<Vec<_>>());
+            }
         };
         let asked = of(&self.implementation, target, shape);
         let progress = self.printing.progress(1);
@@ -131,6 +182,83 @@ impl Compile {
         progress.finish_and_clear();
         self.printing.finish(&table_of(&asked, &figures), &figures)?;
         Ok(Passed::Yes)
+    }
+
+    /// Options that the other kind of chip has are refused, for they would do nothing.
+    fn expect_options_of(&self, on_gpu: bool) -> Result<(), CliError> {
+        let (kind, others) = if on_gpu {
+            let others = [
+                ("--libtpu", self.libtpu.is_some()),
+                ("--libtpu-flags", self.libtpu_flags.is_some()),
+                ("--sum-bytes", self.sum_bytes.is_some()),
+            ];
+            ("a GPU", others.to_vec())
+        } else {
+            ("a TPU", vec![("--cuda-plugin", self.cuda_plugin.is_some())])
+        };
+        match others.into_iter().find(|(_, given)| *given) {
+            Some((option, _)) => {
+                Err(CliError::Usage(format!("{option}: got one, expected none where the target is {kind}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn run_gpu(&self, target: &gpu::Target, shape: Extents, spec: &LossSpec) -> Result<Passed, CliError> {
+        let asked = self.asked_of_gpu(target, &self.implementation, shape, self.dtype, spec);
+        let progress = self.printing.progress(1);
+        progress.set_message(format!("compiling for {target}"));
+        let figures = asked.compile(&self.gpu_compiler()?)?;
+        progress.finish_and_clear();
+        self.printing.finish(&compile_gpu::table_of(&asked, &figures), &figures)?;
+        Ok(Passed::Yes)
+    }
+
+    fn run_gpu_table(&self, spec: &LossSpec) -> Result<Passed, CliError> {
+        let (rows, compiler) = (gpu::table::rows(), self.gpu_compiler()?);
+        let progress = self.printing.progress(rows.len());
+        let compile = |row: gpu::table::Row| {
+            progress.set_message(format!("{} for {} at {}", row.implementation, row.target, row.shape));
+            let spec = LossSpec { entropy_coef: row.entropy_coef, ..spec.clone() };
+            let asked = self.asked_of_gpu(&row.target, row.implementation, row.shape, row.dtype, &spec);
+            let figures = asked.compile(&compiler);
+            progress.inc(1);
+            figures
+        };
+        let table = GpuTable { gpu_rows: rows.into_iter().map(compile).collect::<Result<_, _>>()? };
+        progress.finish_and_clear();
+        let tables = gpu::table::markdown(&table);
+        if let Some(path) = &self.into {
+            document::put_into(path, compile_gpu::MARKS.into_iter().zip(tables.iter().map(String::as_str)))?;
+        }
+        self.printing.finish(&tables.join("\n"), &table)?;
+        Ok(Passed::Yes)
+    }
+
+    fn asked_of_gpu(
+        &self,
+        target: &gpu::Target,
+        implementation: &str,
+        shape: Extents,
+        dtype: Dtype,
+        spec: &LossSpec,
+    ) -> gpu::figures::Asked {
+        gpu::figures::Asked {
+            target: target.clone(),
+            implementation: implementation.into(),
+            shape,
+            dtype,
+            layout: self.layout.into(),
+            rounds_logits: !self.f32_logits,
+            chunk_bytes: self.chunk_bytes,
+            spec: spec.clone(),
+        }
+    }
+
+    fn gpu_compiler(&self) -> Result<gpu::Compiler, CliError> {
+        let plugin = gpu::compile::locate(self.cuda_plugin.as_deref())?;
+        Ok(gpu::Compiler::new(plugin, gpu::Toolkit::locate()?, this_executable()?)
+            .limit(Duration::from_secs(self.timeout)))
     }
 
     fn run_table(&self, rows: &[Asked]) -> Result<Passed, CliError> {
@@ -153,17 +281,17 @@ impl Compile {
     }
 
     fn compiler(&self) -> Result<Compiler, CliError> {
-        let worker = env::current_exe().map_err(|reason| CliError::Io {
-            path: "this executable".into(),
-            action: "find",
-            reason,
-        })?;
         let library = tpu::compile::locate(self.libtpu.as_deref())?;
-        Ok(Compiler::new(library, worker).limit(Duration::from_secs(self.timeout)))
+        Ok(Compiler::new(library, this_executable()?).limit(Duration::from_secs(self.timeout)))
     }
 }
 
-fn held_by(held_by: HeldBy) -> &'static str {
+/// Which is a worker too.
+fn this_executable() -> Result<PathBuf, CliError> {
+    env::current_exe().map_err(|reason| CliError::Io { path: "this executable".into(), action: "find", reason })
+}
+
+pub(super) fn held_by(held_by: HeldBy) -> &'static str {
     match held_by {
         HeldBy::EachDevice => "on each of",
         HeldBy::AllDevices => "over",

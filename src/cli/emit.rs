@@ -6,7 +6,8 @@ use std::{fmt::Write as _, fs, io};
 use clap::Args;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-use super::{CliError, Passed, Printing};
+use super::compile::Chosen;
+use super::{CliError, Passed, Printing, emit_gpu};
 use crate::config;
 use crate::implementation::RunError;
 use crate::problem::{Dtype, Shape};
@@ -19,40 +20,49 @@ use crate::tpu::figures::loss_program;
 const LIBTPU: &str = "0.0.51";
 
 /// The whole program, within the folder.
-const MODULE: &str = "module.mlir";
+pub(super) const MODULE: &str = "module.mlir";
 
 #[derive(Args)]
 pub(super) struct Emit {
-    /// Chip and topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4
-    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Target::parse)]
-    target: Target,
-    /// The implementation: tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
-    #[arg(long = "impl", value_name = "ID", default_value = "tile-one-pass")]
-    implementation: String,
+    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: h100, h200 or b200, alone or, as in h100:8, so
+    /// many of them
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse)]
+    target: Chosen,
+    /// The implementation: of a TPU tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab,
+    /// -mesh); of a GPU gpu-one-pass or gpu-one-pass-rows. The one-pass kernel if none is given
+    #[arg(long = "impl", value_name = "ID")]
+    pub(super) implementation: Option<String>,
     /// Sequences, tokens and vocabulary that each device holds; of -rows, -vocab and -mesh all that the devices hold together
     #[arg(long, value_name = "BxTxV")]
-    shape: Shape,
+    pub(super) shape: Shape,
     /// Dtype of the logits: f32, bf16 or f16
     #[arg(long, default_value = "bf16")]
-    dtype: Dtype,
+    pub(super) dtype: Dtype,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
     /// The folder to make
     #[arg(short, long, value_name = "DIR")]
-    output: PathBuf,
+    pub(super) output: PathBuf,
     #[command(flatten)]
-    printing: Printing,
+    pub(super) printing: Printing,
 }
 
 impl Emit {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
-        let implementation = loss_program(&self.implementation)?;
-        let (shape, dtype, devices) = (self.shape, self.dtype, self.target.devices());
-        let (machine, loss) = (self.target.chip.machine(), Shaped::of(&spec));
+        match &self.target {
+            Chosen::Tpu(target) => self.run_tpu(target, &spec),
+            Chosen::Gpu(target) => emit_gpu::run(self, target, &spec),
+        }
+    }
+
+    fn run_tpu(&self, target: &Target, spec: &LossSpec) -> Result<Passed, CliError> {
+        let id = self.implementation.as_deref().unwrap_or("tile-one-pass");
+        let implementation = loss_program(id)?;
+        let (shape, dtype, devices) = (self.shape, self.dtype, target.devices());
+        let (machine, loss) = (target.chip.machine(), Shaped::of(spec));
         if !implementation.has_kernels() {
-            let id = &self.implementation;
             let reason = format!("implementation: got `{id}`, expected one that has kernels: ");
             let supported = "tile-one-pass, tile-two-pass, or one of these with -rows, -vocab or -mesh";
             return Err(CliError::Usage(reason + supported));
@@ -61,7 +71,7 @@ impl Emit {
         let module = implementation.program_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
         let signature = implementation.signature_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
         let local = implementation.held_by_each(shape, devices, machine).map_err(RunError::from)?;
-        let manifest = Manifest::new(self, &spec, local, &kernels, &signature);
+        let manifest = Manifest::new((id, target, dtype), spec, local, &kernels, &signature);
         make_folder(&self.output, |folder| {
             for (kernel, entry) in kernels.iter().zip(&manifest.kernels) {
                 fs::write(folder.join(&entry.payload), &kernel.payload)?;
@@ -76,7 +86,7 @@ impl Emit {
 }
 
 /// Makes `folder` whole or not at all: it is filled under another name and renamed.
-fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), CliError> {
+pub(super) fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), CliError> {
     let failed = |reason| CliError::Io { path: folder.into(), action: "write", reason };
     if folder.symlink_metadata().is_ok() {
         return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, "it exists, expected a folder to be made")));
@@ -141,21 +151,21 @@ struct Dense<'e> {
 
 /// Places of an operand and of a result that share one array.
 #[derive(Serialize)]
-struct Alias {
-    operand: usize,
-    result: usize,
+pub(super) struct Alias {
+    pub(super) operand: usize,
+    pub(super) result: usize,
 }
 
 #[derive(Serialize)]
-struct Module<'e> {
-    file: &'static str,
-    inputs: &'e [Named],
-    outputs: &'e [Named],
-    aliases: [Alias; 1],
+pub(super) struct Module<'e> {
+    pub(super) file: &'static str,
+    pub(super) inputs: &'e [Named],
+    pub(super) outputs: &'e [Named],
+    pub(super) aliases: [Alias; 1],
 }
 
 /// As an object. JSON has no infinity: `"inf"`.
-fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Result<S::Ok, S::Error> {
+pub(super) fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Result<S::Ok, S::Error> {
     let mut map = serializer.serialize_map(Some(numbers.len()))?;
     for (name, value) in *numbers {
         if value.is_finite() {
@@ -169,7 +179,7 @@ fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Re
 
 impl<'e> Manifest<'e> {
     fn new(
-        asked: &'e Emit,
+        (implementation, target, dtype): (&'e str, &Target, Dtype),
         spec: &'e LossSpec,
         shape: [usize; 3],
         kernels: &'e [TpuKernel],
@@ -179,14 +189,14 @@ impl<'e> Manifest<'e> {
             assay: env!("CARGO_PKG_VERSION"),
             mosaic_version: MOSAIC_VERSION,
             libtpu: LIBTPU,
-            implementation: &asked.implementation,
-            target: asked.target.to_string(),
-            devices: asked.target.devices(),
+            implementation,
+            target: target.to_string(),
+            devices: target.devices(),
             shape,
-            dtype: asked.dtype,
+            dtype,
             spec,
             numbers: &signature.numbers,
-            kernels: kernels.iter().map(|kernel| Emitted::new(kernel, asked.dtype)).collect(),
+            kernels: kernels.iter().map(|kernel| Emitted::new(kernel, dtype)).collect(),
             module: Module {
                 file: MODULE,
                 inputs: &signature.inputs,

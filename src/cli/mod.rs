@@ -6,10 +6,14 @@ mod bench;
 mod check;
 #[cfg(feature = "pjrt")]
 mod compile;
+#[cfg(feature = "pjrt")]
+mod compile_gpu;
 mod deck_choice;
 mod document;
 #[cfg(feature = "pjrt")]
 mod emit;
+#[cfg(feature = "pjrt")]
+mod emit_gpu;
 mod generate;
 mod gradcheck;
 mod head_choice;
@@ -51,10 +55,14 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+#[cfg(feature = "pjrt")]
+use crate::ahead::AheadError;
 use crate::bench::BenchError;
 use crate::campaign::CampaignError;
 use crate::config::ConfigError;
 use crate::fixture::FixtureError;
+#[cfg(feature = "pjrt")]
+use crate::gpu::GpuError;
 use crate::implementation::RunError;
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::JudgeError;
@@ -139,8 +147,8 @@ enum Command {
     #[cfg(not(feature = "train"))]
     Ab(NotBuilt),
     #[cfg(feature = "pjrt")]
-    #[command(hide = true, name = crate::tpu::compile::WORKER_COMMAND)]
-    TpuWorker(compile::Worker),
+    #[command(hide = true, name = crate::ahead::WORKER_COMMAND)]
+    CompileWorker(compile::Worker),
 }
 
 /// What every command takes.
@@ -236,6 +244,12 @@ enum CliError {
     #[cfg(feature = "train")]
     #[error(transparent)]
     Record(#[from] RecordError),
+    #[cfg(feature = "pjrt")]
+    #[error(transparent)]
+    Ahead(#[from] AheadError),
+    #[cfg(feature = "pjrt")]
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     #[cfg(feature = "pjrt")]
     #[error(transparent)]
     Tpu(#[from] TpuError),
@@ -336,7 +350,7 @@ impl Command {
             Command::Train(command) => command.run(),
             Command::Ab(command) => command.run(),
             #[cfg(feature = "pjrt")]
-            Command::TpuWorker(command) => command.run(),
+            Command::CompileWorker(command) => command.run(),
         }
     }
 }

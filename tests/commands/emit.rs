@@ -271,3 +271,57 @@ fn what_exists_is_left_as_it_is() {
     assert_eq!((fs::read_dir(&kept).unwrap().count(), fs::read_link(&link).unwrap()), (0, Path::new("nowhere").into()));
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "something was left");
 }
+
+/// PTX for a GPU: the text's own entry, launch and parameters are those of the manifest, and the program calls it so.
+#[test]
+fn kernels_for_gpus_are_launched_as_their_text_says() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("out");
+    let asked = ["emit", "--target", "h100", "--shape", "2x8x1000", "-q", "-o", out.to_str().unwrap()];
+    let output = assay(&asked);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let read = |name: &str| fs::read_to_string(out.join(name)).unwrap();
+    let manifest: Value = serde_json::from_str(&read("manifest.json")).unwrap();
+    let module = read(manifest["module"]["file"].as_str().unwrap());
+    let kernels = manifest["kernels"].as_array().unwrap();
+    assert_eq!(
+        (kernels.len(), &manifest["architecture"], &manifest["shape"]),
+        (1, &json!("sm_90"), &json!([2, 8, 1000]))
+    );
+    for kernel in kernels {
+        let text = read(kernel["ptx"].as_str().unwrap());
+        let number = |path: &str| kernel.pointer(path).and_then(Value::as_u64).unwrap();
+        let (threads, cluster) = (number("/block/0"), number("/cluster"));
+        assert!(text.contains(&format!(".visible .entry {}(", kernel["name"].as_str().unwrap())));
+        assert!(text.contains(&format!(".reqntid {threads}, 1, 1")) && text.contains(".target sm_90"));
+        assert!(cluster == 1 || text.contains(&format!(".reqnctapercluster {cluster}, 1, 1")));
+        assert_eq!(number("/grid/0"), 16 * cluster, "a cluster a row");
+        let arguments = kernel["arguments"].as_array().unwrap();
+        let parameters: Vec<&str> = text.lines().filter(|line| line.contains(".param .u64")).collect();
+        assert_eq!(arguments.len(), parameters.len());
+        for (argument, parameter) in arguments.iter().zip(parameters) {
+            assert!(parameter.trim_end_matches(',').ends_with(argument["name"].as_str().unwrap()), "{parameter}");
+        }
+        let over = arguments.iter().find(|argument| argument["over"].is_u64()).expect("dlogits lie over the logits");
+        let under = &arguments[over["over"].as_u64().unwrap() as usize];
+        assert_eq!((&over["shape"], &under["role"]), (&under["shape"], &json!("input")));
+        for (name, extent) in
+            [("grid_x", number("/grid/0")), ("block_x", threads), ("shared_mem_bytes", number("/shared_bytes"))]
+        {
+            assert!(module.contains(&format!("{name} = {extent} : i32")), "{name}");
+        }
+    }
+    for (option, value, part) in [
+        ("--target", "a100", "sm_90 and up"),
+        ("--impl", "xla", "gpu-one-pass"),
+        ("--shape", "1x8x1000000", "up to"),
+        ("--target", "h100:9", "h100:8"),
+    ] {
+        let good = [("--target", "h100"), ("--shape", "2x8x1000"), ("--impl", "gpu-one-pass")];
+        let refused = folder.path().join("refused");
+        let mut asked = vec!["emit", "-o", refused.to_str().unwrap(), option, value];
+        asked.extend(good.iter().filter(|(name, _)| *name != option).flat_map(|&(name, value)| [name, value]));
+        let output = assay(&asked);
+        assert!(output.code == 2 && output.stderr.contains(part) && !refused.exists(), "{value}: {}", output.stderr);
+    }
+}

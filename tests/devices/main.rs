@@ -9,6 +9,7 @@
 
 mod alternatives;
 mod covering;
+mod gpu;
 mod tpu;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -96,6 +97,7 @@ fn main() {
         alternatives::reach_their_grades(&path)
     }));
     trials.push(tpu_plugin());
+    trials.extend(gpu::trials());
     trials.extend(tpu::trials());
     let all = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.list && !arguments.ignored;
     let conclusion = libtest_mimic::run(&arguments, trials);

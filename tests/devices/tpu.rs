@@ -449,7 +449,7 @@ fn workers_end_by_themselves() -> Result<(), Failed> {
         fs::write(folder.join("job.json"), job.to_string())?;
         fs::write(folder.join("program.mlir"), "module {}")?;
         let mut worker = Command::new(env!("CARGO_BIN_EXE_assay"));
-        worker.arg("tpu-worker").arg(&folder).stdin(Stdio::piped());
+        worker.arg("compile-worker").arg(&folder).stdin(Stdio::piped());
         Ok((folder, worker.spawn()?))
     };
     let (left_folder, mut left) = worker("left", Duration::from_hours(1))?;

@@ -17,6 +17,23 @@ fn fake() -> PathBuf {
 
 /// What `assay gradcheck` of `implementation` has the plugin compile, and what it reports if that runs.
 fn given_to_a_tpu(implementation: &str, spec: &Value, dtype: &str, loops: bool) -> (String, Option<Value>) {
+    given_to(
+        [("ASSAY_FAKE_TPU_PLATFORM", "tpu"), ("ASSAY_FAKE_TPU_KIND", "TPU v6 lite")],
+        implementation,
+        spec,
+        dtype,
+        loops,
+    )
+}
+
+/// The same of another device.
+fn given_to(
+    device: [(&str, &str); 2],
+    implementation: &str,
+    spec: &Value,
+    dtype: &str,
+    loops: bool,
+) -> (String, Option<Value>) {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let recipe = json!({"shape": [2, 3, 300], "dtype": dtype, "regime": "small", "seed": 1, "old_logp_noise_scale": 0.3, "masked_garbage": false});
@@ -27,7 +44,7 @@ fn given_to_a_tpu(implementation: &str, spec: &Value, dtype: &str, loops: bool) 
     gradcheck.arg("gradcheck").arg("--config").arg(at("config.json")).arg("--plugin").arg(fake());
     gradcheck.arg("-q").arg("--json").arg(at("report.json"));
     gradcheck.env("ASSAY_FAKE_TPU_PLUGIN", fs::canonicalize(cpu_plugins()[0]).unwrap());
-    gradcheck.env("ASSAY_FAKE_TPU_PROGRAM", at("program.mlir"));
+    gradcheck.env("ASSAY_FAKE_TPU_PROGRAM", at("program.mlir")).envs(device);
     if loops {
         gradcheck.env("ASSAY_LOOPS", "1");
     }
@@ -57,6 +74,23 @@ fn a_tpu_is_given_kernels_as_they_are_compiled_ahead_of_time() {
             assert_eq!(report, None, "{implementation} {dtype}");
         }
     }
+}
+
+/// A GPU that kernels are written for is given PTX, in place, its tile kernels as loops.
+#[test]
+fn a_gpu_is_given_ptx() {
+    let h100 = [("ASSAY_FAKE_TPU_PLATFORM", "cuda"), ("ASSAY_FAKE_TPU_KIND", "NVIDIA H100 80GB HBM3")];
+    for dtype in ["bf16", "f16", "f32"] {
+        let (program, report) = given_to(h100, "gpu-one-pass", &json!({}), dtype, false);
+        assert_eq!(program.matches("stablehlo.custom_call @__gpu$xla.gpu.ptx").count(), 1, "{dtype}");
+        assert!(program.contains(".visible .entry") && program.contains("#stablehlo.output_operand_alias<"), "{dtype}");
+        // A CPU has no such kernel.
+        assert_eq!(report, None, "{dtype}");
+    }
+    let (program, report) = given_to(h100, "tile-one-pass", &json!({}), "f32", false);
+    assert!(program.contains("stablehlo.while") && !program.contains("custom_call @"));
+    let report = report.expect("a CPU runs loops");
+    assert!(report["checks"].as_array().expect("checks").iter().all(|check| check["lowering"] == "loops"), "{report}");
 }
 
 #[test]

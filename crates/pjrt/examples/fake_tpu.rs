@@ -1,7 +1,8 @@
 //! A PJRT plugin that says it is a TPU and keeps the program it is given to compile. All else is done by the CPU plugin that
 //! `ASSAY_FAKE_TPU_PLUGIN` names; the program goes to the file that `ASSAY_FAKE_TPU_PROGRAM` does. For tests alone: where a tile kernel
 //! is a kernel the CPU plugin refuses it, after it was kept. It creates a client with no option, as no TPU's plugin knows those of a CPU's;
-//! `ASSAY_FAKE_TPU_PLATFORM=cpu` makes it a CPU plugin that does not either.
+//! `ASSAY_FAKE_TPU_PLATFORM=cpu` makes it a CPU plugin that does not either, and `cuda`
+//! with a kind of GPU in `ASSAY_FAKE_TPU_KIND` a GPU's.
 
 #![expect(unsafe_code, reason = "a foreign interface: the C API of PJRT")]
 
@@ -20,7 +21,8 @@ use pjrt_sys::{
 
 static PLATFORM: LazyLock<String> =
     LazyLock::new(|| env::var("ASSAY_FAKE_TPU_PLATFORM").unwrap_or_else(|_| "tpu".into()));
-const KIND: &str = "TPU v6 lite";
+static KIND: LazyLock<String> =
+    LazyLock::new(|| env::var("ASSAY_FAKE_TPU_KIND").unwrap_or_else(|_| "TPU v6 lite".into()));
 const UNKNOWN: &str = "an option that no plugin knows";
 
 /// The CPU plugin's table, and a copy of it whose entries are ours where that is what this is for.

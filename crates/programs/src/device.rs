@@ -1,14 +1,17 @@
 //! What a program is written for.
 
+use assay_ptx::Target;
 use assay_tile::Machine;
 
-/// How a program has its tile kernels.
+/// How a program has its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lowering {
     /// As StableHLO loops, for any device.
     Loops,
     /// As kernels that libtpu compiles.
     Mosaic,
+    /// As PTX, which the driver of an NVIDIA GPU assembles: kernels for GPUs. Tile kernels are loops there.
+    Ptx(Target),
 }
 
 impl Lowering {
@@ -17,11 +20,12 @@ impl Lowering {
         match self {
             Lowering::Loops => "loops",
             Lowering::Mosaic => "mosaic",
+            Lowering::Ptx(_) => "ptx",
         }
     }
 }
 
-/// Devices of one kind, and how tile kernels are written for them.
+/// Devices of one kind, and how kernels are written for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
     /// One of its cores.
@@ -60,6 +64,10 @@ impl TpuCore {
     }
 }
 
+/// What PJRT calls GPUs, in part, and what is written for each.
+const GPU_KINDS: [(&str, Target); 4] =
+    [("A100", Target::Sm80), ("H100", Target::Sm90), ("H200", Target::Sm90), ("B200", Target::Sm90)];
+
 /// A TPU core with 128 MiB of VMEM, as a v6e has.
 pub const ANY_TPU: Machine = TpuCore::V6E.machine();
 
@@ -73,12 +81,21 @@ impl Device {
     /// Any device but a TPU.
     pub const ANY: Device = Device { machine: ANY_DEVICE, lowering: Lowering::Loops };
 
+    /// An NVIDIA GPU.
+    pub const fn gpu(target: Target) -> Device {
+        Device { machine: ANY_DEVICE, lowering: Lowering::Ptx(target) }
+    }
+
     /// The devices of a PJRT platform, by the names that it gives itself and their kind. This is the one choice there is: kernels on
-    /// a TPU, loops anywhere else.
+    /// a TPU and on a GPU that they are written for, loops anywhere else.
     ///
     /// # Errors
     /// The kinds of TPU that kernels are written for, where it is another.
     pub fn of(platform: &str, kind: &str) -> Result<Device, String> {
+        if platform == "cuda" {
+            let known = GPU_KINDS.into_iter().find(|(name, _)| kind.contains(name));
+            return Ok(known.map_or(Device::ANY, |(_, target)| Device::gpu(target)));
+        }
         if platform != "tpu" {
             return Ok(Device::ANY);
         }
@@ -89,7 +106,7 @@ impl Device {
         Ok(Device { machine: core.machine(), lowering: Lowering::Mosaic })
     }
 
-    /// The same of a TPU whose tile kernels are loops, of whatever kind it is.
+    /// The same with loops in place of kernels, of whatever kind it is.
     pub fn in_loops(platform: &str, kind: &str) -> Device {
         let machine = Self::of(platform, kind).map_or(ANY_TPU, |device| device.machine);
         Device { machine, lowering: Lowering::Loops }
@@ -113,6 +130,14 @@ mod tests {
         assert_eq!(Device::of("tpu", "TPU v5").unwrap().machine.vmem_bytes, 60 << 20);
         for platform in ["cpu", "cuda", "rocm"] {
             assert_eq!(Device::of(platform, "whatever it is"), Ok(Device::ANY), "{platform}");
+        }
+        for (kind, target) in [
+            ("NVIDIA A100-SXM4-80GB", Target::Sm80),
+            ("NVIDIA H100 80GB HBM3", Target::Sm90),
+            ("NVIDIA B200", Target::Sm90),
+        ] {
+            assert_eq!(Device::of("cuda", kind), Ok(Device::gpu(target)), "{kind}");
+            assert_eq!(Device::in_loops("cuda", kind), Device::ANY, "{kind}");
         }
         let error = Device::of("tpu", "TPU v3").unwrap_err();
         assert!(

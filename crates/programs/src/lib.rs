@@ -3,7 +3,8 @@
 //! ```text
 //! LossSpec ─▶ Structure ─▶ program: the frame, a core in its middle ─▶ StableHLO
 //!                                    │ baseline: plain XLA operations
-//!                                    └ tiled: a tile kernel, lowered to loops or to Mosaic
+//!                                    │ tiled: a tile kernel, lowered to loops or to Mosaic
+//!                                    └ gpu: a kernel of PTX
 //! ```
 //!
 //! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it; what runs them asks
@@ -12,6 +13,7 @@
 mod alternatives;
 mod baseline;
 mod device;
+mod gpu;
 pub mod lm_head;
 pub mod loss;
 pub mod mesh;
@@ -30,6 +32,7 @@ pub use sharding::Sharding;
 pub use tiled::TpuKernel;
 
 pub use assay_algebra::structure::Shaped;
+pub use assay_ptx::Target;
 pub use assay_tile::Machine;
 
 use assay_core::implementation::{Given, Unsupported, Workload};
@@ -101,12 +104,50 @@ pub trait Programs: Copy + Send + Sync {
         device: Device,
     ) -> Result<String, Unsupported>;
 
-    /// Whether it has tile kernels, which are [lowered](Lowering) in one way or another.
+    /// Whether it has kernels, which are [lowered](Lowering) in one way or another.
     fn has_kernels(self) -> bool;
+
+    /// Of kernels of PTX the first target that they run on. Such a program runs on NVIDIA's GPUs alone.
+    fn least_target(self) -> Option<Target> {
+        None
+    }
+
+    /// Whether its kernels are PTX.
+    fn is_for_gpus(self) -> bool {
+        self.least_target().is_some()
+    }
+
+    /// Checks that it can be written for `device`: any program can but those for GPUs.
+    ///
+    /// # Errors
+    /// [`Unsupported`], with what it needs.
+    fn expect_device(self, device: Device) -> Result<(), Unsupported> {
+        match (self.least_target(), device.lowering) {
+            (None, _) => Ok(()),
+            (Some(least), Lowering::Ptx(target)) if least <= target => Ok(()),
+            (Some(least), Lowering::Ptx(target)) => {
+                let supported = format!("{} and up, whose CTAs form clusters; gpu-two-pass takes sm_80", least.name());
+                Err(unsupported(self, "device", target.name(), supported))
+            }
+            (Some(least), other) => {
+                let given = format!("one on which kernels are {}", other.name());
+                Err(unsupported(self, "device", given, format!("an NVIDIA GPU of {} and up", least.name())))
+            }
+        }
+    }
+
+    /// How its kernels are lowered for `device`, if it has some.
+    fn lowering(self, device: Device) -> Option<Lowering> {
+        let tile = match device.lowering {
+            Lowering::Ptx(_) => Lowering::Loops,
+            other => other,
+        };
+        self.has_kernels().then_some(if self.is_for_gpus() { device.lowering } else { tile })
+    }
 
     /// Whether its logits, if it is given any, cross as [rows](logits_in_rows).
     fn takes_rows(self, device: Device) -> bool {
-        self.has_kernels() && device.lowering == Lowering::Mosaic
+        self.lowering(device) == Some(Lowering::Mosaic)
     }
 }
 

@@ -252,7 +252,7 @@ impl HeadProgram {
             }),
             Core::Tile => {
                 let chunks = self.chunks([b * t, v], logits_dtype, machine);
-                let calls = Calls { dtype: logits_dtype, lowering, machine };
+                let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: false };
                 if Reach::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
@@ -358,7 +358,7 @@ impl Head {
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
             let Evaluated { gradient, logp, entropy, token } = match &resident {
-                Some(kernel) => tiled::one_pass_core(on, kernel, structure, given, logits, calls),
+                Some(kernel) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;

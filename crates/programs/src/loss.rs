@@ -6,6 +6,9 @@
 //! | `tile-one-pass` | a TPU kernel that reads logits once |
 //! | `tile-two-pass` | two that stream over the columns |
 //! | `tile-entropy` | the first of those two alone: logp and entropy, no gradient |
+//! | `gpu-one-pass` | a kernel for NVIDIA's GPUs that reads logits once |
+//! | `gpu-two-pass` | two that stream over the columns |
+//! | `gpu-logp` | the first of those two alone |
 //! | `xla-seed`, … | other ways to write the baseline, only to be compiled beside it: `alternatives` has them |
 //!
 //! | ending | what a device holds of `[B,T,V]` |
@@ -39,7 +42,7 @@ use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, TpuKernel};
 use crate::two_pass::Local;
-use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, baseline, unsupported};
+use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, Target, baseline, gpu, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -61,6 +64,10 @@ enum Core {
     Alternative(Alternative),
     OnePass,
     TwoPass,
+    GpuOnePass,
+    GpuTwoPass,
+    /// The first of its two passes.
+    GpuLogp,
     /// The first of the two passes: logp and entropy, no loss and no gradient.
     Entropy,
 }
@@ -76,11 +83,14 @@ impl Programs for LossProgram {
     type Problem = Problem;
 
     fn all() -> Vec<LossProgram> {
-        let cores: [(Core, &[Sharding]); 4] = [
+        let cores: [(Core, &[Sharding]); 7] = [
             (Core::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
             (Core::OnePass, &[Sharding::Whole, Sharding::Rows]),
             (Core::TwoPass, &Sharding::ALL),
+            (Core::GpuOnePass, &[Sharding::Whole, Sharding::Rows]),
+            (Core::GpuTwoPass, &Sharding::ALL),
+            (Core::GpuLogp, &[Sharding::Whole]),
             (Core::Entropy, &[Sharding::Whole]),
         ];
         let shardings = cores.into_iter().flat_map(|(core, shardings)| shardings.iter().map(move |&s| (core, s)));
@@ -104,6 +114,13 @@ impl Programs for LossProgram {
             (Core::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
             (Core::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
             (Core::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
+            (Core::GpuOnePass, Sharding::Whole) => "gpu-one-pass",
+            (Core::GpuOnePass, _) => "gpu-one-pass-rows",
+            (Core::GpuTwoPass, Sharding::Whole) => "gpu-two-pass",
+            (Core::GpuTwoPass, Sharding::Rows) => "gpu-two-pass-rows",
+            (Core::GpuTwoPass, Sharding::Vocab) => "gpu-two-pass-vocab",
+            (Core::GpuTwoPass, Sharding::RowsAndVocab) => "gpu-two-pass-mesh",
+            (Core::GpuLogp, _) => "gpu-logp",
             (Core::Entropy, _) => "tile-entropy",
             (Core::Alternative(alternative), _) => alternative.id(),
         }
@@ -116,6 +133,11 @@ impl Programs for LossProgram {
             }
             (Core::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
             (Core::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (Core::GpuOnePass, Sharding::Whole) => {
+                "PTX kernel, rows resident in a cluster's shared memory, on NVIDIA GPUs of sm_90"
+            }
+            (Core::GpuTwoPass, Sharding::Whole) => "PTX kernels, columns streamed twice, on NVIDIA GPUs of sm_80",
+            (Core::GpuLogp, Sharding::Whole) => "PTX kernel, logp and entropy alone, on NVIDIA GPUs of sm_80",
             (Core::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
             (Core::Alternative(alternative), _) => alternative.summary(),
             (_, Sharding::Rows) => "the same, rows over devices",
@@ -153,7 +175,7 @@ impl Programs for LossProgram {
     }
 
     fn is_implementation(self) -> bool {
-        !matches!(self.core, Core::Entropy | Core::Alternative(_))
+        !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(_))
     }
 
     fn text(
@@ -161,16 +183,25 @@ impl Programs for LossProgram {
         loss: Shaped,
         given: implementation::Given<Problem>,
         devices: usize,
-        Device { machine, lowering }: Device,
+        device @ Device { machine, lowering }: Device,
     ) -> Result<String, Unsupported> {
         let implementation::Given { shape, dtype, form: () } = given;
+        self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine })
+        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine, ptx: self.is_for_gpus() })
     }
 
     fn has_kernels(self) -> bool {
         !self.is_xla()
+    }
+
+    fn least_target(self) -> Option<Target> {
+        match self.core {
+            Core::GpuOnePass => Some(Target::Sm90),
+            Core::GpuTwoPass | Core::GpuLogp => Some(Target::Sm80),
+            _ => None,
+        }
     }
 }
 
@@ -198,12 +229,12 @@ impl LossProgram {
 
     /// The program of one device of `mesh`.
     fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
-        let Calls { dtype, lowering, machine } = calls;
+        let Calls { dtype, lowering, machine, .. } = calls;
         let logits = LogitsGiven {
             dtype,
             to_kernels: lowering == Lowering::Mosaic && !self.is_xla(),
             row_major: lowering == Lowering::Mosaic,
-            donated: !matches!(self.core, Core::Entropy | Core::Alternative(Alternative::Kept)),
+            donated: !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(Alternative::Kept)),
         };
         let share = Share::of(shape, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
@@ -216,10 +247,17 @@ impl LossProgram {
             }
             Core::OnePass => {
                 let kernel = self.one_pass(structure, share.local, dtype, machine)?;
-                write(&|on, given, logits| tiled::one_pass_core(on, &kernel, structure, given, logits, calls))
+                write(&|on, given, logits| tiled::tile_one_pass_core(on, &kernel, structure, given, logits, calls))
             }
-            Core::TwoPass => write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls)),
-            Core::Entropy => program::forward(share, logits, |on, given| {
+            Core::GpuOnePass => {
+                let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into());
+                let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
+                write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
+            }
+            Core::TwoPass | Core::GpuTwoPass => {
+                write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
+            }
+            Core::Entropy | Core::GpuLogp => program::forward(share, logits, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -240,11 +278,17 @@ impl LossProgram {
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
+        self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         if !self.is_whole() {
             let mesh = self.mesh(local, devices)?;
             self.expect_fits(local_shape(local, mesh, machine), dtype, machine)?;
             self.supports(loss.spec, local, dtype, devices)?;
-            return self.program(loss.structure, local, mesh, Calls { dtype, lowering: Lowering::Mosaic, machine });
+            return self.program(
+                loss.structure,
+                local,
+                mesh,
+                Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: false },
+            );
         }
         // The limit of the machine asked for comes before that of any other.
         self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
@@ -259,7 +303,7 @@ impl LossProgram {
             loss.structure,
             Shape { batch, ..local },
             mesh,
-            Calls { dtype, lowering: Lowering::Mosaic, machine },
+            Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: false },
         )
     }
 
@@ -285,12 +329,13 @@ impl LossProgram {
         machine: Machine,
     ) -> Result<Vec<TpuKernel>, Unsupported> {
         let devices = if self.is_whole() { 1 } else { devices };
+        self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let (structure, mesh) = (loss.structure, self.mesh(shape, devices)?);
         let local = local_shape(shape, mesh, machine);
         let rows = Local::of(local, shape.vocab, mesh);
         Ok(match self.core {
-            Core::Baseline | Core::Alternative(_) => vec![],
+            Core::Baseline | Core::Alternative(_) | Core::GpuOnePass | Core::GpuTwoPass | Core::GpuLogp => vec![],
             Core::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
@@ -299,6 +344,32 @@ impl LossProgram {
                 tiled::describe_dlogits(structure, rows, dtype.into(), machine),
             ],
             Core::Entropy => vec![tiled::describe_statistics(structure, rows, dtype.into(), machine)],
+        })
+    }
+
+    /// The kernels of PTX that [`text`](Programs::text) calls for a GPU, in the order of their calls; none of a program that has none.
+    ///
+    /// # Errors
+    /// As of [`expect_device`](Programs::expect_device) and [`supports`](Programs::supports).
+    pub fn gpu_kernels_for(
+        self,
+        loss: Shaped,
+        shape: Shape,
+        dtype: Dtype,
+        devices: usize,
+        target: Target,
+    ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
+        self.expect_device(Device::gpu(target))?;
+        self.supports(loss.spec, shape, dtype, devices)?;
+        let mesh = self.mesh(shape, devices)?;
+        let local = local_shape(shape, mesh, ANY_DEVICE);
+        let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
+        let statistics = || gpu::two_pass::statistics(structure.temperature, rows, element);
+        Ok(match self.core {
+            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element)],
+            Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(structure, rows, element)],
+            Core::GpuLogp => vec![statistics()],
+            _ => vec![],
         })
     }
 
@@ -319,7 +390,7 @@ impl LossProgram {
         let mesh = self.mesh(shape, of_mesh)?;
         let local = local_shape(shape, mesh, machine);
         let [mut inputs, outputs] = match self.core {
-            Core::Entropy => program::forward_signature(local, dtype),
+            Core::Entropy | Core::GpuLogp => program::forward_signature(local, dtype),
             _ => program::signature(loss.structure, local, dtype, !self.is_xla()),
         };
         if mesh.vocab > 1 {
@@ -332,6 +403,14 @@ impl LossProgram {
 
     /// Checks that a row of the vocabulary fits the VMEM of `machine` and the ids of all tokens its SMEM, where they must.
     fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
+        if self.is_for_gpus() {
+            let rows = in_rows(local);
+            let one_pass = self.core == Core::GpuOnePass;
+            let fits = if one_pass { gpu::expect_one_pass_fits } else { gpu::expect_two_pass_fits };
+            return fits(rows, dtype.into()).map_err(|gpu::Beyond { field, given, most, room }| {
+                unsupported(self, field, given, format!("up to {most} of {dtype} {room}"))
+            });
+        }
         if self.core != Core::OnePass {
             return Ok(());
         }
@@ -363,9 +442,9 @@ impl LossProgram {
     /// How much of a batch it sees where it computes a token's loss.
     fn reach(self) -> Reach {
         match self.core {
-            Core::Baseline | Core::Alternative(_) | Core::TwoPass => Reach::Row,
-            Core::OnePass => Reach::Token,
-            Core::Entropy => Reach::Softmax,
+            Core::Baseline | Core::Alternative(_) | Core::TwoPass | Core::GpuTwoPass => Reach::Row,
+            Core::OnePass | Core::GpuOnePass => Reach::Token,
+            Core::Entropy | Core::GpuLogp => Reach::Softmax,
         }
     }
 }
@@ -385,7 +464,8 @@ mod tests {
             let kernels = xla.kernels_for(Shaped::of(&LossSpec::default()), shape, Dtype::Bf16, 1, ANY_DEVICE).unwrap();
             kernels.into_iter().map(|kernel| kernel.text).collect::<Vec<_>>()
         };
-        for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile") {
+        for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile" && !xla.is_for_gpus())
+        {
             let one_sequence = text(xla, 1, 48);
             assert!(!one_sequence.is_empty());
             for (batch, tokens) in [(48, 1), (16, 3), (2, 24)] {
@@ -403,7 +483,8 @@ mod tests {
         let columns = |platform| {
             let device = Device::in_loops(platform, "TPU v6 lite");
             let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
-            let cut = LossProgram::all().into_iter().filter(|xla| xla.sharding == Sharding::Vocab);
+            let cut = LossProgram::all().into_iter();
+            let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
             let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
             let given = Given { shape, dtype: Dtype::Bf16, form };
             let cut = HeadProgram::all().into_iter().filter(|head| head.sharding() == Sharding::Vocab);
@@ -439,7 +520,7 @@ mod tests {
                 let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
                 xla.text(Shaped::of(spec), given, 1, Device::ANY).unwrap()
             };
-            for cut in all.iter().filter(|xla| !xla.is_whole()).filter(takes) {
+            for cut in all.iter().filter(|xla| !xla.is_whole() && !xla.is_for_gpus()).filter(takes) {
                 let whole = all.iter().find(|xla| xla.is_whole() && xla.core == cut.core).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same += 1;

@@ -274,34 +274,8 @@ impl Arithmetic for PerRow<'_> {
     fn exp(&mut self, a: Value) -> Value {
         self.on.exp(a)
     }
-    /// With `u = e^a` rounded, `(u − 1) · a / ln u`; `a` itself where `u` is 1, `u − 1` where that is −1 or infinite.
-    fn exp_m1(&mut self, a: Value) -> Value {
-        let (zero, minus_one, infinite) = (self.constant(0.0), self.constant(-1.0), self.constant(f64::INFINITY));
-        let u = self.exp(a);
-        let d = self.add(u, minus_one);
-        let log = self.on.log(u);
-        let correction = self.on.div(a, log);
-        let product = self.mul(d, correction);
-        let lost = self.equal(d, minus_one);
-        let overflown = self.equal(d, infinite);
-        let at_an_end = self.or(lost, overflown);
-        let value = self.select(at_an_end, d, product);
-        let nothing_left = self.equal(d, zero);
-        self.select(nothing_left, a, value)
-    }
     fn ln(&mut self, a: Value) -> Value {
         self.on.log(a)
-    }
-    /// A few ulp from it everywhere: with `u = 1 + a` rounded, `ln u · a / (u − 1)`.
-    fn ln_1p(&mut self, a: Value) -> Value {
-        let (zero, one) = (self.constant(0.0), self.constant(1.0));
-        let u = self.add(one, a);
-        let d = self.sub(u, one);
-        let log = self.on.log(u);
-        let correction = self.on.div(a, d);
-        let product = self.mul(log, correction);
-        let nothing_added = self.equal(d, zero);
-        self.select(nothing_added, a, product)
     }
     fn less(&mut self, a: Value, b: Value) -> Value {
         self.on.less(a, b)

@@ -4,6 +4,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 
 use super::program::{Evaluated, Forward, Given, Named, Program};
 use crate::device::Lowering;
+use crate::gpu;
 use crate::mesh::Axis;
 use crate::one_pass;
 use crate::rows::{FARTHEST, in_rows, stored_as};
@@ -14,7 +15,7 @@ use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{CallConfig, CallField, Comparison, Fold, Type, Value};
 use assay_tile::{Kernel, Machine, mosaic, xla};
 
 /// What the tile kernels of a program are written for.
@@ -24,6 +25,8 @@ pub(crate) struct Calls {
     pub(crate) dtype: Dtype,
     pub(crate) lowering: Lowering,
     pub(crate) machine: Machine,
+    /// Whether kernels of PTX are called in place of them.
+    pub(crate) ptx: bool,
 }
 
 /// A kernel for a TPU, and how it is called.
@@ -116,11 +119,18 @@ fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> 
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
     assert_eq!(given, types(&mut kernel.operands()), "operands of {}", kernel.name());
     match calls.lowering {
-        Lowering::Loops => xla::inline(kernel, &mut on.builder, operands),
+        Lowering::Loops | Lowering::Ptx(_) => xla::inline(kernel, &mut on.builder, operands),
         Lowering::Mosaic => {
             let payload = mosaic::payload(kernel);
             let outputs = types(&mut kernel.results());
-            on.builder.custom_call("tpu_custom_call", kernel.name(), operands, &outputs, &kernel.shared(), &payload)
+            on.builder.custom_call(
+                "tpu_custom_call",
+                kernel.name(),
+                operands,
+                &outputs,
+                &kernel.shared(),
+                CallConfig::Text(&payload),
+            )
         }
     }
 }
@@ -145,14 +155,52 @@ fn column(on: &mut Program, array: Value, place: usize) -> Value {
     on.builder.reshape(column, &[b, t])
 }
 
-/// The core that is one kernel. See [`one_pass`].
-pub(crate) fn one_pass_core(
+/// Calls a kernel of PTX.
+pub(crate) fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
+    let of = |parameter: &assay_ptx::Parameter| Type::new(parameter.dtype, &parameter.shape);
+    let inputs: Vec<Type> = kernel.inputs().map(of).collect();
+    let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
+    assert_eq!(given, inputs, "operands of {}", kernel.name);
+    let outputs: Vec<Type> = kernel.outputs().map(of).collect();
+    let [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]] = [kernel.grid, kernel.block];
+    let fields = [
+        ("name", CallField::Text(&kernel.name)),
+        ("kernel_type", CallField::Text("ptx")),
+        ("kernel_data", CallField::Text(&kernel.text)),
+        ("grid_x", CallField::Number(grid_x)),
+        ("grid_y", CallField::Number(grid_y)),
+        ("grid_z", CallField::Number(grid_z)),
+        ("block_x", CallField::Number(block_x)),
+        ("block_y", CallField::Number(block_y)),
+        ("block_z", CallField::Number(block_z)),
+        ("shared_mem_bytes", CallField::Number(kernel.shared_bytes)),
+    ];
+    let config = CallConfig::Fields(&fields);
+    on.builder.custom_call("__gpu$xla.gpu.ptx", &kernel.name, operands, &outputs, &kernel.aliases(), config)
+}
+
+/// The core that is one tile kernel.
+pub(crate) fn tile_one_pass_core(
     on: &mut Program,
     kernel: &Kernel,
     structure: Structure,
     given: &Given,
     logits: Value,
     calls: Calls,
+) -> Evaluated {
+    one_pass_core(on, structure, given, logits, |on, [ids, numbers, logits, tokens]| {
+        let stored = on.builder.bitcast(logits, stored_as(calls.dtype.into()));
+        call(on, kernel, calls, &[ids, numbers, stored, tokens])
+    })
+}
+
+/// The core that is one kernel, which `call` calls with ids, numbers, logits in rows and tokens. See [`one_pass`].
+pub(crate) fn one_pass_core(
+    on: &mut Program,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+    call: impl FnOnce(&mut Program, [Value; 4]) -> Vec<Value>,
 ) -> Evaluated {
     use one_pass::{Given as Column, Result};
     let [b, t, _] = on.local;
@@ -188,8 +236,8 @@ pub(crate) fn one_pass_core(
         .collect();
     let numbers = on.builder.vector(&numbers);
     let own = on.builder.type_of(logits).clone();
-    let logits = on.stored_rows(logits);
-    let outputs = call(on, kernel, calls, &[ids, numbers, logits, tokens]);
+    let logits = on.rows(logits);
+    let outputs = call(on, [ids, numbers, logits, tokens]);
 
     let (dlogits, results) = (on.like_logits(outputs[0], &own), outputs[1]);
     let mut result = |which: Result| column(on, results, which as usize);
@@ -244,21 +292,21 @@ struct Operands {
 }
 
 impl Operands {
-    fn of(on: &mut Program, given: &Forward) -> Self {
+    fn of(on: &mut Program, given: &Forward, calls: Calls) -> Self {
         let [_, rows, _] = in_rows(on.local);
         let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
         let local = Local::of(on.local, on.vocab, on.mesh);
         let (ids, real) = on.of_device(given);
         let ids = on.builder.reshape(ids, &[1, rows, 1]);
         let own = on.builder.type_of(given.logits).clone();
-        let logits = on.stored_rows(given.logits);
+        let logits = if calls.ptx { on.rows(given.logits) } else { on.stored_rows(given.logits) };
         Self { local, values: [numbers, real, logits, ids], logits: own }
     }
 }
 
 /// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
 pub(crate) fn rows(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Rows {
-    let operands = Operands::of(on, given);
+    let operands = Operands::of(on, given, calls);
     statistics(on, structure, given.inverse_temperature, &operands, calls)
 }
 
@@ -270,8 +318,14 @@ fn statistics(
     calls: Calls,
 ) -> Rows {
     let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
-    let kernel = two_pass::statistics(structure.temperature, operands.local, calls.dtype.into(), calls.machine);
-    let results = call(on, &kernel, calls, &operands.values)[0];
+    let element = calls.dtype.into();
+    let results = if calls.ptx {
+        let kernel = gpu::two_pass::statistics(structure.temperature, operands.local, element);
+        call_ptx(on, &kernel, &operands.values)[0]
+    } else {
+        let kernel = two_pass::statistics(structure.temperature, operands.local, element, calls.machine);
+        call(on, &kernel, calls, &operands.values)[0]
+    };
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
     let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
@@ -306,7 +360,7 @@ pub(crate) fn two_pass_core(
     logits: Value,
     calls: Calls,
 ) -> Evaluated {
-    let operands = Operands::of(on, &given.forward(logits));
+    let operands = Operands::of(on, &given.forward(logits), calls);
     let inverse_temperature = given.number(Number::InverseTemperature);
     let Rows { statistics, logp, entropy } = statistics(on, structure, inverse_temperature, &operands, calls);
     let (token, factor) = on.token_loss(structure, given, logp);
@@ -325,7 +379,7 @@ pub(crate) fn dlogits(
     grad_logp: Value,
     calls: Calls,
 ) -> Value {
-    let operands = Operands::of(on, &given.forward(logits));
+    let operands = Operands::of(on, &given.forward(logits), calls);
     gradient(on, structure, given, &operands, statistics, grad_logp, calls)
 }
 
@@ -359,16 +413,26 @@ fn gradient(
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
     }
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let kernel = two_pass::dlogits(structure, operands.local, calls.dtype.into(), calls.machine);
     let [numbers, real, logits, ids] = operands.values;
-    let dlogits = call(on, &kernel, calls, &[numbers, real, logits, ids, scales])[0];
+    let (element, values) = (calls.dtype.into(), [numbers, real, logits, ids, scales]);
+    let dlogits = if calls.ptx {
+        call_ptx(on, &gpu::two_pass::dlogits(structure, operands.local, element), &values)[0]
+    } else {
+        let kernel = two_pass::dlogits(structure, operands.local, element, calls.machine);
+        call(on, &kernel, calls, &values)[0]
+    };
     on.like_logits(dlogits, &operands.logits)
 }
 
 impl Program {
     /// The logits as a kernel takes them.
+    fn rows(&mut self, logits: Value) -> Value {
+        self.builder.reshape(logits, &in_rows(self.local))
+    }
+
+    /// And as a tile kernel does.
     fn stored_rows(&mut self, logits: Value) -> Value {
-        let rows = self.builder.reshape(logits, &in_rows(self.local));
+        let rows = self.rows(logits);
         let element = self.builder.type_of(rows).element;
         self.builder.bitcast(rows, stored_as(element))
     }

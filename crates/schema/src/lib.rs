@@ -10,6 +10,7 @@ pub mod ab;
 pub mod bench;
 pub mod campaign;
 pub mod compile;
+pub mod gpu;
 pub mod mutants;
 mod number;
 pub mod parity;

@@ -50,6 +50,30 @@ impl fmt::Display for Value {
     }
 }
 
+/// What the callee of a [`custom_call`](Builder::custom_call) is told.
+#[derive(Clone, Copy, Debug)]
+pub enum CallConfig<'c> {
+    /// A text.
+    Text(&'c str),
+    /// Fields by name.
+    Fields(&'c [(&'c str, CallField<'c>)]),
+}
+
+/// One of its fields.
+#[derive(Clone, Copy, Debug)]
+pub enum CallField<'c> {
+    /// A text.
+    Text(&'c str),
+    /// An i32.
+    Number(u32),
+}
+
+/// A text as MLIR has it, which reads `\XX` as the byte of that number.
+fn quoted(text: &str) -> String {
+    let escaped = text.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A").replace('\t', "\\09");
+    format!("\"{escaped}\"")
+}
+
 /// How a reduction combines two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fold {
@@ -499,7 +523,7 @@ impl Builder {
         operands: &[Value],
         outputs: &[Type],
         aliases: &[(usize, usize)],
-        backend_config: &str,
+        config: CallConfig,
     ) -> Vec<Value> {
         let layout = |ty: &Type| {
             let rank = ty.shape.len();
@@ -518,10 +542,18 @@ impl Builder {
         let aliases = aliases.collect::<Vec<_>>().join(", ");
         let (names, types) = self.lists(operands);
         let output_types = outputs.iter().map(Type::to_string).collect::<Vec<_>>().join(", ");
-        // MLIR reads \XX as the byte of that number.
-        let escaped = backend_config.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A");
+        let (version, config) = match config {
+            CallConfig::Text(text) => (1, quoted(text)),
+            CallConfig::Fields(fields) => {
+                let field = |(name, field): &(&str, CallField)| match field {
+                    CallField::Text(text) => format!("{name} = {}", quoted(text)),
+                    CallField::Number(number) => format!("{name} = {number} : i32"),
+                };
+                (4, format!("{{{}}}", fields.iter().map(field).collect::<Vec<_>>().join(", ")))
+            }
+        };
         let operation = format!(
-            "stablehlo.custom_call @{target}({names}) {{api_version = 1 : i32, backend_config = \"{escaped}\", operand_layouts = [{operand_layouts}], output_operand_aliases = [{aliases}], result_layouts = [{result_layouts}]}} : ({types}) -> ({output_types}) loc(\"{name}\")"
+            "stablehlo.custom_call @{target}({names}) {{api_version = {version} : i32, backend_config = {config}, operand_layouts = [{operand_layouts}], output_operand_aliases = [{aliases}], result_layouts = [{result_layouts}]}} : ({types}) -> ({output_types}) loc(\"{name}\")"
         );
         self.define_list(outputs.to_vec(), format_args!("{operation}"))
     }

@@ -5,9 +5,9 @@ use std::ptr::{self, NonNull};
 
 use pjrt_sys::{
     PJRT_Compile_Args, PJRT_DeviceDescription, PJRT_DeviceDescription_Attributes_Args, PJRT_DeviceDescription_Id_Args,
-    PJRT_Executable, PJRT_Executable_Destroy_Args, PJRT_NamedValue_Type_PJRT_NamedValue_kInt64List,
-    PJRT_TopologyDescription, PJRT_TopologyDescription_Create_Args, PJRT_TopologyDescription_Destroy_Args,
-    PJRT_TopologyDescription_GetDeviceDescriptions_Args,
+    PJRT_Executable, PJRT_Executable_Destroy_Args, PJRT_NamedValue, PJRT_NamedValue_Type_PJRT_NamedValue_kInt64List,
+    PJRT_NamedValue_Type_PJRT_NamedValue_kString, PJRT_TopologyDescription, PJRT_TopologyDescription_Create_Args,
+    PJRT_TopologyDescription_Destroy_Args, PJRT_TopologyDescription_GetDeviceDescriptions_Args,
 };
 
 use super::abi::{bytes_from, slice_from};
@@ -55,6 +55,19 @@ impl Topology {
     /// [`RuntimeError::Plugin`] with the plugin's own message where it knows no such name;
     /// [`RuntimeError::Answer`] where the topology has no device.
     pub fn named(plugin: &'static Plugin, name: &str) -> Result<Topology, RuntimeError> {
+        Self::with_options(plugin, name, &[])
+    }
+
+    /// The same with what else the plugin must be told, by name: for XLA's CUDA plugin `topology` (`1x1x8`: slices, hosts of one,
+    /// devices of one) and `target_config` (a `GpuTargetConfigProto` as text).
+    ///
+    /// # Errors
+    /// As of [`named`](Self::named).
+    pub fn with_options(
+        plugin: &'static Plugin,
+        name: &str,
+        options: &[(String, String)],
+    ) -> Result<Topology, RuntimeError> {
         let what = || format!("describe the topology `{name}`");
         let answer = |given: &str, expected: &str| RuntimeError::Answer {
             what: what(),
@@ -64,6 +77,9 @@ impl Topology {
         let mut args = PJRT_TopologyDescription_Create_Args::new();
         args.topology_name = name.as_ptr().cast();
         args.topology_name_size = name.len();
+        let options: Vec<PJRT_NamedValue> = options.iter().map(|(name, value)| text_option(name, value)).collect();
+        args.create_options = options.as_ptr();
+        args.num_options = options.len();
         call!(plugin, PJRT_TopologyDescription_Create, args, what())?;
         let raw = NonNull::new(args.topology).ok_or_else(|| answer("null", "a topology"))?;
         let mut topology = Topology { plugin, raw, name: name.into(), device_ids: Vec::new(), coordinates: Vec::new() };
@@ -120,6 +136,17 @@ impl Topology {
         };
         Ok(Unloaded { plugin: self.plugin, raw })
     }
+}
+
+/// An option that is text; it points to both.
+fn text_option(name: &str, value: &str) -> PJRT_NamedValue {
+    let mut option = PJRT_NamedValue::new();
+    option.name = name.as_ptr().cast();
+    option.name_size = name.len();
+    option.type_ = PJRT_NamedValue_Type_PJRT_NamedValue_kString;
+    option.__bindgen_anon_1.string_value = value.as_ptr().cast();
+    option.value_size = value.len();
+    option
 }
 
 /// What a plugin says of a device's place: the attribute `coords`.

@@ -136,6 +136,12 @@ where
     }
 
     fn available(&self) -> Result<(), Unavailable> {
+        let absent = |reason: String| Unavailable { reason };
+        let client = self.on.client().map_err(|error| absent(error.to_string()))?;
+        // Of another kind of device there may be none, which is said before their number.
+        if let Ok(device) = device(&client, self.program.id()) {
+            self.program.expect_device(device).map_err(|unsupported| absent(unsupported.to_string()))?;
+        }
         self.on.available()
     }
 
@@ -148,8 +154,9 @@ where
     }
 
     fn lowering(&self) -> Option<&'static str> {
-        let client = self.on.client().ok().filter(|_| self.program.has_kernels())?;
-        device(&client, self.program.id()).ok().map(|device| device.lowering.name())
+        let client = self.on.client().ok()?;
+        let device = device(&client, self.program.id()).ok()?;
+        self.program.lowering(device).map(|lowering| lowering.name())
     }
 
     fn supports(

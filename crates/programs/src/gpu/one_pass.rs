@@ -1,0 +1,511 @@
+//! Loss, entropy and dlogits in one pass over HBM: a row stays in the shared memory of a cluster of CTAs from the first look at its
+//! logits to the dlogits that are written over them.
+//!
+//! ```text
+//! copy     x_j into shared memory; of a masked row nothing is read, and zeros are written
+//! target   x_y is taken out and −∞ left in its place, so that what follows sums over the others; every CTA is told x_y
+//! walk 1   m   = max(max_j x_j, x_y)                                                  the cluster meets
+//! walk 2   g_j = min(m − x_j, 2¹⁰⁰)   e_j = 2^(−g_j·log₂e/T)   s = Σ e_j,  w = Σ e_j g_j     the cluster meets
+//! scalars  S = s + e_y,  ā = (w/T + e_y a_y)/S,  logp, entropy, loss, G = ∂loss/∂logp, E = ∂loss/∂entropy     by one warp of each CTA
+//! walk 3   dx_j = e_j (A + B g_j)     A = −G/(S·T) − E ā/(S·T)     B = E/(S·T²)       rounded to the logits' dtype
+//! target   dx_y =  G s/(S·T) + E e_y (a_y − ā)/(S·T)                                  written over it
+//! ```
+//!
+//! HBM sees each logit once and each dlogit once. A token-level loss only: `G` needs nothing of other rows but the normaliser, which comes in with
+//! the token's weight. Logits are widened to f32, and everything is computed in it; a thread adds up its own columns, eight at a time by
+//! halves, then 32 lanes, then all warps of the cluster in one order.
+
+use std::f64::consts::LOG2_E;
+
+use super::row::{Along, Block, Cut, Logits, Row, exp, over_lanes};
+use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
+use crate::rows::FARTHEST;
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
+use assay_algebra::softmax::{Softmax, Sums};
+use assay_algebra::structure::{Number, Numbers, Structure, Temperature};
+use assay_core::device_dtype::DeviceDtype;
+use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Target, Value};
+
+/// The kernel for `[1,n,v]` logits.
+///
+/// Its arrays are those of the [tile kernel](crate::one_pass): ids `[n]` i32, numbers f32, logits, tokens `[1,n,width]` f32; dlogits over the
+/// logits and results `[1,n,8]` f32. They begin at multiples of 16 bytes.
+pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> Kernel {
+    let mut on = Builder::new("grpo_one_pass", Target::Sm90);
+    let given = given_columns(structure);
+    let of_spec = numbers(structure);
+    let arrays = Arrays {
+        ids: on.input("ids", DeviceDtype::I32, &[n]),
+        numbers: on.input("numbers", DeviceDtype::F32, &[of_spec.len()]),
+        logits: on.input("logits", element, &[1, n, v]),
+        tokens: on.input("tokens", DeviceDtype::F32, &[1, n, width(given.len())]),
+        dlogits: on.output_over("dlogits", "logits"),
+        results: on.output("results", DeviceDtype::F32, &[1, n, PER_TOKEN]),
+    };
+    let sums = 2 * softmaxes(structure) as u32;
+    let of_warps = 4 * cut.cluster * cut.warps();
+    let shared = Shared {
+        row: on.dynamic_shared(cut.shared_bytes()),
+        numbers: on.shared("numbers_here", 4 * of_spec.len() as u32),
+        token: on.shared("token", 4 * width(given.len()) as u32),
+        target: on.shared("target_logit", 16),
+        maxima: on.shared("maxima", of_warps),
+        sums: on.shared("sums", sums * of_warps),
+        scales: on.shared("scales", 16),
+    };
+    Writer { structure, cut, given, of_spec, arrays, shared }.body(&mut on);
+    let grid = n as u32 * cut.cluster;
+    on.finish(Launch {
+        grid: [grid, 1, 1],
+        block: [cut.threads, 1, 1],
+        cluster: cut.cluster,
+        least_resident: cut.resident(),
+    })
+}
+
+/// Softmaxes of a row.
+fn softmaxes(structure: Structure) -> usize {
+    if structure.temperature == Temperature::Logp { 2 } else { 1 }
+}
+
+/// Global memory.
+struct Arrays {
+    ids: Value<u64>,
+    numbers: Value<u64>,
+    logits: Value<u64>,
+    tokens: Value<u64>,
+    dlogits: Value<u64>,
+    results: Value<u64>,
+}
+
+/// Shared memory of a CTA.
+struct Shared {
+    row: Value<u32>,
+    numbers: Value<u32>,
+    /// What is given of the token.
+    token: Value<u32>,
+    /// `x_y`
+    target: Value<u32>,
+    /// One of every warp of the cluster.
+    maxima: Value<u32>,
+    /// `s` and `w` of each softmax, of every warp each.
+    sums: Value<u32>,
+    /// What the third walk multiplies by: see [`Scales`].
+    scales: Value<u32>,
+}
+
+/// `dx_j = policy·e_j + e'_j (base + slope·g_j)`, `dx_y = target`. Where logp and entropy are of one softmax, `policy` is within `base`.
+struct Scales {
+    policy: Value<f32>,
+    base: Value<f32>,
+    slope: Value<f32>,
+    target: Value<f32>,
+}
+
+struct Writer {
+    structure: Structure,
+    cut: Cut,
+    given: Vec<Given>,
+    of_spec: Vec<Number>,
+    arrays: Arrays,
+    shared: Shared,
+}
+
+/// Where a thread is.
+#[derive(Clone, Copy)]
+struct Place {
+    thread: Value<u32>,
+    lane: Value<u32>,
+    warp: Value<u32>,
+    rank: Value<u32>,
+    row: Value<u32>,
+}
+
+impl Writer {
+    fn logits(&self) -> Logits {
+        self.cut.logits
+    }
+
+    fn place(&self, on: &mut Builder) -> Place {
+        let thread = on.thread();
+        let cta = on.cta();
+        let [lane, rank] = [(thread, 32), (cta, self.cut.cluster)].map(|(of, per)| on.bits_and(of, per - 1));
+        let warp = on.shift_right(thread, 5);
+        let row = on.shift_right(cta, self.cut.cluster.ilog2());
+        Place { thread, lane, warp, rank, row }
+    }
+
+    fn body(&self, on: &mut Builder) {
+        let place = self.place(on);
+        let Place { thread, rank, row, .. } = place;
+        let id = {
+            let offset = on.mul_wide(row, 4);
+            let at = on.add(self.arrays.ids, offset);
+            let id: Value<u32> = on.load(Address::Global(at, 0));
+            // What stands where the mask hides it must point somewhere in the row.
+            on.min(id, self.cut.vocab - 1)
+        };
+        let token = {
+            let offset = on.mul_wide(row, 4 * width(self.given.len()) as u32);
+            on.add(self.arrays.tokens, offset)
+        };
+        let mask: Value<f32> = on.load(Address::Global(token, self.place_of(Given::Mask)));
+        let counts = {
+            let zero: Value<f32> = 0.0.into();
+            on.less(zero, mask)
+        };
+        let arrays = [self.arrays.logits, self.arrays.dlogits];
+        let part = Row::new(on, self.cut, [thread, rank, row, self.shared.row], arrays);
+        let results = {
+            let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
+            on.add(self.arrays.results, offset)
+        };
+        let hidden = on.not(counts);
+        on.when(hidden, |on| {
+            part.write(on, |_, _| [0.into(); 4]);
+            let first = first_of_row(on, place);
+            on.when(first, |on| give(on, results, [0.0.into(); PER_TOKEN]));
+            on.exit();
+        });
+
+        // Those who are told something must be there.
+        if self.cut.cluster > 1 {
+            on.arrive_at_cluster(Arrival::Relaxed);
+        }
+        part.copy_in(on);
+        self.copy_token(on, thread, token);
+        on.wait_for_copies();
+        if self.cut.cluster > 1 {
+            on.wait_for_cluster();
+        }
+        let target = part.find(on, id);
+        let in_row = part.shared_of(on, target);
+        on.when(target.own, |on| {
+            let x = self.cut.logits.load(on, in_row);
+            self.cut.logits.store(on, in_row, f32::NEG_INFINITY);
+            for rank in 0..self.cut.cluster {
+                let to = in_cta(on, self.cut, self.shared.target, rank);
+                on.store(to, x);
+            }
+        });
+        let (max, target_logit) = self.max(on, &part, place);
+        let scales = self.exponent_scales(on);
+        self.sum(on, &part, place, max, &scales);
+
+        let zero = on.variable(0);
+        let of_first_warp = on.equal(place.warp, zero);
+        on.when(of_first_warp, |on| self.scalars(on, place, max, target_logit, results));
+        on.barrier();
+        let [policy, base, slope, of_target] = on.load_all(Address::Shared(self.shared.scales, 0));
+        self.dlogits(on, &part, max, &scales, &Scales { policy, base, slope, target: of_target });
+        let in_array = part.global_of(on, target);
+        on.when(target.own, |on| self.cut.logits.store(on, in_array, of_target));
+    }
+
+    /// Where a column is in what is given of a token, bytes.
+    fn place_of(&self, column: Given) -> u32 {
+        4 * self.given.iter().position(|&other| other == column).expect("the structure has the column") as u32
+    }
+
+    fn given(&self, on: &mut Builder, column: Given) -> Value<f32> {
+        let place = self.place_of(column);
+        on.load(Address::Shared(self.shared.token, place))
+    }
+
+    /// A column that not every structure has.
+    fn given_if(&self, on: &mut Builder, column: Given) -> Option<Value<f32>> {
+        self.given.contains(&column).then(|| self.given(on, column))
+    }
+
+    fn number(&self, on: &mut Builder, which: Number) -> Value<f32> {
+        let place = self.of_spec.iter().position(|&other| other == which).expect("the structure has the number");
+        on.load(Address::Shared(self.shared.numbers, 4 * place as u32))
+    }
+
+    /// Copies what is given of the token, and the numbers.
+    fn copy_token(&self, on: &mut Builder, thread: Value<u32>, token: Value<u64>) {
+        let parts = width(self.given.len()) as u32 / 4;
+        let (numbers, here) = (self.of_spec.len() as u32, &self.shared);
+        let from_numbers = self.arrays.numbers;
+        let copies = [(parts, 16, token, here.token), (numbers, 4, from_numbers, here.numbers)];
+        for (count, bytes, from, to) in copies {
+            assert!(count <= self.cut.threads, "a thread copies one part of the token at most");
+            let has = on.less(thread, count);
+            on.when(has, |on| {
+                let offset = on.mul(thread, bytes);
+                let to = Address::Shared(on.add(to, offset), 0);
+                let offset = on.extend(offset);
+                let from = Address::Global(on.add(from, offset), 0);
+                if bytes == 16 { on.copy_16(to, from) } else { on.copy_4(to, from) }
+            });
+        }
+    }
+
+    /// What the cluster has written so far is there for all of it.
+    fn meet(&self, on: &mut Builder) {
+        if self.cut.cluster > 1 {
+            on.arrive_at_cluster(Arrival::Release);
+            on.wait_for_cluster();
+        } else {
+            on.barrier();
+        }
+    }
+
+    /// Writes what a warp has into its place of every CTA's arrays, one after another.
+    fn tell(&self, on: &mut Builder, place: Place, arrays: Value<u32>, values: &[Value<f32>]) {
+        let cut = self.cut;
+        let is_teller = on.less(place.lane, cut.cluster);
+        on.when(is_teller, |on| {
+            let index = on.mul_add(place.rank, cut.warps(), place.warp);
+            let to = on.mul_add(index, 4, arrays);
+            let to = if cut.cluster > 1 {
+                Address::Cluster(on.of_cluster(to, place.lane), 0)
+            } else {
+                Address::Shared(to, 0)
+            };
+            for (&value, i) in values.iter().zip(0..) {
+                on.store(to.plus(4 * i * cut.cluster * cut.warps()), value);
+            }
+        });
+    }
+
+    /// All warps' values of the `i`-th array, folded: in every lane the same.
+    fn gather(
+        &self,
+        on: &mut Builder,
+        place: Place,
+        arrays: Value<u32>,
+        i: u32,
+        fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
+    ) -> Value<f32> {
+        let warps = self.cut.cluster * self.cut.warps();
+        let own = on.bits_and(place.lane, warps.min(32) - 1);
+        let from = on.mul_add(own, 4, arrays);
+        let mut values: Vec<Value<f32>> =
+            (0..warps.div_ceil(32)).map(|turn| on.load(Address::Shared(from, 4 * (i * warps + 32 * turn)))).collect();
+        while values.len() > 1 {
+            values = values.chunks(2).map(|pair| fold(on, pair[0], pair[1])).collect();
+        }
+        over_lanes(on, values[0], warps.min(32), fold)
+    }
+
+    /// Walk 1: `m` and `x_y`.
+    fn max(&self, on: &mut Builder, part: &Row, place: Place) -> (Value<f32>, Value<f32>) {
+        let logits = self.logits();
+        let maxima: [Value<u32>; 4] = std::array::from_fn(|_| on.variable(logits.lowest()));
+        part.walk(on, Along::Shared, |on, block| {
+            let words: [Value<u32>; 4] = on.load_all(block.shared);
+            for (&max, word) in maxima.iter().zip(words) {
+                let larger = logits.max_words(on, max, word);
+                on.set(max, larger);
+            }
+        });
+        let pairs = [[0, 1], [2, 3]].map(|[a, b]| logits.max_words(on, maxima[a], maxima[b]));
+        let word = logits.max_words(on, pairs[0], pairs[1]);
+        let max = logits.max_of_word(on, word);
+        let larger = |on: &mut Builder, a, b| on.max(a, b);
+        let max = over_lanes(on, max, 32, larger);
+        let here = self.shared.maxima;
+        self.tell(on, place, here, &[max]);
+        self.meet(on);
+        let others = self.gather(on, place, here, 0, larger);
+        let target_logit = on.load(Address::Shared(self.shared.target, 0));
+        (on.max(others, target_logit), target_logit)
+    }
+
+    /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
+    fn exponent_scales(&self, on: &mut Builder) -> Vec<Value<f32>> {
+        let minus_log2_e = -LOG2_E as f32;
+        let tempered = |on: &mut Builder| {
+            let inverse = self.number(on, Number::InverseTemperature);
+            on.mul(inverse, minus_log2_e)
+        };
+        match self.structure.temperature {
+            Temperature::One => vec![minus_log2_e.into()],
+            Temperature::Logits => vec![tempered(on)],
+            Temperature::Logp => vec![tempered(on), minus_log2_e.into()],
+        }
+    }
+
+    /// Walk 2: every CTA is told `s` and `w` of each softmax.
+    fn sum(&self, on: &mut Builder, part: &Row, place: Place, max: Value<f32>, scales: &[Value<f32>]) {
+        let logits = self.logits();
+        let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
+        part.walk(on, Along::Shared, |on, block| {
+            let gaps = gaps(on, logits, block, max, true);
+            for (&scale, sums) in scales.iter().zip(sums.chunks(2)) {
+                let exps: Vec<Value<f32>> = gaps.iter().map(|&gap| exp(on, gap, scale)).collect();
+                let mut weighted = on.mul(exps[0], gaps[0]);
+                for (&exp, &gap) in exps.iter().zip(&gaps).skip(1) {
+                    weighted = on.mul_add(exp, gap, weighted);
+                }
+                let mut all = exps;
+                while all.len() > 1 {
+                    all = all.chunks(2).map(|pair| on.add(pair[0], pair[1])).collect();
+                }
+                for (&sum, of_block) in sums.iter().zip([all[0], weighted]) {
+                    let next = on.add(sum, of_block);
+                    on.set(sum, next);
+                }
+            }
+        });
+        let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
+        self.tell(on, place, self.shared.sums, &sums);
+        self.meet(on);
+    }
+
+    /// What one softmax's sums come to.
+    fn softmax(
+        &self,
+        on: &mut Builder,
+        place: Place,
+        which: u32,
+        [max, target_logit]: [Value<f32>; 2],
+        inverse: Option<Value<f32>>,
+    ) -> Softmax<Value<f32>> {
+        let add = |on: &mut Builder, a, b| on.add(a, b);
+        let here = self.shared.sums;
+        let others = self.gather(on, place, here, 2 * which, add);
+        let weighted = self.gather(on, place, here, 2 * which + 1, add);
+        let weighted = inverse.map_or(weighted, |inverse| on.mul(weighted, inverse));
+        Sums { max, target_logit, others, weighted }.softmax(on, inverse)
+    }
+
+    /// The token's results, and the third walk's [scales](Scales), by one warp.
+    fn scalars(&self, on: &mut Builder, place: Place, max: Value<f32>, target_logit: Value<f32>, results: Value<u64>) {
+        let structure = self.structure;
+        let inverse = self.number(on, Number::InverseTemperature);
+        let tempered = (structure.temperature != Temperature::One).then_some(inverse);
+        let one_softmax = structure.temperature != Temperature::Logp;
+        let ends = [max, target_logit];
+        let entropy_softmax = self.softmax(on, place, 0, ends, tempered);
+        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(on, place, 1, ends, None) };
+        let logp = logp_softmax.logp(on);
+        let logp = if one_softmax { logp } else { on.mul(logp, inverse) };
+        let entropy = entropy_softmax.entropy(on);
+
+        let spec_numbers = structure.numbers().into_iter().map(|which| (which, self.number(on, which)));
+        let spec_numbers = Numbers::new(spec_numbers.collect::<Vec<_>>());
+        let advantage = self.given(on, Given::Advantage);
+        let old_logp = if structure.old_logp_given { self.given(on, Given::OldLogp) } else { logp };
+        let ref_logp = structure.kl.map(|_| self.given(on, Given::RefLogp));
+        let policy_weight = self.given_if(on, Given::PolicyWeight);
+        let kl_weight = self.given_if(on, Given::KlWeight);
+        let kl_share = self.given_if(on, Given::KlShare);
+        let selected = self.given_if(on, Given::Selected);
+        let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
+        let token = Token {
+            logp,
+            old_logp,
+            advantage,
+            log_ratio: own.value,
+            ref_logp,
+            policy_weight,
+            kl_weight,
+            kl_share,
+            selected,
+            log_weight: None,
+            on_policy: None,
+        };
+        let token = token_loss(on, structure, &spec_numbers, &token);
+        let grad = token.grad(on, own);
+        let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
+        let [low, high] = [clipped_low, clipped_high].map(|clipped| on.select(clipped, 1.0, 0.0));
+        let zero = on.constant(0.0);
+        let first = first_of_row(on, place);
+        // In the order of the columns.
+        let columns = [logp, entropy, loss, ratio, kl.unwrap_or(zero), low, high, reduced];
+        on.when(first, |on| give(on, results, columns));
+
+        let weight = self.given(on, Given::Weight);
+        let of_row = self.given_if(on, Given::EntropyFactor);
+        let factor = on.mul(weight, grad);
+        let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+        let share = on.div(factor, logp_softmax.sum);
+        let policy = on.neg(share);
+        let share_of_others = on.div(logp_softmax.others, logp_softmax.sum);
+        let target = on.mul(factor, share_of_others);
+        let mut scales = Scales { policy, base: policy, slope: zero, target };
+        if structure.entropy_bonus.is_some() {
+            let factor = of_row.unwrap_or_else(|| self.number(on, Number::EntropyFactor));
+            let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+            let factor = on.div(factor, entropy_softmax.sum);
+            let minus = on.neg(factor);
+            let before = if one_softmax { policy } else { zero };
+            scales.base = on.mul_add(minus, entropy_softmax.mean_gap, before);
+            scales.slope = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+            let above_mean = on.sub(entropy_softmax.target_gap, entropy_softmax.mean_gap);
+            let exp_above_mean = on.mul(entropy_softmax.target, above_mean);
+            let term = on.mul(exp_above_mean, factor);
+            // A logit of −∞ has an infinite gap and no weight.
+            let nothing = on.equal(entropy_softmax.target, zero);
+            let term = on.select(nothing, zero, term);
+            scales.target = on.add(target, term);
+        }
+        let first = on.less(place.lane, 1);
+        let to = Address::Shared(self.shared.scales, 0);
+        let Scales { policy, base, slope, target } = scales;
+        on.when(first, |on| {
+            let values = [policy, base, slope, target].map(|value| on.variable(value));
+            on.store_all(to, values);
+        });
+    }
+
+    /// Walk 3.
+    fn dlogits(&self, on: &mut Builder, part: &Row, max: Value<f32>, scales: &[Value<f32>], of: &Scales) {
+        let (logits, bonus) = (self.logits(), self.structure.entropy_bonus.is_some());
+        part.write(on, |on, block| {
+            // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
+            let gaps = gaps(on, logits, block, max, bonus);
+            let gradients: Vec<Value<f32>> = gaps
+                .into_iter()
+                .map(|gap| {
+                    let exps: Vec<Value<f32>> = if bonus {
+                        scales.iter().map(|&scale| exp(on, gap, scale)).collect()
+                    } else {
+                        scales.last().map(|&scale| exp(on, gap, scale)).into_iter().collect()
+                    };
+                    if !bonus {
+                        return on.mul(exps[0], of.policy);
+                    }
+                    let factor = on.mul_add(of.slope, gap, of.base);
+                    let Some(&of_policy) = exps.get(1) else { return on.mul(exps[0], factor) };
+                    let term = on.mul(exps[0], factor);
+                    on.mul_add(of_policy, of.policy, term)
+                })
+                .collect();
+            logits.pack_block(on, &gradients)
+        });
+    }
+}
+
+/// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
+fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded: bool) -> Vec<Value<f32>> {
+    let x = logits.load_block(on, block.shared);
+    let gap = |x| {
+        let gap = on.sub(max, x);
+        if bounded { on.min(gap, FARTHEST as f32) } else { gap }
+    };
+    x.into_iter().map(gap).collect()
+}
+
+/// Shared memory of CTA `rank` of the cluster, that is `address` in this one.
+fn in_cta(on: &mut Builder, cut: Cut, address: Value<u32>, rank: u32) -> Address {
+    if cut.cluster > 1 { Address::Cluster(on.of_cluster(address, rank), 0) } else { Address::Shared(address, 0) }
+}
+
+/// The one thread that speaks for the row.
+fn first_of_row(on: &mut Builder, place: Place) -> Value<bool> {
+    let [first_thread, first_cta] = [place.thread, place.rank].map(|number| on.less(number, 1));
+    on.and(first_thread, first_cta)
+}
+
+/// Writes the columns of a token's results.
+fn give(on: &mut Builder, results: Value<u64>, columns: [Value<f32>; PER_TOKEN]) {
+    let columns = columns.map(|column| on.variable(column));
+    let [a, b, c, d, e, f, g, h] = columns;
+    let to = Address::Global(results, 0);
+    on.store_all(to, [a, b, c, d]);
+    on.store_all(to.plus(16), [e, f, g, h]);
+}

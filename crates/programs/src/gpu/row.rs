@@ -1,0 +1,497 @@
+//! A row of logits in the shared memory of a cluster.
+//!
+//! A row is cut into blocks of 16 bytes, at addresses that are multiples of 16, and these over the CTAs of the cluster. Of a CTA's blocks a
+//! thread has every so many-th, the same in every walk: what it copied in, changed or wrote over it waits for nobody. Where rows do not
+//! begin at such addresses, their first and last block have elements of the neighbours', which are neither read nor written: −∞ stands for
+//! them in shared memory.
+
+use assay_core::device_dtype::DeviceDtype;
+use assay_ptx::{Address, Builder, Packed, Value};
+
+/// Bytes of a block.
+pub(crate) const BLOCK: u32 = 16;
+
+/// Blocks that a trip of a loop takes, at most.
+const UNROLLED: u32 = 4;
+
+/// Threads of a multiprocessor that have 64 registers each.
+const THREADS: u32 = 1024;
+
+/// Shared memory of a multiprocessor of an H100 or a later one, bytes.
+const SHARED_OF_A_MULTIPROCESSOR: u32 = 228 << 10;
+
+/// What of it every CTA costs beside its own.
+const SHARED_OF_THE_SYSTEM: u32 = 1 << 10;
+
+/// What a kernel keeps there beside its row, at most.
+pub(crate) const SHARED_BESIDE: u32 = 8 << 10;
+
+/// CTAs of a cluster, at most, on every device that has clusters.
+pub(crate) const LARGEST_CLUSTER: u32 = 8;
+
+/// The elements of logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Logits {
+    F32,
+    Packed(Packed),
+}
+
+impl Logits {
+    pub(crate) fn of(dtype: DeviceDtype) -> Self {
+        match dtype {
+            DeviceDtype::F32 => Self::F32,
+            DeviceDtype::Bf16 => Self::Packed(Packed::Bf16),
+            DeviceDtype::F16 => Self::Packed(Packed::F16),
+            other => unreachable!("logits of {other}"),
+        }
+    }
+
+    pub(crate) fn size(self) -> u32 {
+        match self {
+            Self::F32 => 4,
+            Self::Packed(_) => 2,
+        }
+    }
+
+    /// Elements of a block.
+    pub(crate) fn of_a_block(self) -> u32 {
+        BLOCK / self.size()
+    }
+
+    /// Reads one element and widens it.
+    pub(crate) fn load(self, on: &mut Builder, from: Address) -> Value<f32> {
+        match self {
+            Self::F32 => on.load(from),
+            Self::Packed(packed) => {
+                let x = on.load(from);
+                on.widen(packed, x)
+            }
+        }
+    }
+
+    /// Rounds one element and writes it.
+    pub(crate) fn store(self, on: &mut Builder, to: Address, x: impl Into<Value<f32>>) {
+        let x = x.into();
+        match self {
+            Self::F32 => on.store(to, x),
+            Self::Packed(packed) => {
+                let x = on.narrow(packed, x);
+                on.store(to, x);
+            }
+        }
+    }
+
+    /// Writes one element as it is elsewhere.
+    fn copy(self, on: &mut Builder, to: Address, from: Address) {
+        match self {
+            Self::F32 => {
+                let x: Value<u32> = on.load(from);
+                on.store(to, x);
+            }
+            Self::Packed(_) => {
+                let x: Value<u16> = on.load(from);
+                on.store(to, x);
+            }
+        }
+    }
+
+    /// The elements of a block, in f32.
+    pub(crate) fn load_block(self, on: &mut Builder, from: Address) -> Vec<Value<f32>> {
+        match self {
+            Self::F32 => on.load_all::<f32, 4>(from).to_vec(),
+            Self::Packed(packed) => {
+                let words: [Value<u32>; 4] = on.load_all(from);
+                words.into_iter().flat_map(|word| on.unpack(packed, word)).collect()
+            }
+        }
+    }
+
+    /// A block's elements as they are stored, each rounded to nearest even.
+    pub(crate) fn pack_block(self, on: &mut Builder, values: &[Value<f32>]) -> [Value<u32>; 4] {
+        std::array::from_fn(|word| match self {
+            Self::F32 => on.bits(values[word]),
+            Self::Packed(packed) => on.pack(packed, values[2 * word], values[2 * word + 1]),
+        })
+    }
+
+    /// A word of the lowest finite number.
+    pub(crate) fn lowest(self) -> u32 {
+        let twice = |bits: u16| u32::from(bits) << 16 | u32::from(bits);
+        match self {
+            Self::F32 => f32::MIN.to_bits(),
+            Self::Packed(Packed::Bf16) => twice(half::bf16::MIN.to_bits()),
+            Self::Packed(Packed::F16) => twice(half::f16::MIN.to_bits()),
+        }
+    }
+
+    /// Of each element of two words the larger.
+    pub(crate) fn max_words(self, on: &mut Builder, a: Value<u32>, b: Value<u32>) -> Value<u32> {
+        match self {
+            Self::F32 => {
+                let (a, b) = (on.of_bits(a), on.of_bits(b));
+                let max = on.max(a, b);
+                on.bits(max)
+            }
+            Self::Packed(packed) => on.max_packed(packed, a, b),
+        }
+    }
+
+    /// The largest element of a word.
+    pub(crate) fn max_of_word(self, on: &mut Builder, word: Value<u32>) -> Value<f32> {
+        match self {
+            Self::F32 => on.of_bits(word),
+            Self::Packed(packed) => {
+                let [low, high] = on.unpack(packed, word);
+                on.max(low, high)
+            }
+        }
+    }
+}
+
+/// How rows are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cut {
+    pub(crate) logits: Logits,
+    pub(crate) vocab: u32,
+    /// CTAs of a cluster, a power of two.
+    pub(crate) cluster: u32,
+    /// Threads of a CTA, a power of two of whole warps.
+    pub(crate) threads: u32,
+    /// Blocks of a CTA, at most.
+    blocks: u32,
+}
+
+/// Blocks that a row of so many bytes touches, at most.
+fn blocks_of_a_row(logits: Logits, vocab: u32) -> u32 {
+    let bytes = vocab * logits.size();
+    let before = if bytes.is_multiple_of(BLOCK) { 0 } else { BLOCK - logits.size() };
+    (bytes + before).div_ceil(BLOCK)
+}
+
+/// What a CTA has for its part of a row, bytes, where so many are to find room on a multiprocessor.
+fn room(resident: u32) -> u32 {
+    SHARED_OF_A_MULTIPROCESSOR / resident - SHARED_OF_THE_SYSTEM - SHARED_BESIDE
+}
+
+impl Cut {
+    /// Of rows of `vocab` logits: over as few CTAs as leave room for four on a multiprocessor, so that one copies while another computes; where not
+    /// even the largest cluster does, over that.
+    ///
+    /// # Errors
+    /// The largest vocabulary that fits.
+    pub(crate) fn of(logits: Logits, vocab: usize) -> Result<Self, usize> {
+        let largest = LARGEST_CLUSTER * (room(1) / BLOCK) * logits.of_a_block() - logits.of_a_block();
+        let vocab = u32::try_from(vocab).ok().filter(|&vocab| vocab <= largest).ok_or(largest as usize)?;
+        let total = blocks_of_a_row(logits, vocab);
+        let clusters = [1, 2, 4, LARGEST_CLUSTER].into_iter().map(|cluster| (cluster, 4));
+        let mut cuts = clusters.chain([(LARGEST_CLUSTER, 2), (LARGEST_CLUSTER, 1)]);
+        let fits = |&(cluster, resident): &(u32, u32)| total.div_ceil(cluster) * BLOCK <= room(resident);
+        let (cluster, resident) = cuts.find(fits).expect("no larger than the largest");
+        let blocks = total.div_ceil(cluster);
+        let threads = blocks.next_power_of_two().clamp(32, THREADS / resident);
+        Ok(Self { logits, vocab, cluster, threads, blocks })
+    }
+
+    fn row_bytes(self) -> u32 {
+        self.vocab * self.logits.size()
+    }
+
+    /// Whether every row begins at a multiple of 16.
+    fn is_aligned(self) -> bool {
+        self.row_bytes().is_multiple_of(BLOCK)
+    }
+
+    /// CTAs that find room on a multiprocessor by their registers.
+    pub(crate) fn resident(self) -> u32 {
+        THREADS / self.threads
+    }
+
+    pub(crate) fn warps(self) -> u32 {
+        self.threads / 32
+    }
+
+    /// Shared memory of a CTA's part of a row.
+    pub(crate) fn shared_bytes(self) -> u32 {
+        self.blocks * BLOCK
+    }
+
+    /// Blocks that every CTA has, of every row.
+    fn fewest(self) -> u32 {
+        let least = self.row_bytes().div_ceil(BLOCK);
+        least.saturating_sub((self.cluster - 1) * self.blocks).min(self.blocks)
+    }
+}
+
+/// What of a row this thread has.
+pub(crate) struct Row {
+    pub(crate) cut: Cut,
+    pub(crate) thread: Value<u32>,
+    /// Bytes of the row's first block that are before it; `None` where there are none.
+    before: Option<Value<u32>>,
+    /// The number of this CTA's first block.
+    first: Value<u32>,
+    /// Blocks of this CTA.
+    count: Value<u32>,
+    /// This CTA's part in shared memory.
+    shared: Value<u32>,
+    /// And where logits and dlogits lie, as if they were at the part's begin.
+    global: [Value<u64>; 2],
+    /// This thread's first block in each.
+    own_shared: Value<u32>,
+    own_global: [Value<u64>; 2],
+    /// Blocks that are the row's alone: their addresses in shared memory, from where, and how many bytes; `None` where all are.
+    whole: Option<[Value<u32>; 2]>,
+}
+
+/// Where a block is.
+#[derive(Clone, Copy)]
+pub(crate) struct Block {
+    pub(crate) shared: Address,
+    /// Of the array that is walked along.
+    pub(crate) global: Address,
+    /// Whether it is the row's alone; `None` where all are.
+    whole: Option<Value<bool>>,
+}
+
+/// Of which array a walk needs addresses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Along {
+    Logits = 0,
+    Dlogits = 1,
+    /// Of neither.
+    Shared = 2,
+}
+
+impl Row {
+    /// Of row `row`: `shared` has [room](Cut::shared_bytes) for this CTA's part of it.
+    pub(crate) fn new(
+        on: &mut Builder,
+        cut: Cut,
+        [thread, rank, row, shared]: [Value<u32>; 4],
+        [logits, dlogits]: [Value<u64>; 2],
+    ) -> Self {
+        let offset = on.mul_wide(row, cut.row_bytes());
+        let (mut starts, mut before) = ([logits, dlogits].map(|array| on.add(array, offset)), None);
+        if !cut.is_aligned() {
+            let low = on.truncate(starts[0]);
+            let bytes = on.bits_and(low, BLOCK - 1);
+            let wide = on.extend(bytes);
+            starts = starts.map(|start| on.sub(start, wide));
+            before = Some(bytes);
+        }
+        let total: Value<u32> = match before {
+            Some(before) => {
+                let end = on.add(before, cut.row_bytes() + BLOCK - 1);
+                on.shift_right(end, BLOCK.ilog2())
+            }
+            None => (cut.row_bytes() / BLOCK).into(),
+        };
+        let first = on.mul(rank, cut.blocks);
+        let passed = on.min(first, total);
+        let count = on.variable(total);
+        let count = on.sub(count, passed);
+        let count = on.min(count, cut.blocks);
+        let bytes_before = on.mul_wide(first, BLOCK);
+        let global = starts.map(|start| on.add(start, bytes_before));
+        let own = on.shift_left(thread, BLOCK.ilog2());
+        let own_wide = on.extend(own);
+        let own_global = global.map(|base| on.add(base, own_wide));
+        let own_shared = on.add(shared, own);
+        let whole = before.map(|before| {
+            // The row's first block, if it is here and shared with the row before; and the last.
+            let zero: Value<u32> = 0.into();
+            let at_begin = on.equal(before, zero);
+            let skipped: Value<u32> = on.select(at_begin, 0, 1);
+            let start = on.max(first, skipped);
+            let end = on.add(before, cut.row_bytes());
+            let end = on.shift_right(end, BLOCK.ilog2());
+            let end = on.max(end, start);
+            let length = on.sub(end, start);
+            let [start, length] = [on.sub(start, first), length].map(|blocks| on.shift_left(blocks, BLOCK.ilog2()));
+            [on.add(start, shared), length]
+        });
+        Self { cut, thread, before, first, count, shared, global, own_shared, own_global, whole }
+    }
+
+    /// Calls `body` on each of this thread's blocks: in a loop those that every thread has, then the rest.
+    pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
+        let stride = self.cut.threads * BLOCK;
+        let all = self.cut.fewest() / self.cut.threads;
+        let trips = all.div_ceil(UNROLLED);
+        let unrolled = all.checked_div(trips).unwrap_or(0);
+        let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
+        let mut at = |on: &mut Builder, shared, global, trip: u32| {
+            let whole = self.whole.filter(|_| along != Along::Shared).map(|whole| {
+                let block = on.add(shared, trip * stride);
+                is_within(on, block, whole)
+            });
+            let offset = trip * stride;
+            body(on, Block { shared: Address::Shared(shared, offset), global: Address::Global(global, offset), whole });
+        };
+        let (mut shared, mut global) = (self.own_shared, array(self.own_global));
+        if trips > 1 {
+            shared = on.variable(shared);
+            if along != Along::Shared {
+                global = on.variable(global);
+            }
+            let end = on.add(self.own_shared, trips * unrolled * stride);
+            on.repeat(|on| {
+                (0..unrolled).for_each(|trip| at(on, shared, global, trip));
+                let next = on.add(shared, unrolled * stride);
+                on.set(shared, next);
+                if along != Along::Shared {
+                    let next = on.add(global, u64::from(unrolled * stride));
+                    on.set(global, next);
+                }
+                on.less(shared, end)
+            });
+        } else {
+            (0..unrolled).for_each(|trip| at(on, shared, global, trip));
+        }
+        let looped = trips * unrolled;
+        let from = if trips > 1 { 0 } else { looped };
+        for trip in looped..all {
+            at(on, shared, global, trip - looped + from);
+        }
+        for trip in all..self.cut.blocks.div_ceil(self.cut.threads) {
+            let block = on.add(self.thread, trip * self.cut.threads);
+            let here = on.less(block, self.count);
+            on.when(here, |on| at(on, shared, global, trip - looped + from));
+        }
+    }
+
+    /// Whether this thread has the block with byte `byte` of the row's blocks, and where that byte is from this CTA's part on.
+    fn has(&self, on: &mut Builder, byte: Value<u32>) -> (Value<bool>, Value<u32>) {
+        let block = on.shift_right(byte, BLOCK.ilog2());
+        let block = on.sub(block, self.first);
+        let here = on.less(block, self.count);
+        let thread = on.bits_and(block, self.cut.threads - 1);
+        let own = on.equal(thread, self.thread);
+        let before = on.shift_left(self.first, BLOCK.ilog2());
+        (on.and(here, own), on.sub(byte, before))
+    }
+
+    /// Calls `body`, if this thread has it, on every element of the row's first and last block, where these are shared with other rows:
+    /// on where it is from this CTA's part on, and whether it is this row's.
+    fn edges(&self, on: &mut Builder, mut body: impl FnMut(&mut Builder, Value<u32>, Value<bool>)) {
+        let (Some(before), Some(whole)) = (self.before, self.whole) else { return };
+        let end = on.add(before, self.cut.row_bytes() - 1);
+        let zero = on.variable(0);
+        for byte in [zero, end] {
+            let (own, at) = self.has(on, byte);
+            let start = on.bits_and(at, !(BLOCK - 1));
+            let block = on.add(self.shared, start);
+            let whole = is_within(on, block, whole);
+            let shared = on.not(whole);
+            let own = on.and(own, shared);
+            let first = on.shift_left(self.first, BLOCK.ilog2());
+            on.when(own, |on| {
+                for element in 0..self.cut.logits.of_a_block() {
+                    let at = on.add(start, element * self.cut.logits.size());
+                    let of_row = on.add(at, first);
+                    let of_row = on.sub(of_row, before);
+                    let inside = on.less(of_row, self.cut.row_bytes());
+                    body(on, at, inside);
+                }
+            });
+        }
+    }
+
+    fn shared_at(&self, on: &mut Builder, bytes: Value<u32>) -> Address {
+        Address::Shared(on.add(self.shared, bytes), 0)
+    }
+
+    fn global_at(&self, on: &mut Builder, along: Along, bytes: Value<u32>) -> Address {
+        let bytes = on.extend(bytes);
+        Address::Global(on.add(self.global[along as usize], bytes), 0)
+    }
+
+    /// Copies the logits in. They are there after [`wait_for_copies`](Builder::wait_for_copies).
+    pub(crate) fn copy_in(&self, on: &mut Builder) {
+        self.walk(on, Along::Logits, |on, block| match block.whole {
+            Some(whole) => on.when(whole, |on| on.copy_16(block.shared, block.global)),
+            None => on.copy_16(block.shared, block.global),
+        });
+        self.edges(on, |on, at, inside| {
+            let to = self.shared_at(on, at);
+            on.when(inside, |on| {
+                let from = self.global_at(on, Along::Logits, at);
+                self.cut.logits.copy(on, to, from);
+            });
+            let outside = on.not(inside);
+            on.when(outside, |on| self.cut.logits.store(on, to, f32::NEG_INFINITY));
+        });
+    }
+
+    /// Writes dlogits, of each block what `body` makes of it.
+    pub(crate) fn write(&self, on: &mut Builder, mut body: impl FnMut(&mut Builder, Block) -> [Value<u32>; 4]) {
+        self.walk(on, Along::Dlogits, |on, block| {
+            let words = body(on, block);
+            let Some(whole) = block.whole else {
+                on.store_all(block.global, words);
+                return;
+            };
+            on.when(whole, |on| on.store_all(block.global, words));
+            let shared = on.not(whole);
+            on.when(shared, |on| on.store_all(block.shared, words));
+        });
+        self.edges(on, |on, at, inside| {
+            on.when(inside, |on| {
+                let (from, to) = (self.shared_at(on, at), self.global_at(on, Along::Dlogits, at));
+                self.cut.logits.copy(on, to, from);
+            });
+        });
+    }
+
+    /// Where column `id` is, if this thread has it.
+    pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Target {
+        let bytes = on.shift_left(id, self.cut.logits.size().ilog2());
+        let byte = self.before.map_or(bytes, |before| on.add(bytes, before));
+        let (own, at) = self.has(on, byte);
+        Target { own, at }
+    }
+
+    /// That of a column in shared memory.
+    pub(crate) fn shared_of(&self, on: &mut Builder, target: Target) -> Address {
+        self.shared_at(on, target.at)
+    }
+
+    /// And that of its dlogit.
+    pub(crate) fn global_of(&self, on: &mut Builder, target: Target) -> Address {
+        self.global_at(on, Along::Dlogits, target.at)
+    }
+}
+
+/// Whether a block lies in the stretch of so many bytes from where it starts.
+fn is_within(on: &mut Builder, block: Value<u32>, [start, length]: [Value<u32>; 2]) -> Value<bool> {
+    let place = on.sub(block, start);
+    on.less(place, length)
+}
+
+/// A column of this row.
+#[derive(Clone, Copy)]
+pub(crate) struct Target {
+    /// Whether this thread has it.
+    pub(crate) own: Value<bool>,
+    /// Where it is from this CTA's part on, bytes.
+    at: Value<u32>,
+}
+
+/// `2^(gap·scale)`
+pub(crate) fn exp(on: &mut Builder, gap: Value<f32>, scale: Value<f32>) -> Value<f32> {
+    let exponent = on.mul(gap, scale);
+    on.exp2(exponent)
+}
+
+/// Folds what `lanes` neighbours have: each of them then has the same.
+pub(crate) fn over_lanes(
+    on: &mut Builder,
+    value: Value<f32>,
+    lanes: u32,
+    fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
+) -> Value<f32> {
+    (0..lanes.ilog2()).rev().fold(value, |value, bit| {
+        let other = on.exchange(value, 1 << bit);
+        fold(on, value, other)
+    })
+}

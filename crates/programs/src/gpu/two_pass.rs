@@ -1,0 +1,465 @@
+//! Two kernels that stream over the columns, a row by each CTA: the statistics of every row, then dlogits from a scale for each token.
+//!
+//! ```text
+//! statistics   m = max x_j      g_j = min(m − x_j, 2¹⁰⁰)     t_j = −g_j·log₂e/T     e_j = 2^t_j     s = Σ_{j≠y} e_j,  w = Σ_{j≠y} e_j t_j,  x_y
+//! between      anything: logp, entropy and the loss from the statistics; collectives; losses over whole sequences
+//! dlogits      dx_j = share · e_j  +  bonus · e_j (a_j − ā),   dx_y = −share · s  +  bonus · e_y (a_y − ā),   0 where masked
+//! ```
+//!
+//! HBM sees each logit twice and each dlogit once; of a masked row the second kernel reads nothing. A row may have any length, and lie on several
+//! devices: an id that is not among a device's columns meets none of them, and columns beyond the real ones count as −∞. Each thread has a maximum of
+//! its own, and what it summed is rescaled when that rises; threads meet at the end of the row.
+
+use std::f64::consts::{LN_2, LOG2_E};
+
+use super::row::{BLOCK, Logits, exp, over_lanes};
+use crate::rows::FARTHEST;
+use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic};
+use assay_algebra::structure::{Structure, Temperature};
+use assay_core::device_dtype::DeviceDtype;
+use assay_ptx::{Address, Builder, Kernel, Launch, Target, Value};
+
+/// Threads of a CTA, at most; of a short row as many as it has blocks.
+const THREADS: u32 = 512;
+
+/// Threads of a multiprocessor that have 64 registers each.
+const THREADS_AT_ONCE: u32 = 1024;
+
+/// Blocks that are on their way to a thread at once: where it sums, and where it writes, which takes more registers.
+const AHEAD: [u32; 2] = [4, 2];
+
+/// A column that no row has.
+const NOWHERE: u32 = 1 << 31;
+
+fn launch(rows: usize, threads: u32) -> Launch {
+    let least_resident = THREADS_AT_ONCE / threads;
+    Launch { grid: [rows as u32, 1, 1], block: [threads, 1, 1], cluster: 1, least_resident }
+}
+
+/// A row of `vocab` logits in global memory, walked by the threads of a CTA.
+struct Stream {
+    logits: Logits,
+    vocab: u32,
+    /// Threads of the CTA.
+    threads: u32,
+    thread: Value<u32>,
+    /// Bytes of the row's first block that are before it; `None` where rows begin at multiples of 16.
+    before: Option<Value<u32>>,
+    /// Where the row's first block begins in each array.
+    starts: Vec<Value<u64>>,
+    /// Columns that are some.
+    real: Value<u32>,
+    /// The target's column; [`NOWHERE`] where another device has it.
+    id: Value<u32>,
+}
+
+/// Elements of a block in variables, and the column of the first.
+struct Part {
+    values: Vec<Value<f32>>,
+    first: Value<u32>,
+}
+
+/// Where a block's results go: its offset from the row's first block, and of an element whether it is the row's, where not all need be.
+struct Place {
+    offset: Value<u64>,
+    inside: Option<Vec<Value<bool>>>,
+}
+
+impl Stream {
+    fn row_bytes(&self) -> u32 {
+        self.vocab * self.logits.size()
+    }
+
+    /// The column of element 0 of block `block`.
+    fn column(&self, on: &mut Builder, block: Value<u32>) -> Value<u32> {
+        let first = on.mul(block, self.logits.of_a_block());
+        match self.before {
+            Some(before) => {
+                let elements = on.shift_right(before, self.logits.size().ilog2());
+                on.sub(first, elements)
+            }
+            None => first,
+        }
+    }
+
+    /// Calls `body` on this thread's blocks of the row, some at a time, after they were loaded; where `reads` is false, without their values.
+    fn walk(&self, on: &mut Builder, reads: bool, mut body: impl FnMut(&mut Builder, &[(Part, Place)])) {
+        let (start, end) = match self.before {
+            None => (0.into(), (self.row_bytes() / BLOCK).into()),
+            Some(before) => {
+                let with_room = on.add(before, BLOCK - 1);
+                let start = on.shift_right(with_room, BLOCK.ilog2());
+                let end = on.add(before, self.row_bytes());
+                let end = on.shift_right(end, BLOCK.ilog2());
+                (start, end)
+            }
+        };
+        let block = on.add(self.thread, start);
+        let block = on.variable(block);
+        for ahead in [AHEAD[usize::from(self.starts.len() > 1)], 1] {
+            let last = |on: &mut Builder| {
+                let last = on.add(block, (ahead - 1) * self.threads);
+                on.less(last, end)
+            };
+            let some = last(on);
+            on.when(some, |on| {
+                on.repeat(|on| {
+                    let loaded: Vec<(Part, Place)> = (0..ahead)
+                        .map(|turn| {
+                            let block = on.add(block, turn * self.threads);
+                            let offset = on.mul_wide(block, BLOCK);
+                            let mut values = Vec::new();
+                            if reads {
+                                let from = on.add(self.starts[0], offset);
+                                values = self.logits.load_block(on, Address::Global(from, 0));
+                                values = values.into_iter().map(|x| on.variable(x)).collect();
+                            }
+                            let first = self.column(on, block);
+                            (Part { values, first }, Place { offset, inside: None })
+                        })
+                        .collect();
+                    body(on, &loaded);
+                    let next = on.add(block, ahead * self.threads);
+                    on.set(block, next);
+                    last(on)
+                });
+            });
+        }
+        if self.before.is_some() {
+            self.edges(on, reads, end, body);
+        }
+    }
+
+    /// The same of the row's first and last block, where these are shared with other rows, element by element: two threads have one each.
+    fn edges(
+        &self,
+        on: &mut Builder,
+        reads: bool,
+        end: Value<u32>,
+        mut body: impl FnMut(&mut Builder, &[(Part, Place)]),
+    ) {
+        let Some(before) = self.before else { return };
+        let past = on.add(before, self.row_bytes());
+        let [over_begin, over_end] = [before, past].map(|byte| {
+            let over = on.bits_and(byte, BLOCK - 1);
+            let zero: Value<u32> = 0.into();
+            on.equal(over, zero)
+        });
+        let zero = on.variable(0);
+        let first_is_shared = on.not(over_begin);
+        // A row within its first block ends there too.
+        let last_is_another = on.less(zero, end);
+        let last_is_another = on.or(last_is_another, over_begin);
+        let last_is_shared = on.not(over_end);
+        let last_is_shared = on.and(last_is_shared, last_is_another);
+        for (thread, block, shared) in [(0, zero, first_is_shared), (self.threads - 1, end, last_is_shared)] {
+            let own = on.equal(self.thread, thread);
+            let own = on.and(own, shared);
+            on.when(own, |on| {
+                let first = self.column(on, block);
+                let offset = on.mul_wide(block, BLOCK);
+                let (mut values, mut inside) = (Vec::new(), Vec::new());
+                for element in 0..self.logits.of_a_block() {
+                    let column = on.add(first, element);
+                    let is_inside = on.less(column, self.vocab);
+                    inside.push(is_inside);
+                    if reads {
+                        let x = on.variable(f32::NEG_INFINITY);
+                        on.when(is_inside, |on| {
+                            let from = on.add(self.starts[0], offset);
+                            let value = self.logits.load(on, Address::Global(from, element * self.logits.size()));
+                            on.set(x, value);
+                        });
+                        values.push(x);
+                    }
+                }
+                body(on, &[(Part { values, first }, Place { offset, inside: Some(inside) })]);
+            });
+        }
+    }
+
+    /// Leaves −∞ in columns that are none.
+    fn cut(&self, on: &mut Builder, part: &Part) {
+        let end = on.add(part.first, self.logits.of_a_block());
+        let has_some = on.less(self.real, end);
+        on.when(has_some, |on| {
+            for (&x, element) in part.values.iter().zip(0..) {
+                let column = on.add(part.first, element);
+                let real = on.less(column, self.real);
+                let kept = on.select(real, x, f32::NEG_INFINITY);
+                on.set(x, kept);
+            }
+        });
+    }
+
+    /// Calls `body` on every element, and whether it is the target, of a block that has it.
+    fn at_target(&self, on: &mut Builder, part: &Part, mut body: impl FnMut(&mut Builder, usize, Value<bool>)) {
+        let place = on.sub(self.id, part.first);
+        let here = on.less(place, self.logits.of_a_block());
+        on.when(here, |on| {
+            for element in 0..part.values.len() {
+                let hit = on.equal(place, element as u32);
+                body(on, element, hit);
+            }
+        });
+    }
+}
+
+/// What both kernels are given.
+struct Given {
+    on: Builder,
+    stream: Stream,
+    inverse: Value<f32>,
+}
+
+fn begin(name: &str, Local { shape: [_, n, v], .. }: Local, element: DeviceDtype, writes: bool) -> (Given, Value<u64>) {
+    let mut on = Builder::new(name, Target::Sm80);
+    let numbers = on.input("inverse_temperature", DeviceDtype::F32, &[1]);
+    let columns = on.input("columns", DeviceDtype::I32, &[1]);
+    let logits = on.input("logits", element, &[1, n, v]);
+    let ids = on.input("ids", DeviceDtype::I32, &[1, n, 1]);
+    let (arrays, tokens) = if writes {
+        let scales = on.input("scales", DeviceDtype::F32, &[1, n, PER_TOKEN]);
+        (vec![logits, on.output_over("dlogits", "logits")], scales)
+    } else {
+        (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN]))
+    };
+    let (thread, row) = (on.thread(), on.cta());
+    let inverse = on.load(Address::Global(numbers, 0));
+    let real = on.load(Address::Global(columns, 0));
+    let offset = on.mul_wide(row, 4);
+    let at = on.add(ids, offset);
+    let id = on.load(Address::Global(at, 0));
+    let here = on.less(id, real);
+    let id = on.select(here, id, NOWHERE);
+    let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
+    let token = on.add(tokens, offset);
+    let (logits, vocab) = (Logits::of(element), v as u32);
+    let offset = on.mul_wide(row, vocab * logits.size());
+    let mut starts: Vec<Value<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
+    let bytes = vocab * logits.size();
+    let threads = bytes.div_ceil(BLOCK).next_power_of_two().clamp(32, THREADS);
+    let aligned = bytes.is_multiple_of(BLOCK);
+    let before = (!aligned).then(|| {
+        let low = on.truncate(starts[0]);
+        on.bits_and(low, BLOCK - 1)
+    });
+    if let Some(before) = before {
+        let before = on.extend(before);
+        starts = starts.into_iter().map(|start| on.sub(start, before)).collect();
+    }
+    let stream = Stream { logits, vocab, threads, thread, before, starts, real, id };
+    (Given { on, stream, inverse }, token)
+}
+
+/// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
+fn exponent_scales(on: &mut Builder, temperature: Temperature, inverse: Value<f32>) -> Vec<Value<f32>> {
+    let minus_log2_e = -LOG2_E as f32;
+    match temperature {
+        Temperature::One => vec![minus_log2_e.into()],
+        Temperature::Logits => vec![on.mul(inverse, minus_log2_e)],
+        Temperature::Logp => vec![on.mul(inverse, minus_log2_e), minus_log2_e.into()],
+    }
+}
+
+fn gap(on: &mut Builder, max: Value<f32>, x: Value<f32>) -> Value<f32> {
+    let gap = on.sub(max, x);
+    on.min(gap, FARTHEST as f32)
+}
+
+/// Brings what was summed below one maximum below another, which is `rise` above it.
+fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weighted]: [Value<f32>; 2]) {
+    let shift = on.mul(rise, scale);
+    let shrink = on.exp2(shift);
+    let moved = on.mul_add(others, shift, weighted);
+    let next = on.mul(moved, shrink);
+    on.set(weighted, next);
+    let next = on.mul(others, shrink);
+    on.set(others, next);
+}
+
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]` and ids `[1,n,1]` i32; returns `[1,n,8]` f32, see
+/// [`Statistic`].
+pub(crate) fn statistics(temperature: Temperature, local: Local, element: DeviceDtype) -> Kernel {
+    let (Given { on: mut builder, stream, inverse }, results) = begin("grpo_statistics", local, element, false);
+    let on = &mut builder;
+    let scales = exponent_scales(on, temperature, inverse);
+    let max: Value<f32> = on.variable(f32::MIN);
+    let chosen: Value<f32> = on.variable(0.0);
+    let sums: Vec<[Value<f32>; 2]> = scales.iter().map(|_| [on.variable(0.0), on.variable(0.0)]).collect();
+    stream.walk(on, true, |on, parts| {
+        let mut highest = max;
+        for (part, _) in parts {
+            stream.cut(on, part);
+            highest = part.values.iter().fold(highest, |highest, &x| on.max(highest, x));
+        }
+        let rise = gap(on, highest, max);
+        for (&scale, &sums) in scales.iter().zip(&sums) {
+            rescale(on, scale, rise, sums);
+        }
+        on.set(max, highest);
+        for (part, _) in parts {
+            stream.at_target(on, part, |on, element, hit| {
+                let x = part.values[element];
+                let found = on.select(hit, x, chosen);
+                on.set(chosen, found);
+                let kept = on.select(hit, f32::NEG_INFINITY, x);
+                on.set(x, kept);
+            });
+            let gaps: Vec<Value<f32>> = part.values.iter().map(|&x| gap(on, max, x)).collect();
+            for (&scale, &[others, weighted]) in scales.iter().zip(&sums) {
+                let exponents: Vec<Value<f32>> = gaps.iter().map(|&gap| on.mul(gap, scale)).collect();
+                let exps: Vec<Value<f32>> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
+                let mut of_part = on.mul(exps[0], exponents[0]);
+                for (&exp, &exponent) in exps.iter().zip(&exponents).skip(1) {
+                    of_part = on.mul_add(exp, exponent, of_part);
+                }
+                let next = on.add(weighted, of_part);
+                on.set(weighted, next);
+                let mut all = exps;
+                while all.len() > 1 {
+                    all = all.chunks(2).map(|pair| on.add(pair[0], pair[1])).collect();
+                }
+                let next = on.add(others, all[0]);
+                on.set(others, next);
+            }
+        }
+    });
+    let meeting = Meeting::new(on, &stream, 2 + 2 * scales.len() as u32);
+    let of_row = meeting.fold(on, 0, max, Builder::max);
+    let rise = gap(on, of_row, max);
+    for (&scale, &sums) in scales.iter().zip(&sums) {
+        rescale(on, scale, rise, sums);
+    }
+    let mut columns = [Value::from(0.0); PER_TOKEN];
+    columns[Statistic::Max as usize] = of_row;
+    let places = [
+        [Statistic::Others, Statistic::Weighted].map(|place| place as usize),
+        [Statistic::LogpOthers, Statistic::LogpWeighted].map(|place| place as usize),
+    ];
+    let summed = [(Statistic::TargetLogit as usize, chosen)]
+        .into_iter()
+        .chain(places.into_iter().flatten().zip(sums.into_iter().flatten()));
+    for (turn, (place, value)) in summed.enumerate() {
+        columns[place] = meeting.fold(on, 1 + turn as u32, value, Builder::add);
+    }
+    let first = on.less(stream.thread, 1);
+    on.when(first, |on| {
+        let [a, b, c, d, e, f, g, h] = columns.map(|column| on.variable(column));
+        let to = Address::Global(results, 0);
+        on.store_all(to, [a, b, c, d]);
+        on.store_all(to.plus(16), [e, f, g, h]);
+    });
+    builder.finish(launch(local.shape[1], stream.threads))
+}
+
+/// Where the warps of a CTA put what is folded over all of them: one array for each fold, so that nobody waits for a reader.
+struct Meeting {
+    /// Of the CTA.
+    warps: u32,
+    arrays: Value<u32>,
+    lane: Value<u32>,
+    warp: Value<u32>,
+}
+
+impl Meeting {
+    fn new(on: &mut Builder, &Stream { threads, thread, .. }: &Stream, folds: u32) -> Self {
+        let warps = threads / 32;
+        let arrays = on.shared("folds", 4 * folds * warps);
+        Self { warps, arrays, lane: on.bits_and(thread, 31), warp: on.shift_right(thread, 5) }
+    }
+
+    /// `value` of all threads, folded: every thread then has the same.
+    fn fold(
+        &self,
+        on: &mut Builder,
+        which: u32,
+        value: Value<f32>,
+        fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
+    ) -> Value<f32> {
+        let warps = self.warps;
+        let of_warp = over_lanes(on, value, 32, &fold);
+        let array = on.add(self.arrays, 4 * warps * which);
+        let first = on.less(self.lane, 1);
+        on.when(first, |on| {
+            let to = on.mul_add(self.warp, 4, array);
+            on.store(Address::Shared(to, 0), of_warp);
+        });
+        on.barrier();
+        let own = on.bits_and(self.lane, warps - 1);
+        let from = on.mul_add(own, 4, array);
+        let value = on.load(Address::Shared(from, 0));
+        over_lanes(on, value, warps, &fold)
+    }
+}
+
+/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]`, which dlogits are written over, ids `[1,n,1]` i32 and
+/// scales `[1,n,8]` f32, see [`Scale`].
+pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
+    let (Given { on: mut builder, stream, inverse }, token) = begin("grpo_dlogits", local, element, true);
+    let on = &mut builder;
+    let mut given = |column: Scale| -> Value<f32> { on.load(Address::Global(token, 4 * column as u32)) };
+    let [max, share, others, mask] = [Scale::Max, Scale::Share, Scale::Others, Scale::Mask].map(&mut given);
+    let bonus = structure.entropy_bonus.map(|_| [Scale::Bonus, Scale::MeanGap].map(&mut given));
+    let scales = exponent_scales(on, structure.temperature, inverse);
+    let logits = stream.logits;
+    let write = |on: &mut Builder, place: &Place, gradients: &[Value<f32>]| {
+        let to = on.add(stream.starts[1], place.offset);
+        match &place.inside {
+            None => {
+                let words = logits.pack_block(on, gradients);
+                on.store_all(Address::Global(to, 0), words);
+            }
+            Some(inside) => {
+                for ((&gradient, &inside), element) in gradients.iter().zip(inside).zip(0..) {
+                    on.when(inside, |on| logits.store(on, Address::Global(to, element * logits.size()), gradient));
+                }
+            }
+        }
+    };
+    let hidden = {
+        let zero: Value<f32> = 0.0.into();
+        let counts = on.less(zero, mask);
+        on.not(counts)
+    };
+    on.when(hidden, |on| {
+        let zeros = vec![0.0.into(); logits.of_a_block() as usize];
+        stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| write(on, place, &zeros)));
+        on.exit();
+    });
+    let of_others = on.mul(share, others);
+    let target = on.neg(of_others);
+    stream.walk(on, true, |on, parts| {
+        for (part, place) in parts {
+            stream.cut(on, part);
+            let gaps: Vec<Value<f32>> = part.values.iter().map(|&x| gap(on, max, x)).collect();
+            // The policy's gradient goes through the last softmax, the bonus's through the first.
+            let policy = *scales.last().expect("a softmax");
+            let exps: Vec<Value<f32>> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();
+            let gradients: Vec<Value<f32>> = exps
+                .iter()
+                .map(|&exp| {
+                    let gradient = on.mul(exp, share);
+                    on.variable(gradient)
+                })
+                .collect();
+            stream.at_target(on, part, |on, element, hit| {
+                let gradient = on.select(hit, target, gradients[element]);
+                on.set(gradients[element], gradient);
+            });
+            if let Some([factor, mean_gap]) = bonus {
+                for ((&gradient, &gap), &of_policy) in gradients.iter().zip(&gaps).zip(&exps) {
+                    let exponent = on.mul(gap, scales[0]);
+                    let exp = if scales.len() == 1 { of_policy } else { on.exp2(exponent) };
+                    let minus_mean = on.neg(mean_gap);
+                    let above_mean = on.mul_add(exponent, -LN_2 as f32, minus_mean);
+                    let exp_above_mean = on.mul(exp, above_mean);
+                    let next = on.mul_add(exp_above_mean, factor, gradient);
+                    on.set(gradient, next);
+                }
+            }
+            write(on, place, &gradients);
+        }
+    });
+    builder.finish(launch(local.shape[1], stream.threads))
+}

@@ -1,0 +1,750 @@
+//! The PTX that a driver is given for every kernel, run by the interpreter and judged against the reference. No plugin takes part: what
+//! surrounds a kernel on a device is computed here, in f64.
+
+use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
+use assay_core::spec::{
+    Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
+    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+};
+use assay_fixture::ProblemFile;
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::recorded::recorded_spec;
+use assay_judge::tolerance::Limits;
+use assay_judge::trial::Known;
+use assay_judge::variants::variants;
+use assay_programs::{ANY_TPU, Device, LossProgram, Programs, Shaped, Target};
+use assay_ptx::{Kernel, Role};
+use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
+use assay_suites::cases;
+use half::{bf16, f16};
+use ndarray::{Array2, Array3, arr0};
+use proptest::prelude::*;
+
+/// Columns around blocks of 16 bytes, warps, trips of loops, and rows that lie over two CTAs and more.
+const SHAPES: [[usize; 3]; 8] =
+    [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 5, 1031], [1, 2, 9001], [1, 1, 33_001]];
+
+fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<Kernel> {
+    let all = LossProgram::all();
+    let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
+    implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, Target::Sm90).unwrap()
+}
+
+/// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
+fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+    let module = Module::parse(&kernel.text).map_err(|error| format!("{}: {error}", kernel.name))?;
+    let (mut buffers, mut arguments) = (Vec::<Buffer>::new(), Vec::new());
+    for parameter in &kernel.parameters {
+        let bytes = parameter.shape.iter().product::<usize>() * parameter.dtype.size();
+        let buffer = match parameter.role {
+            Role::Input => {
+                let (_, given) = inputs.iter().find(|(name, _)| *name == parameter.name).expect("every input is given");
+                assert_eq!(given.len(), bytes, "{}", parameter.name);
+                Buffer::input(&parameter.name, given.clone())
+            }
+            Role::Output { over: None } => Buffer::output(&parameter.name, bytes),
+            Role::Output { over: Some(input) } => {
+                arguments.push(arguments[input]);
+                continue;
+            }
+        };
+        arguments.push(buffers.len());
+        buffers.push(buffer);
+    }
+    let launch = Launch {
+        grid: kernel.grid,
+        block: kernel.block,
+        cluster: [kernel.cluster, 1, 1],
+        dynamic_shared: kernel.shared_bytes,
+    };
+    let buffers = module.run_both(&kernel.name, &launch, buffers, &arguments, units, 1);
+    let buffers = buffers.map_err(|error| format!("{}: {error}", kernel.name))?;
+    let outputs = kernel.parameters.iter().zip(&arguments).filter(|(parameter, _)| parameter.role != Role::Input);
+    Ok(outputs.map(|(_, &buffer)| buffers[buffer].bytes.clone()).collect())
+}
+
+/// What the columns of the arrays of a kernel are called, as the tile kernel of the same name has them.
+fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
+    let all = LossProgram::all();
+    let tile = all.iter().find(|implementation| implementation.id() == id.replace("gpu", "tile")).unwrap();
+    let shape = Shape { batch: 1, tokens: 1, vocab: 1 };
+    let kernels = tile.kernels_for(Shaped::of(spec), shape, Dtype::F32, 1, ANY_TPU).unwrap();
+    let arrays = kernels.into_iter().flat_map(|kernel| [kernel.operands, kernel.results].concat());
+    arrays.into_iter().find(|named| named.name == array).expect("the array is one of the kernel's").columns
+}
+
+fn bytes_of<const N: usize>(values: impl IntoIterator<Item = [u8; N]>) -> Vec<u8> {
+    values.into_iter().flatten().collect()
+}
+
+fn f32_bytes(values: impl IntoIterator<Item = f64>) -> Vec<u8> {
+    bytes_of(values.into_iter().map(|x| (x as f32).to_le_bytes()))
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f64> {
+    bytes.chunks(4).map(|four| f64::from(f32::from_le_bytes(four.try_into().unwrap()))).collect()
+}
+
+fn logits_bytes(logits: &FloatArray<ndarray::Ix3>) -> Vec<u8> {
+    match logits {
+        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
+        FloatArray::F32(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+        FloatArray::Bf16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+        FloatArray::F16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
+    }
+}
+
+fn logits_of(bytes: &[u8], shape: Shape, dtype: Dtype) -> FloatArray<ndarray::Ix3> {
+    let extents = (shape.batch, shape.tokens, shape.vocab);
+    let two = |pair: &[u8]| [pair[0], pair[1]];
+    match dtype {
+        Dtype::F64 => unreachable!("no kernel returns f64"),
+        Dtype::F32 => {
+            let values = bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap()));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+        Dtype::Bf16 => {
+            let values = bytes.chunks(2).map(|pair| bf16::from_le_bytes(two(pair)));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+        Dtype::F16 => {
+            let values = bytes.chunks(2).map(|pair| f16::from_le_bytes(two(pair)));
+            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
+        }
+    }
+}
+
+/// Columns of a `[B,T,8]` array, token by token.
+struct PerToken {
+    values: Vec<f64>,
+    names: Vec<&'static str>,
+}
+
+impl PerToken {
+    fn new(bytes: &[u8], names: &[&'static str]) -> Self {
+        Self { values: f32s(bytes), names: names.to_vec() }
+    }
+
+    fn at(&self, name: &str, token: usize) -> f64 {
+        let column = self.names.iter().position(|other| *other == name).expect("a column");
+        self.values[token * 8 + column]
+    }
+}
+
+/// A `[B,T,8]` array, or one of 16 columns, NaN in columns that have no name.
+fn per_token(names: &[&str], tokens: usize, value: impl Fn(&str, usize) -> f64) -> Vec<u8> {
+    let width = names.len().next_multiple_of(8);
+    let place = |token: usize, column: usize| names.get(column).map_or(f64::NAN, |name| value(name, token));
+    f32_bytes((0..tokens).flat_map(|token| (0..width).map(move |column| (token, column))).map(|(t, c)| place(t, c)))
+}
+
+/// A number of the spec by the name that a kernel has for it, read off the spec once more.
+fn number(spec: &LossSpec, name: &str) -> f64 {
+    let kl = spec.kl.as_ref();
+    match (&spec.objective, name) {
+        (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
+        (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),
+        (_, "kl_value_clamp") => kl.unwrap().value_clamp.unwrap(),
+        (_, "log_ratio_clamp") => spec.ratio.clamp.unwrap(),
+        (_, "log_ratio_low") => -spec.ratio.clip.unwrap().low,
+        (_, "log_ratio_high") => spec.ratio.clip.unwrap().high,
+        (_, "log_ratio_cap") => spec.ratio.cap.unwrap(),
+        (Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. }), name) => match name {
+            "low" => 1.0 - clip.epsilon_low,
+            "high" => 1.0 + clip.epsilon_high,
+            "delta" => clip.delta.unwrap_or(f64::INFINITY),
+            "dual_clip" => clip.dual_clip.unwrap_or(f64::INFINITY),
+            other => panic!("{other}: not known here"),
+        },
+        (Objective::Cispo(cispo), "low") => cispo.lower.unwrap_or(f64::NEG_INFINITY),
+        (Objective::Cispo(cispo), "high") => cispo.upper,
+        (Objective::MaskedRatio(masked), "low") => masked.lower,
+        (Objective::MaskedRatio(masked), "high") => masked.upper,
+        (Objective::Sapo(sapo), "tau_positive") => sapo.tau_positive,
+        (Objective::Sapo(sapo), "tau_negative") => sapo.tau_negative,
+        (Objective::TrustRegion(region), "low") => region.low,
+        (Objective::TrustRegion(region), "high") => region.high,
+        (Objective::TrustRegion(region), "penalty") => region.penalty,
+        (Objective::TrustRegion(region), "truncate") => region.truncate.unwrap(),
+        (Objective::Dro(dro), "penalty") => dro.beta / 2.0,
+        (Objective::KlCov(cov), "penalty") => cov.coefficient,
+        (_, other) => panic!("{other}: not known here"),
+    }
+}
+
+/// A batch with what a device computes around the kernel.
+struct Around<'p> {
+    spec: &'p LossSpec,
+    problem: &'p Problem,
+    shape: Shape,
+    mask: Vec<bool>,
+    count: f64,
+    units: Units,
+}
+
+impl<'p> Around<'p> {
+    fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
+        let mask: Vec<bool> = problem.mask.iter().copied().collect();
+        let count = mask.iter().filter(|&&counts| counts).count() as f64;
+        Self { spec, problem, shape: problem.shape(), mask, count, units: Units::Rounded }
+    }
+
+    /// What a token's terms are divided by in a reduction, over the scale of the spec; for a masked one infinite.
+    fn denominator(&self, token: usize, averaging: Averaging) -> f64 {
+        if !self.mask[token] {
+            return f64::INFINITY;
+        }
+        let row_counts = self.mask.chunks(self.shape.tokens).map(|row| row.iter().filter(|&&counts| counts).count());
+        let row_counts: Vec<usize> = row_counts.collect();
+        let rows = |rows: Rows| match rows {
+            Rows::All => self.shape.batch as f64,
+            Rows::NonEmpty => row_counts.iter().filter(|&&count| count > 0).count() as f64,
+            Rows::Given(count) => count,
+        };
+        let (of_row, epsilon) = (row_counts[token / self.shape.tokens] as f64, averaging.denominator_epsilon);
+        let denominator = match averaging.reduction {
+            Reduction::TokenMean => self.count + epsilon,
+            Reduction::SequenceMean { rows: of } => rows(of) * (of_row + epsilon),
+            Reduction::SequenceSum { rows: of } => rows(of),
+            Reduction::FixedLength { rows: of, length } => rows(of) * length.unwrap_or(self.shape.tokens) as f64,
+            Reduction::Normalizer(value) => value,
+        };
+        denominator / self.spec.scale
+    }
+
+    /// What a token's loss is multiplied by.
+    fn weight(&self, token: usize) -> f64 {
+        self.denominator(token, self.spec.averaging()).recip()
+    }
+
+    /// And the bonus of its entropy.
+    fn entropy_weight(&self, token: usize) -> f64 {
+        match self.spec.entropy_averaging {
+            Some(averaging) => -self.spec.entropy_coef / self.denominator(token, averaging),
+            None => self.entropy_factor(),
+        }
+    }
+
+    fn entropy_factor(&self) -> f64 {
+        let first = self.mask.iter().position(|&counts| counts);
+        match (self.spec.entropy_averaging, first) {
+            (Some(averaging), Some(first)) => -self.spec.entropy_coef / self.denominator(first, averaging),
+            _ => -self.spec.entropy_coef * self.spec.scale / self.count.max(1.0),
+        }
+    }
+
+    /// The sampler's weight of a token.
+    fn rollout_weight(&self, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        self.problem
+            .extra
+            .rollout_weights
+            .as_ref()
+            .map_or(1.0, |weights| weights[if weights.ncols() == 1 { (at.0, 0) } else { at }])
+    }
+
+    fn selected(&self, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        f64::from(u8::from(self.problem.extra.selected.as_ref().is_some_and(|selected| selected[at])))
+    }
+
+    fn ids(&self) -> Vec<u8> {
+        bytes_of(self.problem.ids.iter().map(|&id| (id as i32).to_le_bytes()))
+    }
+
+    fn token(&self, values: Option<&Array2<f64>>, token: usize) -> f64 {
+        let at = (token / self.shape.tokens, token % self.shape.tokens);
+        values.map_or(f64::NAN, |values| values[at])
+    }
+
+    fn advantage(&self, token: usize) -> f64 {
+        self.problem.advantages.at(token / self.shape.tokens, token % self.shape.tokens)
+    }
+
+    fn tokens(&self) -> usize {
+        self.shape.batch * self.shape.tokens
+    }
+
+    fn candidate(
+        &self,
+        logp: impl Fn(usize) -> f64,
+        entropy: impl Fn(usize) -> f64,
+        [loss, reduced]: [&dyn Fn(usize) -> f64; 2],
+        dlogits: &[u8],
+    ) -> Candidate {
+        let total: f64 = (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.weight(i) * reduced(i)).sum();
+        let bonus: f64 =
+            (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.entropy_weight(i) * entropy(i)).sum();
+        let array = |of: &dyn Fn(usize) -> f64| {
+            let values = (0..self.tokens()).map(|i| if self.mask[i] { of(i) as f32 } else { 0.0 }).collect();
+            Some(Array2::from_shape_vec((self.shape.batch, self.shape.tokens), values).unwrap().into())
+        };
+        Candidate {
+            loss: arr0((total + bonus) as f32).into(),
+            gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
+            logp: array(&logp),
+            entropy: array(&entropy),
+            token_loss: array(&loss),
+            metrics: None,
+        }
+    }
+
+    fn one_pass(&self) -> Result<Candidate, String> {
+        let id = "gpu-one-pass";
+        self.one_pass_by(&kernels(id, self.spec, self.shape, self.problem.logits.dtype())[0])
+    }
+
+    /// The same by a kernel that was changed.
+    fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
+        let id = "gpu-one-pass";
+        let numbers = columns(id, self.spec, "numbers");
+        let numbers = f32_bytes(numbers.iter().map(|&name| match name {
+            "inverse_temperature" => 1.0 / self.spec.temperature,
+            "entropy_factor" => self.entropy_factor(),
+            other => number(self.spec, other),
+        }));
+        let given = columns(id, self.spec, "tokens");
+        let of_sampler = |applies: bool, token| if applies { self.rollout_weight(token) } else { 1.0 };
+        let on_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+        let spared =
+            |token| if matches!(self.spec.objective, Objective::ClipCov(_)) { 1.0 - self.selected(token) } else { 1.0 };
+        let old_logp = match self.spec.old_logp {
+            OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
+            _ => self.problem.old_logp.as_ref(),
+        };
+        let tokens = per_token(&given, self.tokens(), |name, token| match name {
+            "advantage" => self.advantage(token),
+            "old_logp" => self.token(old_logp, token),
+            "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
+            "weight" => self.weight(token),
+            "mask" => f64::from(u8::from(self.mask[token])),
+            "policy_weight" => of_sampler(true, token) * spared(token),
+            "kl_weight" => of_sampler(on_kl, token),
+            "selected" => self.selected(token),
+            "kl_share" => {
+                self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
+            }
+            "entropy_factor" => self.entropy_weight(token),
+            other => panic!("{other}: not known here"),
+        });
+        let logits = logits_bytes(&self.problem.logits);
+        let outputs = run(
+            kernel,
+            self.units,
+            &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
+        )?;
+        let names = columns(id, self.spec, "results");
+        let results = PerToken::new(&outputs[1], &names);
+        let of = |name: &'static str| {
+            let results = &results;
+            move |token: usize| results.at(name, token)
+        };
+        let reduced = if names.contains(&"reduced") { "reduced" } else { "token_loss" };
+        Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
+    }
+
+    /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
+    fn two_pass(&self) -> Result<Candidate, String> {
+        let dtype = self.problem.logits.dtype();
+        let [statistics, dlogits] = &kernels("gpu-two-pass", self.spec, self.shape, dtype)[..] else {
+            panic!("two kernels")
+        };
+        let inverse = 1.0 / self.spec.temperature;
+        let shared = vec![
+            ("inverse_temperature", f32_bytes([inverse])),
+            ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
+            ("logits", logits_bytes(&self.problem.logits)),
+            ("ids", self.ids()),
+        ];
+        let outputs = run(statistics, self.units, &shared)?;
+        let sums = PerToken::new(&outputs[0], &columns("gpu-two-pass", self.spec, "statistics"));
+        let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
+        let softmax = |token: usize, names: [&str; 2], inverse: f64| {
+            let gap = (sums.at("max", token) - sums.at("target_logit", token)) * inverse;
+            let (others, target) = (sums.at(names[0], token), (-gap).exp());
+            let sum = others + target;
+            let weighted = -std::f64::consts::LN_2 * sums.at(names[1], token);
+            let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
+            Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
+        };
+        let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
+        let of_logp =
+            |token| if two { softmax(token, ["logp_others", "logp_weighted"], 1.0) } else { of_entropy(token) };
+        let logp = |token: usize| {
+            let Softmax { gap, log_sum, .. } = of_logp(token);
+            -(gap + log_sum) * if two { inverse } else { 1.0 }
+        };
+        let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
+        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+            unreachable!("only PPO-clip is drawn")
+        };
+        let loss_and_grad = |token: usize| {
+            let old = if self.spec.old_logp == OldLogp::Given {
+                self.token(self.problem.old_logp.as_ref(), token)
+            } else {
+                logp(token)
+            };
+            let (ratio, a) = ((logp(token) - old).exp(), self.advantage(token));
+            let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
+            if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
+        };
+        let scales = columns("gpu-two-pass", self.spec, "scales");
+        let scales = per_token(&scales, self.tokens(), |name, token| {
+            let (policy, bonus) = (of_logp(token), of_entropy(token));
+            let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
+            let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
+            match name {
+                "max" => sums.at("max", token),
+                "share" => -factor / policy.sum,
+                "others" => policy.others,
+                "mask" => f64::from(u8::from(self.mask[token])),
+                "bonus" => bonus_factor,
+                "mean_gap" => bonus.mean_gap,
+                other => panic!("{other}: not known here"),
+            }
+        });
+        let mut given = shared;
+        given.push(("scales", scales));
+        let outputs = run(dlogits, self.units, &given)?;
+        let loss = |token| loss_and_grad(token).0;
+        Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
+    }
+}
+
+struct Softmax {
+    gap: f64,
+    others: f64,
+    sum: f64,
+    log_sum: f64,
+    mean_gap: f64,
+}
+
+/// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
+fn check(id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+    check_by(Units::Rounded, id, spec, recipe)
+}
+
+/// The same by units that are off.
+fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+    let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
+    let around = Around { units, ..Around::new(spec, &problem) };
+    let candidate = if id == "gpu-one-pass" { around.one_pass() } else { around.two_pass() };
+    let candidate = candidate.map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
+    let known = Known::of(spec, &problem).unwrap();
+    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+    if let Some(failure) = known.failures(&judged, id, "cargo test -p assay-programs --test ptx").first() {
+        return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
+    }
+    Ok(())
+}
+
+/// What surrounds the two-pass kernels here knows this much of the loss.
+fn plain(spec: &LossSpec) -> LossSpec {
+    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
+    let clip = PpoClip { delta: None, dual_clip: None, ..clip.clone() };
+    LossSpec { objective: Objective::PpoClip(clip), kl: None, ..spec.clone() }
+}
+
+/// What surrounds the one-pass kernel here weighs tokens only by weights that are given for each, and rejects none; the
+/// kernel refuses the rest.
+fn token_by_token(spec: LossSpec) -> LossSpec {
+    let objective = match spec.objective {
+        Objective::Vespo(_) => Objective::Sapo(Sapo::default()),
+        other => other,
+    };
+    let rollout = spec.rollout.map(|rollout| RolloutWeights {
+        source: RolloutSource::Given,
+        level: RolloutLevel::Token,
+        outside: Outside::Truncate,
+        min: None,
+        max: None,
+        clamp: None,
+        normalize: false,
+        ..rollout
+    });
+    LossSpec {
+        ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
+        logits: LogitsTransform::default(),
+        support: Support::default(),
+        rollout,
+        rejection: vec![],
+        off_policy_mask: None,
+        objective: match objective {
+            Objective::ImportanceSampling(_) => Objective::ImportanceSampling(ImportanceSampling::default()),
+            other => other,
+        },
+        ..spec
+    }
+}
+
+proptest! {
+    #![proptest_config(cases::config(24))]
+
+    #[test]
+    fn all_outputs_one_pass_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+        let spec = token_by_token(spec);
+        check("gpu-one-pass", &spec, &recipe).map_err(TestCaseError::fail)?;
+    }
+
+    #[test]
+    fn all_outputs_two_pass_any_spec_match_reference(spec in cases::any_ppo_spec(), recipe in cases::any_recipe()) {
+        check("gpu-two-pass", &plain(&spec), &recipe).map_err(TestCaseError::fail)?;
+    }
+}
+
+/// Every named choice of a spec that the one-pass kernel computes, alone.
+#[test]
+fn all_outputs_one_pass_every_variant_match_reference() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "gpu-one-pass").unwrap();
+    let (mut judged, mut forms) = (0, std::collections::BTreeSet::new());
+    for (i, variant) in variants().into_iter().enumerate() {
+        let shape = Shape { batch: 3, tokens: 4, vocab: 33 };
+        let around_here = token_by_token(variant.spec.clone()) == variant.spec;
+        if one_pass.supports(&variant.spec, shape, Dtype::F32, 1).is_ok() && around_here {
+            let recipe = Recipe {
+                shape: [3, 4, 33],
+                dtype: Dtype::F32,
+                regime: Regime::FINITE[i % Regime::FINITE.len()],
+                seed: i as u64,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            check("gpu-one-pass", &variant.spec, &recipe).unwrap();
+            judged += 1;
+            forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
+        }
+    }
+    assert!(judged > 45 && forms.len() == 11, "{judged} variants of {} objectives", forms.len());
+}
+
+#[test]
+fn all_outputs_awkward_shapes_match_reference() {
+    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
+        for dtype in Dtype::KERNEL {
+            let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
+            for id in ["gpu-one-pass", "gpu-two-pass"] {
+                check(id, &spec, &recipe).unwrap();
+            }
+        }
+    }
+}
+
+/// Whatever a chip's units give within what the manual allows them.
+#[test]
+fn all_outputs_by_units_that_are_off_either_way_match_reference() {
+    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() }, LossSpec::default()];
+    for units in [Units::Above, Units::Below] {
+        for (i, regime) in Regime::FINITE.into_iter().enumerate() {
+            for dtype in [Dtype::F32, Dtype::Bf16] {
+                let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
+                let recipe = Recipe { shape, dtype, regime, seed: 9, old_logp_noise_scale: 0.1, masked_garbage: true };
+                for spec in &specs {
+                    for id in ["gpu-one-pass", "gpu-two-pass"] {
+                        check_by(units, id, spec, &recipe).unwrap();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A recorded row, whole, and one that the mask hides.
+#[test]
+fn all_outputs_recorded_row_of_qwen_match_reference() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/qwen_tiny.safetensors");
+    let recorded = ProblemFile::open(path).unwrap().problem("logits", Some("old_logps_stale")).unwrap();
+    let part = Part { batch: vec![1], tokens: vec![2, 3], ..Part::whole([2, 4, 151_936]) };
+    let problem = recorded.select(&part);
+    assert_eq!(problem.mask.iter().copied().collect::<Vec<_>>(), [true, false]);
+    let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };
+    let around = Around::new(&spec, &problem);
+    let known = Known::of(&spec, &problem).unwrap();
+    for (id, candidate) in [("gpu-one-pass", around.one_pass()), ("gpu-two-pass", around.two_pass())] {
+        let judged = known.judge(candidate.unwrap(), &Limits::of("tile").unwrap()).unwrap();
+        assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
+    }
+}
+
+/// Why a kernel that was changed is refused, if it is: what the interpreter or the judge says.
+fn refusal(spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
+    let problem = recipe.problem(spec).unwrap();
+    let around = Around::new(spec, &problem);
+    let mut kernel = kernels("gpu-one-pass", spec, around.shape, recipe.dtype).remove(0);
+    let changed = change(kernel.text.clone());
+    assert!(changed != kernel.text, "nothing was changed");
+    kernel.text = changed;
+    let candidate = match around.one_pass_by(&kernel) {
+        Ok(candidate) => candidate,
+        Err(error) => return Some(error),
+    };
+    let known = Known::of(spec, &problem).unwrap();
+    let judged = match known.judge(candidate, &Limits::of("tile").unwrap()) {
+        Ok(judged) => judged,
+        Err(error) => return Some(error.to_string()),
+    };
+    known.failures(&judged, "gpu-one-pass", "").first().cloned()
+}
+
+fn recipe(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Recipe {
+    Recipe { shape, dtype, regime, seed: 5, old_logp_noise_scale: 0.1, masked_garbage: true }
+}
+
+/// A row over one CTA, and one over two: each wait of the kernel is needed, and its absence is seen by what it leaves to chance.
+#[test]
+fn a_kernel_without_one_of_its_waits_is_refused() {
+    let spec = LossSpec::default();
+    let is_wait = |line: &&str| ["cp.async.wait", "barrier."].iter().any(|wait| line.trim_start().starts_with(wait));
+    for (shape, waits) in [([1, 1, 2049], 4), ([1, 1, 33_001], 8)] {
+        let recipe = recipe(shape, Dtype::Bf16, Regime::Normal);
+        let shape = Shape { batch: 1, tokens: 1, vocab: shape[2] };
+        let text = kernels("gpu-one-pass", &spec, shape, Dtype::Bf16).remove(0).text;
+        let lines: Vec<&str> = text.lines().collect();
+        let places: Vec<usize> = (0..lines.len()).filter(|&at| is_wait(&lines[at])).collect();
+        assert_eq!(places.len(), waits, "{shape:?}");
+        let without = |left_out: &[usize]| {
+            let kept = lines.iter().enumerate().filter(|(at, _)| !left_out.contains(at));
+            kept.flat_map(|(_, line)| [*line, "\n"]).collect::<String>()
+        };
+        let mut removed: Vec<Vec<usize>> = places.iter().map(|&at| vec![at]).collect();
+        // A meeting of the cluster is an arrival and a wait.
+        let arrivals = places.iter().filter(|&&at| lines[at].contains("arrive"));
+        removed.extend(arrivals.map(|&at| {
+            let wait = places.iter().find(|&&other| other > at && lines[other].contains("cluster.wait"));
+            vec![at, *wait.expect("who arrives waits")]
+        }));
+        for left_out in removed {
+            let what: Vec<&str> = left_out.iter().map(|&at| lines[at].trim()).collect();
+            let why = refusal(&spec, &recipe, |_| without(&left_out));
+            let why = why.unwrap_or_else(|| panic!("{shape:?} without {what:?} at {left_out:?} is accepted"));
+            println!("{} columns, without {what:?}: {why}", shape.vocab);
+        }
+        if text.contains("arrive.release") {
+            for (place, _) in text.match_indices("arrive.release") {
+                let weak = format!("{}arrive.relaxed{}", &text[..place], &text[place + "arrive.release".len()..]);
+                let why = refusal(&spec, &recipe, |_| weak.clone()).expect("an arrival that orders nothing is refused");
+                println!("{} columns, relaxed: {why}", shape.vocab);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_kernel_with_another_number_or_fold_is_refused() {
+    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
+    for (what, regime, from, to) in [
+        ("log₂e off by 2⁻¹⁴", Regime::Normal, "0fBFB8AA3B", "0fBFB8B23B"),
+        ("lanes 16 apart never meet", Regime::Normal, ", 16, 31, 0xffffffff", ", 8, 31, 0xffffffff"),
+        ("no −∞ where the target was", Regime::Normal, "0fFF800000", "0f00000000"),
+        ("gaps of −∞ are infinite", Regime::Holes, "0f71800000", "0f7F800000"),
+        ("1/3 of the logarithm's series", Regime::Normal, "0f3EAAAAAB", "0f3E8AAAAB"),
+        ("the smaller of a pair", Regime::Peaked, "max.NaN.bf16x2", "min.NaN.bf16x2"),
+    ] {
+        let refused = refusal(&spec, &recipe([1, 3, 517], Dtype::Bf16, regime), |text| text.replace(from, to));
+        println!("{what}: {}", refused.unwrap_or_else(|| panic!("{what} is accepted")));
+    }
+}
+
+#[test]
+fn rows_lie_along_the_grid_however_many_there_are() {
+    let spec = LossSpec::default();
+    let shape = Shape { batch: 1000, tokens: 100, vocab: 151_643 };
+    let kernel = &kernels("gpu-one-pass", &spec, shape, Dtype::Bf16)[0];
+    assert_eq!(kernel.grid, [100_000 * kernel.cluster, 1, 1]);
+    // The row's offset has 64 bits.
+    assert!(kernel.text.contains("mul.wide.u32"), "{}", kernel.text);
+}
+
+#[test]
+fn what_no_cluster_holds_and_no_device_runs_is_refused_with_what_would_do() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "gpu-one-pass").unwrap();
+    let spec = LossSpec::default();
+    let refused = |vocab, dtype| {
+        let shape = Shape { batch: 1, tokens: 8, vocab };
+        one_pass.supports(&spec, shape, dtype, 1).err().map(|error| error.to_string())
+    };
+    assert_eq!(refused(256_000, Dtype::F32), None);
+    assert_eq!(refused(800_000, Dtype::Bf16), None);
+    let error = refused(1_000_000, Dtype::Bf16).unwrap();
+    assert!(error.contains("vocabulary 1000000") && error.contains("shared memory"), "{error}");
+    assert!(refused(64, Dtype::F64).unwrap().contains("f32, bf16 and f16"));
+    for (device, given) in [
+        (Device::gpu(Target::Sm80), "sm_80"),
+        (Device::ANY, "loops"),
+        (Device::of("tpu", "TPU v6e").unwrap(), "mosaic"),
+    ] {
+        let error = one_pass.expect_device(device).unwrap_err().to_string();
+        assert!(error.contains(given) && error.contains("sm_90"), "{error}");
+    }
+    assert!(one_pass.expect_device(Device::of("cuda", "NVIDIA H100 80GB HBM3").unwrap()).is_ok());
+}
+
+/// Of 127 columns the second of two devices has 63, and NaN where the first has its last.
+#[test]
+fn statistics_of_part_of_the_vocabulary_are_those_of_its_real_columns() {
+    let all = LossProgram::all();
+    let cut = all.iter().find(|implementation| implementation.id() == "gpu-two-pass-vocab").unwrap();
+    let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+    let shape = Shape { batch: 1, tokens: 2, vocab: 127 };
+    for dtype in Dtype::KERNEL {
+        let [statistics, dlogits] = &cut.gpu_kernels_for(Shaped::of(&spec), shape, dtype, 2, Target::Sm80).unwrap()[..]
+        else {
+            panic!("two kernels")
+        };
+        let local = Shape { vocab: 64, ..shape };
+        // Numbers that every dtype has. The first row's target is here, the second's elsewhere.
+        let x = |row: usize, column: usize| ((row * 5 + column * 7) % 11) as f64 - 4.0;
+        let padded = |row: usize, column: usize| if column < 63 { x(row, column) } else { f64::NAN };
+        let logits = Array3::from_shape_fn((1, 2, 64), |(_, row, column)| padded(row, column));
+        let logits = logits_bytes(&FloatArray::rounded_from(&logits, dtype));
+        let ids = bytes_of([17_i32, -1].map(i32::to_le_bytes));
+        let columns_here = bytes_of([63_i32.to_le_bytes()]);
+        let shared = vec![
+            ("inverse_temperature", f32_bytes([1.0])),
+            ("columns", columns_here),
+            ("logits", logits),
+            ("ids", ids),
+        ];
+        let outputs = run(statistics, Units::Rounded, &shared).unwrap();
+        let names = columns("gpu-two-pass", &spec, "statistics");
+        let found = PerToken::new(&outputs[0], &names);
+        for (row, target) in [(0, Some(17)), (1, None)] {
+            let max = (0..63).map(|column| x(row, column)).fold(f64::NEG_INFINITY, f64::max);
+            let others = || (0..63).filter(|column| Some(*column) != target).map(|column| x(row, column) - max);
+            let weighted: f64 = others().map(|gap| gap.exp() * gap * std::f64::consts::LOG2_E).sum();
+            let expected = [
+                ("max", max),
+                ("target_logit", target.map_or(0.0, |column| x(row, column))),
+                ("others", others().map(f64::exp).sum()),
+                ("weighted", weighted),
+            ];
+            for (name, expected) in expected {
+                let error = (found.at(name, row) - expected).abs();
+                assert!(error <= 1e-5 * expected.abs(), "{dtype} {name} {row}: {} {expected}", found.at(name, row));
+            }
+        }
+        // What is no column gets no gradient.
+        let scales = columns("gpu-two-pass", &spec, "scales");
+        let scales = per_token(&scales, 2, |name, row| match name {
+            "max" => found.at("max", row),
+            "mask" => 1.0,
+            _ => 0.125,
+        });
+        let mut given = shared;
+        given.push(("scales", scales));
+        let outputs = run(dlogits, Units::Rounded, &given).unwrap();
+        let gradients = logits_of(&outputs[0], local, dtype).to_f64();
+        assert!(gradients.iter().all(|x| x.is_finite()), "{gradients}");
+        assert!((0..2).all(|row| gradients[[0, row, 63]] == 0.0 && gradients[[0, row, 62]] != 0.0), "{gradients}");
+        let bonus = |gap: f64| 0.125 * (-gap).exp() * (gap - 0.125);
+        let gap = found.at("max", 0) - x(0, 17);
+        let expected = -0.125 * 0.125 + bonus(gap);
+        assert!(
+            (gradients[[0, 0, 17]] - expected).abs() <= 1e-2 * expected.abs(),
+            "{} {expected}",
+            gradients[[0, 0, 17]]
+        );
+    }
+}

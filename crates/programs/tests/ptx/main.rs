@@ -1,0 +1,3 @@
+//! The PTX of the kernels for GPUs, run by an interpreter written apart, and judged.
+
+mod kernels;

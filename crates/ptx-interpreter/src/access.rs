@@ -1,0 +1,335 @@
+//! What threads do to memory.
+
+use super::Fault;
+use super::arithmetic::{Rounded, mask, round_once, whole, widened, wrapped};
+use super::instruction::{Action, Address, Atomic, Instruction, Slot, Space};
+use super::memory::{Conflict, Memory, Toucher, UNDER_WAY};
+use super::run::{ARRAY_RANGE, Machine, PEER_RANGE};
+use super::state::{Copying, Ran, Thread, Warp, Wrong, lanes_of};
+use super::types::{Float, Type};
+
+/// A memory of the machine.
+#[derive(Clone, Copy)]
+enum Place {
+    Global(usize),
+    /// Of the CTA of this rank.
+    Shared(usize),
+}
+
+impl Machine<'_> {
+    pub(super) fn load(&mut self, w: usize, active: u32, pc: usize, load: &Action) -> Ran<()> {
+        let Action::Load { space, from, ty, to, register_bits, read_only } = load else {
+            unreachable!("a load");
+        };
+        let each = ty.bits() as usize / 8;
+        let bytes = each * to.len();
+        for lane in lanes_of(active) {
+            let (place, start) = self.locate(w, lane, *space, *from, bytes)?;
+            self.touch(w, lane, pc, place, |memory, by| match read_only {
+                true => memory.read_constant(start, bytes, by),
+                false => memory.read(start, bytes, by),
+            })?;
+            for (i, to) in to.iter().enumerate() {
+                let value = number(&self.memory(place).bytes[start + i * each..][..each]);
+                if let Some(to) = to {
+                    self.warps[w].slots[*to][lane] = widened(*ty, value, *register_bits);
+                }
+            }
+        }
+        for to in to.iter().flatten() {
+            self.warps[w].written[*to] |= active;
+        }
+        Ok(())
+    }
+
+    /// Of each of `of` so many bytes.
+    pub(super) fn store(
+        &mut self,
+        w: usize,
+        active: u32,
+        pc: usize,
+        (space, to): (Space, Address),
+        each: usize,
+        of: &[Slot],
+    ) -> Ran<()> {
+        let bytes = each * of.len();
+        for lane in lanes_of(active) {
+            let (place, start) = self.locate(w, lane, space, to, bytes)?;
+            self.touch(w, lane, pc, place, |memory, by| memory.write(start, bytes, by))?;
+            for (i, of) in of.iter().enumerate() {
+                let value = self.warps[w].slots[*of][lane];
+                let to = &mut self.memory_mut(place).bytes[start + i * each..][..each];
+                to.copy_from_slice(&value.to_le_bytes()[..each]);
+            }
+        }
+        Ok(())
+    }
+
+    fn address(&self, w: usize, lane: usize, address: Address) -> u64 {
+        self.warps[w].slots[address.base][lane].wrapping_add_signed(address.offset)
+    }
+
+    /// Which memory an access of `bytes` goes to, and where in it.
+    fn locate(&self, w: usize, lane: usize, space: Space, address: Address, bytes: usize) -> Ran<(Place, usize)> {
+        let wrong = |fault, problem| Err(Wrong { lane, fault, problem });
+        let at = self.address(w, lane, address);
+        if !at.is_multiple_of(bytes as u64) {
+            return wrong(
+                Fault::Misaligned,
+                format!("{bytes} bytes at {}, expected a multiple", self.spelt(space, at)),
+            );
+        }
+        if space == Space::Global {
+            if let Some((array, start)) = self.in_array(at, bytes) {
+                return Ok((Place::Global(array), start));
+            }
+            return wrong(Fault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
+        }
+        let (own, start) = (self.warps[w].cta, at & mask(PEER_RANGE));
+        let cta = match at >> PEER_RANGE {
+            0 => own,
+            rank if space == Space::Cluster && rank <= self.ctas.len() as u64 => rank as usize - 1,
+            _ => {
+                let problem = format!("{bytes} bytes at {}, which is not of this space", self.spelt(space, at));
+                return wrong(Fault::OutOfBounds, problem);
+            }
+        };
+        let inside = |&(first, end): &(u32, u32)| u64::from(first) <= start && start + bytes as u64 <= u64::from(end);
+        if !self.arrays.iter().any(inside) {
+            return wrong(Fault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
+        }
+        if cta != own && self.threads[self.warps[w].first + lane].phases == 0 {
+            let problem = format!("CTA {cta} of the cluster is not known to have started");
+            return wrong(Fault::PeerNotStarted, problem);
+        }
+        Ok((Place::Shared(cta), start as usize))
+    }
+
+    /// The global array that holds `bytes` at an address, and where in it.
+    fn in_array(&self, at: u64, bytes: usize) -> Option<(usize, usize)> {
+        let (array, start) = near_array(at);
+        let start = usize::try_from(start).ok()?;
+        self.global.get(array).filter(|memory| start + bytes <= memory.bytes.len()).map(|_| (array, start))
+    }
+
+    /// An address as messages have it.
+    pub(super) fn spelt(&self, space: Space, at: u64) -> String {
+        if space == Space::Global {
+            let (array, start) = near_array(at);
+            return match (self.names.get(array), self.global.get(array)) {
+                (Some(name), Some(memory)) => format!("byte {start} of {name}, which has {}", memory.bytes.len()),
+                _ => format!("{at:#x}, which is in no array"),
+            };
+        }
+        let start = (at & mask(PEER_RANGE)) as i64;
+        let nearest = self
+            .arrays
+            .iter()
+            .min_by_key(|&&(first, end)| (i64::from(first) - start).max(start - i64::from(end)).max(0));
+        match nearest {
+            Some(&(first, end)) => {
+                format!("byte {} of an array of {} in shared memory", start - i64::from(first), end - first)
+            }
+            None => format!("{at:#x}, and there is no shared memory"),
+        }
+    }
+
+    fn memory(&self, place: Place) -> &Memory {
+        match place {
+            Place::Global(array) => &self.global[array],
+            Place::Shared(cta) => &self.ctas[cta].shared,
+        }
+    }
+
+    fn memory_mut(&mut self, place: Place) -> &mut Memory {
+        match place {
+            Place::Global(array) => &mut self.global[array],
+            Place::Shared(cta) => &mut self.ctas[cta].shared,
+        }
+    }
+
+    /// Tells `place` that a lane touches it.
+    fn touch(
+        &mut self,
+        w: usize,
+        lane: usize,
+        pc: usize,
+        place: Place,
+        touch: impl FnOnce(&mut Memory, &Toucher) -> Result<(), Conflict>,
+    ) -> Ran<()> {
+        let thread = self.warps[w].first + lane;
+        let Thread { clock, known, .. } = &self.threads[thread];
+        let by = Toucher { cluster: self.cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+        let memory = match place {
+            Place::Global(array) => &mut self.global[array],
+            Place::Shared(cta) => {
+                if cta != self.warps[w].cta {
+                    let touched = &mut self.ctas[cta].touched;
+                    touched.resize(self.threads.len(), (0, 0));
+                    touched[thread] = (*clock, pc as u32);
+                }
+                &mut self.ctas[cta].shared
+            }
+        };
+        touch(memory, &by).map_err(|conflict| self.conflict(lane, place, &conflict))
+    }
+
+    fn conflict(&self, lane: usize, place: Place, conflict: &Conflict) -> Wrong {
+        let byte = match place {
+            Place::Global(array) => format!("byte {} of {}", conflict.byte, self.names[array]),
+            Place::Shared(cta) => {
+                let at = (cta as u64 + 1) << PEER_RANGE | conflict.byte as u64;
+                format!("{}, of CTA {}", self.spelt(Space::Cluster, at), self.cta_in_grid(self.cluster, cta as u32))
+            }
+        };
+        let problem = match conflict.other {
+            None => format!("{byte} was never written"),
+            Some((thread, at, wrote)) => {
+                let (cta, thread) = self.thread_of(thread);
+                let Instruction { line, name, .. } = &self.kernel.instructions[at as usize];
+                let did = match (conflict.fault, wrote) {
+                    (Fault::NotCopied, true) => "is being written",
+                    (Fault::NotCopied, false) => "is being read",
+                    (_, true) => "was written",
+                    (_, false) => "was read",
+                };
+                format!(
+                    "{byte} {did} by CTA {cta}, thread {thread} at line {line} ({name}), and nothing orders that before this"
+                )
+            }
+        };
+        Wrong { lane, fault: conflict.fault, problem }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "an instruction's operands")]
+    pub(super) fn atomic(
+        &mut self,
+        w: usize,
+        lane: usize,
+        pc: usize,
+        (space, at): (Space, Address),
+        (ty, operation): (Type, Atomic),
+        to: Option<Slot>,
+        [first, second]: [Slot; 2],
+    ) -> Ran<()> {
+        let bytes = ty.bits() as usize / 8;
+        let (place, start) = self.locate(w, lane, space, at, bytes)?;
+        self.touch(w, lane, pc, place, |memory, by| memory.read_and_write(start, bytes, by))?;
+        let (first, second) = (self.warps[w].slots[first][lane], self.warps[w].slots[second][lane]);
+        let memory = &mut self.memory_mut(place).bytes[start..start + bytes];
+        let old = number(memory);
+        let new = match operation {
+            // Global memory flushes.
+            Atomic::Add if ty == Type::Float(Float::F32) => {
+                round_once(Float::F32, Rounded::Add, space == Space::Global, old, first, 0)
+            }
+            Atomic::Add => old.wrapping_add(first) & mask(ty.bits()),
+            Atomic::Min => wrapped(whole(ty, old).min(whole(ty, first)), ty.bits()),
+            Atomic::Max => wrapped(whole(ty, old).max(whole(ty, first)), ty.bits()),
+            Atomic::And => old & first,
+            Atomic::Or => old | first,
+            Atomic::Xor => old ^ first,
+            Atomic::Exchange => first,
+            Atomic::CompareAndSwap if old == first => second,
+            Atomic::CompareAndSwap => old,
+            Atomic::Increment => {
+                if old >= first {
+                    0
+                } else {
+                    old + 1
+                }
+            }
+            Atomic::Decrement => {
+                if old == 0 || old > first {
+                    first
+                } else {
+                    old - 1
+                }
+            }
+        };
+        memory.copy_from_slice(&new.to_le_bytes()[..bytes]);
+        if let Some(to) = to {
+            self.warps[w].slots[to][lane] = old;
+            self.warps[w].written[to] |= 1 << lane;
+        }
+        Ok(())
+    }
+
+    /// Begins a copy of `count` bytes of global memory to `bytes` of shared memory. What it reads and writes is under way
+    /// until it is waited for.
+    pub(super) fn copy(
+        &mut self,
+        w: usize,
+        lane: usize,
+        pc: usize,
+        (from, count): (Address, usize),
+        (to, bytes): (Address, usize),
+    ) -> Ran<()> {
+        let (target, written) = self.locate(w, lane, Space::Shared, to, bytes)?;
+        // Where nothing is read, nothing need be there.
+        let at = self.address(w, lane, from);
+        let mut data = vec![0; bytes];
+        let mut source = None;
+        if count > 0 {
+            if !at.is_multiple_of(bytes as u64) {
+                let problem = format!("{bytes} bytes at {}, expected a multiple", self.spelt(Space::Global, at));
+                return Err(Wrong { lane, fault: Fault::Misaligned, problem });
+            }
+            let Some((array, start)) = self.in_array(at, count) else {
+                let problem = format!("{count} bytes at {}", self.spelt(Space::Global, at));
+                return Err(Wrong { lane, fault: Fault::OutOfBounds, problem });
+            };
+            self.touch(w, lane, pc, Place::Global(array), |memory, by| {
+                memory.read(start, count, &Toucher { clock: UNDER_WAY, ..*by })
+            })?;
+            data[..count].copy_from_slice(&self.global[array].bytes[start..start + count]);
+            source = Some((array, start));
+        }
+        self.touch(w, lane, pc, target, |memory, by| {
+            memory.write(written, bytes, &Toucher { clock: UNDER_WAY, ..*by })
+        })?;
+        self.memory_mut(target).bytes[written..written + bytes].copy_from_slice(&data);
+        let (array, from) = source.unwrap_or((0, 0));
+        let copying = Copying { array, from, read: count, to: written, written: bytes };
+        self.threads[self.warps[w].first + lane].copies.push(copying);
+        Ok(())
+    }
+
+    /// The copies of each lane that are in no group are one.
+    pub(super) fn commit_copies(&mut self, w: usize, active: u32) {
+        for lane in lanes_of(active) {
+            let thread = &mut self.threads[self.warps[w].first + lane];
+            let copies = std::mem::take(&mut thread.copies);
+            thread.groups.push_back(copies);
+        }
+    }
+
+    /// All groups of copies of each lane but the last `left` are over.
+    pub(super) fn finish_copies(&mut self, w: usize, active: u32, pc: usize, left: usize) {
+        let Warp { first, cta, .. } = self.warps[w];
+        for lane in lanes_of(active) {
+            let (cluster, thread) = (self.cluster, first + lane);
+            let Thread { clock, known, groups, .. } = &mut self.threads[thread];
+            let by = Toucher { cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+            while groups.len() > left {
+                for Copying { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
+                    if read > 0 {
+                        self.global[array].copied_from(from, read, &by);
+                    }
+                    self.ctas[cta].shared.copied_to(to, written, &by);
+                }
+            }
+        }
+    }
+}
+
+/// The global array in whose range an address lies, and how far from its beginning.
+fn near_array(at: u64) -> (usize, i64) {
+    let array = (at >> ARRAY_RANGE) as usize;
+    (array.wrapping_sub(1), (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1)))
+}
+
+/// A little-endian number.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
+}

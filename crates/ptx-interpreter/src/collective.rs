@@ -1,0 +1,303 @@
+//! What threads do together: barriers, shuffles, votes.
+
+use std::rc::Rc;
+
+use super::Fault;
+use super::instruction::{Action, BarrierReduction, Instruction, Shuffle, Slot, Vote};
+use super::run::Machine;
+use super::state::{Barrier, Cta, Known, LANES, Meeting, Ran, Warp, Wrong, lanes_of, lanes_where};
+
+/// Barriers of a CTA.
+const BARRIERS: u64 = 16;
+
+impl Machine<'_> {
+    /// An instruction that the lanes of a warp take together.
+    pub(super) fn collective(&mut self, w: usize, group: u32, active: u32, pc: usize, action: &Action) -> Ran<()> {
+        if let Some((lane, absent)) = self.missing(w, group, pc) {
+            return Err(self.apart(w, lane, absent, group));
+        }
+        match action {
+            Action::Barrier { id, threads, waits, reduces, .. } => {
+                let slots = &self.warps[w].slots;
+                let lane = active.trailing_zeros() as usize;
+                let id = slots[*id][lane];
+                let count = threads.map(|threads| slots[threads][lane]);
+                let held = reduces.as_ref().map(|reduces| {
+                    let holds = |&lane: &usize| (slots[reduces.of][lane] == 1) != reduces.negated;
+                    lanes_of(active).filter(holds).count() as u64
+                });
+                if id >= BARRIERS || count.is_some_and(|count| count == 0 || !count.is_multiple_of(LANES as u64)) {
+                    let problem = format!("barrier {id} for {count:?} threads, expected 0 to 15 and a multiple of 32");
+                    return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                }
+                let Warp { first, cta, .. } = self.warps[w];
+                let barrier = self.ctas[cta].barriers.entry(id).or_default();
+                if barrier.arrived > 0 && barrier.expected != count {
+                    let problem = format!("barrier {id} for {count:?} threads and {:?}", barrier.expected);
+                    return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                }
+                barrier.expected = count;
+                barrier.held += held.unwrap_or(0);
+                for lane in lanes_of(active) {
+                    let thread = &mut self.threads[first + lane];
+                    barrier.arrived += 1;
+                    barrier.meeting.add(&thread.known, first + lane, thread.clock);
+                    barrier.meeting.phases = barrier.meeting.phases.max(thread.phases);
+                    thread.clock += 1;
+                    if *waits {
+                        barrier.waiting.push(first + lane);
+                        barrier
+                            .reduces
+                            .extend(reduces.as_ref().map(|reduces| (first + lane, reduces.to, reduces.mode)));
+                    }
+                }
+                if *waits {
+                    self.warps[w].waiting |= active;
+                }
+                self.finish_barrier(cta, id);
+            }
+            Action::ClusterArrive { release, .. } => {
+                for lane in lanes_of(active) {
+                    self.arrive(w, lane, *release)?;
+                }
+                self.finish_phase();
+            }
+            Action::ClusterWait { .. } => {
+                for lane in lanes_of(active) {
+                    self.wait(w, lane)?;
+                }
+            }
+            Action::WarpBarrier { members }
+            | Action::Shuffle { members, .. }
+            | Action::Vote { members, .. }
+            | Action::Reduce { members, .. }
+            | Action::Elect { members, .. } => {
+                let named = self.warps[w].slots[*members];
+                let mut rest = active;
+                while rest != 0 {
+                    let members = named[rest.trailing_zeros() as usize];
+                    let these = lanes_where(rest, |lane| named[lane] == members);
+                    rest &= !these;
+                    self.of_members(w, these, action)?;
+                }
+            }
+            _ => unreachable!("a collective instruction"),
+        }
+        Ok(())
+    }
+
+    /// What the lanes `active` of a warp do who name each other.
+    fn of_members(&mut self, w: usize, active: u32, action: &Action) -> Ran<()> {
+        match action {
+            Action::WarpBarrier { .. } => {
+                let first = self.warps[w].first;
+                let mut meeting = Meeting::default();
+                for lane in lanes_of(active) {
+                    let thread = &self.threads[first + lane];
+                    meeting.add(&thread.known, first + lane, thread.clock);
+                    meeting.phases = meeting.phases.max(thread.phases);
+                }
+                let known: Known = meeting.clocks.into();
+                for lane in lanes_of(active) {
+                    let thread = &mut self.threads[first + lane];
+                    thread.known = known.clone();
+                    thread.phases = meeting.phases;
+                    thread.clock += 1;
+                }
+            }
+            Action::Shuffle { mode, to, valid, of, by, clamp, .. } => {
+                self.shuffle(w, active, *mode, (*to, *valid), (*of, *by, *clamp))?;
+            }
+            Action::Vote { mode, to, of, negated, .. } => {
+                let values = &self.warps[w].slots[*of];
+                let held = lanes_where(active, |lane| (values[lane] == 1) != *negated);
+                let result = match mode {
+                    Vote::All => u64::from(held == active),
+                    Vote::Any => u64::from(held != 0),
+                    Vote::Uniform => u64::from(held == active || held == 0),
+                    Vote::Ballot => held.into(),
+                };
+                self.set(w, active, *to, &[result; LANES]);
+            }
+            Action::Reduce { to, of, function, .. } => {
+                let values = &self.warps[w].slots[*of];
+                let all = lanes_of(active).map(|lane| values[lane]).reduce(|a, b| function(a, b, 0));
+                self.set(w, active, *to, &[all.unwrap_or(0); LANES]);
+            }
+            Action::Elect { to, elected, .. } => {
+                let leader = active.trailing_zeros() as usize;
+                let mut leads = [0; LANES];
+                leads[leader] = 1;
+                self.set(w, active, *elected, &leads);
+                if let Some(to) = to {
+                    self.set(w, active, *to, &[leader as u64; LANES]);
+                }
+            }
+            _ => unreachable!("an instruction with members"),
+        }
+        Ok(())
+    }
+
+    /// That `absent` does not take part in what `lane` does.
+    fn apart(&self, w: usize, lane: usize, absent: usize, group: u32) -> Wrong {
+        let warp = &self.warps[w];
+        let thread = warp.first + absent;
+        let thread = thread % (self.threads.len() / self.ctas.len());
+        let problem = if lane == absent {
+            "it is not among the members that it names".to_string()
+        } else if warp.alive >> absent & 1 == 0 {
+            format!("thread {thread} of the warp has exited")
+        } else if group >> absent & 1 == 1 {
+            format!("thread {thread} of the warp steps over it, or names other members")
+        } else {
+            let waits = warp.waiting >> absent & 1 == 1;
+            let at = warp.pcs[absent] - usize::from(waits);
+            let Instruction { line, name, .. } = &self.kernel.instructions[at];
+            format!("thread {thread} of the warp is at line {line} ({name})")
+        };
+        Wrong { lane, fault: Fault::Divergence, problem }
+    }
+
+    /// Lets who waits at a barrier go on, if all have arrived.
+    pub(super) fn finish_barrier(&mut self, cta: usize, id: u64) {
+        let Cta { barriers, alive, .. } = &mut self.ctas[cta];
+        let complete = |barrier: &Barrier| barrier.arrived >= barrier.expected.unwrap_or(*alive);
+        if !barriers.get(&id).is_some_and(complete) {
+            return;
+        }
+        let barrier = barriers.remove(&id).expect("it was there");
+        let known: Known = barrier.meeting.clocks.into();
+        for &thread in &barrier.waiting {
+            let state = &mut self.threads[thread];
+            state.known = known.clone();
+            state.phases = barrier.meeting.phases;
+            self.wake(thread);
+        }
+        for (thread, to, mode) in barrier.reduces {
+            let value = match mode {
+                BarrierReduction::Count => barrier.held,
+                BarrierReduction::All => u64::from(barrier.held == barrier.arrived),
+                BarrierReduction::Any => u64::from(barrier.held > 0),
+            };
+            let (w, lane) = self.lane_of(thread);
+            self.set(w, 1 << lane, to, &[value; LANES]);
+        }
+    }
+
+    /// Warp and lane of a thread of the cluster.
+    pub(super) fn lane_of(&self, thread: usize) -> (usize, usize) {
+        let w = self.warps.partition_point(|warp| warp.first <= thread) - 1;
+        (w, thread - self.warps[w].first)
+    }
+
+    fn wake(&mut self, thread: usize) {
+        let (w, lane) = self.lane_of(thread);
+        self.warps[w].waiting &= !(1 << lane);
+    }
+
+    /// On the cluster's barrier.
+    fn arrive(&mut self, w: usize, lane: usize, release: bool) -> Ran<()> {
+        let index = self.warps[w].first + lane;
+        let thread = &mut self.threads[index];
+        if thread.arrivals != thread.waits {
+            let problem = "it arrives again, and did not wait for the phase on which it arrived".to_string();
+            return Err(Wrong { lane, fault: Fault::Undefined, problem });
+        }
+        thread.arrivals += 1;
+        self.barrier.arrived += 1;
+        if release {
+            self.barrier.meeting.add(&thread.known, index, thread.clock);
+            thread.clock += 1;
+        } else if let Some((known, clock)) = &thread.fenced {
+            self.barrier.meeting.add(known, index, *clock);
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, w: usize, lane: usize) -> Ran<()> {
+        let index = self.warps[w].first + lane;
+        let thread = &self.threads[index];
+        if thread.arrivals == thread.waits {
+            let problem = "it waits for a phase on which it did not arrive: that never ends".to_string();
+            return Err(Wrong { lane, fault: Fault::Deadlock, problem });
+        }
+        if self.barrier.phases >= thread.arrivals {
+            self.acquire(index);
+        } else {
+            self.barrier.waiting.push(index);
+            self.warps[w].waiting |= 1 << lane;
+        }
+        Ok(())
+    }
+
+    /// What the last phase of the cluster's barrier passed on is known to the thread.
+    fn acquire(&mut self, index: usize) {
+        let thread = &mut self.threads[index];
+        let barrier = &mut self.barrier;
+        thread.waits += 1;
+        thread.phases = thread.phases.max(barrier.phases);
+        let Some(passed) = &barrier.passed else { return };
+        if let Some([_, joined]) = barrier.joined.iter().find(|[known, _]| Rc::ptr_eq(known, &thread.known)) {
+            thread.known = joined.clone();
+            return;
+        }
+        let mut meeting = Meeting::default();
+        meeting.join(&thread.known);
+        meeting.join(passed);
+        let joined: Known = meeting.clocks.into();
+        barrier.joined.push([thread.known.clone(), joined.clone()]);
+        thread.known = joined;
+    }
+
+    /// Ends the phase of the cluster's barrier, if all have arrived who did not exit.
+    pub(super) fn finish_phase(&mut self) {
+        if self.barrier.arrived == 0 || self.barrier.arrived < self.alive {
+            return;
+        }
+        let barrier = &mut self.barrier;
+        barrier.phases += 1;
+        barrier.arrived = 0;
+        let clocks = std::mem::take(&mut barrier.meeting).clocks;
+        barrier.passed = (!clocks.is_empty()).then(|| clocks.into());
+        barrier.joined.clear();
+        for thread in std::mem::take(&mut barrier.waiting) {
+            self.acquire(thread);
+            self.wake(thread);
+        }
+    }
+
+    fn shuffle(
+        &mut self,
+        w: usize,
+        active: u32,
+        mode: Shuffle,
+        (to, valid): (Slot, Option<Slot>),
+        (of, by, clamp): (Slot, Slot, Slot),
+    ) -> Ran<()> {
+        let [of, by, clamp] = [of, by, clamp].map(|slot| self.warps[w].slots[slot]);
+        let (mut values, mut valids) = ([0; LANES], [0; LANES]);
+        for lane in lanes_of(active) {
+            let (offset, segment) = (by[lane] as usize & 31, clamp[lane] as usize >> 8 & 31);
+            let clamp = clamp[lane] as usize & 31;
+            let most = lane & segment | clamp & !segment & 31;
+            let least = lane & segment;
+            let (source, is_valid) = match mode {
+                Shuffle::Up => (lane.wrapping_sub(offset), lane as isize - offset as isize >= most as isize),
+                Shuffle::Down => (lane + offset, lane + offset <= most),
+                Shuffle::Butterfly => (lane ^ offset, lane ^ offset <= most),
+                Shuffle::Index => (least | offset & !segment & 31, (least | offset & !segment & 31) <= most),
+            };
+            let source = if is_valid { source } else { lane };
+            if active >> source & 1 == 0 {
+                let problem = format!("the value of lane {source}, which takes no part");
+                return Err(Wrong { lane, fault: Fault::Undefined, problem });
+            }
+            (values[lane], valids[lane]) = (of[source], u64::from(is_valid));
+        }
+        self.set(w, active, to, &values);
+        if let Some(valid) = valid {
+            self.set(w, active, valid, &valids);
+        }
+        Ok(())
+    }
+}

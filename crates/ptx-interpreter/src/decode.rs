@@ -1,0 +1,431 @@
+//! Statements into instructions that name places: registers, constants and special registers alike are [`Slot`]s.
+
+use std::collections::HashMap;
+
+use super::InterpretError;
+use super::arithmetic::wrapped;
+use super::instruction::{Action, Address, Fill, Instruction, Kernel, Limits, Slot, Space, Special};
+use super::parse::{Entry, Instruction as Written, Limit, Number, Operand, Statement, Text, Variable};
+use super::types::{Float, PREDICATE, Type};
+
+/// Unused bytes before each array of shared memory: what runs over an array's end meets them.
+const GAP: u32 = 1024;
+/// Bytes of shared memory, gaps included, that addresses of a cluster's peers leave room for.
+pub(super) const MOST_SHARED: u32 = 1 << 24;
+
+/// What a name stands for.
+#[derive(Clone, Copy)]
+pub(super) enum Named {
+    Register(Slot, Type),
+    Shared(u32),
+}
+
+/// Of an entry.
+pub(super) struct Decoder {
+    scopes: Vec<HashMap<String, Named>>,
+    pub(super) slots: Vec<Fill>,
+    /// Where what is no register lies.
+    filled: HashMap<Fill, Slot>,
+    pub(super) parameters: HashMap<String, usize>,
+    pub(super) labels: HashMap<String, usize>,
+    arrays: Vec<(u32, u32)>,
+    end: u32,
+    dynamic: Option<u32>,
+}
+
+/// The entries of a module.
+pub(super) fn decode(text: &Text) -> Result<Vec<Kernel>, InterpretError> {
+    text.entries.iter().map(|entry| kernel(entry, &text.shared)).collect()
+}
+
+fn text_error<T>(line: usize, problem: String) -> Result<T, InterpretError> {
+    Err(InterpretError::Text { line, problem })
+}
+
+fn limits(written: &[Limit]) -> Result<Limits, InterpretError> {
+    let mut limits = Limits::default();
+    for limit in written {
+        let axes = match *limit.numbers.as_slice() {
+            [x] => Some([x, 1, 1]),
+            [x, y] => Some([x, y, 1]),
+            [x, y, z] => Some([x, y, z]),
+            _ => None,
+        };
+        match (limit.name.as_str(), axes) {
+            ("reqnctapercluster", Some(axes)) => limits.cluster = Some(axes),
+            ("reqntid", Some(axes)) => limits.block = Some(axes),
+            ("maxntid", Some([x, y, z])) => {
+                limits.most_threads = Some(x.checked_mul(y).and_then(|xy| xy.checked_mul(z)).unwrap_or(u32::MAX));
+            }
+            ("minnctapersm" | "maxnreg" | "maxclusterrank", Some([_, 1, 1])) | ("pragma" | "explicitcluster", None) => {
+            }
+            (name, _) => {
+                return text_error(limit.line, format!("directive .{name} with these numbers is not supported"));
+            }
+        }
+    }
+    Ok(limits)
+}
+
+fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Kernel, InterpretError> {
+    let mut decoder = Decoder {
+        scopes: vec![HashMap::new()],
+        slots: Vec::new(),
+        filled: HashMap::new(),
+        parameters: HashMap::new(),
+        labels: HashMap::new(),
+        arrays: Vec::new(),
+        end: 0,
+        dynamic: None,
+    };
+    for (i, (name, ty)) in entry.parameters.iter().enumerate() {
+        if !matches!(Type::from_name(ty), Some(Type::Bits(64) | Type::Unsigned(64) | Type::Signed(64))) {
+            return text_error(entry.line, format!("parameter {name} is .{ty}, expected a pointer of .u64"));
+        }
+        if decoder.parameters.insert(name.clone(), i).is_some() {
+            return text_error(entry.line, format!("{name} is declared twice"));
+        }
+    }
+    let in_body = entry.body.iter().filter_map(|statement| match statement {
+        Statement::Shared(variable) => Some(variable),
+        _ => None,
+    });
+    let (dynamic, fixed): (Vec<_>, Vec<_>) = of_module.iter().chain(in_body).partition(|v| v.elements.is_none());
+    // All of one name, and the last in memory.
+    for variable in fixed.into_iter().chain(dynamic) {
+        decoder.place(variable)?;
+    }
+    let mut at = 0;
+    for statement in &entry.body {
+        match statement {
+            Statement::Instruction(_) => at += 1,
+            Statement::Label { line, name } if decoder.labels.insert(name.clone(), at).is_some() => {
+                return text_error(*line, format!("label {name} is declared twice"));
+            }
+            _ => {}
+        }
+    }
+    let mut instructions = Vec::new();
+    for statement in &entry.body {
+        match statement {
+            Statement::Open => decoder.scopes.push(HashMap::new()),
+            Statement::Close => {
+                decoder.scopes.pop();
+            }
+            Statement::Registers { line, ty, names } => decoder.declare(*line, ty, names)?,
+            Statement::Instruction(written) => instructions.push(decoder.instruction(written)?),
+            Statement::Label { .. } | Statement::Shared(_) => {}
+        }
+    }
+    // What runs off the end returns.
+    if decoder.labels.values().any(|&label| label == instructions.len())
+        || !matches!(instructions.last(), Some(Instruction { action: Action::Exit, guard: None, .. }))
+    {
+        let name = "ret".to_string();
+        instructions.push(Instruction {
+            line: entry.line,
+            name,
+            guard: None,
+            sources: Vec::new(),
+            action: Action::Exit,
+        });
+    }
+    Ok(Kernel {
+        name: entry.name.clone(),
+        parameters: entry.parameters.iter().map(|(name, _)| name.clone()).collect(),
+        limits: limits(&entry.limits)?,
+        slots: decoder.slots,
+        instructions,
+        arrays: decoder.arrays,
+        dynamic: decoder.dynamic,
+    })
+}
+
+/// An instruction while it is taken apart: what is left of its modifiers, and its operands.
+pub(super) struct Form<'a> {
+    pub(super) written: &'a Written,
+    pub(super) modifiers: Vec<&'a str>,
+}
+
+pub(super) type Decoded<T> = Result<T, InterpretError>;
+
+impl<'a> Form<'a> {
+    pub(super) fn error<T>(&self, problem: String) -> Decoded<T> {
+        Err(InterpretError::Instruction { line: self.written.line, name: self.written.name.clone(), problem })
+    }
+
+    /// Whether the modifier is there; it is taken away.
+    pub(super) fn flag(&mut self, modifier: &str) -> bool {
+        let found = self.modifiers.iter().position(|&word| word == modifier);
+        found.map(|at| self.modifiers.remove(at)).is_some()
+    }
+
+    /// The one of these modifiers that is there; it is taken away.
+    pub(super) fn one_of<T: Copy>(&mut self, choices: &[(&str, T)]) -> Option<T> {
+        choices.iter().find(|(word, _)| self.flag(word)).map(|&(_, choice)| choice)
+    }
+
+    pub(super) fn needs<T: Copy>(&mut self, choices: &[(&str, T)]) -> Decoded<T> {
+        if let Some(choice) = self.one_of(choices) {
+            return Ok(choice);
+        }
+        let words: Vec<String> = choices.iter().map(|(word, _)| format!(".{word}")).collect();
+        self.error(format!("expected one of {}", words.join(", ")))
+    }
+
+    /// The type, which comes last.
+    pub(super) fn ty(&mut self) -> Decoded<Type> {
+        match self.modifiers.last().and_then(|word| Type::from_name(word)) {
+            Some(ty) => {
+                self.modifiers.pop();
+                Ok(ty)
+            }
+            None => self.error("expected a type as the last modifier".into()),
+        }
+    }
+
+    /// The type, which must be one that the instruction has.
+    pub(super) fn ty_of(&mut self, has: impl Fn(Type) -> bool) -> Decoded<Type> {
+        let ty = self.ty()?;
+        if has(ty) { Ok(ty) } else { self.error(format!("type {ty} is not supported")) }
+    }
+
+    /// Nothing is left of the modifiers.
+    pub(super) fn done(&self) -> Decoded<()> {
+        match self.modifiers.first() {
+            Some(modifier) => self.error(format!("modifier .{modifier} is not supported here")),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn operands<const N: usize>(&self) -> Decoded<&'a [Operand; N]> {
+        match self.written.operands.as_slice().try_into() {
+            Ok(operands) => Ok(operands),
+            Err(_) => self.error(format!("{} operands, expected {N}", self.written.operands.len())),
+        }
+    }
+
+    /// Between `least` and `most` operands.
+    pub(super) fn some_operands(&self, least: usize, most: usize) -> Decoded<&'a [Operand]> {
+        let operands = self.written.operands.as_slice();
+        if (least..=most).contains(&operands.len()) {
+            return Ok(operands);
+        }
+        let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
+        self.error(format!("{} operands, expected {expected}", operands.len()))
+    }
+}
+
+impl Decoder {
+    /// Room for an array of shared memory.
+    fn place(&mut self, variable: &Variable) -> Result<(), InterpretError> {
+        let Variable { line, name, align, ty, elements } = variable;
+        let Some(size) = Type::from_name(ty).filter(|ty| *ty != Type::Pred).map(|ty| ty.bits() / 8) else {
+            return text_error(*line, format!("an array of .{ty} is not supported"));
+        };
+        let align = align.unwrap_or(size);
+        if !align.is_power_of_two() || align > GAP / 2 {
+            return text_error(*line, format!("an alignment of {align}, expected a power of two up to {}", GAP / 2));
+        }
+        // Not better aligned than it says.
+        let start = (self.end + GAP).next_multiple_of(2 * align) + align;
+        let Some(elements) = elements else {
+            // All without an extent lie at one place.
+            let start = *self.dynamic.get_or_insert(start);
+            if !start.is_multiple_of(align) {
+                let problem = format!("{name} is aligned to {align}, another array without an extent to less");
+                return text_error(*line, problem);
+            }
+            return self.name(*line, name, Named::Shared(start));
+        };
+        let end = elements.checked_mul(size).and_then(|bytes| start.checked_add(bytes));
+        let Some(end) = end.filter(|&end| end < MOST_SHARED) else {
+            return text_error(*line, format!("{name} does not fit into shared memory"));
+        };
+        self.end = end;
+        self.arrays.push((start, end));
+        self.name(*line, name, Named::Shared(start))
+    }
+
+    fn name(&mut self, line: usize, name: &str, named: Named) -> Result<(), InterpretError> {
+        match self.scopes.last_mut().expect("a scope is open").insert(name.to_string(), named) {
+            Some(_) => text_error(line, format!("{name} is declared twice")),
+            None => Ok(()),
+        }
+    }
+
+    fn declare(&mut self, line: usize, ty: &str, names: &[(String, Option<u32>)]) -> Result<(), InterpretError> {
+        let Some(ty) = Type::from_name(ty).filter(|ty| ty.bits() != 8) else {
+            return text_error(line, format!("registers of .{ty} are not supported"));
+        };
+        for (name, times) in names {
+            let all = match times {
+                None => vec![name.clone()],
+                Some(times) => (0..*times).map(|i| format!("{name}{i}")).collect(),
+            };
+            for name in all {
+                let slot = self.slots.len();
+                self.slots.push(Fill::Unwritten);
+                self.name(line, &name, Named::Register(slot, ty))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn fill(&mut self, fill: Fill) -> Slot {
+        *self.filled.entry(fill).or_insert_with(|| {
+            self.slots.push(fill);
+            self.slots.len() - 1
+        })
+    }
+
+    pub(super) fn named(&self, name: &str) -> Option<Named> {
+        self.scopes.iter().rev().find_map(|scope| scope.get(name)).copied()
+    }
+
+    fn register(&self, form: &Form, name: &str) -> Decoded<(Slot, Type)> {
+        match self.named(name) {
+            Some(Named::Register(slot, ty)) => Ok((slot, ty)),
+            Some(Named::Shared(_)) => form.error(format!("{name} is an array, expected a register")),
+            None => form.error(format!("{name} is not declared")),
+        }
+    }
+
+    /// A register that takes a `ty`.
+    pub(super) fn target(&self, form: &Form, operand: &Operand, ty: Type) -> Decoded<Slot> {
+        let Operand::Name(name) = operand else { return form.error(format!("expected a register of {ty}")) };
+        let (slot, of) = self.register(form, name)?;
+        if of.serves(ty) { Ok(slot) } else { form.error(format!("{name} is {of}, expected {ty}")) }
+    }
+
+    /// As [`target`](Self::target), or wider, with its width.
+    pub(super) fn loose_target(&self, form: &Form, operand: &Operand, ty: Type) -> Decoded<(Slot, u32)> {
+        let Operand::Name(name) = operand else { return form.error(format!("expected a register of {ty}")) };
+        let (slot, of) = self.register(form, name)?;
+        if of.serves_loosely(ty) { Ok((slot, of.bits())) } else { form.error(format!("{name} is {of}, expected {ty}")) }
+    }
+
+    pub(super) fn source(&mut self, form: &Form, operand: &Operand, ty: Type) -> Decoded<Slot> {
+        self.any_source(form, operand, ty, Type::serves)
+    }
+
+    pub(super) fn any_source(
+        &mut self,
+        form: &Form,
+        operand: &Operand,
+        ty: Type,
+        serves: fn(Type, Type) -> bool,
+    ) -> Decoded<Slot> {
+        match operand {
+            Operand::Number(number) => {
+                let bits = constant(form, *number, ty)?;
+                Ok(self.fill(Fill::Value(bits)))
+            }
+            Operand::Name(name) => {
+                if let Some((special, bits)) = special(name) {
+                    if !Type::Bits(bits).serves(ty) {
+                        return form.error(format!("{name} has {bits} bits, expected {ty}"));
+                    }
+                    return Ok(self.fill(special));
+                }
+                match self.named(name) {
+                    Some(Named::Register(slot, of)) if serves(of, ty) => Ok(slot),
+                    Some(Named::Register(_, of)) => form.error(format!("{name} is {of}, expected {ty}")),
+                    Some(Named::Shared(address)) if [32, 64].contains(&ty.bits()) && !ty.is_float() => {
+                        Ok(self.fill(Fill::Value(address.into())))
+                    }
+                    Some(Named::Shared(_)) => form.error(format!("{name} is an address, expected {ty}")),
+                    None => form.error(format!("{name} is not declared")),
+                }
+            }
+            _ => form.error(format!("expected a register or a number of {ty}")),
+        }
+    }
+
+    /// A predicate, and whether it is negated.
+    pub(super) fn predicate(&mut self, form: &Form, operand: &Operand) -> Decoded<(Slot, bool)> {
+        match operand {
+            Operand::Not(name) => Ok((self.source(form, &Operand::Name(name.clone()), PREDICATE)?, true)),
+            other => Ok((self.source(form, other, PREDICATE)?, false)),
+        }
+    }
+
+    /// Where `d` or `d|p` goes; either may be `_`.
+    pub(super) fn pair(&self, form: &Form, operand: &Operand, first: Type, second: Type) -> Decoded<[Option<Slot>; 2]> {
+        let of = |name: &String, ty| match name.as_str() {
+            "_" => Ok(None),
+            _ => self.target(form, &Operand::Name(name.clone()), ty).map(Some),
+        };
+        match operand {
+            Operand::Pair(a, b) => Ok([of(a, first)?, of(b, second)?]),
+            Operand::Name(a) => Ok([of(a, first)?, None]),
+            _ => form.error(format!("expected registers of {first} and {second}")),
+        }
+    }
+
+    pub(super) fn address(&mut self, form: &Form, operand: &Operand, space: Space) -> Decoded<Address> {
+        let Operand::Address(base, offset) = operand else { return form.error("expected an address in [ ]".into()) };
+        let base = match (&**base, space) {
+            (Operand::Name(name), _) => match self.named(name) {
+                Some(Named::Register(slot, Type::Bits(64) | Type::Unsigned(64) | Type::Signed(64))) => slot,
+                Some(Named::Register(slot, Type::Bits(32) | Type::Unsigned(32) | Type::Signed(32)))
+                    if space != Space::Global =>
+                {
+                    slot
+                }
+                Some(Named::Shared(address)) if space != Space::Global => self.fill(Fill::Value(address.into())),
+                Some(Named::Register(_, ty)) => return form.error(format!("{name} is {ty}, expected an address")),
+                _ => return form.error(format!("{name} is no address of this space")),
+            },
+            _ => return form.error("an address that is a number is not supported".into()),
+        };
+        Ok(Address { base, offset: *offset })
+    }
+}
+
+/// The bits of a number as a `ty`.
+pub(super) fn constant(form: &Form, number: Number, ty: Type) -> Decoded<u64> {
+    let bits = ty.bits();
+    match (number, ty) {
+        (Number::Whole(x), Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_))
+            if -(1_i128 << (bits - 1)) <= x && x < 1_i128 << bits =>
+        {
+            Ok(wrapped(x, bits))
+        }
+        (Number::Single(x), Type::Float(Float::F32) | Type::Bits(32)) => Ok(x.into()),
+        (Number::Decimal(x), Type::Float(Float::F32)) => Ok((x as f32).to_bits().into()),
+        (Number::Whole(x @ (0 | 1)), Type::Pred) => Ok(wrapped(x, 1)),
+        _ => form.error(format!("{number:?} is not a number of {ty}")),
+    }
+}
+
+/// What a special register holds, and its width.
+fn special(name: &str) -> Option<(Fill, u32)> {
+    let (register, axis) = match name.rsplit_once('.') {
+        Some((register, axis)) => (register, ["x", "y", "z"].iter().position(|&word| word == axis)?),
+        None => (name, 3),
+    };
+    let special = match (register, axis) {
+        ("WARP_SZ", 3) => return Some((Fill::Value(32), 32)),
+        ("%tid", 0..3) => Special::Tid(axis),
+        ("%ntid", 0..3) => Special::Ntid(axis),
+        ("%ctaid", 0..3) => Special::Ctaid(axis),
+        ("%nctaid", 0..3) => Special::Nctaid(axis),
+        ("%cluster_ctaid", 0..3) => Special::ClusterCtaid(axis),
+        ("%cluster_nctaid", 0..3) => Special::ClusterNctaid(axis),
+        ("%clusterid", 0..3) => Special::ClusterId(axis),
+        ("%nclusterid", 0..3) => Special::Nclusterid(axis),
+        ("%cluster_ctarank", 3) => Special::ClusterCtarank,
+        ("%cluster_nctarank", 3) => Special::ClusterNctarank,
+        ("%laneid", 3) => Special::Laneid,
+        ("%warpid", 3) => Special::Warpid,
+        ("%nwarpid", 3) => Special::Nwarpid,
+        ("%lanemask_lt", 3) => Special::LanesBelow,
+        ("%lanemask_le", 3) => Special::LanesUpTo,
+        ("%lanemask_ge", 3) => Special::LanesFrom,
+        ("%lanemask_gt", 3) => Special::LanesAbove,
+        ("%lanemask_eq", 3) => Special::LaneBit,
+        _ => return None,
+    };
+    Some((Fill::Special(special), 32))
+}

@@ -1,0 +1,816 @@
+//! Each instruction's modifiers and operands.
+
+use super::arithmetic::{
+    self, Approximate, Comparison, Function, Rounded, Rounding, approximate, compares, conversion, mask, of_elements,
+    round_once, whole, wrapped,
+};
+use super::decode::{Decoded, Decoder, Form, Named, constant};
+use super::instruction::{Action, Atomic, BarrierReduction, Fill, Instruction, Reduces, Shuffle, Space, Vote};
+use super::parse::{Instruction as Written, Number, Operand};
+use super::types::{Float, PREDICATE, Type};
+
+const ROUNDINGS: [(&str, Rounding); 4] =
+    [("rn", Rounding::Nearest), ("rz", Rounding::Zero), ("rm", Rounding::Down), ("rp", Rounding::Up)];
+const INTEGRAL: [(&str, Rounding); 4] =
+    [("rni", Rounding::Nearest), ("rzi", Rounding::Zero), ("rmi", Rounding::Down), ("rpi", Rounding::Up)];
+const SCOPES: [(&str, bool); 4] = [("cta", false), ("cluster", true), ("gpu", true), ("sys", true)];
+
+/// Hints that change no result.
+const HINTS: [&str; 19] = [
+    "weak",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "L2::evict_normal",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+];
+
+const U32: Type = Type::Unsigned(32);
+const B32: Type = Type::Bits(32);
+
+fn is_whole(ty: Type) -> bool {
+    ty.is_integer() && ty.bits() > 8
+}
+
+fn is_bits(ty: Type) -> bool {
+    matches!(ty, Type::Bits(16 | 32 | 64))
+}
+
+fn is_word(ty: Type) -> bool {
+    ty.is_integer() && ty.bits() >= 32
+}
+
+impl Decoder {
+    pub(super) fn instruction(&mut self, written: &Written) -> Decoded<Instruction> {
+        let mut words = written.name.split('.');
+        let opcode = words.next().unwrap_or_default();
+        let mut form = Form { written, modifiers: words.collect() };
+        let guard = match &written.guard {
+            None => None,
+            Some((negated, name)) => Some((self.source(&form, &Operand::Name(name.clone()), PREDICATE)?, *negated)),
+        };
+        let action = self.action(opcode, &mut form)?;
+        form.done()?;
+        let mut sources = action.sources();
+        sources.retain(|&slot| self.slots[slot] == Fill::Unwritten);
+        Ok(Instruction { line: written.line, name: written.name.clone(), guard, sources, action })
+    }
+
+    fn action(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+        match opcode {
+            "add" | "sub" | "mul" | "mad" | "fma" | "div" | "rem" | "min" | "max" | "neg" | "abs" | "copysign" => {
+                let ty = form.ty()?;
+                if ty.is_float() { self.float(opcode, ty, form) } else { self.integer(opcode, ty, form) }
+            }
+            "ex2" | "lg2" | "rcp" | "sqrt" | "rsqrt" | "tanh" => self.function(opcode, form),
+            "and" | "or" | "xor" | "not" | "shl" | "shr" | "shf" | "bfe" | "bfi" | "prmt" | "lop3" | "popc" | "clz"
+            | "brev" => self.bitwise(opcode, form),
+            "mov" => self.mov(form),
+            "cvt" => self.cvt(form),
+            "cvta" => self.cvta(form),
+            "mapa" => {
+                if !form.flag("shared::cluster") {
+                    return form.error("expected .shared::cluster".into());
+                }
+                let ty = form.ty_of(|ty| ty == U32)?;
+                let [to, address, rank] = form.operands()?;
+                let (to, address) = (self.target(form, to, ty)?, self.source(form, address, ty)?);
+                Ok(Action::Map { to, address, rank: self.source(form, rank, U32)? })
+            }
+            "setp" => self.setp(form),
+            "testp" => self.testp(form),
+            "selp" => {
+                let ty = form.ty_of(|ty| is_bits(ty) || is_whole(ty) || matches!(ty, Type::Float(Float::F32)))?;
+                let [to, a, b, p] = form.operands()?;
+                let of = [self.source(form, a, ty)?, self.source(form, b, ty)?, self.source(form, p, PREDICATE)?];
+                let function = Box::new(|a, b, p| if p == 1 { a } else { b });
+                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function })
+            }
+            "ld" => self.load(form),
+            "st" => self.store(form),
+            "atom" | "red" => self.atomic(opcode, form),
+            "cp" => self.copy(form),
+            "prefetch" => {
+                let space = form.needs(&[("global", Space::Global)])?;
+                form.needs(&[("L1", ()), ("L2", ())])?;
+                let [at] = form.operands()?;
+                self.address(form, at, space)?;
+                Ok(Action::Nothing)
+            }
+            // A policy changes no result, whatever it is.
+            "createpolicy" => {
+                form.needs(&[("fractional", ())])?;
+                strip_hints(form);
+                let ty = form.ty_of(|ty| ty == Type::Bits(64))?;
+                let to = self.target(form, &form.some_operands(1, 2)?[0], ty)?;
+                let of = [self.fill(Fill::Value(0)); 3];
+                Ok(Action::Compute { to, of, function: Box::new(|x, _, _| x) })
+            }
+            "bra" => {
+                let uniform = form.flag("uni");
+                match form.operands()? {
+                    [Operand::Name(label)] => match self.labels.get(label) {
+                        Some(&to) => Ok(Action::Branch { to, uniform }),
+                        None => form.error(format!("there is no label {label}")),
+                    },
+                    _ => form.error("expected a label".into()),
+                }
+            }
+            "exit" | "ret" => {
+                form.flag("uni");
+                form.operands::<0>()?;
+                Ok(Action::Exit)
+            }
+            "bar" | "barrier" => self.barrier(opcode, form),
+            "fence" | "membar" => fence(opcode, form),
+            "shfl" => self.shuffle(form),
+            "vote" => self.vote(form),
+            "redux" => self.redux(form),
+            "elect" => {
+                form.needs(&[("sync", ())])?;
+                let [to, members] = form.operands()?;
+                match self.pair(form, to, B32, PREDICATE)? {
+                    [to, Some(elected)] => Ok(Action::Elect { to, elected, members: self.source(form, members, B32)? }),
+                    [_, None] => form.error("expected a predicate after |".into()),
+                }
+            }
+            "activemask" => {
+                let ty = form.ty_of(|ty| ty == B32)?;
+                let [to] = form.operands()?;
+                Ok(Action::ActiveMask { to: self.target(form, to, ty)? })
+            }
+            _ => form.error("the instruction is not known".into()),
+        }
+    }
+
+    /// `to` and up to three sources of one type.
+    fn compute<const N: usize>(&mut self, form: &Form, ty: Type, function: Function) -> Decoded<Action> {
+        let operands = form.some_operands(N, N)?;
+        let to = self.target(form, &operands[0], ty)?;
+        let mut of = [self.fill(Fill::Value(0)); 3];
+        for (of, operand) in of.iter_mut().zip(&operands[1..]) {
+            *of = self.source(form, operand, ty)?;
+        }
+        Ok(Action::Compute { to, of, function })
+    }
+
+    fn float(&mut self, opcode: &str, ty: Type, form: &mut Form) -> Decoded<Action> {
+        let ftz = form.flag("ftz");
+        let of_bf16 = matches!(ty, Type::Float(Float::Bf16) | Type::Two(Float::Bf16));
+        if ftz && of_bf16 {
+            return form.error("modifier .ftz is not supported here".into());
+        }
+        match opcode {
+            "add" | "sub" | "mul" | "fma" => {
+                let nearest = form.flag("rn");
+                let saturate = ty == Type::Float(Float::F32) && form.flag("sat");
+                let operation = match opcode {
+                    "add" => Rounded::Add,
+                    "sub" => Rounded::Sub,
+                    "mul" => Rounded::Mul,
+                    _ if nearest => Rounded::Fma,
+                    _ => return form.error("expected .rn".into()),
+                };
+                let function = of_elements(ty, move |float, a, b, c| {
+                    let result = round_once(float, operation, ftz, a, b, c);
+                    if saturate { arithmetic::saturated(float, result) } else { result }
+                });
+                if opcode == "fma" {
+                    self.compute::<4>(form, ty, function)
+                } else {
+                    self.compute::<3>(form, ty, function)
+                }
+            }
+            "min" | "max" if ty != Type::Two(Float::F32) => {
+                let nan = form.flag("NaN");
+                let extreme = if opcode == "min" { arithmetic::smaller } else { arithmetic::larger };
+                self.compute::<3>(form, ty, of_elements(ty, move |float, a, b, _| extreme(float, ftz, nan, a, b)))
+            }
+            "neg" | "abs" if ty != Type::Two(Float::F32) => {
+                let absolute = opcode == "abs";
+                let function = move |float, x, _, _| arithmetic::signs(float, ftz, absolute, x);
+                self.compute::<2>(form, ty, of_elements(ty, function))
+            }
+            "copysign" if ty == Type::Float(Float::F32) && !ftz => {
+                let sign = 1 << 31;
+                self.compute::<3>(form, ty, Box::new(move |a, b, _| a & sign | b & !sign))
+            }
+            "div" if ty == Type::Float(Float::F32) => {
+                let function = form.one_of(&[("approx", Approximate::Div), ("full", Approximate::DivFull)]);
+                let [to, a, b] = form.operands()?;
+                let (to, of) = (self.target(form, to, ty)?, [self.source(form, a, ty)?, self.source(form, b, ty)?]);
+                match function {
+                    Some(function) => Ok(Action::Approximate { to, of, function, ftz }),
+                    None if form.flag("rn") => {
+                        let function = of_elements(ty, move |float, a, b, _| arithmetic::quotient(float, ftz, a, b));
+                        Ok(Action::Compute { to, of: [of[0], of[1], of[1]], function })
+                    }
+                    None => form.error("expected .approx, .full or .rn".into()),
+                }
+            }
+            _ => form.error(format!("type {ty} is not supported")),
+        }
+    }
+
+    fn integer(&mut self, opcode: &str, ty: Type, form: &mut Form) -> Decoded<Action> {
+        let bits = ty.bits();
+        if !is_whole(ty) {
+            return form.error(format!("type {ty} is not supported"));
+        }
+        let cut = move |x| wrapped(x, bits);
+        let of = move |x| whole(ty, x);
+        match opcode {
+            "add" => self.compute::<3>(form, ty, Box::new(move |a, b, _| a.wrapping_add(b) & mask(bits))),
+            "sub" => self.compute::<3>(form, ty, Box::new(move |a, b, _| a.wrapping_sub(b) & mask(bits))),
+            "min" => self.compute::<3>(form, ty, Box::new(move |a, b, _| cut(of(a).min(of(b))))),
+            "max" => self.compute::<3>(form, ty, Box::new(move |a, b, _| cut(of(a).max(of(b))))),
+            "neg" if ty.is_signed() => self.compute::<2>(form, ty, Box::new(move |a, _, _| cut(-of(a)))),
+            "abs" if ty.is_signed() => self.compute::<2>(form, ty, Box::new(move |a, _, _| cut(of(a).abs()))),
+            // By 0: all bits set, and the dividend as the remainder.
+            "div" => self.compute::<3>(form, ty, Box::new(move |a, b, _| cut(of(a).checked_div(of(b)).unwrap_or(-1)))),
+            "rem" => {
+                self.compute::<3>(form, ty, Box::new(move |a, b, _| cut(of(a).checked_rem(of(b)).unwrap_or(of(a)))))
+            }
+            "mul" | "mad" => {
+                let part = form.needs(&[("lo", 0), ("hi", 1), ("wide", 2)])?;
+                if part == 2 && bits == 64 {
+                    return form.error(format!("type {ty} is not supported"));
+                }
+                let wide = match ty {
+                    Type::Signed(bits) => Type::Signed(2 * bits),
+                    _ => Type::Unsigned(2 * bits),
+                };
+                let (sum, out) = if part == 2 { (wide, 2 * bits) } else { (ty, bits) };
+                let function: Function = Box::new(move |a, b, c| {
+                    let product = of(a).wrapping_mul(of(b));
+                    let product = if part == 1 { product >> bits } else { product };
+                    wrapped(product.wrapping_add(c.into()), out)
+                });
+                let operands = form.some_operands(3, 4)?;
+                let of = [self.source(form, &operands[1], ty)?, self.source(form, &operands[2], ty)?];
+                let c = match (opcode, operands) {
+                    ("mul", [_, _, _]) => self.fill(Fill::Value(0)),
+                    ("mad", [_, _, _, c]) => self.source(form, c, sum)?,
+                    _ => return form.error(format!("{} operands are not right", operands.len())),
+                };
+                let to = self.target(form, &operands[0], sum)?;
+                Ok(Action::Compute { to, of: [of[0], of[1], c], function })
+            }
+            _ => form.error(format!("type {ty} is not supported")),
+        }
+    }
+
+    fn function(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| ty == Type::Float(Float::F32))?;
+        let (approximately, nearest) = (form.flag("approx"), form.flag("rn"));
+        let ftz = form.flag("ftz");
+        let [to, a] = form.operands()?;
+        let (to, a) = (self.target(form, to, ty)?, self.source(form, a, ty)?);
+        let function = match opcode {
+            "ex2" => Approximate::Ex2,
+            "lg2" => Approximate::Lg2,
+            "rcp" => Approximate::Rcp,
+            "sqrt" => Approximate::Sqrt,
+            "rsqrt" => Approximate::Rsqrt,
+            _ if ftz => return form.error("modifier .ftz is not supported here".into()),
+            _ => Approximate::Tanh,
+        };
+        match (function, approximately, nearest) {
+            (_, true, false) => Ok(Action::Approximate { to, of: [a, a], function, ftz }),
+            // f64 has more than twice the bits: what is rounded from it is rounded once.
+            (Approximate::Rcp | Approximate::Sqrt, false, true) => {
+                let function = Box::new(move |a, _, _| approximate(function, super::Units::Rounded, ftz, a, 0));
+                Ok(Action::Compute { to, of: [a; 3], function })
+            }
+            _ => form.error("expected .approx, or .rn of rcp and sqrt".into()),
+        }
+    }
+
+    fn bitwise(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+        match opcode {
+            "and" | "or" | "xor" => {
+                let ty = form.ty_of(|ty| is_bits(ty) || ty == PREDICATE)?;
+                let function: Function = match opcode {
+                    "and" => Box::new(|a, b, _| a & b),
+                    "or" => Box::new(|a, b, _| a | b),
+                    _ => Box::new(|a, b, _| a ^ b),
+                };
+                self.compute::<3>(form, ty, function)
+            }
+            "not" => {
+                let ty = form.ty_of(|ty| is_bits(ty) || ty == PREDICATE)?;
+                self.compute::<2>(form, ty, Box::new(move |a, _, _| !a & mask(ty.bits())))
+            }
+            "shl" | "shr" => {
+                let left = opcode == "shl";
+                let ty = form.ty_of(|ty| is_bits(ty) || !left && is_whole(ty))?;
+                let [to, a, by] = form.operands()?;
+                let (to, a, by) = (self.target(form, to, ty)?, self.source(form, a, ty)?, self.source(form, by, U32)?);
+                let function = Box::new(move |a, by, _| arithmetic::shifted(ty, left, a, by));
+                Ok(Action::Compute { to, of: [a, by, by], function })
+            }
+            "shf" => {
+                let left = form.needs(&[("l", true), ("r", false)])?;
+                let wraps = form.needs(&[("wrap", true), ("clamp", false)])?;
+                let ty = form.ty_of(|ty| ty == B32)?;
+                let function = move |a: u64, b: u64, c: u64| {
+                    let by = if wraps { c & 31 } else { c.min(32) };
+                    let both = a | b << 32;
+                    if left { both << by >> 32 } else { both >> by & mask(32) }
+                };
+                self.compute::<4>(form, ty, Box::new(function))
+            }
+            "bfe" => {
+                let ty = form.ty_of(is_word)?;
+                let [to, a, start, length] = form.operands()?;
+                let of = [self.source(form, a, ty)?, self.source(form, start, U32)?, self.source(form, length, U32)?];
+                let function = Box::new(move |a, start, length| arithmetic::extracted(ty, a, start, length));
+                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function })
+            }
+            "bfi" => {
+                let ty = form.ty_of(|ty| matches!(ty, Type::Bits(32 | 64)))?;
+                let [to, a, b, Operand::Number(start), Operand::Number(length)] = form.operands()? else {
+                    return form.error("a place that is not a number is not supported".into());
+                };
+                let (start, length) = (constant(form, *start, U32)?, constant(form, *length, U32)?);
+                let of = [self.source(form, a, ty)?, self.source(form, b, ty)?];
+                let function = Box::new(move |a, b, _| arithmetic::inserted(ty.bits(), a, b, start, length));
+                Ok(Action::Compute { to: self.target(form, to, ty)?, of: [of[0], of[1], of[1]], function })
+            }
+            "prmt" => {
+                let ty = form.ty_of(|ty| ty == B32)?;
+                self.compute::<4>(form, ty, Box::new(arithmetic::permuted))
+            }
+            "lop3" => {
+                let ty = form.ty_of(|ty| ty == B32)?;
+                let [to, a, b, c, Operand::Number(table)] = form.operands()? else {
+                    return form.error("expected a table as the last operand".into());
+                };
+                let table = constant(form, *table, U32)?;
+                let of = [self.source(form, a, ty)?, self.source(form, b, ty)?, self.source(form, c, ty)?];
+                let function = Box::new(move |a, b, c| arithmetic::looked_up(table, a, b, c));
+                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function })
+            }
+            _ => {
+                let ty = form.ty_of(|ty| matches!(ty, Type::Bits(32 | 64)))?;
+                let bits = ty.bits();
+                let function: Function = match opcode {
+                    "popc" => Box::new(|a: u64, _, _| a.count_ones().into()),
+                    "clz" => Box::new(move |a: u64, _, _| u64::from(a.leading_zeros() - (64 - bits))),
+                    _ => Box::new(move |a: u64, _, _| a.reverse_bits() >> (64 - bits)),
+                };
+                let [to, a] = form.operands()?;
+                let to = self.target(form, to, if opcode == "brev" { ty } else { U32 })?;
+                Ok(Action::Compute { to, of: [self.source(form, a, ty)?; 3], function })
+            }
+        }
+    }
+
+    fn mov(&mut self, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| ty.bits() != 8)?;
+        match form.operands()? {
+            [Operand::Vector(parts), of] => {
+                let part = part_of(form, ty, parts.len())?;
+                let to = parts.iter().map(|operand| match operand {
+                    Operand::Name(name) if name == "_" => Ok(None),
+                    operand => self.target(form, operand, part).map(Some),
+                });
+                let to = to.collect::<Decoded<_>>()?;
+                Ok(Action::Split { to, of: self.source(form, of, ty)?, bits: part.bits() })
+            }
+            [to, Operand::Vector(parts)] => {
+                let part = part_of(form, ty, parts.len())?;
+                let of = parts.iter().map(|operand| self.source(form, operand, part)).collect::<Decoded<_>>()?;
+                Ok(Action::Join { to: self.target(form, to, ty)?, of, bits: part.bits() })
+            }
+            _ => self.compute::<2>(form, ty, Box::new(|x, _, _| x)),
+        }
+    }
+
+    fn cvt(&mut self, form: &mut Form) -> Decoded<Action> {
+        let from = form.ty()?;
+        let to = form.ty()?;
+        let integral = form.one_of(&INTEGRAL);
+        let rounding = integral.or_else(|| form.one_of(&ROUNDINGS));
+        let (ftz, saturate) = (form.flag("ftz"), form.flag("sat"));
+        if let (Type::Two(float), Some(rounding), false) = (to, rounding, integral.is_some() || ftz || saturate)
+            && from == Type::Float(Float::F32)
+            && float != Float::F32
+            && matches!(rounding, Rounding::Nearest | Rounding::Zero)
+        {
+            let [d, upper, lower] = form.operands()?;
+            let of = [self.source(form, upper, from)?, self.source(form, lower, from)?];
+            let function = Box::new(move |upper, lower, _| {
+                let part = |x| arithmetic::rounded(float, arithmetic::value(Float::F32, x), rounding);
+                part(upper) << 16 | part(lower)
+            });
+            return Ok(Action::Compute { to: self.target(form, d, to)?, of: [of[0], of[1], of[1]], function });
+        }
+        let Some(function) = conversion(to, from, rounding, integral.is_some(), ftz, saturate) else {
+            return form.error("there is no such conversion, or it is not supported".into());
+        };
+        let [d, a] = form.operands()?;
+        let (d, bits) = self.loose_target(form, d, to)?;
+        let a = self.any_source(form, a, from, Type::serves_loosely)?;
+        let function = Box::new(move |x, _, _| arithmetic::widened(to, function(x, 0, 0), bits));
+        Ok(Action::Compute { to: d, of: [a; 3], function })
+    }
+
+    /// Between generic and global addresses, which are the same; those of shared memory are not supported.
+    fn cvta(&mut self, form: &mut Form) -> Decoded<Action> {
+        form.flag("to");
+        form.needs(&[("global", ())])?;
+        let ty = form.ty_of(|ty| ty == Type::Unsigned(64))?;
+        self.compute::<2>(form, ty, Box::new(|x, _, _| x))
+    }
+
+    fn setp(&mut self, form: &mut Form) -> Decoded<Action> {
+        use Comparison::{Equal, Greater, GreaterOrEqual, Less, LessOrEqual, NotEqual, Ordered, Unordered};
+        let ty = form.ty_of(|ty| is_bits(ty) || is_whole(ty) || matches!(ty, Type::Float(_)))?;
+        let ftz = matches!(ty, Type::Float(Float::F32 | Float::F16)) && form.flag("ftz");
+        let of_bits = [("eq", (Equal, false)), ("ne", (NotEqual, false))];
+        let signed = [
+            ("lt", (Less, false)),
+            ("le", (LessOrEqual, false)),
+            ("gt", (Greater, false)),
+            ("ge", (GreaterOrEqual, false)),
+        ];
+        let unsigned = [
+            ("lo", (Less, false)),
+            ("ls", (LessOrEqual, false)),
+            ("hi", (Greater, false)),
+            ("hs", (GreaterOrEqual, false)),
+        ];
+        let floats = [
+            ("equ", (Equal, true)),
+            ("neu", (NotEqual, true)),
+            ("ltu", (Less, true)),
+            ("leu", (LessOrEqual, true)),
+            ("gtu", (Greater, true)),
+            ("geu", (GreaterOrEqual, true)),
+            ("num", (Ordered, false)),
+            ("nan", (Unordered, false)),
+        ];
+        let mut choices = of_bits.to_vec();
+        if !is_bits(ty) {
+            choices.extend(signed);
+        }
+        match ty {
+            Type::Unsigned(_) => choices.extend(unsigned),
+            Type::Float(_) => choices.extend(floats),
+            _ => {}
+        }
+        let (comparison, unordered) = form.needs(&choices)?;
+        let combine = form.one_of(&[("and", 0), ("or", 1), ("xor", 2)]);
+        let operands = form.some_operands(3, 4)?;
+        let to = self.pair(form, &operands[0], PREDICATE, PREDICATE)?;
+        let of = [self.source(form, &operands[1], ty)?, self.source(form, &operands[2], ty)?];
+        let (with, negated) = match (combine, operands) {
+            (None, [_, _, _]) => (self.fill(Fill::Value(0)), false),
+            (Some(_), [_, _, _, with]) => self.predicate(form, with)?,
+            _ => return form.error(format!("{} operands are not right", operands.len())),
+        };
+        let function = Box::new(move |a, b, with| {
+            let holds = compares(ty, comparison, unordered, ftz, a, b);
+            let with = (with == 1) != negated;
+            [holds, !holds].map(|holds| match combine {
+                None => holds,
+                Some(0) => holds & with,
+                Some(1) => holds | with,
+                Some(_) => holds ^ with,
+            })
+        });
+        Ok(Action::Compare { to, of: [of[0], of[1], with], function })
+    }
+
+    fn testp(&mut self, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| ty == Type::Float(Float::F32))?;
+        let test: fn(f32) -> bool = form.needs(&[
+            ("finite", f32::is_finite as fn(f32) -> bool),
+            ("infinite", f32::is_infinite),
+            ("number", |x| !x.is_nan()),
+            ("notanumber", f32::is_nan),
+            ("normal", f32::is_normal),
+            ("subnormal", f32::is_subnormal),
+        ])?;
+        let [to, a] = form.operands()?;
+        let function = Box::new(move |x, _, _| u64::from(test(f32::from_bits(x as u32))));
+        Ok(Action::Compute { to: self.target(form, to, PREDICATE)?, of: [self.source(form, a, ty)?; 3], function })
+    }
+
+    fn load(&mut self, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| ty != PREDICATE)?;
+        if form.flag("param") {
+            return self.load_parameter(form, ty);
+        }
+        let space = form.needs(&[
+            ("global", Space::Global),
+            ("shared", Space::Shared),
+            ("shared::cta", Space::Shared),
+            ("shared::cluster", Space::Cluster),
+        ])?;
+        let read_only = space == Space::Global && form.flag("nc");
+        let width = form.one_of(&[("v2", 2), ("v4", 4)]);
+        let operands = self.without_policy(form, 2)?;
+        let from = self.address(form, &operands[1], space)?;
+        let parts = vector(form, &operands[0], width, ty)?;
+        let mut register_bits = ty.bits();
+        let mut to = Vec::new();
+        for operand in parts {
+            if matches!(operand, Operand::Name(name) if name == "_") {
+                to.push(None);
+                continue;
+            }
+            let (slot, bits) = self.loose_target(form, operand, ty)?;
+            register_bits = bits;
+            to.push(Some(slot));
+        }
+        Ok(Action::Load { space, from, ty, to, register_bits, read_only })
+    }
+
+    fn load_parameter(&mut self, form: &mut Form, ty: Type) -> Decoded<Action> {
+        let [to, Operand::Address(base, 0)] = form.operands()? else {
+            return form.error("expected a parameter in [ ]".into());
+        };
+        let parameter = match &**base {
+            Operand::Name(name) => self.parameters.get(name),
+            _ => None,
+        };
+        match parameter {
+            Some(&parameter) if ty.bits() == 64 && !ty.is_float() => {
+                let of = [self.fill(Fill::Parameter(parameter)); 3];
+                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function: Box::new(|x, _, _| x) })
+            }
+            Some(_) => form.error(format!("a pointer has 64 bits, not those of {ty}")),
+            None => form.error("there is no such parameter".into()),
+        }
+    }
+
+    fn store(&mut self, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| ty != PREDICATE)?;
+        let space = form.needs(&[
+            ("global", Space::Global),
+            ("shared", Space::Shared),
+            ("shared::cta", Space::Shared),
+            ("shared::cluster", Space::Cluster),
+        ])?;
+        let width = form.one_of(&[("v2", 2), ("v4", 4)]);
+        let operands = self.without_policy(form, 2)?;
+        let to = self.address(form, &operands[0], space)?;
+        let parts = vector(form, &operands[1], width, ty)?;
+        let of = parts.iter().map(|operand| self.any_source(form, operand, ty, Type::serves_loosely));
+        let of = of.collect::<Decoded<_>>()?;
+        Ok(Action::Store { space, to, bytes: ty.bits() / 8, of })
+    }
+
+    /// The operands but for a cache policy, which changes no result.
+    fn without_policy<'a>(&mut self, form: &mut Form<'a>, count: usize) -> Decoded<&'a [Operand]> {
+        let has_policy = form.flag("L2::cache_hint");
+        strip_hints(form);
+        let all = form.some_operands(count, count + usize::from(has_policy))?;
+        if has_policy {
+            match all.get(count) {
+                Some(policy) => self.source(form, policy, Type::Bits(64))?,
+                None => return form.error("expected a cache policy as the last operand".into()),
+            };
+        }
+        Ok(&all[..count])
+    }
+
+    fn atomic(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| is_word(ty) || matches!(ty, Type::Bits(32 | 64) | Type::Float(Float::F32)))?;
+        form.flag("relaxed");
+        form.one_of(&SCOPES);
+        let space = form.needs(&[
+            ("global", Space::Global),
+            ("shared", Space::Shared),
+            ("shared::cta", Space::Shared),
+            ("shared::cluster", Space::Cluster),
+        ])?;
+        let (whole, bits) = (ty.is_integer(), matches!(ty, Type::Bits(_)));
+        let operation = form.needs(&[
+            ("add", Atomic::Add),
+            ("min", Atomic::Min),
+            ("max", Atomic::Max),
+            ("and", Atomic::And),
+            ("or", Atomic::Or),
+            ("xor", Atomic::Xor),
+            ("exch", Atomic::Exchange),
+            ("cas", Atomic::CompareAndSwap),
+            ("inc", Atomic::Increment),
+            ("dec", Atomic::Decrement),
+        ])?;
+        let fits = match operation {
+            Atomic::Add => !bits,
+            Atomic::Min | Atomic::Max => whole,
+            Atomic::Increment | Atomic::Decrement => ty == U32,
+            Atomic::Exchange | Atomic::CompareAndSwap => bits && opcode == "atom",
+            Atomic::And | Atomic::Or | Atomic::Xor => bits,
+        };
+        if !fits {
+            return form.error(format!("type {ty} is not supported"));
+        }
+        let sources = if operation == Atomic::CompareAndSwap { 2 } else { 1 };
+        let first = usize::from(opcode == "atom");
+        let operands = form.some_operands(first + 1 + sources, first + 1 + sources)?;
+        let to = operands[..first].iter().map(|to| self.target(form, to, ty)).collect::<Decoded<Vec<_>>>()?;
+        let at = self.address(form, &operands[first], space)?;
+        let of = operands[first + 1..].iter().map(|of| self.source(form, of, ty)).collect::<Decoded<Vec<_>>>()?;
+        let of = [of[0], *of.last().expect("there is one")];
+        Ok(Action::Atomic { space, at, ty, operation, to: to.first().copied(), of })
+    }
+
+    fn copy(&mut self, form: &mut Form) -> Decoded<Action> {
+        form.needs(&[("async", ())])?;
+        if form.flag("commit_group") {
+            form.operands::<0>()?;
+            return Ok(Action::CommitCopies);
+        }
+        if form.flag("wait_all") {
+            form.operands::<0>()?;
+            return Ok(Action::WaitAllCopies);
+        }
+        if form.flag("wait_group") {
+            let [Operand::Number(groups)] = form.operands()? else { return form.error("expected a number".into()) };
+            return Ok(Action::WaitCopies(constant(form, *groups, U32)? as usize));
+        }
+        let whole_only = form.needs(&[("cg", true), ("ca", false)])?;
+        form.needs(&[("shared", ()), ("shared::cta", ())])?;
+        form.needs(&[("global", ())])?;
+        let has_policy = form.flag("L2::cache_hint");
+        strip_hints(form);
+        let operands = form.some_operands(3, 4 + usize::from(has_policy))?;
+        let (to, from) =
+            (self.address(form, &operands[0], Space::Shared)?, self.address(form, &operands[1], Space::Global)?);
+        let bytes = match operands[2] {
+            Operand::Number(Number::Whole(16)) => 16,
+            Operand::Number(Number::Whole(4)) if !whole_only => 4,
+            Operand::Number(Number::Whole(8)) if !whole_only => 8,
+            _ => return form.error("expected a size of 4, 8 or 16 bytes, of 16 with .cg".into()),
+        };
+        let mut rest = &operands[3..];
+        if has_policy {
+            let Some((policy, before)) = rest.split_last() else {
+                return form.error("expected a cache policy as the last operand".into());
+            };
+            self.source(form, policy, Type::Bits(64))?;
+            rest = before;
+        }
+        let (mut read, mut ignore) = (None, None);
+        if let [operand] = rest {
+            let is_predicate = match operand {
+                Operand::Name(name) => matches!(self.named(name), Some(Named::Register(_, Type::Pred))),
+                _ => false,
+            };
+            if is_predicate {
+                ignore = Some(self.source(form, operand, PREDICATE)?);
+            } else {
+                read = Some(self.source(form, operand, U32)?);
+            }
+        }
+        Ok(Action::Copy { to, from, bytes, read, ignore })
+    }
+
+    fn barrier(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+        if opcode == "bar" && form.flag("warp") {
+            form.needs(&[("sync", ())])?;
+            let [members] = form.operands()?;
+            return Ok(Action::WarpBarrier { members: self.source(form, members, B32)? });
+        }
+        let aligned = form.flag("aligned") || opcode == "bar";
+        if opcode == "barrier" && form.flag("cluster") {
+            form.operands::<0>()?;
+            if form.needs(&[("arrive", true), ("wait", false)])? {
+                let release = form.one_of(&[("release", true), ("relaxed", false)]).unwrap_or(true);
+                return Ok(Action::ClusterArrive { release, aligned });
+            }
+            form.flag("acquire");
+            return Ok(Action::ClusterWait { aligned });
+        }
+        form.flag("cta");
+        if form.flag("red") {
+            let mode = form.needs(&[
+                ("popc", BarrierReduction::Count),
+                ("and", BarrierReduction::All),
+                ("or", BarrierReduction::Any),
+            ])?;
+            let ty = form.ty_of(|ty| ty == if mode == BarrierReduction::Count { U32 } else { PREDICATE })?;
+            let operands = form.some_operands(3, 4)?;
+            let (to, id) = (self.target(form, &operands[0], ty)?, self.source(form, &operands[1], U32)?);
+            let threads = if operands.len() == 4 { Some(self.source(form, &operands[2], U32)?) } else { None };
+            let (of, negated) = self.predicate(form, &operands[operands.len() - 1])?;
+            let reduces = Some(Reduces { to, of, negated, mode });
+            return Ok(Action::Barrier { id, threads, aligned, waits: true, reduces });
+        }
+        let waits = form.needs(&[("sync", true), ("arrive", false)])?;
+        let operands = form.some_operands(if waits { 1 } else { 2 }, 2)?;
+        let id = self.source(form, &operands[0], U32)?;
+        let threads = operands.get(1).map(|threads| self.source(form, threads, U32)).transpose()?;
+        Ok(Action::Barrier { id, threads, aligned, waits, reduces: None })
+    }
+
+    fn shuffle(&mut self, form: &mut Form) -> Decoded<Action> {
+        form.needs(&[("sync", ())])?;
+        let mode = form.needs(&[
+            ("up", Shuffle::Up),
+            ("down", Shuffle::Down),
+            ("bfly", Shuffle::Butterfly),
+            ("idx", Shuffle::Index),
+        ])?;
+        let ty = form.ty_of(|ty| ty == B32)?;
+        let [to, of, by, clamp, members] = form.operands()?;
+        let [Some(to), valid] = self.pair(form, to, ty, PREDICATE)? else {
+            return form.error("expected a register".into());
+        };
+        let [of, members] = [of, members].map(|operand| self.source(form, operand, ty));
+        let [by, clamp] = [by, clamp].map(|operand| self.source(form, operand, B32));
+        Ok(Action::Shuffle { mode, to, valid, of: of?, by: by?, clamp: clamp?, members: members? })
+    }
+
+    fn vote(&mut self, form: &mut Form) -> Decoded<Action> {
+        form.needs(&[("sync", ())])?;
+        let mode =
+            form.needs(&[("all", Vote::All), ("any", Vote::Any), ("uni", Vote::Uniform), ("ballot", Vote::Ballot)])?;
+        let ty = form.ty_of(|ty| ty == if mode == Vote::Ballot { B32 } else { PREDICATE })?;
+        let [to, of, members] = form.operands()?;
+        let (of, negated) = self.predicate(form, of)?;
+        Ok(Action::Vote {
+            mode,
+            to: self.target(form, to, ty)?,
+            of,
+            negated,
+            members: self.source(form, members, B32)?,
+        })
+    }
+
+    fn redux(&mut self, form: &mut Form) -> Decoded<Action> {
+        form.needs(&[("sync", ())])?;
+        let ty = form.ty_of(|ty| ty.bits() == 32 && !ty.is_float())?;
+        let function: Function = if ty.is_integer() {
+            match form.needs(&[("add", 0), ("min", 1), ("max", 2)])? {
+                0 => Box::new(|a, b, _| a.wrapping_add(b) & mask(32)),
+                1 => Box::new(move |a, b, _| wrapped(whole(ty, a).min(whole(ty, b)), 32)),
+                _ => Box::new(move |a, b, _| wrapped(whole(ty, a).max(whole(ty, b)), 32)),
+            }
+        } else {
+            match form.needs(&[("and", 0), ("or", 1), ("xor", 2)])? {
+                0 => Box::new(|a, b, _| a & b),
+                1 => Box::new(|a, b, _| a | b),
+                _ => Box::new(|a, b, _| a ^ b),
+            }
+        };
+        let [to, of, members] = form.operands()?;
+        let (of, members) = (self.source(form, of, ty)?, self.source(form, members, B32)?);
+        Ok(Action::Reduce { to: self.target(form, to, ty)?, of, members, function })
+    }
+}
+
+fn fence(opcode: &str, form: &mut Form) -> Decoded<Action> {
+    form.operands::<0>()?;
+    if opcode == "membar" {
+        let beyond_cta = form.needs(&[("cta", false), ("gl", true), ("sys", true)])?;
+        return Ok(Action::Fence { beyond_cta });
+    }
+    form.one_of(&[("sc", ()), ("acq_rel", ())]);
+    Ok(Action::Fence { beyond_cta: form.needs(&SCOPES)? })
+}
+
+fn strip_hints(form: &mut Form) {
+    form.modifiers.retain(|modifier| !HINTS.contains(modifier));
+}
+
+/// The type of `parts` parts of a `ty`.
+fn part_of(form: &Form, ty: Type, parts: usize) -> Decoded<Type> {
+    match (ty, parts) {
+        (Type::Bits(bits), 2 | 4) if bits / parts as u32 >= 16 => Ok(Type::Bits(bits / parts as u32)),
+        _ => form.error(format!("{parts} parts of {ty} are not supported")),
+    }
+}
+
+/// One operand, or the parts of a vector of `width`.
+fn vector<'a>(form: &Form, operand: &'a Operand, width: Option<u32>, ty: Type) -> Decoded<&'a [Operand]> {
+    match (operand, width) {
+        (Operand::Vector(parts), Some(width)) if parts.len() == width as usize => {
+            if width * ty.bits() > 128 {
+                return form.error(format!("{width} of {ty} are more than 16 bytes"));
+            }
+            Ok(parts)
+        }
+        (Operand::Vector(parts), _) => form.error(format!("a vector of {} is not what the modifier says", parts.len())),
+        (_, Some(width)) => form.error(format!("expected a vector of {width}")),
+        (operand, None) => Ok(std::slice::from_ref(operand)),
+    }
+}

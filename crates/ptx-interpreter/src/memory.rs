@@ -1,0 +1,319 @@
+//! Bytes that know who wrote and who read them.
+//!
+//! A thread counts the moments at which others could learn of what it did: its clock. An access is known by its
+//! [`Epoch`], thread and clock. What a thread knows is, of every thread of the cluster, the clock up to which it
+//! has learnt of what that did. An access is before another if the thread of the other knows its epoch, or is the same.
+
+use super::Fault;
+
+/// A thread of the grid in the upper half, its clock in the lower.
+type Epoch = u64;
+
+/// Before everything: what is there when the kernel begins.
+const BEGINNING: Epoch = 0;
+/// Of bytes that nobody wrote.
+const UNWRITTEN: Epoch = u64::MAX;
+/// The clock of a copy under way, which nobody knows.
+pub(super) const UNDER_WAY: u32 = u32::MAX;
+/// In the upper half of an epoch: the lower half is an index of [`Memory::many`].
+const MANY: u64 = u32::MAX as u64 - 1;
+
+#[derive(Clone, Copy)]
+struct Cell {
+    write: Epoch,
+    /// The last read since the write, if all reads before it are known to its thread.
+    read: Epoch,
+    /// Instructions that did so.
+    write_at: u32,
+    read_at: u32,
+}
+
+/// Reads, or atomic operations, of one byte of which some do not know others.
+#[derive(Clone)]
+struct Many {
+    cell: usize,
+    atomic: bool,
+    cluster: u32,
+    /// One by another cluster.
+    other: Option<Epoch>,
+    /// Of each thread of the cluster the clock of its last, or 0.
+    clocks: Vec<u32>,
+}
+
+/// An array in global memory, or the shared memory of a CTA.
+pub(super) struct Memory {
+    pub(super) bytes: Vec<u8>,
+    cells: Vec<Cell>,
+    many: Vec<Many>,
+    unused: Vec<usize>,
+    /// Bytes that were read as constant.
+    constant: Vec<bool>,
+}
+
+/// Who touches memory, and what that thread knows.
+#[derive(Clone, Copy)]
+pub(super) struct Toucher<'a> {
+    pub(super) cluster: u32,
+    /// In the cluster.
+    pub(super) thread: u32,
+    pub(super) clock: u32,
+    /// Of every thread of the cluster.
+    pub(super) known: &'a [u32],
+    /// The instruction.
+    pub(super) at: u32,
+}
+
+/// Why memory must not be touched: another access, by which thread of the grid and instruction.
+#[derive(Debug)]
+pub(super) struct Conflict {
+    pub(super) fault: Fault,
+    pub(super) byte: usize,
+    /// The other's thread of the grid, its instruction, and whether it wrote.
+    pub(super) other: Option<(u32, u32, bool)>,
+}
+
+impl Toucher<'_> {
+    fn first(&self) -> u32 {
+        self.cluster * self.known.len() as u32
+    }
+
+    fn epoch(&self) -> Epoch {
+        epoch_of(self.first() + self.thread, self.clock)
+    }
+
+    /// Whether this thread knows of the access, which is no [`MANY`] of them.
+    fn knows(&self, epoch: Epoch) -> bool {
+        let (thread, clock) = ((epoch >> 32) as u32, epoch as u32);
+        if epoch == BEGINNING {
+            return true;
+        }
+        let Some(&known) = thread.checked_sub(self.first()).and_then(|thread| self.known.get(thread as usize)) else {
+            return false;
+        };
+        clock != UNDER_WAY && (thread - self.first() == self.thread || clock <= known)
+    }
+}
+
+impl Many {
+    /// An epoch of the cluster, for clusters that know of none of it.
+    fn of_cluster(&self) -> Epoch {
+        epoch_of(self.cluster * self.clocks.len() as u32, 1)
+    }
+
+    fn add(&mut self, by: &Toucher) {
+        if self.cluster != by.cluster {
+            self.other = Some(self.of_cluster());
+            self.cluster = by.cluster;
+        }
+        // A copy stays under way.
+        let clock = &mut self.clocks[by.thread as usize];
+        *clock = by.clock.max(*clock);
+    }
+
+    /// One that `by` does not know of.
+    fn unknown(&self, by: &Toucher) -> Option<Epoch> {
+        if self.other.is_some() || self.cluster != by.cluster {
+            return self.other.or(Some(self.of_cluster()));
+        }
+        let epochs = (by.first()..).zip(&self.clocks).map(|(thread, &clock)| epoch_of(thread, clock));
+        epochs.filter(|&epoch| epoch as u32 != 0).find(|&epoch| !by.knows(epoch))
+    }
+}
+
+fn epoch_of(thread: u32, clock: u32) -> Epoch {
+    u64::from(thread) << 32 | u64::from(clock)
+}
+
+fn many_of(epoch: Epoch) -> Option<usize> {
+    (epoch >> 32 == MANY).then_some(epoch as u32 as usize)
+}
+
+impl Memory {
+    /// Memory that holds `bytes` from the beginning on.
+    pub(super) fn written(bytes: Vec<u8>) -> Self {
+        Self::new(bytes, BEGINNING)
+    }
+
+    /// Memory that must be written before it is read.
+    pub(super) fn unwritten(bytes: Vec<u8>) -> Self {
+        Self::new(bytes, UNWRITTEN)
+    }
+
+    fn new(bytes: Vec<u8>, write: Epoch) -> Self {
+        let cells = vec![Cell { write, read: BEGINNING, write_at: 0, read_at: 0 }; bytes.len()];
+        Self { bytes, cells, many: Vec::new(), unused: Vec::new(), constant: Vec::new() }
+    }
+
+    /// Bytes that nobody wrote: how many, and the first.
+    pub(super) fn never_written(&self) -> Option<(usize, usize)> {
+        let first = self.cells.iter().position(|cell| cell.write == UNWRITTEN)?;
+        Some((self.cells.iter().filter(|cell| cell.write == UNWRITTEN).count(), first))
+    }
+
+    /// The last write, where `by` does not know of it.
+    fn check_write(&self, byte: usize, by: &Toucher, reads: bool) -> Result<(), Conflict> {
+        let cell = &self.cells[byte];
+        if cell.write == UNWRITTEN {
+            return if reads { Err(Conflict { fault: Fault::Uninitialised, byte, other: None }) } else { Ok(()) };
+        }
+        if by.knows(cell.write) {
+            return Ok(());
+        }
+        let fault = if cell.write as u32 == UNDER_WAY { Fault::NotCopied } else { Fault::Race };
+        Err(Conflict { fault, byte, other: Some(((cell.write >> 32) as u32, cell.write_at, true)) })
+    }
+
+    /// Reads and atomic operations since the last write, where `by` does not know of one.
+    fn check_reads(&self, byte: usize, by: &Toucher) -> Result<(), Conflict> {
+        let read = self.cells[byte].read;
+        let unknown = match many_of(read) {
+            Some(many) => self.many[many].unknown(by),
+            None if by.knows(read) => None,
+            None => Some(read),
+        };
+        let Some(epoch) = unknown else { return Ok(()) };
+        let fault = if epoch as u32 == UNDER_WAY { Fault::NotCopied } else { Fault::Race };
+        Err(Conflict { fault, byte, other: Some(((epoch >> 32) as u32, self.cells[byte].read_at, false)) })
+    }
+
+    fn forget_reads(&mut self, byte: usize) {
+        if let Some(many) = many_of(self.cells[byte].read) {
+            self.unused.push(many);
+        }
+        self.cells[byte].read = BEGINNING;
+    }
+
+    /// Many accesses of `byte` in place of one; `before` is among them unless it is the beginning.
+    fn begin_many(&mut self, byte: usize, atomic: bool, before: Epoch, by: &Toucher) {
+        let thread = ((before >> 32) as u32).wrapping_sub(by.first()) as usize;
+        let mut many = Many { cell: byte, atomic, cluster: by.cluster, other: None, clocks: vec![0; by.known.len()] };
+        match many.clocks.get_mut(thread) {
+            _ if before == BEGINNING => {}
+            Some(clock) => *clock = before as u32,
+            None => many.other = Some(before),
+        }
+        many.add(by);
+        let at = if let Some(at) = self.unused.pop() {
+            self.many[at] = many;
+            at
+        } else {
+            self.many.push(many);
+            self.many.len() - 1
+        };
+        self.cells[byte].read = MANY << 32 | at as u64;
+    }
+
+    /// That `by` reads `bytes` from `from` on.
+    pub(super) fn read(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+        let epoch = by.epoch();
+        for byte in from..from + bytes {
+            self.check_write(byte, by, true)?;
+            let read = self.cells[byte].read;
+            if read == epoch {
+                continue;
+            }
+            match many_of(read) {
+                Some(many) if self.many[many].atomic => {
+                    self.check_reads(byte, by)?;
+                    self.forget_reads(byte);
+                    self.cells[byte].read = epoch;
+                }
+                Some(many) => self.many[many].add(by),
+                None if by.knows(read) => self.cells[byte].read = epoch,
+                None => self.begin_many(byte, false, read, by),
+            }
+            self.cells[byte].read_at = by.at;
+        }
+        Ok(())
+    }
+
+    /// That `by` reads what nobody may write.
+    pub(super) fn read_constant(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+        self.constant.resize(self.bytes.len(), false);
+        for byte in from..from + bytes {
+            let cell = &self.cells[byte];
+            if cell.write != BEGINNING && cell.write != UNWRITTEN {
+                return Err(Conflict {
+                    fault: Fault::Undefined,
+                    byte,
+                    other: Some(((cell.write >> 32) as u32, cell.write_at, true)),
+                });
+            }
+            self.constant[byte] = true;
+        }
+        self.read(from, bytes, by)
+    }
+
+    /// That `by` writes.
+    pub(super) fn write(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+        let epoch = by.epoch();
+        for byte in from..from + bytes {
+            self.check_write(byte, by, false)?;
+            self.check_reads(byte, by)?;
+            if self.constant.get(byte).is_some_and(|&constant| constant) {
+                let read = self.cells[byte].read;
+                let thread = if many_of(read).is_some() { by.first() } else { (read >> 32) as u32 };
+                let other = Some((thread, self.cells[byte].read_at, false));
+                return Err(Conflict { fault: Fault::Undefined, byte, other });
+            }
+            self.forget_reads(byte);
+            self.cells[byte].write = epoch;
+            self.cells[byte].write_at = by.at;
+        }
+        Ok(())
+    }
+
+    /// That `by` reads and writes in one.
+    pub(super) fn read_and_write(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+        for byte in from..from + bytes {
+            self.check_write(byte, by, true)?;
+            match many_of(self.cells[byte].read) {
+                Some(many) if self.many[many].atomic => self.many[many].add(by),
+                _ => {
+                    self.check_reads(byte, by)?;
+                    self.forget_reads(byte);
+                    self.begin_many(byte, true, BEGINNING, by);
+                }
+            }
+            self.cells[byte].read_at = by.at;
+        }
+        Ok(())
+    }
+
+    /// That `by` knows now that its copy into these bytes is over.
+    pub(super) fn copied_to(&mut self, from: usize, bytes: usize, by: &Toucher) {
+        let under_way = Toucher { clock: UNDER_WAY, ..*by }.epoch();
+        for cell in &mut self.cells[from..from + bytes] {
+            if cell.write == under_way {
+                cell.write = by.epoch();
+            }
+        }
+    }
+
+    /// As [`copied_to`](Self::copied_to), of what was read.
+    pub(super) fn copied_from(&mut self, from: usize, bytes: usize, by: &Toucher) {
+        let under_way = Toucher { clock: UNDER_WAY, ..*by }.epoch();
+        for cell in &mut self.cells[from..from + bytes] {
+            if cell.read == under_way {
+                cell.read = by.epoch();
+            } else if let Some(many) = many_of(cell.read) {
+                let clock = &mut self.many[many].clocks[by.thread as usize];
+                if *clock == UNDER_WAY {
+                    *clock = by.clock;
+                }
+            }
+        }
+    }
+
+    /// A cluster is over: of its reads, that there were some is enough to know, since no later cluster knows of them.
+    pub(super) fn end_cluster(&mut self) {
+        for at in 0..self.many.len() {
+            let many = &self.many[at];
+            if !many.atomic && self.cells[many.cell].read == MANY << 32 | at as u64 {
+                self.cells[many.cell].read = many.of_cluster();
+                self.unused.push(at);
+                self.many[at].clocks = Vec::new();
+            }
+        }
+    }
+}

@@ -1,0 +1,487 @@
+//! PTX text into directives, declarations and instructions, each with its line. What they mean is [`super::decode`]'s
+//! matter.
+
+use winnow::ascii::{digit0, digit1, multispace1, till_line_ending};
+use winnow::combinator::{alt, cut_err, delimited, eof, not, opt, peek, preceded, repeat, terminated};
+use winnow::error::{AddContext, ErrMode, ParserError};
+use winnow::stream::{LocatingSlice, Location as _, Stateful, Stream};
+use winnow::token::{one_of, take_until, take_while};
+use winnow::{ModalResult, Parser};
+
+use super::InterpretError;
+
+/// No module is longer.
+const LONGEST_TEXT: usize = 16 << 20;
+/// Registers that `%r<N>` declares.
+const MOST_REGISTERS: u32 = 1 << 16;
+
+/// A module as it is written.
+#[derive(Debug)]
+pub(super) struct Text {
+    pub(super) shared: Vec<Variable>,
+    pub(super) entries: Vec<Entry>,
+}
+
+/// A `.entry` function.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) line: usize,
+    pub(super) name: String,
+    /// Names and types.
+    pub(super) parameters: Vec<(String, String)>,
+    pub(super) limits: Vec<Limit>,
+    pub(super) body: Vec<Statement>,
+}
+
+/// `.reqntid 256, 1, 1`
+#[derive(Debug)]
+pub(super) struct Limit {
+    pub(super) line: usize,
+    pub(super) name: String,
+    pub(super) numbers: Vec<u32>,
+}
+
+/// An array or a scalar of shared memory.
+#[derive(Clone, Debug)]
+pub(super) struct Variable {
+    pub(super) line: usize,
+    pub(super) name: String,
+    pub(super) align: Option<u32>,
+    pub(super) ty: String,
+    /// None in `name[]`, whose extent is the launch's.
+    pub(super) elements: Option<u32>,
+}
+
+#[derive(Debug)]
+pub(super) enum Statement {
+    /// `{`
+    Open,
+    /// `}`
+    Close,
+    /// `name:`
+    Label {
+        line: usize,
+        name: String,
+    },
+    /// `.reg .type %name, %name<count>;`
+    Registers {
+        line: usize,
+        ty: String,
+        names: Vec<(String, Option<u32>)>,
+    },
+    Shared(Variable),
+    Instruction(Instruction),
+}
+
+#[derive(Debug)]
+pub(super) struct Instruction {
+    pub(super) line: usize,
+    /// `@name` or `@!name`: whether it is negated, and the name.
+    pub(super) guard: Option<(bool, String)>,
+    /// With its modifiers: `ld.shared.f32`.
+    pub(super) name: String,
+    pub(super) operands: Vec<Operand>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Operand {
+    /// A register, a variable or a label.
+    Name(String),
+    /// `a|b`
+    Pair(String, String),
+    /// `!name`
+    Not(String),
+    Number(Number),
+    /// `{a, b}`
+    Vector(Vec<Operand>),
+    /// `[base + offset]`
+    Address(Box<Operand>, i64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Number {
+    Whole(i128),
+    /// `1.5`
+    Decimal(f64),
+    /// `0f3F800000`
+    Single(u32),
+}
+
+/// The text from somewhere on, and where the lines of all of it end.
+type Input<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
+
+/// Why the text is not read, and where.
+#[derive(Debug)]
+struct Mistake {
+    at: usize,
+    problem: Problem,
+}
+
+#[derive(Debug)]
+enum Problem {
+    /// Something else stands there; nothing where it is not known yet.
+    Expected(String),
+    /// What is wrong with what stands there.
+    Wrong(String),
+}
+
+impl<'t> ParserError<Input<'t>> for Mistake {
+    type Inner = Self;
+
+    fn from_input(input: &Input<'t>) -> Self {
+        Self { at: input.current_token_start(), problem: Problem::Expected(String::new()) }
+    }
+
+    fn or(self, _: Self) -> Self {
+        Self { problem: Problem::Expected(String::new()), ..self }
+    }
+
+    fn into_inner(self) -> Result<Self, Self> {
+        Ok(self)
+    }
+}
+
+/// What was expected: what is said first, closest to the place, stays.
+impl<I: Stream, C: ToString> AddContext<I, C> for Mistake {
+    fn add_context(mut self, _: &I, _: &I::Checkpoint, what: C) -> Self {
+        if let Problem::Expected(expected) = &mut self.problem
+            && expected.is_empty()
+        {
+            *expected = what.to_string();
+        }
+        self
+    }
+}
+
+type Parsed<T> = ModalResult<T, Mistake>;
+
+/// A parser of some of the text.
+trait Reads<'t, T>: Parser<Input<'t>, T, ErrMode<Mistake>> {}
+
+impl<'t, T, P: Parser<Input<'t>, T, ErrMode<Mistake>>> Reads<'t, T> for P {}
+
+/// The module that `text` holds.
+pub(super) fn parse(text: &str) -> Result<Text, InterpretError> {
+    if text.len() > LONGEST_TEXT {
+        let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
+        return Err(InterpretError::Text { line: 1, problem });
+    }
+    let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
+    let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
+    module.parse(input).map_err(|error| {
+        let Mistake { at, problem } = error.into_inner();
+        let at = text.len() - text[at..].trim_start().len();
+        let problem = match problem {
+            Problem::Expected(what) => format!("expected {what}, found {}", token_of(&text[at..])),
+            Problem::Wrong(problem) => problem,
+        };
+        InterpretError::Text { line: line_of(at, &line_ends), problem }
+    })
+}
+
+/// What stands first in `text`, as a message has it.
+fn token_of(text: &str) -> String {
+    let Some(first) = text.chars().next() else { return "the end of the text".into() };
+    let name = |text: &str| text[..text.find(|c| !is_name(c)).unwrap_or(text.len())].to_string();
+    match first {
+        '.' => format!(".{}", name(&text[1..])),
+        _ if is_name(first) => name(text),
+        _ if first.is_ascii_punctuation() => first.into(),
+        _ => format!("{first:?}"),
+    }
+}
+
+fn line_of(at: usize, line_ends: &[usize]) -> usize {
+    1 + line_ends.partition_point(|&end| end < at)
+}
+
+fn line(input: &mut Input) -> Parsed<usize> {
+    space(input)?;
+    Ok(line_of(input.current_token_start(), input.state))
+}
+
+fn wrong<T>(input: &Input, problem: String) -> Parsed<T> {
+    Err(ErrMode::Cut(Mistake { at: input.current_token_start(), problem: Problem::Wrong(problem) }))
+}
+
+fn is_name(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%')
+}
+
+fn space(input: &mut Input) -> Parsed<()> {
+    let block = delimited("/*", take_until(0.., "*/"), "*/");
+    repeat(0.., alt((multispace1.void(), ("//", till_line_ending).void(), block.void()))).parse_next(input)
+}
+
+fn token<'t, T>(token: impl Reads<'t, T>) -> impl Reads<'t, T> {
+    preceded(space, token)
+}
+
+fn mark<'t>(mark: char) -> impl Reads<'t, char> {
+    token(mark).context(mark)
+}
+
+fn end(input: &mut Input) -> Parsed<char> {
+    cut_err(mark(';')).parse_next(input)
+}
+
+/// Items with commas between them: after a comma there is one.
+fn list<'t, T>(mut item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
+    move |input: &mut Input<'t>| {
+        let mut items = vec![item.parse_next(input)?];
+        while opt(mark(',')).parse_next(input)?.is_some() {
+            items.push(cut_err(item.by_ref()).parse_next(input)?);
+        }
+        Ok(items)
+    }
+}
+
+fn name<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    let name = take_while(1.., is_name).verify(|name: &str| !name.starts_with(|c: char| c.is_ascii_digit()));
+    token(name).context("a name").parse_next(input)
+}
+
+/// `.name`
+fn directive<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+    token(preceded('.', take_while(1.., is_name))).context("a directive").parse_next(input)
+}
+
+/// A whole number that is not negative.
+fn count(input: &mut Input) -> Parsed<u32> {
+    let count = number.verify_map(|number| match number {
+        Number::Whole(whole) => u32::try_from(whole).ok(),
+        _ => None,
+    });
+    count.context("a whole number").parse_next(input)
+}
+
+/// `-1`, `0xFF`, `1U`, `1.5e-3`, `0f3F800000`
+fn number(input: &mut Input) -> Parsed<Number> {
+    let hex = |digits: usize| take_while(digits..=digits, |c: char| c.is_ascii_hexdigit());
+    let single = preceded(alt(("0f", "0F")), hex(8)).verify_map(|bits: &str| u32::from_str_radix(bits, 16).ok());
+    let double = preceded(alt(("0d", "0D")), hex(16)).verify_map(|bits: &str| u64::from_str_radix(bits, 16).ok());
+    let digits = take_while(1..=16, |c: char| c.is_ascii_hexdigit());
+    let sixteen = preceded(alt(("0x", "0X")), digits).verify_map(|text: &str| i128::from_str_radix(text, 16).ok());
+    let two = preceded(alt(("0b", "0B")), take_while(1..=64, ['0', '1']))
+        .verify_map(|text: &str| i128::from_str_radix(text, 2).ok());
+    // A leading 0 would make it octal.
+    let ten = take_while(1..=20, |c: char| c.is_ascii_digit())
+        .verify_map(|text: &str| text.parse().ok().filter(|_| text == "0" || !text.starts_with('0')));
+    let exponent = (one_of(['e', 'E']), opt(one_of(['+', '-'])), digit1);
+    let decimal = (digit1, '.', digit0, opt(exponent)).take().verify_map(|text: &str| text.parse().ok());
+    let whole = terminated(alt((sixteen, two, ten)), opt('U'));
+    let value = alt((
+        single.map(Number::Single),
+        double.map(|bits| Number::Decimal(f64::from_bits(bits))),
+        decimal.map(Number::Decimal),
+        whole.map(Number::Whole),
+    ));
+    let value = terminated(value, not(one_of(is_name)));
+    let (minus, value) = (token(opt('-')), value).context("a number").parse_next(input)?;
+    Ok(match value {
+        value if minus.is_none() => value,
+        Number::Whole(whole) => Number::Whole(-whole),
+        Number::Decimal(decimal) => Number::Decimal(-decimal),
+        Number::Single(bits) => Number::Single(bits ^ 1 << 31),
+    })
+}
+
+fn module(input: &mut Input) -> Parsed<Text> {
+    let mut text = Text { shared: Vec::new(), entries: Vec::new() };
+    loop {
+        space(input)?;
+        if opt(eof).parse_next(input)?.is_some() {
+            return Ok(text);
+        }
+        let start = input.checkpoint();
+        match cut_err(directive).parse_next(input)? {
+            "version" => {
+                cut_err(token((digit1, '.', digit1))).context("a version").parse_next(input)?;
+            }
+            "target" => {
+                cut_err(list(name)).parse_next(input)?;
+            }
+            "address_size" => {
+                cut_err(count.verify(|&bits| bits == 64)).context("addresses of 64 bits").parse_next(input)?;
+            }
+            // Who may see what comes next.
+            "visible" | "extern" => {}
+            "shared" => text.shared.push(variable(input)?),
+            "entry" => text.entries.push(entry(input)?),
+            other => {
+                input.reset(&start);
+                space(input)?;
+                return wrong(input, format!("directive .{other} is not supported"));
+            }
+        }
+    }
+}
+
+fn entry(input: &mut Input) -> Parsed<Entry> {
+    let line = line(input)?;
+    let name = cut_err(name).parse_next(input)?.to_string();
+    let parameters = opt(parameters).parse_next(input)?.unwrap_or_default();
+    let mut limits = Vec::new();
+    while opt(mark('{')).parse_next(input)?.is_none() {
+        limits.push(limit(input)?);
+    }
+    Ok(Entry { line, name, parameters, limits, body: body(input)? })
+}
+
+fn parameters(input: &mut Input) -> Parsed<Vec<(String, String)>> {
+    mark('(').parse_next(input)?;
+    if opt(mark(')')).parse_next(input)?.is_some() {
+        return Ok(Vec::new());
+    }
+    let parameters = list(cut_err(parameter)).parse_next(input)?;
+    cut_err(mark(')')).parse_next(input)?;
+    Ok(parameters)
+}
+
+/// `.param .u64 .ptr .global .align 16 name`
+fn parameter(input: &mut Input) -> Parsed<(String, String)> {
+    let param = directive.verify(|&word: &&str| word == "param").context(".param");
+    let ty = preceded(param, directive).parse_next(input)?.to_string();
+    loop {
+        match opt(directive).parse_next(input)? {
+            Some("ptr" | "global") => {}
+            Some("align") => {
+                cut_err(count).parse_next(input)?;
+            }
+            Some(other) => return wrong(input, format!("a parameter with .{other} is not supported")),
+            None => return name.map(|name| (name.to_string(), ty.clone())).parse_next(input),
+        }
+    }
+}
+
+fn limit(input: &mut Input) -> Parsed<Limit> {
+    let line = line(input)?;
+    let name = cut_err(directive).parse_next(input)?.to_string();
+    if name == "pragma" {
+        pragma(input)?;
+        return Ok(Limit { line, name, numbers: Vec::new() });
+    }
+    let numbers = opt(list(count)).parse_next(input)?.unwrap_or_default();
+    Ok(Limit { line, name, numbers })
+}
+
+/// `"…";`, which says nothing about results.
+fn pragma(input: &mut Input) -> Parsed<()> {
+    let text = delimited(mark('"'), take_until(0.., '"'), '"').context("a string");
+    cut_err(terminated(text, end)).void().parse_next(input)
+}
+
+/// What follows `.shared`: `.align 16 .b8 name[64];`
+fn variable(input: &mut Input) -> Parsed<Variable> {
+    let line = line(input)?;
+    let mut ty = cut_err(directive).parse_next(input)?;
+    let mut align = None;
+    if ty == "align" {
+        align = Some(cut_err(count).parse_next(input)?);
+        ty = cut_err(directive).parse_next(input)?;
+    }
+    let name = cut_err(name).parse_next(input)?.to_string();
+    let extent = delimited(mark('['), opt(count), cut_err(mark(']')));
+    let elements = opt(extent).parse_next(input)?.unwrap_or(Some(1));
+    end(input)?;
+    Ok(Variable { line, name, align, ty: ty.to_string(), elements })
+}
+
+/// Statements up to the `}` of the entry.
+fn body(input: &mut Input) -> Parsed<Vec<Statement>> {
+    let mut body = Vec::new();
+    let mut depth = 0;
+    loop {
+        let line = line(input)?;
+        let next = opt(alt(('{', '}', peek('.')))).parse_next(input)?;
+        match next {
+            Some('{') => {
+                depth += 1;
+                body.push(Statement::Open);
+            }
+            Some('}') if depth == 0 => return Ok(body),
+            Some('}') => {
+                depth -= 1;
+                body.push(Statement::Close);
+            }
+            Some(_) => body.extend(declaration(input, line)?),
+            None => {
+                let label = terminated(name, (token(':'), not(':')));
+                match opt(label).parse_next(input)? {
+                    Some(name) => body.push(Statement::Label { line, name: name.to_string() }),
+                    None => body.push(Statement::Instruction(cut_err(instruction).parse_next(input)?)),
+                }
+            }
+        }
+    }
+}
+
+fn declaration(input: &mut Input, line: usize) -> Parsed<Option<Statement>> {
+    let start = input.checkpoint();
+    match cut_err(directive).parse_next(input)? {
+        "reg" => {
+            let ty = cut_err(directive).parse_next(input)?.to_string();
+            let times = delimited(mark('<'), cut_err(count), cut_err(mark('>')));
+            let one = (name, opt(times)).map(|(name, times)| (name.to_string(), times));
+            let names = cut_err(list(one)).parse_next(input)?;
+            if let Some((name, _)) = names.iter().find(|(_, times)| times.is_some_and(|n| n > MOST_REGISTERS)) {
+                return wrong(input, format!("more than {MOST_REGISTERS} registers of the name {name}"));
+            }
+            end(input)?;
+            Ok(Some(Statement::Registers { line, ty, names }))
+        }
+        "shared" => variable(input).map(|variable| Some(Statement::Shared(variable))),
+        // Which line of a source this was made from.
+        "loc" => till_line_ending.parse_next(input).map(|_| None),
+        "pragma" => pragma(input).map(|()| None),
+        other => {
+            input.reset(&start);
+            space(input)?;
+            wrong(input, format!("directive .{other} is not supported"))
+        }
+    }
+}
+
+/// `@!%p ld.shared.f32 %f, [%r + 4];`
+fn instruction(input: &mut Input) -> Parsed<Instruction> {
+    let negated_name = (token(opt('!')), name).map(|(not, name)| (not.is_some(), name.to_string()));
+    let guard = opt(preceded(mark('@'), cut_err(negated_name))).parse_next(input)?;
+    let line = line(input)?;
+    let word = || take_while(1.., |c: char| c.is_ascii_alphanumeric() || c == '_');
+    let rest = repeat::<_, _, (), _, _>(0.., (alt((".", "::")), word()));
+    let name = (word(), rest).take().context("an instruction").parse_next(input)?.to_string();
+    let operands = opt(list(operand)).parse_next(input)?.unwrap_or_default();
+    cut_err(mark(';')).context("an operand, or ;").parse_next(input)?;
+    Ok(Instruction { line, guard, name, operands })
+}
+
+fn operand(input: &mut Input) -> Parsed<Operand> {
+    let vector = delimited(mark('{'), cut_err(list(simple)), cut_err(mark('}')));
+    alt((vector.map(Operand::Vector), address, simple)).context("an operand").parse_next(input)
+}
+
+fn simple(input: &mut Input) -> Parsed<Operand> {
+    let dotted = (name, opt(preceded('.', one_of(['x', 'y', 'z'])))).map(|(name, part)| match part {
+        Some(part) => format!("{name}.{part}"),
+        None => name.to_string(),
+    });
+    let named = (dotted, opt(preceded(mark('|'), cut_err(name)))).map(|(name, other)| match other {
+        Some(other) => Operand::Pair(name, other.to_string()),
+        None => Operand::Name(name),
+    });
+    let negated = preceded(mark('!'), cut_err(name)).map(|name| Operand::Not(name.to_string()));
+    alt((negated, number.map(Operand::Number), named)).parse_next(input)
+}
+
+/// `[base]`, `[base + 16]`, `[base + -16]`
+fn address(input: &mut Input) -> Parsed<Operand> {
+    let base = cut_err(alt((number.map(Operand::Number), name.map(|name| Operand::Name(name.to_string())))));
+    let offset = opt(preceded(mark('+'), cut_err(number)));
+    let (base, offset) = delimited(mark('['), (base, offset), cut_err(mark(']'))).parse_next(input)?;
+    let offset = match offset {
+        None => 0,
+        Some(Number::Whole(offset)) if i32::try_from(offset).is_ok() => offset as i64,
+        Some(_) => return wrong(input, "expected an offset of 32 bits".to_string()),
+    };
+    Ok(Operand::Address(Box::new(base), offset))
+}

@@ -1,0 +1,653 @@
+//! Runs the threads of a cluster.
+
+use std::collections::{HashMap, VecDeque};
+
+use rand::rngs::SmallRng;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+
+use super::arithmetic::{approximate, mask};
+use super::decode::MOST_SHARED;
+use super::instruction::{Action, Fill, Instruction, Kernel, Slot, Special};
+use super::memory::Memory;
+use super::state::{ClusterBarrier, Cta, Known, LANES, Lanes, Ran, Thread, Warp, Wrong, lanes_of, lanes_where};
+use super::{Buffer, Fault, InterpretError, Launch, Options, Order};
+
+/// How far apart global arrays begin, as a power of two; each begins in the middle of its own range.
+pub(super) const ARRAY_RANGE: u32 = 40;
+/// How far apart the shared memories of a cluster lie in its window, as a power of two; 0 is one's own.
+pub(super) const PEER_RANGE: u32 = 24;
+/// Instructions that a part of a warp takes at most before another has its turn, where the order is shuffled.
+const LONGEST_TURN: u64 = 64;
+
+/// A cluster at a moment of a run.
+pub(super) struct Machine<'a> {
+    pub(super) kernel: &'a Kernel,
+    pub(super) launch: &'a Launch,
+    pub(super) options: &'a Options,
+    pub(super) names: &'a [String],
+    pub(super) global: &'a mut [Memory],
+    pub(super) arguments: &'a [usize],
+    pub(super) arrays: Vec<(u32, u32)>,
+    pub(super) random: Option<SmallRng>,
+    /// The cluster's place in the grid of clusters, and as a number.
+    pub(super) place: [u32; 3],
+    pub(super) cluster: u32,
+    pub(super) threads: Vec<Thread>,
+    pub(super) warps: Vec<Warp>,
+    pub(super) ctas: Vec<Cta>,
+    pub(super) barrier: ClusterBarrier,
+    pub(super) alive: usize,
+    pub(super) work: &'a mut u64,
+}
+
+fn volume(extents: [u32; 3]) -> Option<u32> {
+    let [x, y, z] = extents;
+    x.checked_mul(y)?.checked_mul(z).filter(|&volume| volume > 0)
+}
+
+fn split(index: u32, extents: [u32; 3]) -> [u32; 3] {
+    [index % extents[0], index / extents[0] % extents[1], index / extents[0] / extents[1]]
+}
+
+/// What is wrong with the launch, or with the buffers.
+fn check(kernel: &Kernel, launch: &Launch, buffers: &[Buffer], arguments: &[usize]) -> Result<(), String> {
+    let Launch { grid, block, cluster, dynamic_shared } = *launch;
+    let threads = volume(block).filter(|&threads| threads <= 1024);
+    let Some(threads) = threads else {
+        return Err(format!("a block of {block:?} threads, expected 1 to 1024"));
+    };
+    if kernel.limits.block.is_some_and(|expected| expected != block) {
+        return Err(format!(
+            "a block of {block:?} threads, and .reqntid says {:?}",
+            kernel.limits.block.unwrap_or_default()
+        ));
+    }
+    if kernel.limits.most_threads.is_some_and(|most| threads > most) {
+        return Err(format!("a block of {threads} threads, more than .maxntid says"));
+    }
+    let expected = kernel.limits.cluster.unwrap_or([1, 1, 1]);
+    if cluster != expected {
+        return Err(format!("clusters of {cluster:?}, and .reqnctapercluster says {expected:?}"));
+    }
+    let whole = (0..3).all(|axis| cluster[axis] > 0 && grid[axis].is_multiple_of(cluster[axis]));
+    let all = volume(grid).and_then(|ctas| ctas.checked_mul(threads)).filter(|&all| all < u32::MAX - 1);
+    if !whole || all.is_none() || volume(cluster).is_none_or(|ctas| ctas > 16) {
+        return Err(format!("a grid of {grid:?} CTAs in clusters of {cluster:?}, expected whole clusters of 1 to 16"));
+    }
+    match kernel.dynamic {
+        None if dynamic_shared > 0 => {
+            return Err(format!("{dynamic_shared} bytes of dynamic shared memory, and no array that takes them"));
+        }
+        Some(start) if start.checked_add(dynamic_shared).is_none_or(|end| end >= MOST_SHARED) => {
+            return Err(format!("{dynamic_shared} bytes of dynamic shared memory are too many"));
+        }
+        _ => {}
+    }
+    if arguments.len() != kernel.parameters.len() {
+        let takes = kernel.parameters.join(", ");
+        return Err(format!("{} arguments, and {} takes {takes}", arguments.len(), kernel.name));
+    }
+    match arguments.iter().find(|&&buffer| buffer >= buffers.len()) {
+        Some(buffer) => Err(format!("argument {buffer} of {} buffers", buffers.len())),
+        None => Ok(()),
+    }
+}
+
+/// [`super::Module::run`] of one entry.
+pub(super) fn run(
+    kernel: &Kernel,
+    launch: &Launch,
+    buffers: Vec<Buffer>,
+    arguments: &[usize],
+    options: &Options,
+) -> Result<Vec<Buffer>, InterpretError> {
+    check(kernel, launch, &buffers, arguments).map_err(InterpretError::Launch)?;
+    let mut arrays = kernel.arrays.clone();
+    arrays.extend(kernel.dynamic.map(|start| (start, start + launch.dynamic_shared)));
+    let mut names = Vec::new();
+    let mut outputs = Vec::new();
+    let mut global = Vec::new();
+    for Buffer { name, bytes, is_output } in buffers {
+        names.push(name);
+        outputs.push(is_output);
+        global.push(if is_output { Memory::unwritten(bytes) } else { Memory::written(bytes) });
+    }
+    let of_clusters = [0, 1, 2].map(|axis| launch.grid[axis] / launch.cluster[axis]);
+    let mut clusters: Vec<u32> = (0..volume(of_clusters).unwrap_or(0)).collect();
+    let mut random = match options.order {
+        Order::InSequence => None,
+        Order::Shuffled(seed) => Some(SmallRng::seed_from_u64(seed)),
+    };
+    if let Some(random) = &mut random {
+        clusters.shuffle(random);
+    }
+    let mut work = 0;
+    for cluster in clusters {
+        let mut machine = Machine {
+            kernel,
+            launch,
+            options,
+            names: &names,
+            global: &mut global,
+            arguments,
+            arrays: arrays.clone(),
+            random: random.take(),
+            place: split(cluster, of_clusters),
+            cluster,
+            threads: Vec::new(),
+            warps: Vec::new(),
+            ctas: Vec::new(),
+            barrier: ClusterBarrier::default(),
+            alive: 0,
+            work: &mut work,
+        };
+        machine.start();
+        machine.run()?;
+        machine.check_peers()?;
+        random = machine.random.take();
+        for memory in &mut global {
+            memory.end_cluster();
+        }
+    }
+    for ((memory, name), is_output) in global.iter().zip(&names).zip(&outputs) {
+        if let Some((bytes, first)) = memory.never_written().filter(|_| *is_output) {
+            return Err(InterpretError::Unwritten { buffer: name.clone(), bytes, first });
+        }
+    }
+    let all = global.into_iter().zip(names).zip(outputs);
+    Ok(all.map(|((memory, name), is_output)| Buffer { name, bytes: memory.bytes, is_output }).collect())
+}
+
+impl Machine<'_> {
+    /// Threads, warps and memory of the cluster.
+    fn start(&mut self) {
+        let Launch { block, cluster, .. } = *self.launch;
+        let (per_cta, ctas) = (volume(block).unwrap_or(0) as usize, volume(cluster).unwrap_or(0) as usize);
+        let all = per_cta * ctas;
+        let nothing: Known = vec![0; all].into();
+        let shared = self.arrays.iter().map(|&(_, end)| end).max().unwrap_or(0) as usize;
+        self.alive = all;
+        for _ in 0..all {
+            self.threads.push(Thread {
+                clock: 1,
+                known: nothing.clone(),
+                fenced: None,
+                phases: 0,
+                arrivals: 0,
+                waits: 0,
+                copies: Vec::new(),
+                groups: VecDeque::new(),
+            });
+        }
+        for cta in 0..ctas {
+            self.ctas.push(Cta {
+                shared: Memory::unwritten(vec![0xA5; shared]),
+                barriers: HashMap::new(),
+                alive: per_cta as u64,
+                touched: Vec::new(),
+            });
+            for first in (0..per_cta).step_by(LANES) {
+                let lanes = mask((per_cta - first).min(LANES) as u32) as u32;
+                let slots = self.kernel.slots.iter().map(|fill| self.filled(*fill, cta as u32, first as u32));
+                let slots = slots.collect();
+                let written = self.kernel.slots.iter().map(|fill| if *fill == Fill::Unwritten { 0 } else { u32::MAX });
+                self.warps.push(Warp {
+                    cta,
+                    first: cta * per_cta + first,
+                    lanes,
+                    alive: lanes,
+                    waiting: 0,
+                    pcs: [0; LANES],
+                    slots,
+                    written: written.collect(),
+                });
+            }
+        }
+    }
+
+    /// What a slot holds in the lanes of the warp whose first thread is `first` of a CTA of this rank.
+    fn filled(&self, fill: Fill, rank: u32, first: u32) -> Lanes {
+        let Launch { grid, block, cluster, .. } = *self.launch;
+        let in_cluster = split(rank, cluster);
+        let warps = volume(block).unwrap_or(0).div_ceil(LANES as u32);
+        let special = match fill {
+            Fill::Unwritten => return [0xA5A5_A5A5_A5A5_A5A5; LANES],
+            Fill::Value(value) => return [value; LANES],
+            Fill::Parameter(parameter) => {
+                let address = (self.arguments[parameter] as u64 + 1) << ARRAY_RANGE | 1 << (ARRAY_RANGE - 1);
+                return [address; LANES];
+            }
+            Fill::Special(special) => special,
+        };
+        let mut lanes = [0; LANES];
+        for (lane, value) in (0_u32..).zip(&mut lanes) {
+            *value = u64::from(match special {
+                Special::Tid(axis) => split(first + lane, block)[axis],
+                Special::Ntid(axis) => block[axis],
+                Special::Ctaid(axis) => self.place[axis] * cluster[axis] + in_cluster[axis],
+                Special::Nctaid(axis) => grid[axis],
+                Special::ClusterCtaid(axis) => in_cluster[axis],
+                Special::ClusterNctaid(axis) => cluster[axis],
+                Special::ClusterId(axis) => self.place[axis],
+                Special::Nclusterid(axis) => grid[axis] / cluster[axis],
+                Special::ClusterCtarank => rank,
+                Special::ClusterNctarank => volume(cluster).unwrap_or(0),
+                Special::Laneid => lane,
+                Special::Warpid => first / LANES as u32,
+                Special::Nwarpid => warps,
+                Special::LanesBelow => mask(lane) as u32,
+                Special::LanesUpTo => mask(lane + 1) as u32,
+                Special::LanesFrom => !(mask(lane) as u32),
+                Special::LanesAbove => !(mask(lane + 1) as u32),
+                Special::LaneBit => 1 << lane,
+            });
+        }
+        lanes
+    }
+
+    /// The CTA's place in the grid, as a number.
+    pub(super) fn cta_in_grid(&self, cluster: u32, rank: u32) -> u32 {
+        let Launch { grid, cluster: extents, .. } = *self.launch;
+        let place = split(cluster, [0, 1, 2].map(|axis| grid[axis] / extents[axis]));
+        let inside = split(rank, extents);
+        let [x, y, z] = [0, 1, 2].map(|axis| place[axis] * extents[axis] + inside[axis]);
+        x + grid[0] * (y + grid[1] * z)
+    }
+
+    /// CTA in the grid and thread in the CTA, of a thread of the grid counted by clusters.
+    pub(super) fn thread_of(&self, thread: u32) -> (u32, u32) {
+        let all = self.threads.len() as u32;
+        let per_cta = all / self.ctas.len() as u32;
+        let (cluster, inside) = (thread / all, thread % all);
+        (self.cta_in_grid(cluster, inside / per_cta), inside % per_cta)
+    }
+
+    pub(super) fn fault(&self, thread: usize, at: usize, fault: Fault, problem: String) -> InterpretError {
+        let Instruction { line, name, .. } = &self.kernel.instructions[at];
+        let (cta, thread) = self.thread_of(self.cluster * self.threads.len() as u32 + thread as u32);
+        InterpretError::Fault { line: *line, name: name.clone(), cta, thread, fault, problem }
+    }
+
+    /// All warps to their end.
+    fn run(&mut self) -> Result<(), InterpretError> {
+        let mut order: Vec<usize> = (0..self.warps.len()).collect();
+        loop {
+            if let Some(random) = &mut self.random {
+                order.shuffle(random);
+            }
+            let mut progress = false;
+            for &warp in &order {
+                progress |= self.run_warp(warp)?;
+            }
+            if self.warps.iter().all(|warp| warp.alive == 0) {
+                return Ok(());
+            }
+            if !progress {
+                return Err(self.deadlock());
+            }
+        }
+    }
+
+    /// Whether anything was done: in sequence, until the warp waits; shuffled, one turn.
+    fn run_warp(&mut self, w: usize) -> Result<bool, InterpretError> {
+        let mut progress = false;
+        while let Some((group, at)) = self.next_group(w) {
+            progress = true;
+            let (group, most) = match &mut self.random {
+                Some(random) if !self.kernel.instructions[at].action.is_collective() => {
+                    let some = group & random.random::<u32>();
+                    (if some == 0 { group } else { some }, random.random_range(1..=LONGEST_TURN))
+                }
+                Some(_) => (group, 1),
+                None => (group, u64::MAX),
+            };
+            self.run_group(w, group, at, most)?;
+            if self.random.is_some() {
+                break;
+            }
+        }
+        Ok(progress)
+    }
+
+    /// Lanes that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a
+    /// collective one for which nobody is missing.
+    fn next_group(&mut self, w: usize) -> Option<(u32, usize)> {
+        let warp = &self.warps[w];
+        let mut rest = warp.alive & !warp.waiting;
+        let (mut alone, mut collective) = (Vec::new(), Vec::new());
+        while rest != 0 {
+            let at = warp.pcs[rest.trailing_zeros() as usize];
+            let group = lanes_where(rest, |lane| warp.pcs[lane] == at);
+            rest &= !group;
+            let groups = if self.kernel.instructions[at].action.is_collective() { &mut collective } else { &mut alone };
+            groups.push((group, at));
+        }
+        let first = alone.iter().min_by_key(|&&(_, at)| at).copied();
+        if first.is_some() {
+            return match &mut self.random {
+                Some(random) => Some(alone[random.random_range(0..alone.len())]),
+                None => first,
+            };
+        }
+        collective.sort_by_key(|&(_, at)| at);
+        let absent = |&(group, at): &(u32, usize)| self.missing(w, group, at).map(|(_, absent)| absent);
+        let complete = collective.iter().find(|group| absent(group).is_none());
+        // Who waits at a barrier may yet come; who does not has gone another way.
+        let never = |group: &&(u32, usize)| absent(group).is_some_and(|lane| warp.waiting >> lane & 1 == 0);
+        complete.or_else(|| collective.iter().find(never)).copied()
+    }
+
+    /// The lanes of `group` for which the guard holds.
+    fn guarded(&self, w: usize, group: u32, at: usize) -> u32 {
+        match self.kernel.instructions[at].guard {
+            None => group,
+            Some((slot, negated)) => {
+                let lanes = &self.warps[w].slots[slot];
+                lanes_where(group, |lane| (lanes[lane] == 1) != negated)
+            }
+        }
+    }
+
+    /// A lane that takes no part in a collective instruction of `group`, though one that does needs it.
+    pub(super) fn missing(&self, w: usize, group: u32, at: usize) -> Option<(usize, usize)> {
+        let warp = &self.warps[w];
+        let active = self.guarded(w, group, at);
+        let first = active.trailing_zeros() as usize;
+        let absent = warp.lanes & !active;
+        if active == 0 {
+            return None;
+        }
+        match &self.kernel.instructions[at].action {
+            Action::Barrier { aligned: true, .. }
+            | Action::ClusterArrive { aligned: true, .. }
+            | Action::ClusterWait { aligned: true } => (absent != 0).then(|| (first, absent.trailing_zeros() as usize)),
+            Action::WarpBarrier { members }
+            | Action::Shuffle { members, .. }
+            | Action::Vote { members, .. }
+            | Action::Reduce { members, .. }
+            | Action::Elect { members, .. } => {
+                let members = &warp.slots[*members];
+                // A lane names itself, and those it names do the same at once but for those who exited.
+                lanes_of(active).find_map(|lane| {
+                    let needed = members[lane] as u32 & warp.alive | 1 << lane;
+                    let with = lanes_where(active, |other| members[other] == members[lane]) & members[lane] as u32;
+                    (needed & !with != 0).then(|| (lane, (needed & !with).trailing_zeros() as usize))
+                })
+            }
+            _ => None,
+        }
+    }
+
+    /// The lanes of `group` from instruction `at` on, while they stay together, for `most` instructions.
+    fn run_group(&mut self, w: usize, group: u32, at: usize, most: u64) -> Result<(), InterpretError> {
+        let kernel = self.kernel;
+        let warp = &self.warps[w];
+        // Where others of the warp wait to be joined.
+        let others = warp.alive & !warp.waiting & !group;
+        let join = if self.random.is_none() { lanes_of(others).map(|lane| warp.pcs[lane]).min() } else { None };
+        let mut pc = at;
+        for _ in 0..most {
+            *self.work += 1;
+            if *self.work > self.options.most_work {
+                return Err(InterpretError::Endless { most: self.options.most_work });
+            }
+            let instruction = &kernel.instructions[pc];
+            let done = self.step(w, group, pc, instruction);
+            let next = done
+                .map_err(|Wrong { lane, fault, problem }| self.fault(self.warps[w].first + lane, pc, fault, problem))?;
+            let Some(next) = next else { return Ok(()) };
+            pc = next;
+            if instruction.action.is_collective()
+                || kernel.instructions[pc].action.is_collective()
+                || join.is_some_and(|join| pc >= join)
+            {
+                break;
+            }
+        }
+        for lane in lanes_of(group) {
+            self.warps[w].pcs[lane] = pc;
+        }
+        Ok(())
+    }
+
+    /// One instruction by the lanes of `group`: where they go on, or None where they part or wait.
+    fn step(&mut self, w: usize, group: u32, pc: usize, instruction: &Instruction) -> Ran<Option<usize>> {
+        if let Some((guard, _)) = instruction.guard {
+            self.check_written(w, group, guard)?;
+        }
+        let active = self.guarded(w, group, pc);
+        if active != 0 {
+            for &slot in &instruction.sources {
+                self.check_written(w, active, slot)?;
+            }
+        }
+        match &instruction.action {
+            Action::Branch { to, uniform } => {
+                if active == group {
+                    return Ok(Some(*to));
+                }
+                if active == 0 {
+                    return Ok(Some(pc + 1));
+                }
+                // Shuffled, threads stand at one place in different rounds of a loop.
+                if *uniform && self.random.is_none() {
+                    let lane = (group & !active).trailing_zeros() as usize;
+                    let problem = "some threads of the warp take the branch and this does not".to_string();
+                    return Err(Wrong { lane, fault: Fault::Divergence, problem });
+                }
+                self.set_pcs(w, active, *to);
+                self.set_pcs(w, group & !active, pc + 1);
+                Ok(None)
+            }
+            _ if active == 0 => Ok(Some(pc + 1)),
+            Action::Exit => {
+                self.set_pcs(w, group, pc + 1);
+                self.exit(w, active)?;
+                Ok(None)
+            }
+            action if action.is_collective() => {
+                self.set_pcs(w, group, pc + 1);
+                self.collective(w, group, active, pc, action)?;
+                Ok(None)
+            }
+            action => {
+                self.act(w, active, pc, action)?;
+                Ok(Some(pc + 1))
+            }
+        }
+    }
+
+    fn set_pcs(&mut self, w: usize, lanes: u32, pc: usize) {
+        for lane in lanes_of(lanes) {
+            self.warps[w].pcs[lane] = pc;
+        }
+    }
+
+    fn check_written(&self, w: usize, active: u32, slot: Slot) -> Ran<()> {
+        let unwritten = active & !self.warps[w].written[slot];
+        if unwritten == 0 {
+            return Ok(());
+        }
+        let problem = "a register that it reads was never written".to_string();
+        Err(Wrong { lane: unwritten.trailing_zeros() as usize, fault: Fault::Uninitialised, problem })
+    }
+
+    pub(super) fn set(&mut self, w: usize, active: u32, slot: Slot, values: &Lanes) {
+        let warp = &mut self.warps[w];
+        if active == u32::MAX {
+            warp.slots[slot] = *values;
+        } else {
+            for lane in lanes_of(active) {
+                warp.slots[slot][lane] = values[lane];
+            }
+        }
+        warp.written[slot] |= active;
+    }
+
+    /// `function` of three slots, lane by lane.
+    pub(super) fn map(&self, w: usize, active: u32, of: [Slot; 3], function: impl Fn(u64, u64, u64) -> u64) -> Lanes {
+        let [a, b, c] = of.map(|slot| &self.warps[w].slots[slot]);
+        let mut values = [0; LANES];
+        for lane in lanes_of(active) {
+            values[lane] = function(a[lane], b[lane], c[lane]);
+        }
+        values
+    }
+
+    fn act(&mut self, w: usize, active: u32, pc: usize, action: &Action) -> Ran<()> {
+        match action {
+            Action::Compute { to, of, function } => {
+                let values = self.map(w, active, *of, function);
+                self.set(w, active, *to, &values);
+            }
+            Action::Approximate { to, of: [a, b], function, ftz } => {
+                let units = self.options.units;
+                let values = self.map(w, active, [*a, *b, *b], |a, b, _| approximate(*function, units, *ftz, a, b));
+                self.set(w, active, *to, &values);
+            }
+            Action::Compare { to, of, function } => {
+                let both = self.map(w, active, *of, |a, b, c| {
+                    let [first, second] = function(a, b, c);
+                    u64::from(first) | u64::from(second) << 1
+                });
+                for (i, to) in to.iter().enumerate() {
+                    if let Some(to) = to {
+                        self.set(w, active, *to, &both.map(|both| both >> i & 1));
+                    }
+                }
+            }
+            Action::Split { to, of, bits } => {
+                let whole = self.warps[w].slots[*of];
+                for (i, to) in (0_u32..).zip(to) {
+                    if let Some(to) = to {
+                        self.set(w, active, *to, &whole.map(|whole| whole >> (i * bits) & mask(*bits)));
+                    }
+                }
+            }
+            Action::Join { to, of, bits } => {
+                let mut values = [0; LANES];
+                for (i, slot) in (0_u32..).zip(of) {
+                    for (value, part) in values.iter_mut().zip(&self.warps[w].slots[*slot]) {
+                        *value |= part << (i * bits);
+                    }
+                }
+                self.set(w, active, *to, &values);
+            }
+            Action::Map { to, address, rank } => {
+                let ctas = self.ctas.len() as u64;
+                let of = [*address, *rank, *rank];
+                let beyond =
+                    self.map(w, active, of, |address, rank, _| u64::from(address >> PEER_RANGE != 0 || rank >= ctas));
+                if let Some(lane) = lanes_of(active).find(|&lane| beyond[lane] == 1) {
+                    let rank = self.warps[w].slots[*rank][lane];
+                    let problem = format!("rank {rank} of {ctas} CTAs, or an address that is not of one's own");
+                    return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                }
+                let values = self.map(w, active, of, |address, rank, _| (rank + 1) << PEER_RANGE | address);
+                self.set(w, active, *to, &values);
+            }
+            Action::Load { .. } => self.load(w, active, pc, action)?,
+            Action::Store { space, to, bytes, of } => self.store(w, active, pc, (*space, *to), *bytes as usize, of)?,
+            Action::Atomic { space, at, ty, operation, to, of } => {
+                for lane in lanes_of(active) {
+                    self.atomic(w, lane, pc, (*space, *at), (*ty, *operation), *to, *of)?;
+                }
+            }
+            Action::Copy { to, from, bytes, read, ignore } => {
+                for lane in lanes_of(active) {
+                    let slots = &self.warps[w].slots;
+                    let whole = u64::from(*bytes);
+                    let count = read.map_or(whole, |read| slots[read][lane]);
+                    let count = if ignore.is_some_and(|ignore| slots[ignore][lane] == 1) { 0 } else { count };
+                    if count > whole {
+                        let problem = format!("{count} bytes to be read for {whole}");
+                        return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                    }
+                    self.copy(w, lane, pc, (*from, count as usize), (*to, whole as usize))?;
+                }
+            }
+            Action::CommitCopies => self.commit_copies(w, active),
+            Action::WaitCopies(groups) => self.finish_copies(w, active, pc, *groups),
+            Action::WaitAllCopies => {
+                self.commit_copies(w, active);
+                self.finish_copies(w, active, pc, 0);
+            }
+            Action::Fence { beyond_cta } => {
+                for lane in lanes_of(active).filter(|_| *beyond_cta) {
+                    let thread = &mut self.threads[self.warps[w].first + lane];
+                    thread.fenced = Some((thread.known.clone(), thread.clock));
+                    thread.clock += 1;
+                }
+            }
+            Action::ActiveMask { to } => self.set(w, active, *to, &[active.into(); LANES]),
+            Action::Nothing => {}
+            _ => unreachable!("a branch, an exit or a collective instruction"),
+        }
+        Ok(())
+    }
+
+    fn exit(&mut self, w: usize, lanes: u32) -> Ran<()> {
+        let Warp { first, cta, .. } = self.warps[w];
+        for lane in lanes_of(lanes) {
+            let thread = &self.threads[first + lane];
+            if !thread.copies.is_empty() || thread.groups.iter().any(|group| !group.is_empty()) {
+                let problem = "it exits, and a cp.async that it issued was not waited for".to_string();
+                return Err(Wrong { lane, fault: Fault::NotCopied, problem });
+            }
+        }
+        self.warps[w].alive &= !lanes;
+        self.ctas[cta].alive -= u64::from(lanes.count_ones());
+        self.alive -= lanes.count_ones() as usize;
+        // Who is expected no longer does not count among those who came.
+        let came = lanes_where(lanes, |lane| self.threads[first + lane].arrivals > self.barrier.phases);
+        self.barrier.arrived -= came.count_ones() as usize;
+        // Who waited for these alone waits no longer.
+        let ids: Vec<u64> = self.ctas[cta].barriers.keys().copied().collect();
+        for id in ids {
+            self.finish_barrier(cta, id);
+        }
+        self.finish_phase();
+        Ok(())
+    }
+
+    /// Who waits where, and who is missing.
+    fn deadlock(&self) -> InterpretError {
+        let at = |thread: usize| {
+            let (w, lane) = self.lane_of(thread);
+            let warp = &self.warps[w];
+            (warp.alive >> lane & 1 == 1).then(|| warp.pcs[lane] - (warp.waiting >> lane & 1) as usize)
+        };
+        let all: Vec<(usize, usize)> = (0..self.threads.len()).filter_map(|t| Some((t, at(t)?))).collect();
+        let mut places: Vec<usize> = all.iter().map(|&(_, pc)| pc).collect();
+        places.sort_unstable();
+        places.dedup();
+        let told = places.iter().map(|&place| {
+            let here: Vec<usize> = all.iter().filter(|&&(_, pc)| pc == place).map(|&(thread, _)| thread).collect();
+            let first = self.cluster * self.threads.len() as u32 + here[0] as u32;
+            let (cta, thread) = self.thread_of(first);
+            let Instruction { line, name, .. } = &self.kernel.instructions[place];
+            format!("{} threads wait at line {line} ({name}), the first CTA {cta}, thread {thread}", here.len())
+        });
+        let told: Vec<String> = told.collect();
+        let exited = self.threads.len() - all.len();
+        let problem = format!("{}; {exited} threads have exited", told.join("; "));
+        self.fault(all[0].0, all[0].1, Fault::Deadlock, problem)
+    }
+
+    /// That no CTA may have exited when a peer touched its memory: some thread of it knew of the touch.
+    fn check_peers(&self) -> Result<(), InterpretError> {
+        let per_cta = self.threads.len() / self.ctas.len();
+        for (rank, cta) in self.ctas.iter().enumerate() {
+            for (toucher, &(clock, at)) in cta.touched.iter().enumerate().filter(|(_, (clock, _))| *clock > 0) {
+                let threads = &self.threads[rank * per_cta..][..per_cta];
+                if !threads.iter().any(|thread| thread.known[toucher] >= clock) {
+                    let cta = self.cta_in_grid(self.cluster, rank as u32);
+                    let problem = format!("nothing keeps CTA {cta} from exiting before this");
+                    return Err(self.fault(toucher, at as usize, Fault::PeerExited, problem));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! What threads, warps and CTAs are at a moment of a run, and what threads know.
+
+use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
+
+use super::Fault;
+use super::instruction::{BarrierReduction, Slot};
+use super::memory::Memory;
+
+/// Threads of a warp.
+pub(super) const LANES: usize = 32;
+
+/// A value for each.
+pub(super) type Lanes = [u64; LANES];
+
+/// Of every thread of the cluster, the clock up to which a thread has learnt of what that did.
+pub(super) type Known = Rc<[u32]>;
+
+/// What a thread did wrong, before it is known where.
+pub(super) struct Wrong {
+    pub(super) lane: usize,
+    pub(super) fault: Fault,
+    pub(super) problem: String,
+}
+
+pub(super) type Ran<T> = Result<T, Wrong>;
+
+/// What threads know once all have come together.
+#[derive(Clone, Default)]
+pub(super) struct Meeting {
+    pub(super) clocks: Vec<u32>,
+    /// Knowledge that is in `clocks` already.
+    pub(super) met: Vec<Known>,
+    pub(super) phases: u32,
+}
+
+impl Meeting {
+    pub(super) fn add(&mut self, known: &Known, thread: usize, clock: u32) {
+        self.join(known);
+        self.clocks[thread] = self.clocks[thread].max(clock);
+    }
+
+    pub(super) fn join(&mut self, known: &Known) {
+        if self.clocks.is_empty() {
+            self.clocks = vec![0; known.len()];
+        }
+        if self.met.iter().any(|met| Rc::ptr_eq(met, known)) {
+            return;
+        }
+        for (clock, &known) in self.clocks.iter_mut().zip(known.iter()) {
+            *clock = known.max(*clock);
+        }
+        self.met.push(known.clone());
+    }
+}
+
+/// A copy under way: where from and where to, and the bytes read and written.
+pub(super) struct Copying {
+    pub(super) array: usize,
+    pub(super) from: usize,
+    pub(super) read: usize,
+    pub(super) to: usize,
+    pub(super) written: usize,
+}
+
+pub(super) struct Thread {
+    pub(super) clock: u32,
+    pub(super) known: Known,
+    /// What a relaxed arrival passes on: what was known at the last fence.
+    pub(super) fenced: Option<(Known, u32)>,
+    /// Phases of the cluster's barrier that it knows to be over.
+    pub(super) phases: u32,
+    pub(super) arrivals: u32,
+    pub(super) waits: u32,
+    pub(super) copies: Vec<Copying>,
+    pub(super) groups: VecDeque<Vec<Copying>>,
+}
+
+pub(super) struct Warp {
+    pub(super) cta: usize,
+    /// The thread of lane 0, in the cluster.
+    pub(super) first: usize,
+    /// Lanes that there are, that have not exited, that wait.
+    pub(super) lanes: u32,
+    pub(super) alive: u32,
+    pub(super) waiting: u32,
+    pub(super) pcs: [usize; LANES],
+    pub(super) slots: Vec<Lanes>,
+    /// Of each slot, the lanes that hold something.
+    pub(super) written: Vec<u32>,
+}
+
+/// A barrier of a CTA on which some have arrived.
+#[derive(Default)]
+pub(super) struct Barrier {
+    /// None where all threads take part.
+    pub(super) expected: Option<u64>,
+    pub(super) arrived: u64,
+    pub(super) waiting: Vec<usize>,
+    pub(super) meeting: Meeting,
+    /// Threads whose predicate held.
+    pub(super) held: u64,
+    pub(super) reduces: Vec<(usize, Slot, BarrierReduction)>,
+}
+
+pub(super) struct Cta {
+    pub(super) shared: Memory,
+    pub(super) barriers: HashMap<u64, Barrier>,
+    pub(super) alive: u64,
+    /// Of each thread of the cluster, the clock and the instruction of its last touch of this CTA's memory as a peer.
+    pub(super) touched: Vec<(u32, u32)>,
+}
+
+#[derive(Default)]
+pub(super) struct ClusterBarrier {
+    pub(super) arrived: usize,
+    pub(super) waiting: Vec<usize>,
+    /// Phases that are over.
+    pub(super) phases: u32,
+    pub(super) meeting: Meeting,
+    /// What the last phase passed on.
+    pub(super) passed: Option<Known>,
+    /// What it came to with what threads knew themselves.
+    pub(super) joined: Vec<[Known; 2]>,
+}
+
+/// The lanes of a mask.
+pub(super) fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
+    (0..LANES).filter(move |lane| mask >> lane & 1 == 1)
+}
+
+/// The mask of the lanes of `mask` of which `holds` is true.
+pub(super) fn lanes_where(mask: u32, holds: impl Fn(usize) -> bool) -> u32 {
+    lanes_of(mask).filter(|&lane| holds(lane)).fold(0, |lanes, lane| lanes | 1 << lane)
+}

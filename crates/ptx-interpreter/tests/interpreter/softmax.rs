@@ -1,0 +1,208 @@
+//! A row in the shared memory of a cluster, softmax in place: right as it stands, and each wait of it needed.
+
+use assay_ptx_interpreter::{Buffer, Fault, InterpretError, Launch, Module, Options, Order, Units};
+use half::bf16;
+
+const TEXT: &str = include_str!("softmax.ptx");
+
+/// A row of `slice` bytes for each of `ctas` CTAs.
+#[derive(Clone, Copy)]
+struct Row {
+    ctas: u32,
+    threads: u32,
+    slice: u32,
+}
+
+const SMALL: Row = Row { ctas: 2, threads: 64, slice: 64 * 16 + 3 * 16 };
+/// A row of 151,936 bf16.
+const QWEN: Row = Row { ctas: 4, threads: 512, slice: 151_936 * 2 / 4 };
+
+impl Row {
+    fn text(&self, text: &str) -> String {
+        text.replace("STRIDE", &(16 * self.threads).to_string())
+            .replace("WARPS", &(self.threads / 32).to_string())
+            .replace("THREADS", &self.threads.to_string())
+            .replace("SLICE", &self.slice.to_string())
+            .replace("CTAS", &self.ctas.to_string())
+    }
+
+    fn launch(&self, rows: u32) -> Launch {
+        Launch {
+            grid: [self.ctas * rows, 1, 1],
+            block: [self.threads, 1, 1],
+            cluster: [self.ctas, 1, 1],
+            dynamic_shared: self.slice,
+        }
+    }
+
+    fn elements(&self) -> usize {
+        (self.ctas * self.slice / 2) as usize
+    }
+
+    fn input(&self, rows: u32) -> Vec<bf16> {
+        let element = |i: usize| bf16::from_f32((i * 7919 % 1009) as f32 / 101.0 - 5.0);
+        (0..self.elements() * rows as usize).map(element).collect()
+    }
+
+    /// What `text` makes of `rows` rows, by both orders.
+    fn run(&self, text: &str, rows: u32, units: Units) -> Result<Vec<bf16>, InterpretError> {
+        let module = Module::parse(&self.text(text))?;
+        let bytes = self.input(rows).iter().flat_map(|x| x.to_le_bytes()).collect();
+        let out = module.run_both("softmax", &self.launch(rows), vec![Buffer::input("row", bytes)], &[0], units, 7)?;
+        Ok(out[0].bytes.chunks(2).map(|bytes| bf16::from_le_bytes([bytes[0], bytes[1]])).collect())
+    }
+}
+
+/// That each of `got` is the softmax of its row, to half an ulp of bf16 and what f32 leaves.
+fn assert_softmax(row: Row, rows: u32, got: &[bf16]) {
+    for (input, got) in row.input(rows).chunks(row.elements()).zip(got.chunks(row.elements())) {
+        let sum: f64 = input.iter().map(|x| x.to_f64().exp()).sum();
+        for (x, got) in input.iter().zip(got) {
+            let expected = x.to_f64().exp() / sum;
+            let error = (got.to_f64() - expected).abs() / expected;
+            assert!(error < 0.5_f64.powi(8), "{x}: {got}, expected {expected}");
+        }
+    }
+}
+
+#[test]
+fn rows_are_right_by_all_units() {
+    for units in [Units::Rounded, Units::Above, Units::Below] {
+        assert_softmax(SMALL, 3, &SMALL.run(TEXT, 3, units).unwrap());
+    }
+}
+
+#[test]
+fn a_whole_row() {
+    assert_softmax(QWEN, 1, &QWEN.run(TEXT, 1, Units::Rounded).unwrap());
+}
+
+/// What is found where lines of the text are others.
+fn found(edits: &[(&str, &str)]) -> Fault {
+    let mut text = TEXT.to_string();
+    for (line, other) in edits {
+        assert!(text.contains(line), "{line}");
+        text = text.replace(line, other);
+    }
+    match SMALL.run(&text, 2, Units::Rounded) {
+        Err(InterpretError::Fault { fault, .. }) => fault,
+        other => panic!("{edits:?}: {other:?}"),
+    }
+}
+
+const START: (&str, &str) = (
+    "barrier.cluster.arrive.relaxed.aligned;         // start",
+    "barrier.cluster.wait.aligned;                   // start",
+);
+const MAXIMA: (&str, &str) = (
+    "barrier.cluster.arrive.release.aligned;         // maxima",
+    "barrier.cluster.wait.acquire.aligned;           // maxima",
+);
+const SUMS: (&str, &str) = (
+    "barrier.cluster.arrive.release.aligned;         // sums",
+    "barrier.cluster.wait.acquire.aligned;           // sums",
+);
+
+#[test]
+fn every_wait_is_needed() {
+    for (removed, fault) in [
+        (vec!["cp.async.wait_group 0;                          // copy"], Fault::NotCopied),
+        (vec!["bar.sync 0;                                     // maxima of warps"], Fault::Race),
+        (vec!["bar.sync 0;                                     // sums of warps"], Fault::Race),
+        (vec![START.0, START.1], Fault::PeerNotStarted),
+        (vec![START.0], Fault::Deadlock),
+        // The warp that gives nothing to peers comes first, to its next arrival.
+        (vec![START.1], Fault::Undefined),
+        (vec![MAXIMA.0, MAXIMA.1], Fault::Uninitialised),
+        (vec![MAXIMA.0], Fault::Deadlock),
+        (vec![MAXIMA.1], Fault::Uninitialised),
+        (vec![SUMS.0, SUMS.1], Fault::Uninitialised),
+        (vec![SUMS.0], Fault::Deadlock),
+        (vec![SUMS.1], Fault::Uninitialised),
+    ] {
+        let edits: Vec<_> = removed.iter().map(|line| (*line, "")).collect();
+        assert_eq!(found(&edits), fault, "{removed:?}");
+    }
+}
+
+#[test]
+fn a_relaxed_arrival_orders_nothing() {
+    for (arrive, _) in [MAXIMA, SUMS] {
+        assert_eq!(found(&[(arrive, "barrier.cluster.arrive.relaxed.aligned;")]), Fault::Race);
+        let fenced = "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed.aligned;";
+        let text = TEXT.replace(arrive, fenced);
+        assert_softmax(SMALL, 2, &SMALL.run(&text, 2, Units::Rounded).unwrap());
+        let too_near = "fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned;";
+        assert_eq!(found(&[(arrive, too_near)]), Fault::Race);
+    }
+    // Nor does a fence order what comes after it.
+    let store = "@%p2 st.shared::cluster.f32 [%r20], %f0;";
+    let early = format!("fence.acq_rel.cluster; {store}");
+    assert_eq!(found(&[(store, &early), (MAXIMA.0, "barrier.cluster.arrive.relaxed.aligned;")]), Fault::Race);
+}
+
+#[test]
+fn bounds_and_alignment() {
+    let rounds = ["copied", "found", "summed", "written"];
+    for label in rounds {
+        let right = format!("setp.ge.u32 %p0, %r5, SLICE;\n    @%p0 bra {label};");
+        let wrong = format!("setp.gt.u32 %p0, %r5, SLICE;\n    @%p0 bra {label};");
+        assert_eq!(found(&[(&right, &wrong)]), Fault::OutOfBounds, "{label}");
+    }
+    assert_eq!(
+        found(&[("add.u32 %r6, %r4, %r5;\n    ld", "add.u32 %r6, %r4, %r5;\n add.u32 %r6, %r6, 8;\n    ld")]),
+        Fault::Misaligned
+    );
+    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + 2]")]), Fault::Misaligned);
+    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + -4]")]), Fault::OutOfBounds);
+    assert_eq!(found(&[("mul.wide.u32 %rd1, %r1, SLICE;", "mul.wide.u32 %rd1, %r2, SLICE;")]), Fault::Race);
+}
+
+#[test]
+fn no_thread_reads_what_another_writes() {
+    // The next 16 bytes are another thread's, which it writes.
+    let text = [("write_words:\n    ld.shared.b32 %r11, [%r6];", "write_words:\n    ld.global.b32 %r11, [%rd3];")];
+    SMALL.run(&TEXT.replace(text[0].0, text[0].1), 1, Units::Rounded).unwrap();
+    let other = [(text[0].0, "write_words:\n    ld.global.b32 %r11, [%rd0];")];
+    assert_eq!(found(&other), Fault::Race);
+    // A CTA leaves out the first words, and another writes them.
+    let unwritten = Module::parse(&SMALL.text(TEXT)).unwrap();
+    let bytes = vec![0; 2 * SMALL.elements()];
+    let options = Options { order: Order::Shuffled(3), ..Options::default() };
+    let buffers = vec![Buffer { is_output: true, ..Buffer::input("row", bytes) }];
+    let error = unwritten.run("softmax", &SMALL.launch(1), buffers, &[0], &options).unwrap_err();
+    assert!(matches!(error, InterpretError::Fault { fault: Fault::Uninitialised, .. }), "{error}");
+}
+
+#[test]
+fn launches_that_do_not_fit() {
+    let module = Module::parse(&SMALL.text(TEXT)).unwrap();
+    let right = SMALL.launch(1);
+    let row = || Buffer::input("row", vec![0; 2 * SMALL.elements()]);
+    let run = |launch: Launch, buffers: Vec<Buffer>, arguments: &[usize]| match module.run(
+        "softmax",
+        &launch,
+        buffers,
+        arguments,
+        &Options::default(),
+    ) {
+        Err(InterpretError::Launch(problem)) => problem,
+        other => panic!("{launch:?}: {other:?}"),
+    };
+    for (launch, told) in [
+        (Launch { cluster: [1, 1, 1], ..right }, "clusters of [1, 1, 1], and .reqnctapercluster says [2, 1, 1]"),
+        (Launch { block: [32, 1, 1], ..right }, "a block of [32, 1, 1] threads, and .reqntid says [64, 1, 1]"),
+        (Launch { block: [0, 1, 1], ..right }, "a block of [0, 1, 1] threads, expected 1 to 1024"),
+        (
+            Launch { grid: [3, 1, 1], ..right },
+            "a grid of [3, 1, 1] CTAs in clusters of [2, 1, 1], expected whole clusters",
+        ),
+        (Launch { grid: [u32::MAX - 1, 1, 1], ..right }, "a grid of"),
+        (Launch { dynamic_shared: 1 << 30, ..right }, "1073741824 bytes of dynamic shared memory are too many"),
+    ] {
+        let problem = run(launch, vec![row()], &[0]);
+        assert!(problem.starts_with(told), "{problem}");
+    }
+    assert_eq!(run(right, vec![row()], &[]), "0 arguments, and softmax takes row");
+    assert_eq!(run(right, vec![row()], &[1]), "argument 1 of 1 buffers");
+}

@@ -1,0 +1,527 @@
+//! Writes the text of a kernel, instruction by instruction.
+
+use std::fmt::Write as _;
+
+use crate::value::{ELEMENTS, Element, Number, Stored, Value, Whole};
+use crate::{Kernel, Launch, Parameter, Role, Target};
+use assay_core::device_dtype::DeviceDtype;
+
+/// An address, and how many bytes are added to it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Address {
+    /// Of global memory.
+    Global(Value<u64>, u32),
+    /// Of this CTA's shared memory.
+    Shared(Value<u32>, u32),
+    /// Of the shared memory of a CTA of the cluster.
+    Cluster(Value<u32>, u32),
+}
+
+impl Address {
+    /// `bytes` further.
+    #[must_use]
+    pub fn plus(self, bytes: u32) -> Self {
+        match self {
+            Self::Global(base, offset) => Self::Global(base, offset + bytes),
+            Self::Shared(base, offset) => Self::Shared(base, offset + bytes),
+            Self::Cluster(base, offset) => Self::Cluster(base, offset + bytes),
+        }
+    }
+
+    fn space(self) -> &'static str {
+        match self {
+            Self::Global(..) => "global",
+            Self::Shared(..) => "shared",
+            Self::Cluster(..) => "shared::cluster",
+        }
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        match self {
+            Self::Global(base, 0) => write!(f, "[{base}]"),
+            Self::Shared(base, 0) | Self::Cluster(base, 0) => write!(f, "[{base}]"),
+            Self::Global(base, offset) => write!(f, "[{base}+{offset}]"),
+            Self::Shared(base, offset) | Self::Cluster(base, offset) => write!(f, "[{base}+{offset}]"),
+        }
+    }
+}
+
+/// Two numbers of 16 bits in one register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packed {
+    /// bf16
+    Bf16,
+    /// f16
+    F16,
+}
+
+impl Packed {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+        }
+    }
+}
+
+/// What of the memory that a thread has touched those who wait for it at the cluster's barrier may rely on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// All of it.
+    Release,
+    /// None: it says no more than that the thread is there.
+    Relaxed,
+}
+
+/// Writes a kernel. Every instruction defines a register of its own but [`set`](Self::set).
+pub struct Builder {
+    name: String,
+    target: Target,
+    parameters: Vec<Parameter>,
+    /// Registers of each [element](ELEMENTS).
+    registers: [u32; ELEMENTS.len()],
+    labels: u32,
+    /// Declarations of shared memory in the entry.
+    shared: String,
+    /// Dynamic shared memory, if there is some.
+    dynamic: Option<u32>,
+    body: String,
+}
+
+impl Builder {
+    /// An entry called `name` for `target`.
+    pub fn new(name: impl Into<String>, target: Target) -> Self {
+        Self {
+            name: name.into(),
+            target,
+            parameters: Vec::new(),
+            registers: [0; ELEMENTS.len()],
+            labels: 0,
+            shared: String::new(),
+            dynamic: None,
+            body: String::new(),
+        }
+    }
+
+    /// The kernel, launched so.
+    pub fn finish(mut self, launch: Launch) -> Kernel {
+        self.write("ret");
+        let Launch { grid, block, cluster, least_resident } = launch;
+        let mut text = format!(".version 8.0\n.target {}\n.address_size 64\n\n", self.target.name());
+        if self.dynamic.is_some() {
+            text += &format!(".extern .shared .align 16 .b8 {DYNAMIC}[];\n\n");
+        }
+        let parameters: Vec<String> = self
+            .parameters
+            .iter()
+            .map(|parameter| format!("\t.param .u64 .ptr .global .align 16 {}", parameter.name))
+            .collect();
+        let _ = writeln!(text, ".visible .entry {}(\n{}\n)", self.name, parameters.join(",\n"));
+        let [x, y, z] = block;
+        let _ = writeln!(text, ".reqntid {x}, {y}, {z}\n.minnctapersm {least_resident}");
+        if cluster > 1 {
+            let _ = writeln!(text, ".reqnctapercluster {cluster}, 1, 1");
+        }
+        text += "{\n";
+        for ((declared, prefix), count) in ELEMENTS.iter().zip(self.registers) {
+            if count > 0 {
+                let _ = writeln!(text, "\t.reg {declared} {prefix}<{count}>;");
+            }
+        }
+        text += &self.shared;
+        text += &self.body;
+        text += "}\n";
+        Kernel {
+            name: self.name,
+            text,
+            grid,
+            block,
+            cluster,
+            shared_bytes: self.dynamic.unwrap_or(0),
+            parameters: self.parameters,
+        }
+    }
+
+    fn write(&mut self, instruction: &str) {
+        let _ = writeln!(self.body, "\t{instruction};");
+    }
+
+    fn new_register<T: Element>(&mut self) -> Value<T> {
+        let count = &mut self.registers[T::PLACE];
+        *count += 1;
+        Value::register(*count - 1)
+    }
+
+    /// `instruction result, operands`
+    fn define<T: Element>(&mut self, instruction: &str, operands: &str) -> Value<T> {
+        let result = self.new_register();
+        self.write(&format!("{instruction} {result}, {operands}"));
+        result
+    }
+
+    fn binary<T: Element, R: Element>(&mut self, instruction: &str, a: Value<T>, b: Value<T>) -> Value<R> {
+        self.define(instruction, &format!("{a}, {b}"))
+    }
+}
+
+/// Parameters and memory.
+impl Builder {
+    /// An array that is read, and its address.
+    pub fn input(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+        self.parameter(name, dtype, shape, Role::Input)
+    }
+
+    /// An array that is written, and its address.
+    pub fn output(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+        self.parameter(name, dtype, shape, Role::Output { over: None })
+    }
+
+    /// An array that is written over the input called `over`.
+    pub fn output_over(&mut self, name: &str, over: &str) -> Value<u64> {
+        let place = self.parameters.iter().position(|parameter| parameter.name == over);
+        let place = place.unwrap_or_else(|| panic!("output over `{over}`: no such input"));
+        let Parameter { dtype, shape, .. } = self.parameters[place].clone();
+        self.parameter(name, dtype, &shape, Role::Output { over: Some(place) })
+    }
+
+    fn parameter(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize], role: Role) -> Value<u64> {
+        self.parameters.push(Parameter { name: name.into(), dtype, shape: shape.to_vec(), role });
+        self.define("ld.param.u64", &format!("[{name}]"))
+    }
+
+    /// `bytes` of shared memory of this CTA, at multiples of 16, and their address.
+    pub fn shared(&mut self, name: &str, bytes: u32) -> Value<u32> {
+        let _ = writeln!(self.shared, "\t.shared .align 16 .b8 {name}[{bytes}];");
+        self.define("mov.u32", name)
+    }
+
+    /// The same, whose size the launch gives. There is one of it.
+    pub fn dynamic_shared(&mut self, bytes: u32) -> Value<u32> {
+        assert!(self.dynamic.is_none(), "dynamic shared memory is there already");
+        self.dynamic = Some(bytes);
+        self.define("mov.u32", DYNAMIC)
+    }
+
+    /// The address that `address` of this CTA's shared memory has in CTA `rank` of the cluster.
+    pub fn of_cluster(&mut self, address: Value<u32>, rank: impl Into<Value<u32>>) -> Value<u32> {
+        self.binary("mapa.shared::cluster.u32", address, rank.into())
+    }
+
+    /// Reads a value.
+    pub fn load<T: Stored>(&mut self, from: Address) -> Value<T> {
+        self.define(&format!("ld.{}.{}", from.space(), T::BITS), &from.to_string())
+    }
+
+    /// Reads `N` values that follow one another; aligned to all of them.
+    pub fn load_all<T: Stored, const N: usize>(&mut self, from: Address) -> [Value<T>; N] {
+        let values: [Value<T>; N] = std::array::from_fn(|_| self.new_register());
+        self.write(&format!("ld.{}.v{N}.{} {}, {from}", from.space(), T::BITS, list(&values)));
+        values
+    }
+
+    /// Writes a value.
+    pub fn store<T: Stored>(&mut self, to: Address, value: impl Into<Value<T>>) {
+        let value = value.into();
+        self.write(&format!("st.{}.{} {to}, {value}", to.space(), T::BITS));
+    }
+
+    /// Writes `N` values that follow one another; aligned to all of them.
+    pub fn store_all<T: Stored, const N: usize>(&mut self, to: Address, values: [Value<T>; N]) {
+        self.write(&format!("st.{}.v{N}.{} {to}, {}", to.space(), T::BITS, list(&values)));
+    }
+
+    /// Copies 16 bytes from global to shared memory, past the first cache. Nobody may look at them before
+    /// [`wait_for_copies`](Self::wait_for_copies).
+    pub fn copy_16(&mut self, to: Address, from: Address) {
+        self.write(&format!("cp.async.cg.shared.global {to}, {from}, 16"));
+    }
+
+    /// Copies 4 bytes.
+    pub fn copy_4(&mut self, to: Address, from: Address) {
+        self.write(&format!("cp.async.ca.shared.global {to}, {from}, 4"));
+    }
+
+    /// Waits until all that this thread copies is there, for this thread to see.
+    pub fn wait_for_copies(&mut self) {
+        self.write("cp.async.wait_all");
+    }
+}
+
+fn list<T: Element>(values: &[Value<T>]) -> String {
+    let values: Vec<String> = values.iter().map(Value::to_string).collect();
+    format!("{{{}}}", values.join(", "))
+}
+
+/// Where a thread is, and others.
+impl Builder {
+    /// Its number in its CTA.
+    pub fn thread(&mut self) -> Value<u32> {
+        self.define("mov.u32", "%tid.x")
+    }
+
+    /// That of its CTA in the grid.
+    pub fn cta(&mut self) -> Value<u32> {
+        self.define("mov.u32", "%ctaid.x")
+    }
+
+    /// That of its CTA in its cluster.
+    pub fn rank(&mut self) -> Value<u32> {
+        self.define("mov.u32", "%cluster_ctarank")
+    }
+
+    /// Waits for all threads of the CTA.
+    pub fn barrier(&mut self) {
+        self.write("barrier.sync 0");
+    }
+
+    /// Arrives at the barrier of all threads of the cluster.
+    pub fn arrive_at_cluster(&mut self, arrival: Arrival) {
+        self.write(match arrival {
+            Arrival::Release => "barrier.cluster.arrive.release",
+            Arrival::Relaxed => "barrier.cluster.arrive.relaxed",
+        });
+    }
+
+    /// Waits until all of them have arrived.
+    pub fn wait_for_cluster(&mut self) {
+        self.write("barrier.cluster.wait.acquire");
+    }
+
+    /// What the lane of the warp has whose number differs in `bits`. All 32 lanes are there.
+    pub fn exchange(&mut self, value: Value<f32>, bits: u32) -> Value<f32> {
+        self.define("shfl.sync.bfly.b32", &format!("{value}, {bits}, 31, 0xffffffff"))
+    }
+}
+
+/// Numbers.
+impl Builder {
+    /// `a + b`
+    pub fn add<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+        self.binary(T::ADD, a, b.into())
+    }
+
+    /// `a − b`
+    pub fn sub<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+        self.binary(T::SUB, a, b.into())
+    }
+
+    /// `a · b`
+    pub fn mul<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+        self.binary(T::MUL, a, b.into())
+    }
+
+    /// `a · b + c`, rounded once.
+    pub fn mul_add<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>, c: impl Into<Value<T>>) -> Value<T> {
+        let (b, c) = (b.into(), c.into());
+        self.define(T::MUL_ADD, &format!("{a}, {b}, {c}"))
+    }
+
+    /// The smaller; NaN if either is.
+    pub fn min<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+        self.binary(T::MIN, a, b.into())
+    }
+
+    /// The larger; NaN if either is.
+    pub fn max<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+        self.binary(T::MAX, a, b.into())
+    }
+
+    /// `a < b`; false where either is NaN
+    pub fn less<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<bool> {
+        self.binary(&format!("setp.lt.{}", T::NAME), a, b.into())
+    }
+
+    /// `a = b`; false where either is NaN
+    pub fn equal<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<bool> {
+        self.binary(&format!("setp.eq.{}", T::NAME), a, b.into())
+    }
+
+    /// `a · b`, all 64 bits of it.
+    pub fn mul_wide(&mut self, a: Value<u32>, b: impl Into<Value<u32>>) -> Value<u64> {
+        let b = b.into();
+        self.define("mul.wide.u32", &format!("{a}, {b}"))
+    }
+
+    /// The same number in 64 bits.
+    pub fn extend(&mut self, a: Value<u32>) -> Value<u64> {
+        self.define("cvt.u64.u32", &a.to_string())
+    }
+
+    /// The lower 32 bits.
+    pub fn truncate(&mut self, a: Value<u64>) -> Value<u32> {
+        self.define("cvt.u32.u64", &a.to_string())
+    }
+
+    /// The bits that both have.
+    pub fn bits_and<T: Whole>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+        self.binary(&format!("and.{}", T::BITS), a, b.into())
+    }
+
+    /// `a << bits`
+    pub fn shift_left<T: Whole>(&mut self, a: Value<T>, bits: u32) -> Value<T> {
+        self.define(&format!("shl.{}", T::BITS), &format!("{a}, {bits}"))
+    }
+
+    /// `a >> bits`, zeros from above.
+    pub fn shift_right<T: Whole>(&mut self, a: Value<T>, bits: u32) -> Value<T> {
+        self.define(&format!("shr.{}", T::NAME), &format!("{a}, {bits}"))
+    }
+
+    /// `a ∧ b`
+    pub fn and(&mut self, a: Value<bool>, b: Value<bool>) -> Value<bool> {
+        self.binary("and.pred", a, b)
+    }
+
+    /// `a ∨ b`
+    pub fn or(&mut self, a: Value<bool>, b: Value<bool>) -> Value<bool> {
+        self.binary("or.pred", a, b)
+    }
+
+    /// `¬a`
+    pub fn not(&mut self, a: Value<bool>) -> Value<bool> {
+        self.define("not.pred", &a.to_string())
+    }
+
+    /// `yes` where `condition` holds, else `no`.
+    pub fn select<T: Stored>(
+        &mut self,
+        condition: Value<bool>,
+        yes: impl Into<Value<T>>,
+        no: impl Into<Value<T>>,
+    ) -> Value<T> {
+        let (yes, no) = (yes.into(), no.into());
+        self.define(&format!("selp.{}", T::BITS), &format!("{yes}, {no}, {condition}"))
+    }
+
+    /// `−a`
+    pub fn neg(&mut self, a: Value<f32>) -> Value<f32> {
+        self.define("neg.f32", &a.to_string())
+    }
+
+    /// `a / b`, rounded to nearest even.
+    pub fn div(&mut self, a: Value<f32>, b: Value<f32>) -> Value<f32> {
+        self.binary("div.rn.f32", a, b)
+    }
+
+    /// `2^a` within 2 ulp; what is below the normal numbers is 0.
+    pub fn exp2(&mut self, a: Value<f32>) -> Value<f32> {
+        self.define("ex2.approx.ftz.f32", &a.to_string())
+    }
+
+    /// `a` to the nearest whole number, ties to even.
+    pub fn round(&mut self, a: Value<f32>) -> Value<f32> {
+        self.define("cvt.rni.f32.f32", &a.to_string())
+    }
+
+    /// A whole number with a sign as f32.
+    pub fn of_signed(&mut self, a: Value<u32>) -> Value<f32> {
+        self.define("cvt.rn.f32.s32", &a.to_string())
+    }
+
+    /// The bits of `a`.
+    pub fn bits(&mut self, a: Value<f32>) -> Value<u32> {
+        self.define("mov.b32", &a.to_string())
+    }
+
+    /// The f32 that has these bits.
+    pub fn of_bits(&mut self, a: Value<u32>) -> Value<f32> {
+        self.define("mov.b32", &a.to_string())
+    }
+}
+
+/// Numbers of 16 bits.
+impl Builder {
+    /// Of each half the larger; NaN if either is.
+    pub fn max_packed(&mut self, packed: Packed, a: Value<u32>, b: Value<u32>) -> Value<u32> {
+        self.binary(&format!("max.NaN.{}x2", packed.name()), a, b)
+    }
+
+    /// Both halves in f32, the lower first.
+    pub fn unpack(&mut self, packed: Packed, a: Value<u32>) -> [Value<f32>; 2] {
+        match packed {
+            Packed::Bf16 => {
+                let low = self.shift_left(a, 16);
+                let high = self.bits_and(a, 0xFFFF_0000);
+                [self.of_bits(low), self.of_bits(high)]
+            }
+            Packed::F16 => {
+                let (low, high): (Value<u16>, Value<u16>) = (self.new_register(), self.new_register());
+                self.write(&format!("mov.b32 {{{low}, {high}}}, {a}"));
+                [self.widen(packed, low), self.widen(packed, high)]
+            }
+        }
+    }
+
+    /// The other way round, each rounded to nearest even.
+    pub fn pack(&mut self, packed: Packed, low: Value<f32>, high: Value<f32>) -> Value<u32> {
+        self.define(&format!("cvt.rn.{}x2.f32", packed.name()), &format!("{high}, {low}"))
+    }
+
+    /// One of them in f32.
+    pub fn widen(&mut self, packed: Packed, a: Value<u16>) -> Value<f32> {
+        match packed {
+            Packed::Bf16 => {
+                let bits = self.define("cvt.u32.u16", &a.to_string());
+                let bits = self.shift_left(bits, 16);
+                self.of_bits(bits)
+            }
+            Packed::F16 => self.define("cvt.f32.f16", &a.to_string()),
+        }
+    }
+
+    /// f32 rounded to nearest even.
+    pub fn narrow(&mut self, packed: Packed, a: Value<f32>) -> Value<u16> {
+        self.define(&format!("cvt.rn.{}.f32", packed.name()), &a.to_string())
+    }
+}
+
+/// Registers that change, and the way through the kernel.
+impl Builder {
+    /// A register of its own that holds `value`, to be [`set`](Self::set).
+    pub fn variable<T: Stored>(&mut self, value: impl Into<Value<T>>) -> Value<T> {
+        let value = value.into();
+        self.define(&format!("mov.{}", T::BITS), &value.to_string())
+    }
+
+    /// Puts `value` into a variable: what was named by it before is gone.
+    pub fn set<T: Stored>(&mut self, variable: Value<T>, value: impl Into<Value<T>>) {
+        assert!(variable.is_register(), "{variable} is set, which is a constant");
+        let value = value.into();
+        self.write(&format!("mov.{} {variable}, {value}", T::BITS));
+    }
+
+    fn new_label(&mut self) -> String {
+        self.labels += 1;
+        format!("$L{}", self.labels)
+    }
+
+    fn label(&mut self, label: &str) {
+        let _ = writeln!(self.body, "{label}:");
+    }
+
+    /// Runs `body` in the threads where `condition` holds.
+    pub fn when(&mut self, condition: Value<bool>, body: impl FnOnce(&mut Self)) {
+        let end = self.new_label();
+        self.write(&format!("@!{condition} bra {end}"));
+        body(self);
+        self.label(&end);
+    }
+
+    /// Runs `body` again while what it returns holds.
+    pub fn repeat(&mut self, body: impl FnOnce(&mut Self) -> Value<bool>) {
+        let start = self.new_label();
+        self.label(&start);
+        let again = body(self);
+        self.write(&format!("@{again} bra {start}"));
+    }
+
+    /// The end of this thread.
+    pub fn exit(&mut self) {
+        self.write("ret");
+    }
+}
+
+/// What dynamic shared memory is called.
+const DYNAMIC: &str = "dynamic";

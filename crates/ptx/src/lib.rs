@@ -1,0 +1,121 @@
+//! PTX as a kernel language: typed registers, instructions, and the text that an NVIDIA driver assembles.
+//!
+//! A [`Builder`] writes what one thread of a kernel does, in the order of its calls; whoever writes it says what a CTA of
+//! threads and a cluster of CTAs share, and who waits for whom. Registers are [`Value`]s of a type, and a mistake in types
+//! does not compile. For the per-token loss it is an [`Arithmetic`](assay_algebra::arithmetic::Arithmetic) of f32.
+//!
+//! | in the language | PTX |
+//! |---|---|
+//! | [`Value<f32>`](Value), of `u16`, `u32`, `u64`, `bool` | registers `%f`, `%h`, `%r`, `%d`, `%p`; or a constant |
+//! | [`Address`] | global memory, shared memory of the CTA, that of another CTA of the cluster |
+//! | [`variable`](Builder::variable), [`set`](Builder::set) | `mov`: the only registers that change |
+//! | [`when`](Builder::when), [`repeat`](Builder::repeat) | branches round or back |
+//!
+//! The text is `.version 8.0`: any driver since CUDA 12.0 takes it, and one for a newer chip assembles it for that.
+
+mod arithmetic;
+mod build;
+mod value;
+
+pub use build::{Address, Arrival, Builder, Packed};
+pub use value::{Element, Number, Stored, Value, Whole};
+
+use assay_core::device_dtype::DeviceDtype;
+
+/// What a text is written for: chips of that kind, and later ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Target {
+    /// A100.
+    Sm80,
+    /// H100: clusters of CTAs.
+    Sm90,
+}
+
+impl Target {
+    /// As the text names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sm80 => "sm_80",
+            Self::Sm90 => "sm_90",
+        }
+    }
+}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// CTAs along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a CTA along x, y and z.
+    pub block: [u32; 3],
+    /// CTAs of a cluster along x.
+    pub cluster: u32,
+    /// CTAs that should find room on a multiprocessor together: how many registers a thread has follows from it.
+    pub least_resident: u32,
+}
+
+/// A kernel as text, and how it is launched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// The name of its entry.
+    pub name: String,
+    /// The module, PTX text.
+    pub text: String,
+    /// CTAs along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a CTA along x, y and z.
+    pub block: [u32; 3],
+    /// CTAs of a cluster; 1 where there is none. The text says `.reqnctapercluster` where it is more.
+    pub cluster: u32,
+    /// Dynamic shared memory of a CTA, bytes.
+    pub shared_bytes: u32,
+    /// What the entry takes: one 64-bit pointer each, inputs first, then outputs, as an XLA call hands them. An output that
+    /// lies over an input has a pointer of its own, which is the input's again.
+    pub parameters: Vec<Parameter>,
+}
+
+/// An array of global memory that a kernel is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameter {
+    /// What it is called in docs and manifests.
+    pub name: String,
+    /// Its elements.
+    pub dtype: DeviceDtype,
+    /// Its extents, row-major.
+    pub shape: Vec<usize>,
+    /// Whether it is read or written.
+    pub role: Role,
+}
+
+/// What a kernel does with an array.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// It is read.
+    Input,
+    /// It is written.
+    Output {
+        /// The input, by its place among the parameters, over which it lies.
+        over: Option<usize>,
+    },
+}
+
+impl Kernel {
+    /// The arrays that it reads, in order.
+    pub fn inputs(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().filter(|parameter| parameter.role == Role::Input)
+    }
+
+    /// Those that it writes, in order.
+    pub fn outputs(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().filter(|parameter| parameter.role != Role::Input)
+    }
+
+    /// Input and output that are one array, by their places among inputs and outputs.
+    pub fn aliases(&self) -> Vec<(usize, usize)> {
+        let over = |(output, parameter): (usize, &Parameter)| match parameter.role {
+            Role::Output { over: Some(input) } => Some((input, output)),
+            _ => None,
+        };
+        self.outputs().enumerate().filter_map(over).collect()
+    }
+}

@@ -1,0 +1,174 @@
+//! What instructions take and give: registers and constants of a type.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+/// A type of registers: `bool` of predicates, `u16`, `u32` and `u64` of bits and whole numbers, `f32`.
+pub trait Element: Copy + 'static {
+    /// As a register of it is declared.
+    const DECLARED: &'static str;
+    /// What its registers are called, before their number.
+    const PREFIX: &'static str;
+    /// Its place in a list of all.
+    const PLACE: usize;
+    /// As an instruction that only moves it names it.
+    const BITS: &'static str;
+}
+
+/// A type that is loaded and stored.
+pub trait Stored: Element {
+    /// Bytes.
+    const SIZE: u32;
+}
+
+/// A type that is counted with.
+pub trait Number: Stored {
+    /// As instructions name it.
+    const NAME: &'static str;
+    /// `a + b`, rounded to nearest even where it is rounded.
+    const ADD: &'static str;
+    /// `a − b`
+    const SUB: &'static str;
+    /// `a · b`
+    const MUL: &'static str;
+    /// `a · b + c`, rounded once.
+    const MUL_ADD: &'static str;
+    /// The smaller; NaN if either is.
+    const MIN: &'static str;
+    /// The larger; NaN if either is.
+    const MAX: &'static str;
+}
+
+/// A type of whole numbers.
+pub trait Whole: Number {}
+
+macro_rules! element {
+    ($($ty:ty: $declared:literal, $prefix:literal, $place:literal, $bits:literal;)*) => {
+        $(impl Element for $ty {
+            const DECLARED: &'static str = $declared;
+            const PREFIX: &'static str = $prefix;
+            const PLACE: usize = $place;
+            const BITS: &'static str = $bits;
+        })*
+
+        /// How each type's registers are declared and called, in order.
+        pub(crate) const ELEMENTS: [(&str, &str); 5] = [$(($declared, $prefix)),*];
+    };
+}
+
+element! {
+    bool: ".pred", "%p", 0, "pred";
+    u16: ".b16", "%h", 1, "b16";
+    u32: ".b32", "%r", 2, "b32";
+    u64: ".b64", "%d", 3, "b64";
+    f32: ".f32", "%f", 4, "f32";
+}
+
+impl Stored for u16 {
+    const SIZE: u32 = 2;
+}
+
+impl Stored for u32 {
+    const SIZE: u32 = 4;
+}
+
+impl Stored for u64 {
+    const SIZE: u32 = 8;
+}
+
+impl Stored for f32 {
+    const SIZE: u32 = 4;
+}
+
+macro_rules! whole {
+    ($($ty:ty: $name:literal;)*) => {
+        $(impl Number for $ty {
+            const NAME: &'static str = $name;
+            const ADD: &'static str = concat!("add.", $name);
+            const SUB: &'static str = concat!("sub.", $name);
+            const MUL: &'static str = concat!("mul.lo.", $name);
+            const MUL_ADD: &'static str = concat!("mad.lo.", $name);
+            const MIN: &'static str = concat!("min.", $name);
+            const MAX: &'static str = concat!("max.", $name);
+        }
+
+        impl Whole for $ty {})*
+    };
+}
+
+whole! {
+    u32: "u32";
+    u64: "u64";
+}
+
+impl Number for f32 {
+    const NAME: &'static str = "f32";
+    // Without a rounding an assembler may fuse a sum with a product.
+    const ADD: &'static str = "add.rn.f32";
+    const SUB: &'static str = "sub.rn.f32";
+    const MUL: &'static str = "mul.rn.f32";
+    const MUL_ADD: &'static str = "fma.rn.f32";
+    const MIN: &'static str = "min.NaN.f32";
+    const MAX: &'static str = "max.NaN.f32";
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Operand {
+    Register(u32),
+    Constant(u64),
+}
+
+/// A register, or a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Value<T> {
+    operand: Operand,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Value<T> {
+    pub(crate) fn register(number: u32) -> Self {
+        Self { operand: Operand::Register(number), element: PhantomData }
+    }
+
+    fn of_bits(bits: u64) -> Self {
+        Self { operand: Operand::Constant(bits), element: PhantomData }
+    }
+
+    pub(crate) fn is_register(self) -> bool {
+        matches!(self.operand, Operand::Register(_))
+    }
+}
+
+impl From<u16> for Value<u16> {
+    fn from(x: u16) -> Self {
+        Self::of_bits(x.into())
+    }
+}
+
+impl From<u32> for Value<u32> {
+    fn from(x: u32) -> Self {
+        Self::of_bits(x.into())
+    }
+}
+
+impl From<u64> for Value<u64> {
+    fn from(x: u64) -> Self {
+        Self::of_bits(x)
+    }
+}
+
+impl From<f32> for Value<f32> {
+    fn from(x: f32) -> Self {
+        Self::of_bits(x.to_bits().into())
+    }
+}
+
+impl<T: Element> fmt::Display for Value<T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.operand {
+            Operand::Register(number) => write!(f, "{}{number}", T::PREFIX),
+            Operand::Constant(bits) if T::PLACE == f32::PLACE => write!(f, "0f{bits:08X}"),
+            Operand::Constant(bits) => write!(f, "{bits}"),
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Programs compiled for GPUs with XLA's CUDA plugin and NVIDIA's assembler. Without what `make setup-gpu` installs the trials that need it
+//! read *ignored*; no trial needs a GPU.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use assay::gpu::compile::{CALL, locate};
+use assay::gpu::{Compiler, GpuError, Request, Target, Toolkit};
+use assay::implementation::Given;
+use assay::problem::{Dtype, Shape};
+use assay::programs::{Device, LossProgram, Programs, Shaped};
+use assay::spec::LossSpec;
+use assay_ptx::Kernel;
+use assay_testkit::slowest;
+use libtest_mimic::{Failed, Trial};
+use serde_json::Value;
+
+type Plain = fn() -> Result<(), Failed>;
+
+/// Its trials, named `gpu::…`.
+pub(crate) fn trials() -> Vec<Trial> {
+    let needing_tools: [(&str, Plain); 9] = [
+        ("memory_pipes_bytes_small_shape_are_reported_for_every_chip", a_small_shape_compiles),
+        ("peak_registers_bytes_one_pass_bf16_qwen_shape_are_within_reach", one_pass_at_a_qwen_shape),
+        ("vocabularies_of_every_alignment_and_dtype_compile_without_spills", every_vocabulary_compiles),
+        ("xla_compiles_for_several_devices_and_names_its_collectives", several_devices),
+        ("one_pass_on_an_a100_is_refused_with_what_to_use", one_pass_on_an_a100),
+        ("a_vocabulary_beyond_a_clusters_shared_memory_is_refused_with_the_limit", too_wide_a_vocabulary),
+        ("text_that_is_no_ptx_is_refused_in_ptxas_words_though_the_plugin_takes_it", bad_ptx_is_refused),
+        ("a_plugin_without_the_ptx_call_is_named", a_plugin_without_the_call),
+        ("a_toolkit_without_ptxas_is_named", a_toolkit_without_ptxas),
+    ];
+    let absent = locate(None).err().or(Toolkit::locate().err()).map(|error| error.to_string());
+    let mut trials: Vec<Trial> = needing_tools
+        .into_iter()
+        .map(|(name, check)| match &absent {
+            None => trial(name.into(), check),
+            Some(why) => trial(format!("{name} [{why}]"), check).with_ignored_flag(true),
+        })
+        .collect();
+    trials.push(trial("bad_usage_is_refused_with_what_would_do".into(), bad_usage_is_refused));
+    trials
+}
+
+fn trial(name: String, check: Plain) -> Trial {
+    let name = format!("gpu::{name}");
+    Trial::test(name.clone(), move || slowest::timed(name, check))
+}
+
+fn assay(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
+    command.args(arguments);
+    command
+}
+
+/// What `assay compile` writes of a target, an implementation, a shape and a dtype.
+fn compiled(target: &str, id: &str, shape: &str, dtype: &str) -> Result<Value, Failed> {
+    let folder = tempfile::tempdir()?;
+    let json = folder.path().join("figures.json");
+    let mut command = assay(&["compile", "-q", "--target", target, "--impl", id, "--shape", shape, "--dtype", dtype]);
+    let output = command.arg("--json").arg(&json).output()?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned().into());
+    }
+    Ok(serde_json::from_str(&fs::read_to_string(&json)?)?)
+}
+
+/// A number of the figures, by its path.
+fn number(figures: &Value, path: &str) -> f64 {
+    figures.pointer(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} in {figures}"))
+}
+
+fn a_small_shape_compiles() -> Result<(), Failed> {
+    for target in Target::all() {
+        let logits = f64::from(2 * 16 * 1000 * 2);
+        let ids = if target.chip.largest_cluster > 1 { ["xla", "gpu-one-pass"].as_slice() } else { &["xla"] };
+        for id in ids {
+            let figures = compiled(&target.to_string(), id, "2x16x1000", "bf16")?;
+            let of = |path| number(&figures, path);
+            assert!(of("/memory/alias_bytes") >= logits, "dlogits lie over the logits: {figures}");
+            assert!(of("/hbm_bytes") >= 2.0 * logits, "{figures}");
+            let launches = figures["launches"].as_array().expect("launches");
+            assert_eq!(launches.len(), usize::from(*id != "xla"), "{figures}");
+            for launch in launches {
+                assert_eq!((launch["runs"].as_u64(), launch["spill_bytes"].as_u64()), (Some(1), Some(0)), "{launch}");
+                assert!((1.0..=255.0).contains(&number(launch, "/registers")), "{launch}");
+                assert!(number(launch, "/resident") >= 1.0, "{launch}");
+                // An exponential, and more, of each of 32,000 logits.
+                let pipes = launch["pipes"].as_array().expect("pipes");
+                let of = |name: &str| pipes.iter().find(|pipe| pipe["name"] == name).expect("it is used");
+                assert!(number(of("xu"), "/instructions") >= 32_000.0 / 32.0, "{launch}");
+                assert!(number(of("issue"), "/instructions") > 10.0 * 32_000.0 / 32.0, "{launch}");
+                // No loop was unrolled, no instruction is unknown: what a masked token takes is all that is left out.
+                let uncounted = launch["uncounted"].as_array().expect("a list");
+                let of_batch = |what: &Value| what.as_str().is_some_and(|what| what.ends_with("numbers of the batch"));
+                assert!(uncounted.iter().all(of_batch), "{launch}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Of (1, 4096, 151936) bf16: peak at most 1.001 × logits, no spills, HBM bytes at most 1.002 × one read and one write, and no pipe that
+/// takes longer than half of what HBM does on an H100, 0.7 of it on an H200.
+fn one_pass_at_a_qwen_shape() -> Result<(), Failed> {
+    let logits = 4096.0 * 151_936.0 * 2.0;
+    for (target, most) in [("h100", 0.5), ("h200", 0.7)] {
+        let figures = compiled(target, "gpu-one-pass", "1x4096x151936", "bf16")?;
+        let of = |path| number(&figures, path);
+        assert!(of("/memory/peak_bytes") <= 1.001 * logits, "{figures}");
+        assert!((2.0 * logits..=1.002 * 2.0 * logits).contains(&of("/hbm_bytes")), "{figures}");
+        assert_eq!(of("/launches/0/spill_bytes"), 0.0, "{figures}");
+        let ratio = of("/bound/pipe_ms") / of("/bound/hbm_ms");
+        assert!(ratio <= most, "{target}: {ratio}");
+        // An exponential of each logit or two, 32 of which a warp computes at once.
+        let pipes = figures["launches"][0]["pipes"].as_array().expect("pipes");
+        let xu = pipes.iter().find(|pipe| pipe["name"] == "xu").expect("exponentials");
+        let a_logit = number(xu, "/instructions") * 32.0 / (logits / 2.0);
+        assert!((1.0..2.5).contains(&a_logit), "{a_logit} of the transcendental unit's instructions a logit");
+    }
+    Ok(())
+}
+
+fn every_vocabulary_compiles() -> Result<(), Failed> {
+    for (vocab, dtype) in [(151_643, "bf16"), (151_643, "f32"), (256_000, "f16")] {
+        let figures = compiled("h200", "gpu-one-pass", &format!("1x64x{vocab}"), dtype)?;
+        let bytes = if dtype == "f32" { 4.0 } else { 2.0 };
+        assert!(number(&figures, "/memory/peak_bytes") <= 1.01 * 64.0 * f64::from(vocab) * bytes, "{figures}");
+        assert_eq!(number(&figures, "/launches/0/spill_bytes"), 0.0, "{figures}");
+    }
+    Ok(())
+}
+
+fn several_devices() -> Result<(), Failed> {
+    let [one, eight] =
+        [("h100", "xla"), ("h100:8", "xla-vocab")].map(|(target, id)| compiled(target, id, "1x16x8000", "f32"));
+    let (one, eight) = (one?, eight?);
+    assert!(number(&eight, "/memory/peak_bytes") < 0.25 * number(&one, "/memory/peak_bytes"), "{eight}");
+    assert_eq!(one["collectives"].as_array().map(Vec::len), Some(0));
+    assert!(eight["collectives"].as_array().is_some_and(|named| !named.is_empty()), "{eight}");
+    Ok(())
+}
+
+/// The error of a command that is refused.
+fn refused(output: Output) -> Result<String, Failed> {
+    let stderr = String::from_utf8(output.stderr)?;
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    Ok(stderr)
+}
+
+fn expect_parts(message: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(message.contains(part), "`{part}` not in: {message}");
+    }
+}
+
+fn one_pass_on_an_a100() -> Result<(), Failed> {
+    let output = assay(&["compile", "--target", "a100", "--impl", "gpu-one-pass", "--shape", "1x8x1000"]).output()?;
+    expect_parts(&refused(output)?, &["gpu-one-pass", "sm_80", "sm_90 and up"]);
+    Ok(())
+}
+
+fn too_wide_a_vocabulary() -> Result<(), Failed> {
+    let output =
+        assay(&["compile", "--target", "h100", "--impl", "gpu-one-pass", "--shape", "1x8x1000000"]).output()?;
+    expect_parts(&refused(output)?, &["vocabulary", "1000000", "up to", "bf16", "shared memory"]);
+    Ok(())
+}
+
+fn compiler(plugin: PathBuf) -> Result<Compiler, GpuError> {
+    let compiler = Compiler::new(plugin, Toolkit::locate()?, env!("CARGO_BIN_EXE_assay").into());
+    Ok(compiler.limit(Duration::from_mins(5)))
+}
+
+/// A program with the kernel of one pass, and that kernel.
+fn small() -> Result<(String, Vec<Kernel>), Failed> {
+    let (target, spec, shape) =
+        (Target::parse("h100")?, LossSpec::default(), Shape { batch: 1, tokens: 8, vocab: 1000 });
+    let program =
+        LossProgram::all().into_iter().find(|program| program.id() == "gpu-one-pass").ok_or("no gpu-one-pass")?;
+    let (loss, target) = (Shaped::of(&spec), target.chip.written_for());
+    let given = Given { shape, dtype: Dtype::Bf16, form: () };
+    let text = program.text(loss, given, 1, Device::gpu(target))?;
+    Ok((text, program.gpu_kernels_for(loss, shape, Dtype::Bf16, 1, target)?))
+}
+
+fn bad_ptx_is_refused() -> Result<(), Failed> {
+    let (code, mut kernels) = small()?;
+    let target = Target::parse("h100")?;
+    kernels[0].text = kernels[0].text.replace("ex2.approx", "ex3.approx");
+    let request = Request { code: &code.replace("ex2.approx", "ex3.approx"), kernels: &kernels, target: &target };
+    let compiler = compiler(locate(None)?)?;
+    let error = compiler.compile(&request).err().ok_or("it was assembled")?;
+    assert!(matches!(error, GpuError::Assembler { .. }), "{error}");
+    expect_parts(&error.to_string(), &["h100", "ptxas refused it", "known instruction: 'ex3'", "more lines"]);
+    // The plugin would take it.
+    compiler.compile(&Request { kernels: &[], ..request })?;
+    Ok(())
+}
+
+/// As a plugin says it that does not know the call: this one, asked for another of such a name.
+fn a_plugin_without_the_call() -> Result<(), Failed> {
+    let (code, _) = small()?;
+    let unknown = code.replace(CALL, &format!("{CALL}2"));
+    assert_ne!(code, unknown);
+    let target = Target::parse("h100")?;
+    let error = compiler(locate(None)?)?.compile(&Request { code: &unknown, kernels: &[], target: &target }).err();
+    let error = error.ok_or("it compiled")?;
+    assert!(matches!(error, GpuError::NoPtx { .. }), "{error}");
+    expect_parts(&error.to_string(), &["does not know", CALL, "make setup-gpu", "xla"]);
+    Ok(())
+}
+
+fn a_toolkit_without_ptxas() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let installed = Toolkit::locate()?;
+    for part in ["bin/nvdisasm", "nvvm/libdevice/libdevice.10.bc"] {
+        let path = folder.path().join(part);
+        fs::create_dir_all(path.parent().ok_or("a folder")?)?;
+        symlink(fs::canonicalize(installed.root().join(part))?, path)?;
+    }
+    let mut command = assay(&["compile", "--target", "h100", "--shape", "1x8x1000"]);
+    let message = refused(command.env("ASSAY_CUDA_TOOLKIT", folder.path()).output()?)?;
+    expect_parts(&message, &["ptxas: not found", "bin/ptxas", "make setup-gpu", "ASSAY_CUDA_TOOLKIT"]);
+    // One that is there and does not assemble.
+    let ptxas = folder.path().join("bin/ptxas");
+    fs::write(&ptxas, "#!/bin/sh\necho 'ptxas fatal: no licence' >&2; exit 1\n")?;
+    fs::set_permissions(&ptxas, fs::Permissions::from_mode(0o755))?;
+    let mut command = assay(&["compile", "--target", "h100", "--impl", "gpu-one-pass", "--shape", "1x8x1000"]);
+    let message = refused(command.env("ASSAY_CUDA_TOOLKIT", folder.path()).output()?)?;
+    expect_parts(&message, &["h100", "ptxas refused it", "no licence"]);
+    Ok(())
+}
+
+fn bad_usage_is_refused() -> Result<(), Failed> {
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&["--target", "h100:9"], &["got `h100:9`", "a100, h100, h200, b200", "h100:8"]),
+        (&["--target", "v100"], &["got `v100`", "v5e, v5p, v6e, v7x", "a100, h100, h200, b200"]),
+        (&["--target", "h100", "--libtpu-flags", "--x"], &["--libtpu-flags", "expected none", "a GPU"]),
+        (&["--target", "v6e", "--cuda-plugin", "x.so"], &["--cuda-plugin", "expected none", "a TPU"]),
+        (
+            &["--target", "h100", "--cuda-plugin", "/nowhere/x.so"],
+            &["/nowhere/x.so", "make setup-gpu", "--cuda-plugin"],
+        ),
+        (&["--target", "a100", "--dtype", "f64", "--cuda-plugin", "Cargo.toml"], &["f64", "f32, bf16 and f16"]),
+        (
+            &["--target", "h100", "--impl", "tile-one-pass", "--cuda-plugin", "Cargo.toml"],
+            &["tile-one-pass", "compiles for GPUs: xla"],
+        ),
+    ];
+    for (arguments, parts) in cases {
+        let folder = tempfile::tempdir()?;
+        let toolkit = a_toolkit_of_nothing(folder.path())?;
+        let mut command = assay(&["compile", "--shape", "1x8x256"]);
+        let output = command.args(arguments).env("ASSAY_CUDA_TOOLKIT", toolkit).output()?;
+        expect_parts(&refused(output)?, parts);
+    }
+    Ok(())
+}
+
+/// Files that are there, for what is refused before any is run.
+fn a_toolkit_of_nothing(folder: &Path) -> Result<&Path, Failed> {
+    for part in ["bin/ptxas", "bin/nvdisasm", "nvvm/libdevice/libdevice.10.bc"] {
+        let path = folder.join(part);
+        fs::create_dir_all(path.parent().ok_or("a folder")?)?;
+        fs::write(path, "")?;
+    }
+    Ok(folder)
+}
