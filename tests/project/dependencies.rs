@@ -32,7 +32,7 @@ fn no_default_features_need_neither_libclang_nor_protoc() {
 /// A kernel's bytes are emitted with cargo alone, and the judge knows no kernel.
 #[test]
 fn crates_stand_on_what_they_may() {
-    let kernels = ["assay-native", "assay-tile", "assay-programs", "assay-algebra", "assay-pjrt"];
+    let kernels = ["assay-native", "assay-tile", "assay-ptx", "assay-programs", "assay-algebra", "assay-pjrt"];
     let judge = tree("normal", &["--package", "assay-judge"]);
     assert_eq!(any(&judge, &["proptest", "toml_edit", "plotters", "clap"]), Vec::<&str>::new());
     assert_eq!(any(&judge, &kernels), Vec::<&str>::new());
@@ -42,6 +42,9 @@ fn crates_stand_on_what_they_may() {
     let interpreter = tree("normal", &["--package", "assay-mosaic-interpreter"]);
     let ours: Vec<&String> = interpreter.iter().filter(|name| name.starts_with("assay-")).collect();
     assert_eq!(ours, ["assay-mosaic-interpreter", "assay-core"], "nor the interpreter with the emitter");
+    let interpreter = tree("normal,dev", &["--package", "assay-ptx-interpreter"]);
+    let ours: Vec<&String> = interpreter.iter().filter(|name| name.starts_with("assay-")).collect();
+    assert_eq!(ours, ["assay-ptx-interpreter"], "nor that of PTX with anything");
     for package in kernels {
         let names = tree("normal", &["--package", package]);
         assert_eq!(any(&names, &["assay-reference", "assay-judge"]), Vec::<&str>::new(), "{package}");
@@ -55,5 +58,6 @@ fn crates_stand_on_what_they_may() {
     let programs = tree("normal,build", &["--package", "assay-programs"]);
     assert_eq!(any(&programs, &FOREIGN), Vec::<&str>::new());
     let binary = tree("normal", &["--package", "grpo-assay"]);
-    assert_eq!(any(&binary, &["assay-mosaic-interpreter", "assay-testkit", "proptest-macro"]), Vec::<&str>::new());
+    let of_tests = ["assay-mosaic-interpreter", "assay-ptx-interpreter", "assay-testkit", "proptest-macro"];
+    assert_eq!(any(&binary, &of_tests), Vec::<&str>::new());
 }
