@@ -39,7 +39,7 @@ pub(super) struct Compile {
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse, required_unless_present = "table")]
     target: Option<Chosen>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
-    /// tile-one-pass, tile-two-pass or tile-entropy; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
+    /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
     /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of -rows, -vocab and -mesh all

@@ -29,7 +29,7 @@ pub(super) struct Emit {
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse)]
     target: Chosen,
     /// The implementation: of a TPU tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab,
-    /// -mesh); of a GPU gpu-one-pass or gpu-one-pass-rows. The one-pass kernel if none is given
+    /// -mesh); of a GPU gpu-one-pass, gpu-two-pass, their cuts, or gpu-logp. The one-pass kernel if none is given
     #[arg(long = "impl", value_name = "ID")]
     pub(super) implementation: Option<String>,
     /// Sequences, tokens and vocabulary that each device holds; of -rows, -vocab and -mesh all that the devices hold together

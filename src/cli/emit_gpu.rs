@@ -99,7 +99,9 @@ pub(super) fn run(asked: &Emit, target: &Target, spec: &LossSpec) -> Result<Pass
     let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
     let (written_for, loss) = (target.chip.written_for(), Shaped::of(spec));
     if !program.has_kernels() {
-        let expected = "one that has kernels of PTX: gpu-one-pass, or with several devices gpu-one-pass-rows";
+        let all = LossProgram::all().into_iter().filter(|program| program.is_for_gpus());
+        let ids = all.map(|program| program.id()).collect::<Vec<_>>().join(", ");
+        let expected = format!("one that has kernels of PTX: {ids}");
         return Err(CliError::Usage(format!("implementation: got `{id}`, expected {expected}")));
     }
     let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, written_for).map_err(RunError::from)?;

@@ -11,11 +11,14 @@ use assay_ptx::{Address, Builder, Packed, Value};
 /// Bytes of a block.
 pub(crate) const BLOCK: u32 = 16;
 
-/// Blocks that a trip of a loop takes, at most.
-const UNROLLED: u32 = 4;
+/// Elements that a trip of a loop takes, at most.
+const UNROLLED: u32 = 32;
 
-/// Threads of a multiprocessor that have 64 registers each.
-const THREADS: u32 = 1024;
+/// Threads of a multiprocessor that have 80 registers each: more than rows leave room for.
+const THREADS_AT_ONCE: u32 = 768;
+
+/// Threads of a multiprocessor that rows are cut for: few, because what a thread does beside its columns is shared by more of them.
+const THREADS: u32 = 512;
 
 /// Shared memory of a multiprocessor of an H100 or a later one, bytes.
 const SHARED_OF_A_MULTIPROCESSOR: u32 = 228 << 10;
@@ -203,7 +206,7 @@ impl Cut {
 
     /// CTAs that find room on a multiprocessor by their registers.
     pub(crate) fn resident(self) -> u32 {
-        THREADS / self.threads
+        THREADS_AT_ONCE / self.threads
     }
 
     pub(crate) fn warps(self) -> u32 {
@@ -317,7 +320,7 @@ impl Row {
     pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
         let stride = self.cut.threads * BLOCK;
         let all = self.cut.fewest() / self.cut.threads;
-        let trips = all.div_ceil(UNROLLED);
+        let trips = all.div_ceil(UNROLLED / self.cut.logits.of_a_block());
         let unrolled = all.checked_div(trips).unwrap_or(0);
         let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
         let mut at = |on: &mut Builder, shared, global, trip: u32| {
