@@ -100,7 +100,7 @@ pub(super) fn run(asked: &Emit, target: &Target, spec: &LossSpec) -> Result<Pass
     let (written_for, loss) = (target.chip.written_for(), Shaped::of(spec));
     if !program.has_kernels() {
         let all = LossProgram::all().into_iter().filter(|program| program.is_for_gpus());
-        let ids = all.map(|program| program.id()).collect::<Vec<_>>().join(", ");
+        let ids = all.map(LossProgram::id).collect::<Vec<_>>().join(", ");
         let expected = format!("one that has kernels of PTX: {ids}");
         return Err(CliError::Usage(format!("implementation: got `{id}`, expected {expected}")));
     }

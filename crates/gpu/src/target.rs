@@ -12,7 +12,7 @@
 //!
 //! Rates of a multiprocessor: CUDA C++ Best Practices Guide 13, 12.1.1, "Throughput of Native Arithmetic Instructions", in results a
 //! clock, columns 8.0, 9.0 and 10.0; half-precision there counts both halves up to 9.0. Which instruction takes which pipe:
-//! Nsight Compute's documentation, "Pipelines" ([`pipes`](crate::pipes)). Banks of shared memory give 4 bytes a clock each, 32 of them (CUDA
+//! Nsight Compute's documentation, "Pipelines" (`pipes`). Banks of shared memory give 4 bytes a clock each, 32 of them (CUDA
 //! C++ Programming Guide). Where neither says it, the faster of what is possible is taken, for a bound must not be too large.
 
 use std::fmt;

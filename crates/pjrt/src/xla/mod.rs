@@ -17,7 +17,7 @@ use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
-use assay_programs::{HeadProgram, LossProgram, Output, Programs, Scalars, Shaped};
+use assay_programs::{HeadProgram, LossProgram, Lowering, Output, Programs, Scalars, Shaped};
 use ndarray::{Array2, Ix1, Ix2, Ix3, arr0};
 
 use crate::runtime::{Buffer, RuntimeError};
@@ -156,7 +156,7 @@ where
     fn lowering(&self) -> Option<&'static str> {
         let client = self.on.client().ok()?;
         let device = device(&client, self.program.id()).ok()?;
-        self.program.lowering(device).map(|lowering| lowering.name())
+        self.program.lowering(device).map(Lowering::name)
     }
 
     fn supports(
