@@ -2,7 +2,7 @@
 //!
 //! Two things are decided. The losses of judged steps, the parts of a batch summed, stand against the f64 reference on that
 //! step's own hidden states, and a first update's ratio must be 1: that tells a wrong loss. The rewards of the second half of the
-//! steps stand against the baseline's, by the baseline's own spread ([`learning`]): that tells a run that does not learn.
+//! steps stand against the baseline's, by the baseline's own spread (`learning`): that tells a run that does not learn.
 //! [`Control`]s are arms that are wrong on purpose; what tells each of them says what a verdict is worth.
 
 mod controls;
