@@ -166,11 +166,12 @@ impl Trials<'_> {
         if counts.len() > 1 { counts.into_iter().filter(|&devices| devices > 1).collect() } else { counts }
     }
 
-    /// Why `devices` of the plugin cannot be had.
+    /// Why `devices` of the plugin cannot be had, or not by this implementation.
     fn hindrance(&self, devices: usize) -> Hindrance {
         let counts = self.implementation.device_counts();
         let few = || format!("{devices} devices, of {counts:?}");
-        self.plugin.hindrance.clone().or_else(|| (!counts.contains(&devices)).then(few))
+        let unavailable = || self.implementation.available().err().map(|absent| absent.reason);
+        self.plugin.hindrance.clone().or_else(unavailable).or_else(|| (!counts.contains(&devices)).then(few))
     }
 
     /// What can be had of [`counts`](Self::counts); the trial of the others reads *ignored*.
@@ -199,16 +200,17 @@ impl Trials<'_> {
     fn all(mut self) {
         let id = self.implementation.id().to_string();
         let counts = self.counts();
-        let [first, .., last] = counts[..] else { return self.whole(&id, counts[0]) };
+        if let [devices] = counts[..] {
+            return self.whole(&id, devices);
+        }
         let available = self.available_counts();
         for devices in counts.iter().copied().filter(|devices| !available.contains(devices)) {
             self.push("all_outputs_any_spec_any_dtype_match_reference", devices, "", |_| Ok(0));
         }
-        let (counts, least) = (available.clone(), available.first().copied().unwrap_or(first));
+        let (Some(&least), Some(&largest)) = (available.first(), available.last()) else { return };
         let listed = available.iter().skip(1).map(|devices| format!(" ×{devices}")).collect::<Vec<_>>().concat();
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
-        self.push(claim, least, &listed, move |run| run.any_spec(&counts));
-        let largest = available.last().copied().unwrap_or(last);
+        self.push(claim, least, &listed, move |run| run.any_spec(&available));
         self.push("all_outputs_qwen_vocabulary_match_reference", largest, "", |run| run.qwen_vocabulary());
         if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());

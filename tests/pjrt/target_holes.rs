@@ -57,7 +57,9 @@ fn asked(devices: usize) -> Vec<(Dtype, LossSpec)> {
 #[test]
 fn all_outputs_target_at_minus_infinity_match_reference() {
     let plugins = super::cpu_plugins();
-    let all = registry::<Problem>(Some(plugins[0]));
+    let mut all = registry::<Problem>(Some(plugins[0]));
+    // Kernels for GPUs have no other lowering.
+    all.retain(|implementation| implementation.available().is_ok());
     assert_eq!(all.len(), 11, "each is asked for something");
     for implementation in all {
         let devices = *implementation.device_counts().last().expect("the CPU has devices");

@@ -130,7 +130,7 @@ pub trait Programs: Copy + Send + Sync {
                 Err(unsupported(self, "device", target.name(), supported))
             }
             (Some(least), other) => {
-                let given = format!("one on which kernels are {}", other.name());
+                let given = format!("that takes kernels as {}", other.name());
                 Err(unsupported(self, "device", given, format!("an NVIDIA GPU of {} and up", least.name())))
             }
         }
