@@ -1,10 +1,11 @@
 //! The text that libtpu is given for every tile kernel, run by the interpreter and judged against the reference. No
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
-use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
+use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, number, per_token};
+use assay_core::problem::{Candidate, Dtype, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ClipCov, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -13,8 +14,7 @@ use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array, Units};
 use assay_programs::{ANY_TPU, LossProgram, Machine, Programs, Shaped, TpuKernel};
 use assay_suites::cases;
-use half::{bf16, f16};
-use ndarray::{Array2, Array3, arr0};
+use ndarray::{Array2, arr0};
 use proptest::prelude::*;
 
 /// Columns around registers, chunks of several trips, several windows, and rows that no block divides.
@@ -36,105 +36,6 @@ fn run(kernel: &TpuKernel, units: Units, operands: &[(&str, Vec<u8>)]) -> Result
     let results: Vec<_> = kernel.results.iter().map(|result| (result.dtype, result.shape.clone())).collect();
     let arrays = interpret::run_by(units, &kernel.text, given.collect(), &results, &kernel.aliases);
     Ok(arrays.map_err(|error| format!("{}: {error}", kernel.name))?.into_iter().map(|array| array.bytes).collect())
-}
-
-fn bytes_of<const N: usize>(values: impl IntoIterator<Item = [u8; N]>) -> Vec<u8> {
-    values.into_iter().flatten().collect()
-}
-
-fn f32_bytes(values: impl IntoIterator<Item = f64>) -> Vec<u8> {
-    bytes_of(values.into_iter().map(|x| (x as f32).to_le_bytes()))
-}
-
-fn f32s(bytes: &[u8]) -> Vec<f64> {
-    bytes.chunks(4).map(|four| f64::from(f32::from_le_bytes(four.try_into().unwrap()))).collect()
-}
-
-fn logits_bytes(logits: &FloatArray<ndarray::Ix3>) -> Vec<u8> {
-    match logits {
-        FloatArray::F64(_) => unreachable!("no kernel takes f64"),
-        FloatArray::F32(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
-        FloatArray::Bf16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
-        FloatArray::F16(array) => bytes_of(array.iter().map(|x| x.to_le_bytes())),
-    }
-}
-
-fn logits_of(bytes: &[u8], shape: Shape, dtype: Dtype) -> FloatArray<ndarray::Ix3> {
-    let extents = (shape.batch, shape.tokens, shape.vocab);
-    let two = |pair: &[u8]| [pair[0], pair[1]];
-    match dtype {
-        Dtype::F64 => unreachable!("no kernel returns f64"),
-        Dtype::F32 => {
-            let values = bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap()));
-            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
-        }
-        Dtype::Bf16 => {
-            let values = bytes.chunks(2).map(|pair| bf16::from_le_bytes(two(pair)));
-            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
-        }
-        Dtype::F16 => {
-            let values = bytes.chunks(2).map(|pair| f16::from_le_bytes(two(pair)));
-            Array3::from_shape_vec(extents, values.collect()).unwrap().into()
-        }
-    }
-}
-
-/// Columns of a `[B,T,8]` array, token by token.
-struct PerToken {
-    values: Vec<f64>,
-    names: Vec<&'static str>,
-}
-
-impl PerToken {
-    fn new(bytes: &[u8], names: &[&'static str]) -> Self {
-        Self { values: f32s(bytes), names: names.to_vec() }
-    }
-
-    fn at(&self, name: &str, token: usize) -> f64 {
-        let column = self.names.iter().position(|other| *other == name).expect("a column");
-        self.values[token * 8 + column]
-    }
-}
-
-/// A `[B,T,8]` array, or one of 16 columns, NaN in columns that have no name.
-fn per_token(names: &[&str], tokens: usize, value: impl Fn(&str, usize) -> f64) -> Vec<u8> {
-    let width = names.len().next_multiple_of(8);
-    let place = |token: usize, column: usize| names.get(column).map_or(f64::NAN, |name| value(name, token));
-    f32_bytes((0..tokens).flat_map(|token| (0..width).map(move |column| (token, column))).map(|(t, c)| place(t, c)))
-}
-
-/// A number of the spec by the name that a kernel has for it, read off the spec once more.
-fn number(spec: &LossSpec, name: &str) -> f64 {
-    let kl = spec.kl.as_ref();
-    match (&spec.objective, name) {
-        (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
-        (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),
-        (_, "kl_value_clamp") => kl.unwrap().value_clamp.unwrap(),
-        (_, "log_ratio_clamp") => spec.ratio.clamp.unwrap(),
-        (_, "log_ratio_low") => -spec.ratio.clip.unwrap().low,
-        (_, "log_ratio_high") => spec.ratio.clip.unwrap().high,
-        (_, "log_ratio_cap") => spec.ratio.cap.unwrap(),
-        (Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. }), name) => match name {
-            "low" => 1.0 - clip.epsilon_low,
-            "high" => 1.0 + clip.epsilon_high,
-            "delta" => clip.delta.unwrap_or(f64::INFINITY),
-            "dual_clip" => clip.dual_clip.unwrap_or(f64::INFINITY),
-            other => panic!("{other}: not known here"),
-        },
-        (Objective::Cispo(cispo), "low") => cispo.lower.unwrap_or(f64::NEG_INFINITY),
-        (Objective::Cispo(cispo), "high") => cispo.upper,
-        (Objective::MaskedRatio(masked), "low") => masked.lower,
-        (Objective::MaskedRatio(masked), "high") => masked.upper,
-        (Objective::Sapo(sapo), "tau_positive") => sapo.tau_positive,
-        (Objective::Sapo(sapo), "tau_negative") => sapo.tau_negative,
-        (Objective::TrustRegion(region), "low") => region.low,
-        (Objective::TrustRegion(region), "high") => region.high,
-        (Objective::TrustRegion(region), "penalty") => region.penalty,
-        (Objective::TrustRegion(region), "truncate") => region.truncate.unwrap(),
-        (Objective::Dro(dro), "penalty") => dro.beta / 2.0,
-        (Objective::KlCov(cov), "penalty") => cov.coefficient,
-        (_, other) => panic!("{other}: not known here"),
-    }
 }
 
 /// A batch with what a device computes around the kernel.
