@@ -1,13 +1,25 @@
 #!/usr/bin/env bash
-# `cargo test` with its arguments, and then the slowest tests of all its binaries.
+# `cargo test` with its arguments, two of its binaries beside one another, and then the slowest tests of them all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mkdir -p target/assay
+export ASSAY_TEST_RUNS=$PWD/target/assay/tests
+rm -rf "$ASSAY_TEST_RUNS"
+mkdir -p "$ASSAY_TEST_RUNS"
+touch "$ASSAY_TEST_RUNS/"{pids,failed}
+# What was started beside is not ended by a key.
+trap 'xargs -r kill <"$ASSAY_TEST_RUNS/pids"; exit 130' INT TERM
+
 log=target/assay/tests.log
-"${CARGO:-cargo}" --config "target.'cfg(all())'.runner = 'setup/timed.sh'" test "$@" 2>&1 | tee "$log"
+# The log ends when the last of them has.
+"${CARGO:-cargo}" --config "target.'cfg(all())'.runner = '$PWD/setup/beside.sh'" test "$@" 2>&1 | tee "$log"
 
 echo
 echo "The slowest tests, in seconds:"
 # libtest: `test NAME ... ok <1.234s>`; the harnesses that make their own trials: `took <1.234s> NAME`.
 sed -nE 's/^test (.*) \.\.\. .*<([0-9.]+)s>$/\2 \1/p; s/^took <([0-9.]+)s> (.*)$/\1 \2/p' "$log" | sort -rn | sed -n 1,20p
+
+if [ -s "$ASSAY_TEST_RUNS/failed" ]; then
+	cat "$ASSAY_TEST_RUNS/failed" >&2
+	exit 1
+fi

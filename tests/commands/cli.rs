@@ -553,6 +553,10 @@ fn the_matrix_goes_between_its_marks_in_a_document() {
     let matrix = assay(&["list", "--markdown"]).stdout;
     let expected = format!("before\n<!-- assay list --markdown -->\n{matrix}<!-- end of matrix -->\nafter\n");
     assert_eq!(fs::read_to_string(&document).unwrap(), expected);
+    if cfg!(feature = "pjrt") {
+        let shipped = fs::read_to_string("docs/support.md").unwrap();
+        assert!(shipped.contains(&matrix), "`assay list --markdown --into docs/support.md`");
+    }
     fs::write(&document, "nothing to fill\n").unwrap();
     let refused = list();
     assert!(refused.code == 2 && refused.stderr.contains("`<!-- assay list --markdown -->`"), "{}", refused.stderr);

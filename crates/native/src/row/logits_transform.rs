@@ -86,8 +86,11 @@ impl LogitsTransform {
     #[inline(always)]
     pub(super) fn map<S: Simd>(&self, simd: S) -> Option<Map<'_, S>> {
         let maps = self.caps || self.bias.is_some() || self.factor < 0.0;
-        let factor = self.factor.clamp(f32::MIN.into(), f32::MAX.into()) as f32;
-        maps.then(|| Map { of: self, factor: simd.splat(factor), tanh: self.caps.then(|| Tanh::new(simd)) })
+        maps.then(|| Map {
+            transform: self,
+            tanh: self.caps.then(|| Tanh::new(simd, self.factor)),
+            sign: simd.splat(self.factor.signum() as f32),
+        })
     }
 }
 
@@ -117,9 +120,10 @@ impl<'t> Absent<'t> {
 /// Makes the `t_j` of a row from its logits.
 #[derive(Clone, Copy)]
 pub(super) struct Map<'t, S: Simd> {
-    of: &'t LogitsTransform,
-    factor: S::Lanes,
+    transform: &'t LogitsTransform,
     tanh: Option<Tanh<S>>,
+    /// That of the scale, for where there is no cap.
+    sign: S::Lanes,
 }
 
 /// The `t_j` of a block, and `1 − tanh²` of them where there is a cap, in the order in which its elements are loaded; on whole
@@ -147,6 +151,24 @@ impl<S: Simd> Map<'_, S> {
         self.tanh.is_some()
     }
 
+    /// Those of logits with their bias.
+    #[inline(always)]
+    fn of<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
+        match &self.tanh {
+            Some(tanh) => tanh.of(simd, x),
+            None => x.map(|x| simd.mul(x, self.sign)),
+        }
+    }
+
+    /// 0 for those of the `i`th block that are outside the support: what is there must not choose how its neighbours are taken.
+    pub(super) fn clear_excluded<E: Element>(&self, i: usize, block: &mut [E; BLOCK]) {
+        let excluded = &self.transform.excluded;
+        let before = excluded.partition_point(|&j| j < i * BLOCK);
+        for j in excluded[before..].iter().take_while(|&&j| j < (i + 1) * BLOCK) {
+            block[j - i * BLOCK] = E::from_f32(0.0);
+        }
+    }
+
     /// Those of the `i`th block; with `slopes` too if there is a cap.
     #[inline(always)]
     pub(super) fn block<E: Element>(
@@ -157,20 +179,18 @@ impl<S: Simd> Map<'_, S> {
         to: &mut Mapped,
         slopes: bool,
     ) {
-        let bias = self.of.bias.as_ref().map(|bias| &bias[i]);
+        let bias = self.transform.bias.as_ref().map(|bias| &bias[i]);
         for n in (0..UNITS).step_by(TOGETHER) {
-            let mut t = [self.factor; 2 * TOGETHER];
+            let mut t = [self.sign; 2 * TOGETHER];
             for k in 0..TOGETHER {
                 let mut x = E::load(simd, &block[n + k]);
                 if let Some(bias) = bias {
                     let bias = f32::load(simd, &bias[n + k]);
                     x = [simd.add(x[0], bias[0]), simd.add(x[1], bias[1])];
                 }
-                [t[2 * k], t[2 * k + 1]] = [simd.mul(x[0], self.factor), simd.mul(x[1], self.factor)];
+                [t[2 * k], t[2 * k + 1]] = x;
             }
-            if let Some(tanh) = &self.tanh {
-                t = tanh.of(simd, t);
-            }
+            t = self.of(simd, t);
             for k in 0..TOGETHER {
                 let t = [t[2 * k], t[2 * k + 1]];
                 f32::store(simd, t, &mut to.t[n + k]);
@@ -184,11 +204,7 @@ impl<S: Simd> Map<'_, S> {
     /// That of the `j`th column of the row.
     #[inline(always)]
     pub(super) fn column<E: Element>(&self, simd: S, j: usize, x: E) -> f32 {
-        let y = simd.mul(simd.splat(self.of.biased(j, x)), self.factor);
-        let [t] = match &self.tanh {
-            Some(tanh) => tanh.of(simd, [y]),
-            None => [y],
-        };
+        let [t] = self.of(simd, [simd.splat(self.transform.biased(j, x))]);
         let mut lanes = [0.0; LANES];
         simd.store(t, &mut lanes);
         lanes[0]

@@ -157,9 +157,11 @@ impl<'t, S: Simd> Sums<'t, S> {
         let units = match block.try_into() {
             Ok(whole) if complete => units(whole),
             _ => {
-                let mut copy = [E::MINUS_INFINITY; BLOCK];
+                // What is mapped is left out afterwards, and must not choose how its neighbours are taken.
+                let left_out = if self.map.is_some() { E::from_f32(0.0) } else { E::MINUS_INFINITY };
+                let mut copy = [left_out; BLOCK];
                 copy[..block.len()].copy_from_slice(block);
-                absent.clone().for_each(|j| copy[j] = E::MINUS_INFINITY);
+                absent.clone().for_each(|j| copy[j] = left_out);
                 present = copy;
                 units(&present)
             }

@@ -204,6 +204,7 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
     }
     match mapping {
         Some(Mapping { map, mapped, sloped }) => {
+            map.clear_excluded(i, &mut block);
             map.block(simd, i, units(&block), mapped, *sloped);
             for (((to, t), slopes), exps) in
                 block.as_chunks_mut().0.iter_mut().zip(&mut mapped.t).zip(&mapped.slopes).zip(exps)
