@@ -58,6 +58,14 @@ fn options_without_effect_and_notes_are_listed() {
     assert!(text.contains("without effect on the loss: num_generations, sapo_temperature_pos"), "{text}");
     assert!(text.contains("note: num_items_in_batch is not given"), "{text}");
     assert!(!shown(&["--preset", "trl", "loss_type=dapo", "--num-items", "64"]).contains("note:"));
+    assert!(shown(&["--preset", "liger"]).contains("parts of a batch do not add up to it"));
+    for preset in ["trl", "liger", "unsloth"] {
+        let bnpo = shown(&["--preset", preset, "loss_type=bnpo", "--num-items", "64"]);
+        assert!(bnpo.contains("parts of a batch do not add up to it"), "{preset}: {bnpo}");
+    }
+    assert!(
+        shown(&["--preset", "verl", "loss_mode=geo_mean"]).contains("note: geo_mean is a mean of each micro-batch")
+    );
 }
 
 #[test]

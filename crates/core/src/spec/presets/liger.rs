@@ -99,6 +99,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
     };
     fold_weights(&mut found.spec);
     note_defects(loss_type, triton, &mut found);
+    found.notes.extend(loss_type.note(items.is_some()));
     Ok(found)
 }
 

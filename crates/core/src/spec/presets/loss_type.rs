@@ -65,6 +65,20 @@ impl LossType {
         matches!(self, Self::Dapo | Self::Cispo | Self::Vespo)
     }
 
+    /// What is to be known of its denominator, with or without `num_items_in_batch`.
+    pub(super) fn note(self, items: bool) -> Option<String> {
+        let note = match self {
+            _ if self.counts_items() && !items => {
+                "num_items_in_batch is not given: it is taken as the batch's own unmasked tokens, so that parts of a batch do not add up to it"
+            }
+            Self::Bnpo => {
+                "bnpo divides by the unmasked tokens of what it is called with: parts of a batch do not add up to it"
+            }
+            _ => return None,
+        };
+        Some(note.into())
+    }
+
     /// The policy term. CISPO's upper bound is `epsilon_high` itself, not one more.
     pub(super) fn objective(self, reader: &Reader, clip: &ClipNames) -> Result<Objective, PresetError> {
         Ok(match self {

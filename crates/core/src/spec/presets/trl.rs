@@ -84,7 +84,6 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
     reader.off("use_adaptive_entropy", "an adaptive coefficient changes from step to step")?;
     let loss_type = LossType::read(reader, LossType::Dapo)?;
     let clip = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) };
-    let mut notes = Vec::new();
     let steps = Steps::read(reader)?;
     let max_completion_length = match loss_type {
         LossType::DrGrpo if reader.is_given("max_completion_length") => {
@@ -94,10 +93,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
     };
     let (items, scale) = match given.num_items_in_batch {
         Some(items) if loss_type.counts_items() => (Some(items.max(1.0) * steps.items_factor()), 1.0),
-        None if loss_type.counts_items() => {
-            notes.push("num_items_in_batch is not given: it is taken as the batch's own unmasked tokens".into());
-            (None, 1.0 / steps.items_factor())
-        }
+        None if loss_type.counts_items() => (None, 1.0 / steps.items_factor()),
         _ => (None, steps.per_step()),
     };
     let bonus = reader.number("entropy_coef", 0.0)?;
@@ -119,6 +115,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ..LossSpec::default()
     };
     fold_weights(&mut spec);
+    let notes = loss_type.note(given.num_items_in_batch.is_some()).into_iter().collect();
     Ok(Found { spec, known: KNOWN, notes })
 }
 

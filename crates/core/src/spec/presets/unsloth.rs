@@ -69,13 +69,9 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     let accumulation = count("current_gradient_accumulation_steps")?.unwrap_or(1.0);
     let window = count("steps_per_generation")?.map_or(1.0, |generation| accumulation / generation);
     let items_factor = window / count("num_processes")?.unwrap_or(1.0);
-    let mut notes = Vec::new();
     let (items, scale) = match given.num_items_in_batch {
         Some(items) if loss_type.counts_items() => (Some(items.max(1.0) * items_factor), 1.0),
-        None if loss_type.counts_items() => {
-            notes.push("num_items_in_batch is not given: it is taken as the batch's own unmasked tokens".into());
-            (None, 1.0 / items_factor)
-        }
+        None if loss_type.counts_items() => (None, 1.0 / items_factor),
         _ => (None, 1.0 / accumulation),
     };
     let max_completion_length = match loss_type {
@@ -112,6 +108,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         );
     }
     fold_weights(&mut spec);
+    let notes = loss_type.note(given.num_items_in_batch.is_some()).into_iter().collect();
     Ok(Found { spec, known: KNOWN, notes })
 }
 

@@ -111,7 +111,13 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         }
     };
     let advantages = given.advantages_or(AdvantageLevel::Token);
-    Ok(Found::new(LossSpec { advantages, temperature, ..spec }, KNOWN))
+    let mut found = Found::new(LossSpec { advantages, temperature, ..spec }, KNOWN);
+    // Of geo_mean alone.
+    if found.spec.ratio.clip.is_some() {
+        let defect = "geo_mean is a mean of each micro-batch, and nothing divides by their number: not reproduced";
+        found.notes.push(defect.into());
+    }
+    Ok(found)
 }
 
 /// `policy − entropy_coeff · entropy + kl_loss_coef · kl`, where each is aggregated by `loss_agg_mode`, but the policy
