@@ -17,7 +17,7 @@
 
 use std::f64::consts::LOG2_E;
 
-use super::row::{Along, Block, Cut, Logits, Row, exp, over_lanes};
+use super::row::{Along, Block, Cut, Logits, Pair, Row, dot, exp, over_lanes, sum};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
 use assay_algebra::arithmetic::Arithmetic;
@@ -25,14 +25,14 @@ use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Number, Numbers, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Target, Value};
+use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Value};
 
 /// The kernel for `[1,n,v]` logits.
 ///
 /// Its arrays are those of the [tile kernel](crate::one_pass): ids `[n]` i32, numbers f32, logits, tokens `[1,n,width]` f32; dlogits over the
 /// logits and results `[1,n,8]` f32. They begin at multiples of 16 bytes.
 pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> Kernel {
-    let mut on = Builder::new("grpo_one_pass", Target::Sm90);
+    let mut on = Builder::new("grpo_one_pass", cut.target);
     let given = given_columns(structure);
     let of_spec = numbers(structure);
     let arrays = Arrays {
@@ -335,16 +335,9 @@ impl Writer {
         part.walk(on, Along::Shared, |on, block| {
             let gaps = gaps(on, logits, block, max, true);
             for (&scale, sums) in scales.iter().zip(sums.chunks(2)) {
-                let exps: Vec<Value<f32>> = gaps.iter().map(|&gap| exp(on, gap, scale)).collect();
-                let mut weighted = on.mul(exps[0], gaps[0]);
-                for (&exp, &gap) in exps.iter().zip(&gaps).skip(1) {
-                    weighted = on.mul_add(exp, gap, weighted);
-                }
-                let mut all = exps;
-                while all.len() > 1 {
-                    all = all.chunks(2).map(|pair| on.add(pair[0], pair[1])).collect();
-                }
-                for (&sum, of_block) in sums.iter().zip([all[0], weighted]) {
+                let exps: Vec<Pair> = gaps.iter().map(|&gap| exp(on, gap, scale)).collect();
+                let of_block = [sum(on, &exps), dot(on, &exps, &gaps)];
+                for (&sum, of_block) in sums.iter().zip(of_block) {
                     let next = on.add(sum, of_block);
                     on.set(sum, next);
                 }
@@ -458,21 +451,21 @@ impl Writer {
         part.write(on, |on, block| {
             // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
             let gaps = gaps(on, logits, block, max, bonus);
-            let gradients: Vec<Value<f32>> = gaps
+            let [policy, base, slope] = [of.policy, of.base, of.slope].map(|factor| [factor; 2]);
+            let gradients: Vec<Pair> = gaps
                 .into_iter()
                 .map(|gap| {
-                    let exps: Vec<Value<f32>> = if bonus {
+                    let exps: Vec<Pair> = if bonus {
                         scales.iter().map(|&scale| exp(on, gap, scale)).collect()
                     } else {
                         scales.last().map(|&scale| exp(on, gap, scale)).into_iter().collect()
                     };
                     if !bonus {
-                        return on.mul(exps[0], of.policy);
+                        return on.mul_pair(exps[0], policy);
                     }
-                    let factor = on.mul_add(of.slope, gap, of.base);
-                    let Some(&of_policy) = exps.get(1) else { return on.mul(exps[0], factor) };
-                    let term = on.mul(exps[0], factor);
-                    on.mul_add(of_policy, of.policy, term)
+                    let factor = on.mul_add_pair(slope, gap, base);
+                    let term = on.mul_pair(exps[0], factor);
+                    exps.get(1).map_or(term, |&of_policy| on.mul_add_pair(of_policy, policy, term))
                 })
                 .collect();
             logits.pack_block(on, &gradients)
@@ -481,11 +474,11 @@ impl Writer {
 }
 
 /// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
-fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded: bool) -> Vec<Value<f32>> {
+fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded: bool) -> Vec<Pair> {
     let x = logits.load_block(on, block.shared);
     let gap = |x| {
-        let gap = on.sub(max, x);
-        if bounded { on.min(gap, FARTHEST as f32) } else { gap }
+        let gap = on.sub_pair([max; 2], x);
+        if bounded { gap.map(|gap| on.min(gap, FARTHEST as f32)) } else { gap }
     };
     x.into_iter().map(gap).collect()
 }

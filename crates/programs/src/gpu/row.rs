@@ -6,7 +6,7 @@
 //! them in shared memory.
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Packed, Value};
+use assay_ptx::{Address, Builder, Packed, Target, Value};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -31,6 +31,9 @@ pub(crate) const SHARED_BESIDE: u32 = 8 << 10;
 
 /// CTAs of a cluster, at most, on every device that has clusters.
 pub(crate) const LARGEST_CLUSTER: u32 = 8;
+
+/// Two neighbours.
+pub(crate) type Pair = [Value<f32>; 2];
 
 /// The elements of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,22 +101,28 @@ impl Logits {
         }
     }
 
-    /// The elements of a block, in f32.
-    pub(crate) fn load_block(self, on: &mut Builder, from: Address) -> Vec<Value<f32>> {
+    /// The elements of a block, in f32, by two.
+    pub(crate) fn load_block(self, on: &mut Builder, from: Address) -> Vec<Pair> {
         match self {
-            Self::F32 => on.load_all::<f32, 4>(from).to_vec(),
+            Self::F32 => {
+                let [a, b, c, d] = on.load_all(from);
+                vec![[a, b], [c, d]]
+            }
             Self::Packed(packed) => {
                 let words: [Value<u32>; 4] = on.load_all(from);
-                words.into_iter().flat_map(|word| on.unpack(packed, word)).collect()
+                words.into_iter().map(|word| on.unpack(packed, word)).collect()
             }
         }
     }
 
     /// A block's elements as they are stored, each rounded to nearest even.
-    pub(crate) fn pack_block(self, on: &mut Builder, values: &[Value<f32>]) -> [Value<u32>; 4] {
+    pub(crate) fn pack_block(self, on: &mut Builder, values: &[Pair]) -> [Value<u32>; 4] {
         std::array::from_fn(|word| match self {
-            Self::F32 => on.bits(values[word]),
-            Self::Packed(packed) => on.pack(packed, values[2 * word], values[2 * word + 1]),
+            Self::F32 => on.bits(values[word / 2][word % 2]),
+            Self::Packed(packed) => {
+                let [low, high] = values[word];
+                on.pack(packed, low, high)
+            }
         })
     }
 
@@ -154,6 +163,7 @@ impl Logits {
 /// How rows are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
+    pub(crate) target: Target,
     pub(crate) logits: Logits,
     pub(crate) vocab: u32,
     /// CTAs of a cluster, a power of two.
@@ -182,7 +192,7 @@ impl Cut {
     ///
     /// # Errors
     /// The largest vocabulary that fits.
-    pub(crate) fn of(logits: Logits, vocab: usize) -> Result<Self, usize> {
+    pub(crate) fn of(target: Target, logits: Logits, vocab: usize) -> Result<Self, usize> {
         let largest = LARGEST_CLUSTER * (room(1) / BLOCK) * logits.of_a_block() - logits.of_a_block();
         let vocab = u32::try_from(vocab).ok().filter(|&vocab| vocab <= largest).ok_or(largest as usize)?;
         let total = blocks_of_a_row(logits, vocab);
@@ -192,7 +202,7 @@ impl Cut {
         let (cluster, resident) = cuts.find(fits).expect("no larger than the largest");
         let blocks = total.div_ceil(cluster);
         let threads = blocks.next_power_of_two().clamp(32, THREADS / resident);
-        Ok(Self { logits, vocab, cluster, threads, blocks })
+        Ok(Self { target, logits, vocab, cluster, threads, blocks })
     }
 
     fn row_bytes(self) -> u32 {
@@ -447,20 +457,20 @@ impl Row {
     }
 
     /// Where column `id` is, if this thread has it.
-    pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Target {
+    pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Column {
         let bytes = on.shift_left(id, self.cut.logits.size().ilog2());
         let byte = self.before.map_or(bytes, |before| on.add(bytes, before));
         let (own, at) = self.has(on, byte);
-        Target { own, at }
+        Column { own, at }
     }
 
     /// That of a column in shared memory.
-    pub(crate) fn shared_of(&self, on: &mut Builder, target: Target) -> Address {
+    pub(crate) fn shared_of(&self, on: &mut Builder, target: Column) -> Address {
         self.shared_at(on, target.at)
     }
 
     /// And that of its dlogit.
-    pub(crate) fn global_of(&self, on: &mut Builder, target: Target) -> Address {
+    pub(crate) fn global_of(&self, on: &mut Builder, target: Column) -> Address {
         self.global_at(on, Along::Dlogits, target.at)
     }
 }
@@ -473,7 +483,7 @@ fn is_within(on: &mut Builder, block: Value<u32>, [start, length]: [Value<u32>; 
 
 /// A column of this row.
 #[derive(Clone, Copy)]
-pub(crate) struct Target {
+pub(crate) struct Column {
     /// Whether this thread has it.
     pub(crate) own: Value<bool>,
     /// Where it is from this CTA's part on, bytes.
@@ -481,9 +491,27 @@ pub(crate) struct Target {
 }
 
 /// `2^(gap·scale)`
-pub(crate) fn exp(on: &mut Builder, gap: Value<f32>, scale: Value<f32>) -> Value<f32> {
-    let exponent = on.mul(gap, scale);
-    on.exp2(exponent)
+pub(crate) fn exp(on: &mut Builder, gap: Pair, scale: Value<f32>) -> Pair {
+    on.mul_pair(gap, [scale; 2]).map(|exponent| on.exp2(exponent))
+}
+
+/// What all add up to, by halves.
+pub(crate) fn sum(on: &mut Builder, pairs: &[Pair]) -> Value<f32> {
+    let mut all = pairs.to_vec();
+    while all.len() > 1 {
+        all = all.chunks(2).map(|two| on.add_pair(two[0], two[1])).collect();
+    }
+    let [a, b] = all[0];
+    on.add(a, b)
+}
+
+/// `Σ a·b`, one after another.
+pub(crate) fn dot(on: &mut Builder, a: &[Pair], b: &[Pair]) -> Value<f32> {
+    let mut sum = on.mul_pair(a[0], b[0]);
+    for (&a, &b) in a.iter().zip(b).skip(1) {
+        sum = on.mul_add_pair(a, b, sum);
+    }
+    on.add(sum[0], sum[1])
 }
 
 /// Folds what `lanes` neighbours have: each of them then has the same.
