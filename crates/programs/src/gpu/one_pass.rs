@@ -191,14 +191,14 @@ impl Writer {
         });
         let (max, target_logit) = self.max(on, &part, place);
         let scales = self.exponent_scales(on);
-        self.sum(on, &part, place, max, &scales);
+        let kept = self.sum(on, &part, place, max, &scales);
 
         let zero = on.variable(0);
         let of_first_warp = on.equal(place.warp, zero);
         on.when(of_first_warp, |on| self.scalars(on, place, max, target_logit, results));
         on.barrier();
         let [policy, base, slope, of_target] = on.load_all(Address::Shared(self.shared.scales, 0));
-        self.dlogits(on, &part, max, &scales, &Scales { policy, base, slope, target: of_target });
+        self.dlogits(on, &part, max, &scales, &kept, &Scales { policy, base, slope, target: of_target });
         let in_array = part.global_of(on, target);
         on.when(target.own, |on| self.cut.logits.store(on, in_array, of_target));
     }
@@ -328,24 +328,34 @@ impl Writer {
         }
     }
 
-    /// Walk 2: every CTA is told `s` and `w` of each softmax.
-    fn sum(&self, on: &mut Builder, part: &Row, place: Place, max: Value<f32>, scales: &[Value<f32>]) {
+    /// Walk 2: every CTA is told `s` and `w` of each softmax. Of the blocks of which something is kept the exponentials, by each scale.
+    fn sum(
+        &self,
+        on: &mut Builder,
+        part: &Row,
+        place: Place,
+        max: Value<f32>,
+        scales: &[Value<f32>],
+    ) -> Vec<Vec<Vec<Pair>>> {
         let logits = self.logits();
+        let mut kept = Vec::new();
         let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
         part.walk(on, Along::Shared, |on, block| {
             let gaps = gaps(on, logits, block, max, true);
-            for (&scale, sums) in scales.iter().zip(sums.chunks(2)) {
-                let exps: Vec<Pair> = gaps.iter().map(|&gap| exp(on, gap, scale)).collect();
-                let of_block = [sum(on, &exps), dot(on, &exps, &gaps)];
+            let exps = exponentials(on, &gaps, scales);
+            for (exps, sums) in exps.iter().zip(sums.chunks(2)) {
+                let of_block = [sum(on, exps), dot(on, exps, &gaps)];
                 for (&sum, of_block) in sums.iter().zip(of_block) {
                     let next = on.add(sum, of_block);
                     on.set(sum, next);
                 }
             }
+            kept.extend(block.kept.map(|_| exps));
         });
         let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
         self.tell(on, place, self.shared.sums, &sums);
         self.meet(on);
+        kept
     }
 
     /// What one softmax's sums come to.
@@ -446,31 +456,48 @@ impl Writer {
     }
 
     /// Walk 3.
-    fn dlogits(&self, on: &mut Builder, part: &Row, max: Value<f32>, scales: &[Value<f32>], of: &Scales) {
+    fn dlogits(
+        &self,
+        on: &mut Builder,
+        part: &Row,
+        max: Value<f32>,
+        scales: &[Value<f32>],
+        kept: &[Vec<Vec<Pair>>],
+        of: &Scales,
+    ) {
         let (logits, bonus) = (self.logits(), self.structure.entropy_bonus.is_some());
+        // Without a bonus the softmax that logp is of is all that is needed: the last.
+        let first = if bonus { 0 } else { scales.len() - 1 };
+        let [policy, base, slope] = [of.policy, of.base, of.slope].map(|factor| [factor; 2]);
         part.write(on, |on, block| {
+            let kept = block.kept.map(|number| kept[number][first..].to_vec());
             // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
-            let gaps = gaps(on, logits, block, max, bonus);
-            let [policy, base, slope] = [of.policy, of.base, of.slope].map(|factor| [factor; 2]);
-            let gradients: Vec<Pair> = gaps
-                .into_iter()
-                .map(|gap| {
-                    let exps: Vec<Pair> = if bonus {
-                        scales.iter().map(|&scale| exp(on, gap, scale)).collect()
-                    } else {
-                        scales.last().map(|&scale| exp(on, gap, scale)).into_iter().collect()
-                    };
-                    if !bonus {
-                        return on.mul_pair(exps[0], policy);
-                    }
+            let gaps = if bonus || kept.is_none() { gaps(on, logits, block, max, bonus) } else { vec![] };
+            let exps = kept.unwrap_or_else(|| exponentials(on, &gaps, &scales[first..]));
+            let gradients: Vec<Pair> = if bonus {
+                let of_entropy = gaps.iter().zip(&exps[0]).map(|(&gap, &exp)| {
                     let factor = on.mul_add_pair(slope, gap, base);
-                    let term = on.mul_pair(exps[0], factor);
-                    exps.get(1).map_or(term, |&of_policy| on.mul_add_pair(of_policy, policy, term))
-                })
-                .collect();
+                    on.mul_pair(exp, factor)
+                });
+                let of_entropy: Vec<Pair> = of_entropy.collect();
+                match exps.get(1) {
+                    None => of_entropy,
+                    Some(exps) => {
+                        let both = exps.iter().zip(of_entropy);
+                        both.map(|(&exp, term)| on.mul_add_pair(exp, policy, term)).collect()
+                    }
+                }
+            } else {
+                exps[0].iter().map(|&exp| on.mul_pair(exp, policy)).collect()
+            };
             logits.pack_block(on, &gradients)
         });
     }
+}
+
+/// `2^(gap·scale)` of all gaps, by each scale.
+fn exponentials(on: &mut Builder, gaps: &[Pair], scales: &[Value<f32>]) -> Vec<Vec<Pair>> {
+    scales.iter().map(|&scale| gaps.iter().map(|&gap| exp(on, gap, scale)).collect()).collect()
 }
 
 /// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].

@@ -20,6 +20,10 @@ const THREADS_AT_ONCE: u32 = 768;
 /// Threads of a multiprocessor that rows are cut for: few, because what a thread does beside its columns is shared by more of them.
 const THREADS: u32 = 512;
 
+/// Blocks of 16-bit logits whose exponentials a thread keeps, where its chip has twice as many multiplications a clock as an H100 has for
+/// each byte of HBM, but no more exponentials.
+const KEPT: u32 = 4;
+
 /// Shared memory of a multiprocessor of an H100 or a later one, bytes.
 const SHARED_OF_A_MULTIPROCESSOR: u32 = 228 << 10;
 
@@ -228,6 +232,11 @@ impl Cut {
         self.blocks * BLOCK
     }
 
+    /// Blocks of a thread of which it keeps what it made of them in registers from one walk to another, where all have as many.
+    fn kept(self) -> u32 {
+        if self.target < Target::Sm100 || self.logits == Logits::F32 { 0 } else { KEPT }
+    }
+
     /// Blocks that every CTA has, of every row.
     fn fewest(self) -> u32 {
         let least = self.row_bytes().div_ceil(BLOCK);
@@ -264,6 +273,8 @@ pub(crate) struct Block {
     pub(crate) global: Address,
     /// Whether it is the row's alone; `None` where all are.
     whole: Option<Value<bool>>,
+    /// Its number among those of which something may be [kept](KEPT).
+    pub(crate) kept: Option<usize>,
 }
 
 /// Of which array a walk needs addresses.
@@ -330,16 +341,18 @@ impl Row {
     pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
         let stride = self.cut.threads * BLOCK;
         let all = self.cut.fewest() / self.cut.threads;
-        let trips = all.div_ceil(UNROLLED / self.cut.logits.of_a_block());
-        let unrolled = all.checked_div(trips).unwrap_or(0);
+        let not_kept = all - self.cut.kept().min(all);
+        let trips = not_kept.div_ceil(UNROLLED / self.cut.logits.of_a_block());
+        let unrolled = not_kept.checked_div(trips).unwrap_or(0);
         let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
-        let mut at = |on: &mut Builder, shared, global, trip: u32| {
+        let mut at = |on: &mut Builder, shared, global, trip: u32, kept| {
             let whole = self.whole.filter(|_| along != Along::Shared).map(|whole| {
                 let block = on.add(shared, trip * stride);
                 is_within(on, block, whole)
             });
             let offset = trip * stride;
-            body(on, Block { shared: Address::Shared(shared, offset), global: Address::Global(global, offset), whole });
+            let (shared, global) = (Address::Shared(shared, offset), Address::Global(global, offset));
+            body(on, Block { shared, global, whole, kept });
         };
         let (mut shared, mut global) = (self.own_shared, array(self.own_global));
         if trips > 1 {
@@ -349,7 +362,7 @@ impl Row {
             }
             let end = on.add(self.own_shared, trips * unrolled * stride);
             on.repeat(|on| {
-                (0..unrolled).for_each(|trip| at(on, shared, global, trip));
+                (0..unrolled).for_each(|trip| at(on, shared, global, trip, None));
                 let next = on.add(shared, unrolled * stride);
                 on.set(shared, next);
                 if along != Along::Shared {
@@ -359,17 +372,17 @@ impl Row {
                 on.less(shared, end)
             });
         } else {
-            (0..unrolled).for_each(|trip| at(on, shared, global, trip));
+            (0..unrolled).for_each(|trip| at(on, shared, global, trip, None));
         }
         let looped = trips * unrolled;
         let from = if trips > 1 { 0 } else { looped };
         for trip in looped..all {
-            at(on, shared, global, trip - looped + from);
+            at(on, shared, global, trip - looped + from, trip.checked_sub(not_kept).map(|kept| kept as usize));
         }
         for trip in all..self.cut.blocks.div_ceil(self.cut.threads) {
             let block = on.add(self.thread, trip * self.cut.threads);
             let here = on.less(block, self.count);
-            on.when(here, |on| at(on, shared, global, trip - looped + from));
+            on.when(here, |on| at(on, shared, global, trip - looped + from, None));
         }
     }
 
