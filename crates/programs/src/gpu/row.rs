@@ -20,10 +20,6 @@ const THREADS_AT_ONCE: u32 = 768;
 /// Threads of a multiprocessor that rows are cut for: few, because what a thread does beside its columns is shared by more of them.
 const THREADS: u32 = 512;
 
-/// Blocks of 16-bit logits whose exponentials a thread keeps, where its chip has twice as many multiplications a clock as an H100 has for
-/// each byte of HBM, but no more exponentials.
-const KEPT: u32 = 4;
-
 /// Shared memory of a multiprocessor of an H100 or a later one, bytes.
 const SHARED_OF_A_MULTIPROCESSOR: u32 = 228 << 10;
 
@@ -232,11 +228,6 @@ impl Cut {
         self.blocks * BLOCK
     }
 
-    /// Blocks of a thread of which it keeps what it made of them in registers from one walk to another, where all have as many.
-    fn kept(self) -> u32 {
-        if self.target < Target::Sm100 || self.logits == Logits::F32 { 0 } else { KEPT }
-    }
-
     /// Blocks that every CTA has, of every row.
     fn fewest(self) -> u32 {
         let least = self.row_bytes().div_ceil(BLOCK);
@@ -263,6 +254,9 @@ pub(crate) struct Row {
     own_global: [Value<u64>; 2],
     /// Blocks that are the row's alone: their addresses in shared memory, from where, and how many bytes; `None` where all are.
     whole: Option<[Value<u32>; 2]>,
+    /// Blocks that a walk takes out of its loop, so that what is made of them can stay in registers until another walk; as far as all
+    /// threads have as many.
+    kept: u32,
 }
 
 /// Where a block is.
@@ -273,7 +267,7 @@ pub(crate) struct Block {
     pub(crate) global: Address,
     /// Whether it is the row's alone; `None` where all are.
     whole: Option<Value<bool>>,
-    /// Its number among those of which something may be [kept](KEPT).
+    /// Its number among those of which something is kept.
     pub(crate) kept: Option<usize>,
 }
 
@@ -291,6 +285,7 @@ impl Row {
     pub(crate) fn new(
         on: &mut Builder,
         cut: Cut,
+        kept: u32,
         [thread, rank, row, shared]: [Value<u32>; 4],
         [logits, dlogits]: [Value<u64>; 2],
     ) -> Self {
@@ -334,14 +329,14 @@ impl Row {
             let [start, length] = [on.sub(start, first), length].map(|blocks| on.shift_left(blocks, BLOCK.ilog2()));
             [on.add(start, shared), length]
         });
-        Self { cut, thread, before, first, count, shared, global, own_shared, own_global, whole }
+        Self { cut, thread, before, first, count, shared, global, own_shared, own_global, whole, kept }
     }
 
     /// Calls `body` on each of this thread's blocks: in a loop those that every thread has, then the rest.
     pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
         let stride = self.cut.threads * BLOCK;
         let all = self.cut.fewest() / self.cut.threads;
-        let not_kept = all - self.cut.kept().min(all);
+        let not_kept = all - self.kept.min(all);
         let trips = not_kept.div_ceil(UNROLLED / self.cut.logits.of_a_block());
         let unrolled = not_kept.checked_div(trips).unwrap_or(0);
         let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
