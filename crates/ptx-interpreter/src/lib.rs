@@ -51,8 +51,8 @@ mod run;
 mod state;
 mod types;
 
-use std::fmt;
 use std::ops::Range;
+use std::{fmt, iter};
 
 /// Warp instructions that a run may take: some minutes.
 const MOST_WORK: u64 = 1 << 32;
@@ -100,7 +100,7 @@ impl Buffer {
 
     /// An array that the kernel must write whole.
     pub fn output(name: &str, bytes: usize) -> Self {
-        Self::input(name, vec![0xA5; bytes]).unwritten([0..bytes])
+        Self::input(name, vec![0xA5; bytes]).unwritten(iter::once(0..bytes))
     }
 
     /// The same, of which the kernel must write these bytes, and may read them only when it did.

@@ -115,7 +115,9 @@ pub(super) fn run(
     for Buffer { name, bytes, unwritten } in buffers {
         names.push(name);
         let mut memory = Memory::written(bytes);
-        unwritten.iter().for_each(|bytes| memory.forget(bytes.clone()));
+        for bytes in &unwritten {
+            memory.forget(bytes.clone());
+        }
         global.push(memory);
         not_there.push(unwritten);
     }

@@ -414,7 +414,7 @@ fn check(target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(
 /// The same by units that are off.
 fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
-    let around = Around { units, target, ..Around::new(spec, &problem) };
+    let around = Around { target, units, ..Around::new(spec, &problem) };
     let candidate = if id == "gpu-one-pass" { around.one_pass() } else { around.two_pass() };
     let candidate = candidate.map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
     let known = Known::of(spec, &problem).unwrap();

@@ -58,7 +58,8 @@ fn outputs_are_written_whole_and_not_read() {
     assert_eq!(WARP.found(&read), (Fault::Uninitialised, "byte 0 of b was never written".into()));
     // A part of an array alone.
     let part = |bytes: Range<usize>, text: String| {
-        let buffers = vec![Buffer::input("a", Vec::new()), Buffer::input("b", vec![0; 136]).unwritten([bytes])];
+        let buffers =
+            vec![Buffer::input("a", Vec::new()), Buffer::input("b", vec![0; 136]).unwritten(std::iter::once(bytes))];
         Module::parse(&text).unwrap().run("small", &WARP.launch(), buffers, &[0, 1], &Options::default())
     };
     let whole = |bytes| part(bytes, text(1, &kept));

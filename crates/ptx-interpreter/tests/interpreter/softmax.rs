@@ -170,7 +170,7 @@ fn no_thread_reads_what_another_writes() {
     let bytes = vec![0; 2 * SMALL.elements()];
     let options = Options { order: Order::Shuffled(3), ..Options::default() };
     let whole = 0..bytes.len();
-    let buffers = vec![Buffer::input("row", bytes).unwritten([whole])];
+    let buffers = vec![Buffer::input("row", bytes).unwritten(std::iter::once(whole))];
     let error = unwritten.run("softmax", &SMALL.launch(1), buffers, &[0], &options).unwrap_err();
     assert!(matches!(error, InterpretError::Fault { fault: Fault::Uninitialised, .. }), "{error}");
 }
