@@ -39,7 +39,7 @@ pub(super) struct Compile {
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse, required_unless_present = "table")]
     target: Option<Chosen>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
-    /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
+    /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, for a GPU gpu-lm-head; or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
     /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of -rows, -vocab and -mesh all
@@ -55,7 +55,7 @@ pub(super) struct Compile {
     /// Logits of an LM head stay in f32 instead of being rounded to the dtype
     #[arg(long)]
     f32_logits: bool,
-    /// Bytes of logits that tile-lm-head holds at a time, at most
+    /// Bytes of logits that tile-lm-head or gpu-lm-head holds at a time, at most
     #[arg(long, value_name = "BYTES", default_value_t = CHUNK_BYTES)]
     chunk_bytes: usize,
     /// Bytes of its gradient that tile-lm-head sums over devices at a time, about, in sixteen parts at most; a quarter of it if none is given

@@ -37,8 +37,12 @@ fn given_to(
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let recipe = json!({"shape": [2, 3, 300], "dtype": dtype, "regime": "small", "seed": 1, "old_logp_noise_scale": 0.3, "masked_garbage": false});
-    let config =
-        json!({"batch": {"generate": recipe}, "spec": spec, "kernel": {"enabled": true, "impl": implementation}});
+    let batch = if implementation.contains("lm-head") {
+        json!({"generate_head": {"hidden": 16, "layout": "hv", "rounds_logits": true, "recipe": recipe}})
+    } else {
+        json!({"generate": recipe})
+    };
+    let config = json!({"batch": batch, "spec": spec, "kernel": {"enabled": true, "impl": implementation}});
     fs::write(at("config.json"), config.to_string()).unwrap();
     let mut gradcheck = Command::new(env!("CARGO_BIN_EXE_assay"));
     gradcheck.arg("gradcheck").arg("--config").arg(at("config.json")).arg("--plugin").arg(fake());
@@ -87,6 +91,11 @@ fn a_gpu_is_given_ptx() {
         // A CPU has no such kernel.
         assert_eq!(report, None, "{dtype}");
     }
+    // In the loop over the chunks of an LM head.
+    let (program, report) = given_to(h100, "gpu-lm-head", &json!({}), "bf16", false);
+    assert!(program.contains("stablehlo.while") && program.contains(".entry grpo_one_pass"));
+    assert_eq!(program.matches("stablehlo.custom_call @__gpu$xla.gpu.ptx").count(), 1);
+    assert_eq!(report, None);
     let (program, report) = given_to(h100, "tile-one-pass", &json!({}), "f32", false);
     assert!(program.contains("stablehlo.while") && !program.contains("custom_call @"));
     let report = report.expect("a CPU runs loops");

@@ -68,11 +68,8 @@ impl Asked {
             Extents::Head(shape) => {
                 let program = compiled_for_gpus::<HeadProgram>(&self.implementation)?.chunk_bytes(self.chunk_bytes);
                 let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
-                Ok(Code {
-                    text: program.text(loss, given, devices, device)?,
-                    kernels: vec![],
-                    held_by: held_by(program),
-                })
+                let kernels = program.gpu_kernels_for(loss, given, devices, target)?;
+                Ok(Code { text: program.text(loss, given, devices, device)?, kernels, held_by: held_by(program) })
             }
         }
     }

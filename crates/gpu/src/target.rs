@@ -184,9 +184,14 @@ impl Chip {
         format!("sm_{major}{minor}")
     }
 
-    /// What kernels for it are written for: a driver assembles the text of an older chip for a newer one.
+    /// What kernels for it are written for.
     pub fn written_for(&self) -> assay_ptx::Target {
-        if self.capability >= (9, 0) { assay_ptx::Target::Sm90 } else { assay_ptx::Target::Sm80 }
+        use assay_ptx::Target::{Sm80, Sm90, Sm100};
+        match self.capability.0 {
+            ..9 => Sm80,
+            9 => Sm90,
+            10.. => Sm100,
+        }
     }
 
     /// Milliseconds that `bytes` take HBM.

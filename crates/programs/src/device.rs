@@ -66,7 +66,7 @@ impl TpuCore {
 
 /// What PJRT calls GPUs, in part, and what is written for each.
 const GPU_KINDS: [(&str, Target); 4] =
-    [("A100", Target::Sm80), ("H100", Target::Sm90), ("H200", Target::Sm90), ("B200", Target::Sm90)];
+    [("A100", Target::Sm80), ("H100", Target::Sm90), ("H200", Target::Sm90), ("B200", Target::Sm100)];
 
 /// A TPU core with 128 MiB of VMEM, as a v6e has.
 pub const ANY_TPU: Machine = TpuCore::V6E.machine();
@@ -134,7 +134,7 @@ mod tests {
         for (kind, target) in [
             ("NVIDIA A100-SXM4-80GB", Target::Sm80),
             ("NVIDIA H100 80GB HBM3", Target::Sm90),
-            ("NVIDIA B200", Target::Sm90),
+            ("NVIDIA B200", Target::Sm100),
         ] {
             assert_eq!(Device::of("cuda", kind), Ok(Device::gpu(target)), "{kind}");
             assert_eq!(Device::in_loops("cuda", kind), Device::ANY, "{kind}");

@@ -145,6 +145,14 @@ pub trait Programs: Copy + Send + Sync {
         self.has_kernels().then_some(if self.is_for_gpus() { device.lowering } else { tile })
     }
 
+    /// For what its kernels of PTX are written, if they are PTX.
+    fn ptx_target(self, lowering: Lowering) -> Option<Target> {
+        match lowering {
+            Lowering::Ptx(target) if self.is_for_gpus() => Some(target),
+            _ => None,
+        }
+    }
+
     /// Whether its logits, if it is given any, cross as [rows](logits_in_rows).
     fn takes_rows(self, device: Device) -> bool {
         self.lowering(device) == Some(Lowering::Mosaic)

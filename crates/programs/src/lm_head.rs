@@ -12,17 +12,18 @@
 //! | `xla-lm-head` | all of them, in plain XLA operations: the baseline |
 //! | `xla-lm-head-seed` | the same by `log_softmax` and autodiff, as the seed's: only to be compiled |
 //! | `tile-lm-head` | a chunk of the tokens at a time, in a loop: no array of `B·T·V` elements is ever there |
+//! | `gpu-lm-head` | the same, by the kernels for NVIDIA's GPUs |
 //!
 //! The products of dlogits are taken in the dtype of `hidden`, as published kernels take them: bf16 and f16 dlogits are
 //! rounded to it before, whether logits were or not. An f16 dlogit below 6e-8 is then 0. f32 operands are multiplied as
 //! f32, which a TPU does in six passes of its bf16 units.
 //!
-//! In the loop a chunk's logits are in f32, or rounded in the dtype of `hidden`; a tile kernel writes their gradient over
+//! In the loop a chunk's logits are in f32, or rounded in the dtype of `hidden`; a kernel writes their gradient over
 //! them:
 //!
 //! | losses that | are decided by | products |
 //! |---|---|---|
-//! | one token decides | one loop; one pass over a row in VMEM, or two where the vocabulary is cut or too large | 3 |
+//! | one token decides | one loop; one pass over a row in VMEM or in a cluster's shared memory, or two where the vocabulary is cut or too large, or there are no clusters | 3 |
 //! | a sequence decides | a loop for every log-probability, the loss, and a loop that makes the logits again | 4 |
 //!
 //! What a token's loss weighs, and the normalisers, are those of the whole batch. Tokens that fill the last chunk, and
@@ -46,10 +47,12 @@ use assay_core::spec::LossSpec;
 use crate::alternatives::Alternative;
 use crate::mesh::{Axis, Mesh};
 use crate::one_pass::{most_tokens, one_pass};
-use crate::program::{Evaluated, Given, Output, Program, Share, frame};
+use crate::program::{Evaluated, Given, Output, Program, Share, frame, local_shape};
+use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, Rows, Statistics};
-use crate::{Device, Lowering, Programs, baseline, unsupported};
+use crate::two_pass::Local;
+use crate::{ANY_DEVICE, Device, Lowering, Programs, Target, baseline, gpu, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
@@ -74,6 +77,7 @@ enum Core {
     Baseline,
     Seed,
     Tile,
+    Gpu,
 }
 
 /// The programs of an LM head and a loss under one sharding. See [the module](self).
@@ -90,7 +94,7 @@ impl Programs for HeadProgram {
     type Problem = HeadProblem;
 
     fn all() -> Vec<HeadProgram> {
-        let cores = [Core::Baseline, Core::Tile].into_iter();
+        let cores = [Core::Baseline, Core::Tile, Core::Gpu].into_iter();
         let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
         shardings
             .chain([(Core::Seed, Sharding::Whole)])
@@ -113,6 +117,10 @@ impl Programs for HeadProgram {
             (Core::Tile, Sharding::Rows) => "tile-lm-head-rows",
             (Core::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
             (Core::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
+            (Core::Gpu, Sharding::Whole) => "gpu-lm-head",
+            (Core::Gpu, Sharding::Rows) => "gpu-lm-head-rows",
+            (Core::Gpu, Sharding::Vocab) => "gpu-lm-head-vocab",
+            (Core::Gpu, Sharding::RowsAndVocab) => "gpu-lm-head-mesh",
         }
     }
 
@@ -121,6 +129,9 @@ impl Programs for HeadProgram {
             (Core::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
             (Core::Tile, Sharding::Whole) => {
                 "XLA's products and TPU kernels, LM head and loss, logits in chunks, as loops on any PJRT device"
+            }
+            (Core::Gpu, Sharding::Whole) => {
+                "XLA's products and PTX kernels, LM head and loss, logits in chunks, on NVIDIA GPUs of sm_80"
             }
             (Core::Seed, _) => "the same by log_softmax and autodiff: the seed's program",
             (_, Sharding::Rows) => "the same, rows over devices",
@@ -132,7 +143,7 @@ impl Programs for HeadProgram {
     fn class(self) -> &'static str {
         match self.core {
             Core::Baseline | Core::Seed => "xla-lm-head",
-            Core::Tile => "tile-lm-head",
+            Core::Tile | Core::Gpu => "tile-lm-head",
         }
     }
 
@@ -159,7 +170,16 @@ impl Programs for HeadProgram {
         if tokens.is_none() {
             return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), most));
         }
-        self.mesh(shape.logits(), devices).map(|_| ())
+        let mesh = self.mesh(shape.logits(), devices)?;
+        if self.core == Core::Gpu {
+            let local = local_shape(shape.logits(), mesh, ANY_DEVICE);
+            gpu::expect_two_pass_fits(in_rows(local), dtype.into()).map_err(
+                |gpu::Beyond { field, given, most, room }| {
+                    unsupported(self, field, given, format!("up to {most} of {dtype} {room}"))
+                },
+            )?;
+        }
+        Ok(())
     }
 
     fn text(
@@ -169,13 +189,18 @@ impl Programs for HeadProgram {
         devices: usize,
         device: Device,
     ) -> Result<String, Unsupported> {
+        self.expect_device(device)?;
         self.supports(loss.spec, given.shape, given.dtype, devices)?;
         let mesh = self.mesh(given.shape.logits(), devices)?;
         Ok(self.program(loss, given, mesh, device.lowering, device.machine))
     }
 
     fn has_kernels(self) -> bool {
-        self.core == Core::Tile
+        matches!(self.core, Core::Tile | Core::Gpu)
+    }
+
+    fn least_target(self) -> Option<Target> {
+        (self.core == Core::Gpu).then_some(Target::Sm80)
     }
 }
 
@@ -207,6 +232,7 @@ impl HeadProgram {
         devices: usize,
         machine: Machine,
     ) -> Result<String, Unsupported> {
+        self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         let implementation::Given { shape, dtype, .. } = given;
         if !self.is_whole() {
             self.supports(loss.spec, shape, dtype, devices)?;
@@ -222,6 +248,38 @@ impl HeadProgram {
         let given = implementation::Given { shape: HeadShape { batch, ..shape }, ..given };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         Ok(self.program(loss, given, mesh, Lowering::Mosaic, machine))
+    }
+
+    /// The kernels of PTX that [`text`](Programs::text) calls for a GPU, in the order of their calls; none of a program that has none.
+    ///
+    /// # Errors
+    /// As of [`expect_device`](Programs::expect_device) and [`supports`](Programs::supports).
+    pub fn gpu_kernels_for(
+        self,
+        loss: Shaped,
+        given: implementation::Given<HeadProblem>,
+        devices: usize,
+        target: Target,
+    ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
+        self.expect_device(Device::gpu(target))?;
+        let implementation::Given { shape, dtype, form } = given;
+        self.supports(loss.spec, shape, dtype, devices)?;
+        if self.core != Core::Gpu {
+            return Ok(vec![]);
+        }
+        let mesh = self.mesh(shape.logits(), devices)?;
+        let [b, t, v] = local_shape(shape.logits(), mesh, ANY_DEVICE);
+        let logits = if form.rounds_logits { dtype } else { Dtype::F32 };
+        let rows = self.chunks([b * t, v], logits, ANY_DEVICE).rows;
+        let chunk = [1, rows, v];
+        let by_token = Reach::Token.expect(loss.spec).is_ok() && mesh.vocab == 1;
+        if let Some(kernel) = by_token.then(|| gpu::one_pass_if(loss.structure, chunk, logits.into(), target)).flatten()
+        {
+            return Ok(vec![kernel]);
+        }
+        let local = Local::of(chunk, shape.vocab, mesh);
+        let statistics = gpu::two_pass::statistics(target, loss.structure.temperature, local, logits.into());
+        Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into())])
     }
 
     /// The program of one device of `mesh`.
@@ -241,7 +299,7 @@ impl HeadProgram {
             let array = |extents: &[usize]| Type::new(dtype.into(), extents);
             let hidden = builder.parameter(array(&[b, t, shape.hidden]), Some(Output::Gradient as usize));
             let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
-            (hidden, Head { weights, layout, dtype, rounds_logits })
+            (hidden, Head { weights, layout, dtype, rounds_logits, rounds_sums: self.core == Core::Gpu })
         };
         frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
             Core::Baseline => {
@@ -250,9 +308,9 @@ impl HeadProgram {
             Core::Seed => head.materialised(on, given, hidden, |on, logits| {
                 Alternative::LogSoftmax.core(on, structure, given, logits, dtype)
             }),
-            Core::Tile => {
+            Core::Tile | Core::Gpu => {
                 let chunks = self.chunks([b * t, v], logits_dtype, machine);
-                let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: false };
+                let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: self.ptx_target(lowering) };
                 if Reach::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
@@ -264,7 +322,8 @@ impl HeadProgram {
 
     /// How many tokens a trip takes of a device's.
     fn chunks(self, [tokens, vocab]: [usize; 2], logits: Dtype, machine: Machine) -> Chunks {
-        let most = (self.chunk_bytes / (vocab * logits.size())).min(most_tokens(machine)) / CHUNK_ROWS * CHUNK_ROWS;
+        let most = if self.core == Core::Gpu { usize::MAX } else { most_tokens(machine) };
+        let most = (self.chunk_bytes / (vocab * logits.size())).min(most) / CHUNK_ROWS * CHUNK_ROWS;
         let trips = tokens.div_ceil(most.max(CHUNK_ROWS));
         let rows = tokens.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
         Chunks { tokens, rows, padded: trips * rows, sum_bytes: self.sum_bytes }
@@ -279,6 +338,8 @@ struct Head {
     layout: HeadLayout,
     dtype: Dtype,
     rounds_logits: bool,
+    /// Whether a product rounds its sums itself, so that they are never there in f32: a GPU's does, once.
+    rounds_sums: bool,
 }
 
 impl Head {
@@ -293,8 +354,10 @@ impl Head {
     /// `[n,v]` of `[n,h]`, f32, or rounded in the dtype of hidden.
     fn logits(self, on: &mut Program, hidden: Value) -> Value {
         let [of_hidden, _] = self.axes();
-        let logits = on.builder.dot(hidden, self.weights, [1, of_hidden]);
-        if !self.rounds_logits || self.dtype == Dtype::F32 {
+        let rounded = self.rounds_logits && self.dtype != Dtype::F32;
+        let element = if rounded && self.rounds_sums { self.dtype.into() } else { DeviceDtype::F32 };
+        let logits = on.builder.dot(hidden, self.weights, [1, of_hidden], element);
+        if !rounded || self.rounds_sums {
             return logits;
         }
         // Compilers carry more digits than they are asked for where they see that a value is widened again.
@@ -306,13 +369,15 @@ impl Head {
     fn gradients(self, on: &mut Program, hidden: Value, dlogits: Value, mask: Value) -> [Value; 2] {
         let dlogits = on.builder.convert(dlogits, self.dtype.into());
         let [_, of_vocab] = self.axes();
-        let dhidden = on.builder.dot(dlogits, self.weights, [1, of_vocab]);
+        // What several devices sum is rounded after.
+        let element = if self.rounds_sums && on.mesh.vocab == 1 { self.dtype.into() } else { DeviceDtype::F32 };
+        let dhidden = on.builder.dot(dlogits, self.weights, [1, of_vocab], element);
         let dhidden = on.over(&[Axis::Vocab], Fold::Add, dhidden);
         let dhidden = on.builder.convert(dhidden, self.dtype.into());
         let dhidden = unmasked(on, dhidden, mask);
         let dlm_head = match self.layout {
-            HeadLayout::HiddenByVocab => on.builder.dot(hidden, dlogits, [0, 0]),
-            HeadLayout::VocabByHidden => on.builder.dot(dlogits, hidden, [0, 0]),
+            HeadLayout::HiddenByVocab => on.builder.dot(hidden, dlogits, [0, 0], DeviceDtype::F32),
+            HeadLayout::VocabByHidden => on.builder.dot(dlogits, hidden, [0, 0], DeviceDtype::F32),
         };
         [dhidden, dlm_head]
     }
@@ -351,14 +416,18 @@ impl Head {
         calls: Calls,
     ) -> Evaluated<[Value; 2]> {
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
-        let resident = one_pass(structure, [1, chunks.rows, on.local[2]], calls.dtype.into(), calls.machine);
-        let resident = resident.filter(|_| on.mesh.vocab == 1);
+        let whole = on.mesh.vocab == 1;
+        let resident = whole.then(|| OnePass::of(structure, [1, chunks.rows, on.local[2]], calls)).flatten();
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
         let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2]].concat();
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
             let Evaluated { gradient, logp, entropy, token } = match &resident {
-                Some(kernel) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
+                Some(OnePass::Tile(kernel)) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
+                Some(OnePass::Gpu(kernel)) => {
+                    let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, kernel, &operands);
+                    tiled::one_pass_core(on, structure, given, logits, call)
+                }
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
@@ -464,6 +533,23 @@ impl Head {
         let dhidden = on.builder.reshape(dhidden, &shape);
         let dlm_head = on.over_rows(dlm_head, chunks.sum_bytes);
         ([dhidden, dlm_head], carried.to_vec())
+    }
+}
+
+/// A kernel that reads a chunk's logits once.
+enum OnePass {
+    Tile(assay_tile::Kernel),
+    Gpu(assay_ptx::Kernel),
+}
+
+impl OnePass {
+    /// For `[1,n,v]` logits; `None` where a row fits no memory that it could stay in.
+    fn of(structure: Structure, chunk: [usize; 3], calls: Calls) -> Option<Self> {
+        let Calls { dtype, machine, ptx, .. } = calls;
+        match ptx {
+            Some(target) => gpu::one_pass_if(structure, chunk, dtype.into(), target).map(Self::Gpu),
+            None => one_pass(structure, chunk, dtype.into(), machine).map(Self::Tile),
+        }
     }
 }
 

@@ -189,7 +189,7 @@ impl Programs for LossProgram {
         self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine, ptx: self.is_for_gpus() })
+        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine, ptx: self.ptx_target(lowering) })
     }
 
     fn has_kernels(self) -> bool {
@@ -229,7 +229,7 @@ impl LossProgram {
 
     /// The program of one device of `mesh`.
     fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
-        let Calls { dtype, lowering, machine, .. } = calls;
+        let Calls { dtype, lowering, machine, ptx } = calls;
         let logits = LogitsGiven {
             dtype,
             to_kernels: lowering == Lowering::Mosaic && !self.is_xla(),
@@ -250,7 +250,8 @@ impl LossProgram {
                 write(&|on, given, logits| tiled::tile_one_pass_core(on, &kernel, structure, given, logits, calls))
             }
             Core::GpuOnePass => {
-                let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into());
+                let target = ptx.expect("checked: a GPU's");
+                let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target);
                 let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
                 write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
             }
@@ -287,7 +288,7 @@ impl LossProgram {
                 loss.structure,
                 local,
                 mesh,
-                Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: false },
+                Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
             );
         }
         // The limit of the machine asked for comes before that of any other.
@@ -303,7 +304,7 @@ impl LossProgram {
             loss.structure,
             Shape { batch, ..local },
             mesh,
-            Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: false },
+            Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
         )
     }
 
@@ -364,10 +365,10 @@ impl LossProgram {
         let mesh = self.mesh(shape, devices)?;
         let local = local_shape(shape, mesh, ANY_DEVICE);
         let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
-        let statistics = || gpu::two_pass::statistics(structure.temperature, rows, element);
+        let statistics = || gpu::two_pass::statistics(target, structure.temperature, rows, element);
         Ok(match self.core {
-            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element)],
-            Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(structure, rows, element)],
+            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target)],
+            Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element)],
             Core::GpuLogp => vec![statistics()],
             _ => vec![],
         })
@@ -487,7 +488,8 @@ mod tests {
             let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
             let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
             let given = Given { shape, dtype: Dtype::Bf16, form };
-            let cut = HeadProgram::all().into_iter().filter(|head| head.sharding() == Sharding::Vocab);
+            let cut = HeadProgram::all().into_iter();
+            let cut = cut.filter(|head| head.sharding() == Sharding::Vocab && !head.is_for_gpus());
             let of_heads = cut.map(|head| head.text(Shaped::of(&spec), given, 8, device).unwrap());
             let held = |text: String| {
                 let parameters = text.lines().find(|line| line.contains("@main(")).unwrap();
@@ -529,13 +531,16 @@ mod tests {
             let given = Given { shape, dtype: Dtype::Bf16, form };
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
-                let whole = heads.iter().find(|head| head.is_whole() && head.class() == cut.class()).unwrap();
-                let text = |head: &HeadProgram| head.text(Shaped::of(spec), given, 1, Device::ANY).unwrap();
+                let of_gpus = cut.is_for_gpus();
+                let alike = |head: &&HeadProgram| head.class() == cut.class() && head.is_for_gpus() == of_gpus;
+                let whole = heads.iter().filter(alike).find(|head| head.is_whole()).unwrap();
+                let device = if of_gpus { Device::gpu(Target::Sm90) } else { Device::ANY };
+                let text = |head: &HeadProgram| head.text(Shaped::of(spec), given, 1, device).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;
             }
         }
         // Rows and vocabulary of each; the one-pass kernel knows no sequence and cuts no vocabulary.
-        assert_eq!((same, same_heads), (9, 8));
+        assert_eq!((same, same_heads), (9, 12));
     }
 }

@@ -15,6 +15,7 @@ use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
+use assay_ptx::Target;
 use assay_tile::stablehlo::{CallConfig, CallField, Comparison, Fold, Type, Value};
 use assay_tile::{Kernel, Machine, mosaic, xla};
 
@@ -25,8 +26,8 @@ pub(crate) struct Calls {
     pub(crate) dtype: Dtype,
     pub(crate) lowering: Lowering,
     pub(crate) machine: Machine,
-    /// Whether kernels of PTX are called in place of them.
-    pub(crate) ptx: bool,
+    /// For what kernels of PTX are written that are called in place of them, if they are.
+    pub(crate) ptx: Option<Target>,
 }
 
 /// A kernel for a TPU, and how it is called.
@@ -299,7 +300,7 @@ impl Operands {
         let (ids, real) = on.of_device(given);
         let ids = on.builder.reshape(ids, &[1, rows, 1]);
         let own = on.builder.type_of(given.logits).clone();
-        let logits = if calls.ptx { on.rows(given.logits) } else { on.stored_rows(given.logits) };
+        let logits = if calls.ptx.is_some() { on.rows(given.logits) } else { on.stored_rows(given.logits) };
         Self { local, values: [numbers, real, logits, ids], logits: own }
     }
 }
@@ -319,8 +320,8 @@ fn statistics(
 ) -> Rows {
     let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
     let element = calls.dtype.into();
-    let results = if calls.ptx {
-        let kernel = gpu::two_pass::statistics(structure.temperature, operands.local, element);
+    let results = if let Some(target) = calls.ptx {
+        let kernel = gpu::two_pass::statistics(target, structure.temperature, operands.local, element);
         call_ptx(on, &kernel, &operands.values)[0]
     } else {
         let kernel = two_pass::statistics(structure.temperature, operands.local, element, calls.machine);
@@ -415,8 +416,8 @@ fn gradient(
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
     let [numbers, real, logits, ids] = operands.values;
     let (element, values) = (calls.dtype.into(), [numbers, real, logits, ids, scales]);
-    let dlogits = if calls.ptx {
-        call_ptx(on, &gpu::two_pass::dlogits(structure, operands.local, element), &values)[0]
+    let dlogits = if let Some(target) = calls.ptx {
+        call_ptx(on, &gpu::two_pass::dlogits(target, structure, operands.local, element), &values)[0]
     } else {
         let kernel = two_pass::dlogits(structure, operands.local, element, calls.machine);
         call(on, &kernel, calls, &values)[0]

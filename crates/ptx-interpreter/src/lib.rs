@@ -51,7 +51,8 @@ mod run;
 mod state;
 mod types;
 
-use std::fmt;
+use std::ops::Range;
+use std::{fmt, iter};
 
 /// Warp instructions that a run may take: some minutes.
 const MOST_WORK: u64 = 1 << 32;
@@ -87,19 +88,25 @@ pub struct Buffer {
     pub name: String,
     /// Its bytes.
     pub bytes: Vec<u8>,
-    /// Whether the kernel must write all of it, and may read only what it wrote.
-    pub is_output: bool,
+    /// Bytes that the kernel must write, and may read only when it did.
+    pub unwritten: Vec<Range<usize>>,
 }
 
 impl Buffer {
     /// An array that is there before the kernel runs; it may be overwritten.
     pub fn input(name: &str, bytes: Vec<u8>) -> Self {
-        Self { name: name.into(), bytes, is_output: false }
+        Self { name: name.into(), bytes, unwritten: vec![] }
     }
 
     /// An array that the kernel must write whole.
     pub fn output(name: &str, bytes: usize) -> Self {
-        Self { name: name.into(), bytes: vec![0xA5; bytes], is_output: true }
+        Self::input(name, vec![0xA5; bytes]).unwritten(iter::once(0..bytes))
+    }
+
+    /// The same, of which the kernel must write these bytes, and may read them only when it did.
+    #[must_use]
+    pub fn unwritten(self, bytes: impl IntoIterator<Item = Range<usize>>) -> Self {
+        Self { unwritten: bytes.into_iter().collect(), ..self }
     }
 }
 

@@ -4,6 +4,8 @@
 //! [`Epoch`], thread and clock. What a thread knows is, of every thread of the cluster, the clock up to which it
 //! has learnt of what that did. An access is before another if the thread of the other knows its epoch, or is the same.
 
+use std::ops::Range;
+
 use super::Fault;
 
 /// A thread of the grid in the upper half, its clock in the lower.
@@ -137,6 +139,11 @@ impl Memory {
     /// Memory that must be written before it is read.
     pub(super) fn unwritten(bytes: Vec<u8>) -> Self {
         Self::new(bytes, UNWRITTEN)
+    }
+
+    /// These bytes must be written before they are read.
+    pub(super) fn forget(&mut self, bytes: Range<usize>) {
+        self.cells[bytes].iter_mut().for_each(|cell| cell.write = UNWRITTEN);
     }
 
     fn new(bytes: Vec<u8>, write: Epoch) -> Self {

@@ -88,10 +88,14 @@ fn check(kernel: &Kernel, launch: &Launch, buffers: &[Buffer], arguments: &[usiz
         let takes = kernel.parameters.join(", ");
         return Err(format!("{} arguments, and {} takes {takes}", arguments.len(), kernel.name));
     }
-    match arguments.iter().find(|&&buffer| buffer >= buffers.len()) {
-        Some(buffer) => Err(format!("argument {buffer} of {} buffers", buffers.len())),
-        None => Ok(()),
+    if let Some(buffer) = arguments.iter().find(|&&buffer| buffer >= buffers.len()) {
+        return Err(format!("argument {buffer} of {} buffers", buffers.len()));
     }
+    let beyond = |Buffer { name, bytes, unwritten }: &Buffer| {
+        let range = unwritten.iter().find(|range| range.start > range.end || range.end > bytes.len())?;
+        Some(format!("unwritten bytes {range:?} of {name}, which has {}", bytes.len()))
+    };
+    buffers.iter().find_map(beyond).map_or(Ok(()), Err)
 }
 
 /// [`super::Module::run`] of one entry.
@@ -106,12 +110,16 @@ pub(super) fn run(
     let mut arrays = kernel.arrays.clone();
     arrays.extend(kernel.dynamic.map(|start| (start, start + launch.dynamic_shared)));
     let mut names = Vec::new();
-    let mut outputs = Vec::new();
     let mut global = Vec::new();
-    for Buffer { name, bytes, is_output } in buffers {
+    let mut not_there = Vec::new();
+    for Buffer { name, bytes, unwritten } in buffers {
         names.push(name);
-        outputs.push(is_output);
-        global.push(if is_output { Memory::unwritten(bytes) } else { Memory::written(bytes) });
+        let mut memory = Memory::written(bytes);
+        for bytes in &unwritten {
+            memory.forget(bytes.clone());
+        }
+        global.push(memory);
+        not_there.push(unwritten);
     }
     let of_clusters = [0, 1, 2].map(|axis| launch.grid[axis] / launch.cluster[axis]);
     let mut clusters: Vec<u32> = (0..volume(of_clusters).unwrap_or(0)).collect();
@@ -150,13 +158,13 @@ pub(super) fn run(
             memory.end_cluster();
         }
     }
-    for ((memory, name), is_output) in global.iter().zip(&names).zip(&outputs) {
-        if let Some((bytes, first)) = memory.never_written().filter(|_| *is_output) {
+    for (memory, name) in global.iter().zip(&names) {
+        if let Some((bytes, first)) = memory.never_written() {
             return Err(InterpretError::Unwritten { buffer: name.clone(), bytes, first });
         }
     }
-    let all = global.into_iter().zip(names).zip(outputs);
-    Ok(all.map(|((memory, name), is_output)| Buffer { name, bytes: memory.bytes, is_output }).collect())
+    let all = global.into_iter().zip(names).zip(not_there);
+    Ok(all.map(|((memory, name), unwritten)| Buffer { name, bytes: memory.bytes, unwritten }).collect())
 }
 
 impl Machine<'_> {

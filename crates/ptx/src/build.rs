@@ -109,7 +109,8 @@ impl Builder {
     pub fn finish(mut self, launch: Launch) -> Kernel {
         self.write("ret");
         let Launch { grid, block, cluster, least_resident } = launch;
-        let mut text = format!(".version 8.0\n.target {}\n.address_size 64\n\n", self.target.name());
+        let mut text =
+            format!(".version {}\n.target {}\n.address_size 64\n\n", self.target.version(), self.target.name());
         if self.dynamic.is_some() {
             text += &format!(".extern .shared .align 16 .b8 {DYNAMIC}[];\n\n");
         }
@@ -428,6 +429,46 @@ impl Builder {
     /// The f32 that has these bits.
     pub fn of_bits(&mut self, a: Value<u32>) -> Value<f32> {
         self.define("mov.b32", &a.to_string())
+    }
+}
+
+/// Two f32 at once, each rounded as one alone: a single instruction where the target has it.
+impl Builder {
+    /// `a + b`
+    pub fn add_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2]) -> [Value<f32>; 2] {
+        self.pairwise("add.rn.f32x2", [a, b], |on, [a, b]| on.add(a, b))
+    }
+
+    /// `a − b`
+    pub fn sub_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2]) -> [Value<f32>; 2] {
+        self.pairwise("sub.rn.f32x2", [a, b], |on, [a, b]| on.sub(a, b))
+    }
+
+    /// `a · b`
+    pub fn mul_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2]) -> [Value<f32>; 2] {
+        self.pairwise("mul.rn.f32x2", [a, b], |on, [a, b]| on.mul(a, b))
+    }
+
+    /// `a · b + c`, rounded once.
+    pub fn mul_add_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2], c: [Value<f32>; 2]) -> [Value<f32>; 2] {
+        self.pairwise("fma.rn.f32x2", [a, b, c], |on, [a, b, c]| on.mul_add(a, b, c))
+    }
+
+    fn pairwise<const N: usize>(
+        &mut self,
+        both: &str,
+        operands: [[Value<f32>; 2]; N],
+        each: impl Fn(&mut Self, [Value<f32>; N]) -> Value<f32>,
+    ) -> [Value<f32>; 2] {
+        if self.target < Target::Sm100 {
+            return [0, 1].map(|half| each(self, operands.map(|operand| operand[half])));
+        }
+        let operands: [Value<u64>; N] = operands.map(|halves| self.define("mov.b64", &list(&halves)));
+        let operands = operands.map(|operand| operand.to_string()).join(", ");
+        let result: Value<u64> = self.define(both, &operands);
+        let halves = [self.new_register(), self.new_register()];
+        self.write(&format!("mov.b64 {}, {result}", list(&halves)));
+        halves
     }
 }
 

@@ -8,10 +8,12 @@
 //! |---|---|
 //! | [`Value<f32>`](Value), of `u16`, `u32`, `u64`, `bool` | registers `%f`, `%h`, `%r`, `%d`, `%p`; or a constant |
 //! | [`Address`] | global memory, shared memory of the CTA, that of another CTA of the cluster |
+//! | [`add_pair`](Builder::add_pair) and its like | one instruction on two f32 from `sm_100` on, two before |
 //! | [`variable`](Builder::variable), [`set`](Builder::set) | `mov`: the only registers that change |
 //! | [`when`](Builder::when), [`repeat`](Builder::repeat) | branches round or back |
 //!
-//! The text is `.version 8.0`: any driver since CUDA 12.0 takes it, and one for a newer chip assembles it for that.
+//! A text for `sm_80` and `sm_90` is `.version 8.0`: any driver since CUDA 12.0 takes it, and one for a newer chip assembles it for
+//! that. One for `sm_100` is `.version 8.6`, of CUDA 12.7.
 
 mod arithmetic;
 mod build;
@@ -29,6 +31,8 @@ pub enum Target {
     Sm80,
     /// H100: clusters of CTAs.
     Sm90,
+    /// B200: arithmetic on two f32 at once.
+    Sm100,
 }
 
 impl Target {
@@ -37,6 +41,15 @@ impl Target {
         match self {
             Self::Sm80 => "sm_80",
             Self::Sm90 => "sm_90",
+            Self::Sm100 => "sm_100",
+        }
+    }
+
+    /// The version of PTX that a text for it is in, the lowest that has it.
+    fn version(self) -> &'static str {
+        match self {
+            Self::Sm80 | Self::Sm90 => "8.0",
+            Self::Sm100 => "8.6",
         }
     }
 }

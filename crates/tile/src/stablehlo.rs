@@ -558,9 +558,9 @@ impl Builder {
         self.define_list(outputs.to_vec(), format_args!("{operation}"))
     }
 
-    /// `Σ a·b` over one axis of each, in f32 products and sums whatever the operands are: what is left of the axes of `a`,
-    /// then of those of `b`. f32 operands are multiplied as f32, which a TPU does in six passes of its bf16 units.
-    pub fn dot(&mut self, a: Value, b: Value, [of_a, of_b]: [usize; 2]) -> Value {
+    /// `Σ a·b` over one axis of each, in f32 products and sums whatever the operands are, and rounded to `element` once: what is left of
+    /// the axes of `a`, then of those of `b`. f32 operands are multiplied as f32, which a TPU does in six passes of its bf16 units.
+    pub fn dot(&mut self, a: Value, b: Value, [of_a, of_b]: [usize; 2], element: DeviceDtype) -> Value {
         let (left, right) = (self.type_of(a).clone(), self.type_of(b).clone());
         assert_eq!(left.element, right.element, "dot: element types of {left} and {right}");
         assert_eq!(left.shape.get(of_a), right.shape.get(of_b), "dot: axes {of_a} of {left} and {of_b} of {right}");
@@ -570,7 +570,7 @@ impl Builder {
             shape.remove(contracted);
             shape
         };
-        let ty = Type { element: DeviceDtype::F32, shape: [free(&left, of_a), free(&right, of_b)].concat() };
+        let ty = Type { element, shape: [free(&left, of_a), free(&right, of_b)].concat() };
         let precision = if left.element == DeviceDtype::F32 { "HIGHEST" } else { "DEFAULT" };
         let operation = format!(
             "stablehlo.dot_general {a}, {b}, contracting_dims = [{of_a}] x [{of_b}], precision = [{precision}, {precision}] : ({left}, {right}) -> {ty}"
@@ -760,7 +760,7 @@ mod tests {
         let mut builder = Builder::default();
         let bf16s = |shape: &[usize]| Type::new(DeviceDtype::Bf16, shape);
         let (x, w) = (builder.parameter(bf16s(&[5, 2]), None), builder.parameter(bf16s(&[3, 2]), None));
-        let y = builder.dot(x, w, [1, 1]);
+        let y = builder.dot(x, w, [1, 1], DeviceDtype::F32);
         assert_eq!(*builder.type_of(y), f32s(&[5, 3]));
         assert!(
             builder.body.contains("contracting_dims = [1] x [1], precision = [DEFAULT, DEFAULT]"),
@@ -774,7 +774,7 @@ mod tests {
     fn a_product_over_axes_of_different_extents_is_refused() {
         let mut builder = Builder::default();
         let (x, w) = (builder.parameter(f32s(&[5, 2]), None), builder.parameter(f32s(&[3, 2]), None));
-        builder.dot(x, w, [1, 0]);
+        builder.dot(x, w, [1, 0], DeviceDtype::F32);
     }
 
     #[test]

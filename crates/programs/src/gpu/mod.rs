@@ -9,7 +9,7 @@ pub(crate) mod two_pass;
 
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::Kernel;
+use assay_ptx::{Kernel, Target};
 
 use row::{Cut, Logits};
 
@@ -26,23 +26,38 @@ pub(crate) struct Beyond {
 }
 
 /// Checks that a row of `[1,n,v]` logits fits a cluster's shared memory, and its rows a grid.
-pub(crate) fn expect_one_pass_fits([_, n, v]: [usize; 3], element: DeviceDtype) -> Result<(), Beyond> {
+pub(crate) fn expect_one_pass_fits(shape: [usize; 3], element: DeviceDtype) -> Result<(), Beyond> {
+    cut(shape, element, Target::Sm90).map(|_| ())
+}
+
+fn cut([_, n, v]: [usize; 3], element: DeviceDtype, target: Target) -> Result<Cut, Beyond> {
     let beyond = |most| Beyond {
         field: "vocabulary",
         given: v,
         most,
         room: "in a cluster's shared memory; gpu-two-pass takes more",
     };
-    let cut = Cut::of(Logits::of(element), v).map_err(beyond)?;
+    let cut = Cut::of(target, Logits::of(element), v).map_err(beyond)?;
     let most = i32::MAX as usize / cut.cluster as usize;
     let room = "whose clusters a grid holds; gpu-two-pass takes more";
-    if n > most { Err(Beyond { field: "tokens", given: n, most, room }) } else { Ok(()) }
+    if n > most { Err(Beyond { field: "tokens", given: n, most, room }) } else { Ok(cut) }
 }
 
 /// [The kernel](mod@one_pass), of logits that [fit](expect_one_pass_fits).
-pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype) -> Kernel {
-    let cut = Cut::of(Logits::of(element), local[2]).expect("checked: it fits");
+pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype, target: Target) -> Kernel {
+    let Ok(cut) = cut(local, element, target) else { panic!("checked: it fits") };
     one_pass::one_pass(structure, local, element, cut)
+}
+
+/// The same where `target` has clusters and a row fits one.
+pub(crate) fn one_pass_if(
+    structure: Structure,
+    local: [usize; 3],
+    element: DeviceDtype,
+    target: Target,
+) -> Option<Kernel> {
+    let cut = cut(local, element, target).ok().filter(|_| target >= Target::Sm90)?;
+    Some(one_pass::one_pass(structure, local, element, cut))
 }
 
 /// Checks that a row of `[1,n,v]` logits has no more bytes than its offsets count.

@@ -11,13 +11,15 @@
 //! target   dx_y =  G s/(S·T) + E e_y (a_y − ā)/(S·T)                                  written over it
 //! ```
 //!
+//! On a B200 a thread keeps the exponentials of its last columns in registers from walk 2 to walk 3, and works on two f32 at once.
+//!
 //! HBM sees each logit once and each dlogit once. A token-level loss only: `G` needs nothing of other rows but the normaliser, which comes in with
 //! the token's weight. Logits are widened to f32, and everything is computed in it; a thread adds up its own columns, eight at a time by
 //! halves, then 32 lanes, then all warps of the cluster in one order.
 
 use std::f64::consts::LOG2_E;
 
-use super::row::{Along, Block, Cut, Logits, Row, exp, over_lanes};
+use super::row::{Along, Block, Cut, Logits, Pair, Row, dot, exp, over_lanes, sum};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
 use assay_algebra::arithmetic::Arithmetic;
@@ -32,7 +34,7 @@ use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Target, Value};
 /// Its arrays are those of the [tile kernel](crate::one_pass): ids `[n]` i32, numbers f32, logits, tokens `[1,n,width]` f32; dlogits over the
 /// logits and results `[1,n,8]` f32. They begin at multiples of 16 bytes.
 pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> Kernel {
-    let mut on = Builder::new("grpo_one_pass", Target::Sm90);
+    let mut on = Builder::new("grpo_one_pass", cut.target);
     let given = given_columns(structure);
     let of_spec = numbers(structure);
     let arrays = Arrays {
@@ -63,6 +65,13 @@ pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: Dev
         least_resident: cut.resident(),
     })
 }
+
+/// Exponentials of logits of 16 bits that a thread keeps in registers where its chip's transcendental units have less time for each byte
+/// of HBM than its others: a B200's.
+const KEPT: u32 = 48;
+
+/// The same where an entropy bonus needs gaps beside them, of all softmaxes together.
+const KEPT_BESIDE_GAPS: u32 = 16;
 
 /// Softmaxes of a row.
 fn softmaxes(structure: Structure) -> usize {
@@ -127,6 +136,19 @@ impl Writer {
         self.cut.logits
     }
 
+    /// Blocks of a thread whose exponentials stay in registers from walk 2 to walk 3.
+    fn kept(&self) -> u32 {
+        if self.cut.target < Target::Sm100 || self.logits() == Logits::F32 {
+            return 0;
+        }
+        let exponentials = if self.structure.entropy_bonus.is_some() {
+            KEPT_BESIDE_GAPS / softmaxes(self.structure) as u32
+        } else {
+            KEPT
+        };
+        exponentials / self.logits().of_a_block()
+    }
+
     fn place(&self, on: &mut Builder) -> Place {
         let thread = on.thread();
         let cta = on.cta();
@@ -156,7 +178,7 @@ impl Writer {
             on.less(zero, mask)
         };
         let arrays = [self.arrays.logits, self.arrays.dlogits];
-        let part = Row::new(on, self.cut, [thread, rank, row, self.shared.row], arrays);
+        let part = Row::new(on, self.cut, self.kept(), [thread, rank, row, self.shared.row], arrays);
         let results = {
             let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
             on.add(self.arrays.results, offset)
@@ -191,14 +213,14 @@ impl Writer {
         });
         let (max, target_logit) = self.max(on, &part, place);
         let scales = self.exponent_scales(on);
-        self.sum(on, &part, place, max, &scales);
+        let kept = self.sum(on, &part, place, max, &scales);
 
         let zero = on.variable(0);
         let of_first_warp = on.equal(place.warp, zero);
         on.when(of_first_warp, |on| self.scalars(on, place, max, target_logit, results));
         on.barrier();
         let [policy, base, slope, of_target] = on.load_all(Address::Shared(self.shared.scales, 0));
-        self.dlogits(on, &part, max, &scales, &Scales { policy, base, slope, target: of_target });
+        self.dlogits(on, &part, max, &scales, &kept, &Scales { policy, base, slope, target: of_target });
         let in_array = part.global_of(on, target);
         on.when(target.own, |on| self.cut.logits.store(on, in_array, of_target));
     }
@@ -328,31 +350,34 @@ impl Writer {
         }
     }
 
-    /// Walk 2: every CTA is told `s` and `w` of each softmax.
-    fn sum(&self, on: &mut Builder, part: &Row, place: Place, max: Value<f32>, scales: &[Value<f32>]) {
+    /// Walk 2: every CTA is told `s` and `w` of each softmax. Of the blocks of which something is kept the exponentials, by each scale.
+    fn sum(
+        &self,
+        on: &mut Builder,
+        part: &Row,
+        place: Place,
+        max: Value<f32>,
+        scales: &[Value<f32>],
+    ) -> Vec<Vec<Vec<Pair>>> {
         let logits = self.logits();
+        let mut kept = Vec::new();
         let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
         part.walk(on, Along::Shared, |on, block| {
             let gaps = gaps(on, logits, block, max, true);
-            for (&scale, sums) in scales.iter().zip(sums.chunks(2)) {
-                let exps: Vec<Value<f32>> = gaps.iter().map(|&gap| exp(on, gap, scale)).collect();
-                let mut weighted = on.mul(exps[0], gaps[0]);
-                for (&exp, &gap) in exps.iter().zip(&gaps).skip(1) {
-                    weighted = on.mul_add(exp, gap, weighted);
-                }
-                let mut all = exps;
-                while all.len() > 1 {
-                    all = all.chunks(2).map(|pair| on.add(pair[0], pair[1])).collect();
-                }
-                for (&sum, of_block) in sums.iter().zip([all[0], weighted]) {
+            let exps = exponentials(on, &gaps, scales);
+            for (exps, sums) in exps.iter().zip(sums.chunks(2)) {
+                let of_block = [sum(on, exps), dot(on, exps, &gaps)];
+                for (&sum, of_block) in sums.iter().zip(of_block) {
                     let next = on.add(sum, of_block);
                     on.set(sum, next);
                 }
             }
+            kept.extend(block.kept.map(|_| exps));
         });
         let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
         self.tell(on, place, self.shared.sums, &sums);
         self.meet(on);
+        kept
     }
 
     /// What one softmax's sums come to.
@@ -453,39 +478,56 @@ impl Writer {
     }
 
     /// Walk 3.
-    fn dlogits(&self, on: &mut Builder, part: &Row, max: Value<f32>, scales: &[Value<f32>], of: &Scales) {
+    fn dlogits(
+        &self,
+        on: &mut Builder,
+        part: &Row,
+        max: Value<f32>,
+        scales: &[Value<f32>],
+        kept: &[Vec<Vec<Pair>>],
+        of: &Scales,
+    ) {
         let (logits, bonus) = (self.logits(), self.structure.entropy_bonus.is_some());
+        // Without a bonus the softmax that logp is of is all that is needed: the last.
+        let first = if bonus { 0 } else { scales.len() - 1 };
+        let [policy, base, slope] = [of.policy, of.base, of.slope].map(|factor| [factor; 2]);
         part.write(on, |on, block| {
+            let kept = block.kept.map(|number| kept[number][first..].to_vec());
             // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
-            let gaps = gaps(on, logits, block, max, bonus);
-            let gradients: Vec<Value<f32>> = gaps
-                .into_iter()
-                .map(|gap| {
-                    let exps: Vec<Value<f32>> = if bonus {
-                        scales.iter().map(|&scale| exp(on, gap, scale)).collect()
-                    } else {
-                        scales.last().map(|&scale| exp(on, gap, scale)).into_iter().collect()
-                    };
-                    if !bonus {
-                        return on.mul(exps[0], of.policy);
+            let gaps = if bonus || kept.is_none() { gaps(on, logits, block, max, bonus) } else { vec![] };
+            let exps = kept.unwrap_or_else(|| exponentials(on, &gaps, &scales[first..]));
+            let gradients: Vec<Pair> = if bonus {
+                let of_entropy = gaps.iter().zip(&exps[0]).map(|(&gap, &exp)| {
+                    let factor = on.mul_add_pair(slope, gap, base);
+                    on.mul_pair(exp, factor)
+                });
+                let of_entropy: Vec<Pair> = of_entropy.collect();
+                match exps.get(1) {
+                    None => of_entropy,
+                    Some(exps) => {
+                        let both = exps.iter().zip(of_entropy);
+                        both.map(|(&exp, term)| on.mul_add_pair(exp, policy, term)).collect()
                     }
-                    let factor = on.mul_add(of.slope, gap, of.base);
-                    let Some(&of_policy) = exps.get(1) else { return on.mul(exps[0], factor) };
-                    let term = on.mul(exps[0], factor);
-                    on.mul_add(of_policy, of.policy, term)
-                })
-                .collect();
+                }
+            } else {
+                exps[0].iter().map(|&exp| on.mul_pair(exp, policy)).collect()
+            };
             logits.pack_block(on, &gradients)
         });
     }
 }
 
+/// `2^(gap·scale)` of all gaps, by each scale.
+fn exponentials(on: &mut Builder, gaps: &[Pair], scales: &[Value<f32>]) -> Vec<Vec<Pair>> {
+    scales.iter().map(|&scale| gaps.iter().map(|&gap| exp(on, gap, scale)).collect()).collect()
+}
+
 /// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
-fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded: bool) -> Vec<Value<f32>> {
+fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded: bool) -> Vec<Pair> {
     let x = logits.load_block(on, block.shared);
     let gap = |x| {
-        let gap = on.sub(max, x);
-        if bounded { on.min(gap, FARTHEST as f32) } else { gap }
+        let gap = on.sub_pair([max; 2], x);
+        if bounded { gap.map(|gap| on.min(gap, FARTHEST as f32)) } else { gap }
     };
     x.into_iter().map(gap).collect()
 }

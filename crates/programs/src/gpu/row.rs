@@ -6,7 +6,7 @@
 //! them in shared memory.
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Packed, Value};
+use assay_ptx::{Address, Builder, Packed, Target, Value};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -31,6 +31,9 @@ pub(crate) const SHARED_BESIDE: u32 = 8 << 10;
 
 /// CTAs of a cluster, at most, on every device that has clusters.
 pub(crate) const LARGEST_CLUSTER: u32 = 8;
+
+/// Two neighbours.
+pub(crate) type Pair = [Value<f32>; 2];
 
 /// The elements of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,22 +101,28 @@ impl Logits {
         }
     }
 
-    /// The elements of a block, in f32.
-    pub(crate) fn load_block(self, on: &mut Builder, from: Address) -> Vec<Value<f32>> {
+    /// The elements of a block, in f32, by two.
+    pub(crate) fn load_block(self, on: &mut Builder, from: Address) -> Vec<Pair> {
         match self {
-            Self::F32 => on.load_all::<f32, 4>(from).to_vec(),
+            Self::F32 => {
+                let [a, b, c, d] = on.load_all(from);
+                vec![[a, b], [c, d]]
+            }
             Self::Packed(packed) => {
                 let words: [Value<u32>; 4] = on.load_all(from);
-                words.into_iter().flat_map(|word| on.unpack(packed, word)).collect()
+                words.into_iter().map(|word| on.unpack(packed, word)).collect()
             }
         }
     }
 
     /// A block's elements as they are stored, each rounded to nearest even.
-    pub(crate) fn pack_block(self, on: &mut Builder, values: &[Value<f32>]) -> [Value<u32>; 4] {
+    pub(crate) fn pack_block(self, on: &mut Builder, values: &[Pair]) -> [Value<u32>; 4] {
         std::array::from_fn(|word| match self {
-            Self::F32 => on.bits(values[word]),
-            Self::Packed(packed) => on.pack(packed, values[2 * word], values[2 * word + 1]),
+            Self::F32 => on.bits(values[word / 2][word % 2]),
+            Self::Packed(packed) => {
+                let [low, high] = values[word];
+                on.pack(packed, low, high)
+            }
         })
     }
 
@@ -154,6 +163,7 @@ impl Logits {
 /// How rows are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
+    pub(crate) target: Target,
     pub(crate) logits: Logits,
     pub(crate) vocab: u32,
     /// CTAs of a cluster, a power of two.
@@ -182,7 +192,7 @@ impl Cut {
     ///
     /// # Errors
     /// The largest vocabulary that fits.
-    pub(crate) fn of(logits: Logits, vocab: usize) -> Result<Self, usize> {
+    pub(crate) fn of(target: Target, logits: Logits, vocab: usize) -> Result<Self, usize> {
         let largest = LARGEST_CLUSTER * (room(1) / BLOCK) * logits.of_a_block() - logits.of_a_block();
         let vocab = u32::try_from(vocab).ok().filter(|&vocab| vocab <= largest).ok_or(largest as usize)?;
         let total = blocks_of_a_row(logits, vocab);
@@ -192,7 +202,7 @@ impl Cut {
         let (cluster, resident) = cuts.find(fits).expect("no larger than the largest");
         let blocks = total.div_ceil(cluster);
         let threads = blocks.next_power_of_two().clamp(32, THREADS / resident);
-        Ok(Self { logits, vocab, cluster, threads, blocks })
+        Ok(Self { target, logits, vocab, cluster, threads, blocks })
     }
 
     fn row_bytes(self) -> u32 {
@@ -244,6 +254,9 @@ pub(crate) struct Row {
     own_global: [Value<u64>; 2],
     /// Blocks that are the row's alone: their addresses in shared memory, from where, and how many bytes; `None` where all are.
     whole: Option<[Value<u32>; 2]>,
+    /// Blocks that a walk takes out of its loop, so that what is made of them can stay in registers until another walk; as far as all
+    /// threads have as many.
+    kept: u32,
 }
 
 /// Where a block is.
@@ -254,6 +267,8 @@ pub(crate) struct Block {
     pub(crate) global: Address,
     /// Whether it is the row's alone; `None` where all are.
     whole: Option<Value<bool>>,
+    /// Its number among those of which something is kept.
+    pub(crate) kept: Option<usize>,
 }
 
 /// Of which array a walk needs addresses.
@@ -270,6 +285,7 @@ impl Row {
     pub(crate) fn new(
         on: &mut Builder,
         cut: Cut,
+        kept: u32,
         [thread, rank, row, shared]: [Value<u32>; 4],
         [logits, dlogits]: [Value<u64>; 2],
     ) -> Self {
@@ -313,23 +329,25 @@ impl Row {
             let [start, length] = [on.sub(start, first), length].map(|blocks| on.shift_left(blocks, BLOCK.ilog2()));
             [on.add(start, shared), length]
         });
-        Self { cut, thread, before, first, count, shared, global, own_shared, own_global, whole }
+        Self { cut, thread, before, first, count, shared, global, own_shared, own_global, whole, kept }
     }
 
     /// Calls `body` on each of this thread's blocks: in a loop those that every thread has, then the rest.
     pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
         let stride = self.cut.threads * BLOCK;
         let all = self.cut.fewest() / self.cut.threads;
-        let trips = all.div_ceil(UNROLLED / self.cut.logits.of_a_block());
-        let unrolled = all.checked_div(trips).unwrap_or(0);
+        let not_kept = all - self.kept.min(all);
+        let trips = not_kept.div_ceil(UNROLLED / self.cut.logits.of_a_block());
+        let unrolled = not_kept.checked_div(trips).unwrap_or(0);
         let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
-        let mut at = |on: &mut Builder, shared, global, trip: u32| {
+        let mut at = |on: &mut Builder, shared, global, trip: u32, kept| {
             let whole = self.whole.filter(|_| along != Along::Shared).map(|whole| {
                 let block = on.add(shared, trip * stride);
                 is_within(on, block, whole)
             });
             let offset = trip * stride;
-            body(on, Block { shared: Address::Shared(shared, offset), global: Address::Global(global, offset), whole });
+            let (shared, global) = (Address::Shared(shared, offset), Address::Global(global, offset));
+            body(on, Block { shared, global, whole, kept });
         };
         let (mut shared, mut global) = (self.own_shared, array(self.own_global));
         if trips > 1 {
@@ -339,7 +357,7 @@ impl Row {
             }
             let end = on.add(self.own_shared, trips * unrolled * stride);
             on.repeat(|on| {
-                (0..unrolled).for_each(|trip| at(on, shared, global, trip));
+                (0..unrolled).for_each(|trip| at(on, shared, global, trip, None));
                 let next = on.add(shared, unrolled * stride);
                 on.set(shared, next);
                 if along != Along::Shared {
@@ -349,17 +367,17 @@ impl Row {
                 on.less(shared, end)
             });
         } else {
-            (0..unrolled).for_each(|trip| at(on, shared, global, trip));
+            (0..unrolled).for_each(|trip| at(on, shared, global, trip, None));
         }
         let looped = trips * unrolled;
         let from = if trips > 1 { 0 } else { looped };
         for trip in looped..all {
-            at(on, shared, global, trip - looped + from);
+            at(on, shared, global, trip - looped + from, trip.checked_sub(not_kept).map(|kept| kept as usize));
         }
         for trip in all..self.cut.blocks.div_ceil(self.cut.threads) {
             let block = on.add(self.thread, trip * self.cut.threads);
             let here = on.less(block, self.count);
-            on.when(here, |on| at(on, shared, global, trip - looped + from));
+            on.when(here, |on| at(on, shared, global, trip - looped + from, None));
         }
     }
 
@@ -447,20 +465,20 @@ impl Row {
     }
 
     /// Where column `id` is, if this thread has it.
-    pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Target {
+    pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Column {
         let bytes = on.shift_left(id, self.cut.logits.size().ilog2());
         let byte = self.before.map_or(bytes, |before| on.add(bytes, before));
         let (own, at) = self.has(on, byte);
-        Target { own, at }
+        Column { own, at }
     }
 
     /// That of a column in shared memory.
-    pub(crate) fn shared_of(&self, on: &mut Builder, target: Target) -> Address {
+    pub(crate) fn shared_of(&self, on: &mut Builder, target: Column) -> Address {
         self.shared_at(on, target.at)
     }
 
     /// And that of its dlogit.
-    pub(crate) fn global_of(&self, on: &mut Builder, target: Target) -> Address {
+    pub(crate) fn global_of(&self, on: &mut Builder, target: Column) -> Address {
         self.global_at(on, Along::Dlogits, target.at)
     }
 }
@@ -473,7 +491,7 @@ fn is_within(on: &mut Builder, block: Value<u32>, [start, length]: [Value<u32>; 
 
 /// A column of this row.
 #[derive(Clone, Copy)]
-pub(crate) struct Target {
+pub(crate) struct Column {
     /// Whether this thread has it.
     pub(crate) own: Value<bool>,
     /// Where it is from this CTA's part on, bytes.
@@ -481,9 +499,27 @@ pub(crate) struct Target {
 }
 
 /// `2^(gap·scale)`
-pub(crate) fn exp(on: &mut Builder, gap: Value<f32>, scale: Value<f32>) -> Value<f32> {
-    let exponent = on.mul(gap, scale);
-    on.exp2(exponent)
+pub(crate) fn exp(on: &mut Builder, gap: Pair, scale: Value<f32>) -> Pair {
+    on.mul_pair(gap, [scale; 2]).map(|exponent| on.exp2(exponent))
+}
+
+/// What all add up to, by halves.
+pub(crate) fn sum(on: &mut Builder, pairs: &[Pair]) -> Value<f32> {
+    let mut all = pairs.to_vec();
+    while all.len() > 1 {
+        all = all.chunks(2).map(|two| on.add_pair(two[0], two[1])).collect();
+    }
+    let [a, b] = all[0];
+    on.add(a, b)
+}
+
+/// `Σ a·b`, one after another.
+pub(crate) fn dot(on: &mut Builder, a: &[Pair], b: &[Pair]) -> Value<f32> {
+    let mut sum = on.mul_pair(a[0], b[0]);
+    for (&a, &b) in a.iter().zip(b).skip(1) {
+        sum = on.mul_add_pair(a, b, sum);
+    }
+    on.add(sum[0], sum[1])
 }
 
 /// Folds what `lanes` neighbours have: each of them then has the same.

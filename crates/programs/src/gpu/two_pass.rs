@@ -12,7 +12,7 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use super::row::{BLOCK, Logits, exp, over_lanes};
+use super::row::{BLOCK, Logits, Pair, dot, exp, over_lanes, sum};
 use crate::rows::FARTHEST;
 use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic};
 use assay_algebra::structure::{Structure, Temperature};
@@ -55,7 +55,7 @@ struct Stream {
 
 /// Elements of a block in variables, and the column of the first.
 struct Part {
-    values: Vec<Value<f32>>,
+    values: Vec<Pair>,
     first: Value<u32>,
 }
 
@@ -112,7 +112,7 @@ impl Stream {
                             if reads {
                                 let from = on.add(self.starts[0], offset);
                                 values = self.logits.load_block(on, Address::Global(from, 0));
-                                values = values.into_iter().map(|x| on.variable(x)).collect();
+                                values = values.into_iter().map(|pair| pair.map(|x| on.variable(x))).collect();
                             }
                             let first = self.column(on, block);
                             (Part { values, first }, Place { offset, inside: None })
@@ -173,6 +173,7 @@ impl Stream {
                         values.push(x);
                     }
                 }
+                let values = values.as_chunks().0.to_vec();
                 body(on, &[(Part { values, first }, Place { offset, inside: Some(inside) })]);
             });
         }
@@ -183,7 +184,7 @@ impl Stream {
         let end = on.add(part.first, self.logits.of_a_block());
         let has_some = on.less(self.real, end);
         on.when(has_some, |on| {
-            for (&x, element) in part.values.iter().zip(0..) {
+            for (&x, element) in part.values.as_flattened().iter().zip(0..) {
                 let column = on.add(part.first, element);
                 let real = on.less(column, self.real);
                 let kept = on.select(real, x, f32::NEG_INFINITY);
@@ -197,9 +198,9 @@ impl Stream {
         let place = on.sub(self.id, part.first);
         let here = on.less(place, self.logits.of_a_block());
         on.when(here, |on| {
-            for element in 0..part.values.len() {
-                let hit = on.equal(place, element as u32);
-                body(on, element, hit);
+            for element in 0..self.logits.of_a_block() {
+                let hit = on.equal(place, element);
+                body(on, element as usize, hit);
             }
         });
     }
@@ -212,8 +213,14 @@ struct Given {
     inverse: Value<f32>,
 }
 
-fn begin(name: &str, Local { shape: [_, n, v], .. }: Local, element: DeviceDtype, writes: bool) -> (Given, Value<u64>) {
-    let mut on = Builder::new(name, Target::Sm80);
+fn begin(
+    name: &str,
+    target: Target,
+    Local { shape: [_, n, v], .. }: Local,
+    element: DeviceDtype,
+    writes: bool,
+) -> (Given, Value<u64>) {
+    let mut on = Builder::new(name, target);
     let numbers = on.input("inverse_temperature", DeviceDtype::F32, &[1]);
     let columns = on.input("columns", DeviceDtype::I32, &[1]);
     let logits = on.input("logits", element, &[1, n, v]);
@@ -267,6 +274,12 @@ fn gap(on: &mut Builder, max: Value<f32>, x: Value<f32>) -> Value<f32> {
     on.min(gap, FARTHEST as f32)
 }
 
+/// The same of a part.
+fn gaps(on: &mut Builder, max: Value<f32>, part: &Part) -> Vec<Pair> {
+    let of = |&x: &Pair| on.sub_pair([max; 2], x).map(|gap| on.min(gap, FARTHEST as f32));
+    part.values.iter().map(of).collect()
+}
+
 /// Brings what was summed below one maximum below another, which is `rise` above it.
 fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weighted]: [Value<f32>; 2]) {
     let shift = on.mul(rise, scale);
@@ -280,8 +293,8 @@ fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weigh
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]` and ids `[1,n,1]` i32; returns `[1,n,8]` f32, see
 /// [`Statistic`].
-pub(crate) fn statistics(temperature: Temperature, local: Local, element: DeviceDtype) -> Kernel {
-    let (Given { on: mut builder, stream, inverse }, results) = begin("grpo_statistics", local, element, false);
+pub(crate) fn statistics(target: Target, temperature: Temperature, local: Local, element: DeviceDtype) -> Kernel {
+    let (Given { on: mut builder, stream, inverse }, results) = begin("grpo_statistics", target, local, element, false);
     let on = &mut builder;
     let scales = exponent_scales(on, temperature, inverse);
     let max: Value<f32> = on.variable(f32::MIN);
@@ -291,7 +304,7 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
         let mut highest = max;
         for (part, _) in parts {
             stream.cut(on, part);
-            highest = part.values.iter().fold(highest, |highest, &x| on.max(highest, x));
+            highest = part.values.as_flattened().iter().fold(highest, |highest, &x| on.max(highest, x));
         }
         let rise = gap(on, highest, max);
         for (&scale, &sums) in scales.iter().zip(&sums) {
@@ -300,28 +313,22 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
         on.set(max, highest);
         for (part, _) in parts {
             stream.at_target(on, part, |on, element, hit| {
-                let x = part.values[element];
+                let x = part.values.as_flattened()[element];
                 let found = on.select(hit, x, chosen);
                 on.set(chosen, found);
                 let kept = on.select(hit, f32::NEG_INFINITY, x);
                 on.set(x, kept);
             });
-            let gaps: Vec<Value<f32>> = part.values.iter().map(|&x| gap(on, max, x)).collect();
+            let gaps = gaps(on, max, part);
             for (&scale, &[others, weighted]) in scales.iter().zip(&sums) {
-                let exponents: Vec<Value<f32>> = gaps.iter().map(|&gap| on.mul(gap, scale)).collect();
-                let exps: Vec<Value<f32>> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
-                let mut of_part = on.mul(exps[0], exponents[0]);
-                for (&exp, &exponent) in exps.iter().zip(&exponents).skip(1) {
-                    of_part = on.mul_add(exp, exponent, of_part);
+                let exponents: Vec<Pair> = gaps.iter().map(|&gap| on.mul_pair(gap, [scale; 2])).collect();
+                let exps: Vec<Pair> =
+                    exponents.iter().map(|exponents| exponents.map(|exponent| on.exp2(exponent))).collect();
+                let of_part = [sum(on, &exps), dot(on, &exps, &exponents)];
+                for (sum, of_part) in [others, weighted].into_iter().zip(of_part) {
+                    let next = on.add(sum, of_part);
+                    on.set(sum, next);
                 }
-                let next = on.add(weighted, of_part);
-                on.set(weighted, next);
-                let mut all = exps;
-                while all.len() > 1 {
-                    all = all.chunks(2).map(|pair| on.add(pair[0], pair[1])).collect();
-                }
-                let next = on.add(others, all[0]);
-                on.set(others, next);
             }
         }
     });
@@ -395,15 +402,15 @@ impl Meeting {
 
 /// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]`, which dlogits are written over, ids `[1,n,1]` i32 and
 /// scales `[1,n,8]` f32, see [`Scale`].
-pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
-    let (Given { on: mut builder, stream, inverse }, token) = begin("grpo_dlogits", local, element, true);
+pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
+    let (Given { on: mut builder, stream, inverse }, token) = begin("grpo_dlogits", target, local, element, true);
     let on = &mut builder;
     let mut given = |column: Scale| -> Value<f32> { on.load(Address::Global(token, 4 * column as u32)) };
     let [max, share, others, mask] = [Scale::Max, Scale::Share, Scale::Others, Scale::Mask].map(&mut given);
     let bonus = structure.entropy_bonus.map(|_| [Scale::Bonus, Scale::MeanGap].map(&mut given));
     let scales = exponent_scales(on, structure.temperature, inverse);
     let logits = stream.logits;
-    let write = |on: &mut Builder, place: &Place, gradients: &[Value<f32>]| {
+    let write = |on: &mut Builder, place: &Place, gradients: &[Pair]| {
         let to = on.add(stream.starts[1], place.offset);
         match &place.inside {
             None => {
@@ -411,7 +418,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype) 
                 on.store_all(Address::Global(to, 0), words);
             }
             Some(inside) => {
-                for ((&gradient, &inside), element) in gradients.iter().zip(inside).zip(0..) {
+                for ((&gradient, &inside), element) in gradients.as_flattened().iter().zip(inside).zip(0..) {
                     on.when(inside, |on| logits.store(on, Address::Global(to, element * logits.size()), gradient));
                 }
             }
@@ -423,39 +430,35 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype) 
         on.not(counts)
     };
     on.when(hidden, |on| {
-        let zeros = vec![0.0.into(); logits.of_a_block() as usize];
+        let zeros = vec![[0.0.into(); 2]; logits.of_a_block() as usize / 2];
         stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| write(on, place, &zeros)));
         on.exit();
     });
     let of_others = on.mul(share, others);
-    let target = on.neg(of_others);
+    let target_gradient = on.neg(of_others);
     stream.walk(on, true, |on, parts| {
         for (part, place) in parts {
             stream.cut(on, part);
-            let gaps: Vec<Value<f32>> = part.values.iter().map(|&x| gap(on, max, x)).collect();
+            let gaps = gaps(on, max, part);
             // The policy's gradient goes through the last softmax, the bonus's through the first.
             let policy = *scales.last().expect("a softmax");
-            let exps: Vec<Value<f32>> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();
-            let gradients: Vec<Value<f32>> = exps
-                .iter()
-                .map(|&exp| {
-                    let gradient = on.mul(exp, share);
-                    on.variable(gradient)
-                })
-                .collect();
+            let exps: Vec<Pair> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();
+            let gradients: Vec<Pair> =
+                exps.iter().map(|&exp| on.mul_pair(exp, [share; 2]).map(|gradient| on.variable(gradient))).collect();
             stream.at_target(on, part, |on, element, hit| {
-                let gradient = on.select(hit, target, gradients[element]);
-                on.set(gradients[element], gradient);
+                let of_policy = gradients.as_flattened()[element];
+                let gradient = on.select(hit, target_gradient, of_policy);
+                on.set(of_policy, gradient);
             });
             if let Some([factor, mean_gap]) = bonus {
                 for ((&gradient, &gap), &of_policy) in gradients.iter().zip(&gaps).zip(&exps) {
-                    let exponent = on.mul(gap, scales[0]);
-                    let exp = if scales.len() == 1 { of_policy } else { on.exp2(exponent) };
+                    let exponent = on.mul_pair(gap, [scales[0]; 2]);
+                    let exp = if scales.len() == 1 { of_policy } else { exponent.map(|exponent| on.exp2(exponent)) };
                     let minus_mean = on.neg(mean_gap);
-                    let above_mean = on.mul_add(exponent, -LN_2 as f32, minus_mean);
-                    let exp_above_mean = on.mul(exp, above_mean);
-                    let next = on.mul_add(exp_above_mean, factor, gradient);
-                    on.set(gradient, next);
+                    let above_mean = on.mul_add_pair(exponent, [(-LN_2 as f32).into(); 2], [minus_mean; 2]);
+                    let exp_above_mean = on.mul_pair(exp, above_mean);
+                    let next = on.mul_add_pair(exp_above_mean, [factor; 2], gradient);
+                    gradient.into_iter().zip(next).for_each(|(gradient, next)| on.set(gradient, next));
                 }
             }
             write(on, place, &gradients);

@@ -19,19 +19,34 @@ use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
 use assay_suites::cases;
 use ndarray::{Array2, Array3, arr0};
 use proptest::prelude::*;
+use proptest::sample::select;
+use std::ops::Range;
 
 /// Columns around blocks of 16 bytes, warps, trips of loops, and rows that lie over two CTAs and more.
 const SHAPES: [[usize; 3]; 8] =
     [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 5, 1031], [1, 2, 9001], [1, 1, 33_001]];
 
-fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<Kernel> {
+/// What texts of the one-pass kernel differ between.
+const TARGETS: [Target; 2] = [Target::Sm90, Target::Sm100];
+
+fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<Kernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
-    implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, Target::Sm90).unwrap()
+    implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, target).unwrap()
 }
 
 /// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
-fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+pub(crate) fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+    run_without(kernel, units, inputs, &[])
+}
+
+/// The same, where these bytes of the logits may be read only when dlogits were written over them.
+fn run_without(
+    kernel: &Kernel,
+    units: Units,
+    inputs: &[(&str, Vec<u8>)],
+    unwritten: &[Range<usize>],
+) -> Result<Vec<Vec<u8>>, String> {
     let module = Module::parse(&kernel.text).map_err(|error| format!("{}: {error}", kernel.name))?;
     let (mut buffers, mut arguments) = (Vec::<Buffer>::new(), Vec::new());
     for parameter in &kernel.parameters {
@@ -40,7 +55,8 @@ fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<
             Role::Input => {
                 let (_, given) = inputs.iter().find(|(name, _)| *name == parameter.name).expect("every input is given");
                 assert_eq!(given.len(), bytes, "{}", parameter.name);
-                Buffer::input(&parameter.name, given.clone())
+                let buffer = Buffer::input(&parameter.name, given.clone());
+                if parameter.name == "logits" { buffer.unwritten(unwritten.iter().cloned()) } else { buffer }
             }
             Role::Output { over: None } => Buffer::output(&parameter.name, bytes),
             Role::Output { over: Some(input) } => {
@@ -63,6 +79,34 @@ fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<
     Ok(outputs.map(|(_, &buffer)| buffers[buffer].bytes.clone()).collect())
 }
 
+/// Runs a kernel on all rows of a batch, as many at a time as it takes: `shared` is given to each run, of `rows` those that are its own,
+/// and zeros beyond the last.
+fn run_rows(
+    kernel: &Kernel,
+    units: Units,
+    tokens: usize,
+    shared: &[(&'static str, Vec<u8>)],
+    rows: &[(&'static str, Vec<u8>)],
+) -> Result<Vec<Vec<u8>>, String> {
+    let logits = kernel.inputs().find(|input| input.name == "logits").expect("every kernel takes logits");
+    let of_a_run = logits.shape[1];
+    let mut outputs = vec![Vec::new(); kernel.outputs().count()];
+    for first in (0..tokens).step_by(of_a_run) {
+        let mut inputs = shared.to_vec();
+        inputs.extend(rows.iter().map(|(name, bytes)| {
+            let of_a_row = bytes.len() / tokens;
+            let mut part = bytes[first * of_a_row..bytes.len().min((first + of_a_run) * of_a_row)].to_vec();
+            part.resize(of_a_run * of_a_row, 0);
+            (*name, part)
+        }));
+        for (all, part) in outputs.iter_mut().zip(run(kernel, units, &inputs)?) {
+            let of_a_row = part.len() / of_a_run;
+            all.extend(&part[..(tokens - first).min(of_a_run) * of_a_row]);
+        }
+    }
+    Ok(outputs)
+}
+
 /// What the columns of the arrays of a kernel are called, as the tile kernel of the same name has them.
 fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
     let all = LossProgram::all();
@@ -74,20 +118,21 @@ fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
 }
 
 /// A batch with what a device computes around the kernel.
-struct Around<'p> {
+pub(crate) struct Around<'p> {
     spec: &'p LossSpec,
     problem: &'p Problem,
-    shape: Shape,
+    pub(crate) shape: Shape,
+    target: Target,
     mask: Vec<bool>,
     count: f64,
     units: Units,
 }
 
 impl<'p> Around<'p> {
-    fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
+    pub(crate) fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
         let mask: Vec<bool> = problem.mask.iter().copied().collect();
         let count = mask.iter().filter(|&&counts| counts).count() as f64;
-        Self { spec, problem, shape: problem.shape(), mask, count, units: Units::Rounded }
+        Self { spec, problem, shape: problem.shape(), target: Target::Sm90, mask, count, units: Units::Rounded }
     }
 
     /// What a token's terms are divided by in a reduction, over the scale of the spec; for a masked one infinite.
@@ -192,11 +237,26 @@ impl<'p> Around<'p> {
 
     fn one_pass(&self) -> Result<Candidate, String> {
         let id = "gpu-one-pass";
-        self.one_pass_by(&kernels(id, self.spec, self.shape, self.problem.logits.dtype())[0])
+        self.one_pass_by(&kernels(self.target, id, self.spec, self.shape, self.problem.logits.dtype())[0])
     }
 
-    /// The same by a kernel that was changed.
-    fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
+    /// The same by a kernel that was changed, or is another's.
+    pub(crate) fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
+        let (numbers, tokens) = self.given_to_one_pass();
+        let rows = [("ids", self.ids()), ("logits", logits_bytes(&self.problem.logits)), ("tokens", tokens)];
+        let outputs = run_rows(kernel, self.units, self.tokens(), &[("numbers", numbers)], &rows)?;
+        let names = columns("gpu-one-pass", self.spec, "results");
+        let results = PerToken::new(&outputs[1], &names);
+        let of = |name: &'static str| {
+            let results = &results;
+            move |token: usize| results.at(name, token)
+        };
+        let reduced = if names.contains(&"reduced") { "reduced" } else { "token_loss" };
+        Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
+    }
+
+    /// Numbers, and what is given of each token.
+    fn given_to_one_pass(&self) -> (Vec<u8>, Vec<u8>) {
         let id = "gpu-one-pass";
         let numbers = columns(id, self.spec, "numbers");
         let numbers = f32_bytes(numbers.iter().map(|&name| match name {
@@ -228,43 +288,59 @@ impl<'p> Around<'p> {
             "entropy_factor" => self.entropy_weight(token),
             other => panic!("{other}: not known here"),
         });
-        let logits = logits_bytes(&self.problem.logits);
-        let outputs = run(
-            kernel,
-            self.units,
-            &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
-        )?;
-        let names = columns(id, self.spec, "results");
-        let results = PerToken::new(&outputs[1], &names);
-        let of = |name: &'static str| {
-            let results = &results;
-            move |token: usize| results.at(name, token)
-        };
-        let reduced = if names.contains(&"reduced") { "reduced" } else { "token_loss" };
-        Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
+        (numbers, tokens)
     }
 
     /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
     fn two_pass(&self) -> Result<Candidate, String> {
         let dtype = self.problem.logits.dtype();
-        let [statistics, dlogits] = &kernels("gpu-two-pass", self.spec, self.shape, dtype)[..] else {
-            panic!("two kernels")
-        };
+        self.two_pass_by(&kernels(self.target, "gpu-two-pass", self.spec, self.shape, dtype), 1)
+    }
+
+    /// The same by the two kernels of one of `devices` that have as many columns each, the last of them fewer.
+    pub(crate) fn two_pass_by(&self, kernels: &[Kernel], devices: usize) -> Result<Candidate, String> {
+        let [statistics, dlogits] = kernels else { panic!("two kernels") };
+        let (logits, dtype) = (self.problem.logits.to_f64(), self.problem.logits.dtype());
+        let local = Shape { vocab: self.shape.vocab.div_ceil(devices), ..self.shape };
         let inverse = 1.0 / self.spec.temperature;
-        let shared = vec![
-            ("inverse_temperature", f32_bytes([inverse])),
-            ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
-            ("logits", logits_bytes(&self.problem.logits)),
-            ("ids", self.ids()),
-        ];
-        let outputs = run(statistics, self.units, &shared)?;
-        let sums = PerToken::new(&outputs[0], &columns("gpu-two-pass", self.spec, "statistics"));
+        let shared = |device: usize| {
+            let real = local.vocab.min(self.shape.vocab - device * local.vocab);
+            vec![("inverse_temperature", f32_bytes([inverse])), ("columns", bytes_of([(real as i32).to_le_bytes()]))]
+        };
+        let rows = |device: usize| {
+            let first = device * local.vocab;
+            let of_device = Array3::from_shape_fn((local.batch, local.tokens, local.vocab), |(b, t, v)| {
+                logits.get([b, t, first + v]).copied().unwrap_or(f64::NAN)
+            });
+            let place = |id: i64| (id - first as i64) as i32;
+            let ids = self.problem.ids.iter().map(|&id| if place(id) < local.vocab as i32 { place(id) } else { -1 });
+            vec![
+                ("logits", logits_bytes(&FloatArray::rounded_from(&of_device, dtype))),
+                ("ids", bytes_of(ids.map(i32::to_le_bytes))),
+            ]
+        };
+        let names = columns("gpu-two-pass", self.spec, "statistics");
+        let mut parts = Vec::new();
+        for device in 0..devices {
+            let outputs = run_rows(statistics, self.units, self.tokens(), &shared(device), &rows(device))?;
+            parts.push(PerToken::new(&outputs[0], &names));
+        }
+        let max = |token: usize| parts.iter().map(|part| part.at("max", token)).fold(f64::NEG_INFINITY, f64::max);
+        let target_logit = |token: usize| parts.iter().map(|part| part.at("target_logit", token)).sum::<f64>();
         let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
         let softmax = |token: usize, names: [&str; 2], inverse: f64| {
-            let gap = (sums.at("max", token) - sums.at("target_logit", token)) * inverse;
-            let (others, target) = (sums.at(names[0], token), (-gap).exp());
+            let gap = (max(token) - target_logit(token)) * inverse;
+            // What a device summed below its own maximum.
+            let (mut others, mut weighted) = (0.0, 0.0);
+            for part in &parts {
+                let shift = (part.at("max", token) - max(token)) * inverse * std::f64::consts::LOG2_E;
+                let of_part = names.map(|name| part.at(name, token));
+                others += shift.exp2() * of_part[0];
+                weighted += shift.exp2() * (of_part[1] + if of_part[0] == 0.0 { 0.0 } else { of_part[0] * shift });
+            }
+            let target = (-gap).exp();
             let sum = others + target;
-            let weighted = -std::f64::consts::LN_2 * sums.at(names[1], token);
+            let weighted = -std::f64::consts::LN_2 * weighted;
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
             Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
@@ -295,7 +371,7 @@ impl<'p> Around<'p> {
             let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
             let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
             match name {
-                "max" => sums.at("max", token),
+                "max" => max(token),
                 "share" => -factor / policy.sum,
                 "others" => policy.others,
                 "mask" => f64::from(u8::from(self.mask[token])),
@@ -304,11 +380,21 @@ impl<'p> Around<'p> {
                 other => panic!("{other}: not known here"),
             }
         });
-        let mut given = shared;
-        given.push(("scales", scales));
-        let outputs = run(dlogits, self.units, &given)?;
+        let mut gradient = Array3::zeros((self.shape.batch, self.shape.tokens, self.shape.vocab));
+        for device in 0..devices {
+            let mut rows = rows(device);
+            rows.push(("scales", scales.clone()));
+            let outputs = run_rows(dlogits, self.units, self.tokens(), &shared(device), &rows)?;
+            let of_device = logits_of(&outputs[0], local, dtype).to_f64();
+            for ((b, t, v), &x) in of_device.indexed_iter() {
+                if let Some(gradient) = gradient.get_mut([b, t, device * local.vocab + v]) {
+                    *gradient = x;
+                }
+            }
+        }
+        let gradient = logits_bytes(&FloatArray::rounded_from(&gradient, dtype));
         let loss = |token| loss_and_grad(token).0;
-        Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
+        Ok(self.candidate(logp, entropy, [&loss, &loss], &gradient))
     }
 }
 
@@ -321,20 +407,20 @@ struct Softmax {
 }
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
-fn check(id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
-    check_by(Units::Rounded, id, spec, recipe)
+fn check(target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+    check_by(Units::Rounded, target, id, spec, recipe)
 }
 
 /// The same by units that are off.
-fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
-    let around = Around { units, ..Around::new(spec, &problem) };
+    let around = Around { target, units, ..Around::new(spec, &problem) };
     let candidate = if id == "gpu-one-pass" { around.one_pass() } else { around.two_pass() };
     let candidate = candidate.map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
     let known = Known::of(spec, &problem).unwrap();
     let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test -p assay-programs --test ptx").first() {
-        return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
+        return Err(format!("{id} for {target:?} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
 }
@@ -382,14 +468,22 @@ proptest! {
     #![proptest_config(cases::config(24))]
 
     #[test]
-    fn all_outputs_one_pass_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+    fn all_outputs_one_pass_any_spec_match_reference(
+        spec in cases::any_spec(),
+        recipe in cases::any_recipe(),
+        target in select(&TARGETS),
+    ) {
         let spec = token_by_token(spec);
-        check("gpu-one-pass", &spec, &recipe).map_err(TestCaseError::fail)?;
+        check(target, "gpu-one-pass", &spec, &recipe).map_err(TestCaseError::fail)?;
     }
 
     #[test]
-    fn all_outputs_two_pass_any_spec_match_reference(spec in cases::any_ppo_spec(), recipe in cases::any_recipe()) {
-        check("gpu-two-pass", &plain(&spec), &recipe).map_err(TestCaseError::fail)?;
+    fn all_outputs_two_pass_any_spec_match_reference(
+        spec in cases::any_ppo_spec(),
+        recipe in cases::any_recipe(),
+        target in select(&TARGETS),
+    ) {
+        check(target, "gpu-two-pass", &plain(&spec), &recipe).map_err(TestCaseError::fail)?;
     }
 }
 
@@ -411,7 +505,7 @@ fn all_outputs_one_pass_every_variant_match_reference() {
                 old_logp_noise_scale: 0.3,
                 masked_garbage: true,
             };
-            check("gpu-one-pass", &variant.spec, &recipe).unwrap();
+            check(TARGETS[i % 2], "gpu-one-pass", &variant.spec, &recipe).unwrap();
             judged += 1;
             forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
         }
@@ -425,9 +519,10 @@ fn all_outputs_awkward_shapes_match_reference() {
     for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
         for dtype in Dtype::KERNEL {
             let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
-            for id in ["gpu-one-pass", "gpu-two-pass"] {
-                check(id, &spec, &recipe).unwrap();
+            for target in TARGETS {
+                check(target, "gpu-one-pass", &spec, &recipe).unwrap();
             }
+            check(Target::Sm80, "gpu-two-pass", &spec, &recipe).unwrap();
         }
     }
 }
@@ -443,7 +538,7 @@ fn all_outputs_by_units_that_are_off_either_way_match_reference() {
             let recipe = Recipe { shape, dtype, regime, seed: 9, old_logp_noise_scale: 0.1, masked_garbage: true };
             for spec in &specs {
                 for id in ["gpu-one-pass", "gpu-two-pass"] {
-                    check_by(units, id, spec, &recipe).unwrap();
+                    check_by(units, TARGETS[i % 2], id, spec, &recipe).unwrap();
                 }
             }
         }
@@ -460,18 +555,21 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
     assert_eq!(problem.mask.iter().copied().collect::<Vec<_>>(), [true, false]);
     let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };
     let around = Around::new(&spec, &problem);
+    let on_b200 = Around { target: Target::Sm100, ..Around::new(&spec, &problem) };
     let known = Known::of(&spec, &problem).unwrap();
-    for (id, candidate) in [("gpu-one-pass", around.one_pass()), ("gpu-two-pass", around.two_pass())] {
+    for (id, candidate) in
+        [("gpu-one-pass", around.one_pass()), ("gpu-one-pass", on_b200.one_pass()), ("gpu-two-pass", around.two_pass())]
+    {
         let judged = known.judge(candidate.unwrap(), &Limits::of("tile").unwrap()).unwrap();
         assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
     }
 }
 
 /// Why a kernel that was changed is refused, if it is: what the interpreter or the judge says.
-fn refusal(spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
+fn refusal(target: Target, spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
     let problem = recipe.problem(spec).unwrap();
     let around = Around::new(spec, &problem);
-    let mut kernel = kernels("gpu-one-pass", spec, around.shape, recipe.dtype).remove(0);
+    let mut kernel = kernels(target, "gpu-one-pass", spec, around.shape, recipe.dtype).remove(0);
     let changed = change(kernel.text.clone());
     assert!(changed != kernel.text, "nothing was changed");
     kernel.text = changed;
@@ -496,10 +594,12 @@ fn recipe(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Recipe {
 fn a_kernel_without_one_of_its_waits_is_refused() {
     let spec = LossSpec::default();
     let is_wait = |line: &&str| ["cp.async.wait", "barrier."].iter().any(|wait| line.trim_start().starts_with(wait));
-    for (shape, waits) in [([1, 1, 2049], 4), ([1, 1, 33_001], 8)] {
+    for (target, shape, waits) in
+        [(Target::Sm90, [1, 1, 2049], 4), (Target::Sm90, [1, 1, 33_001], 8), (Target::Sm100, [1, 1, 33_001], 8)]
+    {
         let recipe = recipe(shape, Dtype::Bf16, Regime::Normal);
         let shape = Shape { batch: 1, tokens: 1, vocab: shape[2] };
-        let text = kernels("gpu-one-pass", &spec, shape, Dtype::Bf16).remove(0).text;
+        let text = kernels(target, "gpu-one-pass", &spec, shape, Dtype::Bf16).remove(0).text;
         let lines: Vec<&str> = text.lines().collect();
         let places: Vec<usize> = (0..lines.len()).filter(|&at| is_wait(&lines[at])).collect();
         assert_eq!(places.len(), waits, "{shape:?}");
@@ -516,14 +616,15 @@ fn a_kernel_without_one_of_its_waits_is_refused() {
         }));
         for left_out in removed {
             let what: Vec<&str> = left_out.iter().map(|&at| lines[at].trim()).collect();
-            let why = refusal(&spec, &recipe, |_| without(&left_out));
+            let why = refusal(target, &spec, &recipe, |_| without(&left_out));
             let why = why.unwrap_or_else(|| panic!("{shape:?} without {what:?} at {left_out:?} is accepted"));
             println!("{} columns, without {what:?}: {why}", shape.vocab);
         }
         if text.contains("arrive.release") {
             for (place, _) in text.match_indices("arrive.release") {
                 let weak = format!("{}arrive.relaxed{}", &text[..place], &text[place + "arrive.release".len()..]);
-                let why = refusal(&spec, &recipe, |_| weak.clone()).expect("an arrival that orders nothing is refused");
+                let why = refusal(target, &spec, &recipe, |_| weak.clone())
+                    .expect("an arrival that orders nothing is refused");
                 println!("{} columns, relaxed: {why}", shape.vocab);
             }
         }
@@ -534,7 +635,7 @@ fn a_kernel_without_one_of_its_waits_is_refused() {
 #[test]
 fn statistics_without_one_of_their_waits_are_refused() {
     let shape = Shape { batch: 1, tokens: 1, vocab: 2049 };
-    let kernel = kernels("gpu-two-pass", &LossSpec::default(), shape, Dtype::Bf16).remove(0);
+    let kernel = kernels(Target::Sm80, "gpu-two-pass", &LossSpec::default(), shape, Dtype::Bf16).remove(0);
     let zeros = vec![0; 2 * shape.vocab];
     let inputs = [
         ("inverse_temperature", f32_bytes([1.0])),
@@ -553,19 +654,64 @@ fn statistics_without_one_of_their_waits_are_refused() {
     }
 }
 
+/// Rows that begin anywhere, every other of them masked, the last of the batch too.
+#[test]
+fn logits_of_masked_rows_are_not_read() {
+    let spec = LossSpec::default();
+    for (vocab, dtype) in [(1031, Dtype::Bf16), (1031, Dtype::F32), (2048, Dtype::F16), (33_001, Dtype::Bf16)] {
+        let recipe = recipe([1, 4, vocab], dtype, Regime::Normal);
+        let mut problem = recipe.problem(&spec).unwrap();
+        problem.mask.iter_mut().enumerate().for_each(|(token, counts)| *counts = token % 2 == 0);
+        let around = Around::new(&spec, &problem);
+        let of_a_row = vocab * dtype.size();
+        let masked: Vec<Range<usize>> = [1, 3].map(|row| row * of_a_row..(row + 1) * of_a_row).into();
+        let logits = ("logits", logits_bytes(&problem.logits));
+        let expect_zeros = |outputs: &[Vec<u8>]| {
+            assert!(masked.iter().all(|row| outputs[0][row.clone()].iter().all(|&byte| byte == 0)), "{vocab} {dtype}");
+            assert!(outputs[0][..of_a_row].iter().any(|&byte| byte != 0), "{vocab} {dtype}");
+        };
+        let (numbers, tokens) = around.given_to_one_pass();
+        let inputs = [("ids", around.ids()), ("numbers", numbers), logits.clone(), ("tokens", tokens)];
+        for target in TARGETS {
+            let kernel = &kernels(target, "gpu-one-pass", &spec, around.shape, dtype)[0];
+            expect_zeros(&run_without(kernel, Units::Rounded, &inputs, &masked).unwrap());
+            // What counts is read.
+            let first: Range<usize> = 0..of_a_row;
+            assert!(run_without(kernel, Units::Rounded, &inputs, &[first]).unwrap_err().contains("never written"));
+        }
+        let kernel = &kernels(Target::Sm80, "gpu-two-pass", &spec, around.shape, dtype)[1];
+        let scales = per_token(&columns("gpu-two-pass", &spec, "scales"), 4, |name, token| match name {
+            "mask" => f64::from(u8::from(around.mask[token])),
+            _ => 0.125,
+        });
+        let inputs = [
+            ("inverse_temperature", f32_bytes([1.0])),
+            ("columns", bytes_of([(vocab as i32).to_le_bytes()])),
+            logits,
+            ("ids", around.ids()),
+            ("scales", scales),
+        ];
+        expect_zeros(&run_without(kernel, Units::Rounded, &inputs, &masked).unwrap());
+    }
+}
+
 #[test]
 fn a_kernel_with_another_number_or_fold_is_refused() {
-    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
-    for (what, regime, from, to) in [
-        ("log₂e off by 2⁻¹⁴", Regime::Normal, "0fBFB8AA3B", "0fBFB8B23B"),
-        ("lanes 16 apart never meet", Regime::Normal, ", 16, 31, 0xffffffff", ", 8, 31, 0xffffffff"),
-        ("no −∞ where the target was", Regime::Normal, "0fFF800000", "0f00000000"),
-        ("gaps of −∞ are infinite", Regime::Holes, "0f71800000", "0f7F800000"),
-        ("1/3 of the logarithm's series", Regime::Normal, "0f3EAAAAAB", "0f3E8AAAAB"),
-        ("the smaller of a pair", Regime::Peaked, "max.NaN.bf16x2", "min.NaN.bf16x2"),
+    // Where the temperature is low, an exponential above that of the maximum is ∞.
+    for (what, regime, temperature, from, to) in [
+        ("log₂e off by 2⁻¹⁴", Regime::Normal, 1.0, "0fBFB8AA3B", "0fBFB8B23B"),
+        ("lanes 16 apart never meet", Regime::Normal, 1.0, ", 16, 31, 0xffffffff", ", 8, 31, 0xffffffff"),
+        ("no −∞ where the target was", Regime::Normal, 1.0, "0fFF800000", "0f00000000"),
+        ("gaps of −∞ are infinite", Regime::Holes, 1.0, "0f71800000", "0f7F800000"),
+        ("1/3 of the logarithm's series", Regime::Normal, 1.0, "0f3EAAAAAB", "0f3E8AAAAB"),
+        ("the smaller of a pair", Regime::Peaked, 0.1, "max.NaN.bf16x2", "min.NaN.bf16x2"),
     ] {
-        let refused = refusal(&spec, &recipe([1, 3, 517], Dtype::Bf16, regime), |text| text.replace(from, to));
-        println!("{what}: {}", refused.unwrap_or_else(|| panic!("{what} is accepted")));
+        let spec = LossSpec { entropy_coef: 0.02, temperature, ..LossSpec::default() };
+        for target in TARGETS {
+            let recipe = recipe([1, 3, 517], Dtype::Bf16, regime);
+            let refused = refusal(target, &spec, &recipe, |text| text.replace(from, to));
+            println!("{what}, {target:?}: {}", refused.unwrap_or_else(|| panic!("{what}, {target:?}: accepted")));
+        }
     }
 }
 
@@ -573,7 +719,7 @@ fn a_kernel_with_another_number_or_fold_is_refused() {
 fn rows_lie_along_the_grid_however_many_there_are() {
     let spec = LossSpec::default();
     let shape = Shape { batch: 1000, tokens: 100, vocab: 151_643 };
-    let kernel = &kernels("gpu-one-pass", &spec, shape, Dtype::Bf16)[0];
+    let kernel = &kernels(Target::Sm90, "gpu-one-pass", &spec, shape, Dtype::Bf16)[0];
     assert_eq!(kernel.grid, [100_000 * kernel.cluster, 1, 1]);
     // The row's offset has 64 bits.
     assert!(kernel.text.contains("mul.wide.u32"), "{}", kernel.text);

@@ -374,6 +374,13 @@ fn extremes_and_signs() {
     let operands = [pair(1.5, -2.0), pair(2.0, 3.0), pair(1.0, 0.5)];
     assert_eq!(one("fma.rn.f32x2 %d, %a, %b, %c;", B64, operands), pair(4.0, -5.5));
     assert_eq!(one("add.rn.ftz.f32x2 %d, %a, %b;", B64, operands), pair(3.5, 1.0));
+    assert_eq!(one("sub.rn.f32x2 %d, %a, %b;", B64, operands), pair(-0.5, -5.0));
+    assert_eq!(one("mul.rn.f32x2 %d, %a, %b;", B64, operands), pair(3.0, -6.0));
+    // Each is rounded once, to even: 2²⁴ + 1, and the product of 1 + 2⁻¹² and itself less 1.
+    let (large, near_one) = (pair(16_777_216.0, 1.0), pair(1.0, 1.0 + 1.0 / 4096.0));
+    assert_eq!(one("add.rn.f32x2 %d, %a, %b;", B64, [large, pair(1.0, 2.0), 0]), pair(16_777_216.0, 3.0));
+    let fused = one("fma.rn.f32x2 %d, %a, %b, %c;", B64, [near_one, near_one, pair(0.0, -1.0)]);
+    assert_eq!(fused, pair(1.0, 2.0 / 4096.0 + 1.0 / 16_777_216.0));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Each rule: a kernel that keeps it, and its twin that breaks it.
 
+use std::ops::Range;
+
 use assay_ptx_interpreter::{Buffer, Fault, InterpretError, Module, Options};
 
 use crate::small::{APART, CTA, PAIR, Shape, WARP, text};
@@ -54,6 +56,19 @@ fn outputs_are_written_whole_and_not_read() {
     assert_eq!(error(136).to_string(), "b: 8 bytes were never written, the first at 128");
     let read = format!("ld.global.b32 %r10, [%rd1];\n{OUT}");
     assert_eq!(WARP.found(&read), (Fault::Uninitialised, "byte 0 of b was never written".into()));
+    // A part of an array alone.
+    let part = |bytes: Range<usize>, text: String| {
+        let buffers =
+            vec![Buffer::input("a", Vec::new()), Buffer::input("b", vec![0; 136]).unwritten(std::iter::once(bytes))];
+        Module::parse(&text).unwrap().run("small", &WARP.launch(), buffers, &[0, 1], &Options::default())
+    };
+    let whole = |bytes| part(bytes, text(1, &kept));
+    assert!(whole(4..128).is_ok());
+    assert_eq!(whole(120..132).unwrap_err(), InterpretError::Unwritten { buffer: "b".into(), bytes: 4, first: 128 });
+    assert!(matches!(whole(120..137), Err(InterpretError::Launch(why)) if why.contains("120..137 of b")));
+    let beyond = text(1, &format!("ld.global.b32 %r10, [%rd1 + 132];\n{OUT}"));
+    part(0..128, beyond.clone()).unwrap();
+    assert!(matches!(part(132..136, beyond), Err(InterpretError::Fault { fault: Fault::Uninitialised, .. })));
 }
 
 #[test]

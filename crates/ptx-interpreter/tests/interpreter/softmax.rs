@@ -169,7 +169,8 @@ fn no_thread_reads_what_another_writes() {
     let unwritten = Module::parse(&SMALL.text(TEXT)).unwrap();
     let bytes = vec![0; 2 * SMALL.elements()];
     let options = Options { order: Order::Shuffled(3), ..Options::default() };
-    let buffers = vec![Buffer { is_output: true, ..Buffer::input("row", bytes) }];
+    let whole = 0..bytes.len();
+    let buffers = vec![Buffer::input("row", bytes).unwritten(std::iter::once(whole))];
     let error = unwritten.run("softmax", &SMALL.launch(1), buffers, &[0], &options).unwrap_err();
     assert!(matches!(error, InterpretError::Fault { fault: Fault::Uninitialised, .. }), "{error}");
 }

@@ -19,13 +19,23 @@ impl Definitions<'_, '_> {
     }
 }
 
-/// How often the body of `repeated` runs, a `while` among `around`: where a number that it carries starts at a constant,
-/// grows by one and is compared with a third.
+/// How often the body of `repeated` runs, a `while` among `around`: as its configuration says, or where a number that it carries starts
+/// at a constant, grows by one and is compared with a third.
 pub(super) fn trips(
     repeated: &Instruction,
     around: &Definitions,
     computations: &HashMap<&str, Computation>,
 ) -> Option<u64> {
+    configured(repeated).or_else(|| counted(repeated, around, computations))
+}
+
+/// What the compiler has found and written down: `"known_trip_count":{"n":"4"}`.
+fn configured(repeated: &Instruction) -> Option<u64> {
+    let (_, known) = repeated.attributes.split_once("\"known_trip_count\":{\"n\":\"")?;
+    known.split_once('"')?.0.parse().ok()
+}
+
+fn counted(repeated: &Instruction, around: &Definitions, computations: &HashMap<&str, Computation>) -> Option<u64> {
     let [condition, body] =
         [" condition=", " body="].map(|name| repeated.attribute(name).and_then(|name| computations.get(name)));
     let (condition, body) = (&condition?.instructions, &body?.instructions);
@@ -103,5 +113,36 @@ ENTRY %main (a: f32[7]) -> f32[7] {{
         assert!(known.uncounted.is_empty());
         let unknown = program("%begin#0");
         assert_eq!((unknown.hbm_bytes, unknown.uncounted), (0, vec!["%loop".to_string()]));
+    }
+
+    #[test]
+    fn a_loop_counts_as_often_as_the_compiler_says() {
+        let program = |configuration: &str| {
+            let text = format!(
+                "%goes_on (p: (s32[], f32[7])) -> pred[] {{
+  %p = (s32[], f32[7]) parameter(0)
+  ROOT %less = pred[] fusion(%p#0), kind=kLoop, calls=%compared
+}}
+
+%body (p: (s32[], f32[7])) -> (s32[], f32[7]) {{
+  %p = (s32[], f32[7]) parameter(0)
+  %negated = f32[7] negate(%p#1)
+  ROOT %t = (s32[], f32[7]) tuple(%p#0, %negated)
+}}
+
+ENTRY %main (a: f32[7]) -> f32[7] {{
+  %a = f32[7] parameter(0)
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[7]) tuple(%zero, %a)
+  %loop = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%body{configuration}
+  ROOT %result = f32[7] get-tuple-element(%loop), index=1
+}}
+"
+            );
+            Traffic::parse("x", &text).unwrap()
+        };
+        let known = program(r#", backend_config={"known_init_step":{"init":"0"},"known_trip_count":{"n":"4"},"x":[]}"#);
+        assert_eq!((known.hbm_bytes, known.runs["negated"]), (4 * 2 * 7 * 4, 4));
+        assert_eq!(program("").uncounted, ["%loop"]);
     }
 }
