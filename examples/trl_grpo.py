@@ -141,10 +141,11 @@ def main() -> None:
             temperature=1.0,
             gradient_checkpointing=False,
         )
+        # TRL makes the reference policy from where the policy was read.
+        model(len(words)).save_pretrained(f"{folder}/policy")
+        policy = Qwen2ForCausalLM.from_pretrained(f"{folder}/policy")
         prompts = Dataset.from_list([{"prompt": f"w{i} w{i + 1} w{i + 2}"} for i in range(16)])
-        trainer = Compared(
-            model=model(len(words)), reward_funcs=reward, args=args, train_dataset=prompts, processing_class=words
-        )
+        trainer = Compared(model=policy, reward_funcs=reward, args=args, train_dataset=prompts, processing_class=words)
         trainer.train()
     compared = trainer.compared
     assert len(compared) == 6
