@@ -194,7 +194,7 @@ _loss.register_autograd(_backward, setup_context=_setup)
 _head_loss.register_autograd(_head_backward, setup_context=_setup)
 
 
-class _InPlace(torch.autograd.Function):  # type: ignore[misc]
+class _InPlace(torch.autograd.Function):
     """The same with dlogits over the logits, in the backward pass."""
 
     @staticmethod
@@ -271,7 +271,8 @@ def _json_of_options(spec: str, batch: tuple[tuple[str, Any], ...], options: tup
 
 def _json(spec: str | Spec, batch: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if isinstance(spec, str):
-        return _json_of_options(spec, tuple(batch.items()), tuple(options.items()))
+        json: str = _json_of_options(spec, tuple(batch.items()), tuple(options.items()))
+        return json
     if options:
         raise ProblemError(f"got {', '.join(options)} beside a Spec, expected options only with a project's name")
     return spec._json

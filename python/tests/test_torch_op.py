@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import assay
+from assay import _native
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
@@ -122,7 +123,7 @@ def test_logp_and_entropy_are_differentiable_and_the_rest_is_detached() -> None:
 def test_without_a_gradient_no_dlogits_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = one()
     called = []
-    monkeypatch.setattr(assay.torch._native, "op_gradient", lambda *_: called.append(1))
+    monkeypatch.setattr(_native, "op_gradient", lambda *_: called.append(1))
     assert not assay.torch.grpo_loss(problem.torch().logits, **given(problem), spec=problem.spec).loss.requires_grad
     with torch.no_grad():
         logits = problem.torch().logits.clone().requires_grad_()
@@ -178,7 +179,7 @@ def test_in_place_writes_over_the_logits_and_is_refused_where_that_is_wrong() ->
 def test_it_is_traced() -> None:
     problem = one()
     arguments = given(problem)
-    options = {"spec": problem.spec}
+    options: dict[str, Any] = {"spec": problem.spec}
     logits = problem.torch().logits.clone().requires_grad_()
 
     def step(logits: Any, ids: Any, advantages: Any, **rest: Any) -> Any:
@@ -240,7 +241,7 @@ def test_a_normalizer_joins_parts_of_a_batch() -> None:
     count = float(arguments["mask"].sum())
 
     def of(rows: slice) -> Any:
-        part = {name: None if array is None else array[rows] for name, array in arguments.items()}
+        part: dict[str, Any] = {name: None if array is None else array[rows] for name, array in arguments.items()}
         leaf = logits[rows].clone().requires_grad_()
         assert leaf is not None
         loss = assay.torch.grpo_loss(leaf, **part, spec="trl", beta=0.04, normalizer=count).loss
