@@ -189,14 +189,14 @@ fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) ->
 }
 
 /// Hidden states and head, and how they are used.
-struct Head {
+struct Projected {
     hidden: Taken,
     lm_head: Taken,
     rounds_logits: bool,
     kernel: NativeHead,
 }
 
-impl Head {
+impl Projected {
     fn of(head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize)) -> PyResult<Self> {
         let (hidden, lm_head, rounds_logits, chunk) = head;
         let kernel = NativeHead::default().chunk(chunk);
@@ -218,7 +218,7 @@ pub(crate) fn op_head_loss(
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
 ) -> PyResult<Evaluated> {
-    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Head::of(head)?);
+    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
     let evaluation = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();
@@ -240,7 +240,7 @@ pub(crate) fn op_head_gradient(
     logp: &Bound<'_, PyAny>,
     entropy: &Bound<'_, PyAny>,
 ) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Head::of(head)?);
+    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
     let sent = Sent::of(py, loss, logp, entropy)?;
     let (_, gradient) = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
@@ -261,7 +261,7 @@ pub(crate) fn op_head_logp_and_entropy(
     head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
     arrays: &Bound<'_, PyDict>,
 ) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (Given::of(&spec, arrays, None)?, Head::of(head)?);
+    let (given, head) = (Given::of(&spec, arrays, None)?, Projected::of(head)?);
     let scored = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         head.kernel.forward(&given.spec, &projection, op.tokens().tokens()).map_err(|reason| reason.to_string())

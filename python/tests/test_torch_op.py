@@ -144,7 +144,7 @@ def test_a_second_backward_is_an_error() -> None:
         gradient.sum().backward()
     in_place = assay.torch.grpo_loss(logits.view(logits.shape), **given(problem), spec=problem.spec, inplace=True).loss
     in_place.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward pass|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="second backward pass"):
         in_place.backward()
 
 

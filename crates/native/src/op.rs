@@ -90,7 +90,7 @@ impl From<ProblemError> for OpError {
 /// What logits, and dlogits, may be of.
 const LOGITS: &str = "f32, bf16 or f16";
 
-impl<'a> Lent<'a> {
+impl Lent<'_> {
     /// The extents.
     pub fn shape(&self) -> &[usize] {
         match self {

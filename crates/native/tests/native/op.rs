@@ -221,7 +221,7 @@ fn arrays_of_other_dtypes_are_taken_exactly() {
     let (expected, expected_dlogits) = gradient(&spec, &problem, Cotangents::default());
 
     let ids = problem.ids.mapv(|id| id as i32);
-    let mask = problem.mask.mapv(|counts| i64::from(counts));
+    let mask = problem.mask.mapv(i64::from);
     let [old_logp, ref_logp] = [&problem.old_logp, &problem.ref_logp].map(|x| x.as_ref().unwrap().mapv(|x| x as f32));
     let arguments = Arguments {
         ids: Lent::I32(ids.view().into_dyn()),
