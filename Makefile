@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu setup-gpu replay test test-extensive panel peers python wheel sanitize miri neon jax-example jax-gpu-example measure bench
+.PHONY: setup setup-tpu setup-gpu replay test test-extensive panel peers trl-example torch-bench python wheel sanitize miri neon jax-example jax-gpu-example measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -71,6 +71,7 @@ test-extensive: test
 	@$(MAKE) --no-print-directory jax-example jax-gpu-example panel
 	$(PANEL_PIP) -r python/tests/requirements.txt
 	setup/python.sh target/panel
+	@$(MAKE) --no-print-directory trl-example
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
@@ -131,6 +132,18 @@ target/panel/peers: target/panel/made tests/panel/peers/requirements.txt tests/p
 	$(PANEL_PIP) -r tests/panel/peers/requirements.txt
 	$(PANEL_PIP) --no-deps -r tests/panel/peers/no_deps.txt
 	touch $@
+
+# TRL's trainer with the loss of assay.torch, beside its own; with the package that setup/python.sh put together.
+trl-example: target/panel/peers
+	PYTHONPATH=target/python/package target/panel/bin/python examples/trl_grpo.py
+
+# The loss of assay.torch beside what PyTorch's users run: with the extension of a release build.
+torch-bench: target/panel/peers
+	$(CARGO) build --release --locked --package assay-python
+	rm -rf target/python/release && mkdir -p target/python/release/assay
+	ln -s $(CURDIR)/python/assay/*.py target/python/release/assay
+	ln -s $(CURDIR)/target/release/lib_native.so target/python/release/assay/_native.abi3.so
+	PYTHONPATH=target/python/release target/panel/bin/python benches/torch_loss.py
 
 # The JAX example, compiled for a TPU: where JAX and libtpu are.
 jax-example:

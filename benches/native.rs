@@ -14,7 +14,7 @@ use assay::bandwidth::{CopyOf, time_read};
 use assay::fixture::ProblemFile;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::trial::Known;
-use assay::native::{Isa, Native};
+use assay::native::{Cotangents, Isa, Native};
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::spec::{LogitsTransform, LossSpec, OldLogp, Support};
 use ndarray::{Ix3, s};
@@ -200,7 +200,9 @@ fn backward_again(native: &Native, problem: &Problem, spec: &LossSpec, often: us
             let mut logits = $logits.clone();
             let started = Instant::now();
             for _ in 0..often {
-                native.forward_backward_in_place(spec, logits.view_mut(), tokens).expect("supported");
+                native
+                    .forward_backward_in_place(spec, logits.view_mut(), tokens, Cotangents::default())
+                    .expect("supported");
             }
             started.elapsed()
         }};
@@ -218,9 +220,15 @@ fn beside(native: &Native, problem: &Problem, dlogits: &mut FloatArray<Ix3>) -> 
     let (spec, tokens) = (LossSpec::default(), problem.tokens());
     let started = Instant::now();
     match (&problem.logits, dlogits) {
-        (FloatArray::F32(x), FloatArray::F32(dx)) => native.forward_backward(&spec, x.view(), dx.view_mut(), tokens),
-        (FloatArray::Bf16(x), FloatArray::Bf16(dx)) => native.forward_backward(&spec, x.view(), dx.view_mut(), tokens),
-        (FloatArray::F16(x), FloatArray::F16(dx)) => native.forward_backward(&spec, x.view(), dx.view_mut(), tokens),
+        (FloatArray::F32(x), FloatArray::F32(dx)) => {
+            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, Cotangents::default())
+        }
+        (FloatArray::Bf16(x), FloatArray::Bf16(dx)) => {
+            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, Cotangents::default())
+        }
+        (FloatArray::F16(x), FloatArray::F16(dx)) => {
+            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, Cotangents::default())
+        }
         _ => unreachable!("a clone has its original's dtype, and no kernel takes f64"),
     }
     .expect("supported");

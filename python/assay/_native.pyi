@@ -13,6 +13,12 @@ __all__ = [
     "Verdicts",
     "answer",
     "load",
+    "op_gradient",
+    "op_head_gradient",
+    "op_head_logp_and_entropy",
+    "op_head_loss",
+    "op_logp_and_entropy",
+    "op_loss",
     "page",
     "run",
     "spec_of_fields",
@@ -69,6 +75,9 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain data: the numbers that a kernel needs, such as
         `spec.to_dict()["objective"]["ppo_clip"]["epsilon_low"]`."""
+    @property
+    def _json(self) -> str:
+        """As `to_json`, which what traces Python cannot call."""
     @classmethod
     def _of_json(cls, json: str) -> Spec: ...
 
@@ -271,3 +280,32 @@ def answer(
     path: str | os.PathLike[str],
 ) -> None: ...
 def page(json: str) -> str: ...
+def op_loss(
+    spec: Spec, logits: Any, arrays: dict[str, Any], normalizer: float | None
+) -> tuple[float, Array, Array, Array, Array]: ...
+def op_gradient(
+    spec: Spec,
+    logits: Any,
+    dlogits: Any | None,
+    arrays: dict[str, Any],
+    normalizer: float | None,
+    loss: float,
+    logp: Any,
+    entropy: Any,
+) -> None: ...
+def op_logp_and_entropy(spec: Spec, logits: Any, arrays: dict[str, Any]) -> tuple[Array, Array]: ...
+def op_head_loss(
+    spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any], normalizer: float | None
+) -> tuple[float, Array, Array, Array, Array]: ...
+def op_head_gradient(
+    spec: Spec,
+    head: tuple[Any, Any, bool, int],
+    arrays: dict[str, Any],
+    normalizer: float | None,
+    loss: float,
+    logp: Any,
+    entropy: Any,
+) -> tuple[Array, Array]: ...
+def op_head_logp_and_entropy(
+    spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any]
+) -> tuple[Array, Array]: ...

@@ -5,6 +5,7 @@
 mod campaign;
 mod error;
 mod memory;
+mod op;
 mod outputs;
 mod problem;
 mod spec;
@@ -30,6 +31,10 @@ mod _native {
     use super::campaign::{Campaign, answer, page};
     #[pymodule_export]
     use super::memory::Array;
+    #[pymodule_export]
+    use super::op::{
+        op_gradient, op_head_gradient, op_head_logp_and_entropy, op_head_loss, op_logp_and_entropy, op_loss,
+    };
     #[pymodule_export]
     use super::problem::{Problem, Problems, load};
     #[pymodule_export]

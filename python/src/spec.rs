@@ -64,6 +64,12 @@ impl Spec {
         self.json()
     }
 
+    /// The same, where what is called cannot be traced: an attribute can.
+    #[getter]
+    fn _json(&self) -> String {
+        self.json()
+    }
+
     /// Every field, as plain data.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         plain_data(py, &self.json())

@@ -2,7 +2,7 @@
 
 use assay::implementation::Implementation;
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
-use assay::native::{Native, NativeHead};
+use assay::native::{Cotangents, Native, NativeHead};
 use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::spec::LossSpec;
 use peak_alloc::PeakAlloc;
@@ -84,12 +84,22 @@ fn rows() {
             pool.install(|| native.forward(&spec, logits.view(), problem.tokens())).expect("supported");
         });
         let beside = most_bytes(|| {
-            pool.install(|| native.forward_backward(&spec, logits.view(), dlogits.view_mut(), problem.tokens()))
-                .expect("supported");
+            pool.install(|| {
+                native.forward_backward(
+                    &spec,
+                    logits.view(),
+                    dlogits.view_mut(),
+                    problem.tokens(),
+                    Cotangents::default(),
+                )
+            })
+            .expect("supported");
         });
         let in_place = most_bytes(|| {
-            pool.install(|| native.forward_backward_in_place(&spec, logits.view_mut(), problem.tokens()))
-                .expect("supported");
+            pool.install(|| {
+                native.forward_backward_in_place(&spec, logits.view_mut(), problem.tokens(), Cotangents::default())
+            })
+            .expect("supported");
         });
         for (what, bytes) in [("forward", forward), ("beside", beside), ("in place", in_place)] {
             println!("{tokens} tokens, {threads} threads, {what}: {bytes} bytes");

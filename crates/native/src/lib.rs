@@ -11,9 +11,11 @@
 #![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
 pub mod bandwidth;
+mod cotangents;
 mod exp;
 mod lm_head;
 mod loss;
+pub mod op;
 pub mod products;
 mod reduction;
 mod row;
@@ -29,6 +31,7 @@ use assay_algebra::structure::{Input, Shaped, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
 use assay_core::spec::{LossSpec, Objective};
+pub use cotangents::Cotangents;
 pub use lm_head::NativeHead;
 use loss::{Graded, Known, Loss};
 use reduction::Weights;
@@ -94,8 +97,22 @@ impl Native {
         logits: ArrayView3<E>,
         tokens: Tokens,
     ) -> Result<LogpEntropy, RunError> {
-        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens)?;
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, Cotangents::default())?;
         Ok(batch.forward(&rows_of(&logits)))
+    }
+
+    /// The loss without its gradient: one read of the logits of unmasked tokens. The same bits as with it.
+    ///
+    /// # Errors
+    /// As [`Native::forward`].
+    pub fn evaluate<E: Element>(
+        &self,
+        spec: &LossSpec,
+        logits: ArrayView3<E>,
+        tokens: Tokens,
+    ) -> Result<Evaluation, RunError> {
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, Cotangents::default())?;
+        Ok(batch.evaluate(&rows_of(&logits)))
     }
 
     /// The loss, with dlogits written over the logits.
@@ -103,14 +120,15 @@ impl Native {
     /// Logits are `[B,T,V]` with rows anywhere, each of them dense.
     ///
     /// # Errors
-    /// As [`Native::forward`]; the logits are then as they were.
+    /// As [`Native::forward`], or where `cotangents` do not fit; the logits are then as they were.
     pub fn forward_backward_in_place<E: Element>(
         &self,
         spec: &LossSpec,
         mut logits: ArrayViewMut3<E>,
         tokens: Tokens,
+        cotangents: Cotangents,
     ) -> Result<Evaluation, RunError> {
-        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens)?;
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, cotangents)?;
         let rows = rows_of_mut(&mut logits).map(|dlogits| Row { logits: None, dlogits });
         Ok(batch.forward_backward(rows.collect()))
     }
@@ -120,15 +138,16 @@ impl Native {
     /// Both are `[B,T,V]` with rows anywhere, each of them dense.
     ///
     /// # Errors
-    /// As [`Native::forward`], or where `dlogits` do not fit; they are then as they were.
+    /// As [`Native::forward_backward_in_place`], or where `dlogits` do not fit; they are then as they were.
     pub fn forward_backward<E: Element>(
         &self,
         spec: &LossSpec,
         logits: ArrayView3<E>,
         mut dlogits: ArrayViewMut3<E>,
         tokens: Tokens,
+        cotangents: Cotangents,
     ) -> Result<Evaluation, RunError> {
-        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens)?;
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, cotangents)?;
         if dlogits.dim() != logits.dim() {
             let expected = format!("{:?}, that of the logits", logits.shape());
             return Err(ProblemError::Shape { field: "dlogits", given: dlogits.shape().to_vec(), expected }.into());
@@ -147,13 +166,15 @@ impl Native {
         dim: (usize, usize, usize),
         stride: isize,
         tokens: Tokens<'s>,
+        cotangents: Cotangents<'s>,
     ) -> Result<Batch<'s>, RunError> {
         let (batch, length, vocab) = dim;
         let shape = Shape { batch, tokens: length, vocab };
         tokens.check(spec, shape)?;
         expect_dense_rows("logits", dim, stride)?;
         self.supports(spec, shape, E::DTYPE, 1)?;
-        Ok(Batch::of::<E>(spec, self.isa, tokens, vocab))
+        cotangents.check([batch, length])?;
+        Ok(Batch::of::<E>(spec, self.isa, tokens, vocab, cotangents))
     }
 }
 
@@ -216,12 +237,12 @@ impl Implementation for Native {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
         let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Array3::default((0, 0, 0))));
-        let tokens = problem.tokens();
+        let (tokens, of_loss) = (problem.tokens(), Cotangents::default());
         let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
-            FloatArray::F32(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens)?,
-            FloatArray::Bf16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens)?,
-            FloatArray::F16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens)?,
+            FloatArray::F32(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, of_loss)?,
+            FloatArray::Bf16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, of_loss)?,
+            FloatArray::F16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, of_loss)?,
         };
         let outcome = Outcome {
             loss: arr0(evaluation.loss).into(),
@@ -247,21 +268,30 @@ struct Batch<'s> {
     advantage: Array2<f64>,
     settled: Settled,
     weights: Weights,
+    cotangents: Cotangents<'s>,
 }
 
 impl<'s> Batch<'s> {
     /// For rows of `vocab` elements `E`.
-    fn of<E: Element>(spec: &'s LossSpec, isa: Isa, tokens: Tokens<'s>, vocab: usize) -> Self {
+    fn of<E: Element>(
+        spec: &'s LossSpec,
+        isa: Isa,
+        tokens: Tokens<'s>,
+        vocab: usize,
+        cotangents: Cotangents<'s>,
+    ) -> Self {
+        let transform = LogitsTransform::of::<E>(spec, tokens.extra.bias.as_ref(), vocab);
         let loss @ Shaped { structure, .. } = Shaped::of(spec);
         let settled = Settled::of(loss, &tokens);
         Self {
             spec,
             structure,
-            softmaxes: Softmaxes::of(spec, isa, LogitsTransform::of::<E>(spec, tokens.extra.bias.as_ref(), vocab)),
+            softmaxes: Softmaxes::of(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
             advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
             weights: Weights::of(spec, &settled.mask),
             settled,
+            cotangents,
         }
     }
 
@@ -271,12 +301,27 @@ impl<'s> Batch<'s> {
     }
 
     fn forward<E: Element>(&self, rows: &[&[E]]) -> LogpEntropy {
-        let scores = self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row)));
+        self.logp_and_entropy(&self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row))))
+    }
+
+    fn logp_and_entropy(&self, scores: &[Option<Scores>]) -> LogpEntropy {
         let per_token = |value: fn(&Scores) -> f64| {
             let values = scores.iter().map(|scores| scores.as_ref().map_or(0.0, value) as f32).collect();
             Array2::from_shape_vec(self.ids.dim(), values).expect("one entry a token")
         };
         LogpEntropy { logp: per_token(|scores| scores.logp), entropy: per_token(|scores| scores.entropy) }
+    }
+
+    /// Evaluates the batch and keeps nothing of its rows.
+    fn evaluate<E: Element>(&self, rows: &[&[E]]) -> Evaluation {
+        let scores = self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row)));
+        self.evaluation(&self.by_place(self.graded(scores)))
+    }
+
+    /// What is left of tokens, `[B,T]`.
+    fn by_place(&self, graded: Vec<Option<(Scores, Graded)>>) -> Array2<Option<Graded>> {
+        let graded = graded.into_iter().map(|token| token.map(|(_, graded)| graded)).collect();
+        Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token")
     }
 
     /// Evaluates the batch and writes dlogits.
@@ -286,12 +331,13 @@ impl<'s> Batch<'s> {
             let scores = self.scores(rows.par_iter().map(Row::logits).enumerate().map(place));
             let graded = self.graded(scores);
             self.write_rows(rows.par_iter_mut().enumerate().map(|(i, row)| (graded[i].as_ref(), self.place(i), row)));
-            graded.into_iter().map(|token| token.map(|(_, graded)| graded)).collect()
+            self.by_place(graded)
         } else {
             let places = (0..rows.len()).into_par_iter().map(|i| self.place(i));
-            self.score_and_write(places.zip(&mut rows))
+            let graded = self.score_and_write(places.zip(&mut rows));
+            Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token")
         };
-        self.evaluation(&Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token"))
+        self.evaluation(&graded)
     }
 
     /// Reads rows, each with its place, and keeps nothing of them.
@@ -362,7 +408,12 @@ impl<'s> Batch<'s> {
 
     /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.
     fn write<E: Element>(&self, row: &mut Row<E>, at: Place, kept: Option<&Kept>, scores: &Scores, graded: &Graded) {
-        let grad = Gradients { logp: graded.grad_logp, entropy: self.weights.entropy[at.0] };
+        let Cotangents { loss, logp, entropy } = self.cotangents;
+        let beside = |cotangents: Option<&Array2<f64>>| cotangents.map_or(0.0, |cotangents| cotangents[at]);
+        let grad = Gradients {
+            logp: graded.grad_logp * loss + beside(logp),
+            entropy: self.weights.entropy[at.0] * loss + beside(entropy),
+        };
         self.softmaxes.write(row, self.id(at), scores, kept, grad);
     }
 

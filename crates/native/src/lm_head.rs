@@ -6,11 +6,12 @@ use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
 use rayon::prelude::*;
 
-use super::{Batch, Graded, Isa, Place, Row, Scores, gemm};
+use super::{Batch, Cotangents, Evaluation, Graded, Isa, LogpEntropy, Place, Row, Scores, gemm};
 use assay_algebra::family::Reach;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
-    Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome, Projection,
+    Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome,
+    ProjectionView, Tokens,
 };
 use assay_core::spec::LossSpec;
 
@@ -104,94 +105,179 @@ impl Implementation<HeadProblem> for NativeHead {
     }
 
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
-        let shape = problem.check(spec)?;
-        self.supports(spec, shape, problem.dtype(), devices)?;
-        Ok(Work::of(self, spec, &problem, shape).outcome().into())
+        let projection = problem.logits.view();
+        self.supports(spec, projection.check(spec, &problem.tokens())?, problem.dtype(), devices)?;
+        Ok(self.work(spec, &projection, problem.tokens(), Cotangents::default())?.outcome().into())
+    }
+}
+
+impl NativeHead {
+    /// The loss and the gradients of hidden states and head, which are lent.
+    ///
+    /// # Errors
+    /// [`RunError`] where the arrays do not fit each other or `spec`, or the kernel does not do it.
+    pub fn forward_backward(
+        &self,
+        spec: &LossSpec,
+        projection: &ProjectionView,
+        tokens: Tokens,
+        cotangents: Cotangents,
+    ) -> Result<(Evaluation, HeadGradient), RunError> {
+        Ok(self.work(spec, projection, tokens, cotangents)?.gradients())
+    }
+
+    /// The loss without its gradients: one product. The same bits as with them.
+    ///
+    /// # Errors
+    /// As [`NativeHead::forward_backward`].
+    pub fn evaluate(
+        &self,
+        spec: &LossSpec,
+        projection: &ProjectionView,
+        tokens: Tokens,
+    ) -> Result<Evaluation, RunError> {
+        let mut work = self.work(spec, projection, tokens, Cotangents::default())?;
+        let scores = work.scores();
+        Ok(work.batch.evaluation(&work.batch.by_place(work.batch.graded(scores))))
+    }
+
+    /// Logp and entropy alone, without a loss: one product.
+    ///
+    /// # Errors
+    /// As [`NativeHead::forward_backward`].
+    pub fn forward(
+        &self,
+        spec: &LossSpec,
+        projection: &ProjectionView,
+        tokens: Tokens,
+    ) -> Result<LogpEntropy, RunError> {
+        let mut work = self.work(spec, projection, tokens, Cotangents::default())?;
+        let scores = work.scores();
+        Ok(work.batch.logp_and_entropy(&scores))
+    }
+
+    fn work<'p>(
+        &self,
+        spec: &'p LossSpec,
+        projection: &'p ProjectionView,
+        tokens: Tokens<'p>,
+        cotangents: Cotangents<'p>,
+    ) -> Result<Work<'p>, RunError> {
+        let shape = projection.check(spec, &tokens)?;
+        self.supports(spec, shape, projection.hidden.dtype(), 1)?;
+        cotangents.check([shape.batch, shape.tokens])?;
+        Ok(Work::of(self, spec, projection.view(), tokens, cotangents))
     }
 }
 
 /// A checked problem, and what comes of it chunk by chunk.
 struct Work<'p> {
     batch: Batch<'p>,
-    projection: &'p Projection,
+    projection: ProjectionView<'p>,
     shape: HeadShape,
     /// The tokens that count, in order.
     places: Vec<Place>,
     chunk: usize,
     logits: Vec<f32>,
     tile: Vec<f32>,
+}
+
+/// The gradients, as far as chunks have come.
+struct Gradients {
     dhidden: FloatArray<Ix3>,
     /// As the head lies.
     dlm_head: Array2<f32>,
 }
 
 impl<'p> Work<'p> {
-    fn of(head: &NativeHead, spec: &'p LossSpec, problem: &'p HeadProblem, shape: HeadShape) -> Self {
-        let HeadShape { batch: rows, tokens, hidden, vocab } = shape;
-        let batch = Batch::of::<f32>(spec, head.isa, problem.tokens(), vocab);
+    fn of(
+        head: &NativeHead,
+        spec: &'p LossSpec,
+        projection: ProjectionView<'p>,
+        tokens: Tokens<'p>,
+        cotangents: Cotangents<'p>,
+    ) -> Self {
+        let shape @ HeadShape { hidden, vocab, .. } = projection.shape();
+        let batch = Batch::of::<f32>(spec, head.isa, tokens, vocab, cotangents);
         let places: Vec<Place> =
             batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
         let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);
         Self {
             batch,
-            projection: &problem.logits,
+            tile: vec![0.0; tile_elements(hidden, vocab, projection.hidden.dtype())],
+            projection,
             shape,
             places,
             chunk,
             logits: vec![0.0; chunk * vocab],
-            tile: vec![0.0; tile_elements(hidden, vocab, problem.dtype())],
-            dhidden: FloatArray::zeros((rows, tokens, hidden), problem.dtype()),
-            dlm_head: Array2::zeros(problem.logits.layout.extents(hidden, vocab)),
         }
     }
 
-    fn outcome(mut self) -> Outcome<HeadGradient> {
-        let HeadShape { batch: rows, tokens, .. } = self.shape;
-        let chunks: Vec<Vec<Place>> = self.places.chunks(self.chunk).map(<[Place]>::to_vec).collect();
-        let mut graded: Array2<Option<Graded>> = Array2::from_shape_simple_fn((rows, tokens), || None);
-        if self.batch.structure.couples_rows() {
-            let mut scores: Array2<Option<Scores>> = Array2::from_elem((rows, tokens), None);
-            for places in &chunks {
-                self.write_logits(&self.hidden_of(places));
-                let vocab = self.shape.vocab;
-                let rows = self.logits.par_chunks(vocab).zip(places).map(|(row, &at)| (at, row));
-                for (&at, token) in places.iter().zip(self.batch.scores(rows)) {
-                    scores[at] = token;
-                }
-            }
-            let known = self.batch.graded(scores.into_raw_vec_and_offset().0);
-            for (i, places) in chunks.iter().enumerate() {
-                let hidden = self.hidden_of(places);
-                self.write_logits(&hidden);
-                let mut rows = rows_of(&mut self.logits, self.shape.vocab, places.len());
-                let rows =
-                    rows.par_iter_mut().zip(places).map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row));
-                self.batch.write_rows(rows);
-                self.write_gradients(&hidden, places, i > 0);
-            }
-            let known = known.into_iter().map(|token| token.map(|(_, graded)| graded)).collect();
-            graded = Array2::from_shape_vec((rows, tokens), known).expect("one entry a token");
-        } else {
-            for (i, places) in chunks.iter().enumerate() {
-                let hidden = self.hidden_of(places);
-                self.write_logits(&hidden);
-                let mut rows = rows_of(&mut self.logits, self.shape.vocab, places.len());
-                let tokens = self.batch.score_and_write(places.par_iter().copied().zip(&mut rows));
-                for (&at, token) in places.iter().zip(tokens) {
-                    graded[at] = token;
-                }
-                self.write_gradients(&hidden, places, i > 0);
-            }
-        }
-        let evaluation = self.batch.evaluation(&graded);
+    fn outcome(self) -> Outcome<HeadGradient> {
+        let (evaluation, gradient) = self.gradients();
         Outcome {
             loss: arr0(evaluation.loss).into(),
             logp: evaluation.logp.into(),
             entropy: evaluation.entropy.into(),
             token_loss: evaluation.token_loss.into(),
-            gradient: HeadGradient { dhidden: self.dhidden, dlm_head: self.dlm_head.into(), dlogits_dtype: Dtype::F32 },
+            gradient,
             metrics: evaluation.metrics,
         }
+    }
+
+    fn chunks(&self) -> Vec<Vec<Place>> {
+        self.places.chunks(self.chunk).map(<[Place]>::to_vec).collect()
+    }
+
+    /// Of every token, by one product.
+    fn scores(&mut self) -> Vec<Option<Scores>> {
+        let HeadShape { batch, tokens, vocab, .. } = self.shape;
+        let mut scores: Array2<Option<Scores>> = Array2::from_elem((batch, tokens), None);
+        for places in &self.chunks() {
+            self.write_logits(&self.hidden_of(places));
+            let rows = self.logits.par_chunks(vocab).zip(places).map(|(row, &at)| (at, row));
+            for (&at, token) in places.iter().zip(self.batch.scores(rows)) {
+                scores[at] = token;
+            }
+        }
+        scores.into_raw_vec_and_offset().0
+    }
+
+    fn gradients(mut self) -> (Evaluation, HeadGradient) {
+        let HeadShape { batch, tokens, hidden, vocab } = self.shape;
+        let mut to = Gradients {
+            dhidden: FloatArray::zeros((batch, tokens, hidden), self.projection.hidden.dtype()),
+            dlm_head: Array2::zeros(self.projection.layout.extents(hidden, vocab)),
+        };
+        let mut graded: Array2<Option<Graded>> = Array2::from_shape_simple_fn((batch, tokens), || None);
+        if self.batch.structure.couples_rows() {
+            let scores = self.scores();
+            let known = self.batch.graded(scores);
+            for (i, places) in self.chunks().iter().enumerate() {
+                let hidden = self.hidden_of(places);
+                self.write_logits(&hidden);
+                let mut rows = rows_of(&mut self.logits, vocab, places.len());
+                let rows =
+                    rows.par_iter_mut().zip(places).map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row));
+                self.batch.write_rows(rows);
+                self.write_gradients(&mut to, &hidden, places, i > 0);
+            }
+            graded = self.batch.by_place(known);
+        } else {
+            for (i, places) in self.chunks().iter().enumerate() {
+                let hidden = self.hidden_of(places);
+                self.write_logits(&hidden);
+                let mut rows = rows_of(&mut self.logits, vocab, places.len());
+                let tokens = self.batch.score_and_write(places.par_iter().copied().zip(&mut rows));
+                for (&at, token) in places.iter().zip(tokens) {
+                    graded[at] = token;
+                }
+                self.write_gradients(&mut to, &hidden, places, i > 0);
+            }
+        }
+        let Gradients { dhidden, dlm_head } = to;
+        let gradient = HeadGradient { dhidden, dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F32 };
+        (self.batch.evaluation(&graded), gradient)
     }
 
     /// The hidden states of `places`, `[n,H]`.
@@ -200,12 +286,12 @@ impl<'p> Work<'p> {
         for (mut row, &(b, t)) in rows.rows_mut().into_iter().zip(places) {
             let row = row.as_slice_mut().expect("dense");
             match &self.projection.hidden {
-                FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
-                FloatArray::F32(hidden) => row.copy_from_slice(hidden.slice(s![b, t, ..]).as_slice().expect("dense")),
-                FloatArray::Bf16(hidden) => {
+                FloatView::F64(_) => unreachable!("`supports` rejects f64"),
+                FloatView::F32(hidden) => row.copy_from_slice(hidden.slice(s![b, t, ..]).as_slice().expect("dense")),
+                FloatView::Bf16(hidden) => {
                     hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row);
                 }
-                FloatArray::F16(hidden) => {
+                FloatView::F16(hidden) => {
                     hidden.slice(s![b, t, ..]).as_slice().expect("dense").convert_to_f32_slice(row);
                 }
             }
@@ -218,8 +304,8 @@ impl<'p> Work<'p> {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
         let chunk = &mut self.logits[..n * vocab];
         let mut logits = ArrayViewMut2::from_shape((n, vocab), chunk).expect("V logits a token");
-        for columns in tiles(self.projection, vocab) {
-            let tile = tile(self.projection, columns.clone(), &mut self.tile);
+        for columns in tiles(&self.projection, vocab) {
+            let tile = tile(&self.projection, columns.clone(), &mut self.tile);
             gemm(logits.slice_mut(s![.., columns]), false, hidden.view(), tile);
         }
         if self.projection.rounds_logits {
@@ -229,22 +315,22 @@ impl<'p> Work<'p> {
     }
 
     /// From the dlogits of a chunk: `dhidden` of its tokens, and their part of `dlm_head`, to which it `adds` that.
-    fn write_gradients(&mut self, hidden: &Array2<f32>, places: &[Place], adds: bool) {
+    fn write_gradients(&mut self, to: &mut Gradients, hidden: &Array2<f32>, places: &[Place], adds: bool) {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
         let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
         let mut dhidden = Array2::zeros(hidden.dim());
-        for (i, columns) in tiles(self.projection, vocab).enumerate() {
-            let tile = tile(self.projection, columns.clone(), &mut self.tile);
+        for (i, columns) in tiles(&self.projection, vocab).enumerate() {
+            let tile = tile(&self.projection, columns.clone(), &mut self.tile);
             let dlogits = dlogits.slice(s![.., columns.clone()]);
             gemm(dhidden.view_mut(), i > 0, dlogits, tile.t());
             let dlm_head = match self.projection.layout {
-                HeadLayout::HiddenByVocab => self.dlm_head.slice_mut(s![.., columns]),
-                HeadLayout::VocabByHidden => self.dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
+                HeadLayout::HiddenByVocab => to.dlm_head.slice_mut(s![.., columns]),
+                HeadLayout::VocabByHidden => to.dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
             };
             gemm(dlm_head, adds, hidden.t(), dlogits);
         }
         for (row, &(b, t)) in dhidden.rows().into_iter().zip(places) {
-            match &mut self.dhidden {
+            match &mut to.dhidden {
                 FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
                 FloatArray::F32(dhidden) => dhidden.slice_mut(s![b, t, ..]).assign(&row),
                 FloatArray::Bf16(dhidden) => {
@@ -277,13 +363,13 @@ fn tile_elements(hidden: usize, vocab: usize, dtype: Dtype) -> usize {
 }
 
 /// The columns that a product takes at once: all of an f32 head.
-fn tiles(projection: &Projection, vocab: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+fn tiles(projection: &ProjectionView, vocab: usize) -> impl Iterator<Item = Range<usize>> + use<> {
     let width = if projection.lm_head.dtype() == Dtype::F32 { vocab } else { TILE };
     (0..vocab).step_by(width).map(move |first| first..vocab.min(first + width))
 }
 
 /// The columns `columns` of the head, `[H,n]`, widened into `room` where they are not f32.
-fn tile<'t>(projection: &'t Projection, columns: Range<usize>, room: &'t mut [f32]) -> ArrayView2<'t, f32> {
+fn tile<'t>(projection: &'t ProjectionView, columns: Range<usize>, room: &'t mut [f32]) -> ArrayView2<'t, f32> {
     fn widened<'t, E: Copy + Sync>(
         head: ArrayView2<E>,
         layout: HeadLayout,
@@ -299,12 +385,12 @@ fn tile<'t>(projection: &'t Projection, columns: Range<usize>, room: &'t mut [f3
     }
     let layout = projection.layout;
     match &projection.lm_head {
-        FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
-        FloatArray::F32(head) => by_hidden(of_columns(head.view(), layout, columns), layout),
-        FloatArray::Bf16(head) => {
+        FloatView::F64(_) => unreachable!("`supports` rejects f64"),
+        FloatView::F32(head) => by_hidden(of_columns(head.view(), layout, columns), layout),
+        FloatView::Bf16(head) => {
             widened(of_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
         }
-        FloatArray::F16(head) => {
+        FloatView::F16(head) => {
             widened(of_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
         }
     }

@@ -7,12 +7,14 @@ mod aligned;
 mod dlpack;
 mod lent;
 mod seen;
+mod taken;
 
 use std::ffi::CStr;
 
 pub(crate) use aligned::Aligned;
 pub(crate) use lent::{Array, Block};
 pub(crate) use seen::Seen;
+pub(crate) use taken::Taken;
 
 use assay::problem::Dtype;
 

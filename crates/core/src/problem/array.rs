@@ -170,6 +170,11 @@ impl<D: Dimension> FloatView<'_, D> {
         with_array!(FloatView, self, array => array.shape())
     }
 
+    /// Whether elements lie densely in row-major order.
+    pub fn is_standard_layout(&self) -> bool {
+        with_array!(FloatView, self, array => array.is_standard_layout())
+    }
+
     /// Whether dtype, extents and the bits of every element are those of `other`: −0 is not 0, and a NaN is itself.
     pub fn same_bits(&self, other: &FloatView<D>) -> bool {
         fn same<T, B: PartialEq, D: Dimension>(
@@ -279,7 +284,7 @@ impl<D: Dimension> FloatArray<D> {
 
     /// Whether elements lie densely in row-major order, as every kernel expects.
     pub fn is_standard_layout(&self) -> bool {
-        with_array!(FloatArray, self, array => array.is_standard_layout())
+        self.view().is_standard_layout()
     }
 
     /// Zeros.

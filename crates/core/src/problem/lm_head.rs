@@ -7,7 +7,7 @@ use std::str::FromStr;
 use ndarray::{Array2, Ix2, Ix3};
 use serde::{Deserialize, Serialize};
 
-use super::{Dtype, FloatArray, FloatView, Problem, ProblemError, Shape};
+use super::{Dtype, FloatArray, FloatView, Problem, ProblemError, Shape, Tokens};
 use crate::spec::LossSpec;
 
 /// A batch without logits: `logits[b,t,v] = Σ_h hidden[b,t,h] · lm_head[h,v]`.
@@ -25,6 +25,85 @@ pub struct Projection {
     /// Whether logits are rounded to the dtype of `hidden` before anything reads them, as a matrix product in that dtype
     /// leaves them. Their gradient is passed on as it is.
     pub rounds_logits: bool,
+}
+
+/// A [`Projection`], borrowed.
+#[derive(Clone, Debug)]
+pub struct ProjectionView<'a> {
+    /// `[B,T,H]`.
+    pub hidden: FloatView<'a, Ix3>,
+    /// `[H,V]` or `[V,H]`.
+    pub lm_head: FloatView<'a, Ix2>,
+    /// Which of the two.
+    pub layout: HeadLayout,
+    /// As [`Projection::rounds_logits`].
+    pub rounds_logits: bool,
+}
+
+impl Projection {
+    /// The same, borrowed.
+    pub fn view(&self) -> ProjectionView<'_> {
+        let Self { hidden, lm_head, layout, rounds_logits } = self;
+        ProjectionView {
+            hidden: hidden.view(),
+            lm_head: lm_head.view(),
+            layout: *layout,
+            rounds_logits: *rounds_logits,
+        }
+    }
+}
+
+impl ProjectionView<'_> {
+    /// The same, borrowed for less long.
+    pub fn view(&self) -> ProjectionView<'_> {
+        let Self { hidden, lm_head, layout, rounds_logits } = self;
+        ProjectionView {
+            hidden: hidden.view(),
+            lm_head: lm_head.view(),
+            layout: *layout,
+            rounds_logits: *rounds_logits,
+        }
+    }
+
+    /// `(B, T, H, V)`.
+    pub fn shape(&self) -> HeadShape {
+        let &[batch, tokens, hidden] = self.hidden.shape() else { unreachable!("hidden has rank 3") };
+        let &[rows, columns] = self.lm_head.shape() else { unreachable!("lm_head has rank 2") };
+        let vocab = match self.layout {
+            HeadLayout::HiddenByVocab => columns,
+            HeadLayout::VocabByHidden => rows,
+        };
+        HeadShape { batch, tokens, hidden, vocab }
+    }
+
+    /// Checks that both arrays are dense and fit each other, and the `tokens` them and `spec`.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
+    pub fn check(&self, spec: &LossSpec, tokens: &Tokens) -> Result<HeadShape, ProblemError> {
+        let Self { hidden, lm_head, layout, .. } = self;
+        for (field, dense) in [("hidden", hidden.is_standard_layout()), ("lm_head", lm_head.is_standard_layout())] {
+            if !dense {
+                return Err(ProblemError::Strided { field });
+            }
+        }
+        let shape = self.shape();
+        if shape.hidden == 0 {
+            let expected = "[B,T,H] with H ≥ 1".into();
+            return Err(ProblemError::Shape { field: "hidden", given: hidden.shape().to_vec(), expected });
+        }
+        let expected = layout.extents(shape.hidden, shape.vocab);
+        if lm_head.shape() != expected {
+            let expected = format!("{} with H = {}, that of `hidden`", layout.name(), shape.hidden);
+            return Err(ProblemError::Shape { field: "lm_head", given: lm_head.shape().to_vec(), expected });
+        }
+        if lm_head.dtype() != hidden.dtype() {
+            let (given, expected) = (lm_head.dtype(), hidden.dtype());
+            return Err(ProblemError::Dtype { field: "lm_head", given, expected, like: "hidden" });
+        }
+        tokens.check(spec, shape.logits())?;
+        Ok(shape)
+    }
 }
 
 /// How an LM head lies in memory, row-major.
@@ -143,13 +222,7 @@ impl FromStr for HeadShape {
 impl HeadProblem {
     /// `(B, T, H, V)`.
     pub fn shape(&self) -> HeadShape {
-        let &[batch, tokens, hidden] = self.logits.hidden.shape() else { unreachable!("hidden has rank 3") };
-        let &[rows, columns] = self.logits.lm_head.shape() else { unreachable!("lm_head has rank 2") };
-        let vocab = match self.logits.layout {
-            HeadLayout::HiddenByVocab => columns,
-            HeadLayout::VocabByHidden => rows,
-        };
-        HeadShape { batch, tokens, hidden, vocab }
+        self.logits.view().shape()
     }
 
     /// The dtype of `hidden` and of `lm_head`.
@@ -162,27 +235,6 @@ impl HeadProblem {
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
     pub fn check(&self, spec: &LossSpec) -> Result<HeadShape, ProblemError> {
-        let Projection { hidden, lm_head, layout, .. } = &self.logits;
-        for (field, dense) in [("hidden", hidden.is_standard_layout()), ("lm_head", lm_head.is_standard_layout())] {
-            if !dense {
-                return Err(ProblemError::Strided { field });
-            }
-        }
-        let shape = self.shape();
-        if shape.hidden == 0 {
-            let expected = "[B,T,H] with H ≥ 1".into();
-            return Err(ProblemError::Shape { field: "hidden", given: hidden.shape().to_vec(), expected });
-        }
-        let expected = layout.extents(shape.hidden, shape.vocab);
-        if lm_head.shape() != expected {
-            let expected = format!("{} with H = {}, that of `hidden`", layout.name(), shape.hidden);
-            return Err(ProblemError::Shape { field: "lm_head", given: lm_head.shape().to_vec(), expected });
-        }
-        if lm_head.dtype() != hidden.dtype() {
-            let (given, expected) = (lm_head.dtype(), hidden.dtype());
-            return Err(ProblemError::Dtype { field: "lm_head", given, expected, like: "hidden" });
-        }
-        self.tokens().check(spec, shape.logits())?;
-        Ok(shape)
+        self.logits.view().check(spec, &self.tokens())
     }
 }

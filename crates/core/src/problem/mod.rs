@@ -15,7 +15,7 @@ use ndarray::{Array1, Array2, Ix3};
 
 pub use array::{Dtype, Float, FloatArray, FloatView};
 pub use extents::Extents;
-pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection};
+pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
 pub use select::Part;
 

@@ -39,7 +39,7 @@ pub(super) struct Softmaxes {
     temperature: f64,
     /// Whether entropy needs a softmax of its own.
     two: bool,
-    /// Whether entropy may have a part in the loss.
+    /// Whether entropy may have a gradient.
     bonus: bool,
 }
 
@@ -132,6 +132,11 @@ impl Softmaxes {
             two: spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != 1.0,
             bonus: spec.entropy_coef != 0.0,
         }
+    }
+
+    /// The same where entropy `has` a gradient beside its part in the loss.
+    pub(super) fn with_entropy_cotangents(self, has: bool) -> Self {
+        Self { bonus: self.bonus || has, ..self }
     }
 
     /// Reads the row of an unmasked token.

@@ -8,7 +8,7 @@ use assay_core::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
 use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
-use assay_native::{Element, Evaluation, Isa, Native};
+use assay_native::{Cotangents, Element, Evaluation, Isa, Native};
 use assay_suites::cases;
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
 use proptest::prelude::*;
@@ -41,7 +41,9 @@ fn in_place<E: Element>(
     logits: &Array3<E>,
 ) -> (Vec<u32>, Vec<u32>) {
     let mut dlogits = logits.clone();
-    let evaluation = native.forward_backward_in_place(spec, dlogits.view_mut(), problem.tokens()).expect("supported");
+    let evaluation = native
+        .forward_backward_in_place(spec, dlogits.view_mut(), problem.tokens(), Cotangents::default())
+        .expect("supported");
     bits(&evaluation, dlogits.view())
 }
 
@@ -130,7 +132,7 @@ fn all_outputs_garbage_outside_the_support_changes_no_bit() {
         assert!(in_place(&Native::default(), &spec, &problem, &garbage) == expected, "{spec:?}");
         let mut dlogits = logits.clone();
         let evaluation = Native::default()
-            .forward_backward(&spec, garbage.view(), dlogits.view_mut(), problem.tokens())
+            .forward_backward(&spec, garbage.view(), dlogits.view_mut(), problem.tokens(), Cotangents::default())
             .expect("supported");
         assert!(bits(&evaluation, dlogits.view()) == expected, "beside them, {spec:?}");
     }
@@ -299,7 +301,7 @@ fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
 
             let (mut elsewhere, _) = anywhere(&Array3::from_elem(logits.raw_dim(), logits[[0, 0, 0]]));
             let evaluation = native
-                .forward_backward(&spec, view(&room, v), view_mut(&mut elsewhere, v), problem.tokens())
+                .forward_backward(&spec, view(&room, v), view_mut(&mut elsewhere, v), problem.tokens(), Cotangents::default())
                 .expect("supported");
             assert!(bits(&evaluation, view(&elsewhere, v)) == expected, "out of place");
             assert!(same(&room, &before), "the logits stay");
@@ -308,7 +310,7 @@ fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
             assert_eq!((forward.logp, forward.entropy), (evaluation.logp, evaluation.entropy), "forward alone");
 
             let evaluation = native
-                .forward_backward_in_place(&spec, view_mut(&mut room, v), problem.tokens())
+                .forward_backward_in_place(&spec, view_mut(&mut room, v), problem.tokens(), Cotangents::default())
                 .expect("supported");
             assert!(bits(&evaluation, view(&room, v)) == expected, "in place");
             for (around, before) in [(&room, &before), (&elsewhere, &before)] {
@@ -331,7 +333,12 @@ fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
     let native = Native::default();
     let mut every_other = Array3::from_elem((2, 3, 80).f(), 5.0_f32);
     let error = native
-        .forward_backward_in_place(&spec, every_other.slice_mut(s![.., .., ..;2]), problem.tokens())
+        .forward_backward_in_place(
+            &spec,
+            every_other.slice_mut(s![.., .., ..;2]),
+            problem.tokens(),
+            Cotangents::default(),
+        )
         .expect_err("columns are apart");
     assert_eq!(error, RunError::Problem(ProblemError::StridedRows { field: "logits", stride: 12 }));
     let message = "`logits`: got rows with a stride of 12, expected 1: a row's elements must lie side by side";
@@ -340,8 +347,9 @@ fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
 
     let logits = Array3::from_elem((2, 3, 40), 0.5_f32);
     let mut dlogits = Array3::from_elem((2, 3, 41), 5.0_f32);
-    let error =
-        native.forward_backward(&spec, logits.view(), dlogits.view_mut(), problem.tokens()).expect_err("a column more");
+    let error = native
+        .forward_backward(&spec, logits.view(), dlogits.view_mut(), problem.tokens(), Cotangents::default())
+        .expect_err("a column more");
     let message = "`dlogits`: got shape [2, 3, 41], expected [2, 3, 40], that of the logits";
     assert_eq!(error.to_string(), message);
     assert!(dlogits.iter().all(|&x| x == 5.0), "as they were");

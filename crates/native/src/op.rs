@@ -1,0 +1,297 @@
+//! The kernel as an operation of a framework: [`Op`]. Arrays are lent, and logits are never copied.
+//!
+//! ```text
+//! Op::of(spec, arguments)      the arrays of tokens, checked and in f64
+//!    .loss(logits)             loss, metrics, logp, entropy, token loss; one read of the logits, nothing written
+//!    .gradient(…)              the same and dlogits, in an array of their own
+//!    .gradient_in_place(…)     or over the logits
+//!    .logp_and_entropy(logits) these two alone
+//! ```
+//!
+//! Any number of threads may call at once: all share rayon's pool.
+
+use half::{bf16, f16};
+use ndarray::{Array1, Array2, ArrayView3, ArrayViewD, ArrayViewMut3, Dimension, Ix1, Ix2, Ix3};
+
+use super::{Cotangents, Element, Evaluation, LogpEntropy, Native};
+use assay_core::implementation::RunError;
+use assay_core::problem::{Advantages, Extra, Float, Problem, ProblemError, mask_from};
+use assay_core::spec::LossSpec;
+
+/// An array that is lent, of whatever dtype and extents, laid out anyhow.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each is named as its elements are")]
+pub enum Lent<'a> {
+    Bool(ArrayViewD<'a, bool>),
+    I32(ArrayViewD<'a, i32>),
+    I64(ArrayViewD<'a, i64>),
+    F16(ArrayViewD<'a, f16>),
+    Bf16(ArrayViewD<'a, bf16>),
+    F32(ArrayViewD<'a, f32>),
+    F64(ArrayViewD<'a, f64>),
+}
+
+/// Logits over which dlogits are written, or the array that they are written to: `[B,T,V]`, each row dense.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "each is named as its elements are")]
+pub enum LentMut<'a> {
+    F16(ArrayViewMut3<'a, f16>),
+    Bf16(ArrayViewMut3<'a, bf16>),
+    F32(ArrayViewMut3<'a, f32>),
+}
+
+/// The arrays of a batch beside its logits. What the spec does not read may be there all the same.
+#[derive(Clone, Debug)]
+pub struct Arguments<'a> {
+    /// `[B,T]` of integers: the sampled tokens.
+    pub ids: Lent<'a>,
+    /// `[B,T]`, of truth values, or of numbers that are 0 or 1: the tokens that count.
+    pub mask: Lent<'a>,
+    /// `[B]`, or `[B,T]` where the spec has one a token; for such a spec `[B]` stand for all tokens of their sequence.
+    pub advantages: Lent<'a>,
+    /// `[B,T]`, nats.
+    pub old_logp: Option<Lent<'a>>,
+    /// `[B,T]`, nats.
+    pub ref_logp: Option<Lent<'a>>,
+    /// `[B,T]`, nats; NaN: not scored.
+    pub rollout_logp: Option<Lent<'a>>,
+    /// `[B,T]` or `[B,1]`.
+    pub rollout_weights: Option<Lent<'a>>,
+    /// `[B,T]`, as the mask.
+    pub selected: Option<Lent<'a>>,
+    /// `[V]`.
+    pub bias: Option<Lent<'a>>,
+}
+
+/// Why an operation was not done. Nothing has been written.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum OpError {
+    /// The arrays do not fit each other or the spec, or the kernel does not do this.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// An array holds what it cannot.
+    #[error("`{field}`: got dtype {given}, expected {expected}")]
+    Dtype {
+        /// Name of the array.
+        field: &'static str,
+        /// Its dtype.
+        given: &'static str,
+        /// What would do.
+        expected: &'static str,
+    },
+}
+
+impl From<ProblemError> for OpError {
+    fn from(error: ProblemError) -> Self {
+        OpError::Run(error.into())
+    }
+}
+
+/// What logits, and dlogits, may be of.
+const LOGITS: &str = "f32, bf16 or f16";
+
+impl Lent<'_> {
+    /// The extents.
+    pub fn shape(&self) -> &[usize] {
+        match self {
+            Lent::Bool(array) => array.shape(),
+            Lent::I32(array) => array.shape(),
+            Lent::I64(array) => array.shape(),
+            Lent::F16(array) => array.shape(),
+            Lent::Bf16(array) => array.shape(),
+            Lent::F32(array) => array.shape(),
+            Lent::F64(array) => array.shape(),
+        }
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> &'static str {
+        match self {
+            Lent::Bool(_) => "bool",
+            Lent::I32(_) => "i32",
+            Lent::I64(_) => "i64",
+            Lent::F16(_) => "f16",
+            Lent::Bf16(_) => "bf16",
+            Lent::F32(_) => "f32",
+            Lent::F64(_) => "f64",
+        }
+    }
+
+    fn wrong_dtype(&self, field: &'static str, expected: &'static str) -> OpError {
+        OpError::Dtype { field, given: self.dtype(), expected }
+    }
+
+    /// The floats of `field`, exactly.
+    fn floats<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<f64, D>, OpError> {
+        let floats = match self {
+            Lent::F16(array) => array.mapv(Float::to_f64),
+            Lent::Bf16(array) => array.mapv(Float::to_f64),
+            Lent::F32(array) => array.mapv(f64::from),
+            Lent::F64(array) => array.to_owned(),
+            _ => return Err(self.wrong_dtype(field, "f32, bf16, f16 or f64")),
+        };
+        Ok(floats.into_dimensionality().map_err(|_| self.wrong_rank(field, meaning))?)
+    }
+
+    fn wrong_rank(&self, field: &'static str, meaning: &str) -> ProblemError {
+        ProblemError::Shape { field, given: self.shape().to_vec(), expected: meaning.into() }
+    }
+
+    fn ids(&self) -> Result<Array2<i64>, OpError> {
+        let ids = match self {
+            Lent::I32(array) => array.mapv(i64::from),
+            Lent::I64(array) => array.to_owned(),
+            _ => return Err(self.wrong_dtype("ids", "i64 or i32")),
+        };
+        Ok(ids.into_dimensionality().map_err(|_| self.wrong_rank("ids", "[B,T]"))?)
+    }
+
+    fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
+        let wrong_rank = |_| self.wrong_rank(field, "[B,T]");
+        let numbers = match self {
+            Lent::Bool(array) => return Ok(array.to_owned().into_dimensionality().map_err(wrong_rank)?),
+            Lent::I32(array) => array.mapv(f64::from),
+            Lent::I64(array) => array.mapv(|x| x as f64),
+            _ => return Ok(mask_from(field, &self.floats::<Ix2>(field, "[B,T]")?)?),
+        };
+        Ok(mask_from(field, &numbers.into_dimensionality().map_err(wrong_rank)?)?)
+    }
+}
+
+/// `[B,T,V]` of logits.
+fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpError> {
+    let wrong = |_| ProblemError::Shape {
+        field: "logits",
+        given: array.shape().to_vec(),
+        expected: "[B,T,V] with B, T, V ≥ 1".into(),
+    };
+    Ok(array.view().into_dimensionality::<Ix3>().map_err(wrong)?)
+}
+
+/// A loss and the arrays of a batch beside its logits, ready to be called with these.
+pub struct Op<'s> {
+    native: Native,
+    spec: &'s LossSpec,
+    tokens: Problem<()>,
+}
+
+impl<'s> Op<'s> {
+    /// With the `arguments` widened to f64.
+    ///
+    /// # Errors
+    /// [`OpError`] naming the first array whose dtype or rank does not fit. Extents and values are looked at with the logits.
+    pub fn of(spec: &'s LossSpec, arguments: &Arguments) -> Result<Self, OpError> {
+        let per_token =
+            |field, array: &Option<Lent>| array.as_ref().map(|array| array.floats::<Ix2>(field, "[B,T]")).transpose();
+        let advantages = match arguments.advantages.shape().len() {
+            1 => Advantages::Sequence(arguments.advantages.floats::<Ix1>("advantages", "[B]")?),
+            _ => Advantages::Token(arguments.advantages.floats::<Ix2>("advantages", "[B] or [B,T]")?),
+        };
+        let bias: Option<Array1<f64>> =
+            arguments.bias.as_ref().map(|bias| bias.floats::<Ix1>("bias", "[V]")).transpose()?;
+        let tokens = Problem {
+            logits: (),
+            ids: arguments.ids.ids()?,
+            mask: arguments.mask.truths("mask")?,
+            advantages,
+            old_logp: per_token("old_logp", &arguments.old_logp)?,
+            ref_logp: per_token("ref_logp", &arguments.ref_logp)?,
+            extra: Extra {
+                rollout_logp: per_token("rollout_logp", &arguments.rollout_logp)?,
+                rollout_weights: per_token("rollout_weights", &arguments.rollout_weights)?,
+                selected: arguments.selected.as_ref().map(|selected| selected.truths("selected")).transpose()?,
+                bias,
+            },
+        };
+        Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })
+    }
+
+    /// What the arrays of tokens are.
+    pub fn tokens(&self) -> &Problem<()> {
+        &self.tokens
+    }
+
+    /// The loss without its gradient; the same bits as with it.
+    ///
+    /// # Errors
+    /// [`OpError`] naming what does not fit.
+    pub fn loss(&self, logits: &Lent) -> Result<Evaluation, OpError> {
+        match logits {
+            Lent::F32(logits) => self.loss_of(logits),
+            Lent::Bf16(logits) => self.loss_of(logits),
+            Lent::F16(logits) => self.loss_of(logits),
+            other => Err(other.wrong_dtype("logits", LOGITS)),
+        }
+    }
+
+    fn loss_of<E: Element>(&self, array: &ArrayViewD<E>) -> Result<Evaluation, OpError> {
+        Ok(self.native.evaluate(self.spec, logits(array)?, self.tokens.tokens())?)
+    }
+
+    /// Logp and entropy of each token, without a loss.
+    ///
+    /// # Errors
+    /// As [`Op::loss`].
+    pub fn logp_and_entropy(&self, logits: &Lent) -> Result<LogpEntropy, OpError> {
+        match logits {
+            Lent::F32(logits) => self.logp_and_entropy_of(logits),
+            Lent::Bf16(logits) => self.logp_and_entropy_of(logits),
+            Lent::F16(logits) => self.logp_and_entropy_of(logits),
+            other => Err(other.wrong_dtype("logits", LOGITS)),
+        }
+    }
+
+    fn logp_and_entropy_of<E: Element>(&self, array: &ArrayViewD<E>) -> Result<LogpEntropy, OpError> {
+        Ok(self.native.forward(self.spec, logits(array)?, self.tokens.tokens())?)
+    }
+
+    /// The loss, with `dlogits` in an array of their own, of the dtype of the logits.
+    ///
+    /// # Errors
+    /// As [`Op::loss`]; `dlogits` are then as they were.
+    pub fn gradient(&self, logits: &Lent, dlogits: LentMut, cotangents: Cotangents) -> Result<Evaluation, OpError> {
+        match (logits, dlogits) {
+            (Lent::F32(logits), LentMut::F32(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
+            (Lent::Bf16(logits), LentMut::Bf16(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
+            (Lent::F16(logits), LentMut::F16(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
+            (Lent::F32(_) | Lent::Bf16(_) | Lent::F16(_), dlogits) => {
+                Err(OpError::Dtype { field: "dlogits", given: dlogits.dtype(), expected: "that of the logits" })
+            }
+            (other, _) => Err(other.wrong_dtype("logits", LOGITS)),
+        }
+    }
+
+    fn gradient_of<E: Element>(
+        &self,
+        array: &ArrayViewD<E>,
+        dlogits: ArrayViewMut3<E>,
+        cotangents: Cotangents,
+    ) -> Result<Evaluation, OpError> {
+        Ok(self.native.forward_backward(self.spec, logits(array)?, dlogits, self.tokens.tokens(), cotangents)?)
+    }
+
+    /// The loss, with dlogits written over the `logits`.
+    ///
+    /// # Errors
+    /// As [`Op::loss`]; the logits are then as they were.
+    pub fn gradient_in_place(&self, logits: LentMut, cotangents: Cotangents) -> Result<Evaluation, OpError> {
+        let Self { native, spec, tokens } = self;
+        let tokens = tokens.tokens();
+        Ok(match logits {
+            LentMut::F32(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
+            LentMut::Bf16(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
+            LentMut::F16(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
+        })
+    }
+}
+
+impl LentMut<'_> {
+    /// The element type.
+    pub fn dtype(&self) -> &'static str {
+        match self {
+            LentMut::F16(_) => "f16",
+            LentMut::Bf16(_) => "bf16",
+            LentMut::F32(_) => "f32",
+        }
+    }
+}

@@ -1,0 +1,427 @@
+"""The GRPO loss for PyTorch: `grpo_loss`, and `logp_and_entropy` for the passes without a gradient.
+
+    import assay, assay.torch
+
+    spec = assay.spec("trl", beta=0.04)
+    loss = assay.torch.grpo_loss(logits, ids, advantages, mask, old_logp, ref_logp, spec=spec).loss
+    loss.backward()
+
+On the CPU, by the kernel that `assay` judges under the name `native`, without a copy of the logits. The forward pass reads them
+once; the backward pass reads them once more and writes dlogits, which are so of whatever cotangent there is and rounded once.
+
+Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _native
+from . import spec as _spec
+from ._errors import ProblemError
+from ._native import Spec
+
+__all__ = ["GrpoLoss", "METRICS", "grpo_loss", "logp_and_entropy", "trl_arguments"]
+
+METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
+"""What trainers log, means over the unmasked tokens: `GrpoLoss.metrics` by name. Without a KL term `kl_mean` is 0."""
+
+
+class GrpoLoss(NamedTuple):
+    """What `grpo_loss` returns. f32; masked tokens hold 0.
+
+    Loss, logp and entropy are differentiable; token_loss and metrics are detached.
+    """
+
+    loss: Tensor
+    """The loss, a scalar."""
+    logp: Tensor
+    """`[B,T]`, nats: log-probability of each sampled token."""
+    entropy: Tensor
+    """`[B,T]`, nats."""
+    token_loss: Tensor
+    """`[B,T]`: policy term plus `beta · kl`, before mask and normaliser."""
+    metrics: dict[str, Tensor]
+    """Scalars by the names of `METRICS`."""
+
+
+# The arrays beside the logits, in the order of every operation.
+_ARRAYS = (
+    "ids",
+    "mask",
+    "advantages",
+    "old_logp",
+    "ref_logp",
+    "rollout_logp",
+    "rollout_weights",
+    "selected",
+    "bias",
+)
+_GIVEN = (
+    "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
+    "Tensor? rollout_weights, Tensor? selected, Tensor? bias, Tensor? normalizer, str spec"
+)
+_HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
+_SENT = "Tensor loss, Tensor logp, Tensor entropy"
+_EVALUATED = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+@functools.lru_cache(maxsize=64)
+def _read(json: str) -> Spec:
+    return Spec._of_json(json)
+
+
+def _given(given: tuple[Any, ...]) -> tuple[Spec, dict[str, Tensor | None], float | None]:
+    """Spec, arrays and normaliser, of an operation's last arguments."""
+    *arrays, normalizer, spec = given
+    detached = (None if array is None else array.detach() for array in arrays)
+    count = None if normalizer is None else float(normalizer)
+    return _read(spec), dict(zip(_ARRAYS, detached, strict=True)), count
+
+
+def _tensors(arrays: Iterable[Any]) -> tuple[Tensor, ...]:
+    return tuple(torch.from_dlpack(array) for array in arrays)
+
+
+def _evaluated(evaluated: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    loss, *arrays = evaluated
+    return (torch.tensor(loss, dtype=torch.float32), *_tensors(arrays))
+
+
+def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
+    per_token = (ids.new_empty(ids.shape, dtype=torch.float32) for _ in range(3))
+    return (ids.new_empty((), dtype=torch.float32), *per_token, ids.new_empty((len(METRICS),), dtype=torch.float32))
+
+
+def _op(name: str, schema: str) -> Any:
+    return torch.library.custom_op(f"assay::{name}", mutates_args=(), device_types="cpu", schema=schema)
+
+
+@_op("grpo_loss", f"(Tensor logits, {_GIVEN}) -> {_EVALUATED}")
+def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    spec, arrays, normalizer = _given(given)
+    return _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
+
+
+@_op("grpo_loss_gradient", f"({_SENT}, Tensor logits, {_GIVEN}) -> Tensor")
+def _gradient(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
+    spec, arrays, normalizer = _given(given)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype)
+    _native.op_gradient(spec, logits.detach(), dlogits, arrays, normalizer, float(loss), logp.detach(), entropy.detach())
+    return dlogits
+
+
+@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> {_EVALUATED}")
+def _head_loss(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
+    spec, arrays, normalizer = _given(given)
+    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
+    return _evaluated(_native.op_head_loss(spec, head, arrays, normalizer))
+
+
+@_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)")
+def _head_gradient(
+    loss: Tensor,
+    logp: Tensor,
+    entropy: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    rounds_logits: bool,
+    chunk: int,
+    *given: Any,
+) -> tuple[Tensor, Tensor]:
+    spec, arrays, normalizer = _given(given)
+    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
+    sent = (float(loss), logp.detach(), entropy.detach())
+    dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, *sent))
+    return dhidden, dlm_head.to(lm_head.dtype)
+
+
+@_loss.register_fake
+def _(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    return _fake_evaluated(given[0])
+
+
+@_gradient.register_fake
+def _(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@_head_loss.register_fake
+def _(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
+    return _fake_evaluated(given[0])
+
+
+@_head_gradient.register_fake
+def _(
+    loss: Tensor,
+    logp: Tensor,
+    entropy: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    rounds_logits: bool,
+    chunk: int,
+    *given: Any,
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), lm_head.new_empty(lm_head.shape)
+
+
+# How many arguments the gradient is of: the logits, or hidden states and head. The rest have none.
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.save_for_backward(*tensors)
+    ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _saved(ctx: Any) -> list[Any]:
+    return [x if x is not None else rest for x, rest in zip(ctx.saved_tensors, ctx.rest, strict=True)]
+
+
+def _backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
+    inputs = _saved(ctx)
+    return (_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 1))
+
+
+def _head_backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
+    inputs = _saved(ctx)
+    return (*_head_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 2))
+
+
+_loss.register_autograd(_backward, setup_context=_setup)
+_head_loss.register_autograd(_head_backward, setup_context=_setup)
+
+
+class _InPlace(torch.autograd.Function):
+    """The same with dlogits over the logits, in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        spec, arrays, normalizer = _given(given)
+        outputs = _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
+        ctx.save_for_backward(logits)
+        ctx.given, ctx.done = given, False
+        ctx.mark_non_differentiable(*outputs[3:])
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.done:
+            raise RuntimeError(
+                "grpo_loss: got a second backward pass with `inplace=True`, expected one: the logits are dlogits by now"
+            )
+        (logits,) = ctx.saved_tensors
+        spec, arrays, normalizer = _given(ctx.given)
+        dlogits = logits.detach()
+        _native.op_gradient(spec, dlogits, None, arrays, normalizer, float(loss), logp, entropy)
+        ctx.done = True
+        # Whoever saved the logits and is differentiated later is told so by autograd.
+        torch.autograd.graph.increment_version(logits)
+        return (dlogits, *[None] * len(ctx.given))
+
+
+# Nodes whose result is a view of their argument.
+_VIEWS = (
+    "Alias", "AsStrided", "Diagonal", "Expand", "Narrow", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T",
+    "Transpose", "Unfold", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+
+
+def _expect_unsaved(logits: Tensor) -> None:
+    """That whoever made the logits does not need them for its own gradient, which comes after ours."""
+    memory = logits.untyped_storage().data_ptr()
+    node = logits.grad_fn
+    while node is not None:
+        held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        held += getattr(node, "saved_tensors", ())
+        if any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory for x in held):
+            raise ProblemError(
+                f"`inplace`: got True for logits that {node.name()} saved for its own gradient, expected logits that their "
+                "producer does not need: those of a Linear, or `inplace=False`"
+            )
+        is_view = node.name().rstrip("0123456789").removesuffix("Backward") in _VIEWS
+        node = node.next_functions[0][0] if is_view and node.next_functions else None
+
+
+def _expect_in_place(logits: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise ProblemError("`inplace`: got True under torch.compile, expected False: an operation there is functional")
+    if logits.requires_grad and logits.is_leaf:
+        raise ProblemError("`inplace`: got True for logits that are a leaf, expected logits that a model computed")
+    if logits.requires_grad:
+        _expect_unsaved(logits)
+
+
+def _expect_host(field: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ProblemError(
+            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: for GPUs `assay emit --target` writes "
+            "kernels that examples/gpu/torch_kernel.py launches"
+        )
+
+
+@torch._dynamo.assume_constant_result
+def _json_of_options(spec: str, batch: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> str:
+    project = not spec.endswith((".yaml", ".yml", ".toml", ".json"))
+    return _spec(spec, batch=dict(batch) if project else None, **dict(options)).to_json()
+
+
+def _json(spec: str | Spec, batch: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    if isinstance(spec, str):
+        json: str = _json_of_options(spec, tuple(batch.items()), tuple(options.items()))
+        return json
+    if options:
+        raise ProblemError(f"got {', '.join(options)} beside a Spec, expected options only with a project's name")
+    return spec._json
+
+
+def grpo_loss(
+    logits: Tensor | None,
+    ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    *,
+    spec: str | Spec = "trl",
+    rollout_logp: Tensor | None = None,
+    rollout_weights: Tensor | None = None,
+    selected: Tensor | None = None,
+    bias: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    hidden: Tensor | None = None,
+    lm_head: Tensor | None = None,
+    rounds_logits: bool = False,
+    chunk: int = 0,
+    inplace: bool = False,
+    **options: Any,
+) -> GrpoLoss:
+    """A GRPO loss whose gradient is exact to one rounding, whatever the loss is multiplied by afterwards.
+
+    Args:
+        logits: `[B,T,V]`, f32, bf16 or f16, in nats before the temperature, each row dense; None with `hidden` and `lm_head`.
+        ids: `[B,T]`, i64 or i32: the sampled tokens; anything may stand where the mask is false.
+        advantages: `[B]`, or `[B,T]` where the spec has one a token.
+        mask: `[B,T]`, truth values or 0 and 1: the tokens that count; None: all.
+        old_logp: `[B,T]`, nats: under the policy that sampled. With a project's name None means the policy itself.
+        ref_logp: `[B,T]`, nats: under the reference policy, where there is a KL term.
+        spec: The loss: what `assay.spec` made, or a project's name, whose `options` follow as in `assay.spec`.
+        rollout_logp: `[B,T]`, nats: under the policy that the sampler ran; NaN: not scored.
+        rollout_weights: `[B,T]` or `[B,1]`: importance weights against that.
+        selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
+        bias: `[V]`: of the LM head, where the spec has one.
+        normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
+            normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
+        hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
+        lm_head: `[V,H]`, of the dtype of `hidden`, contiguous.
+        rounds_logits: Whether those logits are rounded to the dtype of `hidden` before anything reads them.
+        chunk: Tokens of a chunk; 0: as many as 320 MiB hold.
+        inplace: Whether dlogits go over the logits, in the backward pass. Not under torch.compile, and not for logits that
+            whoever made them needs for a gradient of its own.
+
+    Returns:
+        `GrpoLoss`. A gradient of a gradient is an error, and with `inplace=True` so is a second backward pass.
+
+    Raises:
+        ProblemError: An array has a shape, dtype, device or value that does not fit, by its name.
+        SpecError: There is no such loss.
+    """
+    given: dict[str, Tensor | None] = {
+        "ids": ids,
+        "mask": torch.ones_like(ids, dtype=torch.bool) if mask is None else mask,
+        "advantages": advantages,
+        "old_logp": old_logp,
+        "ref_logp": ref_logp,
+        "rollout_logp": rollout_logp,
+        "rollout_weights": rollout_weights,
+        "selected": selected,
+        "bias": bias,
+    }
+    batch: dict[str, Any] = {
+        "old_logps": old_logp is not None,
+        "ref_logps": ref_logp is not None,
+        "sampling_logps": rollout_logp is not None,
+    }
+    if normalizer is not None:
+        batch["num_items_in_batch"] = 1.0
+        if not isinstance(normalizer, Tensor):
+            normalizer = torch.tensor(normalizer, dtype=torch.float64)
+    json = _json(spec, batch, options)
+    arguments = (*given.values(), normalizer, json)
+    for field, array in given.items():
+        if array is not None:
+            _expect_host(field, array)
+    if logits is not None:
+        if hidden is not None or lm_head is not None:
+            raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
+        _expect_host("logits", logits)
+        if inplace:
+            _expect_in_place(logits)
+            outputs = _InPlace.apply(logits, *arguments)
+        else:
+            outputs = _loss(logits, *arguments)
+    else:
+        outputs = _head_loss(*_head_of(hidden, lm_head, inplace), rounds_logits, chunk, *arguments)
+    loss, logp, entropy, token_loss, metrics = outputs
+    return GrpoLoss(loss, logp, entropy, token_loss, dict(zip(METRICS, metrics.unbind(), strict=True)))
+
+
+def _head_of(hidden: Tensor | None, lm_head: Tensor | None, inplace: bool) -> tuple[Tensor, Tensor]:
+    if hidden is None or lm_head is None:
+        raise ProblemError("`logits`: got None, expected a tensor, or both `hidden` and `lm_head`")
+    if inplace:
+        raise ProblemError("`inplace`: got True with an LM head, expected False: its logits are never all there")
+    _expect_host("hidden", hidden)
+    _expect_host("lm_head", lm_head)
+    return hidden, lm_head
+
+
+@torch.no_grad()
+def logp_and_entropy(
+    logits: Tensor | None,
+    ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    hidden: Tensor | None = None,
+    lm_head: Tensor | None = None,
+    rounds_logits: bool = False,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each sampled token and entropy, `[B,T]`, f32, nats, without a gradient: old and reference passes.
+
+    The logits are read once and nothing of their size is made; with `hidden` and `lm_head` they are made a chunk at a time.
+    Masked tokens hold 0. Arguments and errors as those of `grpo_loss`.
+    """
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    scored = _spec(temperature=temperature, objective="policy_gradient")
+    arrays: dict[str, Tensor | None] = {"ids": ids, "mask": mask, "advantages": torch.zeros(ids.shape[0])}
+    arrays["old_logp"] = torch.zeros(ids.shape)
+    if logits is not None:
+        _expect_host("logits", logits)
+        logp, entropy = _tensors(_native.op_logp_and_entropy(scored, logits.detach(), arrays))
+        return logp, entropy
+    hidden, lm_head = _head_of(hidden, lm_head, False)
+    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
+    logp, entropy = _tensors(_native.op_head_logp_and_entropy(scored, head, arrays))
+    return logp, entropy
+
+
+def trl_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `grpo_loss` in what TRL hands to `GRPOTrainer._compute_loss`, by their names here."""
+    mask = inputs["completion_mask"]
+    names = {
+        "old_logp": "old_per_token_logps",
+        "ref_logp": "ref_per_token_logps",
+        "rollout_logp": "sampling_per_token_logps",
+        "rollout_weights": "importance_sampling_ratio",
+    }
+    return {
+        "ids": inputs["completion_ids"],
+        "mask": mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
+        "advantages": inputs["advantages"],
+        **{ours: inputs.get(theirs) for ours, theirs in names.items()},
+    }

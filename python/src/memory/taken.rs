@@ -1,0 +1,191 @@
+//! [`Taken`]: an argument of an operation, a tensor of a framework's, used where it lies.
+
+use half::{bf16, f16};
+use ndarray::{ArrayView, ArrayViewD, ArrayViewMut, Dimension, IxDyn, ShapeBuilder};
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use super::dlpack;
+use crate::error;
+use assay::native::op::{Lent, LentMut};
+use assay::problem::FloatView;
+
+/// A tensor in the host's memory, by `DLPack`.
+pub(crate) struct Taken {
+    field: &'static str,
+    /// What keeps the memory.
+    _capsule: Py<PyAny>,
+    data: *mut u8,
+    shape: Vec<usize>,
+    /// In elements.
+    strides: Vec<usize>,
+    element: Element,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Element {
+    Bool,
+    I32,
+    I64,
+    F16,
+    Bf16,
+    F32,
+    F64,
+}
+
+impl Element {
+    fn size(self) -> usize {
+        match self {
+            Element::Bool => 1,
+            Element::F16 | Element::Bf16 => 2,
+            Element::I32 | Element::F32 => 4,
+            Element::I64 | Element::F64 => 8,
+        }
+    }
+}
+
+// SAFETY: the capsule keeps the memory on any thread; who calls an operation lends its arrays until that returns.
+unsafe impl Send for Taken {}
+// SAFETY: as above. Only `lent_mut` writes, and takes it alone.
+unsafe impl Sync for Taken {}
+
+impl Taken {
+    /// Takes the argument `field`.
+    ///
+    /// # Errors
+    /// `ProblemError` for what is no tensor in the host's memory, or has elements that no operation takes.
+    pub(crate) fn of(field: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = object.py();
+        let wrong =
+            |given: &str, expected: &str| error::of_problem(py, format!("`{field}`: got {given}, expected {expected}"));
+        let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
+            return Err(wrong(&object.get_type().to_string(), "a tensor"));
+        };
+        let capsule = method.call0()?;
+        let dlpack::Described { data, shape, strides, dtype, on_host } = dlpack::read(&capsule)?;
+        if !on_host {
+            return Err(wrong("a tensor of a device", "one in the host's memory"));
+        }
+        let element = match dtype {
+            (6, 8, 1) => Element::Bool,
+            (0, 32, 1) => Element::I32,
+            (0, 64, 1) => Element::I64,
+            (2, 16, 1) => Element::F16,
+            (4, 16, 1) => Element::Bf16,
+            (2, 32, 1) => Element::F32,
+            (2, 64, 1) => Element::F64,
+            (code, bits, _) => {
+                let given = match code {
+                    0 => format!("dtype int{bits}"),
+                    1 => format!("dtype uint{bits}"),
+                    _ => format!("the DLPack dtype {code} of {bits} bits"),
+                };
+                return Err(wrong(&given, "bool, i32, i64, f16, bf16, f32 or f64"));
+            }
+        };
+        let dense = || {
+            let mut strides = vec![1; shape.len()];
+            for axis in (1..shape.len()).rev() {
+                strides[axis - 1] = strides[axis] * shape[axis];
+            }
+            strides
+        };
+        let strides = match strides {
+            None => dense(),
+            Some(strides) => {
+                let strides: Result<_, _> = strides.into_iter().map(usize::try_from).collect();
+                strides.map_err(|_| wrong("negative strides", "a tensor that runs forwards"))?
+            }
+        };
+        if !data.addr().is_multiple_of(element.size()) {
+            return Err(wrong(&format!("address {:#x}", data.addr()), "a multiple of an element's size"));
+        }
+        Ok(Self { field, _capsule: capsule.unbind(), data: data.cast_mut(), shape, strides, element })
+    }
+
+    pub(crate) fn lent(&self) -> Lent<'_> {
+        match self.element {
+            Element::Bool => Lent::Bool(self.elements()),
+            Element::I32 => Lent::I32(self.elements()),
+            Element::I64 => Lent::I64(self.elements()),
+            Element::F16 => Lent::F16(self.elements()),
+            Element::Bf16 => Lent::Bf16(self.elements()),
+            Element::F32 => Lent::F32(self.elements()),
+            Element::F64 => Lent::F64(self.elements()),
+        }
+    }
+
+    /// As floats of the rank `D`.
+    ///
+    /// # Errors
+    /// What it is, in words, where it is none.
+    pub(crate) fn floats<D: Dimension>(&self, expected: &str) -> Result<FloatView<'_, D>, String> {
+        let lent = self.lent();
+        let wrong =
+            format!("`{}`: got dtype {} and shape {:?}, expected {expected}", self.field, lent.dtype(), self.shape);
+        match lent {
+            Lent::F16(array) => array.into_dimensionality().map(FloatView::F16),
+            Lent::Bf16(array) => array.into_dimensionality().map(FloatView::Bf16),
+            Lent::F32(array) => array.into_dimensionality().map(FloatView::F32),
+            Lent::F64(array) => array.into_dimensionality().map(FloatView::F64),
+            _ => return Err(wrong),
+        }
+        .map_err(|_| wrong)
+    }
+
+    /// To be written to.
+    ///
+    /// # Errors
+    /// What it is, in words, where that is no `[B,T,V]` of f32, bf16 or f16 whose elements are apart.
+    pub(crate) fn lent_mut(&mut self) -> Result<LentMut<'_>, String> {
+        let wrong =
+            |given: String| format!("`{}`: got {given}, expected a dense [B,T,V] of f32, bf16 or f16", self.field);
+        let &[batch, tokens, vocab] = &self.shape[..] else { return Err(wrong(format!("shape {:?}", self.shape))) };
+        // No element is two: each axis steps over all of the next.
+        let &[by_batch, by_token, by_column] = &self.strides[..] else { unreachable!("a stride an axis") };
+        let apart = by_column == 1 && (tokens == 1 || by_token >= vocab);
+        if !(apart && (batch == 1 || by_batch >= (tokens - 1) * by_token + vocab)) {
+            return Err(wrong(format!("strides {:?}", self.strides)));
+        }
+        Ok(match self.element {
+            Element::F16 => LentMut::F16(self.elements_mut([batch, tokens, vocab])),
+            Element::Bf16 => LentMut::Bf16(self.elements_mut([batch, tokens, vocab])),
+            Element::F32 => LentMut::F32(self.elements_mut([batch, tokens, vocab])),
+            _ => return Err(wrong(format!("dtype {}", self.lent().dtype()))),
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
+    fn elements<T: Held>(&self) -> ArrayViewD<'_, T> {
+        if self.is_empty() {
+            return ArrayView::from_shape(IxDyn(&self.shape), &[]).expect("no element");
+        }
+        let extents = IxDyn(&self.shape).strides(IxDyn(&self.strides));
+        // SAFETY: the capsule says that there are so many elements of this type with these strides, which are not negative, and
+        // it lives; `of` has seen that they are aligned. They are lent by the caller of an operation, and only read.
+        unsafe { ArrayView::from_shape_ptr(extents, self.data.cast_const().cast()) }
+    }
+
+    fn elements_mut<T: Held>(&mut self, [batch, tokens, vocab]: [usize; 3]) -> ndarray::ArrayViewMut3<'_, T> {
+        if self.is_empty() {
+            return ArrayViewMut::from_shape((batch, tokens, vocab), &mut []).expect("no element");
+        }
+        let extents = (batch, tokens, vocab).strides((self.strides[0], self.strides[1], self.strides[2]));
+        // SAFETY: as in `elements`; `lent_mut` has seen that no two elements are one, and who calls an operation that writes
+        // lends this array to it alone.
+        unsafe { ArrayViewMut::from_shape_ptr(extents, self.data.cast()) }
+    }
+}
+
+/// What an array holds.
+trait Held: Copy {}
+impl Held for bool {}
+impl Held for i32 {}
+impl Held for i64 {}
+impl Held for f16 {}
+impl Held for bf16 {}
+impl Held for f32 {}
+impl Held for f64 {}

@@ -1,0 +1,270 @@
+//! The loss as an operation of a framework: the functions that `assay.torch` registers.
+
+use std::sync::Arc;
+
+use ndarray::{Array, Array1, Array2, Dimension, Ix2, Ix3};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error;
+use crate::memory::{Array as LentArray, Block, Element, Taken};
+use crate::spec::Spec;
+use assay::native::op::{Arguments, Op};
+use assay::native::{Cotangents, Evaluation, NativeHead};
+use assay::problem::{Dtype, FloatArray, HeadLayout, ProjectionView};
+use assay::spec::{LossSpec, Reduction};
+
+/// What a loss hands over: loss, logp, entropy, token loss, and the metrics in their order.
+type Evaluated = (f32, LentArray, LentArray, LentArray, LentArray);
+
+/// The arguments beside logits, or beside hidden states and head.
+struct Given {
+    spec: Arc<LossSpec>,
+    ids: Taken,
+    mask: Taken,
+    advantages: Taken,
+    optional: [Option<Taken>; 6],
+}
+
+const OPTIONAL: [&str; 6] = ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias"];
+
+impl Given {
+    /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
+    fn of(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
+        let py = arrays.py();
+        let taken = |field: &'static str| {
+            let array = arrays.get_item(field)?.filter(|array| !array.is_none());
+            array.map(|array| Taken::of(field, &array)).transpose()
+        };
+        let required = |field: &'static str| {
+            taken(field)?.ok_or_else(|| error::of_problem(py, format!("`{field}`: not given, expected a tensor")))
+        };
+        let mut optional = OPTIONAL.map(|_| None);
+        for (to, field) in optional.iter_mut().zip(OPTIONAL) {
+            *to = taken(field)?;
+        }
+        let mut spec = Arc::clone(&spec.loss);
+        if let Some(given) = normalizer {
+            let Reduction::Normalizer(count) = &mut Arc::make_mut(&mut spec).reduction else {
+                let expected = "none, or a spec whose `reduction` is `normalizer`";
+                return Err(error::of_problem(py, format!("`normalizer`: got {given}, expected {expected}")));
+            };
+            *count = given;
+        }
+        let (ids, mask, advantages) = (required("ids")?, required("mask")?, required("advantages")?);
+        Ok(Self { spec, ids, mask, advantages, optional })
+    }
+
+    fn op(&self) -> Result<Op<'_>, String> {
+        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias] =
+            self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
+        let arguments = Arguments {
+            ids: self.ids.lent(),
+            mask: self.mask.lent(),
+            advantages: self.advantages.lent(),
+            old_logp,
+            ref_logp,
+            rollout_logp,
+            rollout_weights,
+            selected,
+            bias,
+        };
+        Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
+    }
+}
+
+/// The derivatives by loss, logp and entropy. A cotangent of zeros is none.
+struct Sent {
+    loss: f64,
+    logp: Option<Array2<f64>>,
+    entropy: Option<Array2<f64>>,
+}
+
+impl Sent {
+    fn of(py: Python<'_>, loss: f64, logp: &Bound<'_, PyAny>, entropy: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let cotangent = |field: &'static str, array: &Bound<'_, PyAny>| {
+            let taken = Taken::of(field, array)?;
+            let floats = taken.floats::<Ix2>("floats [B,T]").map_err(|reason| error::of_problem(py, reason))?.to_f64();
+            PyResult::Ok(Some(floats).filter(|floats| floats.iter().any(|x| *x != 0.0)))
+        };
+        Ok(Self {
+            loss,
+            logp: cotangent("cotangent of logp", logp)?,
+            entropy: cotangent("cotangent of entropy", entropy)?,
+        })
+    }
+
+    fn cotangents(&self) -> Cotangents<'_> {
+        Cotangents { loss: self.loss, logp: self.logp.as_ref(), entropy: self.entropy.as_ref() }
+    }
+}
+
+/// An array of this extension's, lent to be kept.
+fn kept<D: Dimension + 'static>(array: Array<f32, D>) -> LentArray {
+    let block = Block::of(&Arc::new(array), Element::Float(Dtype::F32), |array| array);
+    LentArray::lend(block.expect("made densely"), true)
+}
+
+fn evaluated(evaluation: Evaluation) -> Evaluated {
+    let Evaluation { loss, logp, entropy, token_loss, metrics } = evaluation;
+    let metrics = [
+        metrics.clip_low,
+        metrics.clip_high,
+        metrics.clip_region,
+        metrics.kl_mean.unwrap_or(0.0),
+        metrics.entropy_mean,
+        metrics.ratio_mean,
+    ];
+    (loss, kept(logp), kept(entropy), kept(token_loss), kept(Array1::from_iter(metrics.map(|x| x as f32))))
+}
+
+/// Does `work` without the interpreter's lock; what it does not do is a `ProblemError`.
+fn done<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, String> + Send) -> PyResult<T> {
+    error::apart(py, work)?.map_err(|reason| error::of_problem(py, reason))
+}
+
+/// The loss of `logits`, without its gradient.
+#[pyfunction]
+pub(crate) fn op_loss(
+    py: Python<'_>,
+    spec: Spec,
+    logits: &Bound<'_, PyAny>,
+    arrays: &Bound<'_, PyDict>,
+    normalizer: Option<f64>,
+) -> PyResult<Evaluated> {
+    let (given, logits) = (Given::of(&spec, arrays, normalizer)?, Taken::of("logits", logits)?);
+    let evaluation = done(py, || given.op()?.loss(&logits.lent()).map_err(|reason| reason.to_string()))?;
+    Ok(evaluated(evaluation))
+}
+
+/// The gradient of `logits`, into `dlogits`, or over the logits where these are `None`.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "they are the operation's")]
+pub(crate) fn op_gradient(
+    py: Python<'_>,
+    spec: Spec,
+    logits: &Bound<'_, PyAny>,
+    dlogits: Option<&Bound<'_, PyAny>>,
+    arrays: &Bound<'_, PyDict>,
+    normalizer: Option<f64>,
+    loss: f64,
+    logp: &Bound<'_, PyAny>,
+    entropy: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let given = Given::of(&spec, arrays, normalizer)?;
+    let sent = Sent::of(py, loss, logp, entropy)?;
+    let mut logits = Taken::of("logits", logits)?;
+    let mut dlogits = dlogits.map(|dlogits| Taken::of("dlogits", dlogits)).transpose()?;
+    done(py, || {
+        let op = given.op()?;
+        let evaluation = match &mut dlogits {
+            Some(dlogits) => op.gradient(&logits.lent(), dlogits.lent_mut()?, sent.cotangents()),
+            None => op.gradient_in_place(logits.lent_mut()?, sent.cotangents()),
+        };
+        evaluation.map(drop).map_err(|reason| reason.to_string())
+    })
+}
+
+/// Logp and entropy of each token.
+#[pyfunction]
+pub(crate) fn op_logp_and_entropy(
+    py: Python<'_>,
+    spec: Spec,
+    logits: &Bound<'_, PyAny>,
+    arrays: &Bound<'_, PyDict>,
+) -> PyResult<(LentArray, LentArray)> {
+    let (given, logits) = (Given::of(&spec, arrays, None)?, Taken::of("logits", logits)?);
+    let scored = done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string()))?;
+    Ok((kept(scored.logp), kept(scored.entropy)))
+}
+
+/// What logits are made of: hidden states `[B,T,H]` and a head `[V,H]`, as `PyTorch` stores it.
+fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) -> Result<ProjectionView<'t>, String> {
+    Ok(ProjectionView {
+        hidden: hidden.floats::<Ix3>("floats [B,T,H]")?,
+        lm_head: lm_head.floats::<Ix2>("floats [V,H]")?,
+        layout: HeadLayout::VocabByHidden,
+        rounds_logits,
+    })
+}
+
+/// Hidden states and head, and how they are used.
+struct Projected {
+    hidden: Taken,
+    lm_head: Taken,
+    rounds_logits: bool,
+    kernel: NativeHead,
+}
+
+impl Projected {
+    fn of(head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize)) -> PyResult<Self> {
+        let (hidden, lm_head, rounds_logits, chunk) = head;
+        let kernel = NativeHead::default().chunk(chunk);
+        let (hidden, lm_head) = (Taken::of("hidden", &hidden)?, Taken::of("lm_head", &lm_head)?);
+        Ok(Self { hidden, lm_head, rounds_logits, kernel })
+    }
+
+    fn projection(&self) -> Result<ProjectionView<'_>, String> {
+        projection(&self.hidden, &self.lm_head, self.rounds_logits)
+    }
+}
+
+/// The loss of the logits `hidden · lm_headᵀ`, without its gradients.
+#[pyfunction]
+pub(crate) fn op_head_loss(
+    py: Python<'_>,
+    spec: Spec,
+    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    arrays: &Bound<'_, PyDict>,
+    normalizer: Option<f64>,
+) -> PyResult<Evaluated> {
+    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
+    let evaluation = done(py, || {
+        let (op, projection) = (given.op()?, head.projection()?);
+        let tokens = op.tokens().tokens();
+        head.kernel.evaluate(&given.spec, &projection, tokens).map_err(|reason| reason.to_string())
+    })?;
+    Ok(evaluated(evaluation))
+}
+
+/// The gradients of hidden states, in their dtype, and of the head, in f32.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "they are the operation's")]
+pub(crate) fn op_head_gradient(
+    py: Python<'_>,
+    spec: Spec,
+    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    arrays: &Bound<'_, PyDict>,
+    normalizer: Option<f64>,
+    loss: f64,
+    logp: &Bound<'_, PyAny>,
+    entropy: &Bound<'_, PyAny>,
+) -> PyResult<(LentArray, LentArray)> {
+    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
+    let sent = Sent::of(py, loss, logp, entropy)?;
+    let (_, gradient) = done(py, || {
+        let (op, projection) = (given.op()?, head.projection()?);
+        let tokens = op.tokens().tokens();
+        let done = head.kernel.forward_backward(&given.spec, &projection, tokens, sent.cotangents());
+        done.map_err(|reason| reason.to_string())
+    })?;
+    let FloatArray::F32(dlm_head) = gradient.dlm_head else { unreachable!("the head's gradient is f32") };
+    let dhidden = Block::floats(&Arc::new(gradient.dhidden), |dhidden| dhidden).expect("made densely");
+    Ok((LentArray::lend(dhidden, true), kept(dlm_head)))
+}
+
+/// Logp and entropy of each token of the logits `hidden · lm_headᵀ`.
+#[pyfunction]
+pub(crate) fn op_head_logp_and_entropy(
+    py: Python<'_>,
+    spec: Spec,
+    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    arrays: &Bound<'_, PyDict>,
+) -> PyResult<(LentArray, LentArray)> {
+    let (given, head) = (Given::of(&spec, arrays, None)?, Projected::of(head)?);
+    let scored = done(py, || {
+        let (op, projection) = (given.op()?, head.projection()?);
+        head.kernel.forward(&given.spec, &projection, op.tokens().tokens()).map_err(|reason| reason.to_string())
+    })?;
+    Ok((kept(scored.logp), kept(scored.entropy)))
+}

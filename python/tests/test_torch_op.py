@@ -1,0 +1,279 @@
+"""`assay.torch`: judged, differentiated by every cotangent, traced, in place, and told what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import assay
+from assay import _native
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
+import assay.torch  # noqa: E402
+
+ARRAYS = ("ids", "advantages", "mask", "old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias")
+G = [1.0, 1 / 7, -3.0]
+
+
+def given(problem: assay.Problem) -> dict[str, Any]:
+    """The arguments of `grpo_loss` but for the logits."""
+    arrays = vars(problem.torch())
+    return {name: arrays.get(name) for name in ARRAYS}
+
+
+def problems(spec: assay.Spec, n: int = 24, **options: Any) -> Any:
+    return assay.problems(spec, n, seed=31, shapes="few", **options)
+
+
+def outputs(result: assay.torch.GrpoLoss, **gradients: Any) -> dict[str, Any]:
+    names = ("loss", "logp", "entropy", "token_loss")
+    return {**{name: getattr(result, name).detach() for name in names}, **gradients}
+
+
+def on_logits(problem: assay.Problem, g: float = 1.0, inplace: bool = False) -> dict[str, Any]:
+    logits = problem.torch().logits.clone().requires_grad_()
+    # A view of them is no leaf, and needs nothing for its gradient.
+    result = assay.torch.grpo_loss(logits.view(logits.shape), **given(problem), spec=problem.spec, inplace=inplace)
+    (result.loss * g).backward()
+    return outputs(result, dlogits=logits.grad)
+
+
+def on_head(problem: assay.Problem, g: float = 1.0) -> dict[str, Any]:
+    arrays = problem.torch()
+    hidden, lm_head = arrays.hidden.clone().requires_grad_(), arrays.lm_head.clone().requires_grad_()
+    result = assay.torch.grpo_loss(None, hidden=hidden, lm_head=lm_head, **given(problem), spec=problem.spec, chunk=5)
+    (result.loss * g).backward()
+    return outputs(result, dhidden=hidden.grad, dlm_head=lm_head.grad)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        assay.spec("trl", beta=0.04, batch={"num_items_in_batch": 13.0}),
+        assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.01),
+        assay.spec("verl"),
+        assay.spec(temperature=0.7),
+    ],
+    ids=["trl", "sequence", "verl", "temperature"],
+)
+def test_a_campaign_passes(spec: assay.Spec) -> None:
+    report = assay.check(on_logits, spec, dtypes=("f32", "bf16", "f16"), cases=60, shapes="few", grade="exact", power=False)
+    assert report.passed, str(report)
+    report = assay.check(lambda problem: on_logits(problem, inplace=True), spec, cases=30, shapes="few", power=False)
+    assert report.passed, str(report)
+
+
+def test_a_campaign_with_a_head_passes() -> None:
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo")
+
+    def kernel(problem: assay.Problem) -> dict[str, Any]:
+        if problem.layout != "vh":
+            raise NotImplementedError("PyTorch's head is [V,H]")
+        return on_head(problem)
+
+    report = assay.check(kernel, spec, dtypes=("f32", "bf16"), cases=40, shapes="few", lm_head=True, power=False)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("g", [1.0, 1 / 7, 65536.0])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_a_scaled_loss_has_a_gradient_of_one_rounding(g: float, dtype: str) -> None:
+    """Judged at grade `exact` as the gradient of a spec whose scale is g."""
+    for inplace in (False, True):
+        spec = assay.spec(scale=g, kl={"beta": 0.04, "estimator": "k3"}) if g != 1 else assay.spec(kl=KL)
+        plain = assay.spec(kl=KL)
+        for problem in problems(spec, 12, dtypes=(dtype,)):
+            logits = problem.torch().logits.clone().requires_grad_()
+            result = assay.torch.grpo_loss(logits.view(logits.shape), **given(problem), spec=plain, inplace=inplace)
+            (result.loss * g).backward()
+            scaled = assay.torch.grpo_loss(problem.torch().logits, **given(problem), spec=spec)
+            problem.check(outputs(scaled, dlogits=logits.grad), grade="exact").raise_for_failure()
+
+
+KL = {"beta": 0.04, "estimator": "k3"}
+
+
+def one(dtype: str = "f32", spec: assay.Spec | None = None) -> assay.Problem:
+    return next(iter(assay.problems(spec or assay.spec(kl=KL), 1, seed=3, dtypes=(dtype,), shapes=["3x5x257"])))
+
+
+def test_logp_and_entropy_are_differentiable_and_the_rest_is_detached() -> None:
+    problem = one()
+    arrays = problem.torch()
+    for name in ("logp", "entropy"):
+        logits = arrays.logits.clone().requires_grad_()
+        result = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec)
+        weights = torch.linspace(-1, 2, result.logp.numel()).reshape(result.logp.shape)
+        (getattr(result, name) * weights).sum().backward()
+        exact = arrays.logits.double().requires_grad_()
+        log_softmax = exact.log_softmax(-1)
+        value = {
+            "logp": log_softmax.gather(-1, arrays.ids.clamp(0).unsqueeze(-1)).squeeze(-1),
+            "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
+        }[name]
+        (value * weights * arrays.mask).sum().backward()
+        assert logits.grad.abs().max() > 0
+        torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=2e-6, atol=1e-9)
+    result = assay.torch.grpo_loss(arrays.logits.clone().requires_grad_(), **given(problem), spec=problem.spec)
+    assert not result.token_loss.requires_grad
+    assert not any(metric.requires_grad for metric in result.metrics.values())
+
+
+def test_without_a_gradient_no_dlogits_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = one()
+    called = []
+    monkeypatch.setattr(_native, "op_gradient", lambda *_: called.append(1))
+    assert not assay.torch.grpo_loss(problem.torch().logits, **given(problem), spec=problem.spec).loss.requires_grad
+    with torch.no_grad():
+        logits = problem.torch().logits.clone().requires_grad_()
+        assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec)
+    assert not called
+
+
+def test_a_second_backward_is_an_error() -> None:
+    problem = one()
+    logits = problem.torch().logits.clone().requires_grad_()
+    loss = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    loss = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec).loss
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula|does not require grad"):
+        gradient.sum().backward()
+    in_place = assay.torch.grpo_loss(logits.view(logits.shape), **given(problem), spec=problem.spec, inplace=True).loss
+    in_place.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        in_place.backward()
+
+
+def test_in_place_writes_over_the_logits_and_is_refused_where_that_is_wrong() -> None:
+    problem = one()
+    lent = problem.torch().logits
+    base = lent.clone().requires_grad_()
+    logits = base * 1.0
+    result = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec, inplace=True)
+    assert torch.equal(logits, base)
+    result.loss.backward()
+    assert torch.equal(logits, base.grad) and not torch.equal(logits, lent)
+
+    def refused(logits: Any) -> str:
+        with pytest.raises(assay.ProblemError) as error:
+            assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec, inplace=True)
+        return str(error.value)
+
+    assert "TanhBackward" in refused(base.tanh())
+    assert "TanhBackward" in refused(torch.cat([base, base]).tanh()[:3])
+    assert "ExpBackward" in refused(base.exp().view(base.shape))
+    assert "leaf" in refused(base)
+
+    # Another consumer that saved them is differentiated later: autograd says so.
+    logits = base * 1.0
+    other = (logits * logits).sum()
+    assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec, inplace=True).loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def test_it_is_traced() -> None:
+    problem = one()
+    arguments = given(problem)
+    options: dict[str, Any] = {"spec": problem.spec}
+    logits = problem.torch().logits.clone().requires_grad_()
+
+    def step(logits: Any, ids: Any, advantages: Any, **rest: Any) -> Any:
+        result = assay.torch.grpo_loss(logits * 1.5, ids, advantages, **rest, **options)
+        return result.loss / 7, result.metrics["entropy_mean"]
+
+    eager, _ = step(logits, **arguments)
+    eager.backward()
+    expected, logits.grad = logits.grad, None
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    loss, _ = compiled(logits, **arguments)
+    loss.backward()
+    assert torch.equal(loss, eager) and torch.equal(logits.grad, expected)
+    options = {"spec": "trl", "loss_type": "grpo"}
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(logits, **arguments)[0], step(logits, **arguments)[0])
+    options = {"spec": problem.spec, "inplace": True}
+    with pytest.raises(Exception, match="under torch.compile"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(logits, **arguments)
+
+
+def test_torch_finds_the_operation_sound() -> None:
+    problem = one()
+    arguments = given(problem)
+    arrays = [arguments[name] for name in assay.torch._ARRAYS]
+    logits = problem.torch().logits.clone().requires_grad_()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(assay.torch._loss, (logits, *arrays, None, problem.spec.to_json()), test_utils=tests)
+
+
+def test_logp_and_entropy_are_those_of_the_loss() -> None:
+    problem = one("bf16")
+    arrays = problem.torch()
+    result = assay.torch.grpo_loss(arrays.logits, **given(problem), spec=problem.spec)
+    logp, entropy = assay.torch.logp_and_entropy(arrays.logits.clone().requires_grad_(), arrays.ids, arrays.mask)
+    assert torch.equal(logp, result.logp) and torch.equal(entropy, result.entropy) and not logp.requires_grad
+    hidden, lm_head = torch.randn(3, 5, 16), torch.randn(257, 16)
+    of_head = assay.torch.logp_and_entropy(
+        None, arrays.ids, arrays.mask, hidden=hidden, lm_head=lm_head, chunk=4, temperature=0.7
+    )
+    of_logits = assay.torch.logp_and_entropy(hidden @ lm_head.T, arrays.ids, arrays.mask, temperature=0.7)
+    torch.testing.assert_close(of_head, of_logits, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_may_lie_anywhere() -> None:
+    problem = one()
+    logits = problem.torch().logits
+    room = torch.full((3, 9, 300), 7.0)
+    room[:, 2:7, :257] = logits
+    room.requires_grad_()
+    result = assay.torch.grpo_loss(room[:, 2:7, :257], **given(problem), spec=problem.spec)
+    result.loss.backward()
+    problem.check(outputs(result, dlogits=room.grad[:, 2:7, :257].contiguous()), grade="exact").raise_for_failure()
+
+
+def test_a_normalizer_joins_parts_of_a_batch() -> None:
+    problem = one()
+    arguments, logits = given(problem), problem.torch().logits
+    count = float(arguments["mask"].sum())
+
+    def of(rows: slice) -> Any:
+        part: dict[str, Any] = {name: None if array is None else array[rows] for name, array in arguments.items()}
+        leaf = logits[rows].clone().requires_grad_()
+        assert leaf is not None
+        loss = assay.torch.grpo_loss(leaf, **part, spec="trl", beta=0.04, normalizer=count).loss
+        loss.backward()
+        return loss.item(), leaf.grad
+
+    (whole, gradient), (first, of_first), (second, of_second) = of(slice(0, 3)), of(slice(0, 1)), of(slice(1, 3))
+    assert first + second == pytest.approx(whole, rel=1e-6)
+    assert torch.equal(torch.cat([of_first, of_second]), gradient)
+    with pytest.raises(assay.ProblemError, match="`normalizer`: got 5, expected none, or a spec whose `reduction`"):
+        assay.torch.grpo_loss(logits, **arguments, spec="trl", loss_type="grpo", normalizer=5)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    problem = one()
+    arguments, logits = given(problem), problem.torch().logits
+
+    def refused(logits: Any = logits, **changed: Any) -> str:
+        with pytest.raises(assay.ProblemError) as error:
+            assay.torch.grpo_loss(logits, **{**arguments, "spec": problem.spec, **changed})
+        return str(error.value)
+
+    assert refused(ids=arguments["ids"].float()) == "`ids`: got dtype f32, expected i64 or i32"
+    assert refused(ids=arguments["ids"].T) == "`ids`: got shape [5, 3], expected [3, 5] ([B,T] of the logits)"
+    assert refused(mask=torch.full((3, 5), 0.5)) == "`mask[0,0]`: got 0.5, expected 0 or 1"
+    assert "`old_logp`: not given" in refused(old_logp=None)
+    assert refused(logits.double()) == "`logits`: got dtype f64, expected f32, bf16 or f16"
+    assert "`logits`: got rows with a stride of" in refused(logits.transpose(1, 2).contiguous().transpose(1, 2))
+    assert refused(None) == "`logits`: got None, expected a tensor, or both `hidden` and `lm_head`"
+    assert "either logits or what makes them" in refused(hidden=logits)
+    assert "`logits`: got a tensor on meta, expected one on the CPU" in refused(logits.to("meta"))
+    wrong = torch.zeros(3, 5, 4), torch.zeros(257, 8)
+    assert refused(None, hidden=wrong[0], lm_head=wrong[1]).startswith("`lm_head`: got shape [257, 8], expected [V,H] with H")
+    with pytest.raises(assay.SpecError, match="is `trl` meant"):
+        assay.torch.grpo_loss(logits, **arguments, spec="trll")
