@@ -1,8 +1,10 @@
 //! Users' own programs: the shipped examples are judged right and broken ones are not, on every CPU plugin that set-up
 //! installs; and every way that a manifest can be wrong is refused by name.
 use super::cpu_plugins;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::common::command::{assay, assert_refused};
 use assay::device_dtype::DeviceDtype;
@@ -16,6 +18,7 @@ use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::registry::find;
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
 use assay_testkit::Known;
+use assert_cmd::cargo::cargo_bin_cmd;
 use ndarray::{arr1, arr2, arr3};
 use tempfile::TempDir;
 
@@ -454,4 +457,44 @@ fn replay_and_gradcheck_take_a_manifest_and_exit_with_0_1_or_2() {
         &["gradcheck", "--config", &config(&right, "{generate: {shape: [2, 5, 1030], dtype: f32, regime: normal}}")],
         &["does not support shape 2x5x1030", "2x5x1031"],
     );
+}
+
+/// From 0 by twos to 1.
+const ENDLESS: &str = "%one = stablehlo.constant dense<1> : tensor<i32>
+    %two = stablehlo.constant dense<2> : tensor<i32>
+    %turns = stablehlo.while(%turn = %c) : tensor<i32> cond {
+      %goes_on = stablehlo.compare NE, %turn, %one : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %goes_on : tensor<i1>
+    } do {
+      %next = stablehlo.add %turn, %two : tensor<i32>
+      stablehlo.return %next : tensor<i32>
+    }
+    %high = stablehlo.convert %turns : (tensor<i32>) -> tensor<f32>
+    %cst = ";
+
+#[test]
+fn a_program_that_does_not_end_is_given_up() {
+    let endless = Copy::with_program("%cst = ", ENDLESS);
+    endless.edit("grpo_f32.mlir", "@clip(%8, %cst_2, %cst_1)", "@clip(%8, %cst_2, %high)");
+    write_problem(endless.path("problem.safetensors"), &full_problem(), &BTreeMap::new()).unwrap();
+    let id = format!("file:{}", endless.manifest().display());
+    for plugin in cpu_plugins() {
+        let run = |seconds: &str| {
+            let mut command = cargo_bin_cmd!("assay");
+            command
+                .arg("replay")
+                .arg(endless.path("problem.safetensors"))
+                .args(["--impl", &id])
+                .arg("--plugin")
+                .arg(plugin);
+            let output = command.env("ASSAY_RUN_SECONDS", seconds).timeout(Duration::from_secs(60)).output().unwrap();
+            assert!(output.status.code().is_some(), "it does not end either: {output:?}");
+            let all = [output.stdout, output.stderr].concat();
+            String::from_utf8(all).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        let given_up = run("1");
+        assert!(given_up.contains("execute on device 0: not finished after 1s, and given up"), "{given_up}");
+        let no_limit = run("soon");
+        assert!(no_limit.contains("ASSAY_RUN_SECONDS: got `soon`, expected whole seconds"), "{no_limit}");
+    }
 }
