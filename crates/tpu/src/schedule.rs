@@ -386,10 +386,12 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
 fn passed_over(spans: &[Span], at: usize, branches: &[Jump], delay: usize) -> Vec<usize> {
     let Span { start, last, .. } = spans[at];
     let inner = || spans.iter().filter(|span| span.start > start && span.last <= last);
+    // A loop of unknown trips may be what takes the most.
+    const UNKNOWN: u64 = u32::MAX as u64;
     let mut trips = vec![1_u64; last + 1 - start];
     for span in inner() {
         for bundle in &mut trips[span.start - start..=span.last - start] {
-            *bundle = bundle.saturating_mul(span.trips.unwrap_or(1));
+            *bundle = bundle.saturating_mul(span.trips.unwrap_or(UNKNOWN));
         }
     }
     // Cycles before each bundle, by the straight way.

@@ -67,6 +67,8 @@ impl<'p> Program<'p> {
             build.num_replicas = self.replicas as i64;
             build.num_partitions = self.partitions as i64;
             build.use_spmd_partitioning = self.partitions > 1;
+            // Which `jax.export` writes for; what has older annotations is read by it too.
+            build.use_shardy_partitioner = self.partitions > 1;
             // Without this the plugin chooses an order of its own, and arguments would lie on the wrong devices.
             build.device_assignment = Some(DeviceAssignmentProto {
                 replica_count: self.replicas as i32,
