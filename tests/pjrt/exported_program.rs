@@ -1,7 +1,6 @@
 //! Users' own programs: the shipped examples are judged right and broken ones are not, on every CPU plugin that set-up
 //! installs; and every way that a manifest can be wrong is refused by name.
 use super::cpu_plugins;
-use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -545,7 +544,8 @@ const ENDLESS: &str = "%one = stablehlo.constant dense<1> : tensor<i32>
 fn a_program_that_does_not_end_is_given_up() {
     let endless = Copy::with_program("%cst = ", ENDLESS);
     endless.edit("grpo_f32.mlir", "@clip(%8, %cst_2, %cst_1)", "@clip(%8, %cst_2, %high)");
-    write_problem(endless.path("problem.safetensors"), &full_problem(), &BTreeMap::new()).unwrap();
+    let metadata = [("spec".to_string(), serde_json::to_string(&LossSpec::default()).unwrap())];
+    write_problem(endless.path("problem.safetensors"), &full_problem(), &metadata.into()).unwrap();
     let id = format!("file:{}", endless.manifest().display());
     for plugin in cpu_plugins() {
         let run = |seconds: &str| {
