@@ -556,7 +556,7 @@ fn a_program_that_does_not_end_is_given_up() {
                 .args(["--impl", &id])
                 .arg("--plugin")
                 .arg(plugin);
-            let output = command.env("ASSAY_RUN_SECONDS", seconds).timeout(Duration::from_secs(60)).output().unwrap();
+            let output = command.env("ASSAY_RUN_SECONDS", seconds).timeout(Duration::from_mins(1)).output().unwrap();
             assert!(output.status.code().is_some(), "it does not end either: {output:?}");
             let all = [output.stdout, output.stderr].concat();
             String::from_utf8(all).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")

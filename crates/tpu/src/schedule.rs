@@ -53,6 +53,9 @@ pub(super) const PASSES: &str = "final_bundles|final_hlo-static-per-bundle-utili
 /// The most steps by which a pipeline's exit test exceeds its grid, with room to spare: 10 were seen.
 const MOST_STAGES: u64 = 16;
 
+/// Trips of a loop of which they are not known, where loops are weighed: it may be what takes the most.
+const MANY: u64 = u32::MAX as u64;
+
 /// Cycles that these alone would take.
 fn cycles_of(slot: &SlotUse) -> f64 {
     slot.used as f64 / slot.capacity as f64
@@ -386,12 +389,10 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
 fn passed_over(spans: &[Span], at: usize, branches: &[Jump], delay: usize) -> Vec<usize> {
     let Span { start, last, .. } = spans[at];
     let inner = || spans.iter().filter(|span| span.start > start && span.last <= last);
-    // A loop of unknown trips may be what takes the most.
-    const UNKNOWN: u64 = u32::MAX as u64;
     let mut trips = vec![1_u64; last + 1 - start];
     for span in inner() {
         for bundle in &mut trips[span.start - start..=span.last - start] {
-            *bundle = bundle.saturating_mul(span.trips.unwrap_or(UNKNOWN));
+            *bundle = bundle.saturating_mul(span.trips.unwrap_or(MANY));
         }
     }
     // Cycles before each bundle, by the straight way.
