@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu setup-gpu replay test test-extensive panel peers trl-example torch-bench python wheel sanitize miri neon jax-example jax-gpu-example measure bench
+.PHONY: setup setup-tpu setup-tpu-next setup-gpu replay test test-extensive panel peers trl-example torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -15,6 +15,10 @@ setup:
 # libtpu, 205 MB to fetch: only what compiles for a TPU needs it.
 setup-tpu: setup
 	@setup/install.sh tpu
+
+# A newer libtpu beside it, 205 MB more: only `make libtpus` needs it.
+setup-tpu-next: setup-tpu
+	@setup/install.sh tpu-next
 
 # XLA's CUDA plugin, ptxas, nvdisasm and libdevice, 262 MB to fetch: only what compiles for a GPU needs them, and it needs no GPU.
 setup-gpu: setup
@@ -68,7 +72,7 @@ test-extensive: test
 	$(CARGO) test --release --locked --package assay-native --lib every_f32 -- --ignored
 	$(CARGO) test --release --locked --package assay-native --test native more_than_2_31 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
-	@$(MAKE) --no-print-directory jax-example jax-gpu-example panel
+	@$(MAKE) --no-print-directory libtpus jax-example jax-gpu-example panel
 	$(PANEL_PIP) -r python/tests/requirements.txt
 	setup/python.sh target/panel
 	@$(MAKE) --no-print-directory trl-example
@@ -145,17 +149,31 @@ torch-bench: target/panel/peers
 	ln -s $(CURDIR)/target/release/lib_native.so target/python/release/assay/_native.abi3.so
 	PYTHONPATH=target/python/release target/panel/bin/python benches/torch_loss.py
 
-# The JAX example, compiled for a TPU: where JAX and libtpu are.
-jax-example:
-	@if ! $(PYTHON) -c 'import jax' 2>/dev/null; then \
-		echo "examples/jax/grpo_loss.py: skipped, $(PYTHON) has no JAX (pip install jax; make PYTHON=…)"; \
-	elif [ ! -e "$${TPU_LIBRARY_PATH:-.plugins/libtpu.so}" ]; then \
-		echo "examples/jax/grpo_loss.py: skipped, no libtpu (make setup-tpu)"; \
-	else \
-		set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
-		$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target v6e -o "$$folder/kernel"; \
-		$(PYTHON) examples/jax/grpo_loss.py "$$folder/kernel"; \
-	fi
+# The newest JAX that PYTHON takes; it needs 3.11. Installed once, 0.4 GB.
+target/jax/made: examples/jax/requirements.txt
+	rm -rf target/jax
+	$(PYTHON) -m venv target/jax
+	target/jax/bin/pip install --disable-pip-version-check --quiet --only-binary :all: -r $<
+	touch $@
+
+# The JAX example, compiled for a TPU with every libtpu that is here.
+jax-example: target/jax/made
+	@set -e; target/jax/bin/python -c 'import jax, sys; print(f"JAX {jax.__version__}, Python {sys.version.split()[0]}"); \
+		sys.version_info >= (3, 12) or print("JAX 0.12: ignored, it needs Python 3.12 (make PYTHON=…)")'; \
+	folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
+	$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target v6e -o "$$folder/kernel"; \
+	for library in "$${TPU_LIBRARY_PATH:-.plugins/libtpu.so}" .plugins/libtpu_0_0_52.so; do \
+		if [ -e "$$library" ]; then \
+			echo "$$library:"; TPU_LIBRARY_PATH="$$(realpath "$$library")" target/jax/bin/python examples/jax/grpo_loss.py "$$folder/kernel"; \
+		else \
+			echo "$$library: ignored, it is not here (make setup-tpu-next)"; \
+		fi; \
+	done
+
+# What another libtpu makes of the same programs, as in docs/tpu.md.
+libtpus: setup-tpu-next
+	$(CARGO) build --release --locked --quiet
+	PYTHON=$(PYTHON) setup/libtpus.sh 0.0.51=.plugins/libtpu.so 0.0.52=.plugins/libtpu_0_0_52.so
 
 # The same of the kernels for GPUs, compiled for one that is not here: where JAX, XLA's CUDA plugin and the toolkit are.
 jax-gpu-example:

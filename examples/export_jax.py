@@ -6,20 +6,26 @@ over tokens (the default spec), dlogits by automatic differentiation.
     assay generate --shape 2x5x1031 --dtype f32 --regime normal -o problem.safetensors
     assay replay problem.safetensors --impl file:program.toml
 
-A program named `.mlir` is written as text, any other as bytecode: a portable artifact, which a plugin of another version
+With `--devices N` the sequences are cut over N devices. A program named `.mlir` is written as text, any other as bytecode: a portable artifact, which a plugin of another version
 of XLA can read too.
 """
-import argparse, pathlib, jax, jax.numpy as jnp
+import argparse, os, pathlib
 
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 OUTPUTS = ["loss", "dlogits", "logp", "entropy", "token_loss"]
 
 parser = argparse.ArgumentParser()
 parser.add_argument("program", type=pathlib.Path)
 parser.add_argument("--shape", default="2x5x1031", help="BxTxV")
-parser.add_argument("--dtype", default="f32", choices=DTYPES, help="of logits and dlogits")
+parser.add_argument("--dtype", default="f32", choices=["f32", "bf16", "f16"], help="of logits and dlogits")
 parser.add_argument("--outputs", default="loss,dlogits", help=f"some of {','.join(OUTPUTS)}")
+parser.add_argument("--devices", type=int, default=1)
 args = parser.parse_args()
+os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={args.devices}")
+
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 B, T, V = map(int, args.shape.split("x"))
 outputs = args.outputs.split(",")
 
@@ -37,7 +43,11 @@ def grpo(logits, ids, mask, advantages, old_logp):
     return loss, dict(logp=logp, entropy=entropy, token_loss=token_loss)
 
 
-@jax.jit
+mesh = jax.make_mesh((args.devices,), ("data",))
+rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+of_output = [whole if name == "loss" else rows for name in outputs]
+
+
 def program(*inputs):
     (loss, per_token), dlogits = jax.value_and_grad(grpo, has_aux=True)(*inputs)
     everything = dict(loss=loss, dlogits=dlogits, **per_token)
@@ -52,6 +62,10 @@ inputs = dict(
     old_logp=jax.ShapeDtypeStruct((B, T), jnp.float32),
 )
 jax.config.update("jax_traceback_in_locations_limit", 0)  # or the program holds the paths of its sources
+if args.devices > 1:
+    program = jax.jit(program, in_shardings=rows, out_shardings=of_output)
+else:
+    program = jax.jit(program)
 exported = jax.export.export(program, platforms=["cpu"])(*inputs.values())
 if args.program.suffix == ".mlir":
     args.program.write_text(exported.mlir_module())
@@ -61,8 +75,15 @@ else:
 # Not every argument of the function is one of the program: jax.export leaves out those that it does not use.
 kept = [list(inputs.items())[i] for i in exported.module_kept_var_idx]
 element = {jnp.dtype(dtype): name for name, dtype in dict(DTYPES, i32=jnp.int32, pred=jnp.bool_).items()}
-entry = "[[{}]]\nname = \"{}\"\ndtype = \"{}\"\n".format
-entries = [entry("input", name, element[jnp.dtype(aval.dtype)]) for name, aval in kept]
-entries += [entry("output", name, element[jnp.dtype(aval.dtype)]) for name, aval in zip(outputs, exported.out_avals)]
-head = f"program = \"{args.program.name}\"\nshape = [{B}, {T}, {V}]\n\n[spec.objective.ppo_clip]\nepsilon_low = 0.2\nepsilon_high = 0.2\n"
+
+
+def entry(kind, name, aval):
+    cut = "" if args.devices == 1 or name == "loss" else "cut = \"B\"\n"
+    return f"[[{kind}]]\nname = \"{name}\"\ndtype = \"{element[jnp.dtype(aval.dtype)]}\"\n{cut}"
+
+
+entries = [entry("input", name, aval) for name, aval in kept]
+entries += [entry("output", name, aval) for name, aval in zip(outputs, exported.out_avals)]
+devices = f"devices = {args.devices}\n" if args.devices > 1 else ""
+head = f"program = \"{args.program.name}\"\nshape = [{B}, {T}, {V}]\n{devices}\n[spec.objective.ppo_clip]\nepsilon_low = 0.2\nepsilon_high = 0.2\n"
 args.program.with_suffix(".toml").write_text("\n".join([head, *entries]))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the feature `pjrt` needs and cargo cannot fetch: libclang and protoc, which make its bindings, PJRT plugins, and what of NVIDIA's
 # toolkit compiles with no GPU.
-# Usage: setup/install.sh [build-tools] [cpu] [tpu] [gpu]
+# Usage: setup/install.sh [build-tools] [cpu] [tpu] [tpu-next] [gpu]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -224,6 +224,10 @@ for part; do
 		plugins tpu "205 MB" libtpu.so=libtpu/libtpu.so -- \
 			--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_31_x86_64
 		;;
+	tpu-next)
+		plugins tpu-next "205 MB" libtpu_0_0_52.so=libtpu/libtpu.so -- \
+			--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_31_x86_64
+		;;
 	gpu)
 		plugins gpu "262 MB" \
 			xla_cuda_plugin.so=jax_plugins/xla_cuda13/xla_cuda_plugin.so \
@@ -231,6 +235,6 @@ for part; do
 			cuda/bin/nvdisasm=nvidia/cu13/bin/nvdisasm \
 			cuda/nvvm/libdevice/libdevice.10.bc=nvidia/cu13/nvvm/libdevice/libdevice.10.bc
 		;;
-	*) fail "no such part: $part (build-tools, cpu, tpu, gpu)" ;;
+	*) fail "no such part: $part (build-tools, cpu, tpu, tpu-next, gpu)" ;;
 	esac
 done

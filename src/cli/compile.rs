@@ -302,7 +302,7 @@ pub(super) fn held_by(held_by: HeldBy) -> &'static str {
 fn table_of(asked: &Asked, figures: &Compiled) -> String {
     let mut kernels = comfy_table::Table::new();
     kernels.load_style(UTF8_FULL_CONDENSED);
-    kernels.set_header(["kernel", "cycles", "loops: bundles × trips", "busiest slot"]);
+    kernels.set_header(["kernel", "cycles", "loops: bundles × trips + once", "busiest slot"]);
     kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
     let mut sorted: Vec<&Launch> = figures.kernels.iter().collect();
     sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.all_cycles()));
@@ -379,7 +379,8 @@ fn loops(kernel: &Launch) -> String {
     let one = |l: &&_| -> String {
         let l: &Loop = l;
         let optional = if l.optional { " (optional)" } else { "" };
-        format!("{}{} × {}{optional}", ">".repeat(l.depth - 1), l.bundles, trips(l.trips))
+        let once = if l.passed_over > 0 { format!(" + {}", l.passed_over) } else { String::new() };
+        format!("{}{} × {}{once}{optional}", ">".repeat(l.depth - 1), l.bundles, trips(l.trips))
     };
     let mut text = loops.iter().take(SHOWN).map(one).collect::<Vec<_>>().join(", ");
     if loops.len() > SHOWN {

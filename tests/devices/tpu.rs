@@ -189,7 +189,7 @@ fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<Co
 }
 
 fn one_pass_figures_are_those_pinned() -> Result<(), Failed> {
-    let compiled = figures_are_those_pinned("tile-one-pass", 1_245_086_752, 2_240_633)?;
+    let compiled = figures_are_those_pinned("tile-one-pass", 1_245_086_752, 2_238_608)?;
     let chip = Target::parse("v6e")?.chip;
     let logits = 4096 * 151_936 * 2;
     assert!(compiled.memory.peak_bytes() as f64 <= 1.02 * f64::from(logits), "{:?}", compiled.memory);
@@ -199,7 +199,7 @@ fn one_pass_figures_are_those_pinned() -> Result<(), Failed> {
 }
 
 fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
-    let compiled = figures_are_those_pinned("tile-two-pass", 1_247_265_824, 4_060_682)?;
+    let compiled = figures_are_those_pinned("tile-two-pass", 1_247_265_824, 4_008_146)?;
     let bound = Target::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
     // Bounding gaps, without which a row of `finfo.min` is NaN, brought it from 0.98 to 1.02.
     assert!(bound.cycles_ms <= 1.02 * bound.hbm_ms, "{bound:?}");

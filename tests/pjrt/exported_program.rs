@@ -3,6 +3,7 @@
 use super::cpu_plugins;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::common::command::{assay, assert_refused};
 use assay::device_dtype::DeviceDtype;
@@ -16,6 +17,7 @@ use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::registry::find;
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
 use assay_testkit::Known;
+use assert_cmd::cargo::cargo_bin_cmd;
 use ndarray::{arr1, arr2, arr3};
 use tempfile::TempDir;
 
@@ -359,7 +361,14 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
         ("[2, 5, 1031]", "[2, -5, 1031]", &["line 2", "-5", "shape"]),
         ("[2, 5, 1031]", "[4294967296, 4294967296, 2]", &["shape", "4294967296", "≥ 1"]),
         ("[2, 5, 1031]", "[1, 1, 2147483648]", &["input `ids`: dtype", "got i32", "expected i64"]),
-        ("shape =", "devices = 2\nshape =", &["devices", "got 2", "expected 1"]),
+        ("shape =", "devices = 0\nshape =", &["devices", "got 0", "expected at least 1"]),
+        ("shape =", "devices_are = \"hosts\"\nshape =", &["devices_are", "`partitions` or `replicas`"]),
+        (
+            "dtype = \"i32\"",
+            "dtype = \"i32\"\ncut = \"V\"",
+            &["input `ids`: cut", "got V", "expected an axis that it has"],
+        ),
+        ("[[output]]\n", "[[output]]\ncut = \"B\"\n", &["output `loss`: cut", "got B", "expected an axis that it has"]),
         ("epsilon_low", "epsilon", &["`epsilon`", "`epsilon_low`"]),
         ("0.2", "-0.2", &["`objective.ppo_clip.epsilon_low`", "got -0.2", "≥ 0"]),
         ("\"logits\"", "\"logit\"", &["`logit`", "`logits`"]),
@@ -454,4 +463,107 @@ fn replay_and_gradcheck_take_a_manifest_and_exit_with_0_1_or_2() {
         &["gradcheck", "--config", &config(&right, "{generate: {shape: [2, 5, 1030], dtype: f32, regime: normal}}")],
         &["does not support shape 2x5x1030", "2x5x1031"],
     );
+}
+
+const TWO_DEVICES: &str = "fixtures/exported/grpo_f32_2_devices.toml";
+
+/// What `jax.export` writes for two devices, of which each has half of the sequences.
+#[test]
+fn a_program_that_is_partitioned_passes_every_gate() {
+    for plugin in cpu_plugins() {
+        let exported = read(TWO_DEVICES, plugin);
+        assert_eq!(exported.device_counts(), [2]);
+        for (seed, regime) in (0..).zip(Regime::FINITE) {
+            let problem = recipe(regime, Dtype::F32, seed).problem(&LossSpec::default()).unwrap();
+            let spec = LossSpec::default();
+            let candidate = exported.run(&spec, problem.clone(), 2).unwrap_or_else(|error| panic!("{error}"));
+            let judged = Known::of(&spec, &problem).unwrap().judge(candidate, &Limits::of(exported.class()).unwrap());
+            assert_eq!(failed(&judged.unwrap().verdicts), Vec::<String>::new(), "{regime:?} on {}", plugin.display());
+        }
+        let alone = exported.run(&LossSpec::default(), full_problem(), 1).unwrap_err().to_string();
+        assert!(alone.contains("device count 1") && alone.contains('2'), "{alone}");
+    }
+    let devices = |from: &str, to: &str| {
+        let copy = Copy::new();
+        fs::copy(TWO_DEVICES, copy.manifest()).unwrap();
+        copy.edit("grpo_f32.toml", from, to);
+        copy
+    };
+    devices("cut = \"B\"", "cut = \"V\"").assert_refused(&[
+        "input `logits`: cut",
+        "V of 1031",
+        "2 devices cut in equal parts",
+    ]);
+    let many = devices("devices = 2", "devices = 16");
+    many.edit("grpo_f32.toml", "shape = [2,", "shape = [16,");
+    fs::copy("fixtures/exported/grpo_f32_2_devices.mlirbc", many.path("grpo_f32_2_devices.mlirbc")).unwrap();
+    let many = read(many.manifest(), cpu_plugins()[0]);
+    assert!(many.device_counts().is_empty());
+    assert!(many.available().unwrap_err().reason.contains("got 16, expected 1 to 8"));
+}
+
+/// Every device has all of a problem and computes all of it, the second with a bound that its number lowers to 1.1.
+#[test]
+fn replicas_that_do_not_agree_are_an_error() {
+    let replicas = |copy: Copy| {
+        copy.edit("grpo_f32.toml", "shape =", "devices = 2\ndevices_are = \"replicas\"\nshape =");
+        copy
+    };
+    let number = "%id = stablehlo.replica_id : tensor<ui32>
+    %number = stablehlo.convert %id : (tensor<ui32>) -> tensor<f32>
+    %tenth = stablehlo.constant dense<0.1> : tensor<f32>
+    %less = stablehlo.multiply %tenth, %number : tensor<f32>
+    %high = stablehlo.constant dense<1.2> : tensor<f32>
+    %cst_1 = stablehlo.subtract %high, %less : tensor<f32> loc(#loc7)";
+    let high = "%cst_1 = stablehlo.constant dense<1.200000e+00> : tensor<f32> loc(#loc7)";
+    let (right, wrong) = (replicas(Copy::new()), replicas(Copy::with_program(high, number)));
+    for plugin in cpu_plugins() {
+        let run = |copy: &Copy| read(copy.manifest(), plugin).run(&LossSpec::default(), full_problem(), 2);
+        let (candidate, problem, spec) = (run(&right).unwrap(), full_problem(), LossSpec::default());
+        let judged = Known::of(&spec, &problem).unwrap().judge(candidate, &Limits::of("external").unwrap()).unwrap();
+        assert_eq!(failed(&judged.verdicts), Vec::<String>::new());
+        let error = run(&wrong).unwrap_err().to_string();
+        assert!(error.contains("on device 1 element") && error.contains("which another device holds"), "{error}");
+    }
+}
+
+/// From 0 by twos to 1.
+const ENDLESS: &str = "%one = stablehlo.constant dense<1> : tensor<i32>
+    %two = stablehlo.constant dense<2> : tensor<i32>
+    %turns = stablehlo.while(%turn = %c) : tensor<i32> cond {
+      %goes_on = stablehlo.compare NE, %turn, %one : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %goes_on : tensor<i1>
+    } do {
+      %next = stablehlo.add %turn, %two : tensor<i32>
+      stablehlo.return %next : tensor<i32>
+    }
+    %high = stablehlo.convert %turns : (tensor<i32>) -> tensor<f32>
+    %cst = ";
+
+#[test]
+fn a_program_that_does_not_end_is_given_up() {
+    let endless = Copy::with_program("%cst = ", ENDLESS);
+    endless.edit("grpo_f32.mlir", "@clip(%8, %cst_2, %cst_1)", "@clip(%8, %cst_2, %high)");
+    let metadata = [("spec".to_string(), serde_json::to_string(&LossSpec::default()).unwrap())];
+    write_problem(endless.path("problem.safetensors"), &full_problem(), &metadata.into()).unwrap();
+    let id = format!("file:{}", endless.manifest().display());
+    for plugin in cpu_plugins() {
+        let run = |seconds: &str| {
+            let mut command = cargo_bin_cmd!("assay");
+            command
+                .arg("replay")
+                .arg(endless.path("problem.safetensors"))
+                .args(["--impl", &id])
+                .arg("--plugin")
+                .arg(plugin);
+            let output = command.env("ASSAY_RUN_SECONDS", seconds).timeout(Duration::from_mins(1)).output().unwrap();
+            assert!(output.status.code().is_some(), "it does not end either: {output:?}");
+            let all = [output.stdout, output.stderr].concat();
+            String::from_utf8(all).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        let given_up = run("1");
+        assert!(given_up.contains("execute on device 0: not finished after 1s, and given up"), "{given_up}");
+        let no_limit = run("soon");
+        assert!(no_limit.contains("ASSAY_RUN_SECONDS: got `soon`, expected whole seconds"), "{no_limit}");
+    }
 }

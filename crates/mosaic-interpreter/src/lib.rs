@@ -18,7 +18,8 @@
 //! but `0x7E00`, the NaN of f16, for i16. That holds for an
 //! output's window when it comes to a block, for scratch before the first step, for the elements of a window beyond its
 //! array, and for the elements of an output that no step wrote. Window elements beyond the array are dropped on the way
-//! back. A body may write to an input's window: it is a private copy, which stays until the window moves.
+//! back. A body may write to an input's window, a private copy of its block, where every step has another block: where the window
+//! stays, what a later step finds in it depends on the pipeline, and the store is an error.
 //!
 //! # Pipeline
 //!
@@ -43,8 +44,15 @@
 //!
 //! An output that comes back to a block that it left is an error (its contents are gone from VMEM), and so is a block
 //! that lies wholly outside its array.
+//!
+//! # A core
+//!
+//! Where a [`Core`] is given, its rules hold too. Arrays lie in tiles, 8 rows of 128 columns of 32 bits, and of narrower elements as
+//! many more rows: a window's block must be whole tiles, or all of an axis, since copies move tiles. Two blocks that share no
+//! element then share no tile, so that no copies race within one. Two buffers of each window, and scratch, must fit VMEM.
 
 mod check;
+mod core;
 mod elementwise;
 mod parse;
 mod pipeline;
@@ -74,6 +82,30 @@ pub enum Units {
 /// By how many units in the last place results of [`Units::Above`] and [`Units::Below`] are off: a logarithm between −1 and 1 by as many
 /// 2⁻²⁴.
 pub const OFF_ULP: i32 = 4;
+
+/// How a module is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// What computes.
+    pub units: Units,
+    /// The core whose rules hold, if it is one.
+    pub core: Option<Core>,
+    /// Elements that the run may handle before it is given up.
+    pub most_work: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { units: Units::Host, core: None, most_work: MOST_WORK }
+    }
+}
+
+/// A TPU's core, as far as it bounds a kernel. See [the module](self).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Core {
+    /// Bytes of VMEM that a kernel may use.
+    pub vmem_bytes: usize,
+}
 
 /// A dense row-major array.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -120,6 +152,9 @@ pub enum InterpretError {
     /// The caller's arrays are not those that the module takes.
     #[error("{0}")]
     Arrays(String),
+    /// The core cannot run it.
+    #[error("core: {0}")]
+    Core(String),
     /// The run was given up.
     #[error("not finished after {most} elements: the module is too large to be interpreted, or does not end")]
     Endless {
@@ -154,40 +189,15 @@ pub fn run(
     outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
 ) -> Result<Vec<Array>, InterpretError> {
-    run_with(Units::Host, MOST_WORK, module, operands, outputs, aliases)
+    run_with(Options::default(), module, operands, outputs, aliases)
 }
 
-/// [`run`] by other units than the host's.
+/// [`run`] as `options` say.
 ///
 /// # Errors
-/// As [`run`].
-pub fn run_by(
-    units: Units,
-    module: &str,
-    operands: Vec<Array>,
-    outputs: &[(DeviceDtype, Vec<usize>)],
-    aliases: &[(usize, usize)],
-) -> Result<Vec<Array>, InterpretError> {
-    run_with(units, MOST_WORK, module, operands, outputs, aliases)
-}
-
-/// [`run`] that gives up where it takes more than `most_work` steps.
-///
-/// # Errors
-/// As [`run`].
-pub fn run_within(
-    most_work: u64,
-    module: &str,
-    operands: Vec<Array>,
-    outputs: &[(DeviceDtype, Vec<usize>)],
-    aliases: &[(usize, usize)],
-) -> Result<Vec<Array>, InterpretError> {
-    run_with(Units::Host, most_work, module, operands, outputs, aliases)
-}
-
-fn run_with(
-    units: Units,
-    most_work: u64,
+/// As [`run`], and where a rule of the core is broken.
+pub fn run_with(
+    options: Options,
     module: &str,
     mut operands: Vec<Array>,
     outputs: &[(DeviceDtype, Vec<usize>)],
@@ -235,7 +245,10 @@ fn run_with(
             return Err(InterpretError::Arrays(format!("an array of {array} under a window of {}", window.ty)));
         }
     }
-    pipeline::run(&program, prefetch, &mut arrays, most_work, units)?;
+    if let Some(core) = options.core {
+        core.takes(&program, &arrays)?;
+    }
+    pipeline::run(&program, prefetch, &mut arrays, options)?;
     let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.in_hbm[array]);
     let results = written.zip(outputs).map(|(array, (element, shape))| Array {
         element: *element,

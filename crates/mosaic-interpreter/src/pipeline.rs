@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::check::{Program, Window};
 use super::run::{Machine, Value};
 use super::value::{Block, Elements, Shaped, advance};
-use super::{InterpretError, Units};
+use super::{InterpretError, Options};
 
 /// An array of the caller's.
 pub(super) struct HbmArray {
@@ -40,6 +40,8 @@ struct Pipeline<'a> {
     pending: Vec<WriteBack>,
     /// Of each window, the blocks that it has left, if it is an output.
     left: Vec<BTreeSet<BlockIndex>>,
+    /// Of each input's window, whether two steps one after the other had one block of it.
+    stays: Vec<bool>,
     /// Of arrays that are read and written, where dimensions of the grid are parallel.
     touched: Vec<Touched>,
 }
@@ -60,21 +62,21 @@ pub(super) fn run(
     program: &Program,
     prefetch: Vec<Elements>,
     arrays: &mut Arrays,
-    most_work: u64,
-    units: Units,
+    options: Options,
 ) -> Result<(), InterpretError> {
     let on_chip = program.windows.iter().map(|window| &window.ty).chain(&program.scratch);
     let mut memory = prefetch;
     memory.extend(on_chip.map(Elements::poison));
     let left = vec![BTreeSet::new(); program.windows.len()];
-    let mut machine = Machine::new(memory, most_work, units);
+    let stays = vec![false; arrays.inputs];
+    let mut machine = Machine::new(memory, options);
     if program.parallel.contains(&true) {
         let scratch = machine.written.len() - program.scratch.len();
         for (written, ty) in machine.written[scratch..].iter_mut().zip(&program.scratch) {
             *written = Some(Elements::Int(vec![0; ty.len()]));
         }
     }
-    Pipeline { program, machine, arrays, pending: Vec::new(), left, touched: Vec::new() }.run()
+    Pipeline { program, machine, arrays, pending: Vec::new(), left, stays, touched: Vec::new() }.run()
 }
 
 impl Pipeline<'_> {
@@ -111,7 +113,11 @@ impl Pipeline<'_> {
                     fetched.push((window, self.fetch(window, &next[window])?));
                 }
             }
+            for window in (0..self.arrays.inputs).filter(|&window| next.is_some() && !moves(window)) {
+                self.stays[window] = true;
+            }
             self.call_kernel(&step)?;
+            self.expect_inputs_kept(&step)?;
             self.land_write_backs();
             for window in (self.arrays.inputs..self.program.windows.len()).filter(|&window| moves(window)) {
                 self.touch(window, &blocks[window], &step, self.machine.turn, true)?;
@@ -187,6 +193,18 @@ impl Pipeline<'_> {
     fn call_kernel(&mut self, step: &[usize]) -> Result<(), InterpretError> {
         let arguments = Self::arguments(step, self.machine.memory.len());
         self.machine.call(&self.program.kernel, arguments).map_err(|error| error.at(step))?;
+        Ok(())
+    }
+
+    /// That no body so far stored to an input's window that some steps share.
+    fn expect_inputs_kept(&self, step: &[usize]) -> Result<(), InterpretError> {
+        let stored = &self.machine.stored[self.program.prefetch.len()..];
+        for (window, line) in stored.iter().enumerate().take(self.arrays.inputs) {
+            if let Some(line) = line.filter(|_| self.stays[window]) {
+                let problem = format!("is stored to, line {line}, though it does not move every step");
+                return Err(self.window_error(window, step, problem));
+            }
+        }
         Ok(())
     }
 

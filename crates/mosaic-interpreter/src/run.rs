@@ -5,7 +5,7 @@ use std::rc::Rc;
 use super::check::{Action, Body, Fold, Function, Instruction, Slot};
 use super::elementwise::Elementwise;
 use super::value::{Block, Elements, Kind, Shaped, Type, advance};
-use super::{InterpretError, OFF_ULP, Units};
+use super::{InterpretError, OFF_ULP, Options, Units};
 
 /// What an instruction costs besides its elements, in elements.
 const INSTRUCTION: u64 = 32;
@@ -38,6 +38,8 @@ pub(super) struct Machine {
     pub(super) memory: Vec<Elements>,
     /// Of memory that a core keeps from step to step, for each element the [turn](Self::turn) that wrote it, or 0.
     pub(super) written: Vec<Option<Elements>>,
+    /// Of each memory, the line of the first store to it.
+    pub(super) stored: Vec<Option<usize>>,
     /// The step's indices along parallel dimensions as one number ≥ 1: another core may run what has another.
     pub(super) turn: i32,
     units: Units,
@@ -85,9 +87,10 @@ impl Instruction {
 }
 
 impl Machine {
-    pub(super) fn new(memory: Vec<Elements>, most_work: u64, units: Units) -> Self {
+    pub(super) fn new(memory: Vec<Elements>, Options { units, most_work, .. }: Options) -> Self {
         let written = memory.iter().map(|_| None).collect();
-        Self { memory, written, turn: 1, units, work: 0, most_work }
+        let stored = vec![None; memory.len()];
+        Self { memory, written, stored, turn: 1, units, work: 0, most_work }
     }
 
     /// Counts the handling of `elements`.
@@ -184,6 +187,7 @@ impl Machine {
         let at = Block { shape: extent, start: &vec![0; start.len()] };
         let memory = frame.memory(memory);
         self.memory[memory].copy_block(&to, frame.elements(value), &at, extent);
+        self.stored[memory].get_or_insert(instruction.line);
         if let Some(written) = &mut self.written[memory] {
             written.copy_block(&to, &Elements::Int(vec![self.turn; extent.iter().product()]), &at, extent);
         }

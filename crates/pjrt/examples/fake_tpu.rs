@@ -1,6 +1,7 @@
 //! A PJRT plugin that says it is a TPU and keeps the program it is given to compile. All else is done by the CPU plugin that
 //! `ASSAY_FAKE_TPU_PLUGIN` names; the program goes to the file that `ASSAY_FAKE_TPU_PROGRAM` does. For tests alone: where a tile kernel
 //! is a kernel the CPU plugin refuses it, after it was kept. It creates a client with no option, as no TPU's plugin knows those of a CPU's;
+//! Structs to which arguments point must be longer than those of C API 0.54, as those of a later one may be.
 //! `ASSAY_FAKE_TPU_PLATFORM=cpu` makes it a CPU plugin that does not either, and `cuda`
 //! with a kind of GPU in `ASSAY_FAKE_TPU_KIND` a GPU's.
 
@@ -15,8 +16,9 @@ use std::sync::{LazyLock, OnceLock};
 
 use libloading::Library;
 use pjrt_sys::{
-    PJRT_Api, PJRT_Client_Compile_Args, PJRT_Client_Create_Args, PJRT_Client_PlatformName_Args,
-    PJRT_DeviceDescription_Kind_Args, PJRT_Error, PJRT_NamedValue,
+    PJRT_Api, PJRT_Buffer_MemoryLayout, PJRT_Buffer_ToHostBuffer_Args, PJRT_Client_Compile_Args,
+    PJRT_Client_Create_Args, PJRT_Client_PlatformName_Args, PJRT_DeviceDescription_Kind_Args, PJRT_Error,
+    PJRT_ExecuteOptions, PJRT_LoadedExecutable_Execute_Args, PJRT_NamedValue, PJRT_Program,
 };
 
 static PLATFORM: LazyLock<String> =
@@ -58,9 +60,17 @@ fn tables() -> &'static Tables {
             own.PJRT_DeviceDescription_Kind = Some(kind);
             own.PJRT_Client_Compile = Some(compile);
             own.PJRT_Client_Create = Some(create);
+            own.PJRT_LoadedExecutable_Execute = Some(execute);
+            own.PJRT_Buffer_ToHostBuffer = Some(to_host);
         }
         Tables { real, own }
     })
+}
+
+/// That a struct to which arguments point is as long as one of a later C API, where it has grown.
+fn expect_grown(name: &str, given: usize, in_use_here: usize) {
+    let expected = in_use_here + size_of::<usize>();
+    assert!(given >= expected, "{name} of {given} bytes, expected {expected}: it has grown");
 }
 
 /// What a plugin exports.
@@ -88,6 +98,7 @@ unsafe extern "C" fn create(args: *mut PJRT_Client_Create_Args) -> *mut PJRT_Err
     if given.num_options > 0 {
         // SAFETY: there is a first one.
         let first = unsafe { *given.create_options };
+        expect_grown("PJRT_NamedValue", first.struct_size, size_of::<PJRT_NamedValue>());
         option = PJRT_NamedValue { name: UNKNOWN.as_ptr().cast::<c_char>(), name_size: UNKNOWN.len(), ..first };
         given.create_options = &raw const option;
     }
@@ -109,10 +120,30 @@ unsafe extern "C" fn compile(args: *mut PJRT_Client_Compile_Args) -> *mut PJRT_E
     // SAFETY: the same; a program's code is readable over its size.
     let code = unsafe {
         let program = &*(*args).program;
+        expect_grown("PJRT_Program", program.struct_size, size_of::<PJRT_Program>());
         slice::from_raw_parts(program.code.cast::<u8>(), program.code_size)
     };
     let file = env::var_os("ASSAY_FAKE_TPU_PROGRAM").expect("ASSAY_FAKE_TPU_PROGRAM names a file");
     fs::write(file, code).expect("a file that can be written");
     // SAFETY: the table is the CPU plugin's own, and the arguments are passed on as they came.
     unsafe { ((*tables().real).PJRT_Client_Compile.expect("every plugin compiles"))(args) }
+}
+
+// SAFETY: as of every entry, the caller's arguments are those of this one.
+unsafe extern "C" fn execute(args: *mut PJRT_LoadedExecutable_Execute_Args) -> *mut PJRT_Error {
+    // SAFETY: the same; options are always given. The table is the CPU plugin's own, and the arguments are passed on as they came.
+    unsafe {
+        expect_grown("PJRT_ExecuteOptions", (*(*args).options).struct_size, size_of::<PJRT_ExecuteOptions>());
+        ((*tables().real).PJRT_LoadedExecutable_Execute.expect("every plugin executes"))(args)
+    }
+}
+
+// SAFETY: as of every entry, the caller's arguments are those of this one.
+unsafe extern "C" fn to_host(args: *mut PJRT_Buffer_ToHostBuffer_Args) -> *mut PJRT_Error {
+    // SAFETY: the same; a layout is always given here. The table is the CPU plugin's own, and the arguments are passed on as they came.
+    unsafe {
+        let layout = (*(*args).host_layout).struct_size;
+        expect_grown("PJRT_Buffer_MemoryLayout", layout, size_of::<PJRT_Buffer_MemoryLayout>());
+        ((*tables().real).PJRT_Buffer_ToHostBuffer.expect("every plugin downloads"))(args)
+    }
 }

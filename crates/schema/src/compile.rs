@@ -106,13 +106,15 @@ pub struct SlotUse {
 pub struct Loop {
     /// 1 for a loop outside all others.
     pub depth: usize,
-    /// Bundles of one trip, without those of inner loops.
+    /// Bundles of one trip, without those of inner loops and those that a branch may pass over.
     pub bundles: u64,
+    /// Bundles that a branch may pass over, without those of inner loops: they count once, as if one trip ran them.
+    pub passed_over: u64,
     /// Trips each time that it is entered; `None` where the program decides at run time.
     pub trips: Option<u64>,
-    /// `bundles × trips` over the nest; `None` where some trips are unknown or it may be passed over.
+    /// `bundles × trips` over the nest, and what is passed over once; `None` where some trips are unknown or it may be passed over.
     pub cycles: Option<u64>,
-    /// Whether a branch outside any loop may pass over it.
+    /// Whether a branch outside it may pass over it, or over a loop around it.
     pub optional: bool,
     /// Slots filled, over all trips that are counted.
     pub slots: Vec<SlotUse>,

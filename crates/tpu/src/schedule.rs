@@ -22,13 +22,19 @@
 //! (2 to 10), in which the pipeline fills and drains and the body is branched over. Its trips are the grid's steps,
 //! the product of the `iteration_bounds` that its DMAs carry. Any other exit test (a number from memory, a
 //! collective's barrier) leaves the trips unknown, `None`: such a loop is counted as one trip, and so is a loop
-//! outside all others that a branch may pass over, such as the copy of an argument that the caller did not donate.
-//! `cycles` are a lower bound in that sense. Inside a loop, what a branch may pass over is counted in every trip.
+//! that a branch may pass over, such as the copy of an argument that the caller did not donate.
+//! `cycles` are a lower bound in that sense.
+//!
+//! A trip takes the shortest way through its loop, and what is not on that counts once: the start of a copy that the last trips
+//! leave out, what only the first or the last step of a row does, the longer side of a choice. A branch that would pass over more than half
+//! of a trip is not taken: that half is what the loop is there for, and only the trips in which a pipeline fills and drains,
+//! which are not counted, pass over it.
 //!
 //! `cycles` are those of one launch; how often a kernel is launched, HLO says.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 pub use assay_schema::compile::{Launch, Loop, SlotUse};
@@ -46,6 +52,9 @@ pub(super) const PASSES: &str = "final_bundles|final_hlo-static-per-bundle-utili
 
 /// The most steps by which a pipeline's exit test exceeds its grid, with room to spare: 10 were seen.
 const MOST_STAGES: u64 = 16;
+
+/// Trips of a loop of which they are not known, where loops are weighed: it may be what takes the most.
+const MANY: u64 = u32::MAX as u64;
 
 /// Cycles that these alone would take.
 fn cycles_of(slot: &SlotUse) -> f64 {
@@ -252,7 +261,18 @@ struct Span {
     depth: usize,
     trips: Option<u64>,
     optional: bool,
+    /// Bundles in it, inner loops' too, that a branch may pass over, ascending.
+    passed_over: Vec<usize>,
 }
+
+impl Span {
+    fn holds(&self, other: &Span) -> bool {
+        self.start <= other.start && self.last >= other.last
+    }
+}
+
+/// A branch from one bundle to another, and the predicate that is false where it is taken.
+type Jump<'t> = (usize, usize, Option<&'t str>);
 
 /// The kernel called `name` from the texts of its two files.
 ///
@@ -326,7 +346,7 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
     for (at, bundle) in bundles.iter().enumerate() {
         starts.extend(bundle.regions().map(|region| (region, at)));
     }
-    let branches: Vec<(usize, usize, Option<&str>)> = bundles
+    let branches: Vec<Jump> = bundles
         .iter()
         .enumerate()
         .flat_map(|(at, bundle)| bundle.instructions().filter_map(Branch::of).map(move |branch| (at, branch)))
@@ -342,7 +362,7 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
         let last = end.min(bundles.len() - 1);
         let depth = 1 + spans.iter().filter(|outer| outer.last >= last).count();
         let trips = back.and_then(|(_, _, unless)| scalars.trips((*unless)?));
-        spans.push(Span { start, last, depth, trips, optional: false });
+        spans.push(Span { start, last, depth, trips, optional: false, passed_over: vec![] });
     }
     for at in 0..spans.len() {
         let Span { start, last, depth, trips, .. } = spans[at];
@@ -350,11 +370,65 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
             |bundle: &usize| spans.iter().any(|span| span.start > start && (span.start..=span.last).contains(bundle));
         let grids = (start..=last).filter(|bundle| !inner(bundle)).flat_map(|bundle| bundles[bundle].grids());
         let grid = grids.filter(|&grid| trips.is_some_and(|trips| (grid..=grid + MOST_STAGES).contains(&trips))).max();
-        let passed = |&(from, to, _): &(usize, usize, Option<&str>)| from < start && to > last;
+        let passed = |&(from, to, _): &Jump| from < start && to > last;
         spans[at].trips = grid.filter(|&grid| grid > 0).or(trips);
         spans[at].optional = depth == 1 && branches.iter().any(passed);
     }
+    for at in 0..spans.len() {
+        let passed_over = passed_over(&spans, at, &branches, delay);
+        let within = spans[at].depth + 1;
+        for span in spans.iter_mut().filter(|span| span.depth == within) {
+            span.optional |= passed_over.binary_search(&span.start).is_ok();
+        }
+        spans[at].passed_over = passed_over;
+    }
     spans
+}
+
+/// The bundles of the loop at `at` that are not on the shortest way through it, ascending.
+fn passed_over(spans: &[Span], at: usize, branches: &[Jump], delay: usize) -> Vec<usize> {
+    let Span { start, last, .. } = spans[at];
+    let inner = || spans.iter().filter(|span| span.start > start && span.last <= last);
+    let mut trips = vec![1_u64; last + 1 - start];
+    for span in inner() {
+        for bundle in &mut trips[span.start - start..=span.last - start] {
+            *bundle = bundle.saturating_mul(span.trips.unwrap_or(MANY));
+        }
+    }
+    // Cycles before each bundle, by the straight way.
+    let mut before = vec![0_u64];
+    before.extend(trips.iter().scan(0_u64, |sum, trips| {
+        *sum = sum.saturating_add(*trips);
+        Some(*sum)
+    }));
+    let all = before[trips.len()];
+    // Of those that go on within the loop and leave no inner one, from where to where, with what is run in the branch's delay.
+    let jumps = branches.iter().filter_map(|&(from, to, _)| {
+        let own = (start..=last).contains(&from) && !inner().any(|span| (span.start..=span.last).contains(&from));
+        let (leaves, lands) = ((from + 1 + delay).checked_sub(start)?, to.checked_sub(start)?);
+        let skips = own && leaves < lands && to <= last;
+        (skips && (before[lands] - before[leaves]).saturating_mul(2) <= all).then_some((leaves, lands))
+    });
+    let jumps: Vec<(usize, usize)> = jumps.collect();
+    // Of each place the least cycles before it, and whence: by a jump, or by the bundle before.
+    let mut shortest = vec![(0_u64, 0, false)];
+    for (here, trips) in trips.iter().enumerate() {
+        let straight = (shortest[here].0.saturating_add(*trips), here, false);
+        let jumped = jumps.iter().filter(|(_, lands)| *lands == here + 1);
+        let jumped = jumped.map(|&(leaves, _)| (shortest[leaves].0, leaves, true));
+        shortest.push(jumped.chain([straight]).min().expect("the straight way"));
+    }
+    let mut passed_over = Vec::new();
+    let mut here = trips.len();
+    while here > 0 {
+        let (_, from, jumped) = shortest[here];
+        if jumped {
+            passed_over.extend((from..here).rev().map(|bundle| start + bundle));
+        }
+        here = from;
+    }
+    passed_over.reverse();
+    passed_over
 }
 
 /// Cycles and slots, over the loops' trips.
@@ -364,16 +438,23 @@ fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -
     for (at, span) in spans.iter().enumerate() {
         innermost[span.start..=span.last].fill(at + 1);
     }
+    let nest = |span: &Span| spans.iter().filter(|outer| outer.holds(span)).collect::<Vec<_>>();
+    let turns = |span: &Span| {
+        let counted = nest(span).into_iter().rev().take_while(|outer| !outer.optional);
+        counted.map(|outer| outer.trips.unwrap_or(1)).fold(1, u64::saturating_mul)
+    };
+    let turns: Vec<u64> = iter::once(1).chain(spans.iter().map(turns)).collect();
     let mut own = vec![0_u64; spans.len() + 1];
+    let mut passed_over = own.clone();
     let mut used = vec![vec![0_u64; kinds.len()]; spans.len() + 1];
-    for (row, &at) in rows.iter().zip(&innermost) {
-        own[at] += 1;
+    for (bundle, (row, &at)) in rows.iter().zip(&innermost).enumerate() {
+        let once = at > 0 && spans[at - 1].passed_over.binary_search(&bundle).is_ok();
+        let turns = if once { 1 } else { turns[at] };
+        *if once { &mut passed_over[at] } else { &mut own[at] } += 1;
         for (sum, slots) in used[at].iter_mut().zip(row) {
-            *sum += slots;
+            *sum = sum.saturating_add(slots.saturating_mul(turns));
         }
     }
-    let nest =
-        |span: &Span| spans.iter().filter(|outer| outer.start <= span.start && outer.last >= span.last).collect();
     let slots = |used: &[u64]| -> Vec<SlotUse> {
         let with_use = kinds.iter().zip(used);
         with_use.map(|(&(name, capacity), &used)| SlotUse { name: name.into(), capacity, used }).collect()
@@ -381,24 +462,21 @@ fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -
     let mut total = used[0].clone();
     let mut cycles = own[0];
     let mut loops = Vec::new();
-    for (at, span) in spans.iter().enumerate() {
-        let nest: Vec<&Span> = nest(span);
-        let known = nest.iter().all(|outer| outer.trips.is_some() && !outer.optional);
-        let counted = |outer: &&Span| if outer.optional { 1 } else { outer.trips.unwrap_or(1) };
-        let turns = nest.iter().map(counted).fold(1, u64::saturating_mul);
-        let turned: Vec<u64> = used[at + 1].iter().map(|used| used.saturating_mul(turns)).collect();
-        for (total, used) in total.iter_mut().zip(&turned) {
+    for (at, span) in (1..).zip(spans) {
+        for (total, used) in total.iter_mut().zip(&used[at]) {
             *total = total.saturating_add(*used);
         }
-        let bundles = own[at + 1];
-        cycles = cycles.saturating_add(bundles.saturating_mul(turns));
+        let known = nest(span).iter().all(|outer| outer.trips.is_some() && !outer.optional);
+        let of_loop = own[at].saturating_mul(turns[at]).saturating_add(passed_over[at]);
+        cycles = cycles.saturating_add(of_loop);
         loops.push(Loop {
             depth: span.depth,
-            bundles,
+            bundles: own[at],
+            passed_over: passed_over[at],
             trips: span.trips,
-            cycles: known.then(|| bundles.saturating_mul(turns)),
+            cycles: known.then_some(of_loop),
             optional: span.optional,
-            slots: slots(&turned),
+            slots: slots(&used[at]),
         });
     }
     let slots = slots(&total);
@@ -507,6 +585,52 @@ mod tests {
         assert_eq!(loops_of(&copied), [(1, 6, Some(18994), None, true)]);
         let [bundles, utilization] = written(&copied);
         assert_eq!(parse([&bundles, &utilization]).unwrap().cycles, 8);
+    }
+
+    /// A trip of 30 bundles and the delay, of which a branch passes over eight.
+    #[test]
+    fn what_a_branch_may_pass_over_within_a_loop_counts_once() {
+        let program = |skips: &str, inner: [&str; 2]| -> Vec<String> {
+            let mut bodies = vec![": { %s1_s0 = smov.u32 0 }".to_string()];
+            bodies.push(
+                "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %s4_s2 = sadd.s32 1, %s2_s1 } /* Start region 3 */".into(),
+            );
+            bodies.push(format!(": > {{ %8 = sbr.rel (%p7_p1) target = $region{skips} }}"));
+            bodies.extend((0..4).map(|_| ": > {}".to_string()));
+            bodies.extend(inner.map(String::from));
+            bodies.extend((0..6).map(|_| ": > {}".to_string()));
+            bodies.push("PF: > {} /* Start region 5 */".into());
+            bodies.extend((0..12).map(|_| ": > {}".to_string()));
+            bodies.push("PF: > {} /* Start region 6 */".into());
+            bodies.push(": > { %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 100 /* loop exit test */ }".into());
+            bodies.push(": > { %6 = sbr.rel (!%p5_p0) target = $region3 }".into());
+            bodies.extend((0..4).map(|_| ": > {}".to_string()));
+            bodies
+        };
+        let loops = |bodies: Vec<String>| {
+            let [bundles, utilization] = written(&bodies.iter().map(String::as_str).collect::<Vec<_>>());
+            let kernel = parse([&bundles, &utilization]).unwrap();
+            // Each bundle fills a VALU slot.
+            assert_eq!(kernel.slots[0].used, kernel.cycles);
+            let shape = |l: &Loop| (l.bundles, l.passed_over, l.trips, l.cycles, l.optional);
+            (kernel.cycles, kernel.loops.iter().map(shape).collect::<Vec<_>>())
+        };
+        let plain = [": > {}"; 2];
+        let all = 1 + 100 * 34;
+        assert_eq!(loops(program("9", plain)), (all, vec![(34, 0, Some(100), Some(100 * 34), false)]), "to nowhere");
+        let with_skip = (34 - 8, 8, Some(100), Some(100 * (34 - 8) + 8), false);
+        assert_eq!(loops(program("5", plain)), (1 + 100 * (34 - 8) + 8, vec![with_skip]));
+        // 21 of 34 are what the loop is there for.
+        assert_eq!(loops(program("6", plain)).0, all);
+        // What is passed over may be a loop: it counts as one trip, once.
+        let inner = [
+            "LB: >> { %s12_s1 = sphi %s1_s0, %s14_s2 ;; %s14_s2 = sadd.s32 1, %s12_s1 } /* Start region 4 */",
+            ": >> { %p15_p0 = scmp.ge.s32.totalorder %s14_s2, 2 ;; %16 = sbr.rel (!%p15_p0) target = $region4 }",
+        ];
+        let (cycles, found) = loops(program("5", inner));
+        // Two bundles and the four of its branch's delay.
+        assert_eq!(found[1], (6, 0, Some(2), None, true));
+        assert_eq!(cycles, 1 + 100 * (34 - 8) + 2 + 6);
     }
 
     #[test]

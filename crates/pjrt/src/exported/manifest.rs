@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::ExportedError;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
-use assay_core::spec::{LossSpec, OldLogp};
+use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp};
 
 /// No manifest is longer; a larger file is something else.
 const LONGEST_MANIFEST: u64 = 1 << 20;
@@ -26,7 +26,9 @@ pub(super) struct Manifest {
     /// `[B, T, V]`.
     shape: [usize; 3],
     #[serde(default = "one_device")]
-    devices: usize,
+    pub(super) devices: usize,
+    #[serde(default)]
+    pub(super) devices_are: DevicesAre,
     #[serde(default)]
     pub(super) spec: LossSpec,
     #[serde(rename = "input")]
@@ -39,11 +41,39 @@ fn one_device() -> usize {
     1
 }
 
+/// What a program for several devices counts them as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum DevicesAre {
+    /// One program over whole arrays, which XLA cuts: what `jax.export` writes.
+    #[default]
+    Partitions,
+    /// What each of them runs, with collectives.
+    Replicas,
+}
+
+/// An axis of `[B,T,V]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub(super) enum Cut {
+    B,
+    T,
+    V,
+}
+
+impl Cut {
+    /// Its place among the axes of an array that has it.
+    pub(super) fn axis(self) -> usize {
+        self as usize
+    }
+}
+
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Input {
     pub(super) name: InputName,
     pub(super) dtype: DeviceDtype,
+    /// The axis along which each device has a part; every device has all of it where there is none.
+    pub(super) cut: Option<Cut>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -84,6 +114,8 @@ impl InputName {
 pub(super) struct Output {
     pub(super) name: OutputName,
     pub(super) dtype: Dtype,
+    /// As of an [`Input`].
+    pub(super) cut: Option<Cut>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -104,6 +136,15 @@ impl OutputName {
             OutputName::Logp => "logp",
             OutputName::Entropy => "entropy",
             OutputName::TokenLoss => "token_loss",
+        }
+    }
+
+    /// Axes of an output: as many of `[B,T,V]`.
+    fn rank(self) -> usize {
+        match self {
+            OutputName::Loss => 0,
+            OutputName::Dlogits => 3,
+            OutputName::Logp | OutputName::Entropy | OutputName::TokenLoss => 2,
         }
     }
 }
@@ -148,8 +189,8 @@ impl Manifest {
         if self.shape().elements().is_none_or(|elements| elements == 0) {
             return invalid("shape", &format!("{:?}", self.shape), "[B,T,V] with B, T, V ≥ 1");
         }
-        if self.devices != 1 {
-            return invalid("devices", &self.devices, "1: programs for several devices are not run yet");
+        if self.devices == 0 {
+            return invalid("devices", &self.devices, "at least 1");
         }
         self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
         if let Some(setting) = self.spec.reads_extra() {
@@ -163,6 +204,21 @@ impl Manifest {
             }
             if let Err(expected) = self.accepts(*input) {
                 return invalid(&format!("input `{name}`: dtype"), &input.dtype, expected);
+            }
+        }
+        let cuts = self.inputs.iter().map(|input| ("input", input.name.name(), input.cut, self.rank(input.name)));
+        let of_outputs =
+            self.outputs.iter().map(|output| ("output", output.name.name(), output.cut, output.name.rank()));
+        for (kind, name, cut, rank) in cuts.chain(of_outputs) {
+            let Some(cut) = cut else { continue };
+            let field = format!("{kind} `{name}`: cut");
+            if cut.axis() >= rank {
+                return invalid(&field, &format!("{cut:?}"), "an axis that it has");
+            }
+            let extent = self.shape[cut.axis()];
+            if !extent.is_multiple_of(self.devices) {
+                let expected = format!("an axis that {} devices cut in equal parts", self.devices);
+                return invalid(&field, &format!("{cut:?} of {extent}"), &expected);
             }
         }
         for (i, output) in self.outputs.iter().enumerate() {
@@ -183,6 +239,15 @@ impl Manifest {
             }
         }
         Ok(())
+    }
+
+    /// Axes of an input: as many of `[B,T,V]`.
+    fn rank(&self, name: InputName) -> usize {
+        match name {
+            InputName::Logits => 3,
+            InputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => 1,
+            _ => 2,
+        }
     }
 
     /// Whether a program may take this input in this dtype; otherwise what it may be.

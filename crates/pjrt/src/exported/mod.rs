@@ -4,6 +4,7 @@
 //! ```toml
 //! program = "grpo_f32.mlir"        # beside the manifest
 //! shape = [2, 5, 1031]             # [B, T, V] that it was exported for
+//! devices = 1                      # the default
 //!
 //! [spec]                           # the loss it computes; what is left out has its default
 //! reduction = "token_mean"
@@ -34,6 +35,10 @@
 //! | `dlogits` | `[B,T,V]` | the same |
 //! | `logp`, `entropy`, `token_loss`, each optional | `[B,T]` | the same |
 //!
+//! A program for several devices is one that XLA partitions, as `jax.export` writes it, or with `devices_are = "replicas"` what each of them
+//! runs. Inputs and outputs are whole on every device, or say `cut = "B"`, `"T"` or `"V"`: along that axis device `d` of `n` has the part `d`
+//! of `n` equal ones. What is whole must be the same on all devices.
+//!
 //! Values go in as the problem holds them, whatever stands under the mask included; floats are rounded to the input's
 //! dtype, to nearest even. An id beyond i32, which only a masked token can have, becomes the nearest i32.
 //!
@@ -50,12 +55,13 @@ use ndarray::{Dimension, ShapeBuilder};
 use serde_json::Value;
 
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
+use crate::xla::shards::{Block, gather};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{BackendError, FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
-use manifest::{Input, InputName, Manifest, OutputName, read_program};
+use manifest::{Cut, DevicesAre, Input, InputName, Manifest, Output, OutputName, read_program};
 
 /// A user's own program. See [the module](self).
 pub struct Exported {
@@ -144,8 +150,10 @@ impl Exported {
         if let Some(executable) = &*executable {
             return Ok(Arc::clone(executable));
         }
+        let Manifest { devices, devices_are, .. } = self.manifest;
+        let (replicas, partitions) = if devices_are == DevicesAre::Replicas { (devices, 1) } else { (1, devices) };
         let compiled = client
-            .compile(&Program::replicated(&self.code, 1))
+            .compile(&Program { code: &self.code, replicas, partitions })
             .map_err(|error| ExportedError::program(self.program.display(), error))?;
         Ok(Arc::clone(executable.insert(Arc::new(compiled))))
     }
@@ -156,9 +164,9 @@ impl Exported {
     }
 
     /// The outputs, each checked against its name's shape and the manifest's dtype.
-    fn candidate(&self, buffers: &[Buffer]) -> Result<Candidate, ExportedError> {
+    fn candidate(&self, buffers: &[Vec<Buffer>]) -> Result<Candidate, ExportedError> {
         const CHECKED: &str = "checked: every manifest has loss and dlogits";
-        let (returned, listed) = (buffers.len(), self.manifest.outputs.len());
+        let (returned, listed) = (buffers[0].len(), self.manifest.outputs.len());
         if returned != listed {
             let expected = format!("{returned}, as many as the program returns");
             return Err(ExportedError::invalid(&self.path, "output", format!("{listed} listed"), expected));
@@ -176,27 +184,42 @@ impl Exported {
 
     fn download<D: Dimension>(
         &self,
-        buffers: &[Buffer],
+        buffers: &[Vec<Buffer>],
         name: OutputName,
         shape: impl ShapeBuilder<Dim = D>,
     ) -> Result<Option<FloatArray<D>>, ExportedError> {
         let Some(at) = self.manifest.outputs.iter().position(|output| output.name == name) else { return Ok(None) };
-        let dtype = self.manifest.outputs[at].dtype;
+        let Output { dtype, cut, .. } = self.manifest.outputs[at];
         let mut array = FloatArray::zeros(shape, dtype);
-        let extents = array.shape().to_vec();
-        buffers[at].download(dtype.into(), &extents, array.bytes_mut()).map_err(|error| {
+        let (devices, extents) = (self.manifest.devices, array.shape().to_vec());
+        let block = |device: usize| part(&extents, cut, [device, devices]);
+        gather(devices, name.name(), block, |device| Ok(&buffers[device][at]), &mut array).map_err(|error| {
             ExportedError::program(format!("{}: output `{}`", self.path.display(), name.name()), error)
         })?;
         Ok(Some(array))
     }
 }
 
-/// Sends one input of a checked problem.
-fn upload(client: &Client, input: Input, problem: &Problem) -> Result<Buffer, RuntimeError> {
+/// What one of some devices holds of an array.
+fn part(extents: &[usize], cut: Option<Cut>, [device, devices]: [usize; 2]) -> Block {
+    let whole = Block::all(extents);
+    let Some(axis) = cut.map(Cut::axis).filter(|_| devices > 1) else { return whole };
+    let length = extents[axis] / devices;
+    whole.cut(axis, device * length..(device + 1) * length, length)
+}
+
+/// Sends a device what it has of one input of a checked problem.
+fn upload(client: &Client, place: [usize; 2], input: Input, problem: &Problem) -> Result<Buffer, RuntimeError> {
     const CHECKED: &str = "checked: the spec needs it, so the problem has it";
-    let Input { name, dtype } = input;
+    let Input { name, dtype, cut } = input;
     let per_token = problem.ids.shape();
-    let send = |shape: &[usize], bytes: &[u8]| client.upload(0, dtype, shape, bytes);
+    let send = |shape: &[usize], bytes: &[u8]| {
+        let ([device, devices], block) = (place, part(shape, cut, place));
+        if devices == 1 || cut.is_none() {
+            return client.upload(device, dtype, shape, bytes);
+        }
+        client.upload(device, dtype, block.extents(), &block.part_of(bytes, dtype, 0))
+    };
     match name {
         InputName::Logits => send(problem.logits.shape(), problem.logits.bytes()),
         InputName::Ids => send(per_token, &ids(problem.ids.iter().copied(), dtype)),
@@ -271,11 +294,13 @@ impl Implementation for Exported {
     }
 
     fn available(&self) -> Result<(), Unavailable> {
-        self.client().map(|_| ()).map_err(|error| Unavailable { reason: error.to_string() })
+        let expect = |client: Client| client.expect_devices(self.manifest.devices);
+        self.client().and_then(expect).map_err(|error| Unavailable { reason: error.to_string() })
     }
 
     fn device_counts(&self) -> Vec<usize> {
-        if self.available().is_ok() { vec![1] } else { Vec::new() }
+        let devices = self.manifest.devices;
+        if self.client().is_ok_and(|client| devices <= client.device_count()) { vec![devices] } else { Vec::new() }
     }
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
@@ -285,8 +310,8 @@ impl Implementation for Exported {
         if DeviceDtype::from(dtype) != self.manifest.logits_dtype() {
             return Err(self.unsupported("logits dtype", dtype, self.manifest.logits_dtype()));
         }
-        if devices != 1 {
-            return Err(self.unsupported("device count", devices, 1));
+        if devices != self.manifest.devices {
+            return Err(self.unsupported("device count", devices, self.manifest.devices));
         }
         let fields = |spec: &LossSpec| serde_json::to_value(spec).expect("plain data");
         if let Some((path, given, supported)) = difference("", &fields(spec), &fields(&self.manifest.spec)) {
@@ -300,11 +325,14 @@ impl Implementation for Exported {
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
         let client = self.client()?;
         let executable = self.executable(&client)?;
-        let inputs = self.manifest.inputs.iter().map(|&input| upload(&client, input, &problem));
-        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
-        let outputs = executable
-            .execute(&[inputs.iter().collect()])
-            .map_err(|error| ExportedError::program(self.path.display(), error))?;
-        Ok(self.candidate(&outputs[0])?)
+        let on_one = |device: usize| -> Result<Vec<Buffer>, RuntimeError> {
+            let inputs = self.manifest.inputs.iter();
+            inputs.map(|&input| upload(&client, [device, devices], input, &problem)).collect()
+        };
+        let inputs = (0..devices).map(on_one).collect::<Result<Vec<_>, _>>()?;
+        let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|inputs| inputs.iter().collect()).collect();
+        let outputs =
+            executable.execute(&arguments).map_err(|error| ExportedError::program(self.path.display(), error))?;
+        Ok(self.candidate(&outputs)?)
     }
 }

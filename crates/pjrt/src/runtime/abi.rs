@@ -3,7 +3,8 @@
 //! A plugin checks that each argument struct is at least as long as the one it was built with. The structs only ever
 //! grow at their end, and a zero there means *not set*. `pjrt-sys` is built on C API 0.54, so newer plugins refuse its
 //! structs. Here the plugin's table is copied and every entry replaced by a function that hands the plugin a longer,
-//! zero-filled copy of the struct, and copies the caller's part back. That holds for any later version.
+//! zero-filled copy of the struct, and copies the caller's part back; so are structs that arguments point to (programs, options,
+//! layouts). That holds for any later version.
 //!
 //! Public for its test alone. Such a function gets no context, so each loaded plugin has a slot and functions of its own.
 
@@ -12,7 +13,11 @@ use std::mem::{offset_of, transmute};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_LoadedExecutable_Execute_Args};
+use pjrt_sys::{
+    PJRT_Api, PJRT_Buffer_ToHostBuffer_Args, PJRT_Client_BufferFromHostBuffer_Args, PJRT_Client_Compile_Args,
+    PJRT_Client_Create_Args, PJRT_Compile_Args, PJRT_Error, PJRT_LoadedExecutable_Execute_Args,
+    PJRT_TopologyDescription_Create_Args,
+};
 
 /// The oldest minor version whose table `pjrt-sys` can read.
 pub(super) const OLDEST_MINOR: i32 = 54;
@@ -88,23 +93,50 @@ unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args:
     }
 }
 
-/// The same for the one call whose argument struct points to another that has grown.
+/// The same for a call whose argument struct points, at byte `FIELD`, to another that may have grown, or nowhere.
 ///
 /// # Safety
-/// As [`Entry`]; and `options` is not null.
-unsafe extern "C" fn with_room_for_execute<const SLOT: usize>(
-    args: *mut PJRT_LoadedExecutable_Execute_Args,
+/// As [`Entry`].
+unsafe extern "C" fn with_room_behind<const SLOT: usize, const OFFSET: usize, const FIELD: usize>(
+    args: *mut c_void,
 ) -> *mut PJRT_Error {
-    const EXECUTE: usize = offset_of!(PJRT_Api, PJRT_LoadedExecutable_Execute);
-    // SAFETY: the options are a struct like any other; the caller's pointer to them is put back.
+    // SAFETY: the entry's argument struct has such a pointer there, to a struct that begins with its own size, and who calls lets it be
+    // written. It is put back.
     unsafe {
-        let options = (*args).options;
-        let error = with_room(options.cast(), |roomy| {
-            (*args).options = roomy.cast();
-            with_room_for::<SLOT, EXECUTE>(args.cast())
+        let field = args.byte_add(FIELD).cast::<*mut c_void>();
+        let nested = *field;
+        if nested.is_null() {
+            return with_room_for::<SLOT, OFFSET>(args);
+        }
+        let error = with_room(nested, |roomy| {
+            *field = roomy;
+            with_room_for::<SLOT, OFFSET>(args)
         });
-        (*args).options = options;
+        *field = nested;
         error
+    }
+}
+
+/// The same where it points to several, one behind another, whose count is at byte `COUNT`. How far apart a plugin takes them to be is not
+/// known before it is asked; one alone has room.
+///
+/// # Safety
+/// As [`Entry`].
+unsafe extern "C" fn with_room_behind_one<
+    const SLOT: usize,
+    const OFFSET: usize,
+    const FIELD: usize,
+    const COUNT: usize,
+>(
+    args: *mut c_void,
+) -> *mut PJRT_Error {
+    // SAFETY: the entry's argument struct has a count there.
+    unsafe {
+        if *args.byte_add(COUNT).cast::<usize>() == 1 {
+            with_room_behind::<SLOT, OFFSET, FIELD>(args)
+        } else {
+            with_room_for::<SLOT, OFFSET>(args)
+        }
     }
 }
 
@@ -119,6 +151,25 @@ macro_rules! give_room {
     )*};
 }
 
+/// The same for entries whose arguments point to structs: `entry: arguments.field`, or `arguments.field of count`.
+macro_rules! give_room_behind {
+    ($table:ident, $slot:ident: $($entry:ident: $args:ident.$field:ident $(of $count:ident)?;)*) => {$(
+        if $table.$entry.is_some() {
+            let entry: Entry = give_room_behind!(@entry $slot, $entry, $args, $field $(, $count)?);
+            // SAFETY: both are C functions from one pointer to one pointer.
+            $table.$entry = unsafe { transmute::<Option<Entry>, pjrt_sys::$entry>(Some(entry)) };
+        }
+    )*};
+    (@entry $slot:ident, $entry:ident, $args:ident, $field:ident) => {
+        with_room_behind::<$slot, { offset_of!(PJRT_Api, $entry) }, { offset_of!($args, $field) }>
+    };
+    (@entry $slot:ident, $entry:ident, $args:ident, $field:ident, $count:ident) => {
+        with_room_behind_one::<
+            $slot, { offset_of!(PJRT_Api, $entry) }, { offset_of!($args, $field) }, { offset_of!($args, $count) },
+        >
+    };
+}
+
 /// A copy of `plugin_table` in which every entry that takes arguments and may fail has room.
 fn table_with_room<const SLOT: usize>(plugin_table: *const PJRT_Api) -> PJRT_Api {
     TABLES[SLOT].store(plugin_table.cast_mut(), Ordering::Release);
@@ -127,10 +178,10 @@ fn table_with_room<const SLOT: usize>(plugin_table: *const PJRT_Api) -> PJRT_Api
     give_room!(table, SLOT:
         PJRT_Error_GetCode PJRT_Plugin_Initialize PJRT_Plugin_Attributes
         PJRT_Event_Destroy PJRT_Event_IsReady PJRT_Event_Error PJRT_Event_Await PJRT_Event_OnReady
-        PJRT_Client_Create PJRT_Client_Destroy PJRT_Client_PlatformName PJRT_Client_ProcessIndex
+        PJRT_Client_Destroy PJRT_Client_PlatformName PJRT_Client_ProcessIndex
         PJRT_Client_PlatformVersion PJRT_Client_Devices PJRT_Client_AddressableDevices PJRT_Client_LookupDevice
-        PJRT_Client_LookupAddressableDevice PJRT_Client_AddressableMemories PJRT_Client_Compile
-        PJRT_Client_DefaultDeviceAssignment PJRT_Client_BufferFromHostBuffer PJRT_Client_TopologyDescription
+        PJRT_Client_LookupAddressableDevice PJRT_Client_AddressableMemories
+        PJRT_Client_DefaultDeviceAssignment PJRT_Client_TopologyDescription
         PJRT_DeviceDescription_Id PJRT_DeviceDescription_ProcessIndex PJRT_DeviceDescription_Attributes
         PJRT_DeviceDescription_Kind PJRT_DeviceDescription_DebugString PJRT_DeviceDescription_ToString
         PJRT_Device_GetDescription PJRT_Device_IsAddressable PJRT_Device_LocalHardwareId
@@ -146,14 +197,20 @@ fn table_with_room<const SLOT: usize>(plugin_table: *const PJRT_Api) -> PJRT_Api
         PJRT_Buffer_Destroy PJRT_Buffer_ElementType PJRT_Buffer_Dimensions PJRT_Buffer_UnpaddedDimensions
         PJRT_Buffer_DynamicDimensionIndices PJRT_Buffer_GetMemoryLayout PJRT_Buffer_OnDeviceSizeInBytes
         PJRT_Buffer_Device PJRT_Buffer_Memory PJRT_Buffer_Delete PJRT_Buffer_IsDeleted PJRT_Buffer_CopyToDevice
-        PJRT_Buffer_CopyToMemory PJRT_Buffer_ToHostBuffer PJRT_Buffer_IsOnCpu PJRT_Buffer_ReadyEvent
-        PJRT_TopologyDescription_Create PJRT_TopologyDescription_Destroy PJRT_TopologyDescription_PlatformName
+        PJRT_Buffer_CopyToMemory PJRT_Buffer_IsOnCpu PJRT_Buffer_ReadyEvent
+        PJRT_TopologyDescription_Destroy PJRT_TopologyDescription_PlatformName
         PJRT_TopologyDescription_PlatformVersion PJRT_TopologyDescription_GetDeviceDescriptions
-        PJRT_TopologyDescription_Serialize PJRT_TopologyDescription_Attributes PJRT_Compile
+        PJRT_TopologyDescription_Serialize PJRT_TopologyDescription_Attributes
     );
-    if table.PJRT_LoadedExecutable_Execute.is_some() {
-        table.PJRT_LoadedExecutable_Execute = Some(with_room_for_execute::<SLOT>);
-    }
+    give_room_behind!(table, SLOT:
+        PJRT_Client_Create: PJRT_Client_Create_Args.create_options of num_options;
+        PJRT_Client_Compile: PJRT_Client_Compile_Args.program;
+        PJRT_Client_BufferFromHostBuffer: PJRT_Client_BufferFromHostBuffer_Args.device_layout;
+        PJRT_LoadedExecutable_Execute: PJRT_LoadedExecutable_Execute_Args.options;
+        PJRT_Buffer_ToHostBuffer: PJRT_Buffer_ToHostBuffer_Args.host_layout;
+        PJRT_TopologyDescription_Create: PJRT_TopologyDescription_Create_Args.create_options of num_options;
+        PJRT_Compile: PJRT_Compile_Args.program;
+    );
     table
 }
 

@@ -1,6 +1,9 @@
 //! Arrays on a device.
 
+use std::ffi::c_void;
 use std::ptr::{self, NonNull};
+use std::sync::mpsc::{self, Sender};
+use std::time::Instant;
 
 use pjrt_sys::{
     PJRT_Buffer, PJRT_Buffer_Destroy_Args, PJRT_Buffer_Dimensions_Args, PJRT_Buffer_ElementType_Args,
@@ -10,13 +13,13 @@ use pjrt_sys::{
     PJRT_Buffer_Type_PJRT_Buffer_Type_F32, PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
     PJRT_Buffer_Type_PJRT_Buffer_Type_PRED, PJRT_Buffer_Type_PJRT_Buffer_Type_S16,
     PJRT_Buffer_Type_PJRT_Buffer_Type_S32, PJRT_Buffer_Type_PJRT_Buffer_Type_S64, PJRT_Buffer_Type_PJRT_Buffer_Type_U8,
-    PJRT_Client_BufferFromHostBuffer_Args, PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
-    PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes,
+    PJRT_Client_BufferFromHostBuffer_Args, PJRT_Error, PJRT_Event, PJRT_Event_Await_Args, PJRT_Event_Destroy_Args,
+    PJRT_Event_OnReady_Args, PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes,
 };
 
 use super::abi::slice_from;
 use super::client::Client;
-use super::error::RuntimeError;
+use super::error::{RuntimeError, check};
 use super::plugin::{Plugin, call};
 use assay_core::device_dtype::DeviceDtype;
 
@@ -72,6 +75,51 @@ pub(super) fn wait(plugin: &Plugin, event: *mut PJRT_Event, what: &str) -> Resul
     let mut destroy = PJRT_Event_Destroy_Args::new();
     destroy.event = event;
     result.and(call!(plugin, PJRT_Event_Destroy, destroy, "free an event"))
+}
+
+/// What the plugin tells of an event once it is ready.
+struct Ready {
+    plugin: &'static Plugin,
+    what: String,
+    tell: Sender<Result<(), RuntimeError>>,
+}
+
+// SAFETY: a plugin calls it once, with what it was registered with and an error that is then the callee's.
+unsafe extern "C" fn tell(error: *mut PJRT_Error, ready: *mut c_void) {
+    // SAFETY: `wait_until` made it of a box, for this one call.
+    let Ready { plugin, what, tell } = *unsafe { Box::from_raw(ready.cast::<Ready>()) };
+    // SAFETY: the error came from this plugin, and is used nowhere else.
+    let result = unsafe { check(plugin.table(), error, || what) };
+    // Who waited may have given up.
+    let _ = tell.send(result);
+}
+
+/// Waits for an event until `deadline`, frees it, and returns the error that it carries; `None` where it is not ready by then: it is
+/// left to the plugin.
+pub(super) fn wait_until(
+    plugin: &'static Plugin,
+    event: *mut PJRT_Event,
+    deadline: Instant,
+    what: &str,
+) -> Option<Result<(), RuntimeError>> {
+    if event.is_null() {
+        return Some(Ok(()));
+    }
+    let (tell_it, told) = mpsc::channel();
+    let ready = Box::into_raw(Box::new(Ready { plugin, what: what.into(), tell: tell_it }));
+    let mut args = PJRT_Event_OnReady_Args::new();
+    args.event = event;
+    args.callback = Some(tell);
+    args.user_arg = ready.cast();
+    if let Err(refused) = call!(plugin, PJRT_Event_OnReady, args, what) {
+        // SAFETY: what was not registered is not called, so that the box is still this function's.
+        drop(unsafe { Box::from_raw(ready) });
+        return Some(Err(refused));
+    }
+    let result = told.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()?;
+    let mut destroy = PJRT_Event_Destroy_Args::new();
+    destroy.event = event;
+    Some(result.and(call!(plugin, PJRT_Event_Destroy, destroy, "free an event")))
 }
 
 impl Client {

@@ -111,7 +111,7 @@ impl Client {
     /// [`RuntimeError::Plugin`] with the plugin's own message, or [`RuntimeError::Answer`] where it has no device.
     pub fn create(plugin: &'static Plugin) -> Result<Client, RuntimeError> {
         // Only a CPU plugin knows the option, and only a client knows its platform.
-        let client = Self::create_with(plugin, &[])?;
+        let client = Self::create_with(plugin, &mut [])?;
         if client.platform() != "cpu" || client.device_count() >= CPU_DEVICES {
             return Ok(client);
         }
@@ -123,13 +123,13 @@ impl Client {
         option.type_ = PJRT_NamedValue_Type_PJRT_NamedValue_kInt64;
         option.__bindgen_anon_1.int64_value = CPU_DEVICES as i64;
         option.value_size = 1;
-        Self::create_with(plugin, &[option]).or_else(|_| Self::create_with(plugin, &[]))
+        Self::create_with(plugin, &mut [option]).or_else(|_| Self::create_with(plugin, &mut []))
     }
 
-    fn create_with(plugin: &'static Plugin, options: &[PJRT_NamedValue]) -> Result<Client, RuntimeError> {
+    fn create_with(plugin: &'static Plugin, options: &mut [PJRT_NamedValue]) -> Result<Client, RuntimeError> {
         let what = || format!("create a client of {}", plugin.path().display());
         let mut args = PJRT_Client_Create_Args::new();
-        args.create_options = options.as_ptr();
+        args.create_options = options.as_mut_ptr();
         args.num_options = options.len();
         call!(plugin, PJRT_Client_Create, args, what())?;
         let Some(raw) = NonNull::new(args.client) else {

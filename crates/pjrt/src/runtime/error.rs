@@ -1,10 +1,12 @@
 //! What can go wrong between this process and a plugin.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_Error_Destroy_Args, PJRT_Error_GetCode_Args, PJRT_Error_Message_Args};
 
 use super::abi::bytes_from;
+use super::execute::LIMIT_VARIABLE;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::memory::Shortage;
 
@@ -114,6 +116,22 @@ pub enum RuntimeError {
         given: String,
         /// What the executable takes.
         expected: String,
+    },
+    /// A run that did not end. It goes on, since PJRT can end none.
+    #[error(
+        "{what}: not finished after {limit:?}, and given up; {LIMIT_VARIABLE} says how many seconds a run may take"
+    )]
+    TimedOut {
+        /// What was waited for.
+        what: String,
+        /// How long.
+        limit: Duration,
+    },
+    /// No time that a run may take.
+    #[error("{LIMIT_VARIABLE}: got `{given}`, expected whole seconds, at least 1")]
+    Limit {
+        /// What the environment says.
+        given: String,
     },
     /// Devices that hold the same part of an output, and not the same values.
     #[error(

@@ -1,6 +1,8 @@
 //! Compiled programs.
 
+use std::env;
 use std::ptr::{self, NonNull};
+use std::time::{Duration, Instant};
 
 use pjrt::CompileOptions;
 use pjrt::protos::xla::{DeviceAssignmentProto, device_assignment_proto::ComputationDevice};
@@ -10,7 +12,7 @@ use pjrt_sys::{
     PJRT_LoadedExecutable_Execute_Args, PJRT_LoadedExecutable_GetExecutable_Args, PJRT_Program,
 };
 
-use super::buffers::{Buffer, wait};
+use super::buffers::{Buffer, wait_until};
 use super::client::Client;
 use super::error::RuntimeError;
 use super::plugin::call;
@@ -18,6 +20,19 @@ use super::plugin::call;
 /// `env_option_overrides { key: "xla_backend_optimization_level" value { int_field: 0 } }`, a field of `CompileOptionsProto`
 /// that is younger than the definition in `pjrt-sys`. Behind an encoded message it is one more field of it.
 const LEAST_OPTIMIZATION: &[u8] = b"\x3a\x24\x0a\x1exla_backend_optimization_level\x12\x02\x18\x00";
+
+/// How long a run may take.
+pub const TIME_LIMIT: Duration = Duration::from_mins(30);
+
+/// Says in the environment how many seconds it may take instead.
+pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
+
+/// [`TIME_LIMIT`], unless something else is `given`.
+fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {
+    let Some(given) = given.filter(|given| !given.is_empty()) else { return Ok(TIME_LIMIT) };
+    let seconds = given.parse().ok().filter(|&seconds| seconds > 0);
+    seconds.map(Duration::from_secs).ok_or_else(|| RuntimeError::Limit { given: given.into() })
+}
 
 /// A program to compile.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +67,8 @@ impl<'p> Program<'p> {
             build.num_replicas = self.replicas as i64;
             build.num_partitions = self.partitions as i64;
             build.use_spmd_partitioning = self.partitions > 1;
+            // Which `jax.export` writes for; what has older annotations is read by it too.
+            build.use_shardy_partitioner = self.partitions > 1;
             // Without this the plugin chooses an order of its own, and arguments would lie on the wrong devices.
             build.device_assignment = Some(DeviceAssignmentProto {
                 replica_count: self.replicas as i32,
@@ -109,10 +126,10 @@ impl Client {
         if self.compiles_quickly() {
             options.extend(LEAST_OPTIMIZATION);
         }
-        let code = program.raw();
+        let mut code = program.raw();
         let mut args = PJRT_Client_Compile_Args::new();
         args.client = self.raw();
-        args.program = &raw const code;
+        args.program = &raw mut code;
         args.compile_options = options.as_ptr().cast();
         args.compile_options_size = options.len();
         call!(self.plugin(), PJRT_Client_Compile, args, "compile")?;
@@ -159,12 +176,14 @@ impl Executable {
 
     /// Runs on every device and returns when all have finished: `outputs[device][output]` from
     /// `arguments[device][argument]`. An argument that the program aliases to an output is donated: its buffer is gone,
-    /// and using it again is an error.
+    /// and using it again is an error. A run that has not finished within [`TIME_LIMIT`], or the seconds that [`LIMIT_VARIABLE`] says,
+    /// is given up, but not ended: PJRT cannot.
     ///
     /// # Errors
     /// [`RuntimeError::Arguments`] where the lists do not have one entry a device; the plugin's own error, from the
-    /// call or from any device.
+    /// call or from any device; [`RuntimeError::TimedOut`]; [`RuntimeError::Limit`].
     pub fn execute(&self, arguments: &[Vec<&Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+        let limit = time_limit(env::var(LIMIT_VARIABLE).ok().as_deref())?;
         let counts: Vec<usize> = arguments.iter().map(Vec::len).collect();
         if counts.len() != self.devices || counts.iter().any(|&count| count != counts[0]) {
             let given = format!("argument counts {counts:?}");
@@ -191,17 +210,24 @@ impl Executable {
         let launched = call!(self.client.plugin(), PJRT_LoadedExecutable_Execute, args, "execute");
 
         // Every event is awaited and every buffer owned before the first error is returned.
-        let finished: Vec<Result<(), RuntimeError>> = events
-            .into_iter()
-            .enumerate()
-            .map(|(device, event)| wait(self.client.plugin(), event, &format!("execute on device {device}")))
-            .collect();
+        let deadline = Instant::now() + limit;
+        let await_one = |(device, event)| {
+            let what = format!("execute on device {device}");
+            let result = wait_until(self.client.plugin(), event, deadline, &what);
+            result.unwrap_or(Err(RuntimeError::TimedOut { what, limit }))
+        };
+        let finished: Vec<Result<(), RuntimeError>> = events.into_iter().enumerate().map(await_one).collect();
         drop(alone);
         let owned: Vec<Vec<_>> = outputs
             .iter()
             .map(|list| list.iter().map(|&raw| Buffer::own(&self.client, raw, "execute")).collect())
             .collect();
         launched?;
+        if finished.iter().any(|result| matches!(result, Err(RuntimeError::TimedOut { .. }))) {
+            // A plugin may wait for a run before it frees what that writes.
+            owned.into_iter().flatten().for_each(std::mem::forget);
+            return finished.into_iter().find_map(Result::err).map_or(Ok(vec![]), Err);
+        }
         finished.into_iter().collect::<Result<(), _>>()?;
         owned.into_iter().map(|list| list.into_iter().collect()).collect()
     }

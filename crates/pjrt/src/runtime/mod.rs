@@ -25,6 +25,6 @@ mod topology;
 pub use buffers::Buffer;
 pub use client::Client;
 pub use error::RuntimeError;
-pub use execute::{Executable, Program};
+pub use execute::{Executable, LIMIT_VARIABLE, Program, TIME_LIMIT};
 pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, find_installed, locate, quiet_plugins};
 pub use topology::{Topology, Unloaded};

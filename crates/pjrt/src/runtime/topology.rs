@@ -77,8 +77,8 @@ impl Topology {
         let mut args = PJRT_TopologyDescription_Create_Args::new();
         args.topology_name = name.as_ptr().cast();
         args.topology_name_size = name.len();
-        let options: Vec<PJRT_NamedValue> = options.iter().map(|(name, value)| text_option(name, value)).collect();
-        args.create_options = options.as_ptr();
+        let mut options: Vec<PJRT_NamedValue> = options.iter().map(|(name, value)| text_option(name, value)).collect();
+        args.create_options = options.as_mut_ptr();
         args.num_options = options.len();
         call!(plugin, PJRT_TopologyDescription_Create, args, what())?;
         let raw = NonNull::new(args.topology).ok_or_else(|| answer("null", "a topology"))?;
@@ -122,10 +122,10 @@ impl Topology {
             return Err(RuntimeError::Devices { given: program.devices(), available, platform: self.name.clone() });
         }
         let options = program.options(&self.device_ids);
-        let code = program.raw();
+        let mut code = program.raw();
         let mut args = PJRT_Compile_Args::new();
         args.topology = self.raw.as_ptr();
-        args.program = &raw const code;
+        args.program = &raw mut code;
         args.compile_options = options.as_ptr().cast();
         args.compile_options_size = options.len();
         args.client = ptr::null_mut();

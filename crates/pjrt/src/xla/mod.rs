@@ -4,7 +4,7 @@
 
 mod devices;
 mod lm_head;
-mod shards;
+pub(crate) mod shards;
 
 use std::path::Path;
 

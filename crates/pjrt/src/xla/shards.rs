@@ -30,7 +30,7 @@ pub(super) struct Part {
 }
 
 /// What a device holds of an array: `ranges` of `whole`, in `local` extents, with padding behind.
-pub(super) struct Block {
+pub(crate) struct Block {
     whole: Vec<usize>,
     ranges: Vec<Range<usize>>,
     local: Vec<usize>,
@@ -49,7 +49,7 @@ pub(super) enum Padding {
 
 impl Block {
     /// All of an array.
-    pub(super) fn all(extents: &[usize]) -> Self {
+    pub(crate) fn all(extents: &[usize]) -> Self {
         let ranges = extents.iter().map(|&extent| 0..extent).collect();
         Self { whole: extents.to_vec(), ranges, local: extents.to_vec(), in_rows: false }
     }
@@ -63,7 +63,7 @@ impl Block {
     }
 
     /// The same, but for `range` alone along `axis`, in a `local` extent.
-    pub(super) fn cut(mut self, axis: usize, range: Range<usize>, local: usize) -> Self {
+    pub(crate) fn cut(mut self, axis: usize, range: Range<usize>, local: usize) -> Self {
         self.ranges[axis] = range;
         self.local[axis] = local;
         self
@@ -77,16 +77,32 @@ impl Block {
     /// length)`.
     fn runs(&self) -> impl Iterator<Item = (usize, usize, usize)> {
         let mut starts = vec![(0, 0)];
-        let axes = self.ranges.iter().zip(self.whole.iter().zip(&self.local));
-        let (last, leading) = (self.ranges.len() - 1, axes.clone().take(self.ranges.len() - 1));
-        for (range, (whole, local)) in leading {
+        let mut axes = self.ranges.iter().zip(self.whole.iter().zip(&self.local));
+        // A scalar is an array of one element.
+        let (range, (&whole_run, &local_run)) = axes.next_back().unwrap_or((&(0..1), (&1, &1)));
+        for (range, (whole, local)) in axes {
             let inside = |(in_whole, in_block): (usize, usize)| {
                 range.clone().map(move |i| (in_whole * whole + i, in_block * local + i - range.start))
             };
             starts = starts.into_iter().flat_map(inside).collect();
         }
-        let (range, whole, local) = (&self.ranges[last], self.whole[last], self.local[last]);
-        starts.into_iter().map(move |(a, b)| (a * whole + range.start, b * local, range.len()))
+        let (start, length) = (range.start, range.len());
+        starts.into_iter().map(move |(a, b)| (a * whole_run + start, b * local_run, length))
+    }
+
+    /// What of an array's `bytes` it holds, with bytes of `fill` behind.
+    pub(crate) fn part_of(&self, bytes: &[u8], element: DeviceDtype, fill: u8) -> Vec<u8> {
+        let mut local = vec![fill; self.local.iter().product::<usize>() * element.size()];
+        for (whole, part, length) in self.runs() {
+            let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
+            local[part..part + length].copy_from_slice(&bytes[whole..whole + length]);
+        }
+        local
+    }
+
+    /// Extents of what it holds.
+    pub(crate) fn extents(&self) -> &[usize] {
+        &self.local
     }
 
     /// What a device holds, in order.
@@ -235,11 +251,7 @@ impl Shards {
             // All bits set is a NaN in every float type.
             Padding::Nan => 0xFF,
         };
-        let mut bytes = vec![fill; block.local.iter().product::<usize>() * element.size()];
-        for (whole, part, length) in block.runs() {
-            let [whole, part, length] = [whole, part, length].map(|elements| elements * element.size());
-            bytes[part..part + length].copy_from_slice(&array.bytes()[whole..whole + length]);
-        }
+        let bytes = block.part_of(array.bytes(), element, fill);
         let (on_device, extents) = block.on_device(element);
         self.client.upload(device, on_device, &extents, &bytes)
     }
@@ -280,8 +292,7 @@ impl Shards {
         Ok(whole)
     }
 
-    /// `whole`, called `output`, from what each device holds of it: its `block`, in its `buffer`. What several hold must be the same
-    /// on all of them: a collective may be right on one device and wrong on another.
+    /// [`gather`] from the devices of the mesh.
     pub(super) fn gather<'b, D: Dimension>(
         &self,
         output: &'static str,
@@ -289,16 +300,28 @@ impl Shards {
         buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
         whole: &mut FloatArray<D>,
     ) -> Result<(), RuntimeError> {
-        let mut held = Vec::new();
-        for device in 0..self.mesh.devices() {
-            let (block, buffer) = (block(device), buffer(device)?);
-            if !held.contains(&block.ranges) {
-                block.download(buffer, whole)?;
-                held.push(block.ranges);
-            } else if let Some(Difference { element, given, expected }) = block.differs(buffer, whole)? {
-                return Err(RuntimeError::Replicas { output, device, element, given, expected });
-            }
-        }
-        Ok(())
+        gather(self.mesh.devices(), output, block, buffer, whole)
     }
+}
+
+/// `whole`, called `output`, from what each device holds of it: its `block`, in its `buffer`. What several hold must be the same
+/// on all of them: a collective may be right on one device and wrong on another.
+pub(crate) fn gather<'b, D: Dimension>(
+    devices: usize,
+    output: &'static str,
+    block: impl Fn(usize) -> Block,
+    buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+    whole: &mut FloatArray<D>,
+) -> Result<(), RuntimeError> {
+    let mut held = Vec::new();
+    for device in 0..devices {
+        let (block, buffer) = (block(device), buffer(device)?);
+        if !held.contains(&block.ranges) {
+            block.download(buffer, whole)?;
+            held.push(block.ranges);
+        } else if let Some(Difference { element, given, expected }) = block.differs(buffer, whole)? {
+            return Err(RuntimeError::Replicas { output, device, element, given, expected });
+        }
+    }
+    Ok(())
 }

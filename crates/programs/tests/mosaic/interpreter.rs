@@ -5,7 +5,7 @@ use std::slice::from_ref;
 use half::{bf16, f16};
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_mosaic_interpreter::{Array, InterpretError, run, run_within};
+use assay_mosaic_interpreter::{Array, Core, InterpretError, Options, run, run_with};
 
 /// Spells out the prefix of operations and the memory of memrefs: `"arith.addf"`, `vmem<8x128xf32>`.
 fn spelt(text: &str) -> String {
@@ -647,11 +647,69 @@ fn an_output_keeps_its_contents_while_it_stays_and_is_poison_when_it_comes() {
 }
 
 #[test]
-fn a_store_to_an_input_lasts_until_its_window_moves() {
+fn a_store_to_an_input_is_refused_where_its_window_stays() {
     let body = format!("{ADD_ONE}\n{}", ADD_ONE.lines().last().unwrap().replace("%w1", "%w0"));
-    let tables = Tables { reads: &[0, 0, 1, 0], writes: &[0, 1, 2, 3], body: &body, semantics: ARBITRARY };
-    let found = tables.run(&[0.0, 0.0, 5.0, 5.0], 8, false).unwrap();
-    assert_values(&found, &[1.0, 1.0, 2.0, 2.0, 6.0, 6.0, 1.0, 1.0], "in HBM it is as it was");
+    let run = |reads: &[i32]| {
+        let tables = Tables { reads, writes: &[0, 1, 2, 3], body: &body, semantics: ARBITRARY };
+        tables.run(&[0.0, 0.0, 5.0, 5.0], 8, false)
+    };
+    let found = run(&[0, 1, 0, 1]).unwrap();
+    assert_values(&found, &[1.0, 1.0, 6.0, 6.0, 1.0, 1.0, 6.0, 6.0], "in HBM it is as it was");
+    // Wherever the two steps are: before the store is seen, or after it.
+    for (reads, step) in [([0, 0, 1, 0], 0), ([0, 1, 0, 0], 2)] {
+        let problem = problem(run(&reads));
+        let expected =
+            format!("input 0, at grid step [{step}]: is stored to, line 9, though it does not move every step");
+        assert_eq!(problem, expected);
+    }
+}
+
+/// A copy of `x`, of which `window` at a time is in VMEM, under the rules of a core with `vmem_bytes`.
+fn copy_on_a_core(window: [usize; 2], x: &Array, vmem_bytes: usize) -> Result<Vec<f64>, InterpretError> {
+    let element = x.element.mlir();
+    let ty = format!("{}x{}x{element}", window[0], window[1]);
+    let body = format!(
+        "%zero = \"arith.constant\"() {{value = 0 : index}} : () -> index
+%x = \"vector.load\"(%w0, %zero, %zero) : ( vmem<{ty}>, index, index) -> vector<{ty}>
+\"tpu.vector_store\"(%x, %w1, %zero, %zero) {{operandSegmentSizes = array<i32: 1, 1, 2, 0>}} : (vector<{ty}>, vmem<{ty}>, \
+             index, index) -> ()"
+    );
+    let grid = [x.shape[0].div_ceil(window[0]), x.shape[1].div_ceil(window[1])];
+    let windows = &[(ty.as_str(), "", "%i0, %i1"), (ty.as_str(), "", "%i0, %i1")];
+    let text = Kernel { grid: &grid, prefetch: &[], windows, scratch: &[], body: &body }.text();
+    let options = Options { core: Some(Core { vmem_bytes }), ..Options::default() };
+    let written = run_with(options, &text, vec![x.clone()], &[(x.element, x.shape.clone())], &[])?;
+    Ok(values(&written[0]))
+}
+
+#[test]
+fn a_core_refuses_blocks_that_are_no_whole_tiles_and_more_vmem_than_it_has() {
+    let zeros = |element: DeviceDtype, shape: [usize; 2]| array(element, &shape, &vec![0.0; shape[0] * shape[1]]);
+    let (wide, narrow) = (zeros(DeviceDtype::F32, [20, 200]), zeros(DeviceDtype::Bf16, [20, 200]));
+    // Tiles of 8 × 128 take 4,096 bytes: two buffers of each of two windows.
+    for (window, x, vmem_bytes) in [
+        ([8, 128], &wide, 4 * 4096),
+        ([16, 128], &narrow, 4 * 4096),
+        ([20, 128], &wide, 4 * 3 * 4096),
+        ([8, 200], &wide, 4 * 2 * 4096),
+    ] {
+        copy_on_a_core(window, x, vmem_bytes).unwrap();
+        let problem = copy_on_a_core(window, x, vmem_bytes - 1).unwrap_err().to_string();
+        let expected = format!("core: two buffers of each window take {vmem_bytes} bytes of VMEM");
+        assert!(problem.starts_with(&expected), "{problem}");
+    }
+    for (window, x, expected) in [
+        ([4, 128], &wide, "core: input 0: blocks of vector<4x128xf32> over [20, 200], expected whole tiles of 8 × 128"),
+        ([8, 64], &wide, "core: input 0: blocks of vector<8x64xf32> over"),
+        (
+            [8, 128],
+            &narrow,
+            "core: input 0: blocks of vector<8x128xbf16> over [20, 200], expected whole tiles of 16 × 128",
+        ),
+    ] {
+        let problem = copy_on_a_core(window, x, 1 << 20).unwrap_err().to_string();
+        assert!(problem.starts_with(expected), "{problem}");
+    }
 }
 
 /// `out = Σ over lanes of in`, broadcast over the window, for each step of a grid over `columns`.
@@ -763,7 +821,8 @@ fn a_run_without_end_is_given_up() {
          ({{\n^bb0(%n: i32):\n\"scf.yield\"() : () -> ()\n}}) : (i32, i32, i32) -> ()"
     );
     let text = Kernel { grid: &[1], prefetch: &[], windows: &[], scratch: &[], body: &loops }.text();
-    assert_eq!(run_within(1 << 16, &text, vec![], &[], &[]), Err(InterpretError::Endless { most: 1 << 16 }));
+    let options = Options { most_work: 1 << 16, ..Options::default() };
+    assert_eq!(run_with(options, &text, vec![], &[], &[]), Err(InterpretError::Endless { most: 1 << 16 }));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
 use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, number, per_token};
-use assay_core::problem::{Candidate, Dtype, Problem, Shape};
+use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
 use assay_core::spec::{
     Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
@@ -11,10 +11,10 @@ use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_mosaic_interpreter::{self as interpret, Array, Units};
-use assay_programs::{ANY_TPU, LossProgram, Machine, Programs, Shaped, TpuKernel};
+use assay_mosaic_interpreter::{self as interpret, Array, Core, Options, Units};
+use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, Shaped, TpuKernel};
 use assay_suites::cases;
-use ndarray::{Array2, arr0};
+use ndarray::{Array1, Array2, Array3, arr0};
 use proptest::prelude::*;
 
 /// Columns around registers, chunks of several trips, several windows, and rows that no block divides.
@@ -28,13 +28,13 @@ fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machi
 }
 
 /// Runs a kernel on operands given by name.
-fn run(kernel: &TpuKernel, units: Units, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+fn run(kernel: &TpuKernel, options: Options, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
     let given = kernel.operands.iter().map(|operand| {
         let (_, bytes) = operands.iter().find(|(name, _)| *name == operand.name).expect("every operand is given");
         Array { element: operand.dtype, shape: operand.shape.clone(), bytes: bytes.clone() }
     });
     let results: Vec<_> = kernel.results.iter().map(|result| (result.dtype, result.shape.clone())).collect();
-    let arrays = interpret::run_by(units, &kernel.text, given.collect(), &results, &kernel.aliases);
+    let arrays = interpret::run_with(options, &kernel.text, given.collect(), &results, &kernel.aliases);
     Ok(arrays.map_err(|error| format!("{}: {error}", kernel.name))?.into_iter().map(|array| array.bytes).collect())
 }
 
@@ -114,6 +114,12 @@ impl<'p> Around<'p> {
     fn selected(&self, token: usize) -> f64 {
         let at = (token / self.shape.tokens, token % self.shape.tokens);
         f64::from(u8::from(self.problem.extra.selected.as_ref().is_some_and(|selected| selected[at])))
+    }
+
+    /// A core of `machine`, whose rules hold.
+    fn on(&self, machine: Machine) -> Options {
+        let core = Core { vmem_bytes: machine.vmem_bytes };
+        Options { units: self.units, core: Some(core), ..Options::default() }
     }
 
     fn ids(&self) -> Vec<u8> {
@@ -196,7 +202,7 @@ impl<'p> Around<'p> {
         let logits = logits_bytes(&self.problem.logits);
         let outputs = run(
             kernel,
-            self.units,
+            self.on(machine),
             &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
         )?;
         let results = PerToken::new(&outputs[1], &kernel.results[1].columns);
@@ -221,7 +227,7 @@ impl<'p> Around<'p> {
             ("logits", logits_bytes(&self.problem.logits)),
             ("ids", self.ids()),
         ];
-        let outputs = run(statistics, self.units, &shared)?;
+        let outputs = run(statistics, self.on(machine), &shared)?;
         let sums = PerToken::new(&outputs[0], &statistics.results[0].columns);
         let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
         let softmax = |token: usize, names: [&str; 2], inverse: f64| {
@@ -270,7 +276,7 @@ impl<'p> Around<'p> {
         });
         let mut given = shared;
         given.push(("scales", scales));
-        let outputs = run(dlogits, self.units, &given)?;
+        let outputs = run(dlogits, self.on(machine), &given)?;
         let loss = |token| loss_and_grad(token).0;
         Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
     }
@@ -321,6 +327,35 @@ fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
                     check_by(units, id, spec, &recipe, ANY_TPU).unwrap();
                 }
             }
+        }
+    }
+}
+
+/// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
+/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units four each.
+#[test]
+fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
+    let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
+    let logits =
+        Array3::from_shape_fn((1, gaps.len(), 256), |(_, token, column)| if column == 3 { gaps[token] } else { 0.0 });
+    let tokens = (1, gaps.len());
+    let problem = Problem {
+        logits: logits.into(),
+        ids: Array2::from_elem(tokens, 3),
+        mask: Array2::from_elem(tokens, true),
+        advantages: Advantages::Sequence(Array1::ones(1)),
+        old_logp: Some(Array2::zeros(tokens)),
+        ref_logp: None,
+        extra: Extra::default(),
+    };
+    let spec = LossSpec::default();
+    for units in [Units::Host, Units::Above, Units::Below] {
+        let around = Around { units, ..Around::new(&spec, &problem) };
+        let logp = around.one_pass(ANY_TPU).unwrap().logp.unwrap();
+        for (token, &gap) in gaps.iter().enumerate() {
+            let exact = -(255.0 * f64::from(-gap).exp()).ln_1p();
+            let off = (logp.at(0, token) / exact - 1.0).abs() * 2_f64.powi(24);
+            assert!(off < 128.0, "{units:?}, {gap} above the others: {exact}, off by {off} units in the last place");
         }
     }
 }
@@ -457,7 +492,29 @@ fn all_outputs_text_for_a_lesser_core_match_reference() {
         old_logp_noise_scale: 0.1,
         masked_garbage: true,
     };
+    let spec = LossSpec::default();
     for id in ["tile-one-pass", "tile-two-pass"] {
-        check(id, &LossSpec::default(), &recipe, machine).unwrap();
+        check(id, &spec, &recipe, machine).unwrap();
+    }
+}
+
+/// What a kernel says that it needs of VMEM is what the interpreter counts.
+#[test]
+fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
+    let spec = LossSpec::default();
+    for dtype in Dtype::KERNEL {
+        for id in ["tile-one-pass", "tile-two-pass"] {
+            for kernel in kernels(id, &spec, Shape { batch: 1, tokens: 40, vocab: 1031 }, dtype, ANY_TPU) {
+                let zeros =
+                    |named: &Named| (named.name, vec![0; named.shape.iter().product::<usize>() * named.dtype.size()]);
+                let operands: Vec<_> = kernel.operands.iter().map(zeros).collect();
+                let run_within = |vmem_bytes: usize| {
+                    run(&kernel, Options { core: Some(Core { vmem_bytes }), ..Options::default() }, &operands)
+                };
+                run_within(kernel.vmem_bytes).unwrap();
+                let refused = run_within(kernel.vmem_bytes - 1).unwrap_err();
+                assert!(refused.contains("core: two buffers of each window take"), "{refused}");
+            }
+        }
     }
 }

@@ -7,24 +7,61 @@ use super::trips::trips;
 use super::{Collective, Kind, Traffic};
 use crate::error::TpuError;
 
-/// Bytes that `instruction` takes of operands that it only takes parts of, by their shape.
-fn parts_taken(instruction: &Instruction, computations: &HashMap<&str, Computation>) -> HashMap<String, u64> {
+/// Bytes that `instruction` takes of its operand `place`, where it gathers from it and does nothing else with it.
+fn parts_taken(instruction: &Instruction, place: usize, computations: &HashMap<&str, Computation>) -> Option<u64> {
     // A fusion that slices an operand may read the rest of it too; an async copy of a slice does not.
     let opcodes: &[&str] = match instruction.opcode {
         "async-start" => &["gather", "slice", "dynamic-slice"],
         _ => &["gather"],
     };
-    let mut found = HashMap::new();
-    let mut seen = HashSet::new();
-    let mut waiting: Vec<&str> = instruction.called().collect();
-    while let Some(name) = waiting.pop() {
-        if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
-            let taken = computation.parts.iter().filter(|(opcode, ..)| opcodes.contains(opcode));
-            found.extend(taken.map(|(_, shape, bytes)| (shape.clone(), *bytes)));
-            waiting.extend(&computation.called);
+    let name = instruction.called().next()?;
+    Parts { opcodes, computations, found: HashMap::new() }.of(name, place)
+}
+
+/// Opcodes of calls: what is called takes the operands as its parameters.
+const CALLS: [&str; 4] = ["async-start", "call", "custom-call", "fusion"];
+
+/// Where parameters of computations are taken parts of.
+struct Parts<'c, 't> {
+    /// What takes a part of its first operand.
+    opcodes: &'c [&'c str],
+    computations: &'c HashMap<&'t str, Computation<'t>>,
+    /// What [`of`](Self::of) a computation's parameter is.
+    found: HashMap<(&'t str, usize), Option<u64>>,
+}
+
+impl<'t> Parts<'_, 't> {
+    /// Bytes of all parts that the computation `name` takes of its parameter `place`; `None` where it reads it whole, or nowhere.
+    fn of(&mut self, name: &'t str, place: usize) -> Option<u64> {
+        if let Some(&known) = self.found.get(&(name, place)) {
+            return known;
         }
+        // Of what calls itself nothing is known.
+        self.found.insert((name, place), None);
+        let body = &self.computations.get(name)?.instructions;
+        let definitions = Definitions::of(body);
+        let parameter =
+            body.iter().find(|inner| inner.opcode == "parameter" && inner.given.trim() == place.to_string())?;
+        let mut bytes = None;
+        for user in body {
+            let takes = self.opcodes.contains(&user.opcode);
+            let hands_on = !user.root && ["bitcast", "tuple", "get-tuple-element"].contains(&user.opcode);
+            for (at, operand) in user.operands.iter().enumerate() {
+                let source = definitions.source(operand);
+                if hands_on || source.split('#').next() != Some(parameter.name) {
+                    continue;
+                }
+                let part = match user.called().next() {
+                    _ if takes && at == 0 => user.shape.bytes(),
+                    Some(called) if CALLS.contains(&user.opcode) => self.of(called, at)?,
+                    _ => return None,
+                };
+                bytes = Some(bytes.unwrap_or(0_u64).saturating_add(part));
+            }
+        }
+        self.found.insert((name, place), bytes);
+        bytes
     }
-    found
 }
 
 /// Bytes that an instruction moves of arrays that it does not read or write whole.
@@ -341,7 +378,7 @@ impl Traffic {
             // An async call is described where it starts: by the handle that `async-update` takes.
             let handle = instruction.operands.first().filter(|_| instruction.opcode == "async-update");
             let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
-            let parts = parts_taken(described, computations);
+            let before_operands = usize::from(handle.is_some());
             let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
             let mut counted = HashSet::new();
             let windows = Windows::of(instruction, &definitions, computations);
@@ -361,10 +398,10 @@ impl Traffic {
                     Some(index) => index.parse().ok().and_then(|index| source.shape.part(index)).ok_or_else(unknown)?,
                 };
                 let whole = shape.hbm_bytes();
-                let read = match (instruction.opcode, shape) {
-                    ("gather" | "slice" | "dynamic-slice", _) => whole.min(instruction.shape.bytes()),
-                    (_, Shape::Array(array)) => parts.get(&array.named).map_or(whole, |&bytes| whole.min(bytes)),
-                    _ => whole,
+                let read = match instruction.opcode {
+                    "gather" | "slice" | "dynamic-slice" => whole.min(instruction.shape.bytes()),
+                    _ => parts_taken(described, place - before_operands, computations)
+                        .map_or(whole, |bytes| whole.min(bytes)),
                 };
                 let read = windows.read.get(&place).map_or(read, |&bytes| read.min(bytes));
                 bytes = bytes.saturating_add(read);
@@ -432,6 +469,44 @@ ENTRY %main (a: f32[100]) -> f32[100] {
         let traffic = Traffic::parse("x", text).unwrap();
         assert_eq!(traffic.hbm_bytes, (10 + 10 + 3 + 3 + 100 + 100) * 4);
         assert_eq!(traffic.uncounted, ["%loop"]);
+    }
+
+    #[test]
+    fn an_operand_that_is_gathered_from_and_read_whole_too_counts_whole() {
+        let text = |also: &str| {
+            format!(
+                "%inner (r: f32[100], j: s32[3]) -> f32[3] {{
+  %r = f32[100] parameter(0)
+  %j = s32[3] parameter(1)
+  ROOT %g = f32[3] gather(%r, %j), slice_sizes={{1}}
+}}
+
+%pick (q: f32[100], p: f32[100], i: s32[3]) -> f32[3] {{
+  %q = f32[100] parameter(0)
+  %p = f32[100] parameter(1)
+  %i = s32[3] parameter(2)
+  %both = (f32[100], s32[3]) tuple(%p, %i)
+  {also}
+  ROOT %f = f32[3] call(%both#0, %both#1), to_apply=%inner
+}}
+
+ENTRY %main (a: f32[100], b: f32[100]) -> f32[3] {{
+  %a = f32[100] parameter(0)
+  %b = f32[100] parameter(1)
+  %ids = s32[3]{{0:S(1)}} iota(), iota_dimension=0
+  ROOT %picked = f32[3] fusion(%a, %b, %ids), kind=kCustom, calls=%pick
+}}
+"
+            )
+        };
+        let bytes = |also: &str| Traffic::parse("x", &text(also)).unwrap().hbm_bytes;
+        // Both have one shape: %a is read whole, of %b three are gathered.
+        assert_eq!(bytes("%whole = f32[100] negate(%q)"), (100 + 3 + 3) * 4);
+        assert_eq!(bytes("%whole = f32[100] add(%q, %p)"), (100 + 100 + 3) * 4);
+        let taken_out = "%out = f32[100] get-tuple-element(%both), index=0\n  %whole = f32[100] add(%q, %out)";
+        assert_eq!(bytes(taken_out), (100 + 100 + 3) * 4);
+        // What calls itself ends.
+        assert_eq!(bytes("%round = f32[3] call(%q, %p, %i), to_apply=%pick"), (100 + 100 + 3) * 4);
     }
 
     #[test]

@@ -180,12 +180,10 @@ impl<'t> Instruction<'t> {
     }
 }
 
-/// A computation: what it does, what it takes parts of, and what it calls.
+/// A computation: what it does, and what it calls.
 #[derive(Default)]
 pub(super) struct Computation<'t> {
     pub(super) instructions: Vec<Instruction<'t>>,
-    /// `(opcode, shape taken from, bytes that come out)`
-    pub(super) parts: Vec<(&'t str, String, u64)>,
     pub(super) called: Vec<&'t str>,
 }
 
@@ -211,6 +209,31 @@ impl<'i, 't> Definitions<'i, 't> {
         }
         name
     }
+
+    /// What `operand` is, whatever it is called: behind bitcasts and tuples.
+    pub(super) fn source<'o>(&'o self, mut operand: &'o str) -> &'o str {
+        for _ in 0..self.0.len() {
+            let (name, index) = operand.split_once('#').map_or((operand, None), |(name, index)| (name, Some(index)));
+            let Some(found) = self.0.get(name) else { break };
+            let part_of = |tuple: &str, index: &str| {
+                let tuple = self.0.get(tuple).filter(|found| found.opcode == "tuple")?;
+                tuple.operands.get(index.parse::<usize>().ok()?).copied()
+            };
+            let next = match (found.opcode, index) {
+                ("bitcast", None) => found.operands.first().copied(),
+                ("get-tuple-element", None) => found
+                    .operands
+                    .first()
+                    .zip(found.attribute(" index="))
+                    .and_then(|(tuple, index)| part_of(tuple, index)),
+                (_, Some(index)) => part_of(name, index),
+                _ => None,
+            };
+            let Some(next) = next else { break };
+            operand = next;
+        }
+        operand
+    }
 }
 
 /// A module's entry computation, and the computations that are called.
@@ -227,7 +250,7 @@ impl<'t> Module<'t> {
     /// [`TpuError::Dump`], with the line that does not read as expected.
     pub(super) fn parse(file: &str, text: &'t str) -> Result<Self, TpuError> {
         let mut computations: HashMap<&str, Computation> = HashMap::new();
-        let mut current: Option<(&str, HashMap<&str, Shape>)> = None;
+        let mut current: Option<&str> = None;
         let mut entry: Option<Vec<Instruction>> = None;
         let mut in_entry = false;
         for (at, line) in text.lines().enumerate() {
@@ -238,7 +261,7 @@ impl<'t> Module<'t> {
                 if in_entry {
                     entry = Some(Vec::new());
                 } else {
-                    current = Some((line.split(' ').next().unwrap_or_default(), HashMap::new()));
+                    current = Some(line.split(' ').next().unwrap_or_default());
                 }
             } else if in_entry || current.is_some() {
                 let instruction = Instruction::parse(line)
@@ -248,16 +271,9 @@ impl<'t> Module<'t> {
                 }
                 if let (true, Some(entry)) = (in_entry, &mut entry) {
                     entry.push(instruction);
-                } else if let Some((name, shapes)) = &mut current {
+                } else if let Some(name) = current {
                     let computation = computations.entry(name).or_default();
                     computation.called.extend(instruction.called());
-                    let from = instruction.operands.first().and_then(|operand| shapes.get(operand));
-                    if let ("gather" | "slice" | "dynamic-slice", Some(Shape::Array(from))) = (instruction.opcode, from)
-                    {
-                        let bytes = instruction.shape.bytes();
-                        computation.parts.push((instruction.opcode, from.named.clone(), bytes));
-                    }
-                    shapes.insert(instruction.name, instruction.shape.clone());
                     computation.instructions.push(instruction);
                 }
             }

@@ -7,14 +7,15 @@
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
 //! - an array of which a part is written, in place, beyond that part; and one of which a fusion takes no more than parts at
 //!   places told at run time, beyond those;
-//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion gathers from an
-//!   operand, or an async call copies a slice of it, is told by its shape in the computations that are called.
+//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion does nothing else with an
+//!   operand, or an async call with one that it slices, the computations that are called tell.
 //!
 //! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
 //! custom call reads its operands once and writes its outputs once like any other. The body of a `while` counts as often as it
 //! runs, where that can be told. What an instruction keeps to
 //! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
-//! least it can move. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
+//! least it can move. A collective reads its operand once and writes its result once, however often parts go round a ring: libtpu
+//! sends those from VMEM to VMEM. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
 //! named.
 
 mod account;

@@ -1,0 +1,94 @@
+//! What a core asks of a kernel: blocks of whole tiles, and no more VMEM than it has.
+
+use super::check::Program;
+use super::pipeline::Arrays;
+use super::value::{Kind, Shaped};
+use super::{Core, InterpretError};
+
+/// Columns of a tile.
+const LANES: usize = 128;
+/// Rows of a tile of 32-bit elements.
+const SUBLANES: usize = 8;
+
+/// Extents of a tile of `kind`.
+fn tile(kind: Kind) -> [usize; 2] {
+    [SUBLANES * 32 / kind.bits().clamp(8, 32) as usize, LANES]
+}
+
+/// Whether blocks of `extent` along an axis of `size` begin and end with its tiles of `tile`.
+fn is_whole(extent: usize, size: usize, tile: usize) -> bool {
+    extent == size || extent.is_multiple_of(tile)
+}
+
+impl Core {
+    /// Whether it runs `program` on `arrays`.
+    pub(super) fn takes(self, program: &Program, arrays: &Arrays) -> Result<(), InterpretError> {
+        for (i, window) in program.windows.iter().enumerate() {
+            let block = &window.ty;
+            let array = &arrays.in_hbm[arrays.of_window[i]].ty.shape;
+            let tile = tile(block.kind);
+            let axes = block.shape.iter().zip(array).rev().zip(tile.iter().rev());
+            if axes.clone().any(|((&extent, &size), &tile)| !is_whole(extent, size, tile)) {
+                let inputs = arrays.inputs;
+                let name = if i < inputs { format!("input {i}") } else { format!("output {}", i - inputs) };
+                let [rows, columns] = tile;
+                return Err(InterpretError::Core(format!(
+                    "{name}: blocks of {block} over {array:?}, expected whole tiles of {rows} × {columns}, or all of an axis"
+                )));
+            }
+        }
+        let windows: usize = program.windows.iter().map(|window| 2 * vmem_bytes(&window.ty)).sum();
+        let scratch: usize = program.scratch.iter().map(vmem_bytes).sum();
+        let (needed, most) = (windows + scratch, self.vmem_bytes);
+        if needed > most {
+            return Err(InterpretError::Core(format!(
+                "two buffers of each window take {windows} bytes of VMEM and scratch {scratch}, expected at most {most} in all"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that an array takes in VMEM, in whole tiles.
+fn vmem_bytes(ty: &Shaped) -> usize {
+    let mut extents = ty.shape.clone();
+    for (extent, tile) in extents.iter_mut().rev().zip(tile(ty.kind).into_iter().rev()) {
+        *extent = extent.next_multiple_of(tile);
+    }
+    if let [columns] = extents[..] {
+        extents = vec![tile(ty.kind)[0], columns];
+    }
+    extents.iter().product::<usize>() * ty.kind.bits().clamp(8, 32) as usize / 8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Races are looked for by element. That finds those within a tile too, as long as this holds.
+    #[test]
+    fn whole_blocks_that_share_no_element_share_no_tile() {
+        for size in 1..=40 {
+            let extents: Vec<usize> = (1..=48).filter(|&extent| is_whole(extent, size, SUBLANES)).collect();
+            let blocks = |extent: usize| {
+                (0..size).step_by(extent).map(move |start| start..size.min(start + extent)).collect::<Vec<_>>()
+            };
+            for (a, b) in extents.iter().flat_map(|&a| extents.iter().map(move |&b| (a, b))) {
+                for (a, b) in blocks(a).iter().flat_map(|a| blocks(b).into_iter().map(move |b| (a.clone(), b))) {
+                    let share = a.start < b.end && b.start < a.end;
+                    let last = |block: &std::ops::Range<usize>| (block.end - 1) / SUBLANES;
+                    let share_a_tile = a.start / SUBLANES <= last(&b) && b.start / SUBLANES <= last(&a);
+                    assert_eq!(share, share_a_tile, "{a:?} and {b:?} of {size}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_is_counted_in_whole_tiles() {
+        let bytes = |kind, shape: &[usize]| vmem_bytes(&Shaped { kind, shape: shape.to_vec() });
+        assert_eq!(bytes(Kind::F32, &[2, 9, 130]), 2 * 16 * 256 * 4);
+        assert_eq!(bytes(Kind::Bf16, &[9, 130]), 16 * 256 * 2);
+        assert_eq!(bytes(Kind::F32, &[129]), 8 * 256 * 4);
+    }
+}
