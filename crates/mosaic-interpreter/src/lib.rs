@@ -81,7 +81,7 @@ pub enum Units {
 
 /// By how many units in the last place results of [`Units::Above`] and [`Units::Below`] are off: a logarithm between −1 and 1 by as many
 /// 2⁻²⁴.
-pub const OFF_ULP: i32 = 4;
+pub const OFF_ULP: i32 = 8;
 
 /// How a module is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -311,7 +311,7 @@ fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe, machine: M
     Ok(())
 }
 
-/// The emitter and the interpreter may share a mistake about a TPU's units, not about all that are within four ulp (`OFF_ULP`).
+/// The emitter and the interpreter may share a mistake about a TPU's units, not about all that are within eight ulp (`OFF_ULP`).
 #[test]
 fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
     let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() }, LossSpec::default()];
@@ -332,7 +332,7 @@ fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
 }
 
 /// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
-/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units four each.
+/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units eight each.
 #[test]
 fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
     let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
