@@ -122,6 +122,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--on-logits", action="store_true", help="only the programs that are given logits")
     parser.add_argument("--memory", help="measure the memory of one program in this process")
     args = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(args.threads)
@@ -131,6 +132,8 @@ def main():
 
     torch.set_num_threads(args.threads)
     all_of_them = programs(args.rows, args.vocab, args.hidden, True)
+    if args.on_logits:
+        all_of_them = [one for one in all_of_them if one[3] == "logits"]
     best = {name: float("inf") for name, *_ in all_of_them}
     for turn in range(args.repeats + 1):
         for name, program, make, _ in all_of_them:
