@@ -14,7 +14,6 @@ use crate::ahead;
 use crate::config;
 use crate::gpu;
 use crate::problem::{Dtype, Extents, HeadLayout};
-use crate::programs::CHUNK_BYTES;
 use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Launch, Loop, Table};
 use crate::schema::gpu::Table as GpuTable;
 use crate::spec::LossSpec;
@@ -39,11 +38,11 @@ pub(super) struct Compile {
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse, required_unless_present = "table")]
     target: Option<Chosen>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
-    /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, for a GPU gpu-lm-head; or one of these over rows, vocabulary or both (-rows, -vocab, -mesh)
+    /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, for a GPU gpu-lm-head; or one of these over rows, vocabulary or both (-rows, -vocab, -mesh); xla-lm-head or tile-lm-head with what is summed in parts (-rows-scattered, -vocab-scattered)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
-    /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of -rows, -vocab and -mesh all
-    /// that the devices hold together
+    /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of what is cut over devices all
+    /// that they hold together
     #[arg(long, value_name = "BxTxV", required_unless_present = "table")]
     shape: Option<Extents>,
     /// Dtype of the logits, or of hidden states and head: f32, bf16 or f16
@@ -55,10 +54,11 @@ pub(super) struct Compile {
     /// Logits of an LM head stay in f32 instead of being rounded to the dtype
     #[arg(long)]
     f32_logits: bool,
-    /// Bytes of logits that tile-lm-head or gpu-lm-head holds at a time, at most
-    #[arg(long, value_name = "BYTES", default_value_t = CHUNK_BYTES)]
-    chunk_bytes: usize,
-    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about, in sixteen parts at most; a quarter of it if none is given
+    /// Bytes of logits that tile-lm-head or gpu-lm-head holds at a time, at most; 640000000 if none is given, or of -rows-scattered, if
+    /// that is more, as many as the head's gradient takes in f32
+    #[arg(long, value_name = "BYTES")]
+    chunk_bytes: Option<usize>,
+    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about, in sixteen parts at most; a quarter of it if none is given, or of -rows-scattered a sixteenth
     #[arg(long, value_name = "BYTES")]
     sum_bytes: Option<usize>,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
@@ -79,7 +79,8 @@ pub(super) struct Compile {
     #[arg(long, value_name = "FILE.so")]
     libtpu: Option<PathBuf>,
     /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`. If this is not given, an LM head has
-    /// `--xla_tpu_scoped_vmem_limit_kib=73728` on chips with 128 MiB of VMEM
+    /// `--xla_tpu_scoped_vmem_limit_kib=73728` on chips with 128 MiB of VMEM, and what scatters those that leave all-gathers and
+    /// reduce-scatters to `SparseCore`s, on v6e and v7x
     #[arg(long, value_name = "FLAGS", allow_hyphen_values = true)]
     libtpu_flags: Option<String>,
     /// XLA's CUDA plugin; the one that `ASSAY_CUDA_PLUGIN` names, or that `make setup-gpu` installed, if none is given
@@ -162,7 +163,7 @@ impl Compile {
             chunk_bytes: self.chunk_bytes,
             sum_bytes: self.sum_bytes,
             spec: spec.clone(),
-            libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(shape, target.chip)),
+            libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(implementation, shape, target.chip)),
         };
         let on_gpu = matches!(self.target, Some(Chosen::Gpu(_))) || matches!(self.table, Some(Tabled::Gpus));
         self.expect_options_of(on_gpu)?;

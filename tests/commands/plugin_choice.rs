@@ -49,7 +49,8 @@ fn list_says_why_an_implementation_cannot_run() {
     assert_eq!(code, 0);
     // Once, in full, though broken over lines, and for all that share it.
     let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
-    let reason = "gpu-lm-head-mesh: PJRT plugin /nowhere/plugin.so: cannot be loaded: No such file or directory";
+    let reason =
+        "tile-lm-head-vocab-scattered: PJRT plugin /nowhere/plugin.so: cannot be loaded: No such file or directory";
     assert_eq!(words.matches(reason).count(), 1, "{stdout}");
     assert_eq!(words.matches("cannot be loaded").count(), 1, "{stdout}");
     assert!(words.contains("│ xla ┆ no ┆ f32,bf16,f16 ┆ – ┆"), "{stdout}");

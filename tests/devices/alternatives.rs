@@ -6,7 +6,7 @@ use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::{Grade, Limits};
 use assay::problem::{Dtype, HeadLayout};
-use assay::programs::{CHUNK_BYTES, LossProgram, Programs};
+use assay::programs::{LossProgram, Programs};
 use assay::spec::LossSpec;
 use assay::tpu::Target;
 use assay::tpu::figures::Asked;
@@ -71,7 +71,7 @@ pub(crate) fn none_beats_xla() -> Result<(), Failed> {
             dtype: Dtype::Bf16,
             layout: HeadLayout::HiddenByVocab,
             rounds_logits: true,
-            chunk_bytes: CHUNK_BYTES,
+            chunk_bytes: None,
             sum_bytes: None,
             spec: LossSpec::default(),
             libtpu_flags: String::new(),

@@ -16,7 +16,9 @@ use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::suites::cases;
 use assay::tpu::compile::locate;
+use assay::tpu::figures::flags_for;
 use assay::tpu::recorded::RECORDED;
+use assay::tpu::traffic::{Collective, Kind};
 use assay::tpu::{Compiled, Compiler, Request, Target, TpuError};
 use libtest_mimic::{Failed, Trial};
 use proptest::prop_oneof;
@@ -40,7 +42,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 14] = [
+    let checks: [(&str, Plain); 15] = [
         ("figures_stay_where_programs_of_a_cpu_compile_quickly", figures_stay),
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
         ("memory_cycles_two_pass_bf16_qwen_shape_are_those_pinned", two_pass_figures_are_those_pinned),
@@ -55,6 +57,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
         ("scratch_of_the_seeds_program_is_what_hardware_reserved", scratch_of_the_seeds_program_is_the_records),
         ("memory_of_a_head_falls_as_devices_cut_it_up_to_a_pod", memory_of_a_head_falls),
+        ("what_scattered_heads_send_runs_beside_products", scattered_heads_overlap),
     ];
     needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
     let absent = locate(None).err().map(|error| error.to_string());
@@ -283,6 +286,54 @@ fn memory_of_a_head_falls() -> Result<(), Failed> {
             let peak = usize::try_from(compiled.memory.peak_bytes())?;
             assert!(peak <= most, "{id} on {target}: {:?}, at most {most}", compiled.memory);
         }
+    }
+    Ok(())
+}
+
+/// In the HLO as it is scheduled, between the start and the end of what a head of parts sends there is a product: of hidden states beside
+/// the logits of the chunk before, of dhidden beside the head's gradient, of that beside its next columns and dhidden. Only the first
+/// chunk's hidden states are awaited; after the last chunk they are sent once more.
+fn scattered_heads_overlap() -> Result<(), Failed> {
+    let target = Target::parse("v6e:2x4")?;
+    let given = bf16_head("8x256x256x8192", HeadLayout::HiddenByVocab);
+    let HeadShape { batch, tokens, hidden, vocab } = given.shape;
+    let shards = target.devices();
+    // Two chunks of the tokens of all; all tokens of one at once.
+    let two_chunks = batch * tokens / 2 * vocab / shards * Dtype::Bf16.size();
+    let at_once = tokens * vocab * Dtype::Bf16.size();
+    let gathered = batch * tokens / 2 * hidden * Dtype::Bf16.size();
+    let scattered = batch * tokens / 2 * hidden * Dtype::F32.size();
+    let part = hidden * 1024 * Dtype::F32.size();
+    let expected = [
+        (
+            "tile-lm-head-vocab-scattered",
+            two_chunks,
+            vec![(Kind::AllGather, gathered, 3, 1), (Kind::ReduceScatter, scattered, 2, 0)],
+        ),
+        ("tile-lm-head-rows-scattered", at_once, vec![(Kind::ReduceScatter, part, vocab / 1024, 0)]),
+    ];
+    for (id, chunk_bytes, expected) in expected {
+        let program = head(id).chunk_bytes(chunk_bytes);
+        let code = program.program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
+        let request = Request { code: &code, target: &target, replicas: target.devices(), partitions: 1 };
+        let flags = flags_for(id, Extents::Head(given.shape), target.chip);
+        let compiled = compiler()?.flags(&flags).limit(Duration::from_mins(10)).compile(&request)?;
+        let multiplies = |name: &String| {
+            let kernel = compiled.kernels.iter().find(|kernel| kernel.name == *name);
+            kernel.is_some_and(|kernel| kernel.slots.iter().any(|slot| slot.name == "MATMUL" && slot.used > 0))
+        };
+        for (kind, bytes, runs, awaited) in expected {
+            let sent =
+                |moved: &&Collective| moved.kind == kind && moved.bytes >= u64::try_from(part.min(bytes)).unwrap_or(0);
+            let sent: Vec<&Collective> = compiled.traffic.moved.iter().filter(sent).collect();
+            let count = |of: &[&&Collective]| of.iter().map(|moved| moved.runs).sum::<u64>();
+            let (beside, alone): (Vec<_>, Vec<_>) = sent.iter().partition(|moved| moved.beside.iter().any(multiplies));
+            let all = [count(&beside) + count(&alone), count(&alone)];
+            assert_eq!(all, [u64::try_from(runs)?, awaited], "{id}, {kind:?}: {sent:?}");
+            assert!(sent.iter().all(|moved| moved.bytes == bytes as u64), "{id}, {kind:?}, {bytes} bytes: {sent:?}");
+        }
+        let bound = compiled.bound(target.chip);
+        assert!(bound.links_exposed_ms < bound.links_ms, "{id}: {bound:?}");
     }
     Ok(())
 }

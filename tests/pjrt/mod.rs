@@ -5,7 +5,9 @@ mod exported_program;
 mod lm_head;
 mod on_a_tpu;
 mod replicas;
+mod rewritten;
 mod runtime;
+mod scattered;
 mod target_holes;
 
 /// The libraries of the CPU plugins.

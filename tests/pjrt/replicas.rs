@@ -2,84 +2,15 @@
 
 use std::path::Path;
 
-use assay::implementation::{Given, Implementation, RunError, Unsupported, Workload};
+use assay::implementation::{Implementation, RunError};
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
 use assay::problem::{Dtype, HeadLayout, HeadProblem, Problem};
-use assay::programs::{Device, HeadProgram, LossProgram, Programs, Shaped, Sharding};
+use assay::programs::{HeadProgram, LossProgram, Programs};
 use assay::spec::LossSpec;
 use assay::xla::Runner;
 
 use super::cpu_plugins;
-
-/// A program that adds a device's number to output `place`.
-#[derive(Clone, Copy)]
-struct RightOnTheFirst<P> {
-    program: P,
-    place: usize,
-}
-
-impl<P: Programs> Programs for RightOnTheFirst<P> {
-    type Problem = P::Problem;
-
-    fn all() -> Vec<Self> {
-        Vec::new()
-    }
-
-    fn id(self) -> &'static str {
-        self.program.id()
-    }
-
-    fn summary(self) -> &'static str {
-        self.program.summary()
-    }
-
-    fn class(self) -> &'static str {
-        self.program.class()
-    }
-
-    fn sharding(self) -> Sharding {
-        self.program.sharding()
-    }
-
-    fn supports(
-        self,
-        spec: &LossSpec,
-        shape: <P::Problem as Workload>::Shape,
-        dtype: Dtype,
-        devices: usize,
-    ) -> Result<(), Unsupported> {
-        self.program.supports(spec, shape, dtype, devices)
-    }
-
-    fn has_kernels(self) -> bool {
-        self.program.has_kernels()
-    }
-
-    fn text(
-        self,
-        loss: Shaped,
-        given: Given<P::Problem>,
-        devices: usize,
-        device: Device,
-    ) -> Result<String, Unsupported> {
-        let text = self.program.text(loss, given, devices, device)?;
-        // The last line but the brackets: `return %a, … : tensor<…>, …`.
-        let (body, returned) = text.rsplit_once("    return ").expect("a program returns");
-        let (returned, end) = returned.split_once('\n').expect("brackets follow");
-        let (names, types) = returned.split_once(" : ").expect("types follow the names");
-        let mut names: Vec<&str> = names.split(", ").collect();
-        let name = std::mem::replace(&mut names[self.place], "%wrong");
-        let ty = types.split(", ").nth(self.place).expect("a type each");
-        let element = ty.trim_end_matches('>').rsplit('x').next().expect("an element type");
-        let scalar = format!("tensor<{}>", element.trim_start_matches("tensor<"));
-        let wrong = format!(
-            "    %replica = stablehlo.replica_id : tensor<ui32>\n    %number = stablehlo.convert %replica : (tensor<ui32>) -> {scalar}\n    \
-             %numbers = stablehlo.broadcast_in_dim %number, dims = [] : ({scalar}) -> {ty}\n    \
-             %wrong = stablehlo.add {name}, %numbers : {ty}\n"
-        );
-        Ok(format!("{body}{wrong}    return {} : {types}\n{end}", names.join(", ")))
-    }
-}
+use super::rewritten::{Rewrite, Rewritten};
 
 fn run<P: Programs>(
     program: P,
@@ -89,9 +20,9 @@ fn run<P: Programs>(
     problem: &P::Problem,
 ) -> Result<(), RunError>
 where
-    Runner<RightOnTheFirst<P>>: Implementation<P::Problem>,
+    Runner<Rewritten<P>>: Implementation<P::Problem>,
 {
-    let runner = Runner::of(RightOnTheFirst { program, place }, Some(plugin));
+    let runner = Runner::of(Rewritten { program, rewrite: Rewrite::Output(place, "add") }, Some(plugin));
     runner.run(&LossSpec::default(), problem.clone(), devices).map(|_| ())
 }
 

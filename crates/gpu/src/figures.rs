@@ -31,8 +31,8 @@ pub struct Asked {
     pub layout: HeadLayout,
     /// Whether logits of an LM head are rounded to the dtype.
     pub rounds_logits: bool,
-    /// Bytes of logits that an LM head with kernels holds at a time, at most.
-    pub chunk_bytes: usize,
+    /// Bytes of logits that an LM head with kernels holds at a time, at most; as many as it has of itself if none is given.
+    pub chunk_bytes: Option<usize>,
     /// The loss.
     pub spec: LossSpec,
 }
@@ -66,7 +66,8 @@ impl Asked {
                 Ok(Code { text: program.text(loss, given, devices, device)?, kernels, held_by: held_by(program) })
             }
             Extents::Head(shape) => {
-                let program = compiled_for_gpus::<HeadProgram>(&self.implementation)?.chunk_bytes(self.chunk_bytes);
+                let program = compiled_for_gpus::<HeadProgram>(&self.implementation)?;
+                let program = self.chunk_bytes.map_or(program, |bytes| program.chunk_bytes(bytes));
                 let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
                 let kernels = program.gpu_kernels_for(loss, given, devices, target)?;
                 Ok(Code { text: program.text(loss, given, devices, device)?, kernels, held_by: held_by(program) })

@@ -65,6 +65,12 @@ pub trait Programs: Copy + Send + Sync {
         self.sharding() == Sharding::Whole
     }
 
+    /// Whether what it sums over devices comes back in parts, one a device, and with the vocabulary cut hidden states come in so: see
+    /// [`lm_head`].
+    fn scatters(self) -> bool {
+        false
+    }
+
     /// Whether it is an implementation to run and to judge: it computes a loss and its gradient, and is not there to be compiled
     /// beside another that is.
     fn is_implementation(self) -> bool {

@@ -30,10 +30,18 @@
 //! those that fill the devices, are masked: a masked hidden state is 0 before anything is made of it.
 //!
 //! `-rows` sums `dlm_head` over the devices, `-vocab` dhidden, and the statistics of a row as the programs on logits do;
-//! `-mesh` all of these.
+//! `-mesh` all of these. With `-scattered` what is summed comes back in parts, one a device, and takes half of what a sum everywhere
+//! does between devices:
+//!
+//! | | comes in | comes back | between devices |
+//! |---|---|---|---|
+//! | `-rows-scattered` | the head whole | `dlm_head` of `⌈H/n⌉` hidden units, `[⌈H/n⌉,V]` or `[V,⌈H/n⌉]` | columns of the last chunk's product, each part summed while the next is multiplied, the last beside dhidden |
+//! | `-vocab-scattered` | the hidden states of `⌈B·T/n⌉` tokens, in the order of the batch | dhidden of these | the next chunk's hidden states beside a chunk's logits, its dhidden, in f32, beside its part of `dlm_head` |
+//!
+//! Whether a compiler does what is beside one another at once is its choice; nothing that is computed waits for what is sent.
 
 use std::mem;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::Reach;
@@ -71,6 +79,10 @@ const CHUNK_ROWS: usize = 8;
 /// In how many blocks at most a gradient is summed over devices.
 const MOST_BLOCKS: usize = 16;
 
+/// Registers of columns that a part of a scattered gradient is a multiple of: libtpu makes of the reduce-scatter of 1187 registers an
+/// all-reduce of all, and a slice.
+const SCATTERED_REGISTERS: usize = 8;
+
 /// What makes the loss of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Core {
@@ -85,7 +97,10 @@ enum Core {
 pub struct HeadProgram {
     core: Core,
     sharding: Sharding,
-    chunk_bytes: usize,
+    /// Whether what is summed over devices comes back in parts.
+    scattered: bool,
+    /// [`CHUNK_BYTES`] if none is given, and with the head's gradient in parts as much as all of it.
+    chunk_bytes: Option<usize>,
     /// [`SUM_BYTES`] if none is given.
     sum_bytes: Option<usize>,
 }
@@ -95,10 +110,19 @@ impl Programs for HeadProgram {
 
     fn all() -> Vec<HeadProgram> {
         let cores = [Core::Baseline, Core::Tile, Core::Gpu].into_iter();
-        let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding)));
+        let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding, false)));
+        let scattered = [Core::Baseline, Core::Tile].into_iter();
+        let scattered = scattered.flat_map(|core| [Sharding::Rows, Sharding::Vocab].map(|sharding| (core, sharding, true)));
         shardings
-            .chain([(Core::Seed, Sharding::Whole)])
-            .map(|(core, sharding)| HeadProgram { core, sharding, chunk_bytes: CHUNK_BYTES, sum_bytes: None })
+            .chain([(Core::Seed, Sharding::Whole, false)])
+            .chain(scattered)
+            .map(|(core, sharding, scattered)| HeadProgram {
+                core,
+                sharding,
+                scattered,
+                chunk_bytes: None,
+                sum_bytes: None,
+            })
             .collect()
     }
 
@@ -108,6 +132,10 @@ impl Programs for HeadProgram {
 
     fn id(self) -> &'static str {
         match (self.core, self.sharding) {
+            (Core::Baseline, Sharding::Rows) if self.scattered => "xla-lm-head-rows-scattered",
+            (Core::Baseline, Sharding::Vocab) if self.scattered => "xla-lm-head-vocab-scattered",
+            (Core::Tile, Sharding::Rows) if self.scattered => "tile-lm-head-rows-scattered",
+            (Core::Tile, Sharding::Vocab) if self.scattered => "tile-lm-head-vocab-scattered",
             (Core::Baseline, Sharding::Whole) => "xla-lm-head",
             (Core::Baseline, Sharding::Rows) => "xla-lm-head-rows",
             (Core::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
@@ -134,6 +162,10 @@ impl Programs for HeadProgram {
                 "XLA's products and PTX kernels, LM head and loss, logits in chunks, on NVIDIA GPUs of sm_80"
             }
             (Core::Seed, _) => "the same by log_softmax and autodiff: the seed's program",
+            (_, Sharding::Rows) if self.scattered => "the same, rows over devices, dlm_head back in parts",
+            (_, Sharding::Vocab) if self.scattered => {
+                "the same, vocabulary over devices, hidden states and dhidden in parts"
+            }
             (_, Sharding::Rows) => "the same, rows over devices",
             (_, Sharding::Vocab) => "the same, vocabulary over devices",
             (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
@@ -149,6 +181,10 @@ impl Programs for HeadProgram {
 
     fn is_implementation(self) -> bool {
         self.core != Core::Seed
+    }
+
+    fn scatters(self) -> bool {
+        self.scattered
     }
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
@@ -205,11 +241,12 @@ impl Programs for HeadProgram {
 }
 
 impl HeadProgram {
-    /// With chunks of up to `bytes` of logits, but at least eight rows, instead of [`CHUNK_BYTES`]: fewer chunks read the
-    /// head less often, smaller ones take less memory. The baseline has none.
+    /// With chunks of up to `bytes` of logits, but at least eight rows, instead of [`CHUNK_BYTES`]; `-rows-scattered` has as many as
+    /// the head's gradient takes in f32, which it then need not hold. Fewer chunks read the head less often, smaller ones take less
+    /// memory. The baseline has none.
     #[must_use]
     pub fn chunk_bytes(self, bytes: usize) -> Self {
-        Self { chunk_bytes: bytes, ..self }
+        Self { chunk_bytes: Some(bytes), ..self }
     }
 
     /// With the gradient summed over devices by about so many bytes at a time, instead of a quarter of it.
@@ -270,7 +307,7 @@ impl HeadProgram {
         let mesh = self.mesh(shape.logits(), devices)?;
         let [b, t, v] = local_shape(shape.logits(), mesh, ANY_DEVICE);
         let logits = if form.rounds_logits { dtype } else { Dtype::F32 };
-        let rows = self.chunks([b * t, v], logits, ANY_DEVICE).rows;
+        let rows = self.chunks([b * t, shape.hidden, v], mesh, logits, ANY_DEVICE).rows;
         let chunk = [1, rows, v];
         let by_token = Reach::Token.expect(loss.spec).is_ok() && mesh.vocab == 1;
         if let Some(kernel) = by_token.then(|| gpu::one_pass_if(loss.structure, chunk, logits.into(), target)).flatten()
@@ -295,11 +332,14 @@ impl HeadProgram {
         let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits } } = given;
         let logits_dtype = if rounds_logits { dtype } else { Dtype::F32 };
         let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), mesh, machine);
+        let parts = if self.scattered { mesh.vocab } else { 1 };
+        let states = if parts > 1 { vec![(b * t).div_ceil(parts), shape.hidden] } else { vec![b, t, shape.hidden] };
         let parameters = |builder: &mut Builder| {
             let array = |extents: &[usize]| Type::new(dtype.into(), extents);
-            let hidden = builder.parameter(array(&[b, t, shape.hidden]), Some(Output::Gradient as usize));
+            let hidden = builder.parameter(array(&states), Some(Output::Gradient as usize));
             let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
-            (hidden, Head { weights, layout, dtype, rounds_logits, rounds_sums: self.core == Core::Gpu })
+            let rounds_sums = self.core == Core::Gpu;
+            (hidden, Head { weights, layout, dtype, rounds_logits, rounds_sums, scattered: self.scattered })
         };
         frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
             Core::Baseline => {
@@ -309,7 +349,7 @@ impl HeadProgram {
                 Alternative::LogSoftmax.core(on, structure, given, logits, dtype)
             }),
             Core::Tile | Core::Gpu => {
-                let chunks = self.chunks([b * t, v], logits_dtype, machine);
+                let chunks = self.chunks([b * t, shape.hidden, v], mesh, logits_dtype, machine);
                 let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: self.ptx_target(lowering) };
                 if Reach::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
@@ -320,13 +360,20 @@ impl HeadProgram {
         })
     }
 
-    /// How many tokens a trip takes of a device's.
-    fn chunks(self, [tokens, vocab]: [usize; 2], logits: Dtype, machine: Machine) -> Chunks {
+    /// How many of `tokens` a trip takes, of each part that they are in.
+    fn chunks(self, [tokens, hidden, vocab]: [usize; 3], mesh: Mesh, logits: Dtype, machine: Machine) -> Chunks {
+        let parts = if self.scattered { mesh.vocab } else { 1 };
+        let scatters = self.scattered && mesh.batch * mesh.tokens > 1;
+        let gradient = if scatters { hidden * vocab * DeviceDtype::F32.size() } else { 0 };
+        let chunk_bytes = self.chunk_bytes.unwrap_or(CHUNK_BYTES.max(gradient));
         let most = if self.core == Core::Gpu { usize::MAX } else { most_tokens(machine) };
-        let most = (self.chunk_bytes / (vocab * logits.size())).min(most) / CHUNK_ROWS * CHUNK_ROWS;
-        let trips = tokens.div_ceil(most.max(CHUNK_ROWS));
-        let rows = tokens.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
-        Chunks { tokens, rows, padded: trips * rows, sum_bytes: self.sum_bytes }
+        let most = (chunk_bytes / (vocab * logits.size())).min(most) / parts;
+        let most = most / CHUNK_ROWS * CHUNK_ROWS;
+        let part = tokens.div_ceil(parts);
+        let trips = part.div_ceil(most.max(CHUNK_ROWS));
+        let rows = part.div_ceil(trips).next_multiple_of(CHUNK_ROWS);
+        let register = machine.memory_columns;
+        Chunks { tokens, parts, rows, padded: trips * rows, sum_bytes: self.sum_bytes, register }
     }
 }
 
@@ -340,6 +387,19 @@ struct Head {
     rounds_logits: bool,
     /// Whether a product rounds its sums itself, so that they are never there in f32: a GPU's does, once.
     rounds_sums: bool,
+    /// Whether what is summed over devices comes back in parts.
+    scattered: bool,
+}
+
+/// What of a chunk the gradient of the head is made of, and how far it takes what is carried.
+struct Chunk {
+    /// `[c,h]`, 0 where the mask hides a token.
+    hidden: Value,
+    /// `[c,v]`, in the dtype of hidden.
+    dlogits: Value,
+    /// `[c]`
+    mask: Value,
+    carried: Vec<Value>,
 }
 
 impl Head {
@@ -365,21 +425,40 @@ impl Head {
         on.builder.barrier(rounded)
     }
 
-    /// dhidden `[n,h]` in the dtype of hidden, and this device's part of `dlm_head`, f32, from `[n,v]` of dlogits. `mask` is `[n]`.
-    fn gradients(self, on: &mut Program, hidden: Value, dlogits: Value, mask: Value) -> [Value; 2] {
-        let dlogits = on.builder.convert(dlogits, self.dtype.into());
+    /// Whether hidden states come in parts, one a device.
+    fn gathers(self, on: &Program) -> bool {
+        self.scattered && on.mesh.vocab > 1
+    }
+
+    /// Whether `dlm_head` goes out in parts, one a device.
+    fn scatters(self, on: &Program) -> bool {
+        self.scattered && on.mesh.batch * on.mesh.tokens > 1
+    }
+
+    /// dhidden `[n,h]` in the dtype of hidden, from `[n,v]` of dlogits; of as many parts as there are devices this one's. `mask` is `[n]`.
+    fn dhidden(self, on: &mut Program, dlogits: Value, mask: Value) -> Value {
         let [_, of_vocab] = self.axes();
         // What several devices sum is rounded after.
         let element = if self.rounds_sums && on.mesh.vocab == 1 { self.dtype.into() } else { DeviceDtype::F32 };
         let dhidden = on.builder.dot(dlogits, self.weights, [1, of_vocab], element);
+        if self.gathers(on) {
+            let dhidden = unmasked(on, dhidden, mask);
+            let dhidden = on.scattered(&[Axis::Vocab], dhidden);
+            return on.builder.convert(dhidden, self.dtype.into());
+        }
         let dhidden = on.over(&[Axis::Vocab], Fold::Add, dhidden);
         let dhidden = on.builder.convert(dhidden, self.dtype.into());
-        let dhidden = unmasked(on, dhidden, mask);
-        let dlm_head = match self.layout {
-            HeadLayout::HiddenByVocab => on.builder.dot(hidden, dlogits, [0, 0], DeviceDtype::F32),
-            HeadLayout::VocabByHidden => on.builder.dot(dlogits, hidden, [0, 0], DeviceDtype::F32),
-        };
-        [dhidden, dlm_head]
+        unmasked(on, dhidden, mask)
+    }
+
+    /// This device's part of `dlm_head`, f32, as the head lies; `[h,v]` however it lies where it is to be scattered.
+    fn dlm_head(self, on: &mut Program, hidden: Value, dlogits: Value) -> Value {
+        match self.layout {
+            HeadLayout::VocabByHidden if !self.scatters(on) => {
+                on.builder.dot(dlogits, hidden, [0, 0], DeviceDtype::F32)
+            }
+            _ => on.builder.dot(hidden, dlogits, [0, 0], DeviceDtype::F32),
+        }
     }
 
     /// Every logit at once, `[b,t,v]`, and what `core` makes of them.
@@ -392,16 +471,35 @@ impl Head {
     ) -> Evaluated<[Value; 2]> {
         let [b, t, v] = on.local;
         let shape = on.builder.type_of(hidden).shape.clone();
-        let hidden = on.builder.reshape(hidden, &[b * t, shape[2]]);
+        let width = shape[shape.len() - 1];
+        // Where they come in parts, tokens that fill the last of them go along, masked.
+        let hidden = if self.gathers(on) { on.gathered(&[Axis::Vocab], hidden) } else { hidden };
+        let all = on.builder.type_of(hidden).shape.iter().product::<usize>() / width;
+        let hidden = on.builder.reshape(hidden, &[all, width]);
         let mask = on.builder.reshape(given.mask, &[b * t]);
+        let hidden = on.builder.slice(hidden, &[0, 0], &[b * t, width]);
         let hidden = unmasked(on, hidden, mask);
         let logits = self.logits(on, hidden);
         let logits = on.builder.reshape(logits, &[b, t, v]);
         let Evaluated { gradient, logp, entropy, token } = core(on, logits);
         let dlogits = on.builder.reshape(gradient, &[b * t, v]);
-        let [dhidden, dlm_head] = self.gradients(on, hidden, dlogits, mask);
+        let dlogits = on.builder.convert(dlogits, self.dtype.into());
+        let [mut rows, mut mask] = [dlogits, mask];
+        if all > b * t {
+            rows = on.filled(rows, &[all, v]);
+            mask = on.filled(mask, &[all]);
+        }
+        let dhidden = self.dhidden(on, rows, mask);
         let dhidden = on.builder.reshape(dhidden, &shape);
-        let dlm_head = on.over(&[Axis::Batch, Axis::Tokens], Fold::Add, dlm_head);
+        let dlm_head = if self.scatters(on) {
+            let hidden = on.divisible(hidden);
+            let dlm_head = self.dlm_head(on, hidden, dlogits);
+            let part = on.scattered(&Axis::ROWS, dlm_head);
+            self.as_it_lies(on, part)
+        } else {
+            let dlm_head = self.dlm_head(on, hidden, dlogits);
+            on.over(&Axis::ROWS, Fold::Add, dlm_head)
+        };
         Evaluated { gradient: [dhidden, dlm_head], logp, entropy, token }
     }
 
@@ -417,7 +515,7 @@ impl Head {
     ) -> Evaluated<[Value; 2]> {
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let whole = on.mesh.vocab == 1;
-        let resident = whole.then(|| OnePass::of(structure, [1, chunks.rows, on.local[2]], calls)).flatten();
+        let resident = whole.then(|| OnePass::of(structure, [1, chunks.all_rows(), on.local[2]], calls)).flatten();
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
         let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2]].concat();
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
@@ -433,7 +531,7 @@ impl Head {
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
             let kl = kl.unwrap_or_else(|| on.constant(0.0));
             let values = [logp, entropy, loss, reduced, ratio, kl, clipped_low, clipped_high];
-            let put = arrays.iter().zip(values).map(|(&array, value)| on.put(array, value, first)).collect();
+            let put = arrays.iter().zip(values).map(|(&array, value)| chunks.put(on, array, value, first)).collect();
             (gradient, put)
         };
         let (gradient, arrays) = self.gradient_loop(on, hidden, &in_line, chunks, &arrays, dlogits);
@@ -461,12 +559,13 @@ impl Head {
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let states = chunks.states(on, hidden);
         let arrays: Vec<Value> = (0..STATISTICS + 2).map(|_| chunks.empty(on, DeviceDtype::F32)).collect();
-        let arrays = on.for_each_chunk(chunks, &arrays, |on, first, arrays| {
+        let arrays = on.for_each_chunk(chunks, chunks.padded, &arrays, |on, first, arrays| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
-            let (_, logits) = self.logits_of_chunk(on, states, given.mask, chunks, first);
+            let hidden = chunks.hidden(on, states, first);
+            let (_, logits) = self.logits_of_chunk(on, hidden, given.mask, chunks);
             let Rows { statistics, logp, entropy } = tiled::rows(on, structure, &given.forward(logits), calls);
             let values = statistics.to_array().into_iter().chain([logp, entropy]);
-            arrays.iter().zip(values).map(|(&array, value)| on.put(array, value, first)).collect()
+            arrays.iter().zip(values).map(|(&array, value)| chunks.put(on, array, value, first)).collect()
         });
         let (statistics, logp_and_entropy) = arrays.split_at(STATISTICS);
         let [logp, entropy] = [0, 1].map(|place| chunks.in_rows(on, logp_and_entropy[place]));
@@ -482,26 +581,16 @@ impl Head {
         Evaluated { gradient, logp, entropy, token }
     }
 
-    /// `[c,h]` of the hidden states `[N,h]` from row `first` on, 0 where the mask hides a token, and their logits `[c,v]`.
-    fn logits_of_chunk(
-        self,
-        on: &mut Program,
-        states: Value,
-        mask: Value,
-        chunks: Chunks,
-        first: Value,
-    ) -> (Value, Value) {
-        let start = on.at_row(first);
-        let width = on.builder.type_of(states).shape[1];
-        let hidden = on.builder.dynamic_slice(states, &start, &[chunks.rows, width]);
-        let mask = on.builder.reshape(mask, &[chunks.rows]);
+    /// The hidden states of a chunk, `[c,h]`, 0 where the mask hides a token, and their logits `[c,v]`.
+    fn logits_of_chunk(self, on: &mut Program, hidden: Value, mask: Value, chunks: Chunks) -> (Value, Value) {
+        let mask = on.builder.reshape(mask, &[chunks.all_rows()]);
         let hidden = unmasked(on, hidden, mask);
         (hidden, self.logits(on, hidden))
     }
 
-    /// A loop over the chunks that gathers the gradients of both: dhidden `[b,t,h]`, written over the hidden states, and
-    /// `dlm_head` in f32, over all devices. `dlogits` makes those of a chunk from its first row, what is given of its tokens,
-    /// its logits `[c,v]` and what else is carried.
+    /// A loop over the chunks that gathers the gradients of both: dhidden, written over the hidden states, and `dlm_head` in f32, over
+    /// all devices. `dlogits` makes those of a chunk from its first row, what is given of its tokens, its logits `[c,v]` and what else is
+    /// carried.
     fn gradient_loop(
         self,
         on: &mut Program,
@@ -509,30 +598,185 @@ impl Head {
         in_line: &Given,
         chunks: Chunks,
         carried: &[Value],
-        dlogits: impl FnOnce(&mut Program, Value, &Given, Value, &[Value]) -> (Value, Vec<Value>),
+        dlogits: impl Fn(&mut Program, Value, &Given, Value, &[Value]) -> (Value, Vec<Value>),
     ) -> ([Value; 2], Vec<Value>) {
         let shape = on.builder.type_of(hidden).shape.clone();
+        let width = shape[shape.len() - 1];
         let states = chunks.states(on, hidden);
-        let of_head = on.builder.type_of(self.weights).shape.clone();
-        let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &of_head));
-        let carried = [&[states, nothing], carried].concat();
-        let results = on.for_each_chunk(chunks, &carried, |on, first, carried| {
-            let &[states, dlm_head, ref carried @ ..] = carried else { unreachable!("as many as were given") };
+        let chunk = |on: &mut Program, first, hidden, carried: &[Value]| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
-            let (hidden, logits) = self.logits_of_chunk(on, states, given.mask, chunks, first);
-            let (dlogits, next) = dlogits(on, first, &given, logits, carried);
-            let mask = on.builder.reshape(given.mask, &[chunks.rows]);
-            let [dhidden, of_chunk] = self.gradients(on, hidden, dlogits, mask);
+            let (hidden, logits) = self.logits_of_chunk(on, hidden, given.mask, chunks);
+            let (dlogits, carried) = dlogits(on, first, &given, logits, carried);
+            let dlogits = on.builder.convert(dlogits, self.dtype.into());
+            let mask = on.builder.reshape(given.mask, &[chunks.all_rows()]);
+            Chunk { hidden, dlogits, mask, carried }
+        };
+        let (states, dlm_head, carried) = if self.gathers(on) {
+            self.loop_of_gathered(on, states, chunks, carried, chunk)
+        } else if self.scatters(on) {
+            self.loop_of_scattered(on, states, chunks, carried, chunk)
+        } else {
+            let of_head = on.builder.type_of(self.weights).shape.clone();
+            let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &of_head));
+            let (states, dlm_head, carried) =
+                self.loop_up_to(on, chunks.padded, [states, nothing], chunks, carried, chunk);
+            (states, on.over_rows(dlm_head, chunks.sum_bytes), carried)
+        };
+        let dhidden = on.builder.slice(states, &[0, 0], &[chunks.part(), width]);
+        ([on.builder.reshape(dhidden, &shape), dlm_head], carried)
+    }
+
+    /// The loop over the chunks before `end`, from the hidden states and the gradient so far.
+    fn loop_up_to(
+        self,
+        on: &mut Program,
+        end: usize,
+        [states, dlm_head]: [Value; 2],
+        chunks: Chunks,
+        carried: &[Value],
+        chunk: impl Fn(&mut Program, Value, Value, &[Value]) -> Chunk,
+    ) -> (Value, Value, Vec<Value>) {
+        let carried = [&[states, dlm_head], carried].concat();
+        let results = on.for_each_chunk(chunks, end, &carried, |on, first, carried| {
+            let &[states, dlm_head, ref carried @ ..] = carried else { unreachable!("as many as were given") };
+            let hidden = chunks.hidden(on, states, first);
+            let Chunk { hidden, dlogits, mask, carried } = chunk(on, first, hidden, carried);
+            let dhidden = self.dhidden(on, dlogits, mask);
+            let of_chunk = self.dlm_head(on, hidden, dlogits);
             let start = on.at_row(first);
             let states = on.builder.dynamic_update_slice(states, dhidden, &start);
             let dlm_head = on.builder.add(dlm_head, of_chunk);
-            [&[states, dlm_head], &next[..]].concat()
+            [&[states, dlm_head], &carried[..]].concat()
         });
         let &[states, dlm_head, ref carried @ ..] = &results[..] else { unreachable!("as many as were given") };
-        let dhidden = on.builder.slice(states, &[0, 0], &[chunks.tokens, shape[2]]);
-        let dhidden = on.builder.reshape(dhidden, &shape);
-        let dlm_head = on.over_rows(dlm_head, chunks.sum_bytes);
-        ([dhidden, dlm_head], carried.to_vec())
+        (states, dlm_head, carried.to_vec())
+    }
+
+    /// The same where every device has hidden states of its own and columns of its own. The next chunk's hidden states are gathered beside
+    /// the products of this one, and dhidden is scattered beside that of the head.
+    fn loop_of_gathered(
+        self,
+        on: &mut Program,
+        states: Value,
+        chunks: Chunks,
+        carried: &[Value],
+        chunk: impl Fn(&mut Program, Value, Value, &[Value]) -> Chunk,
+    ) -> (Value, Value, Vec<Value>) {
+        let of_head = on.builder.type_of(self.weights).shape.clone();
+        let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &of_head));
+        let start = on.index(0);
+        let hidden = chunks.hidden(on, states, start);
+        let carried = [&[states, nothing, hidden], carried].concat();
+        let results = on.for_each_chunk(chunks, chunks.padded, &carried, |on, first, carried| {
+            let &[states, dlm_head, hidden, ref carried @ ..] = carried else { unreachable!("as many as were given") };
+            // After the last chunk come its own once more, which nobody reads.
+            let rows = on.index(chunks.rows);
+            let next = on.builder.add(first, rows);
+            let next = chunks.hidden(on, states, next);
+            let Chunk { hidden, dlogits, mask, carried } = chunk(on, first, hidden, carried);
+            // They are there before dhidden is made: what is sent then has the links to itself.
+            let [dlogits, next] = on.builder.barrier_of([dlogits, next]);
+            let dhidden = self.dhidden(on, dlogits, mask);
+            let of_chunk = self.dlm_head(on, hidden, dlogits);
+            let start = on.at_row(first);
+            let states = on.builder.dynamic_update_slice(states, dhidden, &start);
+            let dlm_head = on.builder.add(dlm_head, of_chunk);
+            [&[states, dlm_head, next], &carried[..]].concat()
+        });
+        let &[states, dlm_head, _, ref carried @ ..] = &results[..] else { unreachable!("as many as were given") };
+        (states, dlm_head, carried.to_vec())
+    }
+
+    /// The same where each device has rows of its own, and has back hidden units of its own of the head's gradient. The last chunk's
+    /// product is made by columns: each part is sent while the next is multiplied, the last while dhidden is.
+    fn loop_of_scattered(
+        self,
+        on: &mut Program,
+        states: Value,
+        chunks: Chunks,
+        carried: &[Value],
+        chunk: impl Fn(&mut Program, Value, Value, &[Value]) -> Chunk,
+    ) -> (Value, Value, Vec<Value>) {
+        let [_, width] = on.builder.type_of(states).shape[..] else { unreachable!("in line") };
+        let [_, _, vocab] = on.local;
+        let first = chunks.padded - chunks.rows;
+        let (mut so_far, mut states, mut carried) = (None, states, carried.to_vec());
+        if first > 0 {
+            let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &[width, vocab]));
+            let (after, dlm_head, more) = self.loop_up_to(on, first, [states, nothing], chunks, &carried, &chunk);
+            (so_far, states, carried) = (Some(dlm_head), after, more);
+        }
+        let first = on.index(first);
+        let hidden = chunks.hidden(on, states, first);
+        let Chunk { hidden, dlogits, mask, carried } = on.in_chunk(chunks, |on| chunk(on, first, hidden, &carried));
+        let hidden = on.divisible(hidden);
+        let so_far = so_far.map(|dlm_head| {
+            let whole = on.builder.type_of(hidden).shape[1];
+            on.filled(dlm_head, &[whole, vocab])
+        });
+        let (dlm_head, dlogits) = self.scattered_columns(on, hidden, dlogits, so_far, chunks);
+        let dhidden = self.dhidden(on, dlogits, mask);
+        let start = on.at_row(first);
+        (on.builder.dynamic_update_slice(states, dhidden, &start), dlm_head, carried)
+    }
+
+    /// This device's hidden units of `dlm_head`, summed over those with other rows: of the products of `hidden`, `[c,h]`, and `dlogits`,
+    /// `[c,v]`, on top of `so_far`, `[h,v]`. What comes back of dlogits is there when all parts but one have arrived.
+    fn scattered_columns(
+        self,
+        on: &mut Program,
+        hidden: Value,
+        mut dlogits: Value,
+        so_far: Option<Value>,
+        chunks: Chunks,
+    ) -> (Value, Value) {
+        let [rows, width] = on.builder.type_of(hidden).shape[..] else { unreachable!("a chunk has two axes") };
+        let [_, _, vocab] = on.local;
+        let own = width / (on.mesh.batch * on.mesh.tokens);
+        let mut whole = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &self.layout.extents(own, vocab)));
+        // A part that is on its way, and its first column.
+        let mut sent: Option<(Value, usize)> = None;
+        for columns in chunks.parts_of_columns(width, vocab) {
+            let (from, count) = (columns.start, columns.len());
+            let of_part = on.builder.slice(dlogits, &[0, from], &[rows, count]);
+            let mut part = on.builder.dot(hidden, of_part, [0, 0], DeviceDtype::F32);
+            if let Some(so_far) = so_far {
+                let before = on.builder.slice(so_far, &[0, from], &[width, count]);
+                part = on.builder.add(before, part);
+            }
+            let unit = SCATTERED_REGISTERS * chunks.register;
+            let padded = if chunks.register > 1 { count.next_multiple_of(unit) } else { count };
+            let part = on.filled(part, &[width, padded]);
+            let part = on.scattered(&Axis::ROWS, part);
+            let part = on.builder.slice(part, &[0, 0], &[own, count]);
+            if let Some((arrived, from)) = sent.replace((part, from)) {
+                // The part after next is not begun before this one has arrived: two are held at a time.
+                let [arrived, held] = on.builder.barrier_of([arrived, dlogits]);
+                dlogits = held;
+                whole = self.put_columns(on, whole, arrived, from);
+            }
+        }
+        let (last, from) = sent.expect("a head has columns");
+        (self.put_columns(on, whole, last, from), dlogits)
+    }
+
+    /// `part`, `[h,k]`, as the head lies, in its place of `whole` from column `from` on.
+    fn put_columns(self, on: &mut Program, whole: Value, part: Value, from: usize) -> Value {
+        let part = self.as_it_lies(on, part);
+        let from = on.index(from);
+        let start = match self.layout {
+            HeadLayout::HiddenByVocab => on.at_column(from),
+            HeadLayout::VocabByHidden => on.at_row(from),
+        };
+        on.builder.dynamic_update_slice(whole, part, &start)
+    }
+
+    /// `[h,k]` as the head lies.
+    fn as_it_lies(self, on: &mut Program, part: Value) -> Value {
+        match self.layout {
+            HeadLayout::HiddenByVocab => part,
+            HeadLayout::VocabByHidden => on.builder.transpose(part),
+        }
     }
 }
 
@@ -561,58 +805,102 @@ fn unmasked(on: &mut Program, array: Value, mask: Value) -> Value {
     on.builder.select(mask, array, zero)
 }
 
-/// A device's tokens in one line, cut into chunks of as many each.
+/// A device's tokens in one line, or of those of several devices a line each, cut into chunks of as many each.
 #[derive(Clone, Copy)]
 struct Chunks {
     /// `b·t`
     tokens: usize,
-    /// Of a chunk.
+    /// Lines, `n`.
+    parts: usize,
+    /// Of a chunk, in each line.
     rows: usize,
-    /// `N`, of all chunks.
+    /// `N`, of all chunks, in each line.
     padded: usize,
     /// What of the gradient is summed over devices at a time.
     sum_bytes: Option<usize>,
+    /// Columns of a register of the memory.
+    register: usize,
 }
 
 impl Chunks {
-    /// `[b,t]` as `[1,N]`, with 0 behind; a scalar as it is.
+    /// Tokens of a line.
+    fn part(self) -> usize {
+        self.tokens.div_ceil(self.parts)
+    }
+
+    /// Rows of a chunk, of all lines.
+    fn all_rows(self) -> usize {
+        self.parts * self.rows
+    }
+
+    /// `[b,t]` as `[n,N]`, with 0 behind; a scalar as it is.
     fn in_line(self, on: &mut Program, array: Value) -> Value {
-        let ty = on.builder.type_of(array).clone();
-        if ty.shape.is_empty() {
+        if on.builder.type_of(array).shape.is_empty() {
             return array;
         }
         let line = on.builder.reshape(array, &[1, self.tokens]);
-        let zero = on.builder.constant(0.0, Type::new(ty.element, &[]));
-        on.builder.pad(line, zero, &[1, self.padded])
+        let line = on.filled(line, &[1, self.parts * self.part()]);
+        let lines = on.builder.reshape(line, &[self.parts, self.part()]);
+        on.filled(lines, &[self.parts, self.padded])
     }
 
-    /// `[1,N]` as `[b,t]`.
-    fn in_rows(self, on: &mut Program, line: Value) -> Value {
+    /// `[n,N]` as `[b,t]`.
+    fn in_rows(self, on: &mut Program, lines: Value) -> Value {
         let [b, t, _] = on.local;
+        let lines = on.builder.slice(lines, &[0, 0], &[self.parts, self.part()]);
+        let line = on.builder.reshape(lines, &[1, self.parts * self.part()]);
         let line = on.builder.slice(line, &[0, 0], &[1, self.tokens]);
         on.builder.reshape(line, &[b, t])
     }
 
-    /// `[1,N]` to be filled.
+    /// `[n,N]` to be filled.
     fn empty(self, on: &mut Program, element: DeviceDtype) -> Value {
-        on.builder.constant(0.0, Type::new(element, &[1, self.padded]))
+        on.builder.constant(0.0, Type::new(element, &[self.parts, self.padded]))
     }
 
-    /// `[b,t,h]` as `[N,h]`, with 0 behind.
+    /// This device's hidden states as `[N,h]`, with 0 behind.
     fn states(self, on: &mut Program, hidden: Value) -> Value {
-        let Type { element, shape } = on.builder.type_of(hidden).clone();
-        let line = on.builder.reshape(hidden, &[self.tokens, shape[2]]);
-        let zero = on.builder.constant(0.0, Type::new(element, &[]));
-        on.builder.pad(line, zero, &[self.padded, shape[2]])
+        let shape = on.builder.type_of(hidden).shape.clone();
+        let width = shape[shape.len() - 1];
+        let line = on.builder.reshape(hidden, &[self.part(), width]);
+        on.filled(line, &[self.padded, width])
     }
 
-    /// The chunk of `[1,N]` from `first` on, `[1,c]`; a scalar as it is.
-    fn cut(self, on: &mut Program, line: Value, first: Value) -> Value {
-        if on.builder.type_of(line).shape.is_empty() {
-            return line;
+    /// The hidden states of the chunk from row `first` of `states` on, of all devices that have some of them, `[c,h]`.
+    fn hidden(self, on: &mut Program, states: Value, first: Value) -> Value {
+        let start = on.at_row(first);
+        let width = on.builder.type_of(states).shape[1];
+        let hidden = on.builder.dynamic_slice(states, &start, &[self.rows, width]);
+        if self.parts > 1 { on.gathered(&[Axis::Vocab], hidden) } else { hidden }
+    }
+
+    /// The chunk of `[n,N]` from `first` on, `[1,c]`; a scalar as it is.
+    fn cut(self, on: &mut Program, lines: Value, first: Value) -> Value {
+        if on.builder.type_of(lines).shape.is_empty() {
+            return lines;
         }
         let start = on.at_column(first);
-        on.builder.dynamic_slice(line, &start, &[1, self.rows])
+        let part = on.builder.dynamic_slice(lines, &start, &[self.parts, self.rows]);
+        on.builder.reshape(part, &[1, self.all_rows()])
+    }
+
+    /// `[n,N]` with a chunk of it, `[1,c]`, written at `first`.
+    fn put(self, on: &mut Program, lines: Value, chunk: Value, first: Value) -> Value {
+        let start = on.at_column(first);
+        let chunk = on.builder.reshape(chunk, &[self.parts, self.rows]);
+        on.builder.dynamic_update_slice(lines, chunk, &start)
+    }
+
+    /// The columns of `[h,v]` in f32 that are scattered at a time: whole registers as [`SCATTERED_REGISTERS`] says, but for what is left.
+    fn parts_of_columns(self, width: usize, vocab: usize) -> Vec<Range<usize>> {
+        let unit = SCATTERED_REGISTERS * self.register;
+        let column = width * DeviceDtype::F32.size();
+        let bytes = self.sum_bytes.unwrap_or(vocab * column / MOST_BLOCKS);
+        let bytes = bytes.clamp(vocab * column / MOST_BLOCKS, *SUM_BYTES.end());
+        let columns = (bytes / column).next_multiple_of(unit);
+        let whole = vocab / unit * unit;
+        let parts = (0..whole).step_by(columns).map(|from| from..(from + columns).min(whole));
+        parts.chain((whole < vocab).then_some(whole..vocab)).collect()
     }
 }
 
@@ -628,27 +916,63 @@ impl Program {
         [zero, first]
     }
 
-    /// `[1,N]` with a chunk of it written at `first`.
-    fn put(&mut self, line: Value, chunk: Value, first: Value) -> Value {
-        let start = self.at_column(first);
-        self.builder.dynamic_update_slice(line, chunk, &start)
+    /// A number of rows or columns.
+    fn index(&mut self, x: usize) -> Value {
+        self.builder.constant(x as f64, Type::new(DeviceDtype::I32, &[]))
     }
 
-    /// Goes on from `carried` with `body` for the first row of each chunk.
+    /// An array with 0 behind, up to `shape`.
+    fn filled(&mut self, array: Value, shape: &[usize]) -> Value {
+        let element = self.builder.type_of(array).element;
+        if self.builder.type_of(array).shape == shape {
+            return array;
+        }
+        let zero = self.builder.constant(0.0, Type::new(element, &[]));
+        self.builder.pad(array, zero, shape)
+    }
+
+    /// `[n,h]` with 0 behind, so that `h` parts evenly over the devices that have rows of their own.
+    fn divisible(&mut self, hidden: Value) -> Value {
+        let [rows, width] = self.builder.type_of(hidden).shape[..] else { unreachable!("hidden states in line") };
+        let devices = self.mesh.batch * self.mesh.tokens;
+        self.filled(hidden, &[rows, width.next_multiple_of(devices)])
+    }
+
+    /// What all devices along `axes` have, one after another along the first axis.
+    fn gathered(&mut self, axes: &[Axis], a: Value) -> Value {
+        self.builder.all_gather(a, 0, &self.mesh.groups(axes))
+    }
+
+    /// This device's part, along the first axis, of the sum over the devices along `axes`.
+    fn scattered(&mut self, axes: &[Axis], a: Value) -> Value {
+        self.builder.reduce_scatter(a, 0, &self.mesh.groups(axes))
+    }
+
+    /// What is written for one chunk.
+    fn in_chunk<R>(&mut self, chunks: Chunks, write: impl FnOnce(&mut Program) -> R) -> R {
+        let [.., v] = self.local;
+        let all = mem::replace(&mut self.local, [1, chunks.all_rows(), v]);
+        let written = write(self);
+        self.local = all;
+        written
+    }
+
+    /// Goes on from `carried` with `body` for the first row of each chunk before row `end`.
     fn for_each_chunk(
         &mut self,
         chunks: Chunks,
+        end: usize,
         carried: &[Value],
         body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
     ) -> Vec<Value> {
         let index = Type::new(DeviceDtype::I32, &[]);
-        let local = [1, chunks.rows, self.local[2]];
+        let local = [1, chunks.all_rows(), self.local[2]];
         let (mesh, vocab) = (self.mesh, self.vocab);
         let carried = [&[self.builder.constant(0.0, index.clone())], carried].concat();
         let results = self.builder.while_loop(
             &carried,
             |builder, carried| {
-                let end = builder.constant(chunks.padded as f64, index.clone());
+                let end = builder.constant(end as f64, index.clone());
                 builder.compare(Comparison::Less, carried[0], end)
             },
             |builder, carried| {
@@ -666,7 +990,7 @@ impl Program {
     /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, about `bytes` at a time, or a quarter of it within
     /// [`SUM_BYTES`]. Blocks begin with a register, or XLA puts them back three times as slowly.
     fn over_rows(&mut self, mut array: Value, bytes: Option<usize>) -> Value {
-        let axes = [Axis::Batch, Axis::Tokens];
+        let axes = Axis::ROWS;
         let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
         let all = rows * width * DeviceDtype::F32.size();
         let bytes = bytes.unwrap_or((all / 4).clamp(*SUM_BYTES.start(), *SUM_BYTES.end()));
@@ -720,5 +1044,30 @@ mod tests {
         assert_eq!(summed(896, 151_936, Some(640_000_000)), [896]);
         assert_eq!(summed(896, 151_936, Some(1)), [56; 16], "sixteen parts at most");
         assert_eq!(summed(64, 4096, None), [64], "a megabyte is summed at once");
+    }
+
+    #[test]
+    fn a_gradient_is_scattered_by_columns_in_eights_of_registers_and_is_never_whole() {
+        let spec = LossSpec::default();
+        let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits: true };
+        let head = HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head-rows-scattered").unwrap();
+        let text = |tokens| {
+            let shape = HeadShape { batch: 8, tokens, hidden: 4094, vocab: 151_936 };
+            let given = implementation::Given { shape, dtype: Dtype::Bf16, form };
+            head.program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap()
+        };
+        // As many logits as the gradient has bytes in f32, less than a chunk of eight rows.
+        let at_once = text(8184);
+        let sent = at_once.lines().filter_map(|line| {
+            let columns = line.trim_start().strip_prefix("}) : (tensor<4096x")?.split_once("xf32>) -> tensor<512x")?.0;
+            columns.parse().ok()
+        });
+        let sent: Vec<usize> = sent.collect();
+        assert_eq!(sent, [[10_240; 14].as_slice(), &[8192, 1024]].concat(), "384 columns are filled up to 1024");
+        assert!(at_once.contains("-> (tensor<1x8184x4094xbf16>") && at_once.contains("tensor<151936x512xf32>)"));
+        for whole in ["tensor<4096x151936xf32>", "tensor<4094x151936xf32>"] {
+            assert!(!at_once.contains(whole), "{whole}");
+            assert!(text(8200).contains(whole), "a second chunk's is added to the first's: {whole}");
+        }
     }
 }

@@ -15,6 +15,9 @@ pub enum Axis {
 
 impl Axis {
     const ALL: [Axis; 3] = [Axis::Batch, Axis::Tokens, Axis::Vocab];
+
+    /// Those that cut rows.
+    pub(crate) const ROWS: [Axis; 2] = [Axis::Batch, Axis::Tokens];
 }
 
 /// A grid of devices, numbered row-major over (batch, tokens, vocab).

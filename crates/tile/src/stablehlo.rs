@@ -584,6 +584,23 @@ impl Builder {
         self.define(ty.clone(), format_args!("stablehlo.optimization_barrier {a} : {ty}"))
     }
 
+    /// The same of several: none is used before all are there.
+    pub fn barrier_of<const N: usize>(&mut self, values: [Value; N]) -> [Value; N] {
+        let types = values.map(|value| self.type_of(value).clone());
+        let (names, type_list) = self.lists(&values);
+        let held =
+            self.define_list(types.to_vec(), format_args!("stablehlo.optimization_barrier {names} : {type_list}"));
+        held.try_into().expect("as many as were given")
+    }
+
+    /// A matrix with rows for columns.
+    pub fn transpose(&mut self, a: Value) -> Value {
+        let from = self.type_of(a).clone();
+        let [rows, columns] = from.shape[..] else { panic!("transpose: {from} has not two axes") };
+        let ty = Type::new(from.element, &[columns, rows]);
+        self.define(ty.clone(), format_args!("stablehlo.transpose {a}, dims = [1, 0] : ({from}) -> {ty}"))
+    }
+
     /// `a` folded along `dimensions`.
     pub fn reduce(&mut self, fold: Fold, a: Value, dimensions: &[usize]) -> Value {
         let from = self.type_of(a).clone();
@@ -650,6 +667,47 @@ impl Builder {
         %both = {op} %left, %right : {scalar}
         stablehlo.return %both : {scalar}
     }}) : ({ty}) -> {ty}"#
+        );
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// The arrays of a group's devices one after another along `dimension`, on each of them. Every device is in one group.
+    pub fn all_gather(&mut self, a: Value, dimension: usize, groups: &[Vec<usize>]) -> Value {
+        let members = groups[0].len();
+        if members == 1 {
+            return a;
+        }
+        let from = self.type_of(a).clone();
+        assert!(dimension < from.shape.len(), "all_gather: dimension {dimension} of {from}");
+        let mut ty = from.clone();
+        ty.shape[dimension] *= members;
+        let rows = groups.len();
+        let operation = format!(
+            r#""stablehlo.all_gather"({a}) <{{all_gather_dim = {dimension} : i64, replica_groups = dense<{groups:?}> : tensor<{rows}x{members}xi64>}}> : ({from}) -> {ty}"#
+        );
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// `a` summed, element by element, over the devices of each group, of which the first has the first part along `dimension`, and
+    /// so on. Every device is in one group.
+    pub fn reduce_scatter(&mut self, a: Value, dimension: usize, groups: &[Vec<usize>]) -> Value {
+        let members = groups[0].len();
+        if members == 1 {
+            return a;
+        }
+        let from = self.type_of(a).clone();
+        let parts = from.shape.get(dimension).is_some_and(|extent| extent % members == 0);
+        assert!(parts, "reduce_scatter: {members} parts of dimension {dimension} of {from}");
+        let mut ty = from.clone();
+        ty.shape[dimension] /= members;
+        let scalar = Type::new(ty.element, &[]);
+        let rows = groups.len();
+        let operation = format!(
+            r#""stablehlo.reduce_scatter"({a}) <{{scatter_dimension = {dimension} : i64, replica_groups = dense<{groups:?}> : tensor<{rows}x{members}xi64>}}> ({{
+      ^bb0(%left: {scalar}, %right: {scalar}):
+        %both = stablehlo.add %left, %right : {scalar}
+        stablehlo.return %both : {scalar}
+    }}) : ({from}) -> {ty}"#
         );
         self.define(ty, format_args!("{operation}"))
     }
@@ -753,6 +811,33 @@ mod tests {
         let x = builder.parameter(f32s(&[4]), None);
         assert_eq!(builder.all_reduce(Fold::Add, x, &[vec![0], vec![1]]), x);
         assert_ne!(builder.all_reduce(Fold::Add, x, &[vec![0, 1]]), x);
+    }
+
+    #[test]
+    fn what_is_gathered_is_as_often_as_long_and_what_is_scattered_a_part() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(f32s(&[6, 4]), None);
+        let pairs = [vec![0, 2], vec![1, 3]];
+        let whole = builder.all_gather(x, 0, &pairs);
+        assert_eq!(*builder.type_of(whole), f32s(&[12, 4]));
+        let part = builder.reduce_scatter(x, 1, &pairs);
+        assert_eq!(*builder.type_of(part), f32s(&[6, 2]));
+        for op in [
+            r#""stablehlo.all_gather"(%0) <{all_gather_dim = 0 : i64, replica_groups = dense<[[0, 2], [1, 3]]> : tensor<2x2xi64>}>"#,
+            r#""stablehlo.reduce_scatter"(%0) <{scatter_dimension = 1 : i64, replica_groups = dense<[[0, 2], [1, 3]]> : tensor<2x2xi64>}>"#,
+        ] {
+            assert!(builder.body.contains(op), "{}", builder.body);
+        }
+        let alone = [vec![0], vec![1]];
+        assert_eq!([builder.all_gather(x, 0, &alone), builder.reduce_scatter(x, 0, &alone)], [x, x]);
+    }
+
+    #[test]
+    #[should_panic(expected = "reduce_scatter: 4 parts of dimension 0 of tensor<6x4xf32>")]
+    fn what_does_not_part_evenly_is_not_scattered() {
+        let mut builder = Builder::default();
+        let x = builder.parameter(f32s(&[6, 4]), None);
+        builder.reduce_scatter(x, 0, &[vec![0, 1, 2, 3]]);
     }
 
     #[test]

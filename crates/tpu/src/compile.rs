@@ -68,7 +68,7 @@ impl Compiled {
     /// Of these, cycles of collectives during which nothing else is computed.
     fn exposed_cycles(&self) -> u64 {
         let exposed =
-            |kernel: &&Launch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && !moved.overlapped);
+            |kernel: &&Launch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && moved.is_alone());
         self.kernels.iter().filter(exposed).map(Launch::all_cycles).fold(0, u64::saturating_add)
     }
 

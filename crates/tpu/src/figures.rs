@@ -33,8 +33,8 @@ pub struct Asked {
     pub layout: HeadLayout,
     /// Whether logits of an LM head are rounded to the dtype.
     pub rounds_logits: bool,
-    /// Bytes of logits that `tile-lm-head` holds at a time, at most.
-    pub chunk_bytes: usize,
+    /// Bytes of logits that `tile-lm-head` holds at a time, at most; as many as it has of itself if none is given.
+    pub chunk_bytes: Option<usize>,
     /// Bytes of its gradient that it sums over devices at a time, about; a quarter of it if none is given.
     pub sum_bytes: Option<usize>,
     /// The loss.
@@ -59,7 +59,8 @@ impl Asked {
                 Ok((program.program_for(loss, shape, dtype, devices, machine)?, held_by))
             }
             Extents::Head(shape) => {
-                let head = head_program(&self.implementation)?.chunk_bytes(self.chunk_bytes);
+                let head = head_program(&self.implementation)?;
+                let head = self.chunk_bytes.map_or(head, |bytes| head.chunk_bytes(bytes));
                 let head = self.sum_bytes.map_or(head, |bytes| head.sum_bytes(bytes));
                 let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
                 let held_by = if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
@@ -133,13 +134,17 @@ impl Asked {
     }
 }
 
-/// What libtpu is best told of programs over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless
-/// it is told otherwise, and its schedules of an LM head's products are better with more.
-pub fn flags_for(shape: Extents, chip: &Chip) -> String {
-    match shape {
-        Extents::Head(_) if chip.core.vmem_mib >= 128 => format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"),
-        _ => String::new(),
-    }
+/// What libtpu is best told of an implementation over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless
+/// it is told otherwise, and its schedules of an LM head's products are better with more. Collectives that stand beside products run
+/// beside them where `SparseCore`s take them.
+pub fn flags_for(implementation: &str, shape: Extents, chip: &Chip) -> String {
+    let Extents::Head(_) = shape else { return String::new() };
+    let windows = (chip.core.vmem_mib >= 128).then(|| format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"));
+    let scatters = head_program(implementation).is_ok_and(Programs::scatters);
+    let offloads = ["all_gather", "reduce_scatter"]
+        .map(|collective| format!("--xla_tpu_enable_sparse_core_collective_offload_{collective}=true"));
+    let offloads = (scatters && chip.offloads_collectives).then(|| offloads.join(" "));
+    [windows, offloads].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 /// The programs called `id`, of a loss on logits: all of them compile for TPUs.
@@ -172,9 +177,22 @@ mod tests {
 
     #[test]
     fn lm_heads_alone_have_more_vmem_where_there_is_enough() {
-        let flags = |shape: &str, target| flags_for(shape.parse().unwrap(), Target::parse(target).unwrap().chip);
+        let flags =
+            |id, shape: &str, target| flags_for(id, shape.parse().unwrap(), Target::parse(target).unwrap().chip);
         let more = "--xla_tpu_scoped_vmem_limit_kib=73728";
-        assert_eq!(["v5e", "v6e", "v5p", "v7x"].map(|chip| flags("1x8x16x64", chip)), [more, more, "", ""]);
-        assert_eq!(flags("1x8x64", "v6e"), "");
+        let of_head = |chip| flags("tile-lm-head", "1x8x16x64", chip);
+        assert_eq!(["v5e", "v6e", "v5p", "v7x"].map(of_head), [more, more, "", ""]);
+        assert_eq!(flags("tile-one-pass", "1x8x64", "v6e"), "");
+    }
+
+    #[test]
+    fn what_scatters_leaves_collectives_to_sparse_cores_where_there_are_some() {
+        let flags = |target| {
+            let chip = Target::parse(target).unwrap().chip;
+            flags_for("tile-lm-head-vocab-scattered", "1x8x16x64".parse().unwrap(), chip)
+        };
+        let offload = "_offload_all_gather=true --xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true";
+        assert!(["v6e", "v7x"].iter().all(|chip| flags(chip).ends_with(offload)), "{}", flags("v6e"));
+        assert_eq!(["v5e", "v5p"].map(flags), ["--xla_tpu_scoped_vmem_limit_kib=73728", ""]);
     }
 }

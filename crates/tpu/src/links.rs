@@ -14,7 +14,7 @@
 //! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, whose
 //! own ports they are, a line, a half. It leaves out hops, latency, and whatever an algorithm sends beyond that. Between two devices on
 //! one chip nothing is counted. Collectives that run beside computing may run beside one another too: of these the bound is the cut
-//! over which all of them together take longest.
+//! over which all of them together take longest, however little is computed between the start and the end of one.
 
 use super::target::Target;
 use super::traffic::{Collective, Kind, Traffic};
@@ -103,12 +103,12 @@ impl Links {
             });
             let times: Vec<(f64, &Cut, usize)> = times.collect();
             let Some(&(ms, part, _)) = times.iter().max_by(|(a, ..), (b, ..)| a.total_cmp(b)) else { continue };
-            if collective.overlapped {
+            if collective.is_alone() {
+                links.exposed_ms += ms;
+            } else {
                 for &(ms, _, i) in &times {
                     beside_ms[i] += ms;
                 }
-            } else {
-                links.exposed_ms += ms;
             }
             if ms > most {
                 most = ms;
@@ -172,7 +172,7 @@ mod tests {
     fn links(target: &str, kind: Kind, bytes: u64, groups: &[&[usize]]) -> Links {
         let target = Target::parse(target).unwrap();
         let groups = groups.iter().map(|group| group.to_vec()).collect();
-        let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, overlapped: false };
+        let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside: vec![] };
         let traffic = Traffic { moved: vec![collective], ..Traffic::default() };
         let grid = target.topology().to_vec();
         Links::of(&target, &chips([grid[0], grid[1]]), &traffic)
@@ -214,19 +214,19 @@ mod tests {
     #[test]
     fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
         let target = Target::parse("v6e:2x2").unwrap();
-        let sum = |groups: [[usize; 2]; 2], overlapped| Collective {
+        let sum = |groups: [[usize; 2]; 2], beside: &[&str]| Collective {
             name: "it".into(),
             kind: Kind::AllReduce,
             bytes: 1_000_000_000,
             groups: groups.map(Vec::from).to_vec(),
             runs: 1,
-            overlapped,
+            beside: beside.iter().map(|name| (*name).into()).collect(),
         };
-        let both = |overlapped| {
-            let moved = vec![sum([[0, 1], [2, 3]], overlapped), sum([[0, 2], [1, 3]], overlapped)];
+        let both = |beside: &[&str]| {
+            let moved = vec![sum([[0, 1], [2, 3]], beside), sum([[0, 2], [1, 3]], beside)];
             Links::of(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() })
         };
-        let (at_once, in_turn) = (both(true), both(false));
+        let (at_once, in_turn) = (both(&["product"]), both(&[]));
         assert_eq!((at_once.exposed_ms, in_turn.exposed_ms), (0.0, 20.0));
         assert_eq!((at_once.all_ms, in_turn.all_ms), (10.0, 20.0), "each axis has two links, a corner two ports");
     }

@@ -60,6 +60,9 @@ pub struct Chip {
     pub cores: usize,
     /// Devices that a program sees.
     pub devices: usize,
+    /// Whether libtpu leaves all-gathers and reduce-scatters to `SparseCore`s where it is told to, so that tensor cores compute meanwhile:
+    /// a v5e has none, and for a v5p it does not.
+    pub offloads_collectives: bool,
     /// Assumed clock, 10⁹ a second.
     pub clock_ghz: f64,
     /// Dense bf16, 10¹² operations a second.
@@ -137,6 +140,7 @@ pub const CHIPS: [Chip; 4] = [
         core: TpuCore::V5E,
         cores: 1,
         devices: 1,
+        offloads_collectives: false,
         clock_ghz: 1.5,
         bf16_tflops: 197.0,
         branch_delay: 4,
@@ -153,6 +157,7 @@ pub const CHIPS: [Chip; 4] = [
         core: TpuCore::V5P,
         cores: 2,
         devices: 1,
+        offloads_collectives: false,
         clock_ghz: 1.75,
         bf16_tflops: 459.0,
         branch_delay: 4,
@@ -169,6 +174,7 @@ pub const CHIPS: [Chip; 4] = [
         core: TpuCore::V6E,
         cores: 1,
         devices: 1,
+        offloads_collectives: true,
         clock_ghz: 1.75,
         bf16_tflops: 918.0,
         branch_delay: 4,
@@ -185,6 +191,7 @@ pub const CHIPS: [Chip; 4] = [
         core: TpuCore::V7X,
         cores: 2,
         devices: 2,
+        offloads_collectives: true,
         clock_ghz: 2.2,
         bf16_tflops: 2307.0,
         branch_delay: 6,

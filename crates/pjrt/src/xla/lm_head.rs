@@ -3,6 +3,7 @@
 use assay_core::implementation::{Given, Workload as _};
 use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_programs::Output;
+use assay_programs::mesh::{Axis, shard};
 
 use super::shards::{Block, Padding, Shards};
 use super::{Arrays, output};
@@ -15,7 +16,7 @@ impl Arrays for HeadProblem {
 
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError> {
         let given = Given::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form() };
-        let rows = shards.rows(device, given.shape.hidden);
+        let rows = states(shards, device, given.shape);
         let head = block_of_head(shards, device, given);
         Ok(vec![
             shards.upload_block(device, &self.logits.hidden, &rows, Padding::Nan)?,
@@ -40,12 +41,39 @@ impl Arrays for HeadProblem {
         mut gradient: HeadGradient,
     ) -> Result<HeadGradient, RuntimeError> {
         let of = |place: Output| move |device| output(outputs, device, place as usize);
-        let rows = |device| shards.rows(device, given.shape.hidden);
+        let rows = |device| states(shards, device, given.shape);
         shards.gather("dhidden", rows, of(Output::Gradient), &mut gradient.dhidden)?;
-        let head = |device| block_of_head(shards, device, given);
+        let head = |device| block_of_gradient(shards, device, given);
         shards.gather("dlm_head", head, of(Output::DlmHead), &mut gradient.dlm_head)?;
         Ok(gradient)
     }
+}
+
+/// What `device` holds of hidden states and dhidden: the rows of its logits, or, where columns are cut and these scattered, a part of
+/// them.
+fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. }: HeadShape) -> Block {
+    let (parts, rows) = (shards.mesh.vocab, batch * tokens);
+    if !shards.scatters || parts == 1 {
+        return shards.rows(device, hidden);
+    }
+    let local = rows.div_ceil(parts);
+    let part = shard(rows, local, shards.mesh.coordinate(device, Axis::Vocab));
+    Block::all(&[rows, hidden]).cut(0, part, local)
+}
+
+/// What `device` holds of the head's gradient: that of its columns, or, where rows are cut and it is scattered, of some hidden units.
+fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) -> Block {
+    let parts = shards.mesh.batch * shards.mesh.tokens;
+    let block = block_of_head(shards, device, given);
+    if !shards.scatters || parts == 1 {
+        return block;
+    }
+    let axis = match given.form.layout {
+        HeadLayout::HiddenByVocab => 0,
+        HeadLayout::VocabByHidden => 1,
+    };
+    let local = given.shape.hidden.div_ceil(parts);
+    block.cut(axis, shard(given.shape.hidden, local, device / shards.mesh.vocab), local)
 }
 
 /// What `device` holds of the head.

@@ -102,7 +102,7 @@ impl XlaEntropy {
         let text = program.text(Shaped::of(spec), given, 1, device)?;
         let executable = compiled(&client, text, 1)?;
         let in_rows = program.takes_rows(device);
-        let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows };
+        let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, scatters: false };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
         let inverse_temperature = spec.temperature.recip() as f32;
@@ -266,7 +266,7 @@ where
         let device = device(&client, program.id())?;
         let text = program.text(loss, given, devices, device)?;
         let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
-        let shards = Shards { shape, mesh, client, device, in_rows };
+        let shards = Shards { shape, mesh, client, device, in_rows, scatters: program.scatters() };
         Ok(Self { plan: Plan::of(text, shards)?, loss, given })
     }
 

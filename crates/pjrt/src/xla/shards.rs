@@ -20,6 +20,8 @@ pub(super) struct Shards {
     pub(super) device: Device,
     /// Whether logits and dlogits cross as rows, as kernels take them.
     pub(super) in_rows: bool,
+    /// Whether what is summed over devices comes back in parts.
+    pub(super) scatters: bool,
 }
 
 /// What one device holds; the rest of its local shape is padding.

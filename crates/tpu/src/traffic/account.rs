@@ -147,6 +147,9 @@ const COLLECTIVES: [&str; 9] = [
     "reduce-scatter",
 ];
 
+/// Those that stand in fusions and async calls.
+const WITHIN: [&str; 3] = ["all-gather", "all-reduce", "reduce-scatter"];
+
 /// What makes collectives alike.
 #[derive(PartialEq)]
 struct Likeness<'t> {
@@ -175,6 +178,9 @@ impl<'t> Likeness<'t> {
 
 /// Opcodes of what is computed.
 const COMPUTES: [&str; 5] = ["fusion", "convolution", "dot", "custom-call", "while"];
+
+/// Custom calls in which nothing is.
+const MEMORY_CALLS: [&str; 2] = ["custom_call_target=\"AllocateBuffer\"", "custom_call_target=\"ConcatBitcast\""];
 
 /// `{{0,1},{2,3}}`, or `{}`, which is all devices and none here, or `[2,4]<=[8]`, which is eight devices in order, two groups of four, and `[4,2]<=[2,4]T(1,0)`, which are those of
 /// two rows of four by columns.
@@ -208,23 +214,27 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
     Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
 }
 
-/// Whether something is computed between the start of what is done beside it and its end. What an async call works on is only given to
-/// its update, where it has one.
-fn runs_beside(start: &Instruction, instructions: &[Instruction]) -> bool {
+/// What is computed between the start of something and its end, by name. What an async call works on is only given to its update, where
+/// it has one.
+fn beside(start: &Instruction, instructions: &[Instruction]) -> Vec<String> {
     let after = |name: &str| {
         let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
         instructions[at + 1..].iter()
     };
     let update = after(start.name).find(|next| next.opcode == "async-update" && next.operands.contains(&start.name));
     let handle = update.map_or(start.name, |update| update.name);
-    let mut until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
-    until_done.any(|between| COMPUTES.contains(&between.opcode))
+    let until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
+    let computes = |between: &&Instruction| {
+        let only_memory = MEMORY_CALLS.iter().any(|call| between.attributes.contains(call));
+        COMPUTES.contains(&between.opcode) && !only_memory
+    };
+    until_done.filter(computes).map(|between| between.name.trim_start_matches('%').into()).collect()
 }
 
 impl Collective {
-    /// What a fusion, or an async call, is that has an all-reduce in it: libtpu writes a reduce-scatter as one of which a slice is kept,
-    /// an all-gather as one of a part among zeros, and sends no more than they need. A v7x leaves sums to its `SparseCore`s by async
-    /// calls.
+    /// What a fusion, or an async call, is that has a collective in it: libtpu writes a reduce-scatter as an all-reduce of which a slice is
+    /// kept, an all-gather as one of a part among zeros, and sends no more than they need. What is left to `SparseCore`s, as a v7x leaves
+    /// sums, are async calls.
     fn within(
         file: &str,
         caller: &Instruction,
@@ -240,7 +250,8 @@ impl Collective {
         let mut found = None;
         while let Some(name) = waiting.pop().filter(|_| found.is_none()) {
             if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
-                let inner = computation.instructions.iter().find(|inner| inner.opcode == "all-reduce");
+                let is_one = |inner: &&Instruction| WITHIN.contains(&inner.opcode);
+                let inner = computation.instructions.iter().find(is_one);
                 found = inner.map(|inner| (&computation.instructions, inner));
                 waiting.extend(&computation.called);
             }
@@ -254,14 +265,14 @@ impl Collective {
             let source = user.operands.first().map(|source| definitions.followed(source, "bitcast"));
             user.opcode == "dynamic-slice" && source == Some(inner.name)
         });
-        let kind = match (gathers, keeps) {
-            (true, _) => Kind::AllGather,
-            (_, true) => Kind::ReduceScatter,
-            _ => Kind::AllReduce,
+        let kind = match (collective.kind, gathers, keeps) {
+            (Kind::AllReduce, true, _) => Kind::AllGather,
+            (Kind::AllReduce, _, true) => Kind::ReduceScatter,
+            (kind, ..) => kind,
         };
-        let overlapped = caller.opcode == "async-start" && runs_beside(caller, instructions);
+        let beside = if caller.opcode == "async-start" { beside(caller, instructions) } else { vec![] };
         let name = caller.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, overlapped, ..collective }))
+        Ok(Some(Collective { name, kind, beside, ..collective }))
     }
 
     /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
@@ -282,8 +293,12 @@ impl Collective {
         };
         let definitions = Definitions::of(instructions);
         let of_operands = || {
-            let shapes = instruction.operands.iter().filter_map(|operand| definitions.0.get(operand));
-            shapes.map(|operand| operand.shape.bytes()).fold(0, u64::saturating_add)
+            let shape = |operand: &&str| {
+                let (name, part) = operand.split_once('#').map_or((*operand, None), |(name, part)| (name, Some(part)));
+                let shape = &definitions.0.get(name)?.shape;
+                part.map_or(Some(shape), |part| shape.part(part.parse().ok()?)).map(Shape::bytes)
+            };
+            instruction.operands.iter().filter_map(shape).fold(0, u64::saturating_add)
         };
         let starts = instruction.opcode.ends_with("-start");
         let bytes = match kind {
@@ -296,9 +311,9 @@ impl Collective {
         let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
         let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
         let groups = groups(text).ok_or_else(|| malformed(file, 0, format!("{attribute}{text}"), expected))?;
-        let overlapped = starts && runs_beside(instruction, instructions);
+        let beside = if starts { beside(instruction, instructions) } else { vec![] };
         let name = instruction.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, bytes, groups, runs, overlapped }))
+        Ok(Some(Collective { name, kind, bytes, groups, runs, beside }))
     }
 }
 
@@ -355,7 +370,7 @@ impl Traffic {
             let before = bytes;
             let within = Collective::within(file, instruction, instructions, computations, runs)?;
             let collective = within.or(Collective::of(file, instruction, instructions, runs)?);
-            let exposed = collective.as_ref().is_some_and(|collective| !collective.overlapped);
+            let exposed = collective.as_ref().is_some_and(Collective::is_alone);
             self.moved.extend(collective);
             if COLLECTIVES.contains(&instruction.opcode) {
                 let likeness = Likeness::of(instruction, &definitions, computations);
@@ -578,9 +593,23 @@ ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
   ROOT %by-others = f32[64,128]{1,0} all-reduce(%part), replica_groups={{0,1,2,3}}, to_apply=%add
 }
 
+%scattered-apart (parts: f32[64,128]) -> f32[16,128] {
+  %parts = f32[64,128]{1,0} parameter(0)
+  ROOT %called-too = f32[16,128]{1,0} custom-call(%parts), custom_call_target=\"any\", called_computations={%by-sparse-cores}
+}
+
+%by-sparse-cores (given-too: (f32[64,128], s32[])) -> f32[16,128] {
+  %given-too = (f32[64,128]{1,0}, s32[]) parameter(0)
+  ROOT %scatter = f32[16,128]{1,0} reduce-scatter(%given-too#0), replica_groups={}, dimensions={0}, to_apply=%add
+}
+
 ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
   %x = f32[64,128]{1,0} parameter(0)
   %y = f32[64,128]{1,0} parameter(1)
+  %scatter-start = ((), (), s32[]) async-start(), calls=%scattered-apart
+  %scatter-update = ((f32[64,128]{1,0}), f32[16,128]{1,0}, s32[]) async-update(%scatter-start, %y)
+  %room = f32[64,128]{1,0} custom-call(), custom_call_target=\"AllocateBuffer\"
+  %scatter-done = f32[16,128]{1,0} async-done(%scatter-update)
   %pairs = f32[64,128]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
   %started = f32[64,128]{1,0} all-reduce-start(%pairs), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
   %product = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%add
@@ -596,22 +625,24 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
 ";
         let traffic = Traffic::parse("m", TEXT).unwrap();
         let found: Vec<_> =
-            traffic.moved.iter().map(|moved| (moved.name.as_str(), moved.kind, moved.overlapped)).collect();
+            traffic.moved.iter().map(|moved| (moved.name.as_str(), moved.kind, moved.beside.join(" "))).collect();
         let expected = [
-            ("pairs", Kind::AllReduce, false),
-            ("started", Kind::AllReduce, true),
-            ("scattered", Kind::ReduceScatter, false),
-            ("gathered", Kind::AllGather, false),
-            ("moved", Kind::Permute, false),
-            ("call-start", Kind::AllReduce, true),
+            // Room is made meanwhile, and nothing computed.
+            ("scatter-start", Kind::ReduceScatter, String::new()),
+            ("pairs", Kind::AllReduce, String::new()),
+            ("started", Kind::AllReduce, "product".into()),
+            ("scattered", Kind::ReduceScatter, String::new()),
+            ("gathered", Kind::AllGather, String::new()),
+            ("moved", Kind::Permute, String::new()),
+            ("call-start", Kind::AllReduce, "beside".into()),
         ];
         assert_eq!(found, expected);
         assert!(traffic.moved.iter().all(|moved| moved.bytes == 64 * 128 * 4 && moved.runs == 1), "{traffic:?}");
         let groups: Vec<Vec<Vec<usize>>> = traffic.moved.iter().map(|moved| moved.groups.clone()).collect();
-        assert_eq!(groups[0], [[0, 1], [2, 3]]);
-        assert_eq!(groups[1], [[0, 2], [1, 3]], "two rows of two, by columns");
-        assert!(groups[2].is_empty(), "all devices");
-        assert_eq!(groups[3], [[0, 1, 2, 3]]);
+        assert_eq!(groups[1], [[0, 1], [2, 3]]);
+        assert_eq!(groups[2], [[0, 2], [1, 3]], "two rows of two, by columns");
+        assert!(groups[0].is_empty() && groups[3].is_empty(), "all devices");
+        assert_eq!(groups[4], [[0, 1, 2, 3]]);
         // What is reduced while the fusion runs is not exposed; all else that a collective reads and writes is.
         assert_eq!(traffic.exposed_bytes, 4 * 128 * ((64 + 64) + (64 + 16) + (16 + 64) + (64 + 64)));
         let spoilt = TEXT.replace("{{0,1},{2,3}}", "{{0,x}}");

@@ -81,8 +81,15 @@ pub struct Collective {
     pub groups: Vec<Vec<usize>>,
     /// How often it runs.
     pub runs: u64,
-    /// Whether something is computed between its start and its end.
-    pub overlapped: bool,
+    /// What is computed between its start and its end, by name.
+    pub beside: Vec<String>,
+}
+
+impl Collective {
+    /// Whether nothing is.
+    pub fn is_alone(&self) -> bool {
+        self.beside.is_empty()
+    }
 }
 
 impl Traffic {
