@@ -74,19 +74,13 @@ impl Loss {
 
     /// The tokens of a row; or one of them, where none depends on others. `input` gives the arrays that the structure
     /// reads.
-    pub fn grade(
-        &self,
-        row: &[Scored],
-        input: impl Fn(Input, (usize, usize)) -> Option<f64>,
-    ) -> Vec<Graded> {
+    pub fn grade(&self, row: &[Scored], input: impl Fn(Input, (usize, usize)) -> Option<f64>) -> Vec<Graded> {
         let Self { structure, numbers } = self;
         let (on, structure) = (&mut Immediate, *structure);
         let old_logp = |token: &Scored| input(Input::OldLogp, token.known.at).unwrap_or(token.logp);
         let own: Vec<Held<f64, bool>> = row
             .iter()
-            .map(|token| {
-                own_log_ratio(on, structure, numbers, [token.logp, old_logp(token), token.known.advantage])
-            })
+            .map(|token| own_log_ratio(on, structure, numbers, [token.logp, old_logp(token), token.known.advantage]))
             .collect();
         let mean = (structure.level != RatioLevel::Token).then(|| {
             let share = (row.len() as f64 + numbers.get(Number::RatioEpsilon)).recip();
