@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu setup-tpu-next setup-gpu replay test test-extensive panel peers trl-example torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: setup setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive panel peers trl-example torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -186,6 +186,21 @@ jax-gpu-example:
 		$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target h100 -o "$$folder/kernel"; \
 		$(PYTHON) examples/gpu/jax_ffi.py "$$folder/kernel" --plugin .plugins/xla_cuda_plugin.so --toolkit .plugins/cuda; \
 	fi
+
+# What `setup/gpu-record.sh` needs on a machine with a GPU and no Rust: the command and the test of devices, stripped, without `train`,
+# and the recorded logits. 60 MB.
+BUNDLE = target/gpu-bundle
+gpu-bundle: setup
+	rm -rf $(BUNDLE)
+	mkdir -p $(BUNDLE)/fixtures
+	$(CARGO) build --release --locked --quiet
+	built=$$($(CARGO) test --release --locked --test devices --no-run --message-format json | \
+		sed -n 's/.*"executable":"\([^"]*devices-[0-9a-f]*\)".*/\1/p') && strip -o $(BUNDLE)/devices "$$built"
+	strip -o $(BUNDLE)/assay target/release/assay
+	cp fixtures/*.safetensors $(BUNDLE)/fixtures
+	cp setup/gpu-record.sh $(BUNDLE)
+	tar -C target -czf $(BUNDLE).tar.gz gpu-bundle
+	@ls -l $(BUNDLE).tar.gz
 
 # What correct implementations need of the limits, put into docs/tolerances.md, and kernels of others where their Python is.
 measure: setup

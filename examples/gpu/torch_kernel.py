@@ -77,6 +77,9 @@ class Kernel:
             dtype = getattr(torch, DTYPES[one["dtype"]])
             if tuple(given.shape) != tuple(one["shape"]) or given.dtype != dtype or not given.is_contiguous():
                 raise ValueError(f"{one['name']}: got {given.dtype} {tuple(given.shape)}, expected contiguous {dtype} {one['shape']}")
+            # What begins within another tensor may begin anywhere.
+            if given.data_ptr() % one["alignment"]:
+                raise ValueError(f"{one['name']}: begins at {given.data_ptr():#x}, expected a multiple of {one['alignment']} bytes: clone() it")
         tensors, results = list(inputs), []
         for one in arguments[len(inputs):]:
             if "over" in one:

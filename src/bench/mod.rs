@@ -24,7 +24,8 @@ use serde::Deserialize;
 
 use self::timed::Timed;
 use crate::case::{Batch, Case, Counts, KernelSettings};
-use crate::implementation::{Answer, Given, Implementation, Prepared, RunError, Step, Unavailable, Workload};
+use crate::gpu::Chip;
+use crate::implementation::{Answer, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Workload};
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
@@ -262,12 +263,13 @@ impl<W: Timed> Subject<'_, W> {
             ready.iter().try_for_each(|ready| turn(ready).map(drop))?;
             progress(Progress::Step);
         }
-        let mut steps = Vec::new();
+        let (mut steps, mut kernels) = (Vec::new(), Vec::new());
         let mut of_opponents = vec![Vec::new(); opponents.len()];
         let mut after_run = after_alloc.clone();
         for _ in 0..counts.steps {
             let (answer, took) = timed::<W::Problem>(prepared.load(&problem)?)?;
             steps.push(took);
+            kernels.extend(prepared.kernel_time());
             after_run = prepared.device_memory();
             drop(answer);
             for (ready, times) in ready.iter().zip(&mut of_opponents) {
@@ -275,9 +277,9 @@ impl<W: Timed> Subject<'_, W> {
             }
             progress(Progress::Step);
         }
-        let times = Times { first: compiling + first, steps, of_opponents };
+        let times = Times { first: compiling + first, steps, kernels, of_opponents };
         let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
-        Ok(Measured::Right(Box::new(self.figures(counts, times, memory))))
+        Ok(Measured::Right(Box::new(self.figures(counts, times, memory, prepared.runs_on()))))
     }
 
     /// The subject and those of its opponents that have an answer, with the devices that they run on.
@@ -298,7 +300,7 @@ impl<W: Timed> Subject<'_, W> {
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
     }
 
-    fn figures(&self, counts: Counts, times: Times, memory: MemorySeen) -> Bench {
+    fn figures(&self, counts: Counts, times: Times, memory: MemorySeen, runs_on: Option<RunsOn>) -> Bench {
         let steps = sorted(&times.steps);
         let mean = steps.iter().sum::<f64>() / steps.len() as f64;
         let median = percentile(&steps, 50);
@@ -346,6 +348,11 @@ impl<W: Timed> Subject<'_, W> {
             step_s_min: percentile(&steps, 0),
             step_s_max: percentile(&steps, 100),
             gb_per_s: None,
+            device: None,
+            kernel_s_p50: (!times.kernels.is_empty()).then(|| percentile(&sorted(&times.kernels), 50)),
+            device_gb_per_s: None,
+            device_gb_per_s_from: None,
+            device_share: None,
             gflop_per_s: None,
             threads: rayon::current_num_threads(),
             isa: isa.map(String::from),
@@ -363,8 +370,24 @@ impl<W: Timed> Subject<'_, W> {
             why_null,
         };
         self.recipe.add_own(self.devices, &mut figures);
+        if let Some(runs_on) = runs_on {
+            add_device(&mut figures, runs_on, self.devices);
+        }
         figures
     }
+}
+
+/// What `devices` of a kind give at most, by what they say themselves or by NVIDIA's datasheet, and what part of it is reached.
+fn add_device(figures: &mut Bench, RunsOn { device, bytes_per_s }: RunsOn, devices: usize) {
+    let by_datasheet = || Chip::called(&device).map(|chip| (chip.hbm_tb_per_s * 1e12, "datasheet"));
+    if let Some((bytes_per_s, from)) = bytes_per_s.map(|own| (own, "device")).or_else(by_datasheet) {
+        let most = bytes_per_s / 1e9 * devices as f64;
+        let took = figures.kernel_s_p50.unwrap_or(figures.step_s_p50);
+        figures.device_gb_per_s = Some(most);
+        figures.device_gb_per_s_from = Some(from.into());
+        figures.device_share = figures.gb_per_s.map(|rate| rate * figures.step_s_p50 / took / most);
+    }
+    figures.device = Some(device);
 }
 
 /// The verdicts on an answer, if one of them failed.
@@ -400,6 +423,8 @@ fn timed<P: Workload>(step: Step<P>) -> Result<(Answer<P>, Duration), BenchError
 struct Times {
     first: Duration,
     steps: Vec<Duration>,
+    /// Of their kernels alone, where the device's clock is read.
+    kernels: Vec<Duration>,
     /// In the order of the opponents.
     of_opponents: Vec<Vec<Duration>>,
 }

@@ -151,6 +151,18 @@ fn table(figures: &schema::Bench) -> String {
             table.add_row([key.to_string(), format!("{rate:.2}")]);
         }
     }
+    if let Some(device) = &figures.device {
+        table.add_row(["device", device]);
+    }
+    if let Some(seconds) = figures.kernel_s_p50 {
+        table.add_row(["kernel_s_p50".into(), format!("{seconds:.6}")]);
+    }
+    if let (Some(rate), Some(from)) = (figures.device_gb_per_s, &figures.device_gb_per_s_from) {
+        table.add_row(["device_gb_per_s".into(), format!("{rate:.2} ({from})")]);
+    }
+    if let Some(share) = figures.device_share {
+        table.add_row(["device_share".into(), format!("{share:.3}")]);
+    }
     table.add_row(["threads".into(), figures.threads.to_string()]);
     table.add_row(["isa", figures.isa.as_deref().unwrap_or("–")]);
     for (opponent, ratio) in &figures.ratios.0 {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::{fs, iter};
 
-use assay_ptx::{Kernel, Parameter, Role};
+use assay_ptx::{ALIGNMENT, Kernel, Parameter, Role};
 use serde::Serialize;
 
 use super::emit::{Alias, Emit, MODULE, Module, by_name, make_folder};
@@ -64,6 +64,8 @@ struct Argument<'e> {
     name: &'e str,
     dtype: DeviceDtype,
     shape: &'e [usize],
+    /// Bytes: it begins at a multiple of so many, or the device stops the kernel.
+    alignment: u64,
     /// `input` or `output`.
     role: &'static str,
     /// The place of the argument whose array this is too.
@@ -78,7 +80,8 @@ impl<'e> From<&'e Kernel> for Emitted<'e> {
                 Role::Input => ("input", None),
                 Role::Output { over } => ("output", over),
             };
-            Argument { name: &parameter.name, dtype: parameter.dtype, shape: &parameter.shape, role, over }
+            let Parameter { name, dtype, shape, .. } = parameter;
+            Argument { name, dtype: *dtype, shape, alignment: ALIGNMENT, role, over }
         };
         Self {
             name: &kernel.name,

@@ -300,6 +300,7 @@ fn kernels_for_gpus_are_launched_as_their_text_says() {
         let parameters: Vec<&str> = text.lines().filter(|line| line.contains(".param .u64")).collect();
         assert_eq!(arguments.len(), parameters.len());
         for (argument, parameter) in arguments.iter().zip(parameters) {
+            assert!(argument["alignment"] == 16 && parameter.contains(".align 16 "), "{argument}: {parameter}");
             assert!(parameter.trim_end_matches(',').ends_with(argument["name"].as_str().unwrap()), "{parameter}");
         }
         let over = arguments.iter().find(|argument| argument["over"].is_u64()).expect("dlogits lie over the logits");

@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod cli;
+mod driver;
 #[cfg(feature = "pjrt")]
 mod emit;
 #[cfg(feature = "mutants")]

@@ -177,6 +177,28 @@ fn mutants_and_compiled_programs_have_their_parts() {
                "recorded_kernel": {"program": "the seed's Pallas kernels", "shape": "1x4096x151936", "step_ms": [52.9, 55.2],
                             "peak_bytes_in_use": null, "peak_bytes_reserved": null}})
     };
+    let of_gpu = |id: &str, launches: Value, pipe: &str| {
+        json!({"target": "h100", "devices": 1, "impl": id, "shape": [1, 4096, 151_936], "dtype": "bf16", "launches": launches,
+               "memory": {"argument_bytes": 1, "output_bytes": 1, "temp_bytes": 1, "alias_bytes": 1, "code_bytes": 1, "peak_bytes": 1_245_024_944u64},
+               "hbm_bytes": 2_490_020_100u64, "clock_ghz": 1.98,
+               "bound": {"hbm_ms": 0.743, "pipe_ms": if pipe.is_empty() { 0.0 } else { 0.31 }, "pipe": pipe, "predicted_ms": 0.743, "limit": "hbm"}})
+    };
+    let launch = json!([{"name": "grpo_one_pass", "runs": 1, "grid": [32_768, 1, 1], "block": [256, 1, 1], "cluster": 8, "registers": 76, "spill_bytes": 0,
+                         "shared_bytes": 38_464, "resident": 5, "resident_by": "registers", "instructions": 1.0, "pipes": []}]);
+    let of_gpus =
+        json!({"gpu_rows": [of_gpu("xla", json!([]), ""), of_gpu("gpu-one-pass", launch.clone(), "<issue>")]});
+    let one = written(&folder, "gpu.json", &of_gpu("gpu-one-pass", launch, "xu"));
+    let gpus = self::page(&folder, &[&written(&folder, "gpus.json", &of_gpus), &one]);
+    assert_eq!(gpus.matches("<h2>Compiled for a GPU").count(), 2, "{gpus}");
+    for said in [
+        "2 programs for GPUs",
+        "gpu-one-pass, &lt;issue&gt;",
+        "stalls are in neither",
+        "0.417",
+        "at least 743 µs (HBM)",
+    ] {
+        assert!(gpus.contains(said), "{said}: {gpus}");
+    }
     let table = json!({"rows": [program("xla", 4.559), program("tile-one-pass", 1.52)]});
     let inputs = [
         written(&folder, "m.json", &mutants),

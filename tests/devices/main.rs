@@ -15,9 +15,12 @@ mod tpu;
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
-use assay::implementation::Implementation;
+use assay::cuda::DrivenLogp;
+use assay::cuda::driver::DRIVER_VARIABLE;
+use assay::implementation::{Implementation, RunError};
 use assay::judge::gate::Output;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::invariance::Invariance;
@@ -35,6 +38,7 @@ use assay_testkit::arms::Arms;
 use assay_testkit::plugins::client;
 use assay_testkit::slowest;
 use libtest_mimic::{Arguments, Failed, Trial};
+use ndarray::Ix2;
 
 const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
 
@@ -97,6 +101,7 @@ fn main() {
         alternatives::reach_their_grades(&path)
     }));
     trials.push(tpu_plugin());
+    trials.push(trial("what_cudas_driver_is_handed_matches_reference".into(), &None, driver_without_a_device));
     trials.extend(gpu::trials());
     trials.extend(tpu::trials());
     let all = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.list && !arguments.ignored;
@@ -171,7 +176,14 @@ impl Trials<'_> {
         let counts = self.implementation.device_counts();
         let few = || format!("{devices} devices, of {counts:?}");
         let unavailable = || self.implementation.available().err().map(|absent| absent.reason);
-        self.plugin.hindrance.clone().or_else(unavailable).or_else(|| (!counts.contains(&devices)).then(few))
+        // What the driver launches needs no plugin.
+        let of_plugin = self.plugin.hindrance.clone().filter(|_| !self.is_driven());
+        of_plugin.or_else(unavailable).or_else(|| (!counts.contains(&devices)).then(few))
+    }
+
+    /// Whether CUDA's driver launches it.
+    fn is_driven(&self) -> bool {
+        self.implementation.id().ends_with("-driver")
     }
 
     /// What can be had of [`counts`](Self::counts); the trial of the others reads *ignored*.
@@ -230,13 +242,14 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
         self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
-        if self.implementation.class() == "tile" {
+        if ["tile", "gpu"].contains(&self.implementation.class()) {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
         }
         let claim = "all_outputs_lowest_and_largest_logits_match_reference";
         self.push(claim, devices, "", |run| run.lowest_and_largest_logits());
-        // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once.
-        if ["xla", "tile-one-pass"].contains(&id) {
+        // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once. Around the kernels that
+        // CUDA's driver launches it is computed here.
+        if ["xla", "tile-one-pass"].contains(&id) || self.is_driven() && self.hindrance(devices).is_none() {
             let rows = covering::structures(&*self.implementation);
             for (part, rows) in rows.chunks(rows.len().div_ceil(2)).map(<[_]>::to_vec).enumerate() {
                 let detail = format!(" {}/2", part + 1);
@@ -254,14 +267,27 @@ impl Trials<'_> {
                 self.push(claim, devices, &format!(" {field}"), |run| run.variants(variants, variants::SHAPE));
             }
         }
+        let claim = "logp_entropy_forward_alone_match_reference";
         if id == "tile-two-pass" {
-            self.push("logp_entropy_forward_alone_match_reference", devices, "", |run| run.forward_alone());
+            self.push(claim, devices, "", |run| {
+                let kernel = XlaEntropy::new(Some(&run.plugin));
+                forward_alone(&["tile-entropy", "tile"], |spec, problem| kernel.logp_and_entropy(spec, problem))
+            });
+        }
+        if id == "gpu-two-pass-driver" {
+            self.push(claim, devices, "", |_| {
+                let kernel = DrivenLogp::default();
+                forward_alone(&["gpu-logp", "gpu"], |spec, problem| kernel.logp_and_entropy(spec, problem))
+            });
         }
     }
 
     /// What this crate computes is settled on the first plugin; of another it is asked whether it runs each kind of
     /// program: what is cut, on all its devices, and the tile kernels' loops.
     fn on_another_plugin(mut self) {
+        if self.is_driven() {
+            return;
+        }
         let largest = *self.counts().last().expect("every implementation takes some count");
         if self.implementation.class() == "tile" {
             if largest == 1 {
@@ -290,6 +316,21 @@ fn regressions_stay_mended(plugin: &Path) -> Result<(), Failed> {
         seen += 1;
     }
     if seen == 0 { Err("fixtures/regressions/devices holds no case".into()) } else { Ok(()) }
+}
+
+/// The trials of the kernels that CUDA's driver launches, in a process of its own, on a driver whose launches the interpreter of PTX
+/// runs. On a machine with a GPU they run here too, on the real one.
+fn driver_without_a_device() -> Result<(), Failed> {
+    let driver = Path::new(env!("CARGO_BIN_EXE_assay")).with_file_name("examples").join("libfake_cuda.so");
+    if !driver.is_file() {
+        return Err(format!("{} is missing: `cargo build --workspace --examples`", driver.display()).into());
+    }
+    let mut trials = Command::new(env::current_exe()?);
+    let output = trials.args(["--test-threads", "2", "pass-driver"]).env(DRIVER_VARIABLE, driver).output()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let ran = |id: &str| text.lines().filter(|line| line.contains(id) && line.trim_end().ends_with("... ok")).count();
+    let enough = ran("gpu-one-pass-driver") == 6 && ran("gpu-two-pass-driver") == 7;
+    if output.status.success() && enough && text.contains(" 0 ignored") { Ok(()) } else { Err(text.into()) }
 }
 
 /// libtpu, the newest C API there is, in a process of its own: it reads its settings when it is loaded, and may abort. It
@@ -341,6 +382,33 @@ fn qwen() -> &'static [(Recipe, Known<'static>)] {
         };
         [Regime::Small, Regime::Peaked, Regime::Confident].map(of).into()
     })
+}
+
+/// Logp and entropy of a kernel that computes nothing else, of a name and a class; loss and gradient, which it lacks, are the
+/// reference's.
+fn forward_alone(
+    [name, class]: &[&str; 2],
+    kernel: impl Fn(&LossSpec, &Problem) -> Result<[FloatArray<Ix2>; 2], RunError>,
+) -> Result<usize, Failed> {
+    let mut judged = 0;
+    for dtype in Dtype::KERNEL {
+        for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
+            let problem = recipe.problem(&spec).expect("a valid recipe");
+            let known = Known::of(&spec, &problem).expect("a valid problem");
+            let [logp, entropy] = kernel(&spec, &problem)?;
+            let mut candidate: Candidate = known.reference.outcome().clone().into();
+            (candidate.logp, candidate.entropy) = (Some(logp), Some(entropy));
+            candidate.token_loss = None;
+            candidate.metrics = None;
+            let mut of_kernel = known.judge(candidate, &Limits::of(class)?)?;
+            of_kernel.verdicts.retain(|verdict| [Output::Logp, Output::Entropy].contains(&verdict.gate.output));
+            if let Some(failure) = known.failures(&of_kernel, name, "this test").into_iter().next() {
+                return Err(failure.into());
+            }
+            judged += 1;
+        }
+    }
+    Ok(judged)
 }
 
 /// One implementation on one device count. Its checks return how many cases were judged.
@@ -449,30 +517,6 @@ impl Run {
             self.judge_known(known, recipe)?;
         }
         Ok(qwen().len())
-    }
-
-    /// Logp and entropy of the kernel that computes nothing else; loss and gradient, which it lacks, are the reference's.
-    fn forward_alone(&self) -> Result<usize, Failed> {
-        let kernel = XlaEntropy::new(Some(&self.plugin));
-        let mut judged = 0;
-        for dtype in Dtype::KERNEL {
-            for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
-                let problem = recipe.problem(&spec).expect("a valid recipe");
-                let known = Known::of(&spec, &problem).expect("a valid problem");
-                let [logp, entropy] = kernel.logp_and_entropy(&spec, &problem)?;
-                let mut candidate: Candidate = known.reference.outcome().clone().into();
-                (candidate.logp, candidate.entropy) = (Some(logp), Some(entropy));
-                candidate.token_loss = None;
-                candidate.metrics = None;
-                let mut of_kernel = known.judge(candidate, &Limits::of("tile")?)?;
-                of_kernel.verdicts.retain(|verdict| [Output::Logp, Output::Entropy].contains(&verdict.gate.output));
-                if let Some(failure) = known.failures(&of_kernel, "tile-entropy", "this test").into_iter().next() {
-                    return Err(failure.into());
-                }
-                judged += 1;
-            }
-        }
-        Ok(judged)
     }
 
     /// One token, one column, vocabularies around registers and without a common factor with anything, rows that no block

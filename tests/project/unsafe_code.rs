@@ -5,8 +5,14 @@ use std::fs;
 use std::path::Path;
 
 /// Folders where `unsafe` may stand, each block with its reason: where hardware or a foreign interface is.
-const UNSAFE: [&str; 4] =
-    ["crates/native/src/simd", "crates/pjrt/examples/fake_tpu.rs", "crates/pjrt/src/runtime", "python/src/memory"];
+const UNSAFE: [&str; 6] = [
+    "crates/cuda/examples/fake_cuda.rs",
+    "crates/cuda/src/driver",
+    "crates/native/src/simd",
+    "crates/pjrt/examples/fake_tpu.rs",
+    "crates/pjrt/src/runtime",
+    "python/src/memory",
+];
 
 /// `(path, text)` of every source file below `folder`.
 fn sources(folder: &Path, found: &mut BTreeMap<String, String>) {

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::memory::{CompiledMemory, DeviceMemory};
 use ndarray::Ix3;
@@ -188,6 +189,28 @@ pub trait Prepared<P: Workload = Problem> {
     /// # Errors
     /// [`Unavailable`], saying why it says nothing.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable>;
+
+    /// What the kernels of the last step took by the device's own clock: without what starts them, and without what lies between.
+    ///
+    /// # Errors
+    /// [`Unavailable`], saying why nobody looked at it.
+    fn kernel_time(&self) -> Result<Duration, Unavailable> {
+        Err(Unavailable { reason: "only the driver of a GPU reads its clock around a kernel".into() })
+    }
+
+    /// The device that a step runs on; `None` where it is this machine's cores.
+    fn runs_on(&self) -> Option<RunsOn> {
+        None
+    }
+}
+
+/// A device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunsOn {
+    /// What it is called.
+    pub device: String,
+    /// What its memory gives at most, bytes a second, where it says so itself.
+    pub bytes_per_s: Option<f64>,
 }
 
 /// Evaluates a loaded problem, and returns when every output is there: what a bench times.

@@ -11,7 +11,9 @@
 //! clock of the same files of XLA, and an assumption wherever a time is printed: under load a chip may run slower.
 //!
 //! Rates of a multiprocessor: CUDA C++ Best Practices Guide 13, 12.1.1, "Throughput of Native Arithmetic Instructions", in results a
-//! clock, columns 8.0, 9.0 and 10.0; half-precision there counts both halves up to 9.0. Which instruction takes which pipe:
+//! clock (<https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#throughput-of-native-arithmetic-instructions>), columns 8.0, 9.0 and
+//! 10.0; half-precision there counts both halves up to 9.0. openxla/xla quotes f32, f16 and i32 of the same table
+//! (`xla/stream_executor/cuda/cuda_core_info_table.cc`). Which instruction takes which pipe:
 //! Nsight Compute's documentation, "Pipelines" (`pipes`). Banks of shared memory give 4 bytes a clock each, 32 of them (CUDA
 //! C++ Programming Guide). Where neither says it, the faster of what is possible is taken, for a bound must not be too large.
 
@@ -178,6 +180,11 @@ const HOPPER: Rates = Rates {
 };
 
 impl Chip {
+    /// The one that a driver or a plugin calls so.
+    pub fn called(device: &str) -> Option<&'static Self> {
+        CHIPS.iter().find(|chip| device == chip.device)
+    }
+
     /// `sm_90`
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;

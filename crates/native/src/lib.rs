@@ -14,10 +14,8 @@ pub mod bandwidth;
 mod cotangents;
 mod exp;
 mod lm_head;
-mod loss;
 pub mod op;
 pub mod products;
-mod reduction;
 mod row;
 mod simd;
 mod tanh;
@@ -26,6 +24,8 @@ use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 use rayon::prelude::*;
 
 use assay_algebra::family::Reach;
+use assay_algebra::loss::{Graded, Known, Loss, Scored};
+use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
@@ -33,8 +33,6 @@ use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Proble
 use assay_core::spec::{LossSpec, Objective};
 pub use cotangents::Cotangents;
 pub use lm_head::NativeHead;
-use loss::{Graded, Known, Loss};
-use reduction::Weights;
 pub use row::Element;
 use row::{Gradients, Kept, LogitsTransform, Row, Scores, Softmaxes};
 pub use simd::{Isa, gemm};
@@ -352,7 +350,7 @@ impl<'s> Batch<'s> {
     fn graded(&self, scores: Vec<Option<Scores>>) -> Vec<Option<(Scores, Graded)>> {
         let loss = self.loss();
         let of_row = |(b, scores): (usize, &[Option<Scores>])| {
-            let there = scores.iter().enumerate().filter_map(|(t, scores)| Some((self.known((b, t)), (*scores)?)));
+            let there = scores.iter().enumerate().filter_map(|(t, scores)| Some(self.scored((b, t), &(*scores)?)));
             let mut graded = loss.grade(&there.collect::<Vec<_>>(), |input, at| self.input(input, at)).into_iter();
             scores.iter().map(|scores| Some(((*scores)?, graded.next()?))).collect::<Vec<_>>()
         };
@@ -382,7 +380,7 @@ impl<'s> Batch<'s> {
                 return None;
             }
             let scores = self.softmaxes.score_and_keep(row, self.id(at), kept);
-            let graded = loss.grade(&[(self.known(at), scores)], |input, at| self.input(input, at)).pop()?;
+            let graded = loss.grade(&[self.scored(at, &scores)], |input, at| self.input(input, at)).pop()?;
             self.write(row, at, Some(kept), &scores, &graded);
             Some(graded)
         };
@@ -401,9 +399,9 @@ impl<'s> Batch<'s> {
         usize::try_from(self.ids[at]).expect("checked: 0 ≤ id < V")
     }
 
-    fn known(&self, at: Place) -> Known {
-        let (weight, kl) = (self.weights.policy[at.0], self.weights.kl[at.0]);
-        Known { advantage: self.advantage[at], weight, kl_share: kl / weight, at }
+    fn scored(&self, at: Place, scores: &Scores) -> Scored {
+        let known = Known::of(&self.weights, self.advantage[at], at);
+        Scored { known, logp: scores.logp, entropy: scores.entropy }
     }
 
     /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.

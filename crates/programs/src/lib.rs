@@ -10,6 +10,13 @@
 //! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it; what runs them asks
 //! neither for more than [`Programs`] has.
 
+/// How the arrays of the kernels lie, for whoever calls them without a program around them: the columns of what a token is given and of
+/// what comes of it, of the kernel that reads logits once and of the two that read them twice.
+pub mod arrays {
+    pub use crate::one_pass::{Given, Result, given_columns, numbers, width};
+    pub use crate::two_pass::{PER_TOKEN, Scale, Statistic};
+}
+
 mod alternatives;
 mod baseline;
 mod device;

@@ -147,7 +147,13 @@ impl Programs for LossProgram {
     }
 
     fn class(self) -> &'static str {
-        if self.is_xla() { "xla" } else { "tile" }
+        if self.is_xla() {
+            "xla"
+        } else if self.is_for_gpus() {
+            "gpu"
+        } else {
+            "tile"
+        }
     }
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {

@@ -32,16 +32,21 @@ pub(crate) fn most_tokens(machine: Machine) -> usize {
 }
 
 /// The columns of the array that holds what the kernel is given of each token.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Given {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Given {
+    /// `A`
     Advantage,
+    /// Where the structure reads it; and the next.
     OldLogp,
+    /// That of the policy that KL is from.
     RefLogp,
     /// What the token's loss is multiplied by, 0 where it is masked; times any cotangent of the loss.
     Weight,
     /// 1 or 0.
     Mask,
+    /// What the policy term is multiplied by, and the next what the KL penalty is.
     PolicyWeight,
+    /// See before.
     KlWeight,
     /// 1 where KL-Cov penalizes.
     Selected,
@@ -69,7 +74,7 @@ impl Given {
 }
 
 /// The columns that a structure has, in order: the first five whether it reads them or not.
-pub(crate) fn given_columns(structure: Structure) -> Vec<Given> {
+pub fn given_columns(structure: Structure) -> Vec<Given> {
     let optional = [
         (structure.policy_weight, Given::PolicyWeight),
         (structure.kl_weight, Given::KlWeight),
@@ -82,17 +87,22 @@ pub(crate) fn given_columns(structure: Structure) -> Vec<Given> {
 }
 
 /// How wide an array of so many columns is.
-pub(crate) fn width(columns: usize) -> usize {
+pub fn width(columns: usize) -> usize {
     columns.next_multiple_of(PER_TOKEN)
 }
 
 /// The columns of the array that it returns.
-#[derive(Clone, Copy)]
-pub(crate) enum Result {
+#[derive(Clone, Copy, Debug)]
+pub enum Result {
+    /// Of the target.
     Logp,
+    /// Nats.
     Entropy,
+    /// Of the token, before mask and weight.
     Loss,
+    /// The policy's over the sampler's probability.
     Ratio,
+    /// The estimate.
     Kl,
     /// 1 or 0.
     ClippedLow,
@@ -115,7 +125,7 @@ pub(crate) fn result_names(structure: Structure) -> &'static [&'static str] {
 pub(crate) const PER_TOKEN: usize = 8;
 
 /// The numbers that it is given, in SMEM, in order.
-pub(crate) fn numbers(structure: Structure) -> Vec<Number> {
+pub fn numbers(structure: Structure) -> Vec<Number> {
     let mut numbers = structure.numbers();
     numbers.extend([Number::InverseTemperature, Number::EntropyFactor]);
     numbers

@@ -27,17 +27,20 @@ const WINDOW: usize = 65536;
 /// Rows of a window, at most.
 const ROWS: usize = 32;
 
-/// The columns of the array that [`statistics`] returns.
-#[derive(Clone, Copy)]
-pub(crate) enum Statistic {
+/// The columns of the array that the first kernel returns.
+#[derive(Clone, Copy, Debug)]
+pub enum Statistic {
+    /// `m`
     Max,
     /// 0 where the target is not among the columns.
     TargetLogit,
-    /// `s` and `w` of the softmax that entropy is of.
+    /// `s` of the softmax that entropy is of.
     Others,
+    /// `w` of it.
     Weighted,
-    /// The same of the one that logp is of, where that is another.
+    /// `s` of the one that logp is of, where that is another.
     LogpOthers,
+    /// `w` of it.
     LogpWeighted,
 }
 
@@ -45,9 +48,10 @@ pub(crate) enum Statistic {
 pub(crate) const STATISTIC_NAMES: [&str; 6] =
     ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
 
-/// The columns of the array that [`dlogits`] is given.
-#[derive(Clone, Copy)]
-pub(crate) enum Scale {
+/// The columns of the array that the second kernel is given.
+#[derive(Clone, Copy, Debug)]
+pub enum Scale {
+    /// `m`
     Max,
     /// `−G/(S·T)`
     Share,
@@ -65,7 +69,7 @@ pub(crate) enum Scale {
 pub(crate) const SCALE_NAMES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
 
 /// Columns of both arrays.
-pub(crate) const PER_TOKEN: usize = 8;
+pub const PER_TOKEN: usize = 8;
 
 /// The logits of a device.
 #[derive(Clone, Copy)]

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::value::{ELEMENTS, Element, Number, Stored, Value, Whole};
-use crate::{Kernel, Launch, Parameter, Role, Target};
+use crate::{ALIGNMENT, Kernel, Launch, Parameter, Role, Target};
 use assay_core::device_dtype::DeviceDtype;
 
 /// An address, and how many bytes are added to it.
@@ -117,7 +117,7 @@ impl Builder {
         let parameters: Vec<String> = self
             .parameters
             .iter()
-            .map(|parameter| format!("\t.param .u64 .ptr .global .align 16 {}", parameter.name))
+            .map(|parameter| format!("\t.param .u64 .ptr .global .align {ALIGNMENT} {}", parameter.name))
             .collect();
         let _ = writeln!(text, ".visible .entry {}(\n{}\n)", self.name, parameters.join(",\n"));
         let [x, y, z] = block;

@@ -87,7 +87,10 @@ pub struct Kernel {
     pub parameters: Vec<Parameter>,
 }
 
-/// An array of global memory that a kernel is given.
+/// Where arrays begin: at multiples of so many bytes, for kernels read and write as many at once.
+pub const ALIGNMENT: u64 = 16;
+
+/// An array of global memory that a kernel is given. It begins at a multiple of [`ALIGNMENT`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
     /// What it is called in docs and manifests.
@@ -110,6 +113,13 @@ pub enum Role {
         /// The input, by its place among the parameters, over which it lies.
         over: Option<usize>,
     },
+}
+
+impl Parameter {
+    /// How large it is.
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size()
+    }
 }
 
 impl Kernel {

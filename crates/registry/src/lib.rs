@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use assay_core::implementation::{FILE_PREFIX, Implementation, Workload};
 use assay_core::problem::{HeadProblem, Problem};
+use assay_cuda::Driven;
 use assay_native::{Native, NativeHead};
 #[cfg(feature = "pjrt")]
 use assay_pjrt::exported::Exported;
@@ -25,12 +26,12 @@ pub trait Listed: Workload {
 
 impl Listed for Problem {
     fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
-        #[allow(unused_mut, reason = "without PJRT there is but one")]
         let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
         #[cfg(feature = "pjrt")]
         all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
         #[cfg(not(feature = "pjrt"))]
         let _ = plugin;
+        all.extend(Driven::all().into_iter().map(|driven| Arc::new(driven) as Arc<dyn Implementation>));
         all
     }
 
@@ -86,7 +87,7 @@ pub fn compiled<P: Listed>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
 }
 
 fn compiles<P: Workload>(implementation: &dyn Implementation<P>) -> bool {
-    ["xla", "tile"].contains(&implementation.class().trim_end_matches("-lm-head"))
+    ["xla", "tile", "gpu"].contains(&implementation.class().trim_end_matches("-lm-head"))
 }
 
 /// The implementation called `id` in [`registry`]; for `file:MANIFEST.toml` the program that the manifest describes.

@@ -34,6 +34,13 @@ fn memory(bench: &Bench) -> Vec<Bar> {
     known.map(|(name, n)| Bar::of(name, n, Tone::First, bytes(n))).collect()
 }
 
+/// What the device's memory gives at most, and who says so.
+fn device_rate(bench: &Bench) -> String {
+    let Some(rate) = bench.device_gb_per_s else { return "–".into() };
+    let from = bench.device_gb_per_s_from.as_deref().map_or(String::new(), |from| format!(" ({})", clipped(from)));
+    format!("{} GB/s{from}", short(rate))
+}
+
 impl Part for Bench {
     fn passed(&self) -> Option<bool> {
         None
@@ -56,6 +63,13 @@ impl Part for Bench {
             (
                 "logits read and dlogits written",
                 self.gb_per_s.map_or("–".into(), |rate| format!("{} GB/s", short(rate))),
+            ),
+            ("device", self.device.as_deref().map_or("–".into(), clipped)),
+            ("kernels alone, by the device's clock", self.kernel_s_p50.map_or("–".into(), seconds)),
+            ("the device's memory gives at most", device_rate(self)),
+            (
+                "of which is reached",
+                self.device_share.map_or("–".into(), |share| format!("{} %", short(100.0 * share))),
             ),
             ("threads", self.threads.to_string()),
             ("instruction set", self.isa.as_deref().map_or("–".into(), clipped)),

@@ -8,6 +8,7 @@ use assay_schema::ab::Comparison;
 use assay_schema::bench::Bench;
 use assay_schema::campaign::Campaign;
 use assay_schema::compile::{Compiled, Table};
+use assay_schema::gpu;
 use assay_schema::mutants::Mutants;
 use assay_schema::parity::Parity;
 use assay_schema::verdicts::Verdicts;
@@ -59,11 +60,13 @@ fn parse<P: Part + DeserializeOwned + 'static>(value: Value) -> serde_json::Resu
 }
 
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
-const KINDS: [(&str, &str, &str, Parse); 8] = [
+const KINDS: [(&str, &str, &str, Parse); 10] = [
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
     ("step_s_p50", "bench", "Time and memory", parse::<Bench>),
     ("cycles", "compile", "Compiled for a TPU", parse::<Compiled>),
     ("rows", "compile --table", "Compiled for a TPU", parse::<Table>),
+    ("launches", "compile", "Compiled for a GPU", parse::<gpu::Compiled>),
+    ("gpu_rows", "compile --table gpus", "Compiled for a GPU", parse::<gpu::Table>),
     ("mutants", "mutants", "Wrong kernels", parse::<Mutants>),
     ("files", "parity", "Recorded runs of others", parse::<Parity>),
     ("arms", "ab", "Kernel off and on", parse::<Comparison>),

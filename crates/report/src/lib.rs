@@ -12,6 +12,7 @@ mod ab;
 mod bench;
 mod campaign;
 mod compiled;
+mod compiled_gpu;
 mod input;
 mod mutants;
 mod number;

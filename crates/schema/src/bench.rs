@@ -56,6 +56,22 @@ pub struct Bench {
     /// On logits: 10⁹ bytes a second over the median step, of logits read and dlogits written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gb_per_s: Option<f64>,
+    /// What it ran on, where that is not this machine's cores.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// The kernels' median alone, by the device's own clock: without what starts them, and without what lies between.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel_s_p50: Option<f64>,
+    /// 10⁹ bytes a second that the device's memory gives at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_gb_per_s: Option<f64>,
+    /// Who says so: `device`, by its clock and its bus, or `datasheet`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_gb_per_s_from: Option<String>,
+    /// What part of that is reached by logits read once and dlogits written once, over the kernels' median where it is known, else over
+    /// the median step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_share: Option<f64>,
     /// With an LM head: 10⁹ operations a second over the median step, of its three products.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gflop_per_s: Option<f64>,

@@ -53,6 +53,6 @@ fn limits_follow_from_class_and_grade() {
     assert!(matches!(&unknown, ToleranceError::Class { given, .. } if given == "cuda-lm-head"));
     assert_eq!(
         unknown.to_string(),
-        "class: got `cuda-lm-head`, for which tolerances.toml has no limits; expected one of external, native, tile, xla"
+        "class: got `cuda-lm-head`, for which tolerances.toml has no limits; expected one of external, gpu, native, tile, xla"
     );
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::shards::Shards;
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
-use assay_core::implementation::{Unavailable, Unsupported};
+use assay_core::implementation::{RunsOn, Unavailable, Unsupported};
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::Shape;
 use assay_programs::{Device, LOOPS_VARIABLE, Sharding};
@@ -147,5 +147,11 @@ impl Plan {
 
     pub(super) fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
         self.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
+    }
+
+    /// What the devices are, where they are not this machine's cores.
+    pub(super) fn runs_on(&self) -> Option<RunsOn> {
+        let client = &self.shards.client;
+        (!self.shards.on_host()).then(|| RunsOn { device: client.device_kind().into(), bytes_per_s: None })
     }
 }

@@ -11,7 +11,7 @@ use std::path::Path;
 use assay_algebra::rollout::Settled;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
-    Answer, BackendError, Given, Implementation, Prepared, RunError, Step, Unavailable, Unsupported, Workload,
+    Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported, Workload,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
@@ -338,6 +338,10 @@ where
 
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
         self.plan.device_memory()
+    }
+
+    fn runs_on(&self) -> Option<RunsOn> {
+        self.plan.runs_on()
     }
 }
 

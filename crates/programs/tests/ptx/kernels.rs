@@ -418,7 +418,7 @@ fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Re
     let candidate = if id == "gpu-one-pass" { around.one_pass() } else { around.two_pass() };
     let candidate = candidate.map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
     let known = Known::of(spec, &problem).unwrap();
-    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+    let judged = known.judge(candidate, &Limits::of("gpu").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test -p assay-programs --test ptx").first() {
         return Err(format!("{id} for {target:?} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
@@ -560,7 +560,7 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
     for (id, candidate) in
         [("gpu-one-pass", around.one_pass()), ("gpu-one-pass", on_b200.one_pass()), ("gpu-two-pass", around.two_pass())]
     {
-        let judged = known.judge(candidate.unwrap(), &Limits::of("tile").unwrap()).unwrap();
+        let judged = known.judge(candidate.unwrap(), &Limits::of("gpu").unwrap()).unwrap();
         assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
     }
 }
@@ -578,7 +578,7 @@ fn refusal(target: Target, spec: &LossSpec, recipe: &Recipe, change: impl Fn(Str
         Err(error) => return Some(error),
     };
     let known = Known::of(spec, &problem).unwrap();
-    let judged = match known.judge(candidate, &Limits::of("tile").unwrap()) {
+    let judged = match known.judge(candidate, &Limits::of("gpu").unwrap()) {
         Ok(judged) => judged,
         Err(error) => return Some(error.to_string()),
     };

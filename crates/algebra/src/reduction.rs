@@ -7,17 +7,18 @@ use assay_core::problem::Metrics;
 use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
 /// What the terms of each row's tokens are multiplied by.
-pub(super) struct Weights {
+pub struct Weights {
     /// The policy term.
-    pub(super) policy: Vec<f64>,
+    pub policy: Vec<f64>,
     /// The KL penalty.
-    pub(super) kl: Vec<f64>,
+    pub kl: Vec<f64>,
     /// The entropy: `∂loss/∂H`.
-    pub(super) entropy: Vec<f64>,
+    pub entropy: Vec<f64>,
 }
 
 impl Weights {
-    pub(super) fn of(spec: &LossSpec, mask: &Array2<bool>) -> Self {
+    /// Those of `spec` where `mask` lets tokens count.
+    pub fn of(spec: &LossSpec, mask: &Array2<bool>) -> Self {
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
         let times = |factor: f64, averaging| {
             row_weights(averaging, mask).into_iter().map(|weight| factor * weight).collect::<Vec<f64>>()
@@ -53,7 +54,7 @@ fn row_weights(averaging: Averaging, mask: &Array2<bool>) -> Vec<f64> {
 }
 
 /// `Σ weight·token_loss + Σ ∂loss/∂H·H`, in row order.
-pub(super) fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
+pub fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
     let mut total = 0.0;
     for (b, row) in tokens.axis_iter(Axis(0)).enumerate() {
         for token in row.iter().flatten() {
@@ -67,13 +68,13 @@ pub(super) fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
 }
 
 /// What rows without a token add to an importance-sampled loss: `−A/B` each, for their ratio is `exp(0)`.
-pub(super) fn empty_rows(spec: &LossSpec, mask: &Array2<bool>, advantage: impl Fn(usize) -> f64) -> f64 {
+pub fn empty_rows(spec: &LossSpec, mask: &Array2<bool>, advantage: impl Fn(usize) -> f64) -> f64 {
     let empty = mask.rows().into_iter().enumerate().filter(|(_, row)| !row.iter().any(|&counts| counts));
     -spec.scale * empty.map(|(b, _)| advantage(b)).sum::<f64>() / mask.nrows() as f64
 }
 
 /// Means over unmasked tokens.
-pub(super) fn metrics(spec: &LossSpec, tokens: &Array2<Option<Graded>>) -> Metrics {
+pub fn metrics(spec: &LossSpec, tokens: &Array2<Option<Graded>>) -> Metrics {
     let count = tokens.iter().flatten().count();
     let mean = |value: fn(&Graded) -> f64| {
         if count == 0 { 0.0 } else { tokens.iter().flatten().map(value).sum::<f64>() / count as f64 }

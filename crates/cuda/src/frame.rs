@@ -1,0 +1,237 @@
+//! What surrounds the kernels where no XLA does: what tokens are given, what lies between two kernels, and what becomes of token losses.
+//! In f64, rounded to f32 where a kernel reads it.
+
+use std::f64::consts::LN_2;
+
+use assay_algebra::arithmetic::Immediate;
+use assay_algebra::loss::{Graded, Known, Loss, Scored};
+use assay_algebra::objective::TokenLoss;
+use assay_algebra::reduction::{self, Weights};
+use assay_algebra::rollout::Settled;
+use assay_algebra::softmax::{Softmax, Sums};
+use assay_algebra::structure::{Input, Number, Shaped, Temperature};
+use assay_core::problem::{FloatArray, Metrics, Tokens};
+use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
+use ndarray::{Array2, Ix0, Ix2, arr0};
+
+/// The tokens of a batch, and the loss of a spec on them.
+pub(crate) struct Frame<'s> {
+    loss: Shaped<'s>,
+    ids: Vec<i32>,
+    advantages: Array2<f64>,
+    settled: Settled,
+    weights: Weights,
+}
+
+/// The softmaxes of a row: of the one that entropy is of, and of the one that logp is.
+#[derive(Clone, Copy)]
+pub(crate) struct Softmaxes {
+    max: f64,
+    entropy: Softmax<f64>,
+    logp: Softmax<f64>,
+}
+
+/// What a batch comes to, without its gradient.
+pub(crate) struct Results {
+    pub(crate) loss: FloatArray<Ix0>,
+    pub(crate) logp: FloatArray<Ix2>,
+    pub(crate) entropy: FloatArray<Ix2>,
+    pub(crate) token_loss: FloatArray<Ix2>,
+    pub(crate) metrics: Metrics,
+}
+
+impl<'s> Frame<'s> {
+    /// Of tokens that were checked.
+    pub(crate) fn of(loss: Shaped<'s>, tokens: &Tokens) -> Self {
+        let settled = Settled::of(loss, tokens);
+        Self {
+            loss,
+            // What the mask hides may be anything; its loss is never used.
+            ids: tokens.ids.iter().map(|&id| i32::try_from(id).unwrap_or(0)).collect(),
+            advantages: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
+            weights: Weights::of(loss.spec, &settled.mask),
+            settled,
+        }
+    }
+
+    /// `[n]`
+    pub(crate) fn ids(&self) -> &[i32] {
+        &self.ids
+    }
+
+    /// `1/T`
+    pub(crate) fn inverse_temperature(&self) -> f32 {
+        self.loss.spec.temperature.recip() as f32
+    }
+
+    fn known(&self, at: (usize, usize)) -> Known {
+        Known::of(&self.weights, self.advantages[at], at)
+    }
+
+    fn input(&self, input: Input, at: (usize, usize)) -> Option<f64> {
+        self.settled.input(input).map(|values| values[at])
+    }
+
+    /// The numbers of the kernel that reads logits once.
+    pub(crate) fn numbers(&self) -> Vec<f32> {
+        let (rows, columns) = self.settled.mask.dim();
+        // Where rows differ in it, it comes with the tokens. Rows without a token have none.
+        let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
+        let value = |number: Number| match number {
+            Number::EntropyFactor => entropy_factor,
+            other => other.of(self.loss.spec, [rows, columns]),
+        };
+        arrays::numbers(self.loss.structure).into_iter().map(|number| value(number) as f32).collect()
+    }
+
+    /// What it is given of each token, `[n, width]`.
+    pub(crate) fn tokens(&self) -> Vec<f32> {
+        let columns = arrays::given_columns(self.loss.structure);
+        let width = arrays::width(columns.len());
+        let mut values = vec![0.0; self.ids.len() * width];
+        for ((at, &counts), of_token) in self.settled.mask.indexed_iter().zip(values.chunks_mut(width)) {
+            let known = self.known(at);
+            for (value, column) in of_token.iter_mut().zip(&columns) {
+                let input = |input| self.input(input, at).unwrap_or(0.0);
+                let given = match column {
+                    Given::Advantage => known.advantage,
+                    Given::OldLogp => input(Input::OldLogp),
+                    Given::RefLogp => input(Input::RefLogp),
+                    Given::PolicyWeight => input(Input::PolicyWeight),
+                    Given::KlWeight => input(Input::KlWeight),
+                    Given::Selected => input(Input::Selected),
+                    // The mask leaves nothing of a token.
+                    Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
+                    Given::Weight => known.weight,
+                    Given::Mask => 1.0,
+                    Given::KlShare => known.kl_share,
+                    Given::EntropyFactor => self.weights.entropy[at.0],
+                };
+                *value = given as f32;
+            }
+        }
+        values
+    }
+
+    /// The losses of tokens that the kernel has worked out, from what it gives of each.
+    pub(crate) fn graded_by_kernel(&self, results: &[f32]) -> Array2<Option<Graded>> {
+        let structure = self.loss.structure;
+        let graded = self.settled.mask.iter().zip(results.chunks(PER_TOKEN)).map(|(&counts, results)| {
+            let of = |column: Column| f64::from(results[column as usize]);
+            let loss = of(Column::Loss);
+            let token = TokenLoss {
+                loss,
+                reduced: if structure.kl_share() { of(Column::Reduced) } else { loss },
+                // The derivatives stay in the kernel.
+                by_logp: None,
+                by_log_ratio: None,
+                ratio: of(Column::Ratio),
+                kl: structure.kl.map(|_| of(Column::Kl)),
+                clipped_low: of(Column::ClippedLow) > 0.0,
+                clipped_high: of(Column::ClippedHigh) > 0.0,
+            };
+            let [logp, entropy] = [Column::Logp, Column::Entropy].map(of);
+            counts.then_some(Graded { token, logp, entropy, grad_logp: f64::NAN })
+        });
+        Array2::from_shape_vec(self.settled.mask.dim(), graded.collect()).expect("one entry a token")
+    }
+
+    /// What follows from the statistics of each row.
+    pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<Softmaxes> {
+        let (on, temperature) = (&mut Immediate, self.loss.structure.temperature);
+        // As the kernels have it.
+        let inverse = f64::from(self.inverse_temperature());
+        let softmaxes = statistics.chunks(PER_TOKEN).map(|row| {
+            let of = |which: Statistic| f64::from(row[which as usize]);
+            let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(of);
+            let mut softmax = |[others, weighted]: [Statistic; 2], inverse| {
+                let (others, weighted) = (of(others), -LN_2 * of(weighted));
+                Sums { max, target_logit, others, weighted }.softmax(on, inverse)
+            };
+            let tempered = (temperature != Temperature::One).then_some(inverse);
+            let entropy = softmax([Statistic::Others, Statistic::Weighted], tempered);
+            let logp = if temperature == Temperature::Logp {
+                softmax([Statistic::LogpOthers, Statistic::LogpWeighted], None)
+            } else {
+                entropy
+            };
+            Softmaxes { max, entropy, logp }
+        });
+        Array2::from_shape_vec(self.settled.mask.dim(), softmaxes.collect()).expect("one entry a token")
+    }
+
+    /// Log-probability and entropy.
+    fn logp_and_entropy(&self, softmaxes: &Softmaxes) -> [f64; 2] {
+        let on = &mut Immediate;
+        let logp = softmaxes.logp.logp(on);
+        let two = self.loss.structure.temperature == Temperature::Logp;
+        let logp = if two { logp * f64::from(self.inverse_temperature()) } else { logp };
+        [logp, softmaxes.entropy.entropy(on)]
+    }
+
+    /// `[B,T]` of each, 0 where the mask hides a token.
+    pub(crate) fn logp_and_entropy_of_all(&self, softmaxes: &Array2<Softmaxes>) -> [FloatArray<Ix2>; 2] {
+        [0, 1].map(|which| {
+            let of = |at: (usize, usize)| {
+                if self.settled.mask[at] { self.logp_and_entropy(&softmaxes[at])[which] as f32 } else { 0.0 }
+            };
+            Array2::from_shape_fn(softmaxes.dim(), of).into()
+        })
+    }
+
+    /// The losses of tokens between two kernels.
+    pub(crate) fn graded(&self, softmaxes: &Array2<Softmaxes>) -> Array2<Option<Graded>> {
+        let Shaped { spec, structure } = self.loss;
+        let (rows, columns) = softmaxes.dim();
+        let loss = Loss::of(spec, structure, [rows, columns]);
+        let mut all = Array2::from_shape_simple_fn((rows, columns), || None);
+        for b in 0..rows {
+            let places: Vec<(usize, usize)> =
+                (0..columns).map(|t| (b, t)).filter(|&at| self.settled.mask[at]).collect();
+            let scored = places.iter().map(|&at| {
+                let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
+                Scored { known: self.known(at), logp, entropy }
+            });
+            let graded = loss.grade(&scored.collect::<Vec<_>>(), |input, at| self.input(input, at));
+            for (at, graded) in places.into_iter().zip(graded) {
+                all[at] = Some(graded);
+            }
+        }
+        all
+    }
+
+    /// What the second kernel multiplies by, `[n, 8]`.
+    pub(crate) fn scales(&self, softmaxes: &Array2<Softmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
+        let structure = self.loss.structure;
+        let tempered =
+            if structure.temperature == Temperature::One { 1.0 } else { f64::from(self.inverse_temperature()) };
+        let mut values = vec![0.0; self.ids.len() * PER_TOKEN];
+        for ((at, graded), of_token) in graded.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
+            let Some(graded) = graded else { continue };
+            let Softmaxes { max, entropy, logp } = softmaxes[at];
+            let mut set = |place: Scale, value: f64| of_token[place as usize] = value as f32;
+            set(Scale::Max, max);
+            set(Scale::Share, -graded.grad_logp * tempered / logp.sum);
+            set(Scale::Others, logp.others);
+            set(Scale::Mask, 1.0);
+            if structure.entropy_bonus.is_some() {
+                set(Scale::Bonus, self.weights.entropy[at.0] * tempered / entropy.sum);
+                set(Scale::MeanGap, entropy.mean_gap);
+            }
+        }
+        values
+    }
+
+    /// What the losses of tokens come to.
+    pub(crate) fn results(&self, graded: &Array2<Option<Graded>>) -> Results {
+        let per_token =
+            |value: fn(&Graded) -> f64| graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32).into();
+        Results {
+            loss: arr0(reduction::loss(graded, &self.weights) as f32).into(),
+            logp: per_token(|graded| graded.logp),
+            entropy: per_token(|graded| graded.entropy),
+            token_loss: per_token(|graded| graded.token.loss),
+            metrics: reduction::metrics(self.loss.spec, graded),
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! The kernels of PTX as implementations: each on one device, launched by the driver.
+//!
+//! What is known of the tokens is made ready by this machine, and between the two kernels of `gpu-two-pass` it works out the losses of
+//! tokens; a step has the kernels, that, and the copies of a few numbers a token, but not the copies of logits.
+
+use std::borrow::Cow;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use assay_core::device_dtype::DeviceDtype;
+use assay_core::implementation::{
+    Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported,
+};
+use assay_core::memory::{CompiledMemory, DeviceMemory};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
+use assay_core::spec::LossSpec;
+use assay_programs::{LossProgram, Programs as _, Shaped, Target};
+use assay_ptx::Parameter;
+use ndarray::{Ix2, Ix3};
+
+use crate::driver::{Context, Device, Driver, Loaded, Memory};
+use crate::error::CudaError;
+use crate::frame::{Frame, Results};
+
+/// What follows the id of a kernel that the driver launches.
+const SUFFIX: &str = "-driver";
+
+/// A kernel of PTX, launched by the driver on its first device.
+pub struct Driven {
+    program: LossProgram,
+    id: String,
+    /// Asked once where there is one.
+    device: OnceLock<Device>,
+    /// Opened once, and given back with this.
+    context: Mutex<Option<Arc<Context>>>,
+}
+
+/// Logp and entropy alone: the kernel `gpu-logp`.
+pub struct DrivenLogp {
+    driven: Driven,
+}
+
+impl From<CudaError> for RunError {
+    fn from(error: CudaError) -> Self {
+        BackendError::new(error).into()
+    }
+}
+
+fn program(id: &str) -> LossProgram {
+    LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is listed")
+}
+
+impl Driven {
+    /// One for each kernel that computes a loss on one device.
+    pub fn all() -> Vec<Self> {
+        ["gpu-one-pass", "gpu-two-pass"].map(|id| Self::of(program(id))).into()
+    }
+
+    fn of(program: LossProgram) -> Self {
+        Self { program, id: format!("{}{SUFFIX}", program.id()), device: OnceLock::new(), context: Mutex::new(None) }
+    }
+
+    /// The driver's first device.
+    fn device(&self) -> Result<&Device, CudaError> {
+        if let Some(device) = self.device.get() {
+            return Ok(device);
+        }
+        let device = Device::first(Driver::load()?)?;
+        Ok(self.device.get_or_init(|| device))
+    }
+
+    /// What kernels for it are written for.
+    fn target(&self) -> Result<Target, CudaError> {
+        let device = self.device()?;
+        let given = device.capability();
+        let target = if given >= (9, 0) { Target::Sm90 } else { Target::Sm80 };
+        let needed = self.program.least_target().expect("a kernel of PTX");
+        if given >= (8, 0) && target >= needed {
+            return Ok(target);
+        }
+        let (needed, instead) = if needed == Target::Sm90 && given >= (8, 0) {
+            ("sm_90 and up, whose CTAs form clusters", "gpu-two-pass-driver runs on it")
+        } else {
+            ("sm_80 and up", "native computes the same on any CPU")
+        };
+        Err(CudaError::Capability { device: device.name().into(), given, kernel: self.id.clone(), needed, instead })
+    }
+
+    fn context(&self) -> Result<Arc<Context>, CudaError> {
+        let mut context = self.context.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(context) = &*context {
+            return Ok(Arc::clone(context));
+        }
+        Ok(Arc::clone(context.insert(self.device()?.clone().context()?)))
+    }
+
+    fn unsupported(&self, unsupported: Unsupported) -> Unsupported {
+        Unsupported { implementation: self.id.clone(), ..unsupported }
+    }
+
+    fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s>, RunError> {
+        self.supports(spec, given.shape, given.dtype, devices)?;
+        let (target, context) = (self.target()?, self.context()?);
+        let loss = Shaped::of(spec);
+        let kernels = self.program.gpu_kernels_for(loss, given.shape, given.dtype, 1, target);
+        let kernels = kernels.map_err(|error| self.unsupported(error))?;
+        let kernels = kernels.into_iter().map(|kernel| context.load(kernel)).collect::<Result<Vec<_>, _>>()?;
+        Ok(Ready { id: self.id.clone(), context, kernels, loss, given, took: Mutex::new(None) })
+    }
+}
+
+impl Implementation for Driven {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn summary(&self) -> &'static str {
+        if self.program.least_target() == Some(Target::Sm90) {
+            "gpu-one-pass, launched by CUDA's driver alone"
+        } else {
+            "gpu-two-pass, launched by CUDA's driver alone"
+        }
+    }
+
+    fn class(&self) -> &'static str {
+        self.program.class()
+    }
+
+    fn available(&self) -> Result<(), Unavailable> {
+        self.target().map(drop).map_err(|error| Unavailable { reason: error.to_string() })
+    }
+
+    fn device_counts(&self) -> Vec<usize> {
+        if self.available().is_ok() { vec![1] } else { vec![] }
+    }
+
+    fn lowering(&self) -> Option<&'static str> {
+        self.available().ok().map(|()| "ptx")
+    }
+
+    fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        self.program.supports(spec, shape, dtype, devices).map_err(|error| self.unsupported(error))
+    }
+
+    fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
+        let ready = self.ready(spec, Given::of(spec, &problem)?, devices)?;
+        let arrays = ready.upload(&problem)?;
+        // The gradient takes the place of the logits.
+        let room = problem.logits;
+        let done = ready.step(arrays)?;
+        Ok(done.outcome(room)?.into())
+    }
+
+    fn prepare<'s>(
+        &'s self,
+        spec: &'s LossSpec,
+        given: Given,
+        devices: usize,
+    ) -> Result<Box<dyn Prepared + 's>, RunError> {
+        Ok(Box::new(self.ready(spec, given, devices)?))
+    }
+}
+
+impl Default for DrivenLogp {
+    fn default() -> Self {
+        Self { driven: Driven::of(program("gpu-logp")) }
+    }
+}
+
+impl DrivenLogp {
+    /// Whether this machine can run it.
+    ///
+    /// # Errors
+    /// [`Unavailable`], saying what is absent.
+    pub fn available(&self) -> Result<(), Unavailable> {
+        self.driven.available()
+    }
+
+    /// `[B,T]` logp and entropy in nats, f32, in one read of the logits; 0 where the mask hides a token. Error: class `gpu` of
+    /// `tolerances.toml`.
+    ///
+    /// # Errors
+    /// [`RunError`] where the problem is wrong or not supported, or the device fails.
+    pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[FloatArray<Ix2>; 2], RunError> {
+        let ready = self.driven.ready(spec, Given::of(spec, problem)?, 1)?;
+        let arrays = ready.upload(problem)?;
+        let (statistics, _) = arrays.statistics(&ready.kernels[0])?;
+        Ok(arrays.frame.logp_and_entropy_of_all(&arrays.frame.softmaxes(&statistics)))
+    }
+}
+
+/// Kernels that were assembled, and the loss whose numbers they are given.
+struct Ready<'s> {
+    id: String,
+    context: Arc<Context>,
+    kernels: Vec<Loaded>,
+    loss: Shaped<'s>,
+    given: Given,
+    /// What the kernels of the last step took.
+    took: Mutex<Option<Duration>>,
+}
+
+/// A problem on the device.
+struct Arrays<'s> {
+    frame: Frame<'s>,
+    logits: Memory,
+    /// The other inputs of the first kernel, in its order, the logits' place left out.
+    inputs: Vec<(&'static str, Memory)>,
+    /// What the first kernel gives of each token.
+    results: Memory,
+    /// What the second is given.
+    scales: Option<Memory>,
+}
+
+/// A step that was made: the gradient lies where the logits did.
+struct Done {
+    results: Results,
+    dlogits: Memory,
+}
+
+fn bytes_of(logits: &FloatArray<Ix3>) -> Cow<'_, [u8]> {
+    const CHECKED: &str = "checked: dense";
+    match logits {
+        FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
+        FloatArray::F32(array) => bytemuck::cast_slice(array.as_slice().expect(CHECKED)).into(),
+        FloatArray::Bf16(array) => bytemuck::cast_slice(array.as_slice().expect(CHECKED)).into(),
+        FloatArray::F16(array) => bytemuck::cast_slice(array.as_slice().expect(CHECKED)).into(),
+    }
+}
+
+fn bytes_of_mut(logits: &mut FloatArray<Ix3>) -> &mut [u8] {
+    const CHECKED: &str = "checked: dense";
+    match logits {
+        FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
+        FloatArray::F32(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(CHECKED)),
+        FloatArray::Bf16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(CHECKED)),
+        FloatArray::F16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(CHECKED)),
+    }
+}
+
+/// f32 that a kernel wrote.
+fn floats(memory: &Memory) -> Result<Vec<f32>, CudaError> {
+    let mut values = vec![0.0_f32; memory.bytes() / size_of::<f32>()];
+    memory.read(bytemuck::cast_slice_mut(&mut values))?;
+    Ok(values)
+}
+
+impl<'s> Ready<'s> {
+    /// Puts a problem, which was checked, on the device, with room for what the kernels write.
+    fn upload(&self, problem: &Problem) -> Result<Arrays<'s>, CudaError> {
+        let frame = Frame::of(self.loss, &problem.tokens());
+        let context = &self.context;
+        let logits = context.upload("the logits", &bytes_of(&problem.logits))?;
+        let first = self.kernels[0].kernel();
+        let mut inputs = Vec::new();
+        for parameter in first.inputs() {
+            let (name, bytes): (&str, Vec<u8>) = match parameter.name.as_str() {
+                "logits" => continue,
+                "ids" => ("ids", bytemuck::cast_slice(frame.ids()).to_vec()),
+                "numbers" => ("numbers", bytemuck::cast_slice(&frame.numbers()).to_vec()),
+                "tokens" => ("tokens", bytemuck::cast_slice(&frame.tokens()).to_vec()),
+                "inverse_temperature" => ("inverse_temperature", frame.inverse_temperature().to_ne_bytes().into()),
+                "columns" => {
+                    let columns =
+                        i32::try_from(self.given.shape.vocab).expect("checked: a vocabulary is counted in i32");
+                    ("columns", columns.to_ne_bytes().into())
+                }
+                other => unreachable!("a kernel is given nothing called {other}"),
+            };
+            inputs.push((name, context.upload(name, &bytes)?));
+        }
+        let of_tokens = first.outputs().last().expect("a kernel gives something of each token");
+        let results = context.allocate("what a kernel gives of each token", of_tokens.bytes())?;
+        let scales = self.kernels.get(1).map(|second| {
+            let scales = second.kernel().inputs().last().expect("it is given scales");
+            context.allocate("what the second kernel multiplies by", scales.bytes())
+        });
+        Ok(Arrays { frame, logits, inputs, results, scales: scales.transpose()? })
+    }
+
+    fn step(&self, arrays: Arrays) -> Result<Done, CudaError> {
+        let (results, took) = match &self.kernels[..] {
+            [one] => {
+                let took = arrays.launch_first(one)?;
+                (arrays.frame.results(&arrays.frame.graded_by_kernel(&floats(&arrays.results)?)), took)
+            }
+            [first, second] => {
+                let (statistics, took) = arrays.statistics(first)?;
+                let softmaxes = arrays.frame.softmaxes(&statistics);
+                let graded = arrays.frame.graded(&softmaxes);
+                let scales = arrays.scales.as_ref().expect("there is room where there are two kernels");
+                scales.write(bytemuck::cast_slice(&arrays.frame.scales(&softmaxes, &graded)))?;
+                let mut inputs = arrays.of_first(second);
+                inputs.push(scales);
+                (arrays.frame.results(&graded), took + second.launch(&inputs, &[])?)
+            }
+            _ => unreachable!("one kernel or two"),
+        };
+        *self.took.lock().unwrap_or_else(PoisonError::into_inner) = Some(took);
+        Ok(Done { results, dlogits: arrays.logits })
+    }
+}
+
+impl Arrays<'_> {
+    /// The inputs that a kernel has of the first one's, in its order.
+    fn of_first(&self, kernel: &Loaded) -> Vec<&Memory> {
+        let named = |name: &str| match name {
+            "logits" => Some(&self.logits),
+            name => self.inputs.iter().find(|(other, _)| *other == name).map(|(_, memory)| memory),
+        };
+        kernel.kernel().inputs().filter_map(|parameter| named(&parameter.name)).collect()
+    }
+
+    fn launch_first(&self, kernel: &Loaded) -> Result<Duration, CudaError> {
+        kernel.launch(&self.of_first(kernel), &[&self.results])
+    }
+
+    /// What the statistics kernel makes of the logits.
+    fn statistics(&self, kernel: &Loaded) -> Result<(Vec<f32>, Duration), CudaError> {
+        let took = self.launch_first(kernel)?;
+        Ok((floats(&self.results)?, took))
+    }
+}
+
+impl Done {
+    /// With the gradient in `room`.
+    fn outcome(self, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
+        self.dlogits.read(bytes_of_mut(&mut room))?;
+        let Results { loss, logp, entropy, token_loss, metrics } = self.results;
+        Ok(Outcome { loss, logp, entropy, token_loss, gradient: room, metrics })
+    }
+}
+
+impl Prepared for Ready<'_> {
+    fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
+        self.given.expect(self.loss.spec, problem)?;
+        let arrays = self.upload(problem)?;
+        Ok(Box::new(move || {
+            let done = self.step(arrays)?;
+            let answer: Answer<'p> = Box::new(move || {
+                let Given { shape: Shape { batch, tokens, vocab }, dtype, .. } = self.given;
+                Ok(done.outcome(FloatArray::zeros((batch, tokens, vocab), dtype))?.into())
+            });
+            Ok(answer)
+        }))
+    }
+
+    /// What is known of the tokens.
+    fn host_bytes(&self) -> usize {
+        let beside = |kernel: &Loaded| {
+            let arrays = kernel.kernel().parameters.iter().filter(|array| array.dtype == DeviceDtype::F32);
+            arrays
+                .filter(|array| !["logits", "dlogits"].contains(&array.name.as_str()))
+                .map(Parameter::bytes)
+                .sum::<usize>()
+        };
+        self.kernels.iter().map(beside).sum()
+    }
+
+    /// What a step allocates: inputs, the gradient over the logits, and what lies between two kernels.
+    fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
+        let first = self.kernels[0].kernel();
+        let sum = |bytes: &mut dyn Iterator<Item = usize>| bytes.sum::<usize>() as i64;
+        let argument_bytes = sum(&mut first.inputs().map(Parameter::bytes));
+        let logits = first.inputs().find(|array| array.name == "logits").map_or(0, Parameter::bytes) as i64;
+        let of_tokens = first.outputs().last().map_or(0, Parameter::bytes) as i64;
+        let scales = self.kernels.get(1).and_then(|second| second.kernel().inputs().last());
+        let (given, between) = match scales {
+            None => (of_tokens, 0),
+            Some(scales) => (0, of_tokens + scales.bytes() as i64),
+        };
+        Ok(CompiledMemory {
+            argument_bytes,
+            output_bytes: logits + given,
+            temp_bytes: between,
+            alias_bytes: logits,
+            code_bytes: 0,
+        })
+    }
+
+    fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
+        self.context.memory().map_err(|error| Unavailable { reason: error.to_string() })
+    }
+
+    fn kernel_time(&self) -> Result<Duration, Unavailable> {
+        let took = *self.took.lock().unwrap_or_else(PoisonError::into_inner);
+        took.ok_or_else(|| Unavailable { reason: format!("{} has made no step yet", self.id) })
+    }
+
+    fn runs_on(&self) -> Option<RunsOn> {
+        let device = self.context.device();
+        Some(RunsOn { device: device.name().into(), bytes_per_s: device.bandwidth() })
+    }
+}
