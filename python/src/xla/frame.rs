@@ -222,9 +222,10 @@ impl<'f> Call<'f> {
         if count == 0 {
             return Ok(vec![]);
         }
-        // SAFETY: XLA gives as many as it says.
-        let (kinds, buffers) =
-            unsafe { (slice::from_raw_parts(of.kinds, count), slice::from_raw_parts(of.each, count)) };
+        // SAFETY: XLA gives as many kinds as it says.
+        let kinds = unsafe { slice::from_raw_parts(of.kinds, count) };
+        // SAFETY: and as many buffers.
+        let buffers = unsafe { slice::from_raw_parts(of.each, count) };
         if kinds.iter().any(|&kind| kind != 1) {
             return Err(format!("{kind}: got one that is no buffer, expected buffers"));
         }
