@@ -24,6 +24,10 @@ __all__ = [
     "spec_of_fields",
     "spec_of_file",
     "spec_of_preset",
+    "mosaic_kernels",
+    "plan",
+    "ptx_kernels",
+    "xla_handlers",
 ]
 
 @final
