@@ -69,7 +69,7 @@ pub(crate) fn apart<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) ->
 }
 
 /// What a panic says.
-fn words(panic: &(dyn Any + Send)) -> &str {
+pub(crate) fn words(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
 }

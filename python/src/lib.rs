@@ -3,13 +3,16 @@
 //! What Python code sees of it, with its types and errors, is `assay/_native.pyi`.
 
 mod campaign;
+mod emitted;
 mod error;
 mod memory;
 mod op;
 mod outputs;
 mod problem;
 mod spec;
+mod tape;
 mod verdicts;
+mod xla;
 
 use std::ffi::OsString;
 
@@ -30,6 +33,8 @@ mod _native {
     #[pymodule_export]
     use super::campaign::{Campaign, answer, page};
     #[pymodule_export]
+    use super::emitted::{mosaic_kernels, ptx_kernels};
+    #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]
     use super::op::{
@@ -42,5 +47,9 @@ mod _native {
     #[pymodule_export]
     use super::spec::{Spec, spec_of_fields, spec_of_file, spec_of_preset};
     #[pymodule_export]
+    use super::tape::plan;
+    #[pymodule_export]
     use super::verdicts::Verdicts;
+    #[pymodule_export]
+    use super::xla::xla_handlers;
 }

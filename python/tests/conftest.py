@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
-import pytest
+# Before JAX is imported: eight devices, to cut arrays over.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-import assay
+import pytest  # noqa: E402
+
+import assay  # noqa: E402
 
 
 @pytest.fixture

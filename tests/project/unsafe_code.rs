@@ -5,13 +5,14 @@ use std::fs;
 use std::path::Path;
 
 /// Folders where `unsafe` may stand, each block with its reason: where hardware or a foreign interface is.
-const UNSAFE: [&str; 6] = [
+const UNSAFE: [&str; 7] = [
     "crates/cuda/examples/fake_cuda.rs",
     "crates/cuda/src/driver",
     "crates/native/src/simd",
     "crates/pjrt/examples/fake_tpu.rs",
     "crates/pjrt/src/runtime",
     "python/src/memory",
+    "python/src/xla",
 ];
 
 /// `(path, text)` of every source file below `folder`.

@@ -17,6 +17,7 @@ mod lm_head;
 pub mod op;
 pub mod products;
 mod row;
+pub mod share;
 mod simd;
 mod tanh;
 
@@ -323,9 +324,14 @@ impl<'s> Batch<'s> {
     }
 
     /// Evaluates the batch and writes dlogits.
-    fn forward_backward<E: Element>(&self, mut rows: Vec<Row<E>>) -> Evaluation {
+    fn forward_backward<E: Element>(&self, rows: Vec<Row<E>>) -> Evaluation {
+        self.evaluation(&self.write_dlogits(rows))
+    }
+
+    /// Writes dlogits; what is left of each token, `[B,T]`.
+    fn write_dlogits<E: Element>(&self, mut rows: Vec<Row<E>>) -> Array2<Option<Graded>> {
         let place = |(i, row)| (self.place(i), row);
-        let graded = if self.structure.couples_rows() {
+        if self.structure.couples_rows() {
             let scores = self.scores(rows.par_iter().map(Row::logits).enumerate().map(place));
             let graded = self.graded(scores);
             self.write_rows(rows.par_iter_mut().enumerate().map(|(i, row)| (graded[i].as_ref(), self.place(i), row)));
@@ -334,8 +340,7 @@ impl<'s> Batch<'s> {
             let places = (0..rows.len()).into_par_iter().map(|i| self.place(i));
             let graded = self.score_and_write(places.zip(&mut rows));
             Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token")
-        };
-        self.evaluation(&graded)
+        }
     }
 
     /// Reads rows, each with its place, and keeps nothing of them.

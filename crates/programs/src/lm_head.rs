@@ -175,7 +175,8 @@ impl Programs for HeadProgram {
     fn class(self) -> &'static str {
         match self.core {
             Core::Baseline | Core::Seed => "xla-lm-head",
-            Core::Tile | Core::Gpu => "tile-lm-head",
+            Core::Tile => "tile-lm-head",
+            Core::Gpu => "gpu-lm-head",
         }
     }
 

@@ -1,6 +1,6 @@
 //! Arrays that cross the border: lent to frameworks, and read from them, both without a copy.
 //!
-//! The only `unsafe` of this crate stands here: what `DLPack` and Python's buffer protocol hand over is pointers.
+//! Of this crate's two places of `unsafe` this is one: what `DLPack` and Python's buffer protocol hand over is pointers.
 #![allow(unsafe_code)]
 
 mod aligned;

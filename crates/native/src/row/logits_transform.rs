@@ -78,7 +78,7 @@ impl LogitsTransform {
     }
 
     /// Columns that the sums of a row leave out beside its target, block by block.
-    pub(super) fn absent(&self, target: usize) -> Absent<'_> {
+    pub(super) fn absent(&self, target: Option<usize>) -> Absent<'_> {
         Absent { excluded: &self.excluded, target }
     }
 
@@ -102,7 +102,7 @@ fn position<E: Packed>(j: usize) -> usize {
 /// Columns that sums leave out: the target, and what is outside the support.
 pub(super) struct Absent<'t> {
     excluded: &'t [usize],
-    target: usize,
+    target: Option<usize>,
 }
 
 impl<'t> Absent<'t> {
@@ -112,7 +112,7 @@ impl<'t> Absent<'t> {
         let before = self.excluded.partition_point(|&j| j < columns.end);
         let (here, later) = self.excluded.split_at(before);
         self.excluded = later;
-        let target = Some(self.target).filter(|target| columns.contains(target));
+        let target = self.target.filter(|target| columns.contains(target));
         here.iter().copied().chain(target).map(move |j| j - columns.start)
     }
 }

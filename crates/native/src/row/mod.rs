@@ -79,11 +79,47 @@ pub(super) struct Scores {
 /// A row's softmax.
 #[derive(Clone, Copy)]
 struct Softmax {
+    exponent: Exponent,
+    /// `Σ_{j≠y} e_j a_j`, with `a` over `T`.
+    weighted: f64,
+    end: softmax::Softmax<f64>,
+}
+
+/// What makes an exponential of a logit, `exp(−(m − x)/T)`.
+#[derive(Clone, Copy)]
+struct Exponent {
     /// `m`.
     max: f32,
     /// `1/T`, with the rate of what is done to logits.
     inverse_temperature: f64,
-    end: softmax::Softmax<f64>,
+}
+
+/// What is summed of a part of a row. Sums are of the columns other than the target.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Statistics {
+    /// `m`: the largest logit, the least finite f32 where all are −∞.
+    pub(crate) max: f64,
+    /// `x_y`; 0 where another part has the target.
+    pub(crate) target_logit: f64,
+    /// `Σ e_j` and `Σ e_j a_j`, with `a_j = (m − x_j)/T`, of the softmax that entropy is of.
+    pub(crate) entropy: [f64; 2],
+    /// The same of the one that logp is of, where that is another; else 0.
+    pub(crate) logp: [f64; 2],
+}
+
+/// What the dlogits of a row are made of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scales {
+    /// `m`, of all parts.
+    pub(crate) max: f64,
+    /// `−G/(S·T)`
+    pub(crate) share: f64,
+    /// `Σ e_j` of the softmax that logp is of, without the target, of all parts.
+    pub(crate) others: f64,
+    /// `E/(S·T)`
+    pub(crate) bonus: f64,
+    /// `ā`
+    pub(crate) mean_gap: f64,
 }
 
 /// The derivatives of the loss that a row's dlogits are made of.
@@ -106,7 +142,7 @@ impl<E> Row<'_, E> {
     }
 }
 
-impl Softmax {
+impl Exponent {
     /// What gaps are counted in.
     fn step(&self) -> f64 {
         step(self.inverse_temperature)
@@ -143,7 +179,7 @@ impl Softmaxes {
     pub(super) fn score<E: Element>(&self, row: &[E], id: usize) -> Scores {
         let transform = &self.transform;
         self.score_by(id, row[id], |inverse_temperature, _| {
-            self.isa.run(Walk { row, id, transform, inverse_temperature, kept: None })
+            self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept: None })
         })
     }
 
@@ -166,7 +202,7 @@ impl Softmaxes {
         let row = row.logits();
         self.score_by(id, target, |inverse_temperature, keeps| {
             let kept = if keeps { Some(&mut *kept) } else { None };
-            self.isa.run(Walk { row, id, transform, inverse_temperature, kept })
+            self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept })
         })
     }
 
@@ -207,7 +243,7 @@ impl Softmaxes {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
-        let (logp, entropy) = (&scores.logp_softmax, &scores.entropy_softmax);
+        let Scores { logp_softmax: logp, entropy_softmax: entropy, .. } = scores;
         let (of_logp, of_entropy) = (logp.end, entropy.end);
         let (transform, inverse_temperature) = (&self.transform, self.inverse_temperature());
         let by_logit = inverse_temperature * transform.factor;
@@ -224,10 +260,24 @@ impl Softmaxes {
             q if bonus == 0.0 || q == 0.0 => target,
             q => target + q * (factors.offset + bonus * of_entropy.target_gap),
         };
+        let exponents = [logp.exponent, entropy.exponent];
+        self.write_by(row, exponents, kept, factors);
+        row.dlogits[id] = E::from_f32((target * scores.target_slope) as f32);
+    }
+
+    /// Writes the dlogits of all columns as if none were the target.
+    fn write_by<E: Element>(
+        &self,
+        row: &mut Row<E>,
+        [logp, entropy]: [Exponent; 2],
+        kept: Option<&Kept>,
+        factors: Factors,
+    ) {
+        let transform = &self.transform;
         let (inside, outside) = row.dlogits.split_at_mut(transform.vocab);
         let mut of_support = Row { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
         if factors.in_range(entropy) {
-            let two = self.two && bonus != 0.0;
+            let two = self.two && (factors.slope != 0.0 || factors.offset != 0.0);
             let kept = kept.filter(|_| !two);
             self.isa.run(Write { row: &mut of_support, transform, logp, entropy, two, kept, factors });
         } else {
@@ -235,7 +285,48 @@ impl Softmaxes {
         }
         outside.fill(E::from_f32(0.0));
         transform.excluded.iter().for_each(|&j| row.dlogits[j] = E::from_f32(0.0));
-        row.dlogits[id] = E::from_f32((target * scores.target_slope) as f32);
+    }
+
+    /// Reads a row that may be a part of one: its target is one of its columns or, where another part has it, none.
+    pub(super) fn statistics<E: Element>(&self, row: &[E], id: Option<usize>) -> Statistics {
+        let transform = &self.transform;
+        let walk = |inverse_temperature| self.isa.run(Walk { row, id, transform, inverse_temperature, kept: None });
+        let entropy = walk(self.inverse_temperature());
+        let sums = |softmax: Softmax| [softmax.end.others, softmax.weighted];
+        Statistics {
+            max: entropy.exponent.max.into(),
+            target_logit: id.map_or(0.0, |id| row[id].to_f32().into()),
+            entropy: sums(entropy),
+            logp: if self.two { sums(walk(transform.rate)) } else { [0.0; 2] },
+        }
+    }
+
+    /// Writes the dlogits of such a part, from what follows from the statistics of all of them.
+    pub(super) fn write_part<E: Element>(&self, row: &mut Row<E>, id: Option<usize>, scales: Scales) {
+        let Scales { max, share, others, bonus, mean_gap } = scales;
+        if share == 0.0 && bonus == 0.0 {
+            row.dlogits.fill(E::from_f32(0.0));
+            return;
+        }
+        let inverse_temperature = self.inverse_temperature();
+        let entropy = Exponent { max: max as f32, inverse_temperature };
+        let logp = if self.two { Exponent { inverse_temperature: self.transform.rate, ..entropy } } else { entropy };
+        let factors = Factors {
+            policy: share,
+            slope: bonus * inverse_temperature * entropy.step(),
+            offset: if bonus == 0.0 { 0.0 } else { -bonus * mean_gap },
+        };
+        let target = id.map(|id| {
+            let gap = (max - f64::from(row.logits()[id].to_f32())) * inverse_temperature;
+            let e = (-gap).exp();
+            let of_logp = if share == 0.0 { 0.0 } else { -share * others };
+            let of_entropy = if bonus == 0.0 || e == 0.0 { 0.0 } else { bonus * e * (gap - mean_gap) };
+            (id, of_logp + of_entropy)
+        });
+        self.write_by(row, [logp, entropy], None, factors);
+        if let Some((id, target)) = target {
+            row.dlogits[id] = E::from_f32(target as f32);
+        }
     }
 }
 

@@ -12,7 +12,7 @@
 use super::logits_transform::{Absent, LogitsTransform, Map, Mapped};
 use super::packed::{Element, Packed};
 use super::write::smallest;
-use super::{BLOCK, Exps, Kept, Softmax, UNITS};
+use super::{BLOCK, Exponent, Exps, Kept, Softmax, UNITS};
 use crate::exp::{Exp, SCALE, step};
 use crate::simd::{LANES, Simd, UNIT, Work, prefetch};
 use assay_algebra::arithmetic::Immediate;
@@ -30,7 +30,8 @@ const AT_LEAST_2: u32 = 1 << 30;
 /// Scores a row under one softmax.
 pub(super) struct Walk<'r, E> {
     pub(super) row: &'r [E],
-    pub(super) id: usize,
+    /// Where another part of the row has the target, none.
+    pub(super) id: Option<usize>,
     pub(super) transform: &'r LogitsTransform,
     /// `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
@@ -43,7 +44,7 @@ impl<E: Element> Work for Walk<'_, E> {
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> Softmax {
         let Self { row, id, transform, inverse_temperature, kept } = self;
-        let mut sums = Sums::new(simd, transform, id, row[id], inverse_temperature);
+        let mut sums = Sums::new(simd, transform, id.map(|id| (id, row[id])), inverse_temperature);
         let row = &row[..transform.vocab];
         let mut kept = kept.map(|kept| {
             let blocks = row.len().div_ceil(BLOCK);
@@ -79,7 +80,7 @@ impl Work for WalkOver<'_> {
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> Softmax {
         let Self { row, id, transform, inverse_temperature, maxima } = self;
-        let mut sums = Sums::new(simd, transform, id, row[id], inverse_temperature);
+        let mut sums = Sums::new(simd, transform, Some((id, row[id])), inverse_temperature);
         maxima.clear();
         // Not at once over logits that may have to be read again.
         let (mut mapped, Exps(mut exps)) = (Mapped::room(), Exps::room());
@@ -117,18 +118,26 @@ struct Sums<'t, S: Simd> {
 }
 
 impl<'t, S: Simd> Sums<'t, S> {
-    /// `m` begins at the target, whose id and logit are given, or where that is −∞ at the least finite number. A NaN stays.
+    /// `m` begins at the target, whose id and logit are given, or where that is −∞ or elsewhere at the least finite number. A
+    /// NaN stays.
     #[inline(always)]
-    fn new<E: Element>(simd: S, transform: &'t LogitsTransform, id: usize, logit: E, inverse_temperature: f64) -> Self {
+    fn new<E: Element>(
+        simd: S,
+        transform: &'t LogitsTransform,
+        target: Option<(usize, E)>,
+        inverse_temperature: f64,
+    ) -> Self {
         let map = transform.map(simd);
-        let target = match &map {
-            Some(map) => map.column(simd, id, logit),
-            None => logit.to_f32(),
+        let absent = transform.absent(target.map(|(id, _)| id));
+        let target = match (&map, target) {
+            (Some(map), Some((id, logit))) => map.column(simd, id, logit),
+            (None, Some((_, logit))) => logit.to_f32(),
+            (_, None) => f32::NEG_INFINITY,
         };
         Self {
             exp: Exp::new(simd, inverse_temperature),
             map,
-            absent: transform.absent(id),
+            absent,
             inverse_temperature,
             step: step(inverse_temperature),
             target,
@@ -303,7 +312,8 @@ impl<'t, S: Simd> Sums<'t, S> {
         let (max, target_logit) = (f64::from(self.max), f64::from(self.target));
         let sums = softmax::Sums { max, target_logit, others, weighted };
         let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
-        Softmax { max: self.max, inverse_temperature: self.inverse_temperature, end }
+        let exponent = Exponent { max: self.max, inverse_temperature: self.inverse_temperature };
+        Softmax { exponent, weighted, end }
     }
 }
 

@@ -5,7 +5,7 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use super::logits_transform::{LogitsTransform, Map, Mapped};
 use super::packed::{Element, Factor, Packed, SPLIT};
 use super::score::units;
-use super::{BLOCK, Exps, Kept, Row, Softmax, UNITS};
+use super::{BLOCK, Exponent, Exps, Kept, Row, UNITS};
 use crate::exp::{Exp, SCALE};
 use crate::simd::{Simd, Streaming, UNIT, Work};
 
@@ -20,7 +20,7 @@ pub(super) struct Factors {
 impl Factors {
     /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond
     /// [`FAR`](crate::exp::FAR).
-    pub(super) fn in_range(self, entropy: &Softmax) -> bool {
+    pub(super) fn in_range(self, entropy: Exponent) -> bool {
         let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * entropy.farthest();
         (largest as f32).is_finite()
     }
@@ -30,8 +30,8 @@ impl Factors {
         self,
         row: &mut Row<E>,
         transform: &LogitsTransform,
-        logp: &Softmax,
-        entropy: &Softmax,
+        logp: Exponent,
+        entropy: Exponent,
         kept: Option<&Kept>,
     ) {
         if let Some(kept) = kept
@@ -48,10 +48,10 @@ impl Factors {
             }
             return;
         }
-        let term = |softmax: &Softmax, t: f64, factor: &dyn Fn(f64) -> f64| {
-            let gap = f64::from(softmax.max) - t;
-            let e = (-gap * softmax.inverse_temperature).exp() as f32;
-            if e == 0.0 { 0.0 } else { e * factor(gap / softmax.step()) as f32 }
+        let term = |exponent: Exponent, t: f64, factor: &dyn Fn(f64) -> f64| {
+            let gap = f64::from(exponent.max) - t;
+            let e = (-gap * exponent.inverse_temperature).exp() as f32;
+            if e == 0.0 { 0.0 } else { e * factor(gap / exponent.step()) as f32 }
         };
         for j in 0..row.dlogits.len() {
             let (t, tanh_slope) = transform.of_column(j, row.logits()[j]);
@@ -76,8 +76,8 @@ pub(super) fn smallest(factor: f64) -> f32 {
 pub(super) struct Write<'w, 'r, E> {
     pub(super) row: &'w mut Row<'r, E>,
     pub(super) transform: &'w LogitsTransform,
-    pub(super) logp: &'w Softmax,
-    pub(super) entropy: &'w Softmax,
+    pub(super) logp: Exponent,
+    pub(super) entropy: Exponent,
     /// Whether both softmaxes have a part in it; else only `logp`'s, which is then the same as `entropy`'s or alone.
     pub(super) two: bool,
     pub(super) kept: Option<&'w Kept>,
@@ -344,10 +344,10 @@ struct Again<S: Simd> {
 impl<S: Simd> Again<S> {
     /// To be multiplied with what is at most `largest`.
     #[inline(always)]
-    fn of(simd: S, softmax: &Softmax, largest: f64) -> Self {
+    fn of(simd: S, exponent: Exponent, largest: f64) -> Self {
         Self {
-            exp: Exp::new(simd, softmax.inverse_temperature),
-            max: simd.splat(softmax.max),
+            exp: Exp::new(simd, exponent.inverse_temperature),
+            max: simd.splat(exponent.max),
             unscale: simd.splat((1.0 / SCALE) as f32),
             smallest: simd.splat(smallest(largest)),
         }

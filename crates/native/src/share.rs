@@ -1,0 +1,231 @@
+//! What one device computes of a batch that several have: the caller weighs tokens, since it alone knows the whole batch, and
+//! joins what is summed of a row whose columns lie on several devices.
+//!
+//! ```text
+//! whole rows    loss         read a row, write its dlogits, hand over what is left of its token
+//! parts of rows statistics   read
+//!               gradient     from what follows from the statistics of all parts, read once more and write
+//! ```
+//!
+//! Per-token arrays are `[B,T]` and what is handed over `[B,T,8]`, f32, its columns named below, 0 in the others and where
+//! the mask hides a token. A column is rounded once from f64.
+
+use ndarray::{Array2, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
+use rayon::prelude::*;
+
+use super::{
+    Batch, Cotangents, Element, Graded, LogitsTransform, Native, Row, Softmaxes, Weights, rows_of, rows_of_mut,
+};
+use crate::row::Scales;
+use assay_algebra::rollout::Settled;
+use assay_algebra::structure::{Input, Shaped};
+use assay_core::implementation::RunError;
+use assay_core::problem::{ProblemError, Shape};
+use assay_core::spec::LossSpec;
+
+/// Columns of what is handed over a token.
+pub const COLUMNS: usize = 8;
+
+/// The columns of [`Native::share_statistics`]: `m` and `x_y` of the part, then `Σ e_j` and `Σ e_j a_j` over its columns other
+/// than the target, `a_j = (m − x_j)/T`, of the softmax that entropy is of; the same of that of logp where it is another.
+/// `x_y` is 0 where another part has it.
+pub const STATISTICS: [&str; 6] = ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
+
+/// The columns that [`Native::share_gradient`] is given: `m` of all parts, `−G/(S·T)`, `Σ e_j` of the softmax of logp, 1 or 0,
+/// `E/(S·T)` and `ā`, with `G` and `E` the loss's derivatives by logp and by entropy.
+pub const SCALES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
+
+/// The columns of [`Native::share_loss`]. `reduced` is what the reduction weighs, the token's loss but for a KL penalty with a
+/// reduction of its own; a clip is 1 or 0.
+pub const RESULTS: [&str; COLUMNS] =
+    ["logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high"];
+
+/// The tokens of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Tokens<'a> {
+    /// Counted from the device's first column; outside `0..V` where another has it, or where `mask` is false.
+    pub ids: ArrayView2<'a, i32>,
+    /// The tokens that count.
+    pub mask: ArrayView2<'a, bool>,
+}
+
+/// What the loss of a token is made of, beside its row of logits.
+#[derive(Clone, Debug)]
+pub struct Weighed<'a> {
+    /// With whole rows.
+    pub tokens: Tokens<'a>,
+    /// `[B,T]`
+    pub advantages: ArrayView2<'a, f32>,
+    /// `[B,3]`: what a sequence's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
+    /// its own; and `∂loss/∂entropy`.
+    pub weights: ArrayView2<'a, f32>,
+    /// What the spec's structure reads, `[B,T]` each, in its order.
+    pub inputs: Vec<(Input, ArrayView2<'a, f32>)>,
+}
+
+/// Where logits and dlogits are: one array, or two.
+#[derive(Debug)]
+pub struct Place<'a, E> {
+    /// `[B,T,V]`; `None`: under the dlogits, which go over them.
+    pub logits: Option<ArrayView3<'a, E>>,
+    /// `[B,T,V]`
+    pub dlogits: ArrayViewMut3<'a, E>,
+}
+
+impl<E: Element> Place<'_, E> {
+    fn rows(&mut self) -> Vec<Row<'_, E>> {
+        match &self.logits {
+            None => rows_of_mut(&mut self.dlogits).map(|dlogits| Row { logits: None, dlogits }).collect(),
+            Some(logits) => {
+                let logits = rows_of(logits);
+                let dlogits = rows_of_mut(&mut self.dlogits);
+                dlogits.zip(logits).map(|(dlogits, logits)| Row { logits: Some(logits), dlogits }).collect()
+            }
+        }
+    }
+}
+
+/// The column of an id, if it is among `vocab`.
+fn column(id: i32, vocab: usize) -> Option<usize> {
+    usize::try_from(id).ok().filter(|&id| id < vocab)
+}
+
+impl Native {
+    /// Reads the parts of rows that a device has: [`STATISTICS`] of each, to `statistics`.
+    ///
+    /// Arrays are dense and of one batch.
+    ///
+    /// # Errors
+    /// [`RunError`] where the kernel does not do `spec`.
+    pub fn share_statistics<E: Element>(
+        &self,
+        spec: &LossSpec,
+        logits: ArrayView3<E>,
+        tokens: Tokens,
+        statistics: ArrayViewMut3<f32>,
+    ) -> Result<(), RunError> {
+        let softmaxes = self.softmaxes::<E>(spec, logits.dim())?;
+        let (_, length, vocab) = logits.dim();
+        rows_of(&logits).into_par_iter().zip(columns_of(statistics)).enumerate().for_each(|(i, (row, to))| {
+            let at = (i / length, i % length);
+            *to = [0.0; COLUMNS];
+            if tokens.mask[at] {
+                let of_row = softmaxes.statistics(row, column(tokens.ids[at], vocab));
+                let columns = [of_row.max, of_row.target_logit].into_iter().chain(of_row.entropy).chain(of_row.logp);
+                to.iter_mut().zip(columns).for_each(|(to, column)| *to = column as f32);
+            }
+        });
+        Ok(())
+    }
+
+    /// Writes the dlogits of such parts, from [`SCALES`].
+    ///
+    /// # Errors
+    /// As [`Native::share_statistics`]; nothing is written then.
+    pub fn share_gradient<E: Element>(
+        &self,
+        spec: &LossSpec,
+        mut place: Place<E>,
+        ids: ArrayView2<i32>,
+        scales: ArrayView3<f32>,
+    ) -> Result<(), RunError> {
+        let (batch, length, vocab) = place.dlogits.dim();
+        let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab))?;
+        place.rows().par_iter_mut().enumerate().for_each(|(i, row)| {
+            let at = (i / length, i % length);
+            let of_row = scales.index_axis(Axis(0), at.0);
+            let [max, share, others, mask, bonus, mean_gap] = std::array::from_fn(|k| f64::from(of_row[[at.1, k]]));
+            if mask > 0.0 {
+                let scales = Scales { max, share, others, bonus, mean_gap };
+                softmaxes.write_part(row, column(ids[at], vocab), scales);
+            } else {
+                row.dlogits.fill(E::from_f32(0.0));
+            }
+        });
+        Ok(())
+    }
+
+    /// Reads whole rows and writes their dlogits; [`RESULTS`] of each token, to `results`.
+    ///
+    /// # Errors
+    /// [`RunError`] where an unmasked token has an id outside the vocabulary or no finite number in an array, or where the
+    /// kernel does not do `spec`; nothing is written then.
+    pub fn share_loss<E: Element>(
+        &self,
+        spec: &LossSpec,
+        mut place: Place<E>,
+        weighed: &Weighed,
+        results: ArrayViewMut3<f32>,
+    ) -> Result<(), RunError> {
+        let dim @ (.., vocab) = place.dlogits.dim();
+        let softmaxes = self.softmaxes::<E>(spec, dim)?;
+        weighed.check(vocab)?;
+        let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs } = weighed;
+        let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
+        let weight = |k: usize| weights.column(k).mapv(f64::from);
+        let ids = ids.mapv(i64::from);
+        let batch = Batch {
+            spec,
+            structure: Shaped::of(spec).structure,
+            softmaxes,
+            ids: &ids,
+            advantage: wide(advantages),
+            settled: Settled {
+                mask: mask.to_owned(),
+                inputs: inputs.iter().map(|(input, values)| (*input, wide(values))).collect(),
+            },
+            weights: Weights {
+                policy: weight(0).to_vec(),
+                kl: (weight(0) * weight(1)).to_vec(),
+                entropy: weight(2).to_vec(),
+            },
+            // They are in the weights.
+            cotangents: Cotangents::default(),
+        };
+        let graded: Array2<Option<Graded>> = batch.write_dlogits(place.rows());
+        let graded = graded.as_slice().expect("dense").par_iter();
+        columns_of(results).zip(graded).for_each(|(to, graded)| {
+            *to = graded.as_ref().map_or([0.0; COLUMNS], |Graded { token, logp, entropy, .. }| {
+                let clipped = [token.clipped_low, token.clipped_high].map(|clipped| f64::from(u8::from(clipped)));
+                let numbers = [*logp, *entropy, token.loss, token.reduced, token.ratio, token.kl.unwrap_or(0.0)];
+                let [logp, entropy, loss, reduced, ratio, kl] = numbers.map(|x| x as f32);
+                let [low, high] = clipped.map(|x| x as f32);
+                [logp, entropy, loss, reduced, ratio, kl, low, high]
+            });
+        });
+        Ok(())
+    }
+
+    fn softmaxes<E: Element>(&self, spec: &LossSpec, dim: (usize, usize, usize)) -> Result<Softmaxes, RunError> {
+        use assay_core::implementation::Implementation as _;
+        let (batch, tokens, vocab) = dim;
+        self.supports(spec, Shape { batch, tokens, vocab }, E::DTYPE, 1)?;
+        Ok(Softmaxes::of(spec, self.isa, LogitsTransform::of::<E>(spec, None, vocab)))
+    }
+}
+
+impl Weighed<'_> {
+    fn check(&self, vocab: usize) -> Result<(), ProblemError> {
+        let Tokens { ids, mask } = self.tokens;
+        for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
+            if column(ids[[b, t]], vocab).is_none() {
+                return Err(ProblemError::IdOutOfRange { b, t, id: ids[[b, t]].into(), vocab });
+            }
+            let arrays = self.inputs.iter().map(|(input, values)| (input.name(), values));
+            // NaN is how a sampler says that it did not score a token.
+            let arrays = arrays.filter(|(field, _)| *field != Input::Behaviour.name());
+            for (field, values) in arrays.chain([("advantages", &self.advantages)]) {
+                if !values[[b, t]].is_finite() {
+                    return Err(ProblemError::NotFinite { field, b, t, given: values[[b, t]].into() });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is handed over of each token, of a dense `[B,T,8]`.
+fn columns_of(array: ArrayViewMut3<'_, f32>) -> impl IndexedParallelIterator<Item = &mut [f32; COLUMNS]> {
+    let columns = array.into_slice().expect("dense").as_chunks_mut::<COLUMNS>().0;
+    columns.into_par_iter()
+}

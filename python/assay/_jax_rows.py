@@ -1,0 +1,486 @@
+"""Rows of logits in JAX: what is read of them and written over them, by each implementation, whole or cut over devices.
+
+A kernel knows nothing of other devices: it is called with what one device holds. Here that device is found, under `jit` by
+`custom_partitioning` and in `shard_map` by the axes that the caller names, and what lies on several is joined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import _native
+from ._errors import AssayError, ProblemError
+
+#: Columns of what is handed over a token.
+COLUMNS = 8
+#: A kernel's statistics of a part of a row, in order; sums are of the columns other than the target.
+STATISTICS = ("max", "target_logit", "others", "weighted", "logp_others", "logp_weighted")
+#: What is left of a token.
+RESULTS = ("logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high")
+#: Beyond which a gap counts as this far: finite, so that 0 times it is 0.
+FARTHEST = 2.0**100
+
+Array = Any
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One loss for one extent of batch, and what computes it. Hashable: what is traced once for each."""
+
+    spec: _native.Spec
+    batch: int
+    tokens: int
+    implementation: str
+    target: str | None
+
+    def __hash__(self) -> int:
+        return hash((self.spec.to_json(), self.batch, self.tokens, self.implementation, self.target))
+
+    @functools.cached_property
+    def of(self) -> dict[str, Any]:
+        """Of `_native.plan`."""
+        plan: dict[str, Any] = json.loads(_native.plan(self.spec, self.batch, self.tokens))
+        return plan
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The per-token arrays beside ids, mask and advantages."""
+        return tuple(self.of["inputs"])
+
+
+# ---- the arithmetic between the logits and their gradient
+
+
+def _select(condition: Array, yes: Array, no: Array) -> Array:
+    return jnp.where(condition, yes, no)
+
+
+_OPERATIONS: dict[str, Callable[..., Array]] = {
+    "add": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "neg": jnp.negative,
+    "exp": jnp.exp,
+    "exp_m1": jnp.expm1,
+    "ln": jnp.log,
+    "ln_1p": jnp.log1p,
+    "less": jnp.less,
+    "equal": jnp.equal,
+    "and": jnp.logical_and,
+    "or": jnp.logical_or,
+    "select": _select,
+}
+
+
+def compute(
+    tape: Mapping[str, Any], inputs: Mapping[str, Array], row_sum: Callable[[Array], Array] | None = None
+) -> dict[str, Array]:
+    """The outputs of a list of operations, in f32."""
+    values: list[Array] = []
+    for name, operands in tape["operations"]:
+        if name == "input":
+            values.append(inputs[operands])
+        elif name == "constant":
+            values.append(jnp.float32(float(operands)))
+        elif name == "row_sum":
+            assert row_sum is not None
+            values.append(row_sum(values[operands[0]]))
+        else:
+            values.append(_OPERATIONS[name](*(values[operand] for operand in operands)))
+    return {name: values[place] for name, place in tape["outputs"]}
+
+
+# ---- kernels, by implementation
+
+
+class Xla:
+    """Plain operations of XLA's."""
+
+    @staticmethod
+    def _gaps(logits: Array, max: Array) -> Array:
+        return max[..., None] - logits.astype(jnp.float32)
+
+    @staticmethod
+    def _hits(logits: Array, ids: Array) -> Array:
+        return lax.broadcasted_iota(jnp.int32, logits.shape, 2) == ids[..., None]
+
+    @staticmethod
+    def statistics(plan: Plan, logits: Array, ids: Array, mask: Array) -> Array:
+        of = plan.of
+        hit = Xla._hits(logits, ids)
+        x = logits.astype(jnp.float32)
+        max = jnp.maximum(x.max(-1), jnp.finfo(jnp.float32).min)
+        gap = Xla._gaps(logits, max)
+
+        def sums(inverse: float) -> list[Array]:
+            e = jnp.where(hit, 0.0, jnp.exp(-gap * inverse))
+            return [e.sum(-1), jnp.where(e == 0.0, 0.0, e * gap * inverse).sum(-1)]
+
+        columns = [max, jnp.where(hit, x, 0.0).sum(-1), *sums(of["inverse_temperature"])]
+        if of["two_softmaxes"]:
+            columns += sums(1.0)
+        return _stacked(columns)
+
+    @staticmethod
+    def gradient(plan: Plan, logits: Array, ids: Array, scales: Array) -> Array:
+        of, inverse = plan.of, plan.of["inverse_temperature"]
+        max, share, others, mask, bonus, mean_gap = (scales[..., i] for i in range(6))
+        hit = Xla._hits(logits, ids)
+        gap = Xla._gaps(logits, max)
+        policy = share[..., None] * jnp.exp(-gap * (1.0 if of["two_softmaxes"] else inverse))
+        gradient = jnp.where(hit, (-share * others)[..., None], policy)
+        if of["entropy"] is not None:
+            gap = gap * inverse
+            e = jnp.exp(-gap)
+            # The small factor last: what is below the normal numbers on the way there would be flushed.
+            gradient += jnp.where(e == 0.0, 0.0, e * (gap - mean_gap[..., None]) * bonus[..., None])
+        return jnp.where(mask[..., None] > 0.0, gradient, 0.0).astype(logits.dtype)
+
+
+def _like(shape: Sequence[int], dtype: Any, *operands: Array) -> jax.ShapeDtypeStruct:
+    """A result of a call, which varies over the axes of a `shard_map` that an operand varies over."""
+    varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
+    if not varying:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * len(shape)))
+    of_axes = jax.sharding.ManualAxisType(varying=varying)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=whole, manual_axis_type=of_axes)
+
+
+@functools.cache
+def _registered(name: str) -> str:
+    """The name under which XLA finds a handler of the CPU kernel's."""
+    target = f"grpo_assay_{name}"
+    address = dict(_native.xla_handlers())[name]
+    handler = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
+    jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    return target
+
+
+class Native:
+    """The CPU kernel, through XLA's foreign function interface."""
+
+    @staticmethod
+    def statistics(plan: Plan, logits: Array, ids: Array, mask: Array) -> Array:
+        result = _like((*ids.shape, COLUMNS), jnp.float32, logits, ids, mask)
+        call = jax.ffi.ffi_call(_registered("statistics"), result)
+        return call(logits, ids, mask, spec=plan.spec.to_json())
+
+    @staticmethod
+    def gradient(plan: Plan, logits: Array, ids: Array, scales: Array) -> Array:
+        result = _like(logits.shape, logits.dtype, logits, ids, scales)
+        call = jax.ffi.ffi_call(_registered("gradient"), result, input_output_aliases={0: 0})
+        return call(logits, ids, scales, spec=plan.spec.to_json())
+
+    @staticmethod
+    def loss(plan: Plan, logits: Array, *tokens: Array) -> tuple[Array, Array]:
+        """Results and dlogits, from rows that are whole: each is read once where tokens share no ratio."""
+        ids = tokens[0]
+        results = (
+            _like(logits.shape, logits.dtype, logits, *tokens),
+            _like((*ids.shape, COLUMNS), jnp.float32, logits, *tokens),
+        )
+        call = jax.ffi.ffi_call(_registered("loss"), results, input_output_aliases={0: 0})
+        dlogits, columns = call(logits, *tokens, spec=plan.spec.to_json())
+        return columns, dlogits
+
+
+class _Emitted:
+    """The two kernels of a device, which take logits in rows, `[1,B·T,V]`, and sums in base 2."""
+
+    #: The function of `_native` that writes them.
+    emitted: Callable[..., str]
+
+    @classmethod
+    def _kernels(cls, plan: Plan, logits: Array) -> list[dict[str, Any]]:
+        target = plan.target
+        if target is None:
+            raise AssayError(f"`target`: got none, expected the chip that {plan.implementation} kernels are for")
+        return _written(cls.emitted, plan.spec.to_json(), logits.shape, _DTYPES[jnp.dtype(logits.dtype).name], target)
+
+    @classmethod
+    def _operands(cls, plan: Plan, logits: Array, ids: Array) -> list[Array]:
+        _, _, columns = logits.shape
+        inverse = jnp.full(1, plan.of["inverse_temperature"], jnp.float32)
+        rows = cls._stored(logits.reshape(1, -1, columns))
+        return [inverse, jnp.full(1, columns, jnp.int32), rows, ids.reshape(1, -1, 1)]
+
+    @staticmethod
+    def _stored(rows: Array) -> Array:
+        return rows
+
+    @staticmethod
+    def _called(kernel: dict[str, Any], result: Any, operands: Sequence[Array]) -> Array:
+        raise NotImplementedError
+
+    @classmethod
+    def statistics(cls, plan: Plan, logits: Array, ids: Array, mask: Array) -> Array:
+        kernel, _ = cls._kernels(plan, logits)
+        operands = cls._operands(plan, logits, ids)
+        result = _like((1, ids.size, COLUMNS), jnp.float32, *operands)
+        statistics = cls._called(kernel, result, operands).reshape(*ids.shape, COLUMNS)
+        in_nats = [statistics[..., i] * (-math.log(2) if "weighted" in name else 1.0) for i, name in enumerate(STATISTICS)]
+        return _stacked(in_nats[: None if plan.of["two_softmaxes"] else 4])
+
+    @classmethod
+    def gradient(cls, plan: Plan, logits: Array, ids: Array, scales: Array) -> Array:
+        _, kernel = cls._kernels(plan, logits)
+        operands = [*cls._operands(plan, logits, ids), scales.reshape(1, -1, COLUMNS)]
+        result = _like(operands[2].shape, operands[2].dtype, *operands)
+        dlogits = cls._called(kernel, result, operands)
+        return lax.bitcast_convert_type(dlogits, logits.dtype).reshape(logits.shape)
+
+
+_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@functools.lru_cache(maxsize=64)
+def _written(emitted: Callable[..., str], spec: str, shape: Sequence[int], dtype: str, target: str) -> list[dict[str, Any]]:
+    kernels: list[dict[str, Any]] = json.loads(emitted(_native.Spec._of_json(spec), tuple(shape), dtype, target))
+    return kernels
+
+
+class Mosaic(_Emitted):
+    """The tile kernels, on a TPU."""
+
+    emitted = staticmethod(_native.mosaic_kernels)
+
+    @staticmethod
+    def _stored(rows: Array) -> Array:
+        # Mosaic has no f16: its bits go in.
+        return lax.bitcast_convert_type(rows, jnp.int16) if rows.dtype == jnp.float16 else rows
+
+    @staticmethod
+    def _called(kernel: dict[str, Any], result: Any, operands: Sequence[Array]) -> Array:
+        call = jax.ffi.ffi_call(
+            "tpu_custom_call",
+            result,
+            custom_call_api_version=1,
+            legacy_backend_config=kernel["text"],
+            input_output_aliases=dict(kernel["aliases"]),
+        )
+        return call(*operands)
+
+
+class Ptx(_Emitted):
+    """The kernels for GPUs, through XLA's own call of PTX."""
+
+    emitted = staticmethod(_native.ptx_kernels)
+
+    @staticmethod
+    def _called(kernel: dict[str, Any], result: Any, operands: Sequence[Array]) -> Array:
+        call = jax.ffi.ffi_call("__gpu$xla.gpu.ptx", result, input_output_aliases=dict(kernel["aliases"]))
+        launch = {
+            f"{of}_{axis}": np.int32(extent)
+            for of, extents in zip(("grid", "block"), kernel["launch"], strict=True)
+            for axis, extent in zip("xyz", extents, strict=True)
+        }
+        # The entry is given the inputs, then the output.
+        places = np.array([len(operands)], np.int64)
+        text = {"name": kernel["name"], "kernel_type": "ptx", "kernel_data": kernel["text"]}
+        shared = np.int32(kernel["shared_bytes"])
+        return call(*operands, **launch, **text, output_indices=places, shared_mem_bytes=shared)
+
+
+KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla": Xla}
+
+
+# ---- what one device computes
+
+
+def _stacked(columns: Sequence[Array]) -> Array:
+    """`[B,T,8]`, 0 in the columns that are not given."""
+    nothing = [jnp.zeros_like(columns[0])] * (COLUMNS - len(columns))
+    return jnp.stack([*columns, *nothing], -1)
+
+
+def _joined(plan: Plan, statistics: Array, vocab_axes: Axes) -> dict[str, Array]:
+    """Statistics of whole rows, from those of every device's part."""
+    of = {name: statistics[..., i] for i, name in enumerate(STATISTICS)}
+    if not vocab_axes:
+        return of
+    max = lax.pmax(of["max"], vocab_axes)
+    rise = jnp.minimum(max - of["max"], FARTHEST)
+    joined = {"max": max, "target_logit": lax.psum(of["target_logit"], vocab_axes)}
+    softmaxes = [("", plan.of["inverse_temperature"])]
+    if plan.of["two_softmaxes"]:
+        softmaxes.append(("logp_", 1.0))
+    for prefix, inverse in softmaxes:
+        others, weighted, shift = of[f"{prefix}others"], of[f"{prefix}weighted"], rise * inverse
+        shrink = jnp.exp(-shift)
+        joined[f"{prefix}others"] = lax.psum(others * shrink, vocab_axes)
+        joined[f"{prefix}weighted"] = lax.psum((weighted + shift * others) * shrink, vocab_axes)
+    return joined
+
+
+def _share(
+    plan: Plan,
+    backward: bool,
+    token_axes: Axes,
+    vocab_axes: Axes,
+    logits: Array,
+    ids: Array,
+    mask: Array,
+    advantages: Array,
+    weights: Array,
+    *inputs: Array,
+) -> tuple[Array, ...]:
+    """What a device has of `[B,T,8]` results and, `backward`, of dlogits."""
+    kernels, of = KERNELS[plan.implementation], plan.of
+    whole = not vocab_axes and not (of["couples_rows"] and token_axes)
+    if backward and whole and hasattr(kernels, "loss"):
+        return tuple(kernels.loss(plan, logits, ids, mask, advantages, weights, *inputs))
+
+    columns = logits.shape[-1]
+    first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
+    local = ids - first
+    local = jnp.where((local >= 0) & (local < columns), local, -1)
+    statistics = _joined(plan, kernels.statistics(plan, logits, local, mask), vocab_axes)
+    softmax = compute(of["softmax"], statistics)
+
+    def row_sum(values: Array) -> Array:
+        sums = jnp.where(mask, values, 0.0).sum(1, keepdims=True)
+        return lax.psum(sums, token_axes) if token_axes else sums
+
+    # An id that no device has is no number, where it counts.
+    found = local >= 0
+    if vocab_axes:
+        found = lax.psum(found.astype(jnp.int32), vocab_axes) > 0
+    logp = jnp.where(found, softmax["logp"], jnp.nan)
+    given = dict(zip(plan.inputs, inputs), logp=logp, advantages=advantages)
+    given.update(weight=weights[:, :1], kl_share=weights[:, 1:2], row_count=row_sum(jnp.ones_like(advantages)))
+    token = compute(of["loss"], given, row_sum)
+    every = dict(token, logp=logp, entropy=softmax["entropy"])
+    results = _stacked([jnp.where(mask, jnp.broadcast_to(every[name], mask.shape), 0.0) for name in RESULTS])
+    if not backward:
+        return (results,)
+
+    inverse = of["inverse_temperature"]
+    share = -token["grad_logp"] * inverse / softmax["sum"]
+    bonus = weights[:, 2:3] * inverse / softmax["entropy_sum"]
+    counts = mask.astype(jnp.float32)
+    scales = [statistics["max"], share, softmax["others"], counts, bonus, softmax["mean_gap"]]
+    return results, kernels.gradient(plan, logits, local, _stacked([jnp.where(mask, scale, 0.0) for scale in scales]))
+
+
+# ---- where devices are found
+
+
+def _axes(entry: Any) -> Axes:
+    """The axes of the mesh along which one axis of an array is cut."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(plan: Plan, backward: bool) -> Any:
+    """`_share` of whole arrays, which under `jit` is computed on each device from what that holds, however logits are cut."""
+
+    def whole(*arrays: Array) -> tuple[Array, ...]:
+        return _share(plan, backward, (), (), *arrays)
+
+    def shardings(mesh: Any, logits: Any) -> tuple[tuple[Axes, Axes], list[Any], Any]:
+        batch, tokens, vocab = (*logits.spec, None, None, None)[:3]
+        of = functools.partial(NamedSharding, mesh)
+        per_token, per_row = of(PartitionSpec(batch, tokens)), of(PartitionSpec(batch, None))
+        of_logits = of(PartitionSpec(batch, tokens, vocab))
+        arguments = [of_logits, *[per_token] * 3, per_row, *[per_token] * len(plan.inputs)]
+        columns = of(PartitionSpec(batch, tokens, None))
+        return (_axes(tokens), _axes(vocab)), arguments, (columns, of_logits) if backward else (columns,)
+
+    def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
+        (token_axes, vocab_axes), of_arguments, of_results = shardings(mesh, arguments[0].sharding)
+        # What lies alike on all of its devices is not cut.
+        cut = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in (token_axes, vocab_axes)]
+        return mesh, functools.partial(_share, plan, backward, *cut), of_results, tuple(of_arguments)
+
+    def infer(mesh: Any, arguments: Any, _: Any) -> Any:
+        return shardings(mesh, arguments[0].sharding)[2]
+
+    operands = ["b t v", *["b t"] * 3, "b w", *["b t"] * len(plan.inputs)]
+    rule = f"{', '.join(operands)} -> {', '.join(['b t c', *['b t v'] * backward])}"
+    op = custom_partitioning(whole)
+    op.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    return op
+
+
+def _folded(call: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """`call`, whose axis of `vmap` becomes a part of the batch: rows of logits are independent, and weighed already."""
+
+    @jax.custom_batching.custom_vmap
+    def mapped(*arrays: Array) -> tuple[Array, ...]:
+        return call(*arrays)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        every = [
+            array if of_axis else jnp.broadcast_to(array, (size, *array.shape))
+            for array, of_axis in zip(arrays, batched, strict=True)
+        ]
+        results = mapped(*(array.reshape(-1, *array.shape[2:]) for array in every))
+        apart = tuple(result.reshape(size, -1, *result.shape[1:]) for result in results)
+        return apart, (True,) * len(apart)
+
+    return mapped  # type: ignore[no-any-return]
+
+
+def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -> Callable[..., tuple[Array, ...]]:
+    """The same where types say how arrays are cut (a mesh whose axes are `Explicit`): a `shard_map` within."""
+    batch, tokens, vocab = (*of_logits, None, None, None)[:3]
+    per_token = PartitionSpec(batch, tokens)
+    operands = (of_logits, *[per_token] * 3, PartitionSpec(batch, None), *[per_token] * len(plan.inputs))
+    results = (PartitionSpec(batch, tokens, None), *[of_logits] * backward)
+    share = functools.partial(_share, plan, backward, _axes(tokens), _axes(vocab))
+    of_each = jax.shard_map(share, mesh=mesh, in_specs=operands, out_specs=results)
+
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        cut = (jax.sharding.reshard(array, spec) for array, spec in zip(arrays, operands, strict=True))
+        return of_each(*cut)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _call(plan: Plan, backward: bool, manual: tuple[Axes, Axes] | None, logits: Array) -> Callable[..., tuple[Array, ...]]:
+    if manual is not None:
+        return functools.partial(_share, plan, backward, *manual)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes:
+        return _partitioned(plan, backward)  # type: ignore[no-any-return]
+    if not mesh.are_all_axes_explicit:
+        raise AssayError(
+            f"mesh: got axes {', '.join(mesh.explicit_axes)} that are Explicit and {', '.join(mesh.auto_axes)} that are Auto, "
+            "expected all of one type, or a shard_map"
+        )
+    return _explicit(plan, backward, mesh, jax.typeof(logits).sharding.spec)
+
+
+def evaluate(plan: Plan, backward: bool, manual: tuple[Axes, Axes] | None, *arrays: Array) -> tuple[Array, ...]:
+    """Results `[B,T,8]` and, `backward`, dlogits; `manual` are the axes of the `shard_map` around, over which tokens and
+    columns are cut."""
+    call = _call(plan, backward, manual, arrays[0])
+
+    @jax.custom_jvp
+    def once(*arrays: Array) -> tuple[Array, ...]:
+        return _folded(call)(*arrays)
+
+    @once.defjvp
+    def twice(*_: Any) -> Any:
+        raise AssayError("grpo_loss: got a second derivative, expected one: dlogits have none")
+
+    return once(*arrays)  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+//! The CPU kernel as custom calls of XLA's: what `assay.jax` registers.
+//!
+//! Each handler does what a method of [`share`] does, on the arrays that this names, in its order. Calls of several devices
+//! at once share one pool of threads.
+#![allow(unsafe_code)]
+
+mod frame;
+
+use ndarray::{Array2, Ix2, Ix3};
+use pyo3::prelude::*;
+
+use assay::native::share::{self, Place, Tokens, Weighed};
+use assay::native::{Element, Native};
+use assay::spec::LossSpec;
+use assay_algebra::structure::Structure;
+use frame::{Buffer, Call, Error, Frame, Output};
+
+/// `logits, ids, mask` to `statistics`.
+extern "C" fn statistics(frame: *mut Frame) -> *mut Error {
+    // SAFETY: XLA calls it.
+    unsafe { frame::answer(frame, of_statistics) }
+}
+
+/// `logits, ids, scales` to `dlogits`, which may be over the logits.
+extern "C" fn gradient(frame: *mut Frame) -> *mut Error {
+    // SAFETY: XLA calls it.
+    unsafe { frame::answer(frame, of_gradient) }
+}
+
+/// `logits, ids, mask, advantages, weights` and what else the spec reads to `dlogits`, which may be over the logits, and
+/// `results`.
+extern "C" fn loss(frame: *mut Frame) -> *mut Error {
+    // SAFETY: XLA calls it.
+    unsafe { frame::answer(frame, of_loss) }
+}
+
+/// The addresses of the handlers, by name.
+#[pyfunction]
+pub(crate) fn xla_handlers() -> [(&'static str, usize); 3] {
+    [
+        ("statistics", statistics as *const () as usize),
+        ("gradient", gradient as *const () as usize),
+        ("loss", loss as *const () as usize),
+    ]
+}
+
+fn spec(call: &Call) -> Result<LossSpec, String> {
+    serde_json::from_str(call.text("spec")?).map_err(|reason| format!("attribute `spec`: {reason}"))
+}
+
+fn expect_shape(name: &str, given: &[usize], expected: &[usize]) -> Result<(), String> {
+    if given == expected { Ok(()) } else { Err(format!("`{name}`: got shape {given:?}, expected {expected:?}")) }
+}
+
+/// `name`, of `[B,T]` truth values.
+fn truths(buffer: &Buffer, name: &str, per_token: [usize; 2]) -> Result<Array2<bool>, String> {
+    let bytes = buffer.view::<u8, Ix2>(name)?;
+    expect_shape(name, bytes.shape(), &per_token)?;
+    Ok(bytes.mapv(|byte| byte != 0))
+}
+
+/// Does `work` with the element type of `logits`.
+macro_rules! by_dtype {
+    ($logits:expr, $work:ident($($argument:expr),*)) => {
+        if $logits.has::<f32>() {
+            $work::<f32>($($argument),*)
+        } else if $logits.has::<half::bf16>() {
+            $work::<half::bf16>($($argument),*)
+        } else if $logits.has::<half::f16>() {
+            $work::<half::f16>($($argument),*)
+        } else {
+            Err("`logits`: got another element type, expected f32, bf16 or f16".to_string())
+        }
+    };
+}
+
+fn of_statistics(call: &Call) -> Result<(), String> {
+    fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
+        let ([logits, ids, mask], _) = call.arguments()?;
+        let [to] = call.outputs()?;
+        let logits = logits.view::<E, Ix3>("logits")?;
+        let [b, t, _] = *logits.shape() else { unreachable!("three axes") };
+        let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
+        expect_shape("ids", ids.shape(), &[b, t])?;
+        let statistics = to.view::<f32, Ix3>("statistics")?;
+        expect_shape("statistics", statistics.shape(), &[b, t, share::COLUMNS])?;
+        let tokens = Tokens { ids, mask: mask.view() };
+        let done = Native::default().share_statistics(&spec(call)?, logits, tokens, statistics);
+        done.map_err(|error| error.to_string())
+    }
+    let ([logits], _) = call.arguments()?;
+    by_dtype!(logits, typed(call))
+}
+
+/// Where logits and dlogits are.
+fn place<'f, E: Element + frame::Element>(logits: &'f Buffer, dlogits: Output<'f>) -> Result<Place<'f, E>, String> {
+    let beside = logits.address() != dlogits.address();
+    let dlogits = dlogits.view::<E, Ix3>("dlogits")?;
+    let logits = if beside { Some(logits.view::<E, Ix3>("logits")?) } else { None };
+    if let Some(logits) = &logits {
+        expect_shape("dlogits", dlogits.shape(), logits.shape())?;
+    }
+    Ok(Place { logits, dlogits })
+}
+
+fn of_gradient(call: &Call) -> Result<(), String> {
+    fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
+        let ([logits, ids, scales], _) = call.arguments()?;
+        let [dlogits] = call.outputs()?;
+        let place = place::<E>(logits, dlogits)?;
+        let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
+        let (ids, scales) = (ids.view::<i32, Ix2>("ids")?, scales.view::<f32, Ix3>("scales")?);
+        expect_shape("ids", ids.shape(), &[b, t])?;
+        expect_shape("scales", scales.shape(), &[b, t, share::COLUMNS])?;
+        Native::default().share_gradient(&spec(call)?, place, ids, scales).map_err(|error| error.to_string())
+    }
+    let ([logits], _) = call.arguments()?;
+    by_dtype!(logits, typed(call))
+}
+
+fn of_loss(call: &Call) -> Result<(), String> {
+    fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
+        let ([logits, ids, mask, advantages, weights], rest) = call.arguments()?;
+        let [dlogits, results] = call.outputs()?;
+        let spec = spec(call)?;
+        let place = place::<E>(logits, dlogits)?;
+        let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
+        let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
+        let (advantages, weights) = (advantages.view::<f32, Ix2>("advantages")?, weights.view::<f32, Ix2>("weights")?);
+        let expected = Structure::of(&spec).inputs();
+        if rest.len() != expected.len() {
+            return Err(format!("arguments: got {} beside the five, expected {}", rest.len(), expected.len()));
+        }
+        let inputs: Result<Vec<_>, String> =
+            expected.into_iter().zip(rest).map(|(input, buffer)| Ok((input, buffer.view(input.name())?))).collect();
+        let inputs = inputs?;
+        let results = results.view::<f32, Ix3>("results")?;
+        let per_token = [("ids", ids.shape()), ("advantages", advantages.shape())].into_iter();
+        for (name, given) in per_token.chain(inputs.iter().map(|(input, values)| (input.name(), values.shape()))) {
+            expect_shape(name, given, &[b, t])?;
+        }
+        expect_shape("weights", weights.shape(), &[b, 3])?;
+        expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
+        let weighed = Weighed { tokens: Tokens { ids, mask: mask.view() }, advantages, weights, inputs };
+        Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
+    }
+    let ([logits], _) = call.arguments()?;
+    by_dtype!(logits, typed(call))
+}
