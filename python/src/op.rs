@@ -154,7 +154,7 @@ pub(crate) fn op_gradient(
     let given = Given::of(&spec, arrays, normalizer)?;
     let sent = Sent::of(py, loss, logp, entropy)?;
     let mut logits = Taken::of("logits", logits)?;
-    let mut dlogits = dlogits.map(|dlogits| Taken::of("dlogits", dlogits)).transpose()?.map(Taken::on_large_pages);
+    let mut dlogits = dlogits.map(|dlogits| Taken::of("dlogits", dlogits)).transpose()?;
     done(py, || {
         let op = given.op()?;
         let evaluation = match &mut dlogits {

@@ -103,29 +103,6 @@ impl Taken {
         Ok(Self { field, _capsule: capsule.unbind(), data: data.cast_mut(), shape, strides, element })
     }
 
-    /// Asks for large pages where it lies, before it is first written to: of a fresh array of the logits' size the kernel would
-    /// else take longer to hand out pages than a loss takes to fill them. Where there are none, nothing is different.
-    pub(crate) fn on_large_pages(self) -> Self {
-        #[cfg(target_os = "linux")]
-        {
-            const PAGE: usize = 4096;
-            const HUGEPAGE: std::ffi::c_int = 14;
-            // SAFETY: the C library has it, of these types.
-            unsafe extern "C" {
-                fn madvise(address: *mut std::ffi::c_void, length: usize, advice: std::ffi::c_int) -> std::ffi::c_int;
-            }
-            let offset = self.data.addr().next_multiple_of(PAGE) - self.data.addr();
-            let length = self.shape.iter().product::<usize>() * self.element.size();
-            if let Some(whole) =
-                length.checked_sub(offset).map(|length| length / PAGE * PAGE).filter(|whole| *whole > 0)
-            {
-                // SAFETY: these pages lie within the tensor, and the advice changes nothing that they hold.
-                unsafe { madvise(self.data.wrapping_add(offset).cast(), whole, HUGEPAGE) };
-            }
-        }
-        self
-    }
-
     pub(crate) fn lent(&self) -> Lent<'_> {
         match self.element {
             Element::Bool => Lent::Bool(self.elements()),
