@@ -112,7 +112,8 @@ impl Programs for HeadProgram {
         let cores = [Core::Baseline, Core::Tile, Core::Gpu].into_iter();
         let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding, false)));
         let scattered = [Core::Baseline, Core::Tile].into_iter();
-        let scattered = scattered.flat_map(|core| [Sharding::Rows, Sharding::Vocab].map(|sharding| (core, sharding, true)));
+        let scattered =
+            scattered.flat_map(|core| [Sharding::Rows, Sharding::Vocab].map(|sharding| (core, sharding, true)));
         shardings
             .chain([(Core::Seed, Sharding::Whole, false)])
             .chain(scattered)
