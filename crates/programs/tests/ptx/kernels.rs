@@ -355,20 +355,28 @@ impl<'p> Around<'p> {
         let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
             unreachable!("only PPO-clip is drawn")
         };
+        let log_ratio = |token: usize| match self.spec.old_logp {
+            OldLogp::Given => logp(token) - self.token(self.problem.old_logp.as_ref(), token),
+            _ => 0.0,
+        };
+        // Of a token, or the mean of what stands at those that share its ratio.
+        let shared_by = |of: &dyn Fn(usize) -> f64, token: usize| {
+            if self.spec.ratio.level == RatioLevel::Token {
+                return of(token);
+            }
+            let first = token / self.shape.tokens * self.shape.tokens;
+            let row = (first..first + self.shape.tokens).filter(|&token| self.mask[token]);
+            row.clone().map(of).sum::<f64>() / row.count() as f64
+        };
         let loss_and_grad = |token: usize| {
-            let old = if self.spec.old_logp == OldLogp::Given {
-                self.token(self.problem.old_logp.as_ref(), token)
-            } else {
-                logp(token)
-            };
-            let (ratio, a) = ((logp(token) - old).exp(), self.advantage(token));
+            let (ratio, a) = (shared_by(&log_ratio, token).exp(), self.advantage(token));
             let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
             if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
         };
         let scales = columns("gpu-two-pass", self.spec, "scales");
         let scales = per_token(&scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
+            let factor = shared_by(&|token| self.weight(token) * loss_and_grad(token).1, token) * inverse;
             let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
             match name {
                 "max" => max(token),

@@ -16,6 +16,11 @@ fn head(id: &str) -> HeadProgram {
     HeadProgram::all().into_iter().find(|head| head.id() == id).unwrap()
 }
 
+/// One of all tokens of a sequence.
+fn sequence() -> Ratio {
+    Ratio { level: RatioLevel::Sequence, ..Ratio::default() }
+}
+
 /// Hidden states of tokens that count, 0 of the others.
 fn unmasked(problem: &HeadProblem) -> Array3<f64> {
     let mut hidden = problem.logits.hidden.to_f64();
@@ -61,17 +66,21 @@ fn with_gradients(problem: &HeadProblem, candidate: Candidate) -> HeadCandidate 
 }
 
 /// Chunks of eight tokens of eighteen, the last not full: by one pass where a row stays whole on a chip that has clusters, by two
-/// elsewhere.
+/// elsewhere, and where the tokens of a sequence share a ratio.
 #[test]
 fn gradients_of_an_lm_head_by_chunks_match_reference() {
     let plain = LossSpec::default();
     let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
-    for (place, (id, devices, target, kernels)) in [
-        ("gpu-lm-head", 1, Target::Sm90, 1),
-        ("gpu-lm-head", 1, Target::Sm100, 1),
-        ("gpu-lm-head", 1, Target::Sm80, 2),
-        ("gpu-lm-head-vocab", 2, Target::Sm90, 2),
-        ("gpu-lm-head-vocab", 4, Target::Sm100, 2),
+    let by_token = [&plain, &bonus];
+    let [of_sequence, of_sequence_with_bonus] = by_token.map(|spec| LossSpec { ratio: sequence(), ..spec.clone() });
+    let by_sequence = [&of_sequence, &of_sequence_with_bonus];
+    for (place, (id, devices, target, specs, kernels)) in [
+        ("gpu-lm-head", 1, Target::Sm90, by_token, 1),
+        ("gpu-lm-head", 1, Target::Sm100, by_token, 1),
+        ("gpu-lm-head", 1, Target::Sm80, by_token, 2),
+        ("gpu-lm-head", 1, Target::Sm90, by_sequence, 2),
+        ("gpu-lm-head-vocab", 2, Target::Sm90, by_token, 2),
+        ("gpu-lm-head-vocab", 4, Target::Sm100, by_sequence, 2),
     ]
     .into_iter()
     .enumerate()
@@ -89,7 +98,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
                 masked_garbage: true,
             };
             let recipe = HeadRecipe { hidden: 16, layout, rounds_logits, recipe };
-            let spec = if (place + turn) % 2 == 0 { &plain } else { &bonus };
+            let spec = specs[(place + turn) % 2];
             let problem = recipe.problem(spec).unwrap();
             let given = Given { shape: problem.shape(), dtype, form: HeadForm { layout, rounds_logits } };
             let program = head(id).chunk_bytes(1);
@@ -114,7 +123,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
 /// The text calls the kernels that are said to be its own, in place, on a chunk's logits and never on all.
 #[test]
 fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
-    let sequence = LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..LossSpec::default() };
+    let sequence = LossSpec { ratio: sequence(), ..LossSpec::default() };
     let shape = "1x8192x4096x151936".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
     let given = Given { shape, dtype: Dtype::Bf16, form };
