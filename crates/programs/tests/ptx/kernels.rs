@@ -297,6 +297,16 @@ impl<'p> Around<'p> {
         self.two_pass_by(&kernels(self.target, "gpu-two-pass", self.spec, self.shape, dtype), 1)
     }
 
+    /// That of a token, or the mean of those that share its ratio.
+    fn of_ratio(&self, of: &dyn Fn(usize) -> f64, token: usize) -> f64 {
+        if self.spec.ratio.level == RatioLevel::Token {
+            return of(token);
+        }
+        let first = token / self.shape.tokens * self.shape.tokens;
+        let row = (first..first + self.shape.tokens).filter(|&token| self.mask[token]);
+        row.clone().map(of).sum::<f64>() / row.count() as f64
+    }
+
     /// The same by the two kernels of one of `devices` that have as many columns each, the last of them fewer.
     pub(crate) fn two_pass_by(&self, kernels: &[Kernel], devices: usize) -> Result<Candidate, String> {
         let [statistics, dlogits] = kernels else { panic!("two kernels") };
@@ -359,24 +369,15 @@ impl<'p> Around<'p> {
             OldLogp::Given => logp(token) - self.token(self.problem.old_logp.as_ref(), token),
             _ => 0.0,
         };
-        // Of a token, or the mean of what stands at those that share its ratio.
-        let shared_by = |of: &dyn Fn(usize) -> f64, token: usize| {
-            if self.spec.ratio.level == RatioLevel::Token {
-                return of(token);
-            }
-            let first = token / self.shape.tokens * self.shape.tokens;
-            let row = (first..first + self.shape.tokens).filter(|&token| self.mask[token]);
-            row.clone().map(of).sum::<f64>() / row.count() as f64
-        };
         let loss_and_grad = |token: usize| {
-            let (ratio, a) = (shared_by(&log_ratio, token).exp(), self.advantage(token));
+            let (ratio, a) = (self.of_ratio(&log_ratio, token).exp(), self.advantage(token));
             let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
             if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
         };
         let scales = columns("gpu-two-pass", self.spec, "scales");
         let scales = per_token(&scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = shared_by(&|token| self.weight(token) * loss_and_grad(token).1, token) * inverse;
+            let factor = self.of_ratio(&|token| self.weight(token) * loss_and_grad(token).1, token) * inverse;
             let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
             match name {
                 "max" => max(token),
