@@ -12,7 +12,7 @@ trap 'xargs -r kill <"$ASSAY_TEST_RUNS/pids"; exit 130' INT TERM
 
 log=target/assay/tests.log
 # The log ends when the last of them has.
-"${CARGO:-cargo}" --config "target.'cfg(all())'.runner = '$PWD/setup/beside.sh'" test "$@" 2>&1 | tee "$log"
+"${CARGO:-cargo}" --config "target.'cfg(all())'.runner = ['$PWD/setup/beside.sh']" test "$@" 2>&1 | tee "$log"
 
 echo
 echo "The slowest tests, in seconds:"
