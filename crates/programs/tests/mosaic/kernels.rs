@@ -13,7 +13,8 @@ use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array, Core, Options, Units};
 use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, Shaped, TpuKernel};
-use assay_suites::cases;
+use assay_suites::supported::recipe;
+use assay_suites::{cases, covering};
 use ndarray::{Array1, Array2, Array3, arr0};
 use proptest::prelude::*;
 
@@ -465,6 +466,23 @@ fn all_outputs_one_pass_text_every_variant_match_reference() {
         }
     }
     assert!(judged > 45 && forms.len() == 11, "{judged} variants of {} objectives", forms.len());
+}
+
+/// Specs among which every two choices that shape the kernel meet.
+#[test]
+fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "tile-one-pass").unwrap();
+    for (i, spec) in covering::pairs(&|spec, shape| one_pass.supports(spec, shape, Dtype::F32, 1).is_ok())
+        .into_iter()
+        .map(token_by_token)
+        .enumerate()
+    {
+        // The last so far off that exponentials of a difference overflow.
+        for (step, old_logp_noise_scale) in [0.5, 0.5, 60.0].into_iter().enumerate() {
+            check("tile-one-pass", &spec, &Recipe { old_logp_noise_scale, ..recipe(i, step) }, ANY_TPU).unwrap();
+        }
+    }
 }
 
 #[test]
