@@ -120,8 +120,10 @@ impl Links {
                 alone_ms.insert(&*collective.name, ms);
             } else {
                 let mut over = vec![0.0; boxes.len()];
-                times.iter().for_each(|&(ms, _, i)| over[i] = ms);
-                beside_ms.iter_mut().zip(&over).for_each(|(all, ms)| *all += ms);
+                for &(ms, _, i) in &times {
+                    over[i] = ms;
+                    beside_ms[i] += ms;
+                }
                 Window::of(collective, over).join(&mut windows);
             }
             if ms > most {
@@ -163,7 +165,9 @@ impl<'t> Window<'t> {
         for other in joined {
             self.within.extend(other.within);
             self.each.extend(other.each);
-            self.over.iter_mut().zip(other.over).for_each(|(all, ms)| *all += ms);
+            for (all, ms) in self.over.iter_mut().zip(other.over) {
+                *all += ms;
+            }
         }
         windows.push(self);
     }

@@ -7,12 +7,11 @@ use super::trips::trips;
 use super::{Collective, Kind, Traffic};
 use crate::error::TpuError;
 
-/// Bytes that `instruction` takes of its operand `place`, where it gathers from it and does nothing else with it.
+/// Bytes that `instruction` takes of its operand `place`, where it gathers from it or slices it and does nothing else with it.
 fn parts_taken(instruction: &Instruction, place: usize, computations: &HashMap<&str, Computation>) -> Option<u64> {
-    // A fusion that slices an operand may read the rest of it too; an async copy of a slice does not.
     let opcodes: &[&str] = match instruction.opcode {
         "async-start" => &["gather", "slice", "dynamic-slice"],
-        _ => &["gather"],
+        _ => &["gather", "slice"],
     };
     let name = instruction.called().next()?;
     Parts { opcodes, computations, found: HashMap::new() }.of(name, place)
@@ -545,6 +544,36 @@ ENTRY %main (a: f32[100], b: f32[100]) -> f32[3] {{
         assert_eq!(bytes(taken_out), (100 + 100 + 3) * 4);
         // What calls itself ends.
         assert_eq!(bytes("%round = f32[3] call(%q, %p, %i), to_apply=%pick"), (100 + 100 + 3) * 4);
+    }
+
+    /// As the columns are of which a part of a head's gradient is made.
+    #[test]
+    fn a_product_reads_of_an_operand_the_slice_that_it_takes() {
+        let text = |also: &str| {
+            format!(
+                "%cut (p: f32[100]) -> f32[10] {{
+  %p = f32[100] parameter(0){also}
+  ROOT %s = f32[10] slice(%p), slice={{[20:30]}}
+}}
+
+%product (q: f32[100], r: f32[7]) -> f32[7] {{
+  %q = f32[100] parameter(0)
+  %r = f32[7] parameter(1)
+  %part = f32[10] fusion(%q), kind=kLoop, calls=%cut
+  ROOT %m = f32[7] convolution(%part, %r), dim_labels=fb_io->bf
+}}
+
+ENTRY %main (a: f32[100], b: f32[7]) -> f32[7] {{
+  %a = f32[100] parameter(0)
+  %b = f32[7] parameter(1)
+  ROOT %multiplied = f32[7] fusion(%a, %b), kind=kOutput, calls=%product
+}}
+"
+            )
+        };
+        let bytes = |also: &str| Traffic::parse("x", &text(also)).unwrap().hbm_bytes;
+        assert_eq!(bytes(""), (10 + 7 + 7) * 4);
+        assert_eq!(bytes("\n  %n = f32[100] negate(%p)"), (100 + 7 + 7) * 4);
     }
 
     #[test]
