@@ -277,6 +277,25 @@ impl Arithmetic for PerRow<'_> {
         let (nothing, exp) = (self.on.equal(a, zero), self.on.exp(a));
         self.on.select(nothing, one, exp)
     }
+    /// By a series where `a` is small: what a unit lacks of `e^a` there may be as large as `e^a − 1`. What is left out is below 2⁻²⁶ of it,
+    /// from −1/2 to 1/2.
+    fn exp_m1(&mut self, a: Value) -> Value {
+        let one = self.constant(1.0);
+        let mut series = one;
+        for factor in (2..=8).rev() {
+            let over = self.constant(1.0 / f64::from(factor));
+            let part = self.mul(a, over);
+            let term = self.mul(part, series);
+            series = self.add(one, term);
+        }
+        let series = self.mul(a, series);
+        let exp = self.exp(a);
+        let less_one = self.sub(exp, one);
+        let (low, high) = (self.constant(-0.5), self.constant(0.5));
+        let (above, below) = (self.less(low, a), self.less(a, high));
+        let small = self.and(above, below);
+        self.select(small, series, less_one)
+    }
     fn ln(&mut self, a: Value) -> Value {
         self.on.log(a)
     }

@@ -4,8 +4,9 @@
 use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, number, per_token};
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    Averaging, ImportanceSampling, Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip,
+    Ratio, RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides,
+    Terms,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -332,11 +333,13 @@ fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
     }
 }
 
-/// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
-/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units eight each.
-#[test]
-fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
-    let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
+/// By how many units in the last place `found` is off.
+fn units_off(found: f64, exact: f64) -> f64 {
+    (found / exact - 1.0).abs() * 2_f64.powi(24)
+}
+
+/// Targets whose logits are so far above the 255 others, which are 0, and the policy that made them.
+fn certain_targets(gaps: &[f32]) -> (Problem, Vec<f64>) {
     let logits =
         Array3::from_shape_fn((1, gaps.len(), 256), |(_, token, column)| if column == 3 { gaps[token] } else { 0.0 });
     let tokens = (1, gaps.len());
@@ -349,14 +352,46 @@ fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
         ref_logp: None,
         extra: Extra::default(),
     };
+    (problem, gaps.iter().map(|&gap| -(255.0 * f64::from(-gap).exp()).ln_1p()).collect())
+}
+
+/// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
+/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units eight each.
+#[test]
+fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
+    let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
+    let (problem, logp_of) = certain_targets(&gaps);
     let spec = LossSpec::default();
     for units in [Units::Host, Units::Above, Units::Below] {
         let around = Around { units, ..Around::new(&spec, &problem) };
         let logp = around.one_pass(ANY_TPU).unwrap().logp.unwrap();
         for (token, &gap) in gaps.iter().enumerate() {
-            let exact = -(255.0 * f64::from(-gap).exp()).ln_1p();
-            let off = (logp.at(0, token) / exact - 1.0).abs() * 2_f64.powi(24);
+            let exact = logp_of[token];
+            let off = units_off(logp.at(0, token), exact);
             assert!(off < 128.0, "{units:?}, {gap} above the others: {exact}, off by {off} units in the last place");
+        }
+    }
+}
+
+/// A policy that has hardly moved: the gradient of `e^d − d − 1` is `1 − e^d`, which an exponential that is off by a part of 1 loses where
+/// the difference `d` is small. The target is all but certain, so that `d` itself is exact, and nothing else has a gradient.
+#[test]
+fn k3_of_small_differences_is_right_by_units_that_are_off_either_way() {
+    let differences = [1e-4_f32, -1e-4, 3e-3, -3e-3, 0.1, -0.1, 0.4, -0.4, 0.7, -0.7, 3.0, -3.0];
+    let (problem, logp_of) = certain_targets(&[20.0; 12]);
+    let ref_logp = Array2::from_shape_fn((1, 12), |(_, token)| f64::from(differences[token]));
+    let advantages = Advantages::Sequence(Array1::zeros(1));
+    let problem = Problem { ref_logp: Some(ref_logp.clone()), advantages, ..problem };
+    let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), ..LossSpec::default() };
+    for units in [Units::Host, Units::Above, Units::Below] {
+        let around = Around { units, ..Around::new(&spec, &problem) };
+        let dlogits = around.one_pass(ANY_TPU).unwrap().gradient.to_f64();
+        for (token, logp) in logp_of.iter().enumerate() {
+            let by_logp = -(ref_logp[[0, token]] - logp).exp_m1();
+            let exact = around.weight(token) * by_logp * -logp.exp_m1();
+            let off = units_off(dlogits[[0, token, 3]], exact);
+            let d = differences[token];
+            assert!(off < 128.0, "{units:?}, a difference of {d}: {exact}, off by {off} units in the last place");
         }
     }
 }
