@@ -248,7 +248,7 @@ fn floats(memory: &Memory) -> Result<Vec<f32>, CudaError> {
 impl<'s> Ready<'s> {
     /// Puts a problem, which was checked, on the device, with room for what the kernels write.
     fn upload(&self, problem: &Problem) -> Result<Arrays<'s>, CudaError> {
-        let frame = Frame::of(self.loss, &problem.tokens());
+        let frame = Frame::of(self.loss, &problem.tokens(), self.given.shape.vocab);
         let context = &self.context;
         let logits = context.upload("the logits", &bytes_of(&problem.logits))?;
         let first = self.kernels[0].kernel();
@@ -259,7 +259,9 @@ impl<'s> Ready<'s> {
                 "ids" => ("ids", bytemuck::cast_slice(frame.ids()).to_vec()),
                 "numbers" => ("numbers", bytemuck::cast_slice(&frame.numbers()).to_vec()),
                 "tokens" => ("tokens", bytemuck::cast_slice(&frame.tokens()).to_vec()),
-                "inverse_temperature" => ("inverse_temperature", frame.inverse_temperature().to_ne_bytes().into()),
+                "inverse_temperature" => {
+                    ("inverse_temperature", bytemuck::cast_slice(&frame.softmax_numbers()).to_vec())
+                }
                 "columns" => {
                     let columns =
                         i32::try_from(self.given.shape.vocab).expect("checked: a vocabulary is counted in i32");

@@ -43,7 +43,7 @@
 mod chunks;
 mod head;
 
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::structure::Shaped;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -177,7 +177,13 @@ impl Programs for HeadProgram {
     }
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        Reach::Row.expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
+        let changes = match self.core {
+            Core::Baseline | Core::Tile => Ok(()),
+            Core::Seed | Core::Gpu => expect_plain_logits(spec),
+        };
+        changes
+            .and_then(|()| Reach::Row.expect(spec))
+            .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if let Some((field, given, supported)) = Alternative::LogSoftmax.lacks(spec)
             && self.core == Core::Seed
         {
