@@ -74,6 +74,11 @@ impl<'s> Frame<'s> {
         arrays::softmax_numbers(self.loss.structure).into_iter().map(|number| self.number(number)).collect()
     }
 
+    /// What differs by column.
+    pub(crate) fn columns(&self) -> Option<&Columns> {
+        self.columns.as_ref()
+    }
+
     fn known(&self, at: (usize, usize)) -> Known {
         Known::of(&self.weights, self.advantages[at], at)
     }

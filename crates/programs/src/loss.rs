@@ -158,8 +158,9 @@ impl Programs for LossProgram {
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let changes = match self.core {
-            Core::Baseline | Core::OnePass | Core::TwoPass => Ok(()),
-            _ => expect_plain_logits(spec),
+            Core::Alternative(_) => expect_plain_logits(spec),
+            // Softmaxes alone are asked by their reach.
+            _ => Ok(()),
         };
         changes
             .and_then(|()| self.reach().expect(spec))
@@ -264,8 +265,7 @@ impl LossProgram {
             Core::GpuOnePass => {
                 let target = ptx.expect("checked: a GPU's");
                 let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target);
-                let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
-                write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
+                write(&|on, given, logits| tiled::gpu_one_pass_core(on, &kernel, structure, given, logits))
             }
             Core::TwoPass | Core::GpuTwoPass => {
                 write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
@@ -377,7 +377,7 @@ impl LossProgram {
         let mesh = self.mesh(shape, devices)?;
         let local = local_shape(shape, mesh, ANY_DEVICE);
         let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
-        let statistics = || gpu::two_pass::statistics(target, structure.temperature, rows, element);
+        let statistics = || gpu::two_pass::statistics(target, structure, rows, element);
         Ok(match self.core {
             Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target)],
             Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element)],

@@ -22,7 +22,7 @@ use super::rows::{
     ACCUMULATORS, Chunk, Columns, PerRow, accumulate, exponent_scale, for_each_chunk, gap, join, load_logits, lowest,
     narrow, stored_as, widen,
 };
-use super::transform::Change;
+use super::transform::{Change, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
@@ -210,6 +210,8 @@ struct Writer {
     /// The exponentials, or what logits become.
     exps: Memory,
     change: Option<Change>,
+    /// Registers of columns that a trip of a loop takes, at most.
+    registers: usize,
 }
 
 /// The axis of the grid along which blocks of rows lie.
@@ -233,7 +235,8 @@ fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, mach
     let results = on.output(DeviceDtype::F32, &[1, n, PER_TOKEN], window(PER_TOKEN));
     let exps = on.scratch(DeviceDtype::F32, rows, padded);
     let change = Change::of(&mut on, structure, |on, which| number(on, structure, numbers, which), bias);
-    let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps, change };
+    let registers = registers(structure);
+    let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps, change, registers };
     writer.body(structure, n, ids, numbers);
     writer.on.finish()
 }
@@ -257,7 +260,8 @@ impl Writer {
     /// The columns of a row.
     fn columns(&mut self) -> Columns {
         let (real, lanes) = (self.on.integer(self.vocab), self.lanes());
-        Columns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real }
+        let registers = self.registers;
+        Columns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real, registers }
     }
 
     fn given(&mut self, column: Given) -> Value {

@@ -167,7 +167,7 @@ fn column(on: &mut Program, array: Value, place: usize) -> Value {
 }
 
 /// Calls a kernel of PTX.
-pub(crate) fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
+fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
     let of = |parameter: &assay_ptx::Parameter| Type::new(parameter.dtype, &parameter.shape);
     let inputs: Vec<Type> = kernel.inputs().map(of).collect();
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
@@ -207,6 +207,20 @@ pub(crate) fn tile_one_pass_core(
     })
 }
 
+/// The core that is one kernel of PTX.
+pub(crate) fn gpu_one_pass_core(
+    on: &mut Program,
+    kernel: &assay_ptx::Kernel,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+) -> Evaluated {
+    let bias = given.columns.map(|columns| column_bias(on, columns.bias));
+    one_pass_core(on, structure, given, logits, |on, operands| {
+        call_ptx(on, kernel, &operands.into_iter().chain(bias).collect::<Vec<_>>())
+    })
+}
+
 /// The biases of columns as a kernel takes them, `[1,v]`.
 fn column_bias(on: &mut Program, bias: Value) -> Value {
     let [_, _, v] = on.local;
@@ -214,7 +228,7 @@ fn column_bias(on: &mut Program, bias: Value) -> Value {
 }
 
 /// The core that is one kernel, which `call` calls with ids, numbers, logits in rows and tokens. See [`one_pass`].
-pub(crate) fn one_pass_core(
+fn one_pass_core(
     on: &mut Program,
     structure: Structure,
     given: &Given,
@@ -343,7 +357,7 @@ fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands:
     let scales: Vec<_> = scales.map(|scale| scale.map(|which| given.number(which))).collect();
     let element = calls.dtype.into();
     let results = if let Some(target) = calls.ptx {
-        let kernel = gpu::two_pass::statistics(target, structure.temperature, operands.local, element);
+        let kernel = gpu::two_pass::statistics(target, structure, operands.local, element);
         call_ptx(on, &kernel, &operands.values)[0]
     } else {
         let kernel = two_pass::statistics(structure, operands.local, element, calls.machine);

@@ -5,7 +5,15 @@ use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Memory, Type, Value};
 
-use crate::rows::{Chunk, widen};
+use crate::rows::{Chunk, REGISTERS, widen};
+
+/// Registers of columns that a trip of a loop takes where a `tanh` is taken of each: what it is on the way to that stays in registers.
+const REGISTERS_OF_A_TANH: usize = 8;
+
+/// Registers of columns that a trip of a loop takes, at most.
+pub(crate) fn registers(structure: Structure) -> usize {
+    if structure.transform.is_some_and(|transform| transform.caps) { REGISTERS_OF_A_TANH } else { REGISTERS }
+}
 
 /// What becomes of a kernel's logits.
 #[derive(Clone, Copy)]

@@ -19,7 +19,7 @@ use super::rows::{
     Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits, lowest, narrow,
     stored_as, widen,
 };
-use super::transform::Change;
+use super::transform::{Change, registers};
 use assay_algebra::structure::{Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
@@ -144,7 +144,7 @@ impl Cut {
     }
 
     /// The columns of this step's window.
-    fn of_window(self, on: &mut Builder, real: Memory) -> Columns {
+    fn of_window(self, on: &mut Builder, structure: Structure, real: Memory) -> Columns {
         let (zero, block, columns) = (on.integer(0), on.grid_index(2), on.integer(self.columns));
         let real = on.load_scalar(real, zero);
         let before = on.mul(block, columns);
@@ -152,7 +152,7 @@ impl Cut {
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
         let lanes = on.machine().lanes;
-        Columns { all: self.columns, whole: fewest / lanes * lanes, real }
+        Columns { all: self.columns, whole: fewest / lanes * lanes, real, registers: registers(structure) }
     }
 
     /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
@@ -282,15 +282,20 @@ pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtyp
         sums.iter().flatten().for_each(|&sum| keep(on, sum, zero));
     });
 
-    let columns = cut.of_window(on, given.real);
+    let columns = cut.of_window(on, structure, given.real);
     let targets = cut.targets(on, given.ids);
     let row = given.row(on, structure, targets);
+    // What logits become, from the maximum to the sums.
+    let kept = row.change.map(|_| on.scratch(DeviceDtype::F32, cut.rows, cut.columns));
     let native = row.change.is_none()
         && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic);
     let compared = if native { element } else { DeviceDtype::F32 };
     let lowest = on.constant(lowest(compared), Type { element: compared, ..lanes });
     let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
         let x = if native { load_logits(on, row.logits, chunk) } else { row.load(on, chunk).0 };
+        if let Some(kept) = kept {
+            on.store(kept, chunk.column, x);
+        }
         let mut maximum = carried.to_vec();
         accumulate(on, Fold::Max, &mut maximum, x);
         maximum
@@ -306,7 +311,10 @@ pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtyp
     let mut initial = vec![zero; 1 + 2 * scales.len()];
     initial[0] = whole(on, chosen);
     let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
-        let (x, _) = row.load(on, chunk);
+        let x = match kept {
+            Some(kept) => on.load(kept, chunk.column, chunk.columns),
+            None => row.load(on, chunk).0,
+        };
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
         let mut terms = vec![Pairwise::default(); 2 * scales.len()];
@@ -407,7 +415,7 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, 
     let target = on.neg(of_others);
     let targets = cut.targets(on, given.ids);
     let row = given.row(on, structure, targets);
-    let columns = cut.of_window(on, given.real);
+    let columns = cut.of_window(on, structure, given.real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
         let (x, outside) = row.load(on, chunk);
         // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.

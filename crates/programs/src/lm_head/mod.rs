@@ -178,8 +178,8 @@ impl Programs for HeadProgram {
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let changes = match self.core {
-            Core::Baseline | Core::Tile => Ok(()),
-            Core::Seed | Core::Gpu => expect_plain_logits(spec),
+            Core::Baseline | Core::Tile | Core::Gpu => Ok(()),
+            Core::Seed => expect_plain_logits(spec),
         };
         changes
             .and_then(|()| Reach::Row.expect(spec))
@@ -310,7 +310,7 @@ impl HeadProgram {
             return Ok(vec![kernel]);
         }
         let local = Local::of(chunk, shape.vocab, mesh);
-        let statistics = gpu::two_pass::statistics(target, loss.structure.temperature, local, logits.into());
+        let statistics = gpu::two_pass::statistics(target, loss.structure, local, logits.into());
         Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into())])
     }
 

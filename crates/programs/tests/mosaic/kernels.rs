@@ -476,11 +476,9 @@ fn all_outputs_text_of_changed_logits_match_reference() {
     for (i, (shape, regime)) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()).enumerate() {
         let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
         let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
-        for id in ["tile-one-pass", "tile-two-pass"] {
-            for units in [Units::Host, Units::Above, Units::Below] {
-                check_by(units, id, &specs[i % specs.len()], &recipe, ANY_TPU).unwrap();
-            }
-        }
+        let units = [Units::Host, Units::Above, Units::Below];
+        check_by(units[i / 3 % 3], "tile-one-pass", &specs[i % 3], &recipe, ANY_TPU).unwrap();
+        check_by(units[(i / 3 + 1) % 3], "tile-two-pass", &specs[(i + 1) % 3], &recipe, ANY_TPU).unwrap();
     }
 }
 
