@@ -25,6 +25,8 @@ use assay_core::spec::{LogitsTransform, LossSpec};
 pub struct Transform {
     /// Whether there is a `tanh`.
     pub caps: bool,
+    /// Whether a larger logit becomes a smaller one.
+    pub flips: bool,
     /// Whether columns differ: by a bias, or as some are outside the support.
     pub columns: bool,
 }
@@ -34,7 +36,7 @@ impl Transform {
     pub fn of(spec: &LossSpec) -> Option<Self> {
         let columns = spec.logits.bias || !spec.support.is_whole();
         let changes = columns || spec.logits != LogitsTransform::default();
-        changes.then_some(Self { caps: spec.logits.softcap.is_some(), columns })
+        changes.then_some(Self { caps: spec.logits.softcap.is_some(), flips: spec.logits.scale < 0.0, columns })
     }
 }
 

@@ -453,16 +453,13 @@ impl Writer {
         let element = if native { element } else { DeviceDtype::F32 };
         let lowest = on.constant(lowest(element), Type::tile(element, self.rows, lanes));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
-            let x = match change {
-                Some(change) => {
-                    let (t, _) = change.load(on, logits, chunk, None);
-                    on.store(exps, chunk.column, t);
-                    t
-                }
-                None => {
-                    let x = load_logits(on, logits, chunk);
-                    if native { x } else { widen(on, x) }
-                }
+            let x = if let Some(change) = change {
+                let (t, _) = change.load(on, logits, chunk, None);
+                on.store(exps, chunk.column, t);
+                t
+            } else {
+                let x = load_logits(on, logits, chunk);
+                if native { x } else { widen(on, x) }
             };
             let mut maxima = carried.to_vec();
             accumulate(on, Fold::Max, &mut maxima, x);
@@ -597,12 +594,11 @@ impl Writer {
 
 /// The columns of `chunk` in f32: logits, or what they became where that is `kept`.
 fn load_changed(on: &mut Builder, logits: Memory, kept: Option<Memory>, chunk: Chunk) -> Value {
-    match kept {
-        Some(kept) => on.load(kept, chunk.column, chunk.columns),
-        None => {
-            let x = load_logits(on, logits, chunk);
-            widen(on, x)
-        }
+    if let Some(kept) = kept {
+        on.load(kept, chunk.column, chunk.columns)
+    } else {
+        let x = load_logits(on, logits, chunk);
+        widen(on, x)
     }
 }
 

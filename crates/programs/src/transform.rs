@@ -7,12 +7,20 @@ use assay_tile::{Builder, Memory, Type, Value};
 
 use crate::rows::{Chunk, REGISTERS, widen};
 
-/// Registers of columns that a trip of a loop takes where a `tanh` is taken of each: what it is on the way to that stays in registers.
-const REGISTERS_OF_A_TANH: usize = 8;
+/// Registers of columns that a trip of a loop takes where logits are changed: what they are on the way to that stays in registers.
+const REGISTERS_CHANGED: usize = 8;
 
 /// Registers of columns that a trip of a loop takes, at most.
 pub(crate) fn registers(structure: Structure) -> usize {
-    if structure.transform.is_some_and(|transform| transform.caps) { REGISTERS_OF_A_TANH } else { REGISTERS }
+    if structure.transform.is_some() { REGISTERS_CHANGED } else { REGISTERS }
+}
+
+/// The targets of a chunk's rows.
+pub(crate) struct Target<'h> {
+    /// The bias of each, `[rows, 1]`.
+    pub(crate) bias: Value,
+    /// Which of the chunk's columns are their row's target.
+    pub(crate) hits: &'h dyn Fn(&mut Builder) -> Value,
 }
 
 /// What becomes of a kernel's logits.
@@ -39,14 +47,14 @@ impl Change {
         Some(Self { caps, factor, outside: on.number(f64::NEG_INFINITY), bias })
     }
 
-    /// `t` of a chunk's columns, f32, −∞ outside the support and beyond the array; and which are outside, where columns differ. `target`
-    /// tells which of them are their row's target, whose bias is its own, `[rows, 1]`.
+    /// `t` of a chunk's columns, f32, −∞ outside the support and beyond the array; and which are outside, where columns differ. A
+    /// target among them has its own bias.
     pub(crate) fn load(
         self,
         on: &mut Builder,
         logits: Memory,
         chunk: Chunk,
-        target: Option<(Value, &mut dyn FnMut(&mut Builder) -> Value)>,
+        target: Option<Target>,
     ) -> (Value, Option<Value>) {
         let x = on.load(logits, chunk.column, chunk.columns);
         let x = widen(on, x);
@@ -55,9 +63,9 @@ impl Change {
             let bias = on.load(bias, chunk.column, chunk.columns);
             let bias = on.broadcast(bias, rows, columns);
             match target {
-                Some((own, hits)) => {
-                    let hit = hits(on);
-                    on.select(hit, own, bias)
+                Some(target) => {
+                    let hit = (target.hits)(on);
+                    on.select(hit, target.bias, bias)
                 }
                 None => bias,
             }

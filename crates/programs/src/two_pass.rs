@@ -19,7 +19,7 @@ use super::rows::{
     Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits, lowest, narrow,
     stored_as, widen,
 };
-use super::transform::{Change, registers};
+use super::transform::{Change, Target, registers};
 use assay_algebra::structure::{Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
@@ -248,8 +248,8 @@ impl Row {
             let x = load_logits(on, self.logits, chunk);
             return (widen(on, x), None);
         };
-        let mut hit = |on: &mut Builder| hits(on, self.targets, chunk, 0, chunk.columns);
-        change.load(on, self.logits, chunk, self.of_targets.map(|own| (own, &mut hit as _)))
+        let hits = |on: &mut Builder| hits(on, self.targets, chunk, 0, chunk.columns);
+        change.load(on, self.logits, chunk, self.of_targets.map(|bias| Target { bias, hits: &hits }))
     }
 }
 

@@ -11,7 +11,8 @@
 //! target   dx_y =  G s/(S·T) + E e_y (a_y − ā)/(S·T)                                  written over it
 //! ```
 //!
-//! Where a spec changes logits before their softmax, `x` is what they become, in each walk anew; dlogits are multiplied by the slope of that.
+//! Where a spec changes logits before their softmax, `x` is what they become, in each walk anew, but where the largest logit becomes the
+//! largest; dlogits are multiplied by the slope of that.
 //!
 //! On a B200 a thread keeps the exponentials of its last columns in registers from walk 2 to walk 3, and works on two f32 at once.
 //!
@@ -341,6 +342,10 @@ impl Writer {
     /// Walk 1: `m` and `x_y`.
     fn max(&self, on: &mut Builder, walked: &Walked, place: Place) -> (Value<f32>, Value<f32>) {
         let max = match walked.change {
+            Some(change) if change.keeps_order() => {
+                let max = self.max_of_logits(on, walked.part);
+                change.largest(on, max)
+            }
             Some(_) => self.max_of_changed(on, walked),
             None => self.max_of_logits(on, walked.part),
         };

@@ -9,7 +9,7 @@ use super::row::Pair;
 /// What becomes of a kernel's logits.
 #[derive(Clone, Copy)]
 pub(crate) struct Change {
-    caps: bool,
+    transform: Transform,
     factor: Value<f32>,
     biases: Option<Biases>,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Changed {
 
 impl Change {
     pub(crate) fn new(transform: Transform, factor: Value<f32>, biases: Option<Biases>) -> Self {
-        Self { caps: transform.caps, factor, biases }
+        Self { transform, factor, biases }
     }
 
     /// `t` of a block, −∞ outside the support: of `x`, of which the first is column `first` and the target's place `target`. Where the block
@@ -80,9 +80,20 @@ impl Change {
         t
     }
 
+    /// Of the largest of logits the `t`, where that is the largest.
+    pub(crate) fn largest(self, on: &mut Builder, max: Value<f32>) -> Value<f32> {
+        let [t, _] = self.apply(on, [max; 2]);
+        t
+    }
+
+    /// Whether the largest `t` is that of the largest logit.
+    pub(crate) fn keeps_order(self) -> bool {
+        !self.transform.flips && !self.transform.columns
+    }
+
     fn apply(self, on: &mut Builder, x: Pair) -> Pair {
         let y = on.mul_pair(x, [self.factor; 2]);
-        if self.caps { tanh(on, y) } else { y }
+        if self.transform.caps { tanh(on, y) } else { y }
     }
 
     /// `∂loss/∂x` of a block from `∂loss/∂t`, 0 outside the support.
@@ -103,7 +114,7 @@ impl Change {
 
     fn through_pair(self, on: &mut Builder, gradient: Pair, t: Pair) -> Pair {
         let gradient = on.mul_pair(gradient, [self.factor; 2]);
-        if !self.caps {
+        if !self.transform.caps {
             return gradient;
         }
         let minus_t = t.map(|t| on.neg(t));

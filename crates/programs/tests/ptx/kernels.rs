@@ -312,29 +312,35 @@ impl<'p> Around<'p> {
         row.clone().map(of).sum::<f64>() / row.count() as f64
     }
 
+    fn changes_logits(&self) -> bool {
+        self.spec.logits != LogitsTransform::default() || !self.spec.support.is_whole()
+    }
+
+    /// What the two kernels of a device with `local` columns are given for all rows.
+    fn shared_by_two_pass(&self, device: usize, local: Shape) -> Vec<(&'static str, Vec<u8>)> {
+        let numbers =
+            if self.changes_logits() { columns("gpu-two-pass", self.spec, "softmax_numbers") } else { vec![] };
+        let real = local.vocab.min(self.shape.vocab - device * local.vocab);
+        let biases = column_bias(self.spec, self.problem);
+        let mut biases = biases[4 * device * local.vocab..][..4 * real].to_vec();
+        biases.resize(4 * local.vocab, 0xFF);
+        vec![
+            ("inverse_temperature", f32_bytes([1.0 / self.spec.temperature])),
+            ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
+            ("column_bias", biases),
+            ("columns", bytes_of([(real as i32).to_le_bytes()])),
+        ]
+    }
+
     /// The same by the two kernels of one of `devices` that have as many columns each, the last of them fewer.
     pub(crate) fn two_pass_by(&self, kernels: &[Kernel], devices: usize) -> Result<Candidate, String> {
         let [statistics, dlogits] = kernels else { panic!("two kernels") };
         let (logits, dtype) = (self.problem.logits.to_f64(), self.problem.logits.dtype());
         let local = Shape { vocab: self.shape.vocab.div_ceil(devices), ..self.shape };
         let inverse = 1.0 / self.spec.temperature;
-        let changes = self.spec.logits != LogitsTransform::default() || !self.spec.support.is_whole();
-        let numbers = if changes { columns("gpu-two-pass", self.spec, "softmax_numbers") } else { vec![] };
-        let numbers: Vec<f64> = numbers.iter().map(|name| number(self.spec, name)).collect();
         // The softmaxes are of what logits become, times this.
-        let rate = if changes { number(self.spec, "rate") * self.spec.temperature } else { 1.0 };
-        let biases = column_bias(self.spec, self.problem);
-        let shared = |device: usize| {
-            let real = local.vocab.min(self.shape.vocab - device * local.vocab);
-            let mut biases = biases[4 * device * local.vocab..][..4 * real].to_vec();
-            biases.resize(4 * local.vocab, 0xFF);
-            vec![
-                ("inverse_temperature", f32_bytes([inverse])),
-                ("softmax_numbers", f32_bytes(numbers.iter().copied())),
-                ("column_bias", biases),
-                ("columns", bytes_of([(real as i32).to_le_bytes()])),
-            ]
-        };
+        let rate = if self.changes_logits() { number(self.spec, "rate") * self.spec.temperature } else { 1.0 };
+        let shared = |device: usize| self.shared_by_two_pass(device, local);
         let rows = |device: usize| {
             let first = device * local.vocab;
             let of_device = Array3::from_shape_fn((local.batch, local.tokens, local.vocab), |(b, t, v)| {
