@@ -86,8 +86,8 @@ const DROPS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::Policy
 const ADVANTAGES: [AdvantageLevel; 2] = [AdvantageLevel::Sequence, AdvantageLevel::Token];
 
 /// What becomes of logits: scale, softcap, bias, and how many columns are left out.
-const TRANSFORMS: [(f64, Option<f64>, bool, usize); 4] =
-    [(1.0, None, false, 0), (-0.5, None, false, 3), (1.0, Some(6.0), false, 0), (2.0, Some(9.0), true, 0)];
+const TRANSFORMS: [(f64, Option<f64>, bool, usize); 3] =
+    [(1.0, None, false, 0), (-0.5, None, false, 3), (2.0, Some(9.0), true, 0)];
 
 /// How many choices each factor has, in the order that [`spec`] reads them.
 const CHOICES: [usize; 15] = [
