@@ -13,7 +13,7 @@ use crate::error;
 use crate::spec::Spec;
 use assay::spec::RatioLevel;
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Shaped, Structure, Temperature, Tokens};
@@ -148,7 +148,7 @@ struct Plan {
 #[pyfunction]
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize) -> PyResult<String> {
     let spec = &*spec.loss;
-    Reach::Row.expect(spec).map_err(|beyond| {
+    Reach::Row.expect(spec).and_then(|()| expect_plain_logits(spec)).map_err(|beyond| {
         error::of_spec(py, format!("`{}`: got {}, expected {}", beyond.field, beyond.given, beyond.supported))
     })?;
     let loss @ Shaped { structure, .. } = Shaped::of(spec);

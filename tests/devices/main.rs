@@ -28,7 +28,9 @@ use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
-use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction, TemperatureDivides};
+use assay::spec::{
+    Kl, KlEstimator, LogitsTransform, LossSpec, Objective, RatioLevel, Reduction, Support, TemperatureDivides,
+};
 use assay::suites;
 use assay::suites::{covering, supported as variants};
 use assay::xla::XlaEntropy;
@@ -229,6 +231,7 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, least, &listed, move |run| run.any_spec(&available));
         self.push("all_outputs_qwen_vocabulary_match_reference", largest, "", |run| run.qwen_vocabulary());
+        self.push("all_outputs_changed_logits_match_reference", largest, "", |run| run.changed_logits());
         if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());
         }
@@ -247,6 +250,7 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
         self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
+        self.push("all_outputs_changed_logits_match_reference", devices, "", |run| run.changed_logits());
         if ["tile", "gpu"].contains(&self.implementation.class()) {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
         }
@@ -552,6 +556,26 @@ impl Run {
             }
         }
         Ok(judged)
+    }
+
+    /// A cap and a bias, and columns that are left out: a few, and all from one on, which several of eight devices have alone. Targets
+    /// among them are put back.
+    fn changed_logits(&self) -> Result<usize, Failed> {
+        let spec = LossSpec {
+            logits: LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true },
+            support: Support { vocab: Some(70), excluded_ids: vec![0, 3, 64], keep_sampled: true },
+            temperature: 0.8,
+            temperature_divides: TemperatureDivides::Logp,
+            entropy_coef: 0.02,
+            ..LossSpec::default()
+        };
+        let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
+        for (seed, regime) in (0..).zip(Regime::FINITE) {
+            let recipe =
+                Recipe { shape: [4, 8, 131], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+            self.judge(&spec, &recipe)?;
+        }
+        Ok(Regime::FINITE.len())
     }
 
     /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest

@@ -10,6 +10,7 @@ use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Shaped, Temperature};
+use assay_algebra::transform::Columns;
 use assay_core::problem::{FloatArray, Metrics, Tokens};
 use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
 use ndarray::{Array2, Ix0, Ix2, arr0};
@@ -21,6 +22,8 @@ pub(crate) struct Frame<'s> {
     advantages: Array2<f64>,
     settled: Settled,
     weights: Weights,
+    /// Where columns differ before their softmax.
+    columns: Option<Columns>,
 }
 
 /// The softmaxes of a row: of the one that entropy is of, and of the one that logp is.
@@ -41,9 +44,10 @@ pub(crate) struct Results {
 }
 
 impl<'s> Frame<'s> {
-    /// Of tokens that were checked.
-    pub(crate) fn of(loss: Shaped<'s>, tokens: &Tokens) -> Self {
+    /// Of tokens over `vocab` columns, that were checked.
+    pub(crate) fn of(loss: Shaped<'s>, tokens: &Tokens, vocab: usize) -> Self {
         let settled = Settled::of(loss, tokens);
+        let transform = loss.structure.transform.filter(|transform| transform.columns);
         Self {
             loss,
             // What the mask hides may be anything; its loss is never used.
@@ -51,6 +55,7 @@ impl<'s> Frame<'s> {
             advantages: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
             weights: Weights::of(loss.spec, &settled.mask),
             settled,
+            columns: transform.map(|_| Columns::of(loss.spec, tokens, vocab)),
         }
     }
 
@@ -59,9 +64,19 @@ impl<'s> Frame<'s> {
         &self.ids
     }
 
-    /// `1/T`
-    pub(crate) fn inverse_temperature(&self) -> f32 {
-        self.loss.spec.temperature.recip() as f32
+    fn number(&self, number: Number) -> f32 {
+        let (rows, columns) = self.settled.mask.dim();
+        number.of(self.loss.spec, [rows, columns]) as f32
+    }
+
+    /// The numbers of the two kernels that read logits twice.
+    pub(crate) fn softmax_numbers(&self) -> Vec<f32> {
+        arrays::softmax_numbers(self.loss.structure).into_iter().map(|number| self.number(number)).collect()
+    }
+
+    /// What differs by column.
+    pub(crate) fn columns(&self) -> Option<&Columns> {
+        self.columns.as_ref()
     }
 
     fn known(&self, at: (usize, usize)) -> Known {
@@ -74,14 +89,13 @@ impl<'s> Frame<'s> {
 
     /// The numbers of the kernel that reads logits once.
     pub(crate) fn numbers(&self) -> Vec<f32> {
-        let (rows, columns) = self.settled.mask.dim();
         // Where rows differ in it, it comes with the tokens. Rows without a token have none.
         let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
         let value = |number: Number| match number {
-            Number::EntropyFactor => entropy_factor,
-            other => other.of(self.loss.spec, [rows, columns]),
+            Number::EntropyFactor => entropy_factor as f32,
+            other => self.number(other),
         };
-        arrays::numbers(self.loss.structure).into_iter().map(|number| value(number) as f32).collect()
+        arrays::numbers(self.loss.structure).into_iter().map(value).collect()
     }
 
     /// What it is given of each token, `[n, width]`.
@@ -100,6 +114,7 @@ impl<'s> Frame<'s> {
                     Given::PolicyWeight => input(Input::PolicyWeight),
                     Given::KlWeight => input(Input::KlWeight),
                     Given::Selected => input(Input::Selected),
+                    Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
                     Given::Weight => known.weight,
@@ -138,26 +153,29 @@ impl<'s> Frame<'s> {
 
     /// What follows from the statistics of each row.
     pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<Softmaxes> {
-        let (on, temperature) = (&mut Immediate, self.loss.structure.temperature);
-        // As the kernels have it.
-        let inverse = f64::from(self.inverse_temperature());
+        let on = &mut Immediate;
+        let scales = self.gap_scales();
         let softmaxes = statistics.chunks(PER_TOKEN).map(|row| {
             let of = |which: Statistic| f64::from(row[which as usize]);
             let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(of);
-            let mut softmax = |[others, weighted]: [Statistic; 2], inverse| {
+            let mut softmax = |[others, weighted]: [Statistic; 2], scale| {
                 let (others, weighted) = (of(others), -LN_2 * of(weighted));
-                Sums { max, target_logit, others, weighted }.softmax(on, inverse)
+                Sums { max, target_logit, others, weighted }.softmax(on, scale)
             };
-            let tempered = (temperature != Temperature::One).then_some(inverse);
-            let entropy = softmax([Statistic::Others, Statistic::Weighted], tempered);
-            let logp = if temperature == Temperature::Logp {
-                softmax([Statistic::LogpOthers, Statistic::LogpWeighted], None)
-            } else {
-                entropy
+            let entropy = softmax([Statistic::Others, Statistic::Weighted], scales[0]);
+            let logp = match scales.get(1) {
+                Some(&scale) => softmax([Statistic::LogpOthers, Statistic::LogpWeighted], scale),
+                None => entropy,
             };
             Softmaxes { max, entropy, logp }
         });
         Array2::from_shape_vec(self.settled.mask.dim(), softmaxes.collect()).expect("one entry a token")
+    }
+
+    /// What gaps are multiplied by in each softmax, as the kernels have it.
+    fn gap_scales(&self) -> Vec<Option<f64>> {
+        let numbers = self.loss.structure.gap_numbers().into_iter();
+        numbers.map(|number| number.map(|number| self.number(number).into())).collect()
     }
 
     /// Log-probability and entropy.
@@ -165,7 +183,7 @@ impl<'s> Frame<'s> {
         let on = &mut Immediate;
         let logp = softmaxes.logp.logp(on);
         let two = self.loss.structure.temperature == Temperature::Logp;
-        let logp = if two { logp * f64::from(self.inverse_temperature()) } else { logp };
+        let logp = if two { logp * f64::from(self.number(Number::InverseTemperature)) } else { logp };
         [logp, softmaxes.entropy.entropy(on)]
     }
 
@@ -203,8 +221,7 @@ impl<'s> Frame<'s> {
     /// What the second kernel multiplies by, `[n, 8]`.
     pub(crate) fn scales(&self, softmaxes: &Array2<Softmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
         let structure = self.loss.structure;
-        let tempered =
-            if structure.temperature == Temperature::One { 1.0 } else { f64::from(self.inverse_temperature()) };
+        let tempered = self.gap_scales()[0].unwrap_or(1.0);
         let mut values = vec![0.0; self.ids.len() * PER_TOKEN];
         for ((at, graded), of_token) in graded.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
             let Some(graded) = graded else { continue };

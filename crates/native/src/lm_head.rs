@@ -91,7 +91,7 @@ impl Implementation<HeadProblem> for NativeHead {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::RowAndLogits.expect(spec) {
+        match Reach::AnyRow.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }

@@ -14,7 +14,7 @@
 /// what comes of it, of the kernel that reads logits once and of the two that read them twice.
 pub mod arrays {
     pub use crate::one_pass::{Given, Result, given_columns, numbers, width};
-    pub use crate::two_pass::{PER_TOKEN, Scale, Statistic};
+    pub use crate::two_pass::{PER_TOKEN, Scale, Statistic, numbers as softmax_numbers};
 }
 
 mod alternatives;
@@ -29,6 +29,7 @@ mod program;
 mod rows;
 mod sharding;
 mod tiled;
+mod transform;
 mod two_pass;
 
 pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuCore};

@@ -27,7 +27,7 @@
 //! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
 //! rounded once. dlogits lie over the logits on every device.
 
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::structure::{Shaped, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -157,7 +157,14 @@ impl Programs for LossProgram {
     }
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        self.reach().expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
+        let changes = match self.core {
+            Core::Alternative(_) => expect_plain_logits(spec),
+            // Softmaxes alone are asked by their reach.
+            _ => Ok(()),
+        };
+        changes
+            .and_then(|()| self.reach().expect(spec))
+            .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
             return Err(unsupported(self, "logits dtype", dtype, "f32, bf16 and f16"));
         }
@@ -171,7 +178,7 @@ impl Programs for LossProgram {
             return Err(unsupported(self, "vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
-        self.expect_fits(local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
+        self.expect_fits(Structure::of(spec), local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
         if !self.is_xla() && tokens.is_none() {
@@ -258,8 +265,7 @@ impl LossProgram {
             Core::GpuOnePass => {
                 let target = ptx.expect("checked: a GPU's");
                 let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target);
-                let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
-                write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
+                write(&|on, given, logits| tiled::gpu_one_pass_core(on, &kernel, structure, given, logits))
             }
             Core::TwoPass | Core::GpuTwoPass => {
                 write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
@@ -288,7 +294,7 @@ impl LossProgram {
         self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         if !self.is_whole() {
             let mesh = self.mesh(local, devices)?;
-            self.expect_fits(local_shape(local, mesh, machine), dtype, machine)?;
+            self.expect_fits(loss.structure, local_shape(local, mesh, machine), dtype, machine)?;
             self.supports(loss.spec, local, dtype, devices)?;
             return self.program(
                 loss.structure,
@@ -298,7 +304,7 @@ impl LossProgram {
             );
         }
         // The limit of the machine asked for comes before that of any other.
-        self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
+        self.expect_fits(loss.structure, local_shape(local, Mesh::ONE, machine), dtype, machine)?;
         self.supports(loss.spec, local, dtype, 1)?;
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
@@ -371,7 +377,7 @@ impl LossProgram {
         let mesh = self.mesh(shape, devices)?;
         let local = local_shape(shape, mesh, ANY_DEVICE);
         let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
-        let statistics = || gpu::two_pass::statistics(target, structure.temperature, rows, element);
+        let statistics = || gpu::two_pass::statistics(target, structure, rows, element);
         Ok(match self.core {
             Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target)],
             Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element)],
@@ -409,7 +415,13 @@ impl LossProgram {
     }
 
     /// Checks that a row of the vocabulary fits the VMEM of `machine` and the ids of all tokens its SMEM, where they must.
-    fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
+    fn expect_fits(
+        self,
+        structure: Structure,
+        local: [usize; 3],
+        dtype: Dtype,
+        machine: Machine,
+    ) -> Result<(), Unsupported> {
         if self.is_for_gpus() {
             let rows = in_rows(local);
             let one_pass = self.core == Core::GpuOnePass;
@@ -427,7 +439,7 @@ impl LossProgram {
             let supported = format!("up to {most}, whose ids fit SMEM; tile-two-pass takes any number");
             return Err(unsupported(self, "tokens a device", tokens, supported));
         }
-        rows_of_a_block(in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
+        rows_of_a_block(structure, in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
             let mebibytes = machine.vmem_bytes >> 20;
             let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
             unsupported(self, "vocabulary", local[2], supported)
@@ -442,7 +454,7 @@ impl LossProgram {
         dtype: Dtype,
         machine: Machine,
     ) -> Result<assay_tile::Kernel, Unsupported> {
-        self.expect_fits(local, dtype, machine)?;
+        self.expect_fits(structure, local, dtype, machine)?;
         Ok(one_pass(structure, in_rows(local), dtype.into(), machine).expect("checked: it fits"))
     }
 

@@ -103,7 +103,7 @@ pub struct Named {
 
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
 pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, for_kernels: bool) -> [Vec<Named>; 2] {
-    let [b, t, _] = local;
+    let [b, t, v] = local;
     let Type { element, shape } = logits_array(local, dtype, for_kernels);
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let per_token = |name, dtype| named(name, dtype, &[b, t]);
@@ -114,6 +114,10 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         per_token("advantages", DeviceDtype::F32),
     ];
     inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), DeviceDtype::F32)));
+    let columns = structure.transform.is_some_and(|transform| transform.columns);
+    if columns {
+        inputs.extend([named("column_bias", DeviceDtype::F32, &[v]), per_token("target_bias", DeviceDtype::F32)]);
+    }
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
     inputs.push(Named { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
     let outputs = vec![
@@ -145,6 +149,8 @@ pub(crate) struct Given {
     pub(crate) advantage: Value,
     /// What the structure reads beside.
     inputs: Vec<(Input, Value)>,
+    /// Where columns differ before their softmax.
+    pub(crate) columns: Option<ColumnsGiven>,
     /// What `∂token_loss` is multiplied by: 0 where it is masked.
     pub(crate) grad_weight: Value,
     /// What the KL penalty is multiplied by before that, where it has a reduction of its own.
@@ -156,6 +162,15 @@ pub(crate) struct Given {
     row_counts: Value,
     /// This device's first column, a scalar i32, where the vocabulary is cut.
     pub(crate) first_column: Option<Value>,
+}
+
+/// What differs by column: see [`Columns`](assay_algebra::transform::Columns).
+#[derive(Clone, Copy)]
+pub(crate) struct ColumnsGiven {
+    /// `[v]`: that of each column, −∞ outside the support.
+    pub(crate) bias: Value,
+    /// `[b,t]`: that of each target.
+    pub(crate) target: Value,
 }
 
 impl Given {
@@ -171,18 +186,25 @@ impl Given {
 }
 
 /// What of [`Given`] logp and entropy follow from.
-#[derive(Clone, Copy)]
 pub(crate) struct Forward {
     pub(crate) logits: Value,
     pub(crate) ids: Value,
-    pub(crate) inverse_temperature: Value,
+    pub(crate) columns: Option<ColumnsGiven>,
+    numbers: Numbers<Value>,
     pub(crate) first_column: Option<Value>,
+}
+
+impl Forward {
+    /// A number of its softmaxes.
+    pub(crate) fn number(&self, number: Number) -> Value {
+        self.numbers.get(number)
+    }
 }
 
 impl Given {
     pub(crate) fn forward(&self, logits: Value) -> Forward {
-        let &Self { ids, first_column, .. } = self;
-        Forward { logits, ids, inverse_temperature: self.number(Number::InverseTemperature), first_column }
+        let &Self { ids, columns, first_column, .. } = self;
+        Forward { logits, ids, columns, numbers: self.numbers.clone(), first_column }
     }
 
     /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
@@ -192,6 +214,7 @@ impl Given {
             mask: part(self.mask),
             advantage: part(self.advantage),
             inputs: self.inputs.iter().map(|&(input, value)| (input, part(value))).collect(),
+            columns: self.columns.map(|columns| ColumnsGiven { target: part(columns.target), ..columns }),
             grad_weight: part(self.grad_weight),
             kl_share: self.kl_share.map(&mut *part),
             entropy_factor: part(self.entropy_factor),
@@ -227,7 +250,8 @@ pub(crate) struct LogitsGiven {
 /// The program for a device's share of logits, with `core` in its middle.
 ///
 /// Parameters: [logits](logits_array); ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
-/// all `[b,t]`; its [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
+/// all `[b,t]`; where columns differ before their softmax, the [bias](ColumnsGiven) of each `[v]` and of each target `[b,t]`, f32; its
+/// [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
 /// as a scalar i32.
 pub(crate) fn program(
     structure: Structure,
@@ -276,7 +300,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     arrays: impl FnOnce(&mut Builder) -> A,
     core: impl FnOnce(&mut Program, &Given, A) -> Evaluated<[Value; GRADIENTS]>,
 ) -> String {
-    let [b, t, _] = local;
+    let [b, t, v] = local;
     let mut builder = Builder::default();
     let per_token = |element| Type::new(element, &[b, t]);
     let arrays = arrays(&mut builder);
@@ -285,6 +309,11 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
     let inputs = structure.inputs().into_iter();
     let inputs = inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
+    let columns = structure.transform.is_some_and(|transform| transform.columns);
+    let columns = columns.then(|| ColumnsGiven {
+        bias: builder.parameter(Type::new(DeviceDtype::F32, &[v]), None),
+        target: builder.parameter(per_token(DeviceDtype::F32), None),
+    });
     let of_spec = structure.program_numbers();
     let numbers = builder.parameter(Type::new(DeviceDtype::F32, &[of_spec.len()]), None);
     let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(DeviceDtype::I32, &[]), None));
@@ -328,6 +357,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         mask,
         advantage,
         inputs,
+        columns,
         grad_weight,
         kl_share,
         entropy_factor,
@@ -384,7 +414,8 @@ pub(crate) fn forward(
     let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
     let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, &[]), None);
     let mut on = Program { builder, local, mesh, vocab };
-    let given = Forward { logits, ids, inverse_temperature, first_column: None };
+    let numbers = Numbers::new([(Number::InverseTemperature, inverse_temperature)]);
+    let given = Forward { logits, ids, columns: None, numbers, first_column: None };
     let outputs = core(&mut on, &given);
     let zero = on.constant(0.0);
     let outputs = outputs.map(|value| on.builder.select(mask, value, zero));

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Shape;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective, OldLogp,
-    Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, TemperatureDivides, Terms,
+    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
+    Objective, OldLogp, Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides, Terms,
 };
 use assay_judge::variants::{SHAPE, variants};
 
@@ -84,8 +84,12 @@ const WEIGHTS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::Poli
 const DROPS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::PolicyAndKl)];
 const ADVANTAGES: [AdvantageLevel; 2] = [AdvantageLevel::Sequence, AdvantageLevel::Token];
 
+/// What becomes of logits: scale, softcap, bias, and how many columns are left out.
+const TRANSFORMS: [(f64, Option<f64>, bool, usize); 3] =
+    [(1.0, None, false, 0), (-0.5, None, false, 3), (2.0, Some(9.0), true, 0)];
+
 /// How many choices each factor has, in the order that [`spec`] reads them.
-const CHOICES: [usize; 14] = [
+const CHOICES: [usize; 15] = [
     ESTIMATORS.len(),
     IMPORTANCES.len(),
     GRADIENTS.len(),
@@ -100,15 +104,16 @@ const CHOICES: [usize; 14] = [
     WEIGHTS.len(),
     DROPS.len(),
     ADVANTAGES.len(),
+    TRANSFORMS.len(),
 ];
 
 /// One choice of each factor around an objective.
 fn spec(objective: Objective, row: &[usize]) -> LossSpec {
     let [estimator, importance, gradient, difference, value, of_kl, rest @ ..] = row else {
-        unreachable!("14 factors")
+        unreachable!("15 factors")
     };
-    let [reduction, entropy, temperature, old_logp, bounds, weights, drops, advantages] = *rest else {
-        unreachable!("14 factors")
+    let [reduction, entropy, temperature, old_logp, bounds, weights, drops, advantages, transform] = *rest else {
+        unreachable!("15 factors")
     };
     let kl = ESTIMATORS[*estimator].map(|estimator| Kl {
         importance: IMPORTANCES[*importance],
@@ -138,11 +143,14 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         drops_from,
     });
     let (clamp, clip, cap) = BOUNDS[bounds];
+    let (scale, softcap, bias, left_out) = TRANSFORMS[transform];
     LossSpec {
         objective,
         ratio: Ratio { clamp, clip, cap, ..Ratio::default() },
         advantages: ADVANTAGES[advantages],
         old_logp: OLD_LOGPS[old_logp],
+        logits: LogitsTransform { scale, softcap, bias },
+        support: Support { vocab: None, excluded_ids: (0..left_out).collect(), keep_sampled: left_out > 0 },
         temperature: TEMPERATURES[temperature].0,
         temperature_divides: TEMPERATURES[temperature].1,
         kl,

@@ -413,11 +413,7 @@ impl Tokens<'_> {
                 }
             }
         }
-        let selects = match &spec.objective {
-            Objective::KlCov(cov) => cov.selection.is_none(),
-            Objective::ClipCov(cov) => cov.selection.is_none(),
-            _ => false,
-        };
+        let selects = spec.reads_selected();
         match &self.extra.selected {
             None if selects => {
                 let because = "an objective without `selection`";

@@ -552,22 +552,25 @@ impl LossSpec {
             || self.compares_with_sampler()
     }
 
-    /// The setting that asks for an array of [`Extra`](crate::problem::Extra), if one does.
-    pub fn reads_extra(&self) -> Option<&'static str> {
-        let selects = match &self.objective {
+    /// Whether it needs the problem's `rollout_logp`.
+    pub fn reads_rollout_logp(&self) -> bool {
+        self.old_logp == OldLogp::Rollout
+            || self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
+            || self.compares_with_sampler()
+    }
+
+    /// Whether it needs the problem's `rollout_weights`.
+    pub fn reads_rollout_weights(&self) -> bool {
+        self.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given)
+    }
+
+    /// Whether it needs the problem's `selected`.
+    pub fn reads_selected(&self) -> bool {
+        match &self.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),
             Objective::ClipCov(cov) => cov.selection.is_none(),
             _ => false,
-        };
-        let asks = [
-            (self.old_logp == OldLogp::Rollout, "old_logp"),
-            (self.rollout.is_some(), "rollout"),
-            (!self.rejection.is_empty(), "rejection"),
-            (self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout), "off_policy_mask"),
-            (selects, "objective"),
-            (self.logits.bias, "logits"),
-        ];
-        asks.into_iter().find_map(|(asks, setting)| asks.then_some(setting))
+        }
     }
 
     /// Whether it compares `old_logp` with `rollout_logp`.

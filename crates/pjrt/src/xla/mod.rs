@@ -9,6 +9,7 @@ pub(crate) mod shards;
 use std::path::Path;
 
 use assay_algebra::rollout::Settled;
+use assay_algebra::transform::Columns;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
     Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported, Workload,
@@ -364,6 +365,8 @@ where
     let mask = mask.mapv(u8::from);
     let (b, t) = problem.mask.dim();
     let advantages = Array2::from_shape_fn((b, t), |(b, t)| problem.advantages.at(b, t) as f32);
+    let transform = loss.structure.transform.filter(|transform| transform.columns);
+    let columns = transform.map(|_| Columns::of(loss.spec, &problem.tokens(), shards.shape.vocab));
     let inputs: Vec<Array2<f32>> = inputs.into_iter().map(|(_, values)| values.mapv(|x| x as f32)).collect();
 
     (0..shards.mesh.devices())
@@ -376,6 +379,11 @@ where
             ]);
             for values in &inputs {
                 buffers.push(shards.upload_per_token(device, DeviceDtype::F32, values, f32::NAN)?);
+            }
+            if let Some(Columns { bias, target }) = &columns {
+                let bias = bias.as_slice().expect("one axis, made whole");
+                buffers.push(shards.upload_columns(device, bias, f32::NEG_INFINITY)?);
+                buffers.push(shards.upload_per_token(device, DeviceDtype::F32, target, 0.0)?);
             }
             let bytes = bytemuck::cast_slice(&numbers);
             buffers.push(shards.client.upload(device, DeviceDtype::F32, &[numbers.len()], bytes)?);

@@ -187,10 +187,7 @@ impl Head {
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
             let Evaluated { gradient, logp, entropy, token } = match &resident {
                 Some(OnePass::Tile(kernel)) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
-                Some(OnePass::Gpu(kernel)) => {
-                    let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, kernel, &operands);
-                    tiled::one_pass_core(on, structure, given, logits, call)
-                }
+                Some(OnePass::Gpu(kernel)) => tiled::gpu_one_pass_core(on, kernel, structure, given, logits),
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;

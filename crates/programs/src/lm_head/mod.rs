@@ -43,7 +43,7 @@
 mod chunks;
 mod head;
 
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::structure::Shaped;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -177,7 +177,13 @@ impl Programs for HeadProgram {
     }
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        Reach::Row.expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
+        let changes = match self.core {
+            Core::Baseline | Core::Tile | Core::Gpu => Ok(()),
+            Core::Seed => expect_plain_logits(spec),
+        };
+        changes
+            .and_then(|()| Reach::Row.expect(spec))
+            .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if let Some((field, given, supported)) = Alternative::LogSoftmax.lacks(spec)
             && self.core == Core::Seed
         {
@@ -304,7 +310,7 @@ impl HeadProgram {
             return Ok(vec![kernel]);
         }
         let local = Local::of(chunk, shape.vocab, mesh);
-        let statistics = gpu::two_pass::statistics(target, loss.structure.temperature, local, logits.into());
+        let statistics = gpu::two_pass::statistics(target, loss.structure, local, logits.into());
         Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into())])
     }
 

@@ -1,8 +1,10 @@
 //! The text that libtpu is given for every tile kernel, run by the interpreter and judged against the reference. No
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
-use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, number, per_token};
-use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
+use crate::common::{
+    PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, logits_of, number, per_token, target_bias,
+};
+use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem, Shape};
 use assay_core::spec::{
     Averaging, ImportanceSampling, Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip,
     Ratio, RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides,
@@ -186,7 +188,9 @@ impl<'p> Around<'p> {
             OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
             _ => self.problem.old_logp.as_ref(),
         };
+        let of_targets = target_bias(self.spec, self.problem);
         let tokens = per_token(given, self.tokens(), |name, token| match name {
+            "target_bias" => of_targets[token],
             "advantage" => self.advantage(token),
             "old_logp" => self.token(old_logp, token),
             "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
@@ -205,7 +209,13 @@ impl<'p> Around<'p> {
         let outputs = run(
             kernel,
             self.on(machine),
-            &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
+            &[
+                ("ids", self.ids()),
+                ("numbers", numbers),
+                ("logits", logits),
+                ("tokens", tokens),
+                ("column_bias", column_bias(self.spec, self.problem)),
+            ],
         )?;
         let results = PerToken::new(&outputs[1], &kernel.results[1].columns);
         let of = |name: &'static str| {
@@ -223,8 +233,15 @@ impl<'p> Around<'p> {
             panic!("two kernels")
         };
         let inverse = 1.0 / self.spec.temperature;
+        let numbers = statistics.operands.iter().find(|operand| operand.name == "softmax_numbers");
+        let numbers = numbers.map_or(&[][..], |operand| &operand.columns);
+        // The softmaxes are of what logits become, times this.
+        let rate = if numbers.is_empty() { 1.0 } else { number(self.spec, "rate") * self.spec.temperature };
         let shared = vec![
             ("inverse_temperature", f32_bytes([inverse])),
+            ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
+            ("column_bias", column_bias(self.spec, self.problem)),
+            ("target_bias", f32_bytes(target_bias(self.spec, self.problem))),
             ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
             ("logits", logits_bytes(&self.problem.logits)),
             ("ids", self.ids()),
@@ -240,9 +257,9 @@ impl<'p> Around<'p> {
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
             Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
-        let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
+        let of_entropy = |token| softmax(token, ["others", "weighted"], rate * inverse);
         let of_logp =
-            |token| if two { softmax(token, ["logp_others", "logp_weighted"], 1.0) } else { of_entropy(token) };
+            |token| if two { softmax(token, ["logp_others", "logp_weighted"], rate) } else { of_entropy(token) };
         let logp = |token: usize| {
             let Softmax { gap, log_sum, .. } = of_logp(token);
             -(gap + log_sum) * if two { inverse } else { 1.0 }
@@ -264,8 +281,8 @@ impl<'p> Around<'p> {
         let scales = &dlogits.operands.iter().find(|operand| operand.name == "scales").unwrap().columns;
         let scales = per_token(scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
-            let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
+            let factor = self.weight(token) * loss_and_grad(token).1 * rate * inverse;
+            let bonus_factor = self.entropy_factor() * rate * inverse / bonus.sum;
             match name {
                 "max" => sums.at("max", token),
                 "share" => -factor / policy.sum,
@@ -446,8 +463,6 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
     });
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
-        logits: LogitsTransform::default(),
-        support: Support::default(),
         rollout,
         rejection: vec![],
         off_policy_mask: None,
@@ -471,9 +486,71 @@ proptest! {
     #[test]
     fn all_outputs_two_pass_text_any_spec_match_reference(
         spec in cases::any_ppo_spec(),
+        changed in proptest::option::of(cases::changed_logits()),
         recipe in cases::any_recipe(),
     ) {
-        check("tile-two-pass", &plain(&spec), &recipe, ANY_TPU).map_err(TestCaseError::fail)?;
+        let (logits, support) = changed.unwrap_or_default();
+        check("tile-two-pass", &LossSpec { logits, support, ..plain(&spec) }, &recipe, ANY_TPU)
+            .map_err(TestCaseError::fail)?;
+    }
+}
+
+/// What becomes of logits, in blocks of rows, chunks of several trips and several windows, of which some have no column in the support:
+/// a cap, a bias, columns that are left out, and a target among them that is put back.
+#[test]
+fn all_outputs_text_of_changed_logits_match_reference() {
+    let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
+    let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
+    let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
+    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
+    let specs = [
+        LossSpec { logits: capped.clone(), ..LossSpec::default() },
+        LossSpec { logits: capped, support: of_first.clone(), ..two },
+        LossSpec { logits: turned, support: of_first, ..bonus },
+    ];
+    for (i, (shape, regime)) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()).enumerate() {
+        let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
+        let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
+        let units = [Units::Host, Units::Above, Units::Below];
+        check_by(units[i / 3 % 3], "tile-one-pass", &specs[i % 3], &recipe, ANY_TPU).unwrap();
+        check_by(units[(i / 3 + 1) % 3], "tile-two-pass", &specs[(i + 1) % 3], &recipe, ANY_TPU).unwrap();
+    }
+}
+
+/// Columns outside the support hold NaN and infinities, and have gradients of exactly 0.
+#[test]
+fn columns_outside_the_support_are_0_whatever_they_hold() {
+    let support = Support { vocab: Some(60), excluded_ids: vec![7], ..Support::default() };
+    for softcap in [None, Some(4.0)] {
+        let logits = LogitsTransform { softcap, ..LogitsTransform::default() };
+        let spec = LossSpec { logits, support: support.clone(), entropy_coef: 0.01, ..LossSpec::default() };
+        let recipe = Recipe {
+            shape: [1, 3, 131],
+            dtype: Dtype::F32,
+            regime: Regime::Normal,
+            seed: 4,
+            old_logp_noise_scale: 0.1,
+            masked_garbage: false,
+        };
+        let mut problem = recipe.problem(&spec).unwrap();
+        let FloatArray::F32(logits) = &mut problem.logits else { unreachable!("asked for f32") };
+        let outside = |j: usize| j == 7 || j >= 60;
+        for ((_, _, j), x) in logits.indexed_iter_mut().filter(|((_, _, j), _)| outside(*j)) {
+            *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][j % 3];
+        }
+        let known = Known::of(&spec, &problem).unwrap();
+        for id in ["tile-one-pass", "tile-two-pass"] {
+            let around = Around::new(&spec, &problem);
+            let candidate =
+                if id == "tile-one-pass" { around.one_pass(ANY_TPU) } else { around.two_pass(ANY_TPU) }.unwrap();
+            let FloatArray::F32(dlogits) = &candidate.gradient else { unreachable!("as the logits") };
+            let beyond = dlogits.indexed_iter().filter(|((_, _, j), _)| outside(*j));
+            assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
+            assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
+            let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+            assert!(known.failures(&judged, id, "cargo test --test mosaic").is_empty(), "{id} {softcap:?}");
+        }
     }
 }
 

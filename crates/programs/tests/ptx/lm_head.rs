@@ -5,7 +5,7 @@ use assay_core::implementation::Given;
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, HeadCandidate, HeadForm, HeadGradient, HeadLayout, HeadProblem, Problem,
 };
-use assay_core::spec::{LossSpec, Ratio, RatioLevel};
+use assay_core::spec::{LogitsTransform, LossSpec, Ratio, RatioLevel, Support};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
@@ -70,7 +70,13 @@ fn with_gradients(problem: &HeadProblem, candidate: Candidate) -> HeadCandidate 
 #[test]
 fn gradients_of_an_lm_head_by_chunks_match_reference() {
     let plain = LossSpec::default();
-    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let bonus = LossSpec {
+        entropy_coef: 0.02,
+        temperature: 0.8,
+        logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
+        support: Support { vocab: Some(700), excluded_ids: vec![3], keep_sampled: true },
+        ..LossSpec::default()
+    };
     let by_token = [&plain, &bonus];
     let [of_sequence, of_sequence_with_bonus] = by_token.map(|spec| LossSpec { ratio: sequence(), ..spec.clone() });
     let by_sequence = [&of_sequence, &of_sequence_with_bonus];
