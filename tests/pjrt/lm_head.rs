@@ -260,7 +260,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
     for (name, spec) in specs() {
         for rounds_logits in [false, true] {
             let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits };
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
@@ -277,7 +277,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
 fn a_program_for_many_devices_holds_the_part_of_one() {
     let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form };
+    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();

@@ -322,6 +322,7 @@ fn problem(logits: Dtype) -> Problem {
             rollout_weights: Some(ramp2(1.0)),
             selected: Some(array![[true, false, false], [false, true, false]]),
             bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
+            ..Extra::default()
         },
     }
 }
