@@ -6,7 +6,8 @@ use std::env;
 use std::path::Path;
 
 use assay::implementation::{Given, Implementation};
-use assay::judge::generate::{HeadRecipe, Regime};
+use assay::judge::generate::{HeadRecipe, Recipe, Regime};
+use assay::judge::packed::Twins;
 use assay::judge::tolerance::Limits;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
@@ -209,6 +210,32 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
             expect_dtypes(&problem, &known.expect_right(&head, devices, &format!("{recipe:?}, {spec:?}")));
         }
     }
+}
+
+/// Sequences in one row, whose ends no chunk and no device's part ends at.
+#[test]
+fn every_output_of_packed_sequences_matches_reference() {
+    let sequence = LossSpec {
+        ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+        reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
+        entropy_coef: 0.01,
+        ..LossSpec::default()
+    };
+    let mut judged = 0;
+    for (head, counts) in placements(cpu_plugins()[0]) {
+        if !["xla-lm-head", "xla-lm-head-rows", "tile-lm-head", "tile-lm-head-mesh"].contains(&head.id()) {
+            continue;
+        }
+        let devices = *counts.last().expect("the plugin has eight devices");
+        let (_, recipe) = suites::device_heads(Dtype::F32, 1, 1).swap_remove(0);
+        let recipe =
+            HeadRecipe { recipe: Recipe { shape: [3, 9, 131], regime: Regime::Normal, ..recipe.recipe }, ..recipe };
+        let twins = Twins::of(&sequence, &recipe.problem(&sequence).expect("a valid recipe")).expect("no weights");
+        let known = Known::of(&twins.spec, &twins.packed).expect("a valid problem");
+        known.expect_right(&head, devices, &format!("packed {recipe:?}"));
+        judged += 1;
+    }
+    assert_eq!(judged, 4);
 }
 
 /// The baseline has no chunks: its program is the one of the other tests.

@@ -100,7 +100,7 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
     let sequences = problem.sequences();
-    let one_a_sequence = given.dim() != problem.mask.dim() || given.ncols() == 1;
+    let one_a_sequence = given.dim() != problem.mask.dim();
     let mut weights = Array2::ones(problem.mask.dim());
     for sequence in &sequences {
         let given_at = |at: (usize, usize)| if one_a_sequence { given[[sequence.index, 0]] } else { given[at] };

@@ -14,6 +14,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
+use assay_judge::packed::Packable;
 use assay_judge::tolerance::{Grade, Limits, Tolerances};
 use assay_judge::trial::Known;
 use assay_judge::variants;
@@ -47,6 +48,14 @@ impl Case {
     }
 }
 
+impl<P: Packable> Case<P> {
+    /// The same with its sequences packed into one row.
+    pub(super) fn packed(self) -> Self {
+        let spec = self.spec.of_width(self.problem.width());
+        Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
+    }
+}
+
 impl Case<HeadProblem> {
     /// The same with an LM head.
     pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
@@ -66,7 +75,7 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 }
 
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
-/// regimes, every named choice of a spec, and the vocabulary of Qwen.
+/// regimes, every named choice of a spec, the vocabulary of Qwen, and packed sequences.
 pub fn property_cases() -> Vec<Case> {
     let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
     let random = drawn
@@ -82,7 +91,7 @@ pub fn property_cases() -> Vec<Case> {
             })
         },
     );
-    random.chain(named).chain(wide_cases()).collect()
+    random.chain(named).chain(wide_cases()).chain(Class::Packing.property()).collect()
 }
 
 /// The same of heads: random specs and regimes, from a fixed seed.
@@ -373,7 +382,8 @@ impl Part {
             if short {
                 one_dtype(&mut recipes, |recipe| recipe.dtype);
             }
-            let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
+            let case = |(spec, recipe)| self.class.of_layout(Case::generated(family, spec, &recipe));
+            let cases = recipes.into_iter().map(case);
             return self.fates(&DEVICE_COUNTS, cases, grade);
         };
         let [batch, tokens] = if short && vocab == QWEN_VOCABULARY { [1, 3] } else { [2, 3] };
