@@ -551,7 +551,9 @@ impl Run {
                 old_logp_noise_scale: 0.3,
                 masked_garbage: true,
             };
-            let twins = Twins::of(&spec, &recipe.problem(&spec)?).expect("no weights");
+            let mut padded = recipe.problem(&spec)?;
+            padded.mask.row_mut(3).fill(false);
+            let twins = Twins::of(&spec, &padded).expect("no weights");
             let lengths: Vec<usize> = twins.packed.sequences().iter().map(|sequence| sequence.tokens.len()).collect();
             assert!(lengths.contains(&0) && lengths.iter().sum::<usize>() > 2 * self.devices, "{lengths:?}");
             if self.takes(&twins.spec, [1, twins.packed.mask.ncols(), 131], dtype) {
