@@ -174,7 +174,7 @@ fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpEr
 }
 
 impl Arguments<'_> {
-    fn sequences(&self) -> Result<Sequences, OpError> {
+    fn sequences(&self, mask: &Array2<bool>) -> Result<Sequences, OpError> {
         Ok(match (&self.cu_seqlens, &self.segment_ids) {
             (None, None) => Sequences::Rows,
             (Some(cu_seqlens), None) => {
@@ -188,7 +188,7 @@ impl Arguments<'_> {
                     [1, _] => ids.integers::<Ix2>("segment_ids", MEANING)?.into_iter().collect(),
                     _ => return Err(ids.wrong_rank("segment_ids", MEANING).into()),
                 };
-                Sequences::Packed(CuSeqlens::from_segment_ids(&flat)?)
+                Sequences::Packed(CuSeqlens::from_segment_ids(&flat, mask)?)
             }
             (Some(_), Some(ids)) => {
                 let given = ids.shape().to_vec();
@@ -220,10 +220,12 @@ impl<'s> Op<'s> {
         };
         let bias: Option<Array1<f64>> =
             arguments.bias.as_ref().map(|bias| bias.floats::<Ix1>("bias", "[V]")).transpose()?;
+        let mask = arguments.mask.truths("mask")?;
+        let sequences = arguments.sequences(&mask)?;
         let tokens = Problem {
             logits: (),
             ids: arguments.ids.integers("ids", "[B,T]")?,
-            mask: arguments.mask.truths("mask")?,
+            mask,
             advantages,
             old_logp: per_token("old_logp", &arguments.old_logp)?,
             ref_logp: per_token("ref_logp", &arguments.ref_logp)?,
@@ -232,7 +234,7 @@ impl<'s> Op<'s> {
                 rollout_weights: per_token("rollout_weights", &arguments.rollout_weights)?,
                 selected: arguments.selected.as_ref().map(|selected| selected.truths("selected")).transpose()?,
                 bias,
-                sequences: arguments.sequences()?,
+                sequences,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

@@ -82,8 +82,11 @@ struct Batch<'r> {
     reference: &'r Reference<'r>,
     spec: &'r LossSpec,
     /// `((b, t), token)`; empty for a row without one.
-    rows: Vec<Vec<((usize, usize), &'r Token)>>,
+    rows: Vec<Row<'r>>,
 }
+
+/// The unmasked tokens of a row, each with its place.
+type Row<'r> = Vec<((usize, usize), &'r Token)>;
 
 type OfToken<'f> = &'f dyn Fn(&Token) -> f64;
 
@@ -120,7 +123,7 @@ impl<'r> Batch<'r> {
     /// The mean of each row: `value` of any token where all share a ratio, else `Σ m·value / Σ m`, NaN for an empty row.
     fn row_means(&self, value: OfToken) -> Vec<f64> {
         let shared = self.spec.ratio.level == RatioLevel::Sequence && self.spec.ratio.clip.is_none();
-        let mean = |row: &Vec<((usize, usize), &Token)>| match row.first() {
+        let mean = |row: &Row| match row.first() {
             Some((_, token)) if shared => value(token),
             None if shared => 0.0,
             _ => row.iter().map(|(_, token)| value(token)).collect::<Sum>().value() / row.len() as f64,
@@ -269,7 +272,7 @@ impl<'r> Batch<'r> {
         let problem = self.reference.problem();
         let corrections = corrections(self.spec, problem);
         let sequences = problem.sequences();
-        let phi = |(s, row): (usize, &Vec<((usize, usize), &Token)>)| {
+        let phi = |(s, row): (usize, &Row)| {
             let of_empty = || log_weights(self.spec, problem, &corrections, &sequences[s]);
             let log_weight = row.first().map_or_else(of_empty, |(_, token)| token.inputs.row_log_weight);
             gamma_weight(vespo, log_weight, problem.tokens().advantage_of(&sequences[s]))

@@ -78,13 +78,18 @@ impl CuSeqlens {
     }
 
     /// Of segment ids, `[N]`: 1 for the tokens of the first sequence, 2 for those of the second, and so on; 0 for padding,
-    /// which the mask must hide, and which counts as a part of the sequence before it. An id that is passed over is an empty
+    /// which `mask`, `[1,N]`, hides, and which is a part of the sequence before it. An id that is passed over is an empty
     /// sequence.
     ///
     /// # Errors
-    /// [`ProblemError::SegmentId`] at the first that is negative, smaller than one before it or beyond `N`, or where all are 0.
-    pub fn from_segment_ids(ids: &[i64]) -> Result<Self, ProblemError> {
+    /// [`ProblemError::SegmentId`] at the first that is 0 on an unmasked token, negative, smaller than one before it or beyond
+    /// `N`, or where all are 0.
+    pub fn from_segment_ids(ids: &[i64], mask: &Array2<bool>) -> Result<Self, ProblemError> {
         let mut ends = vec![0];
+        if let Some(t) = ids.iter().zip(mask).position(|(id, counts)| *id == 0 && *counts) {
+            let expected = "a sequence's number, 1 or more, on an unmasked token".into();
+            return Err(ProblemError::SegmentId { t, given: 0, expected });
+        }
         for (t, &given) in ids.iter().enumerate().filter(|(_, id)| **id != 0) {
             let last = ends.len() - 1;
             let wrong = |expected: String| ProblemError::SegmentId { t, given, expected };
@@ -383,8 +388,11 @@ mod tests {
 
     #[test]
     fn segment_ids_are_cumulative_lengths() {
-        let of =
-            |ids: &[i64]| CuSeqlens::from_segment_ids(ids).map(|cu| cu.values().to_vec()).map_err(|e| e.to_string());
+        let of = |ids: &[i64]| {
+            CuSeqlens::from_segment_ids(ids, &Array2::from_shape_fn((1, ids.len()), |(_, t)| ids[t] != 0))
+                .map(|cu| cu.values().to_vec())
+                .map_err(|e| e.to_string())
+        };
         assert_eq!(of(&[1, 1, 2, 3, 3]), Ok(vec![0, 2, 3, 5]));
         // Padding between two is the first's, padding behind is nobody's, and 2 is empty.
         assert_eq!(of(&[0, 1, 0, 3, 3, 0]), Ok(vec![0, 3, 3, 5]));
@@ -398,6 +406,11 @@ mod tests {
             "`segment_ids[0]`: got -1, expected 0 for padding, or the sequence's number from 1 on"
         );
         assert_eq!(of(&[1, 9]).unwrap_err(), "`segment_ids[1]`: got 9, expected at most 2, the number of tokens");
+        let counts = Array2::from_elem((1, 3), true);
+        assert_eq!(
+            CuSeqlens::from_segment_ids(&[1, 0, 2], &counts).unwrap_err().to_string(),
+            "`segment_ids[1]`: got 0, expected a sequence's number, 1 or more, on an unmasked token"
+        );
         assert_eq!(of(&[0, 0]).unwrap_err(), "`segment_ids[0]`: got 0, expected a token of a sequence, 1 or more");
     }
 }

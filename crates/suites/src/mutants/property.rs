@@ -102,7 +102,7 @@ impl Class {
     }
 
     /// The case with its sequences packed, where that is what goes wrong.
-    pub(super) fn of_layout<P: Packable>(self, case: Case<P>) -> Case<P> {
+    fn of_layout<P: Packable>(self, case: Case<P>) -> Case<P> {
         if self == Class::Packing { case.packed() } else { case }
     }
 

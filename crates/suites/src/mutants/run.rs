@@ -354,7 +354,9 @@ const HEADS: [(usize, usize, HeadLayout); 2] =
 impl Production {
     /// What is run.
     pub fn parts(self) -> impl Iterator<Item = Part> {
-        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads()).map(|class| (class, None));
+        // Where sequences lie has nothing to do with the width.
+        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads() && *class != Class::Packing);
+        let on_logits = on_logits.map(|class| (class, None));
         let of_heads = Class::ALL.into_iter().filter(move |class| match self {
             Self::Short => *class == Class::HeadProducts,
             Self::Full => class.of_heads(),
@@ -382,8 +384,7 @@ impl Part {
             if short {
                 one_dtype(&mut recipes, |recipe| recipe.dtype);
             }
-            let case = |(spec, recipe)| self.class.of_layout(Case::generated(family, spec, &recipe));
-            let cases = recipes.into_iter().map(case);
+            let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
             return self.fates(&DEVICE_COUNTS, cases, grade);
         };
         let [batch, tokens] = if short && vocab == QWEN_VOCABULARY { [1, 3] } else { [2, 3] };
