@@ -445,7 +445,7 @@ bank! {
             "a sequence without a token counts one in the normaliser",
             "slime: a sample without tokens counts one";
         LastSequenceDropped, "last-sequence-dropped",
-            "`cu_seqlens` is read as [S]: the last sequence has no loss and no gradient", "";
+            "`cu_seqlens` is read without its last value: the last sequence has no loss and no gradient", "";
     }
     Indexing {
         AdvantageOfNeighbour, "advantage-of-neighbour",
