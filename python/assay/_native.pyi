@@ -144,6 +144,15 @@ class Problem:
     @property
     def bias(self) -> Array:
         """[V]: bias of the LM head."""
+    @property
+    def cu_seqlens(self) -> Array:
+        """[S+1] i64, where S sequences are packed into one row, [1,N]: 0, and where each ends."""
+    def pack(self) -> Problem:
+        """The same with its sequences packed into one row, each without the tokens behind the last that counts.
+
+        Raises:
+            ProblemError: They are packed already.
+        """
     def numpy(self) -> Arrays:
         """The arrays as NumPy's, read-only. bf16 is `ml_dtypes.bfloat16` where that package is installed; where not,
         `logits_bits` has the bits as uint16."""

@@ -9,7 +9,8 @@
 On the CPU, by the kernel that `assay` judges under the name `native`, without a copy of the logits. The forward pass reads them
 once; the backward pass reads them once more and writes dlogits, which are so of whatever cotangent there is and rounded once.
 
-Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states.
+Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
+`segment_ids` S sequences are packed into one row of N tokens.
 """
 
 import functools
@@ -59,10 +60,13 @@ _ARRAYS = (
     "rollout_weights",
     "selected",
     "bias",
+    "cu_seqlens",
+    "segment_ids",
 )
 _GIVEN = (
     "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
-    "Tensor? rollout_weights, Tensor? selected, Tensor? bias, Tensor? normalizer, str spec"
+    "Tensor? rollout_weights, Tensor? selected, Tensor? bias, Tensor? cu_seqlens, Tensor? segment_ids, "
+    "Tensor? normalizer, str spec"
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
 _SENT = "Tensor loss, Tensor logp, Tensor entropy"
@@ -291,6 +295,8 @@ def grpo_loss(
     rollout_weights: Tensor | None = None,
     selected: Tensor | None = None,
     bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
@@ -313,6 +319,9 @@ def grpo_loss(
         rollout_weights: `[B,T]` or `[B,1]`: importance weights against that.
         selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
         bias: `[V]`: of the LM head, where the spec has one.
+        cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
+            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights` are `[1,N]` or `[S,1]`.
+        segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
         normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
             normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
         hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
@@ -339,6 +348,8 @@ def grpo_loss(
         "rollout_weights": rollout_weights,
         "selected": selected,
         "bias": bias,
+        "cu_seqlens": cu_seqlens,
+        "segment_ids": segment_ids,
     }
     batch: dict[str, Any] = {
         "old_logps": old_logp is not None,

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from assay.jax import GrpoLoss, grpo_loss, grpo_loss_of_hidden, logp_and_entropy  # noqa: E402
 
 TRL = assay.spec("trl", beta=0.04)
-NAMES = ("mask", "advantages", "old_logp", "ref_logp")
+NAMES = ("mask", "advantages", "old_logp", "ref_logp", "cu_seqlens")
 CALLS = ("grpo_assay_loss", "grpo_assay_gradient", "grpo_assay_statistics")
 
 
@@ -374,3 +374,45 @@ def test_the_cpu_kernel_names_the_token_that_is_wrong(change: dict[str, Any], sa
     given: dict[str, Any] = {"ids": BATCH.ids, **BATCH.given, **change}
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=said):
         jax.grad(lambda x: grpo_loss(x, spec=TRL, **given).loss)(BATCH.logits).block_until_ready()
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_packed_sequences_are_judged(implementation: str) -> None:
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo", entropy_coef=0.01)
+    kernel = judged(spec, implementation)
+    for problem in assay.problems(spec, 2, seed=31, shapes=["4x6x97"], dtypes=("f32", "bf16")):
+        packed = problem.pack()
+        verdicts = packed.check(kernel(packed), grade="exact")
+        assert verdicts, verdicts
+
+
+def test_packed_hidden_states_have_the_loss_of_their_logits() -> None:
+    batch = Batch(4, 5, 32)
+    tokens = batch.ids.size
+    ends = jnp.asarray([0, 3, 3, 11, tokens - 2])
+    given = {name: jnp.reshape(array, (1, -1)) for name, array in batch.given.items() if name != "advantages"}
+    given |= {"advantages": batch.given["advantages"], "cu_seqlens": ends}
+    ids, logits = batch.ids.reshape(1, -1), batch.logits.reshape(1, tokens, -1)
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo")
+    loss = grpo_loss(logits, ids, spec=spec, **given)
+    of_head = grpo_loss_of_hidden(logits, jnp.eye(32), ids, spec=spec, chunk=3, **given)
+    assert of_head.logp.shape == (1, tokens) and bool((loss.logp[0, -2:] == 0.0).all())
+    np.testing.assert_allclose(of_head.loss, loss.loss, rtol=1e-6)
+
+
+def test_packed_sequences_that_do_not_fit_are_refused_by_name() -> None:
+    batch = Batch(1, 6, 32)
+
+    def refused(ends: list[int], spec: assay.Spec = TRL) -> str:
+        with pytest.raises(assay.ProblemError) as error:
+            batch.loss(batch.logits, cu_seqlens=jnp.asarray(ends), spec=spec)
+        return str(error.value)
+
+    assert refused([1, 6]).startswith("`cu_seqlens[0]`: got 1, expected 0")
+    assert refused([0, 4, 2]).startswith("`cu_seqlens[2]`: got 2, expected at least 4")
+    assert refused([0, 7]).startswith("`cu_seqlens[1]`: got 7, expected at most N = 6")
+    assert refused([0, 3, 6]).startswith("`advantages`: got shape [1], expected [2] or [1, 6]")
+    shares = assay.spec("trl", importance_sampling_level="sequence")
+    assert refused([0, 6], shares).startswith("`cu_seqlens`: got packed sequences for a loss whose tokens share a ratio")
+    width = assay.spec("trl", loss_type="dr_grpo", beta=0.04)
+    assert "no padded width" in refused([0, 6], width)

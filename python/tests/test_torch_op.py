@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import assay.torch  # noqa: E402
 
 ARRAYS = ("ids", "advantages", "mask", "old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias")
+ARRAYS += ("cu_seqlens",)
 G = [1.0, 1 / 7, -3.0]
 
 
@@ -253,6 +254,43 @@ def test_a_normalizer_joins_parts_of_a_batch() -> None:
     assert torch.equal(torch.cat([of_first, of_second]), gradient)
     with pytest.raises(assay.ProblemError, match="`normalizer`: got 5, expected none, or a spec whose `reduction`"):
         assay.torch.grpo_loss(logits, **arguments, spec="trl", loss_type="grpo", normalizer=5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_packed_sequences_have_the_bits_of_the_padded_batch(level: str) -> None:
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level=level, entropy_coef=0.01)
+    for problem in problems(spec, 8, dtypes=("f32", "bf16")):
+        packed = problem.pack()
+        got, expected = on_logits(packed), on_logits(problem)
+        verdicts = packed.check(got, grade="exact")
+        assert verdicts, verdicts
+        assert torch.equal(got["loss"], expected["loss"])
+        of_packed, of_padded = packed.torch().mask, problem.torch().mask
+        for name in ("logp", "entropy", "token_loss", "dlogits"):
+            assert torch.equal(got[name][of_packed], expected[name][of_padded]), name
+        by_ids = {**given(packed), "cu_seqlens": None, "segment_ids": segment_ids(packed)}
+        assert torch.equal(assay.torch.grpo_loss(packed.torch().logits, **by_ids, spec=packed.spec).loss, got["loss"])
+
+
+def segment_ids(packed: assay.Problem) -> Any:
+    ends = packed.torch().cu_seqlens
+    return torch.repeat_interleave(torch.arange(1, len(ends)), ends.diff())[None]
+
+
+def test_packed_sequences_that_do_not_fit_are_refused_by_name() -> None:
+    packed = next(iter(problems(assay.spec("trl"), 1, dtypes=("f32",)))).pack()
+    tokens = packed.shape[1]
+
+    def refused(ends: list[int], **more: Any) -> str:
+        arguments = {**given(packed), "cu_seqlens": torch.tensor(ends), **more}
+        with pytest.raises(assay.ProblemError) as error:
+            assay.torch.grpo_loss(packed.torch().logits, **arguments, spec=packed.spec)
+        return str(error.value)
+
+    assert refused([1, tokens]).startswith("`cu_seqlens[0]`: got 1, expected 0")
+    assert refused([0, 2, 1]).startswith("`cu_seqlens[2]`: got 1, expected at least 2")
+    assert refused([0, tokens + 1]).startswith(f"`cu_seqlens[1]`: got {tokens + 1}, expected at most N = {tokens}")
+    assert refused([0, tokens], segment_ids=segment_ids(packed)).startswith("`segment_ids`: got shape")
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -239,7 +239,8 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
         if implementation.device_counts().last().is_none_or(|&most| most < devices) {
             continue;
         }
-        let prepared = implementation.prepare(&spec, Given { shape, dtype: Dtype::F32, form: () }, devices).unwrap();
+        let prepared =
+            implementation.prepare(&spec, Given { shape, dtype: Dtype::F32, form: (), packed: None }, devices).unwrap();
         let one = prepared.compiled_memory().unwrap().peak_bytes();
         assert_eq!(prepared.host_bytes() as i64, one * devices as i64, "{id} on {devices}");
     }
@@ -328,7 +329,7 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
         let prepared = implementation
             .prepare(
                 &spec,
-                Given { shape: Shape { batch: 2, tokens: 4, vocab: 130 }, dtype: Dtype::Bf16, form: () },
+                Given { shape: Shape { batch: 2, tokens: 4, vocab: 130 }, dtype: Dtype::Bf16, form: (), packed: None },
                 devices,
             )
             .unwrap();
@@ -347,7 +348,11 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
     assert!(
         find::<Problem>("native", None)
             .unwrap()
-            .prepare(&spec, Given { shape: Shape { batch: 1, tokens: 1, vocab: 1 }, dtype: Dtype::F64, form: () }, 1)
+            .prepare(
+                &spec,
+                Given { shape: Shape { batch: 1, tokens: 1, vocab: 1 }, dtype: Dtype::F64, form: (), packed: None },
+                1
+            )
             .is_err()
     );
 }

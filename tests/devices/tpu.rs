@@ -250,7 +250,7 @@ fn head(id: &str) -> HeadProgram {
 /// What bf16 programs of a head are given; logits are rounded.
 fn bf16_head(shape: &str, layout: HeadLayout) -> Given<HeadProblem> {
     let form = HeadForm { layout, rounds_logits: true };
-    Given { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, form }
+    Given { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, form, packed: None }
 }
 
 fn compile_head(id: &str, given: Given<HeadProblem>, target: &Target) -> Result<Compiled, Failed> {

@@ -295,6 +295,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
             rollout_weights: Some(arr2(&[[0.75]])),
             selected: Some(arr2(&[[false, true]])),
             bias: Some(arr1(&[0.5, -1.0, 2.0, 4.0])),
+            ..Extra::default()
         },
     };
     let candidate = exported.run(&spec, problem, 2).unwrap();

@@ -6,7 +6,8 @@ use std::env;
 use std::path::Path;
 
 use assay::implementation::{Given, Implementation};
-use assay::judge::generate::{HeadRecipe, Regime};
+use assay::judge::generate::{HeadRecipe, Recipe, Regime};
+use assay::judge::packed::Twins;
 use assay::judge::tolerance::Limits;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
@@ -229,6 +230,32 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
     }
 }
 
+/// Sequences in one row, whose ends no chunk and no device's part ends at.
+#[test]
+fn every_output_of_packed_sequences_matches_reference() {
+    let sequence = LossSpec {
+        ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+        reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
+        entropy_coef: 0.01,
+        ..LossSpec::default()
+    };
+    let mut judged = 0;
+    for (head, counts) in placements(cpu_plugins()[0]) {
+        if !["xla-lm-head", "xla-lm-head-rows", "tile-lm-head", "tile-lm-head-mesh"].contains(&head.id()) {
+            continue;
+        }
+        let devices = *counts.last().expect("the plugin has eight devices");
+        let (_, recipe) = suites::device_heads(Dtype::F32, 1, 1).swap_remove(0);
+        let recipe =
+            HeadRecipe { recipe: Recipe { shape: [3, 9, 131], regime: Regime::Normal, ..recipe.recipe }, ..recipe };
+        let twins = Twins::of(&sequence, &recipe.problem(&sequence).expect("a valid recipe")).expect("no weights");
+        let known = Known::of(&twins.spec, &twins.packed).expect("a valid problem");
+        known.expect_right(&head, devices, &format!("packed {recipe:?}"));
+        judged += 1;
+    }
+    assert_eq!(judged, 4);
+}
+
 /// The baseline has no chunks: its program is the one of the other tests.
 #[test]
 fn registered_implementations_match_reference_in_one_chunk() {
@@ -278,7 +305,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
     for (name, spec) in specs() {
         for rounds_logits in [false, true] {
             let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits };
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
@@ -295,7 +322,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
 fn a_program_for_many_devices_holds_the_part_of_one() {
     let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form };
+    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();

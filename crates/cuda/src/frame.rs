@@ -11,7 +11,7 @@ use assay_algebra::rollout::Settled;
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Shaped, Temperature};
 use assay_algebra::transform::Columns;
-use assay_core::problem::{FloatArray, Metrics, Tokens};
+use assay_core::problem::{FloatArray, Metrics, Sequence, Tokens};
 use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
 use ndarray::{Array2, Ix0, Ix2, arr0};
 
@@ -20,6 +20,7 @@ pub(crate) struct Frame<'s> {
     loss: Shaped<'s>,
     ids: Vec<i32>,
     advantages: Array2<f64>,
+    sequences: Vec<Sequence>,
     settled: Settled,
     weights: Weights,
     /// Where columns differ before their softmax.
@@ -52,8 +53,9 @@ impl<'s> Frame<'s> {
             loss,
             // What the mask hides may be anything; its loss is never used.
             ids: tokens.ids.iter().map(|&id| i32::try_from(id).unwrap_or(0)).collect(),
-            advantages: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            weights: Weights::of(loss.spec, &settled.mask),
+            advantages: tokens.advantages_of_tokens(),
+            sequences: tokens.sequences(),
+            weights: Weights::of(loss.spec, &settled.mask, &tokens.extra.sequences),
             settled,
             columns: transform.map(|_| Columns::of(loss.spec, tokens, vocab)),
         }
@@ -120,7 +122,7 @@ impl<'s> Frame<'s> {
                     Given::Weight => known.weight,
                     Given::Mask => 1.0,
                     Given::KlShare => known.kl_share,
-                    Given::EntropyFactor => self.weights.entropy[at.0],
+                    Given::EntropyFactor => self.weights.entropy[at],
                 };
                 *value = given as f32;
             }
@@ -203,9 +205,8 @@ impl<'s> Frame<'s> {
         let (rows, columns) = softmaxes.dim();
         let loss = Loss::of(spec, structure, [rows, columns]);
         let mut all = Array2::from_shape_simple_fn((rows, columns), || None);
-        for b in 0..rows {
-            let places: Vec<(usize, usize)> =
-                (0..columns).map(|t| (b, t)).filter(|&at| self.settled.mask[at]).collect();
+        for sequence in &self.sequences {
+            let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
                 Scored { known: self.known(at), logp, entropy }
@@ -232,7 +233,7 @@ impl<'s> Frame<'s> {
             set(Scale::Others, logp.others);
             set(Scale::Mask, 1.0);
             if structure.entropy_bonus.is_some() {
-                set(Scale::Bonus, self.weights.entropy[at.0] * tempered / entropy.sum);
+                set(Scale::Bonus, self.weights.entropy[at] * tempered / entropy.sum);
                 set(Scale::MeanGap, entropy.mean_gap);
             }
         }

@@ -100,7 +100,7 @@ impl Driven {
     }
 
     fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s>, RunError> {
-        self.supports(spec, given.shape, given.dtype, devices)?;
+        self.supports_given(spec, given, devices)?;
         let (target, context) = (self.target()?, self.context()?);
         let loss = Shaped::of(spec);
         let kernels = self.program.gpu_kernels_for(loss, given.shape, given.dtype, 1, target);
@@ -141,6 +141,10 @@ impl Implementation for Driven {
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         self.program.supports(spec, shape, dtype, devices).map_err(|error| self.unsupported(error))
+    }
+
+    fn takes_packed(&self) -> bool {
+        true
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {

@@ -10,7 +10,7 @@
 //! Per-token arrays are `[B,T]` and what is handed over `[B,T,8]`, f32, its columns named below, 0 in the others and where
 //! the mask hides a token. A column is rounded once from f64.
 
-use ndarray::{Array2, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
+use ndarray::{Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
 use rayon::prelude::*;
 
 use super::{
@@ -20,7 +20,7 @@ use crate::row::Scales;
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped};
 use assay_core::implementation::RunError;
-use assay_core::problem::{ProblemError, Shape};
+use assay_core::problem::{ProblemError, Sequences, Shape};
 use assay_core::spec::LossSpec;
 
 /// Columns of what is handed over a token.
@@ -162,22 +162,30 @@ impl Native {
         weighed.check(vocab)?;
         let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs } = weighed;
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
-        let weight = |k: usize| weights.column(k).mapv(f64::from);
+        let rows = Sequences::Rows;
+        let weight = |of_row: &dyn Fn(ArrayView1<f32>) -> f64| {
+            let of_rows: Vec<f64> = weights.rows().into_iter().map(of_row).collect();
+            rows.spread(mask.dim(), &of_rows)
+        };
+        let sequences = rows.places(mask.dim());
         let ids = ids.mapv(i64::from);
         let batch = Batch {
             spec,
             structure: Shaped::of(spec).structure,
             softmaxes,
             ids: &ids,
+            // The caller adds up losses.
+            advantage_of_rows: vec![0.0; sequences.len()],
+            sequences,
             advantage: wide(advantages),
             settled: Settled {
                 mask: mask.to_owned(),
                 inputs: inputs.iter().map(|(input, values)| (*input, wide(values))).collect(),
             },
             weights: Weights {
-                policy: weight(0).to_vec(),
-                kl: (weight(0) * weight(1)).to_vec(),
-                entropy: weight(2).to_vec(),
+                policy: weight(&|row| f64::from(row[0])),
+                kl: weight(&|row| f64::from(row[0]) * f64::from(row[1])),
+                entropy: weight(&|row| f64::from(row[2])),
             },
             // They are in the weights.
             cotangents: Cotangents::default(),

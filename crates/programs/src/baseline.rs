@@ -325,7 +325,7 @@ mod tests {
         let structure = Structure::of(spec);
         let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
         let given = LogitsGiven { dtype: Dtype::Bf16, to_kernels: false, row_major: false, donated: true };
-        program(structure, Share::of(SHAPE, mesh, ANY_DEVICE), given, inside)
+        program(structure, Share::of(SHAPE, None, mesh, ANY_DEVICE), given, inside)
     }
 
     fn spec(x: f64) -> LossSpec {

@@ -198,11 +198,12 @@ impl Programs for LossProgram {
         devices: usize,
         device @ Device { machine, lowering }: Device,
     ) -> Result<String, Unsupported> {
-        let implementation::Given { shape, dtype, form: () } = given;
+        let implementation::Given { shape, dtype, form: (), packed } = given;
         self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine, ptx: self.ptx_target(lowering) })
+        let calls = Calls { dtype, lowering, machine, ptx: self.ptx_target(lowering) };
+        self.program(loss.structure, (shape, packed), mesh, calls)
     }
 
     fn has_kernels(self) -> bool {
@@ -241,7 +242,13 @@ impl LossProgram {
     }
 
     /// The program of one device of `mesh`.
-    fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
+    fn program(
+        self,
+        structure: Structure,
+        (shape, packed): (Shape, Option<usize>),
+        mesh: Mesh,
+        calls: Calls,
+    ) -> Result<String, Unsupported> {
         let Calls { dtype, lowering, machine, ptx } = calls;
         let logits = LogitsGiven {
             dtype,
@@ -249,7 +256,7 @@ impl LossProgram {
             row_major: lowering == Lowering::Mosaic,
             donated: !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(Alternative::Kept)),
         };
-        let share = Share::of(shape, mesh, machine);
+        let share = Share::of(shape, packed, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
             program::program(structure, share, logits, |on, given, logits| inside(on, given, logits))
         };
@@ -298,7 +305,7 @@ impl LossProgram {
             self.supports(loss.spec, local, dtype, devices)?;
             return self.program(
                 loss.structure,
-                local,
+                (local, None),
                 mesh,
                 Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
             );
@@ -314,7 +321,7 @@ impl LossProgram {
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         self.program(
             loss.structure,
-            Shape { batch, ..local },
+            (Shape { batch, ..local }, None),
             mesh,
             Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
         )
@@ -501,11 +508,11 @@ mod tests {
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
         let columns = |platform| {
             let device = Device::in_loops(platform, "TPU v6 lite");
-            let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+            let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
             let cut = LossProgram::all().into_iter();
             let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
             let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = HeadProgram::all().into_iter();
             let cut = cut.filter(|head| head.sharding() == Sharding::Vocab && !head.is_for_gpus());
             let of_heads = cut.map(|head| head.text(Shaped::of(&spec), given, 8, device).unwrap());
@@ -537,7 +544,7 @@ mod tests {
             let text = |xla: &LossProgram| {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
-                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
                 xla.text(Shaped::of(spec), given, 1, Device::ANY).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole() && !xla.is_for_gpus()).filter(takes) {
@@ -546,7 +553,7 @@ mod tests {
                 same += 1;
             }
             let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let of_gpus = cut.is_for_gpus();

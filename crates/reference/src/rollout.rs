@@ -3,7 +3,7 @@
 use ndarray::Array2;
 
 use super::sum::Sum;
-use assay_core::problem::Problem;
+use assay_core::problem::{Problem, Sequence};
 use assay_core::spec::{
     LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Terms,
@@ -38,14 +38,14 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
     Corrections { mask, accepted, accepted_by_kl, weights }
 }
 
-/// `y = old_logp − rollout_logp` of the unmasked tokens of row `b`, with their places; 0 where the sampler did not score.
-fn log_ratios(problem: &Problem, b: usize) -> Vec<(usize, f64)> {
+/// `y = old_logp − rollout_logp` of the unmasked tokens of a sequence, with their places; 0 where the sampler did not score.
+fn log_ratios(problem: &Problem, sequence: &Sequence) -> Vec<((usize, usize), f64)> {
     let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
-    let unmasked = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]);
+    let unmasked = sequence.places().filter(|&at| problem.mask[at]);
     unmasked
-        .map(|t| {
-            let y = old[[b, t]] - rollout[[b, t]];
-            (t, if y.is_nan() { 0.0 } else { y })
+        .map(|at| {
+            let y = old[at] - rollout[at];
+            (at, if y.is_nan() { 0.0 } else { y })
         })
         .collect()
 }
@@ -54,13 +54,15 @@ fn log_ratios(problem: &Problem, b: usize) -> Vec<(usize, f64)> {
 fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
     let mut stays = Array2::from_elem(problem.mask.dim(), true);
     let within = |statistic: f64| rejection.min.is_none_or(|min| statistic >= min) && statistic <= rejection.max;
-    for b in 0..problem.mask.nrows() {
-        let tokens: Vec<(usize, f64)> =
-            log_ratios(problem, b).into_iter().map(|(t, y)| (t, divergence(rejection.estimator, y))).collect();
+    for sequence in problem.sequences() {
+        let tokens: Vec<((usize, usize), f64)> = log_ratios(problem, &sequence)
+            .into_iter()
+            .map(|(at, y)| (at, divergence(rejection.estimator, y)))
+            .collect();
         let sum = tokens.iter().map(|(_, k)| *k).collect::<Sum>().value();
         let count = tokens.len().max(1) as f64;
-        for &(t, own) in &tokens {
-            stays[[b, t]] = within(match rejection.level {
+        for &(at, own) in &tokens {
+            stays[at] = within(match rejection.level {
                 RejectionLevel::Token => own,
                 RejectionLevel::SequenceSum => sum,
                 RejectionLevel::SequenceMean => sum / count,
@@ -87,7 +89,7 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
         RolloutSource::Logp => computed_weights(rollout, problem),
     };
     if rollout.normalize {
-        let mean = mean_weight(rollout.level, &weights, &problem.mask);
+        let mean = mean_weight(rollout.level, &weights, problem);
         if mean > 1e-8 {
             weights.mapv_inplace(|weight| weight / mean);
         }
@@ -97,16 +99,19 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
-    let at = |b: usize, t: usize| given[[b, if given.ncols() == 1 { 0 } else { t }]];
-    let geometric = |b: usize| {
-        let unmasked: Vec<usize> = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]).collect();
-        let logs = unmasked.iter().map(|&t| (at(b, t) + 1e-10).ln()).collect::<Sum>().value();
-        (logs / (unmasked.len() as f64 + 1e-8)).exp()
-    };
-    Array2::from_shape_fn(problem.mask.dim(), |(b, t)| match rollout.level {
-        RolloutLevel::Geometric => geometric(b),
-        _ => at(b, t),
-    })
+    let sequences = problem.sequences();
+    let one_a_sequence = given.dim() != problem.mask.dim();
+    let mut weights = Array2::ones(problem.mask.dim());
+    for sequence in &sequences {
+        let given_at = |at: (usize, usize)| if one_a_sequence { given[[sequence.index, 0]] } else { given[at] };
+        let unmasked: Vec<(usize, usize)> = sequence.places().filter(|&at| problem.mask[at]).collect();
+        let logs = unmasked.iter().map(|&at| (given_at(at) + 1e-10).ln()).collect::<Sum>().value();
+        let geometric = (logs / (unmasked.len() as f64 + 1e-8)).exp();
+        for at in sequence.places() {
+            weights[at] = if rollout.level == RolloutLevel::Geometric { geometric } else { given_at(at) };
+        }
+    }
+    weights
 }
 
 fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
@@ -119,12 +124,12 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
         Outside::Mask if within(weight) => weight,
         Outside::Mask => 0.0,
     };
-    for b in 0..problem.mask.nrows() {
-        let tokens = log_ratios(problem, b);
+    for sequence in problem.sequences() {
+        let tokens = log_ratios(problem, &sequence);
         let sum = tokens.iter().map(|(_, y)| *y).collect::<Sum>().value();
         let geometric = exp(sum / tokens.len().max(1) as f64);
-        for &(t, y) in &tokens {
-            weights[[b, t]] = match rollout.level {
+        for &(at, y) in &tokens {
+            weights[at] = match rollout.level {
                 RolloutLevel::Token => bounded(exp(y)),
                 RolloutLevel::Sequence => bounded(exp(sum)),
                 RolloutLevel::Geometric => bounded(geometric),
@@ -137,12 +142,12 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
 }
 
 /// The mean over unmasked tokens, or over rows that have any of their own mean.
-fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, mask: &Array2<bool>) -> f64 {
-    let of_row = |b: usize| {
-        let row = weights.row(b).into_iter().zip(mask.row(b)).filter(|(_, counts)| **counts).map(|(w, _)| *w);
+fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, problem: &Problem) -> f64 {
+    let of_row = |sequence: &Sequence| {
+        let row = sequence.places().filter(|&at| problem.mask[at]).map(|at| weights[at]);
         row.collect::<Vec<f64>>()
     };
-    let rows: Vec<Vec<f64>> = (0..mask.nrows()).map(of_row).filter(|row| !row.is_empty()).collect();
+    let rows: Vec<Vec<f64>> = problem.sequences().iter().map(of_row).filter(|row| !row.is_empty()).collect();
     let mean = |values: &[f64]| values.iter().copied().collect::<Sum>().value() / (values.len() as f64 + 1e-8);
     match level {
         RolloutLevel::Token | RolloutLevel::TokenGatedByGeometric => mean(&rows.concat()),
@@ -153,9 +158,9 @@ fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, mask: &Array2<bool>) 
     }
 }
 
-/// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of row `b`: over all tokens or the unmasked ones, or once where the weight
+/// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of a sequence: over all tokens or the unmasked ones, or once where the weight
 /// is of the whole sequence.
-pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, b: usize) -> f64 {
+pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, sequence: &Sequence) -> f64 {
     let Some(rollout) = &spec.rollout else { return 0.0 };
     let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
     let log = |weight: f64| weight.ln().clamp(1e-8_f64.ln(), 20.0);
@@ -163,7 +168,7 @@ pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corr
     let given_a_row = given && problem.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
     let of_row = given_a_row || matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
     // A computed weight under the mask is 1, of logarithm 0.
-    let read = |t: usize| corrections.mask[[b, t]] || (masked_too && given);
-    let mut logs = (0..problem.mask.ncols()).filter(|&t| read(t)).map(|t| log(corrections.weights[[b, t]]));
+    let read = |at: &(usize, usize)| corrections.mask[*at] || (masked_too && given);
+    let mut logs = sequence.places().filter(read).map(|at| log(corrections.weights[at]));
     if of_row { logs.next().unwrap_or(0.0) } else { logs.collect::<Sum>().value() }
 }

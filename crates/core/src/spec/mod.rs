@@ -579,6 +579,42 @@ impl LossSpec {
         self.rollout.as_ref().is_some_and(of_logp) || !self.rejection.is_empty()
     }
 
+    /// The averagings that are asked for, by the name of the length that each may have.
+    fn averagings(&mut self) -> impl Iterator<Item = (&'static str, &mut Reduction)> {
+        let kl = self.kl.as_mut().and_then(|kl| kl.averaging.as_mut());
+        let entropy = self.entropy_averaging.as_mut();
+        let own = [("kl.averaging", kl), ("entropy_averaging", entropy)];
+        let own = own.into_iter().filter_map(|(field, of)| Some((field, &mut of?.reduction)));
+        std::iter::once(("reduction", &mut self.reduction)).chain(own)
+    }
+
+    /// Checks that no mean is over the padded width, which packed sequences do not have.
+    ///
+    /// # Errors
+    /// The setting that has one.
+    pub fn expect_no_width(&self) -> Result<(), &'static str> {
+        let mut spec = self.clone();
+        let wide = spec.averagings().find(|(_, of)| matches!(of, Reduction::FixedLength { length: None, .. }));
+        wide.map_or(Ok(()), |(field, _)| {
+            Err(match field {
+                "kl.averaging" => "kl.averaging.reduction.fixed_length.length",
+                "entropy_averaging" => "entropy_averaging.reduction.fixed_length.length",
+                _ => "reduction.fixed_length.length",
+            })
+        })
+    }
+
+    /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
+    #[must_use]
+    pub fn of_width(mut self, width: usize) -> Self {
+        for (_, of) in self.averagings() {
+            if let Reduction::FixedLength { length: length @ None, .. } = of {
+                *length = Some(width);
+            }
+        }
+        self
+    }
+
     /// The reduction of the KL penalty.
     pub fn kl_averaging(&self) -> Averaging {
         self.kl.as_ref().and_then(|kl| kl.averaging).unwrap_or_else(|| self.averaging())

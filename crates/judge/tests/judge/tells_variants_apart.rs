@@ -38,6 +38,7 @@ fn problem(advantages: AdvantageLevel) -> Problem {
         rollout_weights: Some(wave(1.1).mapv(|x| (0.5 * x).exp())),
         selected: Some(wave(2.0).mapv(|x| x > 0.5)),
         bias: None,
+        ..Extra::default()
     };
     if let Advantages::Sequence(advantages) = &mut problem.advantages {
         advantages.assign(&ndarray::arr1(&[1.25, -0.75, 0.5, -1.5, 0.875]));

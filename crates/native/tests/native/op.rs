@@ -60,6 +60,8 @@ fn arguments(problem: &Problem) -> Arguments<'_> {
         rollout_weights: None,
         selected: None,
         bias: None,
+        cu_seqlens: None,
+        segment_ids: None,
     }
 }
 

@@ -61,7 +61,9 @@ use serde_json::Value;
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
 use crate::xla::shards::{Block, gather};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
-use assay_core::implementation::{BackendError, FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
+use assay_core::implementation::{
+    BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
+};
 use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
@@ -347,8 +349,7 @@ impl Implementation for Exported {
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        let shape = problem.check(spec)?;
-        self.supports(spec, shape, problem.logits.dtype(), devices)?;
+        self.supports_given(spec, Given::of(spec, &problem)?, devices)?;
         let client = self.client()?;
         let executable = self.executable(&client)?;
         let on_one = |device: usize| -> Result<Vec<Buffer>, RuntimeError> {

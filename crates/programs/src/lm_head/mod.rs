@@ -294,7 +294,7 @@ impl HeadProgram {
         target: Target,
     ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
-        let implementation::Given { shape, dtype, form } = given;
+        let implementation::Given { shape, dtype, form, .. } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
         if self.core != Core::Gpu {
             return Ok(vec![]);
@@ -324,9 +324,9 @@ impl HeadProgram {
         machine: Machine,
     ) -> String {
         let structure = loss.structure;
-        let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits } } = given;
+        let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed } = given;
         let logits_dtype = if rounds_logits { dtype } else { Dtype::F32 };
-        let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), mesh, machine);
+        let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), packed, mesh, machine);
         let parts = if self.scattered { mesh.vocab } else { 1 };
         let states = if parts > 1 { vec![(b * t).div_ceil(parts), shape.hidden] } else { vec![b, t, shape.hidden] };
         let parameters = |builder: &mut Builder| {
@@ -383,7 +383,7 @@ mod tests {
         let spec = LossSpec::default();
         let shape = HeadShape { batch: 1, tokens: 2048, hidden, vocab };
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-        let given = implementation::Given { shape, dtype: Dtype::Bf16, form };
+        let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
         let head = HeadProgram {
             sum_bytes,
             ..HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head").unwrap()
@@ -414,7 +414,7 @@ mod tests {
         let head = HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head-rows-scattered").unwrap();
         let text = |tokens| {
             let shape = HeadShape { batch: 8, tokens, hidden: 4094, vocab: 151_936 };
-            let given = implementation::Given { shape, dtype: Dtype::Bf16, form };
+            let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
             head.program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap()
         };
         // As many logits as the gradient has bytes in f32, less than a chunk of eight rows.

@@ -14,6 +14,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
+use assay_judge::packed::Packable;
 use assay_judge::tolerance::{Grade, Limits, Tolerances};
 use assay_judge::trial::Known;
 use assay_judge::variants;
@@ -47,6 +48,14 @@ impl Case {
     }
 }
 
+impl<P: Packable> Case<P> {
+    /// The same with its sequences packed into one row.
+    pub(super) fn packed(self) -> Self {
+        let spec = self.spec.of_width(self.problem.width());
+        Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
+    }
+}
+
 impl Case<HeadProblem> {
     /// The same with an LM head.
     pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
@@ -66,7 +75,7 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 }
 
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
-/// regimes, every named choice of a spec, and the vocabulary of Qwen.
+/// regimes, every named choice of a spec, the vocabulary of Qwen, and packed sequences.
 pub fn property_cases() -> Vec<Case> {
     let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
     let random = drawn
@@ -82,7 +91,7 @@ pub fn property_cases() -> Vec<Case> {
             })
         },
     );
-    random.chain(named).chain(wide_cases()).collect()
+    random.chain(named).chain(wide_cases()).chain(Class::Packing.property()).collect()
 }
 
 /// The same of heads: random specs and regimes, from a fixed seed.
@@ -342,7 +351,9 @@ pub struct Part {
 impl Production {
     /// What is run.
     pub fn parts(self) -> impl Iterator<Item = Part> {
-        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads()).map(|class| (class, None));
+        // Where sequences lie has nothing to do with the width.
+        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads() && *class != Class::Packing);
+        let on_logits = on_logits.map(|class| (class, None));
         let of_heads = Class::ALL.into_iter().filter(move |class| match self {
             Self::Short => *class == Class::HeadProducts,
             Self::Full => class.of_heads(),
