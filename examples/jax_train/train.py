@@ -39,9 +39,6 @@ import task
 from assay.jax import grpo_loss, logp_and_entropy
 from policy import Policy
 
-# On forced CPU devices two programs with collectives may wait for each other's threads: one at a time.
-jax.config.update("jax_cpu_enable_async_dispatch", False)
-
 Batch = dict[str, Any]
 
 
@@ -367,7 +364,7 @@ def main() -> None:
     config["steps"] = asked.steps or config["steps"]
     if asked.what == "memory":
         for enabled in (False, True):
-            print(ahead.memory(config, asked.target, enabled, stepper, optimizer))
+            print(ahead.memory(config, asked.target, enabled, Policy, stepper, optimizer), flush=True)
         return
     if asked.what == "train":
         records = Run(config, config["grpo_kernel"]["enabled"], asked.out).run()

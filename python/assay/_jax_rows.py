@@ -62,6 +62,11 @@ class Plan:
         """The per-token arrays beside ids, mask and advantages."""
         return tuple(self.of["inputs"])
 
+    @functools.cached_property
+    def biased(self) -> bool:
+        """Whether an array of columns comes after those: a bias."""
+        return bool(self.spec.to_dict()["logits"]["bias"])
+
 
 # ---- the arithmetic between the logits and their gradient
 
@@ -398,7 +403,7 @@ def _share(
     kernels, of = KERNELS[plan.implementation], plan.of
     columns = logits.shape[-1]
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
-    *inputs, bias = (*inputs,) if of["has_bias"] else (*inputs, None)
+    *inputs, bias = (*inputs,) if plan.biased else (*inputs, None)
     part = Part(logits, first, bias)
     if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
         evaluated = kernels.loss(plan, part, ids, mask, advantages, weights, *inputs)
@@ -445,6 +450,19 @@ def _axes(entry: Any) -> Axes:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
+def _expect_even(mesh: Any, logits: Any) -> None:
+    """XLA fills the last device's part up with anything, which would count as columns and as tokens."""
+    extents = zip(("sequences", "tokens", "columns"), logits.shape, (*logits.sharding.spec, None, None, None), strict=False)
+    for what, extent, entry in extents:
+        devices = math.prod(mesh.shape[axis] for axis in _axes(entry))
+        if extent % devices:
+            axes = ", ".join(f"`{axis}`" for axis in _axes(entry))
+            raise ProblemError(
+                f"`logits`: got {extent} {what} cut over the {devices} devices of {axes}, expected a multiple of {devices}: as many "
+                "on each"
+            )
+
+
 @functools.lru_cache(maxsize=256)
 def _partitioned(plan: Plan, backward: bool) -> Any:
     """`_share` of whole arrays, which under `jit` is computed on each device from what that holds, however logits are cut."""
@@ -457,13 +475,14 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
         of = functools.partial(NamedSharding, mesh)
         per_token, per_row = of(PartitionSpec(batch, tokens)), of(PartitionSpec(batch, None))
         of_logits = of(PartitionSpec(batch, tokens, vocab))
-        bias = [of(PartitionSpec(vocab))] * plan.of["has_bias"]
+        bias = [of(PartitionSpec(vocab))] * plan.biased
         arguments = [of_logits, *[per_token] * 3, per_row, *[per_token] * len(plan.inputs), *bias]
         columns = of(PartitionSpec(batch, tokens, None))
         return (_axes(tokens), _axes(vocab)), arguments, (columns, of_logits) if backward else (columns,)
 
     def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
         (token_axes, vocab_axes), of_arguments, of_results = shardings(mesh, arguments[0].sharding)
+        _expect_even(mesh, arguments[0])
         # What lies alike on all of its devices is not cut.
         cut = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in (token_axes, vocab_axes)]
         return mesh, functools.partial(_share, plan, backward, *cut), of_results, tuple(of_arguments)
@@ -471,7 +490,7 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
     def infer(mesh: Any, arguments: Any, _: Any) -> Any:
         return shardings(mesh, arguments[0].sharding)[2]
 
-    operands = ["b t v", *["b t"] * 3, "b w", *["b t"] * len(plan.inputs), *["v"] * plan.of["has_bias"]]
+    operands = ["b t v", *["b t"] * 3, "b w", *["b t"] * len(plan.inputs), *["v"] * plan.biased]
     rule = f"{', '.join(operands)} -> {', '.join(['b t c', *['b t v'] * backward])}"
     op = custom_partitioning(whole)
     op.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
@@ -487,7 +506,7 @@ def _folded(plan: Plan, call: Callable[..., tuple[Array, ...]]) -> Callable[...,
 
     @mapped.def_vmap
     def rule(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        of_rows = len(arrays) - plan.of["has_bias"]
+        of_rows = len(arrays) - plan.biased
         if any(batched[of_rows:]):
             raise ProblemError(f"`bias`: got {size} of them under `vmap`, expected one for all")
         every = [
@@ -505,7 +524,7 @@ def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -
     """The same where types say how arrays are cut (a mesh whose axes are `Explicit`): a `shard_map` within."""
     batch, tokens, vocab = (*of_logits, None, None, None)[:3]
     per_token = PartitionSpec(batch, tokens)
-    bias = [PartitionSpec(vocab)] * plan.of["has_bias"]
+    bias = [PartitionSpec(vocab)] * plan.biased
     operands = (of_logits, *[per_token] * 3, PartitionSpec(batch, None), *[per_token] * len(plan.inputs), *bias)
     results = (PartitionSpec(batch, tokens, None), *[of_logits] * backward)
     share = functools.partial(_share, plan, backward, _axes(tokens), _axes(vocab))

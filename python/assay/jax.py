@@ -530,7 +530,7 @@ def _per_token(name: str, array: Array | None, shape: tuple[int, ...]) -> Array:
 
 def _bias(plan: Plan, bias: Array | None, columns: int) -> tuple[Array, ...]:
     """The bias that the spec reads, if it does."""
-    if not plan.of["has_bias"]:
+    if not plan.biased:
         if bias is not None:
             raise ProblemError("`bias`: got an array, expected none: the spec has no `logits.bias`")
         return ()

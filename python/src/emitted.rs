@@ -113,7 +113,8 @@ fn kernels(
         let program = LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is among them");
         write(program, loss, shape, dtype)
     });
-    let two_pass: [Kernel; 2] = two_pass.map_err(|reason| error::other(py, reason))?.try_into().ok().expect("two passes");
+    let two_pass: [Kernel; 2] =
+        two_pass.map_err(|reason| error::other(py, reason))?.try_into().ok().expect("two passes");
     let [statistics, gradient] = two_pass;
     // Where it is not, the other two are.
     let one_pass = one_pass.ok().and_then(|kernels| kernels.into_iter().next()).map(|kernel| {

@@ -134,8 +134,6 @@ struct Plan {
     /// The arrays that are read beside ids, mask and advantages, in order.
     inputs: Vec<&'static str>,
     has_kl: bool,
-    /// Whether there is a bias, after those.
-    has_bias: bool,
     policy: Divisor,
     /// Where the KL penalty has a reduction of its own.
     kl: Option<Divisor>,
@@ -158,7 +156,10 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, nat
     let beside_logits = LossSpec { logits, support, ..spec.clone() };
     Reach::Row.expect(if native { &beside_logits } else { spec }).map_err(|beyond| {
         let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
-        error::of_spec(py, format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported))
+        error::of_spec(
+            py,
+            format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
+        )
     })?;
     let rate = if native { rate(spec) } else { 1.0 };
     let loss @ Shaped { structure, .. } = Shaped::of(spec);
@@ -180,7 +181,6 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, nat
         couples_rows: structure.couples_rows(),
         inputs: structure.inputs().into_iter().map(Input::name).collect(),
         has_kl: structure.kl.is_some(),
-        has_bias: spec.logits.bias,
         policy: divisor(structure.denominator, Number::Denominator, Number::DenominatorEpsilon),
         kl: kl.map(|kl| divisor(kl, Number::KlDenominator, Number::KlDenominatorEpsilon)),
         entropy: structure

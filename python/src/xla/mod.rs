@@ -71,7 +71,11 @@ fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Resul
     let expected = || format!("`first_column`: got {first}, expected 0 or more");
     let first_column = usize::try_from(first).map_err(|_| expected())?;
     let bias = bias(spec, &mut rest)?;
-    if rest.is_empty() { Ok(Part { first_column, bias }) } else { Err(format!("arguments: got {} too many", rest.len())) }
+    if rest.is_empty() {
+        Ok(Part { first_column, bias })
+    } else {
+        Err(format!("arguments: got {} too many", rest.len()))
+    }
 }
 
 /// Does `work` with the element type of `logits`.
