@@ -73,14 +73,14 @@ def gpus(chip: str, folder: str) -> list[Any]:
 def memory(
     config: dict[str, Any],
     target: str,
-    enabled: bool,
     policy_of: Callable[..., Any],
     stepper: Callable[..., Any],
     optimizer: Callable[..., Any],
-) -> str:
-    """What a step of the settings' `ahead` takes on each device, in words."""
+) -> Iterator[str]:
+    """What a step of the settings' `ahead` takes on each device, in words, by autodiff and by the kernel."""
     shape = dict(config["ahead"])
     batch, tokens = shape.pop("batch"), shape.pop("tokens")
+    logits = batch * tokens * shape["vocab"] * 2
 
     def like(tree: Any, sharding: Any) -> Any:
         return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), tree)
@@ -99,19 +99,18 @@ def memory(
         given = {name: jax.ShapeDtypeStruct((sequences, tokens), dtype) for name, dtype in per_token.items()}
         given["advantages"] = jax.ShapeDtypeStruct((sequences,), jnp.float32)
         whole = jax.ShapeDtypeStruct((sequences, tokens + 1), jnp.int32)
-        _, update = stepper(config, mesh, enabled, target.partition(":")[0] if enabled else None)
-        traced = jax.jit(update, donate_argnums=(0, 1)).trace(
-            like(policy, everywhere), like(state, everywhere), like(whole, rows), like(given, rows)
-        )
-        compiled = traced.lower(lowering_platforms=(platform,)).compile()
-        used = compiled.memory_analysis()
-    calls = sum(compiled.as_text().count(f'custom_call_target="{name}"') for name in CALLS)
-    logits = batch * tokens * shape["vocab"] * 2
-    return (
-        f"{target}, grpo_kernel {'on' if enabled else 'off'}: {used.temp_size_in_bytes:,} bytes of temp on each device, "
-        f"{used.temp_size_in_bytes / logits:.2f} times its logits of {logits:,}; arguments {used.argument_size_in_bytes:,}; "
-        f"kernels called {calls}"
-    )
+        arguments = (like(policy, everywhere), like(state, everywhere), like(whole, rows), like(given, rows))
+        for enabled in (False, True):
+            _, update = stepper(config, mesh, enabled, target.partition(":")[0] if enabled else None)
+            traced = jax.jit(update, donate_argnums=(0, 1)).trace(*arguments)
+            compiled = traced.lower(lowering_platforms=(platform,)).compile()
+            used, text = compiled.memory_analysis(), compiled.as_text()
+            calls = sum(text.count(f'custom_call_target="{name}"') for name in CALLS)
+            yield (
+                f"{target}, grpo_kernel {'on' if enabled else 'off'}: {used.temp_size_in_bytes:,} bytes of temp on each device, "
+                f"{used.temp_size_in_bytes / logits:.2f} times its logits of {logits:,}; arguments {used.argument_size_in_bytes:,}; "
+                f"kernels called {calls}"
+            )
 
 
 #: What a kernel is called by on a TPU and on a GPU.

@@ -363,8 +363,8 @@ def main() -> None:
     config = yaml.safe_load(asked.config.read_text())
     config["steps"] = asked.steps or config["steps"]
     if asked.what == "memory":
-        for enabled in (False, True):
-            print(ahead.memory(config, asked.target, enabled, Policy, stepper, optimizer), flush=True)
+        for line in ahead.memory(config, asked.target, Policy, stepper, optimizer):
+            print(line, flush=True)
         return
     if asked.what == "train":
         records = Run(config, config["grpo_kernel"]["enabled"], asked.out).run()

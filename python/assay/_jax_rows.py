@@ -291,9 +291,10 @@ class _Emitted:
         of.update(kl_share=weights[:, 1:2], entropy_factor=weights[:, 2:3])
         given = [jnp.broadcast_to(of.get(name, 0.0), ids.shape) for name in kernel["given"]]
         tokens = _stacked(given, -(-len(given) // COLUMNS) * COLUMNS)
-        numbers = [0.0 if name == "entropy_factor" else float(text) for name, text in kernel["numbers"]]
+        # No constant array: `custom_partitioning` takes none.
+        numbers = [jnp.full(1, 0.0 if name == "entropy_factor" else float(text), jnp.float32) for name, text in kernel["numbers"]]
         rows = cls._rows(logits)
-        operands = [ids.reshape(-1), jnp.array(numbers, jnp.float32), rows, tokens.reshape(1, ids.size, -1)]
+        operands = [ids.reshape(-1), jnp.concatenate(numbers), rows, tokens.reshape(1, ids.size, -1)]
         like = [_like(rows.shape, rows.dtype, *operands), _like((1, ids.size, COLUMNS), jnp.float32, *operands)]
         dlogits, columns = cls._called(kernel, like, operands)
         returned = dict(zip(kernel["results"], jnp.moveaxis(columns.reshape(*ids.shape, COLUMNS), -1, 0)))
