@@ -333,7 +333,7 @@ class Mosaic(_Emitted):
             legacy_backend_config=kernel["text"],
             input_output_aliases=dict(kernel["aliases"]),
         )
-        return call(*operands)
+        return tuple(call(*operands))
 
 
 class Ptx(_Emitted):
@@ -353,7 +353,7 @@ class Ptx(_Emitted):
         places = np.arange(len(operands), len(operands) + len(results), dtype=np.int64)
         text = {"name": kernel["name"], "kernel_type": "ptx", "kernel_data": kernel["text"]}
         shared = np.int32(kernel["shared_bytes"])
-        return call(*operands, **launch, **text, output_indices=places, shared_mem_bytes=shared)
+        return tuple(call(*operands, **launch, **text, output_indices=places, shared_mem_bytes=shared))
 
 
 KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla": Xla}
@@ -404,7 +404,7 @@ def _share(
     kernels, of = KERNELS[plan.implementation], plan.of
     columns = logits.shape[-1]
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
-    *inputs, bias = (*inputs,) if plan.biased else (*inputs, None)
+    inputs, bias = (inputs[:-1], inputs[-1]) if plan.biased else (inputs, None)
     part = Part(logits, first, bias)
     if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
         evaluated = kernels.loss(plan, part, ids, mask, advantages, weights, *inputs)
