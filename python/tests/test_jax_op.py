@@ -96,6 +96,7 @@ def judged(spec: assay.Spec, implementation: str, cotangent: float = 1.0, loss_s
 
 def exact(kernel: Any, spec: assay.Spec, cases: int, *dtypes: str) -> assay.Report:
     options: dict[str, Any] = {"shapes": "few", "power": False, "shrink": False, "repro_dir": None, "progress": False}
+    options["wide"] = int("ASSAY_CASES" in os.environ)
     return assay.check(kernel, spec, cases=cases, dtypes=dtypes, grade="exact", **options)
 
 
