@@ -52,7 +52,7 @@ def grpo_loss(
     advantages: Array,
     old_logp: Array | None = None,
     ref_logp: Array | None = None,
-    cu_seqlens: Array | None = None,
+    bias: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     implementation: str | None = None,
@@ -75,9 +75,8 @@ def grpo_loss(
         advantages: `[B]` or `[B,T]`.
         old_logp: `[B,T]`, nats. What the spec does not read may be there all the same.
         ref_logp: `[B,T]`, nats.
-        cu_seqlens: `[S+1]`, integers: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
-            behind the last are nobody's and do not count. Advantages are then `[S]` or `[1,N]`. Not of a loss whose tokens share a
-            ratio, and not with `batch_axis` or `token_axis`.
+        bias: `[V]`, what the spec's `logits.bias` adds to logits; of a cut vocabulary a device's columns. It has no gradient: one
+            that is trained belongs into the logits.
         spec: of `assay.spec`, or a project's name; plain PPO-clip if none is given.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
@@ -98,9 +97,8 @@ def grpo_loss(
     _expect_logits(logits, ids)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    packing = None if cu_seqlens is None else _Packing.of(cu_seqlens, ids.shape, axes)
-    batch = _Batch.of(ids, mask, advantages, given, _spec(spec), axes, implementation, target, packing)
-    logits = batch.placed(logits)
+    plan = _plan(spec, ids, axes, implementation, target)
+    batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, logits.shape[2])
     return batch.logged(*_loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays))
 
 
@@ -113,7 +111,7 @@ def grpo_loss_of_hidden(
     advantages: Array,
     old_logp: Array | None = None,
     ref_logp: Array | None = None,
-    cu_seqlens: Array | None = None,
+    bias: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     chunk: int = 256,
@@ -152,9 +150,8 @@ def grpo_loss_of_hidden(
     _expect_logits(jax.ShapeDtypeStruct((*hidden.shape[:2], lm_head.shape[1]), dtype), ids)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    packing = None if cu_seqlens is None else _Packing.of(cu_seqlens, ids.shape, axes)
-    batch = _Batch.of(ids, mask, advantages, given, _spec(spec), axes, implementation, target, packing)
-    hidden = batch.placed(hidden)
+    plan = _plan(spec, ids, axes, implementation, target)
+    batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, lm_head.shape[1])
     return batch.logged(*_head_loss(batch.plan, axes, _Chunk(chunk, dtype), hidden, lm_head, _scale(loss_scale), *batch.arrays))
 
 
@@ -163,6 +160,7 @@ def logp_and_entropy(
     ids: Array,
     *,
     mask: Array | None = None,
+    bias: Array | None = None,
     spec: Spec | str | None = None,
     implementation: str | None = None,
     target: str | None = None,
@@ -170,22 +168,19 @@ def logp_and_entropy(
 ) -> tuple[Array, Array]:
     """Logp of the ids and entropy, `[B,T]` f32 each, 0 where masked, without a gradient: of the old and the reference policy.
 
-    Arguments and errors are those of `grpo_loss`; of the spec only the temperature is read.
+    Arguments and errors are those of `grpo_loss`; of the spec only what makes a distribution of logits is read.
     """
     axes = _Axes.of(None, None, vocab_axis)
     _expect_logits(logits, ids)
     read = _spec(spec).to_dict()
-    temperature = {name: read[name] for name in ("temperature", "temperature_divides")}
-    alone = spec_of(objective="none", old_logp="current", **temperature)
-    batch, tokens = ids.shape
-    plan = Plan(alone, batch, tokens, *_implementation(implementation, target))
+    softmax = {name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")}
+    plan = _plan(spec_of(objective="none", old_logp="current", **softmax), ids, axes, implementation, target)
     counts = jnp.ones(ids.shape, bool) if mask is None else _mask(mask, ids.shape)
     nothing = jnp.zeros(ids.shape, jnp.float32)
     of_tokens = (ids.astype(jnp.int32), counts, nothing, jnp.zeros((ids.shape[0], 3), jnp.float32))
+    of_tokens += tuple(lax.stop_gradient(array) for array in _bias(plan, bias, logits.shape[2]))
     (results,) = rows.evaluate(plan, False, axes.manual, lax.stop_gradient(logits), *of_tokens)
     return results[..., 0], results[..., 1]
-
-
 
 
 # ---- the derivative
@@ -257,8 +252,7 @@ def _sweep(
 ) -> tuple[Array, Array, Array]:
     """Results of all tokens, and `backward` the gradients of `hidden` and `lm_head`, else nothing in their place."""
     batch, tokens, _ = hidden.shape
-    # Packed tokens are rows of one.
-    axis, extent = (0, batch) if plan.of["couples_rows"] or tokens == 1 else (1, tokens)
+    axis, extent = (0, batch) if plan.of["couples_rows"] else (1, tokens)
     size = min(extent, max(1, chunk.tokens // tokens) if axis == 0 else chunk.tokens)
     pieces = -(-extent // size)
 
@@ -279,7 +273,8 @@ def _sweep(
     def step(dhead: Array, piece: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
         part, of_rows, ids, mask, advantages, *inputs = piece
         logits = product("bth,hv->btv", part, lm_head).astype(chunk.dtype)
-        results, *dlogits = rows.evaluate(plan, backward, axes.manual, logits, ids, mask, advantages, of_rows, *inputs)
+        given = (ids, mask, advantages, of_rows, *inputs, *bias)
+        results, *dlogits = rows.evaluate(plan, backward, axes.manual, logits, *given)
         if not backward:
             return dhead, (results,)
         dhidden = product("btv,hv->bth", dlogits[0], lm_head)
@@ -289,6 +284,7 @@ def _sweep(
     if axes.inside:
         nothing = lax.pcast(nothing, _varying(hidden, lm_head, *arrays), to="varying")
     ids, mask, advantages, weights, *inputs = arrays
+    inputs, bias = inputs[: len(plan.inputs)], inputs[len(plan.inputs) :]
     # All tokens of a sequence have its weights.
     of_rows = cut(weights) if axis == 0 else jnp.broadcast_to(weights, (pieces, *weights.shape))
     cut_up = (cut(hidden), of_rows, *(cut(array) for array in (ids, mask, advantages, *inputs)))
@@ -345,54 +341,6 @@ def _size(axes: Axes) -> int:
     return size
 
 
-class _Packing(NamedTuple):
-    """Sequences that lie one after another in one row of N tokens."""
-
-    count: int
-    #: `[N]`: which sequence a token is of; `count` behind the last.
-    owner: Array
-
-    @classmethod
-    def of(cls, cu_seqlens: Array, shape: tuple[int, ...], axes: _Axes) -> _Packing:
-        if shape[0] != 1:
-            raise ProblemError(f"`ids`: got shape {list(shape)}, expected [1,N], as `cu_seqlens` packs sequences into one row")
-        for argument, names in (("batch_axis", axes.batch), ("token_axis", axes.tokens)):
-            if names:
-                raise AssayError(f"`{argument}`: got {names[0]!r}, expected none with `cu_seqlens`")
-        ends = jnp.asarray(cu_seqlens)
-        _dtype("cu_seqlens", ends, (jnp.integer,), "integers")
-        if ends.ndim != 1 or ends.shape[0] < 2:
-            expected = "[S+1] with S ≥ 1: 0, and where each sequence ends"
-            raise ProblemError(f"`cu_seqlens`: got shape {list(ends.shape)}, expected {expected}")
-        if not isinstance(ends, jax.core.Tracer):
-            _expect_ends([int(end) for end in ends], shape[1])
-        owner = jnp.searchsorted(ends, jnp.arange(shape[1], dtype=ends.dtype), side="right") - 1
-        return cls(ends.shape[0] - 1, owner)
-
-    def counts(self, mask: Array) -> Array:
-        """How many tokens of each sequence count, `[S,1]`."""
-        sums = jax.ops.segment_sum(mask[0].astype(jnp.float32), self.owner, self.count + 1)
-        return sums[: self.count, None]
-
-    def spread(self, of_sequences: Array) -> Array:
-        """What each sequence has, `[S,…]`, for each of its tokens, `[N,…]`; 0 behind the last."""
-        nobodys = jnp.zeros((1, *of_sequences.shape[1:]), of_sequences.dtype)
-        return jnp.concatenate([of_sequences, nobodys])[self.owner]
-
-
-def _expect_ends(ends: list[int], tokens: int) -> None:
-    wrong = None
-    if ends[0] != 0:
-        wrong = (0, "0, where the first sequence begins")
-    for at in range(1, len(ends)):
-        if wrong is None and ends[at] < ends[at - 1]:
-            wrong = (at, f"at least {ends[at - 1]}: sequence {at - 1} ends where it begins or behind")
-        if wrong is None and ends[at] > tokens:
-            wrong = (at, f"at most N = {tokens}, the number of tokens")
-    if wrong is not None:
-        raise ProblemError(f"`cu_seqlens[{wrong[0]}]`: got {ends[wrong[0]]}, expected {wrong[1]}")
-
-
 class _Weights(NamedTuple):
     """What each row's terms are multiplied by, `[B,1]`, 0 where it has no token."""
 
@@ -401,8 +349,10 @@ class _Weights(NamedTuple):
     entropy: Array
 
     @classmethod
-    def of(cls, plan: Plan, of_rows: Array, axes: _Axes) -> _Weights:
-        """With the tokens of each row that count, `[B,1]`."""
+    def of(cls, plan: Plan, mask: Array, axes: _Axes) -> _Weights:
+        of_rows = mask.sum(1, keepdims=True, dtype=jnp.float32)
+        if axes.tokens:
+            of_rows = lax.psum(of_rows, axes.tokens)
         batch_alone = axes._replace(tokens=())
         filled = of_rows > 0.0
 
@@ -455,80 +405,35 @@ class _Batch(NamedTuple):
 
     plan: Plan
     axes: _Axes
-    #: ids, mask, advantages, weights and what else the spec reads. Of packed sequences each token is a row of its own, with the
-    #: weights of its sequence.
+    #: ids, mask, advantages, weights and what else the spec reads, a bias last.
     arrays: tuple[Array, ...]
-    #: `[B,T]`
-    shape: tuple[int, ...]
 
     @classmethod
     def of(
         cls,
+        plan: Plan,
+        axes: _Axes,
         ids: Array,
         mask: Array,
         advantages: Array,
         given: dict[str, Array | None],
-        spec: Spec,
-        axes: _Axes,
-        implementation: str | None,
-        target: str | None,
-        packing: _Packing | None,
+        bias: Array | None,
+        columns: int,
     ) -> _Batch:
         if strangers := [name for name in given if name not in _INPUTS]:
             raise ProblemError(f"`{strangers[0]}`: got an array of no such name, expected one of {', '.join(_INPUTS)}")
-        batch, tokens = ids.shape
-        if packing is not None:
-            batch = packing.count
-            _expect_no_width(spec)
-        extents = (batch * _size(axes.batch), tokens * _size(axes.tokens))
-        plan = Plan(spec, *extents, *_implementation(implementation, target))
         counts = _mask(mask, ids.shape)
-        inputs = [_per_token(name, given.get(name), ids.shape) for name in plan.inputs]
-        if packing is None:
-            of_rows = counts.sum(1, keepdims=True, dtype=jnp.float32)
-            if axes.tokens:
-                of_rows = lax.psum(of_rows, axes.tokens)
-            weights = _Weights.of(plan, of_rows, axes).stacked()
-            arrays = (ids.astype(jnp.int32), counts, _advantages(advantages, ids.shape), weights, *inputs)
-        else:
-            if plan.of["couples_rows"]:
-                raise ProblemError(
-                    "`cu_seqlens`: got packed sequences for a loss whose tokens share a ratio or a mask, expected one sequence a "
-                    "row; assay.torch takes them"
-                )
-            counts &= packing.owner[None] < packing.count
-            weights = packing.spread(_Weights.of(plan, packing.counts(counts), axes).stacked())
-            advantages = jnp.asarray(advantages)
-            if advantages.shape == (packing.count,):
-                advantages = packing.spread(advantages)[None]
-            elif advantages.shape != ids.shape:
-                expected = f"[{packing.count}] or {list(ids.shape)} ([S] of `cu_seqlens`, or [1,N] of the logits)"
-                raise ProblemError(f"`advantages`: got shape {list(advantages.shape)}, expected {expected}")
-            of_tokens = (ids.astype(jnp.int32), counts, _advantages(advantages, ids.shape))
-            alone = [array.reshape(tokens, 1) for array in (*of_tokens, *inputs)]
-            arrays = (*alone[:3], weights, *alone[3:])
-        return cls(plan, axes, tuple(lax.stop_gradient(array) for array in arrays), ids.shape)
-
-    def placed(self, array: Array) -> Array:
-        """Logits, or hidden states, as the other arrays lie."""
-        return array.reshape(*self.arrays[0].shape, array.shape[-1])
+        inputs = (_per_token(name, given.get(name), ids.shape) for name in plan.inputs)
+        weights = _Weights.of(plan, counts, axes).stacked()
+        arrays = (ids.astype(jnp.int32), counts, _advantages(advantages, ids.shape), weights, *inputs)
+        arrays += _bias(plan, bias, columns)
+        return cls(plan, axes, tuple(lax.stop_gradient(array) for array in arrays))
 
     def logged(self, loss: Array, results: Array) -> GrpoLoss:
         results = lax.stop_gradient(results)
         of = {name: results[..., i] for i, name in enumerate(rows.RESULTS)}
         metrics = _metrics(self.plan, of, self.arrays[1], self.axes)
-        of = {name: column.reshape(self.shape) for name, column in of.items()}
         return GrpoLoss(loss, metrics, of["logp"], of["entropy"], of["token_loss"])
-
-
-def _expect_no_width(spec: Spec) -> None:
-    read = spec.to_dict()
-    averagings = {"": read, "kl.averaging.": (read["kl"] or {}).get("averaging"), "entropy_averaging.": read["entropy_averaging"]}
-    for field, of in averagings.items():
-        fixed = of["reduction"].get("fixed_length") if of and isinstance(of["reduction"], dict) else None
-        if fixed is not None and fixed["length"] is None:
-            expected = "a number ≥ 1, since packed sequences have no padded width"
-            raise ProblemError(f"`{field}reduction.fixed_length.length`: not given, expected {expected}")
 
 
 _INPUTS = ("old_logp", "ref_logp", "policy_weight", "kl_weight", "selected", "log_weight", "behaviour_logp")
@@ -548,6 +453,12 @@ def _spec(given: Any) -> Spec:
             "`static_argnums`"
         )
     return spec_of(given) if given is not None else spec_of()
+
+
+def _plan(given: Any, ids: Array, axes: _Axes, implementation: str | None, target: str | None) -> Plan:
+    batch, tokens = ids.shape
+    extents = (batch * _size(axes.batch), tokens * _size(axes.tokens))
+    return Plan(_spec(given), *extents, *_implementation(implementation, target))
 
 
 def _implementation(given: str | None, target: str | None) -> tuple[str, str | None]:
@@ -615,3 +526,17 @@ def _per_token(name: str, array: Array | None, shape: tuple[int, ...]) -> Array:
     _dtype(name, array, kinds, "truth values" if name == "selected" else "floats")
     _shape(name, array, shape, "[B,T] of the logits")
     return array.astype(jnp.float32)
+
+
+def _bias(plan: Plan, bias: Array | None, columns: int) -> tuple[Array, ...]:
+    """The bias that the spec reads, if it does."""
+    if not plan.biased:
+        if bias is not None:
+            raise ProblemError("`bias`: got an array, expected none: the spec has no `logits.bias`")
+        return ()
+    if bias is None:
+        raise ProblemError(f"`bias`: not given, expected shape [{columns}]: the spec has `logits.bias`")
+    bias = jnp.asarray(bias)
+    _dtype("bias", bias, (jnp.floating,), "floats")
+    _shape("bias", bias, (columns,), "[V] of the logits")
+    return (bias.astype(jnp.float32),)

@@ -13,7 +13,7 @@
 /// How the arrays of the kernels lie, for whoever calls them without a program around them: the columns of what a token is given and of
 /// what comes of it, of the kernel that reads logits once and of the two that read them twice.
 pub mod arrays {
-    pub use crate::one_pass::{Given, Result, given_columns, numbers, width};
+    pub use crate::one_pass::{Given, Result, given_columns, numbers, result_names, width};
     pub use crate::two_pass::{PER_TOKEN, Scale, Statistic, numbers as softmax_numbers};
 }
 

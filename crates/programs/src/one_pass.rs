@@ -63,7 +63,8 @@ pub enum Given {
 }
 
 impl Given {
-    pub(crate) fn name(self) -> &'static str {
+    /// As manifests call it.
+    pub fn name(self) -> &'static str {
         match self {
             Given::Advantage => "advantage",
             Given::OldLogp => "old_logp",
@@ -129,7 +130,7 @@ const RESULT_NAMES: [&str; PER_TOKEN] =
     ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high", "reduced"];
 
 /// The names of the columns that a structure returns, in order.
-pub(crate) fn result_names(structure: Structure) -> &'static [&'static str] {
+pub fn result_names(structure: Structure) -> &'static [&'static str] {
     &RESULT_NAMES[..PER_TOKEN - usize::from(!structure.kl_share())]
 }
 
