@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, _pool
 from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
 
-__all__ = ["GrpoLoss", "METRICS", "grpo_loss", "logp_and_entropy", "trl_arguments"]
+__all__ = ["GrpoLoss", "METRICS", "empty_cache", "grpo_loss", "logp_and_entropy", "trl_arguments"]
 
 METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
 """What trainers log, means over the unmasked tokens: `GrpoLoss.metrics` by name. Without a KL term `kl_mean` is 0."""
@@ -113,7 +113,7 @@ def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
 @_op("grpo_loss_gradient", f"({_SENT}, Tensor logits, {_GIVEN}) -> Tensor")
 def _gradient(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
     spec, arrays, normalizer = _given(given)
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype)
+    dlogits = _pool.empty(logits.shape, logits.dtype)
     _native.op_gradient(spec, logits.detach(), dlogits, arrays, normalizer, float(loss), logp.detach(), entropy.detach())
     return dlogits
 
@@ -419,6 +419,12 @@ def logp_and_entropy(
     head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
     logp, entropy = _tensors(_native.op_head_logp_and_entropy(scored, head, arrays))
     return logp, entropy
+
+
+def empty_cache() -> None:
+    """Gives memory back that is kept for the next gradient: dlogits of 32 MiB and more lie where the last ones did, once those are
+    gone, so one array of them stays."""
+    _pool.release()
 
 
 def trl_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:

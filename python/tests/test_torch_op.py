@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import Any
 
 import pytest
 
 import assay
-from assay import _native
+from assay import _native, _pool
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
@@ -147,6 +148,58 @@ def test_a_second_backward_is_an_error() -> None:
     in_place.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass"):
         in_place.backward()
+
+
+def test_a_graph_that_is_kept_is_differentiated_again() -> None:
+    """Of the functional operation: each backward pass computes dlogits anew, from logits that must still be those."""
+    problem = one()
+    leaf = problem.torch().logits.clone().requires_grad_()
+    logits = leaf * 1.0
+    result = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec)
+
+    def gradient(g: float, **options: bool) -> Any:
+        (of_leaf,) = torch.autograd.grad(result.loss, leaf, torch.tensor(g), **options)
+        return of_leaf
+
+    first, again = gradient(1.0, retain_graph=True), gradient(1.0, retain_graph=True)
+    assert torch.equal(first, again) and first.data_ptr() != again.data_ptr()
+    assert torch.equal(gradient(-2.0, retain_graph=True), -2 * first)
+    with torch.no_grad():
+        logits.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(1.0)
+
+
+def test_gradients_lie_where_those_lay_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "LARGE", 1)
+    assay.torch.empty_cache()
+    problem = one()
+
+    def gradient() -> Any:
+        logits = problem.torch().logits.clone().requires_grad_()
+        assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec).loss.backward()
+        return logits.grad
+
+    first = gradient()
+    expected, address = first.clone(), first.data_ptr()
+    second = gradient()
+    assert second.data_ptr() != address, "the first is still there"
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    part = first[1]
+    del first
+    assert gradient().data_ptr() != address, "a part of the first is still there"
+    second = part = None
+    assert len(_pool._idle) == 1, "one block is kept"
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for of_thread in threads.map(lambda _: gradient(), range(8)):
+            assert torch.equal(of_thread, expected)
+    # What would fill less than half of a block does not hold on to it.
+    small = _pool.empty(torch.Size([1, 1, 100]), torch.float32)
+    assert small.shape == (1, 1, 100) and len(_pool._idle) == 0
+    del small
+    assert [len(block) for block in _pool._idle] == [400]
+    assay.torch.empty_cache()
+    assert not _pool._idle
 
 
 def test_in_place_writes_over_the_logits_and_is_refused_where_that_is_wrong() -> None:
