@@ -23,10 +23,10 @@ struct Given {
     ids: Taken,
     mask: Taken,
     advantages: Taken,
-    optional: [Option<Taken>; 6],
+    optional: [Option<Taken>; 7],
 }
 
-const OPTIONAL: [&str; 6] = ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias"];
+const OPTIONAL: [&str; 7] = ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias", "dentropy"];
 
 impl Given {
     /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
@@ -56,7 +56,7 @@ impl Given {
     }
 
     fn op(&self) -> Result<Op<'_>, String> {
-        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias] =
+        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias, dentropy] =
             self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
         let arguments = Arguments {
             ids: self.ids.lent(),
@@ -68,6 +68,7 @@ impl Given {
             rollout_weights,
             selected,
             bias,
+            dentropy,
         };
         Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }
@@ -165,19 +166,6 @@ pub(crate) fn op_gradient(
     })
 }
 
-/// Logp and entropy of each token.
-#[pyfunction]
-pub(crate) fn op_logp_and_entropy(
-    py: Python<'_>,
-    spec: Spec,
-    logits: &Bound<'_, PyAny>,
-    arrays: &Bound<'_, PyDict>,
-) -> PyResult<(LentArray, LentArray)> {
-    let (given, logits) = (Given::of(&spec, arrays, None)?, Taken::of("logits", logits)?);
-    let scored = done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string()))?;
-    Ok((kept(scored.logp), kept(scored.entropy)))
-}
-
 /// What logits are made of: hidden states `[B,T,H]` and a head `[V,H]`, as `PyTorch` stores it.
 fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) -> Result<ProjectionView<'t>, String> {
     Ok(ProjectionView {
@@ -251,20 +239,4 @@ pub(crate) fn op_head_gradient(
     let FloatArray::F32(dlm_head) = gradient.dlm_head else { unreachable!("the head's gradient is f32") };
     let dhidden = Block::floats(&Arc::new(gradient.dhidden), |dhidden| dhidden).expect("made densely");
     Ok((LentArray::lend(dhidden, true), kept(dlm_head)))
-}
-
-/// Logp and entropy of each token of the logits `hidden · lm_headᵀ`.
-#[pyfunction]
-pub(crate) fn op_head_logp_and_entropy(
-    py: Python<'_>,
-    spec: Spec,
-    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
-    arrays: &Bound<'_, PyDict>,
-) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (Given::of(&spec, arrays, None)?, Projected::of(head)?);
-    let scored = done(py, || {
-        let (op, projection) = (given.op()?, head.projection()?);
-        head.kernel.forward(&given.spec, &projection, op.tokens().tokens()).map_err(|reason| reason.to_string())
-    })?;
-    Ok((kept(scored.logp), kept(scored.entropy)))
 }

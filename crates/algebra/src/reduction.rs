@@ -3,32 +3,42 @@
 use ndarray::{Array2, Axis};
 
 use super::loss::Graded;
+use super::rollout::Settled;
+use super::structure::Input;
 use assay_core::problem::Metrics;
 use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
-/// What the terms of each row's tokens are multiplied by.
+/// What the terms of tokens are multiplied by.
 pub struct Weights {
-    /// The policy term.
+    /// The policy term of each row's.
     pub policy: Vec<f64>,
-    /// The KL penalty.
+    /// Their KL penalty.
     pub kl: Vec<f64>,
-    /// The entropy: `∂loss/∂H`.
-    pub entropy: Vec<f64>,
+    /// The entropy, `[B,T]`: `∂loss/∂H` of an unmasked token.
+    pub entropy: Array2<f64>,
 }
 
 impl Weights {
-    /// Those of `spec` where `mask` lets tokens count.
-    pub fn of(spec: &LossSpec, mask: &Array2<bool>) -> Self {
+    /// Those of `spec` where the mask lets tokens count.
+    pub fn of(spec: &LossSpec, settled: &Settled) -> Self {
+        let mask = &settled.mask;
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
         let times = |factor: f64, averaging| {
             row_weights(averaging, mask).into_iter().map(|weight| factor * weight).collect::<Vec<f64>>()
         };
-        Self {
-            policy: times(spec.scale, spec.averaging()),
-            kl: times(spec.scale, spec.kl_averaging()),
-            entropy: times(-spec.entropy_coef * spec.scale, spec.entropy_averaging.unwrap_or(all_tokens)),
-        }
+        let entropy = if let Some(dentropy) = settled.input(Input::Dentropy) {
+            Array2::from_shape_fn(mask.dim(), |at| if mask[at] { spec.scale * dentropy[at] } else { 0.0 })
+        } else {
+            let averaging = spec.entropy_averaging.unwrap_or(all_tokens);
+            by_token(&times(-spec.entropy_coef * spec.scale, averaging), mask.ncols())
+        };
+        Self { policy: times(spec.scale, spec.averaging()), kl: times(spec.scale, spec.kl_averaging()), entropy }
     }
+}
+
+/// What each row has, for each of its tokens.
+pub fn by_token(of_rows: &[f64], tokens: usize) -> Array2<f64> {
+    Array2::from_shape_fn((of_rows.len(), tokens), |(b, _)| of_rows[b])
 }
 
 fn row_weights(averaging: Averaging, mask: &Array2<bool>) -> Vec<f64> {
@@ -57,10 +67,11 @@ fn row_weights(averaging: Averaging, mask: &Array2<bool>) -> Vec<f64> {
 pub fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
     let mut total = 0.0;
     for (b, row) in tokens.axis_iter(Axis(0)).enumerate() {
-        for token in row.iter().flatten() {
+        for (t, token) in row.iter().enumerate() {
+            let Some(token) = token else { continue };
             total += weights.policy[b] * token.token.reduced;
-            if weights.entropy[b] != 0.0 {
-                total += weights.entropy[b] * token.entropy;
+            if weights.entropy[[b, t]] != 0.0 {
+                total += weights.entropy[[b, t]] * token.entropy;
             }
         }
     }

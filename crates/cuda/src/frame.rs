@@ -49,7 +49,7 @@ impl<'s> Frame<'s> {
             // What the mask hides may be anything; its loss is never used.
             ids: tokens.ids.iter().map(|&id| i32::try_from(id).unwrap_or(0)).collect(),
             advantages: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            weights: Weights::of(loss.spec, &settled.mask),
+            weights: Weights::of(loss.spec, &settled),
             settled,
         }
     }
@@ -75,7 +75,7 @@ impl<'s> Frame<'s> {
     /// The numbers of the kernel that reads logits once.
     pub(crate) fn numbers(&self) -> Vec<f32> {
         let (rows, columns) = self.settled.mask.dim();
-        // Where rows differ in it, it comes with the tokens. Rows without a token have none.
+        // Where tokens differ in it, it comes with them. Rows without a token have none.
         let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
         let value = |number: Number| match number {
             Number::EntropyFactor => entropy_factor,
@@ -105,7 +105,7 @@ impl<'s> Frame<'s> {
                     Given::Weight => known.weight,
                     Given::Mask => 1.0,
                     Given::KlShare => known.kl_share,
-                    Given::EntropyFactor => self.weights.entropy[at.0],
+                    Given::EntropyFactor => self.weights.entropy[at],
                 };
                 *value = given as f32;
             }
@@ -215,7 +215,7 @@ impl<'s> Frame<'s> {
             set(Scale::Others, logp.others);
             set(Scale::Mask, 1.0);
             if structure.entropy_bonus.is_some() {
-                set(Scale::Bonus, self.weights.entropy[at.0] * tempered / entropy.sum);
+                set(Scale::Bonus, self.weights.entropy[at] * tempered / entropy.sum);
                 set(Scale::MeanGap, entropy.mean_gap);
             }
         }

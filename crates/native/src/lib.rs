@@ -288,7 +288,7 @@ impl<'s> Batch<'s> {
             softmaxes: Softmaxes::of(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
             advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            weights: Weights::of(spec, &settled.mask),
+            weights: Weights::of(spec, &settled),
             settled,
             cotangents,
         }
@@ -415,7 +415,7 @@ impl<'s> Batch<'s> {
         let beside = |cotangents: Option<&Array2<f64>>| cotangents.map_or(0.0, |cotangents| cotangents[at]);
         let grad = Gradients {
             logp: graded.grad_logp * loss + beside(logp),
-            entropy: self.weights.entropy[at.0] * loss + beside(entropy),
+            entropy: self.weights.entropy[at] * loss + beside(entropy),
         };
         self.softmaxes.write(row, self.id(at), scores, kept, grad);
     }

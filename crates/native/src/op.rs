@@ -61,6 +61,8 @@ pub struct Arguments<'a> {
     pub selected: Option<Lent<'a>>,
     /// `[V]`.
     pub bias: Option<Lent<'a>>,
+    /// `[B,T]`.
+    pub dentropy: Option<Lent<'a>>,
 }
 
 /// Why an operation was not done. Nothing has been written.
@@ -201,6 +203,7 @@ impl<'s> Op<'s> {
                 rollout_weights: per_token("rollout_weights", &arguments.rollout_weights)?,
                 selected: arguments.selected.as_ref().map(|selected| selected.truths("selected")).transpose()?,
                 bias,
+                dentropy: per_token("dentropy", &arguments.dentropy)?,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

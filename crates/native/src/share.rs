@@ -17,6 +17,7 @@ use super::{
     Batch, Cotangents, Element, Graded, LogitsTransform, Native, Row, Softmaxes, Weights, rows_of, rows_of_mut,
 };
 use crate::row::Scales;
+use assay_algebra::reduction::by_token;
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped};
 use assay_core::implementation::RunError;
@@ -57,7 +58,7 @@ pub struct Weighed<'a> {
     /// `[B,T]`
     pub advantages: ArrayView2<'a, f32>,
     /// `[B,3]`: what a sequence's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
-    /// its own; and `∂loss/∂entropy`.
+    /// its own; and `∂loss/∂entropy`, or what multiplies the input `dentropy` where there is one.
     pub weights: ArrayView2<'a, f32>,
     /// What the spec's structure reads, `[B,T]` each, in its order.
     pub inputs: Vec<(Input, ArrayView2<'a, f32>)>,
@@ -164,6 +165,8 @@ impl Native {
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
         let weight = |k: usize| weights.column(k).mapv(f64::from);
         let ids = ids.mapv(i64::from);
+        let entropy = by_token(&weight(2).to_vec(), mask.ncols());
+        let dentropy = inputs.iter().find(|(input, _)| *input == Input::Dentropy).map(|(_, values)| wide(values));
         let batch = Batch {
             spec,
             structure: Shaped::of(spec).structure,
@@ -177,7 +180,10 @@ impl Native {
             weights: Weights {
                 policy: weight(0).to_vec(),
                 kl: (weight(0) * weight(1)).to_vec(),
-                entropy: weight(2).to_vec(),
+                entropy: match dentropy {
+                    Some(dentropy) => entropy * dentropy,
+                    None => entropy,
+                },
             },
             // They are in the weights.
             cotangents: Cotangents::default(),

@@ -52,7 +52,7 @@ pub enum Given {
     Selected,
     /// What the KL penalty's own reduction multiplies it by, over `Weight`.
     KlShare,
-    /// `∂loss/∂entropy` without `1/T`, where rows differ in it.
+    /// `∂loss/∂entropy` without `1/T`, where tokens differ in it.
     EntropyFactor,
 }
 
@@ -80,7 +80,7 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
         (structure.kl_weight, Given::KlWeight),
         (structure.form == Form::KlCov, Given::Selected),
         (structure.kl_share(), Given::KlShare),
-        (structure.entropy_by_row(), Given::EntropyFactor),
+        (structure.entropy_by_token(), Given::EntropyFactor),
     ];
     let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()

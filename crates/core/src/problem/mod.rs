@@ -65,6 +65,8 @@ pub struct Extra {
     pub selected: Option<Array2<bool>>,
     /// `[V]`: bias of the LM head.
     pub bias: Option<Array1<f64>>,
+    /// `[B,T]`: the cotangent of each token's entropy.
+    pub dentropy: Option<Array2<f64>>,
 }
 
 /// Advantages, dimensionless.
@@ -74,6 +76,8 @@ pub enum Advantages {
     Sequence(Array1<f64>),
     /// One a token, `[B,T]`.
     Token(Array2<f64>),
+    /// The same by the cotangents of logp, `[B,T]`, of which they are the negatives: see [`LossSpec::of_cotangents`].
+    Dlogp(Array2<f64>),
 }
 
 impl Advantages {
@@ -82,6 +86,15 @@ impl Advantages {
         match self {
             Advantages::Sequence(a) => a[b],
             Advantages::Token(a) => a[[b, t]],
+            Advantages::Dlogp(dlogp) => -dlogp[[b, t]],
+        }
+    }
+
+    /// What the array is called.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Advantages::Sequence(_) | Advantages::Token(_) => "advantages",
+            Advantages::Dlogp(_) => "dlogp",
         }
     }
 
@@ -89,7 +102,7 @@ impl Advantages {
     pub fn shape(&self) -> &[usize] {
         match self {
             Advantages::Sequence(a) => a.shape(),
-            Advantages::Token(a) => a.shape(),
+            Advantages::Token(a) | Advantages::Dlogp(a) => a.shape(),
         }
     }
 }
@@ -337,14 +350,15 @@ impl Tokens<'_> {
         };
         expect_shape("ids", self.ids.shape(), &per_token, "[B,T] of the logits")?;
         expect_shape("mask", self.mask.shape(), &per_token, "[B,T] of the logits")?;
+        let advantages = self.advantages.name();
         match spec.advantages {
             AdvantageLevel::Sequence => {
                 let meaning = "[B] of the logits, as the spec has `advantages: sequence`";
-                expect_shape("advantages", self.advantages.shape(), &per_token[..1], meaning)?;
+                expect_shape(advantages, self.advantages.shape(), &per_token[..1], meaning)?;
             }
             AdvantageLevel::Token => {
                 let meaning = "[B,T] of the logits, as the spec has `advantages: token`";
-                expect_shape("advantages", self.advantages.shape(), &per_token, meaning)?;
+                expect_shape(advantages, self.advantages.shape(), &per_token, meaning)?;
             }
         }
         for (field, array, because) in self.arrays_of(spec) {
@@ -358,7 +372,7 @@ impl Tokens<'_> {
             }
         }
         self.check_extra(spec, shape)?;
-        self.expect_finite("advantages", |b, t| self.advantages.at(b, t))?;
+        self.expect_finite(advantages, |b, t| self.advantages.at(b, t))?;
         for ((b, t), &id) in self.ids.indexed_iter() {
             if self.mask[[b, t]] && usize::try_from(id).map_or(true, |id| id >= shape.vocab) {
                 return Err(ProblemError::IdOutOfRange { b, t, id, vocab: shape.vocab });
@@ -386,6 +400,7 @@ impl Tokens<'_> {
             (mask_reads(OldLogp::Rollout), "rollout_logp", rollout_logp, "`off_policy_mask.behaviour: rollout`"),
             (compares, "rollout_logp", rollout_logp, "weights or rejections against the sampler"),
             (spec.kl.is_some(), "ref_logp", self.ref_logp, "a `kl` term"),
+            (spec.dentropy, "dentropy", self.extra.dentropy.as_ref(), "`dentropy: true`"),
         ];
         all.into_iter().filter_map(|(read, field, array, because)| read.then_some((field, array, because))).collect()
     }

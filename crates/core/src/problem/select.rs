@@ -39,7 +39,7 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 impl<L> Problem<L> {
     /// The sequences and tokens of `part` over all columns, with other logits.
     fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, selected, bias } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, selected, bias, dentropy } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
         Problem {
             logits,
@@ -48,6 +48,7 @@ impl<L> Problem<L> {
             advantages: match &self.advantages {
                 Advantages::Sequence(advantages) => Advantages::Sequence(advantages.select(Axis(0), &part.batch)),
                 Advantages::Token(advantages) => Advantages::Token(of_tokens(advantages, part)),
+                Advantages::Dlogp(dlogp) => Advantages::Dlogp(of_tokens(dlogp, part)),
             },
             old_logp: floats(&self.old_logp),
             ref_logp: floats(&self.ref_logp),
@@ -56,6 +57,7 @@ impl<L> Problem<L> {
                 rollout_weights: floats(rollout_weights),
                 selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
                 bias: bias.clone(),
+                dentropy: floats(dentropy),
             },
         }
     }

@@ -162,18 +162,27 @@ fn grade(
             _ => through_ratio,
         };
         let mut grad_logp = weight * by_logp + through_ratio;
-        let mut grad_entropy = weights.entropy;
+        let entropy_weight = match &launch.tokens.extra.dentropy {
+            Some(dentropy) if spec.dentropy => {
+                spec.scale * dentropy[[b, if launch.has(Bug::DentropyOfFirstToken) { 0 } else { t }]]
+            }
+            _ => weights.entropy,
+        };
+        let mut grad_entropy = entropy_weight;
         match () {
             () if launch.has(Bug::ScaleForgottenInGradient) => grad_logp /= spec.scale,
             () if launch.has(Bug::GradientOfLoss) => grad_logp *= spec.scale,
             () if launch.has(Bug::GradientNotNormalised) => grad_logp *= spec.scale / weight,
             () if launch.has(Bug::EntropyDetached) => grad_entropy = 0.0,
+            () if launch.has(Bug::DentropySignFlipped) && spec.dentropy => grad_entropy = -grad_entropy,
+            () if launch.has(Bug::DentropyDropped) && spec.dentropy => grad_entropy = 0.0,
+            () if launch.has(Bug::DlogpSignFlipped) && spec.is_of_cotangents() => grad_logp = -grad_logp,
             () => {}
         }
         let counted = if launch.has(Bug::LossOfPolicyAlone) { policy.value } else { value };
         *sum += weight * counted * factor(t);
-        if weights.entropy != 0.0 {
-            *sum += weights.entropy * scored.entropy * factor(t);
+        if entropy_weight != 0.0 {
+            *sum += entropy_weight * scored.entropy * factor(t);
         }
         let masked = factor(t) == 0.0;
         if masked {
