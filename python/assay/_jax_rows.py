@@ -303,6 +303,12 @@ KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla"
 # ---- what one device computes
 
 
+def of_entropy(plan: Plan, weights: Array, inputs: Sequence[Array]) -> Array:
+    """`∂loss/∂H`, `[B,1]` or `[B,T]`."""
+    dentropy = dict(zip(plan.inputs, inputs)).get("dentropy")
+    return weights[:, 2:3] if dentropy is None else weights[:, 2:3] * dentropy
+
+
 def _stacked(columns: Sequence[Array]) -> Array:
     """`[B,T,8]`, 0 in the columns that are not given."""
     nothing = [jnp.zeros_like(columns[0])] * (COLUMNS - len(columns))
@@ -372,7 +378,7 @@ def _share(
 
     inverse = of["inverse_temperature"]
     share = -token["grad_logp"] * inverse / softmax["sum"]
-    bonus = weights[:, 2:3] * inverse / softmax["entropy_sum"]
+    bonus = of_entropy(plan, weights, inputs) * inverse / softmax["entropy_sum"]
     counts = mask.astype(jnp.float32)
     scales = [statistics["max"], share, softmax["others"], counts, bonus, softmax["mean_gap"]]
     return results, kernels.gradient(plan, logits, local, _stacked([jnp.where(mask, scale, 0.0) for scale in scales]))
