@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ._check import check as check
     from ._check import kernel as kernel
+    from ._logp import check_logp as check_logp
     from ._report import Cause as Cause
     from ._report import Report as Report
 
@@ -54,6 +55,7 @@ __all__ = [
     "SpecError",
     "Verdicts",
     "check",
+    "check_logp",
     "kernel",
     "load",
     "problems",
@@ -75,10 +77,13 @@ def spec(
         assay.spec("verl", policy_loss={"loss_mode": "gspo"})
         assay.spec("loss.yaml")
         assay.spec(objective={"cispo": {"upper": 5.0, "lower": None}}, temperature=0.7)
+        assay.spec("logp", temperature=0.7)
 
     Args:
         source: The name of a project (trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf), the
-            path of a YAML, TOML or JSON file, or nothing, where `options` are the fields of a spec.
+            path of a YAML, TOML or JSON file, or nothing, where `options` are the fields of a spec. "logp" is no loss, but logp and
+            entropy (`entropy=False`: logp alone) and their backward pass by given cotangents, the problem's `dlogp` and
+            `dentropy`; its other options are `temperature`, `temperature_divides`, `logits` and `support`.
         function: Which of the project's functions; the usual one if none is given.
         batch: What the batch has, where a project chooses by it what it computes: `old_logps`, `ref_logps`,
             `sampling_logps` (bools), `rollout_weights` and `advantages` ("token" or "sequence"), `num_items_in_batch`.
@@ -167,6 +172,8 @@ def __getattr__(name: str) -> object:
     """What campaigns are made with is imported when it is first needed."""
     if name in ("check", "kernel"):
         from . import _check as module
+    elif name == "check_logp":
+        from . import _logp as module  # type: ignore[no-redef]
     elif name in ("Cause", "Report"):
         from . import _report as module  # type: ignore[no-redef]
     else:

@@ -288,7 +288,7 @@ class _Emitted:
         found = (ids >= 0) & (ids < logits.shape[-1])
         of = dict(zip(plan.inputs, inputs), advantage=advantages, mask=mask.astype(jnp.float32))
         of["weight"] = jnp.where(mask, jnp.where(found, weights[:, :1], jnp.nan), 0.0)
-        of.update(kl_share=weights[:, 1:2], entropy_factor=weights[:, 2:3])
+        of.update(kl_share=weights[:, 1:2], entropy_factor=jnp.where(mask, of_entropy(plan, weights, inputs), 0.0))
         given = [jnp.broadcast_to(of.get(name, 0.0), ids.shape) for name in kernel["given"]]
         tokens = _stacked(given, -(-len(given) // COLUMNS) * COLUMNS)
         # No constant array: `custom_partitioning` takes none.
@@ -360,6 +360,12 @@ KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla"
 
 
 # ---- what one device computes
+
+
+def of_entropy(plan: Plan, weights: Array, inputs: Sequence[Array]) -> Array:
+    """`∂loss/∂H`, `[B,1]` or `[B,T]`."""
+    dentropy = dict(zip(plan.inputs, inputs)).get("dentropy")
+    return weights[:, 2:3] if dentropy is None else weights[:, 2:3] * dentropy
 
 
 def _stacked(columns: Sequence[Array], width: int = COLUMNS) -> Array:
@@ -435,7 +441,7 @@ def _share(
 
     inverse = of["inverse_temperature"]
     share = -token["grad_logp"] * inverse / softmax["sum"]
-    bonus = weights[:, 2:3] * inverse / softmax["entropy_sum"]
+    bonus = of_entropy(plan, weights, inputs) * inverse / softmax["entropy_sum"]
     counts = mask.astype(jnp.float32)
     scales = [statistics["max"], share, softmax["others"], counts, bonus, softmax["mean_gap"]]
     return results, kernels.gradient(plan, part, local, _stacked([jnp.where(mask, scale, 0.0) for scale in scales]))

@@ -15,12 +15,11 @@ __all__ = [
     "load",
     "op_gradient",
     "op_head_gradient",
-    "op_head_logp_and_entropy",
     "op_head_loss",
-    "op_logp_and_entropy",
     "op_loss",
     "page",
     "run",
+    "spec_of_cotangents",
     "spec_of_fields",
     "spec_of_file",
     "spec_of_preset",
@@ -123,6 +122,12 @@ class Problem:
     @property
     def mask(self) -> Array:
         """[B,T] bool: true for the tokens that count."""
+    @property
+    def dlogp(self) -> Array:
+        """`[B,T]`: the cotangent of logp, where logp and entropy are the result."""
+    @property
+    def dentropy(self) -> Array:
+        """`[B,T]`: the cotangent of entropy, where the spec reads it."""
     @property
     def advantages(self) -> Array:
         """[B] or [B,T], as the spec has it."""
@@ -284,6 +289,7 @@ def load(path: str | os.PathLike[str], spec: Spec | None, logits: str, old_logp:
 def spec_of_preset(name: str, function: str | None, options: str, batch: str) -> Spec: ...
 def spec_of_file(path: str | os.PathLike[str]) -> Spec: ...
 def spec_of_fields(fields: str) -> Spec: ...
+def spec_of_cotangents(entropy: bool, options: str) -> Spec: ...
 def answer(
     function: Callable[[Problem], Any],
     problem: Problem,
@@ -310,7 +316,6 @@ def op_gradient(
     logp: Any,
     entropy: Any,
 ) -> None: ...
-def op_logp_and_entropy(spec: Spec, logits: Any, arrays: dict[str, Any]) -> tuple[Array, Array]: ...
 def op_head_loss(
     spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any], normalizer: float | None
 ) -> tuple[float, Array, Array, Array, Array]: ...
@@ -322,7 +327,4 @@ def op_head_gradient(
     loss: float,
     logp: Any,
     entropy: Any,
-) -> tuple[Array, Array]: ...
-def op_head_logp_and_entropy(
-    spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any]
 ) -> tuple[Array, Array]: ...

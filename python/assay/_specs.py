@@ -10,6 +10,8 @@ from . import _native
 from ._errors import SpecError
 from ._native import Spec
 
+#: What stands in the place of a project where there is no loss.
+LOGP = "logp"
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 
@@ -28,6 +30,11 @@ def spec(
     is_preset = isinstance(source, str) and os.sep not in source and not source.endswith(_FILES)
     if not is_preset and (function is not None or batch is not None):
         raise SpecError("`function` and `batch`: got one without a project, expected a project's name as the first argument")
+    if source == LOGP:
+        if function is not None or batch:
+            raise SpecError(f"`function` and `batch`: got one beside {LOGP!r}, expected none: there is no loss")
+        others = {name: value for name, value in options.items() if name != "entropy"}
+        return _native.spec_of_cotangents(bool(options.get("entropy", True)), _json(others))
     if isinstance(source, str) and is_preset:
         return _native.spec_of_preset(source, function, _json(options), _json(batch or {}))
     if source is None:

@@ -19,7 +19,7 @@ from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
 from . import spec as spec_of
 
-__all__ = ["GrpoLoss", "grpo_loss", "grpo_loss_of_hidden", "logp_and_entropy"]
+__all__ = ["GrpoLoss", "grpo_loss", "grpo_loss_of_hidden", "logp_and_entropy", "logp_and_entropy_of_hidden"]
 
 #: What computes on a platform where nothing else is asked for.
 _OF_PLATFORM = {"cpu": "native", "tpu": "mosaic", "gpu": "ptx"}
@@ -87,7 +87,7 @@ def grpo_loss(
         token_axis: likewise the tokens of a sequence.
         vocab_axis: likewise the columns, in order and as many on each device.
         given: `[B,T]` each, what else the spec reads: `policy_weight`, `kl_weight`, `selected`, `log_weight`,
-            `behaviour_logp`, as docs/jax.md has them.
+            `behaviour_logp`, as docs/jax.md has them; `dentropy`, the cotangent of each token's entropy.
 
     Raises:
         SpecError: the spec is none, or has what no kernel of these computes.
@@ -139,20 +139,12 @@ def grpo_loss_of_hidden(
     Raises:
         SpecError, ProblemError, AssayError: as of `grpo_loss`.
     """
-    if hidden.ndim != 3 or lm_head.ndim != 2 or hidden.shape[2] != lm_head.shape[0]:
-        shapes = f"{list(hidden.shape)} and {list(lm_head.shape)}"
-        raise ProblemError(f"`hidden` and `lm_head`: got shapes {shapes}, expected [B,T,H] and [H,V]")
-    if hidden.dtype != lm_head.dtype:
-        raise ProblemError(f"`lm_head`: got dtype {lm_head.dtype}, expected {hidden.dtype}, that of `hidden`")
-    if chunk < 1:
-        raise ProblemError(f"`chunk`: got {chunk}, expected 1 and more tokens")
-    dtype = jnp.dtype(hidden.dtype if logits_dtype is None else logits_dtype)
-    _expect_logits(jax.ShapeDtypeStruct((*hidden.shape[:2], lm_head.shape[1]), dtype), ids)
+    part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
     plan = _plan(spec, ids, axes, implementation, target)
     batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, lm_head.shape[1])
-    return batch.logged(*_head_loss(batch.plan, axes, _Chunk(chunk, dtype), hidden, lm_head, _scale(loss_scale), *batch.arrays))
+    return batch.logged(*_head_loss(batch.plan, axes, part, hidden, lm_head, _scale(loss_scale), *batch.arrays))
 
 
 def logp_and_entropy(
@@ -166,21 +158,59 @@ def logp_and_entropy(
     target: str | None = None,
     vocab_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[Array, Array]:
-    """Logp of the ids and entropy, `[B,T]` f32 each, 0 where masked, without a gradient: of the old and the reference policy.
+    """Logp of the ids and entropy, `[B,T]` f32 each, 0 where masked: `selective_log_softmax` and the entropy in one.
 
-    Arguments and errors are those of `grpo_loss`; of the spec only what makes a distribution of logits is read.
+    Both are differentiable by the logits, with any cotangents: the forward pass keeps the logits, the backward pass reads them
+    once more and writes dlogits, rounded once. Under `stop_gradient` nothing is kept.
+
+    Arguments and errors are those of `grpo_loss`; of the spec only what becomes of logits is read.
     """
     axes = _Axes.of(None, None, vocab_axis)
     _expect_logits(logits, ids)
+    plan, tokens = _scoring(axes, ids, mask, bias, logits.shape[2], spec, implementation, target)
+    return _scores(plan, axes, logits, *tokens)  # type: ignore[no-any-return]
+
+
+def logp_and_entropy_of_hidden(
+    hidden: Array,
+    lm_head: Array,
+    ids: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    spec: Spec | str | None = None,
+    chunk: int = 256,
+    logits_dtype: Any = None,
+    implementation: str | None = None,
+    target: str | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
+) -> tuple[Array, Array]:
+    """The same of `hidden @ lm_head`, differentiable by both: logits are there a chunk at a time, and so are their dlogits.
+
+    Arguments and errors are those of `grpo_loss_of_hidden`; of the spec only what becomes of logits is read.
+    """
+    part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
+    axes = _Axes.of(None, None, vocab_axis)
+    plan, tokens = _scoring(axes, ids, mask, bias, lm_head.shape[1], spec, implementation, target)
+    return _head_scores(plan, axes, part, hidden, lm_head, *tokens)  # type: ignore[no-any-return]
+
+
+def _scoring(
+    axes: _Axes,
+    ids: Array,
+    mask: Array | None,
+    bias: Array | None,
+    columns: int,
+    spec: Spec | str | None,
+    implementation: str | None,
+    target: str | None,
+) -> tuple[Plan, tuple[Array, ...]]:
+    """What scores tokens, and ids, mask and where there is one the bias as it takes them."""
     read = _spec(spec).to_dict()
-    softmax = {name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")}
-    plan = _plan(spec_of(objective="none", old_logp="current", **softmax), ids, axes, implementation, target)
+    asked = {name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")}
+    plan = _plan(spec_of("logp", **asked), ids, axes, implementation, target)
     counts = jnp.ones(ids.shape, bool) if mask is None else _mask(mask, ids.shape)
-    nothing = jnp.zeros(ids.shape, jnp.float32)
-    of_tokens = (ids.astype(jnp.int32), counts, nothing, jnp.zeros((ids.shape[0], 3), jnp.float32))
-    of_tokens += tuple(lax.stop_gradient(array) for array in _bias(plan, bias, logits.shape[2]))
-    (results,) = rows.evaluate(plan, False, axes.manual, lax.stop_gradient(logits), *of_tokens)
-    return results[..., 0], results[..., 1]
+    return plan, (ids.astype(jnp.int32), counts, *(lax.stop_gradient(array) for array in _bias(plan, bias, columns)))
 
 
 # ---- the derivative
@@ -189,12 +219,12 @@ def logp_and_entropy(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _loss(plan: Plan, axes: _Axes, logits: Array, scale: Array, *arrays: Array) -> tuple[Array, Array]:
     (results,) = rows.evaluate(plan, False, axes.manual, logits, *arrays)
-    return _reduced(results, arrays, axes), results
+    return _reduced(plan, results, arrays, axes), results
 
 
 def _forward(plan: Plan, axes: _Axes, logits: Array, scale: Array, *arrays: Array) -> tuple[Any, Any]:
     results, dlogits = rows.evaluate(plan, True, axes.manual, logits, *_scaled(arrays, scale))
-    return (_reduced(results, arrays, axes), results), (dlogits, scale, len(arrays))
+    return (_reduced(plan, results, arrays, axes), results), (dlogits, scale, len(arrays))
 
 
 def _backward(plan: Plan, axes: _Axes, kept: tuple[Array, Array, int], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -212,19 +242,32 @@ class _Chunk(NamedTuple):
     dtype: Any
 
 
+def _chunk(hidden: Array, lm_head: Array, ids: Array, chunk: int, logits_dtype: Any) -> _Chunk:
+    if hidden.ndim != 3 or lm_head.ndim != 2 or hidden.shape[2] != lm_head.shape[0]:
+        shapes = f"{list(hidden.shape)} and {list(lm_head.shape)}"
+        raise ProblemError(f"`hidden` and `lm_head`: got shapes {shapes}, expected [B,T,H] and [H,V]")
+    if hidden.dtype != lm_head.dtype:
+        raise ProblemError(f"`lm_head`: got dtype {lm_head.dtype}, expected {hidden.dtype}, that of `hidden`")
+    if chunk < 1:
+        raise ProblemError(f"`chunk`: got {chunk}, expected 1 and more tokens")
+    dtype = jnp.dtype(hidden.dtype if logits_dtype is None else logits_dtype)
+    _expect_logits(jax.ShapeDtypeStruct((*hidden.shape[:2], lm_head.shape[1]), dtype), ids)
+    return _Chunk(chunk, dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _head_loss(
     plan: Plan, axes: _Axes, chunk: _Chunk, hidden: Array, lm_head: Array, scale: Array, *arrays: Array
 ) -> tuple[Array, Array]:
     results, _, _ = _sweep(plan, axes, chunk, False, hidden, lm_head, arrays)
-    return _reduced(results, arrays, axes), results
+    return _reduced(plan, results, arrays, axes), results
 
 
 def _head_forward(
     plan: Plan, axes: _Axes, chunk: _Chunk, hidden: Array, lm_head: Array, scale: Array, *arrays: Array
 ) -> tuple[Any, Any]:
     results, *gradients = _sweep(plan, axes, chunk, True, hidden, lm_head, _scaled(arrays, scale))
-    return (_reduced(results, arrays, axes), results), (gradients, scale, len(arrays))
+    return (_reduced(plan, results, arrays, axes), results), (gradients, scale, len(arrays))
 
 
 def _head_backward(
@@ -235,6 +278,59 @@ def _head_backward(
 
 
 _head_loss.defvjp(_head_forward, _head_backward)
+
+
+def _sent(of_tokens: tuple[Array, ...], dlogp: Array, dentropy: Array) -> tuple[Array, ...]:
+    """The arrays of a loss that is the sum of logp and entropy times these."""
+    ids, mask, *bias = of_tokens
+    return ids, mask, -dlogp, jnp.ones((ids.shape[0], 3), jnp.float32), dentropy, *bias
+
+
+def _unsent(of_tokens: tuple[Array, ...]) -> tuple[Array, ...]:
+    nothing = jnp.zeros(of_tokens[0].shape, jnp.float32)
+    return _sent(of_tokens, nothing, nothing)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(plan: Plan, axes: _Axes, logits: Array, *of_tokens: Array) -> tuple[Array, Array]:
+    (results,) = rows.evaluate(plan, False, axes.manual, logits, *_unsent(of_tokens))
+    return results[..., 0], results[..., 1]
+
+
+def _scores_forward(plan: Plan, axes: _Axes, *arrays: Array) -> tuple[Any, Any]:
+    return _scores(plan, axes, *arrays), arrays
+
+
+def _scores_backward(plan: Plan, axes: _Axes, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    logits, *of_tokens = kept
+    _, dlogits = rows.evaluate(plan, True, axes.manual, logits, *_sent(tuple(of_tokens), *cotangents))
+    return dlogits, *[None] * len(of_tokens)
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _head_scores(
+    plan: Plan, axes: _Axes, chunk: _Chunk, hidden: Array, lm_head: Array, *of_tokens: Array
+) -> tuple[Array, Array]:
+    results, _, _ = _sweep(plan, axes, chunk, False, hidden, lm_head, _unsent(of_tokens))
+    return results[..., 0], results[..., 1]
+
+
+def _head_scores_forward(plan: Plan, axes: _Axes, chunk: _Chunk, *arrays: Array) -> tuple[Any, Any]:
+    return _head_scores(plan, axes, chunk, *arrays), arrays
+
+
+def _head_scores_backward(
+    plan: Plan, axes: _Axes, chunk: _Chunk, kept: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Any, ...]:
+    hidden, lm_head, *of_tokens = kept
+    _, *gradients = _sweep(plan, axes, chunk, True, hidden, lm_head, _sent(tuple(of_tokens), *cotangents))
+    return *gradients, *[None] * len(of_tokens)
+
+
+_head_scores.defvjp(_head_scores_forward, _head_scores_backward)
 
 
 def _scaled(arrays: tuple[Array, ...], scale: Array) -> tuple[Array, ...]:
@@ -376,11 +472,11 @@ class _Weights(NamedTuple):
         return jnp.concatenate(self, 1)
 
 
-def _reduced(results: Array, arrays: tuple[Array, ...], axes: _Axes) -> Array:
+def _reduced(plan: Plan, results: Array, arrays: tuple[Array, ...], axes: _Axes) -> Array:
     """The loss. Beside a weight of 0 stands anything, infinities too."""
-    _, mask, _, weights, *_ = arrays
+    _, mask, _, weights, *inputs = arrays
     terms = [results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")]
-    factors = [weights[:, :1], weights[:, 2:3]]
+    factors = [weights[:, :1], rows.of_entropy(plan, weights, inputs)]
     weighed = [
         jnp.where(mask & (factor != 0.0), factor * term, 0.0) for factor, term in zip(factors, terms, strict=True)
     ]
@@ -436,7 +532,7 @@ class _Batch(NamedTuple):
         return GrpoLoss(loss, metrics, of["logp"], of["entropy"], of["token_loss"])
 
 
-_INPUTS = ("old_logp", "ref_logp", "policy_weight", "kl_weight", "selected", "log_weight", "behaviour_logp")
+_INPUTS = ("old_logp", "ref_logp", "policy_weight", "kl_weight", "selected", "log_weight", "behaviour_logp", "dentropy")
 
 
 def _scale(given: float | Array) -> Array:

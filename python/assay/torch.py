@@ -1,4 +1,4 @@
-"""The GRPO loss for PyTorch: `grpo_loss`, and `logp_and_entropy` for the passes without a gradient.
+"""The GRPO loss for PyTorch: `grpo_loss`, and `logp_and_entropy` without a loss.
 
     import assay, assay.torch
 
@@ -62,11 +62,12 @@ _ARRAYS = (
     "bias",
     "cu_seqlens",
     "segment_ids",
+    "dentropy",
 )
 _GIVEN = (
     "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
     "Tensor? rollout_weights, Tensor? selected, Tensor? bias, Tensor? cu_seqlens, Tensor? segment_ids, "
-    "Tensor? normalizer, str spec"
+    "Tensor? dentropy, Tensor? normalizer, str spec"
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
 _SENT = "Tensor loss, Tensor logp, Tensor entropy"
@@ -297,6 +298,7 @@ def grpo_loss(
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
+    dentropy: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
@@ -322,6 +324,7 @@ def grpo_loss(
         cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
             behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights` are `[1,N]` or `[S,1]`.
         segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
+        dentropy: `[B,T]`: the cotangent of each token's entropy, where the spec reads it.
         normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
             normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
         hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
@@ -350,6 +353,7 @@ def grpo_loss(
         "bias": bias,
         "cu_seqlens": cu_seqlens,
         "segment_ids": segment_ids,
+        "dentropy": dentropy,
     }
     batch: dict[str, Any] = {
         "old_logps": old_logp is not None,
@@ -390,35 +394,45 @@ def _head_of(hidden: Tensor | None, lm_head: Tensor | None, inplace: bool) -> tu
     return hidden, lm_head
 
 
-@torch.no_grad()
 def logp_and_entropy(
     logits: Tensor | None,
     ids: Tensor,
     mask: Tensor | None = None,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
     rounds_logits: bool = False,
     chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each sampled token and entropy, `[B,T]`, f32, nats, without a gradient: old and reference passes.
+    """Log-probability of each sampled token and entropy, `[B,T]`, f32, nats: `selective_log_softmax` and the entropy in one.
 
     The logits are read once and nothing of their size is made; with `hidden` and `lm_head` they are made a chunk at a time.
-    Masked tokens hold 0. Arguments and errors as those of `grpo_loss`.
+    Masked tokens hold 0. Both are differentiable, with any cotangents: the backward pass reads the logits once more and writes
+    dlogits, rounded once; the cotangents of masked tokens are not looked at. Where no gradient is asked for, as under
+    `torch.no_grad` in old and reference passes, nothing is kept for one.
+
+    Args:
+        logits: As the others, of `grpo_loss`.
+        temperature: What logits are divided by.
+        softcap: `c` of `c·tanh(logits / c)`, before the temperature.
+
+    Raises:
+        ProblemError, SpecError: As `grpo_loss`.
     """
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    scored = _spec(temperature=temperature, objective="policy_gradient")
-    arrays: dict[str, Tensor | None] = {"ids": ids, "mask": mask, "advantages": torch.zeros(ids.shape[0])}
-    arrays["old_logp"] = torch.zeros(ids.shape)
+    json = _json_of_options("logp", (), (("entropy", False), ("temperature", temperature), ("logits", {"softcap": softcap})))
+    advantages = torch.zeros((ids.shape[0],), dtype=torch.float32)
+    arguments = (ids, mask, advantages, *[None] * (len(_ARRAYS) - 3), None, json)
+    for field, array in (("ids", ids), ("mask", mask)):
+        _expect_host(field, array)
     if logits is not None:
+        if hidden is not None or lm_head is not None:
+            raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
         _expect_host("logits", logits)
-        logp, entropy = _tensors(_native.op_logp_and_entropy(scored, logits.detach(), arrays))
-        return logp, entropy
-    hidden, lm_head = _head_of(hidden, lm_head, False)
-    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
-    logp, entropy = _tensors(_native.op_head_logp_and_entropy(scored, head, arrays))
-    return logp, entropy
+        return _loss(logits, *arguments)[1:3]  # type: ignore[no-any-return]
+    return _head_loss(*_head_of(hidden, lm_head, False), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
 
 
 def empty_cache() -> None:

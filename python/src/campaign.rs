@@ -227,7 +227,7 @@ impl Question {
             None => answer,
             Some(named) => chosen(&answer, named)?,
         };
-        let returned = Returned::of(&**problem, &answer)?;
+        let returned = Returned::of(&spec.loss, &**problem, &answer, false)?;
         if let Some(((name, _), _)) = before.iter().zip(checksums()).find(|(before, after)| *before != after) {
             return Err(error::input_mutated(py, name));
         }

@@ -37,15 +37,13 @@ mod _native {
     #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]
-    use super::op::{
-        op_gradient, op_head_gradient, op_head_logp_and_entropy, op_head_loss, op_logp_and_entropy, op_loss,
-    };
+    use super::op::{op_gradient, op_head_gradient, op_head_loss, op_loss};
     #[pymodule_export]
     use super::problem::{Problem, Problems, load};
     #[pymodule_export]
     use super::run;
     #[pymodule_export]
-    use super::spec::{Spec, spec_of_fields, spec_of_file, spec_of_preset};
+    use super::spec::{Spec, spec_of_cotangents, spec_of_fields, spec_of_file, spec_of_preset};
     #[pymodule_export]
     use super::tape::plan;
     #[pymodule_export]

@@ -26,8 +26,17 @@ struct Given {
     optional: [Option<Taken>; OPTIONAL.len()],
 }
 
-const OPTIONAL: [&str; 8] =
-    ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias", "cu_seqlens", "segment_ids"];
+const OPTIONAL: [&str; 9] = [
+    "old_logp",
+    "ref_logp",
+    "rollout_logp",
+    "rollout_weights",
+    "selected",
+    "bias",
+    "cu_seqlens",
+    "segment_ids",
+    "dentropy",
+];
 
 impl Given {
     /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
@@ -57,7 +66,7 @@ impl Given {
     }
 
     fn op(&self) -> Result<Op<'_>, String> {
-        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias, cu_seqlens, segment_ids] =
+        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias, cu_seqlens, segment_ids, dentropy] =
             self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
         let arguments = Arguments {
             ids: self.ids.lent(),
@@ -71,6 +80,7 @@ impl Given {
             bias,
             cu_seqlens,
             segment_ids,
+            dentropy,
         };
         Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }
@@ -168,19 +178,6 @@ pub(crate) fn op_gradient(
     })
 }
 
-/// Logp and entropy of each token.
-#[pyfunction]
-pub(crate) fn op_logp_and_entropy(
-    py: Python<'_>,
-    spec: Spec,
-    logits: &Bound<'_, PyAny>,
-    arrays: &Bound<'_, PyDict>,
-) -> PyResult<(LentArray, LentArray)> {
-    let (given, logits) = (Given::of(&spec, arrays, None)?, Taken::of("logits", logits)?);
-    let scored = done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string()))?;
-    Ok((kept(scored.logp), kept(scored.entropy)))
-}
-
 /// What logits are made of: hidden states `[B,T,H]` and a head `[V,H]`, as `PyTorch` stores it.
 fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) -> Result<ProjectionView<'t>, String> {
     Ok(ProjectionView {
@@ -254,20 +251,4 @@ pub(crate) fn op_head_gradient(
     let FloatArray::F32(dlm_head) = gradient.dlm_head else { unreachable!("the head's gradient is f32") };
     let dhidden = Block::floats(&Arc::new(gradient.dhidden), |dhidden| dhidden).expect("made densely");
     Ok((LentArray::lend(dhidden, true), kept(dlm_head)))
-}
-
-/// Logp and entropy of each token of the logits `hidden · lm_headᵀ`.
-#[pyfunction]
-pub(crate) fn op_head_logp_and_entropy(
-    py: Python<'_>,
-    spec: Spec,
-    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
-    arrays: &Bound<'_, PyDict>,
-) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (Given::of(&spec, arrays, None)?, Projected::of(head)?);
-    let scored = done(py, || {
-        let (op, projection) = (given.op()?, head.projection()?);
-        head.kernel.forward(&given.spec, &projection, op.tokens().tokens()).map_err(|reason| reason.to_string())
-    })?;
-    Ok((kept(scored.logp), kept(scored.entropy)))
 }

@@ -10,6 +10,7 @@ use crate::error;
 use crate::memory::Seen;
 use assay::judge::judgeable::Judgeable;
 use assay::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, Problem};
+use assay::spec::LossSpec;
 use assay::text::nearest;
 
 /// The arrays of the tokens, each optional.
@@ -77,7 +78,8 @@ fn triple(shape: &[usize]) -> (usize, usize, usize) {
 
 /// The outputs of one call, each of the shape that the problem has for it.
 pub(crate) struct Returned {
-    loss: Seen,
+    loss: Option<Seen>,
+    /// Empty where there is none.
     gradient: Vec<Seen>,
     /// In the order of [`OF_TOKENS`].
     of_tokens: [Option<Seen>; 3],
@@ -85,11 +87,17 @@ pub(crate) struct Returned {
 }
 
 impl Returned {
-    /// Reads `outputs`, a mapping of names to arrays, without a copy.
+    /// Reads `outputs`, a mapping of names to arrays, without a copy. There may be no loss where `spec` asks for none, and no
+    /// gradient where `forward` will do and there is `logp`.
     ///
     /// # Errors
     /// `OutputError` naming the first output that is missing, has no place, or is no such array.
-    pub(crate) fn of<P: Answered>(problem: &P, outputs: &Bound<'_, PyAny>) -> PyResult<Self> {
+    pub(crate) fn of<P: Answered>(
+        spec: &LossSpec,
+        problem: &P,
+        outputs: &Bound<'_, PyAny>,
+        forward: bool,
+    ) -> PyResult<Self> {
         let py = outputs.py();
         let gradient = problem.gradient();
         let required = || ["loss"].into_iter().chain(gradient.iter().map(|(name, ..)| *name));
@@ -130,12 +138,21 @@ impl Returned {
             let (given, expected) = (format!("shape {:?}", seen.shape()), format!("{shape:?}, {meaning}"));
             Err(error::of_output(py, name, given, expected))
         };
-        let loss = required("loss")?;
-        if !matches!(loss.shape(), [] | [1]) {
+        let has = |name: &str| dictionary.contains(name);
+        let loss = if spec.is_of_cotangents() { optional("loss")? } else { Some(required("loss")?) };
+        if loss.is_none() {
+            required("logp")?;
+        }
+        if let Some(loss) = loss.as_ref().filter(|loss| !matches!(loss.shape(), [] | [1])) {
             return Err(error::of_output(py, "loss", format!("shape {:?}", loss.shape()), "a scalar, [] or [1]"));
         }
-        let arrays = gradient.iter().map(|&(name, shape, meaning)| fits(name, required(name)?, shape, meaning));
-        let arrays = arrays.collect::<PyResult<Vec<_>>>()?;
+        let mut arrays = Vec::new();
+        let given = gradient.iter().map(|(name, ..)| has(name)).collect::<PyResult<Vec<bool>>>()?;
+        if !(forward && has("logp")?) || given.contains(&true) {
+            for &(name, shape, meaning) in &gradient {
+                arrays.push(fits(name, required(name)?, shape, meaning)?);
+            }
+        }
         let shape = problem.of_tokens();
         let of_token = |name| optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T]")).transpose();
         let [logp, entropy, token_loss] = OF_TOKENS;
@@ -151,14 +168,26 @@ impl Returned {
         })
     }
 
+    /// Whether there is a gradient.
+    pub(crate) fn has_gradient(&self) -> bool {
+        !self.gradient.is_empty()
+    }
+
     /// What the judge reads: the gradient where it lies, and copies of what there is of each token.
     pub(crate) fn candidate<P: Answered>(&self, problem: &P) -> Candidate<P::View<'_>> {
+        let Candidate { loss, logp, entropy, token_loss, metrics, gradient: () } = self.forward(problem);
+        let gradient = problem.view(&self.gradient, self.dlogits_dtype);
+        Candidate { loss, gradient, logp, entropy, token_loss, metrics }
+    }
+
+    /// The same without the gradient.
+    pub(crate) fn forward<P: Answered>(&self, problem: &P) -> Candidate<()> {
         let [batch, tokens] = problem.of_tokens();
         let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
         let [logp, entropy, token_loss] = &self.of_tokens;
         Candidate {
-            loss: self.loss.view(Ix0()).to_owned(),
-            gradient: problem.view(&self.gradient, self.dlogits_dtype),
+            loss: self.loss.as_ref().map(|loss| loss.view(Ix0()).to_owned()),
+            gradient: (),
             logp: of_token(logp),
             entropy: of_token(entropy),
             token_loss: of_token(token_loss),
@@ -171,7 +200,7 @@ impl Returned {
         let gradient = problem.gradient().into_iter().map(|(name, ..)| name).zip(&self.gradient);
         let of_tokens = OF_TOKENS.into_iter().zip(&self.of_tokens);
         let of_tokens = of_tokens.filter_map(|(name, seen)| Some((name, seen.as_ref()?)));
-        let all = [("loss", &self.loss)].into_iter().chain(gradient).chain(of_tokens);
+        let all = self.loss.iter().map(|loss| ("loss", loss)).chain(gradient).chain(of_tokens);
         all.map(|(name, seen)| (name, seen.addresses())).collect()
     }
 }

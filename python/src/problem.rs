@@ -142,17 +142,19 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
     let advantages = match &owner.advantages {
         Advantages::Sequence(advantages) => numbers(advantages),
         Advantages::Token(advantages) => numbers(advantages),
+        Advantages::Dlogp(dlogp) => numbers(dlogp),
     };
     let mut arrays = vec![
         ("ids", Block::of(owner, Element::Int64, |problem| &problem.ids)),
         ("mask", Block::of(owner, Element::Bool, |problem| &problem.mask)),
-        ("advantages", advantages),
+        (owner.advantages.name(), advantages),
     ];
     let optional = [
         ("old_logp", &owner.old_logp),
         ("ref_logp", &owner.ref_logp),
         ("rollout_logp", &extra.rollout_logp),
         ("rollout_weights", &extra.rollout_weights),
+        ("dentropy", &extra.dentropy),
     ];
     arrays.extend(optional.into_iter().filter_map(|(name, array)| Some((name, numbers(array.as_ref()?)))));
     arrays.extend(extra.bias.iter().map(|bias| ("bias", numbers(bias))));
@@ -241,6 +243,18 @@ impl Problem {
     #[getter]
     fn mask(&self) -> PyResult<Array> {
         self.lent("mask")
+    }
+
+    /// `[B,T]`: the cotangent of logp, where logp and entropy are the result.
+    #[getter]
+    fn dlogp(&self) -> PyResult<Array> {
+        self.lent("dlogp")
+    }
+
+    /// `[B,T]`: the cotangent of entropy, where the spec reads it.
+    #[getter]
+    fn dentropy(&self) -> PyResult<Array> {
+        self.lent("dentropy")
     }
 
     /// `[B]` or `[B,T]`, as the spec has it; `[S]` or `[1,N]` of packed sequences.
@@ -337,11 +351,11 @@ impl Problem {
         let spec = &*self.spec.loss;
         let judged = match &self.batch {
             Batch::Logits(problem) => {
-                let returned = Returned::of(&**problem, outputs)?;
+                let returned = Returned::of(spec, &**problem, outputs, true)?;
                 error::apart(py, || verdicts::judge(spec, &**problem, &returned, &standards))?
             }
             Batch::Head(problem) => {
-                let returned = Returned::of(&**problem, outputs)?;
+                let returned = Returned::of(spec, &**problem, outputs, true)?;
                 error::apart(py, || verdicts::judge(spec, &**problem, &returned, &standards))?
             }
         };

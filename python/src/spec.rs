@@ -204,6 +204,25 @@ pub(crate) fn spec_of_file(py: Python<'_>, path: PathBuf) -> PyResult<Spec> {
     Ok(Spec::of(read.expect("a path is named")))
 }
 
+/// Logp, or logp and entropy, without a loss: by their given cotangents. `options`, a JSON object, says what becomes of logits before
+/// their softmax.
+#[pyfunction]
+pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -> PyResult<Spec> {
+    const OPTIONS: [&str; 4] = ["temperature", "temperature_divides", "logits", "support"];
+    let given: Map<String, Value> = serde_json::from_str(options).map_err(|reason| error::of_spec(py, reason))?;
+    if let Some(stranger) = given.keys().find(|name| !OPTIONS.contains(&name.as_str())) {
+        let meant = nearest(stranger, OPTIONS).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
+        let all = OPTIONS.join(", ");
+        return Err(error::of_spec(py, format!("`{stranger}`: no such option, {meant}expected entropy, {all}")));
+    }
+    let mut fields = serde_json::to_value(LossSpec::of_cotangents(entropy)).expect("plain data has a JSON form");
+    fields.as_object_mut().expect("a spec is an object").extend(given);
+    let loss: LossSpec =
+        serde_json::from_value(fields).map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;
+    loss.check().map_err(|reason| error::of_spec(py, reason))?;
+    Ok(Spec::of(loss))
+}
+
 /// The spec with `fields`, a JSON object; what is left out is as in plain PPO-clip.
 #[pyfunction]
 pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {

@@ -5,9 +5,11 @@ use pyo3::prelude::*;
 use crate::error;
 use crate::outputs::{Answered, Returned};
 use assay::judge::gate::Edge;
+use assay::judge::judge::Verdict;
 use assay::judge::report::{Check, Ignored, Report};
 use assay::judge::tolerance::{EXTERNAL, Grade, Limits};
 use assay::judge::trial::Known;
+use assay::problem::Candidate;
 use assay::schema;
 use assay::spec::LossSpec;
 
@@ -52,28 +54,39 @@ pub(crate) fn judge<P: Answered>(
     Standards { grade, allow }: &Standards,
 ) -> Result<Verdicts, String> {
     let known = Known::of(spec, problem).map_err(|reason| reason.to_string())?;
-    let candidate = returned.candidate(problem);
     let limits = Limits::of(EXTERNAL).map_err(|reason| reason.to_string())?.at(*grade);
-    let verdicts = known.verdicts(&candidate, &limits).map_err(|reason| reason.to_string())?;
-    let verdicts: Vec<_> = verdicts.into_iter().map(|verdict| verdict.waive(allow)).collect();
-    let diagnoses = problem.diagnose(&known.reference, &candidate, &verdicts);
+    let waived = |verdicts: Vec<Verdict>| verdicts.into_iter().map(|verdict| verdict.waive(allow)).collect::<Vec<_>>();
+    let (diagnoses, absent, verdicts): (Vec<_>, Vec<&str>, _) = if returned.has_gradient() {
+        let candidate = returned.candidate(problem);
+        let verdicts = waived(known.verdicts(&candidate, &limits).map_err(|reason| reason.to_string())?);
+        (problem.diagnose(&known.reference, &candidate, &verdicts), absent(&candidate), verdicts)
+    } else {
+        let candidate = returned.forward(problem);
+        let verdicts = waived(known.verdicts_of_forward(&candidate, &limits).map_err(|reason| reason.to_string())?);
+        let diagnosis = problem.diagnose_forward(&known.reference, &candidate, &verdicts);
+        let gradient = problem.gradient().into_iter().map(|(name, ..)| name);
+        (diagnosis.into_iter().collect(), gradient.chain(absent(&candidate)).collect(), verdicts)
+    };
     let replay = "problem.save(\"problem.safetensors\"), then assay judge --problem problem.safetensors";
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
     let failures = failed.map(|verdict| known.explain(verdict, "kernel", replay).to_string()).collect();
     let checks = verdicts.iter().map(|verdict| Check::new("problem", "kernel", &verdict.gate.to_string(), verdict));
-    let absent = [
-        ("logp", candidate.logp.is_none()),
-        ("entropy", candidate.entropy.is_none()),
-        ("token_loss", candidate.token_loss.is_none()),
-    ];
-    let absent = absent.into_iter().filter(|(_, absent)| *absent);
-    let ignored = absent.map(|(name, _)| Ignored { what: name.into(), why: "not returned".into(), not_run: None });
+    let absent = absent.into_iter();
+    let ignored = absent.map(|name| Ignored { what: name.into(), why: "not returned".into(), not_run: None });
     let diagnoses = diagnoses.iter().map(ToString::to_string).collect();
     let report = Report { diagnoses, ..Report::new(checks.collect(), ignored.collect()) };
     let table = report.table();
     let verdicts = schema::verdicts::Verdicts::from(report);
     let json = serde_json::to_string_pretty(&verdicts).expect("plain data has a JSON form");
     Ok(Verdicts { passed: verdicts.pass, failures, table, json })
+}
+
+/// The outputs that it lacks.
+fn absent<G>(Candidate { loss, logp, entropy, token_loss, .. }: &Candidate<G>) -> Vec<&'static str> {
+    let of_tokens = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
+    let of_tokens = of_tokens.into_iter().map(|(name, array)| (name, array.is_none()));
+    let all = [("loss", loss.is_none())].into_iter().chain(of_tokens);
+    all.filter_map(|(name, absent)| absent.then_some(name)).collect()
 }
 
 #[pymethods]

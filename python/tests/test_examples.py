@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,25 @@ def test_an_example_passes(name: str, framework: str, monkeypatch: pytest.Monkey
     report = assay.check(loss, cases=24, wide=0, power=False, repro_dir=None)
     assert report, report
     assert compiles(loss) == (framework != "torch")
+
+
+def test_the_example_of_logp_passes_and_what_is_not_upcast_fails() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    example = runpy.run_path(str(EXAMPLES / "torch_logp.py"))
+    options: dict[str, Any] = {"temperature": 0.7, "dtypes": ["bf16"], "cases": 24, "wide": 0, "power": False, "repro_dir": None}
+    right, wrong = (assay.check_logp(example[name], **options) for name in ("logp", "without_upcast"))
+    assert right, right
+    assert not wrong and {cause.gate.split()[0] for cause in wrong.causes} == {"logp", "dlogits"}, wrong
+
+
+def test_the_example_of_logp_with_a_head_passes() -> None:
+    pytest.importorskip("jax", reason="JAX is not installed")
+    scores = runpy.run_path(str(EXAMPLES / "jax_logp.py"))["scores"]
+    report = assay.check_logp(
+        scores, framework="jax", entropy=True, lm_head=True, shapes=["2x3x16x257"], dtypes=["f32"], cases=6, wide=0,
+        power=False, repro_dir=None,
+    )  # fmt: skip
+    assert report, report
 
 
 def served(command: list[str], dtypes: list[str]) -> dict[str, object]:

@@ -23,7 +23,13 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from assay.jax import GrpoLoss, grpo_loss, grpo_loss_of_hidden, logp_and_entropy  # noqa: E402
+from assay.jax import (  # noqa: E402
+    GrpoLoss,
+    grpo_loss,
+    grpo_loss_of_hidden,
+    logp_and_entropy,
+    logp_and_entropy_of_hidden,
+)
 
 TRL = assay.spec("trl", beta=0.04)
 NAMES = ("mask", "advantages", "old_logp", "ref_logp", "bias")
@@ -271,6 +277,59 @@ def test_logp_and_entropy_are_those_of_the_loss() -> None:
     parts, whole = both(batch.logits)
     for part, of in zip(parts, whole, strict=True):
         assert of.any() and jnp.allclose(part, of, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_logp_and_entropy_pass_forward_and_backward(implementation: str) -> None:
+    def scores(logits: Any, ids: Any) -> Any:
+        return logp_and_entropy(logits, ids, spec=assay.spec(temperature=0.7), implementation=implementation)
+
+    report = assay.check_logp(
+        scores,
+        framework="jax",
+        entropy=True,
+        temperature=0.7,
+        shapes=["2x3x257"],
+        dtypes=["f32", "bf16"],
+        cases=2 * CASES,
+        wide=0,
+        power=False,
+        repro_dir=None,
+    )
+    assert report, report
+
+
+def test_logp_and_entropy_of_hidden_pass_forward_and_backward() -> None:
+    def scores(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        return logp_and_entropy_of_hidden(hidden, lm_head.T, ids, chunk=2, logits_dtype=jnp.float32)
+
+    report = assay.check_logp(
+        scores,
+        framework="jax",
+        entropy=True,
+        lm_head=True,
+        shapes=["2x3x16x257"],
+        dtypes=["f32"],
+        cases=CASES,
+        wide=0,
+        power=False,
+        repro_dir=None,
+    )
+    assert report, report
+
+
+def test_logp_and_entropy_of_a_cut_vocabulary_have_the_same_gradient() -> None:
+    batch = Batch()
+
+    def total(logits: Any, axis: str | None = None) -> Any:
+        logp, entropy = logp_and_entropy(logits, batch.ids, mask=batch.given["mask"], implementation="xla", vocab_axis=axis)
+        return (logp * batch.given["old_logp"] + entropy * batch.given["ref_logp"]).sum()
+
+    whole = jax.grad(total)(batch.logits)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put(batch.logits, NamedSharding(mesh, P(None, None, "model")))
+    cut = jax.jit(jax.grad(total))(sharded)
+    assert jnp.allclose(cut, whole, rtol=1e-5, atol=1e-7) and (whole[~batch.given["mask"]] == 0).all()
 
 
 # ---- over devices

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import assay.torch  # noqa: E402
 
 ARRAYS = ("ids", "advantages", "mask", "old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias")
-ARRAYS += ("cu_seqlens",)
+ARRAYS += ("cu_seqlens", "dentropy")
 G = [1.0, 1 / 7, -3.0]
 
 
@@ -269,13 +269,53 @@ def test_logp_and_entropy_are_those_of_the_loss() -> None:
     arrays = problem.torch()
     result = assay.torch.grpo_loss(arrays.logits, **given(problem), spec=problem.spec)
     logp, entropy = assay.torch.logp_and_entropy(arrays.logits.clone().requires_grad_(), arrays.ids, arrays.mask)
-    assert torch.equal(logp, result.logp) and torch.equal(entropy, result.entropy) and not logp.requires_grad
+    assert torch.equal(logp, result.logp) and torch.equal(entropy, result.entropy) and logp.requires_grad
+    with torch.no_grad():
+        alone, _ = assay.torch.logp_and_entropy(arrays.logits.clone().requires_grad_(), arrays.ids, arrays.mask)
+    assert torch.equal(alone, logp) and not alone.requires_grad
     hidden, lm_head = torch.randn(3, 5, 16), torch.randn(257, 16)
     of_head = assay.torch.logp_and_entropy(
         None, arrays.ids, arrays.mask, hidden=hidden, lm_head=lm_head, chunk=4, temperature=0.7
     )
     of_logits = assay.torch.logp_and_entropy(hidden @ lm_head.T, arrays.ids, arrays.mask, temperature=0.7)
     torch.testing.assert_close(of_head, of_logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_logp_and_entropy_pass_forward_and_backward(softcap: float | None, lm_head: bool) -> None:
+    """The grade that is asked of kernels of ours."""
+
+    def on_logits(logits: Any, ids: Any) -> Any:
+        return assay.torch.logp_and_entropy(logits, ids, temperature=0.7, softcap=softcap)
+
+    def on_hidden(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        head = lm_head.contiguous()
+        return assay.torch.logp_and_entropy(None, ids, hidden=hidden, lm_head=head, temperature=0.7, softcap=softcap, chunk=3)
+
+    report = assay.check_logp(
+        on_hidden if lm_head else on_logits,
+        entropy=True,
+        temperature=0.7,
+        logits={"softcap": softcap},
+        lm_head=lm_head,
+        dtypes=["f32"] if lm_head else ["f32", "bf16", "f16"],
+        cases=24,
+        wide=0,
+        power=False,
+        repro_dir=None,
+        grade="exact",
+    )
+    assert report, report
+
+
+def test_logp_and_entropy_of_masked_tokens_have_no_gradient() -> None:
+    problem = one("f32")
+    arrays = problem.torch()
+    logits = arrays.logits.clone().requires_grad_()
+    logp, entropy = assay.torch.logp_and_entropy(logits, arrays.ids, arrays.mask)
+    (logp + entropy).sum().backward()
+    assert not logits.grad[~arrays.mask].any() and logits.grad[arrays.mask].any()
 
 
 def test_rows_may_lie_anywhere() -> None:

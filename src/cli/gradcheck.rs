@@ -64,7 +64,10 @@ impl Gradcheck {
         let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;
         let known = Known::of(&config.spec, problem).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
-        let (loss_ref, loss_kernel) = (P::on_logits(&known.reference).loss(), outcome.loss.value());
+        let (loss_ref, loss_kernel) = (
+            P::on_logits(&known.reference).loss(),
+            outcome.loss.as_ref().expect("an implementation returns its loss").value(),
+        );
 
         let command = format!("assay gradcheck --config {}{}", self.config.display(), self.standards.options());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();

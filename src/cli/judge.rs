@@ -8,7 +8,7 @@ use super::problem_choice::{AnyProblem, Within};
 use super::standards::Standards;
 use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
-use crate::fixture::{StoredGradient, extra_tensors, read_candidate};
+use crate::fixture::{Stored, StoredGradient, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Ignored, Report};
 use crate::judge::tolerance::{EXTERNAL, Limits};
@@ -31,7 +31,7 @@ pub(super) struct Judge {
     #[command(flatten)]
     within: Within,
     /// What it put out: `loss` and `dlogits`, or `dhidden` and `dlm_head`, and `logp`, `entropy`, `token_loss` where it has
-    /// them
+    /// them. Without a gradient it is judged on the rest; without a loss where `logp` is all that the spec asks for
     #[arg(long, value_name = "CANDIDATE.safetensors", required_unless_present = "suite")]
     candidate: Option<PathBuf>,
     #[command(flatten)]
@@ -51,8 +51,8 @@ impl Judge {
                 let (spec, given) = within.read(&problem)?;
                 let one = One { problem, within, candidate, standards, printing };
                 match given {
-                    AnyProblem::Logits(given) => one.judge(&spec, &given, &read_candidate(&one.candidate)?),
-                    AnyProblem::Head(given) => one.judge(&spec, &given, &read_candidate(&one.candidate)?),
+                    AnyProblem::Logits(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
+                    AnyProblem::Head(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
                 }
             }
             _ => unreachable!("clap asks for a folder and candidates, or a problem and a candidate"),
@@ -74,26 +74,40 @@ impl One {
         &self,
         spec: &LossSpec,
         problem: &P,
-        candidate: &Candidate<P::Gradient>,
+        candidate: &Stored<P::Gradient>,
     ) -> Result<Passed, CliError> {
         let wrong = |reason| CliError::Problem { path: self.problem.clone(), reason };
         let known = Known::of(spec, problem).map_err(wrong)?;
         let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        let verdicts = self.standards.judge(&known, candidate, EXTERNAL)?;
-        let mut diagnoses: Vec<String> =
-            problem.diagnose(&known.reference, &candidate.lend(), &verdicts).iter().map(ToString::to_string).collect();
-        if verdicts.iter().any(|verdict| verdict.status.failed()) {
-            diagnoses.extend(self.computed(spec, problem, candidate));
-        }
+        let (verdicts, diagnoses, mut ignored) = match candidate {
+            Stored::Whole(candidate) => {
+                let verdicts = self.standards.judge(&known, candidate, EXTERNAL)?;
+                let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
+                let mut diagnoses: Vec<String> = diagnoses.iter().map(ToString::to_string).collect();
+                if verdicts.iter().any(|verdict| verdict.status.failed()) {
+                    diagnoses.extend(self.computed(spec, problem, candidate));
+                }
+                (verdicts, diagnoses, absent(candidate))
+            }
+            Stored::Forward(candidate) => {
+                let verdicts = self.standards.judge_forward(&known, candidate, EXTERNAL)?;
+                let diagnoses = problem.diagnose_forward(&known.reference, candidate, &verdicts);
+                let gradients = P::Gradient::TENSORS.iter().map(|name| lacking(name));
+                (
+                    verdicts,
+                    diagnoses.iter().map(ToString::to_string).collect(),
+                    gradients.chain(absent(candidate)).collect(),
+                )
+            }
+        };
         for verdict in verdicts {
             if verdict.status.failed() {
                 super::print(&format!("{}\n", known.explain(&verdict, &name, &self.command())))?;
             }
             checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
         }
-        let mut ignored = absent(candidate);
         ignored.extend(extra_tensors::<P::Gradient>(&self.candidate)?.into_iter().map(|name| Ignored {
             what: format!("tensor `{name}`"),
             why: "no output has this name".into(),
@@ -127,8 +141,13 @@ impl One {
 
 /// Those that it lacks.
 fn absent<G>(candidate: &Candidate<G>) -> Vec<Ignored> {
-    let Candidate { logp, entropy, token_loss, .. } = candidate;
+    let Candidate { loss, logp, entropy, token_loss, .. } = candidate;
     let optional = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
-    let lacking = optional.into_iter().filter(|(_, array)| array.is_none());
-    lacking.map(|(name, _)| Ignored { what: name.into(), why: "not in the candidate".into(), not_run: None }).collect()
+    let optional = optional.into_iter().map(|(name, array)| (name, array.is_none()));
+    let absent = [("loss", loss.is_none())].into_iter().chain(optional).filter(|(_, absent)| *absent);
+    absent.map(|(name, _)| lacking(name)).collect()
+}
+
+fn lacking(name: &str) -> Ignored {
+    Ignored { what: name.into(), why: "not in the candidate".into(), not_run: None }
 }

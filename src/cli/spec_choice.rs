@@ -14,6 +14,9 @@ pub(super) struct SpecChoice {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE", conflicts_with = "preset")]
     spec: Option<PathBuf>,
+    /// No loss, but logp and entropy, and their backward pass by given cotangents `dlogp` and `dentropy`
+    #[arg(long, conflicts_with_all = ["spec", "preset"])]
+    logp: bool,
     /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
@@ -24,6 +27,9 @@ pub(super) struct SpecChoice {
 
 impl SpecChoice {
     pub(super) fn read(&self) -> Result<LossSpec, CliError> {
+        if self.logp {
+            return Ok(LossSpec::of_cotangents(true));
+        }
         let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
         let options = Options::from_pairs(&self.options)?;
         Ok(presets::spec(preset, None, &options, &Given::default())?.spec)

@@ -32,10 +32,24 @@ impl Standards {
         outcome: &Candidate<P::Gradient>,
         class: &str,
     ) -> Result<Vec<Verdict>, CliError> {
-        let limits = Limits::of(class)?;
-        let limits = self.grade.map_or(limits, |grade| limits.at(grade));
-        let verdicts = known.verdicts(&outcome.lend(), &limits)?;
+        let verdicts = known.verdicts(&outcome.lend(), &self.limits(class)?)?;
         Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
+    }
+
+    /// The same of `outcome` that has no gradient.
+    pub(super) fn judge_forward<P: Judgeable>(
+        &self,
+        known: &Known<P>,
+        outcome: &Candidate<()>,
+        class: &str,
+    ) -> Result<Vec<Verdict>, CliError> {
+        let verdicts = known.verdicts_of_forward(outcome, &self.limits(class)?)?;
+        Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
+    }
+
+    fn limits(&self, class: &str) -> Result<Limits<'static>, CliError> {
+        let limits = Limits::of(class)?;
+        Ok(self.grade.map_or(limits, |grade| limits.at(grade)))
     }
 
     /// The same of many problems.

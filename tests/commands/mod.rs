@@ -6,6 +6,7 @@ mod cli;
 mod driver;
 #[cfg(feature = "pjrt")]
 mod emit;
+mod logp;
 #[cfg(feature = "mutants")]
 mod mutants;
 mod panel;

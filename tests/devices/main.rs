@@ -20,7 +20,6 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use assay::cuda::DrivenLogp;
 use assay::cuda::driver::DRIVER_VARIABLE;
 use assay::implementation::{Implementation, RunError};
-use assay::judge::gate::Output;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::invariance::Invariance;
 use assay::judge::packed::Twins;
@@ -404,8 +403,7 @@ fn qwen() -> &'static [(Recipe, Known<'static>)] {
     })
 }
 
-/// Logp and entropy of a kernel that computes nothing else, of a name and a class; loss and gradient, which it lacks, are the
-/// reference's.
+/// Logp and entropy of a kernel that computes nothing else, of a name and a class.
 fn forward_alone(
     [name, class]: &[&str; 2],
     kernel: impl Fn(&LossSpec, &Problem) -> Result<[FloatArray<Ix2>; 2], RunError>,
@@ -413,17 +411,15 @@ fn forward_alone(
     let mut judged = 0;
     for dtype in Dtype::KERNEL {
         for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
+            let LossSpec { temperature, temperature_divides, .. } = spec;
+            let spec = LossSpec { temperature, temperature_divides, ..LossSpec::of_cotangents(false) };
             let problem = recipe.problem(&spec).expect("a valid recipe");
             let known = Known::of(&spec, &problem).expect("a valid problem");
-            let [logp, entropy] = kernel(&spec, &problem)?;
-            let mut candidate: Candidate = known.reference.outcome().clone().into();
-            (candidate.logp, candidate.entropy) = (Some(logp), Some(entropy));
-            candidate.token_loss = None;
-            candidate.metrics = None;
-            let mut of_kernel = known.judge(candidate, &Limits::of(class)?)?;
-            of_kernel.verdicts.retain(|verdict| [Output::Logp, Output::Entropy].contains(&verdict.gate.output));
-            if let Some(failure) = known.failures(&of_kernel, name, "this test").into_iter().next() {
-                return Err(failure.into());
+            let [logp, entropy] = kernel(&spec, &problem)?.map(Some);
+            let candidate = Candidate { loss: None, gradient: (), logp, entropy, token_loss: None, metrics: None };
+            let verdicts = known.verdicts_of_forward(&candidate, &Limits::of(class)?)?;
+            if let Some(verdict) = verdicts.iter().find(|verdict| !verdict.passed()) {
+                return Err(known.explain(verdict, name, "this test").to_string().into());
             }
             judged += 1;
         }

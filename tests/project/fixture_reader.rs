@@ -324,6 +324,7 @@ fn problem(logits: Dtype) -> Problem {
             rollout_weights: Some(ramp2(1.0)),
             selected: Some(array![[true, false, false], [false, true, false]]),
             bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
+            dentropy: Some(ramp2(0.25)),
             ..Extra::default()
         },
     }
@@ -498,7 +499,7 @@ fn problem_without_a_tensor_is_refused_by_name() {
 fn candidate_of(dtype: Dtype) -> Candidate {
     let per_token = |start| Some(FloatArray::rounded_from(&ramp2(start), dtype));
     Candidate {
-        loss: FloatArray::rounded_from(&arr0(1.0 / 3.0), dtype),
+        loss: Some(FloatArray::rounded_from(&arr0(1.0 / 3.0), dtype)),
         gradient: ramp3(dtype),
         logp: per_token(-1.0),
         entropy: per_token(1.0),
@@ -542,7 +543,7 @@ fn candidate_loss_of_one_element_is_a_scalar() {
     ] {
         for shape in ["[]", "[1]"] {
             let held = tensors(&[("loss", dtype, shape, bytes), ("dlogits", "F32", "[1,1,1]", &[0; 4])]);
-            let loss = candidate::<FloatArray<Ix3>, _>(&held).unwrap().loss;
+            let loss = candidate::<FloatArray<Ix3>, _>(&held).unwrap().loss.unwrap();
             assert_eq!((loss.value(), loss.dtype().to_string()), (1.5, dtype.to_lowercase()));
         }
     }

@@ -69,7 +69,7 @@ fn dlogits_all_dtypes_pass_the_judge() {
             let dlogits = evaluated.loss.backward().unwrap().remove(&logits).unwrap();
             assert_eq!(dlogits.dtype(), logits.dtype());
             let candidate = Candidate {
-                loss: arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into(),
+                loss: Some(arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into()),
                 gradient: array(&dlogits, dtype, three(recipe(dtype).shape)),
                 logp: None,
                 entropy: None,
@@ -131,7 +131,7 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                 let (dhidden, dlm_head) = (gradients.remove(&hidden).unwrap(), gradients.remove(&lm_head).unwrap());
                 assert_eq!((dhidden.dtype(), dlm_head.dtype()), (hidden.dtype(), lm_head.dtype()));
                 let mut outcome = HeadCandidate {
-                    loss: arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into(),
+                    loss: Some(arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into()),
                     gradient: HeadGradient {
                         dhidden: array(&dhidden, dtype, three([3, 5, 16])),
                         dlm_head: array(&dlm_head, dtype, ndarray::Dim([97, 16])),

@@ -3,22 +3,25 @@
 use ndarray::Array2;
 
 use super::loss::Graded;
+use super::rollout::Settled;
+use super::structure::Input;
 use assay_core::problem::{Metrics, Sequence, Sequences};
 use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
-/// What the terms of each token are multiplied by, `[B,T]`: the same for all tokens of a sequence.
+/// What the terms of each token are multiplied by, `[B,T]`.
 pub struct Weights {
-    /// The policy term.
+    /// The policy term: the same for all tokens of a sequence.
     pub policy: Array2<f64>,
-    /// The KL penalty.
+    /// The KL penalty, likewise.
     pub kl: Array2<f64>,
-    /// The entropy: `∂loss/∂H`.
+    /// The entropy: `∂loss/∂H` of an unmasked token.
     pub entropy: Array2<f64>,
 }
 
 impl Weights {
-    /// Those of `spec` where `mask` lets tokens count.
-    pub fn of(spec: &LossSpec, mask: &Array2<bool>, sequences: &Sequences) -> Self {
+    /// Those of `spec` where the mask lets tokens count.
+    pub fn of(spec: &LossSpec, settled: &Settled, sequences: &Sequences) -> Self {
+        let mask = &settled.mask;
         let counts = counts(mask, sequences);
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
         let times = |factor: f64, averaging| {
@@ -26,11 +29,13 @@ impl Weights {
             let weights: Vec<f64> = of_rows.into_iter().map(|weight| factor * weight).collect();
             sequences.spread(mask.dim(), &weights)
         };
-        Self {
-            policy: times(spec.scale, spec.averaging()),
-            kl: times(spec.scale, spec.kl_averaging()),
-            entropy: times(-spec.entropy_coef * spec.scale, spec.entropy_averaging.unwrap_or(all_tokens)),
-        }
+        let entropy = if let Some(dentropy) = settled.input(Input::Dentropy) {
+            Array2::from_shape_fn(mask.dim(), |at| if mask[at] { spec.scale * dentropy[at] } else { 0.0 })
+        } else {
+            let averaging = spec.entropy_averaging.unwrap_or(all_tokens);
+            times(-spec.entropy_coef * spec.scale, averaging)
+        };
+        Self { policy: times(spec.scale, spec.averaging()), kl: times(spec.scale, spec.kl_averaging()), entropy }
     }
 }
 

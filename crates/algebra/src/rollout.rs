@@ -72,6 +72,7 @@ impl Settled {
             Input::Behaviour => {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
             }
+            Input::Dentropy => array(tokens.extra.dentropy.as_ref()),
         };
         let inputs = structure.inputs().into_iter().map(|input| (input, value(input))).collect();
         Self { mask, inputs }

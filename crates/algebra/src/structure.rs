@@ -24,8 +24,10 @@ pub struct Structure {
     pub temperature: Temperature,
     /// The KL penalty, if there is one.
     pub kl: Option<KlForm>,
-    /// The mean that the entropy bonus is of, if there is one.
+    /// The mean that the entropy bonus is of, if there is one; of cotangents that are given it is the sum.
     pub entropy_bonus: Option<Denominator>,
+    /// Whether the cotangent of each token's entropy comes in.
+    pub dentropy: bool,
     /// The mean that the loss is.
     pub denominator: Denominator,
     /// Whether the policy term of each token has a factor that comes in.
@@ -165,6 +167,9 @@ impl Denominator {
     /// The mean over all tokens.
     pub const ALL_TOKENS: Self = Self { tokens: Some(Tokens::OfBatch), filled_rows: false, epsilon: false };
 
+    /// The sum.
+    pub const ONE: Self = Self { tokens: None, filled_rows: false, epsilon: false };
+
     fn of(averaging: Averaging) -> Self {
         let tokens = match averaging.reduction {
             Reduction::TokenMean => Some(Tokens::OfBatch),
@@ -239,8 +244,12 @@ impl Structure {
                 }),
                 denominator: (spec.kl_averaging() != spec.averaging()).then(|| Denominator::of(spec.kl_averaging())),
             }),
-            entropy_bonus: (spec.entropy_coef != 0.0)
-                .then(|| spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
+            entropy_bonus: match spec.entropy_coef {
+                _ if spec.dentropy => Some(Denominator::ONE),
+                0.0 => None,
+                _ => Some(spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
+            },
+            dentropy: spec.dentropy,
             denominator: Denominator::of(spec.averaging()),
             policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects,
             kl_weight: spec.kl.is_some() && (weighs_kl || drops(&[Terms::PolicyAndKl])),
@@ -258,9 +267,9 @@ impl Structure {
         self.kl.is_some_and(|kl| kl.denominator.is_some())
     }
 
-    /// Whether `∂loss/∂entropy` is a number of each row.
-    pub fn entropy_by_row(self) -> bool {
-        self.entropy_bonus.is_some_and(Denominator::by_row)
+    /// Whether tokens differ in `∂loss/∂entropy`: by their rows, or as it is given.
+    pub fn entropy_by_token(self) -> bool {
+        self.dentropy || self.entropy_bonus.is_some_and(Denominator::by_row)
     }
 
     /// The numbers that [`token_loss`](super::objective::token_loss) reads, in order.
@@ -321,7 +330,8 @@ impl Structure {
         use Number as N;
         let epsilon = |denominator: Option<Denominator>| denominator.is_some_and(|denominator| denominator.epsilon);
         let kl = self.kl.and_then(|kl| kl.denominator);
-        let entropy = self.entropy_bonus.filter(|denominator| *denominator != Denominator::ALL_TOKENS);
+        let entropy =
+            self.entropy_bonus.filter(|denominator| *denominator != Denominator::ALL_TOKENS && !self.dentropy);
         let optional = [
             (self.denominator.epsilon, N::DenominatorEpsilon),
             (kl.is_some(), N::KlDenominator),
@@ -346,6 +356,7 @@ impl Structure {
             (self.form == Form::KlCov, Input::Selected),
             (self.form == Form::Vespo, Input::LogWeight),
             (self.off_policy_mask, Input::Behaviour),
+            (self.dentropy, Input::Dentropy),
         ];
         all.into_iter().filter_map(|(read, input)| read.then_some(input)).collect()
     }
@@ -390,6 +401,8 @@ pub enum Input {
     LogWeight,
     /// Whose log-probabilities the off-policy mask compares with; NaN is not looked at.
     Behaviour,
+    /// The cotangent of the entropy.
+    Dentropy,
 }
 
 impl Input {
@@ -403,6 +416,7 @@ impl Input {
             Input::Selected => "selected",
             Input::LogWeight => "log_weight",
             Input::Behaviour => "behaviour_logp",
+            Input::Dentropy => "dentropy",
         }
     }
 }
@@ -462,7 +476,7 @@ pub enum Number {
     LogpRate,
     /// `∂loss/∂entropy` of an unmasked token, without `1/T`: a kernel's, which a program works out.
     EntropyFactor,
-    /// Times the spec's `scale`.
+    /// Times the spec's `scale`; −1 times it where the cotangent of each token's entropy comes in.
     EntropyCoef,
     /// Divided by the spec's `scale`.
     Denominator,
@@ -541,6 +555,7 @@ impl Number {
             Number::Rate => transform::rate(spec) / spec.temperature,
             Number::LogpRate => transform::rate(spec),
             Number::EntropyFactor => none,
+            Number::EntropyCoef if spec.dentropy => -spec.scale,
             Number::EntropyCoef => spec.entropy_coef * spec.scale,
             Number::Denominator => known_denominator(spec.averaging(), extents) / spec.scale,
             Number::LossScale => 1.0,

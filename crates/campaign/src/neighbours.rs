@@ -158,6 +158,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     add("old_logp: current, a ratio of 1", &|spec| spec.old_logp = OldLogp::Current);
     of_kl(asked, &mut add);
     add("no entropy bonus", &|spec| spec.entropy_coef = 0.0);
+    add("no cotangent of the entropy", &|spec| spec.dentropy = false);
     add("entropy bonus of the other sign", &|spec| spec.entropy_coef = -spec.entropy_coef);
     for (name, temperature) in [
         ("temperature: 1", 1.0),

@@ -91,7 +91,7 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
         array.as_ref().map_or_else(Vec::new, |array| array.to_f64().into_iter().collect())
     };
     match gate.output {
-        Output::Loss => vec![candidate.loss.value()],
+        Output::Loss => candidate.loss.iter().map(FloatArray::value).collect(),
         Output::Logp => of_tokens(&candidate.logp),
         Output::Entropy => of_tokens(&candidate.entropy),
         Output::TokenLoss => of_tokens(&candidate.token_loss),

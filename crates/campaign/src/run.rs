@@ -234,7 +234,7 @@ impl<P: Subject> Bench<'_, P> {
 
     /// Judges what it returns for what is `known`.
     fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
-        let (limits, mut kinds, mut outputs) = (self.limits, Vec::new(), Vec::new());
+        let (limits, mut kinds, mut outputs, mut missing) = (self.limits, Vec::new(), Vec::new(), None);
         let mut read = |candidate: &Candidate<P::View<'_>>| {
             let Candidate { logp, entropy, token_loss, .. } = candidate;
             let there =
@@ -243,10 +243,16 @@ impl<P: Subject> Bench<'_, P> {
             match known.verdicts(candidate, &limits) {
                 Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(Kind::of)),
                 Err(JudgeError::Shape { output, .. }) => kinds.push(Kind::Shape(output.into())),
+                Err(JudgeError::Missing { output, because }) => missing = Some((output, because)),
                 Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
             }
         };
         let fault = self.call(problem, &mut read).err();
+        let fault = fault.or(missing.map(|(field, because)| Fault::Output {
+            field: field.into(),
+            given: "nothing".into(),
+            expected: format!("it: {because}"),
+        }));
         if let Some(fault) = &fault {
             let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
             kinds = vec![Kind::Fault(fault.name(), field)];
@@ -642,7 +648,7 @@ fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
             coverage.advantages[0] += u64::from(token.inputs.advantage > 0.0);
             coverage.advantages[1] += u64::from(token.inputs.advantage < 0.0);
             let of_logp = reference.grad_logp(token, &token.branch, token.coupling) != 0.0;
-            if (of_logp && token.probability_of_others > 0.0) || reference.grad_entropy(token) != 0.0 {
+            if (of_logp && token.probability_of_others > 0.0) || token.grad_entropy != 0.0 {
                 coverage.with_gradient += 1;
                 let last = (shape.vocab - 1) / TILE;
                 coverage.first_and_last_tile[0] += u64::from(token.id / TILE == 0);

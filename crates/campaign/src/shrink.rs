@@ -104,18 +104,19 @@ impl<P: Subject> Shrinker<'_, P> {
         let tenths = |x: &mut f64| *x = (*x * 8.0).round() / 8.0;
         let plainer = [self.problem.map_tokens(|tokens| match &mut tokens.advantages {
             Advantages::Sequence(advantages) => advantages.mapv_inplace(f64::signum),
-            Advantages::Token(advantages) => advantages.mapv_inplace(f64::signum),
+            Advantages::Token(advantages) | Advantages::Dlogp(advantages) => advantages.mapv_inplace(f64::signum),
         })];
         for problem in plainer {
             self.try_one(problem);
         }
         for edit in [rounded as fn(&mut f64), tenths] {
-            for array in [0, 1, 2] {
+            for array in [0, 1, 2, 3] {
                 let edited = self.problem.map_tokens(|tokens| {
                     let array = match array {
                         0 => &mut tokens.old_logp,
                         1 => &mut tokens.ref_logp,
-                        _ => &mut tokens.extra.rollout_logp,
+                        2 => &mut tokens.extra.rollout_logp,
+                        _ => &mut tokens.extra.dentropy,
                     };
                     array.iter_mut().flatten().for_each(edit);
                 });

@@ -55,7 +55,7 @@ impl<'s> Frame<'s> {
             ids: tokens.ids.iter().map(|&id| i32::try_from(id).unwrap_or(0)).collect(),
             advantages: tokens.advantages_of_tokens(),
             sequences: tokens.sequences(),
-            weights: Weights::of(loss.spec, &settled.mask, &tokens.extra.sequences),
+            weights: Weights::of(loss.spec, &settled, &tokens.extra.sequences),
             settled,
             columns: transform.map(|_| Columns::of(loss.spec, tokens, vocab)),
         }
@@ -91,7 +91,7 @@ impl<'s> Frame<'s> {
 
     /// The numbers of the kernel that reads logits once.
     pub(crate) fn numbers(&self) -> Vec<f32> {
-        // Where rows differ in it, it comes with the tokens. Rows without a token have none.
+        // Where tokens differ in it, it comes with them. Rows without a token have none.
         let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
         let value = |number: Number| match number {
             Number::EntropyFactor => entropy_factor as f32,

@@ -107,7 +107,7 @@ impl<'c> DlogitsCondition<'c> {
             moved.floor += branch.slope * token.share * condition.row.moved.floor;
             flushed += token.share * condition.row.flushed;
         }
-        let grad_entropy = reference.grad_entropy(token).abs();
+        let grad_entropy = token.grad_entropy.abs();
         let rounded = transform_rounding(spec, token.logp_softmax.stats.max);
         Self { reference, token, condition, grad: by_logp + through_ratio, moved, flushed, grad_entropy, rounded }
     }

@@ -254,6 +254,9 @@ impl Recipe {
         }
         let mut advantage = || if rng.random_bool(0.1) { 0.0 } else { f32_value(rng.sample(StandardNormal)) };
         let advantages = match spec.advantages {
+            AdvantageLevel::Token if spec.is_of_cotangents() => {
+                Advantages::Dlogp(Array2::from_shape_fn((batch, tokens), |_| advantage()))
+            }
             AdvantageLevel::Sequence => Advantages::Sequence(Array1::from_shape_fn(batch, |_| advantage())),
             AdvantageLevel::Token => Advantages::Token(Array2::from_shape_fn((batch, tokens), |_| advantage())),
         };
@@ -271,6 +274,7 @@ impl Recipe {
         others.set_stream(1);
         let mut normal = |scale: f64| f32_value(scale * others.sample::<f64, _>(StandardNormal));
         problem.extra.bias = spec.logits.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
+        problem.extra.dentropy = spec.dentropy.then(|| Array2::from_shape_simple_fn((batch, tokens), || normal(0.3)));
 
         // The policy's own log-probabilities, which need nothing but its softmax.
         let policy = LossSpec {
@@ -281,6 +285,7 @@ impl Recipe {
             rejection: Vec::new(),
             off_policy_mask: None,
             top_entropy: None,
+            dentropy: false,
             reduction: Reduction::TokenMean,
             ..spec.clone()
         };
@@ -637,8 +642,8 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
             }
         });
     };
-    let Extra { rollout_logp, rollout_weights, .. } = &mut problem.extra;
-    for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp].into_iter().flatten() {
+    let Extra { rollout_logp, rollout_weights, dentropy, .. } = &mut problem.extra;
+    for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp, dentropy].into_iter().flatten() {
         garbage(array);
     }
     // One spec has a use for weights of masked tokens.
@@ -646,7 +651,7 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
     if let Some(weights) = rollout_weights.as_mut().filter(|weights| !read && weights.dim() == mask.dim()) {
         garbage(weights);
     }
-    if let Advantages::Token(advantages) = &mut problem.advantages {
+    if let Advantages::Token(advantages) | Advantages::Dlogp(advantages) = &mut problem.advantages {
         garbage(advantages);
     }
     for ((b, t), &counts) in mask.indexed_iter() {

@@ -1,6 +1,6 @@
 //! Whether an implementation gives the same bits on another number of devices.
 
-use ndarray::{Ix2, Ix3};
+use ndarray::{Dimension, Ix3};
 
 use super::gate::Output;
 use assay_core::problem::{Candidate, FloatArray, HeadGradient};
@@ -18,7 +18,7 @@ impl Invariance {
     /// Compares what two runs on one problem both returned.
     pub fn between<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> Self {
         let of_tokens = [
-            (Output::Loss, Some(a.loss.same_bits(&b.loss))),
+            (Output::Loss, both(a.loss.as_ref(), b.loss.as_ref())),
             (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref())),
             (Output::Entropy, both(a.entropy.as_ref(), b.entropy.as_ref())),
             (Output::TokenLoss, both(a.token_loss.as_ref(), b.token_loss.as_ref())),
@@ -59,6 +59,6 @@ impl Gradient for HeadGradient {
 }
 
 /// Whether two outputs have the same bits; `None` where one is lacking.
-fn both(a: Option<&FloatArray<Ix2>>, b: Option<&FloatArray<Ix2>>) -> Option<bool> {
+fn both<D: Dimension>(a: Option<&FloatArray<D>>, b: Option<&FloatArray<D>>) -> Option<bool> {
     a.zip(b).map(|(a, b)| a.same_bits(b))
 }

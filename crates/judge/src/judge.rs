@@ -14,7 +14,7 @@ use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Allowances, Comparison, Position, Spacing, Tally, half_ulp, min_normal};
 use super::tolerance::{Grade, Limits, ToleranceError};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, Shape};
-use assay_core::spec::Objective;
+use assay_core::spec::{LossSpec, Objective};
 use assay_reference::{Columns, Reference, Token};
 pub use assay_schema::verdicts::Status;
 
@@ -102,6 +102,14 @@ pub enum JudgeError {
         /// The problem's.
         expected: Vec<usize>,
     },
+    /// An output is missing.
+    #[error("candidate `{output}`: not given, expected it: {because}")]
+    Missing {
+        /// The output.
+        output: &'static str,
+        /// Why it must be there.
+        because: &'static str,
+    },
     /// There are no limits for its class.
     #[error(transparent)]
     Tolerance(#[from] ToleranceError),
@@ -141,7 +149,10 @@ pub(super) fn judge_all(
     candidates: &[Candidate<FloatView<Ix3>>],
     limits: &Limits,
 ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
-    candidates.iter().try_for_each(|candidate| check_shapes(reference.shape(), candidate))?;
+    for candidate in candidates {
+        expect_outputs(reference.spec(), candidate)?;
+        check_shapes(reference.shape(), candidate)?;
+    }
     Ok(graded(limits, reference, candidates, |limits, asked| {
         let cases = cases(reference, limits, GIVEN);
         let given = asked.iter().map(|Asked { candidate, .. }| PerToken {
@@ -156,6 +167,36 @@ pub(super) fn judge_all(
         }
         all
     }))
+}
+
+/// Judges a candidate without a gradient, of a reference whose logits have `errors` of their own: on what else it has.
+///
+/// # Errors
+/// As [`judge_all`].
+pub(super) fn judge_forward(
+    reference: &Reference,
+    candidate: &Candidate<()>,
+    limits: &Limits,
+    errors: ErrorsOf,
+) -> Result<Vec<Verdict>, JudgeError> {
+    expect_outputs(reference.spec(), candidate)?;
+    expect_per_token(reference.shape(), candidate)?;
+    let all = graded(limits, reference, std::slice::from_ref(candidate), |limits, asked| {
+        let cases = cases(reference, limits, errors);
+        let given: Vec<PerToken> = asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
+        judge_per_token(reference, &given, &cases, limits)
+    });
+    Ok(all.into_iter().next().expect("verdicts a candidate"))
+}
+
+/// That what a spec asks for is there: a loss; or logp, where there is none.
+pub(super) fn expect_outputs<G>(spec: &LossSpec, candidate: &Candidate<G>) -> Result<(), JudgeError> {
+    let missing = |output, because| Err(JudgeError::Missing { output, because });
+    match (&candidate.loss, &candidate.logp) {
+        (None, None) if spec.is_of_cotangents() => missing("logp", "it is what the spec asks for"),
+        (None, _) if !spec.is_of_cotangents() => missing("loss", "only logp and entropy by themselves have none"),
+        _ => Ok(()),
+    }
 }
 
 /// A candidate, and those of its gradients that verdicts are asked of.
@@ -274,7 +315,7 @@ pub(super) fn shared_edge(cases: &[Case]) -> Option<Edge> {
 
 /// What is judged token by token.
 pub(super) struct PerToken<'c> {
-    pub(super) loss: &'c FloatArray<Ix0>,
+    pub(super) loss: Option<&'c FloatArray<Ix0>>,
     pub(super) logp: Option<&'c FloatArray<Ix2>>,
     pub(super) entropy: Option<&'c FloatArray<Ix2>>,
     pub(super) token_loss: Option<&'c FloatArray<Ix2>>,
@@ -285,7 +326,7 @@ pub(super) struct PerToken<'c> {
 impl<'c> PerToken<'c> {
     pub(super) fn without_gradient<G>(candidate: &'c Candidate<G>) -> Self {
         Self {
-            loss: &candidate.loss,
+            loss: candidate.loss.as_ref(),
             logp: candidate.logp.as_ref(),
             entropy: candidate.entropy.as_ref(),
             token_loss: candidate.token_loss.as_ref(),
@@ -296,12 +337,21 @@ impl<'c> PerToken<'c> {
 
 fn check_shapes(shape: Shape, candidate: &Candidate<FloatView<Ix3>>) -> Result<(), JudgeError> {
     let Shape { batch, tokens, vocab } = shape;
-    let dlogits = Some(("dlogits", candidate.gradient.shape(), vec![batch, tokens, vocab]));
+    let (given, expected) = (candidate.gradient.shape(), [batch, tokens, vocab]);
+    if given != expected {
+        return Err(JudgeError::Shape { output: "dlogits", given: given.to_vec(), expected: expected.to_vec() });
+    }
+    expect_per_token(shape, candidate)
+}
+
+/// That what there is of each token is `[B,T]`.
+pub(super) fn expect_per_token<G>(shape: Shape, candidate: &Candidate<G>) -> Result<(), JudgeError> {
+    let expected = [shape.batch, shape.tokens];
     let per_token = [("logp", &candidate.logp), ("entropy", &candidate.entropy), ("token_loss", &candidate.token_loss)];
-    let per_token = per_token.iter().filter_map(|(name, a)| Some((*name, a.as_ref()?.shape(), vec![batch, tokens])));
-    for (output, given, expected) in dlogits.into_iter().chain(per_token) {
+    let per_token = per_token.iter().filter_map(|(name, array)| Some((*name, array.as_ref()?.shape())));
+    for (output, given) in per_token {
         if given != expected {
-            return Err(JudgeError::Shape { output, given: given.to_vec(), expected });
+            return Err(JudgeError::Shape { output, given: given.to_vec(), expected: expected.to_vec() });
         }
     }
     Ok(())
@@ -465,7 +515,9 @@ fn judge_given(
             }
         }
     }
-    judge_loss(reference, given.loss, cases, &kinks, limits, &mut tallies);
+    if let Some(loss) = given.loss {
+        judge_loss(reference, loss, cases, &kinks, limits, &mut tallies);
+    }
     tallies.verdicts()
 }
 
@@ -718,7 +770,7 @@ fn best_piece(given: &PerToken, case: &Case, pieces: &[Piece], rows: Vec<RowTall
     OfToken { token_loss: best.2, row: best.3, kink }
 }
 
-/// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + |coef|·mean C_H)`, plus what crossing a kink inside its band, or flushing, may change.
+/// `|Δloss| ≤ ½ulp + κ·u·(Σ w·scale + Σ |∂loss/∂H|·C_H)`, plus what crossing a kink inside its band, or flushing, may change.
 fn judge_loss(
     reference: &Reference,
     loss: &FloatArray<Ix0>,
@@ -727,11 +779,10 @@ fn judge_loss(
     limits: &Limits,
     tallies: &mut Tallies,
 ) {
-    let coef = reference.spec().entropy_coef.abs();
     let mut bound = Bound { scale: 0.0, floor: FLUSHED };
     for (case, kink) in cases.iter().zip(kinks) {
         let weight = case.token.weight.max(case.token.kl_weight);
-        let of_entropy = coef * case.token.entropy_weight;
+        let of_entropy = case.token.grad_entropy.abs();
         let Condition { token_loss, entropy, .. } = &case.condition;
         bound.scale += weight * token_loss.scale + of_entropy * entropy.scale;
         bound.floor += weight * (token_loss.floor + kink) + of_entropy * entropy.floor;

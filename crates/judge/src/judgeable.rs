@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::condition::GIVEN;
 use super::diagnosis::{self, Diagnosis};
 use super::gate::Output;
 use super::invariance::Gradient;
@@ -10,7 +11,7 @@ use super::lm_head;
 use super::metric::Position;
 use super::tolerance::Limits;
 use assay_core::implementation::Workload;
-use assay_core::problem::{Candidate, FloatView, HeadGradientView, HeadProblem, Problem, ProblemError};
+use assay_core::problem::{Advantages, Candidate, FloatView, HeadGradientView, HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_reference::{self as reference, HeadReference, Reference};
 use ndarray::Ix3;
@@ -55,6 +56,17 @@ pub trait Judgeable: Workload<Gradient: Gradient> {
         Ok(of_one.into_iter().next().expect("verdicts a candidate"))
     }
 
+    /// Judges a candidate without a gradient: on what else it has.
+    ///
+    /// # Errors
+    /// As [`judge_all`](Self::judge_all).
+    fn judge_forward(
+        &self,
+        reference: &Self::Reference<'_>,
+        candidate: &Candidate<()>,
+        limits: &Limits,
+    ) -> Result<Vec<Verdict>, JudgeError>;
+
     /// What the `verdicts` on an outcome are likely of.
     fn diagnose(
         &self,
@@ -62,6 +74,16 @@ pub trait Judgeable: Workload<Gradient: Gradient> {
         outcome: &Candidate<Self::View<'_>>,
         verdicts: &[Verdict],
     ) -> Vec<Diagnosis>;
+
+    /// The same of one without a gradient.
+    fn diagnose_forward(
+        &self,
+        reference: &Self::Reference<'_>,
+        candidate: &Candidate<()>,
+        verdicts: &[Verdict],
+    ) -> Option<Diagnosis> {
+        diagnosis::of_tokens(Self::on_logits(reference), candidate, verdicts)
+    }
 
     /// What went into an output at `at`, in words; `None` where it is of no one place.
     fn inputs(&self, reference: &Self::Reference<'_>, at: Position) -> Option<String>;
@@ -85,6 +107,15 @@ impl Judgeable for Problem {
         limits: &Limits,
     ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
         judge::judge_all(reference, candidates, limits)
+    }
+
+    fn judge_forward(
+        &self,
+        reference: &Reference<'_>,
+        candidate: &Candidate<()>,
+        limits: &Limits,
+    ) -> Result<Vec<Verdict>, JudgeError> {
+        judge::judge_forward(reference, candidate, limits, GIVEN)
     }
 
     fn diagnose(
@@ -123,6 +154,15 @@ impl Judgeable for HeadProblem {
         lm_head::judge_all(reference, self, candidates, limits)
     }
 
+    fn judge_forward(
+        &self,
+        reference: &HeadReference<'_>,
+        candidate: &Candidate<()>,
+        limits: &Limits,
+    ) -> Result<Vec<Verdict>, JudgeError> {
+        lm_head::judge_forward(reference, self, candidate, limits)
+    }
+
     fn diagnose(
         &self,
         reference: &HeadReference<'_>,
@@ -159,11 +199,22 @@ fn of_token<L>(
     (b, t): (usize, usize),
     element: Option<(&str, f64)>,
 ) -> String {
-    let mut text =
-        format!("mask {}, id {}, advantage {:e}", problem.mask[[b, t]], problem.ids[[b, t]], problem.advantage((b, t)));
+    let mut text = format!(
+        "mask {}, id {}, {} {:e}",
+        problem.mask[[b, t]],
+        problem.ids[[b, t]],
+        match &problem.advantages {
+            Advantages::Dlogp(_) => "dlogp",
+            Advantages::Sequence(_) | Advantages::Token(_) => "advantage",
+        },
+        problem.advantage((b, t)),
+    );
     let given = |(name, array): (&'static str, &Option<ndarray::Array2<f64>>)| Some((name, array.as_ref()?[[b, t]]));
-    let logps = [("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)].into_iter().filter_map(given);
-    for (name, x) in logps.chain(element) {
+    let dentropy = if reference.spec().dentropy { &problem.extra.dentropy } else { &None };
+    let given = [("dentropy", dentropy), ("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)]
+        .into_iter()
+        .filter_map(given);
+    for (name, x) in given.chain(element) {
         let _ = write!(text, ", {name} {x:e}");
     }
     if let Some(token) = reference.token(b, t) {

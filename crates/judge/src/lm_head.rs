@@ -29,8 +29,8 @@ use super::column_bounds::{ColumnBounds, DlogitsCondition};
 use super::condition::{FLUSHED, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::judge::{
-    Asked, Case, JudgeError, PerToken, Stored, Tallies, Verdict, cases, exactly_zero, graded, judge_metrics,
-    judge_per_token, shared_edge,
+    self, Asked, Case, JudgeError, PerToken, Stored, Tallies, Verdict, cases, exactly_zero, expect_outputs,
+    expect_per_token, graded, judge_metrics, judge_per_token, shared_edge,
 };
 use super::metric::{Allowance, Allowances, Position, Tally, half_ulp};
 use super::tolerance::Limits;
@@ -58,10 +58,12 @@ pub(super) fn judge_all(
     candidates: &[HeadCandidate],
     limits: &Limits,
 ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
-    candidates.iter().try_for_each(|candidate| check_shapes(reference, candidate))?;
+    for candidate in candidates {
+        expect_outputs(reference.on_logits().spec(), candidate)?;
+        check_shapes(reference, candidate)?;
+    }
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
-    let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
-    let errors = logit_errors(reference, rounding, limits);
+    let errors = errors_of_problem(reference, problem, limits);
     let errors_of = |b: usize, t: usize| errors[b * tokens + t].clone();
     let dhidden = reference.dhidden(|columns| reference.dlogits(columns));
     Ok(graded(limits, on_logits, candidates, |limits, asked| {
@@ -79,6 +81,26 @@ pub(super) fn judge_all(
     }))
 }
 
+/// Judges a candidate without gradients, on what else it has.
+///
+/// # Errors
+/// As [`judge_all`].
+pub(super) fn judge_forward(
+    reference: &HeadReference,
+    problem: &HeadProblem,
+    candidate: &Candidate<()>,
+    limits: &Limits,
+) -> Result<Vec<Verdict>, JudgeError> {
+    let (errors, tokens) = (errors_of_problem(reference, problem, limits), reference.shape().tokens);
+    judge::judge_forward(reference.on_logits(), candidate, limits, &|b, t| errors[b * tokens + t].clone())
+}
+
+/// How far each logit may be off.
+fn errors_of_problem(reference: &HeadReference, problem: &HeadProblem, limits: &Limits) -> Vec<LogitErrors> {
+    let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
+    logit_errors(reference, rounding, limits)
+}
+
 /// What came of a problem, its gradients borrowed.
 type HeadCandidate<'v> = Candidate<HeadGradientView<'v>>;
 
@@ -88,10 +110,8 @@ fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<()
         ("dhidden", outcome.gradient.dhidden.shape(), vec![batch, tokens, hidden]),
         ("dlm_head", outcome.gradient.dlm_head.shape(), reference.layout().extents(hidden, vocab).to_vec()),
     ];
-    let per_token = [("logp", &outcome.logp), ("entropy", &outcome.entropy), ("token_loss", &outcome.token_loss)];
-    let per_token =
-        per_token.into_iter().filter_map(|(name, array)| Some((name, array.as_ref()?.shape(), vec![batch, tokens])));
-    for (output, given, expected) in per_token.chain(gradients) {
+    expect_per_token(reference.on_logits().shape(), outcome)?;
+    for (output, given, expected) in gradients {
         if given != expected {
             return Err(JudgeError::Shape { output, given: given.to_vec(), expected });
         }
@@ -242,7 +262,7 @@ struct OfProducts {
 fn of_tokens(reference: &Reference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfProducts> {
     let of = |case: &Case| {
         let row = reference.dlogits_row(case.b, case.t);
-        let of_entropy = reference.grad_entropy(case.token) != 0.0;
+        let of_entropy = case.token.grad_entropy != 0.0;
         let mean_gap = case.token.entropy_softmax.stats.mean_gap;
         OfProducts {
             overflow: row.iter().any(|x| !dtype.round(2.0 * x.abs()).is_finite()),

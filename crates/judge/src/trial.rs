@@ -87,6 +87,14 @@ impl<'p, P: Judgeable> Known<'p, P> {
         self.problem.judge(&self.reference, candidate, limits)
     }
 
+    /// The same of a candidate without a gradient: on what else it has.
+    ///
+    /// # Errors
+    /// As [`judge`](Self::judge).
+    pub fn verdicts_of_forward(&self, candidate: &Candidate<()>, limits: &Limits) -> Result<Vec<Verdict>, JudgeError> {
+        self.problem.judge_forward(&self.reference, candidate, limits)
+    }
+
     /// The same of several, verdicts a candidate: much sooner than one after the other.
     ///
     /// # Errors

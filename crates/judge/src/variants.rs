@@ -175,6 +175,9 @@ fn entropies() -> Vec<(&'static str, LossSpec)> {
         ("entropy_coef", with(None)),
         ("entropy_averaging: sequence_mean", with(of(Reduction::SequenceMean { rows: Rows::NonEmpty }))),
         ("entropy_averaging: sequence_sum", with(of(Reduction::SequenceSum { rows: Rows::All }))),
+        ("dentropy", LossSpec { dentropy: true, ..plain() }),
+        ("logp, by its cotangents", LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(false) }),
+        ("logp and entropy, by their cotangents", LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(true) }),
     ]
 }
 

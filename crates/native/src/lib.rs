@@ -300,7 +300,7 @@ impl<'s> Batch<'s> {
             advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
             sequences,
             advantage: tokens.advantages_of_tokens(),
-            weights: Weights::of(spec, &settled.mask, &tokens.extra.sequences),
+            weights: Weights::of(spec, &settled, &tokens.extra.sequences),
             settled,
             cotangents,
         }

@@ -66,6 +66,8 @@ pub struct Arguments<'a> {
     pub cu_seqlens: Option<Lent<'a>>,
     /// `[1,N]` or `[N]` of integers, in place of it: 1, 2, … in order, 0 for padding.
     pub segment_ids: Option<Lent<'a>>,
+    /// `[B,T]`.
+    pub dentropy: Option<Lent<'a>>,
 }
 
 /// Why an operation was not done. Nothing has been written.
@@ -235,6 +237,7 @@ impl<'s> Op<'s> {
                 selected: arguments.selected.as_ref().map(|selected| selected.truths("selected")).transpose()?,
                 bias,
                 sequences,
+                dentropy: per_token("dentropy", &arguments.dentropy)?,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

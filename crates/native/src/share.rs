@@ -108,7 +108,7 @@ pub struct Weighed<'a> {
     /// `[B,T]`
     pub advantages: ArrayView2<'a, f32>,
     /// `[B,3]`: what a sequence's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
-    /// its own; and `∂loss/∂entropy`.
+    /// its own; and `∂loss/∂entropy`, or what multiplies the input `dentropy` where there is one.
     pub weights: ArrayView2<'a, f32>,
     /// What the spec's structure reads, `[B,T]` each, in its order.
     pub inputs: Vec<(Input, ArrayView2<'a, f32>)>,
@@ -229,6 +229,7 @@ impl Native {
         };
         let sequences = rows.places(mask.dim());
         let ids = ids.mapv(i64::from);
+        let dentropy = inputs.iter().find(|(input, _)| *input == Input::Dentropy).map(|(_, values)| wide(values));
         let batch = Batch {
             spec,
             structure: Shaped::of(spec).structure,
@@ -245,7 +246,10 @@ impl Native {
             weights: Weights {
                 policy: weight(&|row| f64::from(row[0])),
                 kl: weight(&|row| f64::from(row[0]) * f64::from(row[1])),
-                entropy: weight(&|row| f64::from(row[2])),
+                entropy: match dentropy {
+                    Some(dentropy) => weight(&|row| f64::from(row[2])) * dentropy,
+                    None => weight(&|row| f64::from(row[2])),
+                },
             },
             // They are in the weights.
             cotangents: Cotangents::default(),

@@ -64,13 +64,15 @@ impl Alternative {
     }
 
     /// A field of the loss that it does not write, what it is there, and what is written.
-    pub(crate) fn lacks(self, spec: &LossSpec) -> Option<(&'static str, f64, &'static str)> {
+    pub(crate) fn lacks(self, spec: &LossSpec) -> Option<(&'static str, String, &'static str)> {
         if matches!(self, Self::WideGather | Self::Kept) {
             None
         } else if spec.temperature != 1.0 {
-            Some(("temperature", spec.temperature, "1"))
+            Some(("temperature", spec.temperature.to_string(), "1"))
         } else if spec.entropy_coef != 0.0 {
-            Some(("entropy_coef", spec.entropy_coef, "0"))
+            Some(("entropy_coef", spec.entropy_coef.to_string(), "0"))
+        } else if spec.dentropy {
+            Some(("dentropy", "true".into(), "false"))
         } else {
             None
         }

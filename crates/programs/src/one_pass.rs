@@ -56,7 +56,7 @@ pub enum Given {
     Selected,
     /// What the KL penalty's own reduction multiplies it by, over `Weight`.
     KlShare,
-    /// `∂loss/∂entropy` without `1/T`, where rows differ in it.
+    /// `∂loss/∂entropy` without `1/T`, where tokens differ in it.
     EntropyFactor,
     /// The bias of the target, where columns differ before their softmax.
     TargetBias,
@@ -88,7 +88,7 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
         (structure.kl_weight, Given::KlWeight),
         (structure.form == Form::KlCov, Given::Selected),
         (structure.kl_share(), Given::KlShare),
-        (structure.entropy_by_row(), Given::EntropyFactor),
+        (structure.entropy_by_token(), Given::EntropyFactor),
         (differ_by_column(structure), Given::TargetBias),
     ];
     let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];

@@ -172,7 +172,7 @@ pub(crate) struct Given {
     pub(crate) grad_weight: Value,
     /// What the KL penalty is multiplied by before that, where it has a reduction of its own.
     pub(crate) kl_share: Option<Value>,
-    /// `∂loss/∂entropy` of an unmasked token: a number, or an array where rows differ in it.
+    /// `∂loss/∂entropy` of an unmasked token: a number, or an array where tokens differ in it.
     pub(crate) entropy_factor: Value,
     numbers: Numbers<Value>,
     /// Unmasked tokens of each row, over all devices that have some of it: `[b]`; `[S]` of packed sequences.
@@ -327,7 +327,8 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let packed = packed.map(|count| Packed { of_tokens: builder.parameter(per_token(DeviceDtype::I32), None), count });
     let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
     let inputs = structure.inputs().into_iter();
-    let inputs = inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
+    let inputs: Vec<(Input, Value)> =
+        inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
     let columns = structure.transform.is_some_and(|transform| transform.columns);
     let columns = columns.then(|| ColumnsGiven {
         bias: builder.parameter(Type::new(DeviceDtype::F32, &[v]), None),
@@ -355,7 +356,13 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         let [divisor, of_kl] = [divisor, of_kl].map(|divisor| on.per_token(divisor));
         on.builder.divide(divisor, of_kl)
     });
-    let entropy_weight = {
+    let dentropy = inputs.iter().find(|(input, _)| *input == Input::Dentropy).map(|(_, value)| *value);
+    let entropy_weight = if let Some(dentropy) = dentropy {
+        // Nothing that the mask hides is multiplied.
+        let nothing = on.constant(0.0);
+        let counted = on.builder.select(mask, dentropy, nothing);
+        on.times(counted, numbers.get(Number::EntropyCoef))
+    } else {
         let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
         let own = denominator != Denominator::ALL_TOKENS;
         let (known_part, epsilon) = (Number::EntropyDenominator, Number::EntropyDenominatorEpsilon);

@@ -261,9 +261,9 @@ fn one_pass_core(
         .collect();
     let tokens = columns(on, &of_tokens, one_pass::width(names.len()));
     let ids = on.builder.reshape(given.ids, &[b * t]);
-    // Where rows differ in it, it comes with the tokens.
+    // Where tokens differ in it, it comes with them.
     let entropy_factor =
-        if structure.entropy_by_row() { given.number(Number::EntropyCoef) } else { given.entropy_factor };
+        if structure.entropy_by_token() { given.number(Number::EntropyCoef) } else { given.entropy_factor };
     let numbers: Vec<Value> = one_pass::numbers(structure)
         .into_iter()
         .map(|which| if which == Number::EntropyFactor { entropy_factor } else { given.number(which) })

@@ -85,6 +85,8 @@ pub struct Token {
     pub kl_weight: f64,
     /// And `entropy_coef · H`.
     pub entropy_weight: f64,
+    /// `∂loss/∂H`: of the entropy bonus, or given.
+    pub grad_entropy: f64,
     /// `∂w/∂x` of this token in its row's mean: `1/n` of a token in it; 1 where the ratio is the token's own.
     pub share: f64,
     /// `Σ_u ∂loss/∂w_u` over the row where its tokens share a ratio that has a gradient; else 0.
@@ -131,7 +133,7 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
 
     let mut tokens = join(spec, problem, &corrections, &scored)?;
     let sequences = problem.sequences();
-    weigh(spec, &sequences, &mut tokens);
+    weigh(spec, problem, &sequences, &mut tokens);
     couple(spec, &sequences, &mut tokens);
     let empty: Vec<f64> = sequences
         .iter()
@@ -321,13 +323,14 @@ fn evaluated(spec: &LossSpec, scored: Scored, inputs: TokenInputs, share: f64) -
         weight: 0.0,
         kl_weight: 0.0,
         entropy_weight: 0.0,
+        grad_entropy: 0.0,
         share,
         coupling: 0.0,
     }
 }
 
-/// Fills in what the reductions multiply each token by.
-fn weigh(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
+/// Fills in what the reductions multiply each token by, and `∂loss/∂H`.
+fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
     let count = |sequence: &Sequence| sequence.places().filter(|&at| tokens[at].is_some()).count();
     let counts: Vec<usize> = sequences.iter().map(count).collect();
     // Packed sequences are not averaged over a width.
@@ -351,6 +354,11 @@ fn weigh(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<Tok
                 None if kept[at] => over_kept[s],
                 None => 0.0,
             };
+        token.grad_entropy = match &problem.extra.dentropy {
+            Some(dentropy) if spec.dentropy => spec.scale * dentropy[at],
+            _ if spec.entropy_coef == 0.0 => 0.0,
+            _ => -spec.entropy_coef * token.entropy_weight,
+        };
     }
 }
 
@@ -463,11 +471,6 @@ impl Reference<'_> {
         policy + kl + through_ratio
     }
 
-    /// `∂loss/∂H` of a token.
-    pub fn grad_entropy(&self, token: &Token) -> f64 {
-        if self.spec.entropy_coef == 0.0 { 0.0 } else { -self.spec.entropy_coef * token.entropy_weight }
-    }
-
     /// `dlogits[b,t,:]`; zeros where the token is masked.
     pub fn dlogits_row(&self, b: usize, t: usize) -> Vec<f64> {
         self.dlogits_columns(b, t, 0..self.shape.vocab)
@@ -486,7 +489,7 @@ impl Reference<'_> {
 
     /// The dlogits of a token's `columns`, were its `∂loss/∂ℓ` `grad_logp`.
     pub fn dlogits_of(&self, columns: &Columns, token: &Token, grad_logp: f64) -> Vec<f64> {
-        gradient::dlogits_row(columns, token, self.spec.temperature, grad_logp, self.grad_entropy(token))
+        gradient::dlogits_row(columns, token, self.spec.temperature, grad_logp, token.grad_entropy)
     }
 
     /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.

@@ -128,7 +128,7 @@ impl<'p> HeadReference<'p> {
         let has_gradient = |n: usize| {
             let token = reference.token(n / self.shape.tokens, n % self.shape.tokens);
             token.is_some_and(|token| {
-                reference.grad_logp(token, &token.branch, token.coupling) != 0.0 || reference.grad_entropy(token) != 0.0
+                reference.grad_logp(token, &token.branch, token.coupling) != 0.0 || token.grad_entropy != 0.0
             })
         };
         for columns in self.column_chunks() {

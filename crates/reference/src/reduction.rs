@@ -26,8 +26,8 @@ pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) 
     counts.iter().map(|&count| if count == 0 { 0.0 } else { weight(count) }).collect()
 }
 
-/// `scale · (Σ w·policy + Σ w_kl·beta·kl − entropy_coef · Σ w_H·H)`, and what those of the `rows` without a token add: the weights
-/// hold `scale` already.
+/// `scale · (Σ w·policy + Σ w_kl·beta·kl) + Σ ∂loss/∂H·H`, and what those of the `rows` without a token add: the weights hold `scale`
+/// already.
 pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize, empty_rows: &[f64]) -> f64 {
     let mut total = Sum::default();
     for token in tokens.iter().flatten() {
@@ -37,8 +37,8 @@ pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize,
             total.add(token.weight * token.policy.value);
             total.add(token.kl_weight * spec.kl.as_ref().map_or(0.0, |kl| super::times_beta(kl.beta, token.kl.value)));
         }
-        if spec.entropy_coef != 0.0 {
-            total.add(-spec.entropy_coef * token.entropy_weight * token.entropy);
+        if token.grad_entropy != 0.0 {
+            total.add(token.grad_entropy * token.entropy);
         }
     }
     if let Objective::ImportanceSampling(sampling) = &spec.objective

@@ -56,6 +56,8 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
         |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
             let (advantages, old_logp, temperature, temperature_divides) = levels;
             let (rollout, rejection, off_policy_mask) = corrections;
+            // No draw of its own, which would change every case.
+            let dentropy = bonus.0 == 0.0 && scale == 1.0 && kl.is_none();
             let mut spec = LossSpec {
                 objective,
                 ratio,
@@ -71,7 +73,8 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
                 top_entropy: None,
                 kl,
                 entropy_coef: bonus.0,
-                entropy_averaging: bonus.1,
+                entropy_averaging: bonus.1.filter(|_| !dentropy),
+                dentropy,
                 reduction: averaging.reduction,
                 denominator_epsilon: averaging.denominator_epsilon,
                 scale,

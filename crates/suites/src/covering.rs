@@ -66,8 +66,9 @@ const REDUCTIONS: [(Reduction, f64); 5] = [
     (Reduction::SequenceSum { rows: Rows::NonEmpty }, 0.0),
     (Reduction::FixedLength { rows: Rows::All, length: Some(7) }, 0.0),
 ];
-/// Each with the mean that the bonus is of.
-const ENTROPIES: [(f64, Option<Averaging>); 3] = [(0.0, None), (0.03, None), (-0.02, Some(OF_ROWS))];
+/// Each with the mean that the bonus is of, and whether in its place a cotangent comes with each token.
+const ENTROPIES: [(f64, Option<Averaging>, bool); 4] =
+    [(0.0, None, false), (0.03, None, false), (-0.02, Some(OF_ROWS), false), (0.0, None, true)];
 const TEMPERATURES: [(f64, TemperatureDivides); 3] =
     [(1.0, TemperatureDivides::Logits), (0.8, TemperatureDivides::Logits), (1.3, TemperatureDivides::Logp)];
 const OLD_LOGPS: [OldLogp; 3] = [OldLogp::Given, OldLogp::Current, OldLogp::Rollout];
@@ -156,6 +157,7 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         kl,
         entropy_coef: ENTROPIES[entropy].0,
         entropy_averaging: ENTROPIES[entropy].1,
+        dentropy: ENTROPIES[entropy].2,
         rollout,
         rejection: rejection.into_iter().collect(),
         reduction: REDUCTIONS[reduction].0,

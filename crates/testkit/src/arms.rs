@@ -81,6 +81,7 @@ impl Arms {
             kl,
             entropy_coef,
             entropy_averaging,
+            dentropy,
             reduction,
             denominator_epsilon,
             scale,
@@ -132,6 +133,7 @@ impl Arms {
         }
         self.number("entropy_coef", *entropy_coef, 0.0);
         self.option("entropy_averaging", entropy_averaging.as_ref());
+        self.flag("dentropy", *dentropy);
         let own = Averaging { reduction: *reduction, denominator_epsilon: *denominator_epsilon };
         for averaging in [Some(own), *entropy_averaging].iter().flatten() {
             self.averaging(averaging);

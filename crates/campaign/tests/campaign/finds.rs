@@ -159,8 +159,8 @@ fn second_call_with_other_bits_is_found_and_can_be_allowed() {
         Does(move |spec: &LossSpec, problem: &Arc<Problem>| {
             let mut candidate = right(spec, problem);
             turn += 1;
-            let loss = candidate.loss.value() as f32;
-            candidate.loss = ndarray::arr0(if turn % 2 == 0 { loss.next_up() } else { loss }).into();
+            let loss = candidate.loss.as_ref().expect("native returns it").value() as f32;
+            candidate.loss = Some(ndarray::arr0(if turn % 2 == 0 { loss.next_up() } else { loss }).into());
             Ok(candidate)
         })
     };

@@ -70,6 +70,8 @@ pub struct Extra {
     pub bias: Option<Array1<f64>>,
     /// Which tokens make a sequence.
     pub sequences: Sequences,
+    /// `[B,T]`: the cotangent of each token's entropy.
+    pub dentropy: Option<Array2<f64>>,
 }
 
 /// Advantages, dimensionless.
@@ -79,6 +81,8 @@ pub enum Advantages {
     Sequence(Array1<f64>),
     /// One a token, `[B,T]`.
     Token(Array2<f64>),
+    /// The same by the cotangents of logp, `[B,T]`, of which they are the negatives: see [`LossSpec::of_cotangents`].
+    Dlogp(Array2<f64>),
 }
 
 impl Advantages {
@@ -87,6 +91,15 @@ impl Advantages {
         match self {
             Advantages::Sequence(a) => a[b],
             Advantages::Token(a) => a[[b, t]],
+            Advantages::Dlogp(dlogp) => -dlogp[[b, t]],
+        }
+    }
+
+    /// What the array is called.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Advantages::Sequence(_) | Advantages::Token(_) => "advantages",
+            Advantages::Dlogp(_) => "dlogp",
         }
     }
 
@@ -94,7 +107,7 @@ impl Advantages {
     pub fn shape(&self) -> &[usize] {
         match self {
             Advantages::Sequence(a) => a.shape(),
-            Advantages::Token(a) => a.shape(),
+            Advantages::Token(a) | Advantages::Dlogp(a) => a.shape(),
         }
     }
 }
@@ -383,17 +396,18 @@ impl Tokens<'_> {
         if sequences.packed().is_some() {
             spec.expect_no_width().map_err(|field| ProblemError::NoWidth { field })?;
         }
+        let advantages = self.advantages.name();
         match spec.advantages {
             AdvantageLevel::Sequence => {
                 let meaning = match sequences {
                     Sequences::Rows => "[B] of the logits, as the spec has `advantages: sequence`",
                     Sequences::Packed(_) => "[S] of `cu_seqlens`, as the spec has `advantages: sequence`",
                 };
-                expect_shape("advantages", self.advantages.shape(), &[sequences.count(shape.batch)], meaning)?;
+                expect_shape(advantages, self.advantages.shape(), &[sequences.count(shape.batch)], meaning)?;
             }
             AdvantageLevel::Token => {
                 let meaning = "[B,T] of the logits, as the spec has `advantages: token`";
-                expect_shape("advantages", self.advantages.shape(), &per_token, meaning)?;
+                expect_shape(advantages, self.advantages.shape(), &per_token, meaning)?;
             }
         }
         for (field, array, because) in self.arrays_of(spec) {
@@ -407,8 +421,8 @@ impl Tokens<'_> {
             }
         }
         self.check_extra(spec, shape)?;
-        let advantages = self.advantages_of_tokens();
-        self.expect_finite("advantages", |b, t| advantages[[b, t]])?;
+        let of_tokens = self.advantages_of_tokens();
+        self.expect_finite(advantages, |b, t| of_tokens[[b, t]])?;
         for ((b, t), &id) in self.ids.indexed_iter() {
             if self.mask[[b, t]] && usize::try_from(id).map_or(true, |id| id >= shape.vocab) {
                 return Err(ProblemError::IdOutOfRange { b, t, id, vocab: shape.vocab });
@@ -436,6 +450,7 @@ impl Tokens<'_> {
             (mask_reads(OldLogp::Rollout), "rollout_logp", rollout_logp, "`off_policy_mask.behaviour: rollout`"),
             (compares, "rollout_logp", rollout_logp, "weights or rejections against the sampler"),
             (spec.kl.is_some(), "ref_logp", self.ref_logp, "a `kl` term"),
+            (spec.dentropy, "dentropy", self.extra.dentropy.as_ref(), "`dentropy: true`"),
         ];
         all.into_iter().filter_map(|(read, field, array, because)| read.then_some((field, array, because))).collect()
     }

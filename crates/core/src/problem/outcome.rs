@@ -107,11 +107,12 @@ pub struct Metrics {
 }
 
 /// What an implementation returns, to be judged: a kernel of ours, a user's program, or a file that somebody's kernel
-/// wrote. As [`Outcome`], but only `loss` and `gradient` are always there.
+/// wrote. As [`Outcome`], but only `gradient` is always there, and it may be `()`: what has none is judged on the rest.
 #[derive(Clone, Debug)]
 pub struct Candidate<G = FloatArray<Ix3>> {
-    /// The loss, a scalar.
-    pub loss: FloatArray<Ix0>,
+    /// The loss, a scalar; `None` where there is none, as where logp and entropy are the result
+    /// ([`LossSpec::is_of_cotangents`](crate::spec::LossSpec::is_of_cotangents)).
+    pub loss: Option<FloatArray<Ix0>>,
     /// Of logits `[B,T,V]`: `∂loss / ∂logits`.
     pub gradient: G,
     /// `[B,T]`, nats.
@@ -147,7 +148,7 @@ impl<G> Candidate<G> {
 impl<G> From<Outcome<G>> for Candidate<G> {
     fn from(outcome: Outcome<G>) -> Self {
         Self {
-            loss: outcome.loss,
+            loss: Some(outcome.loss),
             gradient: outcome.gradient,
             logp: Some(outcome.logp),
             entropy: Some(outcome.entropy),

@@ -39,7 +39,7 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 impl<L> Problem<L> {
     /// The sequences and tokens of `part` over all columns, with other logits.
     fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, selected, bias, sequences } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, selected, bias, sequences, dentropy } = &self.extra;
         let packed = *sequences != Sequences::Rows;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
         Problem {
@@ -50,6 +50,7 @@ impl<L> Problem<L> {
                 Advantages::Sequence(advantages) if packed => Advantages::Sequence(advantages.clone()),
                 Advantages::Sequence(advantages) => Advantages::Sequence(advantages.select(Axis(0), &part.batch)),
                 Advantages::Token(advantages) => Advantages::Token(of_tokens(advantages, part)),
+                Advantages::Dlogp(dlogp) => Advantages::Dlogp(of_tokens(dlogp, part)),
             },
             old_logp: floats(&self.old_logp),
             ref_logp: floats(&self.ref_logp),
@@ -62,6 +63,7 @@ impl<L> Problem<L> {
                 selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
                 bias: bias.clone(),
                 sequences: sequences.select(&part.tokens),
+                dentropy: floats(dentropy),
             },
         }
     }

@@ -235,7 +235,9 @@ impl Tokens<'_> {
     pub fn advantage_of(&self, sequence: &Sequence) -> f64 {
         match self.advantages {
             Advantages::Sequence(of_sequences) => of_sequences[sequence.index],
-            Advantages::Token(of_tokens) => sequence.places().next().map_or(0.0, |at| of_tokens[at]),
+            Advantages::Token(_) | Advantages::Dlogp(_) => {
+                sequence.places().next().map_or(0.0, |(b, t)| self.advantages.at(b, t))
+            }
         }
     }
 
@@ -243,6 +245,7 @@ impl Tokens<'_> {
     pub fn advantages_of_tokens(&self) -> Array2<f64> {
         match self.advantages {
             Advantages::Token(of_tokens) => of_tokens.clone(),
+            Advantages::Dlogp(dlogp) => -dlogp,
             Advantages::Sequence(of_sequences) => self.extra.sequences.spread(self.mask.dim(), &of_sequences.to_vec()),
         }
     }
@@ -258,6 +261,7 @@ impl<L> Problem<L> {
     pub fn advantage(&self, at: (usize, usize)) -> f64 {
         match &self.advantages {
             Advantages::Token(of_tokens) => of_tokens[at],
+            Advantages::Dlogp(dlogp) => -dlogp[at],
             Advantages::Sequence(of_sequences) => {
                 self.extra.sequences.owner(at).map_or(0.0, |sequence| of_sequences[sequence])
             }
@@ -285,7 +289,7 @@ impl<L> Problem<L> {
             let values = places.iter().map(|&at| array[at].clone()).collect();
             Array2::from_shape_vec((1, places.len()), values).expect("one entry a token")
         }
-        let Extra { rollout_logp, rollout_weights, selected, bias, sequences: _ } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, selected, bias, sequences: _, dentropy } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_places(array, places));
         Problem {
             logits,
@@ -294,6 +298,7 @@ impl<L> Problem<L> {
             advantages: match &self.advantages {
                 Advantages::Sequence(of_sequences) => Advantages::Sequence(of_sequences.clone()),
                 Advantages::Token(of_tokens) => Advantages::Token(of_places(of_tokens, places)),
+                Advantages::Dlogp(dlogp) => Advantages::Dlogp(of_places(dlogp, places)),
             },
             old_logp: floats(&self.old_logp),
             ref_logp: floats(&self.ref_logp),
@@ -307,6 +312,7 @@ impl<L> Problem<L> {
                 selected: selected.as_ref().map(|selected| of_places(selected, places)),
                 bias: bias.clone(),
                 sequences: Sequences::Packed(cu_seqlens),
+                dentropy: floats(dentropy),
             },
         }
     }

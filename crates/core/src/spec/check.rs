@@ -83,6 +83,9 @@ impl LossSpec {
         if let Some(averaging) = &self.entropy_averaging {
             averaging.check()?;
         }
+        let bonus = self.entropy_coef != 0.0 || self.entropy_averaging.is_some();
+        let expected = "false beside an `entropy_coef` or an `entropy_averaging`, which it stands in place of";
+        ensure(!(self.dentropy && bonus), "dentropy", true, expected)?;
         self.averaging().check()?;
         positive("scale", self.scale)
     }

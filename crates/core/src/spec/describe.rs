@@ -46,6 +46,9 @@ impl LossSpec {
         if self.entropy_coef != 0.0 {
             lines.push(("entropy", self.entropy_line()));
         }
+        if self.dentropy {
+            lines.push(("entropy", "Σ m·dentropy·H, with its gradient: one dentropy a token".into()));
+        }
         lines.push(("loss", self.loss_line()));
         lines.into_iter().fold(String::new(), |text, (name, line)| text + &format!("{name:<10} {line}\n"))
     }
@@ -76,6 +79,7 @@ impl LossSpec {
     fn policy_line(&self) -> String {
         let advantage = match self.advantages {
             AdvantageLevel::Sequence => "one A a sequence",
+            AdvantageLevel::Token if self.is_of_cotangents() => "A = −dlogp of each token",
             AdvantageLevel::Token => "one A a token",
         };
         if self.objective == Objective::None {
@@ -108,6 +112,9 @@ impl LossSpec {
             let lead = if sum.is_empty() && self.entropy_coef < 0.0 { "" } else { sign };
             let space = if sum.is_empty() { "" } else { " " };
             sum += &format!("{space}{lead}{}mean(H)", times(self.entropy_coef.abs()));
+        }
+        if self.dentropy {
+            sum += if sum.is_empty() { "Σ m·dentropy·H" } else { " + Σ m·dentropy·H" };
         }
         if sum.is_empty() {
             sum = "0".into();

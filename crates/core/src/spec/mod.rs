@@ -31,6 +31,8 @@ pub use objective::{
 /// loss = scale · (Σ_b w_b Σ_t m · token_loss − entropy_coef · mean(H))    [`Reduction`]
 /// ```
 ///
+/// or, with [`dentropy`](Self::dentropy), `+ Σ m · dentropy · H` for the last term.
+///
 /// In a file every field may be left out and takes its value from [`LossSpec::default`]; an unknown field is an
 /// error.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -68,6 +70,9 @@ pub struct LossSpec {
     pub entropy_coef: f64,
     /// Which mean: `None` is over the unmasked tokens whose policy term [`TopEntropy`] keeps, `max(Σ m, 1)` of them.
     pub entropy_averaging: Option<Averaging>,
+    /// Whether the problem's `dentropy`, `[B,T]`, comes in: `∂loss/∂H` of each token, but for [`scale`](Self::scale), in place
+    /// of an entropy bonus.
+    pub dentropy: bool,
     /// How token losses become one number.
     pub reduction: Reduction,
     /// Added to token counts in [`Reduction::TokenMean`] and [`Reduction::SequenceMean`], `≥ 0`: 1e-8 in verl and Tunix.
@@ -96,10 +101,39 @@ impl Default for LossSpec {
             kl: None,
             entropy_coef: 0.0,
             entropy_averaging: None,
+            dentropy: false,
             reduction: Reduction::TokenMean,
             denominator_epsilon: 0.0,
             scale: 1.0,
         }
+    }
+}
+
+impl LossSpec {
+    /// Logp without a loss: the sum `Σ m · dlogp · ℓ`, with `entropy` `+ Σ m · dentropy · H`, whose gradient sends the given
+    /// cotangents back through the softmax,
+    ///
+    /// ```text
+    /// dlogits_j = (dlogp · (1[j = y] − p_j) − dentropy · p_j (ln p_j + H)) / T
+    /// ```
+    ///
+    /// which is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`.
+    pub fn of_cotangents(entropy: bool) -> Self {
+        Self {
+            objective: Objective::PolicyGradient,
+            advantages: AdvantageLevel::Token,
+            old_logp: OldLogp::Current,
+            dentropy: entropy,
+            reduction: Reduction::Normalizer(1.0),
+            ..Self::default()
+        }
+    }
+
+    /// Whether it is [`of_cotangents`](Self::of_cotangents), whatever becomes of logits before their softmax: there is no loss that
+    /// anybody asks for, and logp and entropy are the result.
+    pub fn is_of_cotangents(&self) -> bool {
+        let Self { logits, support, temperature, temperature_divides, dentropy, .. } = self.clone();
+        *self == Self { logits, support, temperature, temperature_divides, ..Self::of_cotangents(dentropy) }
     }
 }
 

@@ -80,7 +80,7 @@ fn one_nan_of_a_head_excuses_no_other_weight() {
     wrong.fill(123.0);
     wrong[[0, 0]] = f64::NAN;
     outcome.gradient.dlm_head = FloatArray::rounded_from(&wrong, Dtype::F32);
-    outcome.loss = arr0(f32::NAN).into();
+    outcome.loss = Some(arr0(f32::NAN).into());
     let verdicts = known.judge(outcome, &Limits::external(Grade::Standard)).unwrap().verdicts;
     assert_eq!(status(&verdicts, elements(Output::DlmHead)), Status::Fail);
     assert_eq!(status(&verdicts, elements(Output::Loss)), Status::NotCompared);
@@ -216,7 +216,7 @@ fn head_of_rounded_logits_is_rejected_at_production_widths() {
                 let dlogits = of_rounded.gradient.to_f64().into_shape_with_order((3, vocab)).unwrap();
                 let mut wrong = HeadCandidate::from(known.reference.outcome());
                 wrong.metrics = None;
-                (wrong.loss, wrong.logp) = (of_rounded.loss, Some(of_rounded.logp));
+                (wrong.loss, wrong.logp) = (Some(of_rounded.loss), Some(of_rounded.logp));
                 let dhidden = known
                     .reference
                     .dhidden(|columns| dlogits.slice(s![.., columns]).to_owned())

@@ -7,7 +7,7 @@ use assay_judge::invariance::Invariance;
 
 fn candidate(loss: f32, logp: Option<f32>, dlogit: f32) -> Candidate {
     Candidate {
-        loss: arr0(loss).into(),
+        loss: Some(arr0(loss).into()),
         gradient: arr3(&[[[dlogit]]]).into(),
         logp: logp.map(|logp| arr2(&[[logp]]).into()),
         entropy: None,

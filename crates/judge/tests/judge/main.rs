@@ -4,6 +4,7 @@ mod diagnoses;
 mod false_passes;
 mod invariance;
 mod lm_head;
+mod logp;
 mod mutants;
 mod rejects;
 mod summary;

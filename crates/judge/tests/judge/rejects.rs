@@ -17,7 +17,7 @@ use assay_judge::tolerance::{Grade, Limits};
 use assay_native::Native;
 use assay_reference::{self as reference, Reference};
 use half::bf16;
-use ndarray::{Array3, arr0};
+use ndarray::{Array3, Ix0, arr0};
 
 const DLOGITS: Gate = Gate::of(Output::Dlogits, Model::Elementwise);
 const MASKED: Gate = DLOGITS.at(Some(Edge::Masked));
@@ -63,6 +63,11 @@ fn assert_rejected(verdicts: &[Verdict], gate: Gate, status: Status) {
     assert_eq!(verdict.status, status, "{gate}: {verdict:?}");
 }
 
+/// A loss of f32.
+fn loss_of(loss: f32) -> FloatArray<Ix0> {
+    arr0(loss).into()
+}
+
 fn dlogits_f32(candidate: &mut Candidate) -> &mut Array3<f32> {
     let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32 logits give f32 dlogits") };
     dlogits
@@ -100,7 +105,7 @@ fn nan_and_infinity_are_nonfinite() {
     for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let of_dlogits = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[1, 2, 3]] = wrong);
         assert_rejected(&of_dlogits, DLOGITS, Status::Nonfinite);
-        let of_loss = verdicts(Dtype::F32, |candidate, _| candidate.loss = arr0(wrong).into());
+        let of_loss = verdicts(Dtype::F32, |candidate, _| candidate.loss = Some(loss_of(wrong)));
         assert_rejected(&of_loss, gate(Output::Loss), Status::Nonfinite);
         for output in [Output::Logp, Output::Entropy, Output::TokenLoss] {
             let of_token = verdicts(Dtype::F32, |candidate, _| *token(candidate, output, 0, 1) = wrong);
@@ -130,7 +135,9 @@ fn sign_flips_are_rejected() {
         let verdict = verdicts(Dtype::F32, |candidate, _| *token(candidate, output, 2, 0) *= -1.0);
         assert_rejected(&verdict, gate(output), Status::Fail);
     }
-    let verdict = verdicts(Dtype::F32, |candidate, _| candidate.loss = arr0(-candidate.loss.value() as f32).into());
+    let verdict = verdicts(Dtype::F32, |candidate, _| {
+        candidate.loss = candidate.loss.as_ref().map(|loss| loss_of(-loss.value() as f32));
+    });
     assert_rejected(&verdict, gate(Output::Loss), Status::Fail);
 }
 
@@ -312,7 +319,7 @@ fn finite_answer_where_the_reference_is_not_is_rejected() {
     assert_rejected(&judged(&silent), gate(Output::Logp).at(overflow), Status::Fail);
     silent.gradient.fill_row(1, 1, 0.0);
     assert_rejected(&judged(&silent), DLOGITS.at(overflow), Status::Fail);
-    silent.loss = arr0(0.5_f32).into();
+    silent.loss = Some(loss_of(0.5_f32));
     assert_rejected(&judged(&silent), gate(Output::Loss), Status::Fail);
 }
 
@@ -456,7 +463,7 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
         let reference = reference::evaluate(&spec, &problem).unwrap();
         assert!(reference.loss() < f64::from(f32::MAX), "{}", reference.loss());
         let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
-        candidate.loss = arr0(f32::INFINITY).into();
+        candidate.loss = Some(loss_of(f32::INFINITY));
         *token(&mut candidate, Output::TokenLoss, 0, 0) = f32::INFINITY;
         candidate.gradient.fill_row(0, 0, f64::NAN);
         problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
@@ -504,7 +511,7 @@ fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
         let reference = reference::evaluate(&spec, &problem).unwrap();
         assert!(reference.loss() > 2.0 * f64::from(f32::MIN_POSITIVE) * 0.1, "{:e}", reference.loss());
         let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
-        candidate.loss = arr0(0.0_f32).into();
+        candidate.loss = Some(loss_of(0.0_f32));
         *token(&mut candidate, Output::TokenLoss, 0, 0) = 0.0;
         candidate.gradient.fill_row(0, 0, 0.0);
         candidate.metrics.as_mut().unwrap().kl_mean = Some(0.0);

@@ -38,6 +38,7 @@ fn problem(advantages: AdvantageLevel) -> Problem {
         rollout_weights: Some(wave(1.1).mapv(|x| (0.5 * x).exp())),
         selected: Some(wave(2.0).mapv(|x| x > 0.5)),
         bias: None,
+        dentropy: Some(0.2 * wave(2.9)),
         ..Extra::default()
     };
     if let Advantages::Sequence(advantages) = &mut problem.advantages {
@@ -56,7 +57,7 @@ fn answer(spec: &LossSpec, problem: &Problem) -> Candidate {
     };
     let FloatArray::F64(dlogits) = &outcome.gradient else { panic!("the reference answers in f64") };
     Candidate {
-        loss: arr0(reference.loss() as f32).into(),
+        loss: Some(arr0(reference.loss() as f32).into()),
         gradient: dlogits.mapv(|x| x as f32).into(),
         logp: rounded(&outcome.logp),
         entropy: rounded(&outcome.entropy),

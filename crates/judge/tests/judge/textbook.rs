@@ -45,7 +45,7 @@ fn textbook(spec: &LossSpec, problem: &Problem) -> Candidate {
         }
     }
     Candidate {
-        loss: arr0(loss).into(),
+        loss: Some(arr0(loss).into()),
         logp: Some(logp.into()),
         entropy: Some(entropy.into()),
         token_loss: Some(token_loss.into()),

@@ -168,7 +168,7 @@ impl Softmaxes {
             transform,
             temperature: spec.temperature,
             two: spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != 1.0,
-            bonus: spec.entropy_coef != 0.0,
+            bonus: spec.entropy_coef != 0.0 || spec.dentropy,
         }
     }
 

@@ -256,6 +256,7 @@ fn per_token_outputs_any_order_of_rows_have_the_same_bits() {
         advantages: match &problem.advantages {
             Advantages::Sequence(a) => Advantages::Sequence(a.select(Axis(0), &order)),
             Advantages::Token(a) => Advantages::Token(of(a)),
+            Advantages::Dlogp(a) => Advantages::Dlogp(of(a)),
         },
         old_logp: problem.old_logp.as_ref().map(of),
         ref_logp: problem.ref_logp.as_ref().map(of),

@@ -53,6 +53,7 @@ fn arguments(problem: &Problem) -> Arguments<'_> {
         advantages: match &problem.advantages {
             Advantages::Sequence(advantages) => Lent::F64(advantages.view().into_dyn()),
             Advantages::Token(advantages) => floats(advantages),
+            Advantages::Dlogp(_) => unreachable!("no spec here is of cotangents"),
         },
         old_logp: problem.old_logp.as_ref().map(floats),
         ref_logp: problem.ref_logp.as_ref().map(floats),
@@ -62,6 +63,7 @@ fn arguments(problem: &Problem) -> Arguments<'_> {
         bias: None,
         cu_seqlens: None,
         segment_ids: None,
+        dentropy: problem.extra.dentropy.as_ref().map(floats),
     }
 }
 

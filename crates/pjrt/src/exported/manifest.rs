@@ -207,6 +207,9 @@ impl Manifest {
             return invalid("devices", &self.devices, "at least 1");
         }
         self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
+        if self.spec.dentropy {
+            return invalid("spec.dentropy", &true, "false: programs are given no cotangent of the entropy");
+        }
         for (i, input) in self.inputs.iter().enumerate() {
             let name = input.name.name();
             if self.inputs[..i].iter().any(|other| other.name == input.name) {

@@ -179,7 +179,7 @@ impl Exported {
         }
         let Shape { batch, tokens, vocab } = self.manifest.shape();
         Ok(Candidate {
-            loss: self.download(buffers, OutputName::Loss, ())?.expect(CHECKED),
+            loss: Some(self.download(buffers, OutputName::Loss, ())?.expect(CHECKED)),
             gradient: self.download(buffers, OutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
             logp: self.download(buffers, OutputName::Logp, (batch, tokens))?,
             entropy: self.download(buffers, OutputName::Entropy, (batch, tokens))?,
@@ -240,6 +240,7 @@ fn upload(
             let bytes = match &problem.advantages {
                 Advantages::Sequence(advantages) => numbers(advantages.iter().copied(), dtype),
                 Advantages::Token(advantages) => numbers(advantages.iter().copied(), dtype),
+                Advantages::Dlogp(dlogp) => numbers(dlogp.iter().map(|dlogp| -dlogp), dtype),
             };
             send(problem.advantages.shape(), &bytes)
         }

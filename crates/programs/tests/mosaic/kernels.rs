@@ -91,6 +91,10 @@ impl<'p> Around<'p> {
 
     /// And the bonus of its entropy.
     fn entropy_weight(&self, token: usize) -> f64 {
+        if self.spec.dentropy {
+            let given = self.token(self.problem.extra.dentropy.as_ref(), token);
+            return if self.mask[token] { self.spec.scale * given } else { 0.0 };
+        }
         match self.spec.entropy_averaging {
             Some(averaging) => -self.spec.entropy_coef / self.denominator(token, averaging),
             None => self.entropy_factor(),
@@ -158,7 +162,7 @@ impl<'p> Around<'p> {
             Some(Array2::from_shape_vec((self.shape.batch, self.shape.tokens), values).unwrap().into())
         };
         Candidate {
-            loss: arr0((total + bonus) as f32).into(),
+            loss: Some(arr0((total + bonus) as f32).into()),
             gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
             logp: array(&logp),
             entropy: array(&entropy),
@@ -265,10 +269,14 @@ impl<'p> Around<'p> {
             -(gap + log_sum) * if two { inverse } else { 1.0 }
         };
         let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
-        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
-            unreachable!("only PPO-clip is drawn")
-        };
         let loss_and_grad = |token: usize| {
+            if self.spec.objective == Objective::PolicyGradient {
+                let a = self.advantage(token);
+                return (-a * logp(token), -a);
+            }
+            let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+                unreachable!("only PPO-clip and policy gradients are drawn")
+            };
             let old = if self.spec.old_logp == OldLogp::Given {
                 self.token(self.problem.old_logp.as_ref(), token)
             } else {
@@ -282,7 +290,7 @@ impl<'p> Around<'p> {
         let scales = per_token(scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
             let factor = self.weight(token) * loss_and_grad(token).1 * rate * inverse;
-            let bonus_factor = self.entropy_factor() * rate * inverse / bonus.sum;
+            let bonus_factor = self.entropy_weight(token) * rate * inverse / bonus.sum;
             match name {
                 "max" => sums.at("max", token),
                 "share" => -factor / policy.sum,
@@ -593,6 +601,22 @@ fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
         // The last so far off that exponentials of a difference overflow.
         for (step, old_logp_noise_scale) in [0.5, 0.5, 60.0].into_iter().enumerate() {
             check("tile-one-pass", &spec, &Recipe { old_logp_noise_scale, ..recipe(i, step) }, ANY_TPU).unwrap();
+        }
+    }
+}
+
+#[test]
+fn logp_and_entropy_text_by_given_cotangents_match_reference() {
+    for (seed, entropy) in [(1, true), (2, false)] {
+        let spec = LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(entropy) };
+        for (dtype, regime) in
+            [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
+        {
+            let (shape, old_logp_noise_scale) = ([2, 3, 1031], 0.3);
+            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage: true };
+            for id in ["tile-one-pass", "tile-two-pass"] {
+                check(id, &spec, &recipe, ANY_TPU).unwrap_or_else(|failure| panic!("{failure}"));
+            }
         }
     }
 }

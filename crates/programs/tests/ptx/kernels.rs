@@ -167,6 +167,10 @@ impl<'p> Around<'p> {
 
     /// And the bonus of its entropy.
     fn entropy_weight(&self, token: usize) -> f64 {
+        if self.spec.dentropy {
+            let given = self.token(self.problem.extra.dentropy.as_ref(), token);
+            return if self.mask[token] { self.spec.scale * given } else { 0.0 };
+        }
         match self.spec.entropy_averaging {
             Some(averaging) => -self.spec.entropy_coef / self.denominator(token, averaging),
             None => self.entropy_factor(),
@@ -228,7 +232,7 @@ impl<'p> Around<'p> {
             Some(Array2::from_shape_vec((self.shape.batch, self.shape.tokens), values).unwrap().into())
         };
         Candidate {
-            loss: arr0((total + bonus) as f32).into(),
+            loss: Some(arr0((total + bonus) as f32).into()),
             gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
             logp: array(&logp),
             entropy: array(&entropy),
@@ -387,14 +391,18 @@ impl<'p> Around<'p> {
             -(gap + log_sum) * if two { inverse } else { 1.0 }
         };
         let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
-        let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
-            unreachable!("only PPO-clip is drawn")
-        };
         let log_ratio = |token: usize| match self.spec.old_logp {
             OldLogp::Given => logp(token) - self.token(self.problem.old_logp.as_ref(), token),
             _ => 0.0,
         };
         let loss_and_grad = |token: usize| {
+            if self.spec.objective == Objective::PolicyGradient {
+                let a = self.advantage(token);
+                return (-a * logp(token), -a);
+            }
+            let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
+                unreachable!("only PPO-clip and policy gradients are drawn")
+            };
             let (ratio, a) = (self.of_ratio(&log_ratio, token).exp(), self.advantage(token));
             let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
             if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
@@ -403,7 +411,7 @@ impl<'p> Around<'p> {
         let scales = per_token(&scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
             let factor = self.of_ratio(&|token| self.weight(token) * loss_and_grad(token).1, token) * rate * inverse;
-            let bonus_factor = self.entropy_factor() * rate * inverse / bonus.sum;
+            let bonus_factor = self.entropy_weight(token) * rate * inverse / bonus.sum;
             match name {
                 "max" => max(token),
                 "share" => -factor / policy.sum,
@@ -596,6 +604,21 @@ fn all_outputs_one_pass_every_variant_match_reference() {
         }
     }
     assert!(judged > 45 && forms.len() == 11, "{judged} variants of {} objectives", forms.len());
+}
+
+#[test]
+fn logp_and_entropy_by_given_cotangents_match_reference() {
+    for (seed, entropy) in [(1, true), (2, false)] {
+        let spec = LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(entropy) };
+        for (dtype, regime) in
+            [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
+        {
+            let recipe = Recipe { seed, masked_garbage: true, ..recipe([2, 3, 1031], dtype, regime) };
+            for id in ["gpu-one-pass", "gpu-two-pass"] {
+                check(Target::Sm90, id, &spec, &recipe).unwrap_or_else(|failure| panic!("{failure}"));
+            }
+        }
+    }
 }
 
 #[test]

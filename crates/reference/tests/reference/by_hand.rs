@@ -126,6 +126,29 @@ fn outcome_f64_kl_estimators_by_hand() {
     }
 }
 
+/// `dlogp·(1[j = y] − p_j) − dentropy·p_j(ln p_j + H)`, over `T`.
+#[test]
+fn dlogits_f64_of_given_cotangents_by_hand() {
+    let (temperature, dlogp, dentropy) = (0.5, -0.75, 0.25);
+    let spec = LossSpec { temperature, ..LossSpec::of_cotangents(true) };
+    assert!(spec.is_of_cotangents());
+    // 2 ln 3 and three zeros: 9/12, and 1/12 each.
+    let mut problem = one_row(&[3_f64.ln(), 0.0, 0.0, 0.0], 0.0);
+    problem.advantages = Advantages::Dlogp(arr2(&[[dlogp]]));
+    problem.extra.dentropy = Some(arr2(&[[dentropy]]));
+    let reference = evaluate(&spec, &problem).unwrap();
+    let (p, q) = (0.75_f64, 1.0 / 12.0_f64);
+    let entropy = -p * p.ln() - 3.0 * q * q.ln();
+    assert_relative_eq!(reference.loss(), dlogp * p.ln() + dentropy * entropy, max_relative = ROUNDING, epsilon = 0.0);
+    let of_target = (dlogp * (1.0 - p) - dentropy * p * (p.ln() + entropy)) / temperature;
+    let of_other = (-dlogp * q - dentropy * q * (q.ln() + entropy)) / temperature;
+    let row = reference.dlogits_row(0, 0);
+    for (j, &dlogit) in row.iter().enumerate() {
+        let expected = if j == 0 { of_target } else { of_other };
+        assert_relative_eq!(dlogit, expected, max_relative = 8.0 * ROUNDING, epsilon = 0.0);
+    }
+}
+
 #[test]
 fn dlogits_f64_entropy_bonus_by_hand() {
     // x = [0, ln 3]: p = [1/4, 3/4], H = ln 4 − (3/4) ln 3, ∂H/∂x_0 = −p_0 (ln p_0 + H) = (3/16) ln 3.

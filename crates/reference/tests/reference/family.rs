@@ -184,7 +184,8 @@ impl Head {
         let mut row = self.row.clone();
         row[j] = row[j].take().map(|x| x + step.clone());
         let scaled = family::scaled(spec, problem, &row, self.id);
-        let entropy = if spec.entropy_coef == 0.0 { self.entropy.clone() } else { family::entropy(spec, &scaled) };
+        let hangs = spec.entropy_coef != 0.0 || spec.dentropy;
+        let entropy = if hangs { family::entropy(spec, &scaled) } else { self.entropy.clone() };
         (family::logp(spec, &scaled, self.id), entropy)
     }
 
@@ -431,6 +432,7 @@ fn note(spec: &LossSpec, exact: &Exact, by_logp: &ByLogp, record: &mut Record) {
         record.saw("kl.averaging", kl && terms.averaging.is_some());
     }
     record.saw("entropy_coef", spec.entropy_coef != 0.0);
+    record.saw("dentropy", spec.dentropy);
     record.saw("entropy_averaging", spec.entropy_coef != 0.0 && spec.entropy_averaging.is_some());
     let (transform, support) = (&spec.logits, &spec.support);
     record.saw("logits", policy && transform.softcap.is_some() && transform.bias && transform.scale != 1.0);
@@ -631,6 +633,7 @@ fn batch(mask: [[bool; 3]; 2]) -> Problem {
             rollout_weights: array(0.4),
             selected: Some(arr2(&[[true, false, true], [false, true, false]])),
             bias: Some(arr1(&[0.1, -0.2, 0.3, 0.0])),
+            dentropy: array(0.2),
             ..Extra::default()
         },
     }
@@ -797,8 +800,8 @@ fn outcome_f64_nan_under_the_mask_is_never_read() {
     let clean = batch([[true, false, true], [true, true, false]]);
     let mut dirty = clean.clone();
     for (at, _) in clean.mask.indexed_iter().filter(|(_, counts)| !**counts) {
-        let Extra { rollout_logp, rollout_weights, .. } = &mut dirty.extra;
-        for array in [&mut dirty.old_logp, &mut dirty.ref_logp, rollout_logp, rollout_weights] {
+        let Extra { rollout_logp, rollout_weights, dentropy, .. } = &mut dirty.extra;
+        for array in [&mut dirty.old_logp, &mut dirty.ref_logp, rollout_logp, rollout_weights, dentropy] {
             array.as_mut().expect("there")[at] = f64::NAN;
         }
         dirty.ids[at] = i64::MIN;

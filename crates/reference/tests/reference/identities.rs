@@ -87,6 +87,7 @@ fn scaled(advantages: &Advantages, by: f64) -> Advantages {
     match advantages {
         Advantages::Sequence(a) => Advantages::Sequence(a * by),
         Advantages::Token(a) => Advantages::Token(a * by),
+        Advantages::Dlogp(a) => Advantages::Dlogp(a * by),
     }
 }
 
@@ -105,7 +106,7 @@ fn dlogits_f64_row_sums_to_zero() {
             let sum: f64 = reference.dlogits_row(b, t).iter().sum();
             // The two halves that cancel: the target's 1 − p_y against the others, columns above ā against those below.
             let policy = reference.grad_logp(token, &token.branch, token.coupling).abs() * token.probability_of_others;
-            let bonus = reference.grad_entropy(token).abs() * token.entropy_softmax.stats.mean_gap;
+            let bonus = token.grad_entropy.abs() * token.entropy_softmax.stats.mean_gap;
             let limit = 8.0 * U * 2.0 * (policy + bonus) / spec.temperature;
             assert!(sum.abs() <= limit, "[{b},{t}]: row sums to {sum:e}, limit {limit:e}");
         }
@@ -137,6 +138,7 @@ fn outcome_f64_permuted_sequences_permute_their_rows() {
             advantages: match &problem.advantages {
                 Advantages::Sequence(a) => Advantages::Sequence(a.select(Axis(0), &order)),
                 Advantages::Token(a) => Advantages::Token(flip(a)),
+                Advantages::Dlogp(a) => Advantages::Dlogp(flip(a)),
             },
             old_logp: problem.old_logp.as_ref().map(flip),
             ref_logp: problem.ref_logp.as_ref().map(flip),
@@ -252,7 +254,7 @@ fn outcome_f64_garbage_under_the_mask_changes_nothing() {
                 array[[b, t]] = f64::NAN;
             }
             match &mut garbage.advantages {
-                Advantages::Token(a) => a[[b, t]] = f64::NAN,
+                Advantages::Token(a) | Advantages::Dlogp(a) => a[[b, t]] = f64::NAN,
                 Advantages::Sequence(a) if !problem.mask.row(b).iter().any(|counts| *counts) => a[b] = f64::NAN,
                 Advantages::Sequence(_) => {}
             }

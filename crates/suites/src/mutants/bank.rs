@@ -259,6 +259,8 @@ bank! {
             "the ratio has no gradient", "";
         CurrentNotDetached, "current-logp-not-detached",
             "where the old log-probability is the policy's own, it takes the gradient with it", "";
+        DlogpSignFlipped, "dlogp-sign-flipped",
+            "the cotangent of logp is taken for an advantage, or logp for a cross entropy", "";
         SampledColumnUnscaled, "one-hot-before-softmax-scale",
             "the sampled column's 1 is not multiplied by G", "";
     }
@@ -372,6 +374,12 @@ bank! {
         EntropyDetached, "entropy-detached",
             "the bonus has no gradient",
             "SkyRL#1841";
+        DentropyDropped, "dentropy-dropped",
+            "the cotangent of the entropy is not sent back: its gradient is that of logp alone", "";
+        DentropySignFlipped, "dentropy-sign-flipped",
+            "the cotangent of the entropy is taken for the coefficient of a bonus", "";
+        DentropyOfFirstToken, "dentropy-of-first-token",
+            "the cotangent of a sequence's first entropy for all of its tokens", "";
         EntropyOverPadding, "entropy-mean-over-padding",
             "the bonus is a mean over B·T", "";
         EntropyFromLogpSoftmax, "entropy-of-the-sampled-token",

@@ -212,8 +212,9 @@ impl Prepared {
             close.holds(&unmasked(actual), &unmasked(expected))
         };
         let dlogits = |of: &Candidate| of.gradient.to_f64();
+        let loss = |of: &Candidate| of.loss.iter().map(FloatArray::value).collect::<Vec<f64>>();
         match limit {
-            Limit::Loss(close) => close.holds(&[candidate.loss.value()], &[self.twin.loss.value()]),
+            Limit::Loss(close) => close.holds(&loss(candidate), &loss(&self.twin)),
             Limit::Logp(close) => per_token(*close, |of| &of.logp),
             Limit::Entropy(close) => per_token(*close, |of| &of.entropy),
             Limit::TokenLoss(close) => per_token(*close, |of| &of.token_loss),

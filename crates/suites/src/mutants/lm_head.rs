@@ -149,7 +149,7 @@ impl<'l> Head<'l> {
             HeadLayout::VocabByHidden => dlm_head.reversed_axes().as_standard_layout().into_owned(),
         };
         HeadCandidate {
-            loss: arr0(evaluation.loss as f32).into(),
+            loss: Some(arr0(evaluation.loss as f32).into()),
             gradient: HeadGradient {
                 dhidden: FloatArray::rounded_from(&dhidden, self.dtype()),
                 dlm_head: dlm_head.into(),

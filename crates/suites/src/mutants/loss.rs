@@ -170,18 +170,27 @@ fn grade(
             _ => through_ratio,
         };
         let mut grad_logp = weight * by_logp + through_ratio;
-        let mut grad_entropy = weights.entropy;
+        let entropy_weight = match &launch.tokens.extra.dentropy {
+            Some(dentropy) if spec.dentropy => {
+                spec.scale * dentropy[[b, if launch.has(Bug::DentropyOfFirstToken) { 0 } else { t }]]
+            }
+            _ => weights.entropy,
+        };
+        let mut grad_entropy = entropy_weight;
         match () {
             () if launch.has(Bug::ScaleForgottenInGradient) => grad_logp /= spec.scale,
             () if launch.has(Bug::GradientOfLoss) => grad_logp *= spec.scale,
             () if launch.has(Bug::GradientNotNormalised) => grad_logp *= spec.scale / weight,
             () if launch.has(Bug::EntropyDetached) => grad_entropy = 0.0,
+            () if launch.has(Bug::DentropySignFlipped) && spec.dentropy => grad_entropy = -grad_entropy,
+            () if launch.has(Bug::DentropyDropped) && spec.dentropy => grad_entropy = 0.0,
+            () if launch.has(Bug::DlogpSignFlipped) && spec.is_of_cotangents() => grad_logp = -grad_logp,
             () => {}
         }
         let counted = if launch.has(Bug::LossOfPolicyAlone) { policy.value } else { value };
         *sum += weight * counted * factor(t);
-        if weights.entropy != 0.0 {
-            *sum += weights.entropy * scored.entropy * factor(t);
+        if entropy_weight != 0.0 {
+            *sum += entropy_weight * scored.entropy * factor(t);
         }
         let masked = factor(t) == 0.0;
         if masked {
@@ -243,9 +252,9 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
         let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
         let advantage = match tokens.advantages {
             Advantages::Sequence(advantages) => advantages[row],
-            Advantages::Token(advantages) => {
+            Advantages::Token(_) | Advantages::Dlogp(_) => {
                 let row = if sequences.packed().is_some() { 0 } else { row };
-                advantages[[row, if of_first { 0 } else { *t }]]
+                tokens.advantages.at(row, if of_first { 0 } else { *t })
             }
         };
         let ref_row = if launch.has(Bug::RefLogpOfFirstRow) { 0 } else { b };

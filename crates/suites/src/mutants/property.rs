@@ -160,12 +160,17 @@ impl Class {
                     plain(),
                     LossSpec { scale: 0.25, ..plain() },
                     LossSpec { old_logp: OldLogp::Current, ..plain() },
+                    LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(false) },
                 ],
                 dtypes: Dtype::KERNEL.into(),
                 ..Grid::default()
             },
             Class::Temperature => Grid {
-                specs: [TemperatureDivides::Logits, TemperatureDivides::Logp].map(tempered).into(),
+                specs: [TemperatureDivides::Logits, TemperatureDivides::Logp]
+                    .map(tempered)
+                    .into_iter()
+                    .chain([LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(true) }])
+                    .collect(),
                 ..Grid::default()
             },
             Class::Clip => Grid {
@@ -205,9 +210,11 @@ impl Class {
             },
             // At the largest vocabulary what is added to each probability adds up.
             Class::Entropy => {
-                Grid { shapes: vec![[4, 6, 33], [1, 2, 60_000]], regimes: vec![Regime::Small], ..Grid::default() }
+                let specs = vec![bonus(), LossSpec::of_cotangents(true)];
+                let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
+                Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
             }
-            Class::Mask => Grid { specs: vec![plain(), bonus()], ..Grid::default() },
+            Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::of_cotangents(true)], ..Grid::default() },
             Class::Reduction => Grid {
                 specs: vec![
                     penalised(k3()),

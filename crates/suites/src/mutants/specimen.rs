@@ -139,7 +139,7 @@ impl Implementation for Specimen {
             FloatArray::F16(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
         };
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
-        let loss = arr0(evaluation.loss as f32).into();
+        let loss = Some(arr0(evaluation.loss as f32).into());
         Ok(Candidate { loss, logp, entropy, token_loss, gradient: logits, metrics: None })
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Shape, Tensor};
-use ndarray::{Array, Array2, Dimension, Ix2};
+use ndarray::{Array, Array2, Dimension, Ix0, Ix2};
 
 use super::TrainError;
 use assay_core::implementation::{Implementation, RunError};
@@ -152,7 +152,7 @@ impl GrpoLoss {
         };
         let outcome = implementation.run(&self.spec, batch.with_logits(array3("logits", logits)?), 1)?;
         let gradient = tensor(outcome.gradient)?;
-        let op = Differentiated { loss: outcome.loss.value() as f32, gradients: [gradient] };
+        let op = Differentiated { loss: loss_of(outcome.loss), gradients: [gradient] };
         let logp = outcome.logp.map(|logp| logp.to_f64());
         Ok(Evaluated { loss: logits.apply_op1(op)?, metrics: outcome.metrics, logp })
     }
@@ -173,7 +173,7 @@ impl GrpoLoss {
                 let HeadCandidate { loss, gradient: HeadGradient { dhidden, dlm_head, .. }, metrics, logp, .. } =
                     implementation.run(&self.spec, batch.with_logits(projection), 1)?;
                 let gradients = [tensor(dhidden)?, tensor(dlm_head)?];
-                (Differentiated { loss: loss.value() as f32, gradients }, metrics, logp)
+                (Differentiated { loss: loss_of(loss), gradients }, metrics, logp)
             }
             AnyImplementation::OnLogits(implementation) => {
                 self.through_logits(implementation.as_ref(), projection, batch)?
@@ -211,7 +211,7 @@ impl GrpoLoss {
         gemm(dlm_head.view_mut(), false, dlogits.t(), hidden.view());
         let dhidden = dhidden.into_shape_with_order((shape.batch, shape.tokens, shape.hidden)).expect("dense");
         let gradients = [tensor(dhidden.into())?, tensor(dlm_head.into())?];
-        Ok((Differentiated { loss: loss.value() as f32, gradients }, metrics, logp))
+        Ok((Differentiated { loss: loss_of(loss), gradients }, metrics, logp))
     }
 
     /// Checks that the implementation computes this loss from hidden states of `shape` in f32.
@@ -244,6 +244,11 @@ type OnHidden = (Differentiated<2>, Option<Metrics>, Option<FloatArray<Ix2>>);
 struct Differentiated<const N: usize> {
     loss: f32,
     gradients: [Tensor; N],
+}
+
+/// The loss that an implementation returns.
+fn loss_of(loss: Option<FloatArray<Ix0>>) -> f32 {
+    loss.expect("an implementation returns its loss").value() as f32
 }
 
 impl<const N: usize> Differentiated<N> {

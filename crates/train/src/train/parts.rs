@@ -93,10 +93,17 @@ impl Whole {
 
     /// The rows of a part and of each its first `width` tokens, beyond which there is none that counts, and their loss.
     pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Batch) {
-        (self.spec_of(rows.len()), self.batch.rows(rows, width))
+        let (spec, share) = self.spec_of(rows.len());
+        let mut batch = self.batch.rows(rows, width);
+        // What is given of each token is no mean.
+        if let Some(dentropy) = &mut batch.extra.dentropy {
+            *dentropy /= share;
+        }
+        (spec, batch)
     }
 
-    fn spec_of(&self, rows: usize) -> LossSpec {
+    /// The loss of a part, and what it is scaled by as a whole.
+    fn spec_of(&self, rows: usize) -> (LossSpec, f64) {
         let mut spec = self.spec.clone();
         // Rows without tokens have a loss only where all rows are counted: such a part is scaled as a whole.
         let share = match &spec.objective {
@@ -115,7 +122,7 @@ impl Whole {
             let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
             spec.entropy_averaging = Some(self.extents.fixed(spec.entropy_averaging.unwrap_or(all_tokens), share));
         }
-        spec
+        (spec, share)
     }
 }
 

@@ -161,6 +161,7 @@ fn problem(spec: &LossSpec, layout: Layout, mut draws: Vec<Draw>) -> Problem {
     problem.extra.rollout_logp = Some(rollout_logp);
     problem.extra.rollout_weights = Some(weights);
     problem.extra.selected = Some(Array2::from_shape_fn(shape, |at| draw(at).selected));
+    problem.extra.dentropy = Some(Array2::from_shape_fn(shape, |at| draw(at).weight - 1.0));
     if garbage {
         spoil(spec, &mut problem);
     }
@@ -181,7 +182,8 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
             }
         }
     };
-    for array in [&mut problem.old_logp, &mut problem.ref_logp, &mut problem.extra.rollout_logp] {
+    let Extra { rollout_logp, dentropy, .. } = &mut problem.extra;
+    for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp, dentropy] {
         nan_outside(array.as_mut().expect("drawn"));
     }
     let reads_masked_weights = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
@@ -191,7 +193,7 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     }
     let counts_empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
     match &mut problem.advantages {
-        Advantages::Token(array) => nan_outside(array),
+        Advantages::Token(array) | Advantages::Dlogp(array) => nan_outside(array),
         Advantages::Sequence(array) if !counts_empty_rows => {
             for (a, row) in array.iter_mut().zip(mask.rows()) {
                 if !row.iter().any(|counts| *counts) {

@@ -838,6 +838,10 @@ impl Loss<'_> {
             if spec.entropy_coef != 0.0 {
                 loss = loss - self.entropy_weight(frozen, b, t) * policy.entropy(b, t);
             }
+            if spec.dentropy {
+                let dentropy = self.problem.extra.dentropy.as_ref().expect("the spec reads it")[[b, t]];
+                loss = loss + N::from(dentropy) * policy.entropy(b, t);
+            }
         }
         RowLoss { loss: N::from(spec.scale) * loss, tokens }
     }

@@ -228,7 +228,7 @@ impl Judged {
     fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), TrainError> {
         let problem = step.problem()?;
         let candidate = HeadCandidate {
-            loss: arr0(step.loss()).into(),
+            loss: Some(arr0(step.loss()).into()),
             gradient: HeadGradient {
                 dhidden: step.dhidden().clone().into(),
                 dlm_head: step.dlm_head().clone().into(),
