@@ -306,7 +306,7 @@ pub struct Rejection {
     /// Largest value that stays.
     pub max: f64,
     /// Whether a rejected token only loses the terms of `drops_from`, and still counts in denominators, in the row's ratio
-    /// and in the entropy bonus (SkyRL), or is as if masked (verl).
+    /// and in the entropy bonus (SkyRL; Unsloth but for the bonus), or is as if masked (verl).
     #[serde(default)]
     pub counts: bool,
     /// What a rejected token that counts has no part in.

@@ -281,6 +281,55 @@ fn unsloth_clamps_kl_after_its_correction_and_counts_what_it_rejects() {
 }
 
 #[test]
+fn unsloth_has_trls_bonus_and_the_columns_that_vllm_never_samples() {
+    let steps = ["entropy_coef=0.02", "current_gradient_accumulation_steps=4"];
+    let bonus = |pairs: &[&str]| {
+        let spec = of(Preset::Unsloth, None, &[&steps[..], pairs].concat());
+        (spec.entropy_coef * spec.scale, spec.entropy_averaging)
+    };
+    for loss_type in ["loss_type=grpo", "loss_type=dapo"] {
+        assert_eq!(bonus(&[loss_type]), (0.005, None), "{loss_type}: divided by the steps, whatever the loss is");
+    }
+    assert_eq!(bonus(&["use_adaptive_entropy=true"]), (0.0, None));
+    let support = of(Preset::Unsloth, None, &["support_excluded_ids=[3,5]", "support_top_p=1.0"]).support;
+    assert_eq!((support.excluded_ids, support.keep_sampled), (vec![3, 5], true));
+    refuses(Preset::Unsloth, None, &["support_top_k=20"], &["`support_top_k`", "20", "logits"]);
+    refuses(Preset::Unsloth, None, &["support_top_p=0.9"], &["`support_top_p`", "0.9"]);
+    refuses(Preset::Unsloth, None, &["support_excluded_ids=[-1]"], &["`support_excluded_ids`", "[-1]", "a list"]);
+
+    let rejects = ["entropy_coef=0.1", "use_vllm=true", "vllm_importance_sampling_correction=true"];
+    let rejects = [&rejects[..], &["rollout_rs=token_k2", "rollout_rs_threshold=0.1"]].concat();
+    let error = resolve(Preset::Unsloth, None, &rejects, &SAMPLED).expect_err("refused").to_string();
+    assert!(error.contains("`rollout_rs`") && error.contains("would leave the entropy bonus"), "{error}");
+}
+
+#[test]
+fn trl_async_clips_against_the_sampler() {
+    let given = Given { num_items_in_batch: Some(60.0), ..SAMPLED };
+    let pairs = ["epsilon_high=0.28", "gradient_accumulation_steps=2", "num_processes=3"];
+    let resolved = resolve(Preset::Trl, Some("AsyncGRPOTrainer"), &pairs, &given).unwrap();
+    let LossSpec { objective, old_logp, reduction, scale, advantages, .. } = resolved.spec;
+    assert_eq!((objective, old_logp), (clip(0.2, 0.28), OldLogp::Rollout));
+    assert_eq!((reduction, scale, advantages), (Reduction::Normalizer(20.0), 0.5, AdvantageLevel::Token));
+    assert!(resolved.notes.iter().any(|note| note.contains("micro-batches")), "{:?}", resolved.notes);
+    refuses(Preset::Trl, Some("AsyncGRPOTrainer"), &[], &["input `old_log_probs`"]);
+}
+
+#[test]
+fn presets_say_where_a_project_differs_at_an_edge() {
+    let notes = |preset, function, pairs: &[&str]| {
+        resolve(preset, function, pairs, &SAMPLED).unwrap_or_else(|error| panic!("{error}")).notes.join("; ")
+    };
+    let bypass = ["loss_type=reinforce", "rollout_is=token", "rollout_is_threshold=0.5_2.0"]
+        .map(|pair| format!("rollout_correction.{pair}"));
+    let bypass: Vec<&str> = bypass.iter().map(String::as_str).collect();
+    assert!(notes(Preset::Verl, Some("bypass_mode"), &bypass).contains("exactly, is kept there"));
+    let corrected = notes(Preset::Nemo, None, &["use_importance_sampling_correction=true"]);
+    assert!(corrected.contains("beyond the range of its dtype is 0 there"), "{corrected}");
+    assert!(notes(Preset::Unsloth, None, &["rollout_logps_as_old=true"]).contains("has the ratio 1 there"));
+}
+
+#[test]
 fn skyrl_rejections_spare_the_kl_term() {
     let pairs = ["off_policy_correction.sequence_mask_metric=product"];
     let rejection = with(Preset::Skyrl, &pairs, &SAMPLED).rejection[0];
@@ -326,6 +375,7 @@ fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::MllmJax, None, &["compute_dtype=bf16"], &["`compute_dtype`", "f32"]);
     refuses(Preset::Unsloth, None, &["rollout_logps_as_old=true"], &["sampling_per_token_logps"]);
     refuses(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &["`loss_reduction`", "prompt_mean"]);
+    refuses(Preset::Skyrl, None, &["loss_reduction=token_mean_legacy"], &["`loss_reduction`", "how the batch is cut"]);
     refuses(Preset::Nemo, None, &["positive_example_nll_weight=0.1"], &["`positive_example_nll_weight`", "rewards"]);
     refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["`use_on_policy_kl_approximation`"]);
     refuses(Preset::PrimeRl, None, &["adv_tau=0"], &["`adv_tau`"]);

@@ -54,9 +54,9 @@ pub enum Preset {
     Unsloth,
     /// SkyRL 0.3.0.
     Skyrl,
-    /// NeMo RL, a snapshot of 2026.
+    /// NeMo RL, commit 7ea279ab.
     Nemo,
-    /// prime-rl, a snapshot of 2026.
+    /// prime-rl, commit 559b4477.
     PrimeRl,
     /// OpenRLHF 0.11.2.
     OpenRlhf,

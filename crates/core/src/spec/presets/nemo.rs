@@ -65,6 +65,11 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         Reduction::SequenceMean { rows: rows.map_or(Rows::NonEmpty, |rows| Rows::Given(rows + EPSILON)) }
     };
     let mut found = Found::new(spec, KNOWN);
+    if found.spec.rollout.is_some() {
+        let overflow =
+            "a weight beyond the range of its dtype is 0 there, before it is truncated: here it is the bound";
+        found.notes.push(overflow.into());
+    }
     if !token_level && rows.is_none() {
         let taken = "global_valid_seqs is not given: it is taken as the rows that have a token, without the 1e-8";
         found.notes.push(taken.into());

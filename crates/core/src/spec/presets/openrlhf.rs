@@ -88,7 +88,9 @@ fn averaging(reader: &Reader, by_token: bool) -> Result<Averaging, PresetError> 
 
 /// Tokens or rows outside the band lose their weight; those inside keep `exp(old_logp − rollout_logp)`.
 fn weights(reader: &Reader, level: RolloutLevel) -> Result<RolloutWeights, PresetError> {
-    reader.word("is_correction_gating", (), &[("ratio", ())])?;
+    if reader.is_given("is_correction_gating") {
+        reader.word("is_correction_gating", (), &[("ratio", ())])?;
+    }
     let outside =
         reader.word("is_correction_mode", Outside::Mask, &[("mask", Outside::Mask), ("clip", Outside::Truncate)])?;
     if outside == Outside::Truncate && level != RolloutLevel::Token {

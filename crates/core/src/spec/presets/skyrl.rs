@@ -215,6 +215,10 @@ fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, Pr
     }
     let rows = Rows::All;
     let length = reader.count_or_null("max_seq_len")?;
+    if reader.text("loss_reduction")?.as_deref() == Some("token_mean_legacy") {
+        let expected = "another: a mean of micro-batches' means hangs on how the batch is cut, and is no loss of it";
+        return Err(reader.refuse("loss_reduction", expected));
+    }
     let reductions = [
         ("token_mean", Reduction::TokenMean),
         ("sequence_mean", Reduction::SequenceMean { rows }),
