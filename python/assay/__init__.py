@@ -81,7 +81,7 @@ def spec(
             path of a YAML, TOML or JSON file, or nothing, where `options` are the fields of a spec.
         function: Which of the project's functions; the usual one if none is given.
         batch: What the batch has, where a project chooses by it what it computes: `old_logps`, `ref_logps`,
-            `sampling_logps` (bools), `rollout_weights` and `advantages` ("token" or "sequence"), `num_items_in_batch`.
+            `sampling_logps`, `token_weights` (bools), `rollout_weights` and `advantages` ("token" or "sequence"), `num_items_in_batch`.
         options: The project's options, named as it names them, or the fields of a spec.
 
     Raises:

@@ -57,12 +57,13 @@ _ARRAYS = (
     "ref_logp",
     "rollout_logp",
     "rollout_weights",
+    "token_weights",
     "selected",
     "bias",
 )
 _GIVEN = (
     "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
-    "Tensor? rollout_weights, Tensor? selected, Tensor? bias, Tensor? normalizer, str spec"
+    "Tensor? rollout_weights, Tensor? token_weights, Tensor? selected, Tensor? bias, Tensor? normalizer, str spec"
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
 _SENT = "Tensor loss, Tensor logp, Tensor entropy"
@@ -289,6 +290,7 @@ def grpo_loss(
     spec: str | Spec = "trl",
     rollout_logp: Tensor | None = None,
     rollout_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     selected: Tensor | None = None,
     bias: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -311,6 +313,7 @@ def grpo_loss(
         spec: The loss: what `assay.spec` made, or a project's name, whose `options` follow as in `assay.spec`.
         rollout_logp: `[B,T]`, nats: under the policy that the sampler ran; NaN: not scored.
         rollout_weights: `[B,T]` or `[B,1]`: importance weights against that.
+        token_weights: `[B,T]` or `[B,1]`: weights of tokens that the trainer gives.
         selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
         bias: `[V]`: of the LM head, where the spec has one.
         normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
@@ -337,6 +340,7 @@ def grpo_loss(
         "ref_logp": ref_logp,
         "rollout_logp": rollout_logp,
         "rollout_weights": rollout_weights,
+        "token_weights": token_weights,
         "selected": selected,
         "bias": bias,
     }

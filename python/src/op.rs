@@ -23,10 +23,11 @@ struct Given {
     ids: Taken,
     mask: Taken,
     advantages: Taken,
-    optional: [Option<Taken>; 6],
+    optional: [Option<Taken>; 7],
 }
 
-const OPTIONAL: [&str; 6] = ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias"];
+const OPTIONAL: [&str; 7] =
+    ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "token_weights", "selected", "bias"];
 
 impl Given {
     /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
@@ -56,7 +57,7 @@ impl Given {
     }
 
     fn op(&self) -> Result<Op<'_>, String> {
-        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias] =
+        let [old_logp, ref_logp, rollout_logp, rollout_weights, token_weights, selected, bias] =
             self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
         let arguments = Arguments {
             ids: self.ids.lent(),
@@ -66,6 +67,7 @@ impl Given {
             ref_logp,
             rollout_logp,
             rollout_weights,
+            token_weights,
             selected,
             bias,
         };

@@ -45,6 +45,9 @@ struct Batch {
     /// The batch has importance weights against the sampler, one a `token` or one a `sequence`
     #[arg(long, value_name = "LEVEL", value_parser = ["token", "sequence"])]
     rollout_weights: Option<String>,
+    /// The batch has weights of tokens or rows that the trainer gives
+    #[arg(long)]
+    token_weights: bool,
     /// Tokens of the whole generation batch
     #[arg(long, value_name = "N")]
     num_items: Option<f64>,
@@ -112,6 +115,7 @@ impl Batch {
                 .rollout_weights
                 .as_ref()
                 .map(|level| if is_token(level) { WeightShape::Token } else { WeightShape::Sequence }),
+            token_weights: self.token_weights,
             num_items_in_batch: self.num_items,
             advantages: self
                 .advantages

@@ -8,7 +8,7 @@ use assay::problem::{Dtype, Shape};
 use assay::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective, OldLogp,
     Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, TemperatureDivides, Terms,
+    RolloutWeights, Rows, TemperatureDivides, Terms, Unscored,
 };
 
 /// Rows of one choice a factor, of as many as `choices` says, among which any two choices of any two factors meet.
@@ -128,6 +128,7 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         max: Some(1.1),
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to,
     });
     let rejection = DROPS[drops].map(|drops_from| Rejection {

@@ -210,6 +210,7 @@ impl Structure {
         let form = Form::of(&spec.objective);
         let weighs = spec.rollout.is_some() && form != Form::Vespo;
         let selects = matches!(spec.objective, Objective::ClipCov(_));
+        let own_weights = spec.token_weights.map(|weights| weights.applies_to);
         let weighs_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
         Self {
             form,
@@ -238,8 +239,9 @@ impl Structure {
             entropy_bonus: (spec.entropy_coef != 0.0)
                 .then(|| spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
             denominator: Denominator::of(spec.averaging()),
-            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects,
-            kl_weight: spec.kl.is_some() && (weighs_kl || drops(&[Terms::PolicyAndKl])),
+            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects || own_weights.is_some(),
+            kl_weight: spec.kl.is_some()
+                && (weighs_kl || drops(&[Terms::PolicyAndKl]) || own_weights == Some(Terms::PolicyAndKl)),
             off_policy_mask: spec.off_policy_mask.is_some(),
         }
     }

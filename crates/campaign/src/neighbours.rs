@@ -183,6 +183,12 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         }
     });
     add("no rejection", &|spec| spec.rejection.clear());
+    add("no token_weights", &|spec| spec.token_weights = None);
+    add("token_weights.applies_to: the other", &|spec| {
+        if let Some(weights) = &mut spec.token_weights {
+            weights.applies_to = if weights.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
+        }
+    });
     add("no off_policy_mask", &|spec| spec.off_policy_mask = None);
     add("no top_entropy", &|spec| spec.top_entropy = None);
     all

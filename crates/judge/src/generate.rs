@@ -200,7 +200,7 @@ impl Recipe {
 
     /// Makes the problem, with the arrays that the spec reads. Masks are ragged, with at least one token; a tenth of the
     /// advantages are 0; the sampler's log-probabilities are `old_logp` with noise of the same scale, at most 1, and a
-    /// twentieth NaN where the spec allows that; given weights lie around 1; every value fits f32 exactly.
+    /// twentieth NaN where the spec allows that; given weights lie around 1, and a tenth of a trainer's are 0; every value fits f32 exactly.
     ///
     /// # Errors
     /// As [`check`](Self::check).
@@ -279,6 +279,7 @@ impl Recipe {
             kl: None,
             rollout: None,
             rejection: Vec::new(),
+            token_weights: None,
             off_policy_mask: None,
             top_entropy: None,
             reduction: Reduction::TokenMean,
@@ -321,6 +322,14 @@ impl Recipe {
             let columns = if of_sequence { 1 } else { tokens };
             let weights = Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.3).exp()));
             extra.rollout_weights = Some(weights);
+        }
+        if spec.token_weights.is_some() {
+            let columns = if self.seed % 3 == 1 { 1 } else { tokens };
+            extra.token_weights = Some(Array2::from_shape_simple_fn((batch, columns), || {
+                let left_out = normal(1.0) > 1.2;
+                let weight = f32_value(normal(0.3).exp());
+                if left_out { 0.0 } else { weight }
+            }));
         }
         let selects = match &spec.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),
@@ -637,13 +646,16 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
             }
         });
     };
-    let Extra { rollout_logp, rollout_weights, .. } = &mut problem.extra;
+    let Extra { rollout_logp, rollout_weights, token_weights, .. } = &mut problem.extra;
     for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp].into_iter().flatten() {
         garbage(array);
     }
     // One spec has a use for weights of masked tokens.
     let read = matches!(&spec.objective, Objective::Vespo(Vespo { weights_of_masked_tokens: true, .. }));
     if let Some(weights) = rollout_weights.as_mut().filter(|weights| !read && weights.dim() == mask.dim()) {
+        garbage(weights);
+    }
+    if let Some(weights) = token_weights.as_mut().filter(|weights| weights.dim() == mask.dim()) {
         garbage(weights);
     }
     if let Advantages::Token(advantages) = &mut problem.advantages {

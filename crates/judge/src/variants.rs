@@ -7,7 +7,7 @@ use assay_core::spec::{
     KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
     OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
     RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
-    TopCovariance, TopEntropy, TrustRegion, Vespo,
+    TokenWeights, TopCovariance, TopEntropy, TrustRegion, Unscored, Vespo,
 };
 
 /// A named choice.
@@ -36,6 +36,7 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("entropy", entropies()));
     all.extend(of("rollout", rollouts()));
     all.extend(of("rejection", rejections()));
+    all.extend(of("token_weights", token_weights()));
     all.extend(of("masks", masks()));
     all.extend(of("reduction", reductions()));
     all.extend(of("logits", logits()));
@@ -187,6 +188,7 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
         max: Some(1.1),
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to: Terms::Policy,
     };
     let k3 = || Some(Kl::plain(0.1, KlEstimator::K3));
@@ -208,6 +210,7 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
         ),
         ("clamp", with(RolloutWeights { clamp: Some(0.05), ..token() })),
         ("normalize", with(RolloutWeights { normalize: true, ..token() })),
+        ("unscored: zero", with(RolloutWeights { unscored: Unscored::Zero, ..of_logp(RolloutLevel::Sequence) })),
         ("applies_to: policy_and_kl", with(RolloutWeights { applies_to: Terms::PolicyAndKl, ..token() })),
         (
             "within a sequence's ratio",
@@ -233,6 +236,7 @@ fn rejections() -> Vec<(&'static str, LossSpec)> {
         drops_from: Terms::PolicyAndKl,
     };
     let token = || of(RejectionLevel::Token, 0.03);
+    let estimated = |estimator, max| Rejection { estimator, ..of(RejectionLevel::Token, max) };
     vec![
         ("token", with(token())),
         ("token, k1", with(Rejection { estimator: RejectionEstimator::K1, min: Some(-0.2), max: 0.3, ..token() })),
@@ -242,6 +246,43 @@ fn rejections() -> Vec<(&'static str, LossSpec)> {
         ("sequence_sum", with(of(RejectionLevel::SequenceSum, 0.1))),
         ("sequence_mean", with(of(RejectionLevel::SequenceMean, 0.04))),
         ("sequence_max", with(of(RejectionLevel::SequenceMax, 0.1))),
+        (
+            "sequence_min",
+            with(Rejection {
+                estimator: RejectionEstimator::K1,
+                min: Some(-0.5),
+                max: 1.0,
+                ..of(RejectionLevel::SequenceMin, 1.0)
+            }),
+        ),
+        ("second_moment", with(of(RejectionLevel::SecondMoment, 0.04))),
+        ("token, binary_kl", with(estimated(RejectionEstimator::BinaryKl, 0.002))),
+        ("token, total_variation", with(estimated(RejectionEstimator::TotalVariation, 0.01))),
+        (
+            "token, probability",
+            with(Rejection { min: Some(-0.005), ..estimated(RejectionEstimator::Probability, 0.01) }),
+        ),
+        (
+            "sequence_mean, absolute_ratio",
+            with(Rejection {
+                level: RejectionLevel::SequenceMean,
+                ..estimated(RejectionEstimator::AbsoluteRatio, 1.25)
+            }),
+        ),
+    ]
+}
+
+fn token_weights() -> Vec<(&'static str, LossSpec)> {
+    let with = |applies_to, spec: LossSpec| LossSpec {
+        token_weights: Some(TokenWeights { applies_to }),
+        kl: Some(Kl::plain(0.1, KlEstimator::K3)),
+        ..spec
+    };
+    let sum = LossSpec { reduction: Reduction::Normalizer(1.0), ..plain() };
+    vec![
+        ("applies_to: policy", with(Terms::Policy, plain())),
+        ("applies_to: policy_and_kl", with(Terms::PolicyAndKl, plain())),
+        ("in place of a reduction", with(Terms::PolicyAndKl, sum)),
     ]
 }
 

@@ -12,7 +12,7 @@ use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
     KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
     Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TrustRegion, Vespo,
+    RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TokenWeights, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -49,6 +49,10 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
         weighted(0.4, rollout()),
         prop_oneof![3 => Just(vec![]).boxed(), 1 => proptest::collection::vec(rejection(), 1..3).boxed()],
         weighted(0.15, off_policy_mask()),
+        weighted(
+            0.2,
+            select(vec![Terms::Policy, Terms::PolicyAndKl]).prop_map(|applies_to| TokenWeights { applies_to }),
+        ),
     );
     let columns =
         prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => (logits_transform(), support())];
@@ -56,7 +60,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
     (objective, ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
         |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
             let (advantages, old_logp, temperature, temperature_divides) = levels;
-            let (rollout, rejection, off_policy_mask) = corrections;
+            let (rollout, rejection, off_policy_mask, token_weights) = corrections;
             let mut spec = LossSpec {
                 objective,
                 ratio,
@@ -68,6 +72,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
                 temperature_divides,
                 rollout,
                 rejection,
+                token_weights,
                 off_policy_mask,
                 top_entropy: None,
                 kl,
@@ -213,9 +218,10 @@ fn rollout() -> impl Strategy<Value = RolloutWeights> {
         select(vec![Outside::Truncate, Outside::Mask]),
         (option(0.0..0.95_f64), option(1.0..3.0_f64), option(0.1..20.0_f64)),
         any::<bool>(),
+        select(vec![Unscored::One, Unscored::Zero]),
         select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
-        .prop_map(|((source, level), outside, (min, max, clamp), normalize, applies_to)| {
+        .prop_map(|((source, level), outside, (min, max, clamp), normalize, unscored, applies_to)| {
             let plain = RolloutWeights {
                 source,
                 level,
@@ -224,34 +230,51 @@ fn rollout() -> impl Strategy<Value = RolloutWeights> {
                 max: None,
                 clamp: None,
                 normalize,
+                unscored: Unscored::One,
                 applies_to,
             };
             // Given weights are taken as they are.
-            if source == RolloutSource::Given { plain } else { RolloutWeights { outside, min, max, clamp, ..plain } }
+            if source == RolloutSource::Given {
+                plain
+            } else {
+                RolloutWeights { outside, min, max, clamp, unscored, ..plain }
+            }
         })
 }
 
 fn rejection() -> impl Strategy<Value = Rejection> {
     (
-        select(vec![RejectionEstimator::K1, RejectionEstimator::K2, RejectionEstimator::K3]),
+        select(vec![
+            RejectionEstimator::K1,
+            RejectionEstimator::K2,
+            RejectionEstimator::K3,
+            RejectionEstimator::BinaryKl,
+            RejectionEstimator::TotalVariation,
+            RejectionEstimator::Probability,
+            RejectionEstimator::AbsoluteRatio,
+        ]),
         select(vec![
             RejectionLevel::Token,
             RejectionLevel::SequenceSum,
             RejectionLevel::SequenceMean,
             RejectionLevel::SequenceMax,
+            RejectionLevel::SequenceMin,
+            RejectionLevel::SecondMoment,
         ]),
         option(-2.0..0.01_f64),
         0.01..3.0_f64,
         any::<bool>(),
         select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
-        .prop_map(|(estimator, level, min, max, counts, drops_from)| Rejection {
-            estimator,
-            level,
-            min,
-            max,
-            counts,
-            drops_from,
+        .prop_map(|(estimator, level, min, max, counts, drops_from)| {
+            // A ratio is 1 at least.
+            let max = if estimator == RejectionEstimator::AbsoluteRatio { 1.0 + max } else { max };
+            let drawn = Rejection { estimator, level, min, max, counts, drops_from };
+            if level == RejectionLevel::SecondMoment {
+                Rejection { estimator: RejectionEstimator::K2, min: None, counts: false, ..drawn }
+            } else {
+                drawn
+            }
         })
 }
 

@@ -39,7 +39,7 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 impl<L> Problem<L> {
     /// The sequences and tokens of `part` over all columns, with other logits.
     fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, selected, bias } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
         Problem {
             logits,
@@ -54,6 +54,7 @@ impl<L> Problem<L> {
             extra: Extra {
                 rollout_logp: floats(rollout_logp),
                 rollout_weights: floats(rollout_weights),
+                token_weights: floats(token_weights),
                 selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
                 bias: bias.clone(),
             },

@@ -2,7 +2,7 @@
 
 use super::{
     AdvantageLevel, Averaging, Kl, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Unscored,
 };
 
 /// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
@@ -67,6 +67,7 @@ impl LossSpec {
         for rejection in &self.rejection {
             finite("rejection.max", rejection.max)?;
             interval("rejection.min", rejection.min.unwrap_or(f64::NEG_INFINITY), rejection.max)?;
+            rejection.check_level()?;
         }
         if let Some(mask) = &self.off_policy_mask {
             finite("off_policy_mask.threshold", mask.threshold)?;
@@ -166,9 +167,22 @@ impl RolloutWeights {
         let taken_as_is = matches!(self.level, RolloutLevel::Token | RolloutLevel::Geometric);
         ensure(!given || taken_as_is, "rollout.level", "a sum of given weights", "token or geometric")?;
         let changed = self.min.or(self.max).or(self.clamp);
-        let kept = !given || (changed.is_none() && self.outside == Outside::Truncate);
-        ensure(kept, "rollout.source", "bounds or a clamp of given weights", "none, or `source: logp`")?;
+        let as_scored = self.unscored == Unscored::One;
+        let kept = !given || (changed.is_none() && self.outside == Outside::Truncate && as_scored);
+        ensure(kept, "rollout.source", "bounds, a clamp or `unscored` of given weights", "none, or `source: logp`")?;
         interval("rollout.min", self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY))
+    }
+}
+
+impl Rejection {
+    fn check_level(&self) -> Checked {
+        if self.level != RejectionLevel::SecondMoment {
+            return Ok(());
+        }
+        let of_squares = self.estimator == RejectionEstimator::K2;
+        ensure(of_squares, "rejection.estimator", "another than k2", "k2 with `level: second_moment`, which is of y²")?;
+        ensure(self.min.is_none(), "rejection.min", self.min.unwrap_or(0.0), "none with `level: second_moment`")?;
+        ensure(!self.counts, "rejection.counts", true, "false with `level: second_moment`")
     }
 }
 

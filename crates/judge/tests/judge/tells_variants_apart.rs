@@ -7,8 +7,8 @@ use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Probl
 use assay_core::spec::{
     AdvantageLevel, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
     LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopEntropy, TrustRegion,
-    Vespo,
+    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    Rows, Sapo, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
@@ -36,6 +36,7 @@ fn problem(advantages: AdvantageLevel) -> Problem {
     problem.extra = Extra {
         rollout_logp: Some(old_logp + &(0.2 * wave(0.3))),
         rollout_weights: Some(wave(1.1).mapv(|x| (0.5 * x).exp())),
+        token_weights: Some(wave(0.7).mapv(|x| if x > 0.9 { 0.0 } else { (0.4 * x).exp() })),
         selected: Some(wave(2.0).mapv(|x| x > 0.5)),
         bias: None,
     };
@@ -94,6 +95,7 @@ fn weighted(applies_to: Terms, level: RolloutLevel, outside: Outside) -> LossSpe
         max: Some(1.1),
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to,
     };
     LossSpec { rollout: Some(rollout), ..with_kl(Kl::plain(0.2, KlEstimator::K3)) }
@@ -108,10 +110,22 @@ fn vespo(weights_of_masked_tokens: bool) -> LossSpec {
         max: None,
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to: Terms::Policy,
     };
     let vespo = Vespo { weights_of_masked_tokens, ..Vespo::default() };
     LossSpec { rollout: Some(rollout), ..objective(Objective::Vespo(vespo)) }
+}
+
+fn given_weights(applies_to: Terms) -> LossSpec {
+    let token_weights = Some(TokenWeights { applies_to });
+    LossSpec { token_weights, reduction: Reduction::TokenMean, ..with_kl(Kl::plain(0.2, KlEstimator::K3)) }
+}
+
+fn rejecting(estimator: RejectionEstimator, level: RejectionLevel) -> LossSpec {
+    let max = if level == RejectionLevel::SecondMoment { 0.01 } else { 0.005 };
+    let rejection = Rejection { estimator, level, min: None, max, counts: false, drops_from: Terms::PolicyAndKl };
+    LossSpec { rejection: vec![rejection], ..grpo() }
 }
 
 fn region(divergence: Divergence, two_sided: bool, truncate: Option<f64>) -> LossSpec {
@@ -190,6 +204,27 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
             "rollout weights of tokens or of sequences",
             weighted(Terms::Policy, token, Outside::Truncate),
             weighted(Terms::Policy, sequence, Outside::Truncate),
+        ),
+        ("token weights on the KL penalty", given_weights(Terms::Policy), given_weights(Terms::PolicyAndKl)),
+        (
+            "a weight of 0 counted in the mean",
+            given_weights(Terms::PolicyAndKl),
+            LossSpec { token_weights: None, rollout: vespo(false).rollout, ..given_weights(Terms::PolicyAndKl) },
+        ),
+        (
+            "rejected by ratio or by probability",
+            rejecting(RejectionEstimator::K1, RejectionLevel::Token),
+            rejecting(RejectionEstimator::TotalVariation, RejectionLevel::Token),
+        ),
+        (
+            "rejected by its largest or smallest",
+            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMax),
+            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMin),
+        ),
+        (
+            "rejected by its square or by the batch's",
+            rejecting(RejectionEstimator::K2, RejectionLevel::Token),
+            rejecting(RejectionEstimator::K2, RejectionLevel::SecondMoment),
         ),
         ("off-policy mask left out", mask(OldLogp::Rollout), grpo()),
         ("top entropy left out", top(0.4), LossSpec { top_entropy: None, ..top(0.4) }),

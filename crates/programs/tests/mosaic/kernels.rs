@@ -5,7 +5,7 @@ use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, numb
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
 use assay_core::spec::{
     Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, Unscored,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -406,12 +406,14 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
         max: None,
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         ..rollout
     });
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
         logits: LogitsTransform::default(),
         support: Support::default(),
+        token_weights: None,
         rollout,
         rejection: vec![],
         off_policy_mask: None,

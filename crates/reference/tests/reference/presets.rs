@@ -4,8 +4,8 @@
 use assay_core::spec::presets::{Given, Options, Preset, PresetError, Resolved, WeightShape, spec};
 use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LossSpec,
-    Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionLevel, RolloutLevel,
-    RolloutSource, Rows, TemperatureDivides, Terms,
+    Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, Rows, TemperatureDivides, Terms, Unscored,
 };
 
 fn resolve(preset: Preset, function: Option<&str>, pairs: &[&str], given: &Given) -> Result<Resolved, PresetError> {
@@ -44,6 +44,7 @@ const SAMPLED: Given = Given {
     ref_logps: true,
     sampling_logps: true,
     rollout_weights: None,
+    token_weights: false,
     num_items_in_batch: None,
     advantages: None,
     float64: false,
@@ -316,6 +317,51 @@ fn trl_async_clips_against_the_sampler() {
 }
 
 #[test]
+fn weights_of_a_trainer_stand_in_place_of_a_reduction() {
+    let given = Given { token_weights: true, ..Given::default() };
+    let pairs = ["entropy_coef=0.02", "current_gradient_accumulation_steps=2", "steps_per_generation=4"];
+    let unsloth = with(Preset::Unsloth, &pairs, &given);
+    assert_eq!(unsloth.token_weights.unwrap().applies_to, Terms::PolicyAndKl);
+    assert_eq!((unsloth.reduction, unsloth.scale), (Reduction::Normalizer(0.5), 1.0));
+    assert_eq!(unsloth.entropy_coef, 0.01);
+    let skyrl = resolve(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &Given::default()).unwrap();
+    assert_eq!(skyrl.spec.token_weights.unwrap().applies_to, Terms::Policy);
+    assert_eq!(skyrl.spec.reduction, Reduction::Normalizer(1.0));
+    assert!(skyrl.notes[0].contains("1/(P·Σ n)"), "{:?}", skyrl.notes);
+    let prime = with(Preset::PrimeRl, &[], &given);
+    assert_eq!(prime.token_weights.unwrap().applies_to, Terms::Policy);
+    let unread = resolve(Preset::Trl, None, &[], &given).unwrap();
+    assert!(unread.notes.iter().any(|note| note.contains("token weights")), "{:?}", unread.notes);
+}
+
+#[test]
+fn rejections_are_those_of_each_project() {
+    let gate = ["is_correction_level=seq", "is_correction_gating=binary_kl", "is_correction_threshold_low=0"];
+    let pairs = [&gate[..], &["is_correction_threshold_high=0.01"]].concat();
+    let openrlhf = with(Preset::OpenRlhf, &pairs, &SAMPLED);
+    let weights = openrlhf.rollout.unwrap();
+    assert_eq!((weights.level, weights.min, weights.max), (RolloutLevel::Token, None, None));
+    let gate = openrlhf.rejection[0];
+    assert_eq!((gate.estimator, gate.level), (RejectionEstimator::BinaryKl, RejectionLevel::SequenceMean));
+    assert!(gate.counts && gate.drops_from == Terms::Policy && gate.max == 0.01);
+    let low = resolve(Preset::OpenRlhf, None, &["is_correction_level=token", "is_correction_gating=tv"], &SAMPLED);
+    assert!(low.unwrap_err().to_string().contains("`is_correction_threshold_low`"));
+
+    let nemo = with(Preset::Nemo, &["seq_logprob_error_threshold=1.5"], &SAMPLED).rejection[0];
+    assert_eq!((nemo.estimator, nemo.level), (RejectionEstimator::AbsoluteRatio, RejectionLevel::SequenceMean));
+    assert!(!nemo.counts && nemo.max == 1.5);
+    let corrected = with(Preset::Nemo, &["use_importance_sampling_correction=true"], &SAMPLED).rollout.unwrap();
+    assert_eq!(corrected.unscored, Unscored::Zero);
+
+    let outliers =
+        ["low=1e-4", "high=100"].map(|pair| format!("off_policy_correction.outlier_token_is_threshold_{pair}"));
+    let skyrl = with(Preset::Skyrl, &outliers.each_ref().map(String::as_str), &SAMPLED).rejection;
+    let found: Vec<_> = skyrl.iter().map(|rejection| (rejection.level, rejection.min, rejection.max)).collect();
+    let [low, high] = [1e-4_f64, 100.0].map(|bound| -bound.ln());
+    assert_eq!(found, [(RejectionLevel::SequenceMax, None, low), (RejectionLevel::SequenceMin, Some(high), 20.0)]);
+}
+
+#[test]
 fn presets_say_where_a_project_differs_at_an_edge() {
     let notes = |preset, function, pairs: &[&str]| {
         resolve(preset, function, pairs, &SAMPLED).unwrap_or_else(|error| panic!("{error}")).notes.join("; ")
@@ -374,7 +420,6 @@ fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::Liger, Some("triton_grpo_loss"), &["loss_type=sapo", "delta=2"], &["`delta`"]);
     refuses(Preset::MllmJax, None, &["compute_dtype=bf16"], &["`compute_dtype`", "f32"]);
     refuses(Preset::Unsloth, None, &["rollout_logps_as_old=true"], &["sampling_per_token_logps"]);
-    refuses(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &["`loss_reduction`", "prompt_mean"]);
     refuses(Preset::Skyrl, None, &["loss_reduction=token_mean_legacy"], &["`loss_reduction`", "how the batch is cut"]);
     refuses(Preset::Nemo, None, &["positive_example_nll_weight=0.1"], &["`positive_example_nll_weight`", "rewards"]);
     refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["`use_on_policy_kl_approximation`"]);

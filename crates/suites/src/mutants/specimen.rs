@@ -75,6 +75,7 @@ impl Specimen {
             (spec.support.is_whole(), "support", "the whole vocabulary"),
             (spec.rollout.is_none(), "rollout", "none"),
             (spec.rejection.is_empty(), "rejection", "none"),
+            (spec.token_weights.is_none(), "token_weights", "none"),
             (spec.top_entropy.is_none(), "top_entropy", "none"),
             (kl(|kl| kl.gradient == KlGradient::Own), "kl.gradient", "own"),
             (kl(|kl| kl.importance != KlImportance::Score), "kl.importance", "one and ratio"),

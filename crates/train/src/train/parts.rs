@@ -8,7 +8,7 @@ use super::{Batch, TrainError};
 use assay_algebra::rollout::{self, Settled};
 use assay_algebra::structure::Shaped;
 use assay_core::spec::{
-    Averaging, LossSpec, Objective, Outside, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    Averaging, LossSpec, Objective, Outside, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Unscored,
 };
 
 /// A batch, and what of its loss looks at all of it, worked out once: how many tokens and rows there are, how wide the batch
@@ -80,6 +80,7 @@ impl Whole {
                 max: None,
                 clamp: None,
                 normalize: false,
+                unscored: Unscored::One,
                 applies_to: weights.applies_to,
             };
         }

@@ -5,7 +5,8 @@ use super::options::Reader;
 use super::{Found, Given, PresetError, weights_from};
 use crate::spec::{
     AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    Rows, Terms, Unscored,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["ClippedPGLossFn"];
@@ -22,6 +23,7 @@ const KNOWN: &[&str] = &[
     "ratio_clip_min",
     "reference_policy_kl_penalty",
     "reference_policy_kl_type",
+    "seq_logprob_error_threshold",
     "sequence_level_importance_ratios",
     "temperature",
     "token_level_loss",
@@ -53,6 +55,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         old_logp: if on_policy { OldLogp::Current } else { OldLogp::Given },
         temperature: reader.number("temperature", 1.0)?,
         rollout: rollout(reader, given, by_sequence, on_policy)?,
+        rejection: rejection(reader, given, on_policy)?,
         kl: kl(reader)?,
         ..LossSpec::default()
     };
@@ -118,6 +121,26 @@ fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
     }))
 }
 
+/// The trainer's own: rows whose mean `e^|y|` is above the threshold leave the sample mask.
+fn rejection(reader: &Reader, given: &Given, on_policy: bool) -> Result<Vec<Rejection>, PresetError> {
+    const NAME: &str = "seq_logprob_error_threshold";
+    let Some(max) = reader.number_or_null(NAME, None)? else { return Ok(Vec::new()) };
+    if on_policy {
+        return Err(reader.refuse(NAME, "null with `force_on_policy_ratio`: it would reject by the current policy"));
+    }
+    if !given.sampling_logps {
+        return Err(reader.lacks("generation_logprobs", "nothing", format!("it, as `{NAME}` is given")));
+    }
+    Ok(vec![Rejection {
+        estimator: RejectionEstimator::AbsoluteRatio,
+        level: RejectionLevel::SequenceMean,
+        min: None,
+        max,
+        counts: false,
+        drops_from: Terms::PolicyAndKl,
+    }])
+}
+
 fn rollout(
     reader: &Reader,
     given: &Given,
@@ -140,7 +163,7 @@ fn rollout(
         return Err(reader.lacks("generation_logprobs", "nothing", expected));
     }
     let level = if by_sequence { RolloutLevel::Sequence } else { RolloutLevel::Token };
-    let plain = RolloutWeights { level, ..weights_from(RolloutSource::Logp) };
+    let plain = RolloutWeights { level, unscored: Unscored::Zero, ..weights_from(RolloutSource::Logp) };
     let (min, max) = (reader.number_or_null(MIN, None)?, reader.number_or_null(MAX, None)?);
     if !reader.is_given(TYPE) {
         return if max.is_some() { Err(reader.refuse(TYPE, "tis, icepop or seq-mask-tis")) } else { Ok(Some(plain)) };

@@ -6,7 +6,7 @@ use super::verl::{Wrong, rejections};
 use super::{Found, Given, PresetError};
 use crate::spec::{
     AdvantageLevel, Drops, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, OldLogp, Outside, Ratio,
-    Rejection, RolloutLevel, RolloutWeights, Support, TopEntropy,
+    Reduction, Rejection, RolloutLevel, RolloutWeights, Support, Terms, TokenWeights, TopEntropy,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
@@ -113,6 +113,12 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         scale,
         ..LossSpec::default()
     };
+    if given.token_weights {
+        // `sample_weight`, in place of the reduction: a row of weight 0 leaves the loss.
+        spec.token_weights = Some(TokenWeights { applies_to: Terms::PolicyAndKl });
+        spec.reduction = Reduction::Normalizer(items_factor);
+        (spec.entropy_coef, spec.scale) = (bonus / accumulation, 1.0);
+    }
     spec.rejection = if spec.rollout.is_some() { rejection(reader)? } else { Vec::new() };
     if loss_type == LossType::Vespo && !spec.rejection.is_empty() {
         return Err(
