@@ -27,9 +27,10 @@ use assay::judge::invariance::Invariance;
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
+use assay::parts;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
-use assay::spec::{Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction};
+use assay::spec::{Averaging, Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction, Rows};
 use assay::suites;
 use assay::suites::supported as variants;
 use assay::xla::XlaEntropy;
@@ -224,6 +225,7 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, least, &listed, move |run| run.any_spec(&available));
         self.push("all_outputs_qwen_vocabulary_match_reference", largest, "", |run| run.qwen_vocabulary());
+        self.push("all_outputs_of_parts_match_reference", largest, "", |run| run.parts());
         if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());
         }
@@ -242,6 +244,7 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
         self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
+        self.push("all_outputs_of_parts_match_reference", devices, "", |run| run.parts());
         if ["tile", "gpu"].contains(&self.implementation.class()) {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
         }
@@ -329,7 +332,7 @@ fn driver_without_a_device() -> Result<(), Failed> {
     let output = trials.args(["--test-threads", "2", "pass-driver"]).env(DRIVER_VARIABLE, driver).output()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let ran = |id: &str| text.lines().filter(|line| line.contains(id) && line.trim_end().ends_with("... ok")).count();
-    let enough = ran("gpu-one-pass-driver") == 6 && ran("gpu-two-pass-driver") == 7;
+    let enough = ran("gpu-one-pass-driver") == 7 && ran("gpu-two-pass-driver") == 8;
     if output.status.success() && enough && text.contains(" 0 ignored") { Ok(()) } else { Err(text.into()) }
 }
 
@@ -544,6 +547,34 @@ impl Run {
 
     /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest
     /// number.
+    /// In two parts, by the limits of the whole.
+    fn parts(&self) -> Result<usize, Failed> {
+        let tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+        let spec = LossSpec {
+            reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
+            kl: Some(Kl { averaging: Some(tokens), ..Kl::plain(0.1, KlEstimator::K3) }),
+            entropy_coef: 0.02,
+            ..LossSpec::default()
+        };
+        let recipe = Recipe {
+            shape: [8, 8, 96],
+            dtype: Dtype::F32,
+            regime: Regime::Normal,
+            seed: 5,
+            old_logp_noise_scale: 0.3,
+            masked_garbage: true,
+        };
+        let problem = recipe.problem(&spec)?;
+        let known = Known::of(&spec, &problem)?;
+        let candidate = parts::run(&*self.implementation, &spec, &problem, 2, self.devices)?;
+        let judged = known.judge(candidate, &Limits::of(self.implementation.class())?)?;
+        let name = on_devices(self.implementation.id(), self.devices);
+        match known.failures(&judged, &name, "this trial").into_iter().next() {
+            Some(failure) => Err(failure.into()),
+            None => Ok(1),
+        }
+    }
+
     fn lowest_and_largest_logits(&self) -> Result<usize, Failed> {
         let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
         let shape = [4, 8, 264];

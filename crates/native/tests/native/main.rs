@@ -4,3 +4,4 @@ mod bits;
 mod lm_head;
 mod match_reference;
 mod op;
+mod parts;

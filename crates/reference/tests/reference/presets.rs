@@ -327,7 +327,7 @@ fn weights_of_a_trainer_stand_in_place_of_a_reduction() {
     let skyrl = resolve(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &Given::default()).unwrap();
     assert_eq!(skyrl.spec.token_weights.unwrap().applies_to, Terms::Policy);
     assert_eq!(skyrl.spec.reduction, Reduction::Normalizer(1.0));
-    assert!(skyrl.notes[0].contains("1/(P·Σ n)"), "{:?}", skyrl.notes);
+    assert!(skyrl.notes.iter().any(|note| note.contains("1/(P·Σ n)")), "{:?}", skyrl.notes);
     let prime = with(Preset::PrimeRl, &[], &given);
     assert_eq!(prime.token_weights.unwrap().applies_to, Terms::Policy);
     let unread = resolve(Preset::Trl, None, &[], &given).unwrap();
@@ -359,6 +359,27 @@ fn rejections_are_those_of_each_project() {
     let found: Vec<_> = skyrl.iter().map(|rejection| (rejection.level, rejection.min, rejection.max)).collect();
     let [low, high] = [1e-4_f64, 100.0].map(|bound| -bound.ln());
     assert_eq!(found, [(RejectionLevel::SequenceMax, None, low), (RejectionLevel::SequenceMin, Some(high), 20.0)]);
+}
+
+/// Where parts of a batch do not add up to it in the project, its preset says so, and nowhere else.
+#[test]
+fn presets_say_what_is_a_mean_of_micro_batches() {
+    let says = |preset, pairs: &[&str], given: &Given| {
+        let notes = resolve(preset, None, pairs, given).unwrap_or_else(|error| panic!("{error}")).notes;
+        notes.iter().any(|note| ["micro-batch", "add up"].iter().any(|words| note.contains(words)))
+    };
+    let counted = Given { num_items_in_batch: Some(60.0), ..Given::default() };
+    for preset in [Preset::Trl, Preset::Unsloth] {
+        assert!(!says(preset, &["loss_type=grpo"], &counted), "{preset}");
+        assert!(!says(preset, &["loss_type=dapo"], &counted), "{preset}");
+        assert!(says(preset, &["loss_type=bnpo"], &counted), "{preset}");
+        assert!(says(preset, &["loss_type=grpo", "entropy_coef=0.1"], &counted), "{preset}");
+        assert!(says(preset, &["loss_type=grpo", "top_entropy_quantile=0.5"], &counted), "{preset}");
+    }
+    assert!(says(Preset::Liger, &[], &Given::default()) && !says(Preset::Liger, &[], &counted));
+    assert!(says(Preset::Verl, &["loss_mode=geo_mean"], &counted) && !says(Preset::Verl, &[], &counted));
+    assert!(says(Preset::Skyrl, &[], &counted) && !says(Preset::Skyrl, &["use_kl_loss=false"], &counted));
+    assert!(says(Preset::Tunix, &[], &counted));
 }
 
 #[test]

@@ -129,6 +129,10 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
     };
     let spec = if function == TRAINER { trainer(reader, loss, policy)? } else { policy };
     let mut found = Found::new(spec, KNOWN);
+    if found.spec.kl.is_some() || found.spec.entropy_coef != 0.0 {
+        let means = "the KL and entropy terms are means of each micro-batch: parts of a batch do not add up to them";
+        found.notes.push(means.into());
+    }
     if found.spec.token_weights.is_some() {
         let weights = "token_weights are 1/(P·Σ n) of a row's prompt: of P prompts, n the tokens of its rows";
         found.notes.push(weights.into());

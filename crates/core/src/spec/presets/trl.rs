@@ -1,7 +1,9 @@
 //! TRL 1.16.0: `_compute_loss` of `GRPOTrainer` in `trainer/grpo_trainer.py` and of `GMPOTrainer` in `experimental/gmpo`;
 //! `compute_loss` of `AsyncGRPOTrainer` in `experimental/async_grpo`.
 
-use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
+use super::loss_type::{
+    ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
+};
 use super::options::Reader;
 use super::{Found, Given, PresetError, WeightShape, ready_made};
 use crate::spec::{
@@ -120,7 +122,8 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ..LossSpec::default()
     };
     fold_weights(&mut spec);
-    let notes = loss_type.note(given.num_items_in_batch.is_some()).into_iter().collect();
+    let mut notes = own_means(&spec);
+    notes.extend(loss_type.note(given.num_items_in_batch.is_some()));
     Ok(Found { spec, known: KNOWN, notes })
 }
 

@@ -1,6 +1,8 @@
 //! Unsloth Zoo 2026.10.9: `rl_replacements.py`, `grpo_compute_loss`.
 
-use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
+use super::loss_type::{
+    ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
+};
 use super::options::Reader;
 use super::verl::{Wrong, rejections};
 use super::{Found, Given, PresetError};
@@ -132,7 +134,8 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         ));
     }
     fold_weights(&mut spec);
-    let mut notes: Vec<String> = loss_type.note(given.num_items_in_batch.is_some()).into_iter().collect();
+    let mut notes = own_means(&spec);
+    notes.extend(loss_type.note(given.num_items_in_batch.is_some()).filter(|_| !given.token_weights));
     if as_old {
         notes.push(
             "a token that the sampler did not score has the ratio 1 there: here a NaN among them is an error".into(),
