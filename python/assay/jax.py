@@ -83,7 +83,7 @@ def grpo_loss(
             those of all, the same on every device.
         token_axis: likewise the tokens of a sequence.
         vocab_axis: likewise the columns, in order and as many on each device.
-        given: `[B,T]` each, what else the spec reads: `policy_weight`, `kl_weight`, `selected`, `log_weight`,
+        given: `[B,T]` each, what else the spec reads: `policy_weight`, `kl_weight`, `selected`, `rollout_logp`, `log_weight`,
             `behaviour_logp`, as docs/jax.md has them.
 
     Raises:
@@ -432,7 +432,7 @@ class _Batch(NamedTuple):
         return GrpoLoss(loss, metrics, of["logp"], of["entropy"], of["token_loss"])
 
 
-_INPUTS = ("old_logp", "ref_logp", "policy_weight", "kl_weight", "selected", "log_weight", "behaviour_logp")
+_INPUTS = ("old_logp", "ref_logp", "policy_weight", "kl_weight", "selected", "rollout_logp", "log_weight", "behaviour_logp")
 
 
 def _scale(given: float | Array) -> Array:

@@ -53,8 +53,9 @@ const OF_ROWS: Averaging =
 
 const ESTIMATORS: [Option<KlEstimator>; 5] =
     [None, Some(KlEstimator::K1), Some(KlEstimator::K2), Some(KlEstimator::K3), Some(KlEstimator::Abs)];
-const IMPORTANCES: [KlImportance; 3] = [KlImportance::One, KlImportance::Ratio, KlImportance::Score];
-const GRADIENTS: [KlGradient; 2] = [KlGradient::Own, KlGradient::K2];
+const IMPORTANCES: [KlImportance; 5] =
+    [KlImportance::One, KlImportance::Ratio, KlImportance::TokenRatio, KlImportance::Rollout, KlImportance::Score];
+const GRADIENTS: [KlGradient; 3] = [KlGradient::Own, KlGradient::K2, KlGradient::K2Weighted(1.1)];
 const DIFFERENCE_CLAMPS: [Option<f64>; 2] = [None, Some(0.2)];
 /// Each with whether it comes after the importance weight.
 const VALUE_CLAMPS: [(Option<f64>, bool); 3] = [(None, false), (Some(0.02), false), (Some(0.02), true)];

@@ -76,6 +76,7 @@ impl Settled {
                 times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
             }
             Input::Selected => selected(),
+            Input::RolloutLogp => array(rollout_logp.as_ref()),
             Input::LogWeight => log_weights(spec, tokens, &mask, weights.as_ref()),
             Input::Behaviour => {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))

@@ -209,6 +209,7 @@ fn of_kl(asked: &LossSpec, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
     }
     with("kl.importance: one", Kl { importance: KlImportance::One, ..kl.clone() });
     with("kl.importance: ratio", Kl { importance: KlImportance::Ratio, ..kl.clone() });
+    with("kl.importance: token_ratio", Kl { importance: KlImportance::TokenRatio, ..kl.clone() });
     with("kl.gradient: own", Kl { gradient: KlGradient::Own, ..kl.clone() });
     with("kl.gradient: k2", Kl { gradient: KlGradient::K2, ..kl.clone() });
     with("kl without clamps", Kl { difference_clamp: None, value_clamp: None, ..kl.clone() });

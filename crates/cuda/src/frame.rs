@@ -100,6 +100,7 @@ impl<'s> Frame<'s> {
                     Given::PolicyWeight => input(Input::PolicyWeight),
                     Given::KlWeight => input(Input::KlWeight),
                     Given::Selected => input(Input::Selected),
+                    Given::RolloutLogp => input(Input::RolloutLogp),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
                     Given::Weight => known.weight,

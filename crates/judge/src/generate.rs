@@ -331,12 +331,7 @@ impl Recipe {
                 if left_out { 0.0 } else { weight }
             }));
         }
-        let selects = match &spec.objective {
-            Objective::KlCov(cov) => cov.selection.is_none(),
-            Objective::ClipCov(cov) => cov.selection.is_none(),
-            _ => false,
-        };
-        if selects {
+        if spec.reads_selected() {
             extra.selected = Some(Array2::from_shape_simple_fn((batch, tokens), || normal(1.0) > 0.5));
         }
     }
@@ -494,6 +489,7 @@ fn draw_factors(
 fn reads_rollout_logp(spec: &LossSpec) -> bool {
     spec.old_logp == OldLogp::Rollout
         || spec.compares_with_sampler()
+        || spec.weighs_kl_by_rollout()
         || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
 }
 

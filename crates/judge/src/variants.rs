@@ -3,11 +3,11 @@
 use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
-    OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
-    TokenWeights, TopCovariance, TopEntropy, TrustRegion, Unscored, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
+    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support,
+    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 
 /// A named choice.
@@ -83,6 +83,7 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
     };
     let kl_cov = |selection| of(Objective::KlCov(KlCov { coefficient: 0.5, selection }));
     let clip_cov = |selection| of(Objective::ClipCov(ClipCov { clip: PpoClip::default(), selection }));
+    let topr = |positive| of(Objective::Topr(Topr { negative_weight: 0.8, positive, ..Topr::default() }));
     let band = CovarianceBand { fraction: 0.9, lower: 1.0, upper: 5.0 };
     vec![
         ("ppo_clip", plain()),
@@ -106,6 +107,9 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("kl_cov, selection", kl_cov(Some(TopCovariance { fraction: 0.2 }))),
         ("clip_cov, selected given", clip_cov(None)),
         ("clip_cov, selection", clip_cov(Some(band))),
+        ("topr", topr(Positive::Advantage)),
+        ("topr, positive: selected", topr(Positive::Selected)),
+        ("aspo", of(Objective::Aspo(Aspo { dual_clip_positive: 1.3, dual_clip_negative: 1.4, ..Aspo::default() }))),
         ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
     ]
 }
@@ -158,6 +162,15 @@ fn kls() -> Vec<(&'static str, LossSpec)> {
             "importance: ratio, sequence",
             LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..with(corrected()) },
         ),
+        ("gradient: k2_weighted", with(Kl { gradient: KlGradient::K2Weighted(1.1), ..k3() })),
+        (
+            "importance: token_ratio, sequence",
+            LossSpec {
+                ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+                ..with(Kl { importance: KlImportance::TokenRatio, ..k3() })
+            },
+        ),
+        ("importance: rollout", with(Kl { importance: KlImportance::Rollout, ..k3() })),
         ("importance: score", with(Kl { importance: KlImportance::Score, ..k3() })),
         ("difference_clamp", with(Kl { difference_clamp: Some(0.2), ..k3() })),
         ("value_clamp", with(Kl { value_clamp: Some(0.02), ..k3() })),

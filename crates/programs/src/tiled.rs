@@ -220,6 +220,7 @@ pub(crate) fn one_pass_core(
                 Column::PolicyWeight => given.input(Input::PolicyWeight),
                 Column::KlWeight => given.input(Input::KlWeight),
                 Column::Selected => given.input(Input::Selected),
+                Column::RolloutLogp => given.input(Input::RolloutLogp),
                 Column::KlShare => given.kl_share,
                 Column::EntropyFactor => Some(given.entropy_factor),
             };

@@ -220,6 +220,7 @@ fn join(
                 logp: token.logp,
                 old_logp: old_logp((b, t), token.logp),
                 ref_logp: spec.kl.as_ref().and(at(&problem.ref_logp, (b, t))),
+                rollout_logp: if spec.weighs_kl_by_rollout() { at(&problem.extra.rollout_logp, (b, t)) } else { None },
                 advantage,
                 row_log_ratio,
                 row_log_weight,

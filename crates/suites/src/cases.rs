@@ -9,10 +9,11 @@ use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
-    KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TokenWeights, TrustRegion, Unscored, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator,
+    KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
+    Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TokenWeights, Topr,
+    TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -129,6 +130,21 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     let sapo =
         (0.3..3.0_f64, 0.3..3.0_f64).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
     let masked_ratio = (0.0..0.95_f64, 1.0..3.0_f64).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
+    let topr = (0.0..2.0_f64, 0.0..2.0_f64, 0.5..2.0_f64, select(vec![Positive::Advantage, Positive::Selected]))
+        .prop_map(|(positive_weight, negative_weight, upper, positive)| Topr {
+            positive_weight,
+            negative_weight,
+            upper,
+            positive,
+        });
+    let aspo = (0.0..0.9_f64, 0.0..1.5_f64, 1.05..4.0_f64, 1.05..4.0_f64).prop_map(
+        |(epsilon_low, epsilon_high, dual_clip_positive, dual_clip_negative)| Aspo {
+            epsilon_low,
+            epsilon_high,
+            dual_clip_positive,
+            dual_clip_negative,
+        },
+    );
     let kl_cov = (0.0..1.5_f64).prop_map(|coefficient| KlCov { coefficient, selection: None });
     let clip_cov = clip().prop_map(|clip| ClipCov { clip, selection: None });
     vec![
@@ -143,6 +159,8 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
         ("dro", (0.05..2.0_f64).prop_map(|beta| Objective::Dro(Dro { beta })).boxed()),
         ("kl_cov", kl_cov.prop_map(Objective::KlCov).boxed()),
         ("clip_cov", clip_cov.prop_map(Objective::ClipCov).boxed()),
+        ("topr", topr.prop_map(Objective::Topr).boxed()),
+        ("aspo", aspo.prop_map(Objective::Aspo).boxed()),
         ("none", Just(Objective::None).boxed()),
     ]
 }
@@ -168,8 +186,18 @@ fn ratio() -> impl Strategy<Value = Ratio> {
 
 fn kl() -> impl Strategy<Value = Kl> {
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
-    let gradient = select(vec![KlGradient::Own, KlGradient::Own, KlGradient::K2]);
-    let importance = select(vec![KlImportance::One, KlImportance::Ratio, KlImportance::Score]);
+    let gradient = prop_oneof![
+        2 => Just(KlGradient::Own),
+        1 => Just(KlGradient::K2),
+        1 => (0.5..10.0_f64).prop_map(KlGradient::K2Weighted),
+    ];
+    let importance = select(vec![
+        KlImportance::One,
+        KlImportance::Ratio,
+        KlImportance::TokenRatio,
+        KlImportance::Rollout,
+        KlImportance::Score,
+    ]);
     let clamps = (weighted(0.3, 0.05..20.0_f64), weighted(0.3, 0.01..10.0_f64), any::<bool>());
     (0.0..1.0_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging())).prop_map(
         |(beta, estimator, gradient, importance, clamps, averaging)| Kl {

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
-    OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
-    TokenWeights, TopCovariance, TopEntropy, TrustRegion, Unscored, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
+    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support,
+    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -166,6 +166,13 @@ impl Arms {
                 self.option("clip_cov.selection", selection.as_ref());
                 if let Some(CovarianceBand { fraction: _, lower: _, upper: _ }) = selection {}
             },
+            Objective::Topr(Topr { positive_weight: _, negative_weight: _, upper: _, positive }) => "topr" {
+                choose!(self, "topr.positive", positive, {
+                    Positive::Advantage => "advantage",
+                    Positive::Selected => "selected",
+                });
+            },
+            Objective::Aspo(Aspo { epsilon_low: _, epsilon_high: _, dual_clip_positive: _, dual_clip_negative: _ }) => "aspo",
             Objective::None => "none",
         });
     }
@@ -298,10 +305,13 @@ impl Arms {
         choose!(self, "kl.gradient", gradient, {
             KlGradient::Own => "own",
             KlGradient::K2 => "k2",
+            KlGradient::K2Weighted(_) => "k2_weighted",
         });
         choose!(self, "kl.importance", importance, {
             KlImportance::One => "one",
             KlImportance::Ratio => "ratio",
+            KlImportance::TokenRatio => "token_ratio",
+            KlImportance::Rollout => "rollout",
             KlImportance::Score => "score",
         });
         self.option("kl.difference_clamp", difference_clamp.as_ref());

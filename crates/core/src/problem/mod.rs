@@ -389,6 +389,7 @@ impl Tokens<'_> {
             (spec.old_logp == OldLogp::Rollout, "rollout_logp", rollout_logp, "`old_logp: rollout`"),
             (mask_reads(OldLogp::Rollout), "rollout_logp", rollout_logp, "`off_policy_mask.behaviour: rollout`"),
             (compares, "rollout_logp", rollout_logp, "weights or rejections against the sampler"),
+            (spec.weighs_kl_by_rollout(), "rollout_logp", rollout_logp, "`kl.importance: rollout`"),
             (spec.kl.is_some(), "ref_logp", self.ref_logp, "a `kl` term"),
         ];
         all.into_iter().filter_map(|(read, field, array, because)| read.then_some((field, array, because))).collect()
@@ -401,19 +402,15 @@ impl Tokens<'_> {
             let everywhere = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
             let one_a_row = rollout.level == RolloutLevel::Token;
             let because = "`rollout.source: given`";
-            self.check_weights("rollout_weights", &self.extra.rollout_weights, because, one_a_row, everywhere)?;
+            self.check_weights("rollout_weights", self.extra.rollout_weights.as_ref(), because, one_a_row, everywhere)?;
         }
         if spec.token_weights.is_some() {
-            self.check_weights("token_weights", &self.extra.token_weights, "`token_weights`", true, false)?;
+            self.check_weights("token_weights", self.extra.token_weights.as_ref(), "`token_weights`", true, false)?;
         }
-        let selects = match &spec.objective {
-            Objective::KlCov(cov) => cov.selection.is_none(),
-            Objective::ClipCov(cov) => cov.selection.is_none(),
-            _ => false,
-        };
+        let selects = spec.reads_selected();
         match &self.extra.selected {
             None if selects => {
-                let because = "an objective without `selection`";
+                let because = "an objective that reads `selected`";
                 return Err(ProblemError::Missing { field: "selected", expected: vec![batch, tokens], because });
             }
             Some(selected) if selects && selected.dim() != (batch, tokens) => {
@@ -439,7 +436,7 @@ impl Tokens<'_> {
     fn check_weights(
         &self,
         field: &'static str,
-        weights: &Option<Array2<f64>>,
+        weights: Option<&Array2<f64>>,
         because: &'static str,
         one_a_row: bool,
         everywhere: bool,

@@ -1,8 +1,9 @@
 //! Ranges, and settings that exclude each other.
 
 use super::{
-    AdvantageLevel, Averaging, Kl, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction,
-    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Unscored,
+    AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    Unscored,
 };
 
 /// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
@@ -37,6 +38,10 @@ fn non_negative(field: &'static str, x: f64) -> Checked {
 
 fn positive_or_none(field: &'static str, x: Option<f64>) -> Checked {
     x.map_or(Ok(()), |x| positive(field, x))
+}
+
+fn above_one(field: &'static str, x: f64) -> Checked {
+    ensure(x > 1.0 && x.is_finite(), field, x, "a finite number > 1")
 }
 
 fn share(field: &'static str, x: f64) -> Checked {
@@ -121,6 +126,17 @@ impl LossSpec {
                 positive_or_none("objective.trust_region.truncate", region.truncate)?;
                 non_negative("objective.trust_region.penalty", region.penalty)
             }
+            Objective::Topr(topr) => {
+                non_negative("objective.topr.positive_weight", topr.positive_weight)?;
+                non_negative("objective.topr.negative_weight", topr.negative_weight)?;
+                positive("objective.topr.upper", topr.upper)
+            }
+            Objective::Aspo(aspo) => {
+                non_negative("objective.aspo.epsilon_low", aspo.epsilon_low)?;
+                non_negative("objective.aspo.epsilon_high", aspo.epsilon_high)?;
+                above_one("objective.aspo.dual_clip_positive", aspo.dual_clip_positive)?;
+                above_one("objective.aspo.dual_clip_negative", aspo.dual_clip_negative)
+            }
             Objective::Dro(dro) => positive("objective.dro.beta", dro.beta),
             Objective::KlCov(cov) => {
                 non_negative("objective.kl_cov.coefficient", cov.coefficient)?;
@@ -141,8 +157,7 @@ impl PpoClip {
         non_negative("objective.ppo_clip.epsilon_low", self.epsilon_low)?;
         non_negative("objective.ppo_clip.epsilon_high", self.epsilon_high)?;
         positive_or_none("objective.ppo_clip.delta", self.delta)?;
-        let c = self.dual_clip.unwrap_or(2.0);
-        ensure(c > 1.0 && c.is_finite(), "objective.ppo_clip.dual_clip", c, "a finite number > 1")
+        self.dual_clip.map_or(Ok(()), |c| above_one("objective.ppo_clip.dual_clip", c))
     }
 }
 
@@ -189,6 +204,9 @@ impl Rejection {
 impl Kl {
     fn check(&self) -> Checked {
         non_negative("kl.beta", self.beta)?;
+        if let KlGradient::K2Weighted(bound) = self.gradient {
+            positive("kl.gradient.k2_weighted", bound)?;
+        }
         positive_or_none("kl.difference_clamp", self.difference_clamp)?;
         positive_or_none("kl.value_clamp", self.value_clamp)?;
         self.averaging.map_or(Ok(()), |averaging| averaging.check())

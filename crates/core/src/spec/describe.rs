@@ -2,9 +2,9 @@
 
 use super::{
     AdvantageLevel, Averaging, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec,
-    Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides,
-    Terms, TokenWeights, TopEntropy, TrustRegion, Unscored,
+    Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction,
+    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support,
+    TemperatureDivides, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored,
 };
 
 /// What old log-probability a ratio is taken against.
@@ -53,7 +53,10 @@ impl LossSpec {
 
     fn reads_ratio(&self) -> bool {
         !matches!(self.objective, Objective::None | Objective::PolicyGradient)
-            || self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Ratio)
+            || self
+                .kl
+                .as_ref()
+                .is_some_and(|kl| matches!(kl.importance, KlImportance::Ratio | KlImportance::TokenRatio))
     }
 
     /// Whether a mask or weight of the policy term is one of the KL penalty too.
@@ -271,6 +274,22 @@ impl Objective {
                 });
                 format!("{}, but 0 on {which}", cov.clip.describe())
             }
+            Objective::Topr(topr) => {
+                let which = match topr.positive {
+                    Positive::Advantage => "A > 0",
+                    Positive::Selected => "the token is selected",
+                };
+                let (positive, negative) = (times(topr.positive_weight), times(topr.negative_weight));
+                format!("−{positive}A·ℓ where {which}, else −{negative}sg(min(ρ, {}))·A·ℓ", number(topr.upper))
+            }
+            Objective::Aspo(aspo) => {
+                let (low, high) = (number(1.0 - aspo.epsilon_low), number(1.0 + aspo.epsilon_high));
+                let [positive, negative] = [aspo.dual_clip_positive, aspo.dual_clip_negative].map(number);
+                format!(
+                    "A > 0: −A·u/sg(u²), u = min(ρ, {high}), or −{positive}·A·ℓ where 1/u > {positive}; \
+                     A < 0: −A·v, v = max(ρ, {low}), or −{negative}·A·ℓ where v > {negative}"
+                )
+            }
             Objective::None => "none".into(),
         }
     }
@@ -407,6 +426,8 @@ impl Kl {
         let weighed = |estimate: String| match self.importance {
             KlImportance::One => estimate,
             KlImportance::Ratio => format!("ρ·({estimate})"),
+            KlImportance::TokenRatio => format!("exp(x)·({estimate})"),
+            KlImportance::Rollout => format!("exp(ℓ − rollout_logp)·({estimate})"),
             KlImportance::Score => format!("exp(ℓ − sg(ℓ))·({estimate})"),
         };
         let clamped = |value: String| {
@@ -418,8 +439,12 @@ impl Kl {
             weighed(clamped(estimate.into()))
         };
         let mut text = format!("{}·kl, kl = {value}, d = {difference}", number(self.beta));
-        if self.gradient == KlGradient::K2 {
-            text += "; the gradient is that of d²/2";
+        match self.gradient {
+            KlGradient::Own => {}
+            KlGradient::K2 => text += "; the gradient is that of d²/2",
+            KlGradient::K2Weighted(bound) => {
+                text += &format!("; the gradient is that of d²/2, times sg(min(exp(ℓ − old), {}))", number(bound));
+            }
         }
         if let Some(averaging) = &self.averaging {
             text += &format!("; {}", averaging.describe());

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 pub use check::SpecError;
 pub use objective::{
-    Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, PpoClip, Sapo,
-    TopCovariance, TrustRegion, Vespo,
+    Aspo, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, Positive,
+    PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
 };
 
 /// One GRPO loss, in full.
@@ -384,7 +384,7 @@ pub enum RejectionLevel {
     /// The smallest: of K1 with a minimum alone, the other end of [`SequenceMax`](Self::SequenceMax) (SkyRL's outliers).
     SequenceMin,
     /// The mean of `y²` over the batch, `y` as it is: the fewest of the largest leave that bring the mean of the rest below
-    /// `max`, the earlier of equal ones first; one token stays (AReaL's M2PO). Asks for [`RejectionEstimator::K2`], no `min` and
+    /// `max`, the earlier of equal ones first; one token stays (M2PO). Asks for [`RejectionEstimator::K2`], no `min` and
     /// `counts: false`.
     SecondMoment,
 }
@@ -509,7 +509,7 @@ pub enum KlEstimator {
 }
 
 /// Whose gradient the KL estimate has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlGradient {
     /// Its own.
@@ -517,6 +517,8 @@ pub enum KlGradient {
     Own,
     /// That of `k2` without clamps, `−(ref_logp − ℓ)`: unbiased, whatever the value (verl's `k1+`, `k3+`).
     K2,
+    /// The same times `sg(min(exp(ℓ − old_logp), bound))` of the token, the bound given, `> 0`: 10 in OpenRLHF.
+    K2Weighted(f64),
 }
 
 /// What the KL estimate is multiplied by, with its gradient.
@@ -528,6 +530,11 @@ pub enum KlImportance {
     One,
     /// The ratio `ρ` of the token's level, before any clip: DeepSeek-V3.2's bias correction.
     Ratio,
+    /// `exp(x)` of the token's own log-ratio after its clamp and clip, whatever the level (slime's GSPO).
+    TokenRatio,
+    /// `exp(ℓ − rollout_logp)`, without gradient where `difference_clamp` holds the difference; 0 where `rollout_logp` is NaN
+    /// (NeMo's `use_on_policy_kl_approximation`).
+    Rollout,
     /// `exp(ℓ − stop_gradient(ℓ))`: 1, whose derivative is 1, or 0 where `difference_clamp` holds the difference (NeMo).
     Score,
 }
@@ -599,21 +606,33 @@ impl LossSpec {
 
     /// The setting that asks for an array of [`Extra`](crate::problem::Extra), if one does.
     pub fn reads_extra(&self) -> Option<&'static str> {
-        let selects = match &self.objective {
-            Objective::KlCov(cov) => cov.selection.is_none(),
-            Objective::ClipCov(cov) => cov.selection.is_none(),
-            _ => false,
-        };
+        let selects = self.reads_selected();
         let asks = [
             (self.old_logp == OldLogp::Rollout, "old_logp"),
             (self.rollout.is_some(), "rollout"),
             (!self.rejection.is_empty(), "rejection"),
             (self.token_weights.is_some(), "token_weights"),
             (self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout), "off_policy_mask"),
+            (self.weighs_kl_by_rollout(), "kl"),
             (selects, "objective"),
             (self.logits.bias, "logits"),
         ];
         asks.into_iter().find_map(|(asks, setting)| asks.then_some(setting))
+    }
+
+    /// Whether it reads the problem's `selected`.
+    pub fn reads_selected(&self) -> bool {
+        match &self.objective {
+            Objective::KlCov(cov) => cov.selection.is_none(),
+            Objective::ClipCov(cov) => cov.selection.is_none(),
+            Objective::Topr(topr) => topr.positive == Positive::Selected,
+            _ => false,
+        }
+    }
+
+    /// Whether the KL penalty is weighed against the sampler by the current policy.
+    pub fn weighs_kl_by_rollout(&self) -> bool {
+        self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Rollout)
     }
 
     /// Whether it compares `old_logp` with `rollout_logp`.

@@ -5,10 +5,10 @@
 
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
-    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio,
-    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
-    Rows, Sapo, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored, Vespo,
+    AdvantageLevel, Aspo, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
+    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, Terms, TokenWeights, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
@@ -115,6 +115,10 @@ fn vespo(weights_of_masked_tokens: bool) -> LossSpec {
     };
     let vespo = Vespo { weights_of_masked_tokens, ..Vespo::default() };
     LossSpec { rollout: Some(rollout), ..objective(Objective::Vespo(vespo)) }
+}
+
+fn aspo() -> Aspo {
+    Aspo { dual_clip_positive: 1.2, dual_clip_negative: 1.6, ..Aspo::default() }
 }
 
 fn given_weights(applies_to: Terms) -> LossSpec {
@@ -248,6 +252,37 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
             "ratios outside masked or clipped",
             objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2 })),
             cispo(Some(0.8), 1.2),
+        ),
+        (
+            "TOPR: positive by its advantage or as selected",
+            objective(Objective::Topr(Topr::default())),
+            objective(Objective::Topr(Topr { positive: Positive::Selected, ..Topr::default() })),
+        ),
+        (
+            "TOPR's taper left out",
+            objective(Objective::Topr(Topr::default())),
+            objective(Objective::Topr(Topr { upper: 100.0, ..Topr::default() })),
+        ),
+        ("ASPO's ratio the right way up", objective(Objective::Aspo(aspo())), ppo(0.2, 0.2, None, Some(3.0))),
+        (
+            "ASPO's bounds swapped",
+            objective(Objective::Aspo(aspo())),
+            objective(Objective::Aspo(Aspo { dual_clip_positive: 1.6, dual_clip_negative: 1.2, ..aspo() })),
+        ),
+        (
+            "KL weighed against the old policy or the sampler",
+            with_kl(corrected()),
+            with_kl(Kl { importance: KlImportance::Rollout, ..k3() }),
+        ),
+        (
+            "KL weighed by the sequence's ratio or the token's",
+            LossSpec { kl: Some(corrected()), ..level(RatioLevel::Sequence) },
+            LossSpec { kl: Some(Kl { importance: KlImportance::TokenRatio, ..k3() }), ..level(RatioLevel::Sequence) },
+        ),
+        (
+            "KL: gradient of k2 weighed or not",
+            with_kl(Kl { gradient: KlGradient::K2Weighted(10.0), ..k3() }),
+            with_kl(Kl { gradient: KlGradient::K2, ..k3() }),
         ),
         ("DRO's penalty", objective(Objective::Dro(Dro { beta: 0.3 })), objective(Objective::PolicyGradient)),
         ("scaled by the accumulation steps", LossSpec { scale: 0.25, ..grpo() }, grpo()),

@@ -193,6 +193,7 @@ impl<'p> Around<'p> {
             "policy_weight" => of_sampler(true, token) * spared(token),
             "kl_weight" => of_sampler(on_kl, token),
             "selected" => self.selected(token),
+            "rollout_logp" => self.token(self.problem.extra.rollout_logp.as_ref(), token),
             "kl_share" => {
                 self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
             }

@@ -383,6 +383,14 @@ fn presets_say_what_is_a_mean_of_micro_batches() {
 }
 
 #[test]
+fn kl_penalties_are_weighed_as_each_project_does() {
+    let openrlhf = of(Preset::OpenRlhf, None, &["kl.use_loss=true", "kl.unbiased_gradient=true"]).kl.unwrap();
+    assert_eq!((openrlhf.estimator, openrlhf.gradient), (KlEstimator::K1, KlGradient::K2Weighted(10.0)));
+    let nemo = with(Preset::Nemo, &["use_on_policy_kl_approximation=true"], &SAMPLED).kl.unwrap();
+    assert_eq!((nemo.importance, nemo.clamp_after_importance), (KlImportance::Rollout, true));
+}
+
+#[test]
 fn presets_say_where_a_project_differs_at_an_edge() {
     let notes = |preset, function, pairs: &[&str]| {
         resolve(preset, function, pairs, &SAMPLED).unwrap_or_else(|error| panic!("{error}")).notes.join("; ")
@@ -443,9 +451,8 @@ fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::Unsloth, None, &["rollout_logps_as_old=true"], &["sampling_per_token_logps"]);
     refuses(Preset::Skyrl, None, &["loss_reduction=token_mean_legacy"], &["`loss_reduction`", "how the batch is cut"]);
     refuses(Preset::Nemo, None, &["positive_example_nll_weight=0.1"], &["`positive_example_nll_weight`", "rewards"]);
-    refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["`use_on_policy_kl_approximation`"]);
+    refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["input `generation_logprobs`"]);
     refuses(Preset::PrimeRl, None, &["adv_tau=0"], &["`adv_tau`"]);
-    refuses(Preset::OpenRlhf, None, &["kl.use_loss=true", "kl.unbiased_gradient=true"], &["`kl.unbiased_gradient`"]);
 }
 
 #[test]

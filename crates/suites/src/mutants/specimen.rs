@@ -78,7 +78,11 @@ impl Specimen {
             (spec.token_weights.is_none(), "token_weights", "none"),
             (spec.top_entropy.is_none(), "top_entropy", "none"),
             (kl(|kl| kl.gradient == KlGradient::Own), "kl.gradient", "own"),
-            (kl(|kl| kl.importance != KlImportance::Score), "kl.importance", "one and ratio"),
+            (
+                kl(|kl| matches!(kl.importance, KlImportance::One | KlImportance::Ratio)),
+                "kl.importance",
+                "one and ratio",
+            ),
             (kl(|kl| kl.difference_clamp.is_none()), "kl.difference_clamp", "none"),
             (kl(|kl| kl.value_clamp.is_none()), "kl.value_clamp", "none"),
             (kl(|kl| kl.averaging.is_none()), "kl.averaging", "none"),

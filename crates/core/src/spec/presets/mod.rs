@@ -201,6 +201,7 @@ impl Given {
         let reads_logps = source == Some(RolloutSource::Logp)
             || !spec.rejection.is_empty()
             || spec.old_logp == OldLogp::Rollout
+            || spec.weighs_kl_by_rollout()
             || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout);
         let weights = self.rollout_weights.is_some() && source != Some(RolloutSource::Given);
         let logps = self.sampling_logps && !reads_logps;

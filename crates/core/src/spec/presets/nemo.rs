@@ -33,6 +33,7 @@ const KNOWN: &[&str] = &[
     "use_cispo",
     "use_importance_sampling_correction",
     "use_kl_in_reward",
+    "use_on_policy_kl_approximation",
 ];
 
 /// The denominators of `masked_mean`.
@@ -40,7 +41,6 @@ const EPSILON: f64 = 1e-8;
 
 pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
     reader.off("positive_example_nll_weight", "it needs rewards")?;
-    reader.off("use_on_policy_kl_approximation", "the KL term would be weighed against the sampler")?;
     let token_level = reader.flag("token_level_loss", true)?;
     let by_sequence = reader.flag("sequence_level_importance_ratios", false)?;
     if by_sequence && token_level {
@@ -56,7 +56,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         temperature: reader.number("temperature", 1.0)?,
         rollout: rollout(reader, given, by_sequence, on_policy)?,
         rejection: rejection(reader, given, on_policy)?,
-        kl: kl(reader)?,
+        kl: kl(reader, given)?,
         ..LossSpec::default()
     };
     let tokens = reader.number_or_null("global_valid_toks", given.num_items_in_batch)?;
@@ -105,15 +105,22 @@ fn objective(reader: &Reader, token_level: bool, by_sequence: bool, on_policy: b
 }
 
 /// The estimate is weighed by `exp(ℓ − sg(ℓ))`, whose gradient is that of the sampling, before its value is clamped.
-fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+///
+/// Or against the sampler, `exp(ℓ − rollout_logp)`.
+fn kl(reader: &Reader, given: &Given) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("reference_policy_kl_penalty", 0.01)?;
     if beta == 0.0 || reader.flag("use_kl_in_reward", false)? {
         return Ok(None);
     }
     let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
     let estimator = reader.word("reference_policy_kl_type", KlEstimator::K3, &kinds)?;
+    let against_sampler = reader.flag("use_on_policy_kl_approximation", false)?;
+    if against_sampler && !given.sampling_logps {
+        let expected = "it, as `use_on_policy_kl_approximation` is on";
+        return Err(reader.lacks("generation_logprobs", "nothing", expected));
+    }
     Ok(Some(Kl {
-        importance: KlImportance::Score,
+        importance: if against_sampler { KlImportance::Rollout } else { KlImportance::Score },
         difference_clamp: reader.number_or_null("kl_input_clamp_value", Some(20.0))?,
         value_clamp: reader.number_or_null("kl_output_clamp_value", Some(10.0))?,
         clamp_after_importance: true,

@@ -135,8 +135,9 @@ fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
     if !used || beta <= 0.0 {
         return Ok(None);
     }
-    reader.off("kl.unbiased_gradient", "its gradient is weighed by a clipped ratio")?;
+    let unbiased = reader.flag("kl.unbiased_gradient", false)?;
+    let gradient = if unbiased { KlGradient::K2Weighted(10.0) } else { KlGradient::Own };
     let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
     let estimator = reader.word("kl.estimator", KlEstimator::K1, &kinds)?;
-    Ok(Some(Kl { value_clamp: Some(10.0), gradient: KlGradient::Own, ..Kl::plain(beta, estimator) }))
+    Ok(Some(Kl { value_clamp: Some(10.0), gradient, ..Kl::plain(beta, estimator) }))
 }

@@ -222,7 +222,7 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     if spec.old_logp != OldLogp::Given && !behaviour(OldLogp::Given) && !compares {
         problem.old_logp = Some(Array2::from_elem(mask.dim(), f64::NAN));
     }
-    if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares {
+    if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares && !spec.weighs_kl_by_rollout() {
         problem.extra.rollout_logp = None;
     }
     if !spec.logits.bias {

@@ -11,10 +11,10 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 
 use assay_core::problem::Problem;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Drops, Kl, KlCov, KlEstimator, KlGradient,
-    KlImportance, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, TemperatureDivides,
-    Terms, TopCovariance, TrustRegion, Unscored, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Drops, Kl, KlCov, KlEstimator,
+    KlGradient, KlImportance, LossSpec, MaskedRatio, Objective, OldLogp, Outside, Positive, PpoClip, RatioLevel,
+    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
+    TemperatureDivides, Terms, TopCovariance, Topr, TrustRegion, Unscored, Vespo,
 };
 use ndarray::Array2;
 
@@ -694,6 +694,10 @@ impl Loss<'_> {
             Objective::ClipCov(ClipCov { selection, clip }) => {
                 selection.map_or_else(|| Ok(given()), |band| self.within_band(band, clip, frozen))
             }
+            Objective::Topr(topr) => Ok(match topr.positive {
+                Positive::Selected => given(),
+                Positive::Advantage => grid(self.shape(), |b, t| self.advantage(b, t) > 0.0),
+            }),
             Objective::TrustRegion(region) => {
                 Ok(grid(self.shape(), |b, t| frozen.counts[[b, t]] && self.trusted(region, &frozen.base, b, t)))
             }
@@ -715,6 +719,13 @@ impl Loss<'_> {
                 if ratio.at_most(*lower) || ratio.at_least(*upper) { N::from(0.0) } else { ratio }
             }
             Objective::TrustRegion(TrustRegion { truncate: Some(truncate), .. }) => ratio().min(N::from(*truncate)),
+            Objective::Topr(Topr { positive_weight, negative_weight, upper, .. }) => {
+                if frozen.selected[[b, t]] {
+                    N::from(*positive_weight)
+                } else {
+                    N::from(*negative_weight) * ratio().min(N::from(*upper))
+                }
+            }
             _ => N::from(0.0),
         }
     }
@@ -807,7 +818,38 @@ impl Loss<'_> {
             Objective::ImportanceSampling(_) | Objective::KlCov(_) => surrogate(),
             Objective::ClipCov(_) if selected => N::from(0.0),
             Objective::ClipCov(cov) => ppo_clip(&cov.clip, &log_ratio().exp(), advantage),
+            Objective::Topr(_) => score(),
+            Objective::Aspo(aspo) => self.aspo(aspo, frozen, policy, b, t),
             Objective::None => N::from(0.0),
+        }
+    }
+
+    /// Archer2.0's `compute_policy_loss_archer`, with one ε for each sign: a clipped ratio, over its own constant square where
+    /// the advantage is positive, and a score function beyond the dual clip.
+    fn aspo<N: Number>(&self, aspo: &Aspo, frozen: &Frozen<N>, policy: &Policy<N>, b: usize, t: usize) -> N {
+        let advantage = self.advantage(b, t);
+        let a = || N::from(advantage);
+        let clipped = |policy: &Policy<N>| {
+            let ratio = self.log_ratio(frozen, policy, b, t).exp();
+            if advantage > 0.0 {
+                ratio.min(N::from(1.0) + N::from(aspo.epsilon_high))
+            } else {
+                ratio.max(N::from(1.0) - N::from(aspo.epsilon_low))
+            }
+        };
+        let held = clipped(&frozen.base);
+        let dual = |c: f64| -(N::from(c) * a() * policy.logp(b, t));
+        if advantage > 0.0 {
+            let inverse = N::from(1.0) / held.clone();
+            if inverse.at_most(aspo.dual_clip_positive) {
+                -(a() * clipped(policy) / (held.clone() * held))
+            } else {
+                dual(aspo.dual_clip_positive)
+            }
+        } else if held.at_most(aspo.dual_clip_negative) {
+            -(a() * clipped(policy))
+        } else {
+            dual(aspo.dual_clip_negative)
         }
     }
 
@@ -830,12 +872,28 @@ impl Loss<'_> {
             KlGradient::Own => estimate_at(policy),
             // Straight through: the value of the estimate, the gradient of k2.
             KlGradient::K2 => k2_at(policy).since(&k2_at(&frozen.base)) + estimate_at(&frozen.base),
+            KlGradient::K2Weighted(bound) => {
+                let old = self.old_logp(&frozen.base, b, t);
+                let weight = (frozen.base.logp(b, t) - old).exp().min(N::from(bound));
+                weight * k2_at(policy).since(&k2_at(&frozen.base)) + estimate_at(&frozen.base)
+            }
         };
         let importance = match kl.importance {
             KlImportance::One => {
                 return if kl.clamp_after_importance { estimate.within(kl.value_clamp) } else { estimate };
             }
             KlImportance::Ratio => self.log_ratio(frozen, policy, b, t).exp(),
+            KlImportance::TokenRatio => self.token_log_ratio(frozen, policy, b, t).exp(),
+            KlImportance::Rollout => {
+                let rollout = at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t);
+                if rollout.is_nan() {
+                    N::from(0.0)
+                } else if kl.difference_clamp.is_some_and(beyond) {
+                    (frozen.base.logp(b, t) - N::from(rollout)).exp()
+                } else {
+                    (policy.logp(b, t) - N::from(rollout)).exp()
+                }
+            }
             // NeMo holds the weight, too, where the difference is.
             KlImportance::Score if kl.difference_clamp.is_some_and(beyond) => N::from(1.0),
             KlImportance::Score => policy.logp(b, t).since(&frozen.base.logp(b, t)).exp(),
