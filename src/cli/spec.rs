@@ -32,6 +32,7 @@ pub(super) struct Spec {
 
 /// What the batch has, where a project chooses by it what it computes.
 #[derive(Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
 struct Batch {
     /// The batch has no old log-probabilities
     #[arg(long)]

@@ -209,27 +209,6 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
             weighted(Terms::Policy, token, Outside::Truncate),
             weighted(Terms::Policy, sequence, Outside::Truncate),
         ),
-        ("token weights on the KL penalty", given_weights(Terms::Policy), given_weights(Terms::PolicyAndKl)),
-        (
-            "a weight of 0 counted in the mean",
-            given_weights(Terms::PolicyAndKl),
-            LossSpec { token_weights: None, rollout: vespo(false).rollout, ..given_weights(Terms::PolicyAndKl) },
-        ),
-        (
-            "rejected by ratio or by probability",
-            rejecting(RejectionEstimator::K1, RejectionLevel::Token),
-            rejecting(RejectionEstimator::TotalVariation, RejectionLevel::Token),
-        ),
-        (
-            "rejected by its largest or smallest",
-            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMax),
-            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMin),
-        ),
-        (
-            "rejected by its square or by the batch's",
-            rejecting(RejectionEstimator::K2, RejectionLevel::Token),
-            rejecting(RejectionEstimator::K2, RejectionLevel::SecondMoment),
-        ),
         ("off-policy mask left out", mask(OldLogp::Rollout), grpo()),
         ("top entropy left out", top(0.4), LossSpec { top_entropy: None, ..top(0.4) }),
         ("entropy bonus by tokens or as the loss", bonus(None), bonus(Some(grpo().averaging()))),
@@ -253,6 +232,43 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
             objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2 })),
             cispo(Some(0.8), 1.2),
         ),
+        ("DRO's penalty", objective(Objective::Dro(Dro { beta: 0.3 })), objective(Objective::PolicyGradient)),
+        ("scaled by the accumulation steps", LossSpec { scale: 0.25, ..grpo() }, grpo()),
+    ]
+}
+
+/// Of weights that a trainer gives, and of rejections.
+fn weights_and_rejections() -> Vec<(&'static str, LossSpec, LossSpec)> {
+    vec![
+        ("token weights on the KL penalty", given_weights(Terms::Policy), given_weights(Terms::PolicyAndKl)),
+        (
+            "a weight of 0 counted in the mean",
+            given_weights(Terms::PolicyAndKl),
+            LossSpec { token_weights: None, rollout: vespo(false).rollout, ..given_weights(Terms::PolicyAndKl) },
+        ),
+        (
+            "rejected by ratio or by probability",
+            rejecting(RejectionEstimator::K1, RejectionLevel::Token),
+            rejecting(RejectionEstimator::TotalVariation, RejectionLevel::Token),
+        ),
+        (
+            "rejected by its largest or smallest",
+            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMax),
+            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMin),
+        ),
+        (
+            "rejected by its square or by the batch's",
+            rejecting(RejectionEstimator::K2, RejectionLevel::Token),
+            rejecting(RejectionEstimator::K2, RejectionLevel::SecondMoment),
+        ),
+    ]
+}
+
+/// Of TOPR and ASPO, and of what weighs a KL penalty.
+fn token_arms() -> Vec<(&'static str, LossSpec, LossSpec)> {
+    let k3 = || Kl::plain(0.2, KlEstimator::K3);
+    let corrected = || Kl { importance: KlImportance::Ratio, ..k3() };
+    vec![
         (
             "TOPR: positive by its advantage or as selected",
             objective(Objective::Topr(Topr::default())),
@@ -284,8 +300,6 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
             with_kl(Kl { gradient: KlGradient::K2Weighted(10.0), ..k3() }),
             with_kl(Kl { gradient: KlGradient::K2, ..k3() }),
         ),
-        ("DRO's penalty", objective(Objective::Dro(Dro { beta: 0.3 })), objective(Objective::PolicyGradient)),
-        ("scaled by the accumulation steps", LossSpec { scale: 0.25, ..grpo() }, grpo()),
     ]
 }
 
@@ -300,7 +314,7 @@ fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<St
 fn each_variant_is_accepted_as_itself_and_rejected_as_its_neighbour() {
     for advantages in [AdvantageLevel::Sequence, AdvantageLevel::Token] {
         let problem = problem(advantages);
-        for (name, one, other) in pairs() {
+        for (name, one, other) in pairs().into_iter().chain(weights_and_rejections()).chain(token_arms()) {
             // What counts rows without tokens asks for one advantage a sequence.
             if name.starts_with("GMPO's empty") && advantages == AdvantageLevel::Token {
                 continue;
