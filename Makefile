@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive panel peers trl-example torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: setup setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 FUZZ_SECONDS ?= 60
@@ -75,7 +75,7 @@ test-extensive: test
 	@$(MAKE) --no-print-directory libtpus jax-example jax-gpu-example panel
 	$(PANEL_PIP) -r python/tests/requirements.txt
 	ASSAY_CASES=40 setup/python.sh target/panel
-	@$(MAKE) --no-print-directory trl-example
+	@$(MAKE) --no-print-directory trl-example tunix-example jax-train
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
@@ -140,6 +140,28 @@ target/panel/peers: target/panel/made tests/panel/peers/requirements.txt tests/p
 # TRL's trainer with the loss of assay.torch, beside its own; with the package that setup/python.sh put together.
 trl-example: target/panel/peers
 	PYTHONPATH=target/python/package target/panel/bin/python examples/trl_grpo.py
+
+# Tunix's own loss function beside that of assay.jax, likewise.
+tunix-example: target/panel/peers
+	PYTHONPATH=target/python/package JAX_PLATFORMS=cpu target/panel/bin/python examples/tunix_grpo.py
+
+# The training run in JAX, a few steps by autodiff and by the kernel, their page, and the step's memory on chips that are not here; with the
+# package that setup/python.sh put together.
+JAX_TRAIN_STEPS ?= 6
+jax-train: target/jax_train/made
+	@set -e; run() { PYTHONPATH=target/python/package JAX_PLATFORMS=cpu target/jax_train/bin/python examples/jax_train/train.py "$$@"; }; \
+	run ab examples/jax_train/small.yaml --steps $(JAX_TRAIN_STEPS) --out target/assay/jax_train; \
+	for target in v6e:2x4 h100; do \
+		case $$target in v*) library=libtpu.so setup=tpu;; *) library=xla_cuda_plugin.so setup=gpu;; esac; \
+		if [ -e .plugins/$$library ]; then run memory examples/jax_train/small.yaml --target $$target; \
+		else echo "memory on $$target: ignored, no $$library (make setup-$$setup)"; fi; \
+	done
+
+target/jax_train/made: examples/jax_train/requirements.txt
+	rm -rf target/jax_train
+	$(PYTHON) -m venv target/jax_train
+	target/jax_train/bin/pip install --disable-pip-version-check --quiet --only-binary :all: -r $<
+	touch $@
 
 # The loss of assay.torch beside what PyTorch's users run: with the extension of a release build.
 torch-bench: target/panel/peers

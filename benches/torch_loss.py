@@ -2,12 +2,18 @@
 
     python benches/torch_loss.py [--rows 512] [--vocab 151936] [--repeats 7] [--threads 2]
 
-Every program has the same logits (or hidden states and head), PPO-clip with a KL term, and leaves dlogits. Times are minima over
-rounds in which all programs take turns: on a machine that does other things too, only these compare. Memory is the peak of a
-process of its own above what it held before the call, logits not counted, in units of the logits.
+Every program has the same logits (or hidden states and head), PPO-clip with a KL term, and leaves dlogits, which are dropped before
+the next call. Times are minima over rounds in which all programs take turns: on a machine that does other things too, only these
+compare. They are taken twice, each time in a process of its own: with memory as it comes, and with memory *kept*, for which the C
+library is told to give nothing back to the system (`mallopt`) and PyTorch to ask for huge pages (`THP_MEM_ALLOC_ENABLE`), so that no
+program pays for new pages. Beside the time is the least time of all threads' processors, which other work on the machine changes little;
+who waits for another by turning counts there too. Memory is the peak of a process of its own above what it held before the call, logits not counted, in units
+of the logits.
 """
 
 import argparse
+import ctypes
+import json
 import os
 import resource
 import subprocess
@@ -40,6 +46,10 @@ def programs(rows, vocab, hidden, compile_too):
         result = assay.torch.grpo_loss(logits, ids, advantages, mask, old_logp, ref_logp, spec=spec, inplace=inplace)
         return gradient(result.loss, logits)
 
+    def ours_at_first(logits):
+        assay.torch.empty_cache()
+        return ours(logits, False)
+
     def eager(logits):
         log_softmax = logits.log_softmax(-1)
         logp = log_softmax.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -54,6 +64,7 @@ def programs(rows, vocab, hidden, compile_too):
     compiled = torch.compile(by_cross_entropy) if compile_too else None
     on_logits = {
         "assay": lambda logits: ours(logits, False),
+        "assay, each time the first": ours_at_first,
         "assay, in place": lambda logits: ours(logits, True),
         "cross_entropy under torch.compile": lambda logits: gradient(compiled(logits), logits),
         "plain eager, with entropy": eager,
@@ -115,6 +126,34 @@ def measure(args):
     print(int(status["VmHWM"][0]) * 1024 - before)
 
 
+def keep_memory():
+    """Has the C library keep what was freed, whatever its size."""
+    library = ctypes.CDLL(None)
+    trim_threshold, mmap_max = -1, -4
+    assert library.mallopt(mmap_max, 0) == 1 and library.mallopt(trim_threshold, -1) == 1
+
+
+def times(args):
+    """The least time of each program in this process, and the least of its processors, in seconds."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    all_of_them = programs(args.rows, args.vocab, args.hidden, True)
+    if args.on_logits:
+        all_of_them = [one for one in all_of_them if one[3] == "logits"]
+    best = {name: [float("inf")] * 2 for name, *_ in all_of_them}
+    for turn in range(args.repeats + 1):
+        for name, program, make, _ in all_of_them:
+            tensors = make()
+            started = time.perf_counter(), time.process_time()
+            program(*tensors)
+            took = time.perf_counter() - started[0], time.process_time() - started[1]
+            if turn > 0:  # The first compiles.
+                best[name] = [min(pair) for pair in zip(best[name], took)]
+            del tensors
+    print(json.dumps({name: [kind, *best[name]] for name, _, _, kind in all_of_them}))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=512)
@@ -123,33 +162,33 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--on-logits", action="store_true", help="only the programs that are given logits")
+    parser.add_argument("--times", choices=["as it comes", "kept"], help="time the programs in this process, with memory so")
     parser.add_argument("--memory", help="measure the memory of one program in this process")
     args = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(args.threads)
     if args.memory:
         return measure(args)
-    import torch
+    if args.times:
+        if args.times == "kept":
+            keep_memory()
+        return times(args)
+    from importlib.metadata import version
 
-    torch.set_num_threads(args.threads)
-    all_of_them = programs(args.rows, args.vocab, args.hidden, True)
-    if args.on_logits:
-        all_of_them = [one for one in all_of_them if one[3] == "logits"]
-    best = {name: float("inf") for name, *_ in all_of_them}
-    for turn in range(args.repeats + 1):
-        for name, program, make, _ in all_of_them:
-            tensors = make()
-            started = time.perf_counter()
-            program(*tensors)
-            if turn > 0:  # The first compiles.
-                best[name] = min(best[name], time.perf_counter() - started)
-            del tensors
+    def apart(*more, **environment):
+        command = [sys.executable, __file__, *sys.argv[1:], *more]
+        ran = subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, text=True)
+        return ran.stdout.split("\n")[-2]
+
+    as_it_comes = json.loads(apart("--times", "as it comes"))
+    kept = json.loads(apart("--times", "kept", THP_MEM_ALLOC_ENABLE="1"))
     logits = args.rows * args.vocab * 4
-    print(f"{args.rows}x{args.vocab} f32, {args.threads} threads, minima of {args.repeats}; PyTorch {torch.__version__}")
-    for name, _, _, kind in all_of_them:
-        command = [sys.executable, __file__, "--memory", name, "--rows", args.rows, "--vocab", args.vocab]
-        command += ["--hidden", args.hidden, "--threads", args.threads]
-        extra = int(subprocess.run([str(x) for x in command], check=True, capture_output=True, text=True).stdout.split()[-1])
-        print(f"{kind:8} {name:36} {best[name] * 1e3:8.1f} ms   {extra / logits:6.3f} of the logits beside them")
+    print(f"{args.rows}x{args.vocab} f32, {args.threads} threads, minima of {args.repeats}; PyTorch {version('torch')}")
+    print(f"{'':45}{'as it comes':>24}{'memory kept':>24}")
+    print(f"{'':45}{'ms':>12}{'processors':>12}{'ms':>12}{'processors':>12}{'memory, of the logits':>24}")
+    for name, (kind, *seconds) in as_it_comes.items():
+        extra = int(apart("--memory", name))
+        columns = "".join(f"{x * 1e3:12.1f}" for x in [*seconds, *kept[name][1:]])
+        print(f"{kind:8} {name:36}{columns}{extra / logits:24.3f}")
 
 
 if __name__ == "__main__":

@@ -23,13 +23,35 @@ import assay
 import assay.torch
 
 
+# What of a GRPOConfig shapes the loss.
+OPTIONS = (
+    "beta",
+    "delta",
+    "entropy_coef",
+    "epsilon",
+    "epsilon_high",
+    "importance_sampling_level",
+    "loss_type",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "temperature",
+    "top_entropy_quantile",
+    "use_adaptive_entropy",
+    "use_bias_correction_kl",
+)
+
+
 class AssayGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer with hidden states and LM head handed to one operation, which never makes all logits."""
+    """GRPOTrainer with hidden states and LM head handed to one operation, which never makes all logits.
+
+    For the losses that are divided by the tokens of all ranks and steps, as TRL's default `dapo` is: others are refused.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         args, counts = self.args, {"num_items_in_batch": 1.0}
-        options = {"beta": args.beta, "loss_type": args.loss_type, "epsilon": args.epsilon, "temperature": args.temperature}
+        options = {name: getattr(args, name) for name in OPTIONS}
         self.specs = {
             given: assay.spec("trl", batch={"old_logps": given, "ref_logps": args.beta != 0, **counts}, **options)
             for given in (False, True)

@@ -54,7 +54,8 @@ pub(crate) fn bench_steps(
         println!("{shape} {dtype} {name}: ignored, {why}");
         return;
     }
-    let prepared = implementation.prepare(spec, Given { shape, dtype, form: () }, devices).expect("supported");
+    let prepared =
+        implementation.prepare(spec, Given { shape, dtype, form: (), packed: None }, devices).expect("supported");
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
     let judged = known

@@ -39,9 +39,6 @@ import task
 from assay.jax import grpo_loss, logp_and_entropy
 from policy import Policy
 
-# On forced CPU devices two programs with collectives may wait for each other's threads: one at a time.
-jax.config.update("jax_cpu_enable_async_dispatch", False)
-
 Batch = dict[str, Any]
 
 
@@ -366,8 +363,8 @@ def main() -> None:
     config = yaml.safe_load(asked.config.read_text())
     config["steps"] = asked.steps or config["steps"]
     if asked.what == "memory":
-        for enabled in (False, True):
-            print(ahead.memory(config, asked.target, enabled, stepper, optimizer))
+        for line in ahead.memory(config, asked.target, Policy, stepper, optimizer):
+            print(line, flush=True)
         return
     if asked.what == "train":
         records = Run(config, config["grpo_kernel"]["enabled"], asked.out).run()

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +53,19 @@ class Plan:
     @functools.cached_property
     def of(self) -> dict[str, Any]:
         """Of `_native.plan`."""
-        plan: dict[str, Any] = json.loads(_native.plan(self.spec, self.batch, self.tokens))
+        native = self.implementation == "native"
+        plan: dict[str, Any] = json.loads(_native.plan(self.spec, self.batch, self.tokens, native))
         return plan
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The per-token arrays beside ids, mask and advantages."""
         return tuple(self.of["inputs"])
+
+    @functools.cached_property
+    def biased(self) -> bool:
+        """Whether an array of columns comes after those: a bias."""
+        return bool(self.spec.to_dict()["logits"]["bias"])
 
 
 # ---- the arithmetic between the logits and their gradient
@@ -108,8 +114,22 @@ def compute(
 # ---- kernels, by implementation
 
 
+class Part(NamedTuple):
+    """What a device has of rows."""
+
+    logits: Array
+    #: Of its columns, among the vocabulary's.
+    first: Array | int
+    #: Of its columns, where the spec has one.
+    bias: Array | None
+
+
 class Xla:
     """Plain operations of XLA's."""
+
+    @staticmethod
+    def loss(*_: Any) -> None:
+        return None
 
     @staticmethod
     def _gaps(logits: Array, max: Array) -> Array:
@@ -120,8 +140,8 @@ class Xla:
         return lax.broadcasted_iota(jnp.int32, logits.shape, 2) == ids[..., None]
 
     @staticmethod
-    def statistics(plan: Plan, logits: Array, ids: Array, mask: Array) -> Array:
-        of = plan.of
+    def statistics(plan: Plan, part: Part, ids: Array, mask: Array) -> Array:
+        of, logits = plan.of, part.logits
         hit = Xla._hits(logits, ids)
         x = logits.astype(jnp.float32)
         max = jnp.maximum(x.max(-1), jnp.finfo(jnp.float32).min)
@@ -133,16 +153,16 @@ class Xla:
 
         columns = [max, jnp.where(hit, x, 0.0).sum(-1), *sums(of["inverse_temperature"])]
         if of["two_softmaxes"]:
-            columns += sums(1.0)
+            columns += sums(of["logp_inverse_temperature"])
         return _stacked(columns)
 
     @staticmethod
-    def gradient(plan: Plan, logits: Array, ids: Array, scales: Array) -> Array:
-        of, inverse = plan.of, plan.of["inverse_temperature"]
+    def gradient(plan: Plan, part: Part, ids: Array, scales: Array) -> Array:
+        of, logits, inverse = plan.of, part.logits, plan.of["inverse_temperature"]
         max, share, others, mask, bonus, mean_gap = (scales[..., i] for i in range(6))
         hit = Xla._hits(logits, ids)
         gap = Xla._gaps(logits, max)
-        policy = share[..., None] * jnp.exp(-gap * (1.0 if of["two_softmaxes"] else inverse))
+        policy = share[..., None] * jnp.exp(-gap * (of["logp_inverse_temperature"] if of["two_softmaxes"] else inverse))
         gradient = jnp.where(hit, (-share * others)[..., None], policy)
         if of["entropy"] is not None:
             gap = gap * inverse
@@ -176,82 +196,121 @@ class Native:
     """The CPU kernel, through XLA's foreign function interface."""
 
     @staticmethod
-    def statistics(plan: Plan, logits: Array, ids: Array, mask: Array) -> Array:
-        result = _like((*ids.shape, COLUMNS), jnp.float32, logits, ids, mask)
-        call = jax.ffi.ffi_call(_registered("statistics"), result)
-        return call(logits, ids, mask, spec=plan.spec.to_json())
+    def statistics(plan: Plan, part: Part, ids: Array, mask: Array) -> Array:
+        operands = (part.logits, ids, mask, *Native._columns(part))
+        result = _like((*ids.shape, COLUMNS), jnp.float32, *operands)
+        return jax.ffi.ffi_call(_registered("statistics"), result)(*operands, spec=plan.spec.to_json())
 
     @staticmethod
-    def gradient(plan: Plan, logits: Array, ids: Array, scales: Array) -> Array:
-        result = _like(logits.shape, logits.dtype, logits, ids, scales)
+    def gradient(plan: Plan, part: Part, ids: Array, scales: Array) -> Array:
+        operands = (part.logits, ids, scales, *Native._columns(part))
+        result = _like(part.logits.shape, part.logits.dtype, *operands)
         call = jax.ffi.ffi_call(_registered("gradient"), result, input_output_aliases={0: 0})
-        return call(logits, ids, scales, spec=plan.spec.to_json())
+        return call(*operands, spec=plan.spec.to_json())
 
     @staticmethod
-    def loss(plan: Plan, logits: Array, *tokens: Array) -> tuple[Array, Array]:
+    def _columns(part: Part) -> tuple[Array, ...]:
+        return (jnp.int32(part.first), *([] if part.bias is None else [part.bias]))
+
+    @staticmethod
+    def loss(plan: Plan, part: Part, *tokens: Array) -> tuple[Array, Array]:
         """Results and dlogits, from rows that are whole: each is read once where tokens share no ratio."""
-        ids = tokens[0]
+        operands = (part.logits, *tokens, *([] if part.bias is None else [part.bias]))
         results = (
-            _like(logits.shape, logits.dtype, logits, *tokens),
-            _like((*ids.shape, COLUMNS), jnp.float32, logits, *tokens),
+            _like(part.logits.shape, part.logits.dtype, *operands),
+            _like((*tokens[0].shape, COLUMNS), jnp.float32, *operands),
         )
         call = jax.ffi.ffi_call(_registered("loss"), results, input_output_aliases={0: 0})
-        dlogits, columns = call(logits, *tokens, spec=plan.spec.to_json())
+        dlogits, columns = call(*operands, spec=plan.spec.to_json())
         return columns, dlogits
 
 
 class _Emitted:
-    """The two kernels of a device, which take logits in rows, `[1,B·T,V]`, and sums in base 2."""
+    """The kernels of a device, which take logits in rows, `[1,B·T,V]`, and the two of a part sums in base 2."""
 
     #: The function of `_native` that writes them.
     emitted: Callable[..., str]
 
     @classmethod
-    def _kernels(cls, plan: Plan, logits: Array) -> list[dict[str, Any]]:
+    def _kernels(cls, plan: Plan, logits: Array) -> dict[str, Any]:
         target = plan.target
         if target is None:
             raise AssayError(f"`target`: got none, expected the chip that {plan.implementation} kernels are for")
         return _written(cls.emitted, plan.spec.to_json(), logits.shape, _DTYPES[jnp.dtype(logits.dtype).name], target)
 
     @classmethod
+    def _rows(cls, logits: Array) -> Array:
+        return cls._stored(logits.reshape(1, -1, logits.shape[-1]))
+
+    @classmethod
     def _operands(cls, plan: Plan, logits: Array, ids: Array) -> list[Array]:
-        _, _, columns = logits.shape
         inverse = jnp.full(1, plan.of["inverse_temperature"], jnp.float32)
-        rows = cls._stored(logits.reshape(1, -1, columns))
-        return [inverse, jnp.full(1, columns, jnp.int32), rows, ids.reshape(1, -1, 1)]
+        columns = jnp.full(1, logits.shape[-1], jnp.int32)
+        return [inverse, columns, cls._rows(logits), ids.reshape(1, -1, 1)]
 
     @staticmethod
     def _stored(rows: Array) -> Array:
         return rows
 
     @staticmethod
-    def _called(kernel: dict[str, Any], result: Any, operands: Sequence[Array]) -> Array:
+    def _called(kernel: dict[str, Any], results: Sequence[Any], operands: Sequence[Array]) -> Sequence[Array]:
         raise NotImplementedError
 
     @classmethod
-    def statistics(cls, plan: Plan, logits: Array, ids: Array, mask: Array) -> Array:
-        kernel, _ = cls._kernels(plan, logits)
-        operands = cls._operands(plan, logits, ids)
+    def statistics(cls, plan: Plan, part: Part, ids: Array, mask: Array) -> Array:
+        kernel = cls._kernels(plan, part.logits)["statistics"]
+        operands = cls._operands(plan, part.logits, ids)
         result = _like((1, ids.size, COLUMNS), jnp.float32, *operands)
-        statistics = cls._called(kernel, result, operands).reshape(*ids.shape, COLUMNS)
+        statistics = cls._called(kernel, [result], operands)[0].reshape(*ids.shape, COLUMNS)
         in_nats = [statistics[..., i] * (-math.log(2) if "weighted" in name else 1.0) for i, name in enumerate(STATISTICS)]
         return _stacked(in_nats[: None if plan.of["two_softmaxes"] else 4])
 
     @classmethod
-    def gradient(cls, plan: Plan, logits: Array, ids: Array, scales: Array) -> Array:
-        _, kernel = cls._kernels(plan, logits)
-        operands = [*cls._operands(plan, logits, ids), scales.reshape(1, -1, COLUMNS)]
+    def gradient(cls, plan: Plan, part: Part, ids: Array, scales: Array) -> Array:
+        kernel = cls._kernels(plan, part.logits)["gradient"]
+        operands = [*cls._operands(plan, part.logits, ids), scales.reshape(1, -1, COLUMNS)]
         result = _like(operands[2].shape, operands[2].dtype, *operands)
-        dlogits = cls._called(kernel, result, operands)
+        return cls._like_logits(cls._called(kernel, [result], operands)[0], part.logits)
+
+    @staticmethod
+    def _like_logits(dlogits: Array, logits: Array) -> Array:
         return lax.bitcast_convert_type(dlogits, logits.dtype).reshape(logits.shape)
+
+    @classmethod
+    def loss(
+        cls, plan: Plan, part: Part, ids: Array, mask: Array, advantages: Array, weights: Array, *inputs: Array
+    ) -> tuple[Array, Array] | None:
+        """Results and dlogits from one read of rows that are whole, where a kernel does that."""
+        kernel, logits = cls._kernels(plan, part.logits)["one_pass"], part.logits
+        if kernel is None:
+            return None
+        # The kernel takes the nearest id: what is of none is no number, neither its results nor its dlogits.
+        found = (ids >= 0) & (ids < logits.shape[-1])
+        of = dict(zip(plan.inputs, inputs), advantage=advantages, mask=mask.astype(jnp.float32))
+        of["weight"] = jnp.where(mask, jnp.where(found, weights[:, :1], jnp.nan), 0.0)
+        of.update(kl_share=weights[:, 1:2], entropy_factor=weights[:, 2:3])
+        given = [jnp.broadcast_to(of.get(name, 0.0), ids.shape) for name in kernel["given"]]
+        tokens = _stacked(given, -(-len(given) // COLUMNS) * COLUMNS)
+        # No constant array: `custom_partitioning` takes none.
+        numbers = [jnp.full(1, 0.0 if name == "entropy_factor" else float(text), jnp.float32) for name, text in kernel["numbers"]]
+        rows = cls._rows(logits)
+        operands = [ids.reshape(-1), jnp.concatenate(numbers), rows, tokens.reshape(1, ids.size, -1)]
+        like = [_like(rows.shape, rows.dtype, *operands), _like((1, ids.size, COLUMNS), jnp.float32, *operands)]
+        dlogits, columns = cls._called(kernel, like, operands)
+        returned = dict(zip(kernel["results"], jnp.moveaxis(columns.reshape(*ids.shape, COLUMNS), -1, 0)))
+        returned.setdefault("reduced", returned["token_loss"])
+        if not plan.of["has_kl"]:
+            returned["kl"] = jnp.zeros_like(advantages)
+        numbered = [returned[name] if name == "entropy" else jnp.where(found, returned[name], jnp.nan) for name in RESULTS]
+        return _stacked([jnp.where(mask, column, 0.0) for column in numbered]), cls._like_logits(dlogits, logits)
 
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @functools.lru_cache(maxsize=64)
-def _written(emitted: Callable[..., str], spec: str, shape: Sequence[int], dtype: str, target: str) -> list[dict[str, Any]]:
-    kernels: list[dict[str, Any]] = json.loads(emitted(_native.Spec._of_json(spec), tuple(shape), dtype, target))
+def _written(emitted: Callable[..., str], spec: str, shape: Sequence[int], dtype: str, target: str) -> dict[str, Any]:
+    kernels: dict[str, Any] = json.loads(emitted(_native.Spec._of_json(spec), tuple(shape), dtype, target))
     return kernels
 
 
@@ -266,15 +325,15 @@ class Mosaic(_Emitted):
         return lax.bitcast_convert_type(rows, jnp.int16) if rows.dtype == jnp.float16 else rows
 
     @staticmethod
-    def _called(kernel: dict[str, Any], result: Any, operands: Sequence[Array]) -> Array:
+    def _called(kernel: dict[str, Any], results: Sequence[Any], operands: Sequence[Array]) -> Sequence[Array]:
         call = jax.ffi.ffi_call(
             "tpu_custom_call",
-            result,
+            results,
             custom_call_api_version=1,
             legacy_backend_config=kernel["text"],
             input_output_aliases=dict(kernel["aliases"]),
         )
-        return call(*operands)
+        return tuple(call(*operands))
 
 
 class Ptx(_Emitted):
@@ -283,18 +342,18 @@ class Ptx(_Emitted):
     emitted = staticmethod(_native.ptx_kernels)
 
     @staticmethod
-    def _called(kernel: dict[str, Any], result: Any, operands: Sequence[Array]) -> Array:
-        call = jax.ffi.ffi_call("__gpu$xla.gpu.ptx", result, input_output_aliases=dict(kernel["aliases"]))
+    def _called(kernel: dict[str, Any], results: Sequence[Any], operands: Sequence[Array]) -> Sequence[Array]:
+        call = jax.ffi.ffi_call("__gpu$xla.gpu.ptx", results, input_output_aliases=dict(kernel["aliases"]))
         launch = {
             f"{of}_{axis}": np.int32(extent)
             for of, extents in zip(("grid", "block"), kernel["launch"], strict=True)
             for axis, extent in zip("xyz", extents, strict=True)
         }
-        # The entry is given the inputs, then the output.
-        places = np.array([len(operands)], np.int64)
+        # The entry is given the inputs, then the outputs.
+        places = np.arange(len(operands), len(operands) + len(results), dtype=np.int64)
         text = {"name": kernel["name"], "kernel_type": "ptx", "kernel_data": kernel["text"]}
         shared = np.int32(kernel["shared_bytes"])
-        return call(*operands, **launch, **text, output_indices=places, shared_mem_bytes=shared)
+        return tuple(call(*operands, **launch, **text, output_indices=places, shared_mem_bytes=shared))
 
 
 KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla": Xla}
@@ -303,9 +362,9 @@ KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla"
 # ---- what one device computes
 
 
-def _stacked(columns: Sequence[Array]) -> Array:
-    """`[B,T,8]`, 0 in the columns that are not given."""
-    nothing = [jnp.zeros_like(columns[0])] * (COLUMNS - len(columns))
+def _stacked(columns: Sequence[Array], width: int = COLUMNS) -> Array:
+    """`[B,T,width]`, 0 in the columns that are not given."""
+    nothing = [jnp.zeros_like(columns[0])] * (width - len(columns))
     return jnp.stack([*columns, *nothing], -1)
 
 
@@ -319,7 +378,7 @@ def _joined(plan: Plan, statistics: Array, vocab_axes: Axes) -> dict[str, Array]
     joined = {"max": max, "target_logit": lax.psum(of["target_logit"], vocab_axes)}
     softmaxes = [("", plan.of["inverse_temperature"])]
     if plan.of["two_softmaxes"]:
-        softmaxes.append(("logp_", 1.0))
+        softmaxes.append(("logp_", plan.of["logp_inverse_temperature"]))
     for prefix, inverse in softmaxes:
         others, weighted, shift = of[f"{prefix}others"], of[f"{prefix}weighted"], rise * inverse
         shrink = jnp.exp(-shift)
@@ -340,17 +399,21 @@ def _share(
     weights: Array,
     *inputs: Array,
 ) -> tuple[Array, ...]:
-    """What a device has of `[B,T,8]` results and, `backward`, of dlogits."""
+    """What a device has of `[B,T,8]` results and, `backward`, of dlogits. The last of the inputs is the bias, where the spec has
+    one."""
     kernels, of = KERNELS[plan.implementation], plan.of
-    whole = not vocab_axes and not (of["couples_rows"] and token_axes)
-    if backward and whole and hasattr(kernels, "loss"):
-        return tuple(kernels.loss(plan, logits, ids, mask, advantages, weights, *inputs))
-
     columns = logits.shape[-1]
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
+    inputs, bias = (inputs[:-1], inputs[-1]) if plan.biased else (inputs, None)
+    part = Part(logits, first, bias)
+    if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
+        evaluated = kernels.loss(plan, part, ids, mask, advantages, weights, *inputs)
+        if evaluated is not None:
+            return tuple(evaluated)
+
     local = ids - first
     local = jnp.where((local >= 0) & (local < columns), local, -1)
-    statistics = _joined(plan, kernels.statistics(plan, logits, local, mask), vocab_axes)
+    statistics = _joined(plan, kernels.statistics(plan, part, local, mask), vocab_axes)
     softmax = compute(of["softmax"], statistics)
 
     def row_sum(values: Array) -> Array:
@@ -375,7 +438,7 @@ def _share(
     bonus = weights[:, 2:3] * inverse / softmax["entropy_sum"]
     counts = mask.astype(jnp.float32)
     scales = [statistics["max"], share, softmax["others"], counts, bonus, softmax["mean_gap"]]
-    return results, kernels.gradient(plan, logits, local, _stacked([jnp.where(mask, scale, 0.0) for scale in scales]))
+    return results, kernels.gradient(plan, part, local, _stacked([jnp.where(mask, scale, 0.0) for scale in scales]))
 
 
 # ---- where devices are found
@@ -386,6 +449,19 @@ def _axes(entry: Any) -> Axes:
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def _expect_even(mesh: Any, logits: Any) -> None:
+    """XLA fills the last device's part up with anything, which would count as columns and as tokens."""
+    extents = zip(("sequences", "tokens", "columns"), logits.shape, (*logits.sharding.spec, None, None, None), strict=False)
+    for what, extent, entry in extents:
+        devices = math.prod(mesh.shape[axis] for axis in _axes(entry))
+        if extent % devices:
+            axes = ", ".join(f"`{axis}`" for axis in _axes(entry))
+            raise ProblemError(
+                f"`logits`: got {extent} {what} cut over the {devices} devices of {axes}, expected a multiple of {devices}: as many "
+                "on each"
+            )
 
 
 @functools.lru_cache(maxsize=256)
@@ -400,12 +476,14 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
         of = functools.partial(NamedSharding, mesh)
         per_token, per_row = of(PartitionSpec(batch, tokens)), of(PartitionSpec(batch, None))
         of_logits = of(PartitionSpec(batch, tokens, vocab))
-        arguments = [of_logits, *[per_token] * 3, per_row, *[per_token] * len(plan.inputs)]
+        bias = [of(PartitionSpec(vocab))] * plan.biased
+        arguments = [of_logits, *[per_token] * 3, per_row, *[per_token] * len(plan.inputs), *bias]
         columns = of(PartitionSpec(batch, tokens, None))
         return (_axes(tokens), _axes(vocab)), arguments, (columns, of_logits) if backward else (columns,)
 
     def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
         (token_axes, vocab_axes), of_arguments, of_results = shardings(mesh, arguments[0].sharding)
+        _expect_even(mesh, arguments[0])
         # What lies alike on all of its devices is not cut.
         cut = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in (token_axes, vocab_axes)]
         return mesh, functools.partial(_share, plan, backward, *cut), of_results, tuple(of_arguments)
@@ -413,14 +491,14 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
     def infer(mesh: Any, arguments: Any, _: Any) -> Any:
         return shardings(mesh, arguments[0].sharding)[2]
 
-    operands = ["b t v", *["b t"] * 3, "b w", *["b t"] * len(plan.inputs)]
+    operands = ["b t v", *["b t"] * 3, "b w", *["b t"] * len(plan.inputs), *["v"] * plan.biased]
     rule = f"{', '.join(operands)} -> {', '.join(['b t c', *['b t v'] * backward])}"
     op = custom_partitioning(whole)
     op.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     return op
 
 
-def _folded(call: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+def _folded(plan: Plan, call: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
     """`call`, whose axis of `vmap` becomes a part of the batch: rows of logits are independent, and weighed already."""
 
     @jax.custom_batching.custom_vmap
@@ -429,11 +507,14 @@ def _folded(call: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array
 
     @mapped.def_vmap
     def rule(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        of_rows = len(arrays) - plan.biased
+        if any(batched[of_rows:]):
+            raise ProblemError(f"`bias`: got {size} of them under `vmap`, expected one for all")
         every = [
             array if of_axis else jnp.broadcast_to(array, (size, *array.shape))
-            for array, of_axis in zip(arrays, batched, strict=True)
+            for array, of_axis in zip(arrays[:of_rows], batched, strict=False)
         ]
-        results = mapped(*(array.reshape(-1, *array.shape[2:]) for array in every))
+        results = mapped(*(array.reshape(-1, *array.shape[2:]) for array in every), *arrays[of_rows:])
         apart = tuple(result.reshape(size, -1, *result.shape[1:]) for result in results)
         return apart, (True,) * len(apart)
 
@@ -444,7 +525,8 @@ def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -
     """The same where types say how arrays are cut (a mesh whose axes are `Explicit`): a `shard_map` within."""
     batch, tokens, vocab = (*of_logits, None, None, None)[:3]
     per_token = PartitionSpec(batch, tokens)
-    operands = (of_logits, *[per_token] * 3, PartitionSpec(batch, None), *[per_token] * len(plan.inputs))
+    bias = [PartitionSpec(vocab)] * plan.biased
+    operands = (of_logits, *[per_token] * 3, PartitionSpec(batch, None), *[per_token] * len(plan.inputs), *bias)
     results = (PartitionSpec(batch, tokens, None), *[of_logits] * backward)
     share = functools.partial(_share, plan, backward, _axes(tokens), _axes(vocab))
     of_each = jax.shard_map(share, mesh=mesh, in_specs=operands, out_specs=results)
@@ -477,7 +559,7 @@ def evaluate(plan: Plan, backward: bool, manual: tuple[Axes, Axes] | None, *arra
 
     @jax.custom_jvp
     def once(*arrays: Array) -> tuple[Array, ...]:
-        return _folded(call)(*arrays)
+        return _folded(plan, call)(*arrays)
 
     @once.defjvp
     def twice(*_: Any) -> Any:

@@ -147,6 +147,15 @@ class Problem:
     @property
     def bias(self) -> Array:
         """[V]: bias of the LM head."""
+    @property
+    def cu_seqlens(self) -> Array:
+        """[S+1] i64, where S sequences are packed into one row, [1,N]: 0, and where each ends."""
+    def pack(self) -> Problem:
+        """The same with its sequences packed into one row, each without the tokens behind the last that counts.
+
+        Raises:
+            ProblemError: They are packed already.
+        """
     def numpy(self) -> Arrays:
         """The arrays as NumPy's, read-only. bf16 is `ml_dtypes.bfloat16` where that package is installed; where not,
         `logits_bits` has the bits as uint16."""
@@ -287,7 +296,7 @@ def answer(
     path: str | os.PathLike[str],
 ) -> None: ...
 def page(json: str) -> str: ...
-def plan(spec: Spec, batch: int, tokens: int) -> str: ...
+def plan(spec: Spec, batch: int, tokens: int, native: bool) -> str: ...
 def mosaic_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
 def ptx_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
 def xla_handlers() -> list[tuple[str, int]]: ...

@@ -52,6 +52,7 @@ def grpo_loss(
     advantages: Array,
     old_logp: Array | None = None,
     ref_logp: Array | None = None,
+    bias: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     implementation: str | None = None,
@@ -74,6 +75,8 @@ def grpo_loss(
         advantages: `[B]` or `[B,T]`.
         old_logp: `[B,T]`, nats. What the spec does not read may be there all the same.
         ref_logp: `[B,T]`, nats.
+        bias: `[V]`, what the spec's `logits.bias` adds to logits; of a cut vocabulary a device's columns. It has no gradient: one
+            that is trained belongs into the logits.
         spec: of `assay.spec`, or a project's name; plain PPO-clip if none is given.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
@@ -94,7 +97,8 @@ def grpo_loss(
     _expect_logits(logits, ids)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    batch = _Batch.of(ids, mask, advantages, given, _spec(spec), axes, implementation, target)
+    plan = _plan(spec, ids, axes, implementation, target)
+    batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, logits.shape[2])
     return batch.logged(*_loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays))
 
 
@@ -107,6 +111,7 @@ def grpo_loss_of_hidden(
     advantages: Array,
     old_logp: Array | None = None,
     ref_logp: Array | None = None,
+    bias: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     chunk: int = 256,
@@ -145,7 +150,8 @@ def grpo_loss_of_hidden(
     _expect_logits(jax.ShapeDtypeStruct((*hidden.shape[:2], lm_head.shape[1]), dtype), ids)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    batch = _Batch.of(ids, mask, advantages, given, _spec(spec), axes, implementation, target)
+    plan = _plan(spec, ids, axes, implementation, target)
+    batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, lm_head.shape[1])
     return batch.logged(*_head_loss(batch.plan, axes, _Chunk(chunk, dtype), hidden, lm_head, _scale(loss_scale), *batch.arrays))
 
 
@@ -154,6 +160,7 @@ def logp_and_entropy(
     ids: Array,
     *,
     mask: Array | None = None,
+    bias: Array | None = None,
     spec: Spec | str | None = None,
     implementation: str | None = None,
     target: str | None = None,
@@ -161,22 +168,19 @@ def logp_and_entropy(
 ) -> tuple[Array, Array]:
     """Logp of the ids and entropy, `[B,T]` f32 each, 0 where masked, without a gradient: of the old and the reference policy.
 
-    Arguments and errors are those of `grpo_loss`; of the spec only the temperature is read.
+    Arguments and errors are those of `grpo_loss`; of the spec only what makes a distribution of logits is read.
     """
     axes = _Axes.of(None, None, vocab_axis)
     _expect_logits(logits, ids)
     read = _spec(spec).to_dict()
-    temperature = {name: read[name] for name in ("temperature", "temperature_divides")}
-    alone = spec_of(objective="none", old_logp="current", **temperature)
-    batch, tokens = ids.shape
-    plan = Plan(alone, batch, tokens, *_implementation(implementation, target))
+    softmax = {name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")}
+    plan = _plan(spec_of(objective="none", old_logp="current", **softmax), ids, axes, implementation, target)
     counts = jnp.ones(ids.shape, bool) if mask is None else _mask(mask, ids.shape)
     nothing = jnp.zeros(ids.shape, jnp.float32)
     of_tokens = (ids.astype(jnp.int32), counts, nothing, jnp.zeros((ids.shape[0], 3), jnp.float32))
+    of_tokens += tuple(lax.stop_gradient(array) for array in _bias(plan, bias, logits.shape[2]))
     (results,) = rows.evaluate(plan, False, axes.manual, lax.stop_gradient(logits), *of_tokens)
     return results[..., 0], results[..., 1]
-
-
 
 
 # ---- the derivative
@@ -269,7 +273,8 @@ def _sweep(
     def step(dhead: Array, piece: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
         part, of_rows, ids, mask, advantages, *inputs = piece
         logits = product("bth,hv->btv", part, lm_head).astype(chunk.dtype)
-        results, *dlogits = rows.evaluate(plan, backward, axes.manual, logits, ids, mask, advantages, of_rows, *inputs)
+        given = (ids, mask, advantages, of_rows, *inputs, *bias)
+        results, *dlogits = rows.evaluate(plan, backward, axes.manual, logits, *given)
         if not backward:
             return dhead, (results,)
         dhidden = product("btv,hv->bth", dlogits[0], lm_head)
@@ -279,6 +284,7 @@ def _sweep(
     if axes.inside:
         nothing = lax.pcast(nothing, _varying(hidden, lm_head, *arrays), to="varying")
     ids, mask, advantages, weights, *inputs = arrays
+    inputs, bias = inputs[: len(plan.inputs)], inputs[len(plan.inputs) :]
     # All tokens of a sequence have its weights.
     of_rows = cut(weights) if axis == 0 else jnp.broadcast_to(weights, (pieces, *weights.shape))
     cut_up = (cut(hidden), of_rows, *(cut(array) for array in (ids, mask, advantages, *inputs)))
@@ -399,30 +405,28 @@ class _Batch(NamedTuple):
 
     plan: Plan
     axes: _Axes
-    #: ids, mask, advantages, weights and what else the spec reads.
+    #: ids, mask, advantages, weights and what else the spec reads, a bias last.
     arrays: tuple[Array, ...]
 
     @classmethod
     def of(
         cls,
+        plan: Plan,
+        axes: _Axes,
         ids: Array,
         mask: Array,
         advantages: Array,
         given: dict[str, Array | None],
-        spec: Spec,
-        axes: _Axes,
-        implementation: str | None,
-        target: str | None,
+        bias: Array | None,
+        columns: int,
     ) -> _Batch:
         if strangers := [name for name in given if name not in _INPUTS]:
             raise ProblemError(f"`{strangers[0]}`: got an array of no such name, expected one of {', '.join(_INPUTS)}")
-        batch, tokens = ids.shape
-        extents = (batch * _size(axes.batch), tokens * _size(axes.tokens))
-        plan = Plan(spec, *extents, *_implementation(implementation, target))
         counts = _mask(mask, ids.shape)
         inputs = (_per_token(name, given.get(name), ids.shape) for name in plan.inputs)
         weights = _Weights.of(plan, counts, axes).stacked()
         arrays = (ids.astype(jnp.int32), counts, _advantages(advantages, ids.shape), weights, *inputs)
+        arrays += _bias(plan, bias, columns)
         return cls(plan, axes, tuple(lax.stop_gradient(array) for array in arrays))
 
     def logged(self, loss: Array, results: Array) -> GrpoLoss:
@@ -449,6 +453,12 @@ def _spec(given: Any) -> Spec:
             "`static_argnums`"
         )
     return spec_of(given) if given is not None else spec_of()
+
+
+def _plan(given: Any, ids: Array, axes: _Axes, implementation: str | None, target: str | None) -> Plan:
+    batch, tokens = ids.shape
+    extents = (batch * _size(axes.batch), tokens * _size(axes.tokens))
+    return Plan(_spec(given), *extents, *_implementation(implementation, target))
 
 
 def _implementation(given: str | None, target: str | None) -> tuple[str, str | None]:
@@ -516,3 +526,17 @@ def _per_token(name: str, array: Array | None, shape: tuple[int, ...]) -> Array:
     _dtype(name, array, kinds, "truth values" if name == "selected" else "floats")
     _shape(name, array, shape, "[B,T] of the logits")
     return array.astype(jnp.float32)
+
+
+def _bias(plan: Plan, bias: Array | None, columns: int) -> tuple[Array, ...]:
+    """The bias that the spec reads, if it does."""
+    if not plan.biased:
+        if bias is not None:
+            raise ProblemError("`bias`: got an array, expected none: the spec has no `logits.bias`")
+        return ()
+    if bias is None:
+        raise ProblemError(f"`bias`: not given, expected shape [{columns}]: the spec has `logits.bias`")
+    bias = jnp.asarray(bias)
+    _dtype("bias", bias, (jnp.floating,), "floats")
+    _shape("bias", bias, (columns,), "[V] of the logits")
+    return (bias.astype(jnp.float32),)

@@ -9,7 +9,8 @@
 On the CPU, by the kernel that `assay` judges under the name `native`, without a copy of the logits. The forward pass reads them
 once; the backward pass reads them once more and writes dlogits, which are so of whatever cotangent there is and rounded once.
 
-Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states.
+Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
+`segment_ids` S sequences are packed into one row of N tokens.
 """
 
 import functools
@@ -19,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, _pool
 from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
 
-__all__ = ["GrpoLoss", "METRICS", "grpo_loss", "logp_and_entropy", "trl_arguments"]
+__all__ = ["GrpoLoss", "METRICS", "empty_cache", "grpo_loss", "logp_and_entropy", "trl_arguments"]
 
 METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
 """What trainers log, means over the unmasked tokens: `GrpoLoss.metrics` by name. Without a KL term `kl_mean` is 0."""
@@ -60,10 +61,13 @@ _ARRAYS = (
     "token_weights",
     "selected",
     "bias",
+    "cu_seqlens",
+    "segment_ids",
 )
 _GIVEN = (
     "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
-    "Tensor? rollout_weights, Tensor? token_weights, Tensor? selected, Tensor? bias, Tensor? normalizer, str spec"
+    "Tensor? rollout_weights, Tensor? token_weights, Tensor? selected, Tensor? bias, Tensor? cu_seqlens, "
+    "Tensor? segment_ids, Tensor? normalizer, str spec"
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
 _SENT = "Tensor loss, Tensor logp, Tensor entropy"
@@ -110,7 +114,7 @@ def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
 @_op("grpo_loss_gradient", f"({_SENT}, Tensor logits, {_GIVEN}) -> Tensor")
 def _gradient(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
     spec, arrays, normalizer = _given(given)
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype)
+    dlogits = _pool.empty(logits.shape, logits.dtype)
     _native.op_gradient(spec, logits.detach(), dlogits, arrays, normalizer, float(loss), logp.detach(), entropy.detach())
     return dlogits
 
@@ -293,6 +297,8 @@ def grpo_loss(
     token_weights: Tensor | None = None,
     selected: Tensor | None = None,
     bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
@@ -316,6 +322,10 @@ def grpo_loss(
         token_weights: `[B,T]` or `[B,1]`: weights of tokens that the trainer gives.
         selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
         bias: `[V]`: of the LM head, where the spec has one.
+        cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
+            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights` and `token_weights`
+            are `[1,N]` or `[S,1]`.
+        segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
         normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
             normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
         hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
@@ -343,6 +353,8 @@ def grpo_loss(
         "token_weights": token_weights,
         "selected": selected,
         "bias": bias,
+        "cu_seqlens": cu_seqlens,
+        "segment_ids": segment_ids,
     }
     batch: dict[str, Any] = {
         "old_logps": old_logp is not None,
@@ -412,6 +424,12 @@ def logp_and_entropy(
     head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
     logp, entropy = _tensors(_native.op_head_logp_and_entropy(scored, head, arrays))
     return logp, entropy
+
+
+def empty_cache() -> None:
+    """Gives memory back that is kept for the next gradient: dlogits of 32 MiB and more lie where the last ones did, once those are
+    gone, so one array of them stays."""
+    _pool.release()
 
 
 def trl_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:

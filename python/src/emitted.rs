@@ -5,9 +5,31 @@ use serde::Serialize;
 
 use crate::error;
 use crate::spec::Spec;
+use assay::implementation::Unsupported;
 use assay::problem::{Dtype, Shape};
-use assay::programs::{Device, LossProgram, Lowering, Machine, Programs as _, Shaped};
+use assay::programs::{Device, LossProgram, Lowering, Machine, Programs as _, Shaped, arrays};
 use assay::{gpu, tpu};
+use assay_algebra::structure::{Number, Tokens};
+
+/// The kernels of a device.
+#[derive(Serialize)]
+struct Kernels {
+    statistics: Kernel,
+    gradient: Kernel,
+    /// What reads logits once, where a row and the loss of a token are all that the spec needs, and a row fits.
+    one_pass: Option<OnePass>,
+}
+
+#[derive(Serialize)]
+struct OnePass {
+    #[serde(flatten)]
+    kernel: Kernel,
+    /// The numbers that it is given, by name, but for `entropy_factor`: as text, for some are infinite.
+    numbers: Vec<(&'static str, String)>,
+    /// The columns of what it is given of a token, and of what it returns.
+    given: Vec<&'static str>,
+    results: &'static [&'static str],
+}
 
 /// A kernel, and how it is called. Its operands and results are those of docs/jax.md.
 #[derive(Serialize)]
@@ -25,8 +47,7 @@ struct Kernel {
     shared_bytes: Option<u32>,
 }
 
-/// The kernels of statistics and of dlogits for what a device holds of logits, as JSON. `target` is a chip's name, or what
-/// PJRT calls a device.
+/// The kernels for what a device holds of logits, as JSON. `target` is a chip's name, or what PJRT calls a device.
 ///
 /// # Errors
 /// A chip that nothing is written for, extents or a dtype that they do not take.
@@ -39,16 +60,17 @@ pub(crate) fn mosaic_kernels(
     target: &str,
 ) -> PyResult<String> {
     let machine = tpu_machine(target).map_err(|reason| error::other(py, format!("`target`: {reason}")))?;
-    let (shape, dtype) = asked(py, shape, dtype)?;
-    let kernels = program("tile-two-pass").kernels_for(Shaped::of(&spec.loss), shape, dtype, 1, machine);
-    let kernels = kernels.map_err(|reason| error::other(py, reason))?.into_iter().map(|kernel| Kernel {
-        name: kernel.name,
-        text: kernel.payload,
-        aliases: kernel.aliases,
-        launch: None,
-        shared_bytes: None,
-    });
-    Ok(as_json(kernels.collect()))
+    kernels(py, spec, asked(py, shape, dtype)?, ["tile-one-pass", "tile-two-pass"], |program, loss, shape, dtype| {
+        let kernels = program.kernels_for(loss, shape, dtype, 1, machine)?.into_iter();
+        let kernels = kernels.map(|kernel| Kernel {
+            name: kernel.name,
+            text: kernel.payload,
+            aliases: kernel.aliases,
+            launch: None,
+            shared_bytes: None,
+        });
+        Ok(kernels.collect())
+    })
 }
 
 /// The same for a GPU.
@@ -64,30 +86,54 @@ pub(crate) fn ptx_kernels(
     target: &str,
 ) -> PyResult<String> {
     let written_for = gpu_target(target).map_err(|reason| error::other(py, format!("`target`: {reason}")))?;
-    let (shape, dtype) = asked(py, shape, dtype)?;
-    let kernels = program("gpu-two-pass").gpu_kernels_for(Shaped::of(&spec.loss), shape, dtype, 1, written_for);
-    let kernels = kernels.map_err(|reason| error::other(py, reason))?.into_iter().map(|kernel| Kernel {
-        aliases: kernel.aliases(),
-        launch: Some([kernel.grid, kernel.block]),
-        shared_bytes: Some(kernel.shared_bytes),
-        name: kernel.name,
-        text: kernel.text,
-    });
-    Ok(as_json(kernels.collect()))
+    kernels(py, spec, asked(py, shape, dtype)?, ["gpu-one-pass", "gpu-two-pass"], |program, loss, shape, dtype| {
+        let kernels = program.gpu_kernels_for(loss, shape, dtype, 1, written_for)?.into_iter();
+        let kernels = kernels.map(|kernel| Kernel {
+            aliases: kernel.aliases(),
+            launch: Some([kernel.grid, kernel.block]),
+            shared_bytes: Some(kernel.shared_bytes),
+            name: kernel.name,
+            text: kernel.text,
+        });
+        Ok(kernels.collect())
+    })
 }
 
-fn as_json(kernels: Vec<Kernel>) -> String {
-    serde_json::to_string(&kernels).expect("plain data has a JSON form")
+fn kernels(
+    py: Python<'_>,
+    spec: &Spec,
+    (shape, dtype): (Shape, Dtype),
+    programs: [&str; 2],
+    write: impl Fn(LossProgram, Shaped, Shape, Dtype) -> Result<Vec<Kernel>, Unsupported>,
+) -> PyResult<String> {
+    let mut loss = Shaped::of(&spec.loss);
+    // Rows may be of several batches, by `vmap`.
+    loss.structure.entropy_bonus.iter_mut().for_each(|bonus| bonus.tokens = Some(Tokens::OfRow));
+    let [one_pass, two_pass] = programs.map(|id| {
+        let program = LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is among them");
+        write(program, loss, shape, dtype)
+    });
+    let two_pass: [Kernel; 2] =
+        two_pass.map_err(|reason| error::other(py, reason))?.try_into().ok().expect("two passes");
+    let [statistics, gradient] = two_pass;
+    // Where it is not, the other two are.
+    let one_pass = one_pass.ok().and_then(|kernels| kernels.into_iter().next()).map(|kernel| {
+        let numbers = arrays::numbers(loss.structure).into_iter();
+        let value = |number: Number| (number.name(), number.of(loss.spec, [shape.batch, shape.tokens]).to_string());
+        OnePass {
+            kernel,
+            numbers: numbers.map(value).collect(),
+            given: arrays::given_columns(loss.structure).into_iter().map(arrays::Given::name).collect(),
+            results: arrays::result_names(loss.structure),
+        }
+    });
+    Ok(serde_json::to_string(&Kernels { statistics, gradient, one_pass }).expect("plain data has a JSON form"))
 }
 
 fn asked(py: Python<'_>, shape: (usize, usize, usize), dtype: &str) -> PyResult<(Shape, Dtype)> {
     let (batch, tokens, vocab) = shape;
     let dtype = dtype.parse().map_err(|reason| error::other(py, format!("`logits`: {reason}")))?;
     Ok((Shape { batch, tokens, vocab }, dtype))
-}
-
-fn program(id: &str) -> LossProgram {
-    LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is among them")
 }
 
 fn tpu_machine(target: &str) -> Result<Machine, String> {

@@ -23,11 +23,20 @@ struct Given {
     ids: Taken,
     mask: Taken,
     advantages: Taken,
-    optional: [Option<Taken>; 7],
+    optional: [Option<Taken>; OPTIONAL.len()],
 }
 
-const OPTIONAL: [&str; 7] =
-    ["old_logp", "ref_logp", "rollout_logp", "rollout_weights", "token_weights", "selected", "bias"];
+const OPTIONAL: [&str; 9] = [
+    "old_logp",
+    "ref_logp",
+    "rollout_logp",
+    "rollout_weights",
+    "token_weights",
+    "selected",
+    "bias",
+    "cu_seqlens",
+    "segment_ids",
+];
 
 impl Given {
     /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
@@ -57,7 +66,7 @@ impl Given {
     }
 
     fn op(&self) -> Result<Op<'_>, String> {
-        let [old_logp, ref_logp, rollout_logp, rollout_weights, token_weights, selected, bias] =
+        let [old_logp, ref_logp, rollout_logp, rollout_weights, token_weights, selected, bias, cu_seqlens, segment_ids] =
             self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
         let arguments = Arguments {
             ids: self.ids.lent(),
@@ -70,6 +79,8 @@ impl Given {
             token_weights,
             selected,
             bias,
+            cu_seqlens,
+            segment_ids,
         };
         Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }

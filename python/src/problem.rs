@@ -19,7 +19,7 @@ use assay::campaign::{HeadDeck, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::HeadRecipe;
-use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part};
+use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part, Sequences};
 
 /// A batch of either kind.
 #[derive(Clone)]
@@ -157,6 +157,10 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
     ];
     arrays.extend(optional.into_iter().filter_map(|(name, array)| Some((name, numbers(array.as_ref()?)))));
     arrays.extend(extra.bias.iter().map(|bias| ("bias", numbers(bias))));
+    if let Sequences::Packed(cu_seqlens) = &extra.sequences {
+        let ends = Arc::new(cu_seqlens.values().mapv(|end| end as i64));
+        arrays.push(("cu_seqlens", Block::of(&ends, Element::Int64, |ends| ends)));
+    }
     if let Some(selected) = &extra.selected {
         arrays.push(("selected", Block::of(&Arc::new(selected.clone()), Element::Bool, |selected| selected)));
     }
@@ -240,7 +244,7 @@ impl Problem {
         self.lent("mask")
     }
 
-    /// `[B]` or `[B,T]`, as the spec has it.
+    /// `[B]` or `[B,T]`, as the spec has it; `[S]` or `[1,N]` of packed sequences.
     #[getter]
     fn advantages(&self) -> PyResult<Array> {
         self.lent("advantages")
@@ -280,6 +284,32 @@ impl Problem {
     #[getter]
     fn selected(&self) -> PyResult<Array> {
         self.lent("selected")
+    }
+
+    /// `[S+1]` i64, where `S` sequences are packed into one row, `[1,N]`: 0, and where each ends.
+    #[getter]
+    fn cu_seqlens(&self) -> PyResult<Array> {
+        self.lent("cu_seqlens")
+    }
+
+    /// The same with its sequences packed into one row, each without the tokens behind the last that counts.
+    fn pack(&self, py: Python<'_>) -> PyResult<Self> {
+        let already = |sequences: &Sequences| match sequences {
+            Sequences::Rows => Ok(()),
+            Sequences::Packed(_) => Err(error::of_problem(py, "pack: got packed sequences, expected one a row")),
+        };
+        let [_, width, _] = self.extents().logits();
+        let packed = match &self.batch {
+            Batch::Logits(problem) => {
+                already(&problem.extra.sequences)?;
+                Batch::Logits(Arc::new(error::apart(py, || problem.pack().0)?))
+            }
+            Batch::Head(problem) => {
+                already(&problem.extra.sequences)?;
+                Batch::Head(Arc::new(error::apart(py, || problem.pack().0)?))
+            }
+        };
+        Ok(Self::of(self.spec.of_width(width), packed, None).on_device(self.device.clone()))
     }
 
     /// `[V]`: bias of the LM head.

@@ -39,6 +39,11 @@ impl Spec {
         Self { loss: Arc::new(loss), name: None, project: None, notes: Vec::new() }
     }
 
+    /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
+    pub(crate) fn of_width(&self, width: usize) -> Self {
+        Self { loss: Arc::new((*self.loss).clone().of_width(width)), ..self.clone() }
+    }
+
     /// As JSON.
     pub(crate) fn json(&self) -> String {
         serde_json::to_string(&*self.loss).expect("plain data has a JSON form")

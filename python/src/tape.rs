@@ -11,9 +11,10 @@ use serde::Serialize;
 
 use crate::error;
 use crate::spec::Spec;
+use assay::native::share::rate;
 use assay::spec::RatioLevel;
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Shaped, Structure, Temperature, Tokens};
@@ -122,8 +123,10 @@ struct Divisor {
 /// Everything that a framework needs of a spec to compute its loss around kernels.
 #[derive(Serialize)]
 struct Plan {
-    /// `1/T`
+    /// `1/T` of the softmax that entropy is of.
     inverse_temperature: f64,
+    /// That of logp, where it is another.
+    logp_inverse_temperature: f64,
     /// Whether logp is of another softmax than entropy.
     two_softmaxes: bool,
     /// Whether tokens of a row depend on each other.
@@ -141,16 +144,23 @@ struct Plan {
     loss: Tape,
 }
 
-/// The plan of `spec` for a batch of `[batch, tokens]`, as JSON.
+/// The plan of `spec` for a batch of `[batch, tokens]`, as JSON. Where kernels are `native` they change logits as the spec says, and
+/// between statistics and dlogits their rate is a part of `1/T`.
 ///
 /// # Errors
-/// Where the spec has what is decided over more than a row, or changes logits before their softmax.
+/// Where the spec has what is decided over more than a row, or changes logits before their softmax and the kernels do not.
 #[pyfunction]
-pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize) -> PyResult<String> {
+pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, native: bool) -> PyResult<String> {
     let spec = &*spec.loss;
-    Reach::Row.expect(spec).map_err(|beyond| {
-        error::of_spec(py, format!("`{}`: got {}, expected {}", beyond.field, beyond.given, beyond.supported))
+    let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
+    Reach::Row.expect(spec).and_then(|()| plain()).map_err(|beyond| {
+        let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
+        error::of_spec(
+            py,
+            format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
+        )
     })?;
+    let rate = if native { rate(spec) } else { 1.0 };
     let loss @ Shaped { structure, .. } = Shaped::of(spec);
     let number = |number: Number| number.of(spec, [batch, tokens]);
     let divisor = |denominator: Denominator, known, epsilon| Divisor {
@@ -164,7 +174,8 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize) -> 
     };
     let kl = structure.kl.and_then(|kl| kl.denominator);
     let plan = Plan {
-        inverse_temperature: number(Number::InverseTemperature),
+        inverse_temperature: rate * number(Number::InverseTemperature),
+        logp_inverse_temperature: rate,
         two_softmaxes: structure.temperature == Temperature::Logp,
         couples_rows: structure.couples_rows(),
         inputs: structure.inputs().into_iter().map(Input::name).collect(),
@@ -175,25 +186,26 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize) -> 
             .entropy_bonus
             .map(|bonus| divisor(bonus, Number::EntropyDenominator, Number::EntropyDenominatorEpsilon)),
         entropy_coef: number(Number::EntropyCoef),
-        softmax: softmax(structure, number(Number::InverseTemperature)),
+        softmax: softmax(structure, number(Number::InverseTemperature), rate),
         loss: token_losses(loss, [batch, tokens]),
     };
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
 }
 
-/// From the statistics of whole rows.
-fn softmax(structure: Structure, inverse_temperature: f64) -> Tape {
+/// From the statistics of whole rows, of logits over their rate.
+fn softmax(structure: Structure, inverse_temperature: f64, rate: f64) -> Tape {
     let on = &mut Tape::default();
     let [max, target_logit] = ["max", "target_logit"].map(|name| on.input(name));
+    let factor = |on: &mut Tape, x: f64| (x != 1.0).then(|| on.constant(x));
+    let [of_logp, inverse] = [rate, rate * inverse_temperature].map(|x| factor(on, x));
     let inverse_temperature = on.constant(inverse_temperature);
-    let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
     let end = |on: &mut Tape, [others, weighted]: [&str; 2], inverse| {
         let [others, weighted] = [others, weighted].map(|name| on.input(name));
         Sums { max, target_logit, others, weighted }.softmax(on, inverse)
     };
     let of_entropy = end(on, ["others", "weighted"], inverse);
     let two = structure.temperature == Temperature::Logp;
-    let of_logp = if two { end(on, ["logp_others", "logp_weighted"], None) } else { of_entropy };
+    let of_logp = if two { end(on, ["logp_others", "logp_weighted"], of_logp) } else { of_entropy };
     let logp = of_logp.logp(on);
     let logp = if two { on.mul(logp, inverse_temperature) } else { logp };
     let entropy = of_entropy.entropy(on);

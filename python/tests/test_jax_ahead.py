@@ -1,12 +1,14 @@
-"""`assay.jax` compiled for chips that are not here: the kernels are in the program, and its memory is the logits'."""
+"""`assay.jax` for chips that are not here: how its kernels are called, and what a compiler makes of that."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,60 +16,154 @@ import assay
 from assay import _native
 
 PLUGINS = Path(__file__).resolve().parents[2] / ".plugins"
+SHAPE = (1, 16, 4096)
 
-PROGRAM = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-import assay
-from assay.jax import grpo_loss
 
-devices = topologies.get_topology_desc("v6e:2x4", "tpu").devices
-mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-cut = P("data", None, "model")
-place = NamedSharding(mesh, cut)
-shape, rows = (4, 256, 151936), NamedSharding(mesh, P("data"))
-array = lambda dtype, extents, sharding: jax.ShapeDtypeStruct(extents, dtype, sharding=sharding)
-given = dict(mask=array(jnp.bool_, shape[:2], rows), advantages=array(jnp.float32, shape[:1], rows))
-given["old_logp"] = array(jnp.float32, shape[:2], rows)
-ids = array(jnp.int32, shape[:2], rows)
-spec = assay.spec()
-
-def loss(logits, ids, given):
-    axes = dict(batch_axis="data", vocab_axis="model")
-    return grpo_loss(logits, ids, spec=spec, implementation="mosaic", target="v6e", **axes, **given).loss
-
-of_each = jax.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(cut, P("data"), P("data")), out_specs=(P(), cut))
-pinned = Format(Layout((0, 1, 2)), place)
-step = jax.jit(of_each, donate_argnums=0, out_shardings=(NamedSharding(mesh, P()), pinned))
-compiled = step.lower(array(jnp.bfloat16, shape, pinned), ids, given).compile()
-memory = compiled.memory_analysis()
-print("calls", compiled.as_text().count('custom_call_target="tpu_custom_call"'))
-print("logits", np.prod(shape) * 2 // 8, "alias", memory.alias_size_in_bytes, "temp", memory.temp_size_in_bytes)
-"""
+def compiled(target: str, *ways: str) -> list[dict[str, int]]:
+    """Calls of kernels and bytes on each device of `IMPLEMENTATION:CUT:SHAPE`."""
+    command = [sys.executable, str(Path(__file__).with_name("jax_ahead.py")), target, *ways]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not (PLUGINS / "libtpu.so").exists(), reason="no libtpu (make setup-tpu)")
 def test_a_v6e_runs_the_tile_kernels_over_its_logits() -> None:
     pytest.importorskip("jax")
-    given = {"TPU_LIBRARY_PATH": str(PLUGINS / "libtpu.so"), "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    given |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8", "JAX_PLATFORMS": "cpu"}
-    command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, **given}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    calls, logits, alias, temp = (int(number) for number in re.findall(r"\d+", done.stdout))
-    assert calls == 2, "statistics and dlogits"
-    assert logits <= alias <= 1.01 * logits, "padded to whole registers"
-    assert temp <= 0.01 * logits, f"{temp} bytes beside logits of {logits}"
+    rows, mesh = compiled("v6e:2x4", "mosaic:rows:8x64x151936", "mosaic:mesh:4x256x151936")
+    assert rows["calls"] == 1, "of whole rows each logit is read once"
+    assert mesh["calls"] == 2, "statistics and dlogits"
+    for way in (rows, mesh):
+        assert way["logits"] <= way["peak"] <= 1.01 * way["logits"], way
+
+
+@pytest.mark.skipif(not (PLUGINS / "xla_cuda_plugin.so").exists(), reason="no CUDA plugin (make setup-gpu)")
+def test_an_h100_runs_the_kernel_of_one_pass_over_its_logits() -> None:
+    pytest.importorskip("jax")
+    kernel, plain = compiled("h100", "ptx:rows:1x256x151936", "xla:rows:1x256x151936")
+    assert (kernel["calls"], plain["calls"]) == (1, 0)
+    assert kernel["logits"] <= kernel["peak"] <= 1.01 * kernel["logits"], kernel
+    assert plain["peak"] >= kernel["peak"], "what the kernel is there for"
 
 
 def test_kernels_are_written_for_the_chips_that_there_are() -> None:
-    spec, shape = assay.spec(), (1, 16, 4096)
+    spec = assay.spec()
     for target in ("v6e", "v5e", "TPU v6 lite"):
-        assert '"grpo_statistics"' in _native.mosaic_kernels(spec, shape, "bf16", target)
+        kernels = json.loads(_native.mosaic_kernels(spec, SHAPE, "bf16", target))
+        names = [kernels[name]["name"] for name in ("statistics", "gradient", "one_pass")]
+        assert names == ["grpo_statistics", "grpo_dlogits", "grpo_one_pass"]
     for target in ("h100", "NVIDIA H100 80GB HBM3"):
-        assert ".visible .entry" in _native.ptx_kernels(spec, shape, "f32", target)
+        kernels = json.loads(_native.ptx_kernels(spec, SHAPE, "f32", target))
+        assert all(".visible .entry" in kernels[name]["text"] for name in ("statistics", "gradient", "one_pass"))
     for written, target in ((_native.mosaic_kernels, "h100"), (_native.ptx_kernels, "v6e")):
         with pytest.raises(assay.AssayError, match=f"`target`.*{target}"):
-            written(spec, shape, "bf16", target)
+            written(spec, SHAPE, "bf16", target)
+
+
+def test_one_pass_is_for_tokens_alone_and_rows_that_fit() -> None:
+    sequence = assay.spec("trl", importance_sampling_level="sequence")
+    for written, target, spec, columns in (
+        (_native.mosaic_kernels, "v6e", sequence, 4096),
+        (_native.mosaic_kernels, "v6e", assay.spec(), 2_000_000),
+        (_native.ptx_kernels, "h100", sequence, 4096),
+        (_native.ptx_kernels, "h100", assay.spec(), 2_000_000),
+        (_native.ptx_kernels, "a100", assay.spec(), 4096),
+    ):
+        kernels = json.loads(written(spec, (1, 16, columns), "bf16", target))
+        assert kernels["one_pass"] is None and kernels["statistics"] and kernels["gradient"]
+
+
+def assembled(text: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "kernel.ptx").write_text(text)
+    command = [str(PLUGINS / "cuda/bin/ptxas"), "-arch=sm_90", "-o", str(tmp_path / "kernel.cubin"), str(tmp_path / "kernel.ptx")]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not (PLUGINS / "cuda/bin/ptxas").exists(), reason="no ptxas (make setup-gpu)")
+def test_what_an_h100_is_given_is_assembled(tmp_path: Path) -> None:
+    kernels = json.loads(_native.ptx_kernels(assay.spec("trl", beta=0.04), SHAPE, "bf16", "h100"))
+    for name in ("statistics", "gradient", "one_pass"):
+        done = assembled(kernels[name]["text"], tmp_path)
+        assert done.returncode == 0, done.stderr
+    # The plugin compiles such a text ahead of time too, and says nothing.
+    assert assembled(kernels["one_pass"]["text"].replace("barrier.sync", "barrier.sink"), tmp_path).returncode != 0
+
+
+def one_pass(kernel: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """What docs/jax.md says of such a kernel, under PPO-clip with a k3 penalty, by autodiff."""
+    import jax
+    import jax.numpy as jnp
+
+    ids, numbers, logits, tokens = operands
+    number = dict(zip((name for name, _ in kernel["numbers"]), numbers, strict=True))
+    token = {name: tokens[0, :, i] for i, name in enumerate(kernel["given"])}
+    mask = token["mask"] > 0.0
+    ids = jnp.clip(ids, 0, logits.shape[-1] - 1)
+
+    def evaluated(logits: Any) -> Any:
+        logps = jax.nn.log_softmax(logits[0] * number["inverse_temperature"])
+        logp = jnp.take_along_axis(logps, ids[:, None], 1)[:, 0]
+        entropy = -(jnp.exp(logps) * logps).sum(1)
+        ratio, advantage = jnp.exp(logp - token["old_logp"]), token["advantage"]
+        low, high = ratio < number["low"], ratio > number["high"]
+        policy = -jnp.minimum(ratio * advantage, jnp.clip(ratio, number["low"], number["high"]) * advantage)
+        gap = token["ref_logp"] - logp
+        kl = jnp.exp(gap) - gap - 1.0
+        of = {"logp": logp, "entropy": entropy, "token_loss": policy + number["beta"] * kl, "ratio": ratio, "kl": kl}
+        of |= {"clipped_low": low & (advantage < 0), "clipped_high": high & (advantage > 0)}
+        weighed = token["weight"] * of["token_loss"] + token.get("entropy_factor", 0.0) * entropy
+        return jnp.where(mask, weighed, 0.0).sum(), of
+
+    dlogits, of = jax.grad(evaluated, has_aux=True)(logits)
+    # Under the mask stands anything.
+    named = [jnp.where(mask, of.get(name, 0.0) * 1.0, jnp.nan) for name in kernel["results"]]
+    columns = jnp.stack([*named, *[jnp.full_like(token["mask"], jnp.nan)] * (8 - len(named))], -1)
+    return [jnp.where(mask[None, :, None], dlogits, 0.0), columns[None]]
+
+
+# The kernels of both are called alike.
+@pytest.mark.parametrize("implementation", ["mosaic", *["ptx"] * ("ASSAY_CASES" in os.environ)])
+def test_a_kernel_of_one_pass_is_given_what_the_documents_say(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax, jnp = pytest.importorskip("jax"), pytest.importorskip("jax.numpy")
+    import numpy as np
+    from test_jax_op import Batch
+
+    from assay import _jax_rows as rows
+
+    batch, target = Batch(3, 5, 40), {"mosaic": "v6e", "ptx": "h100"}[implementation]
+    spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"}, entropy_coef=0.1, temperature=0.7)
+    called: list[str] = []
+
+    def call(kernel: dict[str, Any], results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        called.append(kernel["name"])
+        return one_pass(kernel, operands)
+
+    monkeypatch.setattr(rows.KERNELS[implementation], "_called", staticmethod(call))
+
+    @jax.jit
+    def both(logits: Any, others: Any) -> Any:
+        def evaluated(implementation: str, target: str | None) -> Any:
+            def loss(logits: Any) -> Any:
+                of = batch.loss(logits, spec=spec, loss_scale=3.0, implementation=implementation, target=target)
+                return 3.0 * of.loss, of
+
+            return jax.vmap(jax.value_and_grad(loss, has_aux=True))(jnp.stack([logits, others]))
+
+        return evaluated(implementation, target), evaluated("native", None)
+
+    ours, native = both(batch.logits, batch.logits[::-1])
+    assert set(called) == {"grpo_one_pass"}
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(native), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+    # The kernel takes the nearest id: no number comes of another, and it is in no one else's gradient.
+    ids = np.array(batch.ids)
+    ids[1, 0] = 40
+    batch.ids = jnp.asarray(ids)
+    value = batch.value(spec=spec, implementation=implementation, target=target)
+    loss, dlogits = jax.jit(jax.value_and_grad(value))(batch.logits)
+    loss, dlogits = np.asarray(loss), np.asarray(dlogits)
+    assert np.isnan(loss) and np.isnan(dlogits[1, 0]).all() and np.isnan(dlogits).sum() == 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from assay.jax import GrpoLoss, grpo_loss, grpo_loss_of_hidden, logp_and_entropy  # noqa: E402
 
 TRL = assay.spec("trl", beta=0.04)
-NAMES = ("mask", "advantages", "old_logp", "ref_logp")
+NAMES = ("mask", "advantages", "old_logp", "ref_logp", "bias")
 CALLS = ("grpo_assay_loss", "grpo_assay_gradient", "grpo_assay_statistics")
 
 
@@ -41,18 +42,21 @@ class Batch:
     """A ragged batch whose ratios are not 1."""
 
     def __init__(self, batch: int = 8, tokens: int = 6, vocab: int = 64, dtype: Any = jnp.float32) -> None:
+        # In NumPy: JAX compiles each operation by itself.
         rng = np.random.default_rng(batch * tokens + vocab)
-        self.logits = jnp.asarray(rng.normal(size=(batch, tokens, vocab)) * 3, dtype)
-        self.ids = jnp.asarray(rng.integers(0, vocab, (batch, tokens)), jnp.int32)
-        logp = jax.nn.log_softmax(self.logits.astype(jnp.float32))
-        logp = jnp.take_along_axis(logp, self.ids[..., None], -1)[..., 0]
+        logits = (rng.normal(size=(batch, tokens, vocab)) * 3).astype(dtype)
+        ids = rng.integers(0, vocab, (batch, tokens))
+        wide = logits.astype(np.float64)
+        logp = np.take_along_axis(wide - np.log(np.exp(wide).sum(-1, keepdims=True)), ids[..., None], -1)[..., 0]
         noise = rng.normal(size=(2, batch, tokens)) * 0.3
-        self.given = {
-            "mask": jnp.arange(tokens) < jnp.asarray(rng.integers(1, tokens + 1, (batch, 1))),
-            "advantages": jnp.asarray(rng.normal(size=batch), jnp.float32),
-            "old_logp": logp + jnp.asarray(noise[0], jnp.float32),
-            "ref_logp": logp + jnp.asarray(noise[1], jnp.float32),
+        given = {
+            "mask": np.arange(tokens) < rng.integers(1, tokens + 1, (batch, 1)),
+            "advantages": rng.normal(size=batch).astype(np.float32),
+            "old_logp": (logp + noise[0]).astype(np.float32),
+            "ref_logp": (logp + noise[1]).astype(np.float32),
         }
+        self.logits, self.ids = jnp.asarray(logits), jnp.asarray(ids, jnp.int32)
+        self.given = {name: jnp.asarray(array) for name, array in given.items()}
 
     def loss(self, logits: Any, **options: Any) -> GrpoLoss:
         return grpo_loss(logits, self.ids, **{"spec": TRL, **self.given, **options})
@@ -61,28 +65,38 @@ class Batch:
         return lambda logits: self.loss(logits, **options).loss
 
 
-def judged(spec: assay.Spec, implementation: str, cotangent: float = 1.0, **options: Any) -> Callable[[Any], Any]:
-    """The op as a kernel to be judged, `cotangent` times its loss differentiated."""
+@functools.cache
+def gradient(spec: str, implementation: str) -> Callable[..., dict[str, Any]]:
+    """The op under a file of a spec, `cotangent` times its loss differentiated."""
 
     @jax.jit
-    def run(logits: Any, ids: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def run(logits: Any, ids: Any, given: dict[str, Any], cotangent: Any, loss_scale: Any) -> dict[str, Any]:
         def scaled(logits: Any) -> Any:
-            of = grpo_loss(logits, ids, spec=spec, implementation=implementation, **options, **given)
+            options = {"spec": assay.Spec._of_json(spec), "implementation": implementation, "loss_scale": loss_scale}
+            of = grpo_loss(logits, ids, **options, **given)
             return of.loss * cotangent, of
 
         (loss, of), dlogits = jax.value_and_grad(scaled, has_aux=True)(logits)
         return dict(loss=loss, dlogits=dlogits, logp=of.logp, entropy=of.entropy, token_loss=of.token_loss)
 
+    return run  # type: ignore[no-any-return]
+
+
+def judged(spec: assay.Spec, implementation: str, cotangent: float = 1.0, loss_scale: float = 1.0, of: Any = None) -> Any:
+    """The op as a kernel to be judged; `of` another spec than it is judged by."""
+    run = gradient((of or spec).to_json(), implementation)
+
     def kernel(problem: assay.Problem) -> dict[str, Any]:
         arrays = problem.jax()
         given = {name: getattr(arrays, name) for name in NAMES if name in vars(arrays)}
-        return run(arrays.logits, arrays.ids, given)  # type: ignore[no-any-return]
+        return run(arrays.logits, arrays.ids, given, cotangent, loss_scale)
 
     return kernel
 
 
 def exact(kernel: Any, spec: assay.Spec, cases: int, *dtypes: str) -> assay.Report:
     options: dict[str, Any] = {"shapes": "few", "power": False, "shrink": False, "repro_dir": None, "progress": False}
+    options["wide"] = int("ASSAY_CASES" in os.environ)
     return assay.check(kernel, spec, cases=cases, dtypes=dtypes, grade="exact", **options)
 
 
@@ -94,20 +108,24 @@ SPECS = {
     "kl of its own mean": assay.spec("skyrl"),
     "rows with tokens": assay.spec("tunix"),
     "entropy bonus": assay.spec(temperature=0.6, entropy_coef=0.01),
+    "capped": assay.spec(logits={"softcap": 20.0, "scale": 0.5, "bias": True}, temperature=0.6, entropy_coef=0.01),
+    "a part of the columns": assay.spec(support={"vocab": 100, "excluded_ids": [3, 5], "keep_sampled": True}, entropy_coef=0.01),
 }
+#: Which implementations compute logits before their softmax.
+PLAIN = [name for name in SPECS if name not in ("capped", "a part of the columns")]
 
 
-@pytest.mark.parametrize("name", some(SPECS, "trl", "sequence level", "entropy bonus"))
+@pytest.mark.parametrize("name", some(SPECS, "sequence level", "capped", "a part of the columns"))
 def test_native_passes_exact(name: str) -> None:
     exact(judged(SPECS[name], "native"), SPECS[name], CASES, "f32", "bf16", "f16").raise_for_failure()
 
 
-@pytest.mark.parametrize("name", some(SPECS, "entropy bonus"))
+@pytest.mark.parametrize("name", some(PLAIN, "entropy bonus"))
 def test_plain_xla_passes_exact(name: str) -> None:
     exact(judged(SPECS[name], "xla"), SPECS[name], CASES // 2, "f32", "bf16").raise_for_failure()
 
 
-@pytest.mark.parametrize("name", some(SPECS, "trl"))
+@pytest.mark.parametrize("name", some(PLAIN, "trl"))
 def test_an_lm_head_passes_exact_in_chunks(name: str) -> None:
     spec = SPECS[name]
 
@@ -130,24 +148,36 @@ def test_an_lm_head_passes_exact_in_chunks(name: str) -> None:
         return {**outputs, "dlm_head": turned_back, "dlogits_dtype": "f32"}
 
     options: dict[str, Any] = {"shapes": "few", "power": False, "shrink": False, "repro_dir": None, "progress": False}
-    assay.check(kernel, spec, cases=CASES // 2, dtypes=("bf16",), grade="exact", lm_head=True, **options).raise_for_failure()
+    options |= {"lm_head": True, "wide": int("ASSAY_CASES" in os.environ)}
+    assay.check(kernel, spec, cases=CASES // 2, dtypes=("bf16",), grade="exact", **options).raise_for_failure()
 
 
 SEVENTH = assay.spec(**{**TRL.to_dict(), "scale": 1 / 7})
 
 
 def test_a_cotangent_is_rounded_into_f32_alone_unless_it_is_given_beforehand() -> None:
-    exact(judged(TRL, "native", 1 / 7), SEVENTH, 2, "f32").raise_for_failure()
-    exact(judged(TRL, "native", 1 / 7, loss_scale=1 / 7), SEVENTH, 4, "bf16", "f16").raise_for_failure()
-    assert not exact(judged(TRL, "native", 1 / 7), SEVENTH, 2, "bf16"), "a second rounding shows in bf16"
+    for cotangent, loss_scale, dtype, passes in (
+        (1.0, 1.0, "bf16", True),
+        (1 / 7, 1.0, "f32", True),
+        (1 / 7, 1 / 7, "bf16", True),
+        (1 / 7, 1.0, "bf16", False),
+    ):
+        spec = TRL if cotangent == 1.0 else SEVENTH
+        report = exact(judged(spec, "native", cotangent, loss_scale, of=TRL), spec, CASES, dtype)
+        assert bool(report) == passes, report
 
 
 def test_a_loss_scale_keeps_f16_from_underflow() -> None:
     scale = 2.0**16
     batch = Batch(vocab=4096, dtype=jnp.float16)
-    whole = jax.jit(jax.grad(batch.value()))(batch.logits.astype(jnp.float32))
-    scaled = jax.jit(jax.grad(lambda x: scale * batch.loss(x, loss_scale=scale).loss))(batch.logits)
-    late = jax.jit(jax.grad(lambda x: scale * batch.loss(x).loss))(batch.logits)
+
+    @jax.jit
+    def gradients(logits: Any, wide: Any) -> tuple[Any, Any, Any]:
+        scaled = jax.grad(lambda x: scale * batch.loss(x, loss_scale=scale).loss)(logits)
+        late = jax.grad(lambda x: scale * batch.loss(x).loss)(logits)
+        return jax.grad(batch.value())(wide), scaled, late
+
+    whole, scaled, late = gradients(batch.logits, batch.logits.astype(jnp.float32))
     relative = jnp.linalg.norm(scaled.astype(jnp.float32) / scale - whole) / jnp.linalg.norm(whole)
     lost = [float(((d == 0) & (jnp.abs(whole) > 1e-12)).mean()) for d in (scaled, late)]
     assert relative < 1e-3
@@ -195,20 +225,24 @@ def test_dlogits_lie_over_donated_logits() -> None:
 
 def test_vmap_is_the_batches_one_by_one() -> None:
     batch, other = Batch(2, 3, 16), Batch(2, 3, 16).logits[::-1]
-    each = jnp.stack([batch.logits, other])
-    both = jax.jit(jax.vmap(jax.value_and_grad(batch.value())))(each)
-    single = jax.jit(jax.value_and_grad(batch.value()))
-    for i, logits in enumerate(each):
-        loss, dlogits = single(logits)
+    single = jax.value_and_grad(batch.value())
+
+    @jax.jit
+    def all(each: Any) -> Any:
+        of_sum = jax.grad(lambda x: jax.vmap(batch.value())(x).sum())(each)
+        return jax.vmap(single)(each), of_sum, [single(logits) for logits in each]
+
+    both, of_sum, singles = all(jnp.stack([batch.logits, other]))
+    for i, (loss, dlogits) in enumerate(singles):
         assert both[0][i] == loss and (both[1][i] == dlogits).all()
-    of_mean = jax.jit(jax.grad(lambda x: jax.vmap(batch.value())(x).sum()))(each)
-    assert (of_mean == both[1]).all()
+    assert (of_sum == both[1]).all()
 
 
 def test_checkpoint_recomputes_the_same() -> None:
     batch = Batch(2, 3, 16)
-    again = jax.jit(jax.grad(jax.checkpoint(lambda x: batch.value()(2.0 * x))))(batch.logits)
-    assert (again == jax.jit(jax.grad(lambda x: batch.value()(2.0 * x)))(batch.logits)).all()
+    of_twice = lambda x: batch.value()(2.0 * x)  # noqa: E731
+    again, once = jax.jit(lambda x: (jax.grad(jax.checkpoint(of_twice))(x), jax.grad(of_twice)(x)))(batch.logits)
+    assert (again == once).all()
 
 
 @pytest.mark.parametrize("implementation", ["native", "xla"])
@@ -220,10 +254,23 @@ def test_a_second_derivative_is_an_error(implementation: str) -> None:
 
 def test_logp_and_entropy_are_those_of_the_loss() -> None:
     batch = Batch(2, 3, 16)
-    for spec in (TRL, assay.spec("mllm-jax", temperature=0.7)):
-        of = batch.loss(batch.logits, spec=spec)
-        logp, entropy = logp_and_entropy(batch.logits, batch.ids, mask=batch.given["mask"], spec=spec)
-        assert jnp.allclose(logp, of.logp, rtol=1e-6) and jnp.allclose(entropy, of.entropy, rtol=1e-6)
+    capped = assay.spec(**assay.spec("mllm-jax", temperature=0.7).to_dict() | {"logits": {"softcap": 5.0, "bias": True}})
+    options: dict[str, Any] = {"spec": capped, "bias": jnp.linspace(-1, 1, 16)}
+
+    @jax.jit
+    def both(logits: Any) -> Any:
+        """By the statistics of parts, and by rows that are whole."""
+
+        def loss(logits: Any) -> Any:
+            of = batch.loss(logits, **options)
+            return of.loss, (of.logp, of.entropy)
+
+        parts = logp_and_entropy(logits, batch.ids, mask=batch.given["mask"], **options)
+        return parts, jax.value_and_grad(loss, has_aux=True)(logits)[0][1]
+
+    parts, whole = both(batch.logits)
+    for part, of in zip(parts, whole, strict=True):
+        assert of.any() and jnp.allclose(part, of, rtol=1e-6)
 
 
 # ---- over devices
@@ -248,17 +295,28 @@ def cut_over(kind: AxisType) -> Any:
     return jax.make_mesh((2, 2, 2), ("data", "tokens", "model"), axis_types=(kind,) * 3)
 
 
+#: The spec of a cut: tokens that share a ratio where they are cut, columns that differ where those are.
+CUT_SPECS = {
+    "tokens too": SEQUENCE,
+    "both": assay.spec(
+        **TRL.to_dict()
+        | {"logits": {"softcap": 5.0, "bias": True}, "entropy_coef": 0.01, "scale": 1.0}
+        | {"support": {"vocab": 50, "excluded_ids": [3, 40], "keep_sampled": True}}
+    ),
+}
+
+
 @pytest.mark.parametrize("name", some(CUTS, "both", "tokens too"))
 def test_no_collective_is_of_the_logits_size(name: str) -> None:
-    batch, cut = Batch(), CUTS[name]
-    # Whose tokens share a ratio, where they are cut.
-    spec = SEQUENCE if name == "tokens too" else TRL
+    batch, cut, spec = Batch(), CUTS[name], CUT_SPECS.get(name, TRL)
     mesh = cut_over(AxisType.Auto)
     of_tokens, of_rows = P(*cut[:2]), P(cut[0])
-    specs = {name: of_rows if name == "advantages" else of_tokens for name in NAMES}
+    if spec.to_dict()["logits"]["bias"]:
+        batch.given["bias"] = jnp.linspace(-2, 2, 64)
+    specs = {name: of_rows if name == "advantages" else of_tokens for name in NAMES} | {"bias": P(cut[2])}
+    specs = {name: specs[name] for name in batch.given}
     place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
-    whole = jax.jit(jax.value_and_grad(lambda x: batch.loss(x, spec=spec, implementation="xla").loss))(batch.logits)
-    ids, given = place(batch.ids, of_tokens), {name: place(batch.given[name], specs[name]) for name in NAMES}
+    ids, given = place(batch.ids, of_tokens), {name: place(array, specs[name]) for name, array in batch.given.items()}
 
     def loss(logits: Any, ids: Any, given: Any, **axes: Any) -> Any:
         return grpo_loss(logits, ids, spec=spec, **axes, **given).loss
@@ -267,23 +325,42 @@ def test_no_collective_is_of_the_logits_size(name: str) -> None:
         axes = dict(zip(("batch_axis", "token_axis", "vocab_axis"), cut, strict=True))
         return jax.value_and_grad(lambda x: loss(x, ids, given, **axes))(logits)
 
+    whole = jax.jit(jax.value_and_grad(loss))(batch.logits, batch.ids, batch.given)
     mapped = jax.shard_map(of_each, mesh=mesh, in_specs=(cut, of_tokens, specs), out_specs=(P(), cut))
     share = batch.logits.size // int(np.prod([mesh.shape[axis] for entry in cut for axis in np.atleast_1d(entry or [])]))
-    # The loss alone is cut as it is with its gradient: looked at once.
-    functions = (*[loss] * (name == "both"), jax.value_and_grad(loss), mapped)
-    for function in functions[:1] if name == "batch" else functions:
-        compiled = jax.jit(function).lower(place(batch.logits, cut), ids, given).compile()
+    # By default each cut in one way; the loss alone is cut as it is with its gradient.
+    ways = {"loss": loss, "gradient": jax.value_and_grad(loss), "shard_map": mapped}
+    for way in some(ways, *(["loss", "gradient"] if name == "both" else ["shard_map"])):
+        # Of a cut batch nothing is moved but the loss's own sums.
+        if name == "batch" and way != "loss":
+            continue
+        compiled = jax.jit(ways[way]).lower(place(batch.logits, cut), ids, given).compile()
         hlo = compiled.as_text()
         moved = elements(hlo)
         assert moved and max(moved) <= batch.ids.size < share, moved
         assert any(call in hlo for call in CALLS)
         value = compiled(place(batch.logits, cut), ids, given)
-        if function is loss:
+        if way == "loss":
             assert jnp.allclose(value, whole[0], rtol=1e-5)
             continue
         assert jnp.allclose(value[0], whole[0], rtol=1e-5)
         assert jnp.allclose(value[1], whole[1], rtol=1e-4, atol=1e-8)
         assert value[1].sharding.is_equivalent_to(NamedSharding(mesh, cut), 3)
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (P(None, None, ("tokens", "model")), "`logits`: got 62 columns cut over the 4 devices of `tokens`, `model`"),
+        (P(None, ("data", "model")), "`logits`: got 3 tokens cut over the 4 devices of `data`, `model`"),
+    ],
+)
+def test_a_cut_into_unlike_parts_is_refused(cut: Any, said: str) -> None:
+    batch = Batch(2, 3, 62)
+    place = NamedSharding(cut_over(AxisType.Auto), cut)
+    loss = jax.jit(lambda x: batch.loss(jax.lax.with_sharding_constraint(2.0 * x, place)).loss)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{said}, expected a multiple of 4"):
+        loss.lower(batch.logits).compile()
 
 
 def test_the_cuts_that_types_say_are_taken() -> None:
@@ -297,11 +374,15 @@ def test_the_cuts_that_types_say_are_taken() -> None:
 
 
 def test_a_row_of_which_no_device_has_the_target_is_no_number() -> None:
-    batch = Batch()
-    batch.ids = batch.ids.at[0, 0].set(64)
+    batch = Batch(2, 6, 64)
+    batch.given["mask"] = jnp.ones((2, 6), bool)
+    # One that no device has, one that the support has not.
+    batch.ids = jnp.asarray([[64, 63, 0, 0, 0, 0], [0] * 6])
+    spec = assay.spec(**TRL.to_dict() | {"support": {"vocab": 63, "excluded_ids": [], "keep_sampled": False}})
     mesh = cut_over(AxisType.Auto)
-    of = jax.jit(lambda x: batch.loss(x))(jax.device_put(batch.logits, NamedSharding(mesh, CUTS["vocabulary"])))
-    assert jnp.isnan(of.loss) and jnp.isnan(of.logp).sum() == 1 and not jnp.isnan(of.entropy).any()
+    place = NamedSharding(mesh, CUTS["vocabulary"])
+    of = jax.jit(lambda x: batch.loss(x, spec=spec))(jax.device_put(batch.logits, place))
+    assert np.isnan(of.loss) and np.isnan(of.logp).tolist() == [[True] * 2 + [False] * 4, [False] * 6]
 
 
 def test_two_processes_have_one_loss() -> None:
@@ -328,6 +409,8 @@ def test_two_processes_have_one_loss() -> None:
 # ---- what is refused
 
 BATCH = Batch(2, 3, 16)
+BIASED = assay.spec(logits={"bias": True})
+PART = assay.spec(**TRL.to_dict() | {"support": {"vocab": 15, "excluded_ids": [], "keep_sampled": False}})
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"logits": BATCH.logits[0]}, r"`logits`: got shape \[3, 16\], expected \[B,T,V\]"),
     "empty": ({"logits": BATCH.logits[:0]}, r"`logits`: got shape \[0, 3, 16\]"),
@@ -347,7 +430,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "axis": ({"vocab_axis": "model"}, "`vocab_axis`: got 'model', expected none outside of a shard_map"),
     "spec": ({"spec": jnp.ones(())}, "`spec`: got ArrayImpl, expected a spec that is known while tracing"),
     "unknown": ({"spec": "trll"}, "is `trl` meant"),
-    "capped": ({"spec": assay.spec(logits={"softcap": 30.0})}, "`logits`: got .*softcap.*, expected logits as they come"),
+    "selection": (
+        {"spec": assay.spec(objective={"clip_cov": {"selection": {"fraction": 0.1, "lower": 1.0, "upper": 5.0}}})},
+        "`objective.clip_cov.selection`: got .*, expected `selected` given with the batch",
+    ),
+    "capped": (
+        {"spec": assay.spec(logits={"softcap": 30.0}), "implementation": "xla"},
+        "`logits`: got .*softcap.*, expected logits as they come.*; `native` takes it",
+    ),
+    "support": (
+        {"spec": assay.spec(support={"vocab": 12}), "implementation": "mosaic", "target": "v6e"},
+        "`support`: got .*12.*, expected the whole vocabulary; `native` takes it",
+    ),
+    "bias of none": ({"bias": jnp.ones(16)}, "`bias`: got an array, expected none: the spec has no `logits.bias`"),
+    "no bias": ({"spec": BIASED}, r"`bias`: not given, expected shape \[16\]: the spec has `logits.bias`"),
+    "bias": ({"spec": BIASED, "bias": jnp.ones(15)}, r"`bias`: got shape \[15\], expected \[16\]"),
+    "bias of integers": ({"spec": BIASED, "bias": jnp.ones(16, int)}, "`bias`: got dtype int32, expected floats"),
 }
 
 
@@ -368,9 +466,10 @@ def test_a_traced_option_is_refused() -> None:
     [
         ({"ids": BATCH.ids.at[1, 0].set(16)}, r"`ids\[1,0\]`: got 16, expected 0 ≤ id < V = 16"),
         ({"old_logp": BATCH.given["old_logp"].at[0, 0].set(jnp.nan)}, r"`old_logp\[0,0\]`: got NaN, expected a finite"),
+        ({"ids": BATCH.ids.at[1, 0].set(15), "spec": PART}, r"`ids\[1,0\]`: got 15, expected an id within `support`"),
     ],
 )
 def test_the_cpu_kernel_names_the_token_that_is_wrong(change: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"ids": BATCH.ids, **BATCH.given, **change}
+    given: dict[str, Any] = {"ids": jnp.minimum(BATCH.ids, 14), "spec": TRL, **BATCH.given, **change}
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=said):
-        jax.grad(lambda x: grpo_loss(x, spec=TRL, **given).loss)(BATCH.logits).block_until_ready()
+        jax.grad(lambda x: grpo_loss(x, **given).loss)(BATCH.logits).block_until_ready()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import Any
 
 import pytest
 
 import assay
-from assay import _native
+from assay import _native, _pool
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
@@ -23,6 +24,7 @@ ARRAYS = (
     "token_weights",
     "selected",
     "bias",
+    "cu_seqlens",
 )
 G = [1.0, 1 / 7, -3.0]
 
@@ -159,6 +161,58 @@ def test_a_second_backward_is_an_error() -> None:
         in_place.backward()
 
 
+def test_a_graph_that_is_kept_is_differentiated_again() -> None:
+    """Of the functional operation: each backward pass computes dlogits anew, from logits that must still be those."""
+    problem = one()
+    leaf = problem.torch().logits.clone().requires_grad_()
+    logits = leaf * 1.0
+    result = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec)
+
+    def gradient(g: float, **options: bool) -> Any:
+        (of_leaf,) = torch.autograd.grad(result.loss, leaf, torch.tensor(g), **options)
+        return of_leaf
+
+    first, again = gradient(1.0, retain_graph=True), gradient(1.0, retain_graph=True)
+    assert torch.equal(first, again) and first.data_ptr() != again.data_ptr()
+    assert torch.equal(gradient(-2.0, retain_graph=True), -2 * first)
+    with torch.no_grad():
+        logits.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(1.0)
+
+
+def test_gradients_lie_where_those_lay_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "LARGE", 1)
+    assay.torch.empty_cache()
+    problem = one()
+
+    def gradient() -> Any:
+        logits = problem.torch().logits.clone().requires_grad_()
+        assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec).loss.backward()
+        return logits.grad
+
+    first = gradient()
+    expected, address = first.clone(), first.data_ptr()
+    second = gradient()
+    assert second.data_ptr() != address, "the first is still there"
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    part = first[1]
+    del first
+    assert gradient().data_ptr() != address, "a part of the first is still there"
+    second = part = None
+    assert len(_pool._idle) == 1, "one block is kept"
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for of_thread in threads.map(lambda _: gradient(), range(8)):
+            assert torch.equal(of_thread, expected)
+    # What would fill less than half of a block does not hold on to it.
+    small = _pool.empty(torch.Size([1, 1, 100]), torch.float32)
+    assert small.shape == (1, 1, 100) and len(_pool._idle) == 0
+    del small
+    assert [len(block) for block in _pool._idle] == [400]
+    assay.torch.empty_cache()
+    assert not _pool._idle
+
+
 def test_in_place_writes_over_the_logits_and_is_refused_where_that_is_wrong() -> None:
     problem = one()
     lent = problem.torch().logits
@@ -264,6 +318,43 @@ def test_a_normalizer_joins_parts_of_a_batch() -> None:
     assert torch.equal(torch.cat([of_first, of_second]), gradient)
     with pytest.raises(assay.ProblemError, match="`normalizer`: got 5, expected none, or a spec whose `reduction`"):
         assay.torch.grpo_loss(logits, **arguments, spec="trl", loss_type="grpo", normalizer=5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_packed_sequences_have_the_bits_of_the_padded_batch(level: str) -> None:
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level=level, entropy_coef=0.01)
+    for problem in problems(spec, 8, dtypes=("f32", "bf16")):
+        packed = problem.pack()
+        got, expected = on_logits(packed), on_logits(problem)
+        verdicts = packed.check(got, grade="exact")
+        assert verdicts, verdicts
+        assert torch.equal(got["loss"], expected["loss"])
+        of_packed, of_padded = packed.torch().mask, problem.torch().mask
+        for name in ("logp", "entropy", "token_loss", "dlogits"):
+            assert torch.equal(got[name][of_packed], expected[name][of_padded]), name
+        by_ids = {**given(packed), "cu_seqlens": None, "segment_ids": segment_ids(packed)}
+        assert torch.equal(assay.torch.grpo_loss(packed.torch().logits, **by_ids, spec=packed.spec).loss, got["loss"])
+
+
+def segment_ids(packed: assay.Problem) -> Any:
+    ends = packed.torch().cu_seqlens
+    return torch.repeat_interleave(torch.arange(1, len(ends)), ends.diff())[None]
+
+
+def test_packed_sequences_that_do_not_fit_are_refused_by_name() -> None:
+    packed = next(iter(problems(assay.spec("trl"), 1, dtypes=("f32",)))).pack()
+    tokens = packed.shape[1]
+
+    def refused(ends: list[int], **more: Any) -> str:
+        arguments = {**given(packed), "cu_seqlens": torch.tensor(ends), **more}
+        with pytest.raises(assay.ProblemError) as error:
+            assay.torch.grpo_loss(packed.torch().logits, **arguments, spec=packed.spec)
+        return str(error.value)
+
+    assert refused([1, tokens]).startswith("`cu_seqlens[0]`: got 1, expected 0")
+    assert refused([0, 2, 1]).startswith("`cu_seqlens[2]`: got 1, expected at least 2")
+    assert refused([0, tokens + 1]).startswith(f"`cu_seqlens[1]`: got {tokens + 1}, expected at most N = {tokens}")
+    assert refused([0, tokens], segment_ids=segment_ids(packed)).startswith("`segment_ids`: got shape")
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -70,7 +70,7 @@ impl Timed for Recipe {
 
     fn given(&self) -> Given {
         let [batch, tokens, vocab] = self.shape;
-        Given { shape: Shape { batch, tokens, vocab }, dtype: self.dtype, form: () }
+        Given { shape: Shape { batch, tokens, vocab }, dtype: self.dtype, form: (), packed: None }
     }
 
     fn extents(&self) -> Vec<usize> {
@@ -136,7 +136,7 @@ impl Timed for HeadRecipe {
 
     fn given(&self) -> Given<HeadProblem> {
         let form = HeadForm { layout: self.layout, rounds_logits: self.rounds_logits };
-        Given { shape: self.shape(), dtype: self.recipe.dtype, form }
+        Given { shape: self.shape(), dtype: self.recipe.dtype, form, packed: None }
     }
 
     fn extents(&self) -> Vec<usize> {

@@ -109,7 +109,7 @@ pub(super) fn run(asked: &Emit, target: &Target, spec: &LossSpec) -> Result<Pass
     }
     let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, written_for).map_err(RunError::from)?;
     kernels.iter().try_for_each(|kernel| expect_launch(kernel, target))?;
-    let given = Given { shape, dtype, form: () };
+    let given = Given { shape, dtype, form: (), packed: None };
     let module = program.text(loss, given, devices, Device::gpu(written_for)).map_err(RunError::from)?;
     let signature = program.signature_for(loss, shape, dtype, devices, ANY_DEVICE).map_err(RunError::from)?;
     let manifest = Manifest {

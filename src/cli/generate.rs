@@ -14,6 +14,7 @@ use crate::fixture::write_problem;
 use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
+use crate::judge::packed::Packable;
 use crate::problem::{Dtype, Extents};
 use crate::spec::LossSpec;
 
@@ -41,6 +42,9 @@ pub(super) struct Generate {
     /// Put NaN logits or hidden states, NaN log-probabilities and the id -100 under the mask
     #[arg(long)]
     masked_garbage: bool,
+    /// Pack the sequences into one row, each without the tokens behind the last that counts
+    #[arg(long)]
+    packed: bool,
     /// Write the problem even if no token of it has a gradient
     #[arg(long)]
     without_gradient: bool,
@@ -66,7 +70,9 @@ struct Generated<'g> {
 
 impl Generate {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
+        let [_, width, _] = self.shape.logits();
         let spec = self.spec.read()?;
+        let spec = if self.packed { spec.of_width(width) } else { spec };
         let recipe = Recipe {
             shape: self.shape.logits(),
             dtype: self.dtype,
@@ -83,22 +89,28 @@ impl Generate {
         ]);
         let coverage = match &recipe {
             AnyRecipe::Logits(recipe) => {
-                let problem = recipe.problem(&spec)?;
+                let problem = self.laid_out(recipe.problem(&spec)?);
                 let coverage = self.covered(&problem, &spec)?;
                 write_problem(&self.output, &problem, &metadata)?;
                 coverage
             }
             AnyRecipe::Head(recipe) => {
-                let problem = recipe.problem(&spec)?;
+                let problem = self.laid_out(recipe.problem(&spec)?);
                 let coverage = self.covered(&problem, &spec)?;
                 write_problem(&self.output, &problem, &metadata)?;
                 coverage
             }
         };
         let Self { output, shape, dtype, regime, seed, .. } = self;
-        let text = format!("{}: {shape} {dtype} {regime}, seed {seed}\n{coverage}\n", output.display());
+        let packed = if self.packed { ", packed" } else { "" };
+        let text = format!("{}: {shape} {dtype} {regime}, seed {seed}{packed}\n{coverage}\n", output.display());
         self.printing.finish(&text, &Generated { output, recipe: &recipe, spec: &spec, coverage: &coverage })?;
         Ok(Passed::Yes)
+    }
+
+    /// Packed, where that is asked for.
+    fn laid_out<P: Packable>(&self, problem: P) -> P {
+        if self.packed { problem.packed().0 } else { problem }
     }
 
     /// What the problem can show, which is to be something.

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::document::{self, Marks};
 use super::{CliError, Passed, PluginChoice, Printing};
-use crate::implementation::{Implementation, Workload};
+use crate::implementation::{Given, Implementation, Unsupported, Workload};
 use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
@@ -185,22 +185,29 @@ const REFERENCE: &str = "reference";
 
 impl Matrix {
     fn of(implementations: &[std::sync::Arc<dyn Implementation>]) -> Self {
-        let rows: Vec<Row> = variants()
+        let cell = |supported: Result<(), Unsupported>| match supported {
+            Ok(()) => Cell::Yes,
+            Err(why) => Cell::No { refused: why.field, supported: why.supported },
+        };
+        let row = |field, choice, of: &dyn Fn(&dyn Implementation) -> Result<(), Unsupported>| {
+            let mut support: BTreeMap<String, Cell> =
+                implementations.iter().map(|each| (each.id().to_string(), cell(of(&**each)))).collect();
+            support.insert(REFERENCE.into(), Cell::Yes);
+            Row { field, choice, support }
+        };
+        let mut rows: Vec<Row> = variants()
             .into_iter()
             .map(|variant| {
-                let of = |implementation: &dyn Implementation| {
-                    let fewest = fewest_devices(implementation, SHAPE);
-                    match implementation.supports(&variant.spec, SHAPE, Dtype::F32, fewest) {
-                        Ok(()) => Cell::Yes,
-                        Err(why) => Cell::No { refused: why.field, supported: why.supported },
-                    }
-                };
-                let mut support: BTreeMap<String, Cell> =
-                    implementations.iter().map(|each| (each.id().to_string(), of(&**each))).collect();
-                support.insert(REFERENCE.into(), Cell::Yes);
-                Row { field: variant.field, choice: variant.choice, support }
+                row(variant.field, variant.choice, &|implementation| {
+                    implementation.supports(&variant.spec, SHAPE, Dtype::F32, fewest_devices(implementation, SHAPE))
+                })
             })
             .collect();
+        // No choice of a spec's, but of how a batch lies.
+        rows.push(row("sequences", "packed", &|implementation| {
+            let given = Given { shape: SHAPE, dtype: Dtype::F32, form: (), packed: Some(SHAPE.batch) };
+            implementation.supports_given(&LossSpec::default(), given, fewest_devices(implementation, SHAPE))
+        }));
         let mut columns = vec![vec![REFERENCE.to_string()]];
         for (i, implementation) in implementations.iter().enumerate() {
             let id = implementation.id();

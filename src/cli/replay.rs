@@ -13,11 +13,12 @@ use super::standards::Standards;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
-use crate::implementation::{Implementation, RunError};
+use crate::implementation::{Given, Implementation, RunError};
 use crate::judge::invariance::Invariance;
 use crate::judge::judge::Verdict;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::metric::Position;
+use crate::judge::packed::{Packable, Twin, Twins};
 use crate::judge::recorded::{
     Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
@@ -61,6 +62,9 @@ pub(super) struct Replay {
     /// Use only these old log-probabilities
     #[arg(long, value_name = "NAME")]
     old_logp: Option<String>,
+    /// Pack the sequences of each problem into one row, and compare what comes of it with what comes of the padded one
+    #[arg(long)]
+    packed: bool,
     /// Show every check, not one line an implementation alone
     #[arg(short, long, conflicts_with = "quiet")]
     verbose: bool,
@@ -168,6 +172,9 @@ impl Replay {
         }
         if let Some(plugin) = self.plugin.path() {
             command += &format!(" --plugin {}", plugin.display());
+        }
+        if self.packed {
+            command += " --packed";
         }
         command += &self.standards.options();
         command
@@ -285,6 +292,11 @@ impl Session {
             for old_logp in &old_logps {
                 let label = label(path, logits, *old_logp);
                 let problem = file.problem(logits, *old_logp)?;
+                if args.packed {
+                    let command = |id: Option<&str>| args.command(path, Some(logits), *old_logp, id);
+                    self.replay_packed(&label, &self.implementations.clone(), (&spec, &problem, path), &command)?;
+                    continue;
+                }
                 let known = known(&spec, &problem, path)?;
                 if has_recorded {
                     let values = scalars(&known.reference);
@@ -294,9 +306,12 @@ impl Session {
                 }
                 for implementation in self.implementations.clone() {
                     let command = args.command(path, Some(logits), *old_logp, Some(implementation.id()));
-                    self.check_on_devices(&label, &*implementation, &known, &command)?;
+                    self.check_on_devices(&label, &*implementation, &known, None, &command)?;
                 }
             }
+        }
+        if args.packed {
+            return Ok(());
         }
         if has_recorded && args.logits.is_none() && args.old_logp.is_none() {
             for old_logp in &old_logps {
@@ -321,27 +336,70 @@ impl Session {
         };
         for old_logp in old_logps {
             let problem = file.head_problem(old_logp)?;
-            let known = known(spec, &problem, path)?;
             let label = label(path, "lm_head", old_logp);
+            if args.packed {
+                let command = |id: Option<&str>| args.command(path, None, old_logp, id);
+                self.replay_packed(&label, &self.heads.clone(), (spec, &problem, path), &command)?;
+                continue;
+            }
+            let known = known(spec, &problem, path)?;
             for implementation in self.heads.clone() {
                 let command = args.command(path, None, old_logp, Some(implementation.id()));
-                self.check_on_devices(&label, &*implementation, &known, &command)?;
+                self.check_on_devices(&label, &*implementation, &known, None, &command)?;
             }
         }
         Ok(())
     }
 
-    /// One implementation on one problem, on the device counts asked for, or on the most that it supports.
+    /// A problem with its sequences packed into one row, through the reference and each of `implementations`, and the bits of both
+    /// beside those of the padded one.
+    fn replay_packed<P: Judgeable + Packable>(
+        &mut self,
+        label: &str,
+        implementations: &[Arc<dyn Implementation<P>>],
+        (spec, problem, path): (&LossSpec, &P, &Path),
+        command: &dyn Fn(Option<&str>) -> String,
+    ) -> Result<(), CliError> {
+        let label = format!("{label} packed");
+        // Whatever is wrong with it is said of what is in the file.
+        problem.checked_shape(spec).map_err(|reason| CliError::Problem { path: path.into(), reason })?;
+        if problem.which_sequences().packed().is_some() {
+            return Err(CliError::Usage(format!("--packed: {} has packed sequences already", path.display())));
+        }
+        let Some(twins) = Twins::of(spec, problem) else {
+            let why = "the loss reads weights of masked tokens, of which a packed batch has fewer".into();
+            self.ignored.push(Ignored { what: label, why, not_run: None });
+            return Ok(());
+        };
+        let [packed, padded] = [&twins.packed, &twins.padded].map(|problem| known(&twins.spec, problem, path));
+        let (packed, padded) = (packed?, padded?);
+        self.invariance.push(Compared {
+            fixture: label.clone(),
+            implementation: REFERENCE.into(),
+            devices: [1, 1],
+            packed: true,
+            invariance: twins.between(&P::outcome(&packed.reference), &P::outcome(&padded.reference)),
+        });
+        for implementation in implementations {
+            let command = command(Some(implementation.id()));
+            self.check_on_devices(&label, &**implementation, &packed, Some(&twins), &command)?;
+        }
+        Ok(())
+    }
+
+    /// One implementation on one problem, on the device counts asked for, or on the most that it supports; and on the padded twin of a
+    /// packed one.
     fn check_on_devices<P: Judgeable>(
         &mut self,
         label: &str,
         implementation: &dyn Implementation<P>,
         known: &Known<P>,
+        twins: Option<&dyn Twin<P>>,
         command: &str,
     ) -> Result<(), CliError> {
         let &Known { spec, problem, .. } = known;
-        let shape = problem.checked_shape(spec).map_err(RunError::from)?;
-        let supports = |devices| implementation.supports(spec, shape, problem.dtype(), devices);
+        let given = Given::of(spec, problem).map_err(RunError::from)?;
+        let supports = |devices| implementation.supports_given(spec, given, devices);
         let most = || {
             let counts = implementation.device_counts();
             counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
@@ -366,12 +424,25 @@ impl Session {
                 let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
                 self.checks.push(check.on_devices(devices, implementation.lowering()));
             }
+            if let Some(twins) =
+                twins.filter(|twins| hindrance(implementation, spec, twins.padded(), devices).is_none())
+            {
+                let padded = implementation.run(spec, twins.padded().clone(), devices)?;
+                self.invariance.push(Compared {
+                    fixture: label.into(),
+                    implementation: implementation.id().into(),
+                    devices: [devices, devices],
+                    packed: true,
+                    invariance: twins.between(&outcome, &padded),
+                });
+            }
             match &first {
                 None => first = Some((devices, outcome)),
                 Some((first_devices, first)) => self.invariance.push(Compared {
                     fixture: label.into(),
                     implementation: implementation.id().into(),
                     devices: [*first_devices, devices],
+                    packed: false,
                     invariance: Invariance::between(first, &outcome),
                 }),
             }
@@ -462,7 +533,7 @@ impl Session {
         self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&known.reference), &command)?;
         for implementation in self.heads.clone() {
             let command = args.command(path, None, None, Some(implementation.id()));
-            self.check_on_devices(&label, &*implementation, &known, &command)?;
+            self.check_on_devices(&label, &*implementation, &known, None, &command)?;
         }
         Ok(())
     }

@@ -1,13 +1,14 @@
 //! `assay bench`: its keys, figures that agree with each other and with the shape, and what it refuses. No test looks at
 //! how long a step takes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::sync::Arc;
 
-use assay::implementation::Given;
+use assay::implementation::{Given, Implementation};
 use assay::native::Isa;
 use assay::problem::{Dtype, HeadProblem, Problem, Shape};
-use assay::registry::{find, registry};
+use assay::registry::{Listed, find, registry};
 use assay::spec::LossSpec;
 use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
@@ -75,6 +76,14 @@ fn bench_of(args: &[&str]) -> (i32, String, String, Option<Value>) {
     (output.status.code().expect("not killed"), text(output.stdout), text(output.stderr), json)
 }
 
+/// The last implementation of each class that can run here, the one that is cut most: what a bench says of them is said in one place.
+fn one_of_each_class<P: Listed>() -> Vec<Arc<dyn Implementation<P>>> {
+    let all = registry::<P>(None).into_iter().filter(|implementation| implementation.available().is_ok());
+    let by_class: BTreeMap<_, _> =
+        all.map(|implementation| (implementation.class().to_string(), implementation)).collect();
+    by_class.into_values().collect()
+}
+
 #[test]
 fn opponents_take_turns_and_give_ratios() {
     let args = ["--impl", "native", "--shape", "1x4x513", "--dtype", "f16", "--threads", "2"];
@@ -117,7 +126,7 @@ fn a_head_takes_turns_with_its_products() {
 
 #[test]
 fn a_head_in_a_config_gives_the_seeds_keys() {
-    for head in registry::<HeadProblem>(None).iter().filter(|head| head.available().is_ok()) {
+    for head in one_of_each_class::<HeadProblem>() {
         let devices = *head.device_counts().last().expect("it is available");
         let config = format!(
             "batch: {{generate_head: {{hidden: 9, layout: hv, rounds_logits: false, \
@@ -169,9 +178,9 @@ fn assert_refused(config: &str, parts: &[&str]) {
 }
 
 #[test]
-fn every_implementation_gives_the_seeds_keys_and_figures_that_agree() {
+fn every_class_gives_the_seeds_keys_and_figures_that_agree() {
     let (shape, dtype) = ([2, 4, 130], Dtype::Bf16);
-    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in one_of_each_class::<Problem>() {
         let devices = *implementation.device_counts().last().expect("it is available");
         let (code, stdout, stderr, json) = bench(&config(implementation.id(), devices, shape, dtype), &[]);
         assert_eq!(code, 0, "{stdout}{stderr}");
@@ -230,7 +239,8 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
         if implementation.device_counts().last().is_none_or(|&most| most < devices) {
             continue;
         }
-        let prepared = implementation.prepare(&spec, Given { shape, dtype: Dtype::F32, form: () }, devices).unwrap();
+        let prepared =
+            implementation.prepare(&spec, Given { shape, dtype: Dtype::F32, form: (), packed: None }, devices).unwrap();
         let one = prepared.compiled_memory().unwrap().peak_bytes();
         assert_eq!(prepared.host_bytes() as i64, one * devices as i64, "{id} on {devices}");
     }
@@ -314,12 +324,12 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
 #[test]
 fn a_problem_of_another_shape_or_dtype_is_refused() {
     let spec = LossSpec::default();
-    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in one_of_each_class::<Problem>() {
         let devices = implementation.device_counts()[0];
         let prepared = implementation
             .prepare(
                 &spec,
-                Given { shape: Shape { batch: 2, tokens: 4, vocab: 130 }, dtype: Dtype::Bf16, form: () },
+                Given { shape: Shape { batch: 2, tokens: 4, vocab: 130 }, dtype: Dtype::Bf16, form: (), packed: None },
                 devices,
             )
             .unwrap();
@@ -338,7 +348,11 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
     assert!(
         find::<Problem>("native", None)
             .unwrap()
-            .prepare(&spec, Given { shape: Shape { batch: 1, tokens: 1, vocab: 1 }, dtype: Dtype::F64, form: () }, 1)
+            .prepare(
+                &spec,
+                Given { shape: Shape { batch: 1, tokens: 1, vocab: 1 }, dtype: Dtype::F64, form: (), packed: None },
+                1
+            )
             .is_err()
     );
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::common::command::{Output, assay, assert_refused};
 use assay::fixture::{ProblemFile, write_candidate, write_problem};
 use assay::judge::report::{on_devices, with_lowering};
-use assay::problem::{Candidate, FloatArray, HeadCandidate, HeadProblem, Problem};
+use assay::problem::{Candidate, CuSeqlens, FloatArray, HeadCandidate, HeadProblem, Problem, Sequences};
 use assay::registry::find;
 use assay::spec::LossSpec;
 use serde_json::Value;
@@ -240,6 +240,52 @@ fn replay_of_a_generated_problem_uses_the_spec_it_carries() {
     // The recorded spec has one advantage a sequence and would refuse the file.
     let output = assay(&[&["replay", &problem], SOME].concat());
     assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+}
+
+/// The group that Qwen answered, its sequences in one row.
+#[test]
+fn replay_of_a_packed_group_has_the_bits_of_the_padded_one_in_native_and_passes_everywhere() {
+    let folder = TempDir::new().unwrap();
+    let json = folder.path().join("replay.json");
+    let run = |more: &[&str]| {
+        let fixed =
+            ["replay", "fixtures/qwen_gsm8k.safetensors", "--packed", "--old-logp", "old_logps_stale", "--json"];
+        assay(&[&fixed[..], &[json.to_str().unwrap()], more].concat())
+    };
+    let output = run(SOME);
+    assert_eq!(output.code, 0, "{}", output.stdout);
+    assert!(
+        output.stdout.contains("reference: packed on ×1 has those of padded in loss, logp, entropy"),
+        "{}",
+        output.stdout
+    );
+    let replayed = read_json(&json);
+    let of =
+        |id: &str| replayed["invariance"].as_array().unwrap().iter().find(|run| run["impl"] == id).unwrap().clone();
+    for id in ["reference", "native"] {
+        assert_eq!((of(id)["other"].as_array().unwrap().len(), &of(id)["packed"]), (0, &Value::Bool(true)), "{id}");
+        assert_eq!(of(id)["same"].as_array().unwrap().len(), 5, "{id}");
+    }
+}
+
+/// A file with packed sequences is one as any other, but cannot be packed again.
+#[test]
+fn a_generated_packed_problem_is_replayed_and_its_cu_seqlens_are_checked() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("packed.safetensors");
+    let path = path.to_str().unwrap();
+    let output = assay(&["generate", "--shape", "4x5x65", "--regime", "normal", "--packed", "-o", path]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let output = assay(&["replay", path, "--impl", "native"]);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    assert_refused(&["replay", path, "--packed"], &[&format!("--packed: {path} has packed sequences already")]);
+
+    let mut problem = ProblemFile::open(path).unwrap().problem("logits", Some("old_logps")).unwrap();
+    let tokens = problem.mask.ncols() as i64;
+    problem.extra.sequences = Sequences::Packed(CuSeqlens::new(&[0, 1, 1, 2, tokens + 1]).unwrap());
+    write_problem(path, &problem, &BTreeMap::new()).unwrap();
+    let beyond = format!("`cu_seqlens[4]`: got {}, expected at most N = {tokens}, the number of tokens", tokens + 1);
+    assert_refused(&["replay", path, "--impl", "native"], &[&beyond]);
 }
 
 #[test]

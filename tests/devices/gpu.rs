@@ -223,7 +223,7 @@ fn small() -> Result<(String, Vec<Kernel>), Failed> {
     let program =
         LossProgram::all().into_iter().find(|program| program.id() == "gpu-one-pass").ok_or("no gpu-one-pass")?;
     let (loss, target) = (Shaped::of(&spec), target.chip.written_for());
-    let given = Given { shape, dtype: Dtype::Bf16, form: () };
+    let given = Given { shape, dtype: Dtype::Bf16, form: (), packed: None };
     let text = program.text(loss, given, 1, Device::gpu(target))?;
     Ok((text, program.gpu_kernels_for(loss, shape, Dtype::Bf16, 1, target)?))
 }

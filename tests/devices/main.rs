@@ -8,7 +8,6 @@
 //! A plugin that is absent, or has too few devices, reads *ignored*.
 
 mod alternatives;
-mod covering;
 mod gpu;
 mod tpu;
 
@@ -24,15 +23,19 @@ use assay::implementation::{Implementation, RunError};
 use assay::judge::gate::Output;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::invariance::Invariance;
+use assay::judge::packed::Twins;
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
 use assay::parts;
-use assay::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
-use assay::spec::{Averaging, Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction, Rows};
+use assay::spec::{
+    Averaging, Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OffPolicyMask, OldLogp, Ratio, RatioLevel,
+    Reduction, Rows, Support, TemperatureDivides,
+};
 use assay::suites;
-use assay::suites::supported as variants;
+use assay::suites::{covering, supported as variants};
 use assay::xla::XlaEntropy;
 use assay_testkit::Known;
 use assay_testkit::arms::Arms;
@@ -133,19 +136,20 @@ static JUDGED: LazyLock<Mutex<Judged>> =
     LazyLock::new(|| Mutex::new(Judged { cases: 0, placed: BTreeSet::new(), specs: Arms::default() }));
 
 impl Judged {
-    /// What all trials together should have judged and did not: every implementation on every device count and in every
+    /// What all trials together should have judged and did not: every implementation on every device count, and in every
     /// dtype, and every choice that a spec has under `xla`.
     fn missing(&self, plugin: &Under) -> Vec<String> {
         let mut missing = Vec::new();
         for implementation in assay::registry::compiled::<Problem>(&plugin.path) {
             let of = Trials { plugin, implementation: Arc::clone(&implementation), found: &mut Vec::new() };
-            for (devices, dtype) in
-                of.available_counts().into_iter().flat_map(|n| Dtype::KERNEL.map(|dtype| (n, dtype)))
-            {
-                if !self.placed.contains(&(implementation.id().into(), devices, dtype)) {
-                    missing.push(format!("{} in {dtype}", on_devices(implementation.id(), devices)));
-                }
-            }
+            let placed = || self.placed.iter().filter(|(id, ..)| id == implementation.id());
+            let counts = of.available_counts();
+            let unplaced = counts.iter().filter(|&&n| placed().all(|&(_, devices, _)| devices != n));
+            missing.extend(unplaced.map(|&n| on_devices(implementation.id(), n)));
+            let unread = Dtype::KERNEL.into_iter().filter(|&dtype| placed().all(|&(.., of)| of != dtype));
+            missing.extend(
+                unread.filter(|_| !counts.is_empty()).map(|dtype| format!("{} in {dtype}", implementation.id())),
+            );
             if implementation.id() == "xla" && of.hindrance(1).is_none() {
                 let computed = variants::supported(&*implementation, 1);
                 let computed = Arms::of_specs(computed.iter().map(|variant| &variant.spec));
@@ -180,6 +184,11 @@ impl Trials<'_> {
         // What the driver launches needs no plugin.
         let of_plugin = self.plugin.hindrance.clone().filter(|_| !self.is_driven());
         of_plugin.or_else(unavailable).or_else(|| (!counts.contains(&devices)).then(few))
+    }
+
+    /// What it computes in f32.
+    fn supports(&self) -> impl Fn(&LossSpec, Shape) -> bool {
+        |spec, shape| self.implementation.supports(spec, shape, Dtype::F32, 1).is_ok()
     }
 
     /// Whether CUDA's driver launches it.
@@ -226,12 +235,16 @@ impl Trials<'_> {
         self.push(claim, least, &listed, move |run| run.any_spec(&available));
         self.push("all_outputs_qwen_vocabulary_match_reference", largest, "", |run| run.qwen_vocabulary());
         self.push("all_outputs_of_parts_match_reference", largest, "", |run| run.parts());
+        self.push("all_outputs_changed_logits_match_reference", largest, "", |run| run.changed_logits());
         if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());
         }
+        if ["xla-rows", "xla-mesh", "tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
+            self.push("all_outputs_packed_sequences_match_reference", largest, "", |run| run.packed());
+        }
         if id.ends_with("-vocab") {
-            let claim = "all_outputs_lowest_and_largest_logits_match_reference";
-            self.push(claim, largest, "", |run| run.lowest_and_largest_logits());
+            let claim = "all_outputs_extreme_logits_match_reference";
+            self.push(claim, largest, "", |run| run.extreme_logits());
         }
         if id == "xla-mesh" {
             let claim = "all_outputs_every_sum_over_tokens_match_reference";
@@ -245,20 +258,27 @@ impl Trials<'_> {
         self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
         self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
         self.push("all_outputs_of_parts_match_reference", devices, "", |run| run.parts());
+        self.push("all_outputs_changed_logits_match_reference", devices, "", |run| run.changed_logits());
         if ["tile", "gpu"].contains(&self.implementation.class()) {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
         }
-        let claim = "all_outputs_lowest_and_largest_logits_match_reference";
-        self.push(claim, devices, "", |run| run.lowest_and_largest_logits());
+        let claim = "all_outputs_extreme_logits_match_reference";
+        self.push(claim, devices, "", |run| run.extreme_logits());
+        self.push("all_outputs_packed_sequences_match_reference", devices, "", |run| run.packed());
         // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once. Around the kernels that
         // CUDA's driver launches it is computed here.
-        if ["xla", "tile-one-pass"].contains(&id) || self.is_driven() && self.hindrance(devices).is_none() {
-            let rows = covering::structures(&*self.implementation);
-            for (part, rows) in rows.chunks(rows.len().div_ceil(2)).map(<[_]>::to_vec).enumerate() {
+        if id == "xla" || self.is_driven() && self.hindrance(devices).is_none() {
+            let specs = covering::pairs(&self.supports());
+            for (part, specs) in specs.chunks(specs.len().div_ceil(2)).map(<[_]>::to_vec).enumerate() {
                 let detail = format!(" {}/2", part + 1);
                 let claim = "all_outputs_every_pair_of_structures_match_reference";
-                self.push(claim, devices, &detail, |run| run.structures(rows));
+                self.push(claim, devices, &detail, |run| run.structures(specs));
             }
+        }
+        // The kernel's own lowering of every pair is judged by the interpreter; here, that it is handed what it asks for.
+        if id == "tile-one-pass" {
+            let specs = covering::choices(&self.supports());
+            self.push("all_outputs_every_structure_match_reference", devices, "", |run| run.structures(specs));
         }
         if id == "xla" && self.hindrance(devices).is_none() {
             let mut fields: BTreeMap<&str, Vec<(usize, Variant)>> = BTreeMap::new();
@@ -469,8 +489,8 @@ impl Run {
     }
 
     /// Random specs, each in another dtype and in every regime, on each of `counts`: each answer within the gates of the
-    /// reference, and so of every other; shares of tokens, which are counts, the same to the bit. With `--nocapture`, which
-    /// other outputs keep their bits.
+    /// reference, and so of every other; shares of tokens, which are counts, the same to the bit. Where there are few specs, each
+    /// leaves out one of three counts: any two counts meet. With `--nocapture`, which other outputs keep their bits.
     fn specs(&self, specs: usize, counts: &[usize]) -> Result<usize, Failed> {
         const DRAWN: usize = 32;
         let mut judged = 0;
@@ -478,6 +498,8 @@ impl Run {
         let seed = self.implementation.id().bytes().map(u64::from).sum::<u64>();
         for i in 0..specs {
             let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
+            let left_out = (specs <= STRUCTURES && counts.len() > 2).then(|| counts[i % counts.len()]);
+            let counts: Vec<usize> = counts.iter().copied().filter(|&devices| Some(devices) != left_out).collect();
             let cases = suites::device_cases(dtype, DRAWN, seed + i as u64);
             let takes = |regimes: &&[(LossSpec, Recipe)]| {
                 let (spec, recipe) = &regimes[0];
@@ -488,7 +510,7 @@ impl Run {
             };
             for (spec, recipe) in regimes {
                 let mut first: Option<(usize, Candidate)> = None;
-                for &devices in counts {
+                for &devices in &counts {
                     let outcome = self.on(devices).judge(spec, recipe)?;
                     judged += 1;
                     match &first {
@@ -522,6 +544,44 @@ impl Run {
         Ok(qwen().len())
     }
 
+    /// Five sequences in one row, one of them without a token, whose ends no device's part and no tile ends at.
+    fn packed(&self) -> Result<usize, Failed> {
+        let rows = Averaging { reduction: Reduction::SequenceMean { rows: Rows::NonEmpty }, denominator_epsilon: 0.5 };
+        let by_token = LossSpec {
+            reduction: Reduction::SequenceMean { rows: Rows::All },
+            kl: Some(Kl { averaging: Some(rows), ..Kl::plain(0.05, KlEstimator::K3) }),
+            entropy_coef: 0.01,
+            entropy_averaging: Some(rows),
+            ..LossSpec::default()
+        };
+        let by_sequence = LossSpec {
+            ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+            off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Given }),
+            ..by_token.clone()
+        };
+        let mut judged = 0;
+        for (spec, dtype) in [(by_token, Dtype::F32), (by_sequence, Dtype::Bf16)] {
+            let recipe = Recipe {
+                shape: [5, 7, 131],
+                dtype,
+                regime: Regime::Normal,
+                seed: 12,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            let mut padded = recipe.problem(&spec)?;
+            padded.mask.row_mut(3).fill(false);
+            let twins = Twins::of(&spec, &padded).expect("no weights");
+            let lengths: Vec<usize> = twins.packed.sequences().iter().map(|sequence| sequence.tokens.len()).collect();
+            assert!(lengths.contains(&0) && lengths.iter().sum::<usize>() > 2 * self.devices, "{lengths:?}");
+            if self.takes(&twins.spec, [1, twins.packed.mask.ncols(), 131], dtype) {
+                self.judge_known(&Known::of(&twins.spec, &twins.packed)?, &recipe)?;
+                judged += 1;
+            }
+        }
+        Ok(judged)
+    }
+
     /// One token, one column, vocabularies around registers and without a common factor with anything, rows that no block
     /// divides. What is cut takes those with something for each device.
     fn awkward_shapes(&self) -> Result<usize, Failed> {
@@ -545,8 +605,26 @@ impl Run {
         Ok(judged)
     }
 
-    /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest
-    /// number.
+    /// A cap and a bias, and columns that are left out: a few, and all from one on, which several of eight devices have alone. Targets
+    /// among them are put back.
+    fn changed_logits(&self) -> Result<usize, Failed> {
+        let spec = LossSpec {
+            logits: LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true },
+            support: Support { vocab: Some(70), excluded_ids: vec![0, 3, 64], keep_sampled: true },
+            temperature: 0.8,
+            temperature_divides: TemperatureDivides::Logp,
+            entropy_coef: 0.02,
+            ..LossSpec::default()
+        };
+        let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
+        for (seed, regime) in (0..).zip(Regime::FINITE) {
+            let recipe =
+                Recipe { shape: [4, 8, 131], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+            self.judge(&spec, &recipe)?;
+        }
+        Ok(Regime::FINITE.len())
+    }
+
     /// In two parts, by the limits of the whole.
     fn parts(&self) -> Result<usize, Failed> {
         let tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
@@ -575,18 +653,21 @@ impl Run {
         }
     }
 
-    fn lowest_and_largest_logits(&self) -> Result<usize, Failed> {
+    /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest
+    /// number. Then tokens whose own logit is −∞: their ratio is 0, their logp −∞.
+    fn extreme_logits(&self) -> Result<usize, Failed> {
         let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
-        let shape = [4, 8, 264];
+        let recipe = |dtype| Recipe {
+            shape: [4, 8, 264],
+            dtype,
+            regime: Regime::Normal,
+            seed: 1,
+            old_logp_noise_scale: 0.3,
+            masked_garbage: false,
+        };
+        let mut judged = 0;
         for dtype in Dtype::KERNEL {
-            let recipe = Recipe {
-                shape,
-                dtype,
-                regime: Regime::Normal,
-                seed: 1,
-                old_logp_noise_scale: 0.3,
-                masked_garbage: false,
-            };
+            let recipe = recipe(dtype);
             let mut problem = recipe.problem(&spec)?;
             let lowest = match dtype {
                 Dtype::F16 => f64::from(half::f16::MIN),
@@ -605,8 +686,34 @@ impl Run {
             }
             problem.logits = FloatArray::rounded_from(&logits, dtype);
             self.judge_known(&Known::of(&spec, &problem)?, &recipe)?;
+            self.target_holes(&spec, &recipe)?;
+            judged += 2;
         }
-        Ok(Dtype::KERNEL.len())
+        // Another softmax for the bonus than for logp.
+        if self.devices == 1 {
+            let of_logp = LossSpec { temperature: 0.7, temperature_divides: TemperatureDivides::Logp, ..spec.clone() };
+            self.target_holes(&of_logp, &recipe(Dtype::Bf16))?;
+            judged += 1;
+        }
+        Ok(judged)
+    }
+
+    fn target_holes(&self, spec: &LossSpec, recipe: &Recipe) -> Result<(), Failed> {
+        let recipe = Recipe { regime: Regime::TargetHoles, masked_garbage: true, ..recipe.clone() };
+        let problem = recipe.problem(spec)?;
+        let known = Known::of(spec, &problem)?;
+        let outcome = self.judge_known(&known, &recipe)?;
+        let logp = outcome.logp.as_ref().ok_or("no logp")?;
+        let of_reference = |(b, t)| known.reference.token(b, t).map(|token| token.inputs.logp);
+        let counting = problem.mask.indexed_iter().filter(|(_, counts)| **counts).map(|(at, _)| at);
+        let holes: Vec<_> = counting.filter(|&at| of_reference(at) == Some(f64::NEG_INFINITY)).collect();
+        if holes.is_empty() || !known.reference.loss().is_finite() {
+            return Err(format!("{recipe:?} shows little").into());
+        }
+        match holes.into_iter().find(|&(b, t)| logp.at(b, t) != f64::NEG_INFINITY) {
+            Some((b, t)) => Err(format!("logp[{b},{t}] is {}: {recipe:?} {spec:?}", logp.at(b, t)).into()),
+            None => Ok(()),
+        }
     }
 
     /// Named choices of a spec, alone, each with its place among all.

@@ -6,7 +6,8 @@ use std::env;
 use std::path::Path;
 
 use assay::implementation::{Given, Implementation};
-use assay::judge::generate::{HeadRecipe, Regime};
+use assay::judge::generate::{HeadRecipe, Recipe, Regime};
+use assay::judge::packed::Twins;
 use assay::judge::tolerance::Limits;
 use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
@@ -14,7 +15,10 @@ use assay::problem::{
 };
 use assay::programs::{ANY_TPU, CHUNK_BYTES, Programs, Shaped};
 use assay::registry::registry;
-use assay::spec::{Kl, KlEstimator, LossSpec, OldLogp, Ratio, RatioLevel, Reduction, Rows};
+use assay::spec::{
+    Drops, Kl, KlEstimator, LogitsTransform, LossSpec, OldLogp, QuantilePrecision, Ratio, RatioLevel, Reduction, Rows,
+    Support, TopEntropy,
+};
 use assay::suites;
 use assay::xla::XlaHead;
 use assay_testkit::Known;
@@ -46,6 +50,8 @@ fn specs() -> [(&'static str, LossSpec); 4] {
         kl: Some(Kl::plain(0.1, KlEstimator::K3)),
         entropy_coef: 0.01,
         reduction: Reduction::SequenceMean { rows: Rows::All },
+        logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
+        support: Support { vocab: Some(150), excluded_ids: vec![0, 7], keep_sampled: true },
         ..plain.clone()
     };
     let sequence = LossSpec {
@@ -54,7 +60,11 @@ fn specs() -> [(&'static str, LossSpec); 4] {
         temperature: 1.3,
         ..plain.clone()
     };
-    let sequence_token = LossSpec { ratio: Ratio { level: RatioLevel::SequenceToken, ..plain.ratio }, ..plain.clone() };
+    let sequence_token = LossSpec {
+        ratio: Ratio { level: RatioLevel::SequenceToken, ..plain.ratio },
+        logits: LogitsTransform { scale: 0.5, softcap: None, bias: true },
+        ..plain.clone()
+    };
     [("plain", plain), ("all terms", all_terms), ("sequence", sequence), ("sequence token", sequence_token)]
 }
 
@@ -88,8 +98,16 @@ fn logits(Projection { hidden, lm_head, layout, rounds_logits }: &Projection) ->
     })
 }
 
-fn log_softmax(row: &[f64], temperature: f64, id: usize) -> f64 {
-    -row.iter().map(|x| ((x - row[id]) / temperature).exp()).sum::<f64>().ln()
+/// The log-probability of `id`, of logits that become what the spec says.
+fn logp(spec: &LossSpec, row: &[f64], bias: &Array1<f64>, id: usize) -> f64 {
+    let LogitsTransform { scale, softcap, bias: biased } = spec.logits;
+    let changed = |j: usize| {
+        let x = scale * (row[j] + if biased { bias[j] } else { 0.0 });
+        softcap.map_or(x, |cap| cap * (x / cap).tanh())
+    };
+    let inside = |j: usize| spec.support.vocab.is_none_or(|vocab| j < vocab) && !spec.support.excluded_ids.contains(&j);
+    let columns = (0..row.len()).filter(|&j| j == id || inside(j));
+    -columns.map(|j| ((changed(j) - changed(id)) / spec.temperature).exp()).sum::<f64>().ln()
 }
 
 /// A batch with masked tokens, whose hidden states are NaN, and a row of few tokens.
@@ -108,10 +126,11 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
     let exact = logits(&rounded(&states));
     let ids = Array2::from_shape_simple_fn((batch, tokens), || rng.random_range(0..vocab));
     let mask = Array2::from_shape_fn((batch, tokens), |(b, t)| t < tokens - 2 * b && (b + t) % 5 != 3);
+    let bias = Array1::from_shape_simple_fn(vocab, || rng.random_range(-1.0..1.0_f32)).mapv(f64::from);
     let mut near_logp = || {
         Array2::from_shape_fn((batch, tokens), |(b, t)| {
             let row = exact.slice(s![b, t, ..]).to_vec();
-            log_softmax(&row, case.spec.temperature, ids[[b, t]]) + rng.random_range(-0.5..0.5)
+            logp(&case.spec, &row, &bias, ids[[b, t]]) + rng.random_range(-0.5..0.5)
         })
     };
     let (old_logp, ref_logp) = (near_logp(), near_logp());
@@ -129,7 +148,7 @@ fn problem(case: &Case, shape: HeadShape, seed: u64) -> HeadProblem {
         advantages: Advantages::Sequence(advantages),
         old_logp: (case.spec.old_logp == OldLogp::Given).then_some(old_logp),
         ref_logp: case.spec.kl.as_ref().map(|_| ref_logp),
-        extra: Extra::default(),
+        extra: Extra { bias: case.spec.logits.bias.then_some(bias), ..Extra::default() },
     }
 }
 
@@ -211,6 +230,32 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
     }
 }
 
+/// Sequences in one row, whose ends no chunk and no device's part ends at.
+#[test]
+fn every_output_of_packed_sequences_matches_reference() {
+    let sequence = LossSpec {
+        ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+        reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
+        entropy_coef: 0.01,
+        ..LossSpec::default()
+    };
+    let mut judged = 0;
+    for (head, counts) in placements(cpu_plugins()[0]) {
+        if !["xla-lm-head", "xla-lm-head-rows", "tile-lm-head", "tile-lm-head-mesh"].contains(&head.id()) {
+            continue;
+        }
+        let devices = *counts.last().expect("the plugin has eight devices");
+        let (_, recipe) = suites::device_heads(Dtype::F32, 1, 1).swap_remove(0);
+        let recipe =
+            HeadRecipe { recipe: Recipe { shape: [3, 9, 131], regime: Regime::Normal, ..recipe.recipe }, ..recipe };
+        let twins = Twins::of(&sequence, &recipe.problem(&sequence).expect("a valid recipe")).expect("no weights");
+        let known = Known::of(&twins.spec, &twins.packed).expect("a valid problem");
+        known.expect_right(&head, devices, &format!("packed {recipe:?}"));
+        judged += 1;
+    }
+    assert_eq!(judged, 4);
+}
+
 /// The baseline has no chunks: its program is the one of the other tests.
 #[test]
 fn registered_implementations_match_reference_in_one_chunk() {
@@ -260,7 +305,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
     for (name, spec) in specs() {
         for rounds_logits in [false, true] {
             let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits };
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
@@ -277,7 +322,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
 fn a_program_for_many_devices_holds_the_part_of_one() {
     let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form };
+    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();
@@ -307,7 +352,8 @@ fn what_is_not_computed_is_refused_by_name() {
     assert!(refused(&plain, wide, Dtype::F32, 1).contains("vocabulary 2147483648"));
     let long = HeadShape { tokens: 1 << 31, ..SHAPE };
     assert!(refused(&plain, long, Dtype::F32, 1).contains("tokens 3x2147483648"));
-    let mut capped = plain.clone();
-    capped.logits.softcap = Some(30.0);
-    assert!(refused(&capped, SHAPE, Dtype::F32, 1).contains("does not support logits"));
+    let mut chosen = plain.clone();
+    chosen.top_entropy =
+        Some(TopEntropy { fraction: 0.5, drops: Drops::default(), precision: QuantilePrecision::default() });
+    assert!(refused(&chosen, SHAPE, Dtype::F32, 1).contains("does not support top_entropy"));
 }

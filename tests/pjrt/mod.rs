@@ -8,7 +8,6 @@ mod replicas;
 mod rewritten;
 mod runtime;
 mod scattered;
-mod target_holes;
 
 /// The libraries of the CPU plugins.
 fn cpu_plugins() -> Vec<&'static std::path::Path> {

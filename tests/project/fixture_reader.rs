@@ -9,7 +9,9 @@ use assay::fixture::{
     FixtureError, MAX_HEADER_LEN, ProblemFile, SafetensorsFile, StoredDtype, Verified, candidate, read_candidate,
     verify, write_candidate, write_problem,
 };
-use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Metrics, Problem, ProblemError};
+use assay::problem::{
+    Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, Problem, ProblemError, Sequences,
+};
 use ndarray::{Array1, Array2, Array3, Axis, Ix0, Ix1, Ix2, Ix3, IxDyn, arr0, array};
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -323,6 +325,7 @@ fn problem(logits: Dtype) -> Problem {
             token_weights: Some(ramp2(0.75)),
             selected: Some(array![[true, false, false], [false, true, false]]),
             bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
+            ..Extra::default()
         },
     }
 }
@@ -363,6 +366,38 @@ fn problem_of_every_dtype_reads_back_unchanged() {
         assert!(held.metadata().is_empty() && held.old_logp_names().is_empty());
         assert_same(&held.problem("logits", None).unwrap(), &given);
     }
+}
+
+#[test]
+fn packed_problems_read_back_unchanged() {
+    let dir = temp_dir();
+    let path = dir.path().join("packed.safetensors");
+    let (mut packed, _) = problem(Dtype::F32).pack();
+    packed.extra.rollout_weights = Some(array![[0.5], [2.0]]);
+    write_problem(&path, &packed, &BTreeMap::new()).unwrap();
+    assert_same(&ProblemFile::open(&path).unwrap().problem("logits", Some("old_logps")).unwrap(), &packed);
+}
+
+#[test]
+fn segment_ids_pack_as_cu_seqlens_do_and_what_is_wrong_with_either_is_refused_by_name() {
+    let with = |name, dtype, shape, bytes: &[u8]| {
+        let file = problem_with("bias", (name, dtype, shape, bytes));
+        file.problem("logits", None).map(|problem| problem.extra.sequences)
+    };
+    let one = Sequences::Packed(CuSeqlens::new(&[0, 2]).unwrap());
+    assert_eq!(with("segment_ids", "U8", "[1,2]", &[1, 1]).unwrap(), one);
+    assert_eq!(with("cu_seqlens", "U8", "[2]", &[0, 2]).unwrap(), one);
+    let path = "given.safetensors";
+    assert_says(with("cu_seqlens", "U8", "[2]", &[1, 2]), path, &["`cu_seqlens[0]`: got 1, expected 0"]);
+    assert_says(with("cu_seqlens", "U8", "[1]", &[0]), path, &["`cu_seqlens`: got shape [1], expected [S+1]"]);
+    assert_says(with("segment_ids", "U8", "[1,2]", &[2, 1]), path, &["`segment_ids[1]`: got 1, expected at least 2"]);
+    assert_says(
+        with("segment_ids", "U8", "[2]", &[1, 1]),
+        path,
+        &["segment_ids", "[2]", "[1, 2], [B,T] of the logits"],
+    );
+    // Two sequences have two advantages.
+    assert_says(with("cu_seqlens", "U8", "[3]", &[0, 1, 2]), path, &["advantages", "[1]", "[2], [S]"]);
 }
 
 #[test]

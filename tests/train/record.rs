@@ -141,7 +141,8 @@ impl Case {
     }
 }
 
-fn logits_of(weights: &Weights, ids: &[u32]) -> Vec<f64> {
+/// Logits after each of `ids`, `[L,V]`.
+fn logits_of(weights: &Weights, ids: &[u32]) -> Array2<f64> {
     // The settings of `config.json` that shape the model.
     let config = Qwen2Config {
         vocab_size: VOCAB,
@@ -155,15 +156,14 @@ fn logits_of(weights: &Weights, ids: &[u32]) -> Vec<f64> {
         tie_word_embeddings: false,
     };
     let formula = Formula::of(&config, weights.iter().map(|(name, weight)| (name, weight)));
-    let hidden = formula.hidden(ids);
-    formula.weights["lm_head.weight"].dot(&hidden.row(ids.len() - 1)).to_vec()
+    formula.hidden(ids).dot(&formula.weights["lm_head.weight"].t())
 }
 
 fn replay(file: &Path) -> command::Output {
     assay(&["replay", &file.display().to_string(), "--impl", "native"])
 }
 
-/// Every position against a forward of its own over all that precedes it, without cache or chunks.
+/// Every position against a forward over the whole sequence, without cache or chunks.
 #[test]
 fn logits_f32_are_the_models_and_old_logps_those_of_the_drawn_tokens() {
     let case = Case::new();
@@ -177,11 +177,16 @@ fn logits_f32_are_the_models_and_old_logps_those_of_the_drawn_tokens() {
     let prompt: Vec<u32> = PROMPT.chars().map(id_of).collect();
     assert_eq!(file.metadata()["prompt_ids"], format!("{:?}", [&prompt]).replace(' ', ""));
     let (weights, mut compared) = (weights(VOCAB, false), 0);
+    let of_rows: Vec<Array2<f64>> = ids
+        .rows()
+        .into_iter()
+        .map(|row| {
+            let drawn = row.iter().map(|&id| u32::try_from(id).unwrap());
+            logits_of(&weights, &prompt.iter().copied().chain(drawn).collect::<Vec<_>>())
+        })
+        .collect();
     for ((b, t), &counts) in mask.indexed_iter() {
-        let before = ids.row(b).to_vec();
-        let sequence: Vec<u32> =
-            prompt.iter().copied().chain(before[..t].iter().map(|&id| u32::try_from(id).unwrap())).collect();
-        let expected = logits_of(&weights, &sequence);
+        let expected = of_rows[b].row(prompt.len() - 1 + t);
         for (v, &x) in expected.iter().enumerate() {
             assert!((logits[[b, t, v]] - x).abs() < 1e-4, "[{b},{t},{v}]: {} {x}", logits[[b, t, v]]);
         }

@@ -128,9 +128,10 @@ fn what_a_run_has_not_is_refused_before_it_begins() {
     );
     refused(loss(json!({"objective": {"clip_cov": {}}})), "`loss.objective`: got KL-Cov or Clip-Cov");
     refused(loss(json!({"support": {"vocab": 256}})), "`loss.support`: got one without id 256");
-    let kernel = json!({"kernel": {"enabled": true, "impl": "xla"}, "loss": {"logits": {"softcap": 2.0}}});
+    let kernel =
+        json!({"kernel": {"enabled": true, "impl": "tile-one-pass"}, "loss": {"ratio": {"level": "sequence"}}});
     let error = run(with(settings(folder.path(), "out"), kernel)).unwrap_err().to_string();
-    assert!(error.contains("logits") || error.contains("plugin"), "{error}");
+    assert!(error.contains("ratio.level") || error.contains("plugin"), "{error}");
     assert!(!folder.path().join("warm.safetensors").exists());
 }
 

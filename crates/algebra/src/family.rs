@@ -11,8 +11,8 @@ pub enum Reach {
     Token,
     /// Its row.
     Row,
-    /// Its row, whose logits it may also change before their softmax.
-    RowAndLogits,
+    /// Its row, where that has no token too.
+    AnyRow,
     /// No loss at all, but logp and entropy.
     Softmax,
 }
@@ -40,18 +40,8 @@ impl Reach {
         let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
             if computed { Ok(()) } else { Err(Beyond { field, given: given(), supported }) }
         };
-        let changes_logits = self == Reach::RowAndLogits;
-        let logits_alone = "logits as they come: `scale: 1`, no `softcap`, no `bias`";
-        unless(
-            changes_logits || spec.logits == LogitsTransform::default(),
-            "logits",
-            &|| written(&spec.logits),
-            logits_alone,
-        )?;
-        let whole = "the whole vocabulary";
-        unless(changes_logits || spec.support.is_whole(), "support", &|| written(&spec.support), whole)?;
         if self == Reach::Softmax {
-            return Ok(());
+            return expect_plain_logits(spec);
         }
         let selection = match &spec.objective {
             Objective::KlCov(cov) => cov.selection.map(|top| ("objective.kl_cov.selection", written(&top))),
@@ -65,7 +55,7 @@ impl Reach {
         let empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
         let native = "false: a row without tokens has no part in a program for devices";
         let field = "objective.importance_sampling.empty_rows";
-        unless(changes_logits || !empty_rows, field, &|| "true".into(), native)?;
+        unless(self == Reach::AnyRow || !empty_rows, field, &|| "true".into(), native)?;
         if self != Reach::Token {
             return Ok(());
         }
@@ -75,6 +65,21 @@ impl Reach {
         unless(!vespo, "objective", &|| "vespo".into(), ROWS)?;
         unless(spec.off_policy_mask.is_none(), "off_policy_mask", &|| written(&spec.off_policy_mask), ROWS)
     }
+}
+
+/// Checks that logits go into the softmax of `spec` as they come, every column of them, for what changes none.
+///
+/// # Errors
+/// The first setting that has it otherwise.
+pub fn expect_plain_logits(spec: &LossSpec) -> Result<(), Beyond> {
+    if spec.logits != LogitsTransform::default() {
+        let supported = "logits as they come: `scale: 1`, no `softcap`, no `bias`";
+        return Err(Beyond { field: "logits", given: written(&spec.logits), supported });
+    }
+    if !spec.support.is_whole() {
+        return Err(Beyond { field: "support", given: written(&spec.support), supported: "the whole vocabulary" });
+    }
+    Ok(())
 }
 
 /// A setting as a file spells it.

@@ -10,3 +10,4 @@ pub mod reduction;
 pub mod rollout;
 pub mod softmax;
 pub mod structure;
+pub mod transform;

@@ -31,7 +31,7 @@ pub struct Known {
 impl Known {
     /// Of the token at `(b, t)`, with the weights of its batch.
     pub fn of(weights: &Weights, advantage: f64, at: (usize, usize)) -> Self {
-        let (weight, kl) = (weights.policy[at.0], weights.kl[at.0]);
+        let (weight, kl) = (weights.policy[at], weights.kl[at]);
         Self { advantage, weight, kl_share: kl / weight, at }
     }
 }

@@ -1,27 +1,30 @@
 //! Token losses to one number.
 
-use ndarray::{Array2, Axis};
+use ndarray::Array2;
 
 use super::loss::Graded;
-use assay_core::problem::Metrics;
+use assay_core::problem::{Metrics, Sequence, Sequences};
 use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
-/// What the terms of each row's tokens are multiplied by.
+/// What the terms of each token are multiplied by, `[B,T]`: the same for all tokens of a sequence.
 pub struct Weights {
     /// The policy term.
-    pub policy: Vec<f64>,
+    pub policy: Array2<f64>,
     /// The KL penalty.
-    pub kl: Vec<f64>,
+    pub kl: Array2<f64>,
     /// The entropy: `∂loss/∂H`.
-    pub entropy: Vec<f64>,
+    pub entropy: Array2<f64>,
 }
 
 impl Weights {
     /// Those of `spec` where `mask` lets tokens count.
-    pub fn of(spec: &LossSpec, mask: &Array2<bool>) -> Self {
+    pub fn of(spec: &LossSpec, mask: &Array2<bool>, sequences: &Sequences) -> Self {
+        let counts = counts(mask, sequences);
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
         let times = |factor: f64, averaging| {
-            row_weights(averaging, mask).into_iter().map(|weight| factor * weight).collect::<Vec<f64>>()
+            let of_rows = row_weights(averaging, &counts, mask.ncols());
+            let weights: Vec<f64> = of_rows.into_iter().map(|weight| factor * weight).collect();
+            sequences.spread(mask.dim(), &weights)
         };
         Self {
             policy: times(spec.scale, spec.averaging()),
@@ -31,9 +34,14 @@ impl Weights {
     }
 }
 
-fn row_weights(averaging: Averaging, mask: &Array2<bool>) -> Vec<f64> {
-    let counts: Vec<f64> =
-        mask.rows().into_iter().map(|row| row.iter().filter(|&&counts| counts).count() as f64).collect();
+/// How many tokens of each sequence count.
+fn counts(mask: &Array2<bool>, sequences: &Sequences) -> Vec<f64> {
+    let count = |sequence: Sequence| sequence.places().filter(|&at| mask[at]).count() as f64;
+    sequences.places(mask.dim()).into_iter().map(count).collect()
+}
+
+/// Packed sequences are not averaged over a width.
+fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
     let rows = counts.len() as f64;
     let filled_rows = counts.iter().filter(|&&n| n > 0.0).count() as f64;
     let total: f64 = counts.iter().sum();
@@ -47,30 +55,34 @@ fn row_weights(averaging: Averaging, mask: &Array2<bool>) -> Vec<f64> {
         Reduction::TokenMean => total + epsilon,
         Reduction::SequenceMean { rows } => (count + epsilon) * rows_of(rows),
         Reduction::SequenceSum { rows } => rows_of(rows),
-        Reduction::FixedLength { rows, length } => rows_of(rows) * length.unwrap_or(mask.ncols()) as f64,
+        Reduction::FixedLength { rows, length } => rows_of(rows) * length.unwrap_or(width) as f64,
         Reduction::Normalizer(value) => value,
     };
-    counts.into_iter().map(|count| if count > 0.0 { denominator(count).recip() } else { 0.0 }).collect()
+    counts.iter().map(|&count| if count > 0.0 { denominator(count).recip() } else { 0.0 }).collect()
 }
 
 /// `Σ weight·token_loss + Σ ∂loss/∂H·H`, in row order.
 pub fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
     let mut total = 0.0;
-    for (b, row) in tokens.axis_iter(Axis(0)).enumerate() {
-        for token in row.iter().flatten() {
-            total += weights.policy[b] * token.token.reduced;
-            if weights.entropy[b] != 0.0 {
-                total += weights.entropy[b] * token.entropy;
-            }
+    for (at, token) in tokens.indexed_iter() {
+        let Some(token) = token else { continue };
+        total += weights.policy[at] * token.token.reduced;
+        if weights.entropy[at] != 0.0 {
+            total += weights.entropy[at] * token.entropy;
         }
     }
     total
 }
 
 /// What rows without a token add to an importance-sampled loss: `−A/B` each, for their ratio is `exp(0)`.
-pub fn empty_rows(spec: &LossSpec, mask: &Array2<bool>, advantage: impl Fn(usize) -> f64) -> f64 {
-    let empty = mask.rows().into_iter().enumerate().filter(|(_, row)| !row.iter().any(|&counts| counts));
-    -spec.scale * empty.map(|(b, _)| advantage(b)).sum::<f64>() / mask.nrows() as f64
+pub fn empty_rows(
+    spec: &LossSpec,
+    mask: &Array2<bool>,
+    sequences: &[Sequence],
+    advantage: impl Fn(&Sequence) -> f64,
+) -> f64 {
+    let empty = sequences.iter().filter(|sequence| !sequence.places().any(|at| mask[at]));
+    -spec.scale * empty.map(advantage).sum::<f64>() / sequences.len() as f64
 }
 
 /// Means over unmasked tokens.

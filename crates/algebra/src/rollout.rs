@@ -3,10 +3,10 @@
 //!
 //! With `y_t = old_logp_t − rollout_logp_t` of the unmasked tokens, 0 where the sampler gave none.
 
-use ndarray::{Array2, ArrayView1, Zip};
+use ndarray::{Array2, Zip};
 
 use super::structure::{Form, Input, Shaped};
-use assay_core::problem::{Extra, Tokens};
+use assay_core::problem::{Extra, Sequence, Tokens};
 use assay_core::spec::{
     LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Terms, Unscored,
@@ -44,7 +44,7 @@ impl Settled {
             }
         }
         if let (Some(given), Some(own)) = (spec.token_weights, &tokens.extra.token_weights) {
-            let own = own.broadcast(mask.dim()).map_or_else(|| own.clone(), |own| own.to_owned());
+            let own = of_tokens(tokens, own);
             mask.zip_mut_with(&own, |counts, weight| *counts &= *weight != 0.0);
             in_policy *= &own;
             if given.applies_to == Terms::PolicyAndKl {
@@ -105,8 +105,13 @@ fn log_ratios(tokens: &Tokens) -> Array2<f64> {
     ratios
 }
 
-fn count(mask: ArrayView1<bool>) -> f64 {
-    mask.iter().filter(|&&counts| counts).count() as f64
+/// The tokens of a sequence that count.
+fn unmasked(mask: &Array2<bool>, sequence: &Sequence) -> impl Iterator<Item = (usize, usize)> {
+    sequence.places().filter(|&at| mask[at])
+}
+
+fn count(mask: &Array2<bool>, sequence: &Sequence) -> f64 {
+    unmasked(mask, sequence).count() as f64
 }
 
 /// Whether the sampler scored a token; anything under the mask.
@@ -180,20 +185,19 @@ fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
     let of_token = estimates(rejection.estimator, tokens);
     let range = rejection.min.unwrap_or(f64::NEG_INFINITY)..=rejection.max;
     let mut stays = Array2::from_elem(tokens.mask.dim(), true);
-    for ((mut stays, mask), of_token) in stays.rows_mut().into_iter().zip(tokens.mask.rows()).zip(of_token.rows()) {
-        let unmasked = of_token.iter().zip(mask).filter(|(_, counts)| **counts).map(|(k, _)| *k);
+    if rejection.level == RejectionLevel::Token {
+        return of_token.mapv(|k| range.contains(&k));
+    }
+    for sequence in tokens.sequences() {
+        let unmasked = unmasked(tokens.mask, &sequence).map(|at| of_token[at]);
         let of_row = match rejection.level {
-            RejectionLevel::Token => {
-                stays.zip_mut_with(&of_token, |stays, k| *stays = range.contains(k));
-                continue;
-            }
+            RejectionLevel::Token | RejectionLevel::SecondMoment => unreachable!("done"),
             RejectionLevel::SequenceSum => unmasked.sum(),
-            RejectionLevel::SequenceMean => unmasked.sum::<f64>() / count(mask).max(1.0),
+            RejectionLevel::SequenceMean => unmasked.sum::<f64>() / count(tokens.mask, &sequence).max(1.0),
             RejectionLevel::SequenceMax => unmasked.fold(f64::NEG_INFINITY, f64::max),
             RejectionLevel::SequenceMin => unmasked.fold(f64::INFINITY, f64::min),
-            RejectionLevel::SecondMoment => continue,
         };
-        stays.fill(range.contains(&of_row));
+        sequence.places().for_each(|at| stays[at] = range.contains(&of_row));
     }
     stays
 }
@@ -206,7 +210,7 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     };
     if rollout.normalize {
         let of_rows = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
-        let mean = mean_weight(&weights, tokens.mask, of_rows);
+        let mean = mean_weight(&weights, tokens, of_rows);
         if mean > 1e-8 {
             weights /= mean;
         }
@@ -214,13 +218,21 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     weights
 }
 
+/// A number a token, where one a sequence is given too.
+fn of_tokens(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
+    if given.dim() == tokens.mask.dim() {
+        return given.clone();
+    }
+    tokens.extra.sequences.spread(tokens.mask.dim(), &given.column(0).to_vec())
+}
+
 fn given_weights(level: RolloutLevel, tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
-    let mut weights = given.broadcast(tokens.mask.dim()).map_or_else(|| given.clone(), |weights| weights.to_owned());
+    let mut weights = of_tokens(tokens, given);
     if level == RolloutLevel::Geometric {
-        for (mut row, mask) in weights.rows_mut().into_iter().zip(tokens.mask.rows()) {
-            let logs = row.iter().zip(mask).filter(|(_, counts)| **counts).map(|(weight, _)| (weight + 1e-10).ln());
-            let mean = logs.sum::<f64>() / (count(mask) + 1e-8);
-            row.fill(mean.exp());
+        for sequence in tokens.sequences() {
+            let logs = unmasked(tokens.mask, &sequence).map(|at| (weights[at] + 1e-10).ln());
+            let mean = logs.sum::<f64>() / (count(tokens.mask, &sequence) + 1e-8);
+            sequence.places().for_each(|at| weights[at] = mean.exp());
         }
     }
     weights
@@ -242,39 +254,34 @@ fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
         Unscored::Zero => scored(tokens),
         Unscored::One => Array2::from_elem(tokens.mask.dim(), true),
     };
-    let rows = weights.rows_mut().into_iter().zip(tokens.mask.rows()).zip(known.rows());
-    for ((mut row, mask), known) in rows {
-        let sum = row.sum();
-        let geometric = weight(sum / count(mask).max(1.0));
-        let all_known = known.iter().zip(mask).all(|(known, counts)| *known || !counts);
+    for sequence in tokens.sequences() {
+        let sum = unmasked(tokens.mask, &sequence).map(|at| weights[at]).sum::<f64>();
+        let geometric = weight(sum / count(tokens.mask, &sequence).max(1.0));
+        let all_known = unmasked(tokens.mask, &sequence).all(|at| known[at]);
         let of_row = |weight: f64| bounded(if all_known { weight } else { 0.0 });
-        let own = |y: &mut f64, known: &bool| *y = if *known { weight(*y) } else { 0.0 };
-        match rollout.level {
-            RolloutLevel::Token => {
-                row.zip_mut_with(&known, own);
-                row.mapv_inplace(bounded);
-            }
-            RolloutLevel::Sequence => row.fill(of_row(weight(sum))),
-            RolloutLevel::Geometric => row.fill(of_row(geometric)),
-            RolloutLevel::TokenGatedByGeometric if geometric >= least && geometric <= most => {
-                row.zip_mut_with(&known, own);
-            }
-            RolloutLevel::TokenGatedByGeometric => row.fill(0.0),
+        for at in sequence.places() {
+            let own = if known[at] { weight(weights[at]) } else { 0.0 };
+            weights[at] = match rollout.level {
+                RolloutLevel::Token => bounded(own),
+                RolloutLevel::Sequence => of_row(weight(sum)),
+                RolloutLevel::Geometric => of_row(geometric),
+                RolloutLevel::TokenGatedByGeometric if geometric >= least && geometric <= most => own,
+                RolloutLevel::TokenGatedByGeometric => 0.0,
+            };
         }
     }
     weights
 }
 
 /// The mean over unmasked tokens, or over the rows that have any of their own mean.
-fn mean_weight(weights: &Array2<f64>, mask: &Array2<bool>, of_rows: bool) -> f64 {
-    let rows = || weights.rows().into_iter().zip(mask.rows()).filter(|(_, mask)| count(*mask) > 0.0);
-    let sum = |(weights, mask): (ArrayView1<f64>, ArrayView1<bool>)| -> f64 {
-        weights.iter().zip(mask).filter(|(_, counts)| **counts).map(|(weight, _)| weight).sum()
-    };
+fn mean_weight(weights: &Array2<f64>, tokens: &Tokens, of_rows: bool) -> f64 {
+    let mask = tokens.mask;
+    let rows: Vec<Sequence> = tokens.sequences().into_iter().filter(|row| count(mask, row) > 0.0).collect();
+    let sum = |row: &Sequence| unmasked(mask, row).map(|at| weights[at]).sum::<f64>();
     if of_rows {
-        rows().map(|row| sum(row) / (count(row.1) + 1e-8)).sum::<f64>() / (rows().count() as f64).max(1.0)
+        rows.iter().map(|row| sum(row) / (count(mask, row) + 1e-8)).sum::<f64>() / (rows.len() as f64).max(1.0)
     } else {
-        rows().map(sum).sum::<f64>() / (mask.iter().filter(|&&counts| counts).count() as f64 + 1e-8)
+        rows.iter().map(sum).sum::<f64>() / (mask.iter().filter(|&&counts| counts).count() as f64 + 1e-8)
     }
 }
 
@@ -288,10 +295,11 @@ fn log_weights(spec: &LossSpec, tokens: &Tokens, mask: &Array2<bool>, weights: O
         given.is_some() && matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
     let one_a_row = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric)
         || given.is_some_and(|given| given.ncols() == 1);
-    for ((mut sums, weights), mask) in sums.rows_mut().into_iter().zip(weights.rows()).zip(mask.rows()) {
-        let read = weights.iter().zip(mask).filter(|(_, counts)| **counts || masked_too);
-        let logs = read.map(|(weight, _)| weight.ln().clamp(LOG_WEIGHTS[0], LOG_WEIGHTS[1]));
-        sums.fill(logs.take(if one_a_row { 1 } else { usize::MAX }).sum());
+    for sequence in tokens.sequences() {
+        let read = sequence.places().filter(|&at| mask[at] || masked_too);
+        let logs = read.map(|at| weights[at].ln().clamp(LOG_WEIGHTS[0], LOG_WEIGHTS[1]));
+        let sum: f64 = logs.take(if one_a_row { 1 } else { usize::MAX }).sum();
+        sequence.places().for_each(|at| sums[at] = sum);
     }
     sums
 }

@@ -1,5 +1,6 @@
 //! What of a spec shapes a program, and which numbers and arrays that program reads.
 
+use super::transform::{self, Transform};
 use assay_core::spec::{
     Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Positive, PpoClip,
     RatioLevel, Reduction, Rows, TemperatureDivides, Terms,
@@ -17,6 +18,8 @@ pub struct Structure {
     pub bounds: Bounds,
     /// Whether old log-probabilities come in; else they are the policy's own.
     pub old_logp_given: bool,
+    /// What becomes of logits before their softmax, where anything does.
+    pub transform: Option<Transform>,
     /// What the temperature divides.
     pub temperature: Temperature,
     /// The KL penalty, if there is one.
@@ -239,6 +242,7 @@ impl Structure {
                 cap: spec.ratio.cap.is_some(),
             },
             old_logp_given: spec.old_logp != OldLogp::Current,
+            transform: Transform::of(spec),
             temperature: match spec.temperature_divides {
                 _ if spec.temperature == 1.0 => Temperature::One,
                 TemperatureDivides::Logits => Temperature::Logits,
@@ -325,6 +329,30 @@ impl Structure {
         of_form.chain(optional.into_iter().filter_map(|(read, number)| read.then_some(number))).collect()
     }
 
+    /// The numbers that its softmaxes read, in order.
+    pub fn softmax_numbers(self) -> Vec<Number> {
+        let mut numbers = vec![Number::InverseTemperature];
+        if self.transform.is_some() {
+            numbers.extend([Number::LogitFactor, Number::Rate]);
+            numbers.extend((self.temperature == Temperature::Logp).then_some(Number::LogpRate));
+        }
+        numbers
+    }
+
+    /// What gaps from the maximum are multiplied by, nothing where it is 1: in the softmax that entropy is of, and in that of logp where
+    /// it is another. Derivatives by what the softmax is of are multiplied by the first.
+    pub fn gap_numbers(self) -> Vec<Option<Number>> {
+        let [of_entropy, of_logp] = match self.transform {
+            Some(_) => [Some(Number::Rate), Some(Number::LogpRate)],
+            None => [Some(Number::InverseTemperature), None],
+        };
+        match self.temperature {
+            Temperature::One if self.transform.is_none() => vec![None],
+            Temperature::One | Temperature::Logits => vec![of_entropy],
+            Temperature::Logp => vec![of_entropy, of_logp],
+        }
+    }
+
     /// The numbers that a whole program reads, in order.
     pub fn program_numbers(self) -> Vec<Number> {
         use Number as N;
@@ -339,7 +367,8 @@ impl Structure {
             (epsilon(entropy), N::EntropyDenominatorEpsilon),
         ];
         let mut numbers = self.numbers();
-        numbers.extend([N::InverseTemperature, N::EntropyCoef, N::Denominator, N::LossScale]);
+        numbers.extend(self.softmax_numbers());
+        numbers.extend([N::EntropyCoef, N::Denominator, N::LossScale]);
         numbers.extend(optional.into_iter().filter_map(|(read, number)| read.then_some(number)));
         numbers
     }
@@ -476,6 +505,12 @@ pub enum Number {
     KlValueClamp,
     /// `1/T`.
     InverseTemperature,
+    /// What a logit and its bias are multiplied by: see [`transform`].
+    LogitFactor,
+    /// `rate/T`, of the softmax that entropy is of.
+    Rate,
+    /// `rate`, of the one that logp is of, where that is another.
+    LogpRate,
     /// `∂loss/∂entropy` of an unmasked token, without `1/T`: a kernel's, which a program works out.
     EntropyFactor,
     /// Times the spec's `scale`.
@@ -526,6 +561,9 @@ impl Number {
             Number::KlDifferenceClamp => "kl_difference_clamp",
             Number::KlValueClamp => "kl_value_clamp",
             Number::InverseTemperature => "inverse_temperature",
+            Number::LogitFactor => "logit_factor",
+            Number::Rate => "rate",
+            Number::LogpRate => "logp_rate",
             Number::EntropyFactor => "entropy_factor",
             Number::EntropyCoef => "entropy_coef",
             Number::Denominator => "denominator",
@@ -558,6 +596,9 @@ impl Number {
             },
             Number::KlValueClamp => kl.and_then(|kl| kl.value_clamp).unwrap_or(none),
             Number::InverseTemperature => spec.temperature.recip(),
+            Number::LogitFactor => transform::factor(spec),
+            Number::Rate => transform::rate(spec) / spec.temperature,
+            Number::LogpRate => transform::rate(spec),
             Number::EntropyFactor => none,
             Number::EntropyCoef => spec.entropy_coef * spec.scale,
             Number::Denominator => known_denominator(spec.averaging(), extents) / spec.scale,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_core::implementation::Implementation;
+use assay_core::implementation::{Given, Implementation};
 use assay_core::problem::{Candidate, Problem};
 use assay_core::spec::LossSpec;
 use assay_worker::{Answer, Worker, WorkerError};
@@ -92,10 +92,8 @@ impl<P: Subject> Kernel<P> for Local<'_, P> {
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
-        let shape = problem.checked_shape(spec).map_err(|error| Fault::Raised(error.to_string()))?;
-        self.0
-            .supports(spec, shape, problem.dtype(), 1)
-            .map_err(|unsupported| Fault::Unsupported(unsupported.to_string()))?;
+        let given = Given::of(spec, &**problem).map_err(|error| Fault::Raised(error.to_string()))?;
+        self.0.supports_given(spec, given, 1).map_err(|unsupported| Fault::Unsupported(unsupported.to_string()))?;
         let candidate = self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string()))?;
         read(&candidate.lend());
         Ok(())

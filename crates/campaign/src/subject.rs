@@ -172,7 +172,7 @@ impl Subject for Problem {
 
     #[cfg(feature = "mutants")]
     fn is_of(class: Class) -> bool {
-        !class.of_heads() && class != Class::Devices
+        !class.of_heads() && !matches!(class, Class::Devices | Class::Packing)
     }
 
     fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
@@ -245,7 +245,7 @@ impl Subject for HeadProblem {
 
     #[cfg(feature = "mutants")]
     fn is_of(class: Class) -> bool {
-        !matches!(class, Class::HeadDevices | Class::Devices)
+        !matches!(class, Class::HeadDevices | Class::Devices | Class::Packing)
     }
 
     fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {

@@ -12,7 +12,7 @@ use ndarray::Ix3;
 
 use crate::problem::{
     Candidate, Dtype, FloatArray, FloatView, HeadForm, HeadGradient, HeadGradientView, HeadProblem, HeadShape, Lend,
-    Problem, ProblemError, Shape,
+    Problem, ProblemError, Sequences, Shape,
 };
 use crate::spec::LossSpec;
 
@@ -42,6 +42,9 @@ pub trait Workload: Clone + Send + Sync + 'static {
     /// How its arrays lie.
     fn form(&self) -> Self::Form;
 
+    /// Which of its tokens make a sequence.
+    fn which_sequences(&self) -> &Sequences;
+
     /// A form in words; nothing where there is no choice.
     fn describe(form: Self::Form) -> String;
 }
@@ -62,6 +65,10 @@ impl Workload for Problem {
     }
 
     fn form(&self) {}
+
+    fn which_sequences(&self) -> &Sequences {
+        &self.extra.sequences
+    }
 
     fn describe((): ()) -> String {
         String::new()
@@ -85,6 +92,10 @@ impl Workload for HeadProblem {
 
     fn form(&self) -> HeadForm {
         HeadForm { layout: self.logits.layout, rounds_logits: self.logits.rounds_logits }
+    }
+
+    fn which_sequences(&self) -> &Sequences {
+        &self.extra.sequences
     }
 
     fn describe(form: HeadForm) -> String {
@@ -137,6 +148,28 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
     /// [`Unsupported`], naming the first thing it does not do.
     fn supports(&self, spec: &LossSpec, shape: P::Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
 
+    /// Whether it computes batches whose sequences are [packed](Sequences::Packed).
+    fn takes_packed(&self) -> bool {
+        false
+    }
+
+    /// [`supports`](Self::supports) of what is given, packed sequences too.
+    ///
+    /// # Errors
+    /// [`Unsupported`], naming the first thing it does not do.
+    fn supports_given(&self, spec: &LossSpec, given: Given<P>, devices: usize) -> Result<(), Unsupported> {
+        self.supports(spec, given.shape, given.dtype, devices)?;
+        match given.packed {
+            Some(_) if !self.takes_packed() => Err(Unsupported {
+                implementation: self.id().into(),
+                field: "sequences",
+                given: "packed".into(),
+                supported: "one a row".into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Bytes of this machine's memory that a run takes beside the problem, of `shape` and `dtype`, and its outcome.
     fn host_bytes(&self, _shape: P::Shape, _dtype: Dtype) -> usize {
         0
@@ -161,7 +194,7 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
         given: Given<P>,
         devices: usize,
     ) -> Result<Box<dyn Prepared<P> + 's>, RunError> {
-        self.supports(spec, given.shape, given.dtype, devices)?;
+        self.supports_given(spec, given, devices)?;
         Ok(Box::new(Runs { implementation: self, spec, given, devices }))
     }
 }
@@ -227,6 +260,8 @@ pub struct Given<P: Workload = Problem> {
     pub dtype: Dtype,
     /// How the arrays lie.
     pub form: P::Form,
+    /// How many sequences are packed into the one row; `None` where each row is one.
+    pub packed: Option<usize>,
 }
 
 #[expect(clippy::expl_impl_clone_on_copy, reason = "a derived one asks that problems be Copy")]
@@ -240,7 +275,7 @@ impl<P: Workload> Copy for Given<P> {}
 
 impl<P: Workload> PartialEq for Given<P> {
     fn eq(&self, other: &Self) -> bool {
-        (self.shape, self.dtype, self.form) == (other.shape, other.dtype, other.form)
+        (self.shape, self.dtype, self.form, self.packed) == (other.shape, other.dtype, other.form, other.packed)
     }
 }
 
@@ -250,7 +285,9 @@ impl<P: Workload> Given<P> {
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong.
     pub fn of(spec: &LossSpec, problem: &P) -> Result<Self, ProblemError> {
-        Ok(Self { shape: problem.checked_shape(spec)?, dtype: problem.dtype(), form: problem.form() })
+        let shape = problem.checked_shape(spec)?;
+        let packed = problem.which_sequences().packed();
+        Ok(Self { shape, dtype: problem.dtype(), form: problem.form(), packed })
     }
 
     /// Checks `problem`, and that it is as given.
@@ -268,7 +305,8 @@ impl<P: Workload> Given<P> {
 
 impl<P: Workload> fmt::Display for Given<P> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} {} of {}{}", self.dtype, P::ARRAY, self.shape, P::describe(self.form))
+        write!(f, "{} {} of {}{}", self.dtype, P::ARRAY, self.shape, P::describe(self.form))?;
+        self.packed.map_or(Ok(()), |sequences| write!(f, " with {sequences} packed sequences"))
     }
 }
 

@@ -10,7 +10,8 @@ use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Input, Number, Shaped, Temperature};
-use assay_core::problem::{FloatArray, Metrics, Tokens};
+use assay_algebra::transform::Columns;
+use assay_core::problem::{FloatArray, Metrics, Sequence, Tokens};
 use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
 use ndarray::{Array2, Ix0, Ix2, arr0};
 
@@ -19,8 +20,11 @@ pub(crate) struct Frame<'s> {
     loss: Shaped<'s>,
     ids: Vec<i32>,
     advantages: Array2<f64>,
+    sequences: Vec<Sequence>,
     settled: Settled,
     weights: Weights,
+    /// Where columns differ before their softmax.
+    columns: Option<Columns>,
 }
 
 /// The softmaxes of a row: of the one that entropy is of, and of the one that logp is.
@@ -41,16 +45,19 @@ pub(crate) struct Results {
 }
 
 impl<'s> Frame<'s> {
-    /// Of tokens that were checked.
-    pub(crate) fn of(loss: Shaped<'s>, tokens: &Tokens) -> Self {
+    /// Of tokens over `vocab` columns, that were checked.
+    pub(crate) fn of(loss: Shaped<'s>, tokens: &Tokens, vocab: usize) -> Self {
         let settled = Settled::of(loss, tokens);
+        let transform = loss.structure.transform.filter(|transform| transform.columns);
         Self {
             loss,
             // What the mask hides may be anything; its loss is never used.
             ids: tokens.ids.iter().map(|&id| i32::try_from(id).unwrap_or(0)).collect(),
-            advantages: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            weights: Weights::of(loss.spec, &settled.mask),
+            advantages: tokens.advantages_of_tokens(),
+            sequences: tokens.sequences(),
+            weights: Weights::of(loss.spec, &settled.mask, &tokens.extra.sequences),
             settled,
+            columns: transform.map(|_| Columns::of(loss.spec, tokens, vocab)),
         }
     }
 
@@ -59,9 +66,19 @@ impl<'s> Frame<'s> {
         &self.ids
     }
 
-    /// `1/T`
-    pub(crate) fn inverse_temperature(&self) -> f32 {
-        self.loss.spec.temperature.recip() as f32
+    fn number(&self, number: Number) -> f32 {
+        let (rows, columns) = self.settled.mask.dim();
+        number.of(self.loss.spec, [rows, columns]) as f32
+    }
+
+    /// The numbers of the two kernels that read logits twice.
+    pub(crate) fn softmax_numbers(&self) -> Vec<f32> {
+        arrays::softmax_numbers(self.loss.structure).into_iter().map(|number| self.number(number)).collect()
+    }
+
+    /// What differs by column.
+    pub(crate) fn columns(&self) -> Option<&Columns> {
+        self.columns.as_ref()
     }
 
     fn known(&self, at: (usize, usize)) -> Known {
@@ -74,14 +91,13 @@ impl<'s> Frame<'s> {
 
     /// The numbers of the kernel that reads logits once.
     pub(crate) fn numbers(&self) -> Vec<f32> {
-        let (rows, columns) = self.settled.mask.dim();
         // Where rows differ in it, it comes with the tokens. Rows without a token have none.
         let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
         let value = |number: Number| match number {
-            Number::EntropyFactor => entropy_factor,
-            other => other.of(self.loss.spec, [rows, columns]),
+            Number::EntropyFactor => entropy_factor as f32,
+            other => self.number(other),
         };
-        arrays::numbers(self.loss.structure).into_iter().map(|number| value(number) as f32).collect()
+        arrays::numbers(self.loss.structure).into_iter().map(value).collect()
     }
 
     /// What it is given of each token, `[n, width]`.
@@ -101,12 +117,13 @@ impl<'s> Frame<'s> {
                     Given::KlWeight => input(Input::KlWeight),
                     Given::Selected => input(Input::Selected),
                     Given::RolloutLogp => input(Input::RolloutLogp),
+                    Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
                     Given::Weight => known.weight,
                     Given::Mask => 1.0,
                     Given::KlShare => known.kl_share,
-                    Given::EntropyFactor => self.weights.entropy[at.0],
+                    Given::EntropyFactor => self.weights.entropy[at],
                 };
                 *value = given as f32;
             }
@@ -139,26 +156,29 @@ impl<'s> Frame<'s> {
 
     /// What follows from the statistics of each row.
     pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<Softmaxes> {
-        let (on, temperature) = (&mut Immediate, self.loss.structure.temperature);
-        // As the kernels have it.
-        let inverse = f64::from(self.inverse_temperature());
+        let on = &mut Immediate;
+        let scales = self.gap_scales();
         let softmaxes = statistics.chunks(PER_TOKEN).map(|row| {
             let of = |which: Statistic| f64::from(row[which as usize]);
             let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(of);
-            let mut softmax = |[others, weighted]: [Statistic; 2], inverse| {
+            let mut softmax = |[others, weighted]: [Statistic; 2], scale| {
                 let (others, weighted) = (of(others), -LN_2 * of(weighted));
-                Sums { max, target_logit, others, weighted }.softmax(on, inverse)
+                Sums { max, target_logit, others, weighted }.softmax(on, scale)
             };
-            let tempered = (temperature != Temperature::One).then_some(inverse);
-            let entropy = softmax([Statistic::Others, Statistic::Weighted], tempered);
-            let logp = if temperature == Temperature::Logp {
-                softmax([Statistic::LogpOthers, Statistic::LogpWeighted], None)
-            } else {
-                entropy
+            let entropy = softmax([Statistic::Others, Statistic::Weighted], scales[0]);
+            let logp = match scales.get(1) {
+                Some(&scale) => softmax([Statistic::LogpOthers, Statistic::LogpWeighted], scale),
+                None => entropy,
             };
             Softmaxes { max, entropy, logp }
         });
         Array2::from_shape_vec(self.settled.mask.dim(), softmaxes.collect()).expect("one entry a token")
+    }
+
+    /// What gaps are multiplied by in each softmax, as the kernels have it.
+    fn gap_scales(&self) -> Vec<Option<f64>> {
+        let numbers = self.loss.structure.gap_numbers().into_iter();
+        numbers.map(|number| number.map(|number| self.number(number).into())).collect()
     }
 
     /// Log-probability and entropy.
@@ -166,7 +186,7 @@ impl<'s> Frame<'s> {
         let on = &mut Immediate;
         let logp = softmaxes.logp.logp(on);
         let two = self.loss.structure.temperature == Temperature::Logp;
-        let logp = if two { logp * f64::from(self.inverse_temperature()) } else { logp };
+        let logp = if two { logp * f64::from(self.number(Number::InverseTemperature)) } else { logp };
         [logp, softmaxes.entropy.entropy(on)]
     }
 
@@ -186,9 +206,8 @@ impl<'s> Frame<'s> {
         let (rows, columns) = softmaxes.dim();
         let loss = Loss::of(spec, structure, [rows, columns]);
         let mut all = Array2::from_shape_simple_fn((rows, columns), || None);
-        for b in 0..rows {
-            let places: Vec<(usize, usize)> =
-                (0..columns).map(|t| (b, t)).filter(|&at| self.settled.mask[at]).collect();
+        for sequence in &self.sequences {
+            let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
                 Scored { known: self.known(at), logp, entropy }
@@ -204,8 +223,7 @@ impl<'s> Frame<'s> {
     /// What the second kernel multiplies by, `[n, 8]`.
     pub(crate) fn scales(&self, softmaxes: &Array2<Softmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
         let structure = self.loss.structure;
-        let tempered =
-            if structure.temperature == Temperature::One { 1.0 } else { f64::from(self.inverse_temperature()) };
+        let tempered = self.gap_scales()[0].unwrap_or(1.0);
         let mut values = vec![0.0; self.ids.len() * PER_TOKEN];
         for ((at, graded), of_token) in graded.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
             let Some(graded) = graded else { continue };
@@ -216,7 +234,7 @@ impl<'s> Frame<'s> {
             set(Scale::Others, logp.others);
             set(Scale::Mask, 1.0);
             if structure.entropy_bonus.is_some() {
-                set(Scale::Bonus, self.weights.entropy[at.0] * tempered / entropy.sum);
+                set(Scale::Bonus, self.weights.entropy[at] * tempered / entropy.sum);
                 set(Scale::MeanGap, entropy.mean_gap);
             }
         }

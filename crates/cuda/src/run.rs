@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use assay_algebra::transform::Columns;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
     Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported,
@@ -99,7 +100,7 @@ impl Driven {
     }
 
     fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s>, RunError> {
-        self.supports(spec, given.shape, given.dtype, devices)?;
+        self.supports_given(spec, given, devices)?;
         let (target, context) = (self.target()?, self.context()?);
         let loss = Shaped::of(spec);
         let kernels = self.program.gpu_kernels_for(loss, given.shape, given.dtype, 1, target);
@@ -140,6 +141,10 @@ impl Implementation for Driven {
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         self.program.supports(spec, shape, dtype, devices).map_err(|error| self.unsupported(error))
+    }
+
+    fn takes_packed(&self) -> bool {
+        true
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
@@ -245,10 +250,16 @@ fn floats(memory: &Memory) -> Result<Vec<f32>, CudaError> {
     Ok(values)
 }
 
+/// The bytes of an array of what differs by column.
+fn of_columns(frame: &Frame, array: impl Fn(&Columns) -> Option<&[f32]>) -> Vec<u8> {
+    let columns = frame.columns().expect("a kernel is given biases where columns differ");
+    bytemuck::cast_slice(array(columns).expect("made whole")).to_vec()
+}
+
 impl<'s> Ready<'s> {
     /// Puts a problem, which was checked, on the device, with room for what the kernels write.
     fn upload(&self, problem: &Problem) -> Result<Arrays<'s>, CudaError> {
-        let frame = Frame::of(self.loss, &problem.tokens());
+        let frame = Frame::of(self.loss, &problem.tokens(), self.given.shape.vocab);
         let context = &self.context;
         let logits = context.upload("the logits", &bytes_of(&problem.logits))?;
         let first = self.kernels[0].kernel();
@@ -259,7 +270,12 @@ impl<'s> Ready<'s> {
                 "ids" => ("ids", bytemuck::cast_slice(frame.ids()).to_vec()),
                 "numbers" => ("numbers", bytemuck::cast_slice(&frame.numbers()).to_vec()),
                 "tokens" => ("tokens", bytemuck::cast_slice(&frame.tokens()).to_vec()),
-                "inverse_temperature" => ("inverse_temperature", frame.inverse_temperature().to_ne_bytes().into()),
+                "inverse_temperature" => {
+                    ("inverse_temperature", bytemuck::cast_slice(&frame.softmax_numbers()).to_vec())
+                }
+                "softmax_numbers" => ("softmax_numbers", bytemuck::cast_slice(&frame.softmax_numbers()).to_vec()),
+                "column_bias" => ("column_bias", of_columns(&frame, |columns| columns.bias.as_slice())),
+                "target_bias" => ("target_bias", of_columns(&frame, |columns| columns.target.as_slice())),
                 "columns" => {
                     let columns =
                         i32::try_from(self.given.shape.vocab).expect("checked: a vocabulary is counted in i32");

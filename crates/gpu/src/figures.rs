@@ -61,14 +61,14 @@ impl Asked {
         match self.shape {
             Extents::Logits(shape) => {
                 let program = compiled_for_gpus::<LossProgram>(&self.implementation)?;
-                let given = Given { shape, dtype, form: () };
+                let given = Given { shape, dtype, form: (), packed: None };
                 let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, target)?;
                 Ok(Code { text: program.text(loss, given, devices, device)?, kernels, held_by: held_by(program) })
             }
             Extents::Head(shape) => {
                 let program = compiled_for_gpus::<HeadProgram>(&self.implementation)?;
                 let program = self.chunk_bytes.map_or(program, |bytes| program.chunk_bytes(bytes));
-                let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
+                let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed: None };
                 let kernels = program.gpu_kernels_for(loss, given, devices, target)?;
                 Ok(Code { text: program.text(loss, given, devices, device)?, kernels, held_by: held_by(program) })
             }

@@ -203,19 +203,21 @@ impl Condition {
         let bases = Array2::from_shape_vec((shape.batch, shape.tokens), bases).expect("one entry a token");
         let of_batch = OfBatch::of(reference, &bases);
         let mut all = Array2::from_elem(bases.dim(), None);
-        for b in 0..shape.batch {
-            let row: Vec<(usize, &Token, Base)> =
-                (0..shape.tokens).filter_map(|t| Some((t, reference.token(b, t)?, bases[[b, t]]?))).collect();
+        for sequence in reference.problem().sequences() {
+            let row = sequence.places().filter_map(|at| Some((at, reference.token(at.0, at.1)?, bases[at]?)));
+            let row: Vec<((usize, usize), &Token, Base)> = row.collect();
             let of_row = OfRow::of(reference, bands, &of_batch, &row);
-            for &(t, token, base) in &row {
+            for &(at @ (b, t), token, base) in &row {
                 let errors = errors[b * shape.tokens + t].clone();
-                all[[b, t]] = Some(Condition::of(reference, token, (base, errors), bands, &of_batch, &of_row));
+                all[at] = Some(Condition::of(reference, token, (base, errors), bands, &of_batch, &of_row));
             }
             // What one token owes to the ratio of its row reaches all of them.
-            let mut row = all.row_mut(b);
             if reference.spec().ratio.level == RatioLevel::Sequence {
-                let overflows = row.iter().flatten().any(|condition: &Condition| condition.overflows);
-                row.iter_mut().flatten().for_each(|condition| condition.overflows = overflows);
+                let conditions = |at| all[at].as_ref().is_some_and(|condition: &Condition| condition.overflows);
+                let overflows = sequence.places().any(conditions);
+                for at in sequence.places() {
+                    all[at].iter_mut().for_each(|condition: &mut Condition| condition.overflows = overflows);
+                }
             }
         }
         all
@@ -418,9 +420,9 @@ struct OfRow {
 }
 
 impl OfRow {
-    fn of(reference: &Reference, bands: Bands, batch: &OfBatch, row: &[(usize, &Token, Base)]) -> Self {
+    fn of(reference: &Reference, bands: Bands, batch: &OfBatch, row: &[((usize, usize), &Token, Base)]) -> Self {
         let spec = reference.spec();
-        let condition = |&(_, token, base): &(usize, &Token, Base)| {
+        let condition = |&(_, token, base): &((usize, usize), &Token, Base)| {
             let x = token.inputs.logp - token.inputs.old_logp;
             base.logp.scale + old_logp_size(spec, token) + if x.is_finite() { x.abs() } else { 0.0 }
         };
@@ -452,7 +454,7 @@ impl OfRow {
         // All of the row's tokens to one side of what they share, or with every open choice made in one way.
         let band = of_row.band(bands);
         let coupling = |side: Side| {
-            let of = |&(_, token, base): &(usize, &Token, Base)| {
+            let of = |&(_, token, base): &((usize, usize), &Token, Base)| {
                 reference.by_log_ratio(token, &Branch::at(spec, &side(token, base)))
             };
             row.iter().map(of).sum()
@@ -463,7 +465,7 @@ impl OfRow {
         for holds in [true, false] {
             couplings.push(coupling(&|token, base| choose(token, base, bands, batch, &of_row, holds)));
         }
-        let held = |&(_, token, _): &(usize, &Token, Base)| {
+        let held = |&(_, token, _): &((usize, usize), &Token, Base)| {
             let nearby: Vec<TokenInputs> = within(band).map(|by| shift_row(&token.inputs, by)).collect();
             reference.by_log_ratio(token, &held_by_clip(spec, token, &nearby, bands).unwrap_or(token.branch))
         };

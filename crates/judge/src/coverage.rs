@@ -28,8 +28,8 @@ impl Coverage {
     pub fn of(reference: &Reference) -> Self {
         let shape = reference.shape();
         let mut coverage = Self::default();
-        for b in 0..shape.batch {
-            let tokens: Vec<_> = (0..shape.tokens).filter_map(|t| reference.token(b, t)).collect();
+        for sequence in reference.problem().sequences() {
+            let tokens: Vec<_> = sequence.places().filter_map(|(b, t)| reference.token(b, t)).collect();
             coverage.empty_rows += usize::from(tokens.is_empty());
             for token in tokens {
                 coverage.tokens += 1;

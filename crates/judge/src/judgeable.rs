@@ -159,12 +159,8 @@ fn of_token<L>(
     (b, t): (usize, usize),
     element: Option<(&str, f64)>,
 ) -> String {
-    let mut text = format!(
-        "mask {}, id {}, advantage {:e}",
-        problem.mask[[b, t]],
-        problem.ids[[b, t]],
-        problem.advantages.at(b, t)
-    );
+    let mut text =
+        format!("mask {}, id {}, advantage {:e}", problem.mask[[b, t]], problem.ids[[b, t]], problem.advantage((b, t)));
     let given = |(name, array): (&'static str, &Option<ndarray::Array2<f64>>)| Some((name, array.as_ref()?[[b, t]]));
     let logps = [("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)].into_iter().filter_map(given);
     for (name, x) in logps.chain(element) {

@@ -15,6 +15,7 @@ pub mod judge;
 pub mod judgeable;
 mod lm_head;
 pub mod metric;
+pub mod packed;
 pub mod recorded;
 pub mod report;
 pub mod summary;

@@ -138,7 +138,7 @@ pub struct Report {
     pub invariance: Vec<Compared>,
 }
 
-/// Two runs of one implementation on different device counts.
+/// Two runs of one implementation: on different device counts, or of a batch padded and packed.
 #[derive(Clone, Debug)]
 pub struct Compared {
     /// What was evaluated.
@@ -147,8 +147,22 @@ pub struct Compared {
     pub implementation: String,
     /// Devices of the two runs.
     pub devices: [usize; 2],
+    /// Whether the first was of the padded batch, and the other of the packed one.
+    pub packed: bool,
     /// Which outputs have the same bits.
     pub invariance: Invariance,
+}
+
+impl Compared {
+    /// What the other run has, or lacks, the bits of the first of.
+    pub(super) fn runs(&self) -> String {
+        let [one, many] = self.devices;
+        if self.packed {
+            format!("packed on ×{many} has those of padded")
+        } else {
+            format!("×{many} has those of ×{one}")
+        }
+    }
 }
 
 /// Something that was not checked.
@@ -196,10 +210,10 @@ impl From<Ignored> for schema::Ignored {
 }
 
 impl From<Compared> for schema::Compared {
-    fn from(Compared { fixture, implementation, devices, invariance }: Compared) -> Self {
+    fn from(Compared { fixture, implementation, devices, packed, invariance }: Compared) -> Self {
         let owned = |names: Vec<&str>| names.into_iter().map(String::from).collect();
         let (same, other) = (owned(invariance.same), owned(invariance.other));
-        Self { fixture, implementation, devices, same, other }
+        Self { fixture, implementation, devices, packed, same, other }
     }
 }
 
@@ -294,12 +308,13 @@ impl Report {
         for Ignored { what, why, .. } in &self.ignored {
             let _ = writeln!(text, "ignored  {what}: {why}");
         }
-        for Compared { fixture, implementation, devices: [one, many], invariance } in &self.invariance {
+        for compared @ Compared { fixture, implementation, invariance, .. } in &self.invariance {
             let list = |names: &[&str]| if names.is_empty() { "nothing".into() } else { names.join(", ") };
             let (same, other) = (list(&invariance.same), list(&invariance.other));
             let _ = writeln!(
                 text,
-                "bits     {fixture} with {implementation}: ×{many} has those of ×{one} in {same}; others in {other}"
+                "bits     {fixture} with {implementation}: {} in {same}; others in {other}",
+                compared.runs()
             );
         }
         let _ = writeln!(text, "{}", self.total());

@@ -122,7 +122,7 @@ impl Report {
 
     fn bits_by_implementation(&self) -> Vec<String> {
         let line = |of_pair: Vec<&Compared>| {
-            let Compared { implementation, devices: [one, many], .. } = of_pair[0];
+            let implementation = &of_pair[0].implementation;
             let outputs = distinct(of_pair.iter().flat_map(|compared| compared.invariance.outputs()));
             let problems = of_pair.len();
             let (mut always, mut sometimes, mut never) = (Vec::new(), Vec::new(), Vec::new());
@@ -135,9 +135,9 @@ impl Report {
             }
             let list = |names: &[String]| if names.is_empty() { "nothing".into() } else { names.join(", ") };
             let same = list(&[always, sometimes].concat());
-            format!("{implementation}: ×{many} has those of ×{one} in {same}; others in {}", list(&never))
+            format!("{implementation}: {} in {same}; others in {}", of_pair[0].runs(), list(&never))
         };
-        let pair = |compared: &Compared| (compared.implementation.clone(), compared.devices);
+        let pair = |compared: &Compared| (compared.implementation.clone(), compared.devices, compared.packed);
         grouped(&self.invariance, pair).into_iter().map(line).collect()
     }
 }

@@ -4,7 +4,7 @@ use super::judge::{JudgeError, Verdict};
 use super::judgeable::Judgeable;
 use super::report::{explain, on_devices};
 use super::tolerance::Limits;
-use assay_core::implementation::{Implementation, RunError, Workload};
+use assay_core::implementation::{Given, Implementation, RunError, Workload};
 use assay_core::problem::{Candidate, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_schema::verdicts::Explanation;
@@ -16,12 +16,12 @@ pub fn hindrance<P: Workload>(
     problem: &P,
     devices: usize,
 ) -> Option<String> {
-    let shape = match problem.checked_shape(spec) {
-        Ok(shape) => shape,
+    let given = match Given::of(spec, problem) {
+        Ok(given) => given,
         Err(why) => return Some(why.to_string()),
     };
     let available = implementation.available().map_err(|why| why.to_string());
-    let supported = || implementation.supports(spec, shape, problem.dtype(), devices).map_err(|why| why.to_string());
+    let supported = || implementation.supports_given(spec, given, devices).map_err(|why| why.to_string());
     available.and_then(|()| supported()).err()
 }
 

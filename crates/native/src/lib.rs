@@ -30,7 +30,9 @@ use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
-use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Shape, Tokens};
+use assay_core::problem::{
+    Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
+};
 use assay_core::spec::{LossSpec, Objective};
 pub use cotangents::Cotangents;
 pub use lm_head::NativeHead;
@@ -221,10 +223,14 @@ impl Implementation for Native {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::RowAndLogits.expect(spec) {
+        match Reach::AnyRow.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }
+    }
+
+    fn takes_packed(&self) -> bool {
+        true
     }
 
     /// A row of f32 a thread.
@@ -264,7 +270,10 @@ struct Batch<'s> {
     structure: Structure,
     softmaxes: Softmaxes,
     ids: &'s Array2<i64>,
+    sequences: Vec<Sequence>,
     advantage: Array2<f64>,
+    /// Of each sequence, also where it has no token.
+    advantage_of_rows: Vec<f64>,
     settled: Settled,
     weights: Weights,
     cotangents: Cotangents<'s>,
@@ -282,13 +291,16 @@ impl<'s> Batch<'s> {
         let transform = LogitsTransform::of::<E>(spec, tokens.extra.bias.as_ref(), vocab);
         let loss @ Shaped { structure, .. } = Shaped::of(spec);
         let settled = Settled::of(loss, &tokens);
+        let sequences = tokens.sequences();
         Self {
             spec,
             structure,
             softmaxes: Softmaxes::of(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
-            advantage: Array2::from_shape_fn(settled.mask.dim(), |(b, t)| tokens.advantages.at(b, t)),
-            weights: Weights::of(spec, &settled.mask),
+            advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
+            sequences,
+            advantage: tokens.advantages_of_tokens(),
+            weights: Weights::of(spec, &settled.mask, &tokens.extra.sequences),
             settled,
             cotangents,
         }
@@ -314,7 +326,7 @@ impl<'s> Batch<'s> {
     /// Evaluates the batch and keeps nothing of its rows.
     fn evaluate<E: Element>(&self, rows: &[&[E]]) -> Evaluation {
         let scores = self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row)));
-        self.evaluation(&self.by_place(self.graded(scores)))
+        self.evaluation(&self.by_place(self.graded(&scores)))
     }
 
     /// What is left of tokens, `[B,T]`.
@@ -333,7 +345,7 @@ impl<'s> Batch<'s> {
         let place = |(i, row)| (self.place(i), row);
         if self.structure.couples_rows() {
             let scores = self.scores(rows.par_iter().map(Row::logits).enumerate().map(place));
-            let graded = self.graded(scores);
+            let graded = self.graded(&scores);
             self.write_rows(rows.par_iter_mut().enumerate().map(|(i, row)| (graded[i].as_ref(), self.place(i), row)));
             self.by_place(graded)
         } else {
@@ -352,14 +364,20 @@ impl<'s> Batch<'s> {
     }
 
     /// The loss of every token from the scores of every token.
-    fn graded(&self, scores: Vec<Option<Scores>>) -> Vec<Option<(Scores, Graded)>> {
+    fn graded(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, Graded)>> {
         let loss = self.loss();
-        let of_row = |(b, scores): (usize, &[Option<Scores>])| {
-            let there = scores.iter().enumerate().filter_map(|(t, scores)| Some(self.scored((b, t), &(*scores)?)));
-            let mut graded = loss.grade(&there.collect::<Vec<_>>(), |input, at| self.input(input, at)).into_iter();
-            scores.iter().map(|scores| Some(((*scores)?, graded.next()?))).collect::<Vec<_>>()
-        };
-        scores.chunks(self.ids.ncols()).enumerate().flat_map(of_row).collect()
+        let of_token = |(b, t): Place| scores[b * self.ids.ncols() + t];
+        let mut all: Vec<Option<(Scores, Graded)>> = scores.iter().map(|_| None).collect();
+        for sequence in &self.sequences {
+            let there = sequence.places().filter_map(|at| Some((at, of_token(at)?)));
+            let (places, there): (Vec<(Place, Scores)>, Vec<Scored>) =
+                there.map(|(at, scores)| ((at, scores), self.scored(at, &scores))).unzip();
+            let graded = loss.grade(&there, |input, at| self.input(input, at));
+            for (((b, t), scores), graded) in places.into_iter().zip(graded) {
+                all[b * self.ids.ncols() + t] = Some((scores, graded));
+            }
+        }
+        all
     }
 
     /// Writes the dlogits of rows whose loss is known; zeros where there is none.
@@ -415,7 +433,7 @@ impl<'s> Batch<'s> {
         let beside = |cotangents: Option<&Array2<f64>>| cotangents.map_or(0.0, |cotangents| cotangents[at]);
         let grad = Gradients {
             logp: graded.grad_logp * loss + beside(logp),
-            entropy: self.weights.entropy[at.0] * loss + beside(entropy),
+            entropy: self.weights.entropy[at] * loss + beside(entropy),
         };
         self.softmaxes.write(row, self.id(at), scores, kept, grad);
     }
@@ -425,7 +443,9 @@ impl<'s> Batch<'s> {
         if let Objective::ImportanceSampling(sampling) = &self.spec.objective
             && sampling.empty_rows
         {
-            loss += reduction::empty_rows(self.spec, &self.settled.mask, |b| self.advantage[[b, 0]]);
+            loss += reduction::empty_rows(self.spec, &self.settled.mask, &self.sequences, |sequence| {
+                self.advantage_of_rows[sequence.index]
+            });
         }
         let per_token = |value: fn(&Graded) -> f64| graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32);
         Evaluation {

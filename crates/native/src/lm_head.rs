@@ -91,10 +91,14 @@ impl Implementation<HeadProblem> for NativeHead {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::RowAndLogits.expect(spec) {
+        match Reach::AnyRow.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }
+    }
+
+    fn takes_packed(&self) -> bool {
+        true
     }
 
     /// A chunk of logits, its hidden states and their gradient, and a tile of the head.
@@ -138,7 +142,7 @@ impl NativeHead {
     ) -> Result<Evaluation, RunError> {
         let mut work = self.work(spec, projection, tokens, Cotangents::default())?;
         let scores = work.scores();
-        Ok(work.batch.evaluation(&work.batch.by_place(work.batch.graded(scores))))
+        Ok(work.batch.evaluation(&work.batch.by_place(work.batch.graded(&scores))))
     }
 
     /// Logp and entropy alone, without a loss: one product.
@@ -252,7 +256,7 @@ impl<'p> Work<'p> {
         let mut graded: Array2<Option<Graded>> = Array2::from_shape_simple_fn((batch, tokens), || None);
         if self.batch.structure.couples_rows() {
             let scores = self.scores();
-            let known = self.batch.graded(scores);
+            let known = self.batch.graded(&scores);
             for (i, places) in self.chunks().iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);

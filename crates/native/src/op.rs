@@ -15,7 +15,7 @@ use ndarray::{Array1, Array2, ArrayView3, ArrayViewD, ArrayViewMut3, Dimension, 
 
 use super::{Cotangents, Element, Evaluation, LogpEntropy, Native};
 use assay_core::implementation::RunError;
-use assay_core::problem::{Advantages, Extra, Float, Problem, ProblemError, mask_from};
+use assay_core::problem::{Advantages, CuSeqlens, Extra, Float, Problem, ProblemError, Sequences, mask_from};
 use assay_core::spec::LossSpec;
 
 /// An array that is lent, of whatever dtype and extents, laid out anyhow.
@@ -63,6 +63,11 @@ pub struct Arguments<'a> {
     pub selected: Option<Lent<'a>>,
     /// `[V]`.
     pub bias: Option<Lent<'a>>,
+    /// `[S+1]` of integers, where `S` sequences are packed into one row, `[1,N]`: 0, and where each ends. What is `[B]` above
+    /// is then `[S]`.
+    pub cu_seqlens: Option<Lent<'a>>,
+    /// `[1,N]` or `[N]` of integers, in place of it: 1, 2, … in order, 0 for padding.
+    pub segment_ids: Option<Lent<'a>>,
 }
 
 /// Why an operation was not done. Nothing has been written.
@@ -139,13 +144,13 @@ impl Lent<'_> {
         ProblemError::Shape { field, given: self.shape().to_vec(), expected: meaning.into() }
     }
 
-    fn ids(&self) -> Result<Array2<i64>, OpError> {
-        let ids = match self {
+    fn integers<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<i64, D>, OpError> {
+        let integers = match self {
             Lent::I32(array) => array.mapv(i64::from),
             Lent::I64(array) => array.to_owned(),
-            _ => return Err(self.wrong_dtype("ids", "i64 or i32")),
+            _ => return Err(self.wrong_dtype(field, "i64 or i32")),
         };
-        Ok(ids.into_dimensionality().map_err(|_| self.wrong_rank("ids", "[B,T]"))?)
+        Ok(integers.into_dimensionality().map_err(|_| self.wrong_rank(field, meaning))?)
     }
 
     fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
@@ -170,6 +175,32 @@ fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpEr
     Ok(array.view().into_dimensionality::<Ix3>().map_err(wrong)?)
 }
 
+impl Arguments<'_> {
+    fn sequences(&self, mask: &Array2<bool>) -> Result<Sequences, OpError> {
+        Ok(match (&self.cu_seqlens, &self.segment_ids) {
+            (None, None) => Sequences::Rows,
+            (Some(cu_seqlens), None) => {
+                let values: Array1<i64> = cu_seqlens.integers("cu_seqlens", "[S+1]")?;
+                Sequences::Packed(CuSeqlens::new(&values.to_vec())?)
+            }
+            (None, Some(ids)) => {
+                const MEANING: &str = "[1,N] or [N]: one row of sequences";
+                let flat: Vec<i64> = match ids.shape() {
+                    [_] => ids.integers::<Ix1>("segment_ids", MEANING)?.to_vec(),
+                    [1, _] => ids.integers::<Ix2>("segment_ids", MEANING)?.into_iter().collect(),
+                    _ => return Err(ids.wrong_rank("segment_ids", MEANING).into()),
+                };
+                Sequences::Packed(CuSeqlens::from_segment_ids(&flat, mask)?)
+            }
+            (Some(_), Some(ids)) => {
+                let given = ids.shape().to_vec();
+                let expected = "none beside `cu_seqlens`, which says the same".into();
+                return Err(ProblemError::Shape { field: "segment_ids", given, expected }.into());
+            }
+        })
+    }
+}
+
 /// A loss and the arrays of a batch beside its logits, ready to be called with these.
 pub struct Op<'s> {
     native: Native,
@@ -191,10 +222,12 @@ impl<'s> Op<'s> {
         };
         let bias: Option<Array1<f64>> =
             arguments.bias.as_ref().map(|bias| bias.floats::<Ix1>("bias", "[V]")).transpose()?;
+        let mask = arguments.mask.truths("mask")?;
+        let sequences = arguments.sequences(&mask)?;
         let tokens = Problem {
             logits: (),
-            ids: arguments.ids.ids()?,
-            mask: arguments.mask.truths("mask")?,
+            ids: arguments.ids.integers("ids", "[B,T]")?,
+            mask,
             advantages,
             old_logp: per_token("old_logp", &arguments.old_logp)?,
             ref_logp: per_token("ref_logp", &arguments.ref_logp)?,
@@ -204,6 +237,7 @@ impl<'s> Op<'s> {
                 token_weights: per_token("token_weights", &arguments.token_weights)?,
                 selected: arguments.selected.as_ref().map(|selected| selected.truths("selected")).transpose()?,
                 bias,
+                sequences,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

@@ -9,8 +9,11 @@
 //!
 //! Per-token arrays are `[B,T]` and what is handed over `[B,T,8]`, f32, its columns named below, 0 in the others and where
 //! the mask hides a token. A column is rounded once from f64.
+//!
+//! Between the two of a part, a logit `x` is what the spec's scale, cap and bias leave of it over their [`rate`], which goes into
+//! `1/T`: with neither it is the logit.
 
-use ndarray::{Array2, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
 use rayon::prelude::*;
 
 use super::{
@@ -20,15 +23,15 @@ use crate::row::Scales;
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped};
 use assay_core::implementation::RunError;
-use assay_core::problem::{ProblemError, Shape};
-use assay_core::spec::LossSpec;
+use assay_core::problem::{ProblemError, Sequences, Shape};
+use assay_core::spec::{LossSpec, Support};
 
 /// Columns of what is handed over a token.
 pub const COLUMNS: usize = 8;
 
 /// The columns of [`Native::share_statistics`]: `m` and `x_y` of the part, then `Σ e_j` and `Σ e_j a_j` over its columns other
 /// than the target, `a_j = (m − x_j)/T`, of the softmax that entropy is of; the same of that of logp where it is another.
-/// `x_y` is 0 where another part has it.
+/// `x_y` is 0 where another part has it, and NaN where the spec's support has not.
 pub const STATISTICS: [&str; 6] = ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
 
 /// The columns that [`Native::share_gradient`] is given: `m` of all parts, `−G/(S·T)`, `Σ e_j` of the softmax of logp, 1 or 0,
@@ -39,6 +42,54 @@ pub const SCALES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_
 /// reduction of its own; a clip is 1 or 0.
 pub const RESULTS: [&str; COLUMNS] =
     ["logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high"];
+
+/// What `1/T` is multiplied by between statistics and gradient: the cap of the spec's logits, else the size of their scale.
+pub fn rate(spec: &LossSpec) -> f64 {
+    LogitsTransform::rate_and_factor(&spec.logits)[0]
+}
+
+/// Which columns of the vocabulary a device has, and what is added to them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Part<'a> {
+    /// The first one.
+    pub first_column: usize,
+    /// `[V]`, of each; what the spec reads.
+    pub bias: Option<ArrayView1<'a, f32>>,
+}
+
+impl Part<'_> {
+    /// `support`, counted from the first column.
+    fn support(&self, support: &Support) -> Support {
+        let first = self.first_column;
+        Support {
+            vocab: support.vocab.map(|vocab| vocab.saturating_sub(first)),
+            excluded_ids: support.excluded_ids.iter().filter_map(|id| id.checked_sub(first)).collect(),
+            keep_sampled: support.keep_sampled,
+        }
+    }
+
+    /// The bias of `vocab` columns, where the spec has one.
+    fn bias(&self, spec: &LossSpec, vocab: usize) -> Result<Option<Array1<f64>>, ProblemError> {
+        match self.bias {
+            _ if !spec.logits.bias => Ok(None),
+            None => {
+                let because = "`logits.bias: true`";
+                Err(ProblemError::Missing { field: "bias", expected: vec![vocab], because })
+            }
+            Some(bias) if bias.len() != vocab => {
+                let expected = format!("[{vocab}]");
+                Err(ProblemError::Shape { field: "bias", given: bias.shape().to_vec(), expected })
+            }
+            Some(bias) => Ok(Some(bias.mapv(f64::from))),
+        }
+    }
+}
+
+/// Whether a target in this column is refused: one that the support has not, where none is put back for its own token.
+fn refused(support: &Support, column: usize) -> bool {
+    let outside = support.vocab.is_some_and(|vocab| column >= vocab) || support.excluded_ids.contains(&column);
+    outside && !support.keep_sampled
+}
 
 /// The tokens of a device.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +112,8 @@ pub struct Weighed<'a> {
     pub weights: ArrayView2<'a, f32>,
     /// What the spec's structure reads, `[B,T]` each, in its order.
     pub inputs: Vec<(Input, ArrayView2<'a, f32>)>,
+    /// `[V]`, where the spec has one.
+    pub bias: Option<ArrayView1<'a, f32>>,
 }
 
 /// Where logits and dlogits are: one array, or two.
@@ -96,21 +149,27 @@ impl Native {
     /// Arrays are dense and of one batch.
     ///
     /// # Errors
-    /// [`RunError`] where the kernel does not do `spec`.
+    /// [`RunError`] where the kernel does not do `spec`, or the bias does not fit.
     pub fn share_statistics<E: Element>(
         &self,
         spec: &LossSpec,
+        part: Part,
         logits: ArrayView3<E>,
         tokens: Tokens,
         statistics: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
-        let softmaxes = self.softmaxes::<E>(spec, logits.dim())?;
+        let softmaxes = self.softmaxes::<E>(spec, logits.dim(), part)?;
+        let support = part.support(&spec.support);
         let (_, length, vocab) = logits.dim();
         rows_of(&logits).into_par_iter().zip(columns_of(statistics)).enumerate().for_each(|(i, (row, to))| {
             let at = (i / length, i % length);
             *to = [0.0; COLUMNS];
             if tokens.mask[at] {
-                let of_row = softmaxes.statistics(row, column(tokens.ids[at], vocab));
+                let target = column(tokens.ids[at], vocab);
+                let mut of_row = softmaxes.statistics(row, target);
+                if target.is_some_and(|target| refused(&support, target)) {
+                    of_row.target_logit = f64::NAN;
+                }
                 let columns = [of_row.max, of_row.target_logit].into_iter().chain(of_row.entropy).chain(of_row.logp);
                 to.iter_mut().zip(columns).for_each(|(to, column)| *to = column as f32);
             }
@@ -125,12 +184,13 @@ impl Native {
     pub fn share_gradient<E: Element>(
         &self,
         spec: &LossSpec,
+        part: Part,
         mut place: Place<E>,
         ids: ArrayView2<i32>,
         scales: ArrayView3<f32>,
     ) -> Result<(), RunError> {
         let (batch, length, vocab) = place.dlogits.dim();
-        let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab))?;
+        let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
         place.rows().par_iter_mut().enumerate().for_each(|(i, row)| {
             let at = (i / length, i % length);
             let of_row = scales.index_axis(Axis(0), at.0);
@@ -148,8 +208,8 @@ impl Native {
     /// Reads whole rows and writes their dlogits; [`RESULTS`] of each token, to `results`.
     ///
     /// # Errors
-    /// [`RunError`] where an unmasked token has an id outside the vocabulary or no finite number in an array, or where the
-    /// kernel does not do `spec`; nothing is written then.
+    /// [`RunError`] where an unmasked token has an id outside the vocabulary or the support, or no finite number in an array, where
+    /// the bias does not fit or the kernel does not do `spec`; nothing is written then.
     pub fn share_loss<E: Element>(
         &self,
         spec: &LossSpec,
@@ -158,26 +218,34 @@ impl Native {
         results: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
         let dim @ (.., vocab) = place.dlogits.dim();
-        let softmaxes = self.softmaxes::<E>(spec, dim)?;
-        weighed.check(vocab)?;
-        let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs } = weighed;
+        let softmaxes = self.softmaxes::<E>(spec, dim, Part { first_column: 0, bias: weighed.bias })?;
+        weighed.check(&spec.support, vocab)?;
+        let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs, .. } = weighed;
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
-        let weight = |k: usize| weights.column(k).mapv(f64::from);
+        let rows = Sequences::Rows;
+        let weight = |of_row: &dyn Fn(ArrayView1<f32>) -> f64| {
+            let of_rows: Vec<f64> = weights.rows().into_iter().map(of_row).collect();
+            rows.spread(mask.dim(), &of_rows)
+        };
+        let sequences = rows.places(mask.dim());
         let ids = ids.mapv(i64::from);
         let batch = Batch {
             spec,
             structure: Shaped::of(spec).structure,
             softmaxes,
             ids: &ids,
+            // The caller adds up losses.
+            advantage_of_rows: vec![0.0; sequences.len()],
+            sequences,
             advantage: wide(advantages),
             settled: Settled {
                 mask: mask.to_owned(),
                 inputs: inputs.iter().map(|(input, values)| (*input, wide(values))).collect(),
             },
             weights: Weights {
-                policy: weight(0).to_vec(),
-                kl: (weight(0) * weight(1)).to_vec(),
-                entropy: weight(2).to_vec(),
+                policy: weight(&|row| f64::from(row[0])),
+                kl: weight(&|row| f64::from(row[0]) * f64::from(row[1])),
+                entropy: weight(&|row| f64::from(row[2])),
             },
             // They are in the weights.
             cotangents: Cotangents::default(),
@@ -196,20 +264,30 @@ impl Native {
         Ok(())
     }
 
-    fn softmaxes<E: Element>(&self, spec: &LossSpec, dim: (usize, usize, usize)) -> Result<Softmaxes, RunError> {
+    fn softmaxes<E: Element>(
+        &self,
+        spec: &LossSpec,
+        (batch, tokens, vocab): (usize, usize, usize),
+        part: Part,
+    ) -> Result<Softmaxes, RunError> {
         use assay_core::implementation::Implementation as _;
-        let (batch, tokens, vocab) = dim;
         self.supports(spec, Shape { batch, tokens, vocab }, E::DTYPE, 1)?;
-        Ok(Softmaxes::of(spec, self.isa, LogitsTransform::of::<E>(spec, None, vocab)))
+        let bias = part.bias(spec, vocab)?;
+        let of_part = LossSpec { support: part.support(&spec.support), ..spec.clone() };
+        Ok(Softmaxes::of(spec, self.isa, LogitsTransform::of::<E>(&of_part, bias.as_ref(), vocab)))
     }
 }
 
 impl Weighed<'_> {
-    fn check(&self, vocab: usize) -> Result<(), ProblemError> {
+    fn check(&self, support: &Support, vocab: usize) -> Result<(), ProblemError> {
         let Tokens { ids, mask } = self.tokens;
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
-            if column(ids[[b, t]], vocab).is_none() {
-                return Err(ProblemError::IdOutOfRange { b, t, id: ids[[b, t]].into(), vocab });
+            let id = ids[[b, t]].into();
+            let Some(target) = column(ids[[b, t]], vocab) else {
+                return Err(ProblemError::IdOutOfRange { b, t, id, vocab });
+            };
+            if refused(support, target) {
+                return Err(ProblemError::IdOutsideSupport { b, t, id });
             }
             let arrays = self.inputs.iter().map(|(input, values)| (input.name(), values));
             // NaN is how a sampler says that it did not score a token.

@@ -1,6 +1,7 @@
 //! `tanh` of any number.
 
 use super::simd::Simd;
+use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
 
 /// `(tanh(y)/y − 1)/y²` on `|y| ≤ 1`, with which `tanh` is right to `0.93u` of itself, `u = 2⁻²⁴`: a minimax polynomial (Remez).
 const NEAR: [f64; 6] =
@@ -8,12 +9,6 @@ const NEAR: [f64; 6] =
 
 /// Factors with whose thirteenth power, and all before it, the coefficients are normal numbers of f32.
 const FACTORS: std::ops::RangeInclusive<f64> = 1.0 / 400.0..=400.0;
-
-/// `tanh(y)/y = P(y²)/Q(y²)` as far as 9.01 on either side, where `tanh` is 1 in f32, right to `0.37u` of itself: a minimax
-/// quotient (Lawson). Both begin with 1; the coefficients from the first power on.
-const NUMERATOR: [f32; 4] = [0.133_833_35, 0.003_498_230_6, 0.000_020_648_526, 1.340_202_7e-8];
-const DENOMINATOR: [f32; 4] = [0.467_166_4, 0.025_887_314, 0.000_328_977_5, 7.797_520_4e-7];
-const FAR: f32 = 9.01;
 
 /// The bit of a number from 0 on that is set where it is at least 2, and of NaN.
 const AT_LEAST_2: u32 = 1 << 30;

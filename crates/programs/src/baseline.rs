@@ -21,12 +21,16 @@
 //! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; max, sums and the chosen logit are
 //! reduced over the vocabulary's devices, row counts over the tokens', everything that is one number over both of the
 //! others. Columns past `V` are −∞ before anything looks at them, and tokens past `B` or `T` are masked.
+//!
+//! Where a spec changes logits before their softmax, `x` is what [`transform`](assay_algebra::transform) calls `t`, and dlogits are
+//! multiplied by its slope at the end.
 
-use super::program::{Evaluated, Given, Program};
+use super::program::{ColumnsGiven, Evaluated, Given, Program};
 use crate::mesh::Axis;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Structure, Temperature};
+use assay_algebra::structure::{Number, Structure};
+use assay_algebra::transform::Transform;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
@@ -47,19 +51,23 @@ pub(crate) fn core_gathering(
 ) -> Evaluated {
     let columns = on.columns(given.ids, given.first_column);
     let wide = on.builder.convert(logits, DeviceDtype::F32);
-    let x = on.without_padding(wide, &columns);
+    let target_logit = on.target_logit(from, &columns);
+    let (x, target_logit) = match structure.transform {
+        Some(transform) => on.transformed(transform, given, wide, target_logit, &columns),
+        None => (wide, target_logit),
+    };
+    let x = on.without_padding(x, &columns);
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
-    let target_logit = on.target_logit(from, &columns);
     let row = Row { x, max, target_logit, is_target: columns.is_target };
-    let inverse = given.number(Number::InverseTemperature);
-    let inverse_temperature = (structure.temperature != Temperature::One).then_some(inverse);
-    let entropy_softmax = on.softmax(&row, inverse_temperature);
-    let two_softmaxes = structure.temperature == Temperature::Logp;
-    let logp_softmax = if two_softmaxes { on.softmax(&row, None) } else { entropy_softmax };
+    let scales: Vec<_> =
+        structure.gap_numbers().into_iter().map(|number| number.map(|number| given.number(number))).collect();
+    let entropy_softmax = on.softmax(&row, scales[0]);
+    let two_softmaxes = scales.len() > 1;
+    let logp_softmax = if two_softmaxes { on.softmax(&row, scales[1]) } else { entropy_softmax };
 
     let logp = logp_softmax.softmax.logp(on);
-    let logp = if two_softmaxes { on.times(logp, inverse) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, given.number(Number::InverseTemperature)) } else { logp };
     let entropy = entropy_softmax.softmax.entropy(on);
 
     let (token, grad_logp) = on.token_loss(structure, given, logp);
@@ -68,7 +76,11 @@ pub(crate) fn core_gathering(
         let factor = on.per_token(given.entropy_factor);
         Part { factor, through: &entropy_softmax }
     });
-    let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), inverse_temperature);
+    let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), scales[0]);
+    let dlogits = match structure.transform {
+        Some(transform) => on.through(transform, given, &row, dlogits),
+        None => dlogits,
+    };
     let dlogits = on.builder.convert(dlogits, dtype.into());
     Evaluated { gradient: dlogits, logp, entropy, token }
 }
@@ -85,7 +97,7 @@ struct Columns {
     real: Option<Value>,
 }
 
-/// The logits, widened.
+/// The logits, widened, or what a spec makes of them.
 struct Row {
     /// `[b,t,v]`
     x: Value,
@@ -170,6 +182,52 @@ impl Program {
         let zero = self.constant(0.0);
         let own = self.builder.select(here, taken, zero);
         self.over(&[Axis::Vocab], Fold::Add, own)
+    }
+
+    /// What the softmax is of, of logits in f32 and of the target's; the target's is in its column, which may be outside the support.
+    fn transformed(
+        &mut self,
+        transform: Transform,
+        given: &Given,
+        wide: Value,
+        target_logit: Value,
+        columns: &Columns,
+    ) -> (Value, Value) {
+        let factor = given.number(Number::LogitFactor);
+        let changed = |on: &mut Self, x| {
+            let x = on.times(x, factor);
+            if transform.caps { on.builder.tanh(x) } else { x }
+        };
+        let Some(ColumnsGiven { bias, target }) = given.columns else {
+            return (changed(self, wide), changed(self, target_logit));
+        };
+        let target_logit = self.builder.add(target_logit, target);
+        let target_logit = changed(self, target_logit);
+        let bias = self.builder.broadcast(bias, &[2], &self.local.clone());
+        let x = self.builder.add(wide, bias);
+        let x = changed(self, x);
+        let outside = self.constant_elements(f64::NEG_INFINITY);
+        let is_outside = self.builder.compare(Comparison::Equal, bias, outside);
+        let x = self.builder.select(is_outside, outside, x);
+        let of_target = self.per_element(target_logit);
+        (self.builder.select(columns.is_target, of_target, x), target_logit)
+    }
+
+    /// The derivatives by the logits, from those by what the softmax is of.
+    fn through(&mut self, transform: Transform, given: &Given, row: &Row, dlogits: Value) -> Value {
+        let factor = given.number(Number::LogitFactor);
+        let through_factor = self.times(dlogits, factor);
+        if !transform.caps {
+            return through_factor;
+        }
+        let (zero, one) = (self.constant_elements(0.0), self.constant_elements(1.0));
+        let square = self.builder.multiply(row.x, row.x);
+        let slope = self.builder.subtract(one, square);
+        let slope = self.builder.maximum(slope, zero);
+        let through = self.builder.multiply(through_factor, slope);
+        // What is masked, or outside the support, is 0 whatever its logit is.
+        let nothing = self.builder.compare(Comparison::Equal, dlogits, zero);
+        self.builder.select(nothing, zero, through)
     }
 
     fn softmax(&mut self, row: &Row, inverse_temperature: Option<Value>) -> Exponentials {
@@ -267,7 +325,7 @@ mod tests {
         let structure = Structure::of(spec);
         let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
         let given = LogitsGiven { dtype: Dtype::Bf16, to_kernels: false, row_major: false, donated: true };
-        program(structure, Share::of(SHAPE, mesh, ANY_DEVICE), given, inside)
+        program(structure, Share::of(SHAPE, None, mesh, ANY_DEVICE), given, inside)
     }
 
     fn spec(x: f64) -> LossSpec {

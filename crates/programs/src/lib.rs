@@ -13,8 +13,8 @@
 /// How the arrays of the kernels lie, for whoever calls them without a program around them: the columns of what a token is given and of
 /// what comes of it, of the kernel that reads logits once and of the two that read them twice.
 pub mod arrays {
-    pub use crate::one_pass::{Given, Result, given_columns, numbers, width};
-    pub use crate::two_pass::{PER_TOKEN, Scale, Statistic};
+    pub use crate::one_pass::{Given, Result, given_columns, numbers, result_names, width};
+    pub use crate::two_pass::{PER_TOKEN, Scale, Statistic, numbers as softmax_numbers};
 }
 
 mod alternatives;
@@ -29,6 +29,7 @@ mod program;
 mod rows;
 mod sharding;
 mod tiled;
+mod transform;
 mod two_pass;
 
 pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuCore};

@@ -27,7 +27,7 @@
 //! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
 //! rounded once. dlogits lie over the logits on every device.
 
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::structure::{Shaped, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -157,7 +157,14 @@ impl Programs for LossProgram {
     }
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        self.reach().expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
+        let changes = match self.core {
+            Core::Alternative(_) => expect_plain_logits(spec),
+            // Softmaxes alone are asked by their reach.
+            _ => Ok(()),
+        };
+        changes
+            .and_then(|()| self.reach().expect(spec))
+            .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if dtype == Dtype::F64 {
             return Err(unsupported(self, "logits dtype", dtype, "f32, bf16 and f16"));
         }
@@ -171,7 +178,7 @@ impl Programs for LossProgram {
             return Err(unsupported(self, "vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
-        self.expect_fits(local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
+        self.expect_fits(Structure::of(spec), local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
         if !self.is_xla() && tokens.is_none() {
@@ -191,11 +198,12 @@ impl Programs for LossProgram {
         devices: usize,
         device @ Device { machine, lowering }: Device,
     ) -> Result<String, Unsupported> {
-        let implementation::Given { shape, dtype, form: () } = given;
+        let implementation::Given { shape, dtype, form: (), packed } = given;
         self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        self.program(loss.structure, shape, mesh, Calls { dtype, lowering, machine, ptx: self.ptx_target(lowering) })
+        let calls = Calls { dtype, lowering, machine, ptx: self.ptx_target(lowering) };
+        self.program(loss.structure, (shape, packed), mesh, calls)
     }
 
     fn has_kernels(self) -> bool {
@@ -234,7 +242,13 @@ impl LossProgram {
     }
 
     /// The program of one device of `mesh`.
-    fn program(self, structure: Structure, shape: Shape, mesh: Mesh, calls: Calls) -> Result<String, Unsupported> {
+    fn program(
+        self,
+        structure: Structure,
+        (shape, packed): (Shape, Option<usize>),
+        mesh: Mesh,
+        calls: Calls,
+    ) -> Result<String, Unsupported> {
         let Calls { dtype, lowering, machine, ptx } = calls;
         let logits = LogitsGiven {
             dtype,
@@ -242,7 +256,7 @@ impl LossProgram {
             row_major: lowering == Lowering::Mosaic,
             donated: !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(Alternative::Kept)),
         };
-        let share = Share::of(shape, mesh, machine);
+        let share = Share::of(shape, packed, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
             program::program(structure, share, logits, |on, given, logits| inside(on, given, logits))
         };
@@ -258,8 +272,7 @@ impl LossProgram {
             Core::GpuOnePass => {
                 let target = ptx.expect("checked: a GPU's");
                 let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target);
-                let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, &kernel, &operands);
-                write(&|on, given, logits| tiled::one_pass_core(on, structure, given, logits, call))
+                write(&|on, given, logits| tiled::gpu_one_pass_core(on, &kernel, structure, given, logits))
             }
             Core::TwoPass | Core::GpuTwoPass => {
                 write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
@@ -288,17 +301,17 @@ impl LossProgram {
         self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         if !self.is_whole() {
             let mesh = self.mesh(local, devices)?;
-            self.expect_fits(local_shape(local, mesh, machine), dtype, machine)?;
+            self.expect_fits(loss.structure, local_shape(local, mesh, machine), dtype, machine)?;
             self.supports(loss.spec, local, dtype, devices)?;
             return self.program(
                 loss.structure,
-                local,
+                (local, None),
                 mesh,
                 Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
             );
         }
         // The limit of the machine asked for comes before that of any other.
-        self.expect_fits(local_shape(local, Mesh::ONE, machine), dtype, machine)?;
+        self.expect_fits(loss.structure, local_shape(local, Mesh::ONE, machine), dtype, machine)?;
         self.supports(loss.spec, local, dtype, 1)?;
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
@@ -308,7 +321,7 @@ impl LossProgram {
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         self.program(
             loss.structure,
-            Shape { batch, ..local },
+            (Shape { batch, ..local }, None),
             mesh,
             Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
         )
@@ -371,7 +384,7 @@ impl LossProgram {
         let mesh = self.mesh(shape, devices)?;
         let local = local_shape(shape, mesh, ANY_DEVICE);
         let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
-        let statistics = || gpu::two_pass::statistics(target, structure.temperature, rows, element);
+        let statistics = || gpu::two_pass::statistics(target, structure, rows, element);
         Ok(match self.core {
             Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target)],
             Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element)],
@@ -409,7 +422,13 @@ impl LossProgram {
     }
 
     /// Checks that a row of the vocabulary fits the VMEM of `machine` and the ids of all tokens its SMEM, where they must.
-    fn expect_fits(self, local: [usize; 3], dtype: Dtype, machine: Machine) -> Result<(), Unsupported> {
+    fn expect_fits(
+        self,
+        structure: Structure,
+        local: [usize; 3],
+        dtype: Dtype,
+        machine: Machine,
+    ) -> Result<(), Unsupported> {
         if self.is_for_gpus() {
             let rows = in_rows(local);
             let one_pass = self.core == Core::GpuOnePass;
@@ -427,7 +446,7 @@ impl LossProgram {
             let supported = format!("up to {most}, whose ids fit SMEM; tile-two-pass takes any number");
             return Err(unsupported(self, "tokens a device", tokens, supported));
         }
-        rows_of_a_block(in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
+        rows_of_a_block(structure, in_rows(local), dtype.into(), machine).map(|_| ()).map_err(|largest| {
             let mebibytes = machine.vmem_bytes >> 20;
             let supported = format!("up to {largest} of {dtype} in {mebibytes} MiB of VMEM; tile-two-pass takes any");
             unsupported(self, "vocabulary", local[2], supported)
@@ -442,7 +461,7 @@ impl LossProgram {
         dtype: Dtype,
         machine: Machine,
     ) -> Result<assay_tile::Kernel, Unsupported> {
-        self.expect_fits(local, dtype, machine)?;
+        self.expect_fits(structure, local, dtype, machine)?;
         Ok(one_pass(structure, in_rows(local), dtype.into(), machine).expect("checked: it fits"))
     }
 
@@ -489,11 +508,11 @@ mod tests {
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
         let columns = |platform| {
             let device = Device::in_loops(platform, "TPU v6 lite");
-            let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+            let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
             let cut = LossProgram::all().into_iter();
             let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
             let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = HeadProgram::all().into_iter();
             let cut = cut.filter(|head| head.sharding() == Sharding::Vocab && !head.is_for_gpus());
             let of_heads = cut.map(|head| head.text(Shaped::of(&spec), given, 8, device).unwrap());
@@ -525,7 +544,7 @@ mod tests {
             let text = |xla: &LossProgram| {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
-                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: () };
+                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
                 xla.text(Shaped::of(spec), given, 1, Device::ANY).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole() && !xla.is_for_gpus()).filter(takes) {
@@ -534,7 +553,7 @@ mod tests {
                 same += 1;
             }
             let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-            let given = Given { shape, dtype: Dtype::Bf16, form };
+            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let of_gpus = cut.is_for_gpus();

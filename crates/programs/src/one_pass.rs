@@ -10,19 +10,23 @@
 //! target   dx_y =  G s/(S·T)    +  E e_y (a_y − ā)/(S·T)          patched
 //! ```
 //!
+//! Where a spec changes logits before their softmax, pass 0 keeps what they become, `t`, in VMEM in place of the exponentials, with −∞
+//! at the target; passes 1 and 2 are over `t`, and dlogits are multiplied by its slope.
+//!
 //! HBM sees each logit once and each dlogit once. A token-level loss only: `G` needs nothing of other rows but the
 //! normaliser, which comes in with the token's weight.
 
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    ACCUMULATORS, Columns, PerRow, accumulate, exponent_scale, for_each_chunk, gap, join, load_logits, lowest, narrow,
-    stored_as, widen,
+    ACCUMULATORS, Chunk, Columns, PerRow, accumulate, exponent_scale, for_each_chunk, gap, join, load_logits, lowest,
+    narrow, stored_as, widen,
 };
+use super::transform::{Change, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Numbers, Structure, Temperature};
+use assay_algebra::structure::{Number, Numbers, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -56,10 +60,13 @@ pub enum Given {
     KlShare,
     /// `∂loss/∂entropy` without `1/T`, where rows differ in it.
     EntropyFactor,
+    /// The bias of the target, where columns differ before their softmax.
+    TargetBias,
 }
 
 impl Given {
-    pub(crate) fn name(self) -> &'static str {
+    /// As manifests call it.
+    pub fn name(self) -> &'static str {
         match self {
             Given::Advantage => "advantage",
             Given::OldLogp => "old_logp",
@@ -72,6 +79,7 @@ impl Given {
             Given::RolloutLogp => "rollout_logp",
             Given::KlShare => "kl_share",
             Given::EntropyFactor => "entropy_factor",
+            Given::TargetBias => "target_bias",
         }
     }
 }
@@ -85,9 +93,14 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
         (structure.rollout_logp(), Given::RolloutLogp),
         (structure.kl_share(), Given::KlShare),
         (structure.entropy_by_row(), Given::EntropyFactor),
+        (differ_by_column(structure), Given::TargetBias),
     ];
     let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
+}
+
+fn differ_by_column(structure: Structure) -> bool {
+    structure.transform.is_some_and(|transform| transform.columns)
 }
 
 /// How wide an array of so many columns is.
@@ -121,7 +134,7 @@ const RESULT_NAMES: [&str; PER_TOKEN] =
     ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high", "reduced"];
 
 /// The names of the columns that a structure returns, in order.
-pub(crate) fn result_names(structure: Structure) -> &'static [&'static str] {
+pub fn result_names(structure: Structure) -> &'static [&'static str] {
     &RESULT_NAMES[..PER_TOKEN - usize::from(!structure.kl_share())]
 }
 
@@ -131,7 +144,8 @@ pub(crate) const PER_TOKEN: usize = 8;
 /// The numbers that it is given, in SMEM, in order.
 pub fn numbers(structure: Structure) -> Vec<Number> {
     let mut numbers = structure.numbers();
-    numbers.extend([Number::InverseTemperature, Number::EntropyFactor]);
+    numbers.extend(structure.softmax_numbers());
+    numbers.push(Number::EntropyFactor);
     numbers
 }
 
@@ -142,7 +156,7 @@ pub(crate) fn one_pass(
     logits: DeviceDtype,
     machine: Machine,
 ) -> Option<Kernel> {
-    let rows = rows_of_a_block(local, logits, machine).ok()?;
+    let rows = rows_of_a_block(structure, local, logits, machine).ok()?;
     Some(write(structure, local, logits, machine, rows))
 }
 
@@ -151,16 +165,17 @@ pub(crate) fn one_pass(
 /// # Errors
 /// The largest vocabulary of which one register of rows fits.
 pub(crate) fn rows_of_a_block(
+    structure: Structure,
     [_, n, v]: [usize; 3],
     logits: DeviceDtype,
     machine: Machine,
 ) -> std::result::Result<usize, usize> {
     let granule = machine.rows_of_a_register(logits);
     let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * n);
-    let fits = |rows: &usize| vmem_bytes(logits, [*rows, v], machine) <= machine.vmem_bytes;
+    let fits = |rows: &usize| vmem_bytes(structure, logits, [*rows, v], machine) <= machine.vmem_bytes;
     worthwhile.into_iter().find(fits).ok_or_else(|| {
-        let of_no_columns = vmem_bytes(logits, [granule, 0], machine);
-        let of_a_register = vmem_bytes(logits, [granule, machine.lanes], machine) - of_no_columns;
+        let of_no_columns = vmem_bytes(structure, logits, [granule, 0], machine);
+        let of_a_register = vmem_bytes(structure, logits, [granule, machine.lanes], machine) - of_no_columns;
         machine.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * machine.lanes
     })
 }
@@ -168,10 +183,16 @@ pub(crate) fn rows_of_a_block(
 /// VMEM that the compiler needs beside a kernel's own, for values that do not stay in registers.
 const SPILLS: usize = 4 << 20;
 
-/// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, and the tokens' arrays.
-fn vmem_bytes(logits: DeviceDtype, block @ [rows, _]: [usize; 2], machine: Machine) -> usize {
+/// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, the tokens' arrays, and two buffers for the biases
+/// of columns.
+fn vmem_bytes(structure: Structure, logits: DeviceDtype, block @ [rows, v]: [usize; 2], machine: Machine) -> usize {
     let per_token = machine.tile_bytes(DeviceDtype::F32, [rows, PER_TOKEN]);
-    4 * machine.tile_bytes(logits, block) + machine.tile_bytes(DeviceDtype::F32, block) + 4 * per_token + SPILLS
+    let biases = if differ_by_column(structure) { 2 * machine.tile_bytes(DeviceDtype::F32, [1, v]) } else { 0 };
+    4 * machine.tile_bytes(logits, block)
+        + machine.tile_bytes(DeviceDtype::F32, block)
+        + 4 * per_token
+        + biases
+        + SPILLS
 }
 
 /// A softmax, and how its exponentials were made.
@@ -191,7 +212,11 @@ struct Writer {
     tokens: Memory,
     given: Vec<Given>,
     results: Memory,
+    /// The exponentials, or what logits become.
     exps: Memory,
+    change: Option<Change>,
+    /// Registers of columns that a trip of a loop takes, at most.
+    registers: usize,
 }
 
 /// The axis of the grid along which blocks of rows lie.
@@ -201,19 +226,31 @@ fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, mach
     let mut on = Builder::new("grpo_one_pass", &[1, n.div_ceil(rows)], machine);
     on.parallel(ROW_BLOCKS);
     let ids = on.scalars(DeviceDtype::I32, n);
-    let of_spec = numbers(structure);
-    let numbers = on.scalars(DeviceDtype::F32, of_spec.len());
+    let numbers = on.scalars(DeviceDtype::F32, self::numbers(structure).len());
     let given = given_columns(structure);
     let padded = v.next_multiple_of(machine.lanes);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
     let logits = on.input(stored_as(element), &[1, n, v], window(padded));
     let tokens = on.input(DeviceDtype::F32, &[1, n, width(given.len())], window(width(given.len())));
+    let bias = differ_by_column(structure).then(|| {
+        let of_columns = Window { block: vec![1, padded], along: vec![None, None] };
+        on.input(DeviceDtype::F32, &[1, v], of_columns)
+    });
     let dlogits = on.output_over(logits);
     let results = on.output(DeviceDtype::F32, &[1, n, PER_TOKEN], window(PER_TOKEN));
     let exps = on.scratch(DeviceDtype::F32, rows, padded);
-    let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps };
+    let change = Change::of(&mut on, structure, |on, which| number(on, structure, numbers, which), bias);
+    let registers = registers(structure);
+    let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps, change, registers };
     writer.body(structure, n, ids, numbers);
     writer.on.finish()
+}
+
+/// A number of those in SMEM.
+fn number(on: &mut Builder, structure: Structure, numbers: Memory, which: Number) -> Value {
+    let place = self::numbers(structure).iter().position(|&other| other == which);
+    let at = on.integer(place.expect("the structure has the number"));
+    on.load_scalar(numbers, at)
 }
 
 impl Writer {
@@ -228,7 +265,8 @@ impl Writer {
     /// The columns of a row.
     fn columns(&mut self) -> Columns {
         let (real, lanes) = (self.on.integer(self.vocab), self.lanes());
-        Columns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real }
+        let registers = self.registers;
+        Columns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real, registers }
     }
 
     fn given(&mut self, column: Given) -> Value {
@@ -253,22 +291,21 @@ impl Writer {
     }
 
     fn body(&mut self, structure: Structure, tokens: usize, ids: Memory, numbers: Memory) {
-        let of_spec = self::numbers(structure);
-        let number = |on: &mut Builder, which: Number| {
-            let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
-            let at = on.integer(place);
-            on.load_scalar(numbers, at)
-        };
+        let number = |on: &mut Builder, which| number(on, structure, numbers, which);
         let targets = self.targets(tokens, ids);
         let target_logit = self.take_targets(&targets);
         let max = self.max(target_logit);
+        if self.change.is_some() {
+            self.leave_targets(&targets);
+        }
 
         let inverse = number(&mut self.on, Number::InverseTemperature);
-        let tempered = (structure.temperature != Temperature::One).then_some(inverse);
-        let one_softmax = structure.temperature != Temperature::Logp;
+        let scales = structure.gap_numbers().into_iter();
+        let scales: Vec<_> = scales.map(|scale| scale.map(|which| number(&mut self.on, which))).collect();
+        let (tempered, one_softmax) = (scales[0], scales.len() == 1);
         // The last softmax written leaves its exponentials in VMEM: the one that the policy's gradient goes through.
         let entropy_softmax = self.softmax(max, target_logit, tempered);
-        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(max, target_logit, None) };
+        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(max, target_logit, scales[1]) };
 
         let per_row = &mut self.per_row();
         let logp = logp_softmax.softmax.logp(per_row);
@@ -336,7 +373,7 @@ impl Writer {
             let factor = self.on.div(factor, entropy_softmax.softmax.sum);
             Bonus { factor, softmax: entropy_softmax, same_exps: one_softmax }
         });
-        self.dlogits(max, factor, &logp_softmax.softmax, bonus.as_ref(), &targets);
+        self.dlogits(max, factor, &logp_softmax, target_logit, bonus.as_ref(), &targets);
     }
 
     /// For each row of the block, the first column of the register that holds its target, and the target's place in it.
@@ -375,9 +412,10 @@ impl Writer {
         on.add(before, lane)
     }
 
-    /// Takes every target's logit out of the block, `[rows, 1]`, and leaves −∞ there.
+    /// Takes every target's logit out of the block, `[rows, 1]`, and leaves −∞ there; or what it becomes, and leaves it.
     fn take_targets(&mut self, targets: &[Target]) -> Value {
         let (places, lanes) = (self.places(), self.lanes());
+        let (change, bias) = (self.change, self.given_if(Given::TargetBias));
         let on = &mut self.on;
         let element = on.memory_element(self.logits);
         let nothing = on.number(f64::NEG_INFINITY);
@@ -388,24 +426,49 @@ impl Writer {
             let x = widen(on, x);
             let hit = on.equal(places, target.place);
             taken = on.select(hit, x, taken);
-            let left = on.select(hit, nothing, x);
-            let left = narrow(on, left, element);
-            on.store(self.logits, column, left);
+            if change.is_none() {
+                let left = on.select(hit, nothing, x);
+                let left = narrow(on, left, element);
+                on.store(self.logits, column, left);
+            }
         }
-        on.fold_lanes(Fold::Add, taken)
+        let taken = on.fold_lanes(Fold::Add, taken);
+        change.map_or(taken, |change| change.apply(on, taken, bias))
     }
 
-    /// `m`.
+    /// Leaves −∞ at every target of what logits become.
+    fn leave_targets(&mut self, targets: &[Target]) {
+        let (places, lanes) = (self.places(), self.lanes());
+        let on = &mut self.on;
+        let nothing = on.number(f64::NEG_INFINITY);
+        for target in targets {
+            let column = Column::Dynamic(target.register);
+            let t = on.load(self.exps, column, lanes);
+            let hit = on.equal(places, target.place);
+            let left = on.select(hit, nothing, t);
+            on.store(self.exps, column, left);
+        }
+    }
+
+    /// `m`; and what logits become, where they become another.
     fn max(&mut self, target_logit: Value) -> Value {
-        let (logits, lanes, columns) = (self.logits, self.lanes(), self.columns());
+        let (logits, exps, change) = (self.logits, self.exps, self.change);
+        let (lanes, columns) = (self.lanes(), self.columns());
         let on = &mut self.on;
         let element = on.memory_element(logits);
-        let native = element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic;
+        let native = change.is_none()
+            && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic);
         let element = if native { element } else { DeviceDtype::F32 };
         let lowest = on.constant(lowest(element), Type::tile(element, self.rows, lanes));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
-            let x = load_logits(on, logits, chunk);
-            let x = if native { x } else { widen(on, x) };
+            let x = if let Some(change) = change {
+                let (t, _) = change.load(on, logits, chunk, None);
+                on.store(exps, chunk.column, t);
+                t
+            } else {
+                let x = load_logits(on, logits, chunk);
+                if native { x } else { widen(on, x) }
+            };
             let mut maxima = carried.to_vec();
             accumulate(on, Fold::Max, &mut maxima, x);
             maxima
@@ -418,17 +481,19 @@ impl Writer {
 
     /// Pass 1.
     fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Exponentials {
-        let (logits, exps, lanes, columns) = (self.logits, self.exps, self.lanes(), self.columns());
+        let (logits, exps, changes) = (self.logits, self.exps, self.change.is_some());
+        let (lanes, columns) = (self.lanes(), self.columns());
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
         let zero = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
-            let x = load_logits(on, logits, chunk);
-            let x = widen(on, x);
+            let x = load_changed(on, logits, changes.then_some(exps), chunk);
             let gap = gap(on, max, x);
             let exponent = on.mul(gap, scale);
             let exp = on.exp2(exponent);
-            on.store(exps, chunk.column, exp);
+            if !changes {
+                on.store(exps, chunk.column, exp);
+            }
             let weighted = on.mul(exp, exponent);
             let mut sums = carried.to_vec();
             accumulate(on, Fold::Add, &mut sums[..ACCUMULATORS], exp);
@@ -452,13 +517,15 @@ impl Writer {
         &mut self,
         max: Value,
         factor: Value,
-        policy: &Softmax<Value>,
+        policy: &Exponentials,
+        target_logit: Value,
         bonus: Option<&Bonus>,
         targets: &[Target],
     ) {
         let mask = self.given(Given::Mask);
         let (logits, dlogits, exps, lanes) = (self.logits, self.dlogits, self.exps, self.lanes());
-        let columns = self.columns();
+        let (columns, change) = (self.columns(), self.change);
+        let (scale, policy) = (policy.scale, &policy.softmax);
         let on = &mut self.on;
         let element = on.memory_element(dlogits);
         let share = on.div(factor, policy.sum);
@@ -467,11 +534,17 @@ impl Writer {
         let minus_ln_2 = on.number(-LN_2);
         let counts = on.less(zero, mask);
         for_each_chunk(on, columns, &[], |on, chunk, _| {
-            let exp = on.load(exps, chunk.column, chunk.columns);
+            let kept = on.load(exps, chunk.column, chunk.columns);
+            let exp = if change.is_some() {
+                let gap = gap(on, max, kept);
+                let exponent = on.mul(gap, scale);
+                on.exp2(exponent)
+            } else {
+                kept
+            };
             let mut gradient = on.mul(exp, minus_share);
             if let Some(bonus) = bonus {
-                let x = load_logits(on, logits, chunk);
-                let x = widen(on, x);
+                let x = load_changed(on, logits, change.map(|_| exps), chunk);
                 let gap = gap(on, max, x);
                 let exponent = on.mul(gap, bonus.softmax.scale);
                 let exp = if bonus.same_exps { exp } else { on.exp2(exponent) };
@@ -481,6 +554,10 @@ impl Writer {
                 let exp_above_mean = on.mul(exp, above_mean);
                 let term = on.mul(exp_above_mean, bonus.factor);
                 gradient = on.add(gradient, term);
+            }
+            if let Some(change) = change {
+                let outside = change.outside(on, kept);
+                gradient = change.through(on, gradient, kept, outside);
             }
             let [rows, columns] = on.type_of(gradient).tile.expect("a tile");
             let counts = {
@@ -504,6 +581,9 @@ impl Writer {
             let term = on.select(nothing, zero, term);
             target = on.add(target, term);
         }
+        if let Some(change) = change {
+            target = change.through(on, target, target_logit, None);
+        }
         let target = on.select(counts, target, zero);
         let target = on.broadcast(target, self.rows, lanes);
         let places = self.places();
@@ -517,6 +597,16 @@ impl Writer {
             let patched = narrow(on, patched, element);
             on.store(dlogits, column, patched);
         }
+    }
+}
+
+/// The columns of `chunk` in f32: logits, or what they became where that is `kept`.
+fn load_changed(on: &mut Builder, logits: Memory, kept: Option<Memory>, chunk: Chunk) -> Value {
+    if let Some(kept) = kept {
+        on.load(kept, chunk.column, chunk.columns)
+    } else {
+        let x = load_logits(on, logits, chunk);
+        widen(on, x)
     }
 }
 
@@ -540,26 +630,30 @@ struct Target {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use assay_core::spec::LossSpec;
+    use assay_core::spec::{LossSpec, Support};
 
     /// The limit on the vocabulary is worked out before there is a kernel.
     #[test]
     fn bytes_of_vmem_are_those_that_the_kernel_counts() {
         let machine = Machine::tpu(120 << 20, true);
-        let structure = Structure::of(&LossSpec::default());
-        for logits in [DeviceDtype::F32, DeviceDtype::Bf16, DeviceDtype::F16] {
+        let support = Support { vocab: Some(1), ..Support::default() };
+        let structures =
+            [LossSpec::default(), LossSpec { support, ..LossSpec::default() }].map(|spec| Structure::of(&spec));
+        let dtypes = [DeviceDtype::F32, DeviceDtype::Bf16, DeviceDtype::F16];
+        for (structure, logits) in structures.into_iter().flat_map(|structure| dtypes.map(|logits| (structure, logits)))
+        {
             for local in [[1, 1, 1], [1, 80, 129], [1, 4096, 151_936]] {
-                let rows = rows_of_a_block(local, logits, machine).unwrap();
+                let rows = rows_of_a_block(structure, local, logits, machine).unwrap();
                 let kernel = one_pass(structure, local, logits, machine).unwrap();
                 assert_eq!(
                     kernel.vmem_bytes() + SPILLS,
-                    vmem_bytes(logits, [rows, local[2]], machine),
+                    vmem_bytes(structure, logits, [rows, local[2]], machine),
                     "{logits} {local:?}"
                 );
             }
-            let largest = rows_of_a_block([1, 1, 10_000_000], logits, machine).unwrap_err();
-            assert!(rows_of_a_block([1, 1, largest], logits, machine).is_ok());
-            assert_eq!(rows_of_a_block([1, 1, largest + 1], logits, machine), Err(largest));
+            let largest = rows_of_a_block(structure, [1, 1, 10_000_000], logits, machine).unwrap_err();
+            assert!(rows_of_a_block(structure, [1, 1, largest], logits, machine).is_ok());
+            assert_eq!(rows_of_a_block(structure, [1, 1, largest + 1], logits, machine), Err(largest));
         }
     }
 }

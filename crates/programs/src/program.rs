@@ -2,6 +2,10 @@
 //!
 //! One program serves every mesh. A device holds `[b, t, v]` of `[B, T, V]`; row counts are reduced over the tokens'
 //! devices, everything that is one number over the rows' as well. Tokens past `B` or `T` are masked.
+//!
+//! Where `S` sequences are packed into one row, `[1, N, V]`, each token comes with the number of its sequence. What is a
+//! number of a row, `[b]`, is then one of a sequence, `[S]`, and every device has all of them: sums over the tokens of a
+//! sequence are of those on a device, and then over devices, wherever the cuts are.
 
 use serde::Serialize;
 
@@ -78,13 +82,24 @@ pub(crate) struct Share {
     pub(crate) mesh: Mesh,
     /// `V`
     vocab: usize,
+    /// `S`, where sequences are packed into one row.
+    packed: Option<usize>,
 }
 
 impl Share {
     /// Of logits of `shape`, cut over a mesh of this machine.
-    pub(crate) fn of(shape: Shape, mesh: Mesh, machine: Machine) -> Self {
-        Self { local: local_shape(shape, mesh, machine), mesh, vocab: shape.vocab }
+    pub(crate) fn of(shape: Shape, packed: Option<usize>, mesh: Mesh, machine: Machine) -> Self {
+        Self { local: local_shape(shape, mesh, machine), mesh, vocab: shape.vocab, packed }
     }
+}
+
+/// The sequences that are packed into one row.
+#[derive(Clone, Copy)]
+pub(crate) struct Packed {
+    /// The number of each token's, i32 `[b,t]`; −1 where it is of none.
+    of_tokens: Value,
+    /// `S`
+    count: usize,
 }
 
 /// An operand or a result of a program or a kernel.
@@ -103,7 +118,7 @@ pub struct Named {
 
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
 pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, for_kernels: bool) -> [Vec<Named>; 2] {
-    let [b, t, _] = local;
+    let [b, t, v] = local;
     let Type { element, shape } = logits_array(local, dtype, for_kernels);
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let per_token = |name, dtype| named(name, dtype, &[b, t]);
@@ -114,6 +129,10 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         per_token("advantages", DeviceDtype::F32),
     ];
     inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), DeviceDtype::F32)));
+    let columns = structure.transform.is_some_and(|transform| transform.columns);
+    if columns {
+        inputs.extend([named("column_bias", DeviceDtype::F32, &[v]), per_token("target_bias", DeviceDtype::F32)]);
+    }
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
     inputs.push(Named { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
     let outputs = vec![
@@ -134,6 +153,8 @@ pub(crate) struct Program {
     pub(crate) mesh: Mesh,
     /// `V`
     pub(crate) vocab: usize,
+    /// `None` where each row is a sequence.
+    pub(crate) packed: Option<Packed>,
 }
 
 /// What a core is given. Arrays are `[b,t]` where nothing else is said, numbers f32 scalars.
@@ -145,6 +166,8 @@ pub(crate) struct Given {
     pub(crate) advantage: Value,
     /// What the structure reads beside.
     inputs: Vec<(Input, Value)>,
+    /// Where columns differ before their softmax.
+    pub(crate) columns: Option<ColumnsGiven>,
     /// What `∂token_loss` is multiplied by: 0 where it is masked.
     pub(crate) grad_weight: Value,
     /// What the KL penalty is multiplied by before that, where it has a reduction of its own.
@@ -152,10 +175,19 @@ pub(crate) struct Given {
     /// `∂loss/∂entropy` of an unmasked token: a number, or an array where rows differ in it.
     pub(crate) entropy_factor: Value,
     numbers: Numbers<Value>,
-    /// Unmasked tokens of each row, over all devices that have some of it: `[b]`.
+    /// Unmasked tokens of each row, over all devices that have some of it: `[b]`; `[S]` of packed sequences.
     row_counts: Value,
     /// This device's first column, a scalar i32, where the vocabulary is cut.
     pub(crate) first_column: Option<Value>,
+}
+
+/// What differs by column: see [`Columns`](assay_algebra::transform::Columns).
+#[derive(Clone, Copy)]
+pub(crate) struct ColumnsGiven {
+    /// `[v]`: that of each column, −∞ outside the support.
+    pub(crate) bias: Value,
+    /// `[b,t]`: that of each target.
+    pub(crate) target: Value,
 }
 
 impl Given {
@@ -171,18 +203,25 @@ impl Given {
 }
 
 /// What of [`Given`] logp and entropy follow from.
-#[derive(Clone, Copy)]
 pub(crate) struct Forward {
     pub(crate) logits: Value,
     pub(crate) ids: Value,
-    pub(crate) inverse_temperature: Value,
+    pub(crate) columns: Option<ColumnsGiven>,
+    numbers: Numbers<Value>,
     pub(crate) first_column: Option<Value>,
+}
+
+impl Forward {
+    /// A number of its softmaxes.
+    pub(crate) fn number(&self, number: Number) -> Value {
+        self.numbers.get(number)
+    }
 }
 
 impl Given {
     pub(crate) fn forward(&self, logits: Value) -> Forward {
-        let &Self { ids, first_column, .. } = self;
-        Forward { logits, ids, inverse_temperature: self.number(Number::InverseTemperature), first_column }
+        let &Self { ids, columns, first_column, .. } = self;
+        Forward { logits, ids, columns, numbers: self.numbers.clone(), first_column }
     }
 
     /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
@@ -192,6 +231,7 @@ impl Given {
             mask: part(self.mask),
             advantage: part(self.advantage),
             inputs: self.inputs.iter().map(|&(input, value)| (input, part(value))).collect(),
+            columns: self.columns.map(|columns| ColumnsGiven { target: part(columns.target), ..columns }),
             grad_weight: part(self.grad_weight),
             kl_share: self.kl_share.map(&mut *part),
             entropy_factor: part(self.entropy_factor),
@@ -226,8 +266,10 @@ pub(crate) struct LogitsGiven {
 
 /// The program for a device's share of logits, with `core` in its middle.
 ///
-/// Parameters: [logits](logits_array); ids i32, mask pred, advantages f32, then the structure's [inputs](Structure::inputs) f32,
-/// all `[b,t]`; its [numbers](Structure::program_numbers) f32; and where the vocabulary is cut, the device's first column
+/// Parameters: [logits](logits_array); ids i32, mask pred, where sequences are packed the number of each token's i32; advantages
+/// f32, then the structure's [inputs](Structure::inputs) f32, all `[b,t]`; where columns differ before their softmax, the
+/// [bias](ColumnsGiven) of each `[v]` and of each target `[b,t]`, f32; its [numbers](Structure::program_numbers) f32; and where the
+/// vocabulary is cut, the device's first column
 /// as a scalar i32.
 pub(crate) fn program(
     structure: Structure,
@@ -272,24 +314,30 @@ fn logits_parameter(builder: &mut Builder, local: [usize; 3], given: LogitsGiven
 /// outputs are the first gradient, what else [`Output`] names of every program, and the other gradients.
 pub(crate) fn frame<A, const GRADIENTS: usize>(
     structure: Structure,
-    Share { local, mesh, vocab }: Share,
+    Share { local, mesh, vocab, packed }: Share,
     arrays: impl FnOnce(&mut Builder) -> A,
     core: impl FnOnce(&mut Program, &Given, A) -> Evaluated<[Value; GRADIENTS]>,
 ) -> String {
-    let [b, t, _] = local;
+    let [b, t, v] = local;
     let mut builder = Builder::default();
     let per_token = |element| Type::new(element, &[b, t]);
     let arrays = arrays(&mut builder);
     let ids = builder.parameter(per_token(DeviceDtype::I32), None);
     let mask = builder.parameter(per_token(DeviceDtype::Pred), None);
+    let packed = packed.map(|count| Packed { of_tokens: builder.parameter(per_token(DeviceDtype::I32), None), count });
     let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
     let inputs = structure.inputs().into_iter();
     let inputs = inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
+    let columns = structure.transform.is_some_and(|transform| transform.columns);
+    let columns = columns.then(|| ColumnsGiven {
+        bias: builder.parameter(Type::new(DeviceDtype::F32, &[v]), None),
+        target: builder.parameter(per_token(DeviceDtype::F32), None),
+    });
     let of_spec = structure.program_numbers();
     let numbers = builder.parameter(Type::new(DeviceDtype::F32, &[of_spec.len()]), None);
     let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(DeviceDtype::I32, &[]), None));
 
-    let mut on = Program { builder, local, mesh, vocab };
+    let mut on = Program { builder, local, mesh, vocab, packed };
     let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
     let numbers = Numbers::new(numbers.collect::<Vec<_>>());
     let loss_scale = numbers.get(Number::LossScale);
@@ -328,6 +376,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         mask,
         advantage,
         inputs,
+        columns,
         grad_weight,
         kl_share,
         entropy_factor,
@@ -373,7 +422,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
 ///
 /// Parameters: [logits](logits_array), which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
 pub(crate) fn forward(
-    Share { local, mesh, vocab }: Share,
+    Share { local, mesh, vocab, .. }: Share,
     given: LogitsGiven,
     core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
 ) -> String {
@@ -383,8 +432,9 @@ pub(crate) fn forward(
     let ids = builder.parameter(Type::new(DeviceDtype::I32, &[b, t]), None);
     let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
     let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, &[]), None);
-    let mut on = Program { builder, local, mesh, vocab };
-    let given = Forward { logits, ids, inverse_temperature, first_column: None };
+    let mut on = Program { builder, local, mesh, vocab, packed: None };
+    let numbers = Numbers::new([(Number::InverseTemperature, inverse_temperature)]);
+    let given = Forward { logits, ids, columns: None, numbers, first_column: None };
     let outputs = core(&mut on, &given);
     let zero = on.constant(0.0);
     let outputs = outputs.map(|value| on.builder.select(mask, value, zero));
@@ -407,7 +457,7 @@ pub(crate) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>;
 
 /// How many tokens count.
 struct Counts {
-    /// `[b]`
+    /// `[b]`; `[S]` of packed sequences.
     of_rows: Value,
     /// A scalar.
     of_batch: Value,
@@ -527,27 +577,60 @@ impl Program {
         (token, grad)
     }
 
-    /// A number of each row, `[b]`, in the places of its tokens.
+    /// A number of each row, `[b]`, or of each packed sequence, `[S]`, in the places of its tokens; 0 in those of none.
     fn of_rows(&mut self, rows: Value) -> Value {
         let [b, t, _] = self.local;
-        self.builder.broadcast(rows, &[0], &[b, t])
+        let Some(packed) = self.packed else { return self.builder.broadcast(rows, &[0], &[b, t]) };
+        // A sum in which all but one are 0 is exact.
+        let rows = self.builder.broadcast(rows, &[0], &[packed.count, b, t]);
+        let own = self.of_own_sequence(packed, rows);
+        self.builder.reduce(Fold::Add, own, &[0])
+    }
+
+    /// Of `[S,b,t]` values, 0 where the token is not of the sequence.
+    fn of_own_sequence(&mut self, Packed { of_tokens, count }: Packed, values: Value) -> Value {
+        let [b, t, _] = self.local;
+        let extents = [count, b, t];
+        let number = self.builder.iota(0, Type::new(DeviceDtype::I32, &extents));
+        let of_tokens = self.builder.broadcast(of_tokens, &[1, 2], &extents);
+        let own = self.builder.compare(Comparison::Equal, number, of_tokens);
+        let zero = self.builder.constant(0.0, Type::new(DeviceDtype::F32, &extents));
+        self.builder.select(own, values, zero)
+    }
+
+    /// The sum of `[b,t]` values over each row, `[b]`, or over each packed sequence, `[S]`, on whichever devices its tokens
+    /// are.
+    fn sums_of_rows(&mut self, values: Value) -> Value {
+        let [b, t, _] = self.local;
+        let Some(packed) = self.packed else {
+            let sums = self.builder.reduce(Fold::Add, values, &[1]);
+            return self.over(&[Axis::Tokens], Fold::Add, sums);
+        };
+        let values = self.builder.broadcast(values, &[1, 2], &[packed.count, b, t]);
+        let own = self.of_own_sequence(packed, values);
+        let sums = self.builder.reduce(Fold::Add, own, &[1, 2]);
+        self.over(&Axis::ROWS, Fold::Add, sums)
+    }
+
+    /// The sum of a number of each row over all rows.
+    fn sum_of_all_rows(&mut self, rows: Value) -> Value {
+        let sum = self.builder.reduce(Fold::Add, rows, &[0]);
+        // Every device has all packed sequences.
+        if self.packed.is_some() { sum } else { self.over(&[Axis::Batch], Fold::Add, sum) }
     }
 
     /// The sum over a row's unmasked tokens, on whichever devices they are, in the places of all its tokens.
     fn row_sum(&mut self, mask: Value, values: Value) -> Value {
         let zero = self.constant(0.0);
         let unmasked = self.builder.select(mask, values, zero);
-        let sums = self.builder.reduce(Fold::Add, unmasked, &[1]);
-        let sums = self.over(&[Axis::Tokens], Fold::Add, sums);
+        let sums = self.sums_of_rows(unmasked);
         self.of_rows(sums)
     }
 
     fn counts(&mut self, mask: Value) -> Counts {
         let ones = self.builder.convert(mask, DeviceDtype::F32);
-        let of_rows = self.builder.reduce(Fold::Add, ones, &[1]);
-        let of_rows = self.over(&[Axis::Tokens], Fold::Add, of_rows);
-        let of_batch = self.builder.reduce(Fold::Add, of_rows, &[0]);
-        let of_batch = self.over(&[Axis::Batch], Fold::Add, of_batch);
+        let of_rows = self.sums_of_rows(ones);
+        let of_batch = self.sum_of_all_rows(of_rows);
         Counts { of_rows, of_batch }
     }
 
@@ -567,12 +650,11 @@ impl Program {
             (tokens, _) => tokens,
         };
         let filled = denominator.filled_rows.then(|| {
-            let [b, ..] = self.local;
-            let zero = self.builder.constant(0.0, Type::new(DeviceDtype::F32, &[b]));
+            let of_rows = self.builder.type_of(counts.of_rows).clone();
+            let zero = self.builder.constant(0.0, of_rows);
             let filled = self.builder.compare(Comparison::Less, zero, counts.of_rows);
             let filled = self.builder.convert(filled, DeviceDtype::F32);
-            let rows = self.builder.reduce(Fold::Add, filled, &[0]);
-            let rows = self.over(&[Axis::Batch], Fold::Add, rows);
+            let rows = self.sum_of_all_rows(filled);
             self.at_least_one(rows)
         });
         let scalar = [filled, given].into_iter().flatten().reduce(|a, b| self.builder.multiply(a, b));

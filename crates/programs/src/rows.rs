@@ -18,7 +18,7 @@ pub(crate) fn lowest(element: DeviceDtype) -> f64 {
 
 /// Registers of columns that a trip of a loop takes, at most. Many, because what a trip costs beside its work is shared by
 /// all of them.
-const REGISTERS: usize = 64;
+pub(crate) const REGISTERS: usize = 64;
 
 /// Independent sums along a row, so that an addition need not wait for the one before.
 pub(crate) const ACCUMULATORS: usize = 4;
@@ -42,6 +42,8 @@ pub(crate) struct Columns {
     pub(crate) whole: usize,
     /// How many are columns of the array in this window, a scalar i32.
     pub(crate) real: Value,
+    /// Registers of them that a trip of a loop takes, at most.
+    pub(crate) registers: usize,
 }
 
 /// Calls `body` on every chunk of the columns, in a loop, then the rest. What is carried goes from each
@@ -55,7 +57,7 @@ pub(crate) fn for_each_chunk(
     // As many trips as need be, with as little left over as that number allows.
     let lanes = on.machine().lanes;
     let registers = columns.whole / lanes;
-    let width = registers / registers.div_ceil(REGISTERS).max(1) * lanes;
+    let width = registers / registers.div_ceil(columns.registers).max(1) * lanes;
     let trips = columns.whole.checked_div(width).unwrap_or(0);
     let mut carried = if trips == 1 {
         body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
@@ -276,6 +278,25 @@ impl Arithmetic for PerRow<'_> {
         let (zero, one) = (self.constant(0.0), self.constant(1.0));
         let (nothing, exp) = (self.on.equal(a, zero), self.on.exp(a));
         self.on.select(nothing, one, exp)
+    }
+    /// By a series where `a` is small: what a unit lacks of `e^a` there may be as large as `e^a − 1`. What is left out is below 2⁻²⁶ of it,
+    /// from −1/2 to 1/2.
+    fn exp_m1(&mut self, a: Value) -> Value {
+        let one = self.constant(1.0);
+        let mut series = one;
+        for factor in (2..=8).rev() {
+            let over = self.constant(1.0 / f64::from(factor));
+            let part = self.mul(a, over);
+            let term = self.mul(part, series);
+            series = self.add(one, term);
+        }
+        let series = self.mul(a, series);
+        let exp = self.exp(a);
+        let less_one = self.sub(exp, one);
+        let (low, high) = (self.constant(-0.5), self.constant(0.5));
+        let (above, below) = (self.less(low, a), self.less(a, high));
+        let small = self.and(above, below);
+        self.select(small, series, less_one)
     }
     fn ln(&mut self, a: Value) -> Value {
         self.on.log(a)

@@ -2,7 +2,7 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use super::program::{Evaluated, Forward, Given, Named, Program};
+use super::program::{ColumnsGiven, Evaluated, Forward, Given, Named, Program};
 use crate::device::Lowering;
 use crate::gpu;
 use crate::mesh::Axis;
@@ -12,7 +12,7 @@ use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Structure, Temperature};
+use assay_algebra::structure::{Input, Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_ptx::Target;
@@ -78,7 +78,7 @@ fn described(kernel: &Kernel, columns: Option<[usize; 2]>, operands: &[Label], r
 pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKernel {
     let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
     let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
-    let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given)];
+    let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given), ("column_bias", &[])];
     described(kernel, None, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
 
@@ -89,9 +89,23 @@ pub(crate) fn describe_statistics(
     element: DeviceDtype,
     machine: Machine,
 ) -> TpuKernel {
-    let kernel = two_pass::statistics(structure.temperature, local, element, machine);
-    let operands = [("inverse_temperature", &[][..]), ("columns", &[]), ("logits", &[]), ("ids", &[])];
+    let kernel = two_pass::statistics(structure, local, element, machine);
+    let numbers = names_of_two_pass(structure);
+    let operands = two_pass_operands(structure, &numbers);
     described(&kernel, Some(local.columns()), &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
+}
+
+fn names_of_two_pass(structure: Structure) -> Vec<&'static str> {
+    two_pass::numbers(structure).into_iter().map(Number::name).collect()
+}
+
+/// What both kernels are called with.
+fn two_pass_operands<'n>(structure: Structure, numbers: &'n [&'static str]) -> Vec<Label<'n>> {
+    let numbers: Label = if let [name] = *numbers { (name, &[]) } else { ("softmax_numbers", numbers) };
+    let of_columns: [Label; 2] = [("column_bias", &[]), ("target_bias", &[])];
+    let differ = structure.transform.is_some_and(|transform| transform.columns);
+    let biases = of_columns.into_iter().filter(|_| differ);
+    [numbers, ("columns", &[]), ("logits", &[]), ("ids", &[])].into_iter().chain(biases).collect()
 }
 
 /// The dlogits kernel of [`two_pass`] for a TPU.
@@ -102,13 +116,9 @@ pub(crate) fn describe_dlogits(
     machine: Machine,
 ) -> TpuKernel {
     let kernel = two_pass::dlogits(structure, local, element, machine);
-    let operands = [
-        ("inverse_temperature", &[][..]),
-        ("columns", &[]),
-        ("logits", &[]),
-        ("ids", &[]),
-        ("scales", &two_pass::SCALE_NAMES),
-    ];
+    let numbers = names_of_two_pass(structure);
+    let mut operands = two_pass_operands(structure, &numbers);
+    operands.push(("scales", &two_pass::SCALE_NAMES));
     described(&kernel, Some(local.columns()), &operands, &[("dlogits", &[])])
 }
 
@@ -157,7 +167,7 @@ fn column(on: &mut Program, array: Value, place: usize) -> Value {
 }
 
 /// Calls a kernel of PTX.
-pub(crate) fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
+fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
     let of = |parameter: &assay_ptx::Parameter| Type::new(parameter.dtype, &parameter.shape);
     let inputs: Vec<Type> = kernel.inputs().map(of).collect();
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
@@ -189,14 +199,36 @@ pub(crate) fn tile_one_pass_core(
     logits: Value,
     calls: Calls,
 ) -> Evaluated {
+    let bias = given.columns.map(|columns| column_bias(on, columns.bias));
     one_pass_core(on, structure, given, logits, |on, [ids, numbers, logits, tokens]| {
         let stored = on.builder.bitcast(logits, stored_as(calls.dtype.into()));
-        call(on, kernel, calls, &[ids, numbers, stored, tokens])
+        let operands = [ids, numbers, stored, tokens].into_iter().chain(bias);
+        call(on, kernel, calls, &operands.collect::<Vec<_>>())
     })
 }
 
+/// The core that is one kernel of PTX.
+pub(crate) fn gpu_one_pass_core(
+    on: &mut Program,
+    kernel: &assay_ptx::Kernel,
+    structure: Structure,
+    given: &Given,
+    logits: Value,
+) -> Evaluated {
+    let bias = given.columns.map(|columns| column_bias(on, columns.bias));
+    one_pass_core(on, structure, given, logits, |on, operands| {
+        call_ptx(on, kernel, &operands.into_iter().chain(bias).collect::<Vec<_>>())
+    })
+}
+
+/// The biases of columns as a kernel takes them, `[1,v]`.
+fn column_bias(on: &mut Program, bias: Value) -> Value {
+    let [_, _, v] = on.local;
+    on.builder.reshape(bias, &[1, v])
+}
+
 /// The core that is one kernel, which `call` calls with ids, numbers, logits in rows and tokens. See [`one_pass`].
-pub(crate) fn one_pass_core(
+fn one_pass_core(
     on: &mut Program,
     structure: Structure,
     given: &Given,
@@ -223,6 +255,7 @@ pub(crate) fn one_pass_core(
                 Column::RolloutLogp => given.input(Input::RolloutLogp),
                 Column::KlShare => given.kl_share,
                 Column::EntropyFactor => Some(given.entropy_factor),
+                Column::TargetBias => given.columns.map(|columns| columns.target),
             };
             Some((place, value?))
         })
@@ -287,62 +320,66 @@ pub(crate) struct Rows {
 /// What both kernels are called with.
 struct Operands {
     local: Local,
-    /// Scalars, logits and ids.
-    values: [Value; 4],
+    /// Scalars, logits, ids and, where columns differ, biases.
+    values: Vec<Value>,
     /// That of the logits before they were laid in rows.
     logits: Type,
 }
 
 impl Operands {
-    fn of(on: &mut Program, given: &Forward, calls: Calls) -> Self {
+    fn of(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Self {
         let [_, rows, _] = in_rows(on.local);
-        let numbers = on.builder.reshape(given.inverse_temperature, &[1]);
+        let numbers: Vec<Value> = two_pass::numbers(structure).into_iter().map(|which| given.number(which)).collect();
+        let numbers = match numbers[..] {
+            [one] => on.builder.reshape(one, &[1]),
+            _ => on.builder.vector(&numbers),
+        };
         let local = Local::of(on.local, on.vocab, on.mesh);
         let (ids, real) = on.of_device(given);
         let ids = on.builder.reshape(ids, &[1, rows, 1]);
         let own = on.builder.type_of(given.logits).clone();
         let logits = if calls.ptx.is_some() { on.rows(given.logits) } else { on.stored_rows(given.logits) };
-        Self { local, values: [numbers, real, logits, ids], logits: own }
+        let biases = given
+            .columns
+            .map(|ColumnsGiven { bias, target }| [column_bias(on, bias), on.builder.reshape(target, &[1, rows, 1])]);
+        let values = [numbers, real, logits, ids].into_iter().chain(biases.into_iter().flatten()).collect();
+        Self { local, values, logits: own }
     }
 }
 
 /// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
 pub(crate) fn rows(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Rows {
-    let operands = Operands::of(on, given, calls);
-    statistics(on, structure, given.inverse_temperature, &operands, calls)
+    let operands = Operands::of(on, structure, given, calls);
+    statistics(on, structure, given, &operands, calls)
 }
 
-fn statistics(
-    on: &mut Program,
-    structure: Structure,
-    inverse_temperature: Value,
-    operands: &Operands,
-    calls: Calls,
-) -> Rows {
-    let inverse = (structure.temperature != Temperature::One).then_some(inverse_temperature);
+fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands: &Operands, calls: Calls) -> Rows {
+    let scales = structure.gap_numbers().into_iter();
+    let scales: Vec<_> = scales.map(|scale| scale.map(|which| given.number(which))).collect();
     let element = calls.dtype.into();
     let results = if let Some(target) = calls.ptx {
-        let kernel = gpu::two_pass::statistics(target, structure.temperature, operands.local, element);
+        let kernel = gpu::two_pass::statistics(target, structure, operands.local, element);
         call_ptx(on, &kernel, &operands.values)[0]
     } else {
-        let kernel = two_pass::statistics(structure.temperature, operands.local, element, calls.machine);
+        let kernel = two_pass::statistics(structure, operands.local, element, calls.machine);
         call(on, &kernel, calls, &operands.values)[0]
     };
 
     let mut statistic = |which: Statistic| column(on, results, which as usize);
     let (local_max, target_logit) = (statistic(Statistic::Max), statistic(Statistic::TargetLogit));
     let entropy_sums = [statistic(Statistic::Others), statistic(Statistic::Weighted)];
-    let two_softmaxes = structure.temperature == Temperature::Logp;
+    let two_softmaxes = scales.len() > 1;
     let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
     let max = on.over(&[Axis::Vocab], Fold::Max, local_max);
     let target_logit = on.over(&[Axis::Vocab], Fold::Add, target_logit);
     let (rise, farthest) = (on.builder.subtract(max, local_max), on.constant(FARTHEST));
     let rise = on.builder.minimum(rise, farthest);
-    let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, inverse);
-    let logp_softmax = logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, None));
+    let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, scales[0]);
+    let logp_softmax =
+        logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, scales[1]));
 
     let logp = logp_softmax.logp(on);
-    let logp = if two_softmaxes { on.times(logp, inverse_temperature) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, given.number(Number::InverseTemperature)) } else { logp };
     let entropy = entropy_softmax.entropy(on);
     let statistics = Statistics {
         max,
@@ -362,9 +399,9 @@ pub(crate) fn two_pass_core(
     logits: Value,
     calls: Calls,
 ) -> Evaluated {
-    let operands = Operands::of(on, &given.forward(logits), calls);
-    let inverse_temperature = given.number(Number::InverseTemperature);
-    let Rows { statistics, logp, entropy } = statistics(on, structure, inverse_temperature, &operands, calls);
+    let forward = given.forward(logits);
+    let operands = Operands::of(on, structure, &forward, calls);
+    let Rows { statistics, logp, entropy } = statistics(on, structure, &forward, &operands, calls);
     let (token, factor) = on.token_loss(structure, given, logp);
     let gradient = gradient(on, structure, given, &operands, statistics, factor, calls);
     Evaluated { gradient, logp, entropy, token }
@@ -381,7 +418,7 @@ pub(crate) fn dlogits(
     grad_logp: Value,
     calls: Calls,
 ) -> Value {
-    let operands = Operands::of(on, &given.forward(logits), calls);
+    let operands = Operands::of(on, structure, &given.forward(logits), calls);
     gradient(on, structure, given, &operands, statistics, grad_logp, calls)
 }
 
@@ -395,7 +432,7 @@ fn gradient(
     calls: Calls,
 ) -> Value {
     let Statistics { max, sum, others, entropy_sum, mean_gap } = statistics;
-    let inverse = (structure.temperature != Temperature::One).then(|| given.number(Number::InverseTemperature));
+    let inverse = structure.gap_numbers()[0].map(|which| given.number(which));
     let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
     let share = on.builder.divide(factor, sum);
     let share = on.builder.negate(share);
@@ -415,8 +452,7 @@ fn gradient(
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
     }
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
-    let [numbers, real, logits, ids] = operands.values;
-    let (element, values) = (calls.dtype.into(), [numbers, real, logits, ids, scales]);
+    let (element, values) = (calls.dtype.into(), [&operands.values[..], &[scales]].concat());
     let dlogits = if let Some(target) = calls.ptx {
         call_ptx(on, &gpu::two_pass::dlogits(target, structure, operands.local, element), &values)[0]
     } else {

@@ -9,6 +9,8 @@
 //! HBM sees each logit twice and each dlogit once. Rows need not fit VMEM, and a row may lie on several devices: an id
 //! that is not among a device's columns meets none of them. The maximum runs with the columns, one for each lane, and
 //! what was summed is rescaled when it rises; the lanes meet at the end of the row.
+//!
+//! Where a spec changes logits before their softmax, `x` is what they become, in both kernels anew.
 
 use std::f64::consts::LN_2;
 
@@ -17,7 +19,8 @@ use super::rows::{
     Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits, lowest, narrow,
     stored_as, widen,
 };
-use assay_algebra::structure::{Structure, Temperature};
+use super::transform::{Change, Target, registers};
+use assay_algebra::structure::{Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -93,6 +96,13 @@ impl Local {
     }
 }
 
+/// The numbers that both kernels are given, in SMEM, in order.
+pub fn numbers(structure: Structure) -> Vec<Number> {
+    let numbers = structure.softmax_numbers();
+    // What gaps are multiplied by has the temperature in it.
+    if structure.transform.is_some() { numbers[1..].to_vec() } else { numbers }
+}
+
 /// How they are cut into windows.
 #[derive(Clone, Copy)]
 struct Cut {
@@ -134,7 +144,7 @@ impl Cut {
     }
 
     /// The columns of this step's window.
-    fn of_window(self, on: &mut Builder, real: Memory) -> Columns {
+    fn of_window(self, on: &mut Builder, structure: Structure, real: Memory) -> Columns {
         let (zero, block, columns) = (on.integer(0), on.grid_index(2), on.integer(self.columns));
         let real = on.load_scalar(real, zero);
         let before = on.mul(block, columns);
@@ -142,7 +152,7 @@ impl Cut {
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
         let lanes = on.machine().lanes;
-        Columns { all: self.columns, whole: fewest / lanes * lanes, real }
+        Columns { all: self.columns, whole: fewest / lanes * lanes, real, registers: registers(structure) }
     }
 
     /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
@@ -171,32 +181,89 @@ fn hits(on: &mut Builder, targets: Value, chunk: Chunk, start: usize, columns: u
     on.equal(place, targets)
 }
 
-/// What gaps are multiplied by: for the softmax that entropy is of, and for that of logp where it is another.
-fn exponent_scales(on: &mut Builder, temperature: Temperature, numbers: Memory) -> Vec<Value> {
-    let zero = on.integer(0);
-    let inverse = on.load_scalar(numbers, zero);
-    match temperature {
-        Temperature::One => vec![exponent_scale(on, None)],
-        Temperature::Logits => vec![exponent_scale(on, Some(inverse))],
-        Temperature::Logp => vec![exponent_scale(on, Some(inverse)), exponent_scale(on, None)],
+/// What both kernels are called with, in order: the numbers, how many columns are real, logits, ids and, where columns differ, their
+/// biases and those of the targets.
+struct Given {
+    numbers: Memory,
+    real: Memory,
+    logits: Memory,
+    ids: Memory,
+    /// `[1,v]` and `[1,n,1]`
+    biases: Option<[Memory; 2]>,
+}
+
+impl Given {
+    fn of(on: &mut Builder, structure: Structure, cut: Cut, element: DeviceDtype) -> Self {
+        let numbers = on.scalars(DeviceDtype::F32, self::numbers(structure).len());
+        let real = on.scalars(DeviceDtype::I32, 1);
+        let logits = cut.logits(on, element);
+        let (shape, window) = cut.per_token(1);
+        let ids = on.input(DeviceDtype::I32, &shape, window.clone());
+        let biases = structure.transform.is_some_and(|transform| transform.columns).then(|| {
+            let of_columns = Window { block: vec![1, cut.columns], along: vec![None, Some(2)] };
+            [on.input(DeviceDtype::F32, &[1, cut.vocab], of_columns), on.input(DeviceDtype::F32, &shape, window)]
+        });
+        Self { numbers, real, logits, ids, biases }
+    }
+
+    fn number(&self, on: &mut Builder, structure: Structure, which: Number) -> Value {
+        let place = numbers(structure).iter().position(|&other| other == which).expect("the structure has the number");
+        let place = on.integer(place);
+        on.load_scalar(self.numbers, place)
+    }
+
+    /// What gaps are multiplied by to become exponents of 2, for each softmax.
+    fn exponent_scales(&self, on: &mut Builder, structure: Structure) -> Vec<Value> {
+        let of_numbers = structure.gap_numbers().into_iter();
+        let of_numbers = of_numbers.map(|number| {
+            let number = number.map(|number| self.number(on, structure, number));
+            exponent_scale(on, number)
+        });
+        of_numbers.collect()
+    }
+
+    /// What a window's logits become, in f32.
+    fn row(&self, on: &mut Builder, structure: Structure, targets: Value) -> Row {
+        let number = |on: &mut Builder, which| self.number(on, structure, which);
+        let change = Change::of(on, structure, number, self.biases.map(|[columns, _]| columns));
+        let of_targets = self.biases.map(|[_, of_targets]| on.load(of_targets, Column::Static(0), 1));
+        Row { logits: self.logits, change, of_targets, targets }
     }
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]` and ids `[1,n,1]` i32; returns
-/// `[1,n,8]` f32, see [`Statistic`].
-pub(crate) fn statistics(temperature: Temperature, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
+/// A window's logits.
+#[derive(Clone, Copy)]
+struct Row {
+    logits: Memory,
+    change: Option<Change>,
+    /// The biases of the targets, `[rows, 1]`.
+    of_targets: Option<Value>,
+    targets: Value,
+}
+
+impl Row {
+    /// What a chunk's columns become, f32, and which of them are outside the support, where any may be.
+    fn load(self, on: &mut Builder, chunk: Chunk) -> (Value, Option<Value>) {
+        let Some(change) = self.change else {
+            let x = load_logits(on, self.logits, chunk);
+            return (widen(on, x), None);
+        };
+        let hits = |on: &mut Builder| hits(on, self.targets, chunk, 0, chunk.columns);
+        change.load(on, self.logits, chunk, self.of_targets.map(|bias| Target { bias, hits: &hits }))
+    }
+}
+
+/// Called with the [numbers] f32, the number of real columns `[1]` i32, logits `[1,n,V]`, ids `[1,n,1]` i32 and, where columns differ
+/// before their softmax, biases `[1,V]` and those of the targets `[1,n,1]`, f32; returns `[1,n,8]` f32, see [`Statistic`].
+pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);
     builder.parallel(ROW_BLOCKS);
     let on = &mut builder;
-    let numbers = on.scalars(DeviceDtype::F32, 1);
-    let real = on.scalars(DeviceDtype::I32, 1);
-    let logits = cut.logits(on, element);
-    let (shape, window) = cut.per_token(1);
-    let ids = on.input(DeviceDtype::I32, &shape, window);
+    let given = Given::of(on, structure, cut, element);
     let (shape, window) = cut.per_token(PER_TOKEN);
     let results = on.output(DeviceDtype::F32, &shape, window);
-    let scales = exponent_scales(on, temperature, numbers);
+    let scales = given.exponent_scales(on, structure);
     let width = machine.lanes;
     let mut of_lanes = || on.scratch(DeviceDtype::F32, cut.rows, width);
     let (maxima, chosen) = (of_lanes(), of_lanes());
@@ -215,13 +282,20 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
         sums.iter().flatten().for_each(|&sum| keep(on, sum, zero));
     });
 
-    let columns = cut.of_window(on, real);
-    let native = element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic;
+    let columns = cut.of_window(on, structure, given.real);
+    let targets = cut.targets(on, given.ids);
+    let row = given.row(on, structure, targets);
+    // What logits become, from the maximum to the sums.
+    let kept = row.change.map(|_| on.scratch(DeviceDtype::F32, cut.rows, cut.columns));
+    let native = row.change.is_none()
+        && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic);
     let compared = if native { element } else { DeviceDtype::F32 };
     let lowest = on.constant(lowest(compared), Type { element: compared, ..lanes });
     let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
-        let x = load_logits(on, logits, chunk);
-        let x = if native { x } else { widen(on, x) };
+        let x = if native { load_logits(on, row.logits, chunk) } else { row.load(on, chunk).0 };
+        if let Some(kept) = kept {
+            on.store(kept, chunk.column, x);
+        }
         let mut maximum = carried.to_vec();
         accumulate(on, Fold::Max, &mut maximum, x);
         maximum
@@ -232,14 +306,15 @@ pub(crate) fn statistics(temperature: Temperature, local: Local, element: Device
     keep(on, maxima, max);
     let rise = gap(on, max, before);
 
-    let targets = cut.targets(on, ids);
     // Sums of this window alone: few terms, then one addition to those of the windows before.
     let zero = on.constant(0.0, lanes);
     let mut initial = vec![zero; 1 + 2 * scales.len()];
     initial[0] = whole(on, chosen);
     let of_window = for_each_chunk(on, columns, &initial, |on, chunk, carried| {
-        let x = load_logits(on, logits, chunk);
-        let x = widen(on, x);
+        let x = match kept {
+            Some(kept) => on.load(kept, chunk.column, chunk.columns),
+            None => row.load(on, chunk).0,
+        };
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
         let mut terms = vec![Pairwise::default(); 2 * scales.len()];
@@ -320,34 +395,29 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
     [on.mul(others, shrink), on.mul(weighted, shrink)]
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]`, which dlogits are written
-/// over, ids `[1,n,1]` i32 and scales `[1,n,8]` f32, see [`Scale`].
+/// Called as [`statistics`], dlogits written over the logits, and with scales `[1,n,8]` f32, see [`Scale`].
 pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_dlogits", &cut.grid(), machine);
     builder.parallel(ROW_BLOCKS);
     let on = &mut builder;
-    let numbers = on.scalars(DeviceDtype::F32, 1);
-    let real = on.scalars(DeviceDtype::I32, 1);
-    let logits = cut.logits(on, element);
-    let (shape, window) = cut.per_token(1);
-    let ids = on.input(DeviceDtype::I32, &shape, window);
+    let given = Given::of(on, structure, cut, element);
     let (shape, window) = cut.per_token(PER_TOKEN);
     let tokens = on.input(DeviceDtype::F32, &shape, window);
-    let dlogits = on.output_over(logits);
+    let dlogits = on.output_over(given.logits);
 
-    let scales = exponent_scales(on, structure.temperature, numbers);
-    let given = |on: &mut Builder, column: Scale| on.load(tokens, Column::Static(column as usize), 1);
-    let (max, share, others) = (given(on, Scale::Max), given(on, Scale::Share), given(on, Scale::Others));
-    let mask = given(on, Scale::Mask);
-    let bonus = structure.entropy_bonus.map(|_| [given(on, Scale::Bonus), given(on, Scale::MeanGap)]);
+    let scales = given.exponent_scales(on, structure);
+    let of_token = |on: &mut Builder, column: Scale| on.load(tokens, Column::Static(column as usize), 1);
+    let (max, share, others) = (of_token(on, Scale::Max), of_token(on, Scale::Share), of_token(on, Scale::Others));
+    let mask = of_token(on, Scale::Mask);
+    let bonus = structure.entropy_bonus.map(|_| [of_token(on, Scale::Bonus), of_token(on, Scale::MeanGap)]);
     let of_others = on.mul(share, others);
     let target = on.neg(of_others);
-    let targets = cut.targets(on, ids);
-    let columns = cut.of_window(on, real);
+    let targets = cut.targets(on, given.ids);
+    let row = given.row(on, structure, targets);
+    let columns = cut.of_window(on, structure, given.real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
-        let x = load_logits(on, logits, chunk);
-        let x = widen(on, x);
+        let (x, outside) = row.load(on, chunk);
         // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
         let gap = if bonus.is_some() { gap(on, max, x) } else { on.sub(max, x) };
         let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
@@ -364,6 +434,9 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, 
             let exp_above_mean = on.mul(exps[0], above_mean);
             let term = on.mul(exp_above_mean, factor);
             gradient = on.add(gradient, term);
+        }
+        if let Some(change) = row.change {
+            gradient = change.through(on, gradient, x, outside);
         }
         let zero = on.number(0.0);
         let [rows, columns] = on.type_of(gradient).tile.expect("a tile");

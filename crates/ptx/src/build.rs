@@ -370,6 +370,11 @@ impl Builder {
         self.define(&format!("shr.{}", T::NAME), &format!("{a}, {bits}"))
     }
 
+    /// The same, the sign kept.
+    pub fn shift_right_signed(&mut self, a: Value<u32>, bits: u32) -> Value<u32> {
+        self.define("shr.s32", &format!("{a}, {bits}"))
+    }
+
     /// `a ∧ b`
     pub fn and(&mut self, a: Value<bool>, b: Value<bool>) -> Value<bool> {
         self.binary("and.pred", a, b)
@@ -404,6 +409,11 @@ impl Builder {
     /// `a / b`, rounded to nearest even.
     pub fn div(&mut self, a: Value<f32>, b: Value<f32>) -> Value<f32> {
         self.binary("div.rn.f32", a, b)
+    }
+
+    /// `1 / a` within 1 ulp; what is below the normal numbers is 0.
+    pub fn reciprocal(&mut self, a: Value<f32>) -> Value<f32> {
+        self.define("rcp.approx.ftz.f32", &a.to_string())
     }
 
     /// `2^a` within 2 ulp; what is below the normal numbers is 0.

@@ -25,7 +25,7 @@ mod token;
 use std::borrow::Cow;
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, Array3, arr0};
+use ndarray::{Array2, Array3, arr0};
 use rayon::prelude::*;
 
 pub use columns::{Columns, SoftmaxColumns};
@@ -37,7 +37,7 @@ pub use selection::Choice;
 pub use sum::Sum;
 pub use token::{Term, TokenInputs};
 
-use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Shape};
+use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Sequence, Shape};
 use assay_core::spec::{
     Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides, Terms,
 };
@@ -132,13 +132,15 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
     let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored.collect()).expect("one entry a token");
 
     let mut tokens = join(spec, problem, &corrections, &scored)?;
-    weigh(spec, &mut tokens);
-    couple(spec, &mut tokens);
-    let empty: Vec<f64> = (0..shape.batch)
-        .filter(|&b| tokens.row(b).iter().all(Option::is_none))
-        .map(|b| problem.advantages.at(b, 0))
+    let sequences = problem.sequences();
+    weigh(spec, &sequences, &mut tokens);
+    couple(spec, &sequences, &mut tokens);
+    let empty: Vec<f64> = sequences
+        .iter()
+        .filter(|sequence| sequence.places().all(|at| tokens[at].is_none()))
+        .map(|sequence| problem.tokens().advantage_of(sequence))
         .collect();
-    let loss = reduction::loss(spec, &tokens, &empty);
+    let loss = reduction::loss(spec, &tokens, sequences.len(), &empty);
     let metrics = reduction::metrics(spec, &tokens);
     Ok(Reference { spec, problem: given, shape, tokens, loss, metrics })
 }
@@ -189,38 +191,38 @@ fn join(
     let old_logp = |place, logp| {
         ratio::old_logp(spec.old_logp, at(&problem.old_logp, place), at(&problem.extra.rollout_logp, place), logp)
     };
+    let advantages = problem.tokens().advantages_of_tokens();
     // (x after clamp and clip, whether it is in the row's mean)
     let log_ratio = |place: (usize, usize), token: &Scored| {
         let x = token.logp - old_logp(place, token.logp);
         let in_mean = drops != Drops::Ratio || high[place].holds;
-        (ratio::log_ratio(&spec.ratio, x, problem.advantages.at(place.0, place.1)), in_mean)
+        (ratio::log_ratio(&spec.ratio, x, advantages[place]), in_mean)
     };
 
     let mut tokens = Array2::from_elem(scored.dim(), None);
-    for b in 0..scored.nrows() {
-        let row: Vec<(usize, Scored)> =
-            scored.row(b).iter().enumerate().filter_map(|(t, token)| Some((t, (*token)?))).collect();
+    for sequence in problem.sequences() {
+        let row: Vec<((usize, usize), Scored)> = sequence.places().filter_map(|at| Some((at, scored[at]?))).collect();
         let in_mean: Vec<f64> = row
             .iter()
-            .map(|(t, token)| log_ratio((b, *t), token))
+            .map(|(at, token)| log_ratio(*at, token))
             .filter_map(|(x, in_mean)| in_mean.then_some(x.value))
             .collect();
         let row_log_ratio = (spec.ratio.level != RatioLevel::Token).then(|| ratio::mean(&spec.ratio, &in_mean));
-        let divergence = mean_divergence(spec, problem, b, &row);
-        let row_log_weight = row_log_weight(spec, problem, corrections, b, &row);
-        for &(t, token) in &row {
-            let advantage = problem.advantages.at(b, t);
-            let accepted = |by: &Array2<bool>| f64::from(u8::from(by[[b, t]]));
-            let weight = corrections.weights[[b, t]];
+        let divergence = mean_divergence(spec, problem, &row);
+        let row_log_weight = row_log_weight(spec, problem, corrections, &sequence, &row);
+        for &(place, token) in &row {
+            let advantage = advantages[place];
+            let accepted = |by: &Array2<bool>| f64::from(u8::from(by[place]));
+            let weight = corrections.weights[place];
             let in_vespo = matches!(spec.objective, Objective::Vespo(_));
             let to_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
-            let own_weight = corrections.token_weights[[b, t]];
+            let own_weight = corrections.token_weights[place];
             let own_to_kl = spec.token_weights.is_some_and(|weights| weights.applies_to == Terms::PolicyAndKl);
             let inputs = TokenInputs {
                 logp: token.logp,
-                old_logp: old_logp((b, t), token.logp),
-                ref_logp: spec.kl.as_ref().and(at(&problem.ref_logp, (b, t))),
-                rollout_logp: if spec.weighs_kl_by_rollout() { at(&problem.extra.rollout_logp, (b, t)) } else { None },
+                old_logp: old_logp(place, token.logp),
+                ref_logp: spec.kl.as_ref().and(at(&problem.ref_logp, place)),
+                rollout_logp: if spec.weighs_kl_by_rollout() { at(&problem.extra.rollout_logp, place) } else { None },
                 advantage,
                 row_log_ratio,
                 row_log_weight,
@@ -231,49 +233,49 @@ fn join(
                 on_policy: spec
                     .off_policy_mask
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),
-                top_entropy: if drops == Drops::PolicyTerm { high[[b, t]] } else { Choice::fixed(true) },
-                selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[[b, t]])),
+                top_entropy: if drops == Drops::PolicyTerm { high[place] } else { Choice::fixed(true) },
+                selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[place])),
             };
             let share = match spec.ratio.level {
                 RatioLevel::Token | RatioLevel::SequenceToken => 1.0,
-                RatioLevel::Sequence if log_ratio((b, t), &token).1 => ratio::share(&spec.ratio, in_mean.len()),
+                RatioLevel::Sequence if log_ratio(place, &token).1 => ratio::share(&spec.ratio, in_mean.len()),
                 RatioLevel::Sequence => 0.0,
             };
-            tokens[[b, t]] = Some((token, inputs, share));
+            tokens[place] = Some((token, inputs, share));
         }
     }
     select(spec, &mut tokens)?;
     Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, scored, inputs, share))))
 }
 
-/// `Σ m (behaviour − ℓ) / max(Σ m, 1)` of row `b`, for the off-policy mask.
-fn mean_divergence(spec: &LossSpec, problem: &Problem, b: usize, row: &[(usize, Scored)]) -> f64 {
+/// `Σ m (behaviour − ℓ) / max(Σ m, 1)` of a row, for the off-policy mask.
+fn mean_divergence(spec: &LossSpec, problem: &Problem, row: &[((usize, usize), Scored)]) -> f64 {
     let Some(mask) = &spec.off_policy_mask else { return 0.0 };
     let behaviour = if mask.behaviour == OldLogp::Rollout { &problem.extra.rollout_logp } else { &problem.old_logp };
     let Some(behaviour) = behaviour else { return 0.0 };
-    let difference = |&(t, token): &(usize, Scored)| {
-        let difference = behaviour[[b, t]] - token.logp;
+    let difference = |&(at, token): &((usize, usize), Scored)| {
+        let difference = behaviour[at] - token.logp;
         if difference.is_nan() { 0.0 } else { difference }
     };
     row.iter().map(difference).collect::<Sum>().value() / row.len().max(1) as f64
 }
 
-/// VESPO's `ln w` of row `b`, not yet clamped.
+/// VESPO's `ln w` of a sequence, not yet clamped.
 fn row_log_weight(
     spec: &LossSpec,
     problem: &Problem,
     corrections: &Corrections,
-    b: usize,
-    row: &[(usize, Scored)],
+    sequence: &Sequence,
+    row: &[((usize, usize), Scored)],
 ) -> f64 {
     let Objective::Vespo(_) = &spec.objective else { return 0.0 };
-    let log_ratios = row.iter().map(|(t, token)| {
-        let at = |array: &Option<Array2<f64>>| array.as_ref().map(|array| array[[b, *t]]);
+    let log_ratios = row.iter().map(|(place, token)| {
+        let at = |array: &Option<Array2<f64>>| array.as_ref().map(|array| array[*place]);
         let old = ratio::old_logp(spec.old_logp, at(&problem.old_logp), at(&problem.extra.rollout_logp), token.logp);
         (token.logp - old).clamp(-20.0, 20.0)
     });
     let of_tokens = log_ratios.collect::<Sum>().value();
-    of_tokens + rollout::log_weights(spec, problem, corrections, b)
+    of_tokens + rollout::log_weights(spec, problem, corrections, sequence)
 }
 
 /// A token on its way: what its logits came to, its inputs, its share in the row's mean.
@@ -331,39 +333,44 @@ fn evaluated(spec: &LossSpec, scored: Scored, inputs: TokenInputs, share: f64) -
 }
 
 /// Fills in what the reductions multiply each token by.
-fn weigh(spec: &LossSpec, tokens: &mut Array2<Option<Token>>) {
-    let counts: Vec<usize> = tokens.rows().into_iter().map(|row| row.iter().flatten().count()).collect();
+fn weigh(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
+    let count = |sequence: &Sequence| sequence.places().filter(|&at| tokens[at].is_some()).count();
+    let counts: Vec<usize> = sequences.iter().map(count).collect();
+    // Packed sequences are not averaged over a width.
     let width = tokens.ncols();
     let weights = reduction::row_weights(spec.averaging(), &counts, width);
     let kl_weights = reduction::row_weights(spec.kl_averaging(), &counts, width);
     // The default is over the tokens that `top_entropy` keeps.
     let kept = tokens.map(|token| token.as_ref().is_some_and(|token| token.inputs.top_entropy.holds));
-    let all_kept = Array1::from_iter(kept.rows().into_iter().map(|row| row.iter().filter(|kept| **kept).count()));
+    let all_kept: Vec<usize> =
+        sequences.iter().map(|sequence| sequence.places().filter(|&at| kept[at]).count()).collect();
     let own = spec.entropy_averaging.map(|averaging| reduction::row_weights(averaging, &counts, width));
     let token_mean = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
-    let over_kept = reduction::row_weights(token_mean, all_kept.as_slice().expect("dense"), width);
-    for ((b, t), token) in tokens.indexed_iter_mut() {
-        let Some(token) = token else { continue };
-        token.weight = weights[b] * spec.scale;
-        token.kl_weight = kl_weights[b] * spec.scale;
+    let over_kept = reduction::row_weights(token_mean, &all_kept, width);
+    for (s, at) in sequences.iter().flat_map(|sequence| sequence.places().map(|at| (sequence.index, at))) {
+        let Some(token) = &mut tokens[at] else { continue };
+        token.weight = weights[s] * spec.scale;
+        token.kl_weight = kl_weights[s] * spec.scale;
         token.entropy_weight = spec.scale
             * match &own {
-                Some(own) => own[b],
-                None if kept[[b, t]] => over_kept[b],
+                Some(own) => own[s],
+                None if kept[at] => over_kept[s],
                 None => 0.0,
             };
     }
 }
 
 /// Fills in what the tokens of a row owe to the ratio that they share.
-fn couple(spec: &LossSpec, tokens: &mut Array2<Option<Token>>) {
+fn couple(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
     if spec.ratio.level != RatioLevel::Sequence {
         return;
     }
-    for mut row in tokens.rows_mut() {
-        let coupling =
-            row.iter().flatten().map(|token| by_log_ratio(spec, token, &token.branch)).collect::<Sum>().value();
-        row.iter_mut().flatten().for_each(|token| token.coupling = coupling);
+    for sequence in sequences {
+        let row = sequence.places().filter_map(|at| tokens[at].as_ref());
+        let coupling = row.map(|token| by_log_ratio(spec, token, &token.branch)).collect::<Sum>().value();
+        for at in sequence.places() {
+            tokens[at].iter_mut().for_each(|token| token.coupling = coupling);
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use super::objective::gamma_weight;
 use super::rollout::{corrections, log_weights};
 use super::sum::Sum;
 use super::{Reference, Token};
+use assay_core::problem::Sequence;
 use assay_core::spec::{Cispo, LossSpec, Objective, PpoClip, RatioLevel, RolloutLevel};
 
 /// Whose metrics.
@@ -80,17 +81,20 @@ fn count(holds: bool) -> f64 {
 struct Batch<'r> {
     reference: &'r Reference<'r>,
     spec: &'r LossSpec,
-    /// `(t, token)`; empty for a row without one.
-    rows: Vec<Vec<(usize, &'r Token)>>,
+    /// `((b, t), token)`; empty for a row without one.
+    rows: Vec<Row<'r>>,
 }
+
+/// The unmasked tokens of a row, each with its place.
+type Row<'r> = Vec<((usize, usize), &'r Token)>;
 
 type OfToken<'f> = &'f dyn Fn(&Token) -> f64;
 
 impl<'r> Batch<'r> {
     fn of(reference: &'r Reference) -> Self {
-        let shape = reference.shape();
-        let row = |b| (0..shape.tokens).filter_map(|t| Some((t, reference.token(b, t)?))).collect();
-        Self { reference, spec: reference.spec(), rows: (0..shape.batch).map(row).collect() }
+        let row =
+            |sequence: &Sequence| sequence.places().filter_map(|at| Some((at, reference.token(at.0, at.1)?))).collect();
+        Self { reference, spec: reference.spec(), rows: reference.problem().sequences().iter().map(row).collect() }
     }
 
     fn tokens(&self) -> impl Iterator<Item = &Token> {
@@ -119,7 +123,7 @@ impl<'r> Batch<'r> {
     /// The mean of each row: `value` of any token where all share a ratio, else `Σ m·value / Σ m`, NaN for an empty row.
     fn row_means(&self, value: OfToken) -> Vec<f64> {
         let shared = self.spec.ratio.level == RatioLevel::Sequence && self.spec.ratio.clip.is_none();
-        let mean = |row: &Vec<(usize, &Token)>| match row.first() {
+        let mean = |row: &Row| match row.first() {
             Some((_, token)) if shared => value(token),
             None if shared => 0.0,
             _ => row.iter().map(|(_, token)| value(token)).collect::<Sum>().value() / row.len() as f64,
@@ -168,12 +172,12 @@ impl<'r> Batch<'r> {
         clip.dual_clip.is_some_and(|c| loss > -advantage * c && advantage < 0.0)
     }
 
-    /// `old_logp − rollout_logp` of every token that the sampler scored, with its place.
+    /// `old_logp − rollout_logp` of every token that the sampler scored, with its row.
     fn sampler_differences(&self) -> Vec<(usize, f64)> {
         let problem = self.reference.problem();
         let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
-        let places = self.rows.iter().enumerate().flat_map(|(b, row)| row.iter().map(move |(t, _)| (b, *t)));
-        places.map(|at| (at.0, old[at] - rollout[at])).filter(|(_, y)| !y.is_nan()).collect()
+        let places = self.rows.iter().enumerate().flat_map(|(s, row)| row.iter().map(move |(at, _)| (s, *at)));
+        places.map(|(s, at)| (s, old[at] - rollout[at])).filter(|(_, y)| !y.is_nan()).collect()
     }
 
     fn trl(&self, log: &mut Log) {
@@ -267,10 +271,11 @@ impl<'r> Batch<'r> {
         let Objective::Vespo(vespo) = &self.spec.objective else { return f64::NAN };
         let problem = self.reference.problem();
         let corrections = corrections(self.spec, problem);
-        let phi = |(b, row): (usize, &Vec<(usize, &Token)>)| {
-            let of_empty = || log_weights(self.spec, problem, &corrections, b);
+        let sequences = problem.sequences();
+        let phi = |(s, row): (usize, &Row)| {
+            let of_empty = || log_weights(self.spec, problem, &corrections, &sequences[s]);
             let log_weight = row.first().map_or_else(of_empty, |(_, token)| token.inputs.row_log_weight);
-            gamma_weight(vespo, log_weight, problem.advantages.at(b, 0))
+            gamma_weight(vespo, log_weight, problem.tokens().advantage_of(&sequences[s]))
         };
         self.rows.iter().enumerate().map(phi).collect::<Sum>().value() / self.rows.len() as f64
     }

@@ -26,9 +26,9 @@ pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) 
     counts.iter().map(|&count| if count == 0 { 0.0 } else { weight(count) }).collect()
 }
 
-/// `scale · (Σ w·policy + Σ w_kl·beta·kl − entropy_coef · Σ w_H·H)`, and what rows without a token add: the weights
+/// `scale · (Σ w·policy + Σ w_kl·beta·kl − entropy_coef · Σ w_H·H)`, and what those of the `rows` without a token add: the weights
 /// hold `scale` already.
-pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, empty_rows: &[f64]) -> f64 {
+pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize, empty_rows: &[f64]) -> f64 {
     let mut total = Sum::default();
     for token in tokens.iter().flatten() {
         if token.kl_weight == token.weight {
@@ -44,8 +44,7 @@ pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, empty_rows: 
     if let Objective::ImportanceSampling(sampling) = &spec.objective
         && sampling.empty_rows
     {
-        let rows = tokens.nrows() as f64;
-        total.extend(empty_rows.iter().map(|advantage| -spec.scale * advantage / rows));
+        total.extend(empty_rows.iter().map(|advantage| -spec.scale * advantage / rows as f64));
     }
     total.value()
 }

@@ -3,7 +3,7 @@
 use ndarray::Array2;
 
 use super::sum::Sum;
-use assay_core::problem::Problem;
+use assay_core::problem::{Problem, Sequence};
 use assay_core::spec::{
     LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
     RolloutWeights, Terms, Unscored,
@@ -37,7 +37,7 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
         }
     }
     let token_weights = match (spec.token_weights, &problem.extra.token_weights) {
-        (Some(_), Some(given)) => Array2::from_shape_fn(mask.dim(), |(b, t)| of_token(given, b, t)),
+        (Some(_), Some(given)) => of_tokens(given, problem),
         _ => Array2::ones(mask.dim()),
     };
     mask.zip_mut_with(&token_weights, |counts, weight| *counts &= *weight != 0.0);
@@ -45,15 +45,22 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
     Corrections { mask, accepted, accepted_by_kl, weights, token_weights }
 }
 
-/// Of a `[B,T]` array, or of one that has a number a row.
-fn of_token(given: &Array2<f64>, b: usize, t: usize) -> f64 {
-    given[[b, if given.ncols() == 1 { 0 } else { t }]]
+/// A number a token, of an array that may have one a sequence.
+fn of_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
+    if given.dim() == problem.mask.dim() {
+        return given.clone();
+    }
+    let mut all = Array2::ones(problem.mask.dim());
+    for sequence in problem.sequences() {
+        sequence.places().for_each(|at| all[at] = given[[sequence.index, 0]]);
+    }
+    all
 }
 
 /// What the two policies say of one token.
 #[derive(Clone, Copy)]
 struct Compared {
-    t: usize,
+    at: (usize, usize),
     old_logp: f64,
     /// `old_logp` where the sampler did not score.
     rollout_logp: f64,
@@ -67,15 +74,15 @@ impl Compared {
     }
 }
 
-/// The unmasked tokens of row `b`.
-fn compared(problem: &Problem, b: usize) -> Vec<Compared> {
+/// The unmasked tokens of a sequence.
+fn compared(problem: &Problem, sequence: &Sequence) -> Vec<Compared> {
     let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
-    let unmasked = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]);
+    let unmasked = sequence.places().filter(|&at| problem.mask[at]);
     unmasked
-        .map(|t| {
-            let (old_logp, rollout_logp) = (old[[b, t]], rollout[[b, t]]);
+        .map(|at| {
+            let (old_logp, rollout_logp) = (old[at], rollout[at]);
             let scored = !rollout_logp.is_nan();
-            Compared { t, old_logp, rollout_logp: if scored { rollout_logp } else { old_logp }, scored }
+            Compared { at, old_logp, rollout_logp: if scored { rollout_logp } else { old_logp }, scored }
         })
         .collect()
 }
@@ -87,13 +94,13 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
     }
     let mut stays = Array2::from_elem(problem.mask.dim(), true);
     let within = |statistic: f64| rejection.min.is_none_or(|min| statistic >= min) && statistic <= rejection.max;
-    for b in 0..problem.mask.nrows() {
-        let tokens: Vec<(usize, f64)> =
-            compared(problem, b).into_iter().map(|of| (of.t, divergence(rejection.estimator, of))).collect();
+    for sequence in problem.sequences() {
+        let tokens: Vec<((usize, usize), f64)> =
+            compared(problem, &sequence).into_iter().map(|of| (of.at, divergence(rejection.estimator, of))).collect();
         let sum = tokens.iter().map(|(_, k)| *k).collect::<Sum>().value();
         let count = tokens.len().max(1) as f64;
-        for &(t, own) in &tokens {
-            stays[[b, t]] = within(match rejection.level {
+        for &(at, own) in &tokens {
+            stays[at] = within(match rejection.level {
                 RejectionLevel::Token => own,
                 RejectionLevel::SequenceSum => sum,
                 RejectionLevel::SequenceMean => sum / count,
@@ -108,8 +115,8 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
 
 /// Leaves the tokens, smallest `y²` first, whose mean is below `bound`, and one at least.
 fn below_second_moment(bound: f64, problem: &Problem) -> Array2<bool> {
-    let of_row = |b: usize| compared(problem, b).into_iter().map(move |of| ((b, of.t), of.log_ratio().powi(2)));
-    let mut tokens: Vec<((usize, usize), f64)> = (0..problem.mask.nrows()).flat_map(of_row).collect();
+    let all = problem.sequences().into_iter().flat_map(|sequence| compared(problem, &sequence));
+    let mut tokens: Vec<((usize, usize), f64)> = all.map(|of| (of.at, of.log_ratio().powi(2))).collect();
     // Of equal ones the earlier leaves first.
     tokens.sort_by(|(at, a), (other, b)| a.total_cmp(b).then(other.cmp(at)));
     let mut stays = Array2::from_elem(problem.mask.dim(), false);
@@ -152,7 +159,7 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
         RolloutSource::Logp => computed_weights(rollout, problem),
     };
     if rollout.normalize {
-        let mean = mean_weight(rollout.level, &weights, &problem.mask);
+        let mean = mean_weight(rollout.level, &weights, problem);
         if mean > 1e-8 {
             weights.mapv_inplace(|weight| weight / mean);
         }
@@ -162,16 +169,16 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
-    let at = |b: usize, t: usize| of_token(given, b, t);
-    let geometric = |b: usize| {
-        let unmasked: Vec<usize> = (0..problem.mask.ncols()).filter(|&t| problem.mask[[b, t]]).collect();
-        let logs = unmasked.iter().map(|&t| (at(b, t) + 1e-10).ln()).collect::<Sum>().value();
-        (logs / (unmasked.len() as f64 + 1e-8)).exp()
-    };
-    Array2::from_shape_fn(problem.mask.dim(), |(b, t)| match rollout.level {
-        RolloutLevel::Geometric => geometric(b),
-        _ => at(b, t),
-    })
+    let mut weights = of_tokens(given, problem);
+    if rollout.level == RolloutLevel::Geometric {
+        for sequence in problem.sequences() {
+            let unmasked: Vec<(usize, usize)> = sequence.places().filter(|&at| problem.mask[at]).collect();
+            let logs = unmasked.iter().map(|&at| (weights[at] + 1e-10).ln()).collect::<Sum>().value();
+            let geometric = (logs / (unmasked.len() as f64 + 1e-8)).exp();
+            sequence.places().for_each(|at| weights[at] = geometric);
+        }
+    }
+    weights
 }
 
 fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
@@ -184,8 +191,8 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
         Outside::Mask if within(weight) => weight,
         Outside::Mask => 0.0,
     };
-    for b in 0..problem.mask.nrows() {
-        let tokens = compared(problem, b);
+    for sequence in problem.sequences() {
+        let tokens = compared(problem, &sequence);
         let sum = tokens.iter().map(|of| of.log_ratio()).collect::<Sum>().value();
         let geometric = exp(sum / tokens.len().max(1) as f64);
         let counts = |scored: bool| scored || rollout.unscored == Unscored::One;
@@ -194,7 +201,7 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
         let all_scored = tokens.iter().all(|of| of.scored);
         for of in &tokens {
             let own = where_scored(of.scored, exp(of.log_ratio()));
-            weights[[b, of.t]] = match rollout.level {
+            weights[of.at] = match rollout.level {
                 RolloutLevel::Token => bounded(own),
                 RolloutLevel::Sequence => bounded(where_scored(all_scored, exp(sum))),
                 RolloutLevel::Geometric => bounded(where_scored(all_scored, geometric)),
@@ -207,12 +214,12 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
 }
 
 /// The mean over unmasked tokens, or over rows that have any of their own mean.
-fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, mask: &Array2<bool>) -> f64 {
-    let of_row = |b: usize| {
-        let row = weights.row(b).into_iter().zip(mask.row(b)).filter(|(_, counts)| **counts).map(|(w, _)| *w);
+fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, problem: &Problem) -> f64 {
+    let of_row = |sequence: &Sequence| {
+        let row = sequence.places().filter(|&at| problem.mask[at]).map(|at| weights[at]);
         row.collect::<Vec<f64>>()
     };
-    let rows: Vec<Vec<f64>> = (0..mask.nrows()).map(of_row).filter(|row| !row.is_empty()).collect();
+    let rows: Vec<Vec<f64>> = problem.sequences().iter().map(of_row).filter(|row| !row.is_empty()).collect();
     let mean = |values: &[f64]| values.iter().copied().collect::<Sum>().value() / (values.len() as f64 + 1e-8);
     match level {
         RolloutLevel::Token | RolloutLevel::TokenGatedByGeometric => mean(&rows.concat()),
@@ -223,9 +230,9 @@ fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, mask: &Array2<bool>) 
     }
 }
 
-/// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of row `b`: over all tokens or the unmasked ones, or once where the weight
+/// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of a sequence: over all tokens or the unmasked ones, or once where the weight
 /// is of the whole sequence.
-pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, b: usize) -> f64 {
+pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, sequence: &Sequence) -> f64 {
     let Some(rollout) = &spec.rollout else { return 0.0 };
     let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
     let log = |weight: f64| weight.ln().clamp(1e-8_f64.ln(), 20.0);
@@ -233,7 +240,7 @@ pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corr
     let given_a_row = given && problem.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
     let of_row = given_a_row || matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
     // A computed weight under the mask is 1, of logarithm 0.
-    let read = |t: usize| corrections.mask[[b, t]] || (masked_too && given);
-    let mut logs = (0..problem.mask.ncols()).filter(|&t| read(t)).map(|t| log(corrections.weights[[b, t]]));
+    let read = |at: &(usize, usize)| corrections.mask[*at] || (masked_too && given);
+    let mut logs = sequence.places().filter(read).map(|at| log(corrections.weights[at]));
     if of_row { logs.next().unwrap_or(0.0) } else { logs.collect::<Sum>().value() }
 }

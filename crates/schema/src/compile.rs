@@ -180,7 +180,7 @@ pub struct Bound {
     /// What collectives take on the links between chips, by the narrowest cut of each.
     #[serde(default)]
     pub links_ms: f64,
-    /// Of that, collectives during which nothing else is computed.
+    /// Of that, what passes while nothing else is computed.
     #[serde(default)]
     pub links_exposed_ms: f64,
     /// The collective that takes most, and its cut; `None` where nothing crosses a link.

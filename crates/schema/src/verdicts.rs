@@ -248,7 +248,7 @@ pub struct WorstKappa {
     pub fixture: String,
 }
 
-/// Two runs of one implementation on different device counts.
+/// Two runs of one implementation: on different device counts, or of a batch padded and packed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Compared {
     /// What was evaluated.
@@ -258,6 +258,9 @@ pub struct Compared {
     pub implementation: String,
     /// Devices of the two runs.
     pub devices: [usize; 2],
+    /// Whether the first was of the padded batch, and the other of the packed one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub packed: bool,
     /// Outputs with the same bits.
     pub same: Vec<String>,
     /// Outputs with others.

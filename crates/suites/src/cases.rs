@@ -55,8 +55,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
             select(vec![Terms::Policy, Terms::PolicyAndKl]).prop_map(|applies_to| TokenWeights { applies_to }),
         ),
     );
-    let columns =
-        prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => (logits_transform(), support())];
+    let columns = prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => changed_logits()];
     let bonus = (prop_oneof![Just(0.0), -0.3..0.3_f64], weighted(0.4, averaging()));
     (objective, ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
         |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
@@ -309,6 +308,11 @@ fn rejection() -> impl Strategy<Value = Rejection> {
 fn off_policy_mask() -> impl Strategy<Value = OffPolicyMask> {
     (-0.5..0.5_f64, select(vec![OldLogp::Given, OldLogp::Rollout]))
         .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour })
+}
+
+/// What becomes of logits before their softmax, and over which columns that is.
+pub fn changed_logits() -> impl Strategy<Value = (LogitsTransform, Support)> {
+    (logits_transform(), support())
 }
 
 fn logits_transform() -> impl Strategy<Value = LogitsTransform> {

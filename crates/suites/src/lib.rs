@@ -1,6 +1,7 @@
 //! Which cases implementations are run on: what tests, measurements and counts of false alarms share.
 
 pub mod cases;
+pub mod covering;
 pub mod measure;
 #[cfg(feature = "mutants")]
 pub mod mutants;

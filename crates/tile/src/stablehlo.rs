@@ -233,6 +233,11 @@ impl Builder {
         self.unary("exponential_minus_one", a)
     }
 
+    /// `tanh a`
+    pub fn tanh(&mut self, a: Value) -> Value {
+        self.unary("tanh", a)
+    }
+
     /// `ln a`
     pub fn log(&mut self, a: Value) -> Value {
         self.unary("log", a)

@@ -158,7 +158,12 @@ impl Compiler {
         }
         let uncounted = traffic.launch(&mut kernels);
         let flags = after_those_of(LIBTPU_VARIABLE, &self.flags);
-        let links = Links::of(request.target, &chips, &traffic);
+        let chip = request.target.chip;
+        let took = |name: &str| {
+            let kernel = kernels.iter().find(|kernel| kernel.name == name);
+            chip.bound(kernel.map_or(0, Launch::all_cycles), traffic.bytes_of.get(name).copied().unwrap_or(0))
+        };
+        let links = Links::of(request.target, &chips, &traffic, |name| took(name).predicted_ms);
         Ok(Compiled { memory, compile_s, kernels, traffic, uncounted, links, flags })
     }
 

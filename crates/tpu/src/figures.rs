@@ -62,7 +62,7 @@ impl Asked {
                 let head = head_program(&self.implementation)?;
                 let head = self.chunk_bytes.map_or(head, |bytes| head.chunk_bytes(bytes));
                 let head = self.sum_bytes.map_or(head, |bytes| head.sum_bytes(bytes));
-                let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits } };
+                let given = Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed: None };
                 let held_by = if head.is_whole() { HeldBy::EachDevice } else { HeldBy::AllDevices };
                 Ok((head.program_for(loss, given, devices, machine)?, held_by))
             }

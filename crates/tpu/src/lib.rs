@@ -6,8 +6,8 @@
 //! - the final VLIW program of every kernel ([`schedule`]): bundles, loops and their trips, slots used;
 //! - the optimized HLO ([`traffic`]): bytes that move between HBM and the cores.
 //!
-//! From these follow two lower bounds on the time of one run, [`Bound`]. They are bounds, not predictions: DMA
-//! latency, stalls, collectives and `SparseCore` work are in neither. [`recorded`] holds what hardware measured, to
+//! From these, and from what must cross the [`links`] between chips, follow lower bounds on the time of one run, [`Bound`]. They are
+//! bounds, not predictions: DMA latency, stalls and `SparseCore` work are in none. [`recorded`] holds what hardware measured, to
 //! put beside them. [`figures`] brings all of it together for one program, [`table`] for every recorded shape.
 
 #[cfg(feature = "libtpu")]

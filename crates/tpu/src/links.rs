@@ -14,7 +14,13 @@
 //! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, whose
 //! own ports they are, a line, a half. It leaves out hops, latency, and whatever an algorithm sends beyond that. Between two devices on
 //! one chip nothing is counted. Collectives that run beside computing may run beside one another too: of these the bound is the cut
-//! over which all of them together take longest, however little is computed between the start and the end of one.
+//! over which all of them together take longest.
+//!
+//! What is computed between the start and the end of a collective hides as much of it as it takes itself; for the rest everything stands
+//! still. Collectives between whose ends the same is computed share what it takes: each stalls by what of its own it does not hide, and
+//! all of them by what it does not hide of the cut over which they take longest together.
+
+use std::collections::{BTreeSet, HashMap};
 
 use super::target::Target;
 use super::traffic::{Collective, Kind, Traffic};
@@ -27,8 +33,11 @@ const MOST_LOOKS: usize = 20_000_000;
 pub struct Links {
     /// All of them: those that run beside computing together, the others one after another.
     pub all_ms: f64,
-    /// Those during which nothing else is computed.
+    /// Of these, what passes while nothing else is computed: those that are waited for at once, and of the others what outlasts what is
+    /// computed meanwhile.
     pub exposed_ms: f64,
+    /// Of these, the latter.
+    pub stalled_ms: f64,
     /// The one that takes most, and the cut that it takes it at.
     pub narrowest: Option<String>,
 }
@@ -86,13 +95,16 @@ fn boxes(grid: &[usize], devices: usize) -> Vec<Cut> {
 }
 
 impl Links {
-    /// Of a program for `target` whose device `i` is on the chip at `chips[i]`.
-    pub fn of(target: &Target, chips: &[Vec<usize>], traffic: &Traffic) -> Links {
+    /// Of a program for `target` whose device `i` is on the chip at `chips[i]`. `took` says of an instruction that computes what all its
+    /// runs take, in milliseconds.
+    pub fn of(target: &Target, chips: &[Vec<usize>], traffic: &Traffic, took: impl Fn(&str) -> f64) -> Links {
         let mut links = Links::default();
         let grid = target.topology();
         let boxes = boxes(grid, chips.len());
         let mut most = 0.0;
         let mut beside_ms = vec![0.0; boxes.len()];
+        let mut windows: Vec<Window> = Vec::new();
+        let mut alone_ms = HashMap::new();
         for collective in &traffic.moved {
             let times = boxes.iter().enumerate().filter_map(|(i, part)| {
                 let within: Vec<bool> =
@@ -105,10 +117,14 @@ impl Links {
             let Some(&(ms, part, _)) = times.iter().max_by(|(a, ..), (b, ..)| a.total_cmp(b)) else { continue };
             if collective.is_alone() {
                 links.exposed_ms += ms;
+                alone_ms.insert(&*collective.name, ms);
             } else {
+                let mut over = vec![0.0; boxes.len()];
                 for &(ms, _, i) in &times {
+                    over[i] = ms;
                     beside_ms[i] += ms;
                 }
+                Window::of(collective, over).join(&mut windows);
             }
             if ms > most {
                 most = ms;
@@ -119,7 +135,48 @@ impl Links {
             }
         }
         links.all_ms = links.exposed_ms + beside_ms.into_iter().fold(0.0, f64::max);
+        let took = |name: &str| alone_ms.get(name).copied().unwrap_or_else(|| took(name));
+        links.stalled_ms = windows.iter().map(|window| window.stalls(took)).sum();
+        links.exposed_ms += links.stalled_ms;
         links
+    }
+}
+
+/// What stands between the ends of collectives that have some of it in common.
+struct Window<'t> {
+    /// All of it, by name.
+    within: BTreeSet<&'t str>,
+    /// What each of them takes, and what stands between its own ends.
+    each: Vec<(f64, BTreeSet<&'t str>)>,
+    /// What they take together over each cut.
+    over: Vec<f64>,
+}
+
+impl<'t> Window<'t> {
+    fn of(collective: &'t Collective, over: Vec<f64>) -> Self {
+        let within: BTreeSet<&str> = collective.beside.iter().chain(&collective.awaited).map(String::as_str).collect();
+        let ms = over.iter().copied().fold(0.0, f64::max);
+        Self { each: vec![(ms, within.clone())], within, over }
+    }
+
+    /// Puts it to `windows`, as one with those that it shares something with.
+    fn join(mut self, windows: &mut Vec<Self>) {
+        let joined: Vec<Self> = windows.extract_if(.., |other| !other.within.is_disjoint(&self.within)).collect();
+        for other in joined {
+            self.within.extend(other.within);
+            self.each.extend(other.each);
+            for (all, ms) in self.over.iter_mut().zip(other.over) {
+                *all += ms;
+            }
+        }
+        windows.push(self);
+    }
+
+    /// How long nothing is computed, where what is computed takes what `took` says.
+    fn stalls(&self, took: impl Fn(&str) -> f64) -> f64 {
+        let hides = |within: &BTreeSet<&str>| within.iter().map(|name| took(name)).sum::<f64>();
+        let together = self.over.iter().copied().fold(0.0, f64::max) - hides(&self.within);
+        self.each.iter().map(|(ms, within)| ms - hides(within)).fold(together.max(0.0), f64::max)
     }
 }
 
@@ -172,10 +229,11 @@ mod tests {
     fn links(target: &str, kind: Kind, bytes: u64, groups: &[&[usize]]) -> Links {
         let target = Target::parse(target).unwrap();
         let groups = groups.iter().map(|group| group.to_vec()).collect();
-        let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside: vec![] };
+        let collective =
+            Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside: vec![], awaited: vec![] };
         let traffic = Traffic { moved: vec![collective], ..Traffic::default() };
         let grid = target.topology().to_vec();
-        Links::of(&target, &chips([grid[0], grid[1]]), &traffic)
+        Links::of(&target, &chips([grid[0], grid[1]]), &traffic, |_| unreachable!("nothing is computed"))
     }
 
     /// The f32 gradient of a head of 4096 × 151,936, 2.489 GB, over a v6e:2x4: two links join its halves, and a corner has two ports.
@@ -210,25 +268,63 @@ mod tests {
         assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
     }
 
-    /// Sums over pairs along either axis need other links: beside computing they may run at once, and otherwise may not.
-    #[test]
-    fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
-        let target = Target::parse("v6e:2x2").unwrap();
-        let sum = |groups: [[usize; 2]; 2], beside: &[&str]| Collective {
-            name: "it".into(),
+    /// A sum over pairs along either axis of a v6e:2x2, which takes 10 ms by links of its own, and what stands between its ends.
+    fn sum_of_pairs(groups: [[usize; 2]; 2], beside: &[&str], awaited: &[&str]) -> Collective {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).into()).collect();
+        Collective {
+            name: format!("{groups:?}"),
             kind: Kind::AllReduce,
             bytes: 1_000_000_000,
             groups: groups.map(Vec::from).to_vec(),
             runs: 1,
-            beside: beside.iter().map(|name| (*name).into()).collect(),
-        };
+            beside: names(beside),
+            awaited: names(awaited),
+        }
+    }
+
+    const ALONG_X: [[usize; 2]; 2] = [[0, 1], [2, 3]];
+    const ALONG_Y: [[usize; 2]; 2] = [[0, 2], [1, 3]];
+
+    fn links_of_pairs(moved: Vec<Collective>, took: impl Fn(&str) -> f64) -> Links {
+        let target = Target::parse("v6e:2x2").unwrap();
+        Links::of(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() }, took)
+    }
+
+    /// Sums over pairs along either axis need other links: beside computing they may run at once, and otherwise may not.
+    #[test]
+    fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
         let both = |beside: &[&str]| {
-            let moved = vec![sum([[0, 1], [2, 3]], beside), sum([[0, 2], [1, 3]], beside)];
-            Links::of(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() })
+            let moved = [ALONG_X, ALONG_Y].map(|groups| sum_of_pairs(groups, beside, &[]));
+            links_of_pairs(moved.into(), |_| 10.0)
         };
         let (at_once, in_turn) = (both(&["product"]), both(&[]));
         assert_eq!((at_once.exposed_ms, in_turn.exposed_ms), (0.0, 20.0));
         assert_eq!((at_once.all_ms, in_turn.all_ms), (10.0, 20.0), "each axis has two links, a corner two ports");
+    }
+
+    #[test]
+    fn what_is_computed_meanwhile_hides_as_much_of_a_collective_as_it_takes() {
+        let stalls = |moved: Vec<Collective>| {
+            let links = links_of_pairs(moved, |name| if name == "short" { 3.0 } else { 12.0 });
+            assert!(links.exposed_ms >= links.stalled_ms && links.all_ms >= links.exposed_ms, "{links:?}");
+            links.stalled_ms
+        };
+        let x = |beside: &[&str]| sum_of_pairs(ALONG_X, beside, &[]);
+        let y = |beside: &[&str]| sum_of_pairs(ALONG_Y, beside, &[]);
+        assert_eq!(stalls(vec![x(&["short"])]), 7.0);
+        assert_eq!(stalls(vec![x(&["long"])]), 0.0);
+        assert_eq!(stalls(vec![x(&["short"]), x(&["long"])]), 7.0, "what the long one leaves is no help to the other");
+        // Between the ends of both stands one product, and the links are the same, or others.
+        assert_eq!(stalls(vec![x(&["long"]), x(&["long"])]), 8.0);
+        assert_eq!(stalls(vec![x(&["long"]), y(&["long"])]), 0.0);
+        assert_eq!(stalls(vec![x(&["short"]), y(&["short"])]), 7.0);
+        // One after another, joined by a third.
+        assert_eq!(stalls(vec![x(&["short"]), x(&["long"]), x(&["short", "long"])]), 15.0);
+        // What is waited for meanwhile takes its own time.
+        let awaited = sum_of_pairs(ALONG_Y, &[], &[]);
+        let over_it = sum_of_pairs(ALONG_X, &["short"], &[&awaited.name]);
+        let links = links_of_pairs(vec![awaited, over_it], |_| 3.0);
+        assert_eq!((links.stalled_ms, links.exposed_ms), (0.0, 10.0));
     }
 
     #[test]

@@ -109,8 +109,8 @@ impl Chip {
         Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, links: None, predicted_ms, limit }
     }
 
-    /// The same with what collectives take between chips: those that overlap with computing bound it beside cycles and HBM, the others
-    /// come on top of what is left without them.
+    /// The same with what collectives take between chips: what overlaps with computing bounds it beside cycles and HBM, the rest comes on
+    /// top of what is left without them.
     #[cfg(feature = "libtpu")]
     pub(super) fn bound_with_links(&self, cycles: u64, bytes: u64, exposed: &Exposed, links: &Links) -> Bound {
         let all = self.bound(cycles, bytes);
@@ -118,7 +118,7 @@ impl Chip {
         let rest = self.bound(cycles.saturating_sub(exposed.cycles), bytes.saturating_sub(exposed.hbm_bytes));
         let hidden_ms = links.all_ms - links.exposed_ms;
         let computing_ms = rest.predicted_ms.max(hidden_ms);
-        let collectives_ms = alone.predicted_ms.max(links.exposed_ms);
+        let collectives_ms = alone.predicted_ms.max(links.exposed_ms - links.stalled_ms) + links.stalled_ms;
         let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
         let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
         let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());

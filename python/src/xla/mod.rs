@@ -6,28 +6,28 @@
 
 mod frame;
 
-use ndarray::{Array2, Ix2, Ix3};
+use ndarray::{Array2, ArrayView1, Ix0, Ix1, Ix2, Ix3};
 use pyo3::prelude::*;
 
-use assay::native::share::{self, Place, Tokens, Weighed};
+use assay::native::share::{self, Part, Place, Tokens, Weighed};
 use assay::native::{Element, Native};
 use assay::spec::LossSpec;
 use assay_algebra::structure::Structure;
 use frame::{Buffer, Call, Error, Frame, Output};
 
-/// `logits, ids, mask` to `statistics`.
+/// `logits, ids, mask, first_column`, and `bias` where the spec has one, to `statistics`.
 extern "C" fn statistics(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, of_statistics) }
 }
 
-/// `logits, ids, scales` to `dlogits`, which may be over the logits.
+/// `logits, ids, scales, first_column`, and `bias` where the spec has one, to `dlogits`, which may be over the logits.
 extern "C" fn gradient(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, of_gradient) }
 }
 
-/// `logits, ids, mask, advantages, weights` and what else the spec reads to `dlogits`, which may be over the logits, and
+/// `logits, ids, mask, advantages, weights` and what else the spec reads, `bias` last, to `dlogits`, which may be over the logits, and
 /// `results`.
 extern "C" fn loss(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
@@ -59,6 +59,25 @@ fn truths(buffer: &Buffer, name: &str, per_token: [usize; 2]) -> Result<Array2<b
     Ok(bytes.mapv(|byte| byte != 0))
 }
 
+/// The bias that the spec reads, the last of the arguments.
+fn bias<'f>(spec: &LossSpec, rest: &mut Vec<&'f Buffer>) -> Result<Option<ArrayView1<'f, f32>>, String> {
+    let read = spec.logits.bias.then(|| rest.pop().ok_or("`bias`: not given, expected [V]")).transpose()?;
+    read.map(|bias| bias.view::<f32, Ix1>("bias")).transpose()
+}
+
+/// Where a device's columns begin, and the bias that the spec reads of them.
+fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Result<Part<'f>, String> {
+    let first = first.view::<i32, Ix0>("first_column")?[()];
+    let expected = || format!("`first_column`: got {first}, expected 0 or more");
+    let first_column = usize::try_from(first).map_err(|_| expected())?;
+    let bias = bias(spec, &mut rest)?;
+    if rest.is_empty() {
+        Ok(Part { first_column, bias })
+    } else {
+        Err(format!("arguments: got {} too many", rest.len()))
+    }
+}
+
 /// Does `work` with the element type of `logits`.
 macro_rules! by_dtype {
     ($logits:expr, $work:ident($($argument:expr),*)) => {
@@ -76,8 +95,10 @@ macro_rules! by_dtype {
 
 fn of_statistics(call: &Call) -> Result<(), String> {
     fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
-        let ([logits, ids, mask], _) = call.arguments()?;
+        let ([logits, ids, mask, first], rest) = call.arguments()?;
         let [to] = call.outputs()?;
+        let spec = spec(call)?;
+        let part = part(&spec, first, rest)?;
         let logits = logits.view::<E, Ix3>("logits")?;
         let [b, t, _] = *logits.shape() else { unreachable!("three axes") };
         let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
@@ -85,7 +106,7 @@ fn of_statistics(call: &Call) -> Result<(), String> {
         let statistics = to.view::<f32, Ix3>("statistics")?;
         expect_shape("statistics", statistics.shape(), &[b, t, share::COLUMNS])?;
         let tokens = Tokens { ids, mask: mask.view() };
-        let done = Native::default().share_statistics(&spec(call)?, logits, tokens, statistics);
+        let done = Native::default().share_statistics(&spec, part, logits, tokens, statistics);
         done.map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;
@@ -105,14 +126,16 @@ fn place<'f, E: Element + frame::Element>(logits: &'f Buffer, dlogits: Output<'f
 
 fn of_gradient(call: &Call) -> Result<(), String> {
     fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
-        let ([logits, ids, scales], _) = call.arguments()?;
+        let ([logits, ids, scales, first], rest) = call.arguments()?;
         let [dlogits] = call.outputs()?;
+        let spec = spec(call)?;
+        let part = part(&spec, first, rest)?;
         let place = place::<E>(logits, dlogits)?;
         let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
         let (ids, scales) = (ids.view::<i32, Ix2>("ids")?, scales.view::<f32, Ix3>("scales")?);
         expect_shape("ids", ids.shape(), &[b, t])?;
         expect_shape("scales", scales.shape(), &[b, t, share::COLUMNS])?;
-        Native::default().share_gradient(&spec(call)?, place, ids, scales).map_err(|error| error.to_string())
+        Native::default().share_gradient(&spec, part, place, ids, scales).map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;
     by_dtype!(logits, typed(call))
@@ -120,9 +143,10 @@ fn of_gradient(call: &Call) -> Result<(), String> {
 
 fn of_loss(call: &Call) -> Result<(), String> {
     fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
-        let ([logits, ids, mask, advantages, weights], rest) = call.arguments()?;
+        let ([logits, ids, mask, advantages, weights], mut rest) = call.arguments()?;
         let [dlogits, results] = call.outputs()?;
         let spec = spec(call)?;
+        let bias = bias(&spec, &mut rest)?;
         let place = place::<E>(logits, dlogits)?;
         let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
         let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
@@ -141,7 +165,7 @@ fn of_loss(call: &Call) -> Result<(), String> {
         }
         expect_shape("weights", weights.shape(), &[b, 3])?;
         expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
-        let weighed = Weighed { tokens: Tokens { ids, mask: mask.view() }, advantages, weights, inputs };
+        let weighed = Weighed { tokens: Tokens { ids, mask: mask.view() }, advantages, weights, inputs, bias };
         Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;

@@ -393,6 +393,22 @@ impl FloatArray<Ix3> {
         });
     }
 
+    /// `[1,B·T,…]`: the rows of each sequence after those of the one before.
+    #[must_use]
+    pub fn in_one_row(&self) -> Self {
+        fn flat<T: Clone>(array: &Array<T, Ix3>) -> Array<T, Ix3> {
+            let (batch, tokens, width) = array.dim();
+            let dense = array.as_standard_layout().into_owned();
+            dense.into_shape_with_order((1, batch * tokens, width)).expect("dense")
+        }
+        match self {
+            FloatArray::F64(array) => FloatArray::F64(flat(array)),
+            FloatArray::F32(array) => FloatArray::F32(flat(array)),
+            FloatArray::Bf16(array) => FloatArray::Bf16(flat(array)),
+            FloatArray::F16(array) => FloatArray::F16(flat(array)),
+        }
+    }
+
     /// Sets every element of row `[b,t,:]` to `x`, rounded.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
         with_array!(FloatArray, self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));

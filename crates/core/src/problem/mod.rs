@@ -1,12 +1,14 @@
 //! One batch, and what an implementation makes of it.
 //!
-//! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff.
+//! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff. Where `S` sequences are
+//! [packed](Sequences::Packed) into one row of `N` tokens, `[B,T]` is `[1,N]`, and what has `B` of sequences has `S`.
 
 mod array;
 mod extents;
 mod lm_head;
 mod outcome;
 mod select;
+mod sequences;
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,6 +20,7 @@ pub use extents::Extents;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
 pub use select::Part;
+pub use sequences::{CuSeqlens, Sequence, Sequences};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
 
@@ -32,13 +35,13 @@ pub struct Problem<L = FloatArray<Ix3>> {
     pub ids: Array2<i64>,
     /// `[B,T]`, true for the tokens that count.
     pub mask: Array2<bool>,
-    /// `[B]` or `[B,T]`, as the spec says.
+    /// `[B]` or `[B,T]`, as the spec says; `[S]` of packed sequences.
     pub advantages: Advantages,
     /// `[B,T]`, nats: log-probability under the policy that sampled, or that the last epoch left.
     pub old_logp: Option<Array2<f64>>,
     /// `[B,T]`, nats: log-probability under the reference policy of the KL penalty.
     pub ref_logp: Option<Array2<f64>>,
-    /// What only some specs ask for.
+    /// What only some specs ask for, or some batches have.
     pub extra: Extra,
 }
 
@@ -54,32 +57,34 @@ pub struct Tokens<'p> {
     pub extra: &'p Extra,
 }
 
-/// Arrays that only some specs read.
+/// Arrays that only some specs read, and how sequences lie where a row is not one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra {
     /// `[B,T]`, nats: log-probability under the policy that the sampler ran. NaN: not scored.
     pub rollout_logp: Option<Array2<f64>>,
-    /// `[B,T]` or `[B,1]`, `≥ 0`: importance weights against the sampler's policy.
+    /// `[B,T]` or `[B,1]`, `≥ 0`: importance weights against the sampler's policy; `[1,N]` or `[S,1]` of packed sequences.
     pub rollout_weights: Option<Array2<f64>>,
-    /// `[B,T]` or `[B,1]`, `≥ 0`: weights of tokens that the trainer gives.
+    /// `[B,T]` or `[B,1]`, `≥ 0`: weights of tokens that the trainer gives; `[1,N]` or `[S,1]` of packed sequences.
     pub token_weights: Option<Array2<f64>>,
     /// `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
     pub selected: Option<Array2<bool>>,
     /// `[V]`: bias of the LM head.
     pub bias: Option<Array1<f64>>,
+    /// Which tokens make a sequence.
+    pub sequences: Sequences,
 }
 
 /// Advantages, dimensionless.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Advantages {
-    /// One a sequence, `[B]`.
+    /// One a sequence, `[B]`, or `[S]` of packed ones.
     Sequence(Array1<f64>),
     /// One a token, `[B,T]`.
     Token(Array2<f64>),
 }
 
 impl Advantages {
-    /// The advantage of token `[b,t]`.
+    /// The advantage of token `[b,t]` of a batch whose rows are its sequences; see [`Problem::advantage`].
     pub fn at(&self, b: usize, t: usize) -> f64 {
         match self {
             Advantages::Sequence(a) => a[b],
@@ -220,6 +225,40 @@ pub enum ProblemError {
         /// The id found.
         id: i64,
     },
+    /// Cumulative lengths that are none.
+    #[error("`cu_seqlens[{at}]`: got {given}, expected {expected}")]
+    CuSeqlens {
+        /// Which of them.
+        at: usize,
+        /// The value found.
+        given: i64,
+        /// The value wanted, in words.
+        expected: String,
+    },
+    /// A segment id that is none.
+    #[error("`segment_ids[{t}]`: got {given}, expected {expected}")]
+    SegmentId {
+        /// Token.
+        t: usize,
+        /// The id found.
+        given: i64,
+        /// The id wanted, in words.
+        expected: String,
+    },
+    /// A token counts that belongs to no sequence.
+    #[error("`mask[0,{t}]`: got 1, expected 0: the last sequence of `cu_seqlens` ends at {end}")]
+    NoSequence {
+        /// Token.
+        t: usize,
+        /// Where the last sequence ends.
+        end: usize,
+    },
+    /// A width is asked for that packed sequences do not have.
+    #[error("`{field}`: not given, expected a number ≥ 1, since packed sequences have no padded width")]
+    NoWidth {
+        /// The setting.
+        field: &'static str,
+    },
     /// Clip-Cov has more candidates than it takes.
     #[error(
         "`selected`: not given, expected [B,T] because {candidates} tokens are within `objective.clip_cov.selection`, \
@@ -274,9 +313,11 @@ impl<L> Problem<L> {
     #[must_use]
     pub fn with_advantages_for(mut self, spec: &LossSpec) -> Self {
         if let (AdvantageLevel::Token, Advantages::Sequence(of_rows)) = (spec.advantages, &self.advantages)
-            && of_rows.len() == self.mask.nrows()
+            && of_rows.len() == self.extra.sequences.count(self.mask.nrows())
+            && self.extra.sequences.check(&self.mask).is_ok()
         {
-            self.advantages = Advantages::Token(Array2::from_shape_fn(self.mask.dim(), |(b, _)| of_rows[b]));
+            let of_tokens = self.extra.sequences.spread(self.mask.dim(), &of_rows.to_vec());
+            self.advantages = Advantages::Token(of_tokens);
         }
         self
     }
@@ -341,10 +382,18 @@ impl Tokens<'_> {
         };
         expect_shape("ids", self.ids.shape(), &per_token, "[B,T] of the logits")?;
         expect_shape("mask", self.mask.shape(), &per_token, "[B,T] of the logits")?;
+        let sequences = &self.extra.sequences;
+        sequences.check(self.mask)?;
+        if sequences.packed().is_some() {
+            spec.expect_no_width().map_err(|field| ProblemError::NoWidth { field })?;
+        }
         match spec.advantages {
             AdvantageLevel::Sequence => {
-                let meaning = "[B] of the logits, as the spec has `advantages: sequence`";
-                expect_shape("advantages", self.advantages.shape(), &per_token[..1], meaning)?;
+                let meaning = match sequences {
+                    Sequences::Rows => "[B] of the logits, as the spec has `advantages: sequence`",
+                    Sequences::Packed(_) => "[S] of `cu_seqlens`, as the spec has `advantages: sequence`",
+                };
+                expect_shape("advantages", self.advantages.shape(), &[sequences.count(shape.batch)], meaning)?;
             }
             AdvantageLevel::Token => {
                 let meaning = "[B,T] of the logits, as the spec has `advantages: token`";
@@ -362,7 +411,8 @@ impl Tokens<'_> {
             }
         }
         self.check_extra(spec, shape)?;
-        self.expect_finite("advantages", |b, t| self.advantages.at(b, t))?;
+        let advantages = self.advantages_of_tokens();
+        self.expect_finite("advantages", |b, t| advantages[[b, t]])?;
         for ((b, t), &id) in self.ids.indexed_iter() {
             if self.mask[[b, t]] && usize::try_from(id).map_or(true, |id| id >= shape.vocab) {
                 return Err(ProblemError::IdOutOfRange { b, t, id, vocab: shape.vocab });
@@ -432,7 +482,7 @@ impl Tokens<'_> {
         Ok(())
     }
 
-    /// Finite numbers `≥ 0`, `[B,T]` or, `one_a_row`, `[B,1]`: where a token counts, or `everywhere`.
+    /// Finite numbers `≥ 0`, `[B,T]` or, `one_a_row`, a number a sequence: where a token counts, or `everywhere`.
     fn check_weights(
         &self,
         field: &'static str,
@@ -442,17 +492,19 @@ impl Tokens<'_> {
         everywhere: bool,
     ) -> Result<(), ProblemError> {
         let (batch, tokens) = self.mask.dim();
+        let sequences = self.extra.sequences.count(batch);
         let Some(weights) = weights else {
             return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
         };
-        let broadcast = one_a_row && weights.dim() == (batch, 1);
+        let broadcast = one_a_row && weights.dim() == (sequences, 1);
         if weights.dim() != (batch, tokens) && !broadcast {
-            let expected =
-                format!("[{batch}, {tokens}]{}", if one_a_row { format!(" or [{batch}, 1]") } else { String::new() });
+            let expected = format!("[{batch}, {tokens}] or [{sequences}, 1]");
             return Err(ProblemError::Shape { field, given: weights.shape().to_vec(), expected });
         }
+        let filled: Vec<bool> =
+            self.sequences().iter().map(|sequence| sequence.places().any(|at| self.mask[at])).collect();
         for ((b, t), &given) in weights.indexed_iter() {
-            let read = everywhere || if broadcast { self.mask.row(b).iter().any(|m| *m) } else { self.mask[[b, t]] };
+            let read = everywhere || if broadcast { filled[b] } else { self.mask[[b, t]] };
             if read && !(given >= 0.0 && given.is_finite()) {
                 return Err(ProblemError::Weight { field, b, t, given });
             }

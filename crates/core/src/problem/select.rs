@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use ndarray::{Array2, Axis, Ix3};
 
-use super::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection};
+use super::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection, Sequences};
 
 /// Which part: indices in the order in which they shall stand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Sequences.
     pub batch: Vec<usize>,
-    /// Tokens, the same of every sequence.
+    /// Tokens, the same of every row; where sequences are packed into one, they ascend.
     pub tokens: Vec<usize>,
     /// Columns of the vocabulary.
     pub columns: Vec<usize>,
@@ -39,13 +39,19 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 impl<L> Problem<L> {
     /// The sequences and tokens of `part` over all columns, with other logits.
     fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences } = &self.extra;
+        let packed = *sequences != Sequences::Rows;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
+        let weights = |array: &Option<Array2<f64>>| match array {
+            Some(weights) if packed && weights.dim() != self.mask.dim() => Some(weights.clone()),
+            weights => floats(weights),
+        };
         Problem {
             logits,
             ids: of_tokens(&self.ids, part),
             mask: of_tokens(&self.mask, part),
             advantages: match &self.advantages {
+                Advantages::Sequence(advantages) if packed => Advantages::Sequence(advantages.clone()),
                 Advantages::Sequence(advantages) => Advantages::Sequence(advantages.select(Axis(0), &part.batch)),
                 Advantages::Token(advantages) => Advantages::Token(of_tokens(advantages, part)),
             },
@@ -53,10 +59,11 @@ impl<L> Problem<L> {
             ref_logp: floats(&self.ref_logp),
             extra: Extra {
                 rollout_logp: floats(rollout_logp),
-                rollout_weights: floats(rollout_weights),
-                token_weights: floats(token_weights),
+                rollout_weights: weights(rollout_weights),
+                token_weights: weights(token_weights),
                 selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
                 bias: bias.clone(),
+                sequences: sequences.select(&part.tokens),
             },
         }
     }

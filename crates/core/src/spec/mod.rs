@@ -604,23 +604,20 @@ impl LossSpec {
             || self.compares_with_sampler()
     }
 
-    /// The setting that asks for an array of [`Extra`](crate::problem::Extra), if one does.
-    pub fn reads_extra(&self) -> Option<&'static str> {
-        let selects = self.reads_selected();
-        let asks = [
-            (self.old_logp == OldLogp::Rollout, "old_logp"),
-            (self.rollout.is_some(), "rollout"),
-            (!self.rejection.is_empty(), "rejection"),
-            (self.token_weights.is_some(), "token_weights"),
-            (self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout), "off_policy_mask"),
-            (self.weighs_kl_by_rollout(), "kl"),
-            (selects, "objective"),
-            (self.logits.bias, "logits"),
-        ];
-        asks.into_iter().find_map(|(asks, setting)| asks.then_some(setting))
+    /// Whether it needs the problem's `rollout_logp`.
+    pub fn reads_rollout_logp(&self) -> bool {
+        self.old_logp == OldLogp::Rollout
+            || self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
+            || self.compares_with_sampler()
+            || self.weighs_kl_by_rollout()
     }
 
-    /// Whether it reads the problem's `selected`.
+    /// Whether it needs the problem's `rollout_weights`.
+    pub fn reads_rollout_weights(&self) -> bool {
+        self.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given)
+    }
+
+    /// Whether it needs the problem's `selected`.
     pub fn reads_selected(&self) -> bool {
         match &self.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),
@@ -639,6 +636,42 @@ impl LossSpec {
     pub fn compares_with_sampler(&self) -> bool {
         let of_logp = |rollout: &RolloutWeights| rollout.source == RolloutSource::Logp;
         self.rollout.as_ref().is_some_and(of_logp) || !self.rejection.is_empty()
+    }
+
+    /// The averagings that are asked for, by the name of the length that each may have.
+    fn averagings(&mut self) -> impl Iterator<Item = (&'static str, &mut Reduction)> {
+        let kl = self.kl.as_mut().and_then(|kl| kl.averaging.as_mut());
+        let entropy = self.entropy_averaging.as_mut();
+        let own = [("kl.averaging", kl), ("entropy_averaging", entropy)];
+        let own = own.into_iter().filter_map(|(field, of)| Some((field, &mut of?.reduction)));
+        std::iter::once(("reduction", &mut self.reduction)).chain(own)
+    }
+
+    /// Checks that no mean is over the padded width, which packed sequences do not have.
+    ///
+    /// # Errors
+    /// The setting that has one.
+    pub fn expect_no_width(&self) -> Result<(), &'static str> {
+        let mut spec = self.clone();
+        let wide = spec.averagings().find(|(_, of)| matches!(of, Reduction::FixedLength { length: None, .. }));
+        wide.map_or(Ok(()), |(field, _)| {
+            Err(match field {
+                "kl.averaging" => "kl.averaging.reduction.fixed_length.length",
+                "entropy_averaging" => "entropy_averaging.reduction.fixed_length.length",
+                _ => "reduction.fixed_length.length",
+            })
+        })
+    }
+
+    /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
+    #[must_use]
+    pub fn of_width(mut self, width: usize) -> Self {
+        for (_, of) in self.averagings() {
+            if let Reduction::FixedLength { length: length @ None, .. } = of {
+                *length = Some(width);
+            }
+        }
+        self
     }
 
     /// The reduction of the KL penalty.

@@ -39,7 +39,7 @@ fn no_mutant_survives_and_the_correct_kernel_passes() {
     assert!(score.cases > 900, "{} cases", score.cases);
     assert_eq!(score.survived, Vec::<&str>::new());
     assert_eq!(score.admitted, ["target-collapses"]);
-    assert_eq!((score.killed, score.total), (163, 164));
+    assert_eq!((score.killed, score.total), (167, 168));
     assert!(score.mutants.iter().all(|mutant| mutant.cases <= score.cases));
 }
 
@@ -98,7 +98,8 @@ fn mutants_are_rejected_at_production_widths() {
     };
     let [killed, accepted, not_exercised]: [fn(&Fate) -> bool; 3] =
         [|fate| matches!(fate, Fate::Killed(_)), |fate| *fate == Fate::Accepted, |fate| *fate == Fate::NotExercised];
-    let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).count();
+    let at_width = |class: Class| !class.of_heads() && class != Class::Packing;
+    let on_logits = BANK.iter().filter(|mutant| at_width(mutant.class)).count();
     assert_eq!(named("151936", accepted), ACCEPTED);
     assert_eq!(named("151936", not_exercised), NOT_EXERCISED);
     assert_eq!(named("151936", killed).len() + ACCEPTED.len() + NOT_EXERCISED.len(), on_logits);
@@ -130,7 +131,7 @@ const NOT_EXERCISED: [&str; 8] = [
 /// They take the other layout, rounded logits, or a width that steps of eight do not divide.
 const PRODUCTS_NOT_EXERCISED: [(&str, &[&str]); 2] = [
     ("4096x4099", &["logits-not-rounded", "depth-tail-dropped"]),
-    ("896x151936", &["head-layout-mistaken", "dlm-head-layout-mistaken", "logits-not-rounded", "depth-tail-dropped"]),
+    ("68x151936", &["head-layout-mistaken", "dlm-head-layout-mistaken", "logits-not-rounded"]),
 ];
 
 /// A NaN is seen by any test; these have to be seen without.

@@ -4,7 +4,8 @@
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::{
-    Drops, Kl, KlEstimator, KlImportance, LossSpec, QuantilePrecision, Ratio, RatioLevel, TopEntropy,
+    Drops, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, QuantilePrecision, Ratio, RatioLevel, Support,
+    TopEntropy,
 };
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{Recipe, Regime};
@@ -191,6 +192,47 @@ fn non_target_gradients_set_to_zero_are_rejected_by_every_dlogits_gate() {
 
 /// What README says of one fixed tolerance, on the recorded group: `atol = 5e-2, rtol = 5e-1`, Liger's for bf16, accepts
 /// dlogits without a single non-target gradient. The judge does not.
+/// What a spec does to logits, each part of it left out: a bias, columns that are outside the support, and on the way back the
+/// derivative of a cap.
+#[test]
+fn a_bias_dropped_a_support_ignored_and_a_caps_derivative_missing_are_rejected() {
+    let logits = LogitsTransform { scale: 0.7, softcap: Some(6.0), bias: true };
+    let support = Support { vocab: Some(1000), excluded_ids: vec![1, 5], keep_sampled: true };
+    let spec = LossSpec { logits: logits.clone(), support: support.clone(), ..spec() };
+    let recipe = Recipe {
+        shape: [3, 5, 1025],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 11,
+        old_logp_noise_scale: 0.05,
+        masked_garbage: false,
+    };
+    let problem = recipe.problem(&spec).unwrap();
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    let native = Native::default();
+    let verdicts = |candidate: Candidate| {
+        problem.judge(&reference, &candidate.lend(), &Limits::of(native.class()).unwrap()).unwrap()
+    };
+    let right = native.run(&spec, problem.clone(), 1).unwrap();
+    assert!(verdicts(right).iter().all(|verdict| verdict.status == Status::Pass));
+    let unbiased = LossSpec { logits: LogitsTransform { bias: false, ..logits }, ..spec.clone() };
+    let whole = LossSpec { support: Support::default(), ..spec.clone() };
+    for other in [unbiased, whole] {
+        let wrong = verdicts(native.run(&other, problem.clone(), 1).unwrap());
+        assert_rejected(&wrong, DLOGITS, Status::Fail);
+        assert_rejected(&wrong, gate(Output::Logp), Status::Fail);
+    }
+    let mut without_slope = native.run(&spec, problem.clone(), 1).unwrap();
+    let bias = problem.extra.bias.as_ref().unwrap();
+    let given = problem.logits.to_f64();
+    for ((b, t, v), dx) in dlogits_f32(&mut without_slope).indexed_iter_mut() {
+        *dx *= (0.7 * (given[[b, t, v]] + bias[v]) / 6.0).cosh().powi(2) as f32;
+    }
+    let wrong = verdicts(without_slope);
+    assert_rejected(&wrong, DLOGITS, Status::Fail);
+    assert!(wrong.iter().find(|verdict| verdict.gate == gate(Output::Logp)).unwrap().status == Status::Pass);
+}
+
 #[test]
 fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() {
     let file =

@@ -120,6 +120,7 @@ fn bits_of_several_problems_are_one_line_and_long_lines_are_broken() {
         fixture: "a".into(),
         implementation: "xla-rows".into(),
         devices: [1, 2],
+        packed: false,
         invariance: Invariance { same: same.into(), other: other.into() },
     };
     let invariance = vec![compared(&["logp", "entropy"], &["loss"]), compared(&["logp"], &["entropy", "loss"])];

@@ -39,6 +39,7 @@ fn problem(advantages: AdvantageLevel) -> Problem {
         token_weights: Some(wave(0.7).mapv(|x| if x > 0.9 { 0.0 } else { (0.4 * x).exp() })),
         selected: Some(wave(2.0).mapv(|x| x > 0.5)),
         bias: None,
+        ..Extra::default()
     };
     if let Advantages::Sequence(advantages) = &mut problem.advantages {
         advantages.assign(&ndarray::arr1(&[1.25, -0.75, 0.5, -1.5, 0.875]));

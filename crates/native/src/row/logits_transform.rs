@@ -19,7 +19,7 @@ use super::packed::{Element, Packed};
 use super::{BLOCK, UNITS};
 use crate::simd::{LANES, Simd, UNIT};
 use crate::tanh::Tanh;
-use assay_core::spec::LossSpec;
+use assay_core::spec::{self, LossSpec};
 
 /// Units whose `tanh` is taken together.
 const TOGETHER: usize = 2;
@@ -40,11 +40,7 @@ pub(crate) struct LogitsTransform {
 impl LogitsTransform {
     /// For rows of `vocab` elements `E`.
     pub(crate) fn of<E: Element>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
-        let scale = spec.logits.scale;
-        let (rate, factor) = match spec.logits.softcap {
-            Some(cap) => (cap, scale / cap),
-            None => (scale.abs(), scale.signum()),
-        };
+        let [rate, factor] = Self::rate_and_factor(&spec.logits);
         let vocab = spec.support.vocab.unwrap_or(vocab).min(vocab);
         let mut excluded: Vec<usize> = spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab).collect();
         excluded.sort_unstable();
@@ -62,6 +58,14 @@ impl LogitsTransform {
             bias: bias.filter(|_| spec.logits.bias).map(in_load_order),
             vocab,
             excluded,
+        }
+    }
+
+    /// See [the module](self).
+    pub(crate) fn rate_and_factor(logits: &spec::LogitsTransform) -> [f64; 2] {
+        match logits.softcap {
+            Some(cap) => [cap, logits.scale / cap],
+            None => [logits.scale.abs(), logits.scale.signum()],
         }
     }
 

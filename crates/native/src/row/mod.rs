@@ -82,6 +82,8 @@ struct Softmax {
     exponent: Exponent,
     /// `Σ_{j≠y} e_j a_j`, with `a` over `T`.
     weighted: f64,
+    /// `x_y`; −∞ where another part of the row has it.
+    target_logit: f64,
     end: softmax::Softmax<f64>,
 }
 
@@ -94,7 +96,7 @@ struct Exponent {
     inverse_temperature: f64,
 }
 
-/// What is summed of a part of a row. Sums are of the columns other than the target.
+/// What is summed of a part of a row, of logits as their transform has them. Sums are of the columns other than the target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Statistics {
     /// `m`: the largest logit, the least finite f32 where all are −∞.
@@ -295,7 +297,7 @@ impl Softmaxes {
         let sums = |softmax: Softmax| [softmax.end.others, softmax.weighted];
         Statistics {
             max: entropy.exponent.max.into(),
-            target_logit: id.map_or(0.0, |id| row[id].to_f32().into()),
+            target_logit: if id.is_some() { entropy.target_logit } else { 0.0 },
             entropy: sums(entropy),
             logp: if self.two { sums(walk(transform.rate)) } else { [0.0; 2] },
         }
@@ -304,6 +306,7 @@ impl Softmaxes {
     /// Writes the dlogits of such a part, from what follows from the statistics of all of them.
     pub(super) fn write_part<E: Element>(&self, row: &mut Row<E>, id: Option<usize>, scales: Scales) {
         let Scales { max, share, others, bonus, mean_gap } = scales;
+        let (share, bonus) = (share * self.transform.factor, bonus * self.transform.factor);
         if share == 0.0 && bonus == 0.0 {
             row.dlogits.fill(E::from_f32(0.0));
             return;
@@ -317,11 +320,12 @@ impl Softmaxes {
             offset: if bonus == 0.0 { 0.0 } else { -bonus * mean_gap },
         };
         let target = id.map(|id| {
-            let gap = (max - f64::from(row.logits()[id].to_f32())) * inverse_temperature;
+            let (logit, slope) = self.transform.of_column(id, row.logits()[id]);
+            let gap = (max - logit) * inverse_temperature;
             let e = (-gap).exp();
             let of_logp = if share == 0.0 { 0.0 } else { -share * others };
             let of_entropy = if bonus == 0.0 || e == 0.0 { 0.0 } else { bonus * e * (gap - mean_gap) };
-            (id, of_logp + of_entropy)
+            (id, (of_logp + of_entropy) * slope)
         });
         self.write_by(row, [logp, entropy], None, factors);
         if let Some((id, target)) = target {

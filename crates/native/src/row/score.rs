@@ -313,7 +313,7 @@ impl<'t, S: Simd> Sums<'t, S> {
         let sums = softmax::Sums { max, target_logit, others, weighted };
         let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
         let exponent = Exponent { max: self.max, inverse_temperature: self.inverse_temperature };
-        Softmax { exponent, weighted, end }
+        Softmax { exponent, weighted, target_logit, end }
     }
 }
 

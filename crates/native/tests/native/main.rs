@@ -4,4 +4,5 @@ mod bits;
 mod lm_head;
 mod match_reference;
 mod op;
+mod packed;
 mod parts;

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, Problem};
-use assay_core::spec::LossSpec;
+use assay_core::spec::{LossSpec, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::{Known, hindrance};
 use assay_native::Native;
@@ -55,6 +55,34 @@ fn config(cases: u32) -> Config {
         "/../../fixtures/regressions/proptest-seeds.txt"
     ));
     Config { failure_persistence: Some(Box::new(persistence)), ..cases::config(cases) }
+}
+
+/// Tokens whose own logit is −∞: their ratio is 0, their logp −∞.
+#[test]
+fn all_outputs_target_at_minus_infinity_match_reference() {
+    let bonus = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+    let of_logp = LossSpec { temperature: 0.7, temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
+    for spec in [LossSpec::default(), bonus, of_logp] {
+        for dtype in Dtype::KERNEL {
+            let recipe = Recipe {
+                shape: [8, 3, 2049],
+                dtype,
+                regime: Regime::TargetHoles,
+                seed: 3,
+                old_logp_noise_scale: 0.3,
+                masked_garbage: true,
+            };
+            let problem = recipe.problem(&spec).unwrap();
+            let of_reference = Known::of(&spec, &problem).unwrap().reference;
+            assert!(of_reference.loss().is_finite(), "else this shows little");
+            let logp = Native::default().run(&spec, problem.clone(), 1).unwrap().logp.expect("it returns logp");
+            let counting = problem.mask.indexed_iter().filter(|(_, counts)| **counts).map(|(at, _)| at);
+            let holes = counting.filter(|&(b, t)| of_reference.token(b, t).unwrap().inputs.logp == f64::NEG_INFINITY);
+            let found: Vec<f64> = holes.map(|(b, t)| logp.at(b, t)).collect();
+            assert!(!found.is_empty() && found.iter().all(|&logp| logp == f64::NEG_INFINITY), "{dtype}: {found:?}");
+            expect_problem_right(&spec, &problem, &recipe);
+        }
+    }
 }
 
 /// The judge finds no fault with correct implementations: the first cases of a fixed seed, 1,000 or as many as

@@ -61,6 +61,8 @@ fn arguments(problem: &Problem) -> Arguments<'_> {
         token_weights: None,
         selected: None,
         bias: None,
+        cu_seqlens: None,
+        segment_ids: None,
     }
 }
 

@@ -61,9 +61,11 @@ pub(super) enum Cut {
 }
 
 impl Cut {
-    /// Its place among the axes of an array that has it.
-    pub(super) fn axis(self) -> usize {
-        self as usize
+    const ALL: [Cut; 3] = [Cut::B, Cut::T, Cut::V];
+
+    /// Its place among the `axes` of an array that has it.
+    pub(super) fn of(self, axes: &[Cut]) -> usize {
+        axes.iter().position(|&axis| axis == self).expect("checked: the array has the axis")
     }
 }
 
@@ -85,16 +87,24 @@ pub(super) enum InputName {
     Advantages,
     OldLogp,
     RefLogp,
+    RolloutLogp,
+    RolloutWeights,
+    Selected,
+    Bias,
 }
 
 impl InputName {
-    const ALL: [InputName; 6] = [
+    const ALL: [InputName; 10] = [
         InputName::Logits,
         InputName::Ids,
         InputName::Mask,
         InputName::Advantages,
         InputName::OldLogp,
         InputName::RefLogp,
+        InputName::RolloutLogp,
+        InputName::RolloutWeights,
+        InputName::Selected,
+        InputName::Bias,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -105,6 +115,10 @@ impl InputName {
             InputName::Advantages => "advantages",
             InputName::OldLogp => "old_logp",
             InputName::RefLogp => "ref_logp",
+            InputName::RolloutLogp => "rollout_logp",
+            InputName::RolloutWeights => "rollout_weights",
+            InputName::Selected => "selected",
+            InputName::Bias => "bias",
         }
     }
 }
@@ -139,12 +153,12 @@ impl OutputName {
         }
     }
 
-    /// Axes of an output: as many of `[B,T,V]`.
-    fn rank(self) -> usize {
+    /// Its axes.
+    pub(super) fn axes(self) -> &'static [Cut] {
         match self {
-            OutputName::Loss => 0,
-            OutputName::Dlogits => 3,
-            OutputName::Logp | OutputName::Entropy | OutputName::TokenLoss => 2,
+            OutputName::Loss => &[],
+            OutputName::Dlogits => &Cut::ALL,
+            OutputName::Logp | OutputName::Entropy | OutputName::TokenLoss => &Cut::ALL[..2],
         }
     }
 }
@@ -193,10 +207,6 @@ impl Manifest {
             return invalid("devices", &self.devices, "at least 1");
         }
         self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
-        if let Some(setting) = self.spec.reads_extra() {
-            let expected = "a loss of logits, ids, mask, advantages, old_logp and ref_logp: programs are given no more";
-            return invalid(&format!("spec.{setting}"), &"a setting that reads another array", expected);
-        }
         for (i, input) in self.inputs.iter().enumerate() {
             let name = input.name.name();
             if self.inputs[..i].iter().any(|other| other.name == input.name) {
@@ -206,16 +216,16 @@ impl Manifest {
                 return invalid(&format!("input `{name}`: dtype"), &input.dtype, expected);
             }
         }
-        let cuts = self.inputs.iter().map(|input| ("input", input.name.name(), input.cut, self.rank(input.name)));
+        let cuts = self.inputs.iter().map(|input| ("input", input.name.name(), input.cut, self.axes(input.name)));
         let of_outputs =
-            self.outputs.iter().map(|output| ("output", output.name.name(), output.cut, output.name.rank()));
-        for (kind, name, cut, rank) in cuts.chain(of_outputs) {
+            self.outputs.iter().map(|output| ("output", output.name.name(), output.cut, output.name.axes()));
+        for (kind, name, cut, axes) in cuts.chain(of_outputs) {
             let Some(cut) = cut else { continue };
             let field = format!("{kind} `{name}`: cut");
-            if cut.axis() >= rank {
+            if !axes.contains(&cut) {
                 return invalid(&field, &format!("{cut:?}"), "an axis that it has");
             }
-            let extent = self.shape[cut.axis()];
+            let extent = self.shape[cut as usize];
             if !extent.is_multiple_of(self.devices) {
                 let expected = format!("an axis that {} devices cut in equal parts", self.devices);
                 return invalid(&field, &format!("{cut:?} of {extent}"), &expected);
@@ -241,19 +251,20 @@ impl Manifest {
         Ok(())
     }
 
-    /// Axes of an input: as many of `[B,T,V]`.
-    fn rank(&self, name: InputName) -> usize {
+    /// The axes of an input.
+    pub(super) fn axes(&self, name: InputName) -> &'static [Cut] {
         match name {
-            InputName::Logits => 3,
-            InputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => 1,
-            _ => 2,
+            InputName::Logits => &Cut::ALL,
+            InputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => &Cut::ALL[..1],
+            InputName::Bias => &Cut::ALL[2..],
+            _ => &Cut::ALL[..2],
         }
     }
 
     /// Whether a program may take this input in this dtype; otherwise what it may be.
     fn accepts(&self, input: Input) -> Result<(), &'static str> {
         match input.name {
-            InputName::Mask => Ok(()),
+            InputName::Mask | InputName::Selected => Ok(()),
             InputName::Ids => match input.dtype {
                 DeviceDtype::I32 if i32::try_from(self.shape().vocab).is_err() => Err("i64, as V is beyond i32"),
                 DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
@@ -267,16 +278,37 @@ impl Manifest {
     /// Whether an input may be listed or left out under this spec; otherwise what is expected. Without a mask a program
     /// is for batches in which every token counts; without any of the others it computes no GRPO loss.
     fn expects(&self, name: InputName, listed: bool) -> Result<(), &'static str> {
-        let old_logp = self.spec.old_logp == OldLogp::Given;
-        let kl = self.spec.kl.is_some();
+        let spec = &self.spec;
+        let (old_logp, kl) = (spec.reads_old_logp(), spec.kl.is_some());
         match (name, listed) {
             (InputName::Logits | InputName::Ids | InputName::Advantages, false) => {
                 Err("at least `logits`, `ids` and `advantages`")
             }
-            (InputName::OldLogp, false) if old_logp => Err("one, as the spec has `old_logp: given`"),
-            (InputName::OldLogp, true) if !old_logp => Err("none, as the spec has `old_logp: current`"),
+            (InputName::OldLogp, false) if old_logp => {
+                Err("one, as the spec has `old_logp: given`, or compares it with another")
+            }
+            (InputName::OldLogp, true) if spec.old_logp == OldLogp::Current && !old_logp => {
+                Err("none, as the spec has `old_logp: current`")
+            }
+            (InputName::OldLogp, true) if !old_logp => Err("none, as the spec has `old_logp: rollout`"),
             (InputName::RefLogp, false) if kl => Err("one, as the spec has a `kl` term"),
             (InputName::RefLogp, true) if !kl => Err("none, as the spec has no `kl` term"),
+            (InputName::RolloutLogp, false) if spec.reads_rollout_logp() => Err("one, as the spec reads it"),
+            (InputName::RolloutLogp, true) if !spec.reads_rollout_logp() => Err("none, as the spec does not read it"),
+            (InputName::RolloutWeights, false) if spec.reads_rollout_weights() => {
+                Err("one, as the spec has `rollout.source: given`")
+            }
+            (InputName::RolloutWeights, true) if !spec.reads_rollout_weights() => {
+                Err("none, as the spec has no `rollout.source: given`")
+            }
+            (InputName::Selected, false) if spec.reads_selected() => {
+                Err("one, as the spec has an objective without `selection`")
+            }
+            (InputName::Selected, true) if !spec.reads_selected() => {
+                Err("none, as the spec has no objective without `selection`")
+            }
+            (InputName::Bias, false) if spec.logits.bias => Err("one, as the spec has `logits.bias: true`"),
+            (InputName::Bias, true) if !spec.logits.bias => Err("none, as the spec has `logits.bias: false`"),
             _ => Ok(()),
         }
     }

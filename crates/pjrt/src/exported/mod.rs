@@ -26,8 +26,12 @@
 //! | `ids` | `[B,T]` | i32, i64 |
 //! | `mask`, optional | `[B,T]`, 0 or 1 | any |
 //! | `advantages` | `[B]` or `[B,T]`, as the spec says | f64, f32, bf16, f16 |
-//! | `old_logp`, with `old_logp: given` | `[B,T]` | the same |
+//! | `old_logp`, with `old_logp: given` or where it is compared | `[B,T]` | the same |
 //! | `ref_logp`, with a `kl` term | `[B,T]` | the same |
+//! | `rollout_logp`, where the spec reads it | `[B,T]`, NaN where the sampler gave none | the same |
+//! | `rollout_weights`, with `rollout.source: given` | `[B,T]`, one a sequence repeated | the same |
+//! | `selected`, with KL-Cov or Clip-Cov without a `selection` | `[B,T]`, 0 or 1 | any |
+//! | `bias`, with `logits.bias` | `[V]` | f64, f32, bf16, f16 |
 //!
 //! | output | shape | dtype |
 //! |---|---|---|
@@ -57,7 +61,9 @@ use serde_json::Value;
 use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
 use crate::xla::shards::{Block, gather};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
-use assay_core::implementation::{BackendError, FILE_PREFIX, Implementation, RunError, Unavailable, Unsupported};
+use assay_core::implementation::{
+    BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
+};
 use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
@@ -192,7 +198,7 @@ impl Exported {
         let Output { dtype, cut, .. } = self.manifest.outputs[at];
         let mut array = FloatArray::zeros(shape, dtype);
         let (devices, extents) = (self.manifest.devices, array.shape().to_vec());
-        let block = |device: usize| part(&extents, cut, [device, devices]);
+        let block = |device: usize| part(&extents, name.axes(), cut, [device, devices]);
         gather(devices, name.name(), block, |device| Ok(&buffers[device][at]), &mut array).map_err(|error| {
             ExportedError::program(format!("{}: output `{}`", self.path.display(), name.name()), error)
         })?;
@@ -201,20 +207,26 @@ impl Exported {
 }
 
 /// What one of some devices holds of an array.
-fn part(extents: &[usize], cut: Option<Cut>, [device, devices]: [usize; 2]) -> Block {
+fn part(extents: &[usize], axes: &[Cut], cut: Option<Cut>, [device, devices]: [usize; 2]) -> Block {
     let whole = Block::all(extents);
-    let Some(axis) = cut.map(Cut::axis).filter(|_| devices > 1) else { return whole };
+    let Some(axis) = cut.map(|cut| cut.of(axes)).filter(|_| devices > 1) else { return whole };
     let length = extents[axis] / devices;
     whole.cut(axis, device * length..(device + 1) * length, length)
 }
 
 /// Sends a device what it has of one input of a checked problem.
-fn upload(client: &Client, place: [usize; 2], input: Input, problem: &Problem) -> Result<Buffer, RuntimeError> {
+fn upload(
+    client: &Client,
+    place: [usize; 2],
+    axes: &[Cut],
+    input: Input,
+    problem: &Problem,
+) -> Result<Buffer, RuntimeError> {
     const CHECKED: &str = "checked: the spec needs it, so the problem has it";
     let Input { name, dtype, cut } = input;
     let per_token = problem.ids.shape();
     let send = |shape: &[usize], bytes: &[u8]| {
-        let ([device, devices], block) = (place, part(shape, cut, place));
+        let ([device, devices], block) = (place, part(shape, axes, cut, place));
         if devices == 1 || cut.is_none() {
             return client.upload(device, dtype, shape, bytes);
         }
@@ -236,6 +248,22 @@ fn upload(client: &Client, place: [usize; 2], input: Input, problem: &Problem) -
         }
         InputName::RefLogp => {
             send(per_token, &numbers(problem.ref_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
+        }
+        InputName::RolloutLogp => {
+            send(per_token, &numbers(problem.extra.rollout_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
+        }
+        InputName::RolloutWeights => {
+            let weights = problem.extra.rollout_weights.as_ref().expect(CHECKED);
+            let of_tokens = weights.broadcast(problem.ids.dim()).expect("checked: [B,T] or [B,1]");
+            send(per_token, &numbers(of_tokens.iter().copied(), dtype))
+        }
+        InputName::Selected => {
+            let selected = problem.extra.selected.as_ref().expect(CHECKED).iter();
+            send(per_token, &numbers(selected.map(|&selected| f64::from(selected)), dtype))
+        }
+        InputName::Bias => {
+            let bias = problem.extra.bias.as_ref().expect(CHECKED);
+            send(bias.shape(), &numbers(bias.iter().copied(), dtype))
         }
     }
 }
@@ -321,13 +349,14 @@ impl Implementation for Exported {
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        let shape = problem.check(spec)?;
-        self.supports(spec, shape, problem.logits.dtype(), devices)?;
+        self.supports_given(spec, Given::of(spec, &problem)?, devices)?;
         let client = self.client()?;
         let executable = self.executable(&client)?;
         let on_one = |device: usize| -> Result<Vec<Buffer>, RuntimeError> {
             let inputs = self.manifest.inputs.iter();
-            inputs.map(|&input| upload(&client, [device, devices], input, &problem)).collect()
+            inputs
+                .map(|&input| upload(&client, [device, devices], self.manifest.axes(input.name), input, &problem))
+                .collect()
         };
         let inputs = (0..devices).map(on_one).collect::<Result<Vec<_>, _>>()?;
         let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|inputs| inputs.iter().collect()).collect();

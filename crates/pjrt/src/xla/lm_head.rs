@@ -15,7 +15,8 @@ impl Arrays for HeadProblem {
     }
 
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError> {
-        let given = Given::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form() };
+        let packed = self.extra.sequences.packed();
+        let given = Given::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form(), packed };
         let rows = states(shards, device, given.shape);
         let head = block_of_head(shards, device, given);
         Ok(vec![

@@ -9,6 +9,7 @@ pub(crate) mod shards;
 use std::path::Path;
 
 use assay_algebra::rollout::Settled;
+use assay_algebra::transform::Columns;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
     Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported, Workload,
@@ -96,7 +97,7 @@ impl XlaEntropy {
     pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[FloatArray<Ix2>; 2], RunError> {
         let shape = problem.check(spec)?;
         let client = self.on.client()?;
-        let given = Given { shape, dtype: problem.logits.dtype(), form: () };
+        let given = Given { shape, dtype: problem.logits.dtype(), form: (), packed: None };
         let program = LossProgram::entropy();
         let device = device(&client, program.id())?;
         let text = program.text(Shaped::of(spec), given, 1, device)?;
@@ -167,6 +168,10 @@ where
         devices: usize,
     ) -> Result<(), Unsupported> {
         self.program.supports(spec, shape, dtype, devices)
+    }
+
+    fn takes_packed(&self) -> bool {
+        true
     }
 
     fn run(
@@ -356,14 +361,23 @@ fn upload<L>(shards: &Shards, loss: Shaped, problem: &Problem<L>) -> Result<Vec<
 where
     Problem<L>: Arrays,
 {
-    let numbers = loss.program_numbers([shards.shape.batch, shards.shape.tokens]);
+    let sequences = problem.sequences();
+    let numbers = loss.program_numbers([sequences.len(), shards.shape.tokens]);
     let numbers: Vec<f32> = numbers.into_iter().map(|(_, value)| value).collect();
     let Settled { mask, inputs } = Settled::of(loss, &problem.tokens());
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = mask.mapv(u8::from);
-    let (b, t) = problem.mask.dim();
-    let advantages = Array2::from_shape_fn((b, t), |(b, t)| problem.advantages.at(b, t) as f32);
+    let advantages = problem.tokens().advantages_of_tokens().mapv(|advantage| advantage as f32);
+    let of_tokens = problem.extra.sequences.packed().map(|_| {
+        let mut of_tokens = Array2::from_elem(problem.mask.dim(), -1_i32);
+        for sequence in &sequences {
+            sequence.places().for_each(|at| of_tokens[at] = sequence.index as i32);
+        }
+        of_tokens
+    });
+    let transform = loss.structure.transform.filter(|transform| transform.columns);
+    let columns = transform.map(|_| Columns::of(loss.spec, &problem.tokens(), shards.shape.vocab));
     let inputs: Vec<Array2<f32>> = inputs.into_iter().map(|(_, values)| values.mapv(|x| x as f32)).collect();
 
     (0..shards.mesh.devices())
@@ -372,10 +386,18 @@ where
             buffers.extend([
                 shards.upload_per_token(device, DeviceDtype::I32, &ids, 0)?,
                 shards.upload_per_token(device, DeviceDtype::Pred, &mask, 0)?,
-                shards.upload_per_token(device, DeviceDtype::F32, &advantages, f32::NAN)?,
             ]);
+            if let Some(of_tokens) = &of_tokens {
+                buffers.push(shards.upload_per_token(device, DeviceDtype::I32, of_tokens, -1)?);
+            }
+            buffers.push(shards.upload_per_token(device, DeviceDtype::F32, &advantages, f32::NAN)?);
             for values in &inputs {
                 buffers.push(shards.upload_per_token(device, DeviceDtype::F32, values, f32::NAN)?);
+            }
+            if let Some(Columns { bias, target }) = &columns {
+                let bias = bias.as_slice().expect("one axis, made whole");
+                buffers.push(shards.upload_columns(device, bias, f32::NEG_INFINITY)?);
+                buffers.push(shards.upload_per_token(device, DeviceDtype::F32, target, 0.0)?);
             }
             let bytes = bytemuck::cast_slice(&numbers);
             buffers.push(shards.client.upload(device, DeviceDtype::F32, &[numbers.len()], bytes)?);

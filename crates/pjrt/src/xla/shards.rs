@@ -275,6 +275,14 @@ impl Shards {
         self.client.upload(device, element, &[b, t], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
     }
 
+    /// Sends a device its part of a `[V]` f32 array, with `padding` in the columns past `V`.
+    pub(super) fn upload_columns(&self, device: usize, values: &[f32], padding: f32) -> Result<Buffer, RuntimeError> {
+        let [_, _, v] = self.local();
+        let mut local = values[self.part(device).vocab].to_vec();
+        local.resize(v, padding);
+        self.client.upload(device, DeviceDtype::F32, &[v], bytemuck::cast_slice(&local))
+    }
+
     /// What `device` holds of a `[B,T]` array.
     fn per_token(&self, device: usize) -> Block {
         let [b, t, _] = self.local();

@@ -5,6 +5,7 @@
 
 mod one_pass;
 mod row;
+mod transform;
 pub(crate) mod two_pass;
 
 use assay_algebra::structure::Structure;

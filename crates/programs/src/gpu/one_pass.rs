@@ -11,6 +11,9 @@
 //! target   dx_y =  G s/(S·T) + E e_y (a_y − ā)/(S·T)                                  written over it
 //! ```
 //!
+//! Where a spec changes logits before their softmax, `x` is what they become, in each walk anew, but where the largest logit becomes the
+//! largest; dlogits are multiplied by the slope of that.
+//!
 //! On a B200 a thread keeps the exponentials of its last columns in registers from walk 2 to walk 3, and works on two f32 at once.
 //!
 //! HBM sees each logit once and each dlogit once. A token-level loss only: `G` needs nothing of other rows but the normaliser, which comes in with
@@ -20,12 +23,13 @@
 use std::f64::consts::LOG2_E;
 
 use super::row::{Along, Block, Cut, Logits, Pair, Row, dot, exp, over_lanes, sum};
+use super::transform::{Biases, Change, Changed, at_target};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Numbers, Structure, Temperature};
+use assay_algebra::structure::{Number, Numbers, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Target, Value};
 
@@ -42,6 +46,7 @@ pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: Dev
         numbers: on.input("numbers", DeviceDtype::F32, &[of_spec.len()]),
         logits: on.input("logits", element, &[1, n, v]),
         tokens: on.input("tokens", DeviceDtype::F32, &[1, n, width(given.len())]),
+        biases: given.contains(&Given::TargetBias).then(|| on.input("column_bias", DeviceDtype::F32, &[1, v])),
         dlogits: on.output_over("dlogits", "logits"),
         results: on.output("results", DeviceDtype::F32, &[1, n, PER_TOKEN]),
     };
@@ -75,7 +80,7 @@ const KEPT_BESIDE_GAPS: u32 = 16;
 
 /// Softmaxes of a row.
 fn softmaxes(structure: Structure) -> usize {
-    if structure.temperature == Temperature::Logp { 2 } else { 1 }
+    structure.gap_numbers().len()
 }
 
 /// Global memory.
@@ -84,6 +89,8 @@ struct Arrays {
     numbers: Value<u64>,
     logits: Value<u64>,
     tokens: Value<u64>,
+    /// Of columns, where they differ in it.
+    biases: Option<Value<u64>>,
     dlogits: Value<u64>,
     results: Value<u64>,
 }
@@ -121,6 +128,14 @@ struct Writer {
     shared: Shared,
 }
 
+/// A row, and what becomes of it.
+struct Walked<'r> {
+    part: &'r Row,
+    change: Option<Change>,
+    /// The target's column.
+    id: Value<u32>,
+}
+
 /// Where a thread is.
 #[derive(Clone, Copy)]
 struct Place {
@@ -138,7 +153,8 @@ impl Writer {
 
     /// Blocks of a thread whose exponentials stay in registers from walk 2 to walk 3.
     fn kept(&self) -> u32 {
-        if self.cut.target < Target::Sm100 || self.logits() == Logits::F32 {
+        let changes = self.structure.transform.is_some();
+        if self.cut.target < Target::Sm100 || self.logits() == Logits::F32 || changes {
             return 0;
         }
         let exponentials = if self.structure.entropy_bonus.is_some() {
@@ -201,26 +217,32 @@ impl Writer {
         if self.cut.cluster > 1 {
             on.wait_for_cluster();
         }
+        let change = self.change(on, &part, token);
         let target = part.find(on, id);
         let in_row = part.shared_of(on, target);
         on.when(target.own, |on| {
-            let x = self.cut.logits.load(on, in_row);
-            self.cut.logits.store(on, in_row, f32::NEG_INFINITY);
+            let mut x = self.cut.logits.load(on, in_row);
+            match change {
+                // It is left out by its place.
+                Some(change) => x = change.target(on, x),
+                None => self.cut.logits.store(on, in_row, f32::NEG_INFINITY),
+            }
             for rank in 0..self.cut.cluster {
                 let to = in_cta(on, self.cut, self.shared.target, rank);
                 on.store(to, x);
             }
         });
-        let (max, target_logit) = self.max(on, &part, place);
+        let walked = Walked { part: &part, change, id };
+        let (max, target_logit) = self.max(on, &walked, place);
         let scales = self.exponent_scales(on);
-        let kept = self.sum(on, &part, place, max, &scales);
+        let kept = self.sum(on, &walked, place, max, &scales);
 
         let zero = on.variable(0);
         let of_first_warp = on.equal(place.warp, zero);
-        on.when(of_first_warp, |on| self.scalars(on, place, max, target_logit, results));
+        on.when(of_first_warp, |on| self.scalars(on, place, change, [max, target_logit], results));
         on.barrier();
         let [policy, base, slope, of_target] = on.load_all(Address::Shared(self.shared.scales, 0));
-        self.dlogits(on, &part, max, &scales, &kept, &Scales { policy, base, slope, target: of_target });
+        self.dlogits(on, &walked, max, &scales, &kept, &Scales { policy, base, slope, target: of_target });
         let in_array = part.global_of(on, target);
         on.when(target.own, |on| self.cut.logits.store(on, in_array, of_target));
     }
@@ -240,9 +262,14 @@ impl Writer {
         self.given.contains(&column).then(|| self.given(on, column))
     }
 
+    /// Where a number is among those that the kernel is given, bytes.
+    fn place_of_number(&self, which: Number) -> u32 {
+        4 * self.of_spec.iter().position(|&other| other == which).expect("the structure has the number") as u32
+    }
+
     fn number(&self, on: &mut Builder, which: Number) -> Value<f32> {
-        let place = self.of_spec.iter().position(|&other| other == which).expect("the structure has the number");
-        on.load(Address::Shared(self.shared.numbers, 4 * place as u32))
+        let place = self.place_of_number(which);
+        on.load(Address::Shared(self.shared.numbers, place))
     }
 
     /// Copies what is given of the token, and the numbers.
@@ -313,7 +340,61 @@ impl Writer {
     }
 
     /// Walk 1: `m` and `x_y`.
-    fn max(&self, on: &mut Builder, part: &Row, place: Place) -> (Value<f32>, Value<f32>) {
+    fn max(&self, on: &mut Builder, walked: &Walked, place: Place) -> (Value<f32>, Value<f32>) {
+        let max = match walked.change {
+            Some(change) if change.keeps_order() => {
+                let max = self.max_of_logits(on, walked.part);
+                change.largest(on, max)
+            }
+            Some(_) => self.max_of_changed(on, walked),
+            None => self.max_of_logits(on, walked.part),
+        };
+        let larger = |on: &mut Builder, a, b| on.max(a, b);
+        let max = over_lanes(on, max, 32, larger);
+        let here = self.shared.maxima;
+        self.tell(on, place, here, &[max]);
+        self.meet(on);
+        let others = self.gather(on, place, here, 0, larger);
+        let target_logit = on.load(Address::Shared(self.shared.target, 0));
+        (on.max(others, target_logit), target_logit)
+    }
+
+    /// The largest of what this thread's columns become.
+    fn max_of_changed(&self, on: &mut Builder, walked: &Walked) -> Value<f32> {
+        let maxima: Pair = std::array::from_fn(|_| on.variable(f32::MIN));
+        walked.part.walk(on, Along::Shared, |on, block| {
+            let (t, _) = self.load(on, walked, block);
+            for pair in t {
+                for (&max, t) in maxima.iter().zip(pair) {
+                    let larger = on.max(max, t);
+                    on.set(max, larger);
+                }
+            }
+        });
+        on.max(maxima[0], maxima[1])
+    }
+
+    /// A block's columns in f32: as they are, or what they become, the target's and those of other rows −∞.
+    fn load(&self, on: &mut Builder, walked: &Walked, block: Block) -> (Vec<Pair>, Option<Changed>) {
+        let x = self.logits().load_block(on, block.shared);
+        let Some(change) = walked.change else { return (x, None) };
+        let first = walked.part.first_column(on, block);
+        let target = on.sub(walked.id, first);
+        let changed = change.block(on, &x, first, target, !walked.part.is_aligned());
+        let all = changed.t.as_flattened();
+        for (&t, other) in all.iter().zip(walked.part.of_others(on, first).into_iter().flatten()) {
+            let kept = on.select(other, f32::NEG_INFINITY, t);
+            on.set(t, kept);
+        }
+        at_target(on, target, all.len(), |on, element, hit| {
+            let left = on.select(hit, f32::NEG_INFINITY, all[element]);
+            on.set(all[element], left);
+        });
+        (changed.t.clone(), Some(changed))
+    }
+
+    /// The largest of this thread's columns as they are.
+    fn max_of_logits(&self, on: &mut Builder, part: &Row) -> Value<f32> {
         let logits = self.logits();
         let maxima: [Value<u32>; 4] = std::array::from_fn(|_| on.variable(logits.lowest()));
         part.walk(on, Along::Shared, |on, block| {
@@ -325,45 +406,48 @@ impl Writer {
         });
         let pairs = [[0, 1], [2, 3]].map(|[a, b]| logits.max_words(on, maxima[a], maxima[b]));
         let word = logits.max_words(on, pairs[0], pairs[1]);
-        let max = logits.max_of_word(on, word);
-        let larger = |on: &mut Builder, a, b| on.max(a, b);
-        let max = over_lanes(on, max, 32, larger);
-        let here = self.shared.maxima;
-        self.tell(on, place, here, &[max]);
-        self.meet(on);
-        let others = self.gather(on, place, here, 0, larger);
-        let target_logit = on.load(Address::Shared(self.shared.target, 0));
-        (on.max(others, target_logit), target_logit)
+        logits.max_of_word(on, word)
     }
 
     /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
     fn exponent_scales(&self, on: &mut Builder) -> Vec<Value<f32>> {
         let minus_log2_e = -LOG2_E as f32;
-        let tempered = |on: &mut Builder| {
-            let inverse = self.number(on, Number::InverseTemperature);
-            on.mul(inverse, minus_log2_e)
-        };
-        match self.structure.temperature {
-            Temperature::One => vec![minus_log2_e.into()],
-            Temperature::Logits => vec![tempered(on)],
-            Temperature::Logp => vec![tempered(on), minus_log2_e.into()],
-        }
+        let scales = self.structure.gap_numbers().into_iter().map(|which| match which {
+            Some(which) => {
+                let scale = self.number(on, which);
+                on.mul(scale, minus_log2_e)
+            }
+            None => minus_log2_e.into(),
+        });
+        scales.collect()
+    }
+
+    /// What becomes of the row's logits. Its numbers are read where they came from: no thread has waited for what others copied.
+    fn change(&self, on: &mut Builder, part: &Row, token: Value<u64>) -> Option<Change> {
+        let transform = self.structure.transform?;
+        let place = self.place_of_number(Number::LogitFactor);
+        let factor = on.load(Address::Global(self.arrays.numbers, place));
+        let biases = self.arrays.biases.map(|all| {
+            let own = on.load(Address::Global(token, self.place_of(Given::TargetBias)));
+            Biases { all, own, aligned: part.is_aligned(), vocab: self.cut.vocab }
+        });
+        Some(Change::new(transform, factor, biases))
     }
 
     /// Walk 2: every CTA is told `s` and `w` of each softmax. Of the blocks of which something is kept the exponentials, by each scale.
     fn sum(
         &self,
         on: &mut Builder,
-        part: &Row,
+        walked: &Walked,
         place: Place,
         max: Value<f32>,
         scales: &[Value<f32>],
     ) -> Vec<Vec<Vec<Pair>>> {
-        let logits = self.logits();
         let mut kept = Vec::new();
         let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
-        part.walk(on, Along::Shared, |on, block| {
-            let gaps = gaps(on, logits, block, max, true);
+        walked.part.walk(on, Along::Shared, |on, block| {
+            let (x, _) = self.load(on, walked, block);
+            let gaps = gaps(on, &x, max, true);
             let exps = exponentials(on, &gaps, scales);
             for (exps, sums) in exps.iter().zip(sums.chunks(2)) {
                 let of_block = [sum(on, exps), dot(on, exps, &gaps)];
@@ -398,14 +482,21 @@ impl Writer {
     }
 
     /// The token's results, and the third walk's [scales](Scales), by one warp.
-    fn scalars(&self, on: &mut Builder, place: Place, max: Value<f32>, target_logit: Value<f32>, results: Value<u64>) {
+    fn scalars(
+        &self,
+        on: &mut Builder,
+        place: Place,
+        change: Option<Change>,
+        ends @ [_, target_logit]: [Value<f32>; 2],
+        results: Value<u64>,
+    ) {
         let structure = self.structure;
         let inverse = self.number(on, Number::InverseTemperature);
-        let tempered = (structure.temperature != Temperature::One).then_some(inverse);
-        let one_softmax = structure.temperature != Temperature::Logp;
-        let ends = [max, target_logit];
+        let gap_scales = structure.gap_numbers().into_iter();
+        let gap_scales: Vec<_> = gap_scales.map(|which| which.map(|which| self.number(on, which))).collect();
+        let (tempered, one_softmax) = (gap_scales[0], gap_scales.len() == 1);
         let entropy_softmax = self.softmax(on, place, 0, ends, tempered);
-        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(on, place, 1, ends, None) };
+        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(on, place, 1, ends, gap_scales[1]) };
         let logp = logp_softmax.logp(on);
         let logp = if one_softmax { logp } else { on.mul(logp, inverse) };
         let entropy = entropy_softmax.entropy(on);
@@ -471,6 +562,9 @@ impl Writer {
             let term = on.select(nothing, zero, term);
             scales.target = on.add(target, term);
         }
+        if let Some(change) = change {
+            scales.target = change.through_target(on, scales.target, target_logit);
+        }
         let first = on.less(place.lane, 1);
         let to = Address::Shared(self.shared.scales, 0);
         let Scales { policy, base, slope, target } = scales;
@@ -484,7 +578,7 @@ impl Writer {
     fn dlogits(
         &self,
         on: &mut Builder,
-        part: &Row,
+        walked: &Walked,
         max: Value<f32>,
         scales: &[Value<f32>],
         kept: &[Vec<Vec<Pair>>],
@@ -494,10 +588,15 @@ impl Writer {
         // Without a bonus the softmax that logp is of is all that is needed: the last.
         let first = if bonus { 0 } else { scales.len() - 1 };
         let [policy, base, slope] = [of.policy, of.base, of.slope].map(|factor| [factor; 2]);
-        part.write(on, |on, block| {
+        walked.part.write(on, |on, block| {
             let kept = block.kept.map(|number| kept[number][first..].to_vec());
             // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
-            let gaps = if bonus || kept.is_none() { gaps(on, logits, block, max, bonus) } else { vec![] };
+            let (gaps, changed) = if bonus || kept.is_none() {
+                let (x, changed) = self.load(on, walked, block);
+                (gaps(on, &x, max, bonus), changed)
+            } else {
+                (vec![], None)
+            };
             let exps = kept.unwrap_or_else(|| exponentials(on, &gaps, &scales[first..]));
             let gradients: Vec<Pair> = if bonus {
                 let of_entropy = gaps.iter().zip(&exps[0]).map(|(&gap, &exp)| {
@@ -515,6 +614,10 @@ impl Writer {
             } else {
                 exps[0].iter().map(|&exp| on.mul_pair(exp, policy)).collect()
             };
+            let gradients = match (walked.change, &changed) {
+                (Some(change), Some(changed)) => change.through(on, &gradients, changed),
+                _ => gradients,
+            };
             logits.pack_block(on, &gradients)
         });
     }
@@ -526,13 +629,12 @@ fn exponentials(on: &mut Builder, gaps: &[Pair], scales: &[Value<f32>]) -> Vec<V
 }
 
 /// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
-fn gaps(on: &mut Builder, logits: Logits, block: Block, max: Value<f32>, bounded: bool) -> Vec<Pair> {
-    let x = logits.load_block(on, block.shared);
-    let gap = |x| {
+fn gaps(on: &mut Builder, x: &[Pair], max: Value<f32>, bounded: bool) -> Vec<Pair> {
+    let gap = |&x: &Pair| {
         let gap = on.sub_pair([max; 2], x);
         if bounded { gap.map(|gap| on.min(gap, FARTHEST as f32)) } else { gap }
     };
-    x.into_iter().map(gap).collect()
+    x.iter().map(gap).collect()
 }
 
 /// Shared memory of CTA `rank` of the cluster, that is `address` in this one.

@@ -464,6 +464,35 @@ impl Row {
         });
     }
 
+    /// The column of a block's first element: of the row's first block, where that is shared with the row before, one before 0.
+    pub(crate) fn first_column(&self, on: &mut Builder, block: Block) -> Value<u32> {
+        let Address::Shared(base, offset) = block.shared else { unreachable!("a row's blocks are in shared memory") };
+        let from = on.sub(base, self.shared);
+        let before = on.shift_left(self.first, BLOCK.ilog2());
+        let byte = on.add(from, before);
+        let byte = on.add(byte, offset);
+        let byte = self.before.map_or(byte, |before| on.sub(byte, before));
+        // Bytes before the row stay below 0 when they are counted as elements.
+        on.shift_right_signed(byte, self.cut.logits.size().ilog2())
+    }
+
+    /// Which elements of a block whose first is column `first` are another row's; `None` where none are.
+    pub(crate) fn of_others(&self, on: &mut Builder, first: Value<u32>) -> Option<Vec<Value<bool>>> {
+        self.before?;
+        let elements = 0..self.cut.logits.of_a_block();
+        let of_others = elements.map(|element| {
+            let column = on.add(first, element);
+            let inside = on.less(column, self.cut.vocab);
+            on.not(inside)
+        });
+        Some(of_others.collect())
+    }
+
+    /// Whether every block begins at a multiple of its elements.
+    pub(crate) fn is_aligned(&self) -> bool {
+        self.before.is_none()
+    }
+
     /// Where column `id` is, if this thread has it.
     pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Column {
         let bytes = on.shift_left(id, self.cut.logits.size().ilog2());

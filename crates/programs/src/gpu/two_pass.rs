@@ -9,13 +9,16 @@
 //! HBM sees each logit twice and each dlogit once; of a masked row the second kernel reads nothing. A row may have any length, and lie on several
 //! devices: an id that is not among a device's columns meets none of them, and columns beyond the real ones count as −∞. Each thread has a maximum of
 //! its own, and what it summed is rescaled when that rises; threads meet at the end of the row.
+//!
+//! Where a spec changes logits before their softmax, `x` is what they become, in both kernels anew.
 
 use std::f64::consts::{LN_2, LOG2_E};
 
 use super::row::{BLOCK, Logits, Pair, dot, exp, over_lanes, sum};
+use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
-use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic};
-use assay_algebra::structure::{Structure, Temperature};
+use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic, numbers};
+use assay_algebra::structure::{Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Kernel, Launch, Target, Value};
 
@@ -51,6 +54,8 @@ struct Stream {
     real: Value<u32>,
     /// The target's column; [`NOWHERE`] where another device has it.
     id: Value<u32>,
+    /// What becomes of the logits.
+    change: Option<Change>,
 }
 
 /// Elements of a block in variables, and the column of the first.
@@ -179,6 +184,18 @@ impl Stream {
         }
     }
 
+    /// Leaves what the logits become, −∞ outside the support and in columns of other rows.
+    fn transform(&self, on: &mut Builder, part: &Part, place: &Place) -> Option<Changed> {
+        let change = self.change?;
+        let target = on.sub(self.id, part.first);
+        let changed = change.block(on, &part.values, part.first, target, place.inside.is_some());
+        for (i, (&x, &t)) in part.values.as_flattened().iter().zip(changed.t.as_flattened()).enumerate() {
+            let t = place.inside.as_ref().map_or(t, |inside| on.select(inside[i], t, f32::NEG_INFINITY));
+            on.set(x, t);
+        }
+        Some(changed)
+    }
+
     /// Leaves −∞ in columns that are none.
     fn cut(&self, on: &mut Builder, part: &Part) {
         let end = on.add(part.first, self.logits.of_a_block());
@@ -194,15 +211,9 @@ impl Stream {
     }
 
     /// Calls `body` on every element, and whether it is the target, of a block that has it.
-    fn at_target(&self, on: &mut Builder, part: &Part, mut body: impl FnMut(&mut Builder, usize, Value<bool>)) {
+    fn at_target(&self, on: &mut Builder, part: &Part, body: impl FnMut(&mut Builder, usize, Value<bool>)) {
         let place = on.sub(self.id, part.first);
-        let here = on.less(place, self.logits.of_a_block());
-        on.when(here, |on| {
-            for element in 0..self.logits.of_a_block() {
-                let hit = on.equal(place, element);
-                body(on, element as usize, hit);
-            }
-        });
+        at_target(on, place, self.logits.of_a_block() as usize, body);
     }
 }
 
@@ -210,21 +221,29 @@ impl Stream {
 struct Given {
     on: Builder,
     stream: Stream,
-    inverse: Value<f32>,
+    /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
+    scales: Vec<Value<f32>>,
 }
 
 fn begin(
     name: &str,
     target: Target,
+    structure: Structure,
     Local { shape: [_, n, v], .. }: Local,
     element: DeviceDtype,
     writes: bool,
 ) -> (Given, Value<u64>) {
     let mut on = Builder::new(name, target);
-    let numbers = on.input("inverse_temperature", DeviceDtype::F32, &[1]);
+    let of_spec = numbers(structure);
+    let name = if structure.transform.is_some() { "softmax_numbers" } else { "inverse_temperature" };
+    let numbers = on.input(name, DeviceDtype::F32, &[of_spec.len()]);
     let columns = on.input("columns", DeviceDtype::I32, &[1]);
     let logits = on.input("logits", element, &[1, n, v]);
     let ids = on.input("ids", DeviceDtype::I32, &[1, n, 1]);
+    let biases = structure.transform.filter(|transform| transform.columns).map(|_| {
+        [("column_bias", vec![1, v]), ("target_bias", vec![1, n, 1])]
+            .map(|(name, shape)| on.input(name, DeviceDtype::F32, &shape))
+    });
     let (arrays, tokens) = if writes {
         let scales = on.input("scales", DeviceDtype::F32, &[1, n, PER_TOKEN]);
         (vec![logits, on.output_over("dlogits", "logits")], scales)
@@ -232,13 +251,29 @@ fn begin(
         (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN]))
     };
     let (thread, row) = (on.thread(), on.cta());
-    let inverse = on.load(Address::Global(numbers, 0));
+    let number = |on: &mut Builder, which: Number| -> Value<f32> {
+        let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
+        on.load(Address::Global(numbers, 4 * place as u32))
+    };
+    let minus_log2_e = -LOG2_E as f32;
+    let scales = structure.gap_numbers().into_iter().map(|which| match which {
+        Some(which) => {
+            let scale = number(&mut on, which);
+            on.mul(scale, minus_log2_e)
+        }
+        None => minus_log2_e.into(),
+    });
+    let scales = scales.collect();
     let real = on.load(Address::Global(columns, 0));
     let offset = on.mul_wide(row, 4);
     let at = on.add(ids, offset);
     let id = on.load(Address::Global(at, 0));
     let here = on.less(id, real);
     let id = on.select(here, id, NOWHERE);
+    let own = biases.map(|[of_columns, of_targets]| {
+        let at = on.add(of_targets, offset);
+        (of_columns, on.load(Address::Global(at, 0)))
+    });
     let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
     let token = on.add(tokens, offset);
     let (logits, vocab) = (Logits::of(element), v as u32);
@@ -255,18 +290,13 @@ fn begin(
         let before = on.extend(before);
         starts = starts.into_iter().map(|start| on.sub(start, before)).collect();
     }
-    let stream = Stream { logits, vocab, threads, thread, before, starts, real, id };
-    (Given { on, stream, inverse }, token)
-}
-
-/// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
-fn exponent_scales(on: &mut Builder, temperature: Temperature, inverse: Value<f32>) -> Vec<Value<f32>> {
-    let minus_log2_e = -LOG2_E as f32;
-    match temperature {
-        Temperature::One => vec![minus_log2_e.into()],
-        Temperature::Logits => vec![on.mul(inverse, minus_log2_e)],
-        Temperature::Logp => vec![on.mul(inverse, minus_log2_e), minus_log2_e.into()],
-    }
+    let biases = own.map(|(all, own)| Biases { all, own, aligned, vocab });
+    let change = structure.transform.map(|transform| {
+        let factor = number(&mut on, Number::LogitFactor);
+        Change::new(transform, factor, biases)
+    });
+    let stream = Stream { logits, vocab, threads, thread, before, starts, real, id, change };
+    (Given { on, stream, scales }, token)
 }
 
 fn gap(on: &mut Builder, max: Value<f32>, x: Value<f32>) -> Value<f32> {
@@ -291,18 +321,18 @@ fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weigh
     on.set(others, next);
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]` and ids `[1,n,1]` i32; returns `[1,n,8]` f32, see
-/// [`Statistic`].
-pub(crate) fn statistics(target: Target, temperature: Temperature, local: Local, element: DeviceDtype) -> Kernel {
-    let (Given { on: mut builder, stream, inverse }, results) = begin("grpo_statistics", target, local, element, false);
+/// Called as the [tile kernel](crate::two_pass::statistics) is; returns `[1,n,8]` f32, see [`Statistic`].
+pub(crate) fn statistics(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
+    let begun = begin("grpo_statistics", target, structure, local, element, false);
+    let (Given { on: mut builder, stream, scales }, results) = begun;
     let on = &mut builder;
-    let scales = exponent_scales(on, temperature, inverse);
     let max: Value<f32> = on.variable(f32::MIN);
     let chosen: Value<f32> = on.variable(0.0);
     let sums: Vec<[Value<f32>; 2]> = scales.iter().map(|_| [on.variable(0.0), on.variable(0.0)]).collect();
     stream.walk(on, true, |on, parts| {
         let mut highest = max;
-        for (part, _) in parts {
+        for (part, place) in parts {
+            stream.transform(on, part, place);
             stream.cut(on, part);
             highest = part.values.as_flattened().iter().fold(highest, |highest, &x| on.max(highest, x));
         }
@@ -400,15 +430,14 @@ impl Meeting {
     }
 }
 
-/// Called with `1/T` `[1]` f32, the number of real columns `[1]` i32, logits `[1,n,V]`, which dlogits are written over, ids `[1,n,1]` i32 and
-/// scales `[1,n,8]` f32, see [`Scale`].
+/// Called as [`statistics`], dlogits written over the logits, and with scales `[1,n,8]` f32, see [`Scale`].
 pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
-    let (Given { on: mut builder, stream, inverse }, token) = begin("grpo_dlogits", target, local, element, true);
+    let begun = begin("grpo_dlogits", target, structure, local, element, true);
+    let (Given { on: mut builder, stream, scales }, token) = begun;
     let on = &mut builder;
     let mut given = |column: Scale| -> Value<f32> { on.load(Address::Global(token, 4 * column as u32)) };
     let [max, share, others, mask] = [Scale::Max, Scale::Share, Scale::Others, Scale::Mask].map(&mut given);
     let bonus = structure.entropy_bonus.map(|_| [Scale::Bonus, Scale::MeanGap].map(&mut given));
-    let scales = exponent_scales(on, structure.temperature, inverse);
     let logits = stream.logits;
     let write = |on: &mut Builder, place: &Place, gradients: &[Pair]| {
         let to = on.add(stream.starts[1], place.offset);
@@ -438,6 +467,7 @@ pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, elemen
     let target_gradient = on.neg(of_others);
     stream.walk(on, true, |on, parts| {
         for (part, place) in parts {
+            let changed = stream.transform(on, part, place);
             stream.cut(on, part);
             let gaps = gaps(on, max, part);
             // The policy's gradient goes through the last softmax, the bonus's through the first.
@@ -461,6 +491,10 @@ pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, elemen
                     gradient.into_iter().zip(next).for_each(|(gradient, next)| on.set(gradient, next));
                 }
             }
+            let gradients = match (stream.change, &changed) {
+                (Some(change), Some(changed)) => change.through(on, &gradients, changed),
+                _ => gradients,
+            };
             write(on, place, &gradients);
         }
     });

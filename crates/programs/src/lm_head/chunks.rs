@@ -194,7 +194,7 @@ impl Program {
                 builder.compare(Comparison::Less, carried[0], end)
             },
             |builder, carried| {
-                let mut on = Program { builder: mem::take(builder), local, mesh, vocab };
+                let mut on = Program { builder: mem::take(builder), local, mesh, vocab, packed: None };
                 let next = body(&mut on, carried[0], &carried[1..]);
                 let step = on.builder.constant(chunks.rows as f64, index.clone());
                 let following = on.builder.add(carried[0], step);

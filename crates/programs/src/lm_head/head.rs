@@ -12,7 +12,7 @@ use crate::mesh::Axis;
 use crate::one_pass::one_pass;
 use crate::program::{Evaluated, Given, Program};
 use crate::tiled::{self, Calls, Rows, Statistics};
-use assay_tile::stablehlo::{Fold, Type, Value};
+use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
 
 /// The products of a head.
 #[derive(Clone, Copy)]
@@ -72,20 +72,48 @@ impl Head {
         self.scattered && on.mesh.batch * on.mesh.tokens > 1
     }
 
-    /// dhidden `[n,h]` in the dtype of hidden, from `[n,v]` of dlogits; of as many parts as there are devices this one's. `mask` is `[n]`.
-    fn dhidden(self, on: &mut Program, dlogits: Value, mask: Value) -> Value {
+    /// Whether there is more than one part of either.
+    fn in_parts(self, on: &Program) -> bool {
+        self.gathers(on) || self.scatters(on)
+    }
+
+    /// dhidden `[n,h]` in the dtype of hidden, from `[n,v]` of dlogits; of as many parts as there are devices this one's. `mask` is `[n]`;
+    /// where there is none, who calls sees to it that dhidden is 0 where a token is hidden.
+    fn dhidden(self, on: &mut Program, dlogits: Value, mask: Option<Value>) -> Value {
         let [_, of_vocab] = self.axes();
         // What several devices sum is rounded after.
         let element = if self.rounds_sums && on.mesh.vocab == 1 { self.dtype.into() } else { DeviceDtype::F32 };
         let dhidden = on.builder.dot(dlogits, self.weights, [1, of_vocab], element);
         if self.gathers(on) {
-            let dhidden = unmasked(on, dhidden, mask);
+            let dhidden = mask.map_or(dhidden, |mask| unmasked(on, dhidden, mask));
             let dhidden = on.scattered(&[Axis::Vocab], dhidden);
             return on.builder.convert(dhidden, self.dtype.into());
         }
         let dhidden = on.over(&[Axis::Vocab], Fold::Add, dhidden);
         let dhidden = on.builder.convert(dhidden, self.dtype.into());
-        unmasked(on, dhidden, mask)
+        mask.map_or(dhidden, |mask| unmasked(on, dhidden, mask))
+    }
+
+    /// This device's hidden states as `[N,h]`; where what is summed comes back in parts, 0 where a token is hidden, and the mask of their
+    /// tokens, `[N]`. Masked here once, and behind a barrier, products take them as they are: libtpu fills its unit worse with those
+    /// that mask an operand themselves, and takes longer to compile them.
+    fn states(self, on: &mut Program, hidden: Value, in_line: &Given, chunks: Chunks) -> (Value, Option<Value>) {
+        let states = chunks.states(on, hidden);
+        if !self.in_parts(on) {
+            return (states, None);
+        }
+        let mask = if chunks.parts > 1 {
+            // Every device has the mask of all: of the sum of their copies it keeps its part.
+            let copies = on.builder.convert(in_line.mask, DeviceDtype::F32);
+            let part = on.scattered(&[Axis::Vocab], copies);
+            let nothing = on.builder.constant(0.0, on.builder.type_of(part).clone());
+            on.builder.compare(Comparison::Less, nothing, part)
+        } else {
+            in_line.mask
+        };
+        let mask = on.builder.reshape(mask, &[chunks.padded]);
+        let states = unmasked(on, states, mask);
+        (on.builder.barrier(states), Some(mask))
     }
 
     /// This device's part of `dlm_head`, f32, as the head lies; `[h,v]` however it lies where it is to be scattered.
@@ -126,7 +154,7 @@ impl Head {
             rows = on.filled(rows, &[all, v]);
             mask = on.filled(mask, &[all]);
         }
-        let dhidden = self.dhidden(on, rows, mask);
+        let dhidden = self.dhidden(on, rows, Some(mask));
         let dhidden = on.builder.reshape(dhidden, &shape);
         let dlm_head = if self.scatters(on) {
             let hidden = on.divisible(hidden);
@@ -159,10 +187,7 @@ impl Head {
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
             let Evaluated { gradient, logp, entropy, token } = match &resident {
                 Some(OnePass::Tile(kernel)) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
-                Some(OnePass::Gpu(kernel)) => {
-                    let call = |on: &mut Program, operands: [Value; 4]| tiled::call_ptx(on, kernel, &operands);
-                    tiled::one_pass_core(on, structure, given, logits, call)
-                }
+                Some(OnePass::Gpu(kernel)) => tiled::gpu_one_pass_core(on, kernel, structure, given, logits),
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
@@ -194,7 +219,7 @@ impl Head {
     ) -> Evaluated<[Value; 2]> {
         const STATISTICS: usize = 5;
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
-        let states = chunks.states(on, hidden);
+        let (states, _) = self.states(on, hidden, &in_line, chunks);
         let arrays: Vec<Value> = (0..STATISTICS + 2).map(|_| chunks.empty(on, DeviceDtype::F32)).collect();
         let arrays = on.for_each_chunk(chunks, chunks.padded, &arrays, |on, first, arrays| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
@@ -221,7 +246,7 @@ impl Head {
     /// The hidden states of a chunk, `[c,h]`, 0 where the mask hides a token, and their logits `[c,v]`.
     fn logits_of_chunk(self, on: &mut Program, hidden: Value, mask: Value, chunks: Chunks) -> (Value, Value) {
         let mask = on.builder.reshape(mask, &[chunks.all_rows()]);
-        let hidden = unmasked(on, hidden, mask);
+        let hidden = if self.in_parts(on) { hidden } else { unmasked(on, hidden, mask) };
         (hidden, self.logits(on, hidden))
     }
 
@@ -239,7 +264,7 @@ impl Head {
     ) -> ([Value; 2], Vec<Value>) {
         let shape = on.builder.type_of(hidden).shape.clone();
         let width = shape[shape.len() - 1];
-        let states = chunks.states(on, hidden);
+        let (states, own_mask) = self.states(on, hidden, in_line, chunks);
         let chunk = |on: &mut Program, first, hidden, carried: &[Value]| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
             let (hidden, logits) = self.logits_of_chunk(on, hidden, given.mask, chunks);
@@ -259,6 +284,10 @@ impl Head {
                 self.loop_up_to(on, chunks.padded, [states, nothing], chunks, carried, chunk);
             (states, on.over_rows(dlm_head, chunks.sum_bytes), carried)
         };
+        let states = own_mask.map_or(states, |mask| {
+            let states = on.builder.barrier(states);
+            unmasked(on, states, mask)
+        });
         let dhidden = on.builder.slice(states, &[0, 0], &[chunks.part(), width]);
         ([on.builder.reshape(dhidden, &shape), dlm_head], carried)
     }
@@ -278,7 +307,7 @@ impl Head {
             let &[states, dlm_head, ref carried @ ..] = carried else { unreachable!("as many as were given") };
             let hidden = chunks.hidden(on, states, first);
             let Chunk { hidden, dlogits, mask, carried } = chunk(on, first, hidden, carried);
-            let dhidden = self.dhidden(on, dlogits, mask);
+            let dhidden = self.dhidden(on, dlogits, (!self.in_parts(on)).then_some(mask));
             let of_chunk = self.dlm_head(on, hidden, dlogits);
             let start = on.at_row(first);
             let states = on.builder.dynamic_update_slice(states, dhidden, &start);
@@ -310,10 +339,10 @@ impl Head {
             let rows = on.index(chunks.rows);
             let next = on.builder.add(first, rows);
             let next = chunks.hidden(on, states, next);
-            let Chunk { hidden, dlogits, mask, carried } = chunk(on, first, hidden, carried);
+            let Chunk { hidden, dlogits, carried, .. } = chunk(on, first, hidden, carried);
             // They are there before dhidden is made: what is sent then has the links to itself.
             let [dlogits, next] = on.builder.barrier_of([dlogits, next]);
-            let dhidden = self.dhidden(on, dlogits, mask);
+            let dhidden = self.dhidden(on, dlogits, None);
             let of_chunk = self.dlm_head(on, hidden, dlogits);
             let start = on.at_row(first);
             let states = on.builder.dynamic_update_slice(states, dhidden, &start);
@@ -345,14 +374,14 @@ impl Head {
         }
         let first = on.index(first);
         let hidden = chunks.hidden(on, states, first);
-        let Chunk { hidden, dlogits, mask, carried } = on.in_chunk(chunks, |on| chunk(on, first, hidden, &carried));
+        let Chunk { hidden, dlogits, carried, .. } = on.in_chunk(chunks, |on| chunk(on, first, hidden, &carried));
         let hidden = on.divisible(hidden);
         let so_far = so_far.map(|dlm_head| {
             let whole = on.builder.type_of(hidden).shape[1];
             on.filled(dlm_head, &[whole, vocab])
         });
         let (dlm_head, dlogits) = self.scattered_columns(on, hidden, dlogits, so_far, chunks);
-        let dhidden = self.dhidden(on, dlogits, mask);
+        let dhidden = self.dhidden(on, dlogits, None);
         let start = on.at_row(first);
         (on.builder.dynamic_update_slice(states, dhidden, &start), dlm_head, carried)
     }

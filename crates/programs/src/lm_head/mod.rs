@@ -43,7 +43,7 @@
 mod chunks;
 mod head;
 
-use assay_algebra::family::Reach;
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::structure::Shaped;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -177,7 +177,13 @@ impl Programs for HeadProgram {
     }
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        Reach::Row.expect(spec).map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
+        let changes = match self.core {
+            Core::Baseline | Core::Tile | Core::Gpu => Ok(()),
+            Core::Seed => expect_plain_logits(spec),
+        };
+        changes
+            .and_then(|()| Reach::Row.expect(spec))
+            .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if let Some((field, given, supported)) = Alternative::LogSoftmax.lacks(spec)
             && self.core == Core::Seed
         {
@@ -288,7 +294,7 @@ impl HeadProgram {
         target: Target,
     ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
-        let implementation::Given { shape, dtype, form } = given;
+        let implementation::Given { shape, dtype, form, .. } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
         if self.core != Core::Gpu {
             return Ok(vec![]);
@@ -304,7 +310,7 @@ impl HeadProgram {
             return Ok(vec![kernel]);
         }
         let local = Local::of(chunk, shape.vocab, mesh);
-        let statistics = gpu::two_pass::statistics(target, loss.structure.temperature, local, logits.into());
+        let statistics = gpu::two_pass::statistics(target, loss.structure, local, logits.into());
         Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into())])
     }
 
@@ -318,9 +324,9 @@ impl HeadProgram {
         machine: Machine,
     ) -> String {
         let structure = loss.structure;
-        let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits } } = given;
+        let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed } = given;
         let logits_dtype = if rounds_logits { dtype } else { Dtype::F32 };
-        let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), mesh, machine);
+        let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), packed, mesh, machine);
         let parts = if self.scattered { mesh.vocab } else { 1 };
         let states = if parts > 1 { vec![(b * t).div_ceil(parts), shape.hidden] } else { vec![b, t, shape.hidden] };
         let parameters = |builder: &mut Builder| {
@@ -377,7 +383,7 @@ mod tests {
         let spec = LossSpec::default();
         let shape = HeadShape { batch: 1, tokens: 2048, hidden, vocab };
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-        let given = implementation::Given { shape, dtype: Dtype::Bf16, form };
+        let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
         let head = HeadProgram {
             sum_bytes,
             ..HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head").unwrap()
@@ -408,7 +414,7 @@ mod tests {
         let head = HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head-rows-scattered").unwrap();
         let text = |tokens| {
             let shape = HeadShape { batch: 8, tokens, hidden: 4094, vocab: 151_936 };
-            let given = implementation::Given { shape, dtype: Dtype::Bf16, form };
+            let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
             head.program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap()
         };
         // As many logits as the gradient has bytes in f32, less than a chunk of eight rows.

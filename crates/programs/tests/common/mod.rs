@@ -1,6 +1,6 @@
 //! What a test hands to a kernel and reads back: bytes of arrays, their columns by name, and the numbers of a spec.
 
-use assay_core::problem::{Dtype, FloatArray, Shape};
+use assay_core::problem::{Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{ClipCov, LossSpec, Objective};
 use half::{bf16, f16};
 use ndarray::Array3;
@@ -70,10 +70,32 @@ pub(crate) fn per_token(names: &[&str], tokens: usize, value: impl Fn(&str, usiz
     f32_bytes((0..tokens).flat_map(|token| (0..width).map(move |column| (token, column))).map(|(t, c)| place(t, c)))
 }
 
+/// `[V]`: the bias of each column, −∞ outside the support.
+pub(crate) fn column_bias(spec: &LossSpec, problem: &Problem) -> Vec<u8> {
+    let outside =
+        |j: usize| spec.support.vocab.is_some_and(|vocab| j >= vocab) || spec.support.excluded_ids.contains(&j);
+    let of = |j: usize| if outside(j) { f64::NEG_INFINITY } else { bias(spec, problem, j) };
+    f32_bytes((0..problem.shape().vocab).map(of))
+}
+
+/// `[B,T]`: that of each target, in the support or not.
+pub(crate) fn target_bias(spec: &LossSpec, problem: &Problem) -> Vec<f64> {
+    let of = |&id: &i64| usize::try_from(id).ok().filter(|&id| id < problem.shape().vocab);
+    problem.ids.iter().map(|id| of(id).map_or(0.0, |id| bias(spec, problem, id))).collect()
+}
+
+fn bias(spec: &LossSpec, problem: &Problem, column: usize) -> f64 {
+    if spec.logits.bias { problem.extra.bias.as_ref().unwrap()[column] } else { 0.0 }
+}
+
 /// A number of the spec by the name that a kernel has for it, read off the spec once more.
 pub(crate) fn number(spec: &LossSpec, name: &str) -> f64 {
     let kl = spec.kl.as_ref();
     match (&spec.objective, name) {
+        // h = cap · tanh(scale · (x + bias) / cap), or scale · (x + bias): a number, and what it is multiplied by to be h/T.
+        (_, "logit_factor") => spec.logits.scale / spec.logits.softcap.unwrap_or(spec.logits.scale.abs()),
+        (_, "rate") => spec.logits.softcap.unwrap_or(spec.logits.scale.abs()) / spec.temperature,
+        (_, "logp_rate") => spec.logits.softcap.unwrap_or(spec.logits.scale.abs()),
         (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
         (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),
         (_, "kl_value_clamp") => kl.unwrap().value_clamp.unwrap(),

@@ -1,11 +1,14 @@
 //! The text that libtpu is given for every tile kernel, run by the interpreter and judged against the reference. No
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
-use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, number, per_token};
-use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
+use crate::common::{
+    PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, logits_of, number, per_token, target_bias,
+};
+use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, Unscored,
+    Averaging, ImportanceSampling, Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip,
+    Ratio, RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides,
+    Terms, Unscored,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -13,7 +16,8 @@ use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array, Core, Options, Units};
 use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, Shaped, TpuKernel};
-use assay_suites::cases;
+use assay_suites::supported::recipe;
+use assay_suites::{cases, covering};
 use ndarray::{Array1, Array2, Array3, arr0};
 use proptest::prelude::*;
 
@@ -184,7 +188,9 @@ impl<'p> Around<'p> {
             OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
             _ => self.problem.old_logp.as_ref(),
         };
+        let of_targets = target_bias(self.spec, self.problem);
         let tokens = per_token(given, self.tokens(), |name, token| match name {
+            "target_bias" => of_targets[token],
             "advantage" => self.advantage(token),
             "old_logp" => self.token(old_logp, token),
             "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
@@ -204,7 +210,13 @@ impl<'p> Around<'p> {
         let outputs = run(
             kernel,
             self.on(machine),
-            &[("ids", self.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)],
+            &[
+                ("ids", self.ids()),
+                ("numbers", numbers),
+                ("logits", logits),
+                ("tokens", tokens),
+                ("column_bias", column_bias(self.spec, self.problem)),
+            ],
         )?;
         let results = PerToken::new(&outputs[1], &kernel.results[1].columns);
         let of = |name: &'static str| {
@@ -222,8 +234,15 @@ impl<'p> Around<'p> {
             panic!("two kernels")
         };
         let inverse = 1.0 / self.spec.temperature;
+        let numbers = statistics.operands.iter().find(|operand| operand.name == "softmax_numbers");
+        let numbers = numbers.map_or(&[][..], |operand| &operand.columns);
+        // The softmaxes are of what logits become, times this.
+        let rate = if numbers.is_empty() { 1.0 } else { number(self.spec, "rate") * self.spec.temperature };
         let shared = vec![
             ("inverse_temperature", f32_bytes([inverse])),
+            ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
+            ("column_bias", column_bias(self.spec, self.problem)),
+            ("target_bias", f32_bytes(target_bias(self.spec, self.problem))),
             ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
             ("logits", logits_bytes(&self.problem.logits)),
             ("ids", self.ids()),
@@ -239,9 +258,9 @@ impl<'p> Around<'p> {
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
             Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
-        let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
+        let of_entropy = |token| softmax(token, ["others", "weighted"], rate * inverse);
         let of_logp =
-            |token| if two { softmax(token, ["logp_others", "logp_weighted"], 1.0) } else { of_entropy(token) };
+            |token| if two { softmax(token, ["logp_others", "logp_weighted"], rate) } else { of_entropy(token) };
         let logp = |token: usize| {
             let Softmax { gap, log_sum, .. } = of_logp(token);
             -(gap + log_sum) * if two { inverse } else { 1.0 }
@@ -263,8 +282,8 @@ impl<'p> Around<'p> {
         let scales = &dlogits.operands.iter().find(|operand| operand.name == "scales").unwrap().columns;
         let scales = per_token(scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.weight(token) * loss_and_grad(token).1 * inverse;
-            let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
+            let factor = self.weight(token) * loss_and_grad(token).1 * rate * inverse;
+            let bonus_factor = self.entropy_factor() * rate * inverse / bonus.sum;
             match name {
                 "max" => sums.at("max", token),
                 "share" => -factor / policy.sum,
@@ -332,11 +351,13 @@ fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
     }
 }
 
-/// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
-/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units eight each.
-#[test]
-fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
-    let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
+/// By how many units in the last place `found` is off.
+fn units_off(found: f64, exact: f64) -> f64 {
+    (found / exact - 1.0).abs() * 2_f64.powi(24)
+}
+
+/// Targets whose logits are so far above the 255 others, which are 0, and the policy that made them.
+fn certain_targets(gaps: &[f32]) -> (Problem, Vec<f64>) {
     let logits =
         Array3::from_shape_fn((1, gaps.len(), 256), |(_, token, column)| if column == 3 { gaps[token] } else { 0.0 });
     let tokens = (1, gaps.len());
@@ -349,14 +370,46 @@ fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
         ref_logp: None,
         extra: Extra::default(),
     };
+    (problem, gaps.iter().map(|&gap| -(255.0 * f64::from(-gap).exp()).ln_1p()).collect())
+}
+
+/// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
+/// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units eight each.
+#[test]
+fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
+    let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
+    let (problem, logp_of) = certain_targets(&gaps);
     let spec = LossSpec::default();
     for units in [Units::Host, Units::Above, Units::Below] {
         let around = Around { units, ..Around::new(&spec, &problem) };
         let logp = around.one_pass(ANY_TPU).unwrap().logp.unwrap();
         for (token, &gap) in gaps.iter().enumerate() {
-            let exact = -(255.0 * f64::from(-gap).exp()).ln_1p();
-            let off = (logp.at(0, token) / exact - 1.0).abs() * 2_f64.powi(24);
+            let exact = logp_of[token];
+            let off = units_off(logp.at(0, token), exact);
             assert!(off < 128.0, "{units:?}, {gap} above the others: {exact}, off by {off} units in the last place");
+        }
+    }
+}
+
+/// A policy that has hardly moved: the gradient of `e^d − d − 1` is `1 − e^d`, which an exponential that is off by a part of 1 loses where
+/// the difference `d` is small. The target is all but certain, so that `d` itself is exact, and nothing else has a gradient.
+#[test]
+fn k3_of_small_differences_is_right_by_units_that_are_off_either_way() {
+    let differences = [1e-4_f32, -1e-4, 3e-3, -3e-3, 0.1, -0.1, 0.4, -0.4, 0.7, -0.7, 3.0, -3.0];
+    let (problem, logp_of) = certain_targets(&[20.0; 12]);
+    let ref_logp = Array2::from_shape_fn((1, 12), |(_, token)| f64::from(differences[token]));
+    let advantages = Advantages::Sequence(Array1::zeros(1));
+    let problem = Problem { ref_logp: Some(ref_logp.clone()), advantages, ..problem };
+    let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), ..LossSpec::default() };
+    for units in [Units::Host, Units::Above, Units::Below] {
+        let around = Around { units, ..Around::new(&spec, &problem) };
+        let dlogits = around.one_pass(ANY_TPU).unwrap().gradient.to_f64();
+        for (token, logp) in logp_of.iter().enumerate() {
+            let by_logp = -(ref_logp[[0, token]] - logp).exp_m1();
+            let exact = around.weight(token) * by_logp * -logp.exp_m1();
+            let off = units_off(dlogits[[0, token, 3]], exact);
+            let d = differences[token];
+            assert!(off < 128.0, "{units:?}, a difference of {d}: {exact}, off by {off} units in the last place");
         }
     }
 }
@@ -412,8 +465,6 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
     });
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
-        logits: LogitsTransform::default(),
-        support: Support::default(),
         token_weights: None,
         rollout,
         rejection: vec![],
@@ -438,9 +489,71 @@ proptest! {
     #[test]
     fn all_outputs_two_pass_text_any_spec_match_reference(
         spec in cases::any_ppo_spec(),
+        changed in proptest::option::of(cases::changed_logits()),
         recipe in cases::any_recipe(),
     ) {
-        check("tile-two-pass", &plain(&spec), &recipe, ANY_TPU).map_err(TestCaseError::fail)?;
+        let (logits, support) = changed.unwrap_or_default();
+        check("tile-two-pass", &LossSpec { logits, support, ..plain(&spec) }, &recipe, ANY_TPU)
+            .map_err(TestCaseError::fail)?;
+    }
+}
+
+/// What becomes of logits, in blocks of rows, chunks of several trips and several windows, of which some have no column in the support:
+/// a cap, a bias, columns that are left out, and a target among them that is put back.
+#[test]
+fn all_outputs_text_of_changed_logits_match_reference() {
+    let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
+    let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
+    let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
+    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
+    let specs = [
+        LossSpec { logits: capped.clone(), ..LossSpec::default() },
+        LossSpec { logits: capped, support: of_first.clone(), ..two },
+        LossSpec { logits: turned, support: of_first, ..bonus },
+    ];
+    for (i, (shape, regime)) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()).enumerate() {
+        let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
+        let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
+        let units = [Units::Host, Units::Above, Units::Below];
+        check_by(units[i / 3 % 3], "tile-one-pass", &specs[i % 3], &recipe, ANY_TPU).unwrap();
+        check_by(units[(i / 3 + 1) % 3], "tile-two-pass", &specs[(i + 1) % 3], &recipe, ANY_TPU).unwrap();
+    }
+}
+
+/// Columns outside the support hold NaN and infinities, and have gradients of exactly 0.
+#[test]
+fn columns_outside_the_support_are_0_whatever_they_hold() {
+    let support = Support { vocab: Some(60), excluded_ids: vec![7], ..Support::default() };
+    for softcap in [None, Some(4.0)] {
+        let logits = LogitsTransform { softcap, ..LogitsTransform::default() };
+        let spec = LossSpec { logits, support: support.clone(), entropy_coef: 0.01, ..LossSpec::default() };
+        let recipe = Recipe {
+            shape: [1, 3, 131],
+            dtype: Dtype::F32,
+            regime: Regime::Normal,
+            seed: 4,
+            old_logp_noise_scale: 0.1,
+            masked_garbage: false,
+        };
+        let mut problem = recipe.problem(&spec).unwrap();
+        let FloatArray::F32(logits) = &mut problem.logits else { unreachable!("asked for f32") };
+        let outside = |j: usize| j == 7 || j >= 60;
+        for ((_, _, j), x) in logits.indexed_iter_mut().filter(|((_, _, j), _)| outside(*j)) {
+            *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][j % 3];
+        }
+        let known = Known::of(&spec, &problem).unwrap();
+        for id in ["tile-one-pass", "tile-two-pass"] {
+            let around = Around::new(&spec, &problem);
+            let candidate =
+                if id == "tile-one-pass" { around.one_pass(ANY_TPU) } else { around.two_pass(ANY_TPU) }.unwrap();
+            let FloatArray::F32(dlogits) = &candidate.gradient else { unreachable!("as the logits") };
+            let beyond = dlogits.indexed_iter().filter(|((_, _, j), _)| outside(*j));
+            assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
+            assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
+            let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+            assert!(known.failures(&judged, id, "cargo test --test mosaic").is_empty(), "{id} {softcap:?}");
+        }
     }
 }
 
@@ -468,6 +581,23 @@ fn all_outputs_one_pass_text_every_variant_match_reference() {
         }
     }
     assert!(judged > 45 && forms.len() == 11, "{judged} variants of {} objectives", forms.len());
+}
+
+/// Specs among which every two choices that shape the kernel meet.
+#[test]
+fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
+    let all = LossProgram::all();
+    let one_pass = all.iter().find(|implementation| implementation.id() == "tile-one-pass").unwrap();
+    for (i, spec) in covering::pairs(&|spec, shape| one_pass.supports(spec, shape, Dtype::F32, 1).is_ok())
+        .into_iter()
+        .map(token_by_token)
+        .enumerate()
+    {
+        // The last so far off that exponentials of a difference overflow.
+        for (step, old_logp_noise_scale) in [0.5, 0.5, 60.0].into_iter().enumerate() {
+            check("tile-one-pass", &spec, &Recipe { old_logp_noise_scale, ..recipe(i, step) }, ANY_TPU).unwrap();
+        }
+    }
 }
 
 #[test]

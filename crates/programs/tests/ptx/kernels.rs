@@ -1,7 +1,9 @@
 //! The PTX that a driver is given for every kernel, run by the interpreter and judged against the reference. No plugin takes part: what
 //! surrounds a kernel on a device is computed here, in f64.
 
-use crate::common::{PerToken, bytes_of, f32_bytes, logits_bytes, logits_of, number, per_token};
+use crate::common::{
+    PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, logits_of, number, per_token, target_bias,
+};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
     Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
@@ -244,7 +246,8 @@ impl<'p> Around<'p> {
     pub(crate) fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
         let (numbers, tokens) = self.given_to_one_pass();
         let rows = [("ids", self.ids()), ("logits", logits_bytes(&self.problem.logits)), ("tokens", tokens)];
-        let outputs = run_rows(kernel, self.units, self.tokens(), &[("numbers", numbers)], &rows)?;
+        let shared = [("numbers", numbers), ("column_bias", column_bias(self.spec, self.problem))];
+        let outputs = run_rows(kernel, self.units, self.tokens(), &shared, &rows)?;
         let names = columns("gpu-one-pass", self.spec, "results");
         let results = PerToken::new(&outputs[1], &names);
         let of = |name: &'static str| {
@@ -273,7 +276,9 @@ impl<'p> Around<'p> {
             OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
             _ => self.problem.old_logp.as_ref(),
         };
+        let of_targets = target_bias(self.spec, self.problem);
         let tokens = per_token(&given, self.tokens(), |name, token| match name {
+            "target_bias" => of_targets[token],
             "advantage" => self.advantage(token),
             "old_logp" => self.token(old_logp, token),
             "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
@@ -308,16 +313,35 @@ impl<'p> Around<'p> {
         row.clone().map(of).sum::<f64>() / row.count() as f64
     }
 
+    fn changes_logits(&self) -> bool {
+        self.spec.logits != LogitsTransform::default() || !self.spec.support.is_whole()
+    }
+
+    /// What the two kernels of a device with `local` columns are given for all rows.
+    fn shared_by_two_pass(&self, device: usize, local: Shape) -> Vec<(&'static str, Vec<u8>)> {
+        let numbers =
+            if self.changes_logits() { columns("gpu-two-pass", self.spec, "softmax_numbers") } else { vec![] };
+        let real = local.vocab.min(self.shape.vocab - device * local.vocab);
+        let biases = column_bias(self.spec, self.problem);
+        let mut biases = biases[4 * device * local.vocab..][..4 * real].to_vec();
+        biases.resize(4 * local.vocab, 0xFF);
+        vec![
+            ("inverse_temperature", f32_bytes([1.0 / self.spec.temperature])),
+            ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
+            ("column_bias", biases),
+            ("columns", bytes_of([(real as i32).to_le_bytes()])),
+        ]
+    }
+
     /// The same by the two kernels of one of `devices` that have as many columns each, the last of them fewer.
     pub(crate) fn two_pass_by(&self, kernels: &[Kernel], devices: usize) -> Result<Candidate, String> {
         let [statistics, dlogits] = kernels else { panic!("two kernels") };
         let (logits, dtype) = (self.problem.logits.to_f64(), self.problem.logits.dtype());
         let local = Shape { vocab: self.shape.vocab.div_ceil(devices), ..self.shape };
         let inverse = 1.0 / self.spec.temperature;
-        let shared = |device: usize| {
-            let real = local.vocab.min(self.shape.vocab - device * local.vocab);
-            vec![("inverse_temperature", f32_bytes([inverse])), ("columns", bytes_of([(real as i32).to_le_bytes()]))]
-        };
+        // The softmaxes are of what logits become, times this.
+        let rate = if self.changes_logits() { number(self.spec, "rate") * self.spec.temperature } else { 1.0 };
+        let shared = |device: usize| self.shared_by_two_pass(device, local);
         let rows = |device: usize| {
             let first = device * local.vocab;
             let of_device = Array3::from_shape_fn((local.batch, local.tokens, local.vocab), |(b, t, v)| {
@@ -328,6 +352,7 @@ impl<'p> Around<'p> {
             vec![
                 ("logits", logits_bytes(&FloatArray::rounded_from(&of_device, dtype))),
                 ("ids", bytes_of(ids.map(i32::to_le_bytes))),
+                ("target_bias", f32_bytes(target_bias(self.spec, self.problem))),
             ]
         };
         let names = columns("gpu-two-pass", self.spec, "statistics");
@@ -355,9 +380,9 @@ impl<'p> Around<'p> {
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
             Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
-        let of_entropy = |token| softmax(token, ["others", "weighted"], inverse);
+        let of_entropy = |token| softmax(token, ["others", "weighted"], rate * inverse);
         let of_logp =
-            |token| if two { softmax(token, ["logp_others", "logp_weighted"], 1.0) } else { of_entropy(token) };
+            |token| if two { softmax(token, ["logp_others", "logp_weighted"], rate) } else { of_entropy(token) };
         let logp = |token: usize| {
             let Softmax { gap, log_sum, .. } = of_logp(token);
             -(gap + log_sum) * if two { inverse } else { 1.0 }
@@ -378,8 +403,8 @@ impl<'p> Around<'p> {
         let scales = columns("gpu-two-pass", self.spec, "scales");
         let scales = per_token(&scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.of_ratio(&|token| self.weight(token) * loss_and_grad(token).1, token) * inverse;
-            let bonus_factor = self.entropy_factor() * inverse / bonus.sum;
+            let factor = self.of_ratio(&|token| self.weight(token) * loss_and_grad(token).1, token) * rate * inverse;
+            let bonus_factor = self.entropy_factor() * rate * inverse / bonus.sum;
             match name {
                 "max" => max(token),
                 "share" => -factor / policy.sum,
@@ -462,8 +487,6 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
     });
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
-        logits: LogitsTransform::default(),
-        support: Support::default(),
         token_weights: None,
         rollout,
         rejection: vec![],
@@ -492,10 +515,63 @@ proptest! {
     #[test]
     fn all_outputs_two_pass_any_spec_match_reference(
         spec in cases::any_ppo_spec(),
+        changed in proptest::option::of(cases::changed_logits()),
         recipe in cases::any_recipe(),
         target in select(&TARGETS),
     ) {
-        check(target, "gpu-two-pass", &plain(&spec), &recipe).map_err(TestCaseError::fail)?;
+        let (logits, support) = changed.unwrap_or_default();
+        let spec = LossSpec { logits, support, ..plain(&spec) };
+        check(target, "gpu-two-pass", &spec, &recipe).map_err(TestCaseError::fail)?;
+    }
+}
+
+/// What becomes of logits, in rows that begin anywhere, over one CTA and several: a cap, a bias, columns that are left out, and a target
+/// among them that is put back.
+#[test]
+fn all_outputs_of_changed_logits_match_reference() {
+    let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
+    let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
+    let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
+    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
+    let specs = [
+        LossSpec { logits: LogitsTransform { bias: false, ..capped.clone() }, ..LossSpec::default() },
+        LossSpec { logits: capped, support: of_first.clone(), ..two },
+        LossSpec { logits: turned, support: of_first, ..bonus },
+    ];
+    for (i, (shape, regime)) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()).enumerate() {
+        let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
+        let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
+        let units = [Units::Rounded, Units::Above, Units::Below][i / 3 % 3];
+        check_by(units, TARGETS[i % 2], "gpu-one-pass", &specs[i % 3], &recipe).unwrap();
+        check_by(units, Target::Sm80, "gpu-two-pass", &specs[(i + 1) % 3], &recipe).unwrap();
+    }
+}
+
+/// Columns outside the support hold NaN and infinities, and have gradients of exactly 0.
+#[test]
+fn columns_outside_the_support_are_0_whatever_they_hold() {
+    let support = Support { vocab: Some(60), excluded_ids: vec![7], ..Support::default() };
+    for (softcap, target) in [(None, Target::Sm90), (Some(4.0), Target::Sm100)] {
+        let logits = LogitsTransform { softcap, ..LogitsTransform::default() };
+        let spec = LossSpec { logits, support: support.clone(), entropy_coef: 0.01, ..LossSpec::default() };
+        let mut problem = recipe([1, 3, 131], Dtype::F32, Regime::Normal).problem(&spec).unwrap();
+        let FloatArray::F32(logits) = &mut problem.logits else { unreachable!("asked for f32") };
+        let outside = |j: usize| j == 7 || j >= 60;
+        for ((_, _, j), x) in logits.indexed_iter_mut().filter(|((_, _, j), _)| outside(*j)) {
+            *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][j % 3];
+        }
+        let known = Known::of(&spec, &problem).unwrap();
+        let around = Around { target, ..Around::new(&spec, &problem) };
+        for (id, candidate) in [("gpu-one-pass", around.one_pass()), ("gpu-two-pass", around.two_pass())] {
+            let candidate = candidate.unwrap();
+            let FloatArray::F32(dlogits) = &candidate.gradient else { unreachable!("as the logits") };
+            let beyond = dlogits.indexed_iter().filter(|((_, _, j), _)| outside(*j));
+            assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
+            assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
+            let judged = known.judge(candidate, &Limits::of("gpu").unwrap()).unwrap();
+            assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
+        }
     }
 }
 

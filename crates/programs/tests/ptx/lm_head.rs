@@ -5,7 +5,7 @@ use assay_core::implementation::Given;
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, HeadCandidate, HeadForm, HeadGradient, HeadLayout, HeadProblem, Problem,
 };
-use assay_core::spec::{LossSpec, Ratio, RatioLevel};
+use assay_core::spec::{LogitsTransform, LossSpec, Ratio, RatioLevel, Support};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
@@ -70,7 +70,13 @@ fn with_gradients(problem: &HeadProblem, candidate: Candidate) -> HeadCandidate 
 #[test]
 fn gradients_of_an_lm_head_by_chunks_match_reference() {
     let plain = LossSpec::default();
-    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let bonus = LossSpec {
+        entropy_coef: 0.02,
+        temperature: 0.8,
+        logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
+        support: Support { vocab: Some(700), excluded_ids: vec![3], keep_sampled: true },
+        ..LossSpec::default()
+    };
     let by_token = [&plain, &bonus];
     let [of_sequence, of_sequence_with_bonus] = by_token.map(|spec| LossSpec { ratio: sequence(), ..spec.clone() });
     let by_sequence = [&of_sequence, &of_sequence_with_bonus];
@@ -100,7 +106,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
             let recipe = HeadRecipe { hidden: 16, layout, rounds_logits, recipe };
             let spec = specs[(place + turn) % 2];
             let problem = recipe.problem(spec).unwrap();
-            let given = Given { shape: problem.shape(), dtype, form: HeadForm { layout, rounds_logits } };
+            let given = Given { shape: problem.shape(), dtype, form: HeadForm { layout, rounds_logits }, packed: None };
             let program = head(id).chunk_bytes(1);
             let called = program.gpu_kernels_for(Shaped::of(spec), given, devices, target).unwrap();
             assert_eq!(called.len(), kernels, "{id} for {target:?}");
@@ -126,7 +132,7 @@ fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
     let sequence = LossSpec { ratio: sequence(), ..LossSpec::default() };
     let shape = "1x8192x4096x151936".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form };
+    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
     for (spec, target, kernels) in
         [(&LossSpec::default(), Target::Sm90, 1), (&LossSpec::default(), Target::Sm80, 2), (&sequence, Target::Sm90, 2)]
     {
@@ -152,7 +158,7 @@ fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
 fn an_lm_head_for_gpus_is_refused_elsewhere() {
     let shape = "1x8x16x64".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form };
+    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
     let (spec, tpu) = (LossSpec::default(), Device::of("tpu", "TPU v6e").unwrap());
     for device in [Device::ANY, tpu] {
         let error = head("gpu-lm-head").text(Shaped::of(&spec), given, 1, device).unwrap_err().to_string();

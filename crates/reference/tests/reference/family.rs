@@ -633,6 +633,7 @@ fn batch(mask: [[bool; 3]; 2]) -> Problem {
             token_weights: array(0.6),
             selected: Some(arr2(&[[true, false, true], [false, true, false]])),
             bias: Some(arr1(&[0.1, -0.2, 0.3, 0.0])),
+            ..Extra::default()
         },
     }
 }

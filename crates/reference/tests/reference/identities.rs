@@ -8,8 +8,11 @@ use assay_core::problem::{Advantages, Extra, FloatArray, Outcome, Problem, Probl
 use assay_core::spec::{
     AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, SpecError,
 };
+use assay_judge::packed::{Twin as _, Twins};
 use assay_reference::{Reference, evaluate};
 use ndarray::{Array1, Array2, Array3, Axis, Dimension, Ix3, arr1, arr2, s};
+use proptest::prelude::*;
+use proptest::strategy::Union;
 use proptest::test_runner::TestError;
 
 /// `u`, f64's unit roundoff.
@@ -212,6 +215,27 @@ fn outcome_f64_packing_into_one_row_changes_nothing() {
         };
         assert_eq!(bits(&outcome(&spec, &problem)), bits(&outcome(&spec, &one_row)));
     });
+}
+
+/// Every option, choices over the whole batch too.
+#[test]
+fn outcome_f64_packed_sequences_have_the_bits_of_their_padded_twin() {
+    let mut runner =
+        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_identities.txt"), 600);
+    let objectives = Union::new(cases::objectives().into_iter().map(|(_, arm)| arm));
+    let result = runner.run(&cases::of_family(objectives.boxed()), |Case { spec, problem }| {
+        let Some(twins) = Twins::of(&spec, &problem) else { return Ok(()) };
+        let evaluated = |problem| evaluate(&twins.spec, problem).map(|reference| reference.outcome().into());
+        let [packed, padded] = [&twins.packed, &twins.padded].map(evaluated);
+        match (packed, padded) {
+            (Ok(packed), Ok(padded)) => {
+                prop_assert_eq!(twins.between(&packed, &padded).other, Vec::<&str>::new());
+            }
+            (packed, padded) => prop_assert_eq!(packed.map(drop), padded.map(drop)),
+        }
+        Ok(())
+    });
+    result.unwrap_or_else(|error| panic!("{error}"));
 }
 
 // --- Masks. ---

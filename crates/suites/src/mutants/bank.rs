@@ -46,6 +46,8 @@ pub enum Class {
     Reduction,
     /// Ratios that the tokens of a row share.
     SequenceRatio,
+    /// Sequences that lie one after another in one row.
+    Packing,
     /// Which element is read.
     Indexing,
     /// Vocabulary and rows over devices.
@@ -62,7 +64,7 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 20] = [
+    pub const ALL: [Class; 21] = [
         Class::Columns,
         Class::Maximum,
         Class::Holes,
@@ -77,6 +79,7 @@ impl Class {
         Class::Mask,
         Class::Reduction,
         Class::SequenceRatio,
+        Class::Packing,
         Class::Indexing,
         Class::Devices,
         Class::State,
@@ -107,6 +110,7 @@ impl Class {
             Class::Mask => "mask",
             Class::Reduction => "reduction",
             Class::SequenceRatio => "sequence_ratio",
+            Class::Packing => "packing",
             Class::Indexing => "indexing",
             Class::Devices => "devices",
             Class::State => "state",
@@ -133,6 +137,7 @@ impl Class {
             Class::Mask => "Mask",
             Class::Reduction => "Reduction",
             Class::SequenceRatio => "Ratios of sequences",
+            Class::Packing => "Packed sequences",
             Class::Indexing => "Indexing",
             Class::Devices => "Devices",
             Class::State => "State: what is left over",
@@ -430,6 +435,17 @@ bank! {
             "trl#6808: GMPO silently trained GRPO";
         MeanOfRatios, "sequence-mean-of-ratios",
             "the mean of the ratios for the exp of their mean", "";
+    }
+    Packing {
+        BoundariesLate, "boundaries-late",
+            "each sequence but the first begins a token late, and the one before it ends there", "";
+        PackTakenForRow, "pack-taken-for-row",
+            "the mean log-ratio, and the mean of the loss, are over all that is packed", "";
+        EmptySequenceCountsAToken, "empty-sequence-counts-a-token",
+            "a sequence without a token counts one in the normaliser",
+            "slime: a sample without tokens counts one";
+        LastSequenceDropped, "last-sequence-dropped",
+            "`cu_seqlens` is read without its last value: the last sequence has no loss and no gradient", "";
     }
     Indexing {
         AdvantageOfNeighbour, "advantage-of-neighbour",

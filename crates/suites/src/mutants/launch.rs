@@ -5,7 +5,7 @@ use std::ops::Range;
 use ndarray::{Array2, Ix2};
 
 use super::bank::Bug;
-use assay_core::problem::{FloatArray, Shape, Tokens};
+use assay_core::problem::{FloatArray, Sequence, Shape, Tokens};
 use assay_core::spec::LossSpec;
 
 /// How devices cut a batch.
@@ -121,6 +121,28 @@ impl Launch<'_> {
             return (t..self.shape.tokens).any(|t| mask[[b, t]]);
         }
         mask[[b, t]]
+    }
+
+    /// The tokens of each sequence, as the kernel has them.
+    pub(super) fn sequences(&self) -> Vec<Sequence> {
+        let sequences = &self.tokens.extra.sequences;
+        let mut all = sequences.places(self.tokens.mask.dim());
+        if sequences.packed().is_none() {
+            return all;
+        }
+        let end = all.last().map_or(0, |last| last.tokens.end);
+        match () {
+            () if self.has(Bug::BoundariesLate) => {
+                for sequence in &mut all {
+                    let late = |at: usize| if at == 0 { 0 } else { (at + 1).min(end) };
+                    sequence.tokens = late(sequence.tokens.start)..late(sequence.tokens.end);
+                }
+            }
+            () if self.has(Bug::LastSequenceDropped) => drop(all.pop()),
+            () if self.has(Bug::PackTakenForRow) => all = vec![Sequence { index: 0, row: 0, tokens: 0..end }],
+            () => {}
+        }
+        all
     }
 
     /// The sampled column, as the kernel reads it.

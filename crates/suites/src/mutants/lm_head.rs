@@ -63,6 +63,10 @@ impl Implementation<HeadProblem> for Specimen {
         Self::expect_computed(spec, dtype, devices)
     }
 
+    fn takes_packed(&self) -> bool {
+        true
+    }
+
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let shape = problem.check(spec)?;
         Self::expect_computed(spec, problem.dtype(), devices)?;

@@ -4,7 +4,7 @@ use ndarray::Array2;
 
 use super::bank::Bug;
 use super::launch::{Evaluation, Graded, Launch, Scored, part};
-use assay_core::problem::Shape;
+use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{
     AdvantageLevel, Cispo, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Reduction,
     Rows,
@@ -55,14 +55,17 @@ pub(super) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evalu
     let Shape { batch, tokens, .. } = launch.shape;
     let mut graded = Array2::from_elem((batch, tokens), None);
     let mut loss = 0.0;
+    let sequences = launch.sequences();
     for device_row in 0..launch.mesh.rows {
         let rows = part(batch, launch.mesh.rows, device_row);
-        let weights = Weights::of(launch, device_row);
+        let weights = Weights::of(launch, &sequences, device_row);
         let mut of_device = 0.0;
-        for b in rows.clone() {
+        for sequence in sequences.iter().filter(|sequence| rows.contains(&sequence.row)) {
             let first = if launch.has(Bug::AdvantagesOfFirstDevice) { rows.start } else { 0 };
-            let row: Vec<(usize, Scored)> = (0..tokens).filter_map(|t| Some((t, scored[[b, t]]?))).collect();
-            for (t, token) in grade(launch, (b, b - first), &row, &weights, &mut of_device) {
+            let b = sequence.row;
+            let row = sequence.tokens.clone().filter_map(|t| Some((t, scored[[b, t]]?)));
+            let row: Vec<(usize, Scored)> = row.collect();
+            for (t, token) in grade(launch, (sequence, sequence.index - first), &row, &weights, &mut of_device) {
                 graded[[b, t]] = Some(token);
             }
         }
@@ -75,25 +78,29 @@ pub(super) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evalu
 
 /// What multiplies token losses and entropies.
 struct Weights {
-    /// Of the tokens of each row.
+    /// Of the tokens of each sequence.
     rows: Vec<f64>,
     /// `∂loss/∂H`
     entropy: f64,
 }
 
 impl Weights {
-    fn of(launch: &Launch, device_row: usize) -> Self {
+    fn of(launch: &Launch, sequences: &[Sequence], device_row: usize) -> Self {
         let (spec, mask) = (launch.spec, launch.tokens.mask);
-        let Shape { batch, tokens, .. } = launch.shape;
-        let count = |b: usize| mask.row(b).iter().filter(|&&counts| counts).count() as f64;
-        let counts: Vec<f64> = (0..batch).map(count).collect();
+        let Shape { batch: rows, tokens, .. } = launch.shape;
+        let count = |sequence: &Sequence| sequence.places().filter(|&at| mask[at]).count() as f64;
+        let counts: Vec<f64> = sequences.iter().map(count).collect();
         let local = launch.has(Bug::NormaliserLocal);
-        let summed = if local { part(batch, launch.mesh.rows, device_row) } else { 0..batch };
-        let width = tokens as f64;
+        let summed = if local { part(rows, launch.mesh.rows, device_row) } else { 0..rows };
+        let packed = launch.tokens.extra.sequences.packed().is_some();
+        let least = if packed && launch.has(Bug::EmptySequenceCountsAToken) { 1.0 } else { 0.0 };
+        let summed = sequences.iter().zip(&counts).filter(|(sequence, _)| summed.contains(&sequence.row));
+        let summed: f64 = summed.map(|(_, n)| f64::max(*n, least)).sum();
+        let (batch, width) = (counts.len(), tokens as f64);
         let total = match () {
             () if launch.has(Bug::NormaliserCountsPadding) => batch as f64 * width,
             // An empty shard divides nothing.
-            () => counts[summed].iter().sum::<f64>().max(1.0),
+            () => summed.max(1.0),
         };
         let filled = counts.iter().filter(|&&n| n > 0.0).count() as f64;
         let rows_of = |rows: Rows| match rows {
@@ -124,16 +131,17 @@ impl Weights {
     }
 }
 
-/// The tokens of row `b`, whose advantages are read at `advantages_of`; adds their losses to `sum`.
+/// The tokens of a sequence, whose advantages are read at `advantages_of`; adds their losses to `sum`.
 fn grade(
     launch: &Launch,
-    (b, advantages_of): (usize, usize),
+    (sequence, advantages_of): (&Sequence, usize),
     row: &[(usize, Scored)],
     weights: &Weights,
     sum: &mut f64,
 ) -> Vec<(usize, Graded)> {
     let spec = launch.spec;
-    let weight = weights.rows[b];
+    let b = sequence.row;
+    let weight = weights.rows[sequence.index];
     let inputs = inputs(launch, b, advantages_of, row);
     // A mask that multiplies has masked tokens here too.
     let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.tokens.mask[[b, t]] { 0.0 } else { 1.0 };
@@ -225,9 +233,21 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
     });
     let of_own = spec.ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
     let of_token = |((t, scored), own): (&(usize, Scored), (f64, bool))| {
-        let row = if launch.has(Bug::AdvantageOfNeighbour) { (advantages_of + 1) % shape.batch } else { advantages_of };
+        let sequences = &tokens.extra.sequences;
+        let count = sequences.count(shape.batch);
+        let row = match () {
+            () if launch.has(Bug::AdvantageOfNeighbour) => (advantages_of + 1) % count,
+            () if launch.has(Bug::PackTakenForRow) => sequences.owner((b, *t)).unwrap_or(0),
+            () => advantages_of,
+        };
         let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
-        let advantage = tokens.advantages.at(row, if of_first { 0 } else { *t });
+        let advantage = match tokens.advantages {
+            Advantages::Sequence(advantages) => advantages[row],
+            Advantages::Token(advantages) => {
+                let row = if sequences.packed().is_some() { 0 } else { row };
+                advantages[[row, if of_first { 0 } else { *t }]]
+            }
+        };
         let ref_row = if launch.has(Bug::RefLogpOfFirstRow) { 0 } else { b };
         Inputs {
             logp: scored.logp,

@@ -9,6 +9,7 @@ use assay_core::spec::{
     RatioLevel, Reduction, Rows, TemperatureDivides,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+use assay_judge::packed::Packable;
 
 /// Hidden units, which no step of a product divides.
 const WIDTH: usize = 21;
@@ -84,7 +85,7 @@ fn levelled(level: RatioLevel, spec: LossSpec) -> LossSpec {
 impl Class {
     /// The cases that target it.
     pub fn property(self) -> Vec<Case> {
-        let case = |(spec, recipe)| Case::generated(self.name(), spec, &recipe);
+        let case = |(spec, recipe)| self.of_layout(Case::generated(self.name(), spec, &recipe));
         self.grid().recipes(true).into_iter().map(case).collect()
     }
 
@@ -94,10 +95,15 @@ impl Class {
         let case = |(spec, recipe): (LossSpec, Recipe)| {
             heads.map(|(layout, rounds_logits)| {
                 let recipe = HeadRecipe { hidden: WIDTH, layout, rounds_logits, recipe: recipe.clone() };
-                Case::of_head(self.name(), spec.clone(), &recipe)
+                self.of_layout(Case::of_head(self.name(), spec.clone(), &recipe))
             })
         };
         self.grid().recipes(false).into_iter().flat_map(case).collect()
+    }
+
+    /// The case with its sequences packed, where that is what goes wrong.
+    fn of_layout<P: Packable>(self, case: Case<P>) -> Case<P> {
+        if self == Class::Packing { case.packed() } else { case }
     }
 
     /// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
@@ -222,6 +228,15 @@ impl Class {
                     .into_iter()
                     .flat_map(|level| [levelled(level, plain()), levelled(level, by_token())])
                     .collect(),
+                ..Grid::default()
+            },
+            Class::Packing => Grid {
+                specs: vec![
+                    plain(),
+                    levelled(RatioLevel::Sequence, plain()),
+                    reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
+                ],
+                shapes: vec![[6, 6, 33], [8, 3, 33]],
                 ..Grid::default()
             },
             Class::Indexing => Grid {

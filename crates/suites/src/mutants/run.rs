@@ -14,6 +14,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
+use assay_judge::packed::Packable;
 use assay_judge::tolerance::{Grade, Limits, Tolerances};
 use assay_judge::trial::Known;
 use assay_judge::variants;
@@ -47,6 +48,14 @@ impl Case {
     }
 }
 
+impl<P: Packable> Case<P> {
+    /// The same with its sequences packed into one row.
+    pub(super) fn packed(self) -> Self {
+        let spec = self.spec.of_width(self.problem.width());
+        Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
+    }
+}
+
 impl Case<HeadProblem> {
     /// The same with an LM head.
     pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
@@ -66,7 +75,7 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 }
 
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
-/// regimes, every named choice of a spec, and the vocabulary of Qwen.
+/// regimes, every named choice of a spec, the vocabulary of Qwen, and packed sequences.
 pub fn property_cases() -> Vec<Case> {
     let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
     let random = drawn
@@ -82,7 +91,7 @@ pub fn property_cases() -> Vec<Case> {
             })
         },
     );
-    random.chain(named).chain(wide_cases()).collect()
+    random.chain(named).chain(wide_cases()).chain(Class::Packing.property()).collect()
 }
 
 /// The same of heads: random specs and regimes, from a fixed seed.
@@ -299,7 +308,8 @@ where
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Production {
     /// What a test has time for: six tokens over Qwen's vocabulary, where there is a choice in bf16; of heads what targets their
-    /// products, on one device, six tokens at 4096 × 4,099 and three at 896 × 151,936.
+    /// products, on one device, six tokens at 4096 × 4,099 and at 68 × 151,936: the judge of a head takes its time by the hidden
+    /// unit, and a vocabulary's tail needs few.
     Short,
     /// Sixteen tokens; every class of heads, six tokens at 4096 × 4,099 and at 896 × 151,936, in every dtype and on every number
     /// of devices.
@@ -338,20 +348,27 @@ pub struct Part {
     production: Production,
 }
 
-/// Hidden units, columns and layout of the heads.
-const HEADS: [(usize, usize, HeadLayout); 2] =
-    [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)];
-
 impl Production {
     /// What is run.
     pub fn parts(self) -> impl Iterator<Item = Part> {
-        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads()).map(|class| (class, None));
+        // Where sequences lie has nothing to do with the width.
+        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads() && *class != Class::Packing);
+        let on_logits = on_logits.map(|class| (class, None));
         let of_heads = Class::ALL.into_iter().filter(move |class| match self {
             Self::Short => *class == Class::HeadProducts,
             Self::Full => class.of_heads(),
         });
-        let of_heads = of_heads.flat_map(|class| HEADS.map(|head| (class, Some(head))));
+        let of_heads = of_heads.flat_map(move |class| self.heads().map(|head| (class, Some(head))));
         on_logits.chain(of_heads).map(move |(class, head)| Part { class, head, production: self })
+    }
+
+    /// Hidden units, columns and layout of the heads.
+    fn heads(self) -> [(usize, usize, HeadLayout); 2] {
+        let hidden = match self {
+            Self::Short => 68,
+            Self::Full => 896,
+        };
+        [(4096, 4099, HeadLayout::VocabByHidden), (hidden, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)]
     }
 }
 
@@ -376,8 +393,7 @@ impl Part {
             let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
             return self.fates(&DEVICE_COUNTS, cases, grade);
         };
-        let [batch, tokens] = if short && vocab == QWEN_VOCABULARY { [1, 3] } else { [2, 3] };
-        let mut recipes = self.class.head_production(hidden, [batch, tokens, vocab], layout);
+        let mut recipes = self.class.head_production(hidden, [2, 3, vocab], layout);
         if short {
             one_dtype(&mut recipes, |head| head.recipe.dtype);
         }

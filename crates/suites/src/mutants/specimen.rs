@@ -126,6 +126,10 @@ impl Implementation for Specimen {
         Self::expect_computed(spec, dtype, devices)
     }
 
+    fn takes_packed(&self) -> bool {
+        true
+    }
+
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         Self::expect_computed(spec, problem.logits.dtype(), devices)?;

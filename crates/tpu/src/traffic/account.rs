@@ -7,12 +7,11 @@ use super::trips::trips;
 use super::{Collective, Kind, Traffic};
 use crate::error::TpuError;
 
-/// Bytes that `instruction` takes of its operand `place`, where it gathers from it and does nothing else with it.
+/// Bytes that `instruction` takes of its operand `place`, where it gathers from it or slices it and does nothing else with it.
 fn parts_taken(instruction: &Instruction, place: usize, computations: &HashMap<&str, Computation>) -> Option<u64> {
-    // A fusion that slices an operand may read the rest of it too; an async copy of a slice does not.
     let opcodes: &[&str] = match instruction.opcode {
         "async-start" => &["gather", "slice", "dynamic-slice"],
-        _ => &["gather"],
+        _ => &["gather", "slice"],
     };
     let name = instruction.called().next()?;
     Parts { opcodes, computations, found: HashMap::new() }.of(name, place)
@@ -214,9 +213,13 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
     Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
 }
 
-/// What is computed between the start of something and its end, by name. What an async call works on is only given to its update, where
-/// it has one.
-fn beside(start: &Instruction, instructions: &[Instruction]) -> Vec<String> {
+/// What stands between the start of something and its end, by name: what is computed, and collectives that are waited for. What an async
+/// call works on is only given to its update, where it has one.
+fn between(
+    start: &Instruction,
+    instructions: &[Instruction],
+    computations: &HashMap<&str, Computation>,
+) -> [Vec<String>; 2] {
     let after = |name: &str| {
         let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
         instructions[at + 1..].iter()
@@ -224,11 +227,23 @@ fn beside(start: &Instruction, instructions: &[Instruction]) -> Vec<String> {
     let update = after(start.name).find(|next| next.opcode == "async-update" && next.operands.contains(&start.name));
     let handle = update.map_or(start.name, |update| update.name);
     let until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
-    let computes = |between: &&Instruction| {
-        let only_memory = MEMORY_CALLS.iter().any(|call| between.attributes.contains(call));
-        COMPUTES.contains(&between.opcode) && !only_memory
-    };
-    until_done.filter(computes).map(|between| between.name.trim_start_matches('%').into()).collect()
+    let mut waiting: Vec<&Instruction> = until_done.collect();
+    waiting.reverse();
+    let mut seen = HashSet::new();
+    let [mut computed, mut awaited] = [vec![], vec![]];
+    while let Some(one) = waiting.pop() {
+        let name = one.name.trim_start_matches('%').to_string();
+        let only_memory = MEMORY_CALLS.iter().any(|call| one.attributes.contains(call));
+        let body = one.attribute(" body=").filter(|_| one.opcode == "while");
+        if let Some(body) = body.filter(|body| seen.insert(*body)).and_then(|body| computations.get(body)) {
+            waiting.extend(body.instructions.iter().rev());
+        } else if COLLECTIVES.contains(&one.opcode) && !one.opcode.ends_with("-start") {
+            awaited.push(name);
+        } else if COMPUTES.contains(&one.opcode) && !only_memory {
+            computed.push(name);
+        }
+    }
+    [computed, awaited]
 }
 
 impl Collective {
@@ -257,7 +272,7 @@ impl Collective {
             }
         }
         let Some((body, inner)) = found else { return Ok(None) };
-        let Some(collective) = Self::of(file, inner, body, runs)? else { return Ok(None) };
+        let Some(collective) = Self::of(file, inner, body, computations, runs)? else { return Ok(None) };
         let definitions = Definitions::of(body);
         let opcode = |name: &&str| definitions.0.get(definitions.followed(name, "bitcast")).map(|found| found.opcode);
         let gathers = inner.operands.iter().filter_map(opcode).any(|opcode| opcode == "dynamic-update-slice");
@@ -270,9 +285,10 @@ impl Collective {
             (Kind::AllReduce, _, true) => Kind::ReduceScatter,
             (kind, ..) => kind,
         };
-        let beside = if caller.opcode == "async-start" { beside(caller, instructions) } else { vec![] };
+        let starts = caller.opcode == "async-start";
+        let [beside, awaited] = if starts { between(caller, instructions, computations) } else { Default::default() };
         let name = caller.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, beside, ..collective }))
+        Ok(Some(Collective { name, kind, beside, awaited, ..collective }))
     }
 
     /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
@@ -280,6 +296,7 @@ impl Collective {
         file: &str,
         instruction: &Instruction,
         instructions: &[Instruction],
+        computations: &HashMap<&str, Computation>,
         runs: u64,
     ) -> Result<Option<Self>, TpuError> {
         let opcode = instruction.opcode.trim_end_matches("-start");
@@ -311,9 +328,10 @@ impl Collective {
         let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
         let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
         let groups = groups(text).ok_or_else(|| malformed(file, 0, format!("{attribute}{text}"), expected))?;
-        let beside = if starts { beside(instruction, instructions) } else { vec![] };
+        let [beside, awaited] =
+            if starts { between(instruction, instructions, computations) } else { Default::default() };
         let name = instruction.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, bytes, groups, runs, beside }))
+        Ok(Some(Collective { name, kind, bytes, groups, runs, beside, awaited }))
     }
 }
 
@@ -369,7 +387,7 @@ impl Traffic {
             }
             let before = bytes;
             let within = Collective::within(file, instruction, instructions, computations, runs)?;
-            let collective = within.or(Collective::of(file, instruction, instructions, runs)?);
+            let collective = within.or(Collective::of(file, instruction, instructions, computations, runs)?);
             let exposed = collective.as_ref().is_some_and(Collective::is_alone);
             self.moved.extend(collective);
             if COLLECTIVES.contains(&instruction.opcode) {
@@ -424,8 +442,12 @@ impl Traffic {
             if !starts {
                 bytes = bytes.saturating_add(windows.bytes_written(&instruction.shape));
             }
+            let moved = (bytes - before).saturating_mul(runs);
             if exposed {
-                self.exposed_bytes = self.exposed_bytes.saturating_add((bytes - before).saturating_mul(runs));
+                self.exposed_bytes = self.exposed_bytes.saturating_add(moved);
+            }
+            if moved > 0 {
+                self.bytes_of.insert(own_name.into(), moved);
             }
         }
         self.hbm_bytes = self.hbm_bytes.saturating_add(bytes.saturating_mul(runs));
@@ -524,6 +546,36 @@ ENTRY %main (a: f32[100], b: f32[100]) -> f32[3] {{
         assert_eq!(bytes("%round = f32[3] call(%q, %p, %i), to_apply=%pick"), (100 + 100 + 3) * 4);
     }
 
+    /// As the columns are of which a part of a head's gradient is made.
+    #[test]
+    fn a_product_reads_of_an_operand_the_slice_that_it_takes() {
+        let text = |also: &str| {
+            format!(
+                "%cut (p: f32[100]) -> f32[10] {{
+  %p = f32[100] parameter(0){also}
+  ROOT %s = f32[10] slice(%p), slice={{[20:30]}}
+}}
+
+%product (q: f32[100], r: f32[7]) -> f32[7] {{
+  %q = f32[100] parameter(0)
+  %r = f32[7] parameter(1)
+  %part = f32[10] fusion(%q), kind=kLoop, calls=%cut
+  ROOT %m = f32[7] convolution(%part, %r), dim_labels=fb_io->bf
+}}
+
+ENTRY %main (a: f32[100], b: f32[7]) -> f32[7] {{
+  %a = f32[100] parameter(0)
+  %b = f32[7] parameter(1)
+  ROOT %multiplied = f32[7] fusion(%a, %b), kind=kOutput, calls=%product
+}}
+"
+            )
+        };
+        let bytes = |also: &str| Traffic::parse("x", &text(also)).unwrap().hbm_bytes;
+        assert_eq!(bytes(""), (10 + 7 + 7) * 4);
+        assert_eq!(bytes("\n  %n = f32[100] negate(%p)"), (100 + 7 + 7) * 4);
+    }
+
     #[test]
     fn a_part_that_is_written_in_place_or_taken_counts_alone() {
         let text = "%put (p: f32[100], q: f32[50], i: s32[]) -> f32[100] {
@@ -593,6 +645,12 @@ ENTRY %main (a: f32[100], b: f32[50], c: f32[9]) -> f32[100] {
   ROOT %by-others = f32[64,128]{1,0} all-reduce(%part), replica_groups={{0,1,2,3}}, to_apply=%add
 }
 
+%turn (carried: (s32[], f32[64,128])) -> (s32[], f32[64,128]) {
+  %carried = (s32[], f32[64,128]{1,0:S(1)}) parameter(0)
+  %in-loop = f32[64,128]{1,0:S(1)} fusion(%carried#1), kind=kLoop, calls=%add
+  ROOT %turned = (s32[], f32[64,128]{1,0:S(1)}) tuple(%carried#0, %in-loop)
+}
+
 %scattered-apart (parts: f32[64,128]) -> f32[16,128] {
   %parts = f32[64,128]{1,0} parameter(0)
   ROOT %called-too = f32[16,128]{1,0} custom-call(%parts), custom_call_target=\"any\", called_computations={%by-sparse-cores}
@@ -620,6 +678,10 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
   %call-start = ((), (), s32[]) async-start(), calls=%offloaded
   %call-update = ((f32[64,128]{1,0}), f32[64,128]{1,0}, s32[]) async-update(%call-start, %moved)
   %beside = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%add
+  %meanwhile = f32[64,128]{1,0} all-gather(%scattered), replica_groups=[1,4]<=[4], dimensions={0}
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[64,128]{1,0:S(1)}) tuple(%zero, %beside)
+  %loop = (s32[], f32[64,128]{1,0:S(1)}) while(%begin), condition=%any, body=%turn, backend_config={\"known_trip_count\":{\"n\":\"2\"}}
   ROOT %call-done = f32[64,128]{1,0} async-done(%call-update)
 }
 ";
@@ -634,9 +696,12 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
             ("scattered", Kind::ReduceScatter, String::new()),
             ("gathered", Kind::AllGather, String::new()),
             ("moved", Kind::Permute, String::new()),
-            ("call-start", Kind::AllReduce, "beside".into()),
+            ("call-start", Kind::AllReduce, "beside in-loop".into()),
+            ("meanwhile", Kind::AllGather, String::new()),
         ];
         assert_eq!(found, expected);
+        assert_eq!(traffic.moved.iter().find(|moved| moved.name == "call-start").unwrap().awaited, ["meanwhile"]);
+        assert_eq!(traffic.bytes_of["product"], 2 * 64 * 128 * 4);
         assert!(traffic.moved.iter().all(|moved| moved.bytes == 64 * 128 * 4 && moved.runs == 1), "{traffic:?}");
         let groups: Vec<Vec<Vec<usize>>> = traffic.moved.iter().map(|moved| moved.groups.clone()).collect();
         assert_eq!(groups[1], [[0, 1], [2, 3]]);
@@ -644,7 +709,7 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
         assert!(groups[0].is_empty() && groups[3].is_empty(), "all devices");
         assert_eq!(groups[4], [[0, 1, 2, 3]]);
         // What is reduced while the fusion runs is not exposed; all else that a collective reads and writes is.
-        assert_eq!(traffic.exposed_bytes, 4 * 128 * ((64 + 64) + (64 + 16) + (16 + 64) + (64 + 64)));
+        assert_eq!(traffic.exposed_bytes, 4 * 128 * ((64 + 64) + (64 + 16) + 2 * (16 + 64) + (64 + 64)));
         let spoilt = TEXT.replace("{{0,1},{2,3}}", "{{0,x}}");
         assert!(Traffic::parse("m", &spoilt).unwrap_err().to_string().contains("groups of devices"));
     }

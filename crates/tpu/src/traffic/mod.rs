@@ -44,6 +44,8 @@ pub struct Traffic {
     pub uncounted: Vec<String>,
     /// How often the instructions of loops run, by name; every other runs once.
     pub runs: BTreeMap<String, u64>,
+    /// Of [`hbm_bytes`](Self::hbm_bytes), those of each instruction that moves some, in all its runs, by name.
+    pub bytes_of: BTreeMap<String, u64>,
     /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
     pub collectives: Vec<Vec<String>>,
     /// What they move between devices.
@@ -81,8 +83,10 @@ pub struct Collective {
     pub groups: Vec<Vec<usize>>,
     /// How often it runs.
     pub runs: u64,
-    /// What is computed between its start and its end, by name.
+    /// What is computed between its start and its end, by name; of a loop what its body computes.
     pub beside: Vec<String>,
+    /// Collectives that are waited for between its start and its end, by name.
+    pub awaited: Vec<String>,
 }
 
 impl Collective {

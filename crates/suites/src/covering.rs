@@ -2,14 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use assay::implementation::Implementation;
-use assay::judge::variants::{SHAPE, variants};
-use assay::problem::{Dtype, Shape};
-use assay::spec::{
-    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective, OldLogp,
-    Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, TemperatureDivides, Terms, Unscored,
+use assay_core::problem::Shape;
+use assay_core::spec::{
+    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
+    Objective, OldLogp, Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides, Terms, Unscored,
 };
+use assay_judge::variants::{SHAPE, variants};
 
 /// Rows of one choice a factor, of as many as `choices` says, among which any two choices of any two factors meet.
 fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
@@ -86,8 +85,12 @@ const WEIGHTS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::Poli
 const DROPS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::PolicyAndKl)];
 const ADVANTAGES: [AdvantageLevel; 2] = [AdvantageLevel::Sequence, AdvantageLevel::Token];
 
+/// What becomes of logits: scale, softcap, bias, and how many columns are left out.
+const TRANSFORMS: [(f64, Option<f64>, bool, usize); 3] =
+    [(1.0, None, false, 0), (-0.5, None, false, 3), (2.0, Some(9.0), true, 0)];
+
 /// How many choices each factor has, in the order that [`spec`] reads them.
-const CHOICES: [usize; 14] = [
+const CHOICES: [usize; 15] = [
     ESTIMATORS.len(),
     IMPORTANCES.len(),
     GRADIENTS.len(),
@@ -102,15 +105,16 @@ const CHOICES: [usize; 14] = [
     WEIGHTS.len(),
     DROPS.len(),
     ADVANTAGES.len(),
+    TRANSFORMS.len(),
 ];
 
 /// One choice of each factor around an objective.
 fn spec(objective: Objective, row: &[usize]) -> LossSpec {
     let [estimator, importance, gradient, difference, value, of_kl, rest @ ..] = row else {
-        unreachable!("14 factors")
+        unreachable!("15 factors")
     };
-    let [reduction, entropy, temperature, old_logp, bounds, weights, drops, advantages] = *rest else {
-        unreachable!("14 factors")
+    let [reduction, entropy, temperature, old_logp, bounds, weights, drops, advantages, transform] = *rest else {
+        unreachable!("15 factors")
     };
     let kl = ESTIMATORS[*estimator].map(|estimator| Kl {
         importance: IMPORTANCES[*importance],
@@ -141,11 +145,14 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         drops_from,
     });
     let (clamp, clip, cap) = BOUNDS[bounds];
+    let (scale, softcap, bias, left_out) = TRANSFORMS[transform];
     LossSpec {
         objective,
         ratio: Ratio { clamp, clip, cap, ..Ratio::default() },
         advantages: ADVANTAGES[advantages],
         old_logp: OLD_LOGPS[old_logp],
+        logits: LogitsTransform { scale, softcap, bias },
+        support: Support { vocab: None, excluded_ids: (0..left_out).collect(), keep_sampled: left_out > 0 },
         temperature: TEMPERATURES[temperature].0,
         temperature_divides: TEMPERATURES[temperature].1,
         kl,
@@ -159,20 +166,52 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
     }
 }
 
-/// Specs that `implementation` computes, every objective that it knows among them in turn.
-pub(crate) fn structures(implementation: &dyn Implementation) -> Vec<LossSpec> {
-    let [batch, tokens, vocab] = SHAPE;
-    let supports =
-        |spec: &LossSpec| implementation.supports(spec, Shape { batch, tokens, vocab }, Dtype::F32, 1).is_ok();
-    let objectives: Vec<Objective> = variants()
-        .into_iter()
-        .filter(|variant| variant.field == "objective" && supports(&variant.spec))
-        .map(|variant| variant.spec.objective)
-        .collect();
-    let specs: Vec<LossSpec> =
-        pairwise(&CHOICES).iter().zip(objectives.into_iter().cycle()).map(|(row, of)| spec(of, row)).collect();
-    for spec in &specs {
-        assert!(supports(spec), "{} refuses {spec:?}", implementation.id());
+/// Whether something computes a spec for a shape.
+pub type Supports<'s> = &'s dyn Fn(&LossSpec, Shape) -> bool;
+
+/// Specs with every objective that is supported, in turn.
+///
+/// # Panics
+/// Where another setting of one of them is not supported.
+pub fn pairs(supports: Supports) -> Vec<LossSpec> {
+    rows(supports).into_iter().map(|(_, spec)| spec).collect()
+}
+
+/// As few of these as have every choice and every objective.
+///
+/// # Panics
+/// As [`pairs`] does.
+pub fn choices(supports: Supports) -> Vec<LossSpec> {
+    let mut rows: Vec<(BTreeSet<(usize, usize)>, LossSpec)> =
+        rows(supports).into_iter().map(|(row, spec)| (row.into_iter().enumerate().collect(), spec)).collect();
+    let mut missing: BTreeSet<(usize, usize)> = rows.iter().flat_map(|(row, _)| row.iter().copied()).collect();
+    let mut specs = Vec::new();
+    while !missing.is_empty() {
+        let new = |(row, _): &(BTreeSet<(usize, usize)>, LossSpec)| row.intersection(&missing).count();
+        let most = (0..rows.len()).max_by_key(|&at| new(&rows[at])).expect("what is missing is in a row");
+        let (row, spec) = rows.swap_remove(most);
+        missing.retain(|met| !row.contains(met));
+        specs.push(spec);
     }
     specs
+}
+
+fn shape() -> Shape {
+    let [batch, tokens, vocab] = SHAPE;
+    Shape { batch, tokens, vocab }
+}
+
+/// One choice of each factor, and of the objective, with their spec.
+fn rows(supports: Supports) -> Vec<(Vec<usize>, LossSpec)> {
+    let of_objective = variants().into_iter().filter(|variant| variant.field == "objective");
+    let supported = of_objective.filter(|variant| supports(&variant.spec, shape()));
+    let objectives: Vec<Objective> = supported.map(|variant| variant.spec.objective).collect();
+    let turns = objectives.iter().enumerate().cycle();
+    let rows = pairwise(&CHOICES).into_iter().zip(turns).map(|(mut row, (place, objective))| {
+        let spec = spec(objective.clone(), &row);
+        assert!(supports(&spec, shape()), "not supported: {spec:?}");
+        row.push(place);
+        (row, spec)
+    });
+    rows.collect()
 }

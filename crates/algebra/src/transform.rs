@@ -1,0 +1,87 @@
+//! What a spec does to logits before their softmax, and to dlogits on the way back.
+//!
+//! ```text
+//! h_j  = cap · tanh(scale · (x_j + bias_j) / cap)       −∞ outside the support
+//! dx_j = dh_j · scale · (1 − tanh²(scale · (x_j + bias_j) / cap))
+//! ```
+//!
+//! A softmax is of `rate·t_j/T`: what its gaps are multiplied by has the rate as a part of it, so that a scale alone costs a sign.
+//!
+//! ```text
+//!                 t_j                               rate        factor            dx_j
+//! with a cap      tanh(factor · (x_j + bias_j))     cap         scale / cap       dt_j · factor · (1 − t_j²)
+//! without         factor · (x_j + bias_j)           |scale|     the sign of scale dt_j · factor
+//! ```
+//!
+//! What differs by column comes in as one array, so that no program is written anew for a list of ids.
+
+use ndarray::{Array1, Array2};
+
+use assay_core::problem::Tokens;
+use assay_core::spec::{LogitsTransform, LossSpec};
+
+/// What of a spec's transform of logits shapes a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transform {
+    /// Whether there is a `tanh`.
+    pub caps: bool,
+    /// Whether a larger logit becomes a smaller one.
+    pub flips: bool,
+    /// Whether columns differ: by a bias, or as some are outside the support.
+    pub columns: bool,
+}
+
+impl Transform {
+    /// That of `spec`; `None` where logits go into the softmax as they come.
+    pub fn of(spec: &LossSpec) -> Option<Self> {
+        let columns = spec.logits.bias || !spec.support.is_whole();
+        let changes = columns || spec.logits != LogitsTransform::default();
+        changes.then_some(Self { caps: spec.logits.softcap.is_some(), flips: spec.logits.scale < 0.0, columns })
+    }
+}
+
+/// What a softmax multiplies `t` by, beside `1/T`.
+pub fn rate(spec: &LossSpec) -> f64 {
+    spec.logits.softcap.unwrap_or(spec.logits.scale.abs())
+}
+
+/// What `x + bias` is multiplied by.
+pub fn factor(spec: &LossSpec) -> f64 {
+    let scale = spec.logits.scale;
+    spec.logits.softcap.map_or(scale.signum(), |cap| scale / cap)
+}
+
+/// The arrays of a [`Transform`] whose columns differ, as devices are given them.
+pub struct Columns {
+    /// `[V]`: the bias of each column, −∞ outside the support.
+    pub bias: Array1<f32>,
+    /// `[B,T]`: that of each token's own column, which is put back where it is outside; anything under the mask.
+    pub target: Array2<f32>,
+}
+
+impl Columns {
+    /// Those of `tokens` over `vocab` columns.
+    pub fn of(spec: &LossSpec, tokens: &Tokens, vocab: usize) -> Self {
+        let given = tokens.extra.bias.as_ref().filter(|_| spec.logits.bias);
+        // A bias of −∞ is no mark: what a cap makes of it is the least logit, and without one it has no weight either way.
+        let of_column = |j: usize| given.map_or(0.0, |bias| bias[j].max(f32::MIN.into()) as f32);
+        let of_token = |&id: &i64| usize::try_from(id).ok().filter(|&id| id < vocab).map_or(0.0, of_column);
+        let mut bias = Array1::from_shape_fn(vocab, of_column);
+        let outside = spec.support.vocab.unwrap_or(vocab)..vocab;
+        for j in outside.chain(spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab)) {
+            bias[j] = f32::NEG_INFINITY;
+        }
+        Self { bias, target: tokens.ids.map(of_token) }
+    }
+}
+
+/// `tanh(y)/y = P(y²)/Q(y²)` as far as [`FAR`](tanh::FAR) on either side, right to `0.37u` of itself: a minimax quotient (Lawson). Both
+/// begin with 1; the coefficients from the first power on.
+pub mod tanh {
+    /// Of `P`.
+    pub const NUMERATOR: [f32; 4] = [0.133_833_35, 0.003_498_230_6, 0.000_020_648_526, 1.340_202_7e-8];
+    /// Of `Q`.
+    pub const DENOMINATOR: [f32; 4] = [0.467_166_4, 0.025_887_314, 0.000_328_977_5, 7.797_520_4e-7];
+    /// From where on `tanh` is 1 in f32.
+    pub const FAR: f32 = 9.01;
+}

@@ -1,0 +1,418 @@
+//! [`Sequences`]: which tokens of a batch make a sequence.
+//!
+//! Everything that a loss takes of a sequence (its length, its ratio, its mean, its advantage, whether it is empty) asks
+//! here, and nothing else does: a token's logits are its own.
+
+use std::ops::Range;
+
+use ndarray::{Array1, Array2, Axis, Ix3};
+
+use super::{Advantages, Extra, FloatArray, HeadProblem, Problem, ProblemError, Projection, Tokens};
+
+/// Which tokens of `[B,T]` make a sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Sequences {
+    /// Those of a row: `B` sequences of `T` tokens.
+    #[default]
+    Rows,
+    /// Sequences lie one after another in one row, `B = 1`.
+    Packed(CuSeqlens),
+}
+
+/// Cumulative lengths of `S` sequences, `[S+1]`: sequence `s` has the tokens `cu_seqlens[s]..cu_seqlens[s+1]`, which may
+/// be none. It starts at 0, does not decrease, and may end before the tokens do: those behind belong to no sequence, and
+/// the mask hides them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CuSeqlens(Array1<usize>);
+
+/// The places of a sequence's tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sequence {
+    /// Which sequence it is.
+    pub index: usize,
+    /// The row that it lies in.
+    pub row: usize,
+    /// Its tokens there.
+    pub tokens: Range<usize>,
+}
+
+impl Sequence {
+    /// `(b, t)` of each token, in order.
+    pub fn places(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let row = self.row;
+        self.tokens.clone().map(move |t| (row, t))
+    }
+}
+
+impl CuSeqlens {
+    /// Of `values`, `[S+1]`.
+    ///
+    /// # Errors
+    /// [`ProblemError::Shape`] where there are fewer than two; [`ProblemError::CuSeqlens`] at the first that is wrong.
+    pub fn new(values: &[i64]) -> Result<Self, ProblemError> {
+        if values.len() < 2 {
+            let expected = "[S+1] with S ≥ 1: 0, and where each sequence ends".into();
+            return Err(ProblemError::Shape { field: "cu_seqlens", given: vec![values.len()], expected });
+        }
+        let wrong = |at: usize, expected: String| ProblemError::CuSeqlens { at, given: values[at], expected };
+        if values[0] != 0 {
+            return Err(wrong(0, "0, where the first sequence begins".into()));
+        }
+        if let Some(at) = (1..values.len()).find(|&at| values[at] < values[at - 1]) {
+            return Err(wrong(
+                at,
+                format!("at least {}: sequence {} ends where it begins or behind", values[at - 1], at - 1),
+            ));
+        }
+        Ok(Self(values.iter().map(|&end| usize::try_from(end).unwrap_or(usize::MAX)).collect()))
+    }
+
+    /// Of sequences of these lengths.
+    pub fn of_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
+        let mut end = 0;
+        let ends = lengths.into_iter().map(|length| {
+            end += length;
+            end
+        });
+        Self(std::iter::once(0).chain(ends).collect())
+    }
+
+    /// Of segment ids, `[N]`: 1 for the tokens of the first sequence, 2 for those of the second, and so on; 0 for padding,
+    /// which `mask`, `[1,N]`, hides, and which is a part of the sequence before it. An id that is passed over is an empty
+    /// sequence.
+    ///
+    /// # Errors
+    /// [`ProblemError::SegmentId`] at the first that is 0 on an unmasked token, negative, smaller than one before it or beyond
+    /// `N`, or where all are 0.
+    pub fn from_segment_ids(ids: &[i64], mask: &Array2<bool>) -> Result<Self, ProblemError> {
+        let mut ends = vec![0];
+        if let Some(t) = ids.iter().zip(mask).position(|(id, counts)| *id == 0 && *counts) {
+            let expected = "a sequence's number, 1 or more, on an unmasked token".into();
+            return Err(ProblemError::SegmentId { t, given: 0, expected });
+        }
+        for (t, &given) in ids.iter().enumerate().filter(|(_, id)| **id != 0) {
+            let last = ends.len() - 1;
+            let wrong = |expected: String| ProblemError::SegmentId { t, given, expected };
+            let id = usize::try_from(given)
+                .map_err(|_| wrong("0 for padding, or the sequence's number from 1 on".into()))?;
+            if id > ids.len() {
+                return Err(wrong(format!("at most {}, the number of tokens", ids.len())));
+            }
+            if id < last {
+                return Err(wrong(format!(
+                    "at least {last}, that of a token before it: sequences lie one after another"
+                )));
+            }
+            if id > last {
+                // Where the next begins, the last one ends, padding and all; what lies before the first is the first's.
+                let begin = if last == 0 { 0 } else { t };
+                ends[last] = begin;
+                ends.resize(id, begin);
+                ends.push(t + 1);
+            } else {
+                ends[id] = t + 1;
+            }
+        }
+        if ends.len() < 2 {
+            let expected = "a token of a sequence, 1 or more".into();
+            return Err(ProblemError::SegmentId { t: 0, given: 0, expected });
+        }
+        Ok(Self(ends.into()))
+    }
+
+    /// The values, `[S+1]`.
+    pub fn values(&self) -> &Array1<usize> {
+        &self.0
+    }
+
+    fn ends(&self) -> &[usize] {
+        self.0.as_slice().expect("dense")
+    }
+
+    /// `S`.
+    pub fn count(&self) -> usize {
+        self.0.len() - 1
+    }
+
+    /// Where the last sequence ends.
+    pub fn end(&self) -> usize {
+        self.0[self.count()]
+    }
+
+    /// The sequence of token `t`; `None` behind the last.
+    pub fn owner(&self, t: usize) -> Option<usize> {
+        (t < self.end()).then(|| self.ends().partition_point(|&end| end <= t) - 1)
+    }
+}
+
+impl Sequences {
+    /// How many there are in `batch` rows.
+    pub fn count(&self, batch: usize) -> usize {
+        match self {
+            Sequences::Rows => batch,
+            Sequences::Packed(cu_seqlens) => cu_seqlens.count(),
+        }
+    }
+
+    /// How many are packed into the one row; `None` where each row is one.
+    pub fn packed(&self) -> Option<usize> {
+        match self {
+            Sequences::Rows => None,
+            Sequences::Packed(cu_seqlens) => Some(cu_seqlens.count()),
+        }
+    }
+
+    /// The places of each one's tokens in `[B,T]`, in order.
+    pub fn places(&self, (batch, tokens): (usize, usize)) -> Vec<Sequence> {
+        match self {
+            Sequences::Rows => (0..batch).map(|row| Sequence { index: row, row, tokens: 0..tokens }).collect(),
+            Sequences::Packed(cu_seqlens) => {
+                let bounds = cu_seqlens.ends().windows(2).enumerate();
+                bounds.map(|(index, ends)| Sequence { index, row: 0, tokens: ends[0]..ends[1] }).collect()
+            }
+        }
+    }
+
+    /// The sequence of token `[b,t]`, if it is of any.
+    pub fn owner(&self, (b, t): (usize, usize)) -> Option<usize> {
+        match self {
+            Sequences::Rows => Some(b),
+            Sequences::Packed(cu_seqlens) => cu_seqlens.owner(t),
+        }
+    }
+
+    /// A number of each sequence in the places of its tokens, of which there are `dim`; 0 in those of none.
+    pub fn spread(&self, dim: (usize, usize), of_sequences: &[f64]) -> Array2<f64> {
+        let mut spread = Array2::zeros(dim);
+        for sequence in self.places(dim) {
+            sequence.places().for_each(|at| spread[at] = of_sequences[sequence.index]);
+        }
+        spread
+    }
+
+    /// Checks that they are of a batch of `[B,T]`, and that `mask` hides what belongs to none.
+    pub(super) fn check(&self, mask: &Array2<bool>) -> Result<(), ProblemError> {
+        let Sequences::Packed(cu_seqlens) = self else { return Ok(()) };
+        let (batch, tokens) = mask.dim();
+        if batch != 1 {
+            let expected = "[1,N], as `cu_seqlens` packs sequences into one row".into();
+            return Err(ProblemError::Shape { field: "mask", given: vec![batch, tokens], expected });
+        }
+        let values = cu_seqlens.ends();
+        if let Some(at) = values.iter().position(|&end| end > tokens) {
+            let given = i64::try_from(values[at]).unwrap_or(i64::MAX);
+            return Err(ProblemError::CuSeqlens {
+                at,
+                given,
+                expected: format!("at most N = {tokens}, the number of tokens"),
+            });
+        }
+        match (cu_seqlens.end()..tokens).find(|&t| mask[[0, t]]) {
+            Some(t) => Err(ProblemError::NoSequence { t, end: cu_seqlens.end() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Those of the chosen `tokens` of each row, which ascend.
+    pub(super) fn select(&self, tokens: &[usize]) -> Self {
+        match self {
+            Sequences::Rows => Sequences::Rows,
+            Sequences::Packed(CuSeqlens(ends)) => {
+                let before = |end: &usize| tokens.iter().filter(|&t| t < end).count();
+                Sequences::Packed(CuSeqlens(ends.iter().map(before).collect()))
+            }
+        }
+    }
+}
+
+impl Tokens<'_> {
+    /// The places of each sequence's tokens, in order.
+    pub fn sequences(&self) -> Vec<Sequence> {
+        self.extra.sequences.places(self.mask.dim())
+    }
+
+    /// The advantage of a sequence, that of its first token where tokens have their own; 0 where it has neither.
+    pub fn advantage_of(&self, sequence: &Sequence) -> f64 {
+        match self.advantages {
+            Advantages::Sequence(of_sequences) => of_sequences[sequence.index],
+            Advantages::Token(of_tokens) => sequence.places().next().map_or(0.0, |at| of_tokens[at]),
+        }
+    }
+
+    /// The advantage of each token, `[B,T]`; 0 where it belongs to no sequence.
+    pub fn advantages_of_tokens(&self) -> Array2<f64> {
+        match self.advantages {
+            Advantages::Token(of_tokens) => of_tokens.clone(),
+            Advantages::Sequence(of_sequences) => self.extra.sequences.spread(self.mask.dim(), &of_sequences.to_vec()),
+        }
+    }
+}
+
+impl<L> Problem<L> {
+    /// The places of each sequence's tokens, in order.
+    pub fn sequences(&self) -> Vec<Sequence> {
+        self.tokens().sequences()
+    }
+
+    /// The advantage of token `[b,t]`; 0 where it belongs to no sequence.
+    pub fn advantage(&self, at: (usize, usize)) -> f64 {
+        match &self.advantages {
+            Advantages::Token(of_tokens) => of_tokens[at],
+            Advantages::Sequence(of_sequences) => {
+                self.extra.sequences.owner(at).map_or(0.0, |sequence| of_sequences[sequence])
+            }
+        }
+    }
+
+    /// Where the tokens of a packed batch are here: of each sequence those up to the last that counts; the first of the
+    /// first where none does.
+    fn packed_places(&self) -> (CuSeqlens, Vec<(usize, usize)>) {
+        let counts = |sequence: &Sequence| {
+            let last = sequence.places().enumerate().filter(|(_, at)| self.mask[*at]).last();
+            last.map_or(0, |(i, _)| i + 1)
+        };
+        let sequences = self.sequences();
+        let mut lengths: Vec<usize> = sequences.iter().map(counts).collect();
+        if lengths.iter().all(|length| *length == 0) {
+            lengths[0] = 1;
+        }
+        let places = sequences.iter().zip(&lengths).flat_map(|(sequence, length)| sequence.places().take(*length));
+        (CuSeqlens::of_lengths(lengths.iter().copied()), places.collect())
+    }
+
+    fn packed_with<M>(&self, logits: M, cu_seqlens: CuSeqlens, places: &[(usize, usize)]) -> Problem<M> {
+        fn of_places<T: Clone>(array: &Array2<T>, places: &[(usize, usize)]) -> Array2<T> {
+            let values = places.iter().map(|&at| array[at].clone()).collect();
+            Array2::from_shape_vec((1, places.len()), values).expect("one entry a token")
+        }
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _ } = &self.extra;
+        let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_places(array, places));
+        // One a sequence stays so.
+        let weights = |array: &Option<Array2<f64>>| match array {
+            Some(weights) if weights.dim() != self.mask.dim() => Some(weights.clone()),
+            weights => floats(weights),
+        };
+        Problem {
+            logits,
+            ids: of_places(&self.ids, places),
+            mask: of_places(&self.mask, places),
+            advantages: match &self.advantages {
+                Advantages::Sequence(of_sequences) => Advantages::Sequence(of_sequences.clone()),
+                Advantages::Token(of_tokens) => Advantages::Token(of_places(of_tokens, places)),
+            },
+            old_logp: floats(&self.old_logp),
+            ref_logp: floats(&self.ref_logp),
+            extra: Extra {
+                rollout_logp: floats(rollout_logp),
+                rollout_weights: weights(rollout_weights),
+                token_weights: weights(token_weights),
+                selected: selected.as_ref().map(|selected| of_places(selected, places)),
+                bias: bias.clone(),
+                sequences: Sequences::Packed(cu_seqlens),
+            },
+        }
+    }
+}
+
+/// Rows of a `[B,T,…]` array, one after another: `[1,N,…]`.
+fn rows_at(array: &FloatArray<Ix3>, places: &[(usize, usize)]) -> FloatArray<Ix3> {
+    let tokens = array.shape()[1];
+    array.in_one_row().select(Axis(1), &places.iter().map(|&(b, t)| b * tokens + t).collect::<Vec<_>>())
+}
+
+impl Problem {
+    /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
+    pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
+        let (cu_seqlens, places) = self.packed_places();
+        (self.packed_with(rows_at(&self.logits, &places), cu_seqlens, &places), places)
+    }
+}
+
+impl HeadProblem {
+    /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
+    pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
+        let (cu_seqlens, places) = self.packed_places();
+        let Projection { hidden, lm_head, layout, rounds_logits } = &self.logits;
+        let logits = Projection {
+            hidden: rows_at(hidden, &places),
+            lm_head: lm_head.clone(),
+            layout: *layout,
+            rounds_logits: *rounds_logits,
+        };
+        (self.packed_with(logits, cu_seqlens, &places), places)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cu_seqlens_that_are_wrong_say_where() {
+        let error = |values: &[i64]| CuSeqlens::new(values).unwrap_err().to_string();
+        assert_eq!(
+            error(&[0]),
+            "`cu_seqlens`: got shape [1], expected [S+1] with S ≥ 1: 0, and where each sequence ends"
+        );
+        assert_eq!(error(&[1, 2]), "`cu_seqlens[0]`: got 1, expected 0, where the first sequence begins");
+        assert_eq!(
+            error(&[0, 4, 3]),
+            "`cu_seqlens[2]`: got 3, expected at least 4: sequence 1 ends where it begins or behind"
+        );
+        assert_eq!(
+            error(&[0, -1]),
+            "`cu_seqlens[1]`: got -1, expected at least 0: sequence 0 ends where it begins or behind"
+        );
+        let beyond = Sequences::Packed(CuSeqlens::new(&[0, 2, i64::MAX]).unwrap());
+        assert_eq!(
+            beyond.check(&Array2::from_elem((1, 4), true)).unwrap_err().to_string(),
+            format!("`cu_seqlens[2]`: got {}, expected at most N = 4, the number of tokens", i64::MAX)
+        );
+        let short = Sequences::Packed(CuSeqlens::new(&[0, 2, 3]).unwrap());
+        assert_eq!(
+            short.check(&Array2::from_elem((1, 4), true)).unwrap_err().to_string(),
+            "`mask[0,3]`: got 1, expected 0: the last sequence of `cu_seqlens` ends at 3"
+        );
+        assert_eq!(short.check(&ndarray::arr2(&[[true, false, true, false]])), Ok(()));
+        assert_eq!(
+            short.check(&Array2::from_elem((2, 4), true)).unwrap_err().to_string(),
+            "`mask`: got shape [2, 4], expected [1,N], as `cu_seqlens` packs sequences into one row"
+        );
+    }
+
+    #[test]
+    fn owners_pass_over_empty_sequences() {
+        let cu_seqlens = CuSeqlens::new(&[0, 0, 2, 2, 5, 5]).unwrap();
+        let owners: Vec<Option<usize>> = (0..7).map(|t| cu_seqlens.owner(t)).collect();
+        assert_eq!(owners, [Some(1), Some(1), Some(3), Some(3), Some(3), None, None]);
+        assert_eq!(CuSeqlens::of_lengths([0, 2, 0, 3, 0]), cu_seqlens);
+    }
+
+    #[test]
+    fn segment_ids_are_cumulative_lengths() {
+        let of = |ids: &[i64]| {
+            CuSeqlens::from_segment_ids(ids, &Array2::from_shape_fn((1, ids.len()), |(_, t)| ids[t] != 0))
+                .map(|cu| cu.values().to_vec())
+                .map_err(|e| e.to_string())
+        };
+        assert_eq!(of(&[1, 1, 2, 3, 3]), Ok(vec![0, 2, 3, 5]));
+        // Padding between two is the first's, padding behind is nobody's, and 2 is empty.
+        assert_eq!(of(&[0, 1, 0, 3, 3, 0]), Ok(vec![0, 3, 3, 5]));
+        assert_eq!(of(&[2, 2]), Ok(vec![0, 0, 2]));
+        assert_eq!(
+            of(&[2, 1]).unwrap_err(),
+            "`segment_ids[1]`: got 1, expected at least 2, that of a token before it: sequences lie one after another"
+        );
+        assert_eq!(
+            of(&[-1]).unwrap_err(),
+            "`segment_ids[0]`: got -1, expected 0 for padding, or the sequence's number from 1 on"
+        );
+        assert_eq!(of(&[1, 9]).unwrap_err(), "`segment_ids[1]`: got 9, expected at most 2, the number of tokens");
+        let counts = Array2::from_elem((1, 3), true);
+        assert_eq!(
+            CuSeqlens::from_segment_ids(&[1, 0, 2], &counts).unwrap_err().to_string(),
+            "`segment_ids[1]`: got 0, expected a sequence's number, 1 or more, on an unmasked token"
+        );
+        assert_eq!(of(&[0, 0]).unwrap_err(), "`segment_ids[0]`: got 0, expected a token of a sequence, 1 or more");
+    }
+}

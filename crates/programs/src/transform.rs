@@ -1,0 +1,130 @@
+//! What becomes of logits within a tile kernel: the `t` of [`transform`](assay_algebra::transform), by columns.
+
+use assay_algebra::structure::{Number, Structure};
+use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
+use assay_core::device_dtype::DeviceDtype;
+use assay_tile::{Builder, Memory, Type, Value};
+
+use crate::rows::{Chunk, REGISTERS, widen};
+
+/// Registers of columns that a trip of a loop takes where logits are changed: what they are on the way to that stays in registers.
+const REGISTERS_CHANGED: usize = 8;
+
+/// Registers of columns that a trip of a loop takes, at most.
+pub(crate) fn registers(structure: Structure) -> usize {
+    if structure.transform.is_some() { REGISTERS_CHANGED } else { REGISTERS }
+}
+
+/// The targets of a chunk's rows.
+pub(crate) struct Target<'h> {
+    /// The bias of each, `[rows, 1]`.
+    pub(crate) bias: Value,
+    /// Which of the chunk's columns are their row's target.
+    pub(crate) hits: &'h dyn Fn(&mut Builder) -> Value,
+}
+
+/// What becomes of a kernel's logits.
+#[derive(Clone, Copy)]
+pub(crate) struct Change {
+    caps: bool,
+    /// A scalar, and so the next.
+    factor: Value,
+    outside: Value,
+    /// `[1,v]`: the bias of each column, −∞ outside the support.
+    bias: Option<Memory>,
+}
+
+impl Change {
+    /// That of a structure, if it has one: with its numbers from `number`, and `bias` where its columns differ.
+    pub(crate) fn of(
+        on: &mut Builder,
+        structure: Structure,
+        number: impl FnOnce(&mut Builder, Number) -> Value,
+        bias: Option<Memory>,
+    ) -> Option<Self> {
+        let caps = structure.transform?.caps;
+        let factor = number(on, Number::LogitFactor);
+        Some(Self { caps, factor, outside: on.number(f64::NEG_INFINITY), bias })
+    }
+
+    /// `t` of a chunk's columns, f32, −∞ outside the support and beyond the array; and which are outside, where columns differ. A
+    /// target among them has its own bias.
+    pub(crate) fn load(
+        self,
+        on: &mut Builder,
+        logits: Memory,
+        chunk: Chunk,
+        target: Option<Target>,
+    ) -> (Value, Option<Value>) {
+        let x = on.load(logits, chunk.column, chunk.columns);
+        let x = widen(on, x);
+        let [rows, columns] = on.type_of(x).tile.expect("logits are loaded as tiles");
+        let bias = self.bias.map(|bias| {
+            let bias = on.load(bias, chunk.column, chunk.columns);
+            let bias = on.broadcast(bias, rows, columns);
+            match target {
+                Some(target) => {
+                    let hit = (target.hits)(on);
+                    on.select(hit, target.bias, bias)
+                }
+                None => bias,
+            }
+        });
+        let mut t = self.apply(on, x, bias);
+        let outside = bias.map(|bias| on.equal(bias, self.outside));
+        if let Some(outside) = outside {
+            t = on.select(outside, self.outside, t);
+        }
+        if let Some(real) = chunk.real {
+            let lane = on.iota(1, rows, columns);
+            let inside = on.less(lane, real);
+            t = on.select(inside, t, self.outside);
+        }
+        (t, outside)
+    }
+
+    /// Which of the columns that became `t`, the target's not among them, are outside the support, where any may be.
+    pub(crate) fn outside(self, on: &mut Builder, t: Value) -> Option<Value> {
+        self.bias.map(|_| on.equal(t, self.outside))
+    }
+
+    /// `t` of logits in f32, with their bias where they have one.
+    pub(crate) fn apply(self, on: &mut Builder, x: Value, bias: Option<Value>) -> Value {
+        let x = bias.map_or(x, |bias| on.add(x, bias));
+        let y = on.mul(x, self.factor);
+        if self.caps { tanh(on, y) } else { y }
+    }
+
+    /// `∂loss/∂x` from `∂loss/∂t`; 0 outside.
+    pub(crate) fn through(self, on: &mut Builder, gradient: Value, t: Value, outside: Option<Value>) -> Value {
+        let mut gradient = on.mul(gradient, self.factor);
+        let zero = on.number(0.0);
+        if self.caps {
+            let (one, square) = (on.number(1.0), on.mul(t, t));
+            let slope = on.sub(one, square);
+            let slope = on.max(slope, zero);
+            gradient = on.mul(gradient, slope);
+        }
+        outside.map_or(gradient, |outside| on.select(outside, zero, gradient))
+    }
+}
+
+/// `tanh y`, NaN of NaN.
+fn tanh(on: &mut Builder, y: Value) -> Value {
+    let (far, near) = (on.number(FAR.into()), on.number((-FAR).into()));
+    let y = on.min(y, far);
+    let y = on.max(y, near);
+    let square = on.mul(y, y);
+    let series = |on: &mut Builder, [c1, c2, c3, c4]: [f32; 4]| {
+        let mut sum = on.constant(c4.into(), Type { element: DeviceDtype::F32, ..on.type_of(square) });
+        for c in [c3, c2, c1, 1.0] {
+            let c = on.number(c.into());
+            sum = on.mul(sum, square);
+            sum = on.add(sum, c);
+        }
+        sum
+    };
+    let (p, q) = (series(on, NUMERATOR), series(on, DENOMINATOR));
+    let p = on.mul(y, p);
+    on.div(p, q)
+}
