@@ -7,7 +7,7 @@ use ndarray::{Array2, Axis};
 use super::rollout::{self, Settled};
 use super::structure::Shaped;
 use assay_core::implementation::{Implementation, RunError};
-use assay_core::problem::{Candidate, Problem, ProblemError, Tokens};
+use assay_core::problem::{Candidate, Problem, ProblemError, Sequences, Tokens};
 use assay_core::spec::{
     Averaging, LossSpec, Objective, Outside, Reduction, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
     Rows, SpecError, Terms, TokenWeights, Unscored,
@@ -59,9 +59,13 @@ impl Whole {
     /// `batch`, whose loss is `spec`.
     ///
     /// # Errors
-    /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are.
+    /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or sequences are packed into one row.
     pub fn of(spec: &LossSpec, mut batch: Problem<()>) -> Result<Self, SpecError> {
         expect_separable(spec)?;
+        if batch.extra.sequences != Sequences::Rows {
+            let expected = "one a row: a batch is cut between rows";
+            return Err(SpecError { field: "sequences", given: "packed into one row".into(), expected });
+        }
         let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;
         let counts: Vec<usize> =
             mask.rows().into_iter().map(|row| row.iter().filter(|counts| **counts).count()).collect();

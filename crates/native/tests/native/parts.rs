@@ -71,3 +71,11 @@ fn a_sum_of_parts_own_means_is_told_from_it() {
         assert!(!failures(&spec, &problem, Candidate::of_parts(&own)).is_empty(), "{reduction:?}");
     }
 }
+
+#[test]
+fn packed_sequences_are_not_cut() {
+    let spec = LossSpec::default();
+    let (packed, _) = problem(&spec, 3).pack();
+    let error = parts::run(&Native::default(), &spec, &packed, 2, 1).unwrap_err().to_string();
+    assert!(error.contains("`sequences`: got packed into one row, expected one a row"), "{error}");
+}
