@@ -12,6 +12,7 @@
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
+pub use assay_algebra::parts;
 pub use assay_campaign as campaign;
 use assay_core::project;
 pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};

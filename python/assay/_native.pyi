@@ -144,6 +144,9 @@ class Problem:
     def rollout_weights(self) -> Array:
         """[B,T] or [B,1]: importance weights against the sampler's policy."""
     @property
+    def token_weights(self) -> Array:
+        """[B,T] or [B,1]: weights of tokens that the trainer gives."""
+    @property
     def selected(self) -> Array:
         """[B,T] bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out."""
     @property

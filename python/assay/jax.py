@@ -86,8 +86,8 @@ def grpo_loss(
             those of all, the same on every device.
         token_axis: likewise the tokens of a sequence.
         vocab_axis: likewise the columns, in order and as many on each device.
-        given: `[B,T]` each, what else the spec reads: `policy_weight`, `kl_weight`, `selected`, `log_weight`,
-            `behaviour_logp`, as docs/jax.md has them; `dentropy`, the cotangent of each token's entropy.
+        given: `[B,T]` each, what else the spec reads: `policy_weight`, `kl_weight`, `selected`, `rollout_logp`,
+            `log_weight`, `behaviour_logp`, as docs/jax.md has them; `dentropy`, the cotangent of each token's entropy.
 
     Raises:
         SpecError: the spec is none, or has what no kernel of these computes.
@@ -532,7 +532,17 @@ class _Batch(NamedTuple):
         return GrpoLoss(loss, metrics, of["logp"], of["entropy"], of["token_loss"])
 
 
-_INPUTS = ("old_logp", "ref_logp", "policy_weight", "kl_weight", "selected", "log_weight", "behaviour_logp", "dentropy")
+_INPUTS = (
+    "old_logp",
+    "ref_logp",
+    "policy_weight",
+    "kl_weight",
+    "selected",
+    "rollout_logp",
+    "log_weight",
+    "behaviour_logp",
+    "dentropy",
+)
 
 
 def _scale(given: float | Array) -> Array:

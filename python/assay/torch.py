@@ -58,6 +58,7 @@ _ARRAYS = (
     "ref_logp",
     "rollout_logp",
     "rollout_weights",
+    "token_weights",
     "selected",
     "bias",
     "cu_seqlens",
@@ -66,8 +67,8 @@ _ARRAYS = (
 )
 _GIVEN = (
     "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
-    "Tensor? rollout_weights, Tensor? selected, Tensor? bias, Tensor? cu_seqlens, Tensor? segment_ids, "
-    "Tensor? dentropy, Tensor? normalizer, str spec"
+    "Tensor? rollout_weights, Tensor? token_weights, Tensor? selected, Tensor? bias, Tensor? cu_seqlens, "
+    "Tensor? segment_ids, Tensor? dentropy, Tensor? normalizer, str spec"
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
 _SENT = "Tensor loss, Tensor logp, Tensor entropy"
@@ -294,6 +295,7 @@ def grpo_loss(
     spec: str | Spec = "trl",
     rollout_logp: Tensor | None = None,
     rollout_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     selected: Tensor | None = None,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -319,10 +321,12 @@ def grpo_loss(
         spec: The loss: what `assay.spec` made, or a project's name, whose `options` follow as in `assay.spec`.
         rollout_logp: `[B,T]`, nats: under the policy that the sampler ran; NaN: not scored.
         rollout_weights: `[B,T]` or `[B,1]`: importance weights against that.
+        token_weights: `[B,T]` or `[B,1]`: weights of tokens that the trainer gives.
         selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
         bias: `[V]`: of the LM head, where the spec has one.
         cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
-            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights` are `[1,N]` or `[S,1]`.
+            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights` and `token_weights`
+            are `[1,N]` or `[S,1]`.
         segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
         dentropy: `[B,T]`: the cotangent of each token's entropy, where the spec reads it.
         normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
@@ -349,6 +353,7 @@ def grpo_loss(
         "ref_logp": ref_logp,
         "rollout_logp": rollout_logp,
         "rollout_weights": rollout_weights,
+        "token_weights": token_weights,
         "selected": selected,
         "bias": bias,
         "cu_seqlens": cu_seqlens,

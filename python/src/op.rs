@@ -26,11 +26,12 @@ struct Given {
     optional: [Option<Taken>; OPTIONAL.len()],
 }
 
-const OPTIONAL: [&str; 9] = [
+const OPTIONAL: [&str; 10] = [
     "old_logp",
     "ref_logp",
     "rollout_logp",
     "rollout_weights",
+    "token_weights",
     "selected",
     "bias",
     "cu_seqlens",
@@ -66,8 +67,18 @@ impl Given {
     }
 
     fn op(&self) -> Result<Op<'_>, String> {
-        let [old_logp, ref_logp, rollout_logp, rollout_weights, selected, bias, cu_seqlens, segment_ids, dentropy] =
-            self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
+        let [
+            old_logp,
+            ref_logp,
+            rollout_logp,
+            rollout_weights,
+            token_weights,
+            selected,
+            bias,
+            cu_seqlens,
+            segment_ids,
+            dentropy,
+        ] = self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
         let arguments = Arguments {
             ids: self.ids.lent(),
             mask: self.mask.lent(),
@@ -76,6 +87,7 @@ impl Given {
             ref_logp,
             rollout_logp,
             rollout_weights,
+            token_weights,
             selected,
             bias,
             cu_seqlens,

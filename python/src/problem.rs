@@ -155,6 +155,7 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
         ("rollout_logp", &extra.rollout_logp),
         ("rollout_weights", &extra.rollout_weights),
         ("dentropy", &extra.dentropy),
+        ("token_weights", &extra.token_weights),
     ];
     arrays.extend(optional.into_iter().filter_map(|(name, array)| Some((name, numbers(array.as_ref()?)))));
     arrays.extend(extra.bias.iter().map(|bias| ("bias", numbers(bias))));
@@ -285,6 +286,12 @@ impl Problem {
     #[getter]
     fn rollout_weights(&self) -> PyResult<Array> {
         self.lent("rollout_weights")
+    }
+
+    /// `[B,T]` or `[B,1]`: weights of tokens that the trainer gives.
+    #[getter]
+    fn token_weights(&self) -> PyResult<Array> {
+        self.lent("token_weights")
     }
 
     /// `[B,T]` bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.

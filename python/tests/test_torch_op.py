@@ -13,8 +13,20 @@ from assay import _native, _pool
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
 
-ARRAYS = ("ids", "advantages", "mask", "old_logp", "ref_logp", "rollout_logp", "rollout_weights", "selected", "bias")
-ARRAYS += ("cu_seqlens", "dentropy")
+ARRAYS = (
+    "ids",
+    "advantages",
+    "mask",
+    "old_logp",
+    "ref_logp",
+    "rollout_logp",
+    "rollout_weights",
+    "token_weights",
+    "selected",
+    "bias",
+    "cu_seqlens",
+    "dentropy",
+)
 G = [1.0, 1 / 7, -3.0]
 
 

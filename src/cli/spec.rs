@@ -32,6 +32,7 @@ pub(super) struct Spec {
 
 /// What the batch has, where a project chooses by it what it computes.
 #[derive(Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
 struct Batch {
     /// The batch has no old log-probabilities
     #[arg(long)]
@@ -45,6 +46,9 @@ struct Batch {
     /// The batch has importance weights against the sampler, one a `token` or one a `sequence`
     #[arg(long, value_name = "LEVEL", value_parser = ["token", "sequence"])]
     rollout_weights: Option<String>,
+    /// The batch has weights of tokens or rows that the trainer gives
+    #[arg(long)]
+    token_weights: bool,
     /// Tokens of the whole generation batch
     #[arg(long, value_name = "N")]
     num_items: Option<f64>,
@@ -112,6 +116,7 @@ impl Batch {
                 .rollout_weights
                 .as_ref()
                 .map(|level| if is_token(level) { WeightShape::Token } else { WeightShape::Sequence }),
+            token_weights: self.token_weights,
             num_items_in_batch: self.num_items,
             advantages: self
                 .advantages

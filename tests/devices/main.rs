@@ -26,6 +26,7 @@ use assay::judge::packed::Twins;
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
+use assay::parts;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
 use assay::spec::{
@@ -232,6 +233,7 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, least, &listed, move |run| run.any_spec(&available));
         self.push("all_outputs_qwen_vocabulary_match_reference", largest, "", |run| run.qwen_vocabulary());
+        self.push("all_outputs_of_parts_match_reference", largest, "", |run| run.parts());
         self.push("all_outputs_changed_logits_match_reference", largest, "", |run| run.changed_logits());
         if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_awkward_shapes_match_reference", largest, "", |run| run.awkward_shapes());
@@ -254,6 +256,7 @@ impl Trials<'_> {
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
         self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
         self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
+        self.push("all_outputs_of_parts_match_reference", devices, "", |run| run.parts());
         self.push("all_outputs_changed_logits_match_reference", devices, "", |run| run.changed_logits());
         if ["tile", "gpu"].contains(&self.implementation.class()) {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
@@ -616,6 +619,34 @@ impl Run {
             self.judge(&spec, &recipe)?;
         }
         Ok(Regime::FINITE.len())
+    }
+
+    /// In two parts, by the limits of the whole.
+    fn parts(&self) -> Result<usize, Failed> {
+        let tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+        let spec = LossSpec {
+            reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
+            kl: Some(Kl { averaging: Some(tokens), ..Kl::plain(0.1, KlEstimator::K3) }),
+            entropy_coef: 0.02,
+            ..LossSpec::default()
+        };
+        let recipe = Recipe {
+            shape: [8, 8, 96],
+            dtype: Dtype::F32,
+            regime: Regime::Normal,
+            seed: 5,
+            old_logp_noise_scale: 0.3,
+            masked_garbage: true,
+        };
+        let problem = recipe.problem(&spec)?;
+        let known = Known::of(&spec, &problem)?;
+        let candidate = parts::run(&*self.implementation, &spec, &problem, 2, self.devices)?;
+        let judged = known.judge(candidate, &Limits::of(self.implementation.class())?)?;
+        let name = on_devices(self.implementation.id(), self.devices);
+        match known.failures(&judged, &name, "this trial").into_iter().next() {
+            Some(failure) => Err(failure.into()),
+            None => Ok(1),
+        }
     }
 
     /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest

@@ -15,7 +15,9 @@ use assay::judge::judge::{Cancels, Verdict};
 use assay::judge::tolerance::Limits;
 use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay::registry::find;
-use assay::spec::{Kl, KlCov, KlEstimator, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Reduction, Rows};
+use assay::spec::{
+    Kl, KlCov, KlEstimator, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Reduction, Rows, Terms, TokenWeights,
+};
 use assay_testkit::Known;
 use assert_cmd::cargo::cargo_bin_cmd;
 use ndarray::{Array3, arr1, arr2, arr3};
@@ -241,18 +243,19 @@ fn inputs_any_order_any_dtype_arrive_as_the_problem_holds_them() {
     }
 }
 
-/// What only some specs ask for comes back out: `rollout_logp` as logp, weights of a sequence in all of its places as the entropy, what is
-/// selected as the token loss, the bias in each token's dlogits; on two devices, each with half of the columns.
+/// What only some specs ask for comes back out: `rollout_logp` as logp, weights of a sequence in all of its places plus those of
+/// tokens as the entropy, what is selected as the token loss, the bias in each token's dlogits; on two devices, each with half of the columns.
 #[test]
 fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
     let copy = Copy::new();
     let program = "module { func.func public @main(%x: tensor<1x2x2xf32>, %ids: tensor<1x2xi32>, %a: tensor<1xf32>, %old: tensor<1x2xf32>,
-            %rollout: tensor<1x2xf32>, %weights: tensor<1x2xf32>, %selected: tensor<1x2xi1>, %bias: tensor<2xf32>)
+            %rollout: tensor<1x2xf32>, %weights: tensor<1x2xf32>, %own: tensor<1x2xf32>, %selected: tensor<1x2xi1>, %bias: tensor<2xf32>)
             -> (tensor<f32>, tensor<1x2x2xf32>, tensor<1x2xf32>, tensor<1x2xf32>, tensor<1x2xf32>) {
           %loss = stablehlo.reshape %a : (tensor<1xf32>) -> tensor<f32>
           %s = stablehlo.convert %selected : (tensor<1x2xi1>) -> tensor<1x2xf32>
           %b = stablehlo.broadcast_in_dim %bias, dims = [2] : (tensor<2xf32>) -> tensor<1x2x2xf32>
-          return %loss, %b, %rollout, %weights, %s : tensor<f32>, tensor<1x2x2xf32>, tensor<1x2xf32>, tensor<1x2xf32>, tensor<1x2xf32>
+          %sum = stablehlo.add %weights, %own : tensor<1x2xf32>
+          return %loss, %b, %rollout, %sum, %s : tensor<f32>, tensor<1x2x2xf32>, tensor<1x2xf32>, tensor<1x2xf32>, tensor<1x2xf32>
         } }";
     fs::write(copy.path("grpo_f32.mlir"), program).unwrap();
     let entry = |kind: &str, name: &str, dtype: &str, cut: &str| {
@@ -266,6 +269,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
         entry("input", "old_logp", "f32", ""),
         entry("input", "rollout_logp", "f32", ""),
         entry("input", "rollout_weights", "f32", ""),
+        entry("input", "token_weights", "f32", ""),
         entry("input", "selected", "pred", ""),
         entry("input", "bias", "f32", of_columns),
         entry("output", "loss", "f32", ""),
@@ -275,6 +279,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
         entry("output", "token_loss", "f32", ""),
     ];
     let spec = "[spec]\nlogits = {bias = true}\nobjective = {kl_cov = {coefficient = 1.0}}\nrollout = {source = \"given\"}\n\
+                token_weights = {applies_to = \"policy\"}\n\
                 off_policy_mask = {threshold = 1.0, behaviour = \"rollout\"}\n";
     let head = "program = \"grpo_f32.mlir\"\nshape = [1, 2, 4]\ndevices = 2\ndevices_are = \"replicas\"\n";
     fs::write(copy.manifest(), format!("{head}{spec}{}", entries.concat())).unwrap();
@@ -283,6 +288,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
     spec.logits.bias = true;
     spec.objective = Objective::KlCov(KlCov { coefficient: 1.0, selection: None });
     spec.rollout = serde_json::from_value(serde_json::json!({"source": "given"})).unwrap();
+    spec.token_weights = Some(TokenWeights { applies_to: Terms::Policy });
     spec.off_policy_mask = Some(OffPolicyMask { threshold: 1.0, behaviour: OldLogp::Rollout });
     let problem = Problem {
         logits: FloatArray::rounded_from(&Array3::zeros((1, 2, 4)), Dtype::F32),
@@ -294,6 +300,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
         extra: Extra {
             rollout_logp: Some(arr2(&[[-0.5, f64::NAN]])),
             rollout_weights: Some(arr2(&[[0.75]])),
+            token_weights: Some(arr2(&[[2.0, 0.5]])),
             selected: Some(arr2(&[[false, true]])),
             bias: Some(arr1(&[0.5, -1.0, 2.0, 4.0])),
             ..Extra::default()
@@ -302,7 +309,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
     let candidate = exported.run(&spec, problem, 2).unwrap();
     let logp = candidate.logp.unwrap();
     assert!(logp.at(0, 0) == -0.5 && logp.at(0, 1).is_nan());
-    assert_eq!(candidate.entropy.unwrap().to_f64(), arr2(&[[0.75, 0.75]]));
+    assert_eq!(candidate.entropy.unwrap().to_f64(), arr2(&[[2.75, 1.25]]));
     assert_eq!(candidate.token_loss.unwrap().to_f64(), arr2(&[[0.0, 1.0]]));
     assert_eq!(candidate.gradient.row(0, 1), [0.5, -1.0, 2.0, 4.0]);
 }
@@ -458,10 +465,12 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
         (old_logp, &old_logp.replace("old_logp", "rollout_logp"), &["input: got no `old_logp`", "`old_logp: given`"]),
         (old_logp, &beside("rollout_logp"), &["input: got an `rollout_logp`", "none, as the spec does not read it"]),
         (old_logp, &beside("rollout_weights"), &["input: got an `rollout_weights`", "`rollout.source: given`"]),
+        (old_logp, &beside("token_weights"), &["input: got an `token_weights`", "no `token_weights`"]),
         (old_logp, &beside("selected"), &["input: got an `selected`", "`selection`"]),
         (old_logp, &beside("bias"), &["input: got an `bias`", "`logits.bias: false`"]),
         ("[spec", "[spec.logits]\nbias = true\n[spec", &["input: got no `bias`", "`logits.bias: true`"]),
         ("[spec", "[spec.rollout]\nsource = \"given\"\n[spec", &["input: got no `rollout_weights`"]),
+        ("[spec", "[spec.token_weights]\n[spec", &["input: got no `token_weights`"]),
         ("[spec", "[spec.rollout]\nsource = \"logp\"\n[spec", &["input: got no `rollout_logp`"]),
         (loss, "", &["output: got no `loss`", "`dlogits`"]),
         ("\"dlogits\"", "\"dlogit\"", &["`dlogit`", "`dlogits`"]),

@@ -322,6 +322,7 @@ fn problem(logits: Dtype) -> Problem {
         extra: Extra {
             rollout_logp: Some(ramp2(-1.5)),
             rollout_weights: Some(ramp2(1.0)),
+            token_weights: Some(ramp2(0.75)),
             selected: Some(array![[true, false, false], [false, true, false]]),
             bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
             dentropy: Some(ramp2(0.25)),
@@ -356,7 +357,11 @@ fn problem_of_every_dtype_reads_back_unchanged() {
         given.advantages = Advantages::Token(ramp2(0.25));
         given.old_logp = None;
         given.ref_logp = None;
-        given.extra = Extra { rollout_weights: Some(array![[0.5], [2.0]]), ..Extra::default() };
+        given.extra = Extra {
+            rollout_weights: Some(array![[0.5], [2.0]]),
+            token_weights: Some(array![[1.0], [0.0]]),
+            ..Extra::default()
+        };
         write_problem(&path, &given, &BTreeMap::new()).unwrap();
         let held = ProblemFile::open(&path).unwrap();
         assert!(held.metadata().is_empty() && held.old_logp_names().is_empty());

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::common::training::{run, settings, with};
 use assay::judge::generate::{Recipe, Regime};
+use assay::parts::Whole;
 use assay::problem::{Dtype, Problem};
 use assay::reference::evaluate;
 use assay::spec::{
@@ -12,7 +13,6 @@ use assay::spec::{
     Rows, TopEntropy,
 };
 use assay::suites::cases;
-use assay::train::Whole;
 use assay::train::metrics::Record;
 use ndarray::{Array3, s};
 use proptest::prelude::*;
@@ -129,7 +129,7 @@ fn what_is_chosen_over_a_batchs_logits_is_no_sum_of_parts() {
     let spec = LossSpec { top_entropy, ..LossSpec::default() };
     let batch = problem(&spec, 1).with_logits(());
     let error = Whole::of(&spec, batch).err().unwrap().to_string();
-    assert!(error.starts_with("`loss.top_entropy`: got a choice, expected none"), "{error}");
+    assert!(error.starts_with("spec field `top_entropy`: got a choice, expected none"), "{error}");
 }
 
 /// One step of a small policy, its gradient computed in `micro_batches` parts.

@@ -121,10 +121,10 @@ fn what_a_run_has_not_is_refused_before_it_begins() {
         "`loss.temperature_divides`: got logp, expected logits",
     );
     refused(loss(json!({"rollout": {"source": "given"}})), "`loss.rollout.source`: got given, expected logp");
-    refused(loss(json!({"top_entropy": {"fraction": 0.5}})), "`loss.top_entropy`: got a choice, expected none");
+    refused(loss(json!({"top_entropy": {"fraction": 0.5}})), "spec field `top_entropy`: got a choice, expected none");
     refused(
         loss(json!({"objective": {"kl_cov": {"coefficient": 1.0, "selection": {"fraction": 0.1}}}})),
-        "`loss.objective.kl_cov.selection`: got a choice",
+        "spec field `objective.kl_cov.selection`: got a choice",
     );
     refused(loss(json!({"objective": {"clip_cov": {}}})), "`loss.objective`: got KL-Cov or Clip-Cov");
     refused(loss(json!({"support": {"vocab": 256}})), "`loss.support`: got one without id 256");

@@ -5,6 +5,7 @@ pub mod arithmetic;
 pub mod family;
 pub mod loss;
 pub mod objective;
+pub mod parts;
 pub mod reduction;
 pub mod rollout;
 pub mod softmax;

@@ -7,8 +7,8 @@
 //! is selected away, never multiplied by 0.
 
 use super::arithmetic::Arithmetic;
-use super::structure::{Form, KlForm, Number, Numbers, Structure, ValueClamp};
-use assay_core::spec::{Divergence, KlEstimator, KlGradient, KlImportance};
+use super::structure::{Form, KlForm, KlSlope, Number, Numbers, Structure, ValueClamp};
+use assay_core::spec::{Divergence, KlEstimator, KlImportance};
 
 /// What the loss of a token depends on.
 #[derive(Clone, Copy)]
@@ -21,15 +21,19 @@ pub struct Token<V, T> {
     pub advantage: V,
     /// The log-ratio of its level: its own after [`own_log_ratio`], or that of its row.
     pub log_ratio: V,
+    /// Its own, whatever the level.
+    pub own: Held<V, T>,
     /// The reference policy's log-probability, where there is a KL penalty.
     pub ref_logp: Option<V>,
+    /// The sampler's, where the KL penalty is weighed against it.
+    pub rollout_logp: Option<V>,
     /// What the policy term is multiplied by.
     pub policy_weight: Option<V>,
     /// What the KL estimate is multiplied by.
     pub kl_weight: Option<V>,
     /// What the KL penalty's own reduction weighs it with, over that of the policy term.
     pub kl_share: Option<V>,
-    /// Above 0 where KL-Cov penalizes.
+    /// Above 0 where KL-Cov penalizes, or the token is positive.
     pub selected: Option<V>,
     /// VESPO's `ln w` of the row, not yet clamped.
     pub log_weight: Option<V>,
@@ -170,7 +174,7 @@ pub fn token_loss<A: Arithmetic>(
         let (loss, by_logp) = (policy.value, policy.by_logp);
         return TokenLoss { loss, reduced: loss, by_logp, by_log_ratio, ratio, kl: None, clipped_low, clipped_high };
     };
-    let kl = kl(on, form, numbers, [token.logp, ref_logp, ratio]);
+    let kl = kl(on, form, numbers, token, [ref_logp, ratio]);
     let kl = token.kl_weight.map_or(kl, |weight| kl.weighed(on, weight));
     // A weight of 0 leaves the term out, even where it overflows.
     let beta = numbers.get(Number::Beta);
@@ -335,8 +339,49 @@ impl<A: Arithmetic> Policy<'_, A> {
                 let zero = on.constant(0.0);
                 term.map(on, |on, x| on.select(trusted, x, zero))
             }
+            Form::Topr { selected } => self.tapered(on, selected),
+            Form::Aspo => self.upside_down(on),
             Form::None => Term { value: on.constant(0.0), by_logp: None, by_log_ratio: None },
         }
+    }
+
+    /// `−w₊·a·ℓ` of the positive, `−w₋·min(r, upper)·a·ℓ` of the others.
+    fn tapered(&self, on: &mut A, selected: bool) -> Term<A::Value> {
+        let zero = on.constant(0.0);
+        let of = self.token.selected.filter(|_| selected).unwrap_or(self.token.advantage);
+        let positive = on.less(zero, of);
+        let bounded = held(on, self.ratio, None, Some(self.number(Number::High))).value;
+        let of_others = on.mul(self.number(Number::NegativeWeight), bounded);
+        let coefficient = on.select(positive, self.number(Number::PositiveWeight), of_others);
+        self.score(on, coefficient)
+    }
+
+    /// For `a > 0` `−a/u` with `u = min(r, high)`, for others `−a·v` with `v = max(r, low)`, each with the slope that it has in
+    /// `ln r` while it follows; beyond its second bound `c` a score function, `−c·a·ℓ`.
+    fn upside_down(&self, on: &mut A) -> Term<A::Value> {
+        let (r, a) = (self.ratio, self.token.advantage);
+        let (zero, one) = (on.constant(0.0), on.constant(1.0));
+        let positive = on.less(zero, a);
+        let (low, high) = (self.number(Number::Low), self.number(Number::High));
+        let (below, above) = (on.less(r, low), on.less(high, r));
+        let (raised, lowered) = (on.select(below, low, r), on.select(above, high, r));
+        let inverse = on.div(one, lowered);
+        let coefficient = on.select(positive, inverse, raised);
+        let (positive_bound, other_bound) = (self.number(Number::DualClipPositive), self.number(Number::DualClip));
+        let bound = on.select(positive, positive_bound, other_bound);
+        let beyond = on.less(bound, coefficient);
+        let following = on.mul(coefficient, a);
+        let following = on.neg(following);
+        let at_upper = on.and(positive, above);
+        let not_positive = on.select(positive, zero, one);
+        let not_positive = on.less(zero, not_positive);
+        let at_lower = on.and(not_positive, below);
+        let held = on.or(at_upper, at_lower);
+        let still = on.or(held, beyond);
+        let score = self.score(on, bound);
+        let by_logp = score.by_logp.map(|slope| on.select(beyond, slope, zero));
+        let value = on.select(beyond, score.value, following);
+        Term { value, by_logp, by_log_ratio: Some(unless(on, Some(still), following)) }
     }
 
     /// `−ρ·A`
@@ -522,9 +567,10 @@ fn kl<A: Arithmetic>(
     on: &mut A,
     form: KlForm,
     numbers: &Numbers<A::Value>,
-    [logp, ref_logp, ratio]: [A::Value; 3],
+    token: &Token<A::Value, A::Truth>,
+    [ref_logp, ratio]: [A::Value; 2],
 ) -> Term<A::Value> {
-    let difference = on.sub(ref_logp, logp);
+    let difference = on.sub(ref_logp, token.logp);
     let mut d = Held { value: difference, held: None };
     if form.difference_clamp {
         d = within(on, difference, numbers.get(Number::KlDifferenceClamp));
@@ -535,14 +581,35 @@ fn kl<A: Arithmetic>(
         let bounded = within(on, value, numbers.get(Number::KlValueClamp));
         (value, slope) = (bounded.value, unless(on, bounded.held, slope));
     }
-    if form.gradient == KlGradient::K2 {
-        slope = on.neg(difference);
+    match form.slope {
+        KlSlope::Own => {}
+        KlSlope::K2 => slope = on.neg(difference),
+        KlSlope::K2Weighted => {
+            let log_ratio = on.sub(token.logp, token.old_logp);
+            let ratio = on.exp(log_ratio);
+            let weight = held(on, ratio, None, Some(numbers.get(Number::KlWeightBound))).value;
+            let weighed = on.mul(weight, difference);
+            slope = on.neg(weighed);
+        }
     }
     let mut term = match form.importance {
         KlImportance::One => Term { value, by_logp: Some(slope), by_log_ratio: None },
         KlImportance::Ratio => {
             let value = on.mul(ratio, value);
             Term { value, by_logp: Some(on.mul(ratio, slope)), by_log_ratio: Some(value) }
+        }
+        KlImportance::TokenRatio => {
+            let weight = on.exp(token.own.value);
+            weighed(on, weight, value, slope, token.own.held)
+        }
+        KlImportance::Rollout => {
+            let zero = on.constant(0.0);
+            let rollout_logp = token.rollout_logp.unwrap_or(token.logp);
+            let scored = on.equal(rollout_logp, rollout_logp);
+            let log_weight = on.sub(token.logp, rollout_logp);
+            let weight = on.exp(log_weight);
+            let term = weighed(on, weight, value, slope, d.held);
+            term.map(on, |on, x| on.select(scored, x, zero))
         }
         KlImportance::Score => {
             // Where the difference is held, so is the score.
@@ -557,6 +624,19 @@ fn kl<A: Arithmetic>(
         }
     }
     term
+}
+
+/// `weight · value`, the weight `e` to the power of `ℓ` less a constant, unless it is held.
+fn weighed<A: Arithmetic>(
+    on: &mut A,
+    weight: A::Value,
+    value: A::Value,
+    slope: A::Value,
+    held: Option<A::Truth>,
+) -> Term<A::Value> {
+    let own = unless(on, held, value);
+    let slope = on.add(slope, own);
+    Term { value: on.mul(weight, value), by_logp: Some(on.mul(weight, slope)), by_log_ratio: None }
 }
 
 /// An estimate at `d`, and its derivative with respect to `−d`.

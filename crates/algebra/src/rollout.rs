@@ -9,7 +9,7 @@ use super::structure::{Form, Input, Shaped};
 use assay_core::problem::{Extra, Sequence, Tokens};
 use assay_core::spec::{
     LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Terms,
+    RolloutWeights, Terms, Unscored,
 };
 
 /// The logarithm of the least weight that VESPO knows, and of the greatest.
@@ -27,7 +27,7 @@ impl Settled {
     /// What `spec`, whose structure is given, makes of the `tokens`.
     pub fn of(Shaped { spec, structure }: Shaped, tokens: &Tokens) -> Self {
         let mut mask = tokens.mask.clone();
-        // 0 where a token counts, but has no part in the term.
+        // 0 where a token counts, but has no part in the term; else the trainer's own weight.
         let mut in_policy = Array2::ones(mask.dim());
         let mut in_kl = Array2::ones(mask.dim());
         for rejection in &spec.rejection {
@@ -41,6 +41,14 @@ impl Settled {
                 if rejection.drops_from == Terms::PolicyAndKl {
                     in_kl[at] = 0.0;
                 }
+            }
+        }
+        if let (Some(given), Some(own)) = (spec.token_weights, &tokens.extra.token_weights) {
+            let own = of_tokens(tokens, own);
+            mask.zip_mut_with(&own, |counts, weight| *counts &= *weight != 0.0);
+            in_policy *= &own;
+            if given.applies_to == Terms::PolicyAndKl {
+                in_kl *= &own;
             }
         }
         let weights = spec.rollout.as_ref().map(|rollout| weights(rollout, tokens));
@@ -68,6 +76,7 @@ impl Settled {
                 times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
             }
             Input::Selected => selected(),
+            Input::RolloutLogp => array(rollout_logp.as_ref()),
             Input::LogWeight => log_weights(spec, tokens, &mask, weights.as_ref()),
             Input::Behaviour => {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
@@ -106,29 +115,88 @@ fn count(mask: &Array2<bool>, sequence: &Sequence) -> f64 {
     unmasked(mask, sequence).count() as f64
 }
 
+/// Whether the sampler scored a token; anything under the mask.
+fn scored(tokens: &Tokens) -> Array2<bool> {
+    let all = || Array2::from_elem(tokens.mask.dim(), true);
+    tokens.extra.rollout_logp.as_ref().map_or_else(all, |logp| logp.mapv(|logp| !logp.is_nan()))
+}
+
+/// The estimate of each token; anything under the mask.
+fn estimates(estimator: RejectionEstimator, tokens: &Tokens) -> Array2<f64> {
+    let y = log_ratios(tokens);
+    match estimator {
+        RejectionEstimator::K1 => return y.mapv(|y| -y.clamp(-20.0, 20.0)),
+        RejectionEstimator::K2 => return y.mapv(|y| y.clamp(-20.0, 20.0).powi(2) / 2.0),
+        RejectionEstimator::K3 => {
+            return y.mapv(|y| {
+                let y = y.clamp(-20.0, 20.0);
+                y.exp_m1() - y
+            });
+        }
+        RejectionEstimator::AbsoluteRatio => return y.mapv(|y| y.abs().exp()),
+        RejectionEstimator::BinaryKl | RejectionEstimator::TotalVariation | RejectionEstimator::Probability => {}
+    }
+    let Some(old) = tokens.old_logp else { return y };
+    let inner = |probability: f64| probability.clamp(1e-6, 1.0 - 1e-6);
+    Zip::from(old).and(&y).map_collect(|&old, &y| {
+        let (p, q) = ((old - y).exp(), old.exp());
+        match estimator {
+            RejectionEstimator::Probability => q - p,
+            RejectionEstimator::TotalVariation => (inner(p) - inner(q)).abs(),
+            _ => {
+                let (p, q) = (inner(p), inner(q));
+                p * (p / q).ln() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).ln()
+            }
+        }
+    })
+}
+
+/// All but the largest `y²`, as few as bring the mean of the rest below `bound`.
+fn below_second_moment(bound: f64, tokens: &Tokens) -> Array2<bool> {
+    let squares = log_ratios(tokens).mapv(|y| y * y);
+    let mut largest: Vec<((usize, usize), f64)> =
+        tokens.mask.indexed_iter().filter(|(_, counts)| **counts).map(|(at, _)| (at, squares[at])).collect();
+    largest.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    let mut sums: Vec<f64> = largest
+        .iter()
+        .rev()
+        .scan(0.0, |sum, (_, y)| {
+            Some({
+                *sum += y;
+                *sum
+            })
+        })
+        .collect();
+    sums.reverse();
+    let count = sums.len();
+    let below = sums.iter().enumerate().position(|(i, sum)| sum / ((count - i) as f64) < bound);
+    let leave = below.unwrap_or(count.saturating_sub(1));
+    let mut stays = Array2::from_elem(squares.dim(), true);
+    for (at, _) in largest.into_iter().take(leave) {
+        stays[at] = false;
+    }
+    stays
+}
+
 /// Where a rejection leaves a token; anything under the mask.
 fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
-    let of_token = log_ratios(tokens).mapv(|y| {
-        let y = y.clamp(-20.0, 20.0);
-        match rejection.estimator {
-            RejectionEstimator::K1 => -y,
-            RejectionEstimator::K2 => y * y / 2.0,
-            RejectionEstimator::K3 => y.exp_m1() - y,
-        }
-    });
+    if rejection.level == RejectionLevel::SecondMoment {
+        return below_second_moment(rejection.max, tokens);
+    }
+    let of_token = estimates(rejection.estimator, tokens);
     let range = rejection.min.unwrap_or(f64::NEG_INFINITY)..=rejection.max;
     let mut stays = Array2::from_elem(tokens.mask.dim(), true);
     if rejection.level == RejectionLevel::Token {
         return of_token.mapv(|k| range.contains(&k));
     }
     for sequence in tokens.sequences() {
-        // Under the mask the estimate is 0, which a sum does not notice; a maximum would.
         let unmasked = unmasked(tokens.mask, &sequence).map(|at| of_token[at]);
         let of_row = match rejection.level {
-            RejectionLevel::Token => unreachable!("done"),
+            RejectionLevel::Token | RejectionLevel::SecondMoment => unreachable!("done"),
             RejectionLevel::SequenceSum => unmasked.sum(),
             RejectionLevel::SequenceMean => unmasked.sum::<f64>() / count(tokens.mask, &sequence).max(1.0),
             RejectionLevel::SequenceMax => unmasked.fold(f64::NEG_INFINITY, f64::max),
+            RejectionLevel::SequenceMin => unmasked.fold(f64::INFINITY, f64::min),
         };
         sequence.places().for_each(|at| stays[at] = range.contains(&of_row));
     }
@@ -151,12 +219,16 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     weights
 }
 
+/// A number a token, where one a sequence is given too.
+fn of_tokens(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
+    if given.dim() == tokens.mask.dim() {
+        return given.clone();
+    }
+    tokens.extra.sequences.spread(tokens.mask.dim(), &given.column(0).to_vec())
+}
+
 fn given_weights(level: RolloutLevel, tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
-    let mut weights = if given.dim() == tokens.mask.dim() {
-        given.clone()
-    } else {
-        tokens.extra.sequences.spread(tokens.mask.dim(), &given.column(0).to_vec())
-    };
+    let mut weights = of_tokens(tokens, given);
     if level == RolloutLevel::Geometric {
         for sequence in tokens.sequences() {
             let logs = unmasked(tokens.mask, &sequence).map(|at| (weights[at] + 1e-10).ln());
@@ -179,15 +251,22 @@ fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
         Outside::Mask => 0.0,
     };
     let mut weights = log_ratios(tokens);
+    let known = match rollout.unscored {
+        Unscored::Zero => scored(tokens),
+        Unscored::One => Array2::from_elem(tokens.mask.dim(), true),
+    };
     for sequence in tokens.sequences() {
         let sum = unmasked(tokens.mask, &sequence).map(|at| weights[at]).sum::<f64>();
         let geometric = weight(sum / count(tokens.mask, &sequence).max(1.0));
+        let all_known = unmasked(tokens.mask, &sequence).all(|at| known[at]);
+        let of_row = |weight: f64| bounded(if all_known { weight } else { 0.0 });
         for at in sequence.places() {
+            let own = if known[at] { weight(weights[at]) } else { 0.0 };
             weights[at] = match rollout.level {
-                RolloutLevel::Token => bounded(weight(weights[at])),
-                RolloutLevel::Sequence => bounded(weight(sum)),
-                RolloutLevel::Geometric => bounded(geometric),
-                RolloutLevel::TokenGatedByGeometric if geometric >= least && geometric <= most => weight(weights[at]),
+                RolloutLevel::Token => bounded(own),
+                RolloutLevel::Sequence => of_row(weight(sum)),
+                RolloutLevel::Geometric => of_row(geometric),
+                RolloutLevel::TokenGatedByGeometric if geometric >= least && geometric <= most => own,
                 RolloutLevel::TokenGatedByGeometric => 0.0,
             };
         }

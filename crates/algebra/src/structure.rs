@@ -2,8 +2,8 @@
 
 use super::transform::{self, Transform};
 use assay_core::spec::{
-    Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel,
-    Reduction, Rows, TemperatureDivides, Terms,
+    Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Positive, PpoClip,
+    RatioLevel, Reduction, Rows, TemperatureDivides, Terms,
 };
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
@@ -90,6 +90,13 @@ pub enum Form {
     Dro,
     /// `−r · A`, and the absolute log-ratio of the selected.
     KlCov,
+    /// `−A · ℓ` with one weight where a token is positive, with another and a ratio held below its bound elsewhere.
+    Topr {
+        /// Whether the positive are given, or those with a positive advantage.
+        selected: bool,
+    },
+    /// The ratio upside down where the advantage is positive, with a bound below and above.
+    Aspo,
     /// No policy term.
     None,
 }
@@ -111,7 +118,7 @@ pub struct KlForm {
     /// Of the divergence.
     pub estimator: KlEstimator,
     /// What its derivative is taken of.
-    pub gradient: KlGradient,
+    pub slope: KlSlope,
     /// What multiplies it.
     pub importance: KlImportance,
     /// Whether `ref_logp − logp` has a bound.
@@ -120,6 +127,17 @@ pub struct KlForm {
     pub value_clamp: Option<ValueClamp>,
     /// Its own, where it differs from that of the policy term.
     pub denominator: Option<Denominator>,
+}
+
+/// What the estimate's derivative is taken of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KlSlope {
+    /// Itself.
+    Own,
+    /// k2, without bounds.
+    K2,
+    /// The same, times the token's ratio below its bound.
+    K2Weighted,
 }
 
 /// Where the estimate's bound stands.
@@ -218,6 +236,7 @@ impl Structure {
         let form = Form::of(&spec.objective);
         let weighs = spec.rollout.is_some() && form != Form::Vespo;
         let selects = matches!(spec.objective, Objective::ClipCov(_));
+        let own_weights = spec.token_weights.map(|weights| weights.applies_to);
         let weighs_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
         Self {
             form,
@@ -236,7 +255,11 @@ impl Structure {
             },
             kl: spec.kl.as_ref().map(|kl| KlForm {
                 estimator: kl.estimator,
-                gradient: kl.gradient,
+                slope: match kl.gradient {
+                    KlGradient::Own => KlSlope::Own,
+                    KlGradient::K2 => KlSlope::K2,
+                    KlGradient::K2Weighted(_) => KlSlope::K2Weighted,
+                },
                 importance: kl.importance,
                 difference_clamp: kl.difference_clamp.is_some(),
                 value_clamp: kl.value_clamp.map(|_| {
@@ -251,8 +274,9 @@ impl Structure {
             },
             dentropy: spec.dentropy,
             denominator: Denominator::of(spec.averaging()),
-            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects,
-            kl_weight: spec.kl.is_some() && (weighs_kl || drops(&[Terms::PolicyAndKl])),
+            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects || own_weights.is_some(),
+            kl_weight: spec.kl.is_some()
+                && (weighs_kl || drops(&[Terms::PolicyAndKl]) || own_weights == Some(Terms::PolicyAndKl)),
             off_policy_mask: spec.off_policy_mask.is_some(),
         }
     }
@@ -260,6 +284,16 @@ impl Structure {
     /// Whether the loss of a token depends on other tokens of its row.
     pub fn couples_rows(self) -> bool {
         self.level != RatioLevel::Token || self.form == Form::Vespo || self.off_policy_mask
+    }
+
+    /// Whether it is told which tokens are selected.
+    pub fn selected(self) -> bool {
+        matches!(self.form, Form::KlCov | Form::Topr { selected: true })
+    }
+
+    /// Whether the KL estimate is weighed against the sampler.
+    pub fn rollout_logp(self) -> bool {
+        self.kl.is_some_and(|kl| kl.importance == KlImportance::Rollout)
     }
 
     /// Whether the KL penalty has a reduction of its own.
@@ -283,6 +317,8 @@ impl Structure {
             Form::TrustRegion { score: false, .. } => &[N::Low, N::High, N::Penalty],
             Form::TrustRegion { score: true, .. } => &[N::Low, N::High, N::Penalty, N::Truncate],
             Form::Dro | Form::KlCov => &[N::Penalty],
+            Form::Topr { .. } => &[N::PositiveWeight, N::NegativeWeight, N::High],
+            Form::Aspo => &[N::Low, N::High, N::DualClipPositive, N::DualClip],
             Form::PolicyGradient | Form::ImportanceSampling | Form::None => &[],
         };
         let kl = self.kl;
@@ -296,6 +332,7 @@ impl Structure {
             (true, N::Beta),
             (kl.is_some_and(|kl| kl.difference_clamp), N::KlDifferenceClamp),
             (kl.is_some_and(|kl| kl.value_clamp.is_some()), N::KlValueClamp),
+            (kl.is_some_and(|kl| kl.slope == KlSlope::K2Weighted), N::KlWeightBound),
         ];
         let of_form = of_form.iter().copied();
         of_form.chain(optional.into_iter().filter_map(|(read, number)| read.then_some(number))).collect()
@@ -353,7 +390,8 @@ impl Structure {
             (self.kl.is_some(), Input::RefLogp),
             (self.policy_weight, Input::PolicyWeight),
             (self.kl_weight, Input::KlWeight),
-            (self.form == Form::KlCov, Input::Selected),
+            (self.selected(), Input::Selected),
+            (self.rollout_logp(), Input::RolloutLogp),
             (self.form == Form::Vespo, Input::LogWeight),
             (self.off_policy_mask, Input::Behaviour),
             (self.dentropy, Input::Dentropy),
@@ -379,6 +417,8 @@ impl Form {
             },
             Objective::Dro(_) => Form::Dro,
             Objective::KlCov(_) => Form::KlCov,
+            Objective::Topr(topr) => Form::Topr { selected: topr.positive == Positive::Selected },
+            Objective::Aspo(_) => Form::Aspo,
             Objective::None => Form::None,
         }
     }
@@ -395,8 +435,10 @@ pub enum Input {
     PolicyWeight,
     /// And its KL estimate.
     KlWeight,
-    /// 1 where KL-Cov penalizes.
+    /// 1 where KL-Cov penalizes, or a token is positive.
     Selected,
+    /// The sampler's log-probability, NaN where there is none.
+    RolloutLogp,
     /// The logarithm of VESPO's rollout weight, the same for all tokens of a row.
     LogWeight,
     /// Whose log-probabilities the off-policy mask compares with; NaN is not looked at.
@@ -414,6 +456,7 @@ impl Input {
             Input::PolicyWeight => "policy_weight",
             Input::KlWeight => "kl_weight",
             Input::Selected => "selected",
+            Input::RolloutLogp => "rollout_logp",
             Input::LogWeight => "log_weight",
             Input::Behaviour => "behaviour_logp",
             Input::Dentropy => "dentropy",
@@ -448,6 +491,14 @@ pub enum Number {
     Penalty,
     /// Upper bound of a score function's ratio.
     Truncate,
+    /// Upper bound of the ratio upside down.
+    DualClipPositive,
+    /// Weight of the positive.
+    PositiveWeight,
+    /// And of the others.
+    NegativeWeight,
+    /// Upper bound of the ratio that weighs the gradient of a KL estimate.
+    KlWeightBound,
     /// Bound of a token's absolute log-ratio.
     LogRatioClamp,
     /// GMPO's lower bound of a log-ratio, at most 0.
@@ -516,6 +567,10 @@ impl Number {
             Number::LogRatioCap => "log_ratio_cap",
             Number::OffPolicyThreshold => "off_policy_threshold",
             Number::RatioEpsilon => "ratio_epsilon",
+            Number::DualClipPositive => "dual_clip_positive",
+            Number::PositiveWeight => "positive_weight",
+            Number::NegativeWeight => "negative_weight",
+            Number::KlWeightBound => "kl_weight_bound",
             Number::Beta => "beta",
             Number::KlDifferenceClamp => "kl_difference_clamp",
             Number::KlValueClamp => "kl_value_clamp",
@@ -549,6 +604,10 @@ impl Number {
             Number::RatioEpsilon => spec.ratio.denominator_epsilon,
             Number::Beta => kl.map_or(0.0, |kl| kl.beta),
             Number::KlDifferenceClamp => kl.and_then(|kl| kl.difference_clamp).unwrap_or(none),
+            Number::KlWeightBound => match kl.map(|kl| kl.gradient) {
+                Some(KlGradient::K2Weighted(bound)) => bound,
+                _ => none,
+            },
             Number::KlValueClamp => kl.and_then(|kl| kl.value_clamp).unwrap_or(none),
             Number::InverseTemperature => spec.temperature.recip(),
             Number::LogitFactor => transform::factor(spec),
@@ -595,6 +654,13 @@ impl Number {
             (Objective::TrustRegion(region), Number::Truncate) => region.truncate,
             (Objective::Dro(dro), Number::Penalty) => Some(dro.beta / 2.0),
             (Objective::KlCov(cov), Number::Penalty) => Some(cov.coefficient),
+            (Objective::Topr(topr), Number::PositiveWeight) => Some(topr.positive_weight),
+            (Objective::Topr(topr), Number::NegativeWeight) => Some(topr.negative_weight),
+            (Objective::Topr(topr), Number::High) => Some(topr.upper),
+            (Objective::Aspo(aspo), Number::Low) => Some(1.0 - aspo.epsilon_low),
+            (Objective::Aspo(aspo), Number::High) => Some(1.0 + aspo.epsilon_high),
+            (Objective::Aspo(aspo), Number::DualClipPositive) => Some(aspo.dual_clip_positive),
+            (Objective::Aspo(aspo), Number::DualClip) => Some(aspo.dual_clip_negative),
             _ => None,
         }
     }

@@ -184,6 +184,12 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         }
     });
     add("no rejection", &|spec| spec.rejection.clear());
+    add("no token_weights", &|spec| spec.token_weights = None);
+    add("token_weights.applies_to: the other", &|spec| {
+        if let Some(weights) = &mut spec.token_weights {
+            weights.applies_to = if weights.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
+        }
+    });
     add("no off_policy_mask", &|spec| spec.off_policy_mask = None);
     add("no top_entropy", &|spec| spec.top_entropy = None);
     all
@@ -204,6 +210,7 @@ fn of_kl(asked: &LossSpec, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
     }
     with("kl.importance: one", Kl { importance: KlImportance::One, ..kl.clone() });
     with("kl.importance: ratio", Kl { importance: KlImportance::Ratio, ..kl.clone() });
+    with("kl.importance: token_ratio", Kl { importance: KlImportance::TokenRatio, ..kl.clone() });
     with("kl.gradient: own", Kl { gradient: KlGradient::Own, ..kl.clone() });
     with("kl.gradient: k2", Kl { gradient: KlGradient::K2, ..kl.clone() });
     with("kl without clamps", Kl { difference_clamp: None, value_clamp: None, ..kl.clone() });

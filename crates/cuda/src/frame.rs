@@ -116,6 +116,7 @@ impl<'s> Frame<'s> {
                     Given::PolicyWeight => input(Input::PolicyWeight),
                     Given::KlWeight => input(Input::KlWeight),
                     Given::Selected => input(Input::Selected),
+                    Given::RolloutLogp => input(Input::RolloutLogp),
                     Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,

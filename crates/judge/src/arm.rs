@@ -41,6 +41,11 @@ impl Arm {
             Objective::Cispo(_) | Objective::PolicyGradient | Objective::MaskedRatio(_) => {
                 Self { is_score: true, ..plain }
             }
+            Objective::Topr(topr) => {
+                let most = topr.positive_weight.max(topr.negative_weight);
+                Self { is_score: true, flushed: plain.flushed * (1.0 + most), ..plain }
+            }
+            Objective::Aspo(_) => Self { is_score: true, ..plain },
             Objective::Dro(_) => Self { value: in_parts, is_score: true, ..plain },
             Objective::TrustRegion(region) => Self { value: in_parts, is_score: region.truncate.is_some(), ..plain },
             // The penalty's slope changes its sign, and what it is added to has its own.

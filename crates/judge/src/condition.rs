@@ -34,7 +34,9 @@ use super::U;
 use super::arm::{self, Arm};
 use super::gate::Output;
 use super::tolerance::{Grade, Limits};
-use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion};
+use assay_core::spec::{
+    Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion,
+};
 use assay_reference::{Branch, Choice, Reference, SoftmaxColumns, Token, TokenInputs, clipped};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
@@ -252,7 +254,7 @@ impl Condition {
         let kl_terms = spec.kl.as_ref().map_or(0.0, |kl| {
             let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
             let d = d.abs().min(kl.difference_clamp.unwrap_or(f64::INFINITY));
-            let importance = if kl.importance == KlImportance::Ratio { ratio } else { 1.0 };
+            let importance = importance(spec, kl, inputs);
             token.kl.value.abs() + importance * (1.0 + d) + clamp_rounding(spec, kl, inputs)
         });
         // A token whose values are not finite is judged by that alone, and adds no scale to a sum.
@@ -279,9 +281,13 @@ impl Condition {
         // A gradient is divided by the temperature before or after it is multiplied by a probability.
         let grad = reference.grad_logp(token, &token.branch, token.coupling) / spec.temperature;
         let parts = [token.policy, token.kl].map(|term| [term.value, term.by_logp, term.by_log_ratio]);
+        // A weight of its own may overflow though its product with a small estimate does not.
+        let weighs = |kl: &&Kl| matches!(kl.importance, KlImportance::TokenRatio | KlImportance::Rollout);
+        let weight = spec.kl.as_ref().filter(weighs).map_or(0.0, |kl| importance(spec, kl, inputs));
         let overflows = parts.as_flattened().iter().any(|x| x.abs() > largest)
             || (token.policy.by_log_ratio != 0.0 && ratio > largest)
             || k3 > largest
+            || weight > largest
             || grad.abs() > largest;
         Self {
             logp: base.logp.tame(),
@@ -497,13 +503,26 @@ pub(super) fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade:
         let rounded = clamp_rounding(spec, kl, inputs);
         let [own, of_ratio] = match kl.importance {
             KlImportance::One => [0.0, 0.0],
-            KlImportance::Score => [term.value.abs() + rounded, 0.0],
+            KlImportance::Score | KlImportance::TokenRatio | KlImportance::Rollout => [term.value.abs() + rounded, 0.0],
             KlImportance::Ratio => [0.0, rounded],
         };
         by_logp += token.kl_weight * weighted(kl.beta, term.by_logp.abs() + own);
         by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs() + of_ratio);
     }
     (by_logp, branch.cap_slope * by_log_ratio)
+}
+
+/// What a KL estimate is multiplied by.
+fn importance(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
+    match kl.importance {
+        KlImportance::One | KlImportance::Score => 1.0,
+        KlImportance::Ratio => inputs.ratio(spec),
+        KlImportance::TokenRatio => inputs.log_ratio(spec).value.exp(),
+        KlImportance::Rollout => {
+            let scored = inputs.rollout_logp.filter(|logp| !logp.is_nan());
+            scored.map_or(0.0, |rollout_logp| (inputs.logp - rollout_logp).exp())
+        }
+    }
 }
 
 /// What rounding `difference_clamp` adds to an estimate that stands at it: `|d·e^d|` of k3, times the importance.
@@ -513,14 +532,22 @@ fn clamp_rounding(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
     if kl.estimator != KlEstimator::K3 || d.abs() <= clamp {
         return 0.0;
     }
-    let importance = if kl.importance == KlImportance::Ratio { inputs.ratio(spec) } else { 1.0 };
-    importance * inputs.kl_weight * clamp * (clamp * d.signum()).exp()
+    importance(spec, kl, inputs) * inputs.kl_weight * clamp * (clamp * d.signum()).exp()
 }
 
 /// What of a KL estimate may be flushed with the ratio that it is multiplied by, and of its derivatives by `ℓ` and `w`.
 fn flushed_of_kl(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch) -> [f64; 2] {
-    let Some(kl) = spec.kl.as_ref().filter(|kl| kl.importance == KlImportance::Ratio) else { return [0.0; 2] };
-    let ratio_of_1 = TokenInputs { old_logp: inputs.logp, row_log_ratio: inputs.row_log_ratio.map(|_| 0.0), ..*inputs };
+    let weighed = |kl: &&Kl| {
+        matches!(kl.importance, KlImportance::Ratio | KlImportance::TokenRatio | KlImportance::Rollout)
+            || matches!(kl.gradient, KlGradient::K2Weighted(_))
+    };
+    let Some(kl) = spec.kl.as_ref().filter(weighed) else { return [0.0; 2] };
+    let ratio_of_1 = TokenInputs {
+        old_logp: inputs.logp,
+        rollout_logp: inputs.rollout_logp.map(|_| inputs.logp),
+        row_log_ratio: inputs.row_log_ratio.map(|_| 0.0),
+        ..*inputs
+    };
     let estimate = branch.kl(spec, kl, &ratio_of_1);
     let [value, derivatives] = [estimate.value.abs(), estimate.value.abs() + estimate.by_logp.abs()];
     [value, derivatives].map(|lost| if lost.is_finite() { lost } else { 0.0 })
@@ -555,7 +582,11 @@ pub(super) fn response(spec: &LossSpec, inputs: &TokenInputs, moves: Moves, f: &
     let [x, d] = differences.map(|difference| if difference.is_finite() { difference * U } else { 0.0 });
     let old = |by: f64| TokenInputs { old_logp: inputs.old_logp + by, ..*inputs };
     let reference = |by: f64| TokenInputs { ref_logp: inputs.ref_logp.map(|ref_logp| ref_logp + by), ..*inputs };
-    let of_differences = moved([old(-x), old(x)]) + moved([reference(-d), reference(d)]);
+    // Against the sampler too, where that weighs something.
+    let s = inputs.rollout_logp.map(|rollout_logp| (inputs.logp - rollout_logp) * U).filter(|s| s.is_finite());
+    let sampler = |by: f64| TokenInputs { rollout_logp: inputs.rollout_logp.map(|logp| logp + by), ..*inputs };
+    let of_sampler = s.map_or(0.0, |s| moved([sampler(-s), sampler(s)]));
+    let of_differences = moved([old(-x), old(x)]) + moved([reference(-d), reference(d)]) + of_sampler;
     let mut total = Bound { scale: of_logp.max(of_differences), floor: 0.0 };
     if moves.logp.floor > 0.0 {
         total.floor += between(by_logp(moves.logp.floor));

@@ -200,7 +200,7 @@ impl Recipe {
 
     /// Makes the problem, with the arrays that the spec reads. Masks are ragged, with at least one token; a tenth of the
     /// advantages are 0; the sampler's log-probabilities are `old_logp` with noise of the same scale, at most 1, and a
-    /// twentieth NaN where the spec allows that; given weights lie around 1; every value fits f32 exactly.
+    /// twentieth NaN where the spec allows that; given weights lie around 1, and a tenth of a trainer's are 0; every value fits f32 exactly.
     ///
     /// # Errors
     /// As [`check`](Self::check).
@@ -283,6 +283,7 @@ impl Recipe {
             kl: None,
             rollout: None,
             rejection: Vec::new(),
+            token_weights: None,
             off_policy_mask: None,
             top_entropy: None,
             dentropy: false,
@@ -327,12 +328,15 @@ impl Recipe {
             let weights = Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.3).exp()));
             extra.rollout_weights = Some(weights);
         }
-        let selects = match &spec.objective {
-            Objective::KlCov(cov) => cov.selection.is_none(),
-            Objective::ClipCov(cov) => cov.selection.is_none(),
-            _ => false,
-        };
-        if selects {
+        if spec.token_weights.is_some() {
+            let columns = if self.seed % 3 == 1 { 1 } else { tokens };
+            extra.token_weights = Some(Array2::from_shape_simple_fn((batch, columns), || {
+                let left_out = normal(1.0) > 1.2;
+                let weight = f32_value(normal(0.3).exp());
+                if left_out { 0.0 } else { weight }
+            }));
+        }
+        if spec.reads_selected() {
             extra.selected = Some(Array2::from_shape_simple_fn((batch, tokens), || normal(1.0) > 0.5));
         }
     }
@@ -490,6 +494,7 @@ fn draw_factors(
 fn reads_rollout_logp(spec: &LossSpec) -> bool {
     spec.old_logp == OldLogp::Rollout
         || spec.compares_with_sampler()
+        || spec.weighs_kl_by_rollout()
         || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
 }
 
@@ -642,13 +647,16 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
             }
         });
     };
-    let Extra { rollout_logp, rollout_weights, dentropy, .. } = &mut problem.extra;
+    let Extra { rollout_logp, rollout_weights, token_weights, dentropy, .. } = &mut problem.extra;
     for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp, dentropy].into_iter().flatten() {
         garbage(array);
     }
     // One spec has a use for weights of masked tokens.
     let read = matches!(&spec.objective, Objective::Vespo(Vespo { weights_of_masked_tokens: true, .. }));
     if let Some(weights) = rollout_weights.as_mut().filter(|weights| !read && weights.dim() == mask.dim()) {
+        garbage(weights);
+    }
+    if let Some(weights) = token_weights.as_mut().filter(|weights| weights.dim() == mask.dim()) {
         garbage(weights);
     }
     if let Advantages::Token(advantages) | Advantages::Dlogp(advantages) = &mut problem.advantages {

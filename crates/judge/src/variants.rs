@@ -3,11 +3,11 @@
 use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
-    OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
-    TopCovariance, TopEntropy, TrustRegion, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
+    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support,
+    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 
 /// A named choice.
@@ -36,6 +36,7 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("entropy", entropies()));
     all.extend(of("rollout", rollouts()));
     all.extend(of("rejection", rejections()));
+    all.extend(of("token_weights", token_weights()));
     all.extend(of("masks", masks()));
     all.extend(of("reduction", reductions()));
     all.extend(of("logits", logits()));
@@ -82,6 +83,7 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
     };
     let kl_cov = |selection| of(Objective::KlCov(KlCov { coefficient: 0.5, selection }));
     let clip_cov = |selection| of(Objective::ClipCov(ClipCov { clip: PpoClip::default(), selection }));
+    let topr = |positive| of(Objective::Topr(Topr { negative_weight: 0.8, positive, ..Topr::default() }));
     let band = CovarianceBand { fraction: 0.9, lower: 1.0, upper: 5.0 };
     vec![
         ("ppo_clip", plain()),
@@ -105,6 +107,9 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("kl_cov, selection", kl_cov(Some(TopCovariance { fraction: 0.2 }))),
         ("clip_cov, selected given", clip_cov(None)),
         ("clip_cov, selection", clip_cov(Some(band))),
+        ("topr", topr(Positive::Advantage)),
+        ("topr, positive: selected", topr(Positive::Selected)),
+        ("aspo", of(Objective::Aspo(Aspo { dual_clip_positive: 1.3, dual_clip_negative: 1.4, ..Aspo::default() }))),
         ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
     ]
 }
@@ -157,6 +162,15 @@ fn kls() -> Vec<(&'static str, LossSpec)> {
             "importance: ratio, sequence",
             LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..with(corrected()) },
         ),
+        ("gradient: k2_weighted", with(Kl { gradient: KlGradient::K2Weighted(1.1), ..k3() })),
+        (
+            "importance: token_ratio, sequence",
+            LossSpec {
+                ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
+                ..with(Kl { importance: KlImportance::TokenRatio, ..k3() })
+            },
+        ),
+        ("importance: rollout", with(Kl { importance: KlImportance::Rollout, ..k3() })),
         ("importance: score", with(Kl { importance: KlImportance::Score, ..k3() })),
         ("difference_clamp", with(Kl { difference_clamp: Some(0.2), ..k3() })),
         ("value_clamp", with(Kl { value_clamp: Some(0.02), ..k3() })),
@@ -190,6 +204,7 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
         max: Some(1.1),
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to: Terms::Policy,
     };
     let k3 = || Some(Kl::plain(0.1, KlEstimator::K3));
@@ -211,6 +226,7 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
         ),
         ("clamp", with(RolloutWeights { clamp: Some(0.05), ..token() })),
         ("normalize", with(RolloutWeights { normalize: true, ..token() })),
+        ("unscored: zero", with(RolloutWeights { unscored: Unscored::Zero, ..of_logp(RolloutLevel::Sequence) })),
         ("applies_to: policy_and_kl", with(RolloutWeights { applies_to: Terms::PolicyAndKl, ..token() })),
         (
             "within a sequence's ratio",
@@ -236,6 +252,7 @@ fn rejections() -> Vec<(&'static str, LossSpec)> {
         drops_from: Terms::PolicyAndKl,
     };
     let token = || of(RejectionLevel::Token, 0.03);
+    let estimated = |estimator, max| Rejection { estimator, ..of(RejectionLevel::Token, max) };
     vec![
         ("token", with(token())),
         ("token, k1", with(Rejection { estimator: RejectionEstimator::K1, min: Some(-0.2), max: 0.3, ..token() })),
@@ -245,6 +262,43 @@ fn rejections() -> Vec<(&'static str, LossSpec)> {
         ("sequence_sum", with(of(RejectionLevel::SequenceSum, 0.1))),
         ("sequence_mean", with(of(RejectionLevel::SequenceMean, 0.04))),
         ("sequence_max", with(of(RejectionLevel::SequenceMax, 0.1))),
+        (
+            "sequence_min",
+            with(Rejection {
+                estimator: RejectionEstimator::K1,
+                min: Some(-0.5),
+                max: 1.0,
+                ..of(RejectionLevel::SequenceMin, 1.0)
+            }),
+        ),
+        ("second_moment", with(of(RejectionLevel::SecondMoment, 0.04))),
+        ("token, binary_kl", with(estimated(RejectionEstimator::BinaryKl, 0.002))),
+        ("token, total_variation", with(estimated(RejectionEstimator::TotalVariation, 0.01))),
+        (
+            "token, probability",
+            with(Rejection { min: Some(-0.005), ..estimated(RejectionEstimator::Probability, 0.01) }),
+        ),
+        (
+            "sequence_mean, absolute_ratio",
+            with(Rejection {
+                level: RejectionLevel::SequenceMean,
+                ..estimated(RejectionEstimator::AbsoluteRatio, 1.25)
+            }),
+        ),
+    ]
+}
+
+fn token_weights() -> Vec<(&'static str, LossSpec)> {
+    let with = |applies_to, spec: LossSpec| LossSpec {
+        token_weights: Some(TokenWeights { applies_to }),
+        kl: Some(Kl::plain(0.1, KlEstimator::K3)),
+        ..spec
+    };
+    let sum = LossSpec { reduction: Reduction::Normalizer(1.0), ..plain() };
+    vec![
+        ("applies_to: policy", with(Terms::Policy, plain())),
+        ("applies_to: policy_and_kl", with(Terms::PolicyAndKl, plain())),
+        ("in place of a reduction", with(Terms::PolicyAndKl, sum)),
     ]
 }
 

@@ -57,6 +57,8 @@ pub struct Arguments<'a> {
     pub rollout_logp: Option<Lent<'a>>,
     /// `[B,T]` or `[B,1]`.
     pub rollout_weights: Option<Lent<'a>>,
+    /// `[B,T]` or `[B,1]`.
+    pub token_weights: Option<Lent<'a>>,
     /// `[B,T]`, as the mask.
     pub selected: Option<Lent<'a>>,
     /// `[V]`.
@@ -234,6 +236,7 @@ impl<'s> Op<'s> {
             extra: Extra {
                 rollout_logp: per_token("rollout_logp", &arguments.rollout_logp)?,
                 rollout_weights: per_token("rollout_weights", &arguments.rollout_weights)?,
+                token_weights: per_token("token_weights", &arguments.token_weights)?,
                 selected: arguments.selected.as_ref().map(|selected| selected.truths("selected")).transpose()?,
                 bias,
                 sequences,

@@ -295,7 +295,8 @@ impl Weighed<'_> {
             }
             let arrays = self.inputs.iter().map(|(input, values)| (input.name(), values));
             // NaN is how a sampler says that it did not score a token.
-            let arrays = arrays.filter(|(field, _)| *field != Input::Behaviour.name());
+            let arrays =
+                arrays.filter(|(field, _)| ![Input::Behaviour, Input::RolloutLogp].map(Input::name).contains(field));
             for (field, values) in arrays.chain([("advantages", &self.advantages)]) {
                 if !values[[b, t]].is_finite() {
                     return Err(ProblemError::NotFinite { field, b, t, given: values[[b, t]].into() });

@@ -26,7 +26,7 @@ use super::transform::{Change, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Form, Number, Numbers, Structure};
+use assay_algebra::structure::{Number, Numbers, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -54,6 +54,8 @@ pub enum Given {
     KlWeight,
     /// 1 where KL-Cov penalizes.
     Selected,
+    /// Its log-probability under the sampler, NaN where there is none.
+    RolloutLogp,
     /// What the KL penalty's own reduction multiplies it by, over `Weight`.
     KlShare,
     /// `∂loss/∂entropy` without `1/T`, where tokens differ in it.
@@ -74,6 +76,7 @@ impl Given {
             Given::PolicyWeight => "policy_weight",
             Given::KlWeight => "kl_weight",
             Given::Selected => "selected",
+            Given::RolloutLogp => "rollout_logp",
             Given::KlShare => "kl_share",
             Given::EntropyFactor => "entropy_factor",
             Given::TargetBias => "target_bias",
@@ -86,7 +89,8 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
     let optional = [
         (structure.policy_weight, Given::PolicyWeight),
         (structure.kl_weight, Given::KlWeight),
-        (structure.form == Form::KlCov, Given::Selected),
+        (structure.selected(), Given::Selected),
+        (structure.rollout_logp(), Given::RolloutLogp),
         (structure.kl_share(), Given::KlShare),
         (structure.entropy_by_token(), Given::EntropyFactor),
         (differ_by_column(structure), Given::TargetBias),
@@ -320,6 +324,7 @@ impl Writer {
         let kl_weight = self.given_if(Given::KlWeight);
         let kl_share = self.given_if(Given::KlShare);
         let selected = self.given_if(Given::Selected);
+        let rollout_logp = self.given_if(Given::RolloutLogp);
         let on = &mut self.per_row();
         let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
         let token = Token {
@@ -327,7 +332,9 @@ impl Writer {
             old_logp,
             advantage,
             log_ratio: own.value,
+            own,
             ref_logp,
+            rollout_logp,
             policy_weight,
             kl_weight,
             kl_share,

@@ -252,6 +252,7 @@ fn one_pass_core(
                 Column::PolicyWeight => given.input(Input::PolicyWeight),
                 Column::KlWeight => given.input(Input::KlWeight),
                 Column::Selected => given.input(Input::Selected),
+                Column::RolloutLogp => given.input(Input::RolloutLogp),
                 Column::KlShare => given.kl_share,
                 Column::EntropyFactor => Some(given.entropy_factor),
                 Column::TargetBias => given.columns.map(|columns| columns.target),

@@ -13,6 +13,8 @@ pub(super) struct KlPiece {
     sign: f64,
     /// The bound of the value that the estimate is beyond.
     bound: Option<f64>,
+    /// Derivative of the token's own log-ratio by `ℓ`: 1 or 0.
+    own_slope: f64,
 }
 
 /// `d = clamp(ref_logp − ℓ, ±difference_clamp)`.
@@ -25,7 +27,8 @@ impl KlPiece {
     pub(super) fn at(spec: &LossSpec, inputs: &TokenInputs) -> Self {
         let (Some(kl), Some(_)) = (&spec.kl, inputs.ref_logp) else { return Self::default() };
         let d = difference(kl, inputs);
-        let mut piece = Self { slope: d.slope, sign: 0.0, bound: None };
+        let own_slope = inputs.log_ratio(spec).slope;
+        let mut piece = Self { slope: d.slope, sign: 0.0, bound: None, own_slope };
         if kl.estimator == KlEstimator::Abs {
             piece.sign = sign(d.value);
         }
@@ -50,13 +53,16 @@ impl KlPiece {
     /// abs: |d|           d/dℓ = −sign d      (0 at d = 0)
     /// ```
     ///
-    /// `gradient: k2` puts `−(ref_logp − ℓ)` in the place of the derivative. A value beyond `value_clamp` is that bound,
-    /// without gradient. Then, with the importance,
+    /// `gradient: k2` puts `−(ref_logp − ℓ)` in the place of the derivative, `k2_weighted` that times
+    /// `min(exp(ℓ − old_logp), bound)`. A value beyond `value_clamp` is that bound, without gradient. Then, with the importance,
     ///
     /// ```text
-    /// one:    kl                          d/dℓ = kl′
-    /// ratio:  ρ·kl                        d/dℓ = ρ·kl′,      d/dw = ρ·kl
-    /// score:  kl                          d/dℓ = kl′ + kl        kl′ alone beyond the clamp of the difference
+    /// one:          kl                    d/dℓ = kl′
+    /// ratio:        ρ·kl                  d/dℓ = ρ·kl′,      d/dw = ρ·kl
+    /// token_ratio:  e^x·kl                d/dℓ = e^x·(kl′ + x′·kl)
+    /// rollout:      q·kl, q = exp(ℓ − rollout_logp)
+    ///                                     d/dℓ = q·(kl′ + kl)    q·kl′ alone beyond the clamp of the difference
+    /// score:        kl                    d/dℓ = kl′ + kl        kl′ alone beyond the clamp of the difference
     /// ```
     pub(super) fn term(self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
         if inputs.ref_logp.is_none() {
@@ -76,6 +82,19 @@ impl KlPiece {
                 let ratio = inputs.ratio(spec);
                 Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio: ratio * value }
             }
+            KlImportance::TokenRatio => {
+                let ratio = inputs.log_ratio(spec).value.exp();
+                let by_logp = ratio * (by_logp + self.own_slope * value);
+                Term { value: ratio * value, by_logp, by_log_ratio: 0.0 }
+            }
+            KlImportance::Rollout => match inputs.rollout_logp.filter(|logp| !logp.is_nan()) {
+                Some(rollout_logp) => {
+                    let q = (inputs.logp - rollout_logp).exp();
+                    let by_logp = q * (by_logp + self.slope * value);
+                    Term { value: q * value, by_logp, by_log_ratio: 0.0 }
+                }
+                None => Term::default(),
+            },
             KlImportance::Score => Term { value, by_logp: by_logp + self.slope * value, by_log_ratio: 0.0 },
         }
     }
@@ -93,6 +112,10 @@ impl KlPiece {
         let by_logp = match kl.gradient {
             KlGradient::Own => own,
             KlGradient::K2 => inputs.logp - inputs.ref_logp.unwrap_or(f64::NAN),
+            KlGradient::K2Weighted(bound) => {
+                let weight = (inputs.logp - inputs.old_logp).exp().min(bound);
+                weight * (inputs.logp - inputs.ref_logp.unwrap_or(f64::NAN))
+            }
         };
         Term { value: bound.unwrap_or(value), by_logp, by_log_ratio: 0.0 }
     }

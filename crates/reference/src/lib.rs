@@ -38,7 +38,9 @@ pub use sum::Sum;
 pub use token::{Term, TokenInputs};
 
 use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Sequence, Shape};
-use assay_core::spec::{Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides};
+use assay_core::spec::{
+    Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides, Terms,
+};
 use logits_transform::Scaled;
 use rollout::Corrections;
 use selection::Sample;
@@ -215,17 +217,21 @@ fn join(
             let accepted = |by: &Array2<bool>| f64::from(u8::from(by[place]));
             let weight = corrections.weights[place];
             let in_vespo = matches!(spec.objective, Objective::Vespo(_));
-            let to_kl =
-                spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == assay_core::spec::Terms::PolicyAndKl);
+            let to_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+            let own_weight = corrections.token_weights[place];
+            let own_to_kl = spec.token_weights.is_some_and(|weights| weights.applies_to == Terms::PolicyAndKl);
             let inputs = TokenInputs {
                 logp: token.logp,
                 old_logp: old_logp(place, token.logp),
                 ref_logp: spec.kl.as_ref().and(at(&problem.ref_logp, place)),
+                rollout_logp: if spec.weighs_kl_by_rollout() { at(&problem.extra.rollout_logp, place) } else { None },
                 advantage,
                 row_log_ratio,
                 row_log_weight,
-                policy_weight: accepted(&corrections.accepted) * if in_vespo { 1.0 } else { weight },
-                kl_weight: accepted(&corrections.accepted_by_kl) * if to_kl { weight } else { 1.0 },
+                policy_weight: accepted(&corrections.accepted) * own_weight * if in_vespo { 1.0 } else { weight },
+                kl_weight: accepted(&corrections.accepted_by_kl)
+                    * if own_to_kl { own_weight } else { 1.0 }
+                    * if to_kl { weight } else { 1.0 },
                 on_policy: spec
                     .off_policy_mask
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),

@@ -11,7 +11,9 @@ use std::ops::RangeInclusive;
 
 use super::kl::KlPiece;
 use super::token::{Term, TokenInputs, sign};
-use assay_core::spec::{Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PpoClip, Sapo, TrustRegion, Vespo};
+use assay_core::spec::{
+    Aspo, Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, Positive, PpoClip, Sapo, TrustRegion, Vespo,
+};
 
 /// Which smooth piece of the loss a token is on.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +42,8 @@ enum Coefficient {
     Ratio,
     /// A bound, which has no gradient.
     Bound(f64),
+    /// A bound that the token's log-probability is multiplied by.
+    Score(f64),
 }
 
 impl Branch {
@@ -66,6 +70,8 @@ impl Branch {
             Objective::TrustRegion(TrustRegion { truncate: Some(most), .. }) => {
                 between(ratio, f64::NEG_INFINITY, *most)
             }
+            Objective::Topr(topr) => between(ratio, f64::NEG_INFINITY, topr.upper),
+            Objective::Aspo(aspo) => upside_down(aspo, ratio, advantage),
             _ => Coefficient::Ratio,
         };
         let within = match &spec.objective {
@@ -103,6 +109,8 @@ impl Branch {
     /// dro                  −A·ℓ + beta/2·w²            d/dℓ = −A,          d/dw = beta·w
     /// kl_cov               −ρ·A + coefficient·|w|      d/dw = −ρ·A + coefficient·sign w    the second if selected
     /// clip_cov             as ppo_clip, 0 if selected
+    /// topr                 −w₊·A·ℓ positive, −w₋·k·A·ℓ elsewhere              d/dℓ = the factor of ℓ
+    /// aspo                 A > 0: −A/k, A < 0: −k·A    d/dw = the value on the ratio, 0 on a bound; on c  −c·A·ℓ
     /// ```
     ///
     /// Where `A = 0` only penalties are left, even if the ratio overflows.
@@ -131,7 +139,7 @@ impl Branch {
         let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);
         let k = match self.coefficient {
             Coefficient::Ratio => ratio,
-            Coefficient::Bound(bound) => bound,
+            Coefficient::Bound(bound) | Coefficient::Score(bound) => bound,
         };
         let following = |on_ratio: bool| if on_ratio { -ratio * advantage } else { 0.0 };
         match &spec.objective {
@@ -148,6 +156,21 @@ impl Branch {
             Objective::MaskedRatio(_) => Term::score(ratio, inputs),
             Objective::TrustRegion(region) if region.truncate.is_some() => Term::score(k, inputs),
             Objective::TrustRegion(_) => Term::of_ratio(-ratio * advantage, following(true)),
+            Objective::Topr(topr) => {
+                let positive = match topr.positive {
+                    Positive::Advantage => advantage > 0.0,
+                    Positive::Selected => self.selected,
+                };
+                Term::score(if positive { topr.positive_weight } else { topr.negative_weight * k }, inputs)
+            }
+            Objective::Aspo(_) => {
+                let value = if advantage > 0.0 { -advantage / k } else { -k * advantage };
+                match self.coefficient {
+                    Coefficient::Ratio => Term::of_ratio(value, value),
+                    Coefficient::Bound(_) => Term::of_ratio(value, 0.0),
+                    Coefficient::Score(_) => Term::score(k, inputs),
+                }
+            }
             Objective::None => Term::default(),
         }
     }
@@ -188,6 +211,25 @@ fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Coefficient {
         }
     } else {
         Coefficient::Bound(0.0)
+    }
+}
+
+/// ASPO: for `A > 0` `u = min(ρ, 1 + εh)`, but `c₊` where `1/u` is above it; for `A < 0` `v = max(ρ, 1 − εl)`, but `c₋` where
+/// `v` is.
+fn upside_down(aspo: &Aspo, ratio: f64, advantage: f64) -> Coefficient {
+    let (low, high) = (1.0 - aspo.epsilon_low, 1.0 + aspo.epsilon_high);
+    if advantage > 0.0 {
+        match () {
+            () if ratio > high => Coefficient::Bound(high),
+            () if 1.0 / ratio > aspo.dual_clip_positive => Coefficient::Score(aspo.dual_clip_positive),
+            () => Coefficient::Ratio,
+        }
+    } else {
+        match () {
+            () if ratio < low => Coefficient::Bound(low),
+            () if ratio > aspo.dual_clip_negative => Coefficient::Score(aspo.dual_clip_negative),
+            () => Coefficient::Ratio,
+        }
     }
 }
 

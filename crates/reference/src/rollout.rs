@@ -6,7 +6,7 @@ use super::sum::Sum;
 use assay_core::problem::{Problem, Sequence};
 use assay_core::spec::{
     LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Terms,
+    RolloutWeights, Terms, Unscored,
 };
 
 /// What stands at each token because of the sampler's policy.
@@ -19,6 +19,8 @@ pub(super) struct Corrections {
     pub(super) accepted_by_kl: Array2<bool>,
     /// The weights; 1 without any.
     pub(super) weights: Array2<f64>,
+    /// The trainer's own; 1 without any.
+    pub(super) token_weights: Array2<f64>,
 }
 
 pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
@@ -34,31 +36,67 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
             (true, Terms::PolicyAndKl) => [&mut accepted, &mut accepted_by_kl].into_iter().for_each(within),
         }
     }
+    let token_weights = match (spec.token_weights, &problem.extra.token_weights) {
+        (Some(_), Some(given)) => of_tokens(given, problem),
+        _ => Array2::ones(mask.dim()),
+    };
+    mask.zip_mut_with(&token_weights, |counts, weight| *counts &= *weight != 0.0);
     let weights = spec.rollout.as_ref().map_or_else(|| Array2::ones(mask.dim()), |rollout| weights(rollout, problem));
-    Corrections { mask, accepted, accepted_by_kl, weights }
+    Corrections { mask, accepted, accepted_by_kl, weights, token_weights }
 }
 
-/// `y = old_logp − rollout_logp` of the unmasked tokens of a sequence, with their places; 0 where the sampler did not score.
-fn log_ratios(problem: &Problem, sequence: &Sequence) -> Vec<((usize, usize), f64)> {
+/// A number a token, of an array that may have one a sequence.
+fn of_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
+    if given.dim() == problem.mask.dim() {
+        return given.clone();
+    }
+    let mut all = Array2::ones(problem.mask.dim());
+    for sequence in problem.sequences() {
+        sequence.places().for_each(|at| all[at] = given[[sequence.index, 0]]);
+    }
+    all
+}
+
+/// What the two policies say of one token.
+#[derive(Clone, Copy)]
+struct Compared {
+    at: (usize, usize),
+    old_logp: f64,
+    /// `old_logp` where the sampler did not score.
+    rollout_logp: f64,
+    scored: bool,
+}
+
+impl Compared {
+    /// `y`
+    fn log_ratio(self) -> f64 {
+        self.old_logp - self.rollout_logp
+    }
+}
+
+/// The unmasked tokens of a sequence.
+fn compared(problem: &Problem, sequence: &Sequence) -> Vec<Compared> {
     let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
     let unmasked = sequence.places().filter(|&at| problem.mask[at]);
     unmasked
         .map(|at| {
-            let y = old[at] - rollout[at];
-            (at, if y.is_nan() { 0.0 } else { y })
+            let (old_logp, rollout_logp) = (old[at], rollout[at]);
+            let scored = !rollout_logp.is_nan();
+            Compared { at, old_logp, rollout_logp: if scored { rollout_logp } else { old_logp }, scored }
         })
         .collect()
 }
 
 /// Which tokens a rejection leaves.
 fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
+    if rejection.level == RejectionLevel::SecondMoment {
+        return below_second_moment(rejection.max, problem);
+    }
     let mut stays = Array2::from_elem(problem.mask.dim(), true);
     let within = |statistic: f64| rejection.min.is_none_or(|min| statistic >= min) && statistic <= rejection.max;
     for sequence in problem.sequences() {
-        let tokens: Vec<((usize, usize), f64)> = log_ratios(problem, &sequence)
-            .into_iter()
-            .map(|(at, y)| (at, divergence(rejection.estimator, y)))
-            .collect();
+        let tokens: Vec<((usize, usize), f64)> =
+            compared(problem, &sequence).into_iter().map(|of| (of.at, divergence(rejection.estimator, of))).collect();
         let sum = tokens.iter().map(|(_, k)| *k).collect::<Sum>().value();
         let count = tokens.len().max(1) as f64;
         for &(at, own) in &tokens {
@@ -67,18 +105,50 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
                 RejectionLevel::SequenceSum => sum,
                 RejectionLevel::SequenceMean => sum / count,
                 RejectionLevel::SequenceMax => tokens.iter().map(|(_, k)| *k).fold(f64::NEG_INFINITY, f64::max),
+                RejectionLevel::SequenceMin => tokens.iter().map(|(_, k)| *k).fold(f64::INFINITY, f64::min),
+                RejectionLevel::SecondMoment => unreachable!("it is of the batch"),
             });
         }
     }
     stays
 }
 
-fn divergence(estimator: RejectionEstimator, y: f64) -> f64 {
-    let y = y.clamp(-20.0, 20.0);
+/// Leaves the tokens, smallest `y²` first, whose mean is below `bound`, and one at least.
+fn below_second_moment(bound: f64, problem: &Problem) -> Array2<bool> {
+    let all = problem.sequences().into_iter().flat_map(|sequence| compared(problem, &sequence));
+    let mut tokens: Vec<((usize, usize), f64)> = all.map(|of| (of.at, of.log_ratio().powi(2))).collect();
+    // Of equal ones the earlier leaves first.
+    tokens.sort_by(|(at, a), (other, b)| a.total_cmp(b).then(other.cmp(at)));
+    let mut stays = Array2::from_elem(problem.mask.dim(), false);
+    // The mean of the smallest grows with their number: the last that is below the bound is of the most.
+    let mut sum = Sum::default();
+    let mut most = 1;
+    for (i, (_, square)) in tokens.iter().enumerate() {
+        sum.add(*square);
+        if sum.value() / ((i + 1) as f64) < bound {
+            most = i + 1;
+        }
+    }
+    for (at, _) in tokens.into_iter().take(most) {
+        stays[at] = true;
+    }
+    stays
+}
+
+fn divergence(estimator: RejectionEstimator, of: Compared) -> f64 {
+    let y = of.log_ratio().clamp(-20.0, 20.0);
+    let [p, q] = [of.rollout_logp, of.old_logp].map(f64::exp);
+    let [inner_p, inner_q] = [p, q].map(|probability| probability.clamp(1e-6, 1.0 - 1e-6));
     match estimator {
         RejectionEstimator::K1 => -y,
         RejectionEstimator::K2 => y * y / 2.0,
         RejectionEstimator::K3 => y.exp_m1() - y,
+        RejectionEstimator::BinaryKl => {
+            inner_p * (inner_p / inner_q).ln() + (1.0 - inner_p) * ((1.0 - inner_p) / (1.0 - inner_q)).ln()
+        }
+        RejectionEstimator::TotalVariation => (inner_p - inner_q).abs(),
+        RejectionEstimator::Probability => q - p,
+        RejectionEstimator::AbsoluteRatio => of.log_ratio().abs().exp(),
     }
 }
 
@@ -99,16 +169,13 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
-    let sequences = problem.sequences();
-    let one_a_sequence = given.dim() != problem.mask.dim();
-    let mut weights = Array2::ones(problem.mask.dim());
-    for sequence in &sequences {
-        let given_at = |at: (usize, usize)| if one_a_sequence { given[[sequence.index, 0]] } else { given[at] };
-        let unmasked: Vec<(usize, usize)> = sequence.places().filter(|&at| problem.mask[at]).collect();
-        let logs = unmasked.iter().map(|&at| (given_at(at) + 1e-10).ln()).collect::<Sum>().value();
-        let geometric = (logs / (unmasked.len() as f64 + 1e-8)).exp();
-        for at in sequence.places() {
-            weights[at] = if rollout.level == RolloutLevel::Geometric { geometric } else { given_at(at) };
+    let mut weights = of_tokens(given, problem);
+    if rollout.level == RolloutLevel::Geometric {
+        for sequence in problem.sequences() {
+            let unmasked: Vec<(usize, usize)> = sequence.places().filter(|&at| problem.mask[at]).collect();
+            let logs = unmasked.iter().map(|&at| (weights[at] + 1e-10).ln()).collect::<Sum>().value();
+            let geometric = (logs / (unmasked.len() as f64 + 1e-8)).exp();
+            sequence.places().for_each(|at| weights[at] = geometric);
         }
     }
     weights
@@ -125,15 +192,20 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
         Outside::Mask => 0.0,
     };
     for sequence in problem.sequences() {
-        let tokens = log_ratios(problem, &sequence);
-        let sum = tokens.iter().map(|(_, y)| *y).collect::<Sum>().value();
+        let tokens = compared(problem, &sequence);
+        let sum = tokens.iter().map(|of| of.log_ratio()).collect::<Sum>().value();
         let geometric = exp(sum / tokens.len().max(1) as f64);
-        for &(at, y) in &tokens {
-            weights[at] = match rollout.level {
-                RolloutLevel::Token => bounded(exp(y)),
-                RolloutLevel::Sequence => bounded(exp(sum)),
-                RolloutLevel::Geometric => bounded(geometric),
-                RolloutLevel::TokenGatedByGeometric if within(geometric) => exp(y),
+        let counts = |scored: bool| scored || rollout.unscored == Unscored::One;
+        // A weight that an unscored token has a part in may be 0, before its bounds.
+        let where_scored = |scored: bool, weight: f64| if counts(scored) { weight } else { 0.0 };
+        let all_scored = tokens.iter().all(|of| of.scored);
+        for of in &tokens {
+            let own = where_scored(of.scored, exp(of.log_ratio()));
+            weights[of.at] = match rollout.level {
+                RolloutLevel::Token => bounded(own),
+                RolloutLevel::Sequence => bounded(where_scored(all_scored, exp(sum))),
+                RolloutLevel::Geometric => bounded(where_scored(all_scored, geometric)),
+                RolloutLevel::TokenGatedByGeometric if within(geometric) => own,
                 RolloutLevel::TokenGatedByGeometric => 0.0,
             };
         }

@@ -13,6 +13,8 @@ pub struct TokenInputs {
     pub old_logp: f64,
     /// Nats; `None` without a KL term.
     pub ref_logp: Option<f64>,
+    /// Nats, of the sampler; `None` where the KL term does not read it, NaN where the token was not scored.
+    pub rollout_logp: Option<f64>,
     /// `A`.
     pub advantage: f64,
     /// The mean log-ratio of the row, where the ratio is that of a sequence.

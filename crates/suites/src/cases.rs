@@ -9,10 +9,11 @@ use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
-    KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TrustRegion, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator,
+    KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
+    Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TokenWeights, Topr,
+    TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -49,13 +50,17 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
         weighted(0.4, rollout()),
         prop_oneof![3 => Just(vec![]).boxed(), 1 => proptest::collection::vec(rejection(), 1..3).boxed()],
         weighted(0.15, off_policy_mask()),
+        weighted(
+            0.2,
+            select(vec![Terms::Policy, Terms::PolicyAndKl]).prop_map(|applies_to| TokenWeights { applies_to }),
+        ),
     );
     let columns = prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => changed_logits()];
     let bonus = (prop_oneof![Just(0.0), -0.3..0.3_f64], weighted(0.4, averaging()));
     (objective, ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
         |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
             let (advantages, old_logp, temperature, temperature_divides) = levels;
-            let (rollout, rejection, off_policy_mask) = corrections;
+            let (rollout, rejection, off_policy_mask, token_weights) = corrections;
             // No draw of its own, which would change every case.
             let dentropy = bonus.0 == 0.0 && scale == 1.0 && kl.is_none();
             let mut spec = LossSpec {
@@ -69,6 +74,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
                 temperature_divides,
                 rollout,
                 rejection,
+                token_weights,
                 off_policy_mask,
                 top_entropy: None,
                 kl,
@@ -126,6 +132,21 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     let sapo =
         (0.3..3.0_f64, 0.3..3.0_f64).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
     let masked_ratio = (0.0..0.95_f64, 1.0..3.0_f64).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
+    let topr = (0.0..2.0_f64, 0.0..2.0_f64, 0.5..2.0_f64, select(vec![Positive::Advantage, Positive::Selected]))
+        .prop_map(|(positive_weight, negative_weight, upper, positive)| Topr {
+            positive_weight,
+            negative_weight,
+            upper,
+            positive,
+        });
+    let aspo = (0.0..0.9_f64, 0.0..1.5_f64, 1.05..4.0_f64, 1.05..4.0_f64).prop_map(
+        |(epsilon_low, epsilon_high, dual_clip_positive, dual_clip_negative)| Aspo {
+            epsilon_low,
+            epsilon_high,
+            dual_clip_positive,
+            dual_clip_negative,
+        },
+    );
     let kl_cov = (0.0..1.5_f64).prop_map(|coefficient| KlCov { coefficient, selection: None });
     let clip_cov = clip().prop_map(|clip| ClipCov { clip, selection: None });
     vec![
@@ -140,6 +161,8 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
         ("dro", (0.05..2.0_f64).prop_map(|beta| Objective::Dro(Dro { beta })).boxed()),
         ("kl_cov", kl_cov.prop_map(Objective::KlCov).boxed()),
         ("clip_cov", clip_cov.prop_map(Objective::ClipCov).boxed()),
+        ("topr", topr.prop_map(Objective::Topr).boxed()),
+        ("aspo", aspo.prop_map(Objective::Aspo).boxed()),
         ("none", Just(Objective::None).boxed()),
     ]
 }
@@ -165,8 +188,18 @@ fn ratio() -> impl Strategy<Value = Ratio> {
 
 fn kl() -> impl Strategy<Value = Kl> {
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
-    let gradient = select(vec![KlGradient::Own, KlGradient::Own, KlGradient::K2]);
-    let importance = select(vec![KlImportance::One, KlImportance::Ratio, KlImportance::Score]);
+    let gradient = prop_oneof![
+        2 => Just(KlGradient::Own),
+        1 => Just(KlGradient::K2),
+        1 => (0.5..10.0_f64).prop_map(KlGradient::K2Weighted),
+    ];
+    let importance = select(vec![
+        KlImportance::One,
+        KlImportance::Ratio,
+        KlImportance::TokenRatio,
+        KlImportance::Rollout,
+        KlImportance::Score,
+    ]);
     let clamps = (weighted(0.3, 0.05..20.0_f64), weighted(0.3, 0.01..10.0_f64), any::<bool>());
     (0.0..1.0_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging())).prop_map(
         |(beta, estimator, gradient, importance, clamps, averaging)| Kl {
@@ -215,9 +248,10 @@ fn rollout() -> impl Strategy<Value = RolloutWeights> {
         select(vec![Outside::Truncate, Outside::Mask]),
         (option(0.0..0.95_f64), option(1.0..3.0_f64), option(0.1..20.0_f64)),
         any::<bool>(),
+        select(vec![Unscored::One, Unscored::Zero]),
         select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
-        .prop_map(|((source, level), outside, (min, max, clamp), normalize, applies_to)| {
+        .prop_map(|((source, level), outside, (min, max, clamp), normalize, unscored, applies_to)| {
             let plain = RolloutWeights {
                 source,
                 level,
@@ -226,34 +260,51 @@ fn rollout() -> impl Strategy<Value = RolloutWeights> {
                 max: None,
                 clamp: None,
                 normalize,
+                unscored: Unscored::One,
                 applies_to,
             };
             // Given weights are taken as they are.
-            if source == RolloutSource::Given { plain } else { RolloutWeights { outside, min, max, clamp, ..plain } }
+            if source == RolloutSource::Given {
+                plain
+            } else {
+                RolloutWeights { outside, min, max, clamp, unscored, ..plain }
+            }
         })
 }
 
 fn rejection() -> impl Strategy<Value = Rejection> {
     (
-        select(vec![RejectionEstimator::K1, RejectionEstimator::K2, RejectionEstimator::K3]),
+        select(vec![
+            RejectionEstimator::K1,
+            RejectionEstimator::K2,
+            RejectionEstimator::K3,
+            RejectionEstimator::BinaryKl,
+            RejectionEstimator::TotalVariation,
+            RejectionEstimator::Probability,
+            RejectionEstimator::AbsoluteRatio,
+        ]),
         select(vec![
             RejectionLevel::Token,
             RejectionLevel::SequenceSum,
             RejectionLevel::SequenceMean,
             RejectionLevel::SequenceMax,
+            RejectionLevel::SequenceMin,
+            RejectionLevel::SecondMoment,
         ]),
         option(-2.0..0.01_f64),
         0.01..3.0_f64,
         any::<bool>(),
         select(vec![Terms::Policy, Terms::PolicyAndKl]),
     )
-        .prop_map(|(estimator, level, min, max, counts, drops_from)| Rejection {
-            estimator,
-            level,
-            min,
-            max,
-            counts,
-            drops_from,
+        .prop_map(|(estimator, level, min, max, counts, drops_from)| {
+            // A ratio is 1 at least.
+            let max = if estimator == RejectionEstimator::AbsoluteRatio { 1.0 + max } else { max };
+            let drawn = Rejection { estimator, level, min, max, counts, drops_from };
+            if level == RejectionLevel::SecondMoment {
+                Rejection { estimator: RejectionEstimator::K2, min: None, counts: false, ..drawn }
+            } else {
+                drawn
+            }
         })
 }
 

@@ -6,7 +6,7 @@ use assay_core::problem::Shape;
 use assay_core::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
     Objective, OldLogp, Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides, Terms,
+    RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides, Terms, Unscored,
 };
 use assay_judge::variants::{SHAPE, variants};
 
@@ -52,8 +52,9 @@ const OF_ROWS: Averaging =
 
 const ESTIMATORS: [Option<KlEstimator>; 5] =
     [None, Some(KlEstimator::K1), Some(KlEstimator::K2), Some(KlEstimator::K3), Some(KlEstimator::Abs)];
-const IMPORTANCES: [KlImportance; 3] = [KlImportance::One, KlImportance::Ratio, KlImportance::Score];
-const GRADIENTS: [KlGradient; 2] = [KlGradient::Own, KlGradient::K2];
+const IMPORTANCES: [KlImportance; 5] =
+    [KlImportance::One, KlImportance::Ratio, KlImportance::TokenRatio, KlImportance::Rollout, KlImportance::Score];
+const GRADIENTS: [KlGradient; 3] = [KlGradient::Own, KlGradient::K2, KlGradient::K2Weighted(1.1)];
 const DIFFERENCE_CLAMPS: [Option<f64>; 2] = [None, Some(0.2)];
 /// Each with whether it comes after the importance weight.
 const VALUE_CLAMPS: [(Option<f64>, bool); 3] = [(None, false), (Some(0.02), false), (Some(0.02), true)];
@@ -133,6 +134,7 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         max: Some(1.1),
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to,
     });
     let rejection = DROPS[drops].map(|drops_from| Rejection {

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask,
-    OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
-    TopCovariance, TopEntropy, TrustRegion, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
+    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support,
+    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -76,6 +76,7 @@ impl Arms {
             temperature_divides,
             rollout,
             rejection,
+            token_weights,
             off_policy_mask,
             top_entropy,
             kl,
@@ -115,6 +116,10 @@ impl Arms {
         self.flag("rejection", !rejection.is_empty());
         for rejection in rejection {
             self.rejection(rejection);
+        }
+        self.option("token_weights", token_weights.as_ref());
+        if let Some(TokenWeights { applies_to }) = token_weights {
+            self.terms("token_weights.applies_to", *applies_to);
         }
         self.option("off_policy_mask", off_policy_mask.as_ref());
         if let Some(OffPolicyMask { threshold: _, behaviour }) = off_policy_mask {
@@ -163,6 +168,13 @@ impl Arms {
                 self.option("clip_cov.selection", selection.as_ref());
                 if let Some(CovarianceBand { fraction: _, lower: _, upper: _ }) = selection {}
             },
+            Objective::Topr(Topr { positive_weight: _, negative_weight: _, upper: _, positive }) => "topr" {
+                choose!(self, "topr.positive", positive, {
+                    Positive::Advantage => "advantage",
+                    Positive::Selected => "selected",
+                });
+            },
+            Objective::Aspo(Aspo { epsilon_low: _, epsilon_high: _, dual_clip_positive: _, dual_clip_negative: _ }) => "aspo",
             Objective::None => "none",
         });
     }
@@ -205,7 +217,7 @@ impl Arms {
     }
 
     fn rollout(&mut self, rollout: &RolloutWeights) {
-        let RolloutWeights { source, level, outside, min, max, clamp, normalize, applies_to } = rollout;
+        let RolloutWeights { source, level, outside, min, max, clamp, normalize, unscored, applies_to } = rollout;
         choose!(self, "rollout.source", source, {
             RolloutSource::Given => "given",
             RolloutSource::Logp => "logp",
@@ -224,6 +236,10 @@ impl Arms {
         self.option("rollout.max", max.as_ref());
         self.option("rollout.clamp", clamp.as_ref());
         self.flag("rollout.normalize", *normalize);
+        choose!(self, "rollout.unscored", unscored, {
+            Unscored::One => "one",
+            Unscored::Zero => "zero",
+        });
         self.terms("rollout.applies_to", *applies_to);
     }
 
@@ -240,12 +256,18 @@ impl Arms {
             RejectionEstimator::K1 => "k1",
             RejectionEstimator::K2 => "k2",
             RejectionEstimator::K3 => "k3",
+            RejectionEstimator::BinaryKl => "binary_kl",
+            RejectionEstimator::TotalVariation => "total_variation",
+            RejectionEstimator::Probability => "probability",
+            RejectionEstimator::AbsoluteRatio => "absolute_ratio",
         });
         choose!(self, "rejection.level", level, {
             RejectionLevel::Token => "token",
             RejectionLevel::SequenceSum => "sequence_sum",
             RejectionLevel::SequenceMean => "sequence_mean",
             RejectionLevel::SequenceMax => "sequence_max",
+            RejectionLevel::SequenceMin => "sequence_min",
+            RejectionLevel::SecondMoment => "second_moment",
         });
         self.option("rejection.min", min.as_ref());
         self.flag("rejection.counts", *counts);
@@ -285,10 +307,13 @@ impl Arms {
         choose!(self, "kl.gradient", gradient, {
             KlGradient::Own => "own",
             KlGradient::K2 => "k2",
+            KlGradient::K2Weighted(_) => "k2_weighted",
         });
         choose!(self, "kl.importance", importance, {
             KlImportance::One => "one",
             KlImportance::Ratio => "ratio",
+            KlImportance::TokenRatio => "token_ratio",
+            KlImportance::Rollout => "rollout",
             KlImportance::Score => "score",
         });
         self.option("kl.difference_clamp", difference_clamp.as_ref());

@@ -64,6 +64,8 @@ pub struct Extra {
     pub rollout_logp: Option<Array2<f64>>,
     /// `[B,T]` or `[B,1]`, `≥ 0`: importance weights against the sampler's policy; `[1,N]` or `[S,1]` of packed sequences.
     pub rollout_weights: Option<Array2<f64>>,
+    /// `[B,T]` or `[B,1]`, `≥ 0`: weights of tokens that the trainer gives; `[1,N]` or `[S,1]` of packed sequences.
+    pub token_weights: Option<Array2<f64>>,
     /// `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
     pub selected: Option<Array2<bool>>,
     /// `[V]`: bias of the LM head.
@@ -214,9 +216,11 @@ pub enum ProblemError {
         /// The value found.
         given: f64,
     },
-    /// A rollout weight that is none.
-    #[error("`rollout_weights[{b},{t}]`: got {given}, expected a finite number ≥ 0")]
+    /// A weight that is none.
+    #[error("`{field}[{b},{t}]`: got {given}, expected a finite number ≥ 0")]
     Weight {
+        /// Name of the array.
+        field: &'static str,
         /// Sequence.
         b: usize,
         /// Token, or 0 where there is one weight a sequence.
@@ -449,6 +453,7 @@ impl Tokens<'_> {
             (spec.old_logp == OldLogp::Rollout, "rollout_logp", rollout_logp, "`old_logp: rollout`"),
             (mask_reads(OldLogp::Rollout), "rollout_logp", rollout_logp, "`off_policy_mask.behaviour: rollout`"),
             (compares, "rollout_logp", rollout_logp, "weights or rejections against the sampler"),
+            (spec.weighs_kl_by_rollout(), "rollout_logp", rollout_logp, "`kl.importance: rollout`"),
             (spec.kl.is_some(), "ref_logp", self.ref_logp, "a `kl` term"),
             (spec.dentropy, "dentropy", self.extra.dentropy.as_ref(), "`dentropy: true`"),
         ];
@@ -457,33 +462,20 @@ impl Tokens<'_> {
 
     fn check_extra(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
         let Shape { batch, tokens, vocab } = shape;
-        let given = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given);
-        if let Some(rollout) = given {
-            let (field, because) = ("rollout_weights", "`rollout.source: given`");
-            let Some(weights) = &self.extra.rollout_weights else {
-                return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
-            };
-            let sequences = self.extra.sequences.count(batch);
-            let broadcast = rollout.level == RolloutLevel::Token && weights.dim() == (sequences, 1);
-            if weights.dim() != (batch, tokens) && !broadcast {
-                let expected = format!("[{batch}, {tokens}] or [{sequences}, 1]");
-                return Err(ProblemError::Shape { field, given: weights.shape().to_vec(), expected });
-            }
+        if let Some(rollout) = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given) {
             // VESPO reads those of masked tokens too, as its peers do.
             let everywhere = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
-            let filled: Vec<bool> =
-                self.sequences().iter().map(|sequence| sequence.places().any(|at| self.mask[at])).collect();
-            for ((b, t), &given) in weights.indexed_iter() {
-                let read = everywhere || if broadcast { filled[b] } else { self.mask[[b, t]] };
-                if read && !(given >= 0.0 && given.is_finite()) {
-                    return Err(ProblemError::Weight { b, t, given });
-                }
-            }
+            let one_a_row = rollout.level == RolloutLevel::Token;
+            let because = "`rollout.source: given`";
+            self.check_weights("rollout_weights", self.extra.rollout_weights.as_ref(), because, one_a_row, everywhere)?;
+        }
+        if spec.token_weights.is_some() {
+            self.check_weights("token_weights", self.extra.token_weights.as_ref(), "`token_weights`", true, false)?;
         }
         let selects = spec.reads_selected();
         match &self.extra.selected {
             None if selects => {
-                let because = "an objective without `selection`";
+                let because = "an objective that reads `selected`";
                 return Err(ProblemError::Missing { field: "selected", expected: vec![batch, tokens], because });
             }
             Some(selected) if selects && selected.dim() != (batch, tokens) => {
@@ -500,6 +492,36 @@ impl Tokens<'_> {
             if bias.len() != vocab {
                 let expected = format!("[{vocab}]");
                 return Err(ProblemError::Shape { field: "bias", given: bias.shape().to_vec(), expected });
+            }
+        }
+        Ok(())
+    }
+
+    /// Finite numbers `≥ 0`, `[B,T]` or, `one_a_row`, a number a sequence: where a token counts, or `everywhere`.
+    fn check_weights(
+        &self,
+        field: &'static str,
+        weights: Option<&Array2<f64>>,
+        because: &'static str,
+        one_a_row: bool,
+        everywhere: bool,
+    ) -> Result<(), ProblemError> {
+        let (batch, tokens) = self.mask.dim();
+        let sequences = self.extra.sequences.count(batch);
+        let Some(weights) = weights else {
+            return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
+        };
+        let broadcast = one_a_row && weights.dim() == (sequences, 1);
+        if weights.dim() != (batch, tokens) && !broadcast {
+            let expected = format!("[{batch}, {tokens}] or [{sequences}, 1]");
+            return Err(ProblemError::Shape { field, given: weights.shape().to_vec(), expected });
+        }
+        let filled: Vec<bool> =
+            self.sequences().iter().map(|sequence| sequence.places().any(|at| self.mask[at])).collect();
+        for ((b, t), &given) in weights.indexed_iter() {
+            let read = everywhere || if broadcast { filled[b] } else { self.mask[[b, t]] };
+            if read && !(given >= 0.0 && given.is_finite()) {
+                return Err(ProblemError::Weight { field, b, t, given });
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-use ndarray::{Ix0, Ix2, Ix3};
+use ndarray::{Axis, Dimension, Ix0, Ix2, Ix3, RemoveAxis, arr0, concatenate};
 use serde::Serialize;
 
 use super::{Dtype, FloatArray, FloatView};
@@ -141,6 +141,37 @@ impl<G> Candidate<G> {
             entropy: self.entropy.clone(),
             token_loss: self.token_loss.clone(),
             metrics: self.metrics,
+        }
+    }
+}
+
+impl Candidate {
+    /// What a batch comes to whose parts, cut between rows, came to `parts`: the sum of their losses, and their tokens one after
+    /// another. Metrics are left out.
+    ///
+    /// # Panics
+    /// Where there is no part, or one is of another width.
+    #[must_use]
+    pub fn of_parts(parts: &[Self]) -> Self {
+        fn joined<D: Dimension + RemoveAxis>(arrays: &[&FloatArray<D>]) -> FloatArray<D> {
+            let values: Vec<_> = arrays.iter().map(|array| array.to_f64()).collect();
+            let views: Vec<_> = values.iter().map(|values| values.view()).collect();
+            let values = concatenate(Axis(0), &views).expect("parts of one width");
+            FloatArray::rounded_from(&values, arrays[0].dtype())
+        }
+        type PerToken = Option<FloatArray<Ix2>>;
+        let per_token = |of: fn(&Self) -> &PerToken| {
+            let all: Option<Vec<&FloatArray<Ix2>>> = parts.iter().map(|part| of(part).as_ref()).collect();
+            all.map(|all| joined(&all))
+        };
+        let losses: Option<Vec<f64>> = parts.iter().map(|part| part.loss.as_ref().map(FloatArray::value)).collect();
+        Self {
+            loss: losses.map(|losses| arr0(losses.iter().sum::<f64>()).into()),
+            gradient: joined(&parts.iter().map(|part| &part.gradient).collect::<Vec<_>>()),
+            logp: per_token(|part| &part.logp),
+            entropy: per_token(|part| &part.entropy),
+            token_loss: per_token(|part| &part.token_loss),
+            metrics: None,
         }
     }
 }

@@ -39,9 +39,13 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 impl<L> Problem<L> {
     /// The sequences and tokens of `part` over all columns, with other logits.
     fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, selected, bias, sequences, dentropy } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences, dentropy } = &self.extra;
         let packed = *sequences != Sequences::Rows;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
+        let weights = |array: &Option<Array2<f64>>| match array {
+            Some(weights) if packed && weights.dim() != self.mask.dim() => Some(weights.clone()),
+            weights => floats(weights),
+        };
         Problem {
             logits,
             ids: of_tokens(&self.ids, part),
@@ -56,10 +60,8 @@ impl<L> Problem<L> {
             ref_logp: floats(&self.ref_logp),
             extra: Extra {
                 rollout_logp: floats(rollout_logp),
-                rollout_weights: match rollout_weights {
-                    Some(weights) if packed && weights.dim() != self.mask.dim() => Some(weights.clone()),
-                    weights => floats(weights),
-                },
+                rollout_weights: weights(rollout_weights),
+                token_weights: weights(token_weights),
                 selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
                 bias: bias.clone(),
                 sequences: sequences.select(&part.tokens),

@@ -289,8 +289,14 @@ impl<L> Problem<L> {
             let values = places.iter().map(|&at| array[at].clone()).collect();
             Array2::from_shape_vec((1, places.len()), values).expect("one entry a token")
         }
-        let Extra { rollout_logp, rollout_weights, selected, bias, sequences: _, dentropy } = &self.extra;
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _, dentropy } =
+            &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_places(array, places));
+        // One a sequence stays so.
+        let weights = |array: &Option<Array2<f64>>| match array {
+            Some(weights) if weights.dim() != self.mask.dim() => Some(weights.clone()),
+            weights => floats(weights),
+        };
         Problem {
             logits,
             ids: of_places(&self.ids, places),
@@ -304,11 +310,8 @@ impl<L> Problem<L> {
             ref_logp: floats(&self.ref_logp),
             extra: Extra {
                 rollout_logp: floats(rollout_logp),
-                // One a sequence stays so.
-                rollout_weights: match rollout_weights {
-                    Some(weights) if weights.dim() != self.mask.dim() => Some(weights.clone()),
-                    weights => floats(weights),
-                },
+                rollout_weights: weights(rollout_weights),
+                token_weights: weights(token_weights),
                 selected: selected.as_ref().map(|selected| of_places(selected, places)),
                 bias: bias.clone(),
                 sequences: Sequences::Packed(cu_seqlens),

@@ -1,8 +1,9 @@
 //! Ranges, and settings that exclude each other.
 
 use super::{
-    AdvantageLevel, Averaging, Kl, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    Unscored,
 };
 
 /// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
@@ -39,6 +40,10 @@ fn positive_or_none(field: &'static str, x: Option<f64>) -> Checked {
     x.map_or(Ok(()), |x| positive(field, x))
 }
 
+fn above_one(field: &'static str, x: f64) -> Checked {
+    ensure(x > 1.0 && x.is_finite(), field, x, "a finite number > 1")
+}
+
 fn share(field: &'static str, x: f64) -> Checked {
     ensure(x > 0.0 && x <= 1.0, field, x, "a share: above 0, at most 1")
 }
@@ -67,6 +72,7 @@ impl LossSpec {
         for rejection in &self.rejection {
             finite("rejection.max", rejection.max)?;
             interval("rejection.min", rejection.min.unwrap_or(f64::NEG_INFINITY), rejection.max)?;
+            rejection.check_level()?;
         }
         if let Some(mask) = &self.off_policy_mask {
             finite("off_policy_mask.threshold", mask.threshold)?;
@@ -123,6 +129,17 @@ impl LossSpec {
                 positive_or_none("objective.trust_region.truncate", region.truncate)?;
                 non_negative("objective.trust_region.penalty", region.penalty)
             }
+            Objective::Topr(topr) => {
+                non_negative("objective.topr.positive_weight", topr.positive_weight)?;
+                non_negative("objective.topr.negative_weight", topr.negative_weight)?;
+                positive("objective.topr.upper", topr.upper)
+            }
+            Objective::Aspo(aspo) => {
+                non_negative("objective.aspo.epsilon_low", aspo.epsilon_low)?;
+                non_negative("objective.aspo.epsilon_high", aspo.epsilon_high)?;
+                above_one("objective.aspo.dual_clip_positive", aspo.dual_clip_positive)?;
+                above_one("objective.aspo.dual_clip_negative", aspo.dual_clip_negative)
+            }
             Objective::Dro(dro) => positive("objective.dro.beta", dro.beta),
             Objective::KlCov(cov) => {
                 non_negative("objective.kl_cov.coefficient", cov.coefficient)?;
@@ -143,8 +160,7 @@ impl PpoClip {
         non_negative("objective.ppo_clip.epsilon_low", self.epsilon_low)?;
         non_negative("objective.ppo_clip.epsilon_high", self.epsilon_high)?;
         positive_or_none("objective.ppo_clip.delta", self.delta)?;
-        let c = self.dual_clip.unwrap_or(2.0);
-        ensure(c > 1.0 && c.is_finite(), "objective.ppo_clip.dual_clip", c, "a finite number > 1")
+        self.dual_clip.map_or(Ok(()), |c| above_one("objective.ppo_clip.dual_clip", c))
     }
 }
 
@@ -169,15 +185,31 @@ impl RolloutWeights {
         let taken_as_is = matches!(self.level, RolloutLevel::Token | RolloutLevel::Geometric);
         ensure(!given || taken_as_is, "rollout.level", "a sum of given weights", "token or geometric")?;
         let changed = self.min.or(self.max).or(self.clamp);
-        let kept = !given || (changed.is_none() && self.outside == Outside::Truncate);
-        ensure(kept, "rollout.source", "bounds or a clamp of given weights", "none, or `source: logp`")?;
+        let as_scored = self.unscored == Unscored::One;
+        let kept = !given || (changed.is_none() && self.outside == Outside::Truncate && as_scored);
+        ensure(kept, "rollout.source", "bounds, a clamp or `unscored` of given weights", "none, or `source: logp`")?;
         interval("rollout.min", self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY))
+    }
+}
+
+impl Rejection {
+    fn check_level(&self) -> Checked {
+        if self.level != RejectionLevel::SecondMoment {
+            return Ok(());
+        }
+        let of_squares = self.estimator == RejectionEstimator::K2;
+        ensure(of_squares, "rejection.estimator", "another than k2", "k2 with `level: second_moment`, which is of y²")?;
+        ensure(self.min.is_none(), "rejection.min", self.min.unwrap_or(0.0), "none with `level: second_moment`")?;
+        ensure(!self.counts, "rejection.counts", true, "false with `level: second_moment`")
     }
 }
 
 impl Kl {
     fn check(&self) -> Checked {
         non_negative("kl.beta", self.beta)?;
+        if let KlGradient::K2Weighted(bound) = self.gradient {
+            positive("kl.gradient.k2_weighted", bound)?;
+        }
         positive_or_none("kl.difference_clamp", self.difference_clamp)?;
         positive_or_none("kl.value_clamp", self.value_clamp)?;
         self.averaging.map_or(Ok(()), |averaging| averaging.check())

@@ -2,9 +2,9 @@
 
 use super::{
     AdvantageLevel, Averaging, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec,
-    Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides,
-    Terms, TopEntropy, TrustRegion,
+    Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction,
+    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support,
+    TemperatureDivides, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored,
 };
 
 /// What old log-probability a ratio is taken against.
@@ -41,6 +41,7 @@ impl LossSpec {
             let in_vespo = matches!(self.objective, Objective::Vespo(_));
             ("weight", rollout.describe(in_vespo))
         }));
+        lines.extend(self.token_weights.map(|weights| ("weight", weights.describe())));
         lines.extend(self.kl.as_ref().map(|kl| ("KL", kl.describe(self.touches_kl()))));
         lines.push(("reduction", self.averaging().describe()));
         if self.entropy_coef != 0.0 {
@@ -55,13 +56,17 @@ impl LossSpec {
 
     fn reads_ratio(&self) -> bool {
         !matches!(self.objective, Objective::None | Objective::PolicyGradient)
-            || self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Ratio)
+            || self
+                .kl
+                .as_ref()
+                .is_some_and(|kl| matches!(kl.importance, KlImportance::Ratio | KlImportance::TokenRatio))
     }
 
     /// Whether a mask or weight of the policy term is one of the KL penalty too.
     fn touches_kl(&self) -> bool {
         self.rejection.iter().any(|rejection| !rejection.counts || rejection.drops_from == Terms::PolicyAndKl)
             || self.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl)
+            || self.token_weights.is_some()
     }
 
     fn logp_line(&self) -> String {
@@ -276,6 +281,22 @@ impl Objective {
                 });
                 format!("{}, but 0 on {which}", cov.clip.describe())
             }
+            Objective::Topr(topr) => {
+                let which = match topr.positive {
+                    Positive::Advantage => "A > 0",
+                    Positive::Selected => "the token is selected",
+                };
+                let (positive, negative) = (times(topr.positive_weight), times(topr.negative_weight));
+                format!("−{positive}A·ℓ where {which}, else −{negative}sg(min(ρ, {}))·A·ℓ", number(topr.upper))
+            }
+            Objective::Aspo(aspo) => {
+                let (low, high) = (number(1.0 - aspo.epsilon_low), number(1.0 + aspo.epsilon_high));
+                let [positive, negative] = [aspo.dual_clip_positive, aspo.dual_clip_negative].map(number);
+                format!(
+                    "A > 0: −A·u/sg(u²), u = min(ρ, {high}), or −{positive}·A·ℓ where 1/u > {positive}; \
+                     A < 0: −A·v, v = max(ρ, {low}), or −{negative}·A·ℓ where v > {negative}"
+                )
+            }
             Objective::None => "none".into(),
         }
     }
@@ -287,12 +308,34 @@ impl Rejection {
             RejectionEstimator::K1 => "−y",
             RejectionEstimator::K2 => "y²/2",
             RejectionEstimator::K3 => "e^y − 1 − y",
+            RejectionEstimator::BinaryKl => "the binary KL of p and q",
+            RejectionEstimator::TotalVariation => "|p − q|",
+            RejectionEstimator::Probability => "q − p",
+            RejectionEstimator::AbsoluteRatio => "e^|y|",
+        };
+        let of = match self.estimator {
+            RejectionEstimator::K1 | RejectionEstimator::K2 | RejectionEstimator::K3 => {
+                "y = clamp(old_logp − rollout_logp, ±20)"
+            }
+            RejectionEstimator::BinaryKl | RejectionEstimator::TotalVariation => {
+                "p of the sampler and q of the old policy within 1e-6 and 1 − 1e-6"
+            }
+            RejectionEstimator::Probability => "p of the sampler, q of the old policy",
+            RejectionEstimator::AbsoluteRatio => "y = old_logp − rollout_logp",
         };
         let level = match self.level {
             RejectionLevel::Token => "of a token",
             RejectionLevel::SequenceSum => "summed over the row",
             RejectionLevel::SequenceMean => "in the row's mean",
             RejectionLevel::SequenceMax => "at the row's largest",
+            RejectionLevel::SequenceMin => "at the row's smallest",
+            RejectionLevel::SecondMoment => {
+                let max = number(self.max);
+                return format!(
+                    "of the largest y² the fewest that bring the mean of the batch's rest below {max}, \
+                     y = old_logp − rollout_logp; one stays: as if masked"
+                );
+            }
         };
         let bounds = match self.min {
             Some(min) => format!("within {} and {}", number(min), number(self.max)),
@@ -303,7 +346,7 @@ impl Rejection {
             (true, Terms::Policy) => "without a policy term, but counted",
             (true, Terms::PolicyAndKl) => "without a policy or KL term, but counted",
         };
-        format!("where {statistic} {level} is not {bounds}, y = clamp(old_logp − rollout_logp, ±20): {becomes}")
+        format!("where {statistic} {level} is not {bounds}, {of}: {becomes}")
     }
 }
 
@@ -355,13 +398,24 @@ impl RolloutWeights {
                 format!(", {outside} [{}, {}]", end(min, "0"), end(max, "∞"))
             }
         };
+        let unscored = if self.unscored == Unscored::Zero { ", 0 where a token was not scored" } else { "" };
         let normalized = if self.normalize { ", over its mean" } else { "" };
         let on = match self.applies_to {
             _ if in_vespo => "within w",
             Terms::Policy => "on the policy term",
             Terms::PolicyAndKl => "on the policy term and KL",
         };
-        format!("{made}{difference}{bounds}{normalized}: {on}")
+        format!("{made}{difference}{unscored}{bounds}{normalized}: {on}")
+    }
+}
+
+impl TokenWeights {
+    fn describe(self) -> String {
+        let on = match self.applies_to {
+            Terms::Policy => "on the policy term",
+            Terms::PolicyAndKl => "on the policy term and KL",
+        };
+        format!("token_weights, as given: {on}; 0 is as if masked")
     }
 }
 
@@ -379,6 +433,8 @@ impl Kl {
         let weighed = |estimate: String| match self.importance {
             KlImportance::One => estimate,
             KlImportance::Ratio => format!("ρ·({estimate})"),
+            KlImportance::TokenRatio => format!("exp(x)·({estimate})"),
+            KlImportance::Rollout => format!("exp(ℓ − rollout_logp)·({estimate})"),
             KlImportance::Score => format!("exp(ℓ − sg(ℓ))·({estimate})"),
         };
         let clamped = |value: String| {
@@ -390,8 +446,12 @@ impl Kl {
             weighed(clamped(estimate.into()))
         };
         let mut text = format!("{}·kl, kl = {value}, d = {difference}", number(self.beta));
-        if self.gradient == KlGradient::K2 {
-            text += "; the gradient is that of d²/2";
+        match self.gradient {
+            KlGradient::Own => {}
+            KlGradient::K2 => text += "; the gradient is that of d²/2",
+            KlGradient::K2Weighted(bound) => {
+                text += &format!("; the gradient is that of d²/2, times sg(min(exp(ℓ − old), {}))", number(bound));
+            }
         }
         if let Some(averaging) = &self.averaging {
             text += &format!("; {}", averaging.describe());

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 pub use check::SpecError;
 pub use objective::{
-    Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, PpoClip, Sapo,
-    TopCovariance, TrustRegion, Vespo,
+    Aspo, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, Positive,
+    PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
 };
 
 /// One GRPO loss, in full.
@@ -60,6 +60,8 @@ pub struct LossSpec {
     pub rollout: Option<RolloutWeights>,
     /// Tokens and sequences that are rejected because the sampler's policy was too far away.
     pub rejection: Vec<Rejection>,
+    /// Weights of tokens that the trainer gives.
+    pub token_weights: Option<TokenWeights>,
     /// Leaves out the policy term of sequences that the policy has moved away from.
     pub off_policy_mask: Option<OffPolicyMask>,
     /// Keeps the policy term of the tokens with the highest entropy only.
@@ -96,6 +98,7 @@ impl Default for LossSpec {
             temperature_divides: TemperatureDivides::Logits,
             rollout: None,
             rejection: Vec::new(),
+            token_weights: None,
             off_policy_mask: None,
             top_entropy: None,
             kl: None,
@@ -272,9 +275,24 @@ pub struct RolloutWeights {
     /// tokens, or for the sequence levels the mean of the same over each row that has any, as in verl.
     #[serde(default)]
     pub normalize: bool,
+    /// What a token that the sampler did not score adds.
+    #[serde(default)]
+    pub unscored: Unscored,
     /// What they multiply.
     #[serde(default)]
     pub applies_to: Terms,
+}
+
+/// What a token with a NaN `rollout_logp` adds to computed rollout weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unscored {
+    /// `y = 0`: nothing (TRL, Unsloth).
+    #[default]
+    One,
+    /// The weight that it has a part in is 0, before bounds: its own, or its sequence's. A gate by the geometric mean takes
+    /// `y = 0` (NeMo).
+    Zero,
 }
 
 /// Where rollout weights come from.
@@ -284,7 +302,7 @@ pub enum RolloutSource {
     /// The problem's `rollout_weights`, `[B,T]` or `[B,1]`, taken as they are but for `level: geometric`: bounds and a
     /// clamp are refused.
     Given,
-    /// `exp(old_logp − rollout_logp)`; a NaN `rollout_logp` is a token that was not scored, of log-ratio 0.
+    /// `exp(old_logp − rollout_logp)`; a NaN `rollout_logp` is a token that was not scored: see [`Unscored`].
     Logp,
 }
 
@@ -325,12 +343,25 @@ pub enum Terms {
     PolicyAndKl,
 }
 
-/// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds, 0 for a `y_t` of a
-/// token that was not scored. [`RolloutWeights`] are made of all unmasked tokens, those that are rejected too.
+/// What the problem's `token_weights` multiply, before the reduction. A weight of 0 leaves its token out, as if masked;
+/// [`RolloutWeights`] and rejections are made of all unmasked tokens, this one too.
+///
+/// Over [`Reduction::Normalizer`] of 1 they are the reduction: `1/(P · Σ n_b)`, the sum over a prompt's rows, is the mean over
+/// `P` prompts of their token means (SkyRL's `prompt_mean`); a row's own weight is Unsloth's `sample_weight`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TokenWeights {
+    /// Which terms.
+    pub applies_to: Terms,
+}
+
+/// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds. A token that was not
+/// scored has `y = 0`, and both probabilities its old one. [`RolloutWeights`] are made of all unmasked tokens, those that are
+/// rejected too.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rejection {
-    /// Of one token: `k1 = −y`, `k2 = y²/2`, `k3 = e^y − 1 − y`, with `|y| ≤ 20`.
+    /// Of one token.
     pub estimator: RejectionEstimator,
     /// Over which tokens.
     pub level: RejectionLevel,
@@ -340,7 +371,7 @@ pub struct Rejection {
     /// Largest value that stays.
     pub max: f64,
     /// Whether a rejected token only loses the terms of `drops_from`, and still counts in denominators, in the row's ratio
-    /// and in the entropy bonus (SkyRL), or is as if masked (verl).
+    /// and in the entropy bonus (SkyRL; Unsloth but for the bonus), or is as if masked (verl).
     #[serde(default)]
     pub counts: bool,
     /// What a rejected token that counts has no part in.
@@ -352,16 +383,24 @@ fn both_terms() -> Terms {
     Terms::PolicyAndKl
 }
 
-/// Divergence of one token between old and sampler's policy.
+/// Divergence of one token between old and sampler's policy, with `p = exp(rollout_logp)` and `q = exp(old_logp)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RejectionEstimator {
-    /// `−y`
+    /// `−y`, with `|y| ≤ 20`.
     K1,
-    /// `y²/2`
+    /// `y²/2`, with `|y| ≤ 20`.
     K2,
-    /// `e^y − 1 − y`
+    /// `e^y − 1 − y`, with `|y| ≤ 20`.
     K3,
+    /// `p·ln(p/q) + (1−p)·ln((1−p)/(1−q))`, both held to `[1e-6, 1 − 1e-6]` (OpenRLHF).
+    BinaryKl,
+    /// `|p − q|`, both so held (OpenRLHF's `tv`).
+    TotalVariation,
+    /// `q − p` (ROLL).
+    Probability,
+    /// `e^|y|` (NeMo's `seq_logprob_error_threshold`, as a row's mean).
+    AbsoluteRatio,
 }
 
 /// Over which tokens of a row a rejection looks.
@@ -376,6 +415,12 @@ pub enum RejectionLevel {
     SequenceMean,
     /// The largest.
     SequenceMax,
+    /// The smallest: of K1 with a minimum alone, the other end of [`SequenceMax`](Self::SequenceMax) (SkyRL's outliers).
+    SequenceMin,
+    /// The mean of `y²` over the batch, `y` as it is: the fewest of the largest leave that bring the mean of the rest below
+    /// `max`, the earlier of equal ones first; one token stays (M2PO). Asks for [`RejectionEstimator::K2`], no `min` and
+    /// `counts: false`.
+    SecondMoment,
 }
 
 /// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or
@@ -498,7 +543,7 @@ pub enum KlEstimator {
 }
 
 /// Whose gradient the KL estimate has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlGradient {
     /// Its own.
@@ -506,6 +551,8 @@ pub enum KlGradient {
     Own,
     /// That of `k2` without clamps, `−(ref_logp − ℓ)`: unbiased, whatever the value (verl's `k1+`, `k3+`).
     K2,
+    /// The same times `sg(min(exp(ℓ − old_logp), bound))` of the token, the bound given, `> 0`: 10 in OpenRLHF.
+    K2Weighted(f64),
 }
 
 /// What the KL estimate is multiplied by, with its gradient.
@@ -517,6 +564,11 @@ pub enum KlImportance {
     One,
     /// The ratio `ρ` of the token's level, before any clip: DeepSeek-V3.2's bias correction.
     Ratio,
+    /// `exp(x)` of the token's own log-ratio after its clamp and clip, whatever the level (slime's GSPO).
+    TokenRatio,
+    /// `exp(ℓ − rollout_logp)`, without gradient where `difference_clamp` holds the difference; 0 where `rollout_logp` is NaN
+    /// (NeMo's `use_on_policy_kl_approximation`).
+    Rollout,
     /// `exp(ℓ − stop_gradient(ℓ))`: 1, whose derivative is 1, or 0 where `difference_clamp` holds the difference (NeMo).
     Score,
 }
@@ -591,6 +643,7 @@ impl LossSpec {
         self.old_logp == OldLogp::Rollout
             || self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
             || self.compares_with_sampler()
+            || self.weighs_kl_by_rollout()
     }
 
     /// Whether it needs the problem's `rollout_weights`.
@@ -603,8 +656,14 @@ impl LossSpec {
         match &self.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),
             Objective::ClipCov(cov) => cov.selection.is_none(),
+            Objective::Topr(topr) => topr.positive == Positive::Selected,
             _ => false,
         }
+    }
+
+    /// Whether the KL penalty is weighed against the sampler by the current policy.
+    pub fn weighs_kl_by_rollout(&self) -> bool {
+        self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Rollout)
     }
 
     /// Whether it compares `old_logp` with `rollout_logp`.

@@ -28,6 +28,10 @@ pub enum Objective {
     KlCov(KlCov),
     /// Clip-Cov: PPO-clip, but 0 on the tokens selected.
     ClipCov(ClipCov),
+    /// TOPR: `−w₊·A·ℓ` where the token is positive, `−w₋·sg(min(ρ, upper))·A·ℓ` elsewhere.
+    Topr(Topr),
+    /// ASPO: the ratio upside down where `A > 0`.
+    Aspo(Aspo),
     /// No policy term: the loss is the KL penalty and the entropy bonus alone.
     None,
 }
@@ -228,4 +232,62 @@ pub struct CovarianceBand {
     pub lower: f64,
     /// Upper end.
     pub upper: f64,
+}
+
+/// See [`Objective::Topr`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Topr {
+    /// `w₊ ≥ 0`.
+    pub positive_weight: f64,
+    /// `w₋ ≥ 0`.
+    pub negative_weight: f64,
+    /// Upper bound of the ratio elsewhere, `> 0`.
+    pub upper: f64,
+    /// Which tokens are positive.
+    pub positive: Positive,
+}
+
+impl Default for Topr {
+    fn default() -> Self {
+        Self { positive_weight: 1.0, negative_weight: 1.0, upper: 1.0, positive: Positive::Advantage }
+    }
+}
+
+/// Which tokens TOPR learns from as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Positive {
+    /// Those with `A > 0`.
+    #[default]
+    Advantage,
+    /// The problem's `selected`: those of a reward above 0 (ROLL).
+    Selected,
+}
+
+/// ASPO (Archer2.0), with `sg` for stop-gradient:
+///
+/// ```text
+/// A > 0   u = min(ρ, 1 + epsilon_high)   −A·u/sg(u²)          −sg(c₊)·A·ℓ  where 1/u > c₊
+/// A < 0   v = max(ρ, 1 − epsilon_low)    −A·v                 −sg(c₋)·A·ℓ  where v > c₋
+/// ```
+///
+/// Exactly at a bound the unclipped branch is taken.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Aspo {
+    /// `≥ 0`
+    pub epsilon_low: f64,
+    /// `≥ 0`
+    pub epsilon_high: f64,
+    /// `c₊ > 1`
+    pub dual_clip_positive: f64,
+    /// `c₋ > 1`
+    pub dual_clip_negative: f64,
+}
+
+impl Default for Aspo {
+    fn default() -> Self {
+        Self { epsilon_low: 0.2, epsilon_high: 0.2, dual_clip_positive: 3.0, dual_clip_negative: 3.0 }
+    }
 }

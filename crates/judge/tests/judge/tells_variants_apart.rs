@@ -5,10 +5,10 @@
 
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
-    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopEntropy, TrustRegion,
-    Vespo,
+    AdvantageLevel, Aspo, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
+    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, Terms, TokenWeights, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
@@ -36,6 +36,7 @@ fn problem(advantages: AdvantageLevel) -> Problem {
     problem.extra = Extra {
         rollout_logp: Some(old_logp + &(0.2 * wave(0.3))),
         rollout_weights: Some(wave(1.1).mapv(|x| (0.5 * x).exp())),
+        token_weights: Some(wave(0.7).mapv(|x| if x > 0.9 { 0.0 } else { (0.4 * x).exp() })),
         selected: Some(wave(2.0).mapv(|x| x > 0.5)),
         bias: None,
         dentropy: Some(0.2 * wave(2.9)),
@@ -96,6 +97,7 @@ fn weighted(applies_to: Terms, level: RolloutLevel, outside: Outside) -> LossSpe
         max: Some(1.1),
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to,
     };
     LossSpec { rollout: Some(rollout), ..with_kl(Kl::plain(0.2, KlEstimator::K3)) }
@@ -110,10 +112,26 @@ fn vespo(weights_of_masked_tokens: bool) -> LossSpec {
         max: None,
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         applies_to: Terms::Policy,
     };
     let vespo = Vespo { weights_of_masked_tokens, ..Vespo::default() };
     LossSpec { rollout: Some(rollout), ..objective(Objective::Vespo(vespo)) }
+}
+
+fn aspo() -> Aspo {
+    Aspo { dual_clip_positive: 1.2, dual_clip_negative: 1.6, ..Aspo::default() }
+}
+
+fn given_weights(applies_to: Terms) -> LossSpec {
+    let token_weights = Some(TokenWeights { applies_to });
+    LossSpec { token_weights, reduction: Reduction::TokenMean, ..with_kl(Kl::plain(0.2, KlEstimator::K3)) }
+}
+
+fn rejecting(estimator: RejectionEstimator, level: RejectionLevel) -> LossSpec {
+    let max = if level == RejectionLevel::SecondMoment { 0.01 } else { 0.005 };
+    let rejection = Rejection { estimator, level, min: None, max, counts: false, drops_from: Terms::PolicyAndKl };
+    LossSpec { rejection: vec![rejection], ..grpo() }
 }
 
 fn region(divergence: Divergence, two_sided: bool, truncate: Option<f64>) -> LossSpec {
@@ -221,6 +239,72 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
     ]
 }
 
+/// Of weights that a trainer gives, and of rejections.
+fn weights_and_rejections() -> Vec<(&'static str, LossSpec, LossSpec)> {
+    vec![
+        ("token weights on the KL penalty", given_weights(Terms::Policy), given_weights(Terms::PolicyAndKl)),
+        (
+            "a weight of 0 counted in the mean",
+            given_weights(Terms::PolicyAndKl),
+            LossSpec { token_weights: None, rollout: vespo(false).rollout, ..given_weights(Terms::PolicyAndKl) },
+        ),
+        (
+            "rejected by ratio or by probability",
+            rejecting(RejectionEstimator::K1, RejectionLevel::Token),
+            rejecting(RejectionEstimator::TotalVariation, RejectionLevel::Token),
+        ),
+        (
+            "rejected by its largest or smallest",
+            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMax),
+            rejecting(RejectionEstimator::K1, RejectionLevel::SequenceMin),
+        ),
+        (
+            "rejected by its square or by the batch's",
+            rejecting(RejectionEstimator::K2, RejectionLevel::Token),
+            rejecting(RejectionEstimator::K2, RejectionLevel::SecondMoment),
+        ),
+    ]
+}
+
+/// Of TOPR and ASPO, and of what weighs a KL penalty.
+fn token_arms() -> Vec<(&'static str, LossSpec, LossSpec)> {
+    let k3 = || Kl::plain(0.2, KlEstimator::K3);
+    let corrected = || Kl { importance: KlImportance::Ratio, ..k3() };
+    vec![
+        (
+            "TOPR: positive by its advantage or as selected",
+            objective(Objective::Topr(Topr::default())),
+            objective(Objective::Topr(Topr { positive: Positive::Selected, ..Topr::default() })),
+        ),
+        (
+            "TOPR's taper left out",
+            objective(Objective::Topr(Topr::default())),
+            objective(Objective::Topr(Topr { upper: 100.0, ..Topr::default() })),
+        ),
+        ("ASPO's ratio the right way up", objective(Objective::Aspo(aspo())), ppo(0.2, 0.2, None, Some(3.0))),
+        (
+            "ASPO's bounds swapped",
+            objective(Objective::Aspo(aspo())),
+            objective(Objective::Aspo(Aspo { dual_clip_positive: 1.6, dual_clip_negative: 1.2, ..aspo() })),
+        ),
+        (
+            "KL weighed against the old policy or the sampler",
+            with_kl(corrected()),
+            with_kl(Kl { importance: KlImportance::Rollout, ..k3() }),
+        ),
+        (
+            "KL weighed by the sequence's ratio or the token's",
+            LossSpec { kl: Some(corrected()), ..level(RatioLevel::Sequence) },
+            LossSpec { kl: Some(Kl { importance: KlImportance::TokenRatio, ..k3() }), ..level(RatioLevel::Sequence) },
+        ),
+        (
+            "KL: gradient of k2 weighed or not",
+            with_kl(Kl { gradient: KlGradient::K2Weighted(10.0), ..k3() }),
+            with_kl(Kl { gradient: KlGradient::K2, ..k3() }),
+        ),
+    ]
+}
+
 /// The gates that a candidate fails.
 fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<String> {
     let judged =
@@ -232,7 +316,7 @@ fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<St
 fn each_variant_is_accepted_as_itself_and_rejected_as_its_neighbour() {
     for advantages in [AdvantageLevel::Sequence, AdvantageLevel::Token] {
         let problem = problem(advantages);
-        for (name, one, other) in pairs() {
+        for (name, one, other) in pairs().into_iter().chain(weights_and_rejections()).chain(token_arms()) {
             // What counts rows without tokens asks for one advantage a sequence.
             if name.starts_with("GMPO's empty") && advantages == AdvantageLevel::Token {
                 continue;

@@ -5,3 +5,4 @@ mod lm_head;
 mod match_reference;
 mod op;
 mod packed;
+mod parts;

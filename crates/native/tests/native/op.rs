@@ -59,6 +59,7 @@ fn arguments(problem: &Problem) -> Arguments<'_> {
         ref_logp: problem.ref_logp.as_ref().map(floats),
         rollout_logp: problem.extra.rollout_logp.as_ref().map(floats),
         rollout_weights: None,
+        token_weights: None,
         selected: None,
         bias: None,
         cu_seqlens: None,

@@ -89,12 +89,13 @@ pub(super) enum InputName {
     RefLogp,
     RolloutLogp,
     RolloutWeights,
+    TokenWeights,
     Selected,
     Bias,
 }
 
 impl InputName {
-    const ALL: [InputName; 10] = [
+    const ALL: [InputName; 11] = [
         InputName::Logits,
         InputName::Ids,
         InputName::Mask,
@@ -103,6 +104,7 @@ impl InputName {
         InputName::RefLogp,
         InputName::RolloutLogp,
         InputName::RolloutWeights,
+        InputName::TokenWeights,
         InputName::Selected,
         InputName::Bias,
     ];
@@ -117,6 +119,7 @@ impl InputName {
             InputName::RefLogp => "ref_logp",
             InputName::RolloutLogp => "rollout_logp",
             InputName::RolloutWeights => "rollout_weights",
+            InputName::TokenWeights => "token_weights",
             InputName::Selected => "selected",
             InputName::Bias => "bias",
         }
@@ -304,12 +307,18 @@ impl Manifest {
             (InputName::RolloutWeights, true) if !spec.reads_rollout_weights() => {
                 Err("none, as the spec has no `rollout.source: given`")
             }
-            (InputName::Selected, false) if spec.reads_selected() => {
-                Err("one, as the spec has an objective without `selection`")
+            (InputName::TokenWeights, false) if spec.token_weights.is_some() => {
+                Err("one, as the spec has `token_weights`")
             }
-            (InputName::Selected, true) if !spec.reads_selected() => {
-                Err("none, as the spec has no objective without `selection`")
+            (InputName::TokenWeights, true) if spec.token_weights.is_none() => {
+                Err("none, as the spec has no `token_weights`")
             }
+            (InputName::Selected, false) if spec.reads_selected() => Err(
+                "one, as the spec has an objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
+            ),
+            (InputName::Selected, true) if !spec.reads_selected() => Err(
+                "none, as the spec has no objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
+            ),
             (InputName::Bias, false) if spec.logits.bias => Err("one, as the spec has `logits.bias: true`"),
             (InputName::Bias, true) if !spec.logits.bias => Err("none, as the spec has `logits.bias: false`"),
             _ => Ok(()),

@@ -30,7 +30,8 @@
 //! | `ref_logp`, with a `kl` term | `[B,T]` | the same |
 //! | `rollout_logp`, where the spec reads it | `[B,T]`, NaN where the sampler gave none | the same |
 //! | `rollout_weights`, with `rollout.source: given` | `[B,T]`, one a sequence repeated | the same |
-//! | `selected`, with KL-Cov or Clip-Cov without a `selection` | `[B,T]`, 0 or 1 | any |
+//! | `token_weights`, with `token_weights` | `[B,T]`, one a sequence repeated | the same |
+//! | `selected`, with TOPR by `selected`, or KL-Cov or Clip-Cov without a `selection` | `[B,T]`, 0 or 1 | any |
 //! | `bias`, with `logits.bias` | `[V]` | f64, f32, bf16, f16 |
 //!
 //! | output | shape | dtype |
@@ -64,7 +65,7 @@ use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{
     BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
 };
-use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Shape};
+use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Float, FloatArray, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
 use manifest::{Cut, DevicesAre, Input, InputName, Manifest, Output, OutputName, read_program};
@@ -253,8 +254,10 @@ fn upload(
         InputName::RolloutLogp => {
             send(per_token, &numbers(problem.extra.rollout_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
         }
-        InputName::RolloutWeights => {
-            let weights = problem.extra.rollout_weights.as_ref().expect(CHECKED);
+        InputName::RolloutWeights | InputName::TokenWeights => {
+            let Extra { rollout_weights, token_weights, .. } = &problem.extra;
+            let weights = if name == InputName::RolloutWeights { rollout_weights } else { token_weights };
+            let weights = weights.as_ref().expect(CHECKED);
             let of_tokens = weights.broadcast(problem.ids.dim()).expect("checked: [B,T] or [B,1]");
             send(per_token, &numbers(of_tokens.iter().copied(), dtype))
         }

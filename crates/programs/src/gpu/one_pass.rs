@@ -510,13 +510,16 @@ impl Writer {
         let kl_weight = self.given_if(on, Given::KlWeight);
         let kl_share = self.given_if(on, Given::KlShare);
         let selected = self.given_if(on, Given::Selected);
+        let rollout_logp = self.given_if(on, Given::RolloutLogp);
         let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
         let token = Token {
             logp,
             old_logp,
             advantage,
             log_ratio: own.value,
+            own,
             ref_logp,
+            rollout_logp,
             policy_weight,
             kl_weight,
             kl_share,

@@ -7,7 +7,7 @@ use crate::common::{
 use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
     Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, Unscored,
 };
 use assay_fixture::ProblemFile;
 use assay_judge::generate::{Recipe, Regime};
@@ -291,6 +291,7 @@ impl<'p> Around<'p> {
             "policy_weight" => of_sampler(true, token) * spared(token),
             "kl_weight" => of_sampler(on_kl, token),
             "selected" => self.selected(token),
+            "rollout_logp" => self.token(self.problem.extra.rollout_logp.as_ref(), token),
             "kl_share" => {
                 self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
             }
@@ -489,10 +490,12 @@ fn token_by_token(spec: LossSpec) -> LossSpec {
         max: None,
         clamp: None,
         normalize: false,
+        unscored: Unscored::One,
         ..rollout
     });
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
+        token_weights: None,
         rollout,
         rejection: vec![],
         off_policy_mask: None,

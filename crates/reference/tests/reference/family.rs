@@ -20,7 +20,8 @@ use assay_core::spec::{
     Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
     KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
     QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopEntropy, TrustRegion, Vespo,
+    RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopEntropy, TrustRegion, Unscored,
+    Vespo,
 };
 use assay_reference::{self as reference, Reference};
 use ndarray::{Array2, Array3, arr1, arr2};
@@ -631,6 +632,7 @@ fn batch(mask: [[bool; 3]; 2]) -> Problem {
         extra: Extra {
             rollout_logp: array(-2.2),
             rollout_weights: array(0.4),
+            token_weights: array(0.6),
             selected: Some(arr2(&[[true, false, true], [false, true, false]])),
             bias: Some(arr1(&[0.1, -0.2, 0.3, 0.0])),
             dentropy: array(0.2),
@@ -740,6 +742,7 @@ fn loss_f64_vespo_weights_of_masked_tokens_match() {
             max: None,
             clamp: None,
             normalize,
+            unscored: Unscored::One,
             applies_to: Terms::Policy,
         }),
         ..with(Objective::Vespo(Vespo { weights_of_masked_tokens, ..Vespo::default() }))
@@ -786,6 +789,7 @@ fn outcome_f64_nan_under_the_mask_is_never_read() {
         max: None,
         clamp: None,
         normalize: true,
+        unscored: Unscored::One,
         applies_to: Terms::PolicyAndKl,
     };
     let computed = RolloutWeights { source: RolloutSource::Logp, level: RolloutLevel::Sequence, ..weights.clone() };
@@ -908,6 +912,7 @@ fn loss_f64_vespo_has_no_weight_of_a_rejected_token() {
             max: None,
             clamp: None,
             normalize: false,
+            unscored: Unscored::One,
             applies_to: Terms::Policy,
         }),
         rejection: vec![rejection],

@@ -4,8 +4,8 @@
 use assay_core::spec::presets::{Given, Options, Preset, PresetError, Resolved, WeightShape, spec};
 use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LossSpec,
-    Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionLevel, RolloutLevel,
-    RolloutSource, Rows, TemperatureDivides, Terms,
+    Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, Rows, TemperatureDivides, Terms, Unscored,
 };
 
 fn resolve(preset: Preset, function: Option<&str>, pairs: &[&str], given: &Given) -> Result<Resolved, PresetError> {
@@ -44,6 +44,7 @@ const SAMPLED: Given = Given {
     ref_logps: true,
     sampling_logps: true,
     rollout_weights: None,
+    token_weights: false,
     num_items_in_batch: None,
     advantages: None,
     float64: false,
@@ -281,6 +282,129 @@ fn unsloth_clamps_kl_after_its_correction_and_counts_what_it_rejects() {
 }
 
 #[test]
+fn unsloth_has_trls_bonus_and_the_columns_that_vllm_never_samples() {
+    let steps = ["entropy_coef=0.02", "current_gradient_accumulation_steps=4"];
+    let bonus = |pairs: &[&str]| {
+        let spec = of(Preset::Unsloth, None, &[&steps[..], pairs].concat());
+        (spec.entropy_coef * spec.scale, spec.entropy_averaging)
+    };
+    for loss_type in ["loss_type=grpo", "loss_type=dapo"] {
+        assert_eq!(bonus(&[loss_type]), (0.005, None), "{loss_type}: divided by the steps, whatever the loss is");
+    }
+    assert_eq!(bonus(&["use_adaptive_entropy=true"]), (0.0, None));
+    let support = of(Preset::Unsloth, None, &["support_excluded_ids=[3,5]", "support_top_p=1.0"]).support;
+    assert_eq!((support.excluded_ids, support.keep_sampled), (vec![3, 5], true));
+    refuses(Preset::Unsloth, None, &["support_top_k=20"], &["`support_top_k`", "20", "logits"]);
+    refuses(Preset::Unsloth, None, &["support_top_p=0.9"], &["`support_top_p`", "0.9"]);
+    refuses(Preset::Unsloth, None, &["support_excluded_ids=[-1]"], &["`support_excluded_ids`", "[-1]", "a list"]);
+
+    let rejects = ["entropy_coef=0.1", "use_vllm=true", "vllm_importance_sampling_correction=true"];
+    let rejects = [&rejects[..], &["rollout_rs=token_k2", "rollout_rs_threshold=0.1"]].concat();
+    let error = resolve(Preset::Unsloth, None, &rejects, &SAMPLED).expect_err("refused").to_string();
+    assert!(error.contains("`rollout_rs`") && error.contains("would leave the entropy bonus"), "{error}");
+}
+
+#[test]
+fn trl_async_clips_against_the_sampler() {
+    let given = Given { num_items_in_batch: Some(60.0), ..SAMPLED };
+    let pairs = ["epsilon_high=0.28", "gradient_accumulation_steps=2", "num_processes=3"];
+    let resolved = resolve(Preset::Trl, Some("AsyncGRPOTrainer"), &pairs, &given).unwrap();
+    let LossSpec { objective, old_logp, reduction, scale, advantages, .. } = resolved.spec;
+    assert_eq!((objective, old_logp), (clip(0.2, 0.28), OldLogp::Rollout));
+    assert_eq!((reduction, scale, advantages), (Reduction::Normalizer(20.0), 0.5, AdvantageLevel::Token));
+    assert!(resolved.notes.iter().any(|note| note.contains("micro-batches")), "{:?}", resolved.notes);
+    refuses(Preset::Trl, Some("AsyncGRPOTrainer"), &[], &["input `old_log_probs`"]);
+}
+
+#[test]
+fn weights_of_a_trainer_stand_in_place_of_a_reduction() {
+    let given = Given { token_weights: true, ..Given::default() };
+    let pairs = ["entropy_coef=0.02", "current_gradient_accumulation_steps=2", "steps_per_generation=4"];
+    let unsloth = with(Preset::Unsloth, &pairs, &given);
+    assert_eq!(unsloth.token_weights.unwrap().applies_to, Terms::PolicyAndKl);
+    assert_eq!((unsloth.reduction, unsloth.scale), (Reduction::Normalizer(0.5), 1.0));
+    assert_eq!(unsloth.entropy_coef, 0.01);
+    let skyrl = resolve(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &Given::default()).unwrap();
+    assert_eq!(skyrl.spec.token_weights.unwrap().applies_to, Terms::Policy);
+    assert_eq!(skyrl.spec.reduction, Reduction::Normalizer(1.0));
+    assert!(skyrl.notes.iter().any(|note| note.contains("1/(P·Σ n)")), "{:?}", skyrl.notes);
+    let prime = with(Preset::PrimeRl, &[], &given);
+    assert_eq!(prime.token_weights.unwrap().applies_to, Terms::Policy);
+    let unread = resolve(Preset::Trl, None, &[], &given).unwrap();
+    assert!(unread.notes.iter().any(|note| note.contains("token weights")), "{:?}", unread.notes);
+}
+
+#[test]
+fn rejections_are_those_of_each_project() {
+    let gate = ["is_correction_level=seq", "is_correction_gating=binary_kl", "is_correction_threshold_low=0"];
+    let pairs = [&gate[..], &["is_correction_threshold_high=0.01"]].concat();
+    let openrlhf = with(Preset::OpenRlhf, &pairs, &SAMPLED);
+    let weights = openrlhf.rollout.unwrap();
+    assert_eq!((weights.level, weights.min, weights.max), (RolloutLevel::Token, None, None));
+    let gate = openrlhf.rejection[0];
+    assert_eq!((gate.estimator, gate.level), (RejectionEstimator::BinaryKl, RejectionLevel::SequenceMean));
+    assert!(gate.counts && gate.drops_from == Terms::Policy && gate.max == 0.01);
+    let low = resolve(Preset::OpenRlhf, None, &["is_correction_level=token", "is_correction_gating=tv"], &SAMPLED);
+    assert!(low.unwrap_err().to_string().contains("`is_correction_threshold_low`"));
+
+    let nemo = with(Preset::Nemo, &["seq_logprob_error_threshold=1.5"], &SAMPLED).rejection[0];
+    assert_eq!((nemo.estimator, nemo.level), (RejectionEstimator::AbsoluteRatio, RejectionLevel::SequenceMean));
+    assert!(!nemo.counts && nemo.max == 1.5);
+    let corrected = with(Preset::Nemo, &["use_importance_sampling_correction=true"], &SAMPLED).rollout.unwrap();
+    assert_eq!(corrected.unscored, Unscored::Zero);
+
+    let outliers =
+        ["low=1e-4", "high=100"].map(|pair| format!("off_policy_correction.outlier_token_is_threshold_{pair}"));
+    let skyrl = with(Preset::Skyrl, &outliers.each_ref().map(String::as_str), &SAMPLED).rejection;
+    let found: Vec<_> = skyrl.iter().map(|rejection| (rejection.level, rejection.min, rejection.max)).collect();
+    let [low, high] = [1e-4_f64, 100.0].map(|bound| -bound.ln());
+    assert_eq!(found, [(RejectionLevel::SequenceMax, None, low), (RejectionLevel::SequenceMin, Some(high), 20.0)]);
+}
+
+/// Where parts of a batch do not add up to it in the project, its preset says so, and nowhere else.
+#[test]
+fn presets_say_what_is_a_mean_of_micro_batches() {
+    let says = |preset, pairs: &[&str], given: &Given| {
+        let notes = resolve(preset, None, pairs, given).unwrap_or_else(|error| panic!("{error}")).notes;
+        notes.iter().any(|note| ["micro-batch", "add up"].iter().any(|words| note.contains(words)))
+    };
+    let counted = Given { num_items_in_batch: Some(60.0), ..Given::default() };
+    for preset in [Preset::Trl, Preset::Unsloth] {
+        assert!(!says(preset, &["loss_type=grpo"], &counted), "{preset}");
+        assert!(!says(preset, &["loss_type=dapo"], &counted), "{preset}");
+        assert!(says(preset, &["loss_type=bnpo"], &counted), "{preset}");
+        assert!(says(preset, &["loss_type=grpo", "entropy_coef=0.1"], &counted), "{preset}");
+        assert!(says(preset, &["loss_type=grpo", "top_entropy_quantile=0.5"], &counted), "{preset}");
+    }
+    assert!(says(Preset::Liger, &[], &Given::default()) && !says(Preset::Liger, &[], &counted));
+    assert!(says(Preset::Verl, &["loss_mode=geo_mean"], &counted) && !says(Preset::Verl, &[], &counted));
+    assert!(says(Preset::Skyrl, &[], &counted) && !says(Preset::Skyrl, &["use_kl_loss=false"], &counted));
+    assert!(says(Preset::Tunix, &[], &counted));
+}
+
+#[test]
+fn kl_penalties_are_weighed_as_each_project_does() {
+    let openrlhf = of(Preset::OpenRlhf, None, &["kl.use_loss=true", "kl.unbiased_gradient=true"]).kl.unwrap();
+    assert_eq!((openrlhf.estimator, openrlhf.gradient), (KlEstimator::K1, KlGradient::K2Weighted(10.0)));
+    let nemo = with(Preset::Nemo, &["use_on_policy_kl_approximation=true"], &SAMPLED).kl.unwrap();
+    assert_eq!((nemo.importance, nemo.clamp_after_importance), (KlImportance::Rollout, true));
+}
+
+#[test]
+fn presets_say_where_a_project_differs_at_an_edge() {
+    let notes = |preset, function, pairs: &[&str]| {
+        resolve(preset, function, pairs, &SAMPLED).unwrap_or_else(|error| panic!("{error}")).notes.join("; ")
+    };
+    let bypass = ["loss_type=reinforce", "rollout_is=token", "rollout_is_threshold=0.5_2.0"]
+        .map(|pair| format!("rollout_correction.{pair}"));
+    let bypass: Vec<&str> = bypass.iter().map(String::as_str).collect();
+    assert!(notes(Preset::Verl, Some("bypass_mode"), &bypass).contains("exactly, is kept there"));
+    let corrected = notes(Preset::Nemo, None, &["use_importance_sampling_correction=true"]);
+    assert!(corrected.contains("beyond the range of its dtype is 0 there"), "{corrected}");
+    assert!(notes(Preset::Unsloth, None, &["rollout_logps_as_old=true"]).contains("has the ratio 1 there"));
+}
+
+#[test]
 fn skyrl_rejections_spare_the_kl_term() {
     let pairs = ["off_policy_correction.sequence_mask_metric=product"];
     let rejection = with(Preset::Skyrl, &pairs, &SAMPLED).rejection[0];
@@ -325,11 +449,10 @@ fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::Liger, Some("triton_grpo_loss"), &["loss_type=sapo", "delta=2"], &["`delta`"]);
     refuses(Preset::MllmJax, None, &["compute_dtype=bf16"], &["`compute_dtype`", "f32"]);
     refuses(Preset::Unsloth, None, &["rollout_logps_as_old=true"], &["sampling_per_token_logps"]);
-    refuses(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &["`loss_reduction`", "prompt_mean"]);
+    refuses(Preset::Skyrl, None, &["loss_reduction=token_mean_legacy"], &["`loss_reduction`", "how the batch is cut"]);
     refuses(Preset::Nemo, None, &["positive_example_nll_weight=0.1"], &["`positive_example_nll_weight`", "rewards"]);
-    refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["`use_on_policy_kl_approximation`"]);
+    refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["input `generation_logprobs`"]);
     refuses(Preset::PrimeRl, None, &["adv_tau=0"], &["`adv_tau`"]);
-    refuses(Preset::OpenRlhf, None, &["kl.use_loss=true", "kl.unbiased_gradient=true"], &["`kl.unbiased_gradient`"]);
 }
 
 #[test]

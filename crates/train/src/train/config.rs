@@ -6,10 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::optimizer::AdamWConfig;
-use super::parts::expect_separable;
 use super::reward::AdvantageConfig;
 use super::task::Arithmetic;
 use crate::checkpoint::Qwen2Config;
+use assay_algebra::parts::expect_separable;
+use assay_core::problem::ProblemError;
 use assay_core::spec::{LossSpec, Objective, RolloutSource, TemperatureDivides};
 
 /// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
@@ -284,8 +285,8 @@ impl TrainConfig {
         if let Some((field, given)) = betas.into_iter().find(|(_, x)| !(0.0..1.0).contains(x)) {
             return wrong(field, given.to_string(), "0 ≤ beta < 1");
         }
-        self.loss.check().map_err(assay_core::problem::ProblemError::from)?;
-        expect_separable(&self.loss)?;
+        self.loss.check().map_err(ProblemError::from)?;
+        expect_separable(&self.loss).map_err(ProblemError::from)?;
         self.expect_provided()?;
         if let Model::Init(model) = &self.model {
             model.check()?;
@@ -307,6 +308,9 @@ impl TrainConfig {
         if loss.rollout.as_ref().is_some_and(|weights| weights.source == RolloutSource::Given) {
             let expected = "logp: the sampler returns log-probabilities and no weights";
             return Err(TrainError::setting("loss.rollout.source", "given", expected));
+        }
+        if loss.token_weights.is_some() {
+            return Err(TrainError::setting("loss.token_weights", "given", "none: nothing makes them here"));
         }
         let selects = matches!(loss.objective, Objective::KlCov(_) | Objective::ClipCov(_));
         if selects {

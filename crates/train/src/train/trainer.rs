@@ -24,8 +24,10 @@ use super::sequences::Sequences;
 use super::task::{Exercise, read_gsm8k};
 use super::tokenizer::Tokenizer;
 use super::warm::{drawn, warm};
-use super::{Arm, Batch, LossStep, Observer, TrainError, Whole};
+use super::{Arm, Batch, LossStep, Observer, TrainError};
 use crate::checkpoint::Qwen2Config;
+use assay_algebra::parts::Whole;
+use assay_core::problem::ProblemError;
 use assay_core::problem::{HeadShape, Metrics};
 use assay_fixture::hexadecimal;
 
@@ -193,7 +195,7 @@ impl Trainer {
         let score_s = score_started.elapsed().as_secs_f64();
 
         let update_started = Instant::now();
-        let whole = Whole::of(&self.config.loss, batch)?;
+        let whole = Whole::of(&self.config.loss, batch).map_err(ProblemError::from)?;
         let mut optimizer = std::mem::take(&mut self.optimizer);
         let updated = self.update(&mut optimizer, &sequences, &whole, observer);
         self.optimizer = optimizer;

@@ -121,6 +121,14 @@ impl LossType {
     }
 }
 
+/// What of TRL's and Unsloth's losses is a mean of micro-batches' own.
+pub(super) fn own_means(spec: &LossSpec) -> Vec<String> {
+    let bonus = (spec.entropy_coef != 0.0)
+        .then_some("the entropy bonus is a mean of each micro-batch: parts of a batch do not add up to it");
+    let top = spec.top_entropy.map(|_| "the threshold of top_entropy_quantile is each micro-batch's own");
+    bonus.into_iter().chain(top).map(Into::into).collect()
+}
+
 /// `importance_sampling_level`.
 pub(super) fn ratio_level(reader: &Reader) -> Result<RatioLevel, PresetError> {
     let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::Sequence)];

@@ -54,9 +54,9 @@ pub enum Preset {
     Unsloth,
     /// SkyRL 0.3.0.
     Skyrl,
-    /// NeMo RL, a snapshot of 2026.
+    /// NeMo RL, commit 7ea279ab.
     Nemo,
-    /// prime-rl, a snapshot of 2026.
+    /// prime-rl, commit 559b4477.
     PrimeRl,
     /// OpenRLHF 0.11.2.
     OpenRlhf,
@@ -157,6 +157,8 @@ pub struct Given {
     pub sampling_logps: bool,
     /// Importance weights against the sampler, ready made.
     pub rollout_weights: Option<WeightShape>,
+    /// Weights of tokens or rows that the trainer gives.
+    pub token_weights: bool,
     /// The tokens of the whole generation batch.
     pub num_items_in_batch: Option<f64>,
     /// The shape of the advantages; `None` is the project's own.
@@ -173,6 +175,7 @@ impl Default for Given {
             ref_logps: true,
             sampling_logps: false,
             rollout_weights: None,
+            token_weights: false,
             num_items_in_batch: None,
             advantages: None,
             float64: false,
@@ -198,10 +201,12 @@ impl Given {
         let reads_logps = source == Some(RolloutSource::Logp)
             || !spec.rejection.is_empty()
             || spec.old_logp == OldLogp::Rollout
+            || spec.weighs_kl_by_rollout()
             || spec.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout);
         let weights = self.rollout_weights.is_some() && source != Some(RolloutSource::Given);
         let logps = self.sampling_logps && !reads_logps;
-        let unread = [(weights, "importance weights"), (logps, "sampling logps")];
+        let own = self.token_weights && spec.token_weights.is_none();
+        let unread = [(weights, "importance weights"), (logps, "sampling logps"), (own, "token weights")];
         let unread = unread.into_iter().filter(|(unread, _)| *unread);
         unread.map(|(_, what)| format!("the batch's {what} have no part in the loss under these options")).collect()
     }
@@ -238,6 +243,7 @@ fn weights_from(source: RolloutSource) -> RolloutWeights {
         max: None,
         clamp: None,
         normalize: false,
+        unscored: super::Unscored::default(),
         applies_to: super::Terms::default(),
     }
 }

@@ -5,7 +5,8 @@ use super::options::Reader;
 use super::{Found, Given, PresetError, weights_from};
 use crate::spec::{
     AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    Rows, Terms, Unscored,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["ClippedPGLossFn"];
@@ -22,6 +23,7 @@ const KNOWN: &[&str] = &[
     "ratio_clip_min",
     "reference_policy_kl_penalty",
     "reference_policy_kl_type",
+    "seq_logprob_error_threshold",
     "sequence_level_importance_ratios",
     "temperature",
     "token_level_loss",
@@ -31,6 +33,7 @@ const KNOWN: &[&str] = &[
     "use_cispo",
     "use_importance_sampling_correction",
     "use_kl_in_reward",
+    "use_on_policy_kl_approximation",
 ];
 
 /// The denominators of `masked_mean`.
@@ -38,7 +41,6 @@ const EPSILON: f64 = 1e-8;
 
 pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
     reader.off("positive_example_nll_weight", "it needs rewards")?;
-    reader.off("use_on_policy_kl_approximation", "the KL term would be weighed against the sampler")?;
     let token_level = reader.flag("token_level_loss", true)?;
     let by_sequence = reader.flag("sequence_level_importance_ratios", false)?;
     if by_sequence && token_level {
@@ -53,7 +55,8 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         old_logp: if on_policy { OldLogp::Current } else { OldLogp::Given },
         temperature: reader.number("temperature", 1.0)?,
         rollout: rollout(reader, given, by_sequence, on_policy)?,
-        kl: kl(reader)?,
+        rejection: rejection(reader, given, on_policy)?,
+        kl: kl(reader, given)?,
         ..LossSpec::default()
     };
     let tokens = reader.number_or_null("global_valid_toks", given.num_items_in_batch)?;
@@ -65,6 +68,11 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         Reduction::SequenceMean { rows: rows.map_or(Rows::NonEmpty, |rows| Rows::Given(rows + EPSILON)) }
     };
     let mut found = Found::new(spec, KNOWN);
+    if found.spec.rollout.is_some() {
+        let overflow =
+            "a weight beyond the range of its dtype is 0 there, before it is truncated: here it is the bound";
+        found.notes.push(overflow.into());
+    }
     if !token_level && rows.is_none() {
         let taken = "global_valid_seqs is not given: it is taken as the rows that have a token, without the 1e-8";
         found.notes.push(taken.into());
@@ -97,20 +105,47 @@ fn objective(reader: &Reader, token_level: bool, by_sequence: bool, on_policy: b
 }
 
 /// The estimate is weighed by `exp(ℓ − sg(ℓ))`, whose gradient is that of the sampling, before its value is clamped.
-fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+///
+/// Or against the sampler, `exp(ℓ − rollout_logp)`.
+fn kl(reader: &Reader, given: &Given) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("reference_policy_kl_penalty", 0.01)?;
     if beta == 0.0 || reader.flag("use_kl_in_reward", false)? {
         return Ok(None);
     }
     let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
     let estimator = reader.word("reference_policy_kl_type", KlEstimator::K3, &kinds)?;
+    let against_sampler = reader.flag("use_on_policy_kl_approximation", false)?;
+    if against_sampler && !given.sampling_logps {
+        let expected = "it, as `use_on_policy_kl_approximation` is on";
+        return Err(reader.lacks("generation_logprobs", "nothing", expected));
+    }
     Ok(Some(Kl {
-        importance: KlImportance::Score,
+        importance: if against_sampler { KlImportance::Rollout } else { KlImportance::Score },
         difference_clamp: reader.number_or_null("kl_input_clamp_value", Some(20.0))?,
         value_clamp: reader.number_or_null("kl_output_clamp_value", Some(10.0))?,
         clamp_after_importance: true,
         ..Kl::plain(beta, estimator)
     }))
+}
+
+/// The trainer's own: rows whose mean `e^|y|` is above the threshold leave the sample mask.
+fn rejection(reader: &Reader, given: &Given, on_policy: bool) -> Result<Vec<Rejection>, PresetError> {
+    const NAME: &str = "seq_logprob_error_threshold";
+    let Some(max) = reader.number_or_null(NAME, None)? else { return Ok(Vec::new()) };
+    if on_policy {
+        return Err(reader.refuse(NAME, "null with `force_on_policy_ratio`: it would reject by the current policy"));
+    }
+    if !given.sampling_logps {
+        return Err(reader.lacks("generation_logprobs", "nothing", format!("it, as `{NAME}` is given")));
+    }
+    Ok(vec![Rejection {
+        estimator: RejectionEstimator::AbsoluteRatio,
+        level: RejectionLevel::SequenceMean,
+        min: None,
+        max,
+        counts: false,
+        drops_from: Terms::PolicyAndKl,
+    }])
 }
 
 fn rollout(
@@ -135,7 +170,7 @@ fn rollout(
         return Err(reader.lacks("generation_logprobs", "nothing", expected));
     }
     let level = if by_sequence { RolloutLevel::Sequence } else { RolloutLevel::Token };
-    let plain = RolloutWeights { level, ..weights_from(RolloutSource::Logp) };
+    let plain = RolloutWeights { level, unscored: Unscored::Zero, ..weights_from(RolloutSource::Logp) };
     let (min, max) = (reader.number_or_null(MIN, None)?, reader.number_or_null(MAX, None)?);
     if !reader.is_given(TYPE) {
         return if max.is_some() { Err(reader.refuse(TYPE, "tis, icepop or seq-mask-tis")) } else { Ok(Some(plain)) };

@@ -4,7 +4,8 @@ use super::options::Reader;
 use super::{Found, Given, PresetError, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    Rows, Terms,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["PolicyLoss"];
@@ -56,13 +57,18 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     let own = averaging(reader, by_token)?;
     let kl = kl(reader)?.map(|kl| Kl { averaging: (own != token_mean).then_some(token_mean), ..kl });
     let entropy_coef = reader.number_or_null("entropy_coef", None)?.unwrap_or(0.0);
+    let (rollout, rejection) = match level.filter(|_| !gspo) {
+        Some(level) => correction(reader, level)?,
+        None => (None, Vec::new()),
+    };
     let spec = LossSpec {
         objective: Objective::PpoClip(clip),
         ratio,
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: if gspo && level.is_some() { OldLogp::Rollout } else { OldLogp::Given },
         temperature: reader.number("temperature", 1.0)?,
-        rollout: level.filter(|_| !gspo).map(|level| weights(reader, level)).transpose()?,
+        rollout,
+        rejection,
         kl,
         entropy_coef,
         entropy_averaging: (entropy_coef != 0.0).then_some(token_mean),
@@ -86,21 +92,40 @@ fn averaging(reader: &Reader, by_token: bool) -> Result<Averaging, PresetError> 
     })
 }
 
-/// Tokens or rows outside the band lose their weight; those inside keep `exp(old_logp − rollout_logp)`.
-fn weights(reader: &Reader, level: RolloutLevel) -> Result<RolloutWeights, PresetError> {
-    reader.word("is_correction_gating", (), &[("ratio", ())])?;
-    let outside =
-        reader.word("is_correction_mode", Outside::Mask, &[("mask", Outside::Mask), ("clip", Outside::Truncate)])?;
-    if outside == Outside::Truncate && level != RolloutLevel::Token {
-        return Err(reader.refuse("is_correction_mode", "mask with `is_correction_level` seq"));
+/// Tokens or rows outside the band lose their weight; those inside keep `exp(old_logp − rollout_logp)`. The band is of the
+/// ratio, of a row its geometric mean, or of a divergence, of a row its mean.
+fn correction(reader: &Reader, level: RolloutLevel) -> Result<(Option<RolloutWeights>, Vec<Rejection>), PresetError> {
+    const LOW: &str = "is_correction_threshold_low";
+    let gates = [
+        ("ratio", None),
+        ("binary_kl", Some(RejectionEstimator::BinaryKl)),
+        ("tv", Some(RejectionEstimator::TotalVariation)),
+    ];
+    let gate = reader.word("is_correction_gating", None, &gates)?;
+    let modes = [("mask", Outside::Mask), ("clip", Outside::Truncate)];
+    let outside = reader.word("is_correction_mode", Outside::Mask, &modes)?;
+    if outside == Outside::Truncate && (level != RolloutLevel::Token || gate.is_some()) {
+        let expected = "mask with `is_correction_level` seq, and with another `is_correction_gating` than ratio";
+        return Err(reader.refuse("is_correction_mode", expected));
     }
-    Ok(RolloutWeights {
-        level,
-        outside,
-        min: Some(reader.number("is_correction_threshold_low", 0.5)?),
-        max: Some(reader.number("is_correction_threshold_high", 5.0)?),
-        ..weights_from(RolloutSource::Logp)
-    })
+    let (low, high) = (reader.number(LOW, 0.5)?, reader.number("is_correction_threshold_high", 5.0)?);
+    let plain = weights_from(RolloutSource::Logp);
+    let Some(estimator) = gate else {
+        return Ok((Some(RolloutWeights { level, outside, min: Some(low), max: Some(high), ..plain }), Vec::new()));
+    };
+    if low > 0.0 {
+        return Err(reader.refuse(LOW, "0 with a divergence, which is bounded from above only"));
+    }
+    let by_row = level == RolloutLevel::TokenGatedByGeometric;
+    let gate = Rejection {
+        estimator,
+        level: if by_row { RejectionLevel::SequenceMean } else { RejectionLevel::Token },
+        min: None,
+        max: high,
+        counts: true,
+        drops_from: Terms::Policy,
+    };
+    Ok((Some(plain), vec![gate]))
 }
 
 /// Every estimate is clamped to ±10.
@@ -110,8 +135,9 @@ fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
     if !used || beta <= 0.0 {
         return Ok(None);
     }
-    reader.off("kl.unbiased_gradient", "its gradient is weighed by a clipped ratio")?;
+    let unbiased = reader.flag("kl.unbiased_gradient", false)?;
+    let gradient = if unbiased { KlGradient::K2Weighted(10.0) } else { KlGradient::Own };
     let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
     let estimator = reader.word("kl.estimator", KlEstimator::K1, &kinds)?;
-    Ok(Some(Kl { value_clamp: Some(10.0), gradient: KlGradient::Own, ..Kl::plain(beta, estimator) }))
+    Ok(Some(Kl { value_clamp: Some(10.0), gradient, ..Kl::plain(beta, estimator) }))
 }

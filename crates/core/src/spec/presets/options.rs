@@ -143,6 +143,19 @@ impl<'o> Reader<'o> {
         if whole { Ok(Some(number as usize)) } else { Err(self.refuse(name, "a whole number ≥ 1, or null")) }
     }
 
+    /// Token ids, in a list; null or absent is none of them.
+    pub(super) fn ids(&self, name: &'static str) -> Result<Vec<usize>, PresetError> {
+        let expected = || self.refuse(name, "a list of token ids, or null");
+        match self.get(name) {
+            None | Some(Value::Null) => Ok(Vec::new()),
+            Some(Value::Array(items)) => {
+                let id = |item: &Value| item.as_u64().and_then(|id| usize::try_from(id).ok()).ok_or_else(expected);
+                items.iter().map(id).collect()
+            }
+            Some(_) => Err(expected()),
+        }
+    }
+
     /// A truth value.
     pub(super) fn flag(&self, name: &'static str, default: bool) -> Result<bool, PresetError> {
         self.get(name).map_or(Ok(default), |value| value.as_bool().ok_or_else(|| self.refuse(name, "true or false")))

@@ -2,7 +2,9 @@
 
 use super::options::Reader;
 use super::{Found, Given, PresetError, ready_made};
-use crate::spec::{AdvantageLevel, Divergence, LossSpec, Objective, OldLogp, Reduction, TrustRegion};
+use crate::spec::{
+    AdvantageLevel, Divergence, LossSpec, Objective, OldLogp, Reduction, Terms, TokenWeights, TrustRegion,
+};
 
 const DEFAULT: &str = "default_loss_fn";
 const IPO: &str = "ipo_loss_fn";
@@ -43,6 +45,8 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         old_logp: if given.sampling_logps { OldLogp::Rollout } else { OldLogp::Given },
         temperature: reader.number("temperature", 1.0)?,
         rollout: given.rollout_weights.map(|_| ready_made()),
+        // Of the policy term and its penalty; 0 takes the token out of the component.
+        token_weights: given.token_weights.then_some(TokenWeights { applies_to: Terms::Policy }),
         reduction: tokens.map_or(Reduction::TokenMean, Reduction::Normalizer),
         scale: adv_tau,
         ..LossSpec::default()

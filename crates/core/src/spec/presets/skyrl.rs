@@ -9,7 +9,8 @@ use super::{Found, Given, PresetError, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, ImportanceSampling, Kl, KlCov, KlEstimator,
     LossSpec, MaskedRatio, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TopCovariance, TrustRegion,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TokenWeights, TopCovariance,
+    TrustRegion,
 };
 
 const TRAINER: &str = "trainer";
@@ -127,7 +128,16 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         ..LossSpec::default()
     };
     let spec = if function == TRAINER { trainer(reader, loss, policy)? } else { policy };
-    Ok(Found::new(spec, KNOWN))
+    let mut found = Found::new(spec, KNOWN);
+    if found.spec.kl.is_some() || found.spec.entropy_coef != 0.0 {
+        let means = "the KL and entropy terms are means of each micro-batch: parts of a batch do not add up to them";
+        found.notes.push(means.into());
+    }
+    if found.spec.token_weights.is_some() {
+        let weights = "token_weights are 1/(P·Σ n) of a row's prompt: of P prompts, n the tokens of its rows";
+        found.notes.push(weights.into());
+    }
+    Ok(found)
 }
 
 /// The loss that a function stands for.
@@ -215,12 +225,18 @@ fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, Pr
     }
     let rows = Rows::All;
     let length = reader.count_or_null("max_seq_len")?;
+    if reader.text("loss_reduction")?.as_deref() == Some("token_mean_legacy") {
+        let expected = "another: a mean of micro-batches' means hangs on how the batch is cut, and is no loss of it";
+        return Err(reader.refuse("loss_reduction", expected));
+    }
     let reductions = [
         ("token_mean", Reduction::TokenMean),
         ("sequence_mean", Reduction::SequenceMean { rows }),
         ("seq_mean_token_sum_norm", Reduction::FixedLength { rows, length }),
+        ("prompt_mean", Reduction::Normalizer(1.0)),
     ];
     let reduction = reader.word("loss_reduction", Reduction::TokenMean, &reductions)?;
+    let by_prompts = matches!(reduction, Reduction::Normalizer(_));
     if matches!(reduction, Reduction::FixedLength { length: None, .. }) {
         return Err(reader.refuse("max_seq_len", "a whole number ≥ 1 for seq_mean_token_sum_norm"));
     }
@@ -230,6 +246,7 @@ fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, Pr
     let bonus = reader.flag("use_entropy_loss", false)?;
     Ok(LossSpec {
         reduction,
+        token_weights: by_prompts.then_some(TokenWeights { applies_to: Terms::Policy }),
         kl,
         entropy_coef: if bonus { reader.number("entropy_loss_coef", 0.01)? } else { 0.0 },
         entropy_averaging: if bonus { averaging(Reduction::TokenMean) } else { None },
@@ -273,14 +290,6 @@ fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
 /// of the sampler's ratio upside down: a ratio within `[low, high]` is a `k1` within `[−ln high, −ln low]`.
 fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
     const METRIC: &str = "off_policy_correction.sequence_mask_metric";
-    reader.off(
-        "off_policy_correction.outlier_token_is_threshold_low",
-        "a sequence that one token rejects is not reproduced",
-    )?;
-    reader.off(
-        "off_policy_correction.outlier_token_is_threshold_high",
-        "a sequence that one token rejects is not reproduced",
-    )?;
     let within = |level, low: f64, high: f64| Rejection {
         estimator: RejectionEstimator::K1,
         level,
@@ -308,5 +317,24 @@ fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
         };
         found.push(within(level, low, high));
     }
+    found.extend(outliers(reader)?);
     Ok(found)
+}
+
+/// A sequence is rejected for one token whose ratio is out of bounds: by its largest `k1`, and its smallest.
+fn outliers(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+    let of = |level, min, max| Rejection {
+        estimator: RejectionEstimator::K1,
+        level,
+        min,
+        max,
+        counts: true,
+        drops_from: Terms::Policy,
+    };
+    let low = reader.number_or_null("off_policy_correction.outlier_token_is_threshold_low", None)?;
+    let high = reader.number_or_null("off_policy_correction.outlier_token_is_threshold_high", None)?;
+    let below = low.map(|low| of(RejectionLevel::SequenceMax, None, -low.ln()));
+    // No k1 is above 20.
+    let above = high.map(|high| of(RejectionLevel::SequenceMin, Some(-high.ln()), 20.0));
+    Ok(below.into_iter().chain(above).collect())
 }

@@ -1,14 +1,17 @@
-//! TRL 1.16.0: `_compute_loss` of `GRPOTrainer` in `trainer/grpo_trainer.py` and of `GMPOTrainer` in `experimental/gmpo`.
+//! TRL 1.16.0: `_compute_loss` of `GRPOTrainer` in `trainer/grpo_trainer.py` and of `GMPOTrainer` in `experimental/gmpo`;
+//! `compute_loss` of `AsyncGRPOTrainer` in `experimental/async_grpo`.
 
-use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
+use super::loss_type::{
+    ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
+};
 use super::options::Reader;
 use super::{Found, Given, PresetError, WeightShape, ready_made};
 use crate::spec::{
     AdvantageLevel, Drops, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LogitsTransform, LossSpec,
-    Objective, Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
+    Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
 };
 
-pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer"];
+pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer", "AsyncGRPOTrainer"];
 
 /// `GRPOConfig`, and what a recorded run says of the model's head. Those that say how a batch comes about, and not what
 /// its loss is, have no effect.
@@ -77,7 +80,11 @@ const KNOWN: &[&str] = &[
 pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
     reader.off("router_aux_loss_coef", "the loss of a router is the model's, not the batch's")?;
     reader.off("generation_batch_size", "say `steps_per_generation`")?;
-    if function == "GMPOTrainer" { gmpo(reader, given) } else { grpo(reader, given) }
+    match function {
+        "GMPOTrainer" => gmpo(reader, given),
+        "AsyncGRPOTrainer" => asynchronous(reader, given),
+        _ => grpo(reader, given),
+    }
 }
 
 fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
@@ -115,7 +122,8 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ..LossSpec::default()
     };
     fold_weights(&mut spec);
-    let notes = loss_type.note(given.num_items_in_batch.is_some()).into_iter().collect();
+    let mut notes = own_means(&spec);
+    notes.extend(loss_type.note(given.num_items_in_batch.is_some()));
     Ok(Found { spec, known: KNOWN, notes })
 }
 
@@ -140,6 +148,47 @@ fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ..LossSpec::default()
     };
     Ok(Found::new(spec, KNOWN))
+}
+
+/// Options of `AsyncGRPOConfig` that the loss reads, or that say how a batch comes about.
+const KNOWN_OF_ASYNC: &[&str] = &[
+    "epsilon",
+    "epsilon_high",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "max_completion_length",
+    "max_staleness",
+    "min_p",
+    "num_generations",
+    "num_processes",
+    "per_device_train_batch_size",
+    "repetition_penalty",
+    "temperature",
+    "token_budget",
+    "top_k",
+    "top_p",
+];
+
+/// PPO's clip against the sampler, over the tokens of all ranks' rows, divided by the accumulation steps.
+fn asynchronous(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+    if !given.sampling_logps {
+        return Err(reader.lacks("old_log_probs", "no sampling logps", "them: the old policy is the sampler's"));
+    }
+    let (epsilon_low, epsilon_high) = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) }.read(reader)?;
+    let steps = Steps::read(reader)?;
+    let items = given.num_items_in_batch.map(|items| (items / steps.processes).max(1.0));
+    let spec = LossSpec {
+        objective: Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() }),
+        advantages: given.advantages_or(AdvantageLevel::Token),
+        old_logp: OldLogp::Rollout,
+        temperature: reader.number("temperature", 1.0)?,
+        reduction: items.map_or(Reduction::TokenMean, Reduction::Normalizer),
+        scale: 1.0 / steps.accumulation,
+        ..LossSpec::default()
+    };
+    let mut found = Found::new(spec, KNOWN_OF_ASYNC);
+    found.notes.push("a count of tokens is of one row of each rank: micro-batches do not add up to their batch".into());
+    Ok(found)
 }
 
 /// How a loss is spread over accumulation steps; in evaluation it is not.

@@ -44,7 +44,10 @@ const KNOWN: &[&str] = &[
 ];
 
 pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
-    if function == "ppo_policy_loss_fn" { ppo(reader, given) } else { grpo(reader, given) }
+    let mut found = if function == "ppo_policy_loss_fn" { ppo(reader, given)? } else { grpo(reader, given)? };
+    let means = "optax.MultiSteps takes the mean of micro-batches' own means: parts of a batch do not add up to it";
+    found.notes.push(means.into());
+    Ok(found)
 }
 
 fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {

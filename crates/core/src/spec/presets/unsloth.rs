@@ -1,12 +1,14 @@
 //! Unsloth Zoo 2026.10.9: `rl_replacements.py`, `grpo_compute_loss`.
 
-use super::loss_type::{ClipNames, LossType, MODES, fold_weights, off_policy_mask, ratio_level, weights_of_mode};
+use super::loss_type::{
+    ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
+};
 use super::options::Reader;
 use super::verl::{Wrong, rejections};
 use super::{Found, Given, PresetError};
 use crate::spec::{
     AdvantageLevel, Drops, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, OldLogp, Outside, Ratio,
-    Rejection, RolloutLevel, RolloutWeights, TopEntropy,
+    Reduction, Rejection, RolloutLevel, RolloutWeights, Support, Terms, TokenWeights, TopEntropy,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
@@ -15,6 +17,7 @@ const KNOWN: &[&str] = &[
     "beta",
     "current_gradient_accumulation_steps",
     "delta",
+    "entropy_coef",
     "epsilon_high",
     "epsilon_low",
     "importance_sampling_level",
@@ -31,8 +34,13 @@ const KNOWN: &[&str] = &[
     "sapo_temperature_neg",
     "sapo_temperature_pos",
     "steps_per_generation",
+    "support_excluded_ids",
+    "support_min_p",
+    "support_top_k",
+    "support_top_p",
     "temperature",
     "top_entropy_quantile",
+    "use_adaptive_entropy",
     "use_bias_correction_kl",
     "use_vllm",
     "vespo_k_neg",
@@ -80,6 +88,9 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         }
         _ => Some(8192),
     };
+    // An adaptive coefficient is not implemented there, and turns the bonus off.
+    let adaptive = reader.flag("use_adaptive_entropy", false)?;
+    let bonus = if adaptive { 0.0 } else { reader.number("entropy_coef", 0.0)? };
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
     let top = TopEntropy { fraction, drops: Drops::PolicyTerm, precision: given.quantile_precision() };
     let mut spec = LossSpec {
@@ -92,24 +103,58 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
             softcap: positive(reader, "logit_softcapping")?,
             bias: false,
         },
+        support: support(reader)?,
         temperature: reader.number("temperature", 1.0)?,
         rollout: if as_old { None } else { rollout(reader, given)? },
         off_policy_mask: off_policy_mask(reader, given)?,
         top_entropy: (fraction < 1.0).then_some(top),
         kl: kl(reader)?,
+        // The bonus is divided by the accumulation steps whatever the loss is divided by.
+        entropy_coef: bonus / (accumulation * scale),
         reduction: loss_type.reduction(max_completion_length, items),
         scale,
         ..LossSpec::default()
     };
+    if given.token_weights {
+        // `sample_weight`, in place of the reduction: a row of weight 0 leaves the loss.
+        spec.token_weights = Some(TokenWeights { applies_to: Terms::PolicyAndKl });
+        spec.reduction = Reduction::Normalizer(items_factor);
+        (spec.entropy_coef, spec.scale) = (bonus / accumulation, 1.0);
+    }
     spec.rejection = if spec.rollout.is_some() { rejection(reader)? } else { Vec::new() };
     if loss_type == LossType::Vespo && !spec.rejection.is_empty() {
         return Err(
             reader.refuse("rollout_rs", "null for vespo: a rejected token would count in the row's weight as 1e-8")
         );
     }
+    if bonus != 0.0 && !spec.rejection.is_empty() {
+        return Err(reader.refuse(
+            "rollout_rs",
+            "null with `entropy_coef`: a rejected token would leave the entropy bonus, and its normaliser would keep it",
+        ));
+    }
     fold_weights(&mut spec);
-    let notes = loss_type.note(given.num_items_in_batch.is_some()).into_iter().collect();
+    let mut notes = own_means(&spec);
+    notes.extend(loss_type.note(given.num_items_in_batch.is_some()).filter(|_| !given.token_weights));
+    if as_old {
+        notes.push(
+            "a token that the sampler did not score has the ratio 1 there: here a NaN among them is an error".into(),
+        );
+    }
     Ok(Found { spec, known: KNOWN, notes })
+}
+
+/// The columns that vLLM never samples; a sampled one is put back for its own token.
+fn support(reader: &Reader) -> Result<Support, PresetError> {
+    const WHY: &str = "a support that is made again from the logits is not reproduced";
+    reader.off("support_top_k", WHY)?;
+    reader.off("support_min_p", WHY)?;
+    if reader.number("support_top_p", 1.0)? != 1.0 {
+        return Err(reader.refuse("support_top_p", format!("1: {WHY}")));
+    }
+    let excluded_ids = reader.ids("support_excluded_ids")?;
+    let keep_sampled = !excluded_ids.is_empty();
+    Ok(Support { vocab: None, excluded_ids, keep_sampled })
 }
 
 /// 0 leaves the option off.

@@ -117,6 +117,10 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         let defect = "geo_mean is a mean of each micro-batch, and nothing divides by their number: not reproduced";
         found.notes.push(defect.into());
     }
+    if matches!(found.spec.objective, Objective::MaskedRatio(_)) {
+        let closed = "a ratio at a bound of rollout_is_threshold, exactly, is kept there and masked here";
+        found.notes.push(closed.into());
+    }
     Ok(found)
 }
 

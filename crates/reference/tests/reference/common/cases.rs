@@ -30,6 +30,8 @@ struct Draw {
     from_sampler: f64,
     unscored: bool,
     weight: f64,
+    /// The trainer's own, 0 now and then.
+    own_weight: f64,
     selected: bool,
 }
 
@@ -160,6 +162,8 @@ fn problem(spec: &LossSpec, layout: Layout, mut draws: Vec<Draw>) -> Problem {
     problem.ref_logp = Some(ref_logp);
     problem.extra.rollout_logp = Some(rollout_logp);
     problem.extra.rollout_weights = Some(weights);
+    let own_columns = if weight_a_row { 1 } else { tokens };
+    problem.extra.token_weights = Some(Array2::from_shape_fn((batch, own_columns), |at| draw(at).own_weight));
     problem.extra.selected = Some(Array2::from_shape_fn(shape, |at| draw(at).selected));
     problem.extra.dentropy = Some(Array2::from_shape_fn(shape, |at| draw(at).weight - 1.0));
     if garbage {
@@ -192,6 +196,10 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
         nan_outside(weights);
     }
     let counts_empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
+    let own_weights = problem.extra.token_weights.as_mut().expect("drawn");
+    if own_weights.dim() == mask.dim() {
+        nan_outside(own_weights);
+    }
     match &mut problem.advantages {
         Advantages::Token(array) | Advantages::Dlogp(array) => nan_outside(array),
         Advantages::Sequence(array) if !counts_empty_rows => {
@@ -216,11 +224,14 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     if spec.old_logp != OldLogp::Given && !behaviour(OldLogp::Given) && !compares {
         problem.old_logp = Some(Array2::from_elem(mask.dim(), f64::NAN));
     }
-    if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares {
+    if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares && !spec.weighs_kl_by_rollout() {
         problem.extra.rollout_logp = None;
     }
     if !spec.logits.bias {
         problem.extra.bias = None;
+    }
+    if spec.token_weights.is_none() {
+        problem.extra.token_weights = None;
     }
 }
 
@@ -233,10 +244,23 @@ fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
         let inputs = (Just(id), regime.row(vocab, id), prop::bool::weighted(0.8), advantage.clone());
         let from_sampler = prop_oneof![12 => -0.6..0.6, 3 => -3.0..3.0, 1 => -25.0..25.0];
         let ratios = (log_ratio(), log_ratio(), from_sampler, prop::bool::weighted(0.1));
-        (inputs, ratios, weight.clone(), any::<bool>()).prop_map(|(inputs, ratios, weight, selected)| {
+        let weights = (weight.clone(), weight.clone());
+        (inputs, ratios, weights, any::<bool>()).prop_map(|(inputs, ratios, (weight, own_weight), selected)| {
             let (id, logits, counts, advantage) = inputs;
             let (log_ratio, from_reference, from_sampler, unscored) = ratios;
-            Draw { id, logits, counts, advantage, log_ratio, from_reference, from_sampler, unscored, weight, selected }
+            Draw {
+                id,
+                logits,
+                counts,
+                advantage,
+                log_ratio,
+                from_reference,
+                from_sampler,
+                unscored,
+                weight,
+                own_weight,
+                selected,
+            }
         })
     })
 }

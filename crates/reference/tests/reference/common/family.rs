@@ -11,10 +11,10 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 
 use assay_core::problem::Problem;
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Drops, Kl, KlCov, KlEstimator, KlGradient,
-    KlImportance, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, TemperatureDivides,
-    Terms, TopCovariance, TrustRegion, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Drops, Kl, KlCov, KlEstimator,
+    KlGradient, KlImportance, LossSpec, MaskedRatio, Objective, OldLogp, Outside, Positive, PpoClip, RatioLevel,
+    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
+    TemperatureDivides, Terms, TopCovariance, Topr, TrustRegion, Unscored, Vespo,
 };
 use ndarray::Array2;
 
@@ -291,15 +291,55 @@ impl Loss<'_> {
         if rollout.is_nan() { N::from(0.0) } else { N::from(old) - N::from(rollout) }
     }
 
+    fn scored(&self, b: usize, t: usize) -> bool {
+        !at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t).is_nan()
+    }
+
+    /// `[exp(rollout_logp), exp(old_logp)]`; an unscored token's are alike.
+    fn probabilities<N: Number>(&self, b: usize, t: usize) -> [N; 2] {
+        let old = N::from(at(self.problem.old_logp.as_ref(), "old_logp")(b, t));
+        let rollout = at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t);
+        let rollout = if rollout.is_nan() { old.clone() } else { N::from(rollout) };
+        [rollout.exp(), old.exp()]
+    }
+
+    /// M2PO: tokens leave, largest `y²` first, until the mean of those that are left is below the threshold, or one is left.
+    fn below_second_moment<N: Number>(&self, threshold: f64) -> Array2<bool> {
+        let mut left: Vec<((usize, usize), N)> = all(&self.problem.mask)
+            .into_iter()
+            .map(|(b, t)| ((b, t), self.sampler_log_ratio::<N>(b, t).squared()))
+            .collect();
+        let mut stays = self.problem.mask.clone();
+        let mean_of = |left: &[((usize, usize), N)]| mean(&left.iter().map(|(_, y)| y.clone()).collect::<Vec<N>>());
+        while left.len() > 1 && mean_of(&left).at_least(threshold) {
+            let largest = (1..left.len())
+                .fold(0, |most, i| if left[i].1.order(&left[most].1) == Ordering::Greater { i } else { most });
+            let (at, _) = left.remove(largest);
+            stays[at] = false;
+        }
+        stays
+    }
+
     /// Whether `rejection` lets the tokens of row `b` pass.
     fn passes<N: Number>(&self, rejection: &Rejection, b: usize) -> Vec<bool> {
         let tokens = self.tokens_of(&self.problem.mask, b);
         let estimate = |t: &usize| {
-            let y = self.sampler_log_ratio::<N>(b, *t).clamp(-20.0, 20.0);
+            let log_ratio = self.sampler_log_ratio::<N>(b, *t);
+            let y = log_ratio.clone().clamp(-20.0, 20.0);
+            let [p, q] = self.probabilities::<N>(b, *t);
+            let inner = |p: N| p.clamp(1e-6, 1.0 - 1e-6);
+            let others = |p: N| N::from(1.0) - p;
             match rejection.estimator {
                 RejectionEstimator::K1 => -y,
                 RejectionEstimator::K2 => y.squared() / N::from(2.0),
                 RejectionEstimator::K3 => y.exp_excess(),
+                RejectionEstimator::BinaryKl => {
+                    let (p, q) = (inner(p), inner(q));
+                    p.clone() * (p.clone() / q.clone()).ln() + others(p.clone()) * (others(p) / others(q)).ln()
+                }
+                RejectionEstimator::TotalVariation => (inner(p) - inner(q)).abs(),
+                RejectionEstimator::Probability => q - p,
+                RejectionEstimator::AbsoluteRatio => log_ratio.abs().exp(),
             }
         };
         let of_tokens: Vec<N> = tokens.iter().map(estimate).collect();
@@ -315,6 +355,10 @@ impl Loss<'_> {
             RejectionLevel::SequenceSum => of_tokens.into_iter().sum(),
             RejectionLevel::SequenceMean => mean(&of_tokens),
             RejectionLevel::SequenceMax => of_tokens.into_iter().reduce(N::max).unwrap_or(N::from(0.0)),
+            RejectionLevel::SequenceMin => of_tokens.into_iter().reduce(N::min).unwrap_or(N::from(0.0)),
+            RejectionLevel::SecondMoment => {
+                return self.below_second_moment::<N>(rejection.max).row(b).to_vec();
+            }
         };
         vec![passes(&of_row); self.shape().1]
     }
@@ -333,7 +377,19 @@ impl Loss<'_> {
                 }
             }
         }
+        // What has no weight is not there.
+        for (at, counts) in counts.indexed_iter_mut() {
+            *counts = *counts && self.token_weight(at.0, at.1) != 0.0;
+        }
         [counts, stays, stays_for_kl]
+    }
+
+    /// The trainer's own weight of a token.
+    fn token_weight(&self, b: usize, t: usize) -> f64 {
+        match (self.spec.token_weights, &self.problem.extra.token_weights) {
+            (Some(_), Some(given)) => given[[b, if given.ncols() == 1 { 0 } else { t }]],
+            _ => 1.0,
+        }
     }
 
     /// The weight against the sampler's policy of every token, masked ones too. Where a mask comes from rejections, the
@@ -352,18 +408,22 @@ impl Loss<'_> {
         let exp = |log: N| log.within(rollout.clamp).exp();
         let geometric = |b: usize| exp(sum(b) / N::from(count(b).max(1.0)));
         let bounded = |weight: N| bounded(rollout, weight);
+        // In NeMo a NaN goes through sum and exponential, and is then 0.
+        let nan = |t: usize, b: usize| rollout.unscored == Unscored::Zero && mask[[b, t]] && !self.scored(b, t);
+        let or_zero = |nan: bool, weight: N| if nan { N::from(0.0) } else { weight };
+        let any_nan = |b: usize| (0..mask.ncols()).any(|t| nan(t, b));
         let weights = grid(self.shape(), |b, t| match rollout.level {
             RolloutLevel::Token if given => bounded(N::from(raw(b, t))),
             RolloutLevel::Geometric if given => {
                 let logs = self.tokens_of(mask, b).into_iter().map(|t| (N::from(raw(b, t)) + N::from(1e-10)).ln());
                 bounded(exp(logs.sum::<N>() / (N::from(count(b)) + N::from(1e-8))))
             }
-            RolloutLevel::Token => bounded(exp(log(b, t))),
-            RolloutLevel::Sequence => bounded(exp(sum(b))),
-            RolloutLevel::Geometric => bounded(geometric(b)),
+            RolloutLevel::Token => bounded(or_zero(nan(t, b), exp(log(b, t)))),
+            RolloutLevel::Sequence => bounded(or_zero(any_nan(b), exp(sum(b)))),
+            RolloutLevel::Geometric => bounded(or_zero(any_nan(b), geometric(b))),
             RolloutLevel::TokenGatedByGeometric => {
                 if inside(rollout, &geometric(b)) {
-                    exp(log(b, t))
+                    or_zero(nan(t, b), exp(log(b, t)))
                 } else {
                     N::from(0.0)
                 }
@@ -587,16 +647,21 @@ impl Loss<'_> {
         let near = grid(shape, |b, t| counts[[b, t]] && self.near_policy(&base, &counts, b, t));
         let policy_factor = grid(shape, |b, t| {
             let keeps = stays[[b, t]] && (!drops_policy || top[[b, t]]) && near[[b, t]];
+            let own = || N::from(self.token_weight(b, t));
             match keeps {
-                true if vespo => N::from(1.0),
-                true => weight(b, t),
+                true if vespo => own(),
+                true => weight(b, t) * own(),
                 false => N::from(0.0),
             }
         });
-        let kl_factor = grid(shape, |b, t| match (stays_for_kl[[b, t]], weighs_kl) {
-            (false, _) => N::from(0.0),
-            (true, false) => N::from(1.0),
-            (true, true) => weight(b, t),
+        let own_weighs_kl = self.spec.token_weights.is_some_and(|weights| weights.applies_to == Terms::PolicyAndKl);
+        let kl_factor = grid(shape, |b, t| {
+            let own = N::from(if own_weighs_kl { self.token_weight(b, t) } else { 1.0 });
+            match (stays_for_kl[[b, t]], weighs_kl) {
+                (false, _) => N::from(0.0),
+                (true, false) => own,
+                (true, true) => weight(b, t) * own,
+            }
         });
         let mut frozen = Frozen {
             base,
@@ -629,6 +694,10 @@ impl Loss<'_> {
             Objective::ClipCov(ClipCov { selection, clip }) => {
                 selection.map_or_else(|| Ok(given()), |band| self.within_band(band, clip, frozen))
             }
+            Objective::Topr(topr) => Ok(match topr.positive {
+                Positive::Selected => given(),
+                Positive::Advantage => grid(self.shape(), |b, t| self.advantage(b, t) > 0.0),
+            }),
             Objective::TrustRegion(region) => {
                 Ok(grid(self.shape(), |b, t| frozen.counts[[b, t]] && self.trusted(region, &frozen.base, b, t)))
             }
@@ -650,6 +719,13 @@ impl Loss<'_> {
                 if ratio.at_most(*lower) || ratio.at_least(*upper) { N::from(0.0) } else { ratio }
             }
             Objective::TrustRegion(TrustRegion { truncate: Some(truncate), .. }) => ratio().min(N::from(*truncate)),
+            Objective::Topr(Topr { positive_weight, negative_weight, upper, .. }) => {
+                if frozen.selected[[b, t]] {
+                    N::from(*positive_weight)
+                } else {
+                    N::from(*negative_weight) * ratio().min(N::from(*upper))
+                }
+            }
             _ => N::from(0.0),
         }
     }
@@ -742,7 +818,38 @@ impl Loss<'_> {
             Objective::ImportanceSampling(_) | Objective::KlCov(_) => surrogate(),
             Objective::ClipCov(_) if selected => N::from(0.0),
             Objective::ClipCov(cov) => ppo_clip(&cov.clip, &log_ratio().exp(), advantage),
+            Objective::Topr(_) => score(),
+            Objective::Aspo(aspo) => self.aspo(aspo, frozen, policy, b, t),
             Objective::None => N::from(0.0),
+        }
+    }
+
+    /// Archer2.0's `compute_policy_loss_archer`, with one ε for each sign: a clipped ratio, over its own constant square where
+    /// the advantage is positive, and a score function beyond the dual clip.
+    fn aspo<N: Number>(&self, aspo: &Aspo, frozen: &Frozen<N>, policy: &Policy<N>, b: usize, t: usize) -> N {
+        let advantage = self.advantage(b, t);
+        let a = || N::from(advantage);
+        let clipped = |policy: &Policy<N>| {
+            let ratio = self.log_ratio(frozen, policy, b, t).exp();
+            if advantage > 0.0 {
+                ratio.min(N::from(1.0) + N::from(aspo.epsilon_high))
+            } else {
+                ratio.max(N::from(1.0) - N::from(aspo.epsilon_low))
+            }
+        };
+        let held = clipped(&frozen.base);
+        let dual = |c: f64| -(N::from(c) * a() * policy.logp(b, t));
+        if advantage > 0.0 {
+            let inverse = N::from(1.0) / held.clone();
+            if inverse.at_most(aspo.dual_clip_positive) {
+                -(a() * clipped(policy) / (held.clone() * held))
+            } else {
+                dual(aspo.dual_clip_positive)
+            }
+        } else if held.at_most(aspo.dual_clip_negative) {
+            -(a() * clipped(policy))
+        } else {
+            dual(aspo.dual_clip_negative)
         }
     }
 
@@ -765,12 +872,28 @@ impl Loss<'_> {
             KlGradient::Own => estimate_at(policy),
             // Straight through: the value of the estimate, the gradient of k2.
             KlGradient::K2 => k2_at(policy).since(&k2_at(&frozen.base)) + estimate_at(&frozen.base),
+            KlGradient::K2Weighted(bound) => {
+                let old = self.old_logp(&frozen.base, b, t);
+                let weight = (frozen.base.logp(b, t) - old).exp().min(N::from(bound));
+                weight * k2_at(policy).since(&k2_at(&frozen.base)) + estimate_at(&frozen.base)
+            }
         };
         let importance = match kl.importance {
             KlImportance::One => {
                 return if kl.clamp_after_importance { estimate.within(kl.value_clamp) } else { estimate };
             }
             KlImportance::Ratio => self.log_ratio(frozen, policy, b, t).exp(),
+            KlImportance::TokenRatio => self.token_log_ratio(frozen, policy, b, t).exp(),
+            KlImportance::Rollout => {
+                let rollout = at(self.problem.extra.rollout_logp.as_ref(), "rollout_logp")(b, t);
+                if rollout.is_nan() {
+                    N::from(0.0)
+                } else if kl.difference_clamp.is_some_and(beyond) {
+                    (frozen.base.logp(b, t) - N::from(rollout)).exp()
+                } else {
+                    (policy.logp(b, t) - N::from(rollout)).exp()
+                }
+            }
             // NeMo holds the weight, too, where the difference is.
             KlImportance::Score if kl.difference_clamp.is_some_and(beyond) => N::from(1.0),
             KlImportance::Score => policy.logp(b, t).since(&frozen.base.logp(b, t)).exp(),

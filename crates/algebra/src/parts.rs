@@ -2,13 +2,15 @@
 
 use std::ops::Range;
 
-use ndarray::Array2;
+use ndarray::{Array2, Axis};
 
-use super::{Batch, TrainError};
-use assay_algebra::rollout::{self, Settled};
-use assay_algebra::structure::Shaped;
+use super::rollout::{self, Settled};
+use super::structure::Shaped;
+use assay_core::implementation::{Implementation, RunError};
+use assay_core::problem::{Candidate, Problem, ProblemError, Sequences, Tokens};
 use assay_core::spec::{
-    Averaging, LossSpec, Objective, Outside, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    Averaging, LossSpec, Objective, Outside, Reduction, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    Rows, SpecError, Terms, TokenWeights, Unscored,
 };
 
 /// A batch, and what of its loss looks at all of it, worked out once: how many tokens and rows there are, how wide the batch
@@ -22,7 +24,7 @@ use assay_core::spec::{
 /// tokens a `normalizer`. It has the structure of any other part's, so that a compiled program serves all.
 pub struct Whole {
     spec: LossSpec,
-    batch: Batch,
+    batch: Problem<()>,
     extents: Extents,
 }
 
@@ -37,16 +39,17 @@ struct Extents {
 /// Checks that a batch under `spec` can be cut into parts.
 ///
 /// # Errors
-/// [`TrainError::Setting`] for a choice that is made over a whole batch by what its logits are.
-pub(super) fn expect_separable(spec: &LossSpec) -> Result<(), TrainError> {
+/// [`SpecError`] for a choice that is made over a whole batch by what its logits are.
+pub fn expect_separable(spec: &LossSpec) -> Result<(), SpecError> {
     let selects = match &spec.objective {
-        Objective::KlCov(cov) => cov.selection.map(|_| "loss.objective.kl_cov.selection"),
-        Objective::ClipCov(cov) => cov.selection.map(|_| "loss.objective.clip_cov.selection"),
+        Objective::KlCov(cov) => cov.selection.map(|_| "objective.kl_cov.selection"),
+        Objective::ClipCov(cov) => cov.selection.map(|_| "objective.clip_cov.selection"),
         _ => None,
     };
-    match selects.or(spec.top_entropy.map(|_| "loss.top_entropy")) {
+    match selects.or(spec.top_entropy.map(|_| "top_entropy")) {
         Some(field) => {
-            Err(TrainError::setting(field, "a choice", "none: it would be made over a whole batch's logits"))
+            let expected = "none: it would be made over a whole batch's logits";
+            Err(SpecError { field, given: "a choice".into(), expected })
         }
         None => Ok(()),
     }
@@ -56,9 +59,13 @@ impl Whole {
     /// `batch`, whose loss is `spec`.
     ///
     /// # Errors
-    /// [`TrainError::Setting`] where the spec makes choices over a whole batch by what its logits are.
-    pub fn of(spec: &LossSpec, mut batch: Batch) -> Result<Self, TrainError> {
+    /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or sequences are packed into one row.
+    pub fn of(spec: &LossSpec, mut batch: Problem<()>) -> Result<Self, SpecError> {
         expect_separable(spec)?;
+        if batch.extra.sequences != Sequences::Rows {
+            let expected = "one a row: a batch is cut between rows";
+            return Err(SpecError { field: "sequences", given: "packed into one row".into(), expected });
+        }
         let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;
         let counts: Vec<usize> =
             mask.rows().into_iter().map(|row| row.iter().filter(|counts| **counts).count()).collect();
@@ -69,8 +76,19 @@ impl Whole {
             width: mask.ncols(),
         };
         let mut spec = spec.clone();
+        if spec.rejection.iter().any(|rejection| rejection.level == RejectionLevel::SecondMoment) {
+            // What they leave out over the batch is said token by token.
+            let own = |(b, t)| {
+                batch.extra.token_weights.as_ref().map_or(1.0, |own| own[[b, if own.ncols() == 1 { 0 } else { t }]])
+            };
+            let own =
+                |at| if mask[at] && spec.token_weights.is_some() { own(at) } else { f64::from(u8::from(mask[at])) };
+            batch.extra.token_weights = Some(Array2::from_shape_fn(mask.dim(), own));
+            spec.token_weights.get_or_insert(TokenWeights { applies_to: Terms::PolicyAndKl });
+            spec.rejection.retain(|rejection| rejection.counts);
+        }
         if let Some(weights) = spec.rollout.as_mut().filter(|weights| weights.normalize) {
-            batch.extra.rollout_weights = Some(normalized(weights, &batch, &mask));
+            batch.extra.rollout_weights = Some(normalized(weights, &batch.tokens(), &mask));
             // They are of no level any more, and of no bounds.
             *weights = RolloutWeights {
                 source: RolloutSource::Given,
@@ -80,6 +98,7 @@ impl Whole {
                 max: None,
                 clamp: None,
                 normalize: false,
+                unscored: Unscored::One,
                 applies_to: weights.applies_to,
             };
         }
@@ -87,12 +106,12 @@ impl Whole {
     }
 
     /// All of its tokens.
-    pub fn batch(&self) -> &Batch {
+    pub fn batch(&self) -> &Problem<()> {
         &self.batch
     }
 
     /// The rows of a part and of each its first `width` tokens, beyond which there is none that counts, and their loss.
-    pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Batch) {
+    pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Problem<()>) {
         let (spec, share) = self.spec_of(rows.len());
         let mut batch = self.batch.rows(rows, width);
         // What is given of each token is no mean.
@@ -126,6 +145,31 @@ impl Whole {
     }
 }
 
+/// What `implementation` makes of a batch in `parts` of equally many rows, the last of fewer: as of the batch whole, but for
+/// rounding.
+///
+/// # Errors
+/// [`RunError`] where the spec cannot be cut, or a part is not run.
+pub fn run(
+    implementation: &dyn Implementation,
+    spec: &LossSpec,
+    problem: &Problem,
+    parts: usize,
+    devices: usize,
+) -> Result<Candidate, RunError> {
+    let whole = Whole::of(spec, problem.with_logits(())).map_err(ProblemError::from)?;
+    let (rows, width) = problem.mask.dim();
+    let rows_of_part = rows.div_ceil(parts.max(1));
+    let run = |first: usize| {
+        let rows = first..rows.min(first + rows_of_part);
+        let (spec, batch) = whole.part(rows.clone(), width);
+        let logits = problem.logits.select(Axis(0), &rows.collect::<Vec<_>>());
+        implementation.run(&spec, batch.with_logits(logits), devices)
+    };
+    let parts: Vec<Candidate> = (0..rows).step_by(rows_of_part).map(run).collect::<Result<_, _>>()?;
+    Ok(Candidate::of_parts(&parts))
+}
+
 impl Extents {
     /// The same weights by numbers instead of counts, each divided by `share`.
     fn fixed(&self, Averaging { reduction, denominator_epsilon }: Averaging, share: f64) -> Averaging {
@@ -152,14 +196,14 @@ impl Extents {
 }
 
 /// The weights of the sampler over their mean, one a token, or one a row where they are of rows.
-fn normalized(weights: &RolloutWeights, batch: &Batch, mask: &Array2<bool>) -> Array2<f64> {
-    let mut all = rollout::weights(weights, &batch.tokens());
+fn normalized(weights: &RolloutWeights, tokens: &Tokens, mask: &Array2<bool>) -> Array2<f64> {
+    let mut all = rollout::weights(weights, tokens);
     let given = weights.source == RolloutSource::Given;
     if !given {
         // Weights that are computed are 1 where no token counts.
         all.zip_mut_with(mask, |weight, counts| *weight = if *counts { *weight } else { 1.0 });
     }
-    let one_a_row = given && batch.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
+    let one_a_row = given && tokens.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
     if !one_a_row && !matches!(weights.level, RolloutLevel::Sequence | RolloutLevel::Geometric) {
         return all;
     }
