@@ -41,9 +41,12 @@ fn problem(spec: &LossSpec, seed: u64) -> Problem {
     problem
 }
 
-/// The rows of one of `parts` parts, and the width of what counts of them.
-fn cut(problem: &Problem, parts: usize) -> Vec<(Range<usize>, usize)> {
+/// The rows of one of `parts` parts, and the width of what is read of them.
+fn cut(spec: &LossSpec, problem: &Problem, parts: usize) -> Vec<(Range<usize>, usize)> {
     let rows = ROWS / parts;
+    if matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens) {
+        return (0..parts).map(|i| (i * rows..(i + 1) * rows, WIDTH)).collect();
+    }
     let width = |rows: Range<usize>| {
         let last = |b: usize| problem.mask.row(b).iter().rposition(|counts| *counts).map_or(1, |t| t + 1);
         rows.map(last).max().unwrap()
@@ -56,7 +59,7 @@ fn of_parts(spec: &LossSpec, problem: &Problem, parts: usize) -> (f64, Array3<f6
     let whole = Whole::of(spec, problem.with_logits(())).unwrap();
     let logits = problem.logits.to_f64();
     let (mut loss, mut dlogits) = (0.0, Array3::zeros(logits.dim()));
-    for (rows, width) in cut(problem, parts) {
+    for (rows, width) in cut(spec, problem, parts) {
         let (spec, batch) = whole.part(rows.clone(), width);
         let part = batch.with_logits(logits.slice(s![rows.clone(), ..width, ..]).to_owned().into());
         let outcome = evaluate(&spec, &part).unwrap_or_else(|error| panic!("{error}: {spec:?}")).outcome();

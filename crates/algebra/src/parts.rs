@@ -110,7 +110,8 @@ impl Whole {
         &self.batch
     }
 
-    /// The rows of a part and of each its first `width` tokens, beyond which there is none that counts, and their loss.
+    /// The rows of a part and of each its first `width` tokens, beyond which the loss reads none, and their loss. VESPO with
+    /// `weights_of_masked_tokens` reads given weights of all tokens, masked ones too.
     pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Problem<()>) {
         let (spec, share) = self.spec_of(rows.len());
         let mut batch = self.batch.rows(rows, width);

@@ -1,7 +1,7 @@
 //! What a test hands to a kernel and reads back: bytes of arrays, their columns by name, and the numbers of a spec.
 
 use assay_core::problem::{Dtype, FloatArray, Problem, Shape};
-use assay_core::spec::{ClipCov, LossSpec, Objective};
+use assay_core::spec::{ClipCov, KlGradient, LossSpec, Objective};
 use half::{bf16, f16};
 use ndarray::Array3;
 
@@ -99,6 +99,10 @@ pub(crate) fn number(spec: &LossSpec, name: &str) -> f64 {
         (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
         (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),
         (_, "kl_value_clamp") => kl.unwrap().value_clamp.unwrap(),
+        (_, "kl_weight_bound") => match kl.unwrap().gradient {
+            KlGradient::K2Weighted(bound) => bound,
+            other => panic!("{other:?} has no bound"),
+        },
         (_, "log_ratio_clamp") => spec.ratio.clamp.unwrap(),
         (_, "log_ratio_low") => -spec.ratio.clip.unwrap().low,
         (_, "log_ratio_high") => spec.ratio.clip.unwrap().high,
@@ -122,6 +126,13 @@ pub(crate) fn number(spec: &LossSpec, name: &str) -> f64 {
         (Objective::TrustRegion(region), "truncate") => region.truncate.unwrap(),
         (Objective::Dro(dro), "penalty") => dro.beta / 2.0,
         (Objective::KlCov(cov), "penalty") => cov.coefficient,
+        (Objective::Topr(topr), "positive_weight") => topr.positive_weight,
+        (Objective::Topr(topr), "negative_weight") => topr.negative_weight,
+        (Objective::Topr(topr), "high") => topr.upper,
+        (Objective::Aspo(aspo), "low") => 1.0 - aspo.epsilon_low,
+        (Objective::Aspo(aspo), "high") => 1.0 + aspo.epsilon_high,
+        (Objective::Aspo(aspo), "dual_clip_positive") => aspo.dual_clip_positive,
+        (Objective::Aspo(aspo), "dual_clip") => aspo.dual_clip_negative,
         (_, other) => panic!("{other}: not known here"),
     }
 }
