@@ -590,6 +590,7 @@ fn written_bytes_repeat_and_another_reader_agrees() {
         [
             "advantages",
             "bias",
+            "dentropy",
             "ids",
             "logits",
             "mask",
