@@ -598,7 +598,8 @@ fn written_bytes_repeat_and_another_reader_agrees() {
             "ref_logps",
             "rollout_logps",
             "rollout_weights",
-            "selected"
+            "selected",
+            "token_weights"
         ]
     );
     assert_eq!(other.tensor("mask").unwrap().data(), [1, 1, 0, 1, 0, 0]);
