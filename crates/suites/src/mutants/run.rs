@@ -75,7 +75,8 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 }
 
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
-/// regimes, every named choice of a spec, the vocabulary of Qwen, and packed sequences.
+/// regimes, every named choice of a spec, the vocabulary of Qwen, ratios of sequences whose tokens have their own advantages, and packed
+/// sequences.
 pub fn property_cases() -> Vec<Case> {
     let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
     let random = drawn
@@ -91,7 +92,8 @@ pub fn property_cases() -> Vec<Case> {
             })
         },
     );
-    random.chain(named).chain(wide_cases()).chain(Class::Packing.property()).collect()
+    let seldom_drawn = [Class::SequenceRatio, Class::Packing].into_iter().flat_map(Class::property);
+    random.chain(named).chain(wide_cases()).chain(seldom_drawn.collect::<Vec<_>>()).collect()
 }
 
 /// The same of heads: random specs and regimes, from a fixed seed.
