@@ -406,6 +406,12 @@ fn qwen() -> &'static [(Recipe, Known<'static>)] {
     })
 }
 
+/// Whether `|ref_logp − logp|` is at its kink to the last bit. XLA's CPU compiler works logp out twice in the loops of a tile kernel, for
+/// the target and for the other columns, rounds it in two ways, and finds two signs: the row is then on no side of the kink.
+fn at_a_kink((spec, recipe): &(LossSpec, Recipe)) -> bool {
+    recipe.old_logp_noise_scale == 0.0 && spec.kl.as_ref().is_some_and(|kl| kl.estimator == KlEstimator::Abs)
+}
+
 /// Logp and entropy of a kernel that computes nothing else, of a name and a class.
 fn forward_alone(
     [name, class]: &[&str; 2],
@@ -499,7 +505,8 @@ impl Run {
             let cases = suites::device_cases(dtype, DRAWN, seed + i as u64);
             let takes = |regimes: &&[(LossSpec, Recipe)]| {
                 let (spec, recipe) = &regimes[0];
-                counts.iter().all(|&devices| self.on(devices).takes(spec, recipe.shape, dtype))
+                let computed = counts.iter().all(|&devices| self.on(devices).takes(spec, recipe.shape, dtype));
+                computed && !(self.implementation.class() == "tile" && regimes.iter().any(at_a_kink))
             };
             let Some(regimes) = cases.chunks(Regime::FINITE.len()).find(takes) else {
                 return Err(format!("none of {DRAWN} specs in {dtype} is supported").into());
