@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import assay
-from assay import _native, _pool
+from assay import _native
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
+from assay import _pool  # noqa: E402
 
 ARRAYS = (
     "ids",
