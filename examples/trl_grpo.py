@@ -39,6 +39,16 @@ OPTIONS = (
     "top_entropy_quantile",
     "use_adaptive_entropy",
     "use_bias_correction_kl",
+    "use_vllm",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
 )
 
 
@@ -48,14 +58,17 @@ class AssayGRPOTrainer(GRPOTrainer):
     For the losses that are divided by the tokens of all ranks and steps, as TRL's default `dapo` is: others are refused.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        args, counts = self.args, {"num_items_in_batch": 1.0}
-        options = {name: getattr(args, name) for name in OPTIONS}
-        self.specs = {
-            given: assay.spec("trl", batch={"old_logps": given, "ref_logps": args.beta != 0, **counts}, **options)
-            for given in (False, True)
+    def _spec(self, inputs):
+        """The loss of what TRL hands over, which differs from batch to batch in its arrays alone."""
+        weights = inputs.get("importance_sampling_ratio")
+        batch = {
+            "old_logps": inputs.get("old_per_token_logps") is not None,
+            "ref_logps": self.args.beta != 0,
+            "sampling_logps": inputs.get("sampling_per_token_logps") is not None,
+            "rollout_weights": None if weights is None else "sequence" if weights.shape[-1] == 1 else "token",
+            "num_items_in_batch": 1.0,
         }
+        return assay.spec("trl", batch=batch, **{name: getattr(self.args, name) for name in OPTIONS if hasattr(self.args, name)})
 
     def _compute_loss(self, model, inputs):
         tokens = inputs["completion_ids"].size(1)
@@ -68,7 +81,7 @@ class AssayGRPOTrainer(GRPOTrainer):
             None,
             hidden=hidden[:, -tokens - 1 : -1],
             lm_head=model.get_output_embeddings().weight,
-            spec=self.specs[inputs.get("old_per_token_logps") is not None],
+            spec=self._spec(inputs),
             normalizer=counted * steps / self.args.steps_per_generation,
             **assay.torch.trl_arguments(inputs),
         )

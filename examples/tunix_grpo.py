@@ -34,13 +34,29 @@ import assay
 from assay.jax import grpo_loss
 
 
+# What of a GRPOConfig shapes the loss.
+OPTIONS = (
+    "beta",
+    "epsilon",
+    "epsilon_high",
+    "epsilon_c",
+    "kl_clamp_value",
+    "kl_loss_mode",
+    "loss_algo",
+    "loss_agg_mode",
+    "temperature",
+)
+
+
 @function_registry.register_policy_loss_fn("assay")
 def assay_grpo_loss(model, train_example, algo_config, pad_id, eos_id, **_):
     """Tunix's `grpo_loss_fn`, its logits handed to one operation."""
-    options = ("beta", "epsilon", "kl_loss_mode", "loss_algo", "loss_agg_mode", "temperature")
     old, ref = train_example.old_per_token_logps, train_example.ref_per_token_logps
     batch = {"old_logps": old is not None, "ref_logps": ref is not None}
-    spec = assay.spec("tunix", batch=batch, **{name: getattr(algo_config, name) for name in options})
+    if getattr(train_example, "sampler_is_weights", None) is not None:
+        raise NotImplementedError("`sampler_is_weights`: hand them over as `policy_weight`, with `rollout_weights` in the spec's batch")
+    options = {name: getattr(algo_config, name) for name in OPTIONS if hasattr(algo_config, name)}
+    spec = assay.spec("tunix", batch=batch, **options)
     completion = train_example.completion_ids
     ids, positions, seen, _ = common.process_ids(train_example.prompt_ids, completion, pad_id, eos_id)
     logits, _ = model(ids, positions=positions, cache=None, attention_mask=seen)
@@ -54,7 +70,7 @@ def assay_grpo_loss(model, train_example, algo_config, pad_id, eos_id, **_):
         spec=spec,
     )
     metrics = result.metrics
-    return result.loss, {"kl": metrics["kl_mean"], "entropy": metrics["entropy_mean"], "is_ratio/mean": metrics["ratio_mean"]}
+    return result.loss, {"kl": metrics.get("kl_mean", 0.0), "entropy": metrics["entropy_mean"], "is_ratio/mean": metrics["ratio_mean"]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,10 @@ def _block(size: int) -> mmap.mmap:
         if size <= len(block) <= 2 * size:
             return block
         del block  # Before another takes its place.
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as reason:  # As PyTorch's own allocator has it.
+        raise RuntimeError(f"dlogits: no memory for {size} bytes: {reason}") from reason
     try:
         block.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # A kernel without huge pages.
@@ -42,7 +45,7 @@ def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A dense tensor that holds anything."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     block = _block(size)
     # The tensor's storage keeps the view, and nothing else does.
     view: Any = memoryview(block)

@@ -65,10 +65,11 @@ _ARRAYS = (
     "segment_ids",
     "dentropy",
 )
-_GIVEN = (
-    "Tensor ids, Tensor mask, Tensor advantages, Tensor? old_logp, Tensor? ref_logp, Tensor? rollout_logp, "
-    "Tensor? rollout_weights, Tensor? token_weights, Tensor? selected, Tensor? bias, Tensor? cu_seqlens, "
-    "Tensor? segment_ids, Tensor? dentropy, Tensor? normalizer, str spec"
+#: The first of these must be given.
+_REQUIRED = 3
+_GIVEN = ", ".join(
+    [*(f"Tensor {name}" for name in _ARRAYS[:_REQUIRED]), *(f"Tensor? {name}" for name in _ARRAYS[_REQUIRED:])]
+    + ["Tensor? normalizer", "str spec"]
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
 _SENT = "Tensor loss, Tensor logp, Tensor entropy"
@@ -94,7 +95,7 @@ def _tensors(arrays: Iterable[Any]) -> tuple[Tensor, ...]:
 
 def _evaluated(evaluated: tuple[Any, ...]) -> tuple[Tensor, ...]:
     loss, *arrays = evaluated
-    return (torch.tensor(loss, dtype=torch.float32), *_tensors(arrays))
+    return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *_tensors(arrays))
 
 
 def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
@@ -364,13 +365,19 @@ def grpo_loss(
         "old_logps": old_logp is not None,
         "ref_logps": ref_logp is not None,
         "sampling_logps": rollout_logp is not None,
+        "token_weights": token_weights is not None,
     }
+    # A project's name says which loss, the arrays which form of it.
+    if rollout_weights is not None:
+        batch["rollout_weights"] = "sequence" if rollout_weights.shape[-1] == 1 else "token"
+    if advantages.ndim == 2:
+        batch["advantages"] = "token"
     if normalizer is not None:
         batch["num_items_in_batch"] = 1.0
         if not isinstance(normalizer, Tensor):
-            normalizer = torch.tensor(normalizer, dtype=torch.float64)
+            normalizer = torch.tensor(normalizer, dtype=torch.float64, device="cpu")
     json = _json(spec, batch, options)
-    arguments = (*given.values(), normalizer, json)
+    arguments = (*(given[name] for name in _ARRAYS), normalizer, json)
     for field, array in given.items():
         if array is not None:
             _expect_host(field, array)
@@ -428,8 +435,8 @@ def logp_and_entropy(
     """
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     json = _json_of_options("logp", (), (("entropy", False), ("temperature", temperature), ("logits", {"softcap": softcap})))
-    advantages = torch.zeros((ids.shape[0],), dtype=torch.float32)
-    arguments = (ids, mask, advantages, *[None] * (len(_ARRAYS) - 3), None, json)
+    advantages = torch.zeros((ids.shape[0],), dtype=torch.float32, device="cpu")
+    arguments = (ids, mask, advantages, *[None] * (len(_ARRAYS) - _REQUIRED), None, json)
     for field, array in (("ids", ids), ("mask", mask)):
         _expect_host(field, array)
     if logits is not None:
@@ -442,7 +449,7 @@ def logp_and_entropy(
 
 def empty_cache() -> None:
     """Gives memory back that is kept for the next gradient: dlogits of 32 MiB and more lie where the last ones did, once those are
-    gone, so one array of them stays."""
+    gone, so one block stays, at most twice as large as the last."""
     _pool.release()
 
 

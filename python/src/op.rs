@@ -1,5 +1,6 @@
 //! The loss as an operation of a framework: the functions that `assay.torch` registers.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use ndarray::{Array, Array1, Array2, Dimension, Ix2, Ix3};
@@ -23,7 +24,7 @@ struct Given {
     ids: Taken,
     mask: Taken,
     advantages: Taken,
-    optional: [Option<Taken>; OPTIONAL.len()],
+    optional: BTreeMap<&'static str, Taken>,
 }
 
 const OPTIONAL: [&str; 10] = [
@@ -50,9 +51,15 @@ impl Given {
         let required = |field: &'static str| {
             taken(field)?.ok_or_else(|| error::of_problem(py, format!("`{field}`: not given, expected a tensor")))
         };
-        let mut optional = OPTIONAL.map(|_| None);
-        for (to, field) in optional.iter_mut().zip(OPTIONAL) {
-            *to = taken(field)?;
+        for key in arrays.keys() {
+            let key: String = key.extract()?;
+            if !["ids", "mask", "advantages"].contains(&&*key) && !OPTIONAL.contains(&&*key) {
+                return Err(error::of_problem(py, format!("`{key}`: got an array of no such name")));
+            }
+        }
+        let mut optional = BTreeMap::new();
+        for field in OPTIONAL {
+            optional.extend(taken(field)?.map(|array| (field, array)));
         }
         let mut spec = Arc::clone(&spec.loss);
         if let Some(given) = normalizer {
@@ -67,32 +74,21 @@ impl Given {
     }
 
     fn op(&self) -> Result<Op<'_>, String> {
-        let [
-            old_logp,
-            ref_logp,
-            rollout_logp,
-            rollout_weights,
-            token_weights,
-            selected,
-            bias,
-            cu_seqlens,
-            segment_ids,
-            dentropy,
-        ] = self.optional.each_ref().map(|taken| taken.as_ref().map(Taken::lent));
+        let lent = |field: &str| self.optional.get(field).map(Taken::lent);
         let arguments = Arguments {
             ids: self.ids.lent(),
             mask: self.mask.lent(),
             advantages: self.advantages.lent(),
-            old_logp,
-            ref_logp,
-            rollout_logp,
-            rollout_weights,
-            token_weights,
-            selected,
-            bias,
-            cu_seqlens,
-            segment_ids,
-            dentropy,
+            old_logp: lent("old_logp"),
+            ref_logp: lent("ref_logp"),
+            rollout_logp: lent("rollout_logp"),
+            rollout_weights: lent("rollout_weights"),
+            token_weights: lent("token_weights"),
+            selected: lent("selected"),
+            bias: lent("bias"),
+            cu_seqlens: lent("cu_seqlens"),
+            segment_ids: lent("segment_ids"),
+            dentropy: lent("dentropy"),
         };
         Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }

@@ -330,6 +330,9 @@ def test_logp_and_entropy_of_a_cut_vocabulary_have_the_same_gradient() -> None:
     sharded = jax.device_put(batch.logits, NamedSharding(mesh, P(None, None, "model")))
     cut = jax.jit(jax.grad(total))(sharded)
     assert jnp.allclose(cut, whole, rtol=1e-5, atol=1e-7) and (whole[~batch.given["mask"]] == 0).all()
+    columns = P(None, None, "model")
+    in_parts = jax.shard_map(jax.grad(lambda part: total(part, "model")), mesh=mesh, in_specs=columns, out_specs=columns)
+    assert jnp.allclose(jax.jit(in_parts)(sharded), whole, rtol=1e-5, atol=1e-7)
 
 
 # ---- over devices

@@ -183,6 +183,26 @@ def test_a_graph_that_is_kept_is_differentiated_again() -> None:
         gradient(1.0)
 
 
+def test_a_projects_loss_reads_the_arrays_that_it_is_given() -> None:
+    problem = one()
+    arguments = given(problem)
+
+    def loss(project: str, **arrays: Any) -> float:
+        result = assay.torch.grpo_loss(problem.torch().logits, **{**arguments, **arrays}, spec=project)
+        return float(result.loss)
+
+    weights = torch.linspace(1.0, 2.0, arguments["ids"].numel()).reshape(arguments["ids"].shape)
+    assert loss("prime-rl", token_weights=weights) != loss("prime-rl", token_weights=torch.ones_like(weights))
+    by_token = torch.outer(arguments["advantages"], torch.ones(weights.shape[1]))
+    assert loss("trl", advantages=by_token) == loss("trl") != loss("trl", advantages=by_token * weights)
+    on = {"use_vllm": True}
+    ratios = [
+        assay.torch.grpo_loss(problem.torch().logits, **arguments, rollout_weights=w, spec="trl", **on).loss
+        for w in (torch.ones_like(weights), weights)
+    ]
+    assert float(ratios[0]) != float(ratios[1])
+
+
 def test_gradients_lie_where_those_lay_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pool, "LARGE", 1)
     assay.torch.empty_cache()
@@ -202,11 +222,16 @@ def test_gradients_lie_where_those_lay_that_are_gone(monkeypatch: pytest.MonkeyP
     del first
     assert gradient().data_ptr() != address, "a part of the first is still there"
     second = part = None
-    assert len(_pool._idle) == 1, "one block is kept"
+    (kept,) = _pool._idle
+    lies = torch.frombuffer(memoryview(kept), dtype=torch.uint8).data_ptr()
+    third = gradient()
+    assert third.data_ptr() == lies and torch.equal(third, expected), "the one block is kept, and used again"
+    del third, kept
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for of_thread in threads.map(lambda _: gradient(), range(8)):
             assert torch.equal(of_thread, expected)
     # What would fill less than half of a block does not hold on to it.
+    assert len(_pool._idle) == 1
     small = _pool.empty(torch.Size([1, 1, 100]), torch.float32)
     assert small.shape == (1, 1, 100) and len(_pool._idle) == 0
     del small

@@ -81,6 +81,8 @@ fn one_of_each_class<P: Listed>() -> Vec<Arc<dyn Implementation<P>>> {
     let all = registry::<P>(None).into_iter().filter(|implementation| implementation.available().is_ok());
     let by_class: BTreeMap<_, _> =
         all.map(|implementation| (implementation.class().to_string(), implementation)).collect();
+    // The CPU's own, XLA's and the tile kernels'; without a plugin the first alone.
+    assert!([1, 3].contains(&by_class.len()), "{:?}", by_class.keys());
     by_class.into_values().collect()
 }
 

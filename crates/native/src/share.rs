@@ -43,10 +43,8 @@ pub const SCALES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_
 pub const RESULTS: [&str; COLUMNS] =
     ["logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high"];
 
-/// What `1/T` is multiplied by between statistics and gradient: the cap of the spec's logits, else the size of their scale.
-pub fn rate(spec: &LossSpec) -> f64 {
-    LogitsTransform::rate_and_factor(&spec.logits)[0]
-}
+/// What `1/T` is multiplied by between statistics and gradient.
+pub use assay_algebra::transform::rate;
 
 /// Which columns of the vocabulary a device has, and what is added to them.
 #[derive(Clone, Copy, Debug, Default)]

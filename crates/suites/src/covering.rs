@@ -179,7 +179,7 @@ pub fn pairs(supports: Supports) -> Vec<LossSpec> {
     rows(supports).into_iter().map(|(_, spec)| spec).collect()
 }
 
-/// As few of these as have every choice and every objective.
+/// Few of these that have every choice and every objective: the one with most that is new, again and again.
 ///
 /// # Panics
 /// As [`pairs`] does.

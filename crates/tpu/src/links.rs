@@ -16,8 +16,9 @@
 //! one chip nothing is counted. Collectives that run beside computing may run beside one another too: of these the bound is the cut
 //! over which all of them together take longest.
 //!
-//! What is computed between the start and the end of a collective hides as much of it as it takes itself; for the rest everything stands
-//! still. Collectives between whose ends the same is computed share what it takes: each stalls by what of its own it does not hide, and
+//! What is computed between the start and the end of a collective hides as much of it as it takes itself, and so do its own reads and
+//! writes of HBM; for the rest everything stands still. Two of which one starts before the other has ended, and nothing is computed
+//! between, are counted one after the other: there the bound may be too high. Collectives between whose ends the same is computed share what it takes: each stalls by what of its own it does not hide, and
 //! all of them by what it does not hide of the cut over which they take longest together.
 
 use std::collections::{BTreeSet, HashMap};
@@ -138,6 +139,8 @@ impl Links {
         let took = |name: &str| alone_ms.get(name).copied().unwrap_or_else(|| took(name));
         links.stalled_ms = windows.iter().map(|window| window.stalls(took)).sum();
         links.exposed_ms += links.stalled_ms;
+        // Windows that have nothing in common come one after another.
+        links.all_ms = links.all_ms.max(links.exposed_ms);
         links
     }
 }
@@ -154,7 +157,10 @@ struct Window<'t> {
 
 impl<'t> Window<'t> {
     fn of(collective: &'t Collective, over: Vec<f64>) -> Self {
-        let within: BTreeSet<&str> = collective.beside.iter().chain(&collective.awaited).map(String::as_str).collect();
+        // Its own bytes pass while it does.
+        let own = std::iter::once(&collective.name);
+        let within: BTreeSet<&str> =
+            own.chain(&collective.beside).chain(&collective.awaited).map(String::as_str).collect();
         let ms = over.iter().copied().fold(0.0, f64::max);
         Self { each: vec![(ms, within.clone())], within, over }
     }
@@ -268,7 +274,8 @@ mod tests {
         assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
     }
 
-    /// A sum over pairs along either axis of a v6e:2x2, which takes 10 ms by links of its own, and what stands between its ends.
+    /// A sum over pairs along either axis of a v6e:2x2, which takes 10 ms by links of its own and none of HBM's, and what stands between
+    /// its ends.
     fn sum_of_pairs(groups: [[usize; 2]; 2], beside: &[&str], awaited: &[&str]) -> Collective {
         let names = |names: &[&str]| names.iter().map(|name| (*name).into()).collect();
         Collective {
@@ -295,7 +302,7 @@ mod tests {
     fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
         let both = |beside: &[&str]| {
             let moved = [ALONG_X, ALONG_Y].map(|groups| sum_of_pairs(groups, beside, &[]));
-            links_of_pairs(moved.into(), |_| 10.0)
+            links_of_pairs(moved.into(), |name| if name == "product" { 10.0 } else { 0.0 })
         };
         let (at_once, in_turn) = (both(&["product"]), both(&[]));
         assert_eq!((at_once.exposed_ms, in_turn.exposed_ms), (0.0, 20.0));
@@ -305,7 +312,12 @@ mod tests {
     #[test]
     fn what_is_computed_meanwhile_hides_as_much_of_a_collective_as_it_takes() {
         let stalls = |moved: Vec<Collective>| {
-            let links = links_of_pairs(moved, |name| if name == "short" { 3.0 } else { 12.0 });
+            let takes = |name: &str| match name {
+                "short" | "other" => 3.0,
+                "long" => 12.0,
+                _ => 0.0,
+            };
+            let links = links_of_pairs(moved, takes);
             assert!(links.exposed_ms >= links.stalled_ms && links.all_ms >= links.exposed_ms, "{links:?}");
             links.stalled_ms
         };
@@ -318,6 +330,8 @@ mod tests {
         assert_eq!(stalls(vec![x(&["long"]), x(&["long"])]), 8.0);
         assert_eq!(stalls(vec![x(&["long"]), y(&["long"])]), 0.0);
         assert_eq!(stalls(vec![x(&["short"]), y(&["short"])]), 7.0);
+        // With nothing in common they come one after another, by whatever links.
+        assert_eq!(stalls(vec![x(&["short"]), y(&["other"])]), 14.0);
         // One after another, joined by a third.
         assert_eq!(stalls(vec![x(&["short"]), x(&["long"]), x(&["short", "long"])]), 15.0);
         // What is waited for meanwhile takes its own time.
@@ -325,6 +339,10 @@ mod tests {
         let over_it = sum_of_pairs(ALONG_X, &["short"], &[&awaited.name]);
         let links = links_of_pairs(vec![awaited, over_it], |_| 3.0);
         assert_eq!((links.stalled_ms, links.exposed_ms), (0.0, 10.0));
+        // What it reads and writes itself passes meanwhile.
+        let own = sum_of_pairs(ALONG_X, &["short"], &[]);
+        let takes = |name: &str| if name == "short" { 3.0 } else { 2.0 };
+        assert_eq!(links_of_pairs(vec![own], takes).stalled_ms, 5.0);
     }
 
     #[test]

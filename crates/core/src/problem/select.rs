@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Axis, Ix3};
+use ndarray::{Array1, Array2, Axis, Ix3};
 
 use super::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection, Sequences};
 
@@ -24,11 +24,39 @@ impl Part {
     }
 }
 
-/// A `[B,T]` array's part; `[B,1]` keeps its one column.
-fn of_tokens<T: Clone>(array: &Array2<T>, part: &Part) -> Array2<T> {
-    let rows = array.select(Axis(0), &part.batch);
-    let one_a_row = array.ncols() == 1 && part.tokens.iter().any(|t| *t > 0);
-    if one_a_row { rows } else { rows.select(Axis(1), &part.tokens).as_standard_layout().into_owned() }
+/// Where the tokens of another batch stand in this one.
+pub(super) trait Gather {
+    /// Of a `[B,T]` array.
+    fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T>;
+    /// Of one number a sequence.
+    fn sequences(&self, array: &Array1<f64>) -> Array1<f64>;
+}
+
+/// Of rows, each a sequence.
+struct Rows<'p>(&'p Part);
+
+impl Gather for Rows<'_> {
+    fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T> {
+        array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
+    }
+
+    fn sequences(&self, array: &Array1<f64>) -> Array1<f64> {
+        array.select(Axis(0), &self.0.batch)
+    }
+}
+
+/// Of tokens in one row, whose sequences all stay.
+pub(super) struct Places<'p>(pub(super) &'p [(usize, usize)]);
+
+impl Gather for Places<'_> {
+    fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T> {
+        let values = self.0.iter().map(|&at| array[at].clone()).collect();
+        Array2::from_shape_vec((1, self.0.len()), values).expect("one entry a token")
+    }
+
+    fn sequences(&self, array: &Array1<f64>) -> Array1<f64> {
+        array.clone()
+    }
 }
 
 /// A `[B,T,…]` array's part, its last axis whole.
@@ -37,24 +65,26 @@ fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
 }
 
 impl<L> Problem<L> {
-    /// The sequences and tokens of `part` over all columns, with other logits.
-    fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences, dentropy } = &self.extra;
-        let packed = *sequences != Sequences::Rows;
-        let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_tokens(array, part));
+    /// The batch of the tokens that `places` gathers, over all columns, with other logits.
+    pub(super) fn gathered<M>(&self, places: &impl Gather, sequences: Sequences, logits: M) -> Problem<M> {
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _, dentropy } =
+            &self.extra;
+        let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
         let weights = |array: &Option<Array2<f64>>| match array {
-            Some(weights) if packed && weights.dim() != self.mask.dim() => Some(weights.clone()),
-            weights => floats(weights),
+            // One a sequence stays so, a column.
+            Some(column) if column.dim() != self.mask.dim() => {
+                Some(places.sequences(&column.column(0).to_owned()).insert_axis(Axis(1)))
+            }
+            of_tokens => floats(of_tokens),
         };
         Problem {
             logits,
-            ids: of_tokens(&self.ids, part),
-            mask: of_tokens(&self.mask, part),
+            ids: places.tokens(&self.ids),
+            mask: places.tokens(&self.mask),
             advantages: match &self.advantages {
-                Advantages::Sequence(advantages) if packed => Advantages::Sequence(advantages.clone()),
-                Advantages::Sequence(advantages) => Advantages::Sequence(advantages.select(Axis(0), &part.batch)),
-                Advantages::Token(advantages) => Advantages::Token(of_tokens(advantages, part)),
-                Advantages::Dlogp(dlogp) => Advantages::Dlogp(of_tokens(dlogp, part)),
+                Advantages::Sequence(advantages) => Advantages::Sequence(places.sequences(advantages)),
+                Advantages::Token(advantages) => Advantages::Token(places.tokens(advantages)),
+                Advantages::Dlogp(dlogp) => Advantages::Dlogp(places.tokens(dlogp)),
             },
             old_logp: floats(&self.old_logp),
             ref_logp: floats(&self.ref_logp),
@@ -62,12 +92,22 @@ impl<L> Problem<L> {
                 rollout_logp: floats(rollout_logp),
                 rollout_weights: weights(rollout_weights),
                 token_weights: weights(token_weights),
-                selected: selected.as_ref().map(|selected| of_tokens(selected, part)),
+                selected: selected.as_ref().map(|selected| places.tokens(selected)),
                 bias: bias.clone(),
-                sequences: sequences.select(&part.tokens),
+                sequences,
                 dentropy: floats(dentropy),
             },
         }
+    }
+
+    /// The sequences and tokens of `part` over all columns, with other logits.
+    fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
+        let sequences = self.extra.sequences.select(&part.tokens);
+        if sequences == Sequences::Rows {
+            return self.gathered(&Rows(part), sequences, logits);
+        }
+        let of_row = |&b| part.tokens.iter().map(move |&t| (b, t));
+        self.gathered(&Places(&part.batch.iter().flat_map(of_row).collect::<Vec<_>>()), sequences, logits)
     }
 
     /// The part without its logits. An id whose column is left out becomes −1, which is none: such a token no longer counts.

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use ndarray::{Array1, Array2, Axis, Ix3};
 
-use super::{Advantages, Extra, FloatArray, HeadProblem, Problem, ProblemError, Projection, Tokens};
+use super::select::Places;
+use super::{Advantages, FloatArray, HeadProblem, Problem, ProblemError, Projection, Tokens};
 
 /// Which tokens of `[B,T]` make a sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -283,42 +284,6 @@ impl<L> Problem<L> {
         let places = sequences.iter().zip(&lengths).flat_map(|(sequence, length)| sequence.places().take(*length));
         (CuSeqlens::of_lengths(lengths.iter().copied()), places.collect())
     }
-
-    fn packed_with<M>(&self, logits: M, cu_seqlens: CuSeqlens, places: &[(usize, usize)]) -> Problem<M> {
-        fn of_places<T: Clone>(array: &Array2<T>, places: &[(usize, usize)]) -> Array2<T> {
-            let values = places.iter().map(|&at| array[at].clone()).collect();
-            Array2::from_shape_vec((1, places.len()), values).expect("one entry a token")
-        }
-        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _, dentropy } =
-            &self.extra;
-        let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| of_places(array, places));
-        // One a sequence stays so.
-        let weights = |array: &Option<Array2<f64>>| match array {
-            Some(weights) if weights.dim() != self.mask.dim() => Some(weights.clone()),
-            weights => floats(weights),
-        };
-        Problem {
-            logits,
-            ids: of_places(&self.ids, places),
-            mask: of_places(&self.mask, places),
-            advantages: match &self.advantages {
-                Advantages::Sequence(of_sequences) => Advantages::Sequence(of_sequences.clone()),
-                Advantages::Token(of_tokens) => Advantages::Token(of_places(of_tokens, places)),
-                Advantages::Dlogp(dlogp) => Advantages::Dlogp(of_places(dlogp, places)),
-            },
-            old_logp: floats(&self.old_logp),
-            ref_logp: floats(&self.ref_logp),
-            extra: Extra {
-                rollout_logp: floats(rollout_logp),
-                rollout_weights: weights(rollout_weights),
-                token_weights: weights(token_weights),
-                selected: selected.as_ref().map(|selected| of_places(selected, places)),
-                bias: bias.clone(),
-                sequences: Sequences::Packed(cu_seqlens),
-                dentropy: floats(dentropy),
-            },
-        }
-    }
 }
 
 /// Rows of a `[B,T,…]` array, one after another: `[1,N,…]`.
@@ -331,7 +296,8 @@ impl Problem {
     /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
     pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
-        (self.packed_with(rows_at(&self.logits, &places), cu_seqlens, &places), places)
+        let logits = rows_at(&self.logits, &places);
+        (self.gathered(&Places(&places), Sequences::Packed(cu_seqlens), logits), places)
     }
 }
 
@@ -346,7 +312,7 @@ impl HeadProblem {
             layout: *layout,
             rounds_logits: *rounds_logits,
         };
-        (self.packed_with(logits, cu_seqlens, &places), places)
+        (self.gathered(&Places(&places), Sequences::Packed(cu_seqlens), logits), places)
     }
 }
 

@@ -1,17 +1,5 @@
-//! What the spec does to logits before their softmax, and to dlogits on the way back.
-//!
-//! ```text
-//! h_j  = cap · tanh(scale · (x_j + bias_j) / cap)       −∞ outside the support
-//! dx_j = dh_j · scale · (1 − tanh²(scale · (x_j + bias_j) / cap))
-//! ```
-//!
-//! A softmax is of `rate·t_j/T`: its exponential takes the rate as a part of `1/T`, so that a scale alone costs nothing.
-//!
-//! ```text
-//!                 t_j                               rate        factor
-//! with a cap      tanh(factor · (x_j + bias_j))     cap         scale / cap
-//! without         factor · (x_j + bias_j)           |scale|     the sign of scale
-//! ```
+//! What the spec does to logits before their softmax, and to dlogits on the way back, as
+//! [`transform`] has it: the exponential takes the rate as a part of `1/T`.
 
 use ndarray::Array1;
 
@@ -19,7 +7,8 @@ use super::packed::{Element, Packed};
 use super::{BLOCK, UNITS};
 use crate::simd::{LANES, Simd, UNIT};
 use crate::tanh::Tanh;
-use assay_core::spec::{self, LossSpec};
+use assay_algebra::transform;
+use assay_core::spec::LossSpec;
 
 /// Units whose `tanh` is taken together.
 const TOGETHER: usize = 2;
@@ -40,7 +29,7 @@ pub(crate) struct LogitsTransform {
 impl LogitsTransform {
     /// For rows of `vocab` elements `E`.
     pub(crate) fn of<E: Element>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
-        let [rate, factor] = Self::rate_and_factor(&spec.logits);
+        let (rate, factor) = (transform::rate(spec), transform::factor(spec));
         let vocab = spec.support.vocab.unwrap_or(vocab).min(vocab);
         let mut excluded: Vec<usize> = spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab).collect();
         excluded.sort_unstable();
@@ -58,14 +47,6 @@ impl LogitsTransform {
             bias: bias.filter(|_| spec.logits.bias).map(in_load_order),
             vocab,
             excluded,
-        }
-    }
-
-    /// See [the module](self).
-    pub(crate) fn rate_and_factor(logits: &spec::LogitsTransform) -> [f64; 2] {
-        match logits.softcap {
-            Some(cap) => [cap, logits.scale / cap],
-            None => [logits.scale.abs(), logits.scale.signum()],
         }
     }
 
