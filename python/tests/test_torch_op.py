@@ -187,20 +187,15 @@ def test_a_projects_loss_reads_the_arrays_that_it_is_given() -> None:
     problem = one()
     arguments = given(problem)
 
-    def loss(project: str, **arrays: Any) -> float:
-        result = assay.torch.grpo_loss(problem.torch().logits, **{**arguments, **arrays}, spec=project)
-        return float(result.loss)
+    def loss(project: str, **others: Any) -> float:
+        return float(assay.torch.grpo_loss(problem.torch().logits, **{**arguments, **others}, spec=project).loss)
 
     weights = torch.linspace(1.0, 2.0, arguments["ids"].numel()).reshape(arguments["ids"].shape)
     assert loss("prime-rl", token_weights=weights) != loss("prime-rl", token_weights=torch.ones_like(weights))
     by_token = torch.outer(arguments["advantages"], torch.ones(weights.shape[1]))
     assert loss("trl", advantages=by_token) == loss("trl") != loss("trl", advantages=by_token * weights)
-    on = {"use_vllm": True}
-    ratios = [
-        assay.torch.grpo_loss(problem.torch().logits, **arguments, rollout_weights=w, spec="trl", **on).loss
-        for w in (torch.ones_like(weights), weights)
-    ]
-    assert float(ratios[0]) != float(ratios[1])
+    of_sampler = loss("trl", use_vllm=True, rollout_weights=torch.ones_like(weights))
+    assert of_sampler == loss("trl") != loss("trl", use_vllm=True, rollout_weights=weights)
 
 
 def test_gradients_lie_where_those_lay_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

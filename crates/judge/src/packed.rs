@@ -1,6 +1,6 @@
 //! Twins: one batch padded and [packed](assay_core::problem::Sequences::Packed), for what must be the same of both.
 
-use ndarray::{Array2, Axis, Ix2, Ix3};
+use ndarray::{Array2, Ix2, Ix3};
 
 use super::invariance::{Gradient, Invariance};
 use super::judgeable::Judgeable;
@@ -81,11 +81,6 @@ pub trait Packable: Judgeable<Gradient: Gradient> {
     fn at_places(gradient: &Self::Gradient, places: &[(usize, usize)]) -> Self::Gradient;
 }
 
-fn rows(array: &FloatArray<Ix3>, places: &[(usize, usize)]) -> FloatArray<Ix3> {
-    let tokens = array.shape()[1];
-    array.in_one_row().select(Axis(1), &places.iter().map(|&(b, t)| b * tokens + t).collect::<Vec<_>>())
-}
-
 impl Packable for Problem {
     fn packed(&self) -> (Self, Vec<(usize, usize)>) {
         self.pack()
@@ -100,7 +95,7 @@ impl Packable for Problem {
     }
 
     fn at_places(gradient: &FloatArray<Ix3>, places: &[(usize, usize)]) -> FloatArray<Ix3> {
-        rows(gradient, places)
+        gradient.at_places(places)
     }
 }
 
@@ -119,7 +114,7 @@ impl Packable for HeadProblem {
 
     fn at_places(gradient: &HeadGradient, places: &[(usize, usize)]) -> HeadGradient {
         HeadGradient {
-            dhidden: rows(&gradient.dhidden, places),
+            dhidden: gradient.dhidden.at_places(places),
             dlm_head: gradient.dlm_head.clone(),
             dlogits_dtype: gradient.dlogits_dtype,
         }

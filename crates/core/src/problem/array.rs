@@ -393,6 +393,16 @@ impl FloatArray<Ix3> {
         });
     }
 
+    /// `[1,N,…]`: the rows at `places`, which are `(b, t)`.
+    ///
+    /// # Panics
+    /// Where one is beyond its axis.
+    #[must_use]
+    pub fn at_places(&self, places: &[(usize, usize)]) -> Self {
+        let tokens = self.shape()[1];
+        self.in_one_row().select(Axis(1), &places.iter().map(|&(b, t)| b * tokens + t).collect::<Vec<_>>())
+    }
+
     /// `[1,B·T,…]`: the rows of each sequence after those of the one before.
     #[must_use]
     pub fn in_one_row(&self) -> Self {

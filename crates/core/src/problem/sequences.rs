@@ -5,10 +5,10 @@
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, Axis, Ix3};
+use ndarray::{Array1, Array2};
 
 use super::select::Places;
-use super::{Advantages, FloatArray, HeadProblem, Problem, ProblemError, Projection, Tokens};
+use super::{Advantages, HeadProblem, Problem, ProblemError, Projection, Tokens};
 
 /// Which tokens of `[B,T]` make a sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -286,17 +286,11 @@ impl<L> Problem<L> {
     }
 }
 
-/// Rows of a `[B,T,…]` array, one after another: `[1,N,…]`.
-fn rows_at(array: &FloatArray<Ix3>, places: &[(usize, usize)]) -> FloatArray<Ix3> {
-    let tokens = array.shape()[1];
-    array.in_one_row().select(Axis(1), &places.iter().map(|&(b, t)| b * tokens + t).collect::<Vec<_>>())
-}
-
 impl Problem {
     /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
     pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
-        let logits = rows_at(&self.logits, &places);
+        let logits = self.logits.at_places(&places);
         (self.gathered(&Places(&places), Sequences::Packed(cu_seqlens), logits), places)
     }
 }
@@ -307,7 +301,7 @@ impl HeadProblem {
         let (cu_seqlens, places) = self.packed_places();
         let Projection { hidden, lm_head, layout, rounds_logits } = &self.logits;
         let logits = Projection {
-            hidden: rows_at(hidden, &places),
+            hidden: hidden.at_places(&places),
             lm_head: lm_head.clone(),
             layout: *layout,
             rounds_logits: *rounds_logits,

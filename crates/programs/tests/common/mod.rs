@@ -1,5 +1,7 @@
 //! What a test hands to a kernel and reads back: bytes of arrays, their columns by name, and the numbers of a spec.
 
+pub(crate) mod batch;
+
 use assay_core::problem::{Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{ClipCov, KlGradient, LossSpec, Objective};
 use half::{bf16, f16};

@@ -1,13 +1,13 @@
 //! The PTX that a driver is given for every kernel, run by the interpreter and judged against the reference. No plugin takes part: what
 //! surrounds a kernel on a device is computed here, in f64.
 
+use crate::common::batch::{Batch, plain, token_by_token};
 use crate::common::{
     PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, logits_of, number, per_token, target_bias,
 };
 use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, Unscored,
+    LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Support, TemperatureDivides,
 };
 use assay_fixture::ProblemFile;
 use assay_judge::generate::{Recipe, Regime};
@@ -19,10 +19,10 @@ use assay_programs::{ANY_TPU, Device, LossProgram, Programs, Shaped, Target};
 use assay_ptx::{Kernel, Role};
 use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
 use assay_suites::cases;
-use ndarray::{Array2, Array3, arr0};
+use ndarray::Array3;
 use proptest::prelude::*;
 use proptest::sample::select;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 /// Columns around blocks of 16 bytes, warps, trips of loops, and rows that lie over two CTAs and more.
 const SHAPES: [[usize; 3]; 8] =
@@ -121,124 +121,22 @@ fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
 
 /// A batch with what a device computes around the kernel.
 pub(crate) struct Around<'p> {
-    spec: &'p LossSpec,
-    problem: &'p Problem,
-    pub(crate) shape: Shape,
+    batch: Batch<'p>,
     target: Target,
-    mask: Vec<bool>,
-    count: f64,
     units: Units,
+}
+
+impl<'p> Deref for Around<'p> {
+    type Target = Batch<'p>;
+
+    fn deref(&self) -> &Batch<'p> {
+        &self.batch
+    }
 }
 
 impl<'p> Around<'p> {
     pub(crate) fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
-        let mask: Vec<bool> = problem.mask.iter().copied().collect();
-        let count = mask.iter().filter(|&&counts| counts).count() as f64;
-        Self { spec, problem, shape: problem.shape(), target: Target::Sm90, mask, count, units: Units::Rounded }
-    }
-
-    /// What a token's terms are divided by in a reduction, over the scale of the spec; for a masked one infinite.
-    fn denominator(&self, token: usize, averaging: Averaging) -> f64 {
-        if !self.mask[token] {
-            return f64::INFINITY;
-        }
-        let row_counts = self.mask.chunks(self.shape.tokens).map(|row| row.iter().filter(|&&counts| counts).count());
-        let row_counts: Vec<usize> = row_counts.collect();
-        let rows = |rows: Rows| match rows {
-            Rows::All => self.shape.batch as f64,
-            Rows::NonEmpty => row_counts.iter().filter(|&&count| count > 0).count() as f64,
-            Rows::Given(count) => count,
-        };
-        let (of_row, epsilon) = (row_counts[token / self.shape.tokens] as f64, averaging.denominator_epsilon);
-        let denominator = match averaging.reduction {
-            Reduction::TokenMean => self.count + epsilon,
-            Reduction::SequenceMean { rows: of } => rows(of) * (of_row + epsilon),
-            Reduction::SequenceSum { rows: of } => rows(of),
-            Reduction::FixedLength { rows: of, length } => rows(of) * length.unwrap_or(self.shape.tokens) as f64,
-            Reduction::Normalizer(value) => value,
-        };
-        denominator / self.spec.scale
-    }
-
-    /// What a token's loss is multiplied by.
-    fn weight(&self, token: usize) -> f64 {
-        self.denominator(token, self.spec.averaging()).recip()
-    }
-
-    /// And the bonus of its entropy.
-    fn entropy_weight(&self, token: usize) -> f64 {
-        if self.spec.dentropy {
-            let given = self.token(self.problem.extra.dentropy.as_ref(), token);
-            return if self.mask[token] { self.spec.scale * given } else { 0.0 };
-        }
-        match self.spec.entropy_averaging {
-            Some(averaging) => -self.spec.entropy_coef / self.denominator(token, averaging),
-            None => self.entropy_factor(),
-        }
-    }
-
-    fn entropy_factor(&self) -> f64 {
-        let first = self.mask.iter().position(|&counts| counts);
-        match (self.spec.entropy_averaging, first) {
-            (Some(averaging), Some(first)) => -self.spec.entropy_coef / self.denominator(first, averaging),
-            _ => -self.spec.entropy_coef * self.spec.scale / self.count.max(1.0),
-        }
-    }
-
-    /// The sampler's weight of a token.
-    fn rollout_weight(&self, token: usize) -> f64 {
-        let at = (token / self.shape.tokens, token % self.shape.tokens);
-        self.problem
-            .extra
-            .rollout_weights
-            .as_ref()
-            .map_or(1.0, |weights| weights[if weights.ncols() == 1 { (at.0, 0) } else { at }])
-    }
-
-    fn selected(&self, token: usize) -> f64 {
-        let at = (token / self.shape.tokens, token % self.shape.tokens);
-        f64::from(u8::from(self.problem.extra.selected.as_ref().is_some_and(|selected| selected[at])))
-    }
-
-    fn ids(&self) -> Vec<u8> {
-        bytes_of(self.problem.ids.iter().map(|&id| (id as i32).to_le_bytes()))
-    }
-
-    fn token(&self, values: Option<&Array2<f64>>, token: usize) -> f64 {
-        let at = (token / self.shape.tokens, token % self.shape.tokens);
-        values.map_or(f64::NAN, |values| values[at])
-    }
-
-    fn advantage(&self, token: usize) -> f64 {
-        self.problem.advantages.at(token / self.shape.tokens, token % self.shape.tokens)
-    }
-
-    fn tokens(&self) -> usize {
-        self.shape.batch * self.shape.tokens
-    }
-
-    fn candidate(
-        &self,
-        logp: impl Fn(usize) -> f64,
-        entropy: impl Fn(usize) -> f64,
-        [loss, reduced]: [&dyn Fn(usize) -> f64; 2],
-        dlogits: &[u8],
-    ) -> Candidate {
-        let total: f64 = (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.weight(i) * reduced(i)).sum();
-        let bonus: f64 =
-            (0..self.tokens()).filter(|&i| self.mask[i]).map(|i| self.entropy_weight(i) * entropy(i)).sum();
-        let array = |of: &dyn Fn(usize) -> f64| {
-            let values = (0..self.tokens()).map(|i| if self.mask[i] { of(i) as f32 } else { 0.0 }).collect();
-            Some(Array2::from_shape_vec((self.shape.batch, self.shape.tokens), values).unwrap().into())
-        };
-        Candidate {
-            loss: Some(arr0((total + bonus) as f32).into()),
-            gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
-            logp: array(&logp),
-            entropy: array(&entropy),
-            token_loss: array(&loss),
-            metrics: None,
-        }
+        Self { batch: Batch::new(spec, problem), target: Target::Sm90, units: Units::Rounded }
     }
 
     fn one_pass(&self) -> Result<Candidate, String> {
@@ -248,7 +146,7 @@ impl<'p> Around<'p> {
 
     /// The same by a kernel that was changed, or is another's.
     pub(crate) fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
-        let (numbers, tokens) = self.given_to_one_pass();
+        let [numbers, tokens] = self.given_to_one_pass();
         let rows = [("ids", self.ids()), ("logits", logits_bytes(&self.problem.logits)), ("tokens", tokens)];
         let shared = [("numbers", numbers), ("column_bias", column_bias(self.spec, self.problem))];
         let outputs = run_rows(kernel, self.units, self.tokens(), &shared, &rows)?;
@@ -263,42 +161,9 @@ impl<'p> Around<'p> {
     }
 
     /// Numbers, and what is given of each token.
-    fn given_to_one_pass(&self) -> (Vec<u8>, Vec<u8>) {
-        let id = "gpu-one-pass";
-        let numbers = columns(id, self.spec, "numbers");
-        let numbers = f32_bytes(numbers.iter().map(|&name| match name {
-            "inverse_temperature" => 1.0 / self.spec.temperature,
-            "entropy_factor" => self.entropy_factor(),
-            other => number(self.spec, other),
-        }));
-        let given = columns(id, self.spec, "tokens");
-        let of_sampler = |applies: bool, token| if applies { self.rollout_weight(token) } else { 1.0 };
-        let on_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
-        let spared =
-            |token| if matches!(self.spec.objective, Objective::ClipCov(_)) { 1.0 - self.selected(token) } else { 1.0 };
-        let old_logp = match self.spec.old_logp {
-            OldLogp::Rollout => self.problem.extra.rollout_logp.as_ref(),
-            _ => self.problem.old_logp.as_ref(),
-        };
-        let of_targets = target_bias(self.spec, self.problem);
-        let tokens = per_token(&given, self.tokens(), |name, token| match name {
-            "target_bias" => of_targets[token],
-            "advantage" => self.advantage(token),
-            "old_logp" => self.token(old_logp, token),
-            "ref_logp" => self.token(self.problem.ref_logp.as_ref(), token),
-            "weight" => self.weight(token),
-            "mask" => f64::from(u8::from(self.mask[token])),
-            "policy_weight" => of_sampler(true, token) * spared(token),
-            "kl_weight" => of_sampler(on_kl, token),
-            "selected" => self.selected(token),
-            "rollout_logp" => self.token(self.problem.extra.rollout_logp.as_ref(), token),
-            "kl_share" => {
-                self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
-            }
-            "entropy_factor" => self.entropy_weight(token),
-            other => panic!("{other}: not known here"),
-        });
-        (numbers, tokens)
+    fn given_to_one_pass(&self) -> [Vec<u8>; 2] {
+        let [numbers, tokens] = ["numbers", "tokens"].map(|array| columns("gpu-one-pass", self.spec, array));
+        [self.numbers_of_one_pass(&numbers), self.tokens_of_one_pass(&tokens)]
     }
 
     /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
@@ -466,45 +331,6 @@ fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Re
         return Err(format!("{id} for {target:?} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
-}
-
-/// What surrounds the two-pass kernels here knows this much of the loss.
-fn plain(spec: &LossSpec) -> LossSpec {
-    let Objective::PpoClip(clip) = &spec.objective else { unreachable!("only PPO-clip is drawn") };
-    let clip = PpoClip { delta: None, dual_clip: None, ..clip.clone() };
-    LossSpec { objective: Objective::PpoClip(clip), kl: None, ..spec.clone() }
-}
-
-/// What surrounds the one-pass kernel here weighs tokens only by weights that are given for each, and rejects none; the
-/// kernel refuses the rest.
-fn token_by_token(spec: LossSpec) -> LossSpec {
-    let objective = match spec.objective {
-        Objective::Vespo(_) => Objective::Sapo(Sapo::default()),
-        other => other,
-    };
-    let rollout = spec.rollout.map(|rollout| RolloutWeights {
-        source: RolloutSource::Given,
-        level: RolloutLevel::Token,
-        outside: Outside::Truncate,
-        min: None,
-        max: None,
-        clamp: None,
-        normalize: false,
-        unscored: Unscored::One,
-        ..rollout
-    });
-    LossSpec {
-        ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
-        token_weights: None,
-        rollout,
-        rejection: vec![],
-        off_policy_mask: None,
-        objective: match objective {
-            Objective::ImportanceSampling(_) => Objective::ImportanceSampling(ImportanceSampling::default()),
-            other => other,
-        },
-        ..spec
-    }
 }
 
 proptest! {
@@ -781,7 +607,7 @@ fn logits_of_masked_rows_are_not_read() {
             assert!(masked.iter().all(|row| outputs[0][row.clone()].iter().all(|&byte| byte == 0)), "{vocab} {dtype}");
             assert!(outputs[0][..of_a_row].iter().any(|&byte| byte != 0), "{vocab} {dtype}");
         };
-        let (numbers, tokens) = around.given_to_one_pass();
+        let [numbers, tokens] = around.given_to_one_pass();
         let inputs = [("ids", around.ids()), ("numbers", numbers), logits.clone(), ("tokens", tokens)];
         for target in TARGETS {
             let kernel = &kernels(target, "gpu-one-pass", &spec, around.shape, dtype)[0];
