@@ -158,9 +158,8 @@ struct Window<'t> {
 impl<'t> Window<'t> {
     fn of(collective: &'t Collective, over: Vec<f64>) -> Self {
         // Its own bytes pass while it does.
-        let own = std::iter::once(&collective.name);
-        let within: BTreeSet<&str> =
-            own.chain(&collective.beside).chain(&collective.awaited).map(String::as_str).collect();
+        let Collective { beside, awaited, ends, .. } = collective;
+        let within: BTreeSet<&str> = beside.iter().chain(awaited).chain(ends).map(String::as_str).collect();
         let ms = over.iter().copied().fold(0.0, f64::max);
         Self { each: vec![(ms, within.clone())], within, over }
     }
@@ -235,8 +234,8 @@ mod tests {
     fn links(target: &str, kind: Kind, bytes: u64, groups: &[&[usize]]) -> Links {
         let target = Target::parse(target).unwrap();
         let groups = groups.iter().map(|group| group.to_vec()).collect();
-        let collective =
-            Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside: vec![], awaited: vec![] };
+        let (beside, awaited, ends) = Default::default();
+        let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside, awaited, ends };
         let traffic = Traffic { moved: vec![collective], ..Traffic::default() };
         let grid = target.topology().to_vec();
         Links::of(&target, &chips([grid[0], grid[1]]), &traffic, |_| unreachable!("nothing is computed"))
@@ -286,6 +285,7 @@ mod tests {
             runs: 1,
             beside: names(beside),
             awaited: names(awaited),
+            ends: vec![format!("start of {groups:?} beside {beside:?}")],
         }
     }
 

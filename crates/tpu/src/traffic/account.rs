@@ -213,13 +213,13 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
     Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
 }
 
-/// What stands between the start of something and its end, by name: what is computed, and collectives that are waited for. What an async
-/// call works on is only given to its update, where it has one.
+/// What stands between the start of something and its end, by name: what is computed, and collectives that are waited for; and its own
+/// start, update and end. What an async call works on is only given to its update, where it has one.
 fn between(
     start: &Instruction,
     instructions: &[Instruction],
     computations: &HashMap<&str, Computation>,
-) -> [Vec<String>; 2] {
+) -> [Vec<String>; 3] {
     let after = |name: &str| {
         let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
         instructions[at + 1..].iter()
@@ -228,6 +228,9 @@ fn between(
     let handle = update.map_or(start.name, |update| update.name);
     let until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
     let mut waiting: Vec<&Instruction> = until_done.collect();
+    let done = after(handle).nth(waiting.len());
+    let own = [Some(start), update, done].into_iter().flatten();
+    let own = own.map(|one| one.name.trim_start_matches('%').into()).collect();
     waiting.reverse();
     let mut seen = HashSet::new();
     let [mut computed, mut awaited] = [vec![], vec![]];
@@ -243,7 +246,7 @@ fn between(
             computed.push(name);
         }
     }
-    [computed, awaited]
+    [computed, awaited, own]
 }
 
 impl Collective {
@@ -286,9 +289,10 @@ impl Collective {
             (kind, ..) => kind,
         };
         let starts = caller.opcode == "async-start";
-        let [beside, awaited] = if starts { between(caller, instructions, computations) } else { Default::default() };
+        let [beside, awaited, ends] =
+            if starts { between(caller, instructions, computations) } else { Default::default() };
         let name = caller.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, beside, awaited, ..collective }))
+        Ok(Some(Collective { name, kind, beside, awaited, ends, ..collective }))
     }
 
     /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
@@ -328,10 +332,10 @@ impl Collective {
         let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
         let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
         let groups = groups(text).ok_or_else(|| malformed(file, 0, format!("{attribute}{text}"), expected))?;
-        let [beside, awaited] =
+        let [beside, awaited, ends] =
             if starts { between(instruction, instructions, computations) } else { Default::default() };
         let name = instruction.name.trim_start_matches('%').into();
-        Ok(Some(Collective { name, kind, bytes, groups, runs, beside, awaited }))
+        Ok(Some(Collective { name, kind, bytes, groups, runs, beside, awaited, ends }))
     }
 }
 
@@ -701,6 +705,8 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
         ];
         assert_eq!(found, expected);
         assert_eq!(traffic.moved.iter().find(|moved| moved.name == "call-start").unwrap().awaited, ["meanwhile"]);
+        let ends = |name: &str| traffic.moved.iter().find(|moved| moved.name == name).unwrap().ends.clone();
+        assert_eq!(ends("call-start"), ["call-start", "call-update", "call-done"]);
         assert_eq!(traffic.bytes_of["product"], 2 * 64 * 128 * 4);
         assert!(traffic.moved.iter().all(|moved| moved.bytes == 64 * 128 * 4 && moved.runs == 1), "{traffic:?}");
         let groups: Vec<Vec<Vec<usize>>> = traffic.moved.iter().map(|moved| moved.groups.clone()).collect();

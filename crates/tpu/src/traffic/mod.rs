@@ -87,6 +87,8 @@ pub struct Collective {
     pub beside: Vec<String>,
     /// Collectives that are waited for between its start and its end, by name.
     pub awaited: Vec<String>,
+    /// Of what has a start, where its own bytes are counted, by name: its start, its update, its end.
+    pub ends: Vec<String>,
 }
 
 impl Collective {
