@@ -2,6 +2,7 @@
 
 use std::env;
 use std::fmt::Write as _;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -57,10 +58,10 @@ pub(super) struct Compile {
     /// Bytes of logits that tile-lm-head or gpu-lm-head holds at a time, at most; 640000000 if none is given, or of -rows-scattered, if
     /// that is more, as many as the head's gradient takes in f32
     #[arg(long, value_name = "BYTES")]
-    chunk_bytes: Option<usize>,
+    chunk_bytes: Option<NonZeroUsize>,
     /// Bytes of its gradient that tile-lm-head sums over devices at a time, about, in sixteen parts at most; a quarter of it if none is given, or of -rows-scattered a sixteenth
     #[arg(long, value_name = "BYTES")]
-    sum_bytes: Option<usize>,
+    sum_bytes: Option<NonZeroUsize>,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
@@ -160,8 +161,8 @@ impl Compile {
             dtype: self.dtype,
             layout: self.layout.into(),
             rounds_logits: !self.f32_logits,
-            chunk_bytes: self.chunk_bytes,
-            sum_bytes: self.sum_bytes,
+            chunk_bytes: self.chunk_bytes.map(NonZeroUsize::get),
+            sum_bytes: self.sum_bytes.map(NonZeroUsize::get),
             spec: spec.clone(),
             libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(implementation, shape, target.chip)),
         };
@@ -251,7 +252,7 @@ impl Compile {
             dtype,
             layout: self.layout.into(),
             rounds_logits: !self.f32_logits,
-            chunk_bytes: self.chunk_bytes,
+            chunk_bytes: self.chunk_bytes.map(NonZeroUsize::get),
             spec: spec.clone(),
         }
     }

@@ -578,13 +578,14 @@ fn bad_usage_is_refused() -> Result<(), Failed> {
     let folder = tempfile::tempdir()?;
     let json = folder.path().join("report.json");
     let good = [("--target", "v6e:2x4"), ("--impl", "xla"), ("--shape", "1x8x256"), ("--dtype", "bf16")];
-    let cases: [(&str, &str, &[&str]); 7] = [
+    let cases: [(&str, &str, &[&str]); 8] = [
         ("--target", "v4:2x2", &["got `v4:2x2`", "v5e, v5p, v6e, v7x", "v6e:2x4"]),
         ("--target", "v7x:2x", &["v7x:2x2x1"]),
         ("--shape", "1x8x0", &["got `1x8x0`", "integers ≥ 1"]),
         ("--shape", "4294967296x1x8", &["sequences a device", "up to"]),
         ("--dtype", "f64", &["logits dtype f64", "f32, bf16 and f16"]),
         ("--impl", "native", &["got `native`", "compiles for TPUs: xla"]),
+        ("--chunk-bytes", "0", &["invalid value '0' for '--chunk-bytes"]),
         ("--libtpu", "/nowhere/libtpu.so", &["/nowhere/libtpu.so", "make setup-tpu"]),
     ];
     for (option, value, parts) in cases {

@@ -472,6 +472,7 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
         ("[spec", "[spec.rollout]\nsource = \"given\"\n[spec", &["input: got no `rollout_weights`"]),
         ("[spec", "[spec.token_weights]\n[spec", &["input: got no `token_weights`"]),
         ("[spec", "[spec.rollout]\nsource = \"logp\"\n[spec", &["input: got no `rollout_logp`"]),
+        ("[spec", "[spec]\ndentropy = true\n[spec", &["spec.dentropy", "no cotangent of the entropy"]),
         (loss, "", &["output: got no `loss`", "`dlogits`"]),
         ("\"dlogits\"", "\"dlogit\"", &["`dlogit`", "`dlogits`"]),
         ("name = \"loss\"\ndtype = \"f32\"", "name = \"loss\"\ndtype = \"i32\"", &["`i32`", "`f32`"]),
