@@ -14,7 +14,7 @@ use crate::spec::Spec;
 use assay::native::share::rate;
 use assay::spec::RatioLevel;
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::family::{Reach, expect_one_id, expect_plain_logits};
+use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Shaped, Structure, Temperature, Tokens};
@@ -153,7 +153,7 @@ struct Plan {
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, native: bool) -> PyResult<String> {
     let spec = &*spec.loss;
     let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
-    expect_one_id(spec).and_then(|()| Reach::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
+    Reach::Row.expect(spec).and_then(|()| plain()).map_err(|beyond| {
         let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
         error::of_spec(
             py,

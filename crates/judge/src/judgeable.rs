@@ -214,10 +214,6 @@ fn of_token<L>(
     let given = [("dentropy", dentropy), ("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)]
         .into_iter()
         .filter_map(given);
-    if let Some(others) = &problem.extra.others {
-        let (ids, dlogp): (Vec<i64>, Vec<f64>) = others.of(b, t).unzip();
-        let _ = write!(text, ", other ids {ids:?}, their dlogp {dlogp:?}");
-    }
     for (name, x) in given.chain(element) {
         let _ = write!(text, ", {name} {x:e}");
     }

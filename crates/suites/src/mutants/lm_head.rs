@@ -156,7 +156,6 @@ impl<'l> Head<'l> {
                 dlogits_dtype: Dtype::F32,
             },
             logp,
-            logp_of_others: None,
             entropy,
             token_loss,
             metrics: None,
