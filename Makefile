@@ -149,7 +149,7 @@ tunix-example: target/panel/peers
 # package that setup/python.sh put together.
 JAX_TRAIN_STEPS ?= 6
 jax-train: target/jax_train/made
-	@set -e; run() { PYTHONPATH=target/python/package JAX_PLATFORMS=cpu target/jax_train/bin/python examples/jax_train/train.py "$$@"; }; \
+	@set -e; run() { PYTHONPATH=$(CURDIR)/target/python/package JAX_PLATFORMS=cpu target/jax_train/bin/python examples/jax_train/train.py "$$@"; }; \
 	run ab examples/jax_train/small.yaml --steps $(JAX_TRAIN_STEPS) --out target/assay/jax_train; \
 	for target in v6e:2x4 h100; do \
 		case $$target in v*) library=libtpu.so setup=tpu;; *) library=xla_cuda_plugin.so setup=gpu;; esac; \

@@ -114,7 +114,9 @@ fn settings(logits: &str, problem: &Problem) {
     let plain = LossSpec { old_logp: OldLogp::Current, ..LossSpec::default() };
     let mut settings: Vec<(String, LossSpec)> = [1.0, 0.5, 0.3, 0.2, 0.1]
         .into_iter()
-        .map(|temperature| (format!("temperature {temperature}"), LossSpec { temperature, ..plain.clone() }))
+        .map(|temperature| {
+            (format!("temperature {temperature}"), LossSpec { temperature: temperature.into(), ..plain.clone() })
+        })
         .collect();
     let support = Support { vocab: Some(151_643), keep_sampled: true, ..Support::default() };
     settings.push(("support.vocab 151643".into(), LossSpec { support, ..plain.clone() }));

@@ -39,22 +39,24 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """One loss for one extent of batch, and what computes it. Hashable: what is traced once for each."""
+    """One loss for batches of one width, and what computes it. Hashable: what is traced once for each."""
 
     spec: _native.Spec
-    batch: int
-    tokens: int
+    #: Tokens that rows are padded to.
+    width: int
+    #: How many sequences a row may have where they are packed, of no width then; None: it is one.
+    packed: int | None
     implementation: str
     target: str | None
 
     def __hash__(self) -> int:
-        return hash((self.spec.to_json(), self.batch, self.tokens, self.implementation, self.target))
+        return hash((self.spec.to_json(), self.width, self.packed, self.implementation, self.target))
 
     @functools.cached_property
     def of(self) -> dict[str, Any]:
         """Of `_native.plan`."""
-        native = self.implementation == "native"
-        plan: dict[str, Any] = json.loads(_native.plan(self.spec, self.batch, self.tokens, native))
+        width = self.width if self.packed is None else None
+        plan: dict[str, Any] = json.loads(_native.plan(self.spec, width, self.implementation == "native"))
         return plan
 
     @property
@@ -66,6 +68,31 @@ class Plan:
     def biased(self) -> bool:
         """Whether an array of columns comes after those: a bias."""
         return bool(self.spec.to_dict()["logits"]["bias"])
+
+
+class Sequences(NamedTuple):
+    """Which tokens of a row make a sequence."""
+
+    #: `[B,T]` i32: the number of each token's, from 1 on, 0: it is of none. None: a row is one.
+    segment_ids: Array | None
+    #: How many a row may have, where there are ids.
+    most: int | None
+
+    def sum(self, values: Array, over: Axes) -> Array:
+        """Of each one's tokens, on all devices of the axes `over`: `[B,1]`, or `[B,1+most]` by number."""
+        if self.segment_ids is None or self.most is None:
+            sums = values.sum(1, keepdims=True)
+        else:
+            row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+            nothing = jnp.zeros((values.shape[0], 1 + self.most), values.dtype)
+            sums = nothing.at[row, self.segment_ids].add(values)
+        return lax.psum(sums, over) if over else sums
+
+    def spread(self, of_each: Array) -> Array:
+        """What `sum` returns, in the places of each one's tokens; of a row that is one, what broadcasts to them."""
+        if self.segment_ids is None:
+            return of_each
+        return jnp.take_along_axis(of_each, self.segment_ids, 1, mode="promise_in_bounds")
 
 
 # ---- the arithmetic between the logits and their gradient
@@ -213,15 +240,18 @@ class Native:
         return (jnp.int32(part.first), *([] if part.bias is None else [part.bias]))
 
     @staticmethod
-    def loss(plan: Plan, part: Part, *tokens: Array) -> tuple[Array, Array]:
+    def loss(plan: Plan, part: Part, sequences: Sequences, *tokens: Array) -> tuple[Array, Array]:
         """Results and dlogits, from rows that are whole: each is read once where tokens share no ratio."""
-        operands = (part.logits, *tokens, *([] if part.bias is None else [part.bias]))
+        ids, mask, advantages, weights, *inputs = tokens
+        packed = [] if sequences.segment_ids is None else [sequences.segment_ids]
+        bias = [] if part.bias is None else [part.bias]
+        operands = (part.logits, ids, mask, advantages, weights, *packed, *inputs, *bias)
         results = (
             _like(part.logits.shape, part.logits.dtype, *operands),
-            _like((*tokens[0].shape, COLUMNS), jnp.float32, *operands),
+            _like((*ids.shape, COLUMNS), jnp.float32, *operands),
         )
         call = jax.ffi.ffi_call(_registered("loss"), results, input_output_aliases={0: 0})
-        dlogits, columns = call(*operands, spec=plan.spec.to_json())
+        dlogits, columns = call(*operands, spec=plan.spec.to_json(), sequences="packed" if packed else "rows")
         return columns, dlogits
 
 
@@ -278,7 +308,15 @@ class _Emitted:
 
     @classmethod
     def loss(
-        cls, plan: Plan, part: Part, ids: Array, mask: Array, advantages: Array, weights: Array, *inputs: Array
+        cls,
+        plan: Plan,
+        part: Part,
+        sequences: Sequences,
+        ids: Array,
+        mask: Array,
+        advantages: Array,
+        weights: Array,
+        *inputs: Array,
     ) -> tuple[Array, Array] | None:
         """Results and dlogits from one read of rows that are whole, where a kernel does that."""
         kernel, logits = cls._kernels(plan, part.logits)["one_pass"], part.logits
@@ -287,8 +325,8 @@ class _Emitted:
         # The kernel takes the nearest id: what is of none is no number, neither its results nor its dlogits.
         found = (ids >= 0) & (ids < logits.shape[-1])
         of = dict(zip(plan.inputs, inputs), advantage=advantages, mask=mask.astype(jnp.float32))
-        of["weight"] = jnp.where(mask, jnp.where(found, weights[:, :1], jnp.nan), 0.0)
-        of.update(kl_share=weights[:, 1:2], entropy_factor=jnp.where(mask, of_entropy(plan, weights, inputs), 0.0))
+        of["weight"] = jnp.where(mask, jnp.where(found, weights[..., 0], jnp.nan), 0.0)
+        of.update(kl_share=weights[..., 1], entropy_factor=jnp.where(mask, of_entropy(plan, weights, inputs), 0.0))
         given = [jnp.broadcast_to(of.get(name, 0.0), ids.shape) for name in kernel["given"]]
         tokens = _stacked(given, -(-len(given) // COLUMNS) * COLUMNS)
         # No constant array: `custom_partitioning` takes none.
@@ -363,9 +401,9 @@ KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla"
 
 
 def of_entropy(plan: Plan, weights: Array, inputs: Sequence[Array]) -> Array:
-    """`∂loss/∂H`, `[B,1]` or `[B,T]`."""
+    """`∂loss/∂H`, `[B,T]`."""
     dentropy = dict(zip(plan.inputs, inputs)).get("dentropy")
-    return weights[:, 2:3] if dentropy is None else weights[:, 2:3] * dentropy
+    return weights[..., 2] if dentropy is None else weights[..., 2] * dentropy
 
 
 def _stacked(columns: Sequence[Array], width: int = COLUMNS) -> Array:
@@ -393,6 +431,38 @@ def _joined(plan: Plan, statistics: Array, vocab_axes: Axes) -> dict[str, Array]
     return joined
 
 
+def apart(plan: Plan, others: Sequence[Array]) -> tuple[Sequences, tuple[Array, ...], tuple[Array | None]]:
+    """What a loss takes beside logits, ids, mask, advantages and weights: segment ids where sequences are packed, the spec's inputs in
+    their order, and the bias where it has one."""
+    first, last = int(plan.packed is not None), len(others) - plan.biased
+    segment_ids = others[0] if first else None
+    return Sequences(segment_ids, plan.packed), tuple(others[first:last]), (others[last] if plan.biased else None,)
+
+
+def token_losses(
+    plan: Plan,
+    token_axes: Axes,
+    scores: tuple[Array, Array],
+    mask: Array,
+    advantages: Array,
+    weights: Array,
+    *others: Array,
+) -> tuple[Array, Array]:
+    """Results of each token and `∂loss/∂logp`, from logp and entropy."""
+    sequences, inputs, _ = apart(plan, others)
+
+    def row_sum(values: Array) -> Array:
+        return sequences.spread(sequences.sum(jnp.where(mask, values, 0.0), token_axes))
+
+    logp, entropy = scores
+    given = dict(zip(plan.inputs, inputs), logp=logp, advantages=advantages)
+    given.update(weight=weights[..., 0], kl_share=weights[..., 1], row_count=row_sum(jnp.ones_like(advantages)))
+    token = compute(plan.of["loss"], given, row_sum)
+    every = dict(token, logp=logp, entropy=entropy)
+    results = _stacked([jnp.where(mask, jnp.broadcast_to(every[name], mask.shape), 0.0) for name in RESULTS])
+    return results, token["grad_logp"]
+
+
 def _share(
     plan: Plan,
     backward: bool,
@@ -403,17 +473,16 @@ def _share(
     mask: Array,
     advantages: Array,
     weights: Array,
-    *inputs: Array,
+    *others: Array,
 ) -> tuple[Array, ...]:
-    """What a device has of `[B,T,8]` results and, `backward`, of dlogits. The last of the inputs is the bias, where the spec has
-    one."""
+    """What a device has of `[B,T,8]` results and, `backward`, of dlogits, from what `apart` names and what is there before."""
     kernels, of = KERNELS[plan.implementation], plan.of
     columns = logits.shape[-1]
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
-    inputs, bias = (inputs[:-1], inputs[-1]) if plan.biased else (inputs, None)
-    part = Part(logits, first, bias)
+    sequences, inputs, bias = apart(plan, others)
+    part = Part(logits, first, *bias)
     if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
-        evaluated = kernels.loss(plan, part, ids, mask, advantages, weights, *inputs)
+        evaluated = kernels.loss(plan, part, sequences, ids, mask, advantages, weights, *inputs)
         if evaluated is not None:
             return tuple(evaluated)
 
@@ -422,25 +491,17 @@ def _share(
     statistics = _joined(plan, kernels.statistics(plan, part, local, mask), vocab_axes)
     softmax = compute(of["softmax"], statistics)
 
-    def row_sum(values: Array) -> Array:
-        sums = jnp.where(mask, values, 0.0).sum(1, keepdims=True)
-        return lax.psum(sums, token_axes) if token_axes else sums
-
     # An id that no device has is no number, where it counts.
     found = local >= 0
     if vocab_axes:
         found = lax.psum(found.astype(jnp.int32), vocab_axes) > 0
-    logp = jnp.where(found, softmax["logp"], jnp.nan)
-    given = dict(zip(plan.inputs, inputs), logp=logp, advantages=advantages)
-    given.update(weight=weights[:, :1], kl_share=weights[:, 1:2], row_count=row_sum(jnp.ones_like(advantages)))
-    token = compute(of["loss"], given, row_sum)
-    every = dict(token, logp=logp, entropy=softmax["entropy"])
-    results = _stacked([jnp.where(mask, jnp.broadcast_to(every[name], mask.shape), 0.0) for name in RESULTS])
+    scores = jnp.where(found, softmax["logp"], jnp.nan), softmax["entropy"]
+    results, grad_logp = token_losses(plan, token_axes, scores, mask, advantages, weights, *others)
     if not backward:
         return (results,)
 
     inverse = of["inverse_temperature"]
-    share = -token["grad_logp"] * inverse / softmax["sum"]
+    share = -grad_logp * inverse / softmax["sum"]
     bonus = of_entropy(plan, weights, inputs) * inverse / softmax["entropy_sum"]
     counts = mask.astype(jnp.float32)
     scales = [statistics["max"], share, softmax["others"], counts, bonus, softmax["mean_gap"]]
@@ -470,6 +531,11 @@ def _expect_even(mesh: Any, logits: Any) -> None:
             )
 
 
+def _beside(plan: Plan) -> int:
+    """How many `[B,T]` arrays there are beside ids, mask and advantages."""
+    return len(plan.inputs) + (plan.packed is not None)
+
+
 @functools.lru_cache(maxsize=256)
 def _partitioned(plan: Plan, backward: bool) -> Any:
     """`_share` of whole arrays, which under `jit` is computed on each device from what that holds, however logits are cut."""
@@ -480,11 +546,10 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
     def shardings(mesh: Any, logits: Any) -> tuple[tuple[Axes, Axes], list[Any], Any]:
         batch, tokens, vocab = (*logits.spec, None, None, None)[:3]
         of = functools.partial(NamedSharding, mesh)
-        per_token, per_row = of(PartitionSpec(batch, tokens)), of(PartitionSpec(batch, None))
+        per_token, columns = of(PartitionSpec(batch, tokens)), of(PartitionSpec(batch, tokens, None))
         of_logits = of(PartitionSpec(batch, tokens, vocab))
         bias = [of(PartitionSpec(vocab))] * plan.biased
-        arguments = [of_logits, *[per_token] * 3, per_row, *[per_token] * len(plan.inputs), *bias]
-        columns = of(PartitionSpec(batch, tokens, None))
+        arguments = [of_logits, *[per_token] * 3, columns, *[per_token] * _beside(plan), *bias]
         return (_axes(tokens), _axes(vocab)), arguments, (columns, of_logits) if backward else (columns,)
 
     def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
@@ -497,7 +562,7 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
     def infer(mesh: Any, arguments: Any, _: Any) -> Any:
         return shardings(mesh, arguments[0].sharding)[2]
 
-    operands = ["b t v", *["b t"] * 3, "b w", *["b t"] * len(plan.inputs), *["v"] * plan.biased]
+    operands = ["b t v", *["b t"] * 3, "b t w", *["b t"] * _beside(plan), *["v"] * plan.biased]
     rule = f"{', '.join(operands)} -> {', '.join(['b t c', *['b t v'] * backward])}"
     op = custom_partitioning(whole)
     op.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
@@ -532,8 +597,9 @@ def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -
     batch, tokens, vocab = (*of_logits, None, None, None)[:3]
     per_token = PartitionSpec(batch, tokens)
     bias = [PartitionSpec(vocab)] * plan.biased
-    operands = (of_logits, *[per_token] * 3, PartitionSpec(batch, None), *[per_token] * len(plan.inputs), *bias)
-    results = (PartitionSpec(batch, tokens, None), *[of_logits] * backward)
+    columns = PartitionSpec(batch, tokens, None)
+    operands = (of_logits, *[per_token] * 3, columns, *[per_token] * _beside(plan), *bias)
+    results = (columns, *[of_logits] * backward)
     share = functools.partial(_share, plan, backward, _axes(tokens), _axes(vocab))
     of_each = jax.shard_map(share, mesh=mesh, in_specs=operands, out_specs=results)
 
@@ -542,6 +608,16 @@ def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -
         return of_each(*cut)  # type: ignore[no-any-return]
 
     return call
+
+
+def automatic(call: Callable[..., Any], cut_like: Array, ranks: Sequence[int]) -> Callable[..., Any]:
+    """`call`, within which XLA finds how arrays are cut also where types say it outside: gathers and scatters by sequence have no
+    types. Its results are of `ranks`, their first axes cut as those of `cut_like`."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return call
+    cut = tuple(jax.typeof(cut_like).sharding.spec)
+    results = tuple(PartitionSpec(*cut, *[None] * (rank - cut_like.ndim)) for rank in ranks)
+    return jax.sharding.auto_axes(call, out_sharding=results)  # type: ignore[no-any-return]
 
 
 def _call(plan: Plan, backward: bool, manual: tuple[Axes, Axes] | None, logits: Array) -> Callable[..., tuple[Array, ...]]:

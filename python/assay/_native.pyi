@@ -17,6 +17,7 @@ __all__ = [
     "op_head_gradient",
     "op_head_loss",
     "op_loss",
+    "op_sequences",
     "page",
     "run",
     "spec_of_cotangents",
@@ -146,6 +147,9 @@ class Problem:
     @property
     def token_weights(self) -> Array:
         """[B,T] or [B,1]: weights of tokens that the trainer gives."""
+    @property
+    def temperature(self) -> Array:
+        """[B,T] or [B,1]: softmax temperatures, where the spec has them given."""
     @property
     def selected(self) -> Array:
         """[B,T] bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out."""
@@ -302,10 +306,13 @@ def answer(
     path: str | os.PathLike[str],
 ) -> None: ...
 def page(json: str) -> str: ...
-def plan(spec: Spec, batch: int, tokens: int, native: bool) -> str: ...
+def plan(spec: Spec, width: int | None, native: bool) -> str: ...
 def mosaic_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
 def ptx_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
 def xla_handlers() -> list[tuple[str, int]]: ...
+def op_sequences(
+    mask: Sequence[bool], *, cu_seqlens: Sequence[int] | None = None, segment_ids: Sequence[int] | None = None
+) -> list[int]: ...
 def op_loss(
     spec: Spec, logits: Any, arrays: dict[str, Any], normalizer: float | None
 ) -> tuple[float, Array, Array, Array, Array]: ...

@@ -6,14 +6,17 @@ plain XLA where that is asked for. docs/python.md says more.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _jax_rows as rows
+from . import _native
 from ._errors import AssayError, ProblemError, SpecError
 from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
@@ -32,9 +35,9 @@ class GrpoLoss(NamedTuple):
         loss: f32.
         metrics: f32 each, means over the unmasked tokens: `entropy_mean`, `ratio_mean`, `clip_low`, `clip_high`,
             `clip_region`, and with a KL penalty `kl_mean`.
-        logp: `[B,T]` f32, nats; 0 where masked, as are the two that follow.
-        entropy: `[B,T]` f32, nats.
-        token_loss: `[B,T]` f32, before the reduction.
+        logp: `[B,T]` f32, or `[N]` of logits `[N,V]`, nats; 0 where masked, as are the two that follow.
+        entropy: as logp, nats.
+        token_loss: as logp, before the reduction.
     """
 
     loss: Array
@@ -53,6 +56,8 @@ def grpo_loss(
     old_logp: Array | None = None,
     ref_logp: Array | None = None,
     bias: Array | None = None,
+    cu_seqlens: Array | None = None,
+    segment_ids: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     implementation: str | None = None,
@@ -77,6 +82,11 @@ def grpo_loss(
         ref_logp: `[B,T]`, nats.
         bias: `[V]`, what the spec's `logits.bias` adds to logits; of a cut vocabulary a device's columns. It has no gradient: one
             that is trained belongs into the logits.
+        cu_seqlens: `[S+1]`, integers: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; one may be
+            empty, and tokens behind the last are nobody's and masked. Advantages are then `[S]` or `[1,N]`. Logits may be `[N,V]`, and
+            what is told of tokens and returned of them is then `[N]`.
+        segment_ids: `[1,N]` or `[N]`, integers, in place of it: 1, 2, … in order, 0 for padding. There are as many sequences as
+            advantages, or as the highest id says where those are told of tokens, as N of them are with logits `[N,V]`.
         spec: of `assay.spec`, or a project's name; plain PPO-clip if none is given.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
@@ -84,22 +94,25 @@ def grpo_loss(
         target: the chip that `mosaic` and `ptx` are for, as `v6e` or `h100`; that of the first device if none is given.
         batch_axis: in a `shard_map`, the axes of its mesh over which sequences are cut. The loss and the metrics are then
             those of all, the same on every device.
-        token_axis: likewise the tokens of a sequence.
+        token_axis: likewise the tokens of a sequence, or of a packed row, whose `segment_ids` are then a device's and whose
+            `cu_seqlens` and advantages are those of all.
         vocab_axis: likewise the columns, in order and as many on each device.
         given: `[B,T]` each, what else the spec reads: `policy_weight`, `kl_weight`, `selected`, `rollout_logp`,
             `log_weight`, `behaviour_logp`, as docs/jax.md has them; `dentropy`, the cotangent of each token's entropy.
 
     Raises:
         SpecError: the spec is none, or has what no kernel of these computes.
-        ProblemError: an array does not fit.
+        ProblemError: an array does not fit; where they are known, as under `jit` they are not, also the values of `cu_seqlens` and
+            `segment_ids`. An unmasked token of no sequence is else a NaN in the loss, or an error of `native`'s.
         AssayError: the implementation is not there, or another argument is none.
     """
-    _expect_logits(logits, ids)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    plan = _plan(spec, ids, axes, implementation, target)
-    batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, logits.shape[2])
-    return batch.logged(*_loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays))
+    tokens = _Tokens(ids, mask, advantages, given, cu_seqlens, segment_ids)
+    logits, tokens, flat = _in_a_row(logits, tokens)
+    _expect_logits(logits, tokens.ids)
+    batch = _Batch.of(tokens, axes, spec, implementation, target, bias, logits.shape[2])
+    return batch.logged(*_loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays), flat)
 
 
 def grpo_loss_of_hidden(
@@ -112,6 +125,8 @@ def grpo_loss_of_hidden(
     old_logp: Array | None = None,
     ref_logp: Array | None = None,
     bias: Array | None = None,
+    cu_seqlens: Array | None = None,
+    segment_ids: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     chunk: int = 256,
@@ -129,22 +144,23 @@ def grpo_loss_of_hidden(
     their own dtype.
 
     Args:
-        hidden: `[B,T,H]`, f32, bf16 or f16.
+        hidden: `[B,T,H]`, f32, bf16 or f16; `[N,H]` may be packed.
         lm_head: `[H,V]`, of the same dtype.
         ids: as are the others, of `grpo_loss`.
-        chunk: tokens of each sequence that have logits at a time; of a loss whose tokens share a ratio, whole sequences of as many
-            tokens in all, one at least.
+        chunk: tokens of each row that have logits at a time; of a loss whose tokens share a ratio, whole sequences of as many
+            tokens in all, one at least. Where such are packed, logits are made twice, chunk by chunk.
         logits_dtype: of the logits and their dlogits; that of `hidden` if none is given.
 
     Raises:
         SpecError, ProblemError, AssayError: as of `grpo_loss`.
     """
-    part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    plan = _plan(spec, ids, axes, implementation, target)
-    batch = _Batch.of(plan, axes, ids, mask, advantages, given, bias, lm_head.shape[1])
-    return batch.logged(*_head_loss(batch.plan, axes, part, hidden, lm_head, _scale(loss_scale), *batch.arrays))
+    tokens = _Tokens(ids, mask, advantages, given, cu_seqlens, segment_ids)
+    hidden, tokens, flat = _in_a_row(hidden, tokens)
+    part = _chunk(hidden, lm_head, tokens.ids, chunk, logits_dtype)
+    batch = _Batch.of(tokens, axes, spec, implementation, target, bias, lm_head.shape[1])
+    return batch.logged(*_head_loss(batch.plan, axes, part, hidden, lm_head, _scale(loss_scale), *batch.arrays), flat)
 
 
 def logp_and_entropy(
@@ -206,11 +222,15 @@ def _scoring(
     target: str | None,
 ) -> tuple[Plan, tuple[Array, ...]]:
     """What scores tokens, and ids, mask and where there is one the bias as it takes them."""
-    read = _spec(spec).to_dict()
-    asked = {name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")}
-    plan = _plan(spec_of("logp", **asked), ids, axes, implementation, target)
+    plan = Plan(_of_logp(_spec(spec)), ids.shape[1], None, *_implementation(implementation, target))
     counts = jnp.ones(ids.shape, bool) if mask is None else _mask(mask, ids.shape)
     return plan, (ids.astype(jnp.int32), counts, *(lax.stop_gradient(array) for array in _bias(plan, bias, columns)))
+
+
+def _of_logp(spec: Spec) -> Spec:
+    """The sum of logp and entropy times what is given, of the same softmax."""
+    read = spec.to_dict()
+    return spec_of("logp", **{name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")})
 
 
 # ---- the derivative
@@ -283,7 +303,7 @@ _head_loss.defvjp(_head_forward, _head_backward)
 def _sent(of_tokens: tuple[Array, ...], dlogp: Array, dentropy: Array) -> tuple[Array, ...]:
     """The arrays of a loss that is the sum of logp and entropy times these."""
     ids, mask, *bias = of_tokens
-    return ids, mask, -dlogp, jnp.ones((ids.shape[0], 3), jnp.float32), dentropy, *bias
+    return ids, mask, -dlogp, jnp.ones((*ids.shape, 3), jnp.float32), dentropy, *bias
 
 
 def _unsent(of_tokens: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -347,6 +367,8 @@ def _sweep(
     plan: Plan, axes: _Axes, chunk: _Chunk, backward: bool, hidden: Array, lm_head: Array, arrays: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """Results of all tokens, and `backward` the gradients of `hidden` and `lm_head`, else nothing in their place."""
+    if plan.packed is not None and plan.of["couples_rows"]:
+        return _sweep_twice(plan, axes, chunk, backward, hidden, lm_head, arrays)
     batch, tokens, _ = hidden.shape
     axis, extent = (0, batch) if plan.of["couples_rows"] else (1, tokens)
     size = min(extent, max(1, chunk.tokens // tokens) if axis == 0 else chunk.tokens)
@@ -367,10 +389,9 @@ def _sweep(
         return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
     def step(dhead: Array, piece: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-        part, of_rows, ids, mask, advantages, *inputs = piece
+        part, *of_tokens = piece
         logits = product("bth,hv->btv", part, lm_head).astype(chunk.dtype)
-        given = (ids, mask, advantages, of_rows, *inputs, *bias)
-        results, *dlogits = rows.evaluate(plan, backward, axes.manual, logits, *given)
+        results, *dlogits = rows.evaluate(plan, backward, axes.manual, logits, *of_tokens, *bias)
         if not backward:
             return dhead, (results,)
         dhidden = product("btv,hv->bth", dlogits[0], lm_head)
@@ -379,15 +400,34 @@ def _sweep(
     nothing = jnp.zeros(lm_head.shape if backward else (), jnp.float32)
     if axes.inside:
         nothing = lax.pcast(nothing, _varying(hidden, lm_head, *arrays), to="varying")
-    ids, mask, advantages, weights, *inputs = arrays
-    inputs, bias = inputs[: len(plan.inputs)], inputs[len(plan.inputs) :]
-    # All tokens of a sequence have its weights.
-    of_rows = cut(weights) if axis == 0 else jnp.broadcast_to(weights, (pieces, *weights.shape))
-    cut_up = (cut(hidden), of_rows, *(cut(array) for array in (ids, mask, advantages, *inputs)))
+    of_all_tokens, bias = arrays[: len(arrays) - plan.biased], arrays[len(arrays) - plan.biased :]
+    cut_up = tuple(cut(array) for array in (hidden, *of_all_tokens))
     dhead, (results, *dhidden) = lax.scan(step, nothing, cut_up)
     if not backward:
         return joined(results), dhead, dhead
     return joined(results), _of_all(joined(dhidden[0]), hidden), _of_all(dhead, lm_head)
+
+
+def _sweep_twice(
+    plan: Plan, axes: _Axes, chunk: _Chunk, backward: bool, hidden: Array, lm_head: Array, arrays: tuple[Array, ...]
+) -> tuple[Array, Array, Array]:
+    """The same where tokens of several chunks share a ratio: first logp and entropy of all, then the gradient that follows from them."""
+    ids, mask, advantages, weights, *others = arrays
+    _, inputs, bias = rows.apart(plan, others)
+    scored = dataclasses.replace(plan, spec=_of_logp(plan.spec), packed=None)
+    of_tokens = (ids, mask, *bias[: int(plan.biased)])
+    scores, *nothing = _sweep(scored, axes, chunk, False, hidden, lm_head, _unsent(of_tokens))
+
+    def between(*arrays: Array) -> tuple[Array, Array]:
+        return rows.token_losses(plan, axes.tokens, arrays[:2], *arrays[2:])
+
+    token_losses = rows.automatic(between, mask, (3, 2))
+    results, grad_logp = token_losses(scores[..., 0], scores[..., 1], mask, advantages, weights, *others)
+    if not backward:
+        return results, nothing[0], nothing[1]
+    sent = _sent(of_tokens, grad_logp, rows.of_entropy(plan, weights, inputs))
+    _, dhidden, dhead = _sweep(scored, axes, chunk, True, hidden, lm_head, sent)
+    return results, dhidden, dhead
 
 
 def _varying(*arrays: Array) -> Axes:
@@ -437,46 +477,42 @@ def _size(axes: Axes) -> int:
     return size
 
 
-class _Weights(NamedTuple):
-    """What each row's terms are multiplied by, `[B,1]`, 0 where it has no token."""
+def _weights(plan: Plan, mask: Array, sequences: rows.Sequences, count: float | Array, axes: _Axes) -> Array:
+    """`[B,T,3]`, what a token's terms are multiplied by: the loss's, its KL penalty's share and its entropy's. 0 where it is masked, NaN
+    where it is of none of the `count` sequences."""
+    tokens_of = sequences.sum(mask.astype(jnp.float32), axes.tokens)
+    batch_alone = axes._replace(tokens=())
+    filled = tokens_of > 0.0
 
-    policy: Array
-    kl_share: Array
-    entropy: Array
+    def weight(divisor: dict[str, Any]) -> Array:
+        total: Array = jnp.ones_like(tokens_of)
+        if divisor["tokens"] == "row":
+            total = tokens_of + divisor["epsilon"]
+        elif divisor["tokens"] == "batch":
+            total = jnp.maximum(batch_alone.total(tokens_of), 1.0) + divisor["epsilon"]
+        number = divisor["number"]
+        if divisor["rows"] == "filled":
+            total = total * jnp.maximum(batch_alone.total(filled.astype(jnp.float32)), 1.0)
+        elif divisor["rows"] == "all":
+            number = number * count
+        return jnp.where(filled, 1.0 / (total * number), 0.0)
 
-    @classmethod
-    def of(cls, plan: Plan, mask: Array, axes: _Axes) -> _Weights:
-        of_rows = mask.sum(1, keepdims=True, dtype=jnp.float32)
-        if axes.tokens:
-            of_rows = lax.psum(of_rows, axes.tokens)
-        batch_alone = axes._replace(tokens=())
-        filled = of_rows > 0.0
-
-        def weight(divisor: dict[str, Any]) -> Array:
-            total: Array = jnp.ones_like(of_rows)
-            if divisor["tokens"] == "row":
-                total = of_rows + divisor["epsilon"]
-            elif divisor["tokens"] == "batch":
-                total = jnp.maximum(batch_alone.total(of_rows), 1.0) + divisor["epsilon"]
-            if divisor["filled_rows"]:
-                total = total * jnp.maximum(batch_alone.total(filled.astype(jnp.float32)), 1.0)
-            return jnp.where(filled, 1.0 / (total * divisor["number"]), 0.0)
-
-        of = plan.of
-        policy = weight(of["policy"])
-        kl_share = jnp.ones_like(policy) if of["kl"] is None else jnp.where(filled, weight(of["kl"]) / policy, 0.0)
-        entropy = jnp.zeros_like(policy) if of["entropy"] is None else -of["entropy_coef"] * weight(of["entropy"])
-        return cls(policy, kl_share, entropy)
-
-    def stacked(self) -> Array:
-        return jnp.concatenate(self, 1)
+    of = plan.of
+    policy = weight(of["policy"])
+    kl_share = jnp.ones_like(policy) if of["kl"] is None else jnp.where(filled, weight(of["kl"]) / policy, 0.0)
+    entropy = jnp.zeros_like(policy) if of["entropy"] is None else -of["entropy_coef"] * weight(of["entropy"])
+    of_tokens = jnp.stack([sequences.spread(weight) for weight in (policy, kl_share, entropy)], -1)
+    if sequences.segment_ids is not None:
+        of_tokens = jnp.where(sequences.segment_ids[..., None] > 0, of_tokens, jnp.nan)
+    return jnp.where(mask[..., None], of_tokens, 0.0)
 
 
 def _reduced(plan: Plan, results: Array, arrays: tuple[Array, ...], axes: _Axes) -> Array:
     """The loss. Beside a weight of 0 stands anything, infinities too."""
-    _, mask, _, weights, *inputs = arrays
+    _, mask, _, weights, *others = arrays
+    _, inputs, _ = rows.apart(plan, others)
     terms = [results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")]
-    factors = [weights[:, :1], rows.of_entropy(plan, weights, inputs)]
+    factors = [weights[..., 0], rows.of_entropy(plan, weights, inputs)]
     weighed = [
         jnp.where(mask & (factor != 0.0), factor * term, 0.0) for factor, term in zip(factors, terms, strict=True)
     ]
@@ -496,40 +532,150 @@ def _metrics(plan: Plan, of: dict[str, Array], mask: Array, axes: _Axes) -> dict
 # ---- arguments
 
 
+class _Tokens(NamedTuple):
+    """What is told of tokens, as it is given."""
+
+    ids: Array
+    mask: Array
+    advantages: Array
+    given: dict[str, Array | None]
+    cu_seqlens: Array | None
+    segment_ids: Array | None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None or self.segment_ids is not None
+
+    def in_a_row(self, length: int) -> _Tokens:
+        """With arrays `[N]` of tokens as `[1,N]`."""
+
+        def row(array: Array | None) -> Array | None:
+            return array[None] if array is not None and array.shape == (length,) else array
+
+        # As many sequences as tokens have theirs.
+        of_sequences = self.cu_seqlens is not None and self.cu_seqlens.shape == (length + 1,)
+        advantages = self.advantages if of_sequences else row(self.advantages)
+        given = {name: row(array) for name, array in self.given.items()}
+        return self._replace(ids=row(self.ids), mask=row(self.mask), advantages=advantages, given=given)
+
+
+def _in_a_row(array: Array, tokens: _Tokens) -> tuple[Array, _Tokens, bool]:
+    """Logits or hidden states and their tokens as a row, and whether they were none."""
+    if array.ndim != 2 or not tokens.packed:
+        return array, tokens, False
+    return array[None], tokens.in_a_row(array.shape[0]), True
+
+
+class _Packing(NamedTuple):
+    """How sequences lie in a row, as far as it is known while tracing."""
+
+    #: Whether ids of tokens say it, or cumulative lengths.
+    by_ids: bool
+    #: How many there may be.
+    most: int
+    #: How many there are; None: as many as the highest id says.
+    count: int | None
+
+    @classmethod
+    def of(cls, tokens: _Tokens, mask: Array, axes: _Axes) -> _Packing:
+        cu_seqlens, ids = tokens.cu_seqlens, tokens.segment_ids
+        if cu_seqlens is not None and ids is not None:
+            raise ProblemError(f"`segment_ids`: got shape {list(ids.shape)}, expected none beside `cu_seqlens`, which says the same")
+        name, given = ("segment_ids", ids) if cu_seqlens is None else ("cu_seqlens", cu_seqlens)
+        _dtype(name, given, (jnp.integer,), "integers")
+        batch, length = mask.shape
+        if batch != 1:
+            raise ProblemError(
+                f"`{name}`: got it for {batch} rows of logits, expected one, [1,N,V] or [N,V], into which all sequences are packed"
+            )
+        known, counts = _known(given), _known(mask)
+        hidden = [False] * length * _size(axes.tokens) if counts is None else counts[0].tolist()
+        if cu_seqlens is not None:
+            if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+                expected = "[S+1] with S ≥ 1: 0, and where each sequence ends"
+                raise ProblemError(f"`cu_seqlens`: got shape {list(cu_seqlens.shape)}, expected {expected}")
+            if known is not None:
+                _native.op_sequences(hidden, cu_seqlens=known.tolist())
+            return cls(False, cu_seqlens.shape[0] - 1, cu_seqlens.shape[0] - 1)
+        if given.shape not in ((length,), (1, length)):
+            raise ProblemError(f"`segment_ids`: got shape {list(given.shape)}, expected {[1, length]} or {[length]} (of the logits)")
+        count = tokens.advantages.shape[0] if tokens.advantages.ndim == 1 else None
+        most = length * _size(axes.tokens) if count is None else count
+        # A device's part of the tokens says nothing of the others'.
+        if known is not None and not axes.tokens:
+            highest = len(_native.op_sequences(hidden, segment_ids=known.reshape(-1).tolist())) - 1
+            if highest > most:
+                raise ProblemError(f"`segment_ids`: got {highest} sequences, expected at most {most}, as many as `advantages`")
+        return cls(True, most, count)
+
+    def sequences(self, given: Array, length: int, axes: _Axes) -> tuple[rows.Sequences, float | Array]:
+        """Those of a device's `length` tokens, from segment ids or cumulative lengths, and how many all devices have."""
+        if self.by_ids:
+            ids = jnp.where((given >= 1) & (given <= self.most), given, 0).reshape(1, length)
+        else:
+            first = lax.axis_index(axes.tokens) * length if axes.tokens else 0
+            place = first + jnp.arange(length, dtype=jnp.int32)
+            fits = (given[0] == 0) & (given[1:] >= given[:-1]).all() & (given[-1] <= length * _size(axes.tokens))
+            number = 1 + jnp.searchsorted(given[1:], place, side="right").astype(jnp.int32)
+            ids = jnp.where(fits & (place < given[-1]), number, 0)[None]
+        sequences = rows.Sequences(ids, self.most)
+        if self.count is not None:
+            return sequences, self.count * _size(axes.batch)
+        highest = ids.max().astype(jnp.float32)
+        highest = lax.pmax(highest, axes.tokens) if axes.tokens else highest
+        return sequences, lax.psum(highest, axes.batch) if axes.batch else highest
+
+
 class _Batch(NamedTuple):
     """What is known of a batch but for its logits."""
 
     plan: Plan
     axes: _Axes
-    #: ids, mask, advantages, weights and what else the spec reads, a bias last.
+    #: ids, mask, advantages, weights, segment ids of what is packed, and what else the spec reads, a bias last.
     arrays: tuple[Array, ...]
 
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        tokens: _Tokens,
         axes: _Axes,
-        ids: Array,
-        mask: Array,
-        advantages: Array,
-        given: dict[str, Array | None],
+        spec: Any,
+        implementation: str | None,
+        target: str | None,
         bias: Array | None,
         columns: int,
     ) -> _Batch:
-        if strangers := [name for name in given if name not in _INPUTS]:
+        if strangers := [name for name in tokens.given if name not in _INPUTS]:
             raise ProblemError(f"`{strangers[0]}`: got an array of no such name, expected one of {', '.join(_INPUTS)}")
-        counts = _mask(mask, ids.shape)
-        inputs = (_per_token(name, given.get(name), ids.shape) for name in plan.inputs)
-        weights = _Weights.of(plan, counts, axes).stacked()
-        arrays = (ids.astype(jnp.int32), counts, _advantages(advantages, ids.shape), weights, *inputs)
-        arrays += _bias(plan, bias, columns)
+        shape = tokens.ids.shape
+        mask = _mask(tokens.mask, shape)
+        packing = _Packing.of(tokens, mask, axes) if tokens.packed else None
+        most = None if packing is None else packing.most
+        plan = Plan(_spec(spec), shape[1] * _size(axes.tokens), most, *_implementation(implementation, target))
+        inputs = [_per_token(name, tokens.given.get(name), shape) for name in plan.inputs]
+
+        def by_sequence(mask: Array, advantages: Array, *packed: Array) -> tuple[Array, ...]:
+            if packing is None:
+                sequences, count = rows.Sequences(None, None), shape[0] * _size(axes.batch)
+                spread = jnp.broadcast_to(advantages if advantages.ndim == 2 else advantages[:, None], shape)
+            else:
+                sequences, count = packing.sequences(packed[0], shape[1], axes)
+                spread = advantages if advantages.ndim == 2 else sequences.spread(jnp.pad(advantages, (1, 0))[None])
+            weights = _weights(plan, mask, sequences, count, axes)
+            return (spread, weights) if packing is None else (spread, weights, sequences.segment_ids)
+
+        packed = [] if packing is None else [jnp.asarray(tokens.segment_ids if packing.by_ids else tokens.cu_seqlens, jnp.int32)]
+        settle = rows.automatic(by_sequence, mask, (2, 3, *[2] * len(packed)))
+        settled = settle(mask, _advantages(tokens.advantages, shape, most), *packed)
+        arrays = (tokens.ids.astype(jnp.int32), mask, *settled, *inputs, *_bias(plan, bias, columns))
         return cls(plan, axes, tuple(lax.stop_gradient(array) for array in arrays))
 
-    def logged(self, loss: Array, results: Array) -> GrpoLoss:
+    def logged(self, loss: Array, results: Array, flat: bool) -> GrpoLoss:
         results = lax.stop_gradient(results)
         of = {name: results[..., i] for i, name in enumerate(rows.RESULTS)}
         metrics = _metrics(self.plan, of, self.arrays[1], self.axes)
-        return GrpoLoss(loss, metrics, of["logp"], of["entropy"], of["token_loss"])
+        of_tokens = (of[name][0] if flat else of[name] for name in ("logp", "entropy", "token_loss"))
+        return GrpoLoss(loss, metrics, *of_tokens)
 
 
 _INPUTS = (
@@ -561,12 +707,6 @@ def _spec(given: Any) -> Spec:
     return spec_of(given) if given is not None else spec_of()
 
 
-def _plan(given: Any, ids: Array, axes: _Axes, implementation: str | None, target: str | None) -> Plan:
-    batch, tokens = ids.shape
-    extents = (batch * _size(axes.batch), tokens * _size(axes.tokens))
-    return Plan(_spec(given), *extents, *_implementation(implementation, target))
-
-
 def _implementation(given: str | None, target: str | None) -> tuple[str, str | None]:
     platform = jax.default_backend()
     chosen = given or _OF_PLATFORM.get(platform)
@@ -583,6 +723,13 @@ def _implementation(given: str | None, target: str | None) -> tuple[str, str | N
             raise AssayError(f"`implementation`: got `{chosen}` on platform {platform}, expected {there[chosen]}")
         target = jax.devices()[0].device_kind
     return chosen, target
+
+
+def _known(array: Array) -> Any:
+    """Its values in NumPy; None where they are traced, or lie on devices of other processes."""
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return None
+    return np.asarray(array)
 
 
 def _dtype(name: str, array: Array, kinds: tuple[Any, ...], expected: str) -> None:
@@ -611,17 +758,14 @@ def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
     return mask != 0
 
 
-def _advantages(advantages: Array, shape: tuple[int, ...]) -> Array:
+def _advantages(advantages: Array, shape: tuple[int, ...], most: int | None) -> Array:
     advantages = jnp.asarray(advantages)
     _dtype("advantages", advantages, (jnp.floating,), "floats")
-    if advantages.shape == shape[:1]:
-        advantages = advantages[:, None]
-    elif advantages.shape != shape:
-        raise ProblemError(
-            f"`advantages`: got shape {list(advantages.shape)}, expected {list(shape[:1])} or {list(shape)} ([B] or [B,T] of "
-            "the logits)"
-        )
-    return jnp.broadcast_to(advantages.astype(jnp.float32), shape)
+    of_sequences, meaning = (shape[:1], "[B] or [B,T] of the logits") if most is None else ((most,), "[S] or [1,N], packed")
+    if advantages.shape not in (of_sequences, shape):
+        expected = f"{list(of_sequences)} or {list(shape)} ({meaning})"
+        raise ProblemError(f"`advantages`: got shape {list(advantages.shape)}, expected {expected}")
+    return advantages.astype(jnp.float32)
 
 
 def _per_token(name: str, array: Array | None, shape: tuple[int, ...]) -> Array:

@@ -64,6 +64,7 @@ _ARRAYS = (
     "cu_seqlens",
     "segment_ids",
     "dentropy",
+    "temperature",
 )
 #: The first of these must be given.
 _REQUIRED = 3
@@ -285,6 +286,15 @@ def _json(spec: str | Spec, batch: Mapping[str, Any], options: Mapping[str, Any]
     return spec._json
 
 
+@torch._dynamo.assume_constant_result
+def _json_at_given_temperatures(json: str, of_project: bool) -> str:
+    """The loss with the temperatures of the batch; unless it is a project's it must have them so."""
+    fields = _read(json).to_dict()
+    if not of_project and fields["temperature"] != "given":
+        raise ProblemError("`temperature`: got a tensor beside a Spec with a number, expected a Spec with `temperature: given`")
+    return _spec(**{**fields, "temperature": "given"}).to_json()
+
+
 def grpo_loss(
     logits: Tensor | None,
     ids: Tensor,
@@ -302,6 +312,7 @@ def grpo_loss(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
     dentropy: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     normalizer: float | Tensor | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
@@ -326,10 +337,12 @@ def grpo_loss(
         selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
         bias: `[V]`: of the LM head, where the spec has one.
         cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
-            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights` and `token_weights`
-            are `[1,N]` or `[S,1]`.
+            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights`, `token_weights` and
+            `temperature` are `[1,N]` or `[S,1]`.
         segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
         dentropy: `[B,T]`: the cotangent of each token's entropy, where the spec reads it.
+        temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
+            option is; a Spec has `temperature: given`. A number is the option of a project. It has no gradient.
         normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
             normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
         hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
@@ -360,6 +373,7 @@ def grpo_loss(
         "cu_seqlens": cu_seqlens,
         "segment_ids": segment_ids,
         "dentropy": dentropy,
+        "temperature": temperature if isinstance(temperature, Tensor) else None,
     }
     batch: dict[str, Any] = {
         "old_logps": old_logp is not None,
@@ -376,7 +390,10 @@ def grpo_loss(
         batch["num_items_in_batch"] = 1.0
         if not isinstance(normalizer, Tensor):
             normalizer = torch.tensor(normalizer, dtype=torch.float64, device="cpu")
-    json = _json(spec, batch, options)
+    if isinstance(temperature, Tensor):
+        json = _json_at_given_temperatures(_json(spec, batch, options), isinstance(spec, str))
+    else:
+        json = _json(spec, batch, options if temperature is None else {**options, "temperature": temperature})
     arguments = (*(given[name] for name in _ARRAYS), normalizer, json)
     for field, array in given.items():
         if array is not None:
@@ -411,7 +428,7 @@ def logp_and_entropy(
     ids: Tensor,
     mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
@@ -427,18 +444,23 @@ def logp_and_entropy(
 
     Args:
         logits: As the others, of `grpo_loss`.
-        temperature: What logits are divided by.
+        temperature: What logits are divided by; a tensor is one a sequence or one a token, as of `grpo_loss`.
         softcap: `c` of `c·tanh(logits / c)`, before the temperature.
 
     Raises:
         ProblemError, SpecError: As `grpo_loss`.
     """
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    json = _json_of_options("logp", (), (("entropy", False), ("temperature", temperature), ("logits", {"softcap": softcap})))
-    advantages = torch.zeros((ids.shape[0],), dtype=torch.float32, device="cpu")
-    arguments = (ids, mask, advantages, *[None] * (len(_ARRAYS) - _REQUIRED), None, json)
-    for field, array in (("ids", ids), ("mask", mask)):
-        _expect_host(field, array)
+    given: dict[str, Tensor | None] = {"ids": ids, "mask": mask}
+    asked: float | str = "given" if isinstance(temperature, Tensor) else temperature
+    if isinstance(temperature, Tensor):
+        given["temperature"] = temperature
+    for field, array in given.items():
+        if array is not None:
+            _expect_host(field, array)
+    json = _json_of_options("logp", (), (("entropy", False), ("temperature", asked), ("logits", {"softcap": softcap})))
+    given["advantages"] = torch.zeros((ids.shape[0],), dtype=torch.float32, device="cpu")
+    arguments = (*(given.get(name) for name in _ARRAYS), None, json)
     if logits is not None:
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")

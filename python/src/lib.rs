@@ -37,7 +37,7 @@ mod _native {
     #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]
-    use super::op::{op_gradient, op_head_gradient, op_head_loss, op_loss};
+    use super::op::{op_gradient, op_head_gradient, op_head_loss, op_loss, op_sequences};
     #[pymodule_export]
     use super::problem::{Problem, Problems, load};
     #[pymodule_export]

@@ -12,7 +12,7 @@ use crate::memory::{Array as LentArray, Block, Element, Taken};
 use crate::spec::Spec;
 use assay::native::op::{Arguments, Op};
 use assay::native::{Cotangents, Evaluation, NativeHead};
-use assay::problem::{Dtype, FloatArray, HeadLayout, ProjectionView};
+use assay::problem::{CuSeqlens, Dtype, FloatArray, HeadLayout, ProblemError, ProjectionView, Sequences};
 use assay::spec::{LossSpec, Reduction};
 
 /// What a loss hands over: loss, logp, entropy, token loss, and the metrics in their order.
@@ -27,7 +27,7 @@ struct Given {
     optional: BTreeMap<&'static str, Taken>,
 }
 
-const OPTIONAL: [&str; 10] = [
+const OPTIONAL: [&str; 11] = [
     "old_logp",
     "ref_logp",
     "rollout_logp",
@@ -38,6 +38,7 @@ const OPTIONAL: [&str; 10] = [
     "cu_seqlens",
     "segment_ids",
     "dentropy",
+    "temperature",
 ];
 
 impl Given {
@@ -89,6 +90,7 @@ impl Given {
             cu_seqlens: lent("cu_seqlens"),
             segment_ids: lent("segment_ids"),
             dentropy: lent("dentropy"),
+            temperature: lent("temperature"),
         };
         Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }
@@ -142,6 +144,28 @@ fn evaluated(evaluation: Evaluation) -> Evaluated {
 /// Does `work` without the interpreter's lock; what it does not do is a `ProblemError`.
 fn done<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, String> + Send) -> PyResult<T> {
     error::apart(py, work)?.map_err(|reason| error::of_problem(py, reason))
+}
+
+/// Cumulative lengths `[S+1]` of sequences that are packed into a row, from those or from segment ids `[N]`. `mask` is `[N]`.
+#[pyfunction]
+#[pyo3(signature = (mask, *, cu_seqlens=None, segment_ids=None))]
+pub(crate) fn op_sequences(
+    py: Python<'_>,
+    mask: Vec<bool>,
+    cu_seqlens: Option<Vec<i64>>,
+    segment_ids: Option<Vec<i64>>,
+) -> PyResult<Vec<usize>> {
+    let mask = Array2::from_shape_vec((1, mask.len()), mask).expect("one row");
+    let checked = || {
+        let cu_seqlens = match segment_ids {
+            Some(ids) => CuSeqlens::from_segment_ids(&ids, &mask)?,
+            None => CuSeqlens::new(&cu_seqlens.unwrap_or_default())?,
+        };
+        let values = cu_seqlens.values().to_vec();
+        Sequences::Packed(cu_seqlens).check(&mask)?;
+        Ok(values)
+    };
+    checked().map_err(|reason: ProblemError| error::of_problem(py, reason))
 }
 
 /// The loss of `logits`, without its gradient.

@@ -156,6 +156,7 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
         ("rollout_weights", &extra.rollout_weights),
         ("dentropy", &extra.dentropy),
         ("token_weights", &extra.token_weights),
+        ("temperature", &extra.temperature),
     ];
     arrays.extend(optional.into_iter().filter_map(|(name, array)| Some((name, numbers(array.as_ref()?)))));
     arrays.extend(extra.bias.iter().map(|bias| ("bias", numbers(bias))));
@@ -292,6 +293,12 @@ impl Problem {
     #[getter]
     fn token_weights(&self) -> PyResult<Array> {
         self.lent("token_weights")
+    }
+
+    /// `[B,T]` or `[B,1]`: softmax temperatures, where the spec has them given.
+    #[getter]
+    fn temperature(&self) -> PyResult<Array> {
+        self.lent("temperature")
     }
 
     /// `[B,T]` bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.

@@ -12,7 +12,8 @@ use serde::Serialize;
 use crate::error;
 use crate::spec::Spec;
 use assay::native::share::rate;
-use assay::spec::RatioLevel;
+use assay::problem::ProblemError;
+use assay::spec::{Averaging, RatioLevel, Reduction, Rows};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
@@ -114,8 +115,9 @@ impl Arithmetic for Tape {
 struct Divisor {
     /// `batch`, `row` or nothing.
     tokens: Option<&'static str>,
-    filled_rows: bool,
-    /// The factors that are known.
+    /// `all`, `filled` or nothing.
+    rows: Option<&'static str>,
+    /// The factors that are known whatever the batch.
     number: f64,
     epsilon: f64,
 }
@@ -144,14 +146,21 @@ struct Plan {
     loss: Tape,
 }
 
-/// The plan of `spec` for a batch of `[batch, tokens]`, as JSON. Where kernels are `native` they change logits as the spec says, and
-/// between statistics and dlogits their rate is a part of `1/T`.
+/// The plan of `spec` for a batch that is padded to `width`, or packed where there is none, as JSON. Where kernels are `native` they
+/// change logits as the spec says, and between statistics and dlogits their rate is a part of `1/T`.
 ///
 /// # Errors
-/// Where the spec has what is decided over more than a row, or changes logits before their softmax and the kernels do not.
+/// Where the spec has what is decided over more than a row, a mean over a width that there is not, or changes logits before their
+/// softmax and the kernels do not.
 #[pyfunction]
-pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, native: bool) -> PyResult<String> {
+#[pyo3(signature = (spec, width, native))]
+pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bool) -> PyResult<String> {
     let spec = &*spec.loss;
+    if width.is_none() {
+        let no_width = |field| error::of_spec(py, ProblemError::NoWidth { field });
+        spec.expect_no_width().map_err(no_width)?;
+    }
+    let extents = [1, width.unwrap_or(1)];
     let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
     Reach::Row.expect(spec).and_then(|()| plain()).map_err(|beyond| {
         let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
@@ -160,19 +169,26 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, nat
             format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
         )
     })?;
+    if spec.temperature == assay::spec::Temperature::Given {
+        return Err(error::of_spec(
+            py,
+            "`temperature`: got given, expected a number; `assay.torch` takes one a sequence or a token",
+        ));
+    }
     let rate = if native { rate(spec) } else { 1.0 };
     let loss @ Shaped { structure, .. } = Shaped::of(spec);
-    let number = |number: Number| number.of(spec, [batch, tokens]);
-    let divisor = |denominator: Denominator, known, epsilon| Divisor {
+    let number = |number: Number| number.of(spec, extents);
+    let divisor = |denominator: Denominator, averaging: Option<Averaging>, known, epsilon| Divisor {
         tokens: denominator.tokens.map(|tokens| match tokens {
             Tokens::OfBatch => "batch",
             Tokens::OfRow => "row",
         }),
-        filled_rows: denominator.filled_rows,
+        rows: averaging.and_then(|averaging| rows(averaging.reduction)),
         number: number(known),
         epsilon: if denominator.epsilon { number(epsilon) } else { 0.0 },
     };
     let kl = structure.kl.and_then(|kl| kl.denominator);
+    let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
     let plan = Plan {
         inverse_temperature: rate * number(Number::InverseTemperature),
         logp_inverse_temperature: rate,
@@ -180,16 +196,30 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, batch: usize, tokens: usize, nat
         couples_rows: structure.couples_rows(),
         inputs: structure.inputs().into_iter().map(Input::name).collect(),
         has_kl: structure.kl.is_some(),
-        policy: divisor(structure.denominator, Number::Denominator, Number::DenominatorEpsilon),
-        kl: kl.map(|kl| divisor(kl, Number::KlDenominator, Number::KlDenominatorEpsilon)),
+        policy: divisor(structure.denominator, Some(spec.averaging()), Number::Denominator, Number::DenominatorEpsilon),
+        kl: kl.map(|kl| divisor(kl, Some(spec.kl_averaging()), Number::KlDenominator, Number::KlDenominatorEpsilon)),
         entropy: structure
             .entropy_bonus
-            .map(|bonus| divisor(bonus, Number::EntropyDenominator, Number::EntropyDenominatorEpsilon)),
+            .map(|bonus| divisor(bonus, own, Number::EntropyDenominator, Number::EntropyDenominatorEpsilon)),
         entropy_coef: number(Number::EntropyCoef),
         softmax: softmax(structure, number(Number::InverseTemperature), rate),
-        loss: token_losses(loss, [batch, tokens]),
+        loss: token_losses(loss, extents),
     };
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
+}
+
+/// Which rows a mean is over, where they are counted in the batch.
+fn rows(reduction: Reduction) -> Option<&'static str> {
+    match reduction {
+        Reduction::SequenceMean { rows } | Reduction::SequenceSum { rows } | Reduction::FixedLength { rows, .. } => {
+            match rows {
+                Rows::All => Some("all"),
+                Rows::NonEmpty => Some("filled"),
+                Rows::Given(_) => None,
+            }
+        }
+        Reduction::TokenMean | Reduction::Normalizer(_) => None,
+    }
 }
 
 /// From the statistics of whole rows, of logits over their rate.
@@ -224,6 +254,7 @@ fn softmax(structure: Structure, inverse_temperature: f64, rate: f64) -> Tape {
 /// token            w_t = x_t               G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
 /// sequence_token   w   = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
 /// sequence         w   = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+/// sequence_product w   = Σ x               G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
 /// ```
 fn token_losses(Shaped { spec, structure }: Shaped, extents: [usize; 2]) -> Tape {
     let on = &mut Tape::default();
@@ -236,12 +267,18 @@ fn token_losses(Shaped { spec, structure }: Shaped, extents: [usize; 2]) -> Tape
     let numbers = Numbers::new(numbers);
     let old_logp = input(Input::OldLogp).unwrap_or(logp);
     let own = own_log_ratio(on, structure, &numbers, [logp, old_logp, advantage]);
-    let mean = (structure.level != RatioLevel::Token).then(|| {
+    let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
         let count = on.input("row_count");
-        let count = on.add(count, numbers.get(Number::RatioEpsilon));
-        let total = on.row_sum(own.value);
-        (on.div(total, count), count)
+        on.add(count, numbers.get(Number::RatioEpsilon))
     });
+    let over_count = |on: &mut Tape, sum: usize| count.map_or(sum, |count| on.div(sum, count));
+    let log_ratio = match structure.level {
+        RatioLevel::Token => own.value,
+        _ => {
+            let total = on.row_sum(own.value);
+            over_count(on, total)
+        }
+    };
     let log_weight = input(Input::LogWeight).map(|of_sampler| {
         let x = on.sub(logp, old_logp);
         let [least, most] = [-20.0, 20.0].map(|bound| on.constant(bound));
@@ -269,7 +306,7 @@ fn token_losses(Shaped { spec, structure }: Shaped, extents: [usize; 2]) -> Tape
         logp,
         old_logp,
         advantage,
-        log_ratio: mean.map_or(own.value, |(mean, _)| mean),
+        log_ratio,
         own,
         ref_logp: input(Input::RefLogp),
         rollout_logp: input(Input::RolloutLogp),
@@ -281,22 +318,22 @@ fn token_losses(Shaped { spec, structure }: Shaped, extents: [usize; 2]) -> Tape
         on_policy,
     };
     let token = token_loss(on, structure, &numbers, &token);
-    let grad = match (structure.level, mean) {
-        (RatioLevel::Sequence, Some((_, count))) => {
+    let grad = match structure.level {
+        RatioLevel::Sequence | RatioLevel::SequenceProduct => {
             let at_first_hand = token.by_logp.map(|slope| on.mul(weight, slope));
             let through_ratio = token.by_log_ratio.map(|slope| {
                 let owed = on.mul(weight, slope);
                 let owed = on.row_sum(owed);
-                let owed = on.div(owed, count);
+                let owed = over_count(on, owed);
                 unless(on, own.held, owed)
             });
             sum(on, at_first_hand, through_ratio)
         }
-        (RatioLevel::SequenceToken, _) => {
+        RatioLevel::SequenceToken => {
             let slope = sum(on, token.by_logp, token.by_log_ratio);
             on.mul(weight, slope)
         }
-        _ => {
+        RatioLevel::Token => {
             let slope = token.grad(on, own);
             on.mul(weight, slope)
         }

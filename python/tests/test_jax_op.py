@@ -71,26 +71,44 @@ class Batch:
         return lambda logits: self.loss(logits, **options).loss
 
 
+def in_one_row(by: str, logits: Any, ids: Any, given: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """A batch whose sequences lie one after another in `[N,V]`, each with what it is padded by."""
+    batch, tokens = ids.shape
+    ends = jnp.arange(batch + 1) * tokens
+    lengths = {"cu_seqlens": ends, "segment_ids": 1 + jnp.arange(batch * tokens) // tokens}
+    flat = {name: array.reshape(-1) for name, array in given.items()}
+    return logits.reshape(batch * tokens, -1), ids.reshape(-1), {**flat, by: lengths[by]}
+
+
 @functools.cache
-def gradient(spec: str, implementation: str) -> Callable[..., dict[str, Any]]:
+def gradient(spec: str, implementation: str, packed_by: str | None = None) -> Callable[..., dict[str, Any]]:
     """The op under a file of a spec, `cotangent` times its loss differentiated."""
 
     @jax.jit
     def run(logits: Any, ids: Any, given: dict[str, Any], cotangent: Any, loss_scale: Any) -> dict[str, Any]:
         def scaled(logits: Any) -> Any:
             options = {"spec": assay.Spec._of_json(spec), "implementation": implementation, "loss_scale": loss_scale}
-            of = grpo_loss(logits, ids, **options, **given)
+            arrays = (logits, ids, given) if packed_by is None else in_one_row(packed_by, logits, ids, given)
+            of = grpo_loss(*arrays[:2], **options, **arrays[2])
             return of.loss * cotangent, of
 
         (loss, of), dlogits = jax.value_and_grad(scaled, has_aux=True)(logits)
-        return dict(loss=loss, dlogits=dlogits, logp=of.logp, entropy=of.entropy, token_loss=of.token_loss)
+        of_tokens = {name: getattr(of, name).reshape(ids.shape) for name in ("logp", "entropy", "token_loss")}
+        return dict(loss=loss, dlogits=dlogits, **of_tokens)
 
     return run  # type: ignore[no-any-return]
 
 
-def judged(spec: assay.Spec, implementation: str, cotangent: float = 1.0, loss_scale: float = 1.0, of: Any = None) -> Any:
+def judged(
+    spec: assay.Spec,
+    implementation: str,
+    cotangent: float = 1.0,
+    loss_scale: float = 1.0,
+    of: Any = None,
+    packed_by: str | None = None,
+) -> Any:
     """The op as a kernel to be judged; `of` another spec than it is judged by."""
-    run = gradient((of or spec).to_json(), implementation)
+    run = gradient((of or spec).to_json(), implementation, packed_by)
 
     def kernel(problem: assay.Problem) -> dict[str, Any]:
         arrays = problem.jax()
@@ -129,6 +147,15 @@ def test_native_passes_exact(name: str) -> None:
 @pytest.mark.parametrize("name", some(PLAIN, "entropy bonus"))
 def test_plain_xla_passes_exact(name: str) -> None:
     exact(judged(SPECS[name], "xla"), SPECS[name], CASES // 2, "f32", "bf16").raise_for_failure()
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "packed_by"),
+    [("sequence level", "native", "cu_seqlens"), ("rows with tokens", "xla", "segment_ids")],
+)
+def test_packed_sequences_pass_exact(name: str, implementation: str, packed_by: str) -> None:
+    kernel = judged(SPECS[name], implementation, packed_by=packed_by)
+    exact(kernel, SPECS[name], CASES, "f32").raise_for_failure()
 
 
 @pytest.mark.parametrize("name", some(PLAIN, "trl"))
@@ -335,6 +362,100 @@ def test_logp_and_entropy_of_a_cut_vocabulary_have_the_same_gradient() -> None:
     assert jnp.allclose(jax.jit(in_parts)(sharded), whole, rtol=1e-5, atol=1e-7)
 
 
+# ---- packed sequences
+
+
+class Packed:
+    """The sequences of a ragged batch, the third of them empty, one after another in a row of N tokens, those behind the last padding."""
+
+    def __init__(self, padded: Batch) -> None:
+        padded.given["mask"] = padded.given["mask"].at[2].set(False)
+        mask = np.asarray(padded.given["mask"])
+        self.padded = padded
+        #: Where each token is in the padded batch.
+        self.places = np.nonzero(mask)
+        self.ends = np.cumsum([0, *mask.sum(1)])
+        self.behind = 1 + (-self.ends[-1] - 1) % 4
+        self.segment_ids = np.array([*(self.places[0] + 1), *[0] * self.behind])
+        self.logits, self.ids = self.row(padded.logits), self.row(padded.ids)
+        self.given = {name: self.row(array) for name, array in padded.given.items() if array.ndim == 2}
+        self.given["advantages"] = padded.given["advantages"]
+
+    def row(self, array: Any) -> Any:
+        """`[N]` of what is told of tokens."""
+        return jnp.pad(array[self.places], [(0, self.behind), *[(0, 0)] * (array.ndim - 2)])
+
+    def value(self, **options: Any) -> Callable[[Any, dict[str, Any]], Any]:
+        """Loss and logp, of what says where sequences are."""
+        return lambda logits, lengths: loss_and_logp(grpo_loss(logits, self.ids, **self.given, **options, **lengths))
+
+
+def loss_and_logp(of: GrpoLoss) -> tuple[Any, Any]:
+    return of.loss, of.logp
+
+
+LEVELS = {
+    "token": assay.spec("trl", loss_type="grpo", beta=0.04),
+    "sequence": assay.spec("trl", loss_type="grpo", importance_sampling_level="sequence", beta=0.02),
+}
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_packed_sequences_are_those_of_the_padded_batch(implementation: str) -> None:
+    packed = Packed(Batch())
+    known = {"cu_seqlens": packed.ends}
+
+    @jax.jit
+    def all(padded: Any, logits: Any, traced: list[dict[str, Any]]) -> Any:
+        def both(spec: assay.Spec) -> Any:
+            options: dict[str, Any] = {"spec": spec, "implementation": implementation}
+            of_padded = jax.value_and_grad(lambda x: loss_and_logp(packed.padded.loss(x, **options)), has_aux=True)
+            of_row = jax.value_and_grad(packed.value(**options), has_aux=True)
+            rows = [of_row(logits, lengths) for lengths in (*traced, known)]
+            if spec == LEVELS["sequence"]:
+                twice = jax.vmap(of_row)(*jax.tree.map(lambda array: jnp.stack([array] * 2), (logits, traced[0])))
+                rows += [jax.tree.map(lambda array, i=i: array[i], twice) for i in range(2)]
+            return of_padded(padded), rows
+
+        return [both(spec) for spec in LEVELS.values()]
+
+    traced = [{"cu_seqlens": jnp.asarray(packed.ends)}, {"segment_ids": jnp.asarray(packed.segment_ids)}]
+    for ((loss, logp), dlogits), rows in all(packed.padded.logits, packed.logits, traced):
+        for (of_row, logp_of_row), dlogits_of_row in rows:
+            assert jnp.allclose(of_row, loss, rtol=1e-6)
+            for ours, padded in ((logp_of_row, logp), (dlogits_of_row, dlogits)):
+                # The kernel sums in the tokens' order.
+                limit = 0.0 if implementation == "native" else 1e-5
+                assert jnp.allclose(ours, packed.row(padded), rtol=limit, atol=limit / 100)
+
+    # A token that counts is of none.
+    traced[0]["cu_seqlens"] = traced[0]["cu_seqlens"].at[-1].add(-1)
+    if implementation == "native":
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"`segment_ids\[\d+\]`: got 0, expected a sequence's number"):
+            jax.block_until_ready(all(packed.padded.logits, packed.logits, traced))
+    else:
+        assert np.isnan(all(packed.padded.logits, packed.logits, traced)[0][1][0][0][0])
+
+
+def test_packed_hidden_states_have_the_gradient_of_their_logits() -> None:
+    packed, rng = Packed(Batch()), np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*packed.ids.shape, 16), (16, 64)))
+    options = {"spec": LEVELS["sequence"], "cu_seqlens": packed.ends, **packed.given}
+
+    @jax.jit
+    def both(hidden: Any, head: Any) -> Any:
+        def of_logits(hidden: Any, head: Any) -> Any:
+            return loss_and_logp(grpo_loss(hidden @ head, packed.ids, **options))
+
+        def of_hidden(hidden: Any, head: Any) -> Any:
+            return loss_and_logp(grpo_loss_of_hidden(hidden, head, packed.ids, chunk=7, **options))
+
+        return [jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, head) for of in (of_logits, of_hidden)]
+
+    for of_logits, of_hidden in zip(*map(jax.tree.leaves, both(hidden, head)), strict=True):
+        assert of_logits.any() and jnp.allclose(of_logits, of_hidden, rtol=1e-4, atol=1e-6)
+
+
 # ---- over devices
 
 COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
@@ -410,6 +531,49 @@ def test_no_collective_is_of_the_logits_size(name: str) -> None:
         assert value[1].sharding.is_equivalent_to(NamedSharding(mesh, cut), 3)
 
 
+@pytest.mark.parametrize("way", ["gradient", "shard_map"])
+def test_packed_sequences_lie_across_devices(way: str) -> None:
+    one, mesh, spec = Packed(Batch()), cut_over(AxisType.Auto), LEVELS["sequence"]
+    # Two rows one after another, and of what is behind the first the second's begins: a device of four ends within a sequence.
+    length, sequences = one.ids.size, one.ends.size - 1
+    ends = np.concatenate([one.ends, length + one.ends[1:]])
+    assert not set(ends) & {length // 2, length, 3 * length // 2}
+    given = {name: jnp.concatenate([array] * 2) for name, array in one.given.items()}
+    given["advantages"] = given["advantages"].at[sequences:].multiply(-0.5)
+    logits, ids = jnp.concatenate([one.logits, one.logits[::-1]])[None], jnp.concatenate([one.ids] * 2)[None]
+    given = {name: array if name == "advantages" else array[None] for name, array in given.items()}
+
+    def loss(logits: Any, ids: Any, given: Any, cu_seqlens: Any, **axes: Any) -> Any:
+        return grpo_loss(logits, ids, spec=spec, cu_seqlens=cu_seqlens, **axes, **given).loss
+
+    whole = jax.jit(jax.value_and_grad(loss))(logits, ids, given, ends)
+    if way == "gradient":
+        cut = P(None, ("data", "tokens"), "model")
+        of_tokens = {name: P(*cut[:2]) if array.ndim == 2 else P() for name, array in given.items()}
+        step, specs, arguments = jax.value_and_grad(loss), (cut, P(*cut[:2]), of_tokens, P()), (logits, ids, given, ends)
+    else:
+        # A row of its own for the devices of each half of the batch.
+        cut = P("data", "tokens", "model")
+
+        def of_each(logits: Any, ids: Any, given: Any, ends: Any) -> Any:
+            axes = dict(zip(("batch_axis", "token_axis", "vocab_axis"), cut, strict=True))
+            given = dict(given, advantages=given["advantages"][0])
+            return jax.value_and_grad(lambda x: loss(x, ids, given, ends[0], **axes))(logits)
+
+        of_tokens = {name: P(*cut[:2]) if array.ndim == 2 else P("data") for name, array in given.items()}
+        specs = (cut, P(*cut[:2]), of_tokens, P("data"))
+        step = jax.shard_map(of_each, mesh=mesh, in_specs=specs, out_specs=(P(), cut))
+        arguments = jax.tree.map(lambda array: array.reshape(2, -1, *array.shape[2:]), (logits, ids, given))
+        arguments = (*arguments, jnp.stack([one.ends] * 2))
+    placed = jax.device_put(arguments, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)))
+    compiled = jax.jit(step).lower(*placed).compile()
+    moved = elements(compiled.as_text())
+    assert moved and max(moved) <= ids.size < logits.size // 8, moved
+    value, dlogits = compiled(*placed)
+    assert jnp.allclose(value, whole[0], rtol=1e-5)
+    assert jnp.allclose(dlogits.reshape(logits.shape), whole[1], rtol=1e-4, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
@@ -426,13 +590,20 @@ def test_a_cut_into_unlike_parts_is_refused(cut: Any, said: str) -> None:
 
 
 def test_the_cuts_that_types_say_are_taken() -> None:
-    batch, cut = Batch(), CUTS["both"]
-    whole = jax.jit(jax.grad(batch.value()))(batch.logits)
+    batch, packed = Batch(), Packed(Batch())
+    of_row = packed.value(spec=LEVELS["sequence"])
+
+    def both(logits: Any, row: Any) -> Any:
+        return jax.grad(batch.value())(logits), jax.grad(lambda x: of_row(x, {"cu_seqlens": packed.ends})[0])(row)
+
+    whole = jax.jit(both)(batch.logits, packed.logits)
     with jax.set_mesh(cut_over(AxisType.Explicit)):
-        compiled = jax.jit(jax.grad(batch.value())).lower(jax.device_put(batch.logits, cut)).compile()
-        dlogits = compiled(jax.device_put(batch.logits, cut))
+        placed = jax.device_put(batch.logits, CUTS["both"]), jax.device_put(packed.logits, P("tokens", "model"))
+        compiled = jax.jit(both).lower(*placed).compile()
+        cut = compiled(*placed)
     assert max(elements(compiled.as_text())) <= batch.ids.size
-    assert jnp.allclose(np.asarray(dlogits), np.asarray(whole), rtol=1e-4, atol=1e-8)
+    for dlogits, of_whole in zip(cut, whole, strict=True):
+        assert jnp.allclose(np.asarray(dlogits), np.asarray(of_whole), rtol=1e-4, atol=1e-8)
 
 
 def test_a_row_of_which_no_device_has_the_target_is_no_number() -> None:
@@ -471,6 +642,15 @@ def test_two_processes_have_one_loss() -> None:
 # ---- what is refused
 
 BATCH = Batch(2, 3, 16)
+
+
+def packed(**options: Any) -> dict[str, Any]:
+    """Two sequences of three tokens in a row."""
+    given = {name: array.reshape(-1) for name, array in BATCH.given.items()} | {"mask": jnp.ones(6, bool)}
+    options = {name: np.array(value) if isinstance(value, list) else value for name, value in options.items()}
+    return {"logits": BATCH.logits.reshape(6, 16), "ids": BATCH.ids.reshape(-1), **given, **options}
+
+
 BIASED = assay.spec(logits={"bias": True})
 PART = assay.spec(**TRL.to_dict() | {"support": {"vocab": 15, "excluded_ids": [], "keep_sampled": False}})
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -507,6 +687,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias of none": ({"bias": jnp.ones(16)}, "`bias`: got an array, expected none: the spec has no `logits.bias`"),
     "no bias": ({"spec": BIASED}, r"`bias`: not given, expected shape \[16\]: the spec has `logits.bias`"),
     "bias": ({"spec": BIASED, "bias": jnp.ones(15)}, r"`bias`: got shape \[15\], expected \[16\]"),
+    "two rows": ({"cu_seqlens": np.array([0, 3])}, "`cu_seqlens`: got it for 2 rows of logits, expected one, "),
+    "flat": ({"logits": BATCH.logits.reshape(6, 16)}, r"`logits`: got shape \[6, 16\], expected \[B,T,V\]"),
+    "both": (packed(cu_seqlens=[0, 3, 6], segment_ids=[1] * 6), r"`segment_ids`: got shape \[6\], expected none beside"),
+    "no end": (packed(cu_seqlens=[0]), r"`cu_seqlens`: got shape \[1\], expected \[S\+1\]"),
+    "late": (packed(cu_seqlens=[1, 6]), r"`cu_seqlens\[0\]`: got 1, expected 0"),
+    "backwards": (packed(cu_seqlens=[0, 4, 3]), r"`cu_seqlens\[2\]`: got 3, expected at least 4"),
+    "beyond": (packed(cu_seqlens=[0, 7]), r"`cu_seqlens\[1\]`: got 7, expected at most N = 6"),
+    "of none": (packed(cu_seqlens=[0, 3, 5]), r"`mask\[0,5\]`: got 1, expected 0: the last sequence of `cu_seqlens` ends at 5"),
+    "ends in floats": (packed(cu_seqlens=[0.0, 6.0]), "`cu_seqlens`: got dtype float64, expected integers"),
+    "ids of none": (packed(segment_ids=[1, 1, 0, 2, 2, 2]), r"`segment_ids\[2\]`: got 0, expected a sequence's number"),
+    "ids backwards": (packed(segment_ids=[2, 2, 2, 1, 1, 1]), r"`segment_ids\[3\]`: got 1, expected at least 2"),
+    "too many ids": (packed(segment_ids=[1, 1, 2, 2, 3, 3]), "`segment_ids`: got 3 sequences, expected at most 2, as many as"),
+    "few ids": (packed(segment_ids=[1, 1, 2]), r"`segment_ids`: got shape \[3\], expected \[1, 6\] or \[6\]"),
+    "advantages of three": (
+        packed(cu_seqlens=[0, 3, 6], advantages=jnp.ones(3)),
+        r"`advantages`: got shape \[3\], expected \[2\] or \[1, 6\]",
+    ),
+    "padded width": (
+        packed(cu_seqlens=[0, 3, 6], spec=assay.spec(reduction={"fixed_length": {"rows": "all"}})),
+        "`reduction.fixed_length.length`: not given, .* packed sequences have no padded width",
+    ),
     "bias of integers": ({"spec": BIASED, "bias": jnp.ones(16, int)}, "`bias`: got dtype int32, expected floats"),
 }
 

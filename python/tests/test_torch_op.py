@@ -27,6 +27,7 @@ ARRAYS = (
     "bias",
     "cu_seqlens",
     "dentropy",
+    "temperature",
 )
 G = [1.0, 1 / 7, -3.0]
 
@@ -69,8 +70,9 @@ def on_head(problem: assay.Problem, g: float = 1.0) -> dict[str, Any]:
         assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.01),
         assay.spec("verl"),
         assay.spec(temperature=0.7),
+        assay.spec("verl", temperature="given"),
     ],
-    ids=["trl", "sequence", "verl", "temperature"],
+    ids=["trl", "sequence", "verl", "temperature", "temperatures"],
 )
 def test_a_campaign_passes(spec: assay.Spec) -> None:
     report = assay.check(on_logits, spec, dtypes=("f32", "bf16", "f16"), cases=60, shapes="few", grade="exact", power=False)
@@ -196,6 +198,28 @@ def test_a_projects_loss_reads_the_arrays_that_it_is_given() -> None:
     assert loss("trl", advantages=by_token) == loss("trl") != loss("trl", advantages=by_token * weights)
     of_sampler = loss("trl", use_vllm=True, rollout_weights=torch.ones_like(weights))
     assert of_sampler == loss("trl") != loss("trl", use_vllm=True, rollout_weights=weights)
+
+
+def test_a_tensor_of_temperatures_divides_each_sequence_or_token_by_its_own() -> None:
+    problem = one()
+    arguments = {**given(problem), "temperature": None}
+    logits, ids, mask = problem.torch().logits, arguments["ids"], arguments["mask"]
+    rows = torch.linspace(0.6, 1.4, ids.shape[0])
+
+    def logp(temperature: Any, spec: Any = "trl") -> Any:
+        options = {**arguments, "temperature": temperature}
+        return assay.torch.grpo_loss(logits, **options, spec=spec).logp
+
+    for given_as in (rows, rows[:, None], rows[:, None].expand(ids.shape)):
+        found = logp(given_as)
+        assert torch.equal(found, assay.torch.logp_and_entropy(logits, ids, mask, temperature=given_as)[0])
+        for b, temperature in enumerate(rows.tolist()):
+            assert torch.equal(found[b], logp(temperature)[b])
+    assert torch.equal(logp(rows), logp(rows, assay.spec(temperature="given")))
+    with pytest.raises(assay.ProblemError, match="`temperature`: got a tensor beside a Spec with a number"):
+        logp(rows, assay.spec("trl"))
+    with pytest.raises(assay.ProblemError, match="`temperature`.*expected a finite number > 0"):
+        logp(-rows)
 
 
 def test_gradients_lie_where_those_lay_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ pub(super) struct Spec {
     /// Options of the project's, such as `loss_type=grpo` or `policy_loss.loss_mode=gspo`
     #[arg(value_name = "NAME=VALUE", requires = "preset")]
     options: Vec<String>,
-    /// The project: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
+    /// The project: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
     /// Which of its functions; the usual one if none is given

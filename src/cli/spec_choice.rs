@@ -17,7 +17,7 @@ pub(super) struct SpecChoice {
     /// No loss, but logp and entropy, and their backward pass by given cotangents `dlogp` and `dentropy`
     #[arg(long, conflicts_with_all = ["spec", "preset"])]
     logp: bool,
-    /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl or openrlhf
+    /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
     /// An option of that project's, such as `loss_type=grpo`

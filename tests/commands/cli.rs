@@ -720,7 +720,7 @@ fn bad_specs_are_refused_by_file_and_field() {
         ("unknown.yaml", "temprature: 1.0\n", &["temprature", "temperature"]),
         ("unknown.toml", "temprature = 1.0\n", &["temprature", "temperature"]),
         ("unknown.json", "{\"temprature\": 1.0}", &["temprature", "temperature"]),
-        ("typed.yaml", "temperature: warm\n", &["floating point", "`temperature: warm`"]),
+        ("typed.yaml", "temperature: warm\n", &["a number > 0 or `given`", "`temperature: warm`"]),
         ("nested.yaml", "objective: {ppo_clip: {epsilon: 0.2}}\n", &["epsilon", "epsilon_low"]),
         ("cold.yaml", "temperature: 0.0\n", &["`temperature`", "got 0", "> 0"]),
         ("hot.yaml", "temperature: .inf\n", &["`temperature`", "got inf", "finite"]),

@@ -387,11 +387,11 @@ fn another_shape_dtype_device_count_or_spec_is_refused_by_name() {
     let clip = PpoClip { epsilon_high: 0.3, ..PpoClip::default() };
     let cases = [
         (
-            LossSpec { objective: Objective::PpoClip(clip), temperature: 0.7, ..plain.clone() },
+            LossSpec { objective: Objective::PpoClip(clip), temperature: 0.7.into(), ..plain.clone() },
             "`objective.ppo_clip.epsilon_high` = 0.3",
             "0.2",
         ),
-        (LossSpec { temperature: 0.7, ..plain.clone() }, "`temperature` = 0.7", "1.0"),
+        (LossSpec { temperature: 0.7.into(), ..plain.clone() }, "`temperature` = 0.7", "1.0"),
         (LossSpec { old_logp: OldLogp::Current, ..plain.clone() }, "`old_logp` = \"current\"", "\"given\""),
         (
             LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..plain.clone() },

@@ -46,7 +46,7 @@ struct Case {
 fn specs() -> [(&'static str, LossSpec); 4] {
     let plain = LossSpec::default();
     let all_terms = LossSpec {
-        temperature: 0.7,
+        temperature: 0.7.into(),
         kl: Some(Kl::plain(0.1, KlEstimator::K3)),
         entropy_coef: 0.01,
         reduction: Reduction::SequenceMean { rows: Rows::All },
@@ -57,7 +57,7 @@ fn specs() -> [(&'static str, LossSpec); 4] {
     let sequence = LossSpec {
         ratio: Ratio { level: RatioLevel::Sequence, ..plain.ratio },
         entropy_coef: 0.01,
-        temperature: 1.3,
+        temperature: 1.3.into(),
         ..plain.clone()
     };
     let sequence_token = LossSpec {
@@ -107,7 +107,10 @@ fn logp(spec: &LossSpec, row: &[f64], bias: &Array1<f64>, id: usize) -> f64 {
     };
     let inside = |j: usize| spec.support.vocab.is_none_or(|vocab| j < vocab) && !spec.support.excluded_ids.contains(&j);
     let columns = (0..row.len()).filter(|&j| j == id || inside(j));
-    -columns.map(|j| ((changed(j) - changed(id)) / spec.temperature).exp()).sum::<f64>().ln()
+    -columns
+        .map(|j| ((changed(j) - changed(id)) / spec.temperature.number().expect("one for all")).exp())
+        .sum::<f64>()
+        .ln()
 }
 
 /// A batch with masked tokens, whose hidden states are NaN, and a row of few tokens.

@@ -326,6 +326,7 @@ fn problem(logits: Dtype) -> Problem {
             selected: Some(array![[true, false, false], [false, true, false]]),
             bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
             dentropy: Some(ramp2(0.25)),
+            temperature: Some(ramp2(0.875)),
             ..Extra::default()
         },
     }
@@ -360,6 +361,7 @@ fn problem_of_every_dtype_reads_back_unchanged() {
         given.extra = Extra {
             rollout_weights: Some(array![[0.5], [2.0]]),
             token_weights: Some(array![[1.0], [0.0]]),
+            temperature: Some(array![[0.5], [2.0]]),
             ..Extra::default()
         };
         write_problem(&path, &given, &BTreeMap::new()).unwrap();
@@ -467,6 +469,15 @@ fn problem_with_a_shape_unlike_its_logits_is_refused_by_name() {
             assert_says(held.problem("logits", Some("old_logps")), "given.safetensors", &[&field, given, expected]);
         }
     }
+    let of_sequences = problem_with("bias", ("temperature", "F32", "[1]", &1.25_f32.to_le_bytes()));
+    let read = of_sequences.problem("logits", None).unwrap();
+    assert_eq!(read.extra.temperature, Some(array![[1.25]]));
+    let held = problem_with("bias", ("temperature", "F32", "[2]", &[0; 8]));
+    assert_says(
+        held.problem("logits", None),
+        "given.safetensors",
+        &["tensor `temperature`", "[2]", "expected [1], [B]"],
+    );
     let held = problem_with("bias", ("bias", "F32", "[2]", &[0; 8]));
     assert_says(held.problem("logits", None), "given.safetensors", &["tensor `bias`", "got shape [2]", "[3], [V] of"]);
     let held = problem_with("logits", ("logits", "F32", "[2,3]", &[0; 24]));
@@ -599,6 +610,7 @@ fn written_bytes_repeat_and_another_reader_agrees() {
             "rollout_logps",
             "rollout_weights",
             "selected",
+            "temperature",
             "token_weights"
         ]
     );

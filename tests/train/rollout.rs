@@ -62,7 +62,7 @@ impl Implementation for Warmer {
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        Native::default().run(&LossSpec { temperature: 1.01, ..spec.clone() }, problem, devices)
+        Native::default().run(&LossSpec { temperature: 1.01.into(), ..spec.clone() }, problem, devices)
     }
 }
 

@@ -7,6 +7,7 @@
 //! token            w_t = x_t                    G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
 //! sequence_token   w   = Σ x / (n + ε)          G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
 //! sequence         w   = Σ x / (n + ε)          G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+//! sequence_product w   = Σ x                    G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
 //! ```
 
 use super::arithmetic::Immediate;
@@ -82,10 +83,14 @@ impl Loss {
             .iter()
             .map(|token| own_log_ratio(on, structure, numbers, [token.logp, old_logp(token), token.known.advantage]))
             .collect();
-        let mean = (structure.level != RatioLevel::Token).then(|| {
-            let share = (row.len() as f64 + numbers.get(Number::RatioEpsilon)).recip();
-            (share * own.iter().map(|x| x.value).sum::<f64>(), share)
-        });
+        let share = match structure.level {
+            RatioLevel::Token => None,
+            RatioLevel::Sequence | RatioLevel::SequenceToken => {
+                Some((row.len() as f64 + numbers.get(Number::RatioEpsilon)).recip())
+            }
+            RatioLevel::SequenceProduct => Some(1.0),
+        };
+        let of_row = share.map(|share| share * own.iter().map(|x| x.value).sum::<f64>());
         let log_weight = {
             let x = |token: &Scored| (token.logp - old_logp(token)).clamp(-20.0, 20.0);
             let of_sampler = row.first().and_then(|token| input(Input::LogWeight, token.known.at));
@@ -105,7 +110,7 @@ impl Loss {
                     logp: *logp,
                     old_logp: old_logp(scored),
                     advantage: known.advantage,
-                    log_ratio: mean.map_or(own.value, |(mean, _)| mean),
+                    log_ratio: of_row.unwrap_or(own.value),
                     own: *own,
                     ref_logp: input(Input::RefLogp, known.at),
                     rollout_logp: input(Input::RolloutLogp, known.at),
@@ -124,8 +129,8 @@ impl Loss {
         let owed: f64 = owed.sum();
 
         let graded = row.iter().zip(&own).zip(losses).map(|((&Scored { known, logp, entropy }, own), token)| {
-            let grad_logp = match (structure.level, mean) {
-                (RatioLevel::Sequence, Some((_, share))) => {
+            let grad_logp = match (structure.level, share) {
+                (RatioLevel::Sequence | RatioLevel::SequenceProduct, Some(share)) => {
                     known.weight * token.by_logp.unwrap_or(0.0) + unless(on, own.held, share * owed)
                 }
                 (RatioLevel::SequenceToken, _) => known.weight * sum(on, token.by_logp, token.by_log_ratio),

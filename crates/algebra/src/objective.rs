@@ -8,7 +8,7 @@
 
 use super::arithmetic::Arithmetic;
 use super::structure::{Form, KlForm, KlSlope, Number, Numbers, Structure, ValueClamp};
-use assay_core::spec::{Divergence, KlEstimator, KlImportance};
+use assay_core::spec::{Divergence, KlEstimator, KlImportance, RatioLevel};
 
 /// What the loss of a token depends on.
 #[derive(Clone, Copy)]
@@ -126,7 +126,7 @@ fn within<A: Arithmetic>(on: &mut A, x: A::Value, bound: A::Value) -> Held<A::Va
     held(on, x, Some(low), Some(bound))
 }
 
-/// A token's own log-ratio, after its clamp and GMPO's clip.
+/// A token's own log-ratio, after its clamp and GMPO's clip. A product's clamp is that of its row.
 pub fn own_log_ratio<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
@@ -135,7 +135,7 @@ pub fn own_log_ratio<A: Arithmetic>(
 ) -> Held<A::Value, A::Truth> {
     let x = on.sub(logp, old_logp);
     let mut clamped = Held { value: x, held: None };
-    if structure.bounds.clamp {
+    if structure.bounds.clamp && structure.level != RatioLevel::SequenceProduct {
         clamped = within(on, x, numbers.get(Number::LogRatioClamp));
     }
     if !structure.bounds.clip {
@@ -163,7 +163,12 @@ pub fn token_loss<A: Arithmetic>(
 ) -> TokenLoss<A::Value, A::Truth> {
     let zero = on.constant(0.0);
     let cap = structure.bounds.cap.then(|| numbers.get(Number::LogRatioCap));
-    let capped = held(on, token.log_ratio, None, cap);
+    let mut capped = held(on, token.log_ratio, None, cap);
+    if structure.bounds.clamp && structure.level == RatioLevel::SequenceProduct {
+        let clamped = within(on, capped.value, numbers.get(Number::LogRatioClamp));
+        let held = [capped.held, clamped.held].into_iter().flatten().reduce(|cap, clamp| on.or(cap, clamp));
+        capped = Held { value: clamped.value, held };
+    }
     let ratio = on.exp(capped.value);
     let policy = Policy { structure, numbers, token, log_ratio: capped.value, ratio }.term(on);
     let (clipped_low, clipped_high) = clipped(on, structure, numbers, token, ratio);

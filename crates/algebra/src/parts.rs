@@ -2,26 +2,27 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Axis};
+use ndarray::{Array1, Array2, Axis};
 
-use super::rollout::{self, Settled};
+use super::rollout::{self, Settled, of_tokens};
 use super::structure::Shaped;
 use assay_core::implementation::{Implementation, RunError};
-use assay_core::problem::{Candidate, Problem, ProblemError, Sequences, Tokens};
+use assay_core::problem::{Candidate, Problem, ProblemError, Sequence, Tokens};
 use assay_core::spec::{
     Averaging, LossSpec, Objective, Outside, Reduction, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
     Rows, SpecError, Terms, TokenWeights, Unscored,
 };
 
-/// A batch, and what of its loss looks at all of it, worked out once: how many tokens and rows there are, how wide the batch
-/// is, and the mean of the sampler's weights.
+/// A batch, and what of its loss looks at all of it, worked out once: how many tokens and sequences there are, how wide the batch
+/// is, and the mean of the sampler's weights. It is cut between its sequences, packed ones too.
 ///
 /// ```text
-/// Σ over parts of loss(spec of the part, its rows) = loss(spec, batch)      and so the gradients, in exact arithmetic
+/// Σ over parts of loss(spec of the part, its sequences) = loss(spec, batch)      and so the gradients, in exact arithmetic
 /// ```
 ///
-/// The part's spec says by numbers what that of the batch says by its rows: `rows: all` becomes `rows: {given: B}`, a mean over
-/// tokens a `normalizer`. It has the structure of any other part's, so that a compiled program serves all.
+/// The part's spec says by numbers what that of the batch says by its sequences, which a spec calls rows: `rows: all` becomes
+/// `rows: {given: B}`, a mean over tokens a `normalizer`. It has the structure of any other part's, so that a compiled program
+/// serves all.
 pub struct Whole {
     spec: LossSpec,
     batch: Problem<()>,
@@ -59,16 +60,17 @@ impl Whole {
     /// `batch`, whose loss is `spec`.
     ///
     /// # Errors
-    /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or sequences are packed into one row.
+    /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or means over a width that packed
+    /// sequences do not have.
     pub fn of(spec: &LossSpec, mut batch: Problem<()>) -> Result<Self, SpecError> {
         expect_separable(spec)?;
-        if batch.extra.sequences != Sequences::Rows {
-            let expected = "one a row: a batch is cut between rows";
-            return Err(SpecError { field: "sequences", given: "packed into one row".into(), expected });
+        if batch.extra.sequences.packed().is_some() {
+            let expected = "a number ≥ 1, since packed sequences have no padded width";
+            spec.expect_no_width().map_err(|field| SpecError { field, given: "none".into(), expected })?;
         }
         let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;
-        let counts: Vec<usize> =
-            mask.rows().into_iter().map(|row| row.iter().filter(|counts| **counts).count()).collect();
+        let count = |sequence: Sequence| sequence.places().filter(|&at| mask[at]).count();
+        let counts: Vec<usize> = batch.sequences().into_iter().map(count).collect();
         let extents = Extents {
             rows: counts.len(),
             filled_rows: counts.iter().filter(|count| **count > 0).count(),
@@ -78,11 +80,9 @@ impl Whole {
         let mut spec = spec.clone();
         if spec.rejection.iter().any(|rejection| rejection.level == RejectionLevel::SecondMoment) {
             // What they leave out over the batch is said token by token.
-            let own = |(b, t)| {
-                batch.extra.token_weights.as_ref().map_or(1.0, |own| own[[b, if own.ncols() == 1 { 0 } else { t }]])
-            };
-            let own =
-                |at| if mask[at] && spec.token_weights.is_some() { own(at) } else { f64::from(u8::from(mask[at])) };
+            let given = batch.extra.token_weights.as_ref().filter(|_| spec.token_weights.is_some());
+            let given = given.map(|given| of_tokens(&batch.tokens(), given));
+            let own = |at| if mask[at] { given.as_ref().map_or(1.0, |given| given[at]) } else { 0.0 };
             batch.extra.token_weights = Some(Array2::from_shape_fn(mask.dim(), own));
             spec.token_weights.get_or_insert(TokenWeights { applies_to: Terms::PolicyAndKl });
             spec.rejection.retain(|rejection| rejection.counts);
@@ -110,8 +110,25 @@ impl Whole {
         &self.batch
     }
 
-    /// The rows of a part and of each its first `width` tokens, beyond which the loss reads none, and their loss. VESPO with
-    /// `weights_of_masked_tokens` reads given weights of all tokens, masked ones too.
+    /// Which sequences go into each of at most `parts` parts: equally many, the last fewer. A part of packed sequences has a token,
+    /// or is one with its neighbour.
+    pub fn cut(&self, parts: usize) -> Vec<Range<usize>> {
+        let (count, mask) = (self.extents.rows, &self.batch.mask);
+        let mut cut: Vec<Range<usize>> = Vec::new();
+        for first in (0..count).step_by(count.div_ceil(parts.max(1))) {
+            let end = count.min(first + count.div_ceil(parts.max(1)));
+            let tokens = |of: &Range<usize>| self.batch.extra.sequences.block(of.clone(), mask.dim()).1;
+            match cut.last_mut() {
+                Some(last) if tokens(last).is_empty() || tokens(&(first..end)).is_empty() => last.end = end,
+                _ => cut.push(first..end),
+            }
+        }
+        cut
+    }
+
+    /// The sequences `rows`, and of each row the first `width` tokens, beyond which the loss reads none, and their loss; of packed
+    /// sequences their [`block`](assay_core::problem::Sequences::block). VESPO with `weights_of_masked_tokens` reads given weights of
+    /// all tokens, masked ones too.
     pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Problem<()>) {
         let (spec, share) = self.spec_of(rows.len());
         let mut batch = self.batch.rows(rows, width);
@@ -146,8 +163,7 @@ impl Whole {
     }
 }
 
-/// What `implementation` makes of a batch in `parts` of equally many rows, the last of fewer: as of the batch whole, but for
-/// rounding.
+/// What `implementation` makes of a batch in [parts](Whole::cut) of whole sequences: as of the batch at once, but for rounding.
 ///
 /// # Errors
 /// [`RunError`] where the spec cannot be cut, or a part is not run.
@@ -159,16 +175,16 @@ pub fn run(
     devices: usize,
 ) -> Result<Candidate, RunError> {
     let whole = Whole::of(spec, problem.with_logits(())).map_err(ProblemError::from)?;
-    let (rows, width) = problem.mask.dim();
-    let rows_of_part = rows.div_ceil(parts.max(1));
-    let run = |first: usize| {
-        let rows = first..rows.min(first + rows_of_part);
-        let (spec, batch) = whole.part(rows.clone(), width);
-        let logits = problem.logits.select(Axis(0), &rows.collect::<Vec<_>>());
+    let sequences = &problem.extra.sequences;
+    let run = |of: Range<usize>| {
+        let (rows, tokens) = sequences.block(of.clone(), problem.mask.dim());
+        let (spec, batch) = whole.part(of, tokens.len());
+        let [rows, tokens] = [rows, tokens].map(Iterator::collect::<Vec<_>>);
+        let logits = problem.logits.select(Axis(0), &rows).select(Axis(1), &tokens);
         implementation.run(&spec, batch.with_logits(logits), devices)
     };
-    let parts: Vec<Candidate> = (0..rows).step_by(rows_of_part).map(run).collect::<Result<_, _>>()?;
-    Ok(Candidate::of_parts(&parts))
+    let parts: Vec<Candidate> = whole.cut(parts).into_iter().map(run).collect::<Result<_, _>>()?;
+    Ok(Candidate::of_parts(sequences, &parts))
 }
 
 impl Extents {
@@ -196,7 +212,7 @@ impl Extents {
     }
 }
 
-/// The weights of the sampler over their mean, one a token, or one a row where they are of rows.
+/// The weights of the sampler over their mean, one a token, or one a sequence where they are of sequences.
 fn normalized(weights: &RolloutWeights, tokens: &Tokens, mask: &Array2<bool>) -> Array2<f64> {
     let mut all = rollout::weights(weights, tokens);
     let given = weights.source == RolloutSource::Given;
@@ -204,11 +220,15 @@ fn normalized(weights: &RolloutWeights, tokens: &Tokens, mask: &Array2<bool>) ->
         // Weights that are computed are 1 where no token counts.
         all.zip_mut_with(mask, |weight, counts| *weight = if *counts { *weight } else { 1.0 });
     }
-    let one_a_row = given && tokens.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
-    if !one_a_row && !matches!(weights.level, RolloutLevel::Sequence | RolloutLevel::Geometric) {
+    let one_each = given && tokens.extra.rollout_weights.as_ref().is_some_and(|given| given.dim() != mask.dim());
+    if !one_each && !matches!(weights.level, RolloutLevel::Sequence | RolloutLevel::Geometric) {
         return all;
     }
     // The first token that counts: what is computed is of these alone.
-    let first = |b: usize| mask.row(b).iter().position(|counts| *counts).unwrap_or(0);
-    Array2::from_shape_fn((all.nrows(), 1), |(b, _)| all[[b, first(b)]])
+    let of_sequence = |sequence: Sequence| {
+        let first = sequence.places().find(|&at| mask[at]).or_else(|| sequence.places().next());
+        first.map_or(1.0, |at| all[at])
+    };
+    let of_sequences: Array1<f64> = tokens.sequences().into_iter().map(of_sequence).collect();
+    of_sequences.insert_axis(Axis(1))
 }

@@ -6,6 +6,7 @@
 use ndarray::{Array2, Zip};
 
 use super::structure::{Form, Input, Shaped};
+use super::transform;
 use assay_core::problem::{Extra, Sequence, Tokens};
 use assay_core::spec::{
     LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
@@ -82,6 +83,14 @@ impl Settled {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
             }
             Input::Dentropy => array(tokens.extra.dentropy.as_ref()),
+            Input::Rate => {
+                let rate = transform::rate(spec);
+                let of_token = |(at, &counts): ((usize, usize), &bool)| {
+                    if counts { rate / tokens.temperature(spec, at) } else { 1.0 }
+                };
+                let rates = mask.indexed_iter().map(of_token).collect();
+                Array2::from_shape_vec(mask.dim(), rates).expect("one entry a token")
+            }
         };
         let inputs = structure.inputs().into_iter().map(|input| (input, value(input))).collect();
         Self { mask, inputs }
@@ -220,7 +229,7 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
 }
 
 /// A number a token, where one a sequence is given too.
-fn of_tokens(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
+pub(super) fn of_tokens(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
     if given.dim() == tokens.mask.dim() {
         return given.clone();
     }

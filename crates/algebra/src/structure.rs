@@ -3,7 +3,7 @@
 use super::transform::{self, Transform};
 use assay_core::spec::{
     Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Positive, PpoClip,
-    RatioLevel, Reduction, Rows, TemperatureDivides, Terms,
+    RatioLevel, Reduction, Rows, Temperature as OfSpec, TemperatureDivides, Terms,
 };
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
@@ -104,7 +104,7 @@ pub enum Form {
 /// The bounds of log-ratios.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// `|x| ≤ clamp` of each token.
+    /// `|x| ≤ clamp` of each token, or of the product's `Σ x`.
     pub clamp: bool,
     /// GMPO's, by the sign of the advantage.
     pub clip: bool,
@@ -158,6 +158,17 @@ pub enum Temperature {
     Logits,
     /// The log-probability; the softmax is that of the logits as they are.
     Logp,
+    /// The logits, before their softmax, each token's by its own.
+    Given,
+}
+
+/// What gaps from the maximum are multiplied by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rate {
+    /// One number for all tokens.
+    OfAll(Number),
+    /// Each token's own: [`Input::Rate`].
+    OfToken,
 }
 
 /// What a term of a token is divided by: `(tokens + ε) · filled rows · a number that is given`, each factor where it is
@@ -248,10 +259,11 @@ impl Structure {
             },
             old_logp_given: spec.old_logp != OldLogp::Current,
             transform: Transform::of(spec),
-            temperature: match spec.temperature_divides {
-                _ if spec.temperature == 1.0 => Temperature::One,
-                TemperatureDivides::Logits => Temperature::Logits,
-                TemperatureDivides::Logp => Temperature::Logp,
+            temperature: match (spec.temperature, spec.temperature_divides) {
+                (OfSpec::Given, _) => Temperature::Given,
+                (OfSpec::Number(1.0), _) => Temperature::One,
+                (OfSpec::Number(_), TemperatureDivides::Logits) => Temperature::Logits,
+                (OfSpec::Number(_), TemperatureDivides::Logp) => Temperature::Logp,
             },
             kl: spec.kl.as_ref().map(|kl| KlForm {
                 estimator: kl.estimator,
@@ -328,7 +340,7 @@ impl Structure {
             (self.bounds.clip, N::LogRatioHigh),
             (self.bounds.cap, N::LogRatioCap),
             (self.off_policy_mask, N::OffPolicyThreshold),
-            (self.level != RatioLevel::Token, N::RatioEpsilon),
+            (matches!(self.level, RatioLevel::Sequence | RatioLevel::SequenceToken), N::RatioEpsilon),
             (true, N::Beta),
             (kl.is_some_and(|kl| kl.difference_clamp), N::KlDifferenceClamp),
             (kl.is_some_and(|kl| kl.value_clamp.is_some()), N::KlValueClamp),
@@ -340,22 +352,26 @@ impl Structure {
 
     /// The numbers that its softmaxes read, in order.
     pub fn softmax_numbers(self) -> Vec<Number> {
-        let mut numbers = vec![Number::InverseTemperature];
-        if self.transform.is_some() {
-            numbers.extend([Number::LogitFactor, Number::Rate]);
-            numbers.extend((self.temperature == Temperature::Logp).then_some(Number::LogpRate));
-        }
-        numbers
+        let (one, changes) = (self.temperature != Temperature::Given, self.transform.is_some());
+        let all = [
+            (one, Number::InverseTemperature),
+            (changes, Number::LogitFactor),
+            (changes && one, Number::Rate),
+            (changes && self.temperature == Temperature::Logp, Number::LogpRate),
+        ];
+        all.into_iter().filter_map(|(read, number)| read.then_some(number)).collect()
     }
 
     /// What gaps from the maximum are multiplied by, nothing where it is 1: in the softmax that entropy is of, and in that of logp where
     /// it is another. Derivatives by what the softmax is of are multiplied by the first.
-    pub fn gap_numbers(self) -> Vec<Option<Number>> {
+    pub fn gap_rates(self) -> Vec<Option<Rate>> {
         let [of_entropy, of_logp] = match self.transform {
             Some(_) => [Some(Number::Rate), Some(Number::LogpRate)],
             None => [Some(Number::InverseTemperature), None],
         };
+        let [of_entropy, of_logp] = [of_entropy, of_logp].map(|number| number.map(Rate::OfAll));
         match self.temperature {
+            Temperature::Given => vec![Some(Rate::OfToken)],
             Temperature::One if self.transform.is_none() => vec![None],
             Temperature::One | Temperature::Logits => vec![of_entropy],
             Temperature::Logp => vec![of_entropy, of_logp],
@@ -395,6 +411,7 @@ impl Structure {
             (self.form == Form::Vespo, Input::LogWeight),
             (self.off_policy_mask, Input::Behaviour),
             (self.dentropy, Input::Dentropy),
+            (self.temperature == Temperature::Given, Input::Rate),
         ];
         all.into_iter().filter_map(|(read, input)| read.then_some(input)).collect()
     }
@@ -445,6 +462,8 @@ pub enum Input {
     Behaviour,
     /// The cotangent of the entropy.
     Dentropy,
+    /// `1/T` of the token, times the [rate](super::transform::rate) of what is done to logits; 1 under the mask.
+    Rate,
 }
 
 impl Input {
@@ -460,6 +479,7 @@ impl Input {
             Input::LogWeight => "log_weight",
             Input::Behaviour => "behaviour_logp",
             Input::Dentropy => "dentropy",
+            Input::Rate => "rate",
         }
     }
 }
@@ -609,9 +629,9 @@ impl Number {
                 _ => none,
             },
             Number::KlValueClamp => kl.and_then(|kl| kl.value_clamp).unwrap_or(none),
-            Number::InverseTemperature => spec.temperature.recip(),
+            Number::InverseTemperature => spec.temperature.number().map_or(none, f64::recip),
             Number::LogitFactor => transform::factor(spec),
-            Number::Rate => transform::rate(spec) / spec.temperature,
+            Number::Rate => spec.temperature.number().map_or(none, |temperature| transform::rate(spec) / temperature),
             Number::LogpRate => transform::rate(spec),
             Number::EntropyFactor => none,
             Number::EntropyCoef if spec.dentropy => -spec.scale,

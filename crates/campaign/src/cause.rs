@@ -260,6 +260,6 @@ fn names<P: Subject>(
             .all(|(known, candidate)| crate::power::fails_alike(known, candidate, mutant, kind, &bench.limits))
             && passing.iter().all(|known| crate::power::passes(known, mutant, &bench.limits))
     };
-    let candidates: Vec<&Mutant> = BANK.iter().filter(|mutant| crate::power::shows::<P>(mutant)).collect();
+    let candidates: Vec<&Mutant> = BANK.iter().filter(|mutant| crate::power::shows::<P>(mutant, bench.spec)).collect();
     candidates.into_par_iter().filter(is_alike).map(crate::power::named).collect()
 }

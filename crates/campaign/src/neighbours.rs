@@ -5,7 +5,7 @@ use assay_core::problem::Candidate;
 use assay_core::spec::presets::{self, Given, Options, Preset};
 use assay_core::spec::{
     Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OldLogp, RatioLevel, Reduction,
-    Rows, Support, TemperatureDivides, Terms,
+    Rows, Support, Temperature, TemperatureDivides, Terms,
 };
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
@@ -149,6 +149,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         ("ratio.level: token", RatioLevel::Token),
         ("ratio.level: sequence", RatioLevel::Sequence),
         ("ratio.level: sequence_token", RatioLevel::SequenceToken),
+        ("ratio.level: sequence_product", RatioLevel::SequenceProduct),
     ] {
         add(name, &|spec| spec.ratio.level = level);
     }
@@ -160,12 +161,13 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     add("no entropy bonus", &|spec| spec.entropy_coef = 0.0);
     add("no cotangent of the entropy", &|spec| spec.dentropy = false);
     add("entropy bonus of the other sign", &|spec| spec.entropy_coef = -spec.entropy_coef);
-    for (name, temperature) in [
-        ("temperature: 1", 1.0),
-        ("temperature: its reciprocal", 1.0 / asked.temperature),
-        ("temperature: its square", asked.temperature * asked.temperature),
-    ] {
-        add(name, &|spec| spec.temperature = temperature);
+    add("temperature: 1", &|spec| spec.temperature = Temperature::ONE);
+    if let Some(temperature) = asked.temperature.number() {
+        for (name, other) in
+            [("temperature: its reciprocal", 1.0 / temperature), ("temperature: its square", temperature * temperature)]
+        {
+            add(name, &|spec| spec.temperature = other.into());
+        }
     }
     for (name, divides) in [
         ("temperature_divides: logits", TemperatureDivides::Logits),

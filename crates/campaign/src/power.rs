@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use assay_core::problem::{Candidate, Dtype, FloatArray};
+use assay_core::spec::LossSpec;
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
@@ -31,9 +32,9 @@ const WIDE: Range<usize> = 1 << 18..1 << 20;
 /// How far from the judged kernel's value a wrong kernel's may be to be the same, in units of how far both are off.
 const ALIKE: f64 = 0.05;
 
-/// Whether a mutant is one of such problems at all.
-pub(crate) fn shows<P: Subject>(mutant: &Mutant) -> bool {
-    P::is_of(mutant.class)
+/// Whether a mutant is one of such problems, and of what the loss has, at all.
+pub(crate) fn shows<P: Subject>(mutant: &Mutant, spec: &LossSpec) -> bool {
+    P::is_of(mutant.class) && mutant.class.is_reached(spec)
 }
 
 /// What a mutant returns, with its verdicts; `None` where it does not compute that.
@@ -185,7 +186,7 @@ pub(crate) fn power<P: Subject>(
     outputs: &[&'static str],
 ) -> Result<Option<schema::Power>, CampaignError> {
     let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
-    let mutants: Vec<&Mutant> = BANK.iter().filter(|mutant| shows::<P>(mutant)).collect();
+    let mutants: Vec<&Mutant> = BANK.iter().filter(|mutant| shows::<P>(mutant, spec)).collect();
     let mut fates = vec![Fate::NotExercised; mutants.len()];
     let mut cases = 0;
     for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {

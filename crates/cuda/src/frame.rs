@@ -9,7 +9,7 @@ use assay_algebra::objective::TokenLoss;
 use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Shaped, Temperature};
+use assay_algebra::structure::{Input, Number, Rate, Shaped, Temperature};
 use assay_algebra::transform::Columns;
 use assay_core::problem::{FloatArray, Metrics, Sequence, Tokens};
 use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
@@ -100,6 +100,12 @@ impl<'s> Frame<'s> {
         arrays::numbers(self.loss.structure).into_iter().map(value).collect()
     }
 
+    /// What gaps of each token are multiplied by, `[n]`, where temperatures are given.
+    pub(crate) fn rates(&self) -> Option<Vec<f32>> {
+        let rates = self.settled.input(Input::Rate)?;
+        Some(rates.iter().map(|&rate| rate as f32).collect())
+    }
+
     /// What it is given of each token, `[n, width]`.
     pub(crate) fn tokens(&self) -> Vec<f32> {
         let columns = arrays::given_columns(self.loss.structure);
@@ -117,6 +123,7 @@ impl<'s> Frame<'s> {
                     Given::KlWeight => input(Input::KlWeight),
                     Given::Selected => input(Input::Selected),
                     Given::RolloutLogp => input(Input::RolloutLogp),
+                    Given::Rate => input(Input::Rate),
                     Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
@@ -157,8 +164,9 @@ impl<'s> Frame<'s> {
     /// What follows from the statistics of each row.
     pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<Softmaxes> {
         let on = &mut Immediate;
-        let scales = self.gap_scales();
-        let softmaxes = statistics.chunks(PER_TOKEN).map(|row| {
+        let places = ndarray::indices(self.settled.mask.dim()).into_iter();
+        let softmaxes = statistics.chunks(PER_TOKEN).zip(places).map(|(row, at)| {
+            let scales = self.gap_scales(at);
             let of = |which: Statistic| f64::from(row[which as usize]);
             let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(of);
             let mut softmax = |[others, weighted]: [Statistic; 2], scale| {
@@ -175,10 +183,13 @@ impl<'s> Frame<'s> {
         Array2::from_shape_vec(self.settled.mask.dim(), softmaxes.collect()).expect("one entry a token")
     }
 
-    /// What gaps are multiplied by in each softmax, as the kernels have it.
-    fn gap_scales(&self) -> Vec<Option<f64>> {
-        let numbers = self.loss.structure.gap_numbers().into_iter();
-        numbers.map(|number| number.map(|number| self.number(number).into())).collect()
+    /// What gaps of a token are multiplied by in each softmax, as the kernels have it.
+    fn gap_scales(&self, at: (usize, usize)) -> Vec<Option<f64>> {
+        let rate = |rate| match rate {
+            Rate::OfAll(number) => self.number(number),
+            Rate::OfToken => self.input(Input::Rate, at).expect("the structure reads it") as f32,
+        };
+        self.loss.structure.gap_rates().into_iter().map(|of| of.map(|of| rate(of).into())).collect()
     }
 
     /// Log-probability and entropy.
@@ -223,11 +234,11 @@ impl<'s> Frame<'s> {
     /// What the second kernel multiplies by, `[n, 8]`.
     pub(crate) fn scales(&self, softmaxes: &Array2<Softmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
         let structure = self.loss.structure;
-        let tempered = self.gap_scales()[0].unwrap_or(1.0);
         let mut values = vec![0.0; self.ids.len() * PER_TOKEN];
         for ((at, graded), of_token) in graded.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
             let Some(graded) = graded else { continue };
             let Softmaxes { max, entropy, logp } = softmaxes[at];
+            let tempered = self.gap_scales(at)[0].unwrap_or(1.0);
             let mut set = |place: Scale, value: f64| of_token[place as usize] = value as f32;
             set(Scale::Max, max);
             set(Scale::Share, -graded.grad_logp * tempered / logp.sum);

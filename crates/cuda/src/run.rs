@@ -273,6 +273,10 @@ impl<'s> Ready<'s> {
                 "inverse_temperature" => {
                     ("inverse_temperature", bytemuck::cast_slice(&frame.softmax_numbers()).to_vec())
                 }
+                "rate" => {
+                    let rates = frame.rates().expect("a kernel is given them where temperatures are given");
+                    ("rate", bytemuck::cast_slice(&rates).to_vec())
+                }
                 "softmax_numbers" => ("softmax_numbers", bytemuck::cast_slice(&frame.softmax_numbers()).to_vec()),
                 "column_bias" => ("column_bias", of_columns(&frame, |columns| columns.bias.as_slice())),
                 "target_bias" => ("target_bias", of_columns(&frame, |columns| columns.target.as_slice())),

@@ -98,11 +98,11 @@ impl<'c> DlogitsCondition<'c> {
         let through_ratio = match spec.ratio.level {
             RatioLevel::Token => branch.slope * by_log_ratio,
             RatioLevel::SequenceToken => by_log_ratio,
-            RatioLevel::Sequence => branch.slope * token.share * condition.row.sum,
+            RatioLevel::Sequence | RatioLevel::SequenceProduct => branch.slope * token.share * condition.row.sum,
         };
         let mut moved = response(spec, &token.inputs, condition.moves, &on_branch);
         let mut flushed = flushed_of_grad(spec, token, branch, condition.grade);
-        if spec.ratio.level == RatioLevel::Sequence {
+        if spec.ratio.level.is_shared() {
             moved.scale += branch.slope * token.share * condition.row.moved.scale;
             moved.floor += branch.slope * token.share * condition.row.moved.floor;
             flushed += token.share * condition.row.flushed;
@@ -122,7 +122,7 @@ impl<'c> DlogitsCondition<'c> {
         let (whole, flushed) = self.whole_and_flushed(columns);
         let (p, target) = (&columns.of_logp().probabilities, columns.place_of(self.token.id));
         let [mut common, mut of_ratio] = [(); 2].map(|()| Bounds::new(p.len()));
-        let t = 1.0 / self.reference.spec().temperature;
+        let t = 1.0 / self.token.temperature();
         if self.grad != 0.0 {
             common = Bounds::in_proportion(self.common().times(t), p);
             if self.token.inputs.row_log_ratio.is_some() {
@@ -262,11 +262,11 @@ impl<'c> DlogitsCondition<'c> {
             }
         }
         // What is flushed before the transform of logits is multiplied by its slope.
-        let flushed_once = FLUSHED / spec.temperature.min(1.0);
+        let flushed_once = FLUSHED / token.temperature().min(1.0);
         for flushed in &mut flushed {
             *flushed *= flushed_once;
         }
-        let t = 1.0 / spec.temperature;
+        let t = 1.0 / token.temperature();
         for scale in &mut whole.scale {
             *scale *= t;
         }

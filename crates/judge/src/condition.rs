@@ -13,7 +13,7 @@
 //!
 //! `Δ(f)` is how far `f` moves, in units of `u`, when `ℓ` moves by `C·u` with `C = C_ℓ + |old_logp| + |ref_logp|`, or, if
 //! that is more, when the log-ratio `x` and the difference `d` move by `|x|·u` and `|d|·u`, each by itself. Where tokens
-//! share a ratio, it is also moved by `C̄·u`, with `C̄` the row's mean of `C_ℓ + |old_logp| + |x|`, and `G` takes what its
+//! share a ratio, it is also moved by `C̄·u`, with `C̄` the row's mean of `C_ℓ + |old_logp| + |x|`, or its sum, and `G` takes what its
 //! row's tokens owe to that ratio, terms and movement alike. `C_E = |E| q_j ((a_j + ā)(1 + a_j + ā) + ā₂)/T` carries the
 //! entropy bonus.
 //!
@@ -122,7 +122,7 @@ pub struct Bound {
 pub(super) struct Moves {
     /// `C`: of `ℓ` and what it is compared with.
     logp: Bound,
-    /// `C̄`: of the row's mean log-ratio.
+    /// `C̄`: of the row's log-ratio.
     row: Bound,
     /// Of VESPO's `ln w`.
     weight: Bound,
@@ -212,7 +212,7 @@ impl Condition {
                 all[at] = Some(Condition::of(reference, token, (base, errors), bands, &of_batch, &of_row));
             }
             // What one token owes to the ratio of its row reaches all of them.
-            if reference.spec().ratio.level == RatioLevel::Sequence {
+            if reference.spec().ratio.level.is_shared() {
                 let conditions = |at| all[at].as_ref().is_some_and(|condition: &Condition| condition.overflows);
                 let overflows = sequence.places().any(conditions);
                 for at in sequence.places() {
@@ -279,7 +279,7 @@ impl Condition {
         });
         let largest = f64::from(f32::MAX) / 2.0;
         // A gradient is divided by the temperature before or after it is multiplied by a probability.
-        let grad = reference.grad_logp(token, &token.branch, token.coupling) / spec.temperature;
+        let grad = reference.grad_logp(token, &token.branch, token.coupling) / token.temperature();
         let parts = [token.policy, token.kl].map(|term| [term.value, term.by_logp, term.by_log_ratio]);
         // A weight of its own may overflow though its product with a small estimate does not.
         let weighs = |kl: &&Kl| matches!(kl.importance, KlImportance::TokenRatio | KlImportance::Rollout);
@@ -338,7 +338,7 @@ impl Base {
         let z = target.of_logp().z[0];
         let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
         // ∂ℓ/∂log p_y: 1, or 1/T where the temperature divides the log-probability.
-        let factor = softmax.divisor / spec.temperature;
+        let factor = softmax.divisor / token.temperature();
         // A logit of −∞ is not rounded.
         let largest =
             [softmax.stats.max, z].into_iter().filter(|z| z.is_finite()).fold(0.0, |most, z| z.abs().max(most));
@@ -410,8 +410,10 @@ type Side<'s> = &'s dyn Fn(&Token, Base) -> TokenInputs;
 
 /// What the tokens of a row share.
 struct OfRow {
-    /// `C̄`, and the mean of the floors of logp.
+    /// The mean of `C_ℓ + |old_logp| + |x|`, and of the floors of logp.
     mean: Bound,
+    /// `C̄`: the same, or of a product its sum.
+    level: Bound,
     /// `Σ` of the same, and of the logarithms of its rollout weights.
     sum: Bound,
     /// What they owe to their ratio on each side of its kinks; their own first.
@@ -429,9 +431,11 @@ impl OfRow {
         let sum: f64 = row.iter().map(condition).sum();
         let floors: f64 = row.iter().map(|(_, _, base)| base.logp.floor).sum();
         let count = row.len().max(1) as f64;
+        let shared = if spec.ratio.level == RatioLevel::SequenceProduct { 1.0 } else { count };
         let weights = row.first().map_or(0.0, |(_, token, _)| token.inputs.row_log_weight.abs());
         let mut of_row = Self {
             mean: Bound { scale: sum / count, floor: floors / count },
+            level: Bound { scale: sum / shared, floor: floors / shared },
             sum: Bound { scale: sum + if weights.is_finite() { weights } else { 0.0 }, floor: floors },
             couplings: vec![row.first().map_or(0.0, |(_, token, _)| token.coupling)],
             terms: RatioTerms {
@@ -439,7 +443,7 @@ impl OfRow {
                 ..RatioTerms::default()
             },
         };
-        if spec.ratio.level != RatioLevel::Sequence {
+        if !spec.ratio.level.is_shared() {
             return of_row;
         }
         for &(_, token, base) in row {
@@ -480,12 +484,12 @@ impl OfRow {
 
     fn moves(&self, spec: &LossSpec, token: &Token, base: Base) -> Moves {
         let logp = base.logp.scale + old_logp_size(spec, token) + token.inputs.ref_logp.map_or(0.0, f64::abs);
-        Moves { logp: Bound { scale: logp, ..base.logp }, row: self.mean, weight: self.sum }
+        Moves { logp: Bound { scale: logp, ..base.logp }, row: self.level, weight: self.sum }
     }
 
     /// How near to a kink of the row's log-ratio both sides are right.
     fn band(&self, bands: Bands) -> f64 {
-        U * (bands.logp * self.mean.scale + 4.0) + self.mean.floor
+        U * (bands.logp * self.level.scale + 4.0) + self.level.floor
     }
 }
 

@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 use assay_core::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, Problem, ProblemError, Projection, Shape,
 };
-use assay_core::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Vespo};
+use assay_core::spec::{
+    AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Temperature, Vespo,
+};
 use assay_reference as reference;
 
 /// How logits are drawn.
@@ -200,7 +202,8 @@ impl Recipe {
 
     /// Makes the problem, with the arrays that the spec reads. Masks are ragged, with at least one token; a tenth of the
     /// advantages are 0; the sampler's log-probabilities are `old_logp` with noise of the same scale, at most 1, and a
-    /// twentieth NaN where the spec allows that; given weights lie around 1, and a tenth of a trainer's are 0; every value fits f32 exactly.
+    /// twentieth NaN where the spec allows that; given weights lie around 1, and a tenth of a trainer's are 0; given temperatures
+    /// lie between 0.4 and 2, one a sequence or one a token; every value fits f32 exactly.
     ///
     /// # Errors
     /// As [`check`](Self::check).
@@ -275,6 +278,10 @@ impl Recipe {
         let mut normal = |scale: f64| f32_value(scale * others.sample::<f64, _>(StandardNormal));
         problem.extra.bias = spec.logits.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
         problem.extra.dentropy = spec.dentropy.then(|| Array2::from_shape_simple_fn((batch, tokens), || normal(0.3)));
+        problem.extra.temperature = (spec.temperature == Temperature::Given).then(|| {
+            let columns = if self.seed.is_multiple_of(2) { 1 } else { tokens };
+            Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.4).exp().clamp(0.4, 2.0)))
+        });
 
         // The policy's own log-probabilities, which need nothing but its softmax.
         let policy = LossSpec {
@@ -647,7 +654,7 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
             }
         });
     };
-    let Extra { rollout_logp, rollout_weights, token_weights, dentropy, .. } = &mut problem.extra;
+    let Extra { rollout_logp, rollout_weights, token_weights, dentropy, temperature, .. } = &mut problem.extra;
     for array in [&mut problem.old_logp, &mut problem.ref_logp, rollout_logp, dentropy].into_iter().flatten() {
         garbage(array);
     }
@@ -656,8 +663,8 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
     if let Some(weights) = rollout_weights.as_mut().filter(|weights| !read && weights.dim() == mask.dim()) {
         garbage(weights);
     }
-    if let Some(weights) = token_weights.as_mut().filter(|weights| weights.dim() == mask.dim()) {
-        garbage(weights);
+    for array in [token_weights, temperature].into_iter().flatten().filter(|array| array.dim() == mask.dim()) {
+        garbage(array);
     }
     if let Advantages::Token(advantages) | Advantages::Dlogp(advantages) = &mut problem.advantages {
         garbage(advantages);

@@ -12,7 +12,7 @@ use super::metric::Position;
 use super::tolerance::Limits;
 use assay_core::implementation::Workload;
 use assay_core::problem::{Advantages, Candidate, FloatView, HeadGradientView, HeadProblem, Problem, ProblemError};
-use assay_core::spec::LossSpec;
+use assay_core::spec::{LossSpec, Temperature};
 use assay_reference::{self as reference, HeadReference, Reference};
 use ndarray::Ix3;
 
@@ -214,7 +214,9 @@ fn of_token<L>(
     let given = [("dentropy", dentropy), ("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)]
         .into_iter()
         .filter_map(given);
-    for (name, x) in given.chain(element) {
+    let temperature = problem.tokens().temperature(reference.spec(), (b, t));
+    let temperature = (reference.spec().temperature == Temperature::Given).then_some(("temperature", temperature));
+    for (name, x) in given.chain(temperature).chain(element) {
         let _ = write!(text, ", {name} {x:e}");
     }
     if let Some(token) = reference.token(b, t) {

@@ -149,17 +149,21 @@ fn logit_errors(reference: &HeadReference, rounding: Option<Dtype>, limits: &Lim
             }
         }
     }
-    let rate = rounding.map(|_| steepest_exponent(on_logits.spec()));
-    errors.into_iter().map(|each| LogitErrors { each: each.into(), rate }).collect()
+    let spec = on_logits.spec();
+    let of_token = |(n, each): (usize, Vec<f32>)| {
+        let temperature = on_logits.problem().tokens().temperature(spec, (n / tokens, n % tokens));
+        LogitErrors { each: each.into(), rate: rounding.map(|_| steepest_exponent(spec, temperature)) }
+    };
+    errors.into_iter().enumerate().map(of_token).collect()
 }
 
 /// By how much at most an exponent of a softmax, or the log-probability, grows with a logit.
-fn steepest_exponent(spec: &LossSpec) -> f64 {
+fn steepest_exponent(spec: &LossSpec, temperature: f64) -> f64 {
     let of_logp = match spec.temperature_divides {
         TemperatureDivides::Logits => 0.0,
         TemperatureDivides::Logp => 1.0,
     };
-    spec.logits.scale.abs() * f64::max(of_logp, 1.0 / spec.temperature)
+    spec.logits.scale.abs() * f64::max(of_logp, 1.0 / temperature)
 }
 
 /// How far an honest kernel's dlogits may be off, `[cases,columns]`.

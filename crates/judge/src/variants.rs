@@ -6,7 +6,7 @@ use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
     OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
     TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 
@@ -117,10 +117,13 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
 fn ratios() -> Vec<(&'static str, LossSpec)> {
     let with = |ratio| LossSpec { ratio, ..plain() };
     let sequence = || Ratio { level: RatioLevel::Sequence, ..Ratio::default() };
+    let product = || Ratio { level: RatioLevel::SequenceProduct, ..Ratio::default() };
     let clip = Some(LogClip { low: 0.2, high: 0.1 });
     vec![
         ("level: sequence", with(sequence())),
         ("level: sequence_token", with(Ratio { level: RatioLevel::SequenceToken, ..Ratio::default() })),
+        ("level: sequence_product", with(product())),
+        ("clamp, sequence_product", with(Ratio { clamp: Some(0.25), ..product() })),
         ("clamp", with(Ratio { clamp: Some(0.25), ..Ratio::default() })),
         (
             "clip, sequence",
@@ -142,8 +145,12 @@ fn old_logps() -> Vec<(&'static str, LossSpec)> {
 }
 
 fn temperatures() -> Vec<(&'static str, LossSpec)> {
-    let of = |temperature_divides| LossSpec { temperature: 0.7, temperature_divides, ..plain() };
-    vec![("divides logits", of(TemperatureDivides::Logits)), ("divides logp", of(TemperatureDivides::Logp))]
+    let of = |temperature_divides| LossSpec { temperature: 0.7.into(), temperature_divides, ..plain() };
+    vec![
+        ("divides logits", of(TemperatureDivides::Logits)),
+        ("divides logp", of(TemperatureDivides::Logp)),
+        ("given", LossSpec { temperature: Temperature::Given, ..plain() }),
+    ]
 }
 
 fn kls() -> Vec<(&'static str, LossSpec)> {
@@ -190,8 +197,11 @@ fn entropies() -> Vec<(&'static str, LossSpec)> {
         ("entropy_averaging: sequence_mean", with(of(Reduction::SequenceMean { rows: Rows::NonEmpty }))),
         ("entropy_averaging: sequence_sum", with(of(Reduction::SequenceSum { rows: Rows::All }))),
         ("dentropy", LossSpec { dentropy: true, ..plain() }),
-        ("logp, by its cotangents", LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(false) }),
-        ("logp and entropy, by their cotangents", LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(true) }),
+        ("logp, by its cotangents", LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) }),
+        (
+            "logp and entropy, by their cotangents",
+            LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(true) },
+        ),
     ]
 }
 

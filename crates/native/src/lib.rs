@@ -360,7 +360,8 @@ impl<'s> Batch<'s> {
         &self,
         rows: impl IndexedParallelIterator<Item = (Place, &'r [E])>,
     ) -> Vec<Option<Scores>> {
-        rows.map(|(at, row)| self.settled.mask[at].then(|| self.softmaxes.score(row, self.id(at)))).collect()
+        let score = |at, row| self.softmaxes.score(row, self.id(at), self.rate(at));
+        rows.map(|(at, row)| self.settled.mask[at].then(|| score(at, row))).collect()
     }
 
     /// The loss of every token from the scores of every token.
@@ -402,7 +403,7 @@ impl<'s> Batch<'s> {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            let scores = self.softmaxes.score_and_keep(row, self.id(at), kept);
+            let scores = self.softmaxes.score_and_keep(row, self.id(at), self.rate(at), kept);
             let graded = loss.grade(&[self.scored(at, &scores)], |input, at| self.input(input, at)).pop()?;
             self.write(row, at, Some(kept), &scores, &graded);
             Some(graded)
@@ -416,6 +417,11 @@ impl<'s> Batch<'s> {
 
     fn input(&self, input: Input, at: Place) -> Option<f64> {
         self.settled.input(input).map(|values| values[at])
+    }
+
+    /// What gaps of a row are multiplied by.
+    fn rate(&self, at: Place) -> f64 {
+        self.input(Input::Rate, at).unwrap_or(self.softmaxes.rate)
     }
 
     fn id(&self, at: Place) -> usize {

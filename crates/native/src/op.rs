@@ -11,12 +11,12 @@
 //! Any number of threads may call at once: all share rayon's pool.
 
 use half::{bf16, f16};
-use ndarray::{Array1, Array2, ArrayView3, ArrayViewD, ArrayViewMut3, Dimension, Ix1, Ix2, Ix3};
+use ndarray::{Array1, Array2, ArrayView3, ArrayViewD, ArrayViewMut3, Axis, Dimension, Ix1, Ix2, Ix3};
 
 use super::{Cotangents, Element, Evaluation, LogpEntropy, Native};
 use assay_core::implementation::RunError;
 use assay_core::problem::{Advantages, CuSeqlens, Extra, Float, Problem, ProblemError, Sequences, mask_from};
-use assay_core::spec::LossSpec;
+use assay_core::spec::{AdvantageLevel, LossSpec};
 
 /// An array that is lent, of whatever dtype and extents, laid out anyhow.
 #[derive(Clone, Debug)]
@@ -47,7 +47,8 @@ pub struct Arguments<'a> {
     pub ids: Lent<'a>,
     /// `[B,T]`, of truth values, or of numbers that are 0 or 1: the tokens that count.
     pub mask: Lent<'a>,
-    /// `[B]`, or `[B,T]` where the spec has one a token; for such a spec `[B]` stand for all tokens of their sequence.
+    /// `[B]`, or `[B,T]` where the spec has one a token; for such a spec `[B]` stand for all tokens of their sequence. Of packed
+    /// sequences `[S]`, or `[N]` or `[1,N]`.
     pub advantages: Lent<'a>,
     /// `[B,T]`, nats.
     pub old_logp: Option<Lent<'a>>,
@@ -70,6 +71,8 @@ pub struct Arguments<'a> {
     pub segment_ids: Option<Lent<'a>>,
     /// `[B,T]`.
     pub dentropy: Option<Lent<'a>>,
+    /// `[B,T]`, `[B,1]` or `[B]`.
+    pub temperature: Option<Lent<'a>>,
 }
 
 /// Why an operation was not done. Nothing has been written.
@@ -186,7 +189,8 @@ impl Arguments<'_> {
                 Sequences::Packed(CuSeqlens::new(&values.to_vec())?)
             }
             (None, Some(ids)) => {
-                const MEANING: &str = "[1,N] or [N]: one row of sequences";
+                const MEANING: &str =
+                    "[1,N] or [N]: one row of sequences, several laid one after another, their numbers counted on";
                 let flat: Vec<i64> = match ids.shape() {
                     [_] => ids.integers::<Ix1>("segment_ids", MEANING)?.to_vec(),
                     [1, _] => ids.integers::<Ix2>("segment_ids", MEANING)?.into_iter().collect(),
@@ -200,6 +204,28 @@ impl Arguments<'_> {
                 return Err(ProblemError::Shape { field: "segment_ids", given, expected }.into());
             }
         })
+    }
+}
+
+impl Arguments<'_> {
+    /// A number a sequence, or one a token: `[N]` of packed sequences, where `spec` has one a token.
+    fn advantages_of(&self, spec: &LossSpec, sequences: &Sequences, tokens: usize) -> Result<Advantages, OpError> {
+        let given = &self.advantages;
+        if given.shape().len() != 1 {
+            return Ok(Advantages::Token(given.floats::<Ix2>("advantages", "[B] or [B,T]")?));
+        }
+        let values = given.floats::<Ix1>("advantages", "[B]")?;
+        match sequences {
+            Sequences::Packed(cu_seqlens) if spec.advantages == AdvantageLevel::Token && values.len() == tokens => {
+                // As many sequences as tokens are of one each, or there is no telling whose numbers these are.
+                if cu_seqlens.count() == tokens && cu_seqlens.values().iter().enumerate().any(|(i, end)| i != *end) {
+                    let expected = "[1,N], one a token: of N sequences of N tokens some are empty".into();
+                    return Err(ProblemError::Shape { field: "advantages", given: vec![tokens], expected }.into());
+                }
+                Ok(Advantages::Token(values.insert_axis(Axis(0))))
+            }
+            _ => Ok(Advantages::Sequence(values)),
+        }
     }
 }
 
@@ -218,14 +244,11 @@ impl<'s> Op<'s> {
     pub fn of(spec: &'s LossSpec, arguments: &Arguments) -> Result<Self, OpError> {
         let per_token =
             |field, array: &Option<Lent>| array.as_ref().map(|array| array.floats::<Ix2>(field, "[B,T]")).transpose();
-        let advantages = match arguments.advantages.shape().len() {
-            1 => Advantages::Sequence(arguments.advantages.floats::<Ix1>("advantages", "[B]")?),
-            _ => Advantages::Token(arguments.advantages.floats::<Ix2>("advantages", "[B] or [B,T]")?),
-        };
         let bias: Option<Array1<f64>> =
             arguments.bias.as_ref().map(|bias| bias.floats::<Ix1>("bias", "[V]")).transpose()?;
         let mask = arguments.mask.truths("mask")?;
         let sequences = arguments.sequences(&mask)?;
+        let advantages = arguments.advantages_of(spec, &sequences, mask.ncols())?;
         let tokens = Problem {
             logits: (),
             ids: arguments.ids.integers("ids", "[B,T]")?,
@@ -241,6 +264,13 @@ impl<'s> Op<'s> {
                 bias,
                 sequences,
                 dentropy: per_token("dentropy", &arguments.dentropy)?,
+                temperature: match &arguments.temperature {
+                    Some(of_rows) if of_rows.shape().len() == 1 => {
+                        let of_rows: Array1<f64> = of_rows.floats::<Ix1>("temperature", "[B]")?;
+                        Some(of_rows.insert_axis(Axis(1)))
+                    }
+                    given => per_token("temperature", given)?,
+                },
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

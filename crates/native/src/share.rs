@@ -22,9 +22,9 @@ use super::{
 use crate::row::Scales;
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped};
-use assay_core::implementation::RunError;
-use assay_core::problem::{ProblemError, Sequences, Shape};
-use assay_core::spec::{LossSpec, Support};
+use assay_core::implementation::{RunError, Unsupported};
+use assay_core::problem::{ProblemError, Sequence, Shape};
+use assay_core::spec::{LossSpec, Support, Temperature};
 
 /// Columns of what is handed over a token.
 pub const COLUMNS: usize = 8;
@@ -105,9 +105,12 @@ pub struct Weighed<'a> {
     pub tokens: Tokens<'a>,
     /// `[B,T]`
     pub advantages: ArrayView2<'a, f32>,
-    /// `[B,3]`: what a sequence's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
+    /// `[B,T,3]`: what a token's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
     /// its own; and `∂loss/∂entropy`, or what multiplies the input `dentropy` where there is one.
-    pub weights: ArrayView2<'a, f32>,
+    pub weights: ArrayView3<'a, f32>,
+    /// `[B,T]`, where a row has several sequences: which one a token is of, from 1 on in order, 0: none. Their numbers may begin
+    /// anywhere.
+    pub segment_ids: Option<ArrayView2<'a, i32>>,
     /// What the spec's structure reads, `[B,T]` each, in its order.
     pub inputs: Vec<(Input, ArrayView2<'a, f32>)>,
     /// `[V]`, where the spec has one.
@@ -136,6 +139,19 @@ impl<E: Element> Place<'_, E> {
     }
 }
 
+/// Rows that come in parts have one temperature.
+fn expect_one_temperature(spec: &LossSpec) -> Result<(), Unsupported> {
+    if spec.temperature != Temperature::Given {
+        return Ok(());
+    }
+    Err(Unsupported {
+        implementation: "native, columns over devices".into(),
+        field: "temperature",
+        given: "given".into(),
+        supported: "a number".into(),
+    })
+}
+
 /// The column of an id, if it is among `vocab`.
 fn column(id: i32, vocab: usize) -> Option<usize> {
     usize::try_from(id).ok().filter(|&id| id < vocab)
@@ -156,6 +172,7 @@ impl Native {
         tokens: Tokens,
         statistics: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
+        expect_one_temperature(spec)?;
         let softmaxes = self.softmaxes::<E>(spec, logits.dim(), part)?;
         let support = part.support(&spec.support);
         let (_, length, vocab) = logits.dim();
@@ -187,6 +204,7 @@ impl Native {
         ids: ArrayView2<i32>,
         scales: ArrayView3<f32>,
     ) -> Result<(), RunError> {
+        expect_one_temperature(spec)?;
         let (batch, length, vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
         place.rows().par_iter_mut().enumerate().for_each(|(i, row)| {
@@ -206,8 +224,9 @@ impl Native {
     /// Reads whole rows and writes their dlogits; [`RESULTS`] of each token, to `results`.
     ///
     /// # Errors
-    /// [`RunError`] where an unmasked token has an id outside the vocabulary or the support, or no finite number in an array, where
-    /// the bias does not fit or the kernel does not do `spec`; nothing is written then.
+    /// [`RunError`] where an unmasked token has an id outside the vocabulary or the support, is of no sequence or has no finite number
+    /// in an array, where sequences do not lie one after another, the bias does not fit or the kernel does not do `spec`; nothing is
+    /// written then.
     pub fn share_loss<E: Element>(
         &self,
         spec: &LossSpec,
@@ -218,14 +237,10 @@ impl Native {
         let dim @ (.., vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, dim, Part { first_column: 0, bias: weighed.bias })?;
         weighed.check(&spec.support, vocab)?;
+        let sequences = weighed.sequences()?;
         let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs, .. } = weighed;
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
-        let rows = Sequences::Rows;
-        let weight = |of_row: &dyn Fn(ArrayView1<f32>) -> f64| {
-            let of_rows: Vec<f64> = weights.rows().into_iter().map(of_row).collect();
-            rows.spread(mask.dim(), &of_rows)
-        };
-        let sequences = rows.places(mask.dim());
+        let [policy, kl_share, entropy] = [0, 1, 2].map(|i| wide(&weights.index_axis(Axis(2), i)));
         let ids = ids.mapv(i64::from);
         let dentropy = inputs.iter().find(|(input, _)| *input == Input::Dentropy).map(|(_, values)| wide(values));
         let batch = Batch {
@@ -242,11 +257,11 @@ impl Native {
                 inputs: inputs.iter().map(|(input, values)| (*input, wide(values))).collect(),
             },
             weights: Weights {
-                policy: weight(&|row| f64::from(row[0])),
-                kl: weight(&|row| f64::from(row[0]) * f64::from(row[1])),
+                kl: &policy * kl_share,
+                policy,
                 entropy: match dentropy {
-                    Some(dentropy) => weight(&|row| f64::from(row[2])) * dentropy,
-                    None => weight(&|row| f64::from(row[2])),
+                    Some(dentropy) => entropy * dentropy,
+                    None => entropy,
                 },
             },
             // They are in the weights.
@@ -281,6 +296,37 @@ impl Native {
 }
 
 impl Weighed<'_> {
+    /// Those of each row, in order.
+    fn sequences(&self) -> Result<Vec<Sequence>, ProblemError> {
+        let mask = self.tokens.mask;
+        let Some(ids) = self.segment_ids else {
+            let rows = 0..mask.nrows();
+            return Ok(rows.map(|row| Sequence { index: row, row, tokens: 0..mask.ncols() }).collect());
+        };
+        let mut all: Vec<Sequence> = vec![];
+        for (row, ids) in ids.rows().into_iter().enumerate() {
+            let mut last = 0;
+            for (t, &id) in ids.iter().enumerate() {
+                let wrong = |expected: String| ProblemError::SegmentId { t, given: id.into(), expected };
+                if id == 0 {
+                    if mask[[row, t]] {
+                        return Err(wrong("a sequence's number, 1 or more, on an unmasked token".into()));
+                    }
+                } else if id < last {
+                    return Err(wrong(format!(
+                        "at least {last}, that of a token before it: sequences lie one after another"
+                    )));
+                } else if let Some(sequence) = all.last_mut().filter(|_| id == last) {
+                    sequence.tokens.end = t + 1;
+                } else {
+                    last = id;
+                    all.push(Sequence { index: all.len(), row, tokens: t..t + 1 });
+                }
+            }
+        }
+        Ok(all)
+    }
+
     fn check(&self, support: &Support, vocab: usize) -> Result<(), ProblemError> {
         let Tokens { ids, mask } = self.tokens;
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {

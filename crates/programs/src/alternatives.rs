@@ -22,7 +22,7 @@ use super::program::{Evaluated, Given, Program};
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_core::spec::LossSpec;
+use assay_core::spec::{LossSpec, Temperature};
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
 /// See [the module](self).
@@ -67,8 +67,9 @@ impl Alternative {
     pub(crate) fn lacks(self, spec: &LossSpec) -> Option<(&'static str, String, &'static str)> {
         if matches!(self, Self::WideGather | Self::Kept) {
             None
-        } else if spec.temperature != 1.0 {
-            Some(("temperature", spec.temperature.to_string(), "1"))
+        } else if spec.temperature != Temperature::ONE {
+            let given = spec.temperature.number().map_or("given".into(), |temperature| temperature.to_string());
+            Some(("temperature", given, "1"))
         } else if spec.entropy_coef != 0.0 {
             Some(("entropy_coef", spec.entropy_coef.to_string(), "0"))
         } else if spec.dentropy {

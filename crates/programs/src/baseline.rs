@@ -60,8 +60,7 @@ pub(crate) fn core_gathering(
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[Axis::Vocab], Fold::Max, max);
     let row = Row { x, max, target_logit, is_target: columns.is_target };
-    let scales: Vec<_> =
-        structure.gap_numbers().into_iter().map(|number| number.map(|number| given.number(number))).collect();
+    let scales: Vec<_> = structure.gap_rates().into_iter().map(|rate| rate.map(|rate| given.rate(rate))).collect();
     let entropy_softmax = on.softmax(&row, scales[0]);
     let two_softmaxes = scales.len() > 1;
     let logp_softmax = if two_softmaxes { on.softmax(&row, scales[1]) } else { entropy_softmax };
@@ -230,6 +229,7 @@ impl Program {
         self.builder.select(nothing, zero, through)
     }
 
+    /// What multiplies gaps is a number, or one a token.
     fn softmax(&mut self, row: &Row, inverse_temperature: Option<Value>) -> Exponentials {
         let scaled = |program: &mut Self, gap| match inverse_temperature {
             Some(factor) => program.times(gap, factor),
@@ -336,7 +336,7 @@ mod tests {
                 delta: (x > 1.0).then_some(2.0),
                 dual_clip: (x > 1.0).then_some(3.0),
             }),
-            temperature: 0.5 * x,
+            temperature: (0.5 * x).into(),
             kl: Some(Kl::plain(0.1 * x, KlEstimator::K3)),
             entropy_coef: 0.01 * x,
             reduction: Reduction::Normalizer(7.0 * x),

@@ -277,7 +277,7 @@ impl LossProgram {
             Core::TwoPass | Core::GpuTwoPass => {
                 write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
             }
-            Core::Entropy | Core::GpuLogp => program::forward(share, logits, |on, given| {
+            Core::Entropy | Core::GpuLogp => program::forward(structure, share, logits, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -410,7 +410,7 @@ impl LossProgram {
         let mesh = self.mesh(shape, of_mesh)?;
         let local = local_shape(shape, mesh, machine);
         let [mut inputs, outputs] = match self.core {
-            Core::Entropy | Core::GpuLogp => program::forward_signature(local, dtype),
+            Core::Entropy | Core::GpuLogp => program::forward_signature(loss.structure, local, dtype),
             _ => program::signature(loss.structure, local, dtype, !self.is_xla()),
         };
         if mesh.vocab > 1 {
@@ -533,7 +533,7 @@ mod tests {
     fn programs_cut_over_one_device_are_those_of_what_is_whole() {
         let sequence = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
         let specs = [
-            LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() },
+            LossSpec { entropy_coef: 0.01, temperature: 0.7.into(), ..LossSpec::default() },
             LossSpec { ratio: sequence, ..LossSpec::default() },
         ];
         let (all, heads) = (LossProgram::all(), HeadProgram::all());

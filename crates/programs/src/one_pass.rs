@@ -26,7 +26,7 @@ use super::transform::{Change, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Numbers, Structure};
+use assay_algebra::structure::{Number, Numbers, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -62,6 +62,8 @@ pub enum Given {
     EntropyFactor,
     /// The bias of the target, where columns differ before their softmax.
     TargetBias,
+    /// What gaps are multiplied by, where temperatures are given: see [`Input::Rate`](assay_algebra::structure::Input::Rate).
+    Rate,
 }
 
 impl Given {
@@ -80,6 +82,7 @@ impl Given {
             Given::KlShare => "kl_share",
             Given::EntropyFactor => "entropy_factor",
             Given::TargetBias => "target_bias",
+            Given::Rate => "rate",
         }
     }
 }
@@ -94,6 +97,7 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
         (structure.kl_share(), Given::KlShare),
         (structure.entropy_by_token(), Given::EntropyFactor),
         (differ_by_column(structure), Given::TargetBias),
+        (structure.temperature == Temperature::Given, Given::Rate),
     ];
     let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
@@ -299,9 +303,15 @@ impl Writer {
             self.leave_targets(&targets);
         }
 
-        let inverse = number(&mut self.on, Number::InverseTemperature);
-        let scales = structure.gap_numbers().into_iter();
-        let scales: Vec<_> = scales.map(|scale| scale.map(|which| number(&mut self.on, which))).collect();
+        let by_token = structure.temperature == Temperature::Given;
+        let inverse = (!by_token).then(|| number(&mut self.on, Number::InverseTemperature));
+        let rates = structure.gap_rates().into_iter();
+        let scales: Vec<_> = rates
+            .map(|rate| match rate? {
+                Rate::OfAll(which) => Some(number(&mut self.on, which)),
+                Rate::OfToken => self.given_if(Given::Rate),
+            })
+            .collect();
         let (tempered, one_softmax) = (scales[0], scales.len() == 1);
         // The last softmax written leaves its exponentials in VMEM: the one that the policy's gradient goes through.
         let entropy_softmax = self.softmax(max, target_logit, tempered);
@@ -309,7 +319,10 @@ impl Writer {
 
         let per_row = &mut self.per_row();
         let logp = logp_softmax.softmax.logp(per_row);
-        let logp = if one_softmax { logp } else { per_row.mul(logp, inverse) };
+        let logp = match inverse {
+            Some(inverse) if !one_softmax => per_row.mul(logp, inverse),
+            _ => logp,
+        };
         let entropy = entropy_softmax.softmax.entropy(per_row);
 
         let spread = |writer: &mut Self, which| {

@@ -13,7 +13,7 @@ use crate::mesh::{Axis, Mesh};
 use crate::rows::{in_rows, stored_as};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
-use assay_algebra::structure::{Denominator, Input, Number, Numbers, Structure, Tokens};
+use assay_algebra::structure::{Denominator, Input, Number, Numbers, Rate, Structure, Temperature, Tokens};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::RatioLevel;
@@ -200,6 +200,14 @@ impl Given {
     pub(crate) fn number(&self, number: Number) -> Value {
         self.numbers.get(number)
     }
+
+    /// What gaps are multiplied by: a scalar, or `[b,t]`.
+    pub(crate) fn rate(&self, rate: Rate) -> Value {
+        match rate {
+            Rate::OfAll(number) => self.number(number),
+            Rate::OfToken => self.input(Input::Rate).expect("the structure reads it"),
+        }
+    }
 }
 
 /// What of [`Given`] logp and entropy follow from.
@@ -207,6 +215,8 @@ pub(crate) struct Forward {
     pub(crate) logits: Value,
     pub(crate) ids: Value,
     pub(crate) columns: Option<ColumnsGiven>,
+    /// What gaps are multiplied by, `[b,t]`, where tokens differ in it.
+    pub(crate) of_tokens: Option<Value>,
     numbers: Numbers<Value>,
     pub(crate) first_column: Option<Value>,
 }
@@ -216,12 +226,21 @@ impl Forward {
     pub(crate) fn number(&self, number: Number) -> Value {
         self.numbers.get(number)
     }
+
+    /// As [`Given::rate`].
+    pub(crate) fn rate(&self, rate: Rate) -> Value {
+        match rate {
+            Rate::OfAll(number) => self.number(number),
+            Rate::OfToken => self.of_tokens.expect("the structure reads it"),
+        }
+    }
 }
 
 impl Given {
     pub(crate) fn forward(&self, logits: Value) -> Forward {
         let &Self { ids, columns, first_column, .. } = self;
-        Forward { logits, ids, columns, numbers: self.numbers.clone(), first_column }
+        let of_tokens = self.input(Input::Rate);
+        Forward { logits, ids, columns, of_tokens, numbers: self.numbers.clone(), first_column }
     }
 
     /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
@@ -427,8 +446,9 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
 /// The program that returns logp and entropy alone, of which `core` makes both, and writes no dlogits. Rows are whole on
 /// every device.
 ///
-/// Parameters: [logits](logits_array), which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32.
+/// Parameters: [logits](logits_array), which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32, a scalar, or `[b,t]` where it is given.
 pub(crate) fn forward(
+    structure: Structure,
     Share { local, mesh, vocab, .. }: Share,
     given: LogitsGiven,
     core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
@@ -438,10 +458,13 @@ pub(crate) fn forward(
     let logits = logits_parameter(&mut builder, local, given);
     let ids = builder.parameter(Type::new(DeviceDtype::I32, &[b, t]), None);
     let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
-    let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, &[]), None);
+    let by_token = structure.temperature == Temperature::Given;
+    let extents: &[usize] = if by_token { &[b, t] } else { &[] };
+    let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, extents), None);
     let mut on = Program { builder, local, mesh, vocab, packed: None };
-    let numbers = Numbers::new([(Number::InverseTemperature, inverse_temperature)]);
-    let given = Forward { logits, ids, columns: None, numbers, first_column: None };
+    let numbers = Numbers::new((!by_token).then_some((Number::InverseTemperature, inverse_temperature)));
+    let of_tokens = by_token.then_some(inverse_temperature);
+    let given = Forward { logits, ids, columns: None, of_tokens, numbers, first_column: None };
     let outputs = core(&mut on, &given);
     let zero = on.constant(0.0);
     let outputs = outputs.map(|value| on.builder.select(mask, value, zero));
@@ -449,15 +472,20 @@ pub(crate) fn forward(
 }
 
 /// The parameters and the outputs of [`forward`] for a TPU.
-pub(crate) fn forward_signature(local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+pub(crate) fn forward_signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
     let [b, t, _] = local;
     let Type { element, shape } = logits_array(local, dtype, true);
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
+    let by_token = structure.temperature == Temperature::Given;
     let inputs = vec![
         named("logits", element, &shape),
         named("ids", DeviceDtype::I32, &[b, t]),
         named("mask", DeviceDtype::Pred, &[b, t]),
-        named("inverse_temperature", DeviceDtype::F32, &[]),
+        if by_token {
+            named(Input::Rate.name(), DeviceDtype::F32, &[b, t])
+        } else {
+            named("inverse_temperature", DeviceDtype::F32, &[])
+        },
     ];
     [inputs, vec![named("logp", DeviceDtype::F32, &[b, t]), named("entropy", DeviceDtype::F32, &[b, t])]]
 }
@@ -488,11 +516,16 @@ impl Program {
         self.builder.constant(x, Type::new(DeviceDtype::F32, &[]))
     }
 
-    /// `a · scalar`, for `a` of any shape.
-    pub(crate) fn times(&mut self, a: Value, scalar: Value) -> Value {
+    /// `a · factor`, for `a` of any shape: a scalar, or one a token.
+    pub(crate) fn times(&mut self, a: Value, factor: Value) -> Value {
         let shape = self.builder.type_of(a).shape.clone();
-        let scalar = self.builder.broadcast(scalar, &[], &shape);
-        self.builder.multiply(a, scalar)
+        let of_factor = self.builder.type_of(factor).shape.len();
+        let factor = if of_factor == shape.len() && of_factor > 0 {
+            factor
+        } else {
+            self.builder.broadcast(factor, &[0, 1][..of_factor], &shape)
+        };
+        self.builder.multiply(a, factor)
     }
 
     /// `a` folded over the devices along `axes`.
@@ -507,6 +540,7 @@ impl Program {
     /// ```text
     /// sequence_token   w = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
     /// sequence         w = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+    /// sequence_product w = Σ x               G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
     /// ```
     pub(crate) fn token_loss(
         &mut self,
@@ -518,12 +552,21 @@ impl Program {
         let numbers = Numbers::new(numbers.collect::<Vec<_>>());
         let old_logp = given.input(Input::OldLogp).unwrap_or(logp);
         let own = own_log_ratio(self, structure, &numbers, [logp, old_logp, given.advantage]);
-        let mean = (structure.level != RatioLevel::Token).then(|| {
+        let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
             let count = self.of_rows(given.row_counts);
-            let count = self.builder.add(count, numbers.get(Number::RatioEpsilon));
-            let sum = self.row_sum(given.mask, own.value);
-            (self.builder.divide(sum, count), count)
+            self.builder.add(count, numbers.get(Number::RatioEpsilon))
         });
+        let over_count = |on: &mut Self, sum: Value| match count {
+            Some(count) => on.builder.divide(sum, count),
+            None => sum,
+        };
+        let log_ratio = match structure.level {
+            RatioLevel::Token => own.value,
+            _ => {
+                let sum = self.row_sum(given.mask, own.value);
+                over_count(self, sum)
+            }
+        };
         let log_weight = given.input(Input::LogWeight).map(|of_sampler| {
             let x = self.builder.subtract(logp, old_logp);
             let (least, most) = (self.constant(-20.0), self.constant(20.0));
@@ -548,7 +591,7 @@ impl Program {
             logp,
             old_logp,
             advantage: given.advantage,
-            log_ratio: mean.map_or(own.value, |(mean, _)| mean),
+            log_ratio,
             own,
             ref_logp: given.input(Input::RefLogp),
             rollout_logp: given.input(Input::RolloutLogp),
@@ -561,22 +604,22 @@ impl Program {
         };
         let token = token_loss(self, structure, &numbers, &token);
         let weighed = |on: &mut Self, slope: Value| on.builder.multiply(given.grad_weight, slope);
-        let grad = match (structure.level, mean) {
-            (RatioLevel::Sequence, Some((_, count))) => {
+        let grad = match structure.level {
+            RatioLevel::Sequence | RatioLevel::SequenceProduct => {
                 let at_first_hand = token.by_logp.map(|slope| weighed(self, slope));
                 let through_ratio = token.by_log_ratio.map(|slope| {
                     let owed = weighed(self, slope);
                     let owed = self.row_sum(given.mask, owed);
-                    let owed = self.builder.divide(owed, count);
+                    let owed = over_count(self, owed);
                     unless(self, own.held, owed)
                 });
                 sum(self, at_first_hand, through_ratio)
             }
-            (RatioLevel::SequenceToken, _) => {
+            RatioLevel::SequenceToken => {
                 let slope = sum(self, token.by_logp, token.by_log_ratio);
                 weighed(self, slope)
             }
-            _ => {
+            RatioLevel::Token => {
                 let slope = token.grad(self, own);
                 weighed(self, slope)
             }

@@ -12,7 +12,7 @@ use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Structure};
+use assay_algebra::structure::{Input, Number, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_ptx::Target;
@@ -101,11 +101,18 @@ fn names_of_two_pass(structure: Structure) -> Vec<&'static str> {
 
 /// What both kernels are called with.
 fn two_pass_operands<'n>(structure: Structure, numbers: &'n [&'static str]) -> Vec<Label<'n>> {
-    let numbers: Label = if let [name] = *numbers { (name, &[]) } else { ("softmax_numbers", numbers) };
+    let by_token = structure.temperature == Temperature::Given;
+    let numbers: Option<Label> = match *numbers {
+        [] => None,
+        [name] => Some((name, &[])),
+        _ => Some(("softmax_numbers", numbers)),
+    };
+    let rates = by_token.then_some((Input::Rate.name(), &[][..]));
     let of_columns: [Label; 2] = [("column_bias", &[]), ("target_bias", &[])];
     let differ = structure.transform.is_some_and(|transform| transform.columns);
     let biases = of_columns.into_iter().filter(|_| differ);
-    [numbers, ("columns", &[]), ("logits", &[]), ("ids", &[])].into_iter().chain(biases).collect()
+    let always = [("columns", &[][..]), ("logits", &[]), ("ids", &[])];
+    numbers.into_iter().chain(always).chain(rates).chain(biases).collect()
 }
 
 /// The dlogits kernel of [`two_pass`] for a TPU.
@@ -256,6 +263,7 @@ fn one_pass_core(
                 Column::KlShare => given.kl_share,
                 Column::EntropyFactor => Some(given.entropy_factor),
                 Column::TargetBias => given.columns.map(|columns| columns.target),
+                Column::Rate => given.input(Input::Rate),
             };
             Some((place, value?))
         })
@@ -331,8 +339,9 @@ impl Operands {
         let [_, rows, _] = in_rows(on.local);
         let numbers: Vec<Value> = two_pass::numbers(structure).into_iter().map(|which| given.number(which)).collect();
         let numbers = match numbers[..] {
-            [one] => on.builder.reshape(one, &[1]),
-            _ => on.builder.vector(&numbers),
+            [] => None,
+            [one] => Some(on.builder.reshape(one, &[1])),
+            _ => Some(on.builder.vector(&numbers)),
         };
         let local = Local::of(on.local, on.vocab, on.mesh);
         let (ids, real) = on.of_device(given);
@@ -342,7 +351,9 @@ impl Operands {
         let biases = given
             .columns
             .map(|ColumnsGiven { bias, target }| [column_bias(on, bias), on.builder.reshape(target, &[1, rows, 1])]);
-        let values = [numbers, real, logits, ids].into_iter().chain(biases.into_iter().flatten()).collect();
+        let rates = given.of_tokens.map(|rates| on.builder.reshape(rates, &[1, rows, 1]));
+        let always = numbers.into_iter().chain([real, logits, ids]);
+        let values = always.chain(rates).chain(biases.into_iter().flatten()).collect();
         Self { local, values, logits: own }
     }
 }
@@ -354,8 +365,8 @@ pub(crate) fn rows(on: &mut Program, structure: Structure, given: &Forward, call
 }
 
 fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands: &Operands, calls: Calls) -> Rows {
-    let scales = structure.gap_numbers().into_iter();
-    let scales: Vec<_> = scales.map(|scale| scale.map(|which| given.number(which))).collect();
+    let scales = structure.gap_rates().into_iter();
+    let scales: Vec<_> = scales.map(|scale| scale.map(|which| given.rate(which))).collect();
     let element = calls.dtype.into();
     let results = if let Some(target) = calls.ptx {
         let kernel = gpu::two_pass::statistics(target, structure, operands.local, element);
@@ -432,7 +443,7 @@ fn gradient(
     calls: Calls,
 ) -> Value {
     let Statistics { max, sum, others, entropy_sum, mean_gap } = statistics;
-    let inverse = structure.gap_numbers()[0].map(|which| given.number(which));
+    let inverse = structure.gap_rates()[0].map(|which| given.rate(which));
     let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
     let share = on.builder.divide(factor, sum);
     let share = on.builder.negate(share);

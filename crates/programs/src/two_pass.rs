@@ -20,7 +20,7 @@ use super::rows::{
     stored_as, widen,
 };
 use super::transform::{Change, Target, registers};
-use assay_algebra::structure::{Number, Structure};
+use assay_algebra::structure::{Number, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -96,11 +96,12 @@ impl Local {
     }
 }
 
-/// The numbers that both kernels are given, in SMEM, in order.
+/// The numbers that both kernels are given, in SMEM, in order; without any there is no array of them.
 pub fn numbers(structure: Structure) -> Vec<Number> {
-    let numbers = structure.softmax_numbers();
+    let mut numbers = structure.softmax_numbers();
     // What gaps are multiplied by has the temperature in it.
-    if structure.transform.is_some() { numbers[1..].to_vec() } else { numbers }
+    numbers.retain(|&number| structure.transform.is_none() || number != Number::InverseTemperature);
+    numbers
 }
 
 /// How they are cut into windows.
@@ -181,45 +182,53 @@ fn hits(on: &mut Builder, targets: Value, chunk: Chunk, start: usize, columns: u
     on.equal(place, targets)
 }
 
-/// What both kernels are called with, in order: the numbers, how many columns are real, logits, ids and, where columns differ, their
-/// biases and those of the targets.
+/// What both kernels are called with, in order: the numbers, how many columns are real, logits, ids, where tokens differ in what gaps
+/// are multiplied by that of each and, where columns differ, their biases and those of the targets.
 struct Given {
-    numbers: Memory,
+    numbers: Option<Memory>,
     real: Memory,
     logits: Memory,
     ids: Memory,
+    /// `[1,n,1]`
+    rates: Option<Memory>,
     /// `[1,v]` and `[1,n,1]`
     biases: Option<[Memory; 2]>,
 }
 
 impl Given {
     fn of(on: &mut Builder, structure: Structure, cut: Cut, element: DeviceDtype) -> Self {
-        let numbers = on.scalars(DeviceDtype::F32, self::numbers(structure).len());
+        let of_spec = self::numbers(structure).len();
+        let numbers = (of_spec > 0).then(|| on.scalars(DeviceDtype::F32, of_spec));
         let real = on.scalars(DeviceDtype::I32, 1);
         let logits = cut.logits(on, element);
         let (shape, window) = cut.per_token(1);
         let ids = on.input(DeviceDtype::I32, &shape, window.clone());
+        let by_token = structure.temperature == Temperature::Given;
+        let rates = by_token.then(|| on.input(DeviceDtype::F32, &shape, window.clone()));
         let biases = structure.transform.is_some_and(|transform| transform.columns).then(|| {
             let of_columns = Window { block: vec![1, cut.columns], along: vec![None, Some(2)] };
             [on.input(DeviceDtype::F32, &[1, cut.vocab], of_columns), on.input(DeviceDtype::F32, &shape, window)]
         });
-        Self { numbers, real, logits, ids, biases }
+        Self { numbers, real, logits, ids, rates, biases }
     }
 
     fn number(&self, on: &mut Builder, structure: Structure, which: Number) -> Value {
         let place = numbers(structure).iter().position(|&other| other == which).expect("the structure has the number");
         let place = on.integer(place);
-        on.load_scalar(self.numbers, place)
+        on.load_scalar(self.numbers.expect("the structure has numbers"), place)
     }
 
-    /// What gaps are multiplied by to become exponents of 2, for each softmax.
+    /// What gaps are multiplied by to become exponents of 2, for each softmax: a number, or `[rows, 1]`.
     fn exponent_scales(&self, on: &mut Builder, structure: Structure) -> Vec<Value> {
-        let of_numbers = structure.gap_numbers().into_iter();
-        let of_numbers = of_numbers.map(|number| {
-            let number = number.map(|number| self.number(on, structure, number));
-            exponent_scale(on, number)
+        let rates = structure.gap_rates().into_iter();
+        let scales = rates.map(|rate| {
+            let rate = rate.map(|rate| match rate {
+                Rate::OfAll(number) => self.number(on, structure, number),
+                Rate::OfToken => on.load(self.rates.expect("tokens differ in it"), Column::Static(0), 1),
+            });
+            exponent_scale(on, rate)
         });
-        of_numbers.collect()
+        scales.collect()
     }
 
     /// What a window's logits become, in f32.
@@ -253,8 +262,8 @@ impl Row {
     }
 }
 
-/// Called with the [numbers] f32, the number of real columns `[1]` i32, logits `[1,n,V]`, ids `[1,n,1]` i32 and, where columns differ
-/// before their softmax, biases `[1,V]` and those of the targets `[1,n,1]`, f32; returns `[1,n,8]` f32, see [`Statistic`].
+/// Called with the [numbers] f32, the number of real columns `[1]` i32, logits `[1,n,V]`, ids `[1,n,1]` i32, where temperatures are
+/// given [`Input::Rate`](assay_algebra::structure::Input::Rate) `[1,n,1]` f32 and, where columns differ before their softmax, biases `[1,V]` and those of the targets `[1,n,1]`, f32; returns `[1,n,8]` f32, see [`Statistic`].
 pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);

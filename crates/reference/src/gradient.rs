@@ -15,13 +15,7 @@ use super::columns::{Columns, SoftmaxColumns};
 ///
 /// On the target `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
 /// a clipped token has no gradient even where its softmax is not finite.
-pub(super) fn dlogits_row(
-    columns: &Columns,
-    token: &Token,
-    temperature: f64,
-    grad_logp: f64,
-    grad_entropy: f64,
-) -> Vec<f64> {
+pub(super) fn dlogits_row(columns: &Columns, token: &Token, grad_logp: f64, grad_entropy: f64) -> Vec<f64> {
     // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
     let logp_grad = |p: f64| if grad_logp == 0.0 || p == 0.0 { 0.0 } else { -grad_logp * p };
     let logp_grad_of_target = if grad_logp == 0.0 { 0.0 } else { grad_logp * token.probability_of_others };
@@ -29,7 +23,7 @@ pub(super) fn dlogits_row(
         let of_entropy = token.entropy_softmax.stats.entropy_gradient(z, q);
         if grad_entropy == 0.0 { 0.0 } else { grad_entropy * of_entropy }
     };
-    let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / temperature };
+    let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / token.temperature() };
     let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.of_logp().probabilities, columns.of_entropy());
     let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(logp_grad(p) + entropy_grad(z, q));
     let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).map(column).collect();

@@ -61,7 +61,8 @@ pub struct Token {
     pub id: usize,
     /// The softmax that `logp` is taken from.
     pub logp_softmax: ScaledSoftmax,
-    /// The softmax that `entropy` is taken from: the same unless the temperature divides the log-probability.
+    /// The softmax that `entropy` is taken from, whose divisor is the token's temperature: the same unless that divides the
+    /// log-probability.
     pub entropy_softmax: ScaledSoftmax,
     /// `1 − p_y`, summed over the other columns.
     pub probability_of_others: f64,
@@ -89,7 +90,7 @@ pub struct Token {
     pub entropy_weight: f64,
     /// `∂loss/∂H`: of the entropy bonus, or given.
     pub grad_entropy: f64,
-    /// `∂w/∂x` of this token in its row's mean: `1/n` of a token in it; 1 where the ratio is the token's own.
+    /// `∂w/∂x` of this token in its row's log-ratio: `1/n` of a token in its mean, 1 in its sum; 1 where the ratio is the token's own.
     pub share: f64,
     /// `Σ_u ∂loss/∂w_u` over the row where its tokens share a ratio that has a gradient; else 0.
     pub coupling: f64,
@@ -154,16 +155,17 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> Scored {
     let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, stats: Softmax::of(z) };
     let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
 
+    let temperature = problem.tokens().temperature(spec, at);
     let (z, logp_softmax, entropy_softmax, logp_factor) = match spec.temperature_divides {
         TemperatureDivides::Logits => {
-            let z = divided(logits, spec.temperature);
-            let both = softmax(spec.temperature, &z);
+            let z = divided(logits, temperature);
+            let both = softmax(temperature, &z);
             (z, both, both, 1.0)
         }
         TemperatureDivides::Logp => {
             let logp = softmax(1.0, &logits);
-            let entropy = softmax(spec.temperature, &divided(logits.clone(), spec.temperature));
-            (logits, logp, entropy, 1.0 / spec.temperature)
+            let entropy = softmax(temperature, &divided(logits.clone(), temperature));
+            (logits, logp, entropy, 1.0 / temperature)
         }
     };
     Scored {
@@ -209,7 +211,7 @@ fn join(
             .map(|(at, token)| log_ratio(*at, token))
             .filter_map(|(x, in_mean)| in_mean.then_some(x.value))
             .collect();
-        let row_log_ratio = (spec.ratio.level != RatioLevel::Token).then(|| ratio::mean(&spec.ratio, &in_mean));
+        let row_log_ratio = (spec.ratio.level != RatioLevel::Token).then(|| ratio::of_row(&spec.ratio, &in_mean));
         let divergence = mean_divergence(spec, problem, &row);
         let row_log_weight = row_log_weight(spec, problem, corrections, &sequence, &row);
         for &(place, token) in &row {
@@ -240,8 +242,8 @@ fn join(
             };
             let share = match spec.ratio.level {
                 RatioLevel::Token | RatioLevel::SequenceToken => 1.0,
-                RatioLevel::Sequence if log_ratio(place, &token).1 => ratio::share(&spec.ratio, in_mean.len()),
-                RatioLevel::Sequence => 0.0,
+                RatioLevel::Sequence | RatioLevel::SequenceProduct if !log_ratio(place, &token).1 => 0.0,
+                RatioLevel::Sequence | RatioLevel::SequenceProduct => ratio::share(&spec.ratio, in_mean.len()),
             };
             tokens[place] = Some((token, inputs, share));
         }
@@ -370,7 +372,7 @@ fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mu
 
 /// Fills in what the tokens of a row owe to the ratio that they share.
 fn couple(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
-    if spec.ratio.level != RatioLevel::Sequence {
+    if !spec.ratio.level.is_shared() {
         return;
     }
     for sequence in sequences {
@@ -395,6 +397,13 @@ fn by_log_ratio(spec: &LossSpec, token: &Token, branch: &Branch) -> f64 {
 /// `beta · term`; 0 where `beta` is, even if the term overflows.
 fn times_beta(beta: f64, term: f64) -> f64 {
     if beta == 0.0 { 0.0 } else { beta * term }
+}
+
+impl Token {
+    /// `T`, of this token.
+    pub fn temperature(&self) -> f64 {
+        self.entropy_softmax.divisor
+    }
 }
 
 impl Reference<'_> {
@@ -472,7 +481,7 @@ impl Reference<'_> {
         let through_ratio = match self.spec.ratio.level {
             RatioLevel::Token => branch.slope * self.by_log_ratio(token, branch),
             RatioLevel::SequenceToken => self.by_log_ratio(token, branch),
-            RatioLevel::Sequence => branch.slope * token.share * coupling,
+            RatioLevel::Sequence | RatioLevel::SequenceProduct => branch.slope * token.share * coupling,
         };
         policy + kl + through_ratio
     }
@@ -495,7 +504,7 @@ impl Reference<'_> {
 
     /// The dlogits of a token's `columns`, were its `∂loss/∂ℓ` `grad_logp`.
     pub fn dlogits_of(&self, columns: &Columns, token: &Token, grad_logp: f64) -> Vec<f64> {
-        gradient::dlogits_row(columns, token, self.spec.temperature, grad_logp, token.grad_entropy)
+        gradient::dlogits_row(columns, token, grad_logp, token.grad_entropy)
     }
 
     /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.

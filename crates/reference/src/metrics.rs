@@ -12,7 +12,7 @@ use super::rollout::{corrections, log_weights};
 use super::sum::Sum;
 use super::{Reference, Token};
 use assay_core::problem::Sequence;
-use assay_core::spec::{Cispo, LossSpec, Objective, PpoClip, RatioLevel, RolloutLevel};
+use assay_core::spec::{Cispo, LossSpec, Objective, PpoClip, RolloutLevel};
 
 /// Whose metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -122,7 +122,7 @@ impl<'r> Batch<'r> {
 
     /// The mean of each row: `value` of any token where all share a ratio, else `Σ m·value / Σ m`, NaN for an empty row.
     fn row_means(&self, value: OfToken) -> Vec<f64> {
-        let shared = self.spec.ratio.level == RatioLevel::Sequence && self.spec.ratio.clip.is_none();
+        let shared = self.spec.ratio.level.is_shared() && self.spec.ratio.clip.is_none();
         let mean = |row: &Row| match row.first() {
             Some((_, token)) if shared => value(token),
             None if shared => 0.0,
@@ -133,7 +133,7 @@ impl<'r> Batch<'r> {
 
     /// TRL's `global_masked_mean` of something that has the shape of the ratio: one a row counts rows, not tokens.
     fn level_mean(&self, value: OfToken) -> f64 {
-        let shared = self.spec.ratio.level == RatioLevel::Sequence && self.spec.ratio.clip.is_none();
+        let shared = self.spec.ratio.level.is_shared() && self.spec.ratio.clip.is_none();
         if shared { self.row_means(value).into_iter().sum::<f64>() / self.rows.len() as f64 } else { self.mean(value) }
     }
 

@@ -1,7 +1,7 @@
 //! The log-ratios of a row, and what its tokens take for their ratio.
 
 use super::sum::Sum;
-use assay_core::spec::{OldLogp, Ratio};
+use assay_core::spec::{OldLogp, Ratio, RatioLevel};
 
 /// A value that follows its argument, or stands at a bound where its derivative is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,11 +26,12 @@ pub(super) fn held(x: f64, low: f64, high: f64) -> Held {
 /// A token's log-ratio, from `x = ℓ − old_logp`:
 ///
 /// ```text
-/// x clamped to ±clamp
+/// x clamped to ±clamp                                                unless it is the sum over a row that is
 /// x ≤ high where A > 0,  x ≥ −low where A < 0,  0 where A = 0        with a clip
 /// ```
 pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> Held {
-    let clamp = ratio.clamp.unwrap_or(f64::INFINITY);
+    let clamp = if ratio.level == RatioLevel::SequenceProduct { None } else { ratio.clamp };
+    let clamp = clamp.unwrap_or(f64::INFINITY);
     let clamped = held(x, -clamp, clamp);
     let Some(clip) = ratio.clip else { return clamped };
     let clipped = if advantage > 0.0 {
@@ -45,11 +46,15 @@ pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> Held {
 
 /// The log-ratio that `ρ` is the `exp` of, from the token's own or its row's.
 pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> Held {
-    held(log_ratio, f64::NEG_INFINITY, ratio.cap.unwrap_or(f64::INFINITY))
+    let cap = ratio.cap.unwrap_or(f64::INFINITY);
+    match ratio.clamp {
+        Some(clamp) if ratio.level == RatioLevel::SequenceProduct => held(log_ratio, -clamp, clamp.min(cap)),
+        _ => held(log_ratio, f64::NEG_INFINITY, cap),
+    }
 }
 
-/// `Σ x / (n + ε)`; 0 without a token.
-pub(super) fn mean(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
+/// The log-ratio of a row: `Σ x / (n + ε)`, of a product `Σ x`; 0 without a token.
+pub(super) fn of_row(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
     if log_ratios.is_empty() {
         0.0
     } else {
@@ -57,9 +62,12 @@ pub(super) fn mean(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
     }
 }
 
-/// `1 / (n + ε)`: the derivative of the mean by each of its terms.
+/// `1 / (n + ε)`, of a product 1: the derivative of the row's log-ratio by each of its terms.
 pub(super) fn share(ratio: &Ratio, count: usize) -> f64 {
-    1.0 / (count as f64 + ratio.denominator_epsilon)
+    match ratio.level {
+        RatioLevel::SequenceProduct => 1.0,
+        _ => 1.0 / (count as f64 + ratio.denominator_epsilon),
+    }
 }
 
 /// The denominator of the ratio, as the spec means it.

@@ -17,7 +17,7 @@ pub struct TokenInputs {
     pub rollout_logp: Option<f64>,
     /// `A`.
     pub advantage: f64,
-    /// The mean log-ratio of the row, where the ratio is that of a sequence.
+    /// The log-ratio of the row, its mean or its sum, where the ratio is that of a sequence.
     pub row_log_ratio: Option<f64>,
     /// VESPO's `ln w` of the row, before it is clamped; 0 for the others.
     pub row_log_weight: f64,

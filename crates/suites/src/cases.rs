@@ -12,8 +12,8 @@ use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator,
     KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
     Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TokenWeights, Topr,
-    TrustRegion, Unscored, Vespo,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, Terms,
+    TokenWeights, Topr, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -63,6 +63,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
             let (rollout, rejection, off_policy_mask, token_weights) = corrections;
             // No draw of its own, which would change every case.
             let dentropy = bonus.0 == 0.0 && scale == 1.0 && kl.is_none();
+            let given = averaging.denominator_epsilon == 0.5 && temperature_divides == TemperatureDivides::Logits;
             let mut spec = LossSpec {
                 objective,
                 ratio,
@@ -70,7 +71,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
                 old_logp,
                 logits: columns.0,
                 support: columns.1,
-                temperature,
+                temperature: if given { Temperature::Given } else { temperature.into() },
                 temperature_divides,
                 rollout,
                 rejection,
@@ -168,7 +169,13 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
 }
 
 fn ratio() -> impl Strategy<Value = Ratio> {
-    let level = select(vec![RatioLevel::Token, RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken]);
+    let level = select(vec![
+        RatioLevel::Token,
+        RatioLevel::Token,
+        RatioLevel::Sequence,
+        RatioLevel::SequenceToken,
+        RatioLevel::SequenceProduct,
+    ]);
     let clip = (0.0..0.5_f64, 0.0..0.5_f64).prop_map(|(low, high)| LogClip { low, high });
     (
         level,
@@ -182,7 +189,7 @@ fn ratio() -> impl Strategy<Value = Ratio> {
             clamp,
             clip,
             cap,
-            denominator_epsilon,
+            denominator_epsilon: if level == RatioLevel::SequenceProduct { 0.0 } else { denominator_epsilon },
         })
 }
 
@@ -357,7 +364,7 @@ pub fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
                 objective: Objective::PpoClip(clip),
                 advantages,
                 old_logp,
-                temperature,
+                temperature: temperature.into(),
                 temperature_divides,
                 kl,
                 entropy_coef,

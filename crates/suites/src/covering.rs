@@ -6,7 +6,7 @@ use assay_core::problem::Shape;
 use assay_core::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
     Objective, OldLogp, Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Support, TemperatureDivides, Terms, Unscored,
+    RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, Terms, Unscored,
 };
 use assay_judge::variants::{SHAPE, variants};
 
@@ -70,8 +70,12 @@ const REDUCTIONS: [(Reduction, f64); 5] = [
 /// Each with the mean that the bonus is of, and whether in its place a cotangent comes with each token.
 const ENTROPIES: [(f64, Option<Averaging>, bool); 4] =
     [(0.0, None, false), (0.03, None, false), (-0.02, Some(OF_ROWS), false), (0.0, None, true)];
-const TEMPERATURES: [(f64, TemperatureDivides); 3] =
-    [(1.0, TemperatureDivides::Logits), (0.8, TemperatureDivides::Logits), (1.3, TemperatureDivides::Logp)];
+const TEMPERATURES: [(Temperature, TemperatureDivides); 4] = [
+    (Temperature::ONE, TemperatureDivides::Logits),
+    (Temperature::Number(0.8), TemperatureDivides::Logits),
+    (Temperature::Number(1.3), TemperatureDivides::Logp),
+    (Temperature::Given, TemperatureDivides::Logits),
+];
 const OLD_LOGPS: [OldLogp; 3] = [OldLogp::Given, OldLogp::Current, OldLogp::Rollout];
 /// Bounds on a log-ratio: `clamp`, `clip`, `cap`.
 const BOUNDS: [(Option<f64>, Option<LogClip>, Option<f64>); 4] = [

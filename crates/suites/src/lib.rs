@@ -7,6 +7,7 @@ pub mod measure;
 pub mod mutants;
 pub mod panel;
 pub mod parity;
+pub mod sampler;
 pub mod supported;
 
 use proptest::strategy::{Strategy, ValueTree};

@@ -193,7 +193,7 @@ impl On {
     fn few_shapes(&self, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
         let structures = if is_tile(&*self.implementation) { 4 } else { 8 };
         let specs = [
-            LossSpec { entropy_coef: 0.02, temperature: 0.6, ..LossSpec::default() },
+            LossSpec { entropy_coef: 0.02, temperature: 0.6.into(), ..LossSpec::default() },
             LossSpec { entropy_coef: 0.0, ..LossSpec::default() },
         ];
         let seed = self.devices as u64;

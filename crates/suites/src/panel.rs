@@ -115,7 +115,7 @@ fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
     spec.ratio.level = level;
     spec.kl = kl
         .map(|importance| Kl { importance, ..Kl::plain([0.001, 0.04, 0.1][rng.random_range(0..3)], KlEstimator::K3) });
-    spec.temperature = if rng.random_bool(0.5) { 1.0 } else { rng.random_range(0.5..1.5) };
+    spec.temperature = if rng.random_bool(0.5) { 1.0 } else { rng.random_range(0.5..1.5) }.into();
     spec.entropy_coef = if rng.random_bool(0.5) { 0.0 } else { rng.random_range(0.001..0.1) };
     spec
 }

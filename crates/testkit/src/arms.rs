@@ -8,7 +8,7 @@ use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
     OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
     TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
@@ -104,7 +104,11 @@ impl Arms {
         self.option("support.vocab", vocab.as_ref());
         self.flag("support.excluded_ids", !excluded_ids.is_empty());
         self.flag("support.keep_sampled", *keep_sampled);
-        self.number("temperature", *temperature, 1.0);
+        choose!(self, "temperature", temperature, {
+            Temperature::Number(1.0) => "neutral",
+            Temperature::Number(_) => "another",
+            Temperature::Given => "given",
+        });
         choose!(self, "temperature_divides", temperature_divides, {
             TemperatureDivides::Logits => "logits",
             TemperatureDivides::Logp => "logp",
@@ -208,6 +212,7 @@ impl Arms {
             RatioLevel::Token => "token",
             RatioLevel::Sequence => "sequence",
             RatioLevel::SequenceToken => "sequence_token",
+            RatioLevel::SequenceProduct => "sequence_product",
         });
         self.option("ratio.clamp", clamp.as_ref());
         self.option("ratio.clip", clip.as_ref());

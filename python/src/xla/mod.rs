@@ -27,8 +27,8 @@ extern "C" fn gradient(frame: *mut Frame) -> *mut Error {
     unsafe { frame::answer(frame, of_gradient) }
 }
 
-/// `logits, ids, mask, advantages, weights` and what else the spec reads, `bias` last, to `dlogits`, which may be over the logits, and
-/// `results`.
+/// `logits, ids, mask, advantages, weights`, where the attribute `sequences` is `packed` `segment_ids`, and what else the spec reads,
+/// `bias` last, to `dlogits`, which may be over the logits, and `results`.
 extern "C" fn loss(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, of_loss) }
@@ -147,10 +147,15 @@ fn of_loss(call: &Call) -> Result<(), String> {
         let [dlogits, results] = call.outputs()?;
         let spec = spec(call)?;
         let bias = bias(&spec, &mut rest)?;
+        let segment_ids = match call.text("sequences")? {
+            "packed" if rest.is_empty() => return Err("`segment_ids`: not given, expected [B,T]".into()),
+            "packed" => Some(rest.remove(0).view::<i32, Ix2>("segment_ids")?),
+            _ => None,
+        };
         let place = place::<E>(logits, dlogits)?;
         let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
         let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
-        let (advantages, weights) = (advantages.view::<f32, Ix2>("advantages")?, weights.view::<f32, Ix2>("weights")?);
+        let (advantages, weights) = (advantages.view::<f32, Ix2>("advantages")?, weights.view::<f32, Ix3>("weights")?);
         let expected = Structure::of(&spec).inputs();
         if rest.len() != expected.len() {
             return Err(format!("arguments: got {} beside the five, expected {}", rest.len(), expected.len()));
@@ -160,12 +165,14 @@ fn of_loss(call: &Call) -> Result<(), String> {
         let inputs = inputs?;
         let results = results.view::<f32, Ix3>("results")?;
         let per_token = [("ids", ids.shape()), ("advantages", advantages.shape())].into_iter();
+        let per_token = per_token.chain(segment_ids.as_ref().map(|ids| ("segment_ids", ids.shape())));
         for (name, given) in per_token.chain(inputs.iter().map(|(input, values)| (input.name(), values.shape()))) {
             expect_shape(name, given, &[b, t])?;
         }
-        expect_shape("weights", weights.shape(), &[b, 3])?;
+        expect_shape("weights", weights.shape(), &[b, t, 3])?;
         expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
-        let weighed = Weighed { tokens: Tokens { ids, mask: mask.view() }, advantages, weights, inputs, bias };
+        let tokens = Tokens { ids, mask: mask.view() };
+        let weighed = Weighed { tokens, advantages, weights, segment_ids, inputs, bias };
         Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;

@@ -22,7 +22,7 @@ pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend
 pub use select::Part;
 pub use sequences::{CuSeqlens, Sequence, Sequences};
 
-use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError};
+use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError, Temperature};
 
 /// One GRPO batch: position `[b,t]` of `logits` scores token `ids[b,t]`.
 ///
@@ -74,6 +74,8 @@ pub struct Extra {
     pub sequences: Sequences,
     /// `[B,T]`: the cotangent of each token's entropy.
     pub dentropy: Option<Array2<f64>>,
+    /// `[B,T]` or `[B,1]`, `> 0`: the softmax temperature of each token, or one a sequence; `[1,N]` or `[S,1]` of packed sequences.
+    pub temperature: Option<Array2<f64>>,
 }
 
 /// Advantages, dimensionless.
@@ -224,6 +226,16 @@ pub enum ProblemError {
         /// Sequence.
         b: usize,
         /// Token, or 0 where there is one weight a sequence.
+        t: usize,
+        /// The value found.
+        given: f64,
+    },
+    /// A temperature that is none.
+    #[error("`temperature[{b},{t}]`: got {given}, expected a finite number > 0")]
+    Temperature {
+        /// Sequence.
+        b: usize,
+        /// Token, or 0 where there is one a sequence.
         t: usize,
         /// The value found.
         given: f64,
@@ -441,6 +453,18 @@ impl Tokens<'_> {
         Ok(())
     }
 
+    /// The softmax temperature of the token at `[b,t]` under `spec`; NaN where it is to be given and is not.
+    pub fn temperature(&self, spec: &LossSpec, at: (usize, usize)) -> f64 {
+        let given = || {
+            let given = self.extra.temperature.as_ref()?;
+            if given.dim() == self.mask.dim() {
+                return given.get(at).copied();
+            }
+            given.get((self.extra.sequences.owner(at)?, 0)).copied()
+        };
+        spec.temperature.number().or_else(given).unwrap_or(f64::NAN)
+    }
+
     /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.
     fn arrays_of(&self, spec: &LossSpec) -> Vec<(&'static str, Option<&Array2<f64>>, &'static str)> {
         let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
@@ -471,6 +495,13 @@ impl Tokens<'_> {
         }
         if spec.token_weights.is_some() {
             self.check_weights("token_weights", self.extra.token_weights.as_ref(), "`token_weights`", true, false)?;
+        }
+        if spec.temperature == Temperature::Given {
+            let because = "`temperature: given`";
+            self.check_given("temperature", self.extra.temperature.as_ref(), because, true, false, |(b, t), given| {
+                let fits = given > 0.0 && given.is_finite();
+                if fits { Ok(()) } else { Err(ProblemError::Temperature { b, t, given }) }
+            })?;
         }
         let selects = spec.reads_selected();
         match &self.extra.selected {
@@ -506,22 +537,37 @@ impl Tokens<'_> {
         one_a_row: bool,
         everywhere: bool,
     ) -> Result<(), ProblemError> {
+        self.check_given(field, weights, because, one_a_row, everywhere, |(b, t), given| {
+            let fits = given >= 0.0 && given.is_finite();
+            if fits { Ok(()) } else { Err(ProblemError::Weight { field, b, t, given }) }
+        })
+    }
+
+    /// Numbers that pass `check`, `[B,T]` or, `one_a_row`, a number a sequence: where a token counts, or `everywhere`.
+    fn check_given(
+        &self,
+        field: &'static str,
+        values: Option<&Array2<f64>>,
+        because: &'static str,
+        one_a_row: bool,
+        everywhere: bool,
+        check: impl Fn((usize, usize), f64) -> Result<(), ProblemError>,
+    ) -> Result<(), ProblemError> {
         let (batch, tokens) = self.mask.dim();
         let sequences = self.extra.sequences.count(batch);
-        let Some(weights) = weights else {
+        let Some(values) = values else {
             return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
         };
-        let broadcast = one_a_row && weights.dim() == (sequences, 1);
-        if weights.dim() != (batch, tokens) && !broadcast {
+        let broadcast = one_a_row && values.dim() == (sequences, 1);
+        if values.dim() != (batch, tokens) && !broadcast {
             let expected = format!("[{batch}, {tokens}] or [{sequences}, 1]");
-            return Err(ProblemError::Shape { field, given: weights.shape().to_vec(), expected });
+            return Err(ProblemError::Shape { field, given: values.shape().to_vec(), expected });
         }
         let filled: Vec<bool> =
             self.sequences().iter().map(|sequence| sequence.places().any(|at| self.mask[at])).collect();
-        for ((b, t), &given) in weights.indexed_iter() {
-            let read = everywhere || if broadcast { filled[b] } else { self.mask[[b, t]] };
-            if read && !(given >= 0.0 && given.is_finite()) {
-                return Err(ProblemError::Weight { field, b, t, given });
+        for ((b, t), &given) in values.indexed_iter() {
+            if everywhere || if broadcast { filled[b] } else { self.mask[[b, t]] } {
+                check((b, t), given)?;
             }
         }
         Ok(())

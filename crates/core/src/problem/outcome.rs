@@ -1,7 +1,7 @@
 use ndarray::{Axis, Dimension, Ix0, Ix2, Ix3, RemoveAxis, arr0, concatenate};
 use serde::Serialize;
 
-use super::{Dtype, FloatArray, FloatView};
+use super::{Dtype, FloatArray, FloatView, Sequences};
 
 /// Everything that a batch comes to, from the reference or a kernel of ours; `gradient` is dlogits of a [`super::Problem`],
 /// and a [`HeadGradient`] of a [`super::HeadProblem`]. Arrays keep the dtype that the implementation computed them in, so
@@ -146,34 +146,37 @@ impl<G> Candidate<G> {
 }
 
 impl Candidate {
-    /// What a batch comes to whose parts, cut between rows, came to `parts`: the sum of their losses, and their tokens one after
-    /// another. Metrics are left out.
+    /// What a batch comes to whose parts, cut between its [`Sequences`], came to `parts`: the sum of their losses, and their rows one
+    /// after another, or of packed sequences their tokens. Metrics are left out.
     ///
     /// # Panics
     /// Where there is no part, or one is of another width.
     #[must_use]
-    pub fn of_parts(parts: &[Self]) -> Self {
-        fn joined<D: Dimension + RemoveAxis>(arrays: &[&FloatArray<D>]) -> FloatArray<D> {
-            let values: Vec<_> = arrays.iter().map(|array| array.to_f64()).collect();
-            let views: Vec<_> = values.iter().map(|values| values.view()).collect();
-            let values = concatenate(Axis(0), &views).expect("parts of one width");
-            FloatArray::rounded_from(&values, arrays[0].dtype())
-        }
+    pub fn of_parts(sequences: &Sequences, parts: &[Self]) -> Self {
+        let axis = Axis(usize::from(sequences.packed().is_some()));
         type PerToken = Option<FloatArray<Ix2>>;
         let per_token = |of: fn(&Self) -> &PerToken| {
             let all: Option<Vec<&FloatArray<Ix2>>> = parts.iter().map(|part| of(part).as_ref()).collect();
-            all.map(|all| joined(&all))
+            all.map(|all| joined(axis, &all))
         };
         let losses: Option<Vec<f64>> = parts.iter().map(|part| part.loss.as_ref().map(FloatArray::value)).collect();
         Self {
             loss: losses.map(|losses| arr0(losses.iter().sum::<f64>()).into()),
-            gradient: joined(&parts.iter().map(|part| &part.gradient).collect::<Vec<_>>()),
+            gradient: joined(axis, &parts.iter().map(|part| &part.gradient).collect::<Vec<_>>()),
             logp: per_token(|part| &part.logp),
             entropy: per_token(|part| &part.entropy),
             token_loss: per_token(|part| &part.token_loss),
             metrics: None,
         }
     }
+}
+
+/// Arrays one after another along `axis`, in the dtype of the first.
+fn joined<D: Dimension + RemoveAxis>(axis: Axis, arrays: &[&FloatArray<D>]) -> FloatArray<D> {
+    let values: Vec<_> = arrays.iter().map(|array| array.to_f64()).collect();
+    let views: Vec<_> = values.iter().map(|values| values.view()).collect();
+    let values = concatenate(axis, &views).expect("parts of one width");
+    FloatArray::rounded_from(&values, arrays[0].dtype())
 }
 
 impl<G> From<Outcome<G>> for Candidate<G> {

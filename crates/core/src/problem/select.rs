@@ -4,23 +4,23 @@ use std::ops::Range;
 
 use ndarray::{Array1, Array2, Axis, Ix3};
 
-use super::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection, Sequences};
+use super::{Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection, Sequences};
 
 /// Which part: indices in the order in which they shall stand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Sequences.
+    /// Sequences: rows, or those that are packed into the one row.
     pub batch: Vec<usize>,
-    /// Tokens, the same of every row; where sequences are packed into one, they ascend.
+    /// Tokens, the same of every row. Of a packed batch those are in the part whose sequence is, and those of none.
     pub tokens: Vec<usize>,
     /// Columns of the vocabulary.
     pub columns: Vec<usize>,
 }
 
 impl Part {
-    /// All of `[B,T,V]`.
-    pub fn whole([batch, tokens, vocab]: [usize; 3]) -> Self {
-        Self { batch: (0..batch).collect(), tokens: (0..tokens).collect(), columns: (0..vocab).collect() }
+    /// All `sequences` of `[sequences,tokens,vocab]`, or of the packed `[1,tokens,vocab]`.
+    pub fn whole([sequences, tokens, vocab]: [usize; 3]) -> Self {
+        Self { batch: (0..sequences).collect(), tokens: (0..tokens).collect(), columns: (0..vocab).collect() }
     }
 }
 
@@ -45,32 +45,56 @@ impl Gather for Rows<'_> {
     }
 }
 
-/// Of tokens in one row, whose sequences all stay.
-pub(super) struct Places<'p>(pub(super) &'p [(usize, usize)]);
+/// Of sequences in one row.
+pub(super) struct Places {
+    /// Where each token is.
+    pub(super) tokens: Vec<(usize, usize)>,
+    /// Which sequences there are.
+    pub(super) sequences: Vec<usize>,
+}
 
-impl Gather for Places<'_> {
+impl Places {
+    /// Those of a part of a packed batch, and where its sequences lie: the tokens of one after those of another, behind the last
+    /// those that belong to none.
+    fn of(cu_seqlens: &CuSeqlens, part: &Part) -> (Self, CuSeqlens) {
+        let mut owned = vec![Vec::new(); cu_seqlens.count() + 1];
+        for &t in &part.tokens {
+            owned[cu_seqlens.owner(t).unwrap_or(cu_seqlens.count())].push((0, t));
+        }
+        let lengths = part.batch.iter().map(|&sequence| owned[sequence].len());
+        let within = CuSeqlens::of_lengths(lengths);
+        let behind = cu_seqlens.count();
+        let tokens = part.batch.iter().chain([&behind]).flat_map(|&sequence| owned[sequence].iter().copied()).collect();
+        (Self { tokens, sequences: part.batch.clone() }, within)
+    }
+}
+
+impl Gather for Places {
     fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T> {
-        let values = self.0.iter().map(|&at| array[at].clone()).collect();
-        Array2::from_shape_vec((1, self.0.len()), values).expect("one entry a token")
+        let values = self.tokens.iter().map(|&at| array[at].clone()).collect();
+        Array2::from_shape_vec((1, self.tokens.len()), values).expect("one entry a token")
     }
 
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64> {
-        array.clone()
+        array.select(Axis(0), &self.sequences)
     }
 }
 
-/// A `[B,T,…]` array's part, its last axis whole.
-fn of_rows(array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
-    array.select(Axis(0), &part.batch).select(Axis(1), &part.tokens)
-}
-
 impl<L> Problem<L> {
+    /// What a `[B,T,…]` array has of `part`, its last axis whole.
+    fn of_tokens(&self, array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
+        match &self.extra.sequences {
+            Sequences::Rows => array.select(Axis(0), &part.batch).select(Axis(1), &part.tokens),
+            Sequences::Packed(cu_seqlens) => array.at_places(&Places::of(cu_seqlens, part).0.tokens),
+        }
+    }
+
     /// The batch of the tokens that `places` gathers, over all columns, with other logits.
     pub(super) fn gathered<M>(&self, places: &impl Gather, sequences: Sequences, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _, dentropy } =
+        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _, dentropy, temperature } =
             &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
-        let weights = |array: &Option<Array2<f64>>| match array {
+        let one_a_token_or_sequence = |array: &Option<Array2<f64>>| match array {
             // One a sequence stays so, a column.
             Some(column) if column.dim() != self.mask.dim() => {
                 Some(places.sequences(&column.column(0).to_owned()).insert_axis(Axis(1)))
@@ -90,24 +114,26 @@ impl<L> Problem<L> {
             ref_logp: floats(&self.ref_logp),
             extra: Extra {
                 rollout_logp: floats(rollout_logp),
-                rollout_weights: weights(rollout_weights),
-                token_weights: weights(token_weights),
+                rollout_weights: one_a_token_or_sequence(rollout_weights),
+                token_weights: one_a_token_or_sequence(token_weights),
                 selected: selected.as_ref().map(|selected| places.tokens(selected)),
                 bias: bias.clone(),
                 sequences,
                 dentropy: floats(dentropy),
+                temperature: one_a_token_or_sequence(temperature),
             },
         }
     }
 
     /// The sequences and tokens of `part` over all columns, with other logits.
     fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
-        let sequences = self.extra.sequences.select(&part.tokens);
-        if sequences == Sequences::Rows {
-            return self.gathered(&Rows(part), sequences, logits);
+        match &self.extra.sequences {
+            Sequences::Rows => self.gathered(&Rows(part), Sequences::Rows, logits),
+            Sequences::Packed(cu_seqlens) => {
+                let (places, within) = Places::of(cu_seqlens, part);
+                self.gathered(&places, Sequences::Packed(within), logits)
+            }
         }
-        let of_row = |&b| part.tokens.iter().map(move |&t| (b, t));
-        self.gathered(&Places(&part.batch.iter().flat_map(of_row).collect::<Vec<_>>()), sequences, logits)
     }
 
     /// The part without its logits. An id whose column is left out becomes −1, which is none: such a token no longer counts.
@@ -122,13 +148,18 @@ impl<L> Problem<L> {
 }
 
 impl Problem<()> {
-    /// Its sequences `rows`, and of each the first `width` tokens.
+    /// Its sequences `rows`, and of each the first `width` tokens; of packed ones all tokens where they
+    /// [lie](Sequences::block).
     ///
     /// # Panics
     /// Where either is beyond its axis.
     #[must_use]
     pub fn rows(&self, rows: Range<usize>, width: usize) -> Self {
-        self.with_tokens(&Part { batch: rows.collect(), tokens: (0..width).collect(), columns: Vec::new() }, ())
+        let tokens = match &self.extra.sequences {
+            Sequences::Rows => 0..width,
+            packed @ Sequences::Packed(_) => packed.block(rows.clone(), self.mask.dim()).1,
+        };
+        self.with_tokens(&Part { batch: rows.collect(), tokens: tokens.collect(), columns: Vec::new() }, ())
     }
 }
 
@@ -139,7 +170,7 @@ impl Problem {
     /// Where an index is beyond its axis.
     #[must_use]
     pub fn select(&self, part: &Part) -> Self {
-        self.select_tokens(part, of_rows(&self.logits, part).select(Axis(2), &part.columns))
+        self.select_tokens(part, self.of_tokens(&self.logits, part).select(Axis(2), &part.columns))
     }
 }
 
@@ -156,7 +187,7 @@ impl HeadProblem {
             HeadLayout::VocabByHidden => [Axis(1), Axis(0)],
         };
         let lm_head = lm_head.select(units_axis, units).select(columns_axis, &part.columns);
-        let hidden = of_rows(hidden, part).select(Axis(2), units);
+        let hidden = self.of_tokens(hidden, part).select(Axis(2), units);
         self.select_tokens(part, Projection { hidden, lm_head, layout: *layout, rounds_logits: *rounds_logits })
     }
 }

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2};
+use ndarray::{Array1, Array2, s};
 
 use super::select::Places;
 use super::{Advantages, HeadProblem, Problem, ProblemError, Projection, Tokens};
@@ -192,11 +192,17 @@ impl Sequences {
     }
 
     /// Checks that they are of a batch of `[B,T]`, and that `mask` hides what belongs to none.
-    pub(super) fn check(&self, mask: &Array2<bool>) -> Result<(), ProblemError> {
+    ///
+    /// # Errors
+    /// The first that is longer than the batch, or the first unmasked token behind the last.
+    pub fn check(&self, mask: &Array2<bool>) -> Result<(), ProblemError> {
         let Sequences::Packed(cu_seqlens) = self else { return Ok(()) };
         let (batch, tokens) = mask.dim();
         if batch != 1 {
-            let expected = "[1,N], as `cu_seqlens` packs sequences into one row".into();
+            let expected =
+                "[1,N], as `cu_seqlens` packs sequences into one row: lay several rows one after another, their ends \
+                            counted on"
+                    .into();
             return Err(ProblemError::Shape { field: "mask", given: vec![batch, tokens], expected });
         }
         let values = cu_seqlens.ends();
@@ -214,13 +220,17 @@ impl Sequences {
         }
     }
 
-    /// Those of the chosen `tokens` of each row, which ascend.
-    pub(super) fn select(&self, tokens: &[usize]) -> Self {
+    /// The rows and the tokens in which those `of` a batch of `[B,T]` lie: their rows, or of packed ones their tokens in the one
+    /// row, with the last also those behind it.
+    ///
+    /// # Panics
+    /// Where `of` is empty, or beyond what there are.
+    pub fn block(&self, of: Range<usize>, (_, tokens): (usize, usize)) -> (Range<usize>, Range<usize>) {
         match self {
-            Sequences::Rows => Sequences::Rows,
-            Sequences::Packed(CuSeqlens(ends)) => {
-                let before = |end: &usize| tokens.iter().filter(|&t| t < end).count();
-                Sequences::Packed(CuSeqlens(ends.iter().map(before).collect()))
+            Sequences::Rows => (of, 0..tokens),
+            Sequences::Packed(cu_seqlens) => {
+                let ends = cu_seqlens.ends();
+                (0..1, ends[of.start]..if of.end == cu_seqlens.count() { tokens } else { ends[of.end] })
             }
         }
     }
@@ -269,9 +279,26 @@ impl<L> Problem<L> {
         }
     }
 
+    /// Where the tokens are of this batch laid out in one row.
+    fn row_after_row(&self) -> Places {
+        let (batch, tokens) = self.mask.dim();
+        Places {
+            tokens: (0..batch * tokens).map(|i| (i / tokens, i % tokens)).collect(),
+            sequences: (0..batch).collect(),
+        }
+    }
+
+    /// The same of `count` sequences that lie so in its one row.
+    fn of_sequences(mut self, cu_seqlens: CuSeqlens, count: usize) -> Self {
+        assert_eq!(cu_seqlens.count(), count, "as many sequences as rows");
+        self.mask.slice_mut(s![0, cu_seqlens.end()..]).fill(false);
+        self.extra.sequences = Sequences::Packed(cu_seqlens);
+        self
+    }
+
     /// Where the tokens of a packed batch are here: of each sequence those up to the last that counts; the first of the
     /// first where none does.
-    fn packed_places(&self) -> (CuSeqlens, Vec<(usize, usize)>) {
+    fn packed_places(&self) -> (CuSeqlens, Places) {
         let counts = |sequence: &Sequence| {
             let last = sequence.places().enumerate().filter(|(_, at)| self.mask[*at]).last();
             last.map_or(0, |(i, _)| i + 1)
@@ -282,7 +309,8 @@ impl<L> Problem<L> {
             lengths[0] = 1;
         }
         let places = sequences.iter().zip(&lengths).flat_map(|(sequence, length)| sequence.places().take(*length));
-        (CuSeqlens::of_lengths(lengths.iter().copied()), places.collect())
+        let places = Places { tokens: places.collect(), sequences: (0..lengths.len()).collect() };
+        (CuSeqlens::of_lengths(lengths.iter().copied()), places)
     }
 }
 
@@ -290,8 +318,19 @@ impl Problem {
     /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
     pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
-        let logits = self.logits.at_places(&places);
-        (self.gathered(&Places(&places), Sequences::Packed(cu_seqlens), logits), places)
+        let logits = self.logits.at_places(&places.tokens);
+        (self.gathered(&places, Sequences::Packed(cu_seqlens), logits), places.tokens)
+    }
+
+    /// The tokens of all rows in one, `[1,B·T]`, of which `cu_seqlens` makes as many sequences as there were rows, of other
+    /// tokens: each has what the row of its number had beside them. What lies behind the last no longer counts.
+    ///
+    /// # Panics
+    /// Where `cu_seqlens` has another number of sequences, or ends behind `B·T`.
+    #[must_use]
+    pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
+        let logits = self.logits.in_one_row();
+        self.gathered(&self.row_after_row(), Sequences::Rows, logits).of_sequences(cu_seqlens, self.mask.nrows())
     }
 }
 
@@ -299,14 +338,18 @@ impl HeadProblem {
     /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
     pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
-        let Projection { hidden, lm_head, layout, rounds_logits } = &self.logits;
-        let logits = Projection {
-            hidden: hidden.at_places(&places),
-            lm_head: lm_head.clone(),
-            layout: *layout,
-            rounds_logits: *rounds_logits,
-        };
-        (self.gathered(&Places(&places), Sequences::Packed(cu_seqlens), logits), places)
+        let logits = Projection { hidden: self.logits.hidden.at_places(&places.tokens), ..self.logits.clone() };
+        (self.gathered(&places, Sequences::Packed(cu_seqlens), logits), places.tokens)
+    }
+
+    /// As [`Problem::laid_out`].
+    ///
+    /// # Panics
+    /// As [`Problem::laid_out`].
+    #[must_use]
+    pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
+        let logits = Projection { hidden: self.logits.hidden.in_one_row(), ..self.logits.clone() };
+        self.gathered(&self.row_after_row(), Sequences::Rows, logits).of_sequences(cu_seqlens, self.mask.nrows())
     }
 }
 
@@ -343,7 +386,8 @@ mod tests {
         assert_eq!(short.check(&ndarray::arr2(&[[true, false, true, false]])), Ok(()));
         assert_eq!(
             short.check(&Array2::from_elem((2, 4), true)).unwrap_err().to_string(),
-            "`mask`: got shape [2, 4], expected [1,N], as `cu_seqlens` packs sequences into one row"
+            "`mask`: got shape [2, 4], expected [1,N], as `cu_seqlens` packs sequences into one row: lay several rows one after \
+             another, their ends counted on"
         );
     }
 

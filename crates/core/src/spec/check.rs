@@ -3,7 +3,7 @@
 use super::{
     AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
-    Unscored,
+    Temperature, TemperatureDivides, Unscored,
 };
 
 /// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
@@ -58,7 +58,14 @@ impl LossSpec {
     /// # Errors
     /// [`SpecError`] naming the first field that is wrong.
     pub fn check(&self) -> Checked {
-        positive("temperature", self.temperature)?;
+        match self.temperature {
+            Temperature::Number(temperature) => positive("temperature", temperature)?,
+            Temperature::Given => {
+                let divides = self.temperature_divides;
+                let expected = "logits with `temperature: given`: who divides logp has one temperature";
+                ensure(divides == TemperatureDivides::Logits, "temperature_divides", "logp", expected)?;
+            }
+        }
         self.check_objective()?;
         self.ratio.check()?;
         let Self { logits, support, .. } = self;
@@ -172,7 +179,10 @@ impl Ratio {
             non_negative("ratio.clip.high", clip.high)?;
         }
         self.cap.map_or(Ok(()), |cap| finite("ratio.cap", cap))?;
-        non_negative("ratio.denominator_epsilon", self.denominator_epsilon)
+        non_negative("ratio.denominator_epsilon", self.denominator_epsilon)?;
+        let counted = self.level != RatioLevel::SequenceProduct || self.denominator_epsilon == 0.0;
+        let expected = "0 with `level: sequence_product`, which divides by nothing";
+        ensure(counted, "ratio.denominator_epsilon", self.denominator_epsilon, expected)
     }
 }
 

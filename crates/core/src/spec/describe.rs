@@ -4,7 +4,7 @@ use super::{
     AdvantageLevel, Averaging, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec,
     Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction,
     Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support,
-    TemperatureDivides, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored,
+    Temperature, TemperatureDivides, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored,
 };
 
 /// What old log-probability a ratio is taken against.
@@ -71,13 +71,17 @@ impl LossSpec {
 
     fn logp_line(&self) -> String {
         let logits = self.logits.describe();
-        let (t, one) = (number(self.temperature), self.temperature == 1.0);
+        let one = self.temperature == Temperature::ONE;
+        let t = self.temperature.number().map_or("T".into(), number);
         let mut line = match self.temperature_divides {
             _ if one => format!("ℓ = log_softmax({logits})[id], H of the same softmax"),
             TemperatureDivides::Logits => format!("ℓ = log_softmax({logits} / {t})[id], H of the same softmax"),
             TemperatureDivides::Logp => format!("ℓ = log_softmax({logits})[id] / {t}, H of softmax({logits} / {t})"),
         };
         line += &self.support.describe();
+        if self.temperature == Temperature::Given {
+            line += "; T is given, one a sequence or a token";
+        }
         line
     }
 
@@ -165,8 +169,10 @@ impl Support {
 impl Ratio {
     fn describe(&self, source: OldLogp) -> String {
         let mut x = format!("ℓ − {}", old(source));
-        if let Some(clamp) = self.clamp {
-            x = format!("clamp({x}, ±{})", number(clamp));
+        let clamped = |x: &str, clamp| format!("clamp({x}, ±{})", number(clamp));
+        let of_product = self.level == RatioLevel::SequenceProduct;
+        if let Some(clamp) = self.clamp.filter(|_| !of_product) {
+            x = clamped(&x, clamp);
         }
         let count = if self.denominator_epsilon == 0.0 {
             "n_b".to_string()
@@ -176,6 +182,7 @@ impl Ratio {
         let mut level = match self.level {
             RatioLevel::Token => "x".to_string(),
             RatioLevel::Sequence | RatioLevel::SequenceToken => format!("Σ m·x / {count}"),
+            RatioLevel::SequenceProduct => self.clamp.map_or("Σ m·x".into(), |clamp| clamped("Σ m·x", clamp)),
         };
         if let Some(cap) = self.cap {
             level = format!("min({level}, {})", number(cap));
@@ -185,6 +192,9 @@ impl Ratio {
             RatioLevel::Token => format!("ρ = exp({level}), x = {x}, per token"),
             RatioLevel::Sequence => {
                 format!("ρ = exp({level}), x = {x}: one for the row, with the gradient of the mean")
+            }
+            RatioLevel::SequenceProduct => {
+                format!("ρ = exp({level}), x = {x}: one for the row, with the gradient of the sum")
             }
             RatioLevel::SequenceToken => {
                 format!("ρ = exp({level}), x = {x}: the row's value, with the gradient of the token's own ℓ")

@@ -8,6 +8,7 @@ mod check;
 mod describe;
 mod objective;
 pub mod presets;
+mod temperature;
 
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +17,7 @@ pub use objective::{
     Aspo, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, Positive,
     PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
 };
+pub use temperature::Temperature;
 
 /// One GRPO loss, in full.
 ///
@@ -24,7 +26,7 @@ pub use objective::{
 ///
 /// ```text
 /// x    = ℓ − old_logp, clamped                                     [`Ratio::clamp`], [`Ratio::clip`]
-/// ρ    = exp of x, or of its mean over the row                     [`Ratio::level`]
+/// ρ    = exp of x, or of its mean or sum over the row              [`Ratio::level`]
 /// f    = policy(ρ, ℓ, A)                                           [`Objective`]
 /// f′   = f · off_policy_mask · top_entropy_mask · rollout weight   each for the terms that it applies to
 /// token_loss = f′ + beta · kl(ref_logp − ℓ)                        [`Kl`]
@@ -52,8 +54,8 @@ pub struct LossSpec {
     pub logits: LogitsTransform,
     /// Which columns the softmax runs over.
     pub support: Support,
-    /// Softmax temperature `T > 0`, dimensionless.
-    pub temperature: f64,
+    /// Softmax temperature `T > 0`, dimensionless: a number, or the problem's `temperature`.
+    pub temperature: Temperature,
     /// What the temperature divides.
     pub temperature_divides: TemperatureDivides,
     /// Weights that correct for the sampler's own policy.
@@ -94,7 +96,7 @@ impl Default for LossSpec {
             old_logp: OldLogp::Given,
             logits: LogitsTransform::default(),
             support: Support::default(),
-            temperature: 1.0,
+            temperature: Temperature::ONE,
             temperature_divides: TemperatureDivides::Logits,
             rollout: None,
             rejection: Vec::new(),
@@ -146,13 +148,15 @@ impl LossSpec {
 pub struct Ratio {
     /// From which log-ratios, and with which gradient.
     pub level: RatioLevel,
-    /// `|x_t| ≤ clamp`, without gradient beyond; `> 0`, nats. 20 in verl, Tunix, SkyRL and OpenRLHF.
+    /// `|x_t| ≤ clamp`, of [`RatioLevel::SequenceProduct`] `|Σ m x| ≤ clamp`, without gradient beyond; `> 0`, nats. 20 in
+    /// verl, Tunix, SkyRL and OpenRLHF.
     pub clamp: Option<f64>,
     /// GMPO's clip of every token's log-ratio.
     pub clip: Option<LogClip>,
     /// Upper bound of the level's log-ratio, without gradient beyond; nats. 10 in verl's and Tunix's GSPO.
     pub cap: Option<f64>,
-    /// Added to the token count of [`RatioLevel::Sequence`] and [`RatioLevel::SequenceToken`], `≥ 0`.
+    /// Added to the token count of [`RatioLevel::Sequence`] and [`RatioLevel::SequenceToken`], `≥ 0`; 0 of a product, which has
+    /// none.
     pub denominator_epsilon: f64,
 }
 
@@ -167,6 +171,15 @@ pub enum RatioLevel {
     Sequence,
     /// The same value, but `∂ln ρ_t/∂ℓ_u = 1[t=u]` (GSPO-token).
     SequenceToken,
+    /// `ρ = exp(Σ m x)` for all tokens of the row, with the gradient of the sum (TRL's RLOO, verl's `bypass_mode`).
+    SequenceProduct,
+}
+
+impl RatioLevel {
+    /// Whether the tokens of a row share a ratio, and what each owes to it.
+    pub fn is_shared(self) -> bool {
+        matches!(self, Self::Sequence | Self::SequenceProduct)
+    }
 }
 
 /// GMPO: `x_t` is held to `≤ high` where `A > 0` and to `≥ −low` where `A < 0`, without gradient beyond; 0 where `A = 0`.

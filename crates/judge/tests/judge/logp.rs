@@ -15,7 +15,7 @@ use ndarray::{Array2, Array3};
 const TEMPERATURE: f64 = 0.7;
 
 fn spec() -> LossSpec {
-    LossSpec { temperature: TEMPERATURE, ..LossSpec::of_cotangents(true) }
+    LossSpec { temperature: TEMPERATURE.into(), ..LossSpec::of_cotangents(true) }
 }
 
 fn recipe(dtype: Dtype, regime: Regime) -> Recipe {

@@ -481,7 +481,7 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
 fn a_gradient_that_f32_overflows_once_the_temperature_divides_it_is_honest_and_before_is_not() {
     let not_finite = |temperature: f64| {
         let (spec, mut problem) = at_the_clip(0.0);
-        let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), temperature, ..spec };
+        let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), temperature: temperature.into(), ..spec };
         let logp = reference::evaluate(&spec, &problem).unwrap().token(0, 0).unwrap().inputs.logp;
         problem.ref_logp = Some(ndarray::arr2(&[[logp + 87.0]]));
         let reference = reference::evaluate(&spec, &problem).unwrap();

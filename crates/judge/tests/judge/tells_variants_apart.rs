@@ -179,6 +179,11 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
             },
         ),
         ("ratio of the sequence or of the token", level(RatioLevel::Sequence), level(RatioLevel::Token)),
+        (
+            "product or geometric mean of a row's ratios",
+            level(RatioLevel::SequenceProduct),
+            level(RatioLevel::Sequence),
+        ),
         // With one weight for all tokens of a row the two are the same.
         ("GSPO by its mean or by the token", unequal(RatioLevel::Sequence), unequal(RatioLevel::SequenceToken)),
         ("CISPO: epsilon_high as a bound or as an offset", cispo(None, 1.28), cispo(Some(0.8), 1.28)),

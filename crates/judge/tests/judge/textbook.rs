@@ -19,7 +19,7 @@ fn sum(values: &[f32]) -> f32 {
 fn textbook(spec: &LossSpec, problem: &Problem) -> Candidate {
     let Shape { batch, tokens, vocab } = problem.shape();
     let count = problem.mask.iter().filter(|counts| **counts).count() as f32;
-    let (t, coef) = (spec.temperature as f32, spec.entropy_coef as f32);
+    let (t, coef) = (spec.temperature.number().unwrap() as f32, spec.entropy_coef as f32);
     let [mut logp, mut entropy, mut token_loss] = [(); 3].map(|()| Array2::<f32>::zeros((batch, tokens)));
     let mut dlogits = Array3::<f64>::zeros((batch, tokens, vocab));
     let mut loss = 0.0_f32;
@@ -82,7 +82,7 @@ fn judged(spec: &LossSpec, recipe: &Recipe, grade: Grade) -> (Vec<Verdict>, Vec<
 fn specs() -> [LossSpec; 3] {
     let plain = LossSpec { entropy_coef: 0.0, ..LossSpec::default() };
     let bonus = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
-    [plain, bonus.clone(), LossSpec { temperature: 0.7, ..bonus }]
+    [plain, bonus.clone(), LossSpec { temperature: 0.7.into(), ..bonus }]
 }
 
 #[test]

@@ -20,7 +20,7 @@ use super::exp::{FAR, step};
 use super::simd::{Isa, UNIT};
 use assay_algebra::arithmetic::Immediate;
 use assay_algebra::softmax;
-use assay_core::spec::{LossSpec, TemperatureDivides};
+use assay_core::spec::{LossSpec, Temperature, TemperatureDivides};
 pub(super) use logits_transform::LogitsTransform;
 pub use packed::Element;
 use score::{Walk, WalkOver};
@@ -36,7 +36,10 @@ const BLOCK: usize = UNITS * UNIT;
 pub(super) struct Softmaxes {
     isa: Isa,
     transform: LogitsTransform,
-    temperature: f64,
+    /// `1/T`, with the rate of what is done to logits; NaN where each row is given its own.
+    pub(super) rate: f64,
+    /// What multiplies logp: not 1 where the temperature divides it.
+    logp_factor: f64,
     /// Whether entropy needs a softmax of its own.
     two: bool,
     /// Whether entropy may have a gradient.
@@ -163,11 +166,14 @@ impl Exponent {
 
 impl Softmaxes {
     pub(super) fn of(spec: &LossSpec, isa: Isa, transform: LogitsTransform) -> Self {
+        let two = spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != Temperature::ONE;
+        let temperature = spec.temperature.number().unwrap_or(f64::NAN);
         Self {
             isa,
+            rate: transform.rate / temperature,
             transform,
-            temperature: spec.temperature,
-            two: spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != 1.0,
+            logp_factor: if two { 1.0 / temperature } else { 1.0 },
+            two,
             bonus: spec.entropy_coef != 0.0 || spec.dentropy,
         }
     }
@@ -177,17 +183,17 @@ impl Softmaxes {
         Self { bonus: self.bonus || has, ..self }
     }
 
-    /// Reads the row of an unmasked token.
-    pub(super) fn score<E: Element>(&self, row: &[E], id: usize) -> Scores {
+    /// Reads the row of an unmasked token, whose gaps `rate` multiplies.
+    pub(super) fn score<E: Element>(&self, row: &[E], id: usize, rate: f64) -> Scores {
         let transform = &self.transform;
-        self.score_by(id, row[id], |inverse_temperature, _| {
+        self.score_by(id, row[id], rate, |inverse_temperature, _| {
             self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept: None })
         })
     }
 
     /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
     /// for them again.
-    pub(super) fn score_and_keep<E: Element>(&self, row: &mut Row<E>, id: usize, kept: &mut Kept) -> Scores {
+    pub(super) fn score_and_keep<E: Element>(&self, row: &mut Row<E>, id: usize, rate: f64, kept: &mut Kept) -> Scores {
         let (transform, target) = (&self.transform, row.logits()[id]);
         kept.over_logits = false;
         if row.logits.is_none()
@@ -196,39 +202,39 @@ impl Softmaxes {
             && let Some(row) = E::as_floats(row.dlogits)
         {
             kept.over_logits = true;
-            return self.score_by(id, target, |inverse_temperature, _| {
+            return self.score_by(id, target, rate, |inverse_temperature, _| {
                 let maxima = &mut kept.maxima;
                 self.isa.run(WalkOver { row: &mut *row, id, transform, inverse_temperature, maxima })
             });
         }
         let row = row.logits();
-        self.score_by(id, target, |inverse_temperature, keeps| {
+        self.score_by(id, target, rate, |inverse_temperature, keeps| {
             let kept = if keeps { Some(&mut *kept) } else { None };
             self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept })
         })
     }
 
     /// By a walk under `1/T`, which keeps exponentials or not. The target's id and logit are given.
-    fn score_by<E: Element>(&self, id: usize, target: E, mut walk: impl FnMut(f64, bool) -> Softmax) -> Scores {
-        let (rate, inverse_temperature) = (self.transform.rate, self.inverse_temperature());
-        let (logp_softmax, entropy_softmax, logp_factor) = if self.two {
-            (walk(rate, true), walk(inverse_temperature, false), 1.0 / self.temperature)
+    fn score_by<E: Element>(
+        &self,
+        id: usize,
+        target: E,
+        rate: f64,
+        mut walk: impl FnMut(f64, bool) -> Softmax,
+    ) -> Scores {
+        let (logp_softmax, entropy_softmax) = if self.two {
+            (walk(self.transform.rate, true), walk(rate, false))
         } else {
-            let shared = walk(inverse_temperature, true);
-            (shared, shared, 1.0)
+            let shared = walk(rate, true);
+            (shared, shared)
         };
         Scores {
             logp_softmax,
             entropy_softmax,
             target_slope: self.transform.of_column(id, target).1,
-            logp: logp_softmax.end.logp(&mut Immediate) * logp_factor,
+            logp: logp_softmax.end.logp(&mut Immediate) * self.logp_factor,
             entropy: entropy_softmax.end.entropy(&mut Immediate),
         }
-    }
-
-    /// `1/T`, with the rate of what is done to logits.
-    fn inverse_temperature(&self) -> f64 {
-        self.transform.rate / self.temperature
     }
 
     /// Writes the dlogits of an unmasked token, from the exponentials that its `score` kept if they are given.
@@ -247,7 +253,7 @@ impl Softmaxes {
         }
         let Scores { logp_softmax: logp, entropy_softmax: entropy, .. } = scores;
         let (of_logp, of_entropy) = (logp.end, entropy.end);
-        let (transform, inverse_temperature) = (&self.transform, self.inverse_temperature());
+        let (transform, inverse_temperature) = (&self.transform, entropy.exponent.inverse_temperature);
         let by_logit = inverse_temperature * transform.factor;
         let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * by_logit / of_logp.sum };
         let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * by_logit / of_entropy.sum };
@@ -289,11 +295,11 @@ impl Softmaxes {
         transform.excluded.iter().for_each(|&j| row.dlogits[j] = E::from_f32(0.0));
     }
 
-    /// Reads a row that may be a part of one: its target is one of its columns or, where another part has it, none.
+    /// Reads a row that may be a part of one, under the one temperature of all rows: its target is one of its columns or, where another part has it, none.
     pub(super) fn statistics<E: Element>(&self, row: &[E], id: Option<usize>) -> Statistics {
         let transform = &self.transform;
         let walk = |inverse_temperature| self.isa.run(Walk { row, id, transform, inverse_temperature, kept: None });
-        let entropy = walk(self.inverse_temperature());
+        let entropy = walk(self.rate);
         let sums = |softmax: Softmax| [softmax.end.others, softmax.weighted];
         Statistics {
             max: entropy.exponent.max.into(),
@@ -311,7 +317,7 @@ impl Softmaxes {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
-        let inverse_temperature = self.inverse_temperature();
+        let inverse_temperature = self.rate;
         let entropy = Exponent { max: max as f32, inverse_temperature };
         let logp = if self.two { Exponent { inverse_temperature: self.transform.rate, ..entropy } } else { entropy };
         let factors = Factors {
@@ -351,10 +357,10 @@ mod tests {
         let softmaxes = Softmaxes::of(&spec, isa, LogitsTransform::of::<E>(&spec, None, columns));
         let grad = Gradients { logp: 1e-3, entropy: entropy_coef };
         if keeps {
-            let scores = softmaxes.score_and_keep(&mut row, 0, &mut kept);
+            let scores = softmaxes.score_and_keep(&mut row, 0, softmaxes.rate, &mut kept);
             softmaxes.write(&mut row, 0, &scores, Some(&kept), grad);
         } else {
-            softmaxes.write(&mut row, 0, &softmaxes.score(&logits, 0), None, grad);
+            softmaxes.write(&mut row, 0, &softmaxes.score(&logits, 0, softmaxes.rate), None, grad);
         }
         let sum: f64 = gaps.iter().map(|a| (-a).exp()).sum();
         let mean_gap = gaps.iter().map(|a| (-a).exp() * a).sum::<f64>() / sum;

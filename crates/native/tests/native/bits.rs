@@ -5,7 +5,7 @@
 
 use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
-use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, TemperatureDivides};
+use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, Temperature, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
 use assay_native::{Cotangents, Element, Evaluation, Isa, Native};
@@ -60,7 +60,7 @@ fn walks() -> Vec<LossSpec> {
         {
             for level in [assay_core::spec::RatioLevel::Token, assay_core::spec::RatioLevel::Sequence] {
                 let mut spec = LossSpec {
-                    temperature,
+                    temperature: Temperature::Number(temperature),
                     temperature_divides,
                     entropy_coef,
                     kl: Some(Kl::plain(0.05, KlEstimator::K3)),
@@ -94,11 +94,40 @@ fn transforms() -> Vec<LossSpec> {
         {
             let support = Support { vocab, excluded_ids, keep_sampled: true };
             for (temperature, spec) in [1.0, 0.05].into_iter().zip(walks().into_iter().cycle().skip(specs.len() + i)) {
-                specs.push(LossSpec { logits: logits.clone(), support: support.clone(), temperature, ..spec });
+                specs.push(LossSpec {
+                    logits: logits.clone(),
+                    support: support.clone(),
+                    temperature: temperature.into(),
+                    ..spec
+                });
             }
         }
     }
     specs
+}
+
+/// One temperature for all is the same as an array of it, of sequences or of tokens, whose bits under the mask are any.
+#[test]
+fn all_outputs_of_a_temperature_given_everywhere_have_the_bits_of_the_number() {
+    let native = Native::default();
+    let specs = walks().into_iter().filter(|spec| spec.temperature_divides == TemperatureDivides::Logits);
+    for (i, spec) in specs.enumerate() {
+        for logits in [LogitsTransform::default(), LogitsTransform { scale: 1.3, softcap: Some(5.0), bias: false }] {
+            let of_number = LossSpec { logits, ..spec.clone() };
+            let mut problem =
+                recipe([2, 4, 600], Dtype::KERNEL[i % 3], Regime::Normal, i as u64).problem(&of_number).unwrap();
+            let number = of_number.temperature.number().unwrap();
+            let expected = native.run(&of_number, problem.clone(), 1).unwrap();
+            let given = LossSpec { temperature: Temperature::Given, ..of_number };
+            let of_tokens = problem.mask.mapv(|counts| if counts { number } else { f64::NAN });
+            for temperatures in [Array2::from_elem((2, 1), number), of_tokens] {
+                problem.extra.temperature = Some(temperatures);
+                let found = native.run(&given, problem.clone(), 1).unwrap();
+                assert_eq!((&found.loss, &found.logp), (&expected.loss, &expected.logp), "{given:?}");
+                assert_eq!((&found.entropy, &found.gradient), (&expected.entropy, &expected.gradient), "{given:?}");
+            }
+        }
+    }
 }
 
 #[test]

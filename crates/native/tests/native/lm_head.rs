@@ -113,7 +113,7 @@ fn what_is_flushed_of_every_column_adds_up() {
     };
     let recipe = HeadRecipe { hidden: 128, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };
     let sapo = Sapo { tau_positive: 2.198, tau_negative: 1.581 };
-    let mut spec = LossSpec { objective: Objective::Sapo(sapo), temperature: 1.845, ..LossSpec::default() };
+    let mut spec = LossSpec { objective: Objective::Sapo(sapo), temperature: 1.845.into(), ..LossSpec::default() };
     spec.reduction = Reduction::FixedLength { rows: Rows::NonEmpty, length: Some(19) };
     spec.ratio.denominator_epsilon = 0.5;
     spec.advantages = AdvantageLevel::Token;
@@ -144,7 +144,7 @@ fn piece_between_two_kinks_of_one_band_is_found() {
     let recipe = drawn([1, 6, 4099], Dtype::F16, Regime::ShiftedUp, 3_155_012_108_911_663_558, 0.0);
     let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe };
     let objective = Objective::KlCov(KlCov { coefficient: 1.275, selection: None });
-    let mut spec = LossSpec { objective, temperature: 0.3, ..LossSpec::default() };
+    let mut spec = LossSpec { objective, temperature: 0.3.into(), ..LossSpec::default() };
     spec.temperature_divides = TemperatureDivides::Logp;
     spec.ratio.clip = Some(LogClip { low: 0.0, high: 0.0435 });
     spec.rejection = vec![Rejection {

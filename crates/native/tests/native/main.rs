@@ -6,3 +6,4 @@ mod match_reference;
 mod op;
 mod packed;
 mod parts;
+mod sampler_support;

@@ -61,7 +61,7 @@ fn config(cases: u32) -> Config {
 #[test]
 fn all_outputs_target_at_minus_infinity_match_reference() {
     let bonus = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
-    let of_logp = LossSpec { temperature: 0.7, temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
+    let of_logp = LossSpec { temperature: 0.7.into(), temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     for spec in [LossSpec::default(), bonus, of_logp] {
         for dtype in Dtype::KERNEL {
             let recipe = Recipe {
@@ -137,7 +137,7 @@ fn qwen_vocabulary(dtype: Dtype) {
     for (regime, seed) in [(Regime::Small, 1), (Regime::Peaked, 2), (Regime::Confident, 3)] {
         let recipe =
             Recipe { shape: [1, 3, 151_936], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
-        let spec = LossSpec { entropy_coef: 0.01, temperature: 0.7, ..LossSpec::default() };
+        let spec = LossSpec { entropy_coef: 0.01, temperature: 0.7.into(), ..LossSpec::default() };
         expect_right(&spec, &recipe);
         expect_right(&LossSpec::default(), &recipe);
     }

@@ -65,6 +65,7 @@ fn arguments(problem: &Problem) -> Arguments<'_> {
         cu_seqlens: None,
         segment_ids: None,
         dentropy: problem.extra.dentropy.as_ref().map(floats),
+        temperature: problem.extra.temperature.as_ref().map(floats),
     }
 }
 
@@ -75,7 +76,7 @@ fn specs() -> Vec<LossSpec> {
     let mut sequence = LossSpec { entropy_coef: 0.02, ..plain.clone() };
     sequence.ratio.level = RatioLevel::Sequence;
     let two = LossSpec {
-        temperature: 1.4,
+        temperature: 1.4.into(),
         temperature_divides: TemperatureDivides::Logp,
         entropy_coef: 0.01,
         ..LossSpec::default()
@@ -139,7 +140,7 @@ fn dlogits_of_f16_are_scaled_before_they_underflow() {
 fn dlogits_of_cotangents_into_logp_and_entropy_are_those_of_a_loss_made_of_them() {
     for temperature_divides in [TemperatureDivides::Logits, TemperatureDivides::Logp] {
         let sum = Reduction::Normalizer(1.0);
-        let base = LossSpec { temperature: 0.8, temperature_divides, reduction: sum, ..LossSpec::default() };
+        let base = LossSpec { temperature: 0.8.into(), temperature_divides, reduction: sum, ..LossSpec::default() };
         let problem = problem(&base, Dtype::F32, 4);
         let c = Array2::from_shape_fn(problem.mask.dim(), |(b, t)| (b as f64 - 0.7) * (t as f64 + 0.5) / 8.0);
 

@@ -90,7 +90,7 @@ fn all_outputs_tokens_behind_the_last_sequence_change_no_bit() {
     long.mask.slice_mut(s![0, end..]).fill(false);
     let Advantages::Sequence(advantages) = &long.advantages else { unreachable!("the default") };
     long.advantages = Advantages::Sequence(advantages.slice(s![..last]).to_owned());
-    let part = Part { tokens: (0..end).collect(), ..Part::whole([1, long.mask.ncols(), 300]) };
+    let part = Part { tokens: (0..end).collect(), ..Part::whole([last, long.mask.ncols(), 300]) };
     let short = long.select(&part);
     assert!(short.mask.ncols() < long.mask.ncols() && short.extra.sequences == long.extra.sequences);
 

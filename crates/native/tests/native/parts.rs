@@ -2,7 +2,7 @@
 
 use assay_algebra::parts;
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Candidate, Dtype, Problem};
+use assay_core::problem::{Candidate, CuSeqlens, Dtype, Problem, Sequences};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, Reduction, Rows};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -30,6 +30,11 @@ fn problem(spec: &LossSpec, seed: u64) -> Problem {
     problem
 }
 
+/// The same in one row: sequences of several lengths, two of them empty, and tokens behind the last.
+fn laid_out(spec: LossSpec, problem: &Problem) -> (LossSpec, Problem) {
+    (spec.of_width(5), problem.laid_out(CuSeqlens::of_lengths([0, 9, 1, 12, 0, 6])))
+}
+
 /// The gates that a candidate fails as the whole batch's.
 fn failures(spec: &LossSpec, problem: &Problem, candidate: Candidate) -> Vec<String> {
     let known = Known::of(spec, problem).unwrap();
@@ -41,11 +46,17 @@ proptest! {
     #![proptest_config(cases::config(200))]
 
     #[test]
-    fn parts_of_any_loss_add_up_to_its_batch(spec in cases::any_spec(), seed in 0..1000_u64, cut in 2..=ROWS) {
+    fn parts_of_any_loss_add_up_to_its_batch(
+        spec in cases::any_spec(),
+        seed in 0..1000_u64,
+        cut in 2..=ROWS,
+        packed in any::<bool>(),
+    ) {
         let problem = problem(&spec, seed);
+        let (spec, problem) = if packed { laid_out(spec, &problem) } else { (spec, problem) };
         let candidate = parts::run(&Native::default(), &spec, &problem, cut, 1).unwrap();
         let failed = failures(&spec, &problem, candidate);
-        prop_assert!(failed.is_empty(), "{cut} parts: {}", failed.concat());
+        prop_assert!(failed.is_empty(), "{cut} parts, packed {packed}: {}", failed.concat());
     }
 }
 
@@ -68,14 +79,6 @@ fn a_sum_of_parts_own_means_is_told_from_it() {
                 Native::default().run(&spec, tokens.with_logits(logits), 1).unwrap()
             })
             .collect();
-        assert!(!failures(&spec, &problem, Candidate::of_parts(&own)).is_empty(), "{reduction:?}");
+        assert!(!failures(&spec, &problem, Candidate::of_parts(&Sequences::Rows, &own)).is_empty(), "{reduction:?}");
     }
-}
-
-#[test]
-fn packed_sequences_are_not_cut() {
-    let spec = LossSpec::default();
-    let (packed, _) = problem(&spec, 3).pack();
-    let error = parts::run(&Native::default(), &spec, &packed, 2, 1).unwrap_err().to_string();
-    assert!(error.contains("`sequences`: got packed into one row, expected one a row"), "{error}");
 }

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::ExportedError;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
-use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp};
+use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp, Temperature};
 
 /// No manifest is longer; a larger file is something else.
 const LONGEST_MANIFEST: u64 = 1 << 20;
@@ -92,10 +92,11 @@ pub(super) enum InputName {
     TokenWeights,
     Selected,
     Bias,
+    Temperature,
 }
 
 impl InputName {
-    const ALL: [InputName; 11] = [
+    const ALL: [InputName; 12] = [
         InputName::Logits,
         InputName::Ids,
         InputName::Mask,
@@ -107,6 +108,7 @@ impl InputName {
         InputName::TokenWeights,
         InputName::Selected,
         InputName::Bias,
+        InputName::Temperature,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -122,6 +124,7 @@ impl InputName {
             InputName::TokenWeights => "token_weights",
             InputName::Selected => "selected",
             InputName::Bias => "bias",
+            InputName::Temperature => "temperature",
         }
     }
 }
@@ -321,6 +324,12 @@ impl Manifest {
             ),
             (InputName::Bias, false) if spec.logits.bias => Err("one, as the spec has `logits.bias: true`"),
             (InputName::Bias, true) if !spec.logits.bias => Err("none, as the spec has `logits.bias: false`"),
+            (InputName::Temperature, false) if spec.temperature == Temperature::Given => {
+                Err("one, as the spec has `temperature: given`")
+            }
+            (InputName::Temperature, true) if spec.temperature != Temperature::Given => {
+                Err("none, as the spec has one `temperature` for all tokens")
+            }
             _ => Ok(()),
         }
     }

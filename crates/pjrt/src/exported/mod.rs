@@ -33,6 +33,7 @@
 //! | `token_weights`, with `token_weights` | `[B,T]`, one a sequence repeated | the same |
 //! | `selected`, with TOPR by `selected`, or KL-Cov or Clip-Cov without a `selection` | `[B,T]`, 0 or 1 | any |
 //! | `bias`, with `logits.bias` | `[V]` | f64, f32, bf16, f16 |
+//! | `temperature`, with `temperature: given` | `[B,T]`, one a sequence repeated | the same |
 //!
 //! | output | shape | dtype |
 //! |---|---|---|
@@ -254,11 +255,15 @@ fn upload(
         InputName::RolloutLogp => {
             send(per_token, &numbers(problem.extra.rollout_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
         }
-        InputName::RolloutWeights | InputName::TokenWeights => {
-            let Extra { rollout_weights, token_weights, .. } = &problem.extra;
-            let weights = if name == InputName::RolloutWeights { rollout_weights } else { token_weights };
-            let weights = weights.as_ref().expect(CHECKED);
-            let of_tokens = weights.broadcast(problem.ids.dim()).expect("checked: [B,T] or [B,1]");
+        InputName::RolloutWeights | InputName::TokenWeights | InputName::Temperature => {
+            let Extra { rollout_weights, token_weights, temperature, .. } = &problem.extra;
+            let given = match name {
+                InputName::RolloutWeights => rollout_weights,
+                InputName::TokenWeights => token_weights,
+                _ => temperature,
+            };
+            let of_tokens =
+                given.as_ref().expect(CHECKED).broadcast(problem.ids.dim()).expect("checked: [B,T] or [B,1]");
             send(per_token, &numbers(of_tokens.iter().copied(), dtype))
         }
         InputName::Selected => {

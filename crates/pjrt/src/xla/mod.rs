@@ -9,6 +9,7 @@ pub(crate) mod shards;
 use std::path::Path;
 
 use assay_algebra::rollout::Settled;
+use assay_algebra::structure::{Input, Number};
 use assay_algebra::transform::Columns;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
@@ -106,12 +107,19 @@ impl XlaEntropy {
         let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, scatters: false };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
-        let inverse_temperature = spec.temperature.recip() as f32;
+        let loss = Shaped::of(spec);
+        let inverse_temperature = match Settled::of(loss, &problem.tokens()).input(Input::Rate) {
+            Some(rates) => shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?,
+            None => {
+                let one = Number::InverseTemperature.of(spec, [shape.batch, shape.tokens]) as f32;
+                shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
+            }
+        };
         let inputs = [
             shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,
             shards.upload_per_token(0, DeviceDtype::I32, &ids, 0)?,
             shards.upload_per_token(0, DeviceDtype::Pred, &problem.mask.mapv(u8::from), 0)?,
-            shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&inverse_temperature))?,
+            inverse_temperature,
         ];
         let outputs = executable.execute(&[inputs.iter().collect()])?;
         let fetched = |name, place| shards.gather_per_token(name, |device| output(&outputs, device, place));

@@ -29,7 +29,7 @@ use crate::rows::FARTHEST;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Numbers, Structure};
+use assay_algebra::structure::{Number, Numbers, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Target, Value};
 
@@ -80,7 +80,7 @@ const KEPT_BESIDE_GAPS: u32 = 16;
 
 /// Softmaxes of a row.
 fn softmaxes(structure: Structure) -> usize {
-    structure.gap_numbers().len()
+    structure.gap_rates().len()
 }
 
 /// Global memory.
@@ -272,6 +272,14 @@ impl Writer {
         on.load(Address::Shared(self.shared.numbers, place))
     }
 
+    /// What gaps are multiplied by.
+    fn rate(&self, on: &mut Builder, rate: Rate) -> Value<f32> {
+        match rate {
+            Rate::OfAll(which) => self.number(on, which),
+            Rate::OfToken => self.given(on, Given::Rate),
+        }
+    }
+
     /// Copies what is given of the token, and the numbers.
     fn copy_token(&self, on: &mut Builder, thread: Value<u32>, token: Value<u64>) {
         let parts = width(self.given.len()) as u32 / 4;
@@ -412,9 +420,9 @@ impl Writer {
     /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
     fn exponent_scales(&self, on: &mut Builder) -> Vec<Value<f32>> {
         let minus_log2_e = -LOG2_E as f32;
-        let scales = self.structure.gap_numbers().into_iter().map(|which| match which {
-            Some(which) => {
-                let scale = self.number(on, which);
+        let scales = self.structure.gap_rates().into_iter().map(|rate| match rate {
+            Some(rate) => {
+                let scale = self.rate(on, rate);
                 on.mul(scale, minus_log2_e)
             }
             None => minus_log2_e.into(),
@@ -491,14 +499,18 @@ impl Writer {
         results: Value<u64>,
     ) {
         let structure = self.structure;
-        let inverse = self.number(on, Number::InverseTemperature);
-        let gap_scales = structure.gap_numbers().into_iter();
-        let gap_scales: Vec<_> = gap_scales.map(|which| which.map(|which| self.number(on, which))).collect();
+        let by_token = structure.temperature == Temperature::Given;
+        let inverse = (!by_token).then(|| self.number(on, Number::InverseTemperature));
+        let gap_scales = structure.gap_rates().into_iter();
+        let gap_scales: Vec<_> = gap_scales.map(|rate| rate.map(|rate| self.rate(on, rate))).collect();
         let (tempered, one_softmax) = (gap_scales[0], gap_scales.len() == 1);
         let entropy_softmax = self.softmax(on, place, 0, ends, tempered);
         let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(on, place, 1, ends, gap_scales[1]) };
         let logp = logp_softmax.logp(on);
-        let logp = if one_softmax { logp } else { on.mul(logp, inverse) };
+        let logp = match inverse {
+            Some(inverse) if !one_softmax => on.mul(logp, inverse),
+            _ => logp,
+        };
         let entropy = entropy_softmax.entropy(on);
 
         let spec_numbers = structure.numbers().into_iter().map(|which| (which, self.number(on, which)));

@@ -18,7 +18,7 @@ use super::row::{BLOCK, Logits, Pair, dot, exp, over_lanes, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
 use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic, numbers};
-use assay_algebra::structure::{Number, Structure};
+use assay_algebra::structure::{Input, Number, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Kernel, Launch, Target, Value};
 
@@ -236,10 +236,12 @@ fn begin(
     let mut on = Builder::new(name, target);
     let of_spec = numbers(structure);
     let name = if structure.transform.is_some() { "softmax_numbers" } else { "inverse_temperature" };
-    let numbers = on.input(name, DeviceDtype::F32, &[of_spec.len()]);
+    let numbers = (!of_spec.is_empty()).then(|| on.input(name, DeviceDtype::F32, &[of_spec.len()]));
     let columns = on.input("columns", DeviceDtype::I32, &[1]);
     let logits = on.input("logits", element, &[1, n, v]);
     let ids = on.input("ids", DeviceDtype::I32, &[1, n, 1]);
+    let by_token = structure.temperature == Temperature::Given;
+    let rates = by_token.then(|| on.input(Input::Rate.name(), DeviceDtype::F32, &[1, n, 1]));
     let biases = structure.transform.filter(|transform| transform.columns).map(|_| {
         [("column_bias", vec![1, v]), ("target_bias", vec![1, n, 1])]
             .map(|(name, shape)| on.input(name, DeviceDtype::F32, &shape))
@@ -253,15 +255,20 @@ fn begin(
     let (thread, row) = (on.thread(), on.cta());
     let number = |on: &mut Builder, which: Number| -> Value<f32> {
         let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
-        on.load(Address::Global(numbers, 4 * place as u32))
+        on.load(Address::Global(numbers.expect("the structure has numbers"), 4 * place as u32))
     };
     let minus_log2_e = -LOG2_E as f32;
-    let scales = structure.gap_numbers().into_iter().map(|which| match which {
-        Some(which) => {
-            let scale = number(&mut on, which);
-            on.mul(scale, minus_log2_e)
-        }
-        None => minus_log2_e.into(),
+    let scales = structure.gap_rates().into_iter().map(|rate| {
+        let rate = match rate {
+            None => return minus_log2_e.into(),
+            Some(Rate::OfAll(which)) => number(&mut on, which),
+            Some(Rate::OfToken) => {
+                let offset = on.mul_wide(row, 4);
+                let at = on.add(rates.expect("tokens differ in it"), offset);
+                on.load(Address::Global(at, 0))
+            }
+        };
+        on.mul(rate, minus_log2_e)
     });
     let scales = scales.collect();
     let real = on.load(Address::Global(columns, 0));

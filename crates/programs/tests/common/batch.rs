@@ -3,8 +3,9 @@
 use super::{bytes_of, f32_bytes, logits_of, number, per_token, target_bias};
 use assay_core::problem::{Candidate, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ImportanceSampling, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel, Reduction,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, Unscored,
+    Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Temperature, TemperatureDivides, Terms,
+    Unscored,
 };
 use ndarray::{Array2, arr0};
 
@@ -87,6 +88,30 @@ impl<'p> Batch<'p> {
         f64::from(u8::from(self.problem.extra.selected.as_ref().is_some_and(|selected| selected[at])))
     }
 
+    /// `1/T` of a token, times what a softmax multiplies by what its logits become.
+    pub(crate) fn rate(&self, token: usize) -> f64 {
+        let changes = self.spec.logits != LogitsTransform::default() || !self.spec.support.is_whole();
+        if changes { number(self.spec, "logp_rate") * self.inverse(token) } else { self.inverse(token) }
+    }
+
+    /// `1/T` of a token.
+    pub(crate) fn inverse(&self, token: usize) -> f64 {
+        let (b, t) = (token / self.shape.tokens, token % self.shape.tokens);
+        let given = self.problem.extra.temperature.as_ref();
+        let of_token = || given.map(|given| given[[b, if given.ncols() == 1 { 0 } else { t }]]);
+        self.spec.temperature.number().or_else(of_token).expect("the spec reads it").recip()
+    }
+
+    /// The rates of all tokens, where they are given to a kernel.
+    pub(crate) fn rates(&self) -> Vec<u8> {
+        f32_bytes((0..self.tokens()).map(|token| self.rate(token)))
+    }
+
+    /// Whether entropy is of another softmax than logp.
+    pub(crate) fn two_softmaxes(&self) -> bool {
+        self.spec.temperature != Temperature::ONE && self.spec.temperature_divides == TemperatureDivides::Logp
+    }
+
     pub(crate) fn ids(&self) -> Vec<u8> {
         bytes_of(self.problem.ids.iter().map(|&id| (id as i32).to_le_bytes()))
     }
@@ -131,7 +156,7 @@ impl<'p> Batch<'p> {
     /// The numbers that the one-pass kernel is given, by name.
     pub(crate) fn numbers_of_one_pass(&self, names: &[&'static str]) -> Vec<u8> {
         f32_bytes(names.iter().map(|&name| match name {
-            "inverse_temperature" => 1.0 / self.spec.temperature,
+            "inverse_temperature" => 1.0 / self.spec.temperature.number().expect("one for all"),
             "entropy_factor" => self.entropy_factor(),
             other => number(self.spec, other),
         }))
@@ -163,6 +188,7 @@ impl<'p> Batch<'p> {
                 self.denominator(token, self.spec.averaging()) / self.denominator(token, self.spec.kl_averaging())
             }
             "entropy_factor" => self.entropy_weight(token),
+            "rate" => self.rate(token),
             other => panic!("{other}: not known here"),
         })
     }

@@ -96,7 +96,7 @@ pub(crate) fn number(spec: &LossSpec, name: &str) -> f64 {
     match (&spec.objective, name) {
         // h = cap · tanh(scale · (x + bias) / cap), or scale · (x + bias): a number, and what it is multiplied by to be h/T.
         (_, "logit_factor") => spec.logits.scale / spec.logits.softcap.unwrap_or(spec.logits.scale.abs()),
-        (_, "rate") => spec.logits.softcap.unwrap_or(spec.logits.scale.abs()) / spec.temperature,
+        (_, "rate") => number(spec, "logp_rate") / spec.temperature.number().expect("one for all"),
         (_, "logp_rate") => spec.logits.softcap.unwrap_or(spec.logits.scale.abs()),
         (_, "beta") => kl.map_or(0.0, |kl| kl.beta),
         (_, "kl_difference_clamp") => kl.unwrap().difference_clamp.unwrap(),

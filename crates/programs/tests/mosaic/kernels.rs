@@ -103,23 +103,24 @@ impl<'p> Around<'p> {
         let [statistics, dlogits] = &kernels("tile-two-pass", self.spec, self.shape, dtype, machine)[..] else {
             panic!("two kernels")
         };
-        let inverse = 1.0 / self.spec.temperature;
+        let inverse = self.spec.temperature.number().map_or(f64::NAN, f64::recip);
         let numbers = statistics.operands.iter().find(|operand| operand.name == "softmax_numbers");
         let numbers = numbers.map_or(&[][..], |operand| &operand.columns);
         // The softmaxes are of what logits become, times this.
-        let rate = if numbers.is_empty() { 1.0 } else { number(self.spec, "rate") * self.spec.temperature };
+        let rate = number(self.spec, "logp_rate");
         let shared = vec![
             ("inverse_temperature", f32_bytes([inverse])),
             ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
             ("column_bias", column_bias(self.spec, self.problem)),
             ("target_bias", f32_bytes(target_bias(self.spec, self.problem))),
+            ("rate", self.rates()),
             ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
             ("logits", logits_bytes(&self.problem.logits)),
             ("ids", self.ids()),
         ];
         let outputs = run(statistics, self.on(machine), &shared)?;
         let sums = PerToken::new(&outputs[0], &statistics.results[0].columns);
-        let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
+        let two = self.two_softmaxes();
         let softmax = |token: usize, names: [&str; 2], inverse: f64| {
             let gap = (sums.at("max", token) - sums.at("target_logit", token)) * inverse;
             let (others, target) = (sums.at(names[0], token), (-gap).exp());
@@ -128,12 +129,12 @@ impl<'p> Around<'p> {
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
             Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
-        let of_entropy = |token| softmax(token, ["others", "weighted"], rate * inverse);
+        let of_entropy = |token| softmax(token, ["others", "weighted"], self.rate(token));
         let of_logp =
             |token| if two { softmax(token, ["logp_others", "logp_weighted"], rate) } else { of_entropy(token) };
         let logp = |token: usize| {
             let Softmax { gap, log_sum, .. } = of_logp(token);
-            -(gap + log_sum) * if two { inverse } else { 1.0 }
+            -(gap + log_sum) * if two { self.inverse(token) } else { 1.0 }
         };
         let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
         let loss_and_grad = |token: usize| {
@@ -156,8 +157,8 @@ impl<'p> Around<'p> {
         let scales = &dlogits.operands.iter().find(|operand| operand.name == "scales").unwrap().columns;
         let scales = per_token(scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.weight(token) * loss_and_grad(token).1 * rate * inverse;
-            let bonus_factor = self.entropy_weight(token) * rate * inverse / bonus.sum;
+            let factor = self.weight(token) * loss_and_grad(token).1 * self.rate(token);
+            let bonus_factor = self.entropy_weight(token) * self.rate(token) / bonus.sum;
             match name {
                 "max" => sums.at("max", token),
                 "share" => -factor / policy.sum,
@@ -208,7 +209,7 @@ fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe, machine: M
 /// The emitter and the interpreter may share a mistake about a TPU's units, not about all that are within eight ulp (`OFF_ULP`).
 #[test]
 fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
-    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() }, LossSpec::default()];
+    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() }, LossSpec::default()];
     for units in [Units::Above, Units::Below] {
         for (i, regime) in Regime::FINITE.into_iter().enumerate() {
             for dtype in [Dtype::F32, Dtype::Bf16] {
@@ -340,7 +341,7 @@ fn all_outputs_text_of_changed_logits_match_reference() {
     let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
     let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
     let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
-    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     let specs = [
         LossSpec { logits: capped.clone(), ..LossSpec::default() },
@@ -438,7 +439,7 @@ fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
 #[test]
 fn logp_and_entropy_text_by_given_cotangents_match_reference() {
     for (seed, entropy) in [(1, true), (2, false)] {
-        let spec = LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(entropy) };
+        let spec = LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(entropy) };
         for (dtype, regime) in
             [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
         {
@@ -453,7 +454,7 @@ fn logp_and_entropy_text_by_given_cotangents_match_reference() {
 
 #[test]
 fn all_outputs_text_awkward_shapes_match_reference() {
-    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
         for dtype in Dtype::KERNEL {
             let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };

@@ -192,10 +192,11 @@ impl<'p> Around<'p> {
             if self.changes_logits() { columns("gpu-two-pass", self.spec, "softmax_numbers") } else { vec![] };
         let real = local.vocab.min(self.shape.vocab - device * local.vocab);
         let biases = column_bias(self.spec, self.problem);
+        let inverse = self.spec.temperature.number().map_or(f64::NAN, f64::recip);
         let mut biases = biases[4 * device * local.vocab..][..4 * real].to_vec();
         biases.resize(4 * local.vocab, 0xFF);
         vec![
-            ("inverse_temperature", f32_bytes([1.0 / self.spec.temperature])),
+            ("inverse_temperature", f32_bytes([inverse])),
             ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
             ("column_bias", biases),
             ("columns", bytes_of([(real as i32).to_le_bytes()])),
@@ -207,9 +208,8 @@ impl<'p> Around<'p> {
         let [statistics, dlogits] = kernels else { panic!("two kernels") };
         let (logits, dtype) = (self.problem.logits.to_f64(), self.problem.logits.dtype());
         let local = Shape { vocab: self.shape.vocab.div_ceil(devices), ..self.shape };
-        let inverse = 1.0 / self.spec.temperature;
         // The softmaxes are of what logits become, times this.
-        let rate = if self.changes_logits() { number(self.spec, "rate") * self.spec.temperature } else { 1.0 };
+        let rate = if self.changes_logits() { number(self.spec, "logp_rate") } else { 1.0 };
         let shared = |device: usize| self.shared_by_two_pass(device, local);
         let rows = |device: usize| {
             let first = device * local.vocab;
@@ -222,6 +222,7 @@ impl<'p> Around<'p> {
                 ("logits", logits_bytes(&FloatArray::rounded_from(&of_device, dtype))),
                 ("ids", bytes_of(ids.map(i32::to_le_bytes))),
                 ("target_bias", f32_bytes(target_bias(self.spec, self.problem))),
+                ("rate", self.rates()),
             ]
         };
         let names = columns("gpu-two-pass", self.spec, "statistics");
@@ -232,7 +233,7 @@ impl<'p> Around<'p> {
         }
         let max = |token: usize| parts.iter().map(|part| part.at("max", token)).fold(f64::NEG_INFINITY, f64::max);
         let target_logit = |token: usize| parts.iter().map(|part| part.at("target_logit", token)).sum::<f64>();
-        let two = self.spec.temperature != 1.0 && self.spec.temperature_divides == TemperatureDivides::Logp;
+        let two = self.two_softmaxes();
         let softmax = |token: usize, names: [&str; 2], inverse: f64| {
             let gap = (max(token) - target_logit(token)) * inverse;
             // What a device summed below its own maximum.
@@ -249,12 +250,12 @@ impl<'p> Around<'p> {
             let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
             Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
         };
-        let of_entropy = |token| softmax(token, ["others", "weighted"], rate * inverse);
+        let of_entropy = |token| softmax(token, ["others", "weighted"], self.rate(token));
         let of_logp =
             |token| if two { softmax(token, ["logp_others", "logp_weighted"], rate) } else { of_entropy(token) };
         let logp = |token: usize| {
             let Softmax { gap, log_sum, .. } = of_logp(token);
-            -(gap + log_sum) * if two { inverse } else { 1.0 }
+            -(gap + log_sum) * if two { self.inverse(token) } else { 1.0 }
         };
         let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
         let log_ratio = |token: usize| match self.spec.old_logp {
@@ -276,8 +277,8 @@ impl<'p> Around<'p> {
         let scales = columns("gpu-two-pass", self.spec, "scales");
         let scales = per_token(&scales, self.tokens(), |name, token| {
             let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.of_ratio(&|token| self.weight(token) * loss_and_grad(token).1, token) * rate * inverse;
-            let bonus_factor = self.entropy_weight(token) * rate * inverse / bonus.sum;
+            let factor = self.of_ratio(&|token| self.weight(token) * loss_and_grad(token).1, token) * self.rate(token);
+            let bonus_factor = self.entropy_weight(token) * self.rate(token) / bonus.sum;
             match name {
                 "max" => max(token),
                 "share" => -factor / policy.sum,
@@ -366,7 +367,7 @@ fn all_outputs_of_changed_logits_match_reference() {
     let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
     let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
     let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
-    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     let specs = [
         LossSpec { logits: LogitsTransform { bias: false, ..capped.clone() }, ..LossSpec::default() },
@@ -438,7 +439,7 @@ fn all_outputs_one_pass_every_variant_match_reference() {
 #[test]
 fn logp_and_entropy_by_given_cotangents_match_reference() {
     for (seed, entropy) in [(1, true), (2, false)] {
-        let spec = LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(entropy) };
+        let spec = LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(entropy) };
         for (dtype, regime) in
             [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
         {
@@ -452,7 +453,7 @@ fn logp_and_entropy_by_given_cotangents_match_reference() {
 
 #[test]
 fn all_outputs_awkward_shapes_match_reference() {
-    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() };
+    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
         for dtype in Dtype::KERNEL {
             let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
@@ -467,7 +468,7 @@ fn all_outputs_awkward_shapes_match_reference() {
 /// Whatever a chip's units give within what the manual allows them.
 #[test]
 fn all_outputs_by_units_that_are_off_either_way_match_reference() {
-    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8, ..LossSpec::default() }, LossSpec::default()];
+    let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() }, LossSpec::default()];
     for units in [Units::Above, Units::Below] {
         for (i, regime) in Regime::FINITE.into_iter().enumerate() {
             let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
@@ -643,7 +644,7 @@ fn a_kernel_with_another_number_or_fold_is_refused() {
         ("1/3 of the logarithm's series", Regime::Normal, 1.0, "0f3EAAAAAB", "0f3E8AAAAB"),
         ("the smaller of a pair", Regime::Peaked, 0.1, "max.NaN.bf16x2", "min.NaN.bf16x2"),
     ] {
-        let spec = LossSpec { entropy_coef: 0.02, temperature, ..LossSpec::default() };
+        let spec = LossSpec { entropy_coef: 0.02, temperature: temperature.into(), ..LossSpec::default() };
         for target in TARGETS {
             let recipe = recipe([1, 3, 517], Dtype::Bf16, regime);
             let refused = refusal(target, &spec, &recipe, |text| text.replace(from, to));

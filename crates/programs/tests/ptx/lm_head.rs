@@ -72,7 +72,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
     let plain = LossSpec::default();
     let bonus = LossSpec {
         entropy_coef: 0.02,
-        temperature: 0.8,
+        temperature: 0.8.into(),
         logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
         support: Support { vocab: Some(700), excluded_ids: vec![3], keep_sampled: true },
         ..LossSpec::default()

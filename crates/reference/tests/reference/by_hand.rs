@@ -6,7 +6,8 @@ use crate::common::uniform::{V, uniform};
 use approx::assert_relative_eq;
 use assay_core::problem::{Advantages, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, TemperatureDivides,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, Temperature,
+    TemperatureDivides,
 };
 use assay_reference::evaluate;
 use ndarray::{Array3, arr2};
@@ -130,7 +131,7 @@ fn outcome_f64_kl_estimators_by_hand() {
 #[test]
 fn dlogits_f64_of_given_cotangents_by_hand() {
     let (temperature, dlogp, dentropy) = (0.5, -0.75, 0.25);
-    let spec = LossSpec { temperature, ..LossSpec::of_cotangents(true) };
+    let spec = LossSpec { temperature: temperature.into(), ..LossSpec::of_cotangents(true) };
     assert!(spec.is_of_cotangents());
     // 2 ln 3 and three zeros: 9/12, and 1/12 each.
     let mut problem = one_row(&[3_f64.ln(), 0.0, 0.0, 0.0], 0.0);
@@ -164,7 +165,7 @@ fn dlogits_f64_entropy_bonus_by_hand() {
 #[test]
 fn outcome_f64_temperature_dividing_logits_by_hand() {
     // x/T = [0, 2 ln 3] / 2 = [0, ln 3], so p = [1/4, 3/4]; the chain rule halves the gradient.
-    let spec = LossSpec { temperature: 2.0, ..on_policy() };
+    let spec = LossSpec { temperature: 2.0.into(), ..on_policy() };
     let problem = one_row(&[0.0, 2.0 * 3_f64.ln()], 1.0);
     let reference = evaluate(&spec, &problem).unwrap();
     let token = reference.token(0, 0).unwrap();
@@ -172,11 +173,38 @@ fn outcome_f64_temperature_dividing_logits_by_hand() {
     assert_row(&reference.dlogits_row(0, 0), &[-3.0 / 8.0, 3.0 / 8.0]);
 }
 
+/// Each token's softmax and gradient are over its own temperature: of a sequence, or of a token, and what the mask hides is not looked at.
+#[test]
+fn outcome_f64_given_temperatures_by_hand() {
+    let spec = LossSpec { temperature: Temperature::Given, ..on_policy() };
+    // x = [0, 2 ln 3] over 2 is [0, ln 3], p = [1/4, 3/4]; over 1 it is [0, ln 9], p = [1/10, 9/10].
+    let x = 2.0 * 3_f64.ln();
+    let logits = Array3::from_shape_fn((2, 3, 2), |(_, _, j)| if j == 0 { 0.0 } else { x });
+    let mut problem = Problem { logits: FloatArray::F64(logits), ..uniform(&[[1.0; 3]; 2]) };
+    problem.mask = arr2(&[[true, true, false], [true, false, false]]);
+    let row = |temperature: f64| {
+        let p = if temperature == 2.0 { 0.75 } else { 0.9 };
+        [-p / (3.0 * temperature), p / (3.0 * temperature)]
+    };
+    for (given, temperatures) in
+        [(arr2(&[[2.0], [1.0]]), [2.0, 2.0, 1.0]), (arr2(&[[1.0, 2.0, f64::NAN], [2.0, 0.0, -1.0]]), [1.0, 2.0, 2.0])]
+    {
+        problem.extra.temperature = Some(given);
+        let reference = evaluate(&spec, &problem).unwrap();
+        for ((b, t), temperature) in [(0, 0), (0, 1), (1, 0)].into_iter().zip(temperatures) {
+            let token = reference.token(b, t).unwrap();
+            let logp = if temperature == 2.0 { 0.25_f64.ln() } else { 0.1_f64.ln() };
+            assert_relative_eq!(token.inputs.logp, logp, max_relative = ROUNDING, epsilon = 0.0);
+            assert_row(&reference.dlogits_row(b, t), &row(temperature));
+        }
+    }
+}
+
 #[test]
 fn outcome_f64_temperature_dividing_logp_by_hand() {
     // x = [0, ln 3]: p = [1/4, 3/4] and ℓ = ln(1/4) / 2 = −ln 2. Entropy is that of softmax(x / 2), with z = [0, ln √3]:
     // q = [1, √3] / (1 + √3) and H = ln(1 + √3) − q_1 ln √3.
-    let spec = LossSpec { temperature: 2.0, temperature_divides: TemperatureDivides::Logp, ..on_policy() };
+    let spec = LossSpec { temperature: 2.0.into(), temperature_divides: TemperatureDivides::Logp, ..on_policy() };
     let problem = one_row(&[0.0, 3_f64.ln()], 1.0);
     let reference = evaluate(&spec, &problem).unwrap();
     let token = reference.token(0, 0).unwrap();

@@ -20,8 +20,8 @@ use assay_core::spec::{
     Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient,
     KlImportance, LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip,
     QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Sapo, Support, TemperatureDivides, Terms, TopEntropy, TrustRegion, Unscored,
-    Vespo,
+    RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, Terms, TopEntropy,
+    TrustRegion, Unscored, Vespo,
 };
 use assay_reference::{self as reference, Reference};
 use ndarray::{Array2, Array3, arr1, arr2};
@@ -122,6 +122,7 @@ impl Record {
 /// The softmax of one token, exactly, and what f64 can lose on the way to it.
 pub(crate) struct Head {
     pub(crate) id: usize,
+    pub(crate) temperature: f64,
     row: Row,
     pub(crate) logp: Real,
     entropy: Real,
@@ -140,7 +141,8 @@ impl Head {
         let id = usize::try_from(problem.ids[[b, t]]).expect("an id in the vocabulary");
         let row = family::logits(problem, b, t);
         let scaled = family::scaled(spec, problem, &row, id);
-        let (logp, entropy) = (family::logp(spec, &scaled, id), family::entropy(spec, &scaled));
+        let temperature = family::temperature(spec, problem, b, t);
+        let (logp, entropy) = (family::logp(spec, &scaled, id, temperature), family::entropy(&scaled, temperature));
         let transform = &spec.logits;
         // Steps that round a logit on its way to the softmax; a tanh is three.
         let steps =
@@ -152,12 +154,12 @@ impl Head {
             SoftmaxCondition::of(&z, &size, id)
         };
         let logp_softmax = softmax(match spec.temperature_divides {
-            TemperatureDivides::Logits => spec.temperature,
+            TemperatureDivides::Logits => temperature,
             TemperatureDivides::Logp => 1.0,
         });
         let logp_error = match spec.temperature_divides {
             TemperatureDivides::Logits => logp_softmax.logp,
-            TemperatureDivides::Logp => logp_softmax.logp / spec.temperature + 2.0 * logp.to_f64().abs(),
+            TemperatureDivides::Logp => logp_softmax.logp / temperature + 2.0 * logp.to_f64().abs(),
         };
         // Of cap·tanh(c) by its logit: scale / cosh²(c), whose relative error is 2 tanh(c) times the error of c.
         let argument = |(j, a): (usize, &Option<Real>)| {
@@ -169,10 +171,11 @@ impl Head {
         let derivative_error = |column| 2.0 + 6.0 * argument(column).abs();
         Self {
             id,
+            temperature,
             logp,
             entropy,
             logp_softmax,
-            entropy_softmax: softmax(spec.temperature),
+            entropy_softmax: softmax(temperature),
             logp_error,
             derivative: row.iter().enumerate().map(derivative).collect(),
             derivative_error: row.iter().enumerate().map(derivative_error).collect(),
@@ -186,12 +189,12 @@ impl Head {
         row[j] = row[j].take().map(|x| x + step.clone());
         let scaled = family::scaled(spec, problem, &row, self.id);
         let hangs = spec.entropy_coef != 0.0 || spec.dentropy;
-        let entropy = if hangs { family::entropy(spec, &scaled) } else { self.entropy.clone() };
-        (family::logp(spec, &scaled, self.id), entropy)
+        let entropy = if hangs { family::entropy(&scaled, self.temperature) } else { self.entropy.clone() };
+        (family::logp(spec, &scaled, self.id, self.temperature), entropy)
     }
 
     /// What `dlogits[j]` can lose, from the gradients with respect to `ℓ` and `H`.
-    fn dlogit(&self, spec: &LossSpec, by_logp: &Running, by_entropy: &Running, j: usize) -> f64 {
+    fn dlogit(&self, by_logp: &Running, by_entropy: &Running, j: usize) -> f64 {
         let softmax = &self.logp_softmax;
         let (factor, factor_error) = if j == self.id {
             (softmax.p.iter().enumerate().filter(|(i, _)| *i != j).map(|(_, p)| p).sum(), softmax.others)
@@ -203,7 +206,7 @@ impl Head {
         let policy_and_kl = by_logp.slope_error * factor + g * (factor_error + own * factor);
         let entropy = self.entropy_softmax.entropy_gradient(j);
         let bonus = h * entropy * (1.0 + own) + by_entropy.slope_error * entropy;
-        self.derivative[j].abs() / spec.temperature * (policy_and_kl + bonus)
+        self.derivative[j].abs() / self.temperature * (policy_and_kl + bonus)
     }
 }
 
@@ -296,7 +299,7 @@ impl Scales {
             let (token, by_logp) = (scale.rows[b].tokens[t].as_ref()?, by_logp[[b, t]].as_ref()?);
             let head = exact.heads[[b, t]].as_ref().expect("an unmasked token");
             let by_entropy = scale.by_entropy(b, t);
-            let dlogit = |j| head.dlogit(scale.loss.spec, &by_logp.loss, &by_entropy.loss, j);
+            let dlogit = |j| head.dlogit(&by_logp.loss, &by_entropy.loss, j);
             Some(TokenScale {
                 token_loss: token.loss.error,
                 ratio: ratios.next().expect("a ratio of every token").error,
@@ -438,6 +441,7 @@ fn note(spec: &LossSpec, exact: &Exact, by_logp: &ByLogp, record: &mut Record) {
     let (transform, support) = (&spec.logits, &spec.support);
     record.saw("logits", policy && transform.softcap.is_some() && transform.bias && transform.scale != 1.0);
     record.saw("support", policy && !support.is_whole());
+    record.saw("temperature given", policy && spec.temperature == Temperature::Given);
     record.saw("temperature_divides logp", policy && spec.temperature_divides == TemperatureDivides::Logp);
 }
 
@@ -448,6 +452,7 @@ fn note_policy(spec: &LossSpec, exact: &Exact, policy: bool, record: &mut Record
         RatioLevel::Token => "ratio.level token",
         RatioLevel::Sequence => "ratio.level sequence",
         RatioLevel::SequenceToken => "ratio.level sequence_token",
+        RatioLevel::SequenceProduct => "ratio.level sequence_product",
     };
     record.saw(level, policy);
     record.saw("ratio.clamp", policy && ratio.clamp.is_some());
@@ -643,6 +648,9 @@ fn batch(mask: [[bool; 3]; 2]) -> Problem {
 
 const FULL: [[bool; 3]; 2] = [[true; 3]; 2];
 
+const LEVELS: [RatioLevel; 4] =
+    [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken, RatioLevel::SequenceProduct];
+
 /// Compares `problem` under `spec` with the exact loss.
 fn agrees(spec: LossSpec, problem: &Problem) -> f64 {
     let case = Case { spec, problem: problem.clone() };
@@ -687,7 +695,7 @@ fn arms() -> Vec<LossSpec> {
 #[test]
 fn outcome_f64_every_arm_at_its_usual_numbers_matches() {
     for spec in arms() {
-        for level in [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken] {
+        for level in LEVELS {
             let ratio = Ratio { level, ..Ratio::default() };
             agrees(LossSpec { ratio, ..spec.clone() }, &batch([[true, true, false], [true; 3]]));
         }
@@ -875,7 +883,7 @@ fn top_entropy_keeps_the_token_that_the_quantile_is() {
 #[test]
 fn outcome_f64_single_tokens_and_an_empty_batch_match() {
     for spec in arms() {
-        for level in [RatioLevel::Token, RatioLevel::Sequence, RatioLevel::SequenceToken] {
+        for level in LEVELS {
             let spec = LossSpec {
                 ratio: Ratio { level, ..Ratio::default() },
                 top_entropy: Some(TopEntropy {

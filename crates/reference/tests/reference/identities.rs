@@ -6,7 +6,8 @@ use crate::common::draws::{self, Case, Regime};
 use crate::common::uniform::uniform;
 use assay_core::problem::{Advantages, Extra, FloatArray, Outcome, Problem, ProblemError, mask_from};
 use assay_core::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, SpecError,
+    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rows,
+    SpecError,
 };
 use assay_judge::packed::{Twin as _, Twins};
 use assay_reference::{Reference, evaluate};
@@ -107,7 +108,7 @@ fn dlogits_f64_row_sums_to_zero() {
             // The two halves that cancel: the target's 1 − p_y against the others, columns above ā against those below.
             let policy = reference.grad_logp(token, &token.branch, token.coupling).abs() * token.probability_of_others;
             let bonus = token.grad_entropy.abs() * token.entropy_softmax.stats.mean_gap;
-            let limit = 8.0 * U * 2.0 * (policy + bonus) / spec.temperature;
+            let limit = 8.0 * U * 2.0 * (policy + bonus) / token.temperature();
             assert!(sum.abs() <= limit, "[{b},{t}]: row sums to {sum:e}, limit {limit:e}");
         }
     });
@@ -117,7 +118,7 @@ fn dlogits_f64_row_sums_to_zero() {
 fn outcome_f64_exact_shift_of_logits_changes_nothing() {
     for_every_case(|Case { spec, mut problem }| {
         // At T = 1/2 and on multiples of 1/8 the shift, the division and every gap are exact.
-        let spec = LossSpec { temperature: 0.5, ..spec };
+        let spec = LossSpec { temperature: 0.5.into(), ..spec };
         let logits = problem.logits.to_f64().mapv(|x| (x * 8.0).round() / 8.0);
         problem.logits = FloatArray::F64(logits.clone());
         let before = bits(&outcome(&spec, &problem));
@@ -369,6 +370,25 @@ fn outcome_f64_overflowing_ratio_with_negative_advantage_is_infinite_and_named()
     assert_eq!(row, [f64::INFINITY, f64::NEG_INFINITY, f64::NEG_INFINITY, f64::NEG_INFINITY]);
 }
 
+/// Two ratios of `e^400` and one of 1 are, as a product, beyond f64.
+#[test]
+fn outcome_f64_overflowing_product_is_clipped_whole() {
+    let mut problem = uniform(&[[2.0; 3]]);
+    problem.advantages = Advantages::Sequence(arr1(&[2.0]));
+    let logp = problem.old_logp.as_ref().unwrap()[[0, 2]];
+    let old_logp = problem.old_logp.as_mut().unwrap();
+    (old_logp[[0, 0]], old_logp[[0, 1]]) = (logp - 400.0, logp - 400.0);
+    let ratio = Ratio { level: RatioLevel::SequenceProduct, ..Ratio::default() };
+    let spec = LossSpec { ratio, advantages: AdvantageLevel::Sequence, ..ppo(PpoClip::default()) };
+    let reference = evaluate(&spec, &problem).unwrap();
+    assert_eq!((reference.loss(), reference.first_nonfinite()), (-1.2 * 2.0, None));
+    assert_eq!(reference.dlogits_row(0, 0), [0.0; 4]);
+    // A clamp is that of the sum.
+    let clamped = LossSpec { ratio: Ratio { clamp: Some(0.1), ..spec.ratio.clone() }, ..spec.clone() };
+    let loss = evaluate(&clamped, &problem).unwrap().loss();
+    assert!((loss + 2.0 * 0.1_f64.exp()).abs() < 1e-15, "{loss}");
+}
+
 #[test]
 fn outcome_f64_overflowing_ratio_with_an_upper_bound_is_finite() {
     let delta = PpoClip { delta: Some(4.0), ..PpoClip::default() };
@@ -474,10 +494,10 @@ fn spec_out_of_range_is_refused_by_field() {
     let kl = |beta| Some(Kl::plain(beta, KlEstimator::K3));
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let refused = [
-        (LossSpec { temperature: 0.0, ..base() }, "temperature", "0", "a finite number > 0"),
-        (LossSpec { temperature: -1.0, ..base() }, "temperature", "-1", "a finite number > 0"),
-        (LossSpec { temperature: nan, ..base() }, "temperature", "NaN", "a finite number > 0"),
-        (LossSpec { temperature: inf, ..base() }, "temperature", "inf", "a finite number > 0"),
+        (LossSpec { temperature: 0.0.into(), ..base() }, "temperature", "0", "a finite number > 0"),
+        (LossSpec { temperature: (-1.0).into(), ..base() }, "temperature", "-1", "a finite number > 0"),
+        (LossSpec { temperature: nan.into(), ..base() }, "temperature", "NaN", "a finite number > 0"),
+        (LossSpec { temperature: inf.into(), ..base() }, "temperature", "inf", "a finite number > 0"),
         (with_clip(&|c| c.epsilon_low = -0.1), "objective.ppo_clip.epsilon_low", "-0.1", "a finite number ≥ 0"),
         (with_clip(&|c| c.epsilon_low = nan), "objective.ppo_clip.epsilon_low", "NaN", "a finite number ≥ 0"),
         (with_clip(&|c| c.epsilon_high = -0.1), "objective.ppo_clip.epsilon_high", "-0.1", "a finite number ≥ 0"),
@@ -516,7 +536,7 @@ fn spec_at_the_end_of_its_range_is_accepted() {
         kl: Some(Kl::plain(0.0, KlEstimator::K1)),
         entropy_coef: -1.0,
         reduction: Reduction::FixedLength { rows: Rows::All, length: Some(1) },
-        temperature: 1e-3,
+        temperature: 1e-3.into(),
         ..ppo(clip)
     };
     assert_eq!(spec.check(), Ok(()));
@@ -578,7 +598,7 @@ fn problem_that_does_not_fit_is_refused_by_field() {
         ),
         (&|_, p| p.ids[[0, 2]] = 4, "`ids[0,2]`: got 4, expected 0 ≤ id < V = 4 on an unmasked token"),
         (&|_, p| p.ids[[1, 1]] = -100, "`ids[1,1]`: got -100, expected 0 ≤ id < V = 4 on an unmasked token"),
-        (&|s, _| s.temperature = -2.0, "spec field `temperature`: got -2, expected a finite number > 0"),
+        (&|s, _| s.temperature = (-2.0).into(), "spec field `temperature`: got -2, expected a finite number > 0"),
     ];
     for (change, message) in refused {
         let (mut spec, mut problem) = (spec(), batch());

@@ -10,7 +10,7 @@ use assay_suites::cases;
 fn gradients_of_the_reference_are_those_of_its_loss() {
     let logits = LogitsTransform { scale: 0.7, softcap: Some(3.0), bias: true };
     let specs = [
-        LossSpec { entropy_coef: 0.03, temperature: 0.8, ..LossSpec::default() },
+        LossSpec { entropy_coef: 0.03, temperature: 0.8.into(), ..LossSpec::default() },
         LossSpec { logits, ..LossSpec::default() },
     ];
     for spec in specs {

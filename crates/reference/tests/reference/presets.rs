@@ -5,7 +5,7 @@ use assay_core::spec::presets::{Given, Options, Preset, PresetError, Resolved, W
 use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LossSpec,
     Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, Rows, TemperatureDivides, Terms, Unscored,
+    RolloutLevel, RolloutSource, Rows, Temperature, TemperatureDivides, Terms, Unscored,
 };
 
 fn resolve(preset: Preset, function: Option<&str>, pairs: &[&str], given: &Given) -> Result<Resolved, PresetError> {
@@ -66,6 +66,9 @@ fn names_are_read_back() {
 fn of_any(preset: Preset, function: &str) -> Result<Resolved, PresetError> {
     let pairs: &[&str] = match function {
         "compute_policy_loss_dro" => &["dro_beta=0.1"],
+        "compute_policy_loss_archer" => {
+            &["negative_high_entropy_clip_ratio_low=0.2", "positive_high_entropy_clip_ratio_high=0.2"]
+        }
         _ => &[],
     };
     resolve(preset, Some(function), pairs, &SAMPLED)
@@ -86,17 +89,20 @@ fn defaults_are_those_of_each_project() {
     assert_eq!(tunix.reduction, Reduction::SequenceMean { rows: Rows::NonEmpty });
 
     let liger = of(Preset::Liger, None, &[]);
-    assert_eq!((liger.kl, liger.temperature), (Some(Kl::plain(0.04, KlEstimator::K3)), 1.0));
+    assert_eq!((liger.kl, liger.temperature), (Some(Kl::plain(0.04, KlEstimator::K3)), 1.0.into()));
     let triton = of(Preset::Liger, Some("triton_grpo_loss"), &[]);
-    assert_eq!((triton.objective, triton.temperature), (clip(0.2, 0.4), 0.9));
+    assert_eq!((triton.objective, triton.temperature), (clip(0.2, 0.4), 0.9.into()));
 
     let mllm = of(Preset::MllmJax, None, &["temperature=0.7"]);
-    assert_eq!((mllm.temperature, mllm.temperature_divides), (0.7, TemperatureDivides::Logp));
+    assert_eq!((mllm.temperature, mllm.temperature_divides), (0.7.into(), TemperatureDivides::Logp));
 
     let nemo = of(Preset::Nemo, None, &[]);
     let kl = nemo.kl.unwrap();
     assert_eq!((kl.beta, kl.importance, kl.difference_clamp), (0.01, KlImportance::Score, Some(20.0)));
 
+    for (preset, option) in [(Preset::Verl, "temperature=given"), (Preset::PrimeRl, "temperatures=given")] {
+        assert_eq!(of(preset, None, &[option]).temperature, Temperature::Given);
+    }
     let prime = of(Preset::PrimeRl, None, &[]);
     let Objective::TrustRegion(region) = prime.objective else { panic!("{:?}", prime.objective) };
     assert_eq!((region.low, region.high, region.penalty, region.truncate), (0.2, 0.2, 1e-3, None));
@@ -255,7 +261,7 @@ fn verl_rollout_correction_is_made_of_both_logps() {
 
 #[test]
 fn tunix_temperature_0_is_1_and_a_missing_reference_drops_the_term() {
-    assert_eq!(of(Preset::Tunix, None, &["temperature=0"]).temperature, 1.0);
+    assert_eq!(of(Preset::Tunix, None, &["temperature=0"]).temperature, 1.0.into());
     let none = Given { ref_logps: false, ..Given::default() };
     let resolved = resolve(Preset::Tunix, None, &[], &none).unwrap();
     assert!(resolved.spec.kl.is_none() && !resolved.notes.is_empty());
@@ -421,6 +427,41 @@ fn prime_rl_scales_the_advantages_by_scaling_the_loss() {
 }
 
 #[test]
+fn products_of_ratios_are_clipped_in_rloo_and_truncated_in_bypass_mode() {
+    let rloo = of(Preset::Trl, Some("RLOOTrainer"), &["beta=0.05", "epsilon_high=0.3"]);
+    assert_eq!((rloo.ratio.level, rloo.ratio.clamp), (RatioLevel::SequenceProduct, None));
+    assert_eq!((rloo.kl, rloo.reduction), (None, Reduction::SequenceMean { rows: Rows::All }));
+    let bypass = |pairs: &[&str]| {
+        let pairs: Vec<String> = pairs.iter().map(|pair| format!("rollout_correction.{pair}")).collect();
+        let pairs: Vec<&str> = pairs.iter().map(String::as_str).collect();
+        of(Preset::Verl, Some("bypass_mode"), &pairs)
+    };
+    let usual = bypass(&["loss_type=reinforce"]);
+    assert_eq!((usual.ratio.level, usual.ratio.clamp), (RatioLevel::SequenceProduct, Some(20.0)));
+    assert_eq!(usual.objective, Objective::Cispo(Cispo { lower: None, upper: 2.0 }));
+    assert_eq!(bypass(&["loss_type=reinforce", "rollout_is=token"]).ratio.level, RatioLevel::Token);
+    assert_eq!(bypass(&["loss_type=reinforce", "rollout_is=null"]).objective, Objective::PolicyGradient);
+}
+
+#[test]
+fn areal_gates_by_y_where_the_family_does_by_minus_y() {
+    let gate = |pairs: &[&str]| {
+        let pairs = [&["use_decoupled_loss=true"], pairs].concat();
+        with(Preset::Areal, &pairs, &SAMPLED).rejection
+    };
+    let [ratio] = gate(&["rejection_sampling.upper=2", "rejection_sampling.lower=0.8"])[..] else { panic!("one gate") };
+    assert_eq!((ratio.level, ratio.counts, ratio.drops_from), (RejectionLevel::Token, true, Terms::Policy));
+    assert!((ratio.min.unwrap() + 2_f64.ln()).abs() < 1e-15 && (ratio.max + 0.8_f64.ln()).abs() < 1e-15);
+    let sequence = ["rejection_sampling.level=sequence", "rejection_sampling.agg=max", "rejection_sampling.upper=2"];
+    let [largest] = gate(&sequence)[..] else { panic!("one gate") };
+    assert_eq!((largest.level, largest.max), (RejectionLevel::SequenceMin, 20.0));
+    let [m2] = gate(&["m2_threshold=0.04"])[..] else { panic!("one gate") };
+    assert_eq!((m2.level, m2.max, m2.counts), (RejectionLevel::SecondMoment, 0.04, false));
+    // Of one policy there is nothing to gate.
+    assert_eq!(with(Preset::Areal, &["m2_threshold=0.04"], &SAMPLED).rejection, []);
+}
+
+#[test]
 fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::Trl, None, &["use_adaptive_entropy=true"], &["`use_adaptive_entropy`", "true", "off"]);
     refuses(Preset::Trl, None, &["router_aux_loss_coef=0.1"], &["`router_aux_loss_coef`", "0.1"]);
@@ -453,6 +494,16 @@ fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::Nemo, None, &["positive_example_nll_weight=0.1"], &["`positive_example_nll_weight`", "rewards"]);
     refuses(Preset::Nemo, None, &["use_on_policy_kl_approximation=true"], &["input `generation_logprobs`"]);
     refuses(Preset::PrimeRl, None, &["adv_tau=0"], &["`adv_tau`"]);
+    refuses(Preset::PrimeRl, None, &["temperatures=given", "temperature=0.7"], &["`temperature`", "0.7"]);
+    refuses(Preset::Verl, None, &["temperature=given", "use_fused_kernels=true"], &["`use_fused_kernels`", "one"]);
+    refuses(Preset::Trl, None, &["temperature=given"], &["`temperature`", "a number"]);
+    refuses(Preset::Trl, Some("RLOOTrainer"), &["delta=2"], &["`delta`"]);
+    refuses(Preset::Archer, None, &[], &["`negative_high_entropy_clip_ratio_low`", "0.2", "not reproduced"]);
+    refuses(Preset::Roll, None, &["train_infer_correction.filters=[1]"], &["`train_infer_correction.filters`"]);
+    refuses(Preset::Roll, Some("agentic_actor_pg_worker"), &["ratio_type=segment"], &["`ratio_type`", "packed"]);
+    refuses(Preset::Roll, Some("agentic_actor_pg_worker"), &["actor_train.pg_variant=ppg"], &["`pg_variant`", "topr"]);
+    refuses(Preset::Areal, None, &["rl_loss_weight=0.5"], &["`rl_loss_weight`", "two specs"]);
+    refuses(Preset::Areal, None, &["use_decoupled_loss=true"], &["input `logprobs`"]);
 }
 
 #[test]

@@ -84,7 +84,7 @@ fn token_scale(exact: &Exact, head: &Head, (b, t): (usize, usize)) -> TokenScale
             (softmax.p[j], softmax.p[j] * softmax.relative[j])
         };
         let bonus = entropy_weight * head.entropy_softmax.entropy_gradient(j);
-        (weight * (grad_error * factor + grad * factor_error) + bonus) / spec.temperature
+        (weight * (grad_error * factor + grad * factor_error) + bonus) / head.temperature
     };
     TokenScale {
         token_loss: policy_error + beta * kl_error,

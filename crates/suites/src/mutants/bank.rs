@@ -1,5 +1,7 @@
 //! The bugs: one small change each to a correct kernel.
 
+use assay_core::spec::{Kl, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective};
+
 /// A deliberately wrong kernel: what [`Specimen`](super::Specimen) becomes with one bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mutant {
@@ -30,14 +32,30 @@ pub enum Class {
     Gradient,
     /// What the temperature divides.
     Temperature,
+    /// What becomes of logits before the temperature.
+    Logits,
+    /// Which columns the softmax runs over.
+    Support,
     /// The bounds of the ratio.
     Clip,
+    /// TOPR, which takes tokens by their sign.
+    Topr,
+    /// ASPO, whose ratio is upside down.
+    Aspo,
     /// Ratios beyond what f32 holds.
     Overflow,
     /// The KL penalty.
     Kl,
+    /// What the KL penalty is multiplied by, and whose gradient it has.
+    KlWeight,
     /// The off-policy mask.
     OffPolicy,
+    /// Weights against the sampler's policy.
+    Rollout,
+    /// Tokens and sequences that are rejected.
+    Rejection,
+    /// Weights of tokens that the trainer gives.
+    TokenWeights,
     /// Entropy and its bonus.
     Entropy,
     /// Masked tokens.
@@ -64,17 +82,25 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 21] = [
+    pub const ALL: [Class; 29] = [
         Class::Columns,
         Class::Maximum,
         Class::Holes,
         Class::Precision,
         Class::Gradient,
         Class::Temperature,
+        Class::Logits,
+        Class::Support,
         Class::Clip,
+        Class::Topr,
+        Class::Aspo,
         Class::Overflow,
         Class::Kl,
+        Class::KlWeight,
         Class::OffPolicy,
+        Class::Rollout,
+        Class::Rejection,
+        Class::TokenWeights,
         Class::Entropy,
         Class::Mask,
         Class::Reduction,
@@ -93,6 +119,36 @@ impl Class {
         matches!(self, Class::HeadChunks | Class::HeadProducts | Class::HeadDevices)
     }
 
+    /// Whether a spec has what it is of: under another its mutants have the bits of the correct kernel.
+    pub fn is_reached(self, spec: &LossSpec) -> bool {
+        let weighs = |kl: &Kl| kl.importance != KlImportance::One || kl.gradient != KlGradient::Own;
+        match self {
+            Class::Logits => spec.logits != LogitsTransform::default(),
+            Class::Support => !spec.support.is_whole(),
+            Class::Topr => matches!(spec.objective, Objective::Topr(_)),
+            Class::Aspo => matches!(spec.objective, Objective::Aspo(_)),
+            Class::KlWeight => spec.kl.as_ref().is_some_and(weighs),
+            Class::Rollout => spec.rollout.is_some(),
+            Class::Rejection => !spec.rejection.is_empty(),
+            Class::TokenWeights => spec.token_weights.is_some(),
+            _ => true,
+        }
+    }
+
+    /// Whether it has to do with how wide a vocabulary is: the others are of the tokens' losses, or of where sequences lie.
+    pub fn is_of_columns(self) -> bool {
+        !matches!(
+            self,
+            Class::Topr
+                | Class::Aspo
+                | Class::KlWeight
+                | Class::Rollout
+                | Class::Rejection
+                | Class::TokenWeights
+                | Class::Packing
+        )
+    }
+
     /// Its name in tables and JSON.
     pub fn name(self) -> &'static str {
         match self {
@@ -102,10 +158,18 @@ impl Class {
             Class::Precision => "precision",
             Class::Gradient => "gradient",
             Class::Temperature => "temperature",
+            Class::Logits => "logits",
+            Class::Support => "support",
             Class::Clip => "clip",
+            Class::Topr => "topr",
+            Class::Aspo => "aspo",
             Class::Overflow => "overflow",
             Class::Kl => "kl",
+            Class::KlWeight => "kl_weight",
             Class::OffPolicy => "off_policy",
+            Class::Rollout => "rollout",
+            Class::Rejection => "rejection",
+            Class::TokenWeights => "token_weights",
             Class::Entropy => "entropy",
             Class::Mask => "mask",
             Class::Reduction => "reduction",
@@ -129,10 +193,18 @@ impl Class {
             Class::Precision => "Precision",
             Class::Gradient => "Gradient",
             Class::Temperature => "Temperature",
+            Class::Logits => "Logits that are changed before the softmax",
+            Class::Support => "Support: columns that are left out",
             Class::Clip => "Clip",
+            Class::Topr => "TOPR",
+            Class::Aspo => "ASPO",
             Class::Overflow => "Overflow: ratios beyond f32",
             Class::Kl => "KL penalty",
+            Class::KlWeight => "KL penalty: what weighs it, and whose gradient it has",
             Class::OffPolicy => "Off-policy mask",
+            Class::Rollout => "Weights against the sampler's policy",
+            Class::Rejection => "Rejections",
+            Class::TokenWeights => "Weights of tokens",
             Class::Entropy => "Entropy",
             Class::Mask => "Mask",
             Class::Reduction => "Reduction",
@@ -281,6 +353,76 @@ bank! {
             "MLLM-JAX divides the log-probability; every other project the logits";
         EntropyWithoutTemperature, "entropy-without-temperature",
             "the entropy is that of the untempered logits", "";
+        TemperatureOfFirstRow, "temperature-of-first-row",
+            "the first token's temperature for all of the batch", "";
+        TemperatureForgottenInFirstRow, "temperature-forgotten-in-first-row",
+            "the dlogits of the first sequence lack 1/T", "";
+    }
+    Logits {
+        LogitScaleForgotten, "logit-scale-forgotten",
+            "the logits are not scaled", "";
+        LogitScaleForgottenInGradient, "logit-scale-forgotten-in-gradient",
+            "dlogits lack the scale", "";
+        SoftcapForgotten, "softcap-forgotten",
+            "logits are scaled and not capped, but dlogits have the cap's slope", "";
+        SoftcapSlopeForgotten, "softcap-slope-forgotten",
+            "dlogits lack 1 − tanh²", "";
+        SoftcapSlopeOfCapped, "softcap-slope-of-capped-logit",
+            "the slope is taken at the logit that is capped already", "";
+        TanhNotMultiplied, "tanh-without-cap",
+            "tanh(h / cap), not multiplied by the cap again", "";
+        TanhNotDivided, "tanh-of-undivided-logit",
+            "cap · tanh(h)", "";
+        SoftcapCuts, "softcap-cuts",
+            "logits are held to ±cap, and follow in between", "";
+        SoftcapBeforeScale, "softcap-before-scale",
+            "the capped logit is scaled", "";
+        SoftcapAfterTemperature, "softcap-after-temperature",
+            "the cap bounds the logit over the temperature", "";
+        SoftcapInLogitsDtype, "softcap-in-logits-dtype",
+            "the capped logit is rounded to the logits' dtype", "";
+        BiasForgotten, "bias-forgotten",
+            "the bias is not added", "";
+        BiasForgottenInBackward, "bias-forgotten-in-backward",
+            "dlogits are of the softmax without the bias", "";
+        BiasOfNextColumn, "bias-of-next-column",
+            "each column has the bias of the next", "";
+        BiasOfTile, "bias-of-tile",
+            "every tile adds the bias of the first", "";
+        BiasOfFirstShard, "bias-of-first-shard",
+            "every vocabulary shard adds the bias of the first", "";
+        BiasAfterScale, "bias-after-scale",
+            "the bias is added to the scaled logit", "";
+        BiasAfterSoftcap, "bias-after-softcap",
+            "the bias is added to the capped logit", "";
+    }
+    Support {
+        ExcludedIdsInSum, "excluded-ids-in-sum",
+            "the ids that the sampler never returns are summed", "";
+        FirstExcludedIdAlone, "first-excluded-id-alone",
+            "only the first of them is left out", "";
+        ExcludedIdsOfShard, "excluded-ids-of-shard",
+            "each vocabulary shard counts the excluded ids from its own column 0", "";
+        ExcludedLogitsZeroed, "excluded-logits-zeroed",
+            "the logits of excluded columns are 0, not −∞", "";
+        ExcludedGradientNotZero, "excluded-gradient-not-zero",
+            "excluded columns have the gradient of their exponential", "";
+        ExcludedGradientNotWritten, "excluded-gradient-not-written",
+            "dlogits of excluded columns are left as they were: logits", "";
+        PaddingInSum, "padding-columns-in-sum",
+            "the columns beyond the tokens' are summed", "";
+        SupportTooLong, "support-one-too-long",
+            "the first column of padding is summed", "";
+        SupportTooShort, "support-one-too-short",
+            "the last token's column is left out", "";
+        KeptIdLeftOut, "kept-id-left-out",
+            "a sampled id outside the support is not put back", "";
+        KeptIdNotInSum, "kept-id-not-in-sum",
+            "a sampled id that is put back is read, and not summed", "";
+        KeptIdForAll, "kept-id-for-all",
+            "an id that is sampled once in the batch is put back for every token", "";
+        KeptIdWithoutGradient, "kept-id-without-gradient",
+            "a sampled id that is put back has gradient 0", "";
     }
     Clip {
         EpsilonsSwapped, "epsilons-swapped",
@@ -319,6 +461,46 @@ bank! {
         RatioToFirstOrder, "ratio-to-first-order",
             "1 + x for exp(x)", "";
     }
+    Topr {
+        ToprWeightsSwapped, "topr-weights-swapped",
+            "w₋ where a token is positive, w₊ elsewhere", "";
+        ToprNegativeWeightForgotten, "topr-negative-weight-forgotten",
+            "no w₋", "";
+        ToprRatioForPositive, "topr-ratio-for-positive",
+            "positive tokens are multiplied by the clipped ratio too", "";
+        ToprClipIgnored, "topr-clip-ignored",
+            "the ratio has no upper bound", "";
+        ToprClipFromBelow, "topr-clip-from-below",
+            "max(ρ, upper)", "";
+        ToprRatioNotDetached, "topr-ratio-not-detached",
+            "the ratio has a gradient beside that of the log-probability", "";
+        ToprGradientClipped, "topr-gradient-clipped",
+            "beyond the bound there is no gradient, as PPO has none", "";
+        ToprSelectedIgnored, "topr-positive-by-advantage",
+            "the sign of the advantage where the positive tokens are given", "";
+    }
+    Aspo {
+        AspoRatioNotInverted, "aspo-ratio-not-inverted",
+            "u for 1/u where A > 0", "";
+        AspoInvertedForAll, "aspo-inverted-for-all",
+            "1/v for v where A < 0", "";
+        AspoGradientOfInverse, "aspo-gradient-of-inverse",
+            "u² is not held: the derivative is that of 1/u, of the other sign", "";
+        AspoEpsilonsSwapped, "aspo-epsilons-swapped",
+            "1 + εl and 1 − εh", "";
+        AspoClipAfterInverting, "aspo-clip-after-inverting",
+            "where A > 0 the bound 1 + εh is on 1/ρ", "";
+        AspoGradientKept, "aspo-clip-gradient-kept",
+            "a clipped token keeps the gradient of its ratio", "";
+        AspoDualClipsSwapped, "aspo-dual-clips-swapped",
+            "c₋ where A > 0, c₊ where A < 0", "";
+        AspoDualClipIgnored, "aspo-dual-clip-ignored",
+            "no dual clip", "";
+        AspoDualClipOfRatio, "aspo-dual-clip-of-ratio",
+            "where A > 0 the ratio is compared with c₊, not its inverse", "";
+        AspoDualClipWithoutLogp, "aspo-dual-clip-without-logp",
+            "beyond the dual clip the loss is −c·A, as PPO's is, without gradient", "";
+    }
     Overflow {
         OverflowingRatioTimesZero, "overflowing-ratio-times-zero",
             "a clipped token's gradient is 0·ρ·A: NaN where the ratio is ∞",
@@ -351,6 +533,44 @@ bank! {
         KlClipped, "kl-clipped-with-the-ratio",
             "a token whose ratio is clipped loses its KL gradient too", "";
     }
+    KlWeight {
+        KlRatioOfToken, "kl-ratio-of-token",
+            "the token's own ratio for that of its level", "";
+        KlTokenRatioOfSequence, "kl-token-ratio-of-sequence",
+            "the sequence's ratio for the token's own", "";
+        KlTokenRatioDetached, "kl-token-ratio-detached",
+            "the token's ratio has no gradient", "";
+        KlRolloutIgnored, "kl-rollout-ignored",
+            "the penalty is not weighed by exp(ℓ − `rollout_logp`)", "";
+        KlRolloutInverted, "kl-rollout-inverted",
+            "weighed by exp(`rollout_logp` − ℓ)", "";
+        KlRolloutOfOldPolicy, "kl-rollout-of-old-policy",
+            "weighed by exp(`old_logp` − `rollout_logp`), as the policy term", "";
+        KlRolloutDetached, "kl-rollout-detached",
+            "the weight has no gradient", "";
+        KlUnscoredAsOne, "kl-unscored-as-one",
+            "a token that the sampler did not score is weighed by 1", "";
+        KlUnscoredNan, "kl-unscored-nan",
+            "a token that the sampler did not score is weighed by NaN", "";
+        KlScoreForgotten, "kl-score-forgotten",
+            "the gradient lacks that of exp(ℓ − sg(ℓ))", "";
+        KlScoreAlone, "kl-score-alone",
+            "the estimate is held: the gradient is that of exp(ℓ − sg(ℓ)) alone", "";
+        KlScoreInValue, "kl-score-in-value",
+            "the loss has the estimate times ℓ: what the score's gradient is taken of", "";
+        KlK2Ignored, "kl-gradient-k2-ignored",
+            "the estimator's own gradient for that of k2", "";
+        KlK2InValue, "kl-gradient-k2-in-value",
+            "k2 for the value too", "";
+        KlK2SignFlipped, "kl-gradient-k2-sign-flipped",
+            "`ref_logp` − ℓ for the derivative of k2", "";
+        KlK2WeightForgotten, "kl-k2-weight-forgotten",
+            "the gradient of k2 is not weighed", "";
+        KlK2WeightUnbounded, "kl-k2-weight-unbounded",
+            "its weight has no bound", "";
+        KlK2WeightOfSequence, "kl-k2-weight-of-sequence",
+            "its weight is the ratio of the sequence", "";
+    }
     OffPolicy {
         OffPolicyMaskIgnored, "off-policy-mask-ignored",
             "every sequence keeps its policy term", "";
@@ -363,6 +583,156 @@ bank! {
             "the mean divergence is over T", "";
         OffPolicySignFlipped, "off-policy-sign-flipped",
             "ℓ − `old_logp` against the threshold", "";
+    }
+    Rollout {
+        RolloutIgnored, "rollout-ignored",
+            "no token is weighed", "";
+        RolloutInverted, "rollout-inverted",
+            "exp(`rollout_logp` − `old_logp`)", "";
+        RolloutNotInGradient, "rollout-not-in-gradient",
+            "the loss is weighed, its gradient is not", "";
+        RolloutMasks, "rollout-masks",
+            "a weight out of bounds is 0, where it should be the bound", "";
+        RolloutTruncates, "rollout-truncates",
+            "a weight out of bounds is the bound, where it should be 0", "";
+        RolloutMinIgnored, "rollout-min-ignored",
+            "no lower bound", "";
+        RolloutBoundOnLog, "rollout-bound-on-log",
+            "the bounds are compared with the logarithm", "";
+        RolloutClampIgnored, "rollout-clamp-ignored",
+            "the logarithm is not clamped", "";
+        RolloutClampAfterExp, "rollout-clamp-after-exp",
+            "the weight is clamped, not its logarithm", "";
+        RolloutSumForMean, "rollout-sequence-for-geometric",
+            "exp of the sum for exp of the mean", "";
+        RolloutMeanForSum, "rollout-geometric-for-sequence",
+            "exp of the mean for exp of the sum", "";
+        RolloutMeanOverWidth, "rollout-mean-over-width",
+            "the geometric mean is over T", "";
+        RolloutOfTokens, "rollout-of-tokens",
+            "each token's own weight for that of its sequence", "";
+        RolloutGateIgnored, "rollout-gate-ignored",
+            "no sequence is gated", "";
+        RolloutGateByToken, "rollout-gate-by-token",
+            "the gate looks at the token's own weight", "";
+        RolloutGateTruncates, "rollout-gate-truncates",
+            "a gated token's own weight is held to the bounds too", "";
+        RolloutGivenAsIs, "rollout-given-as-is",
+            "given weights are not made geometric means", "";
+        RolloutNormalisedOverPadding, "rollout-normalised-over-padding",
+            "the mean weight counts masked tokens, at 1", "";
+        RolloutNormalisedBeforeBounds, "rollout-normalised-before-bounds",
+            "the weights are divided by their mean, then bounded", "";
+        RolloutNormalisedByDevice, "rollout-normalised-by-device",
+            "each row shard divides by its own mean weight", "";
+        RolloutNormalisedOverTokens, "rollout-normalised-over-tokens",
+            "weights of sequences are averaged over tokens, not over rows", "";
+        RolloutOnKl, "rollout-on-kl",
+            "the penalty is weighed where the policy term alone should be", "";
+        RolloutNotOnKl, "rollout-not-on-kl",
+            "the policy term alone is weighed where the penalty should be too", "";
+        UnscoredNan, "unscored-nan",
+            "a token that was not scored has the weight NaN", "";
+        UnscoredOneAsZero, "unscored-one-as-zero",
+            "a token that was not scored, and counts as 1, has the weight 0", "";
+        UnscoredZeroAsOne, "unscored-zero-as-one",
+            "a token that was not scored, and counts as 0, has the weight 1", "";
+        UnscoredZeroesTokenAlone, "unscored-zeroes-token-alone",
+            "the weight of a sequence is 0 at the token that was not scored, and stays at the others", "";
+        UnscoredOutOfMean, "unscored-out-of-mean",
+            "the geometric mean does not count the token", "";
+        UnscoredOutOfNormaliser, "unscored-out-of-normaliser",
+            "the mean weight does not count the token", "";
+        UnscoredEscapesBounds, "unscored-escapes-bounds",
+            "the weight 0 is not raised to the lower bound", "";
+        UnscoredClosesGate, "unscored-closes-gate",
+            "the gate is closed to a sequence with a token that was not scored", "";
+    }
+    Rejection {
+        RejectionIgnored, "rejection-ignored",
+            "no token is rejected", "";
+        RejectionOnTheWrongSide, "rejection-on-the-wrong-side",
+            "what is beyond the upper bound stays, what is within leaves", "";
+        RejectionMinIgnored, "rejection-min-ignored",
+            "no lower bound", "";
+        RejectionK1SignFlipped, "rejection-k1-sign-flipped",
+            "y for −y", "";
+        RejectionK2NotHalved, "rejection-k2-not-halved",
+            "y² for y²/2", "";
+        RejectionK3SignFlipped, "rejection-k3-sign-flipped",
+            "k3 of −y", "";
+        RejectionKlReversed, "rejection-kl-reversed",
+            "the KL divergence of the sampler's policy from the old one, the other way round", "";
+        RejectionKlOfTokenAlone, "rejection-kl-of-token-alone",
+            "the binary KL lacks the part of the other tokens", "";
+        RejectionVariationSigned, "rejection-variation-signed",
+            "p − q for |p − q|", "";
+        RejectionProbabilityReversed, "rejection-probability-reversed",
+            "p − q for q − p", "";
+        RejectionRatioSigned, "rejection-ratio-signed",
+            "e^y for e^|y|", "";
+        RejectionSumForMean, "rejection-sum-for-mean",
+            "a row's sum against the bound of its mean", "";
+        RejectionMeanForSum, "rejection-mean-for-sum",
+            "a row's mean against the bound of its sum", "";
+        RejectionMeanOverWidth, "rejection-mean-over-width",
+            "a row's mean is over T", "";
+        RejectionMaxForMin, "rejection-max-for-min",
+            "a row's largest value for its smallest", "";
+        RejectionMinForMax, "rejection-min-for-max",
+            "a row's smallest value for its largest", "";
+        RejectionOfTokens, "rejection-of-tokens",
+            "each token leaves by its own value where the row's should decide", "";
+        RejectionCountsMasked, "rejection-counts-masked",
+            "masked tokens have a part in a row's statistic", "";
+        RejectedStillCount, "rejected-still-count",
+            "rejected tokens lose their loss, and stay in denominators and in the row's ratio", "";
+        RejectedDoNotCount, "rejected-do-not-count",
+            "rejected tokens that count are left out of denominators and of the row's ratio", "";
+        RejectionKeepsKl, "rejection-keeps-kl",
+            "rejected tokens keep the penalty that they should lose", "";
+        RejectionTakesKl, "rejection-takes-kl",
+            "rejected tokens lose the penalty that they should keep", "";
+        RejectedOutOfRollout, "rejected-out-of-rollout",
+            "weights against the sampler are made of the tokens that stay", "";
+        RejectionOfUnscored, "rejection-of-unscored",
+            "a token that was not scored is rejected: no comparison with NaN holds", "";
+        FirstRejectionAlone, "first-rejection-alone",
+            "only the first of several rejections is looked at", "";
+        RejectionByAll, "rejection-by-all",
+            "a token leaves where every rejection rejects it", "";
+        SecondMomentOfRow, "second-moment-of-row",
+            "each row is brought below the bound by itself", "";
+        SecondMomentOfDevice, "second-moment-of-device",
+            "each row shard is brought below the bound by itself", "";
+        SecondMomentOfToken, "second-moment-of-token",
+            "each y² is held to the bound of their mean", "";
+        SecondMomentHalved, "second-moment-halved",
+            "the mean of y²/2", "";
+        SecondMomentOfAll, "second-moment-of-all",
+            "a batch above the bound loses all of its tokens above it, not the fewest", "";
+    }
+    TokenWeights {
+        TokenWeightsIgnored, "token-weights-ignored",
+            "no token is weighed", "";
+        TokenWeightsSquared, "token-weights-squared",
+            "weighed twice", "";
+        TokenWeightsAsMask, "token-weights-as-mask",
+            "1 where a weight is not 0", "";
+        TokenWeightsNotInGradient, "token-weights-not-in-gradient",
+            "the loss is weighed, its gradient is not", "";
+        TokenWeightsInDenominator, "token-weights-in-denominator",
+            "a weighted mean: over the sum of the weights", "";
+        TokenWeightsOnKl, "token-weights-on-kl",
+            "the penalty is weighed where the policy term alone should be", "";
+        TokenWeightsNotOnKl, "token-weights-not-on-kl",
+            "the policy term alone is weighed where the penalty should be too", "";
+        TokenWeightsOfFirstToken, "token-weights-of-first-token",
+            "the weight of a row's first token for all of them", "";
+        ZeroWeightCounts, "zero-weight-counts",
+            "a token of weight 0 stays in denominators", "";
+        ZeroWeightOutOfRollout, "zero-weight-out-of-rollout",
+            "weights against the sampler are made of the tokens whose weight is not 0", "";
     }
     Entropy {
         EntropyOfShiftedLog, "entropy-of-shifted-log",
@@ -454,6 +824,12 @@ bank! {
             "slime: a sample without tokens counts one";
         LastSequenceDropped, "last-sequence-dropped",
             "`cu_seqlens` is read without its last value: the last sequence has no loss and no gradient", "";
+        RolloutOfPack, "rollout-of-pack",
+            "a weight against the sampler is that of all that is packed", "";
+        RejectionOfPack, "rejection-of-pack",
+            "what is packed is rejected as one sequence", "";
+        TokenWeightOfFirstSequence, "token-weight-of-first-sequence",
+            "the weight of the first sequence for all of them", "";
     }
     Indexing {
         AdvantageOfNeighbour, "advantage-of-neighbour",

@@ -116,7 +116,8 @@ impl Tests {
     /// What they say of `mutant`.
     pub fn judge(&self, mutant: &Mutant) -> Cell {
         let specimen = Specimen::with(mutant.bug);
-        self.checks.iter().map(|check| check.judge(&specimen)).max().expect("a project has tests")
+        let reached = self.checks.iter().filter(|check| mutant.class.is_reached(&check.check.spec));
+        reached.map(|check| check.judge(&specimen)).max().unwrap_or(Cell::NotExercised)
     }
 
     /// What they say of the correct kernel.
@@ -269,7 +270,7 @@ fn liger_bf16(beta: f64) -> Vec<Check> {
         let spec = LossSpec {
             objective: clipped(0.4),
             old_logp,
-            temperature: 0.7,
+            temperature: 0.7.into(),
             kl: k3(beta),
             reduction: Reduction::Normalizer(1.0),
             ..LossSpec::default()
@@ -310,13 +311,13 @@ fn liger_f32() -> Vec<Check> {
                 ..LossSpec::default()
             };
             for reduction in reductions(16) {
-                let spec = spec(reduction, 0.9);
+                let spec = spec(reduction, 0.9.into());
                 let problem = randn(&spec, [2, 16, 1000], Dtype::F32, 42);
                 let limits = vec![Limit::Loss(Close::both(1e-4)), Limit::NoNan];
                 checks.push(Check { spec, problem, limits });
             }
             if level == RatioLevel::Sequence {
-                let spec = spec(Reduction::SequenceMean { rows }, 1.1);
+                let spec = spec(Reduction::SequenceMean { rows }, 1.1.into());
                 let problem = randn(&spec, [2, 8, 32], Dtype::F32, 0);
                 let limits = vec![Limit::Loss(Close::both(1e-5)), Limit::Dlogits(Close::both(1e-4))];
                 checks.push(Check { spec, problem, limits });
@@ -371,7 +372,7 @@ fn verl_fused() -> Vec<Check> {
     let tokens = 4;
     let spec = LossSpec {
         advantages: AdvantageLevel::Token,
-        temperature: 1.5,
+        temperature: 1.5.into(),
         // Over Σ m: an upstream gradient of 0.25 a token.
         entropy_coef: -0.25 * f64::from(tokens),
         ..sum_of_logp()

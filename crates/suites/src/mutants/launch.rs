@@ -5,6 +5,7 @@ use std::ops::Range;
 use ndarray::{Array2, Ix2};
 
 use super::bank::Bug;
+use super::corrections::Corrections;
 use assay_core::problem::{FloatArray, Sequence, Shape, Tokens};
 use assay_core::spec::LossSpec;
 
@@ -78,6 +79,7 @@ pub(super) struct Scored {
     pub(super) logp: f64,
     pub(super) entropy: f64,
     pub(super) id: usize,
+    pub(super) temperature: f64,
     pub(super) logp_softmax: Softmax,
     pub(super) entropy_softmax: Softmax,
 }
@@ -85,7 +87,7 @@ pub(super) struct Scored {
 impl Scored {
     /// The same token with the maxima and sums of another.
     pub(super) fn with_softmax_of(self, other: &Self) -> Self {
-        Self { logp: self.logp, entropy: self.entropy, id: self.id, ..*other }
+        Self { logp: self.logp, entropy: self.entropy, id: self.id, temperature: self.temperature, ..*other }
     }
 }
 
@@ -98,6 +100,8 @@ pub(super) struct Launch<'l> {
     pub(super) shape: Shape,
     pub(super) tokens: Tokens<'l>,
     pub(super) mesh: Mesh,
+    /// What weighs and rejects tokens.
+    pub(super) corrections: Corrections,
 }
 
 impl Launch<'_> {
@@ -105,9 +109,14 @@ impl Launch<'_> {
         self.bug == Some(bug)
     }
 
+    /// The tokens that count: those that are unmasked, and that nothing rejects as if they were.
+    pub(super) fn mask(&self) -> &Array2<bool> {
+        &self.corrections.mask
+    }
+
     /// Whether the kernel looks at token `[b,t]`.
     pub(super) fn counts(&self, b: usize, t: usize) -> bool {
-        let mask = self.tokens.mask;
+        let mask = self.mask();
         if self.has(Bug::MaskMultiplied) {
             return true;
         }

@@ -190,8 +190,7 @@ impl<'l> Head<'l> {
             for places in self.chunks(device_row) {
                 let logits = self.logits(&self.hidden_of(&places));
                 for (i, &(b, t)) in places.iter().enumerate() {
-                    let id = self.launch.id(b, t);
-                    scored[[b, t]] = Some(self.launch.score_row(&logits, i * vocab, id, &mut scratch));
+                    scored[[b, t]] = Some(self.launch.score_row(&logits, i * vocab, (b, t), &mut scratch));
                 }
                 all.insert(places, logits);
             }
@@ -248,7 +247,11 @@ impl<'l> Head<'l> {
                 let dlogits = self.dlogits(logits.clone(), places, before, evaluation);
                 let multiplied = if self.has(Bug::DhiddenOfLogits) { self.rows_of(logits) } else { dlogits.clone() };
                 for (row, &(b, t)) in self.dhidden(&multiplied).rows().into_iter().zip(places) {
-                    dhidden.row_mut(b * self.shape.tokens + t).assign(&row);
+                    let mut dhidden = dhidden.row_mut(b * self.shape.tokens + t);
+                    dhidden.assign(&row);
+                    if self.has(Bug::TemperatureForgottenInDhidden) {
+                        dhidden *= self.launch.tokens.temperature(self.launch.spec, (b, t));
+                    }
                 }
                 let chunk = Chunk { hidden, dlogits };
                 let added = self.dlm_head(&chunk, places, done.last(), evaluation);
@@ -312,7 +315,7 @@ impl<'l> Head<'l> {
                 token.scored = token.scored.with_softmax_of(&graded(stale).scored);
             }
             if self.has(Bug::NormaliserOfChunk) {
-                let all = self.launch.tokens.mask.iter().filter(|counts| **counts).count();
+                let all = self.launch.mask().iter().filter(|counts| **counts).count();
                 let share = all as f64 / places.len() as f64;
                 token.grad_logp *= share;
                 token.grad_entropy *= share;
@@ -357,9 +360,6 @@ impl<'l> Head<'l> {
                 dhidden += &of_shard.mapv(|x| dtype.round(x));
             }
         }
-        if self.has(Bug::TemperatureForgottenInDhidden) {
-            dhidden *= self.launch.spec.temperature;
-        }
         dhidden
     }
 
@@ -401,7 +401,7 @@ impl<'l> Head<'l> {
                 let id = self.launch.id(*b, *t);
                 if places[i + 1..].iter().any(|(b, t)| self.launch.id(*b, *t) == id) {
                     let token = evaluation.tokens[[*b, *t]].as_ref().expect("it counts");
-                    let own = token.grad_logp / self.launch.spec.temperature;
+                    let own = token.grad_logp / token.scored.temperature;
                     let mut column = added.column_mut(id);
                     column.zip_mut_with(&chunk.hidden.row(i), |sum, x| *sum = (f64::from(*sum) - own * x) as f32);
                 }

@@ -3,11 +3,12 @@
 use ndarray::Array2;
 
 use super::bank::Bug;
+use super::corrections::{Factor, token_weights};
 use super::launch::{Evaluation, Graded, Launch, Scored, part};
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{
-    AdvantageLevel, Cispo, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Reduction,
-    Rows,
+    AdvantageLevel, Aspo, Cispo, Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Positive,
+    PpoClip, RatioLevel, Reduction, Rows, Topr,
 };
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
@@ -27,6 +28,15 @@ impl Term {
         Self { value: self.value * factor, by_logp: self.by_logp * factor, by_log_ratio: self.by_log_ratio * factor }
     }
 
+    /// The same with a weight that a bug may leave out of the gradient.
+    fn weighed(self, by: Factor) -> Self {
+        if by.value == 0.0 {
+            return Self::default();
+        }
+        let Factor { value, gradient } = by;
+        Self { value: self.value * value, by_logp: self.by_logp * gradient, by_log_ratio: self.by_log_ratio * gradient }
+    }
+
     fn plus(self, other: Self) -> Self {
         Self {
             value: self.value + other.value,
@@ -42,7 +52,13 @@ struct Inputs {
     logp: f64,
     ref_logp: f64,
     old_logp: f64,
+    rollout_logp: f64,
     advantage: f64,
+    is_selected: bool,
+    /// What the policy term and the penalty are multiplied by.
+    factors: [Factor; 2],
+    /// `ℓ` less the ratio's denominator.
+    moved: f64,
     /// The token's own log-ratio after its clamp, and whether it follows `ℓ` there.
     own: (f64, bool),
     /// That of its level.
@@ -86,9 +102,11 @@ struct Weights {
 
 impl Weights {
     fn of(launch: &Launch, sequences: &[Sequence], device_row: usize) -> Self {
-        let (spec, mask) = (launch.spec, launch.tokens.mask);
+        let (spec, mask) = (launch.spec, launch.mask());
         let Shape { batch: rows, tokens, .. } = launch.shape;
-        let count = |sequence: &Sequence| sequence.places().filter(|&at| mask[at]).count() as f64;
+        let weights = launch.has(Bug::TokenWeightsInDenominator).then(|| token_weights(launch));
+        let weight = |at| weights.as_ref().map_or(1.0, |weights| weights[at]);
+        let count = |sequence: &Sequence| sequence.places().filter(|&at| mask[at]).map(weight).sum::<f64>();
         let counts: Vec<f64> = sequences.iter().map(count).collect();
         let local = launch.has(Bug::NormaliserLocal);
         let summed = if local { part(rows, launch.mesh.rows, device_row) } else { 0..rows };
@@ -144,7 +162,7 @@ fn grade(
     let weight = weights.rows[sequence.index];
     let inputs = inputs(launch, b, advantages_of, row);
     // A mask that multiplies has masked tokens here too.
-    let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.tokens.mask[[b, t]] { 0.0 } else { 1.0 };
+    let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.mask()[[b, t]] { 0.0 } else { 1.0 };
     let terms: Vec<[Term; 2]> = inputs.iter().map(|inputs| [policy(launch, inputs), kl(launch, inputs)]).collect();
     let share = share(launch, row.len());
     let owed: f64 = terms.iter().map(|[policy, kl]| weight * (policy.by_log_ratio + kl.by_log_ratio)).sum();
@@ -161,8 +179,8 @@ fn grade(
         let through_ratio = match level {
             RatioLevel::Token if follows => weight * by_log_ratio,
             RatioLevel::SequenceToken => weight * by_log_ratio,
-            RatioLevel::Sequence if follows => share * owed,
-            RatioLevel::Token | RatioLevel::Sequence => 0.0,
+            RatioLevel::Sequence | RatioLevel::SequenceProduct if follows => share * owed,
+            RatioLevel::Token | RatioLevel::Sequence | RatioLevel::SequenceProduct => 0.0,
         };
         let through_ratio = match spec.old_logp {
             OldLogp::Current if launch.has(Bug::CurrentNotDetached) => 0.0,
@@ -206,7 +224,12 @@ fn grade(
 /// `1 / (n + ε)`
 fn share(launch: &Launch, tokens: usize) -> f64 {
     let tokens = if launch.has(Bug::RatioOverWidth) { launch.shape.tokens } else { tokens };
-    if launch.has(Bug::ShareForgotten) { 1.0 } else { 1.0 / (tokens as f64 + launch.spec.ratio.denominator_epsilon) }
+    let of_product = launch.spec.ratio.level == RatioLevel::SequenceProduct;
+    if launch.has(Bug::ShareForgotten) || of_product {
+        1.0
+    } else {
+        1.0 / (tokens as f64 + launch.spec.ratio.denominator_epsilon)
+    }
 }
 
 fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored)]) -> Vec<Inputs> {
@@ -230,7 +253,7 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
     let count = count + spec.ratio.denominator_epsilon;
     let total: f64 = owns.iter().map(|(x, _)| x).sum();
     let mean = match () {
-        () if launch.has(Bug::RatioOfSum) => total,
+        () if launch.has(Bug::RatioOfSum) || spec.ratio.level == RatioLevel::SequenceProduct => total,
         () if launch.has(Bug::MeanOfRatios) => (owns.iter().map(|(x, _)| x.exp()).sum::<f64>() / count).ln(),
         () => total / count,
     };
@@ -262,7 +285,11 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
             logp: scored.logp,
             ref_logp: at(tokens.ref_logp, ref_row, *t),
             old_logp: at(tokens.old_logp, b, *t),
+            rollout_logp: at(tokens.extra.rollout_logp.as_ref(), b, *t),
             advantage,
+            is_selected: tokens.extra.selected.as_ref().is_some_and(|selected| selected[[b, *t]]),
+            factors: launch.corrections.factors[[b, *t]],
+            moved: scored.logp - old_logp(*t, scored),
             own,
             log_ratio: if of_own { own.0 } else { mean },
             on_policy: near || (advantage >= 0.0 && !launch.has(Bug::OffPolicyMaskForPositive)),
@@ -285,12 +312,15 @@ fn policy(launch: &Launch, inputs: &Inputs) -> Term {
     if idle || !inputs.on_policy {
         return Term::default();
     }
-    match &launch.spec.objective {
+    let term = match &launch.spec.objective {
         Objective::PpoClip(clip) => ppo_clip(launch, clip, inputs),
         Objective::Cispo(cispo) => cispo_weight(launch, cispo, inputs),
         Objective::PolicyGradient => score(1.0, inputs),
+        Objective::Topr(topr) => tapered(launch, topr, inputs),
+        Objective::Aspo(aspo) => upside_down(launch, aspo, inputs),
         _ => Term::default(),
-    }
+    };
+    term.weighed(inputs.factors[0])
 }
 
 /// `−coefficient·A·ℓ`, the coefficient held.
@@ -349,6 +379,134 @@ fn cispo_weight(launch: &Launch, cispo: &Cispo, inputs: &Inputs) -> Term {
     term
 }
 
+/// `−w₊·A·ℓ` where the token is positive, `−w₋·sg(min(ρ, upper))·A·ℓ` elsewhere.
+fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
+    let ratio = ratio(launch, inputs);
+    let k = match () {
+        () if launch.has(Bug::ToprClipIgnored) => ratio,
+        () if launch.has(Bug::ToprClipFromBelow) => ratio.max(topr.upper),
+        () => ratio.min(topr.upper),
+    };
+    let given = topr.positive == Positive::Selected && !launch.has(Bug::ToprSelectedIgnored);
+    let is_positive = if given { inputs.is_selected } else { inputs.advantage > 0.0 };
+    let (of_positive, of_others) = match () {
+        () if launch.has(Bug::ToprWeightsSwapped) => (topr.negative_weight, topr.positive_weight),
+        () if launch.has(Bug::ToprNegativeWeightForgotten) => (topr.positive_weight, 1.0),
+        () => (topr.positive_weight, topr.negative_weight),
+    };
+    if is_positive {
+        return score(if launch.has(Bug::ToprRatioForPositive) { of_positive * k } else { of_positive }, inputs);
+    }
+    let term = score(of_others * k, inputs);
+    match () {
+        () if launch.has(Bug::ToprRatioNotDetached) && k == ratio => Term { by_log_ratio: term.value, ..term },
+        () if launch.has(Bug::ToprGradientClipped) && k != ratio => Term { by_logp: 0.0, ..term },
+        () => term,
+    }
+}
+
+/// For `A > 0` `−A·u/sg(u²)` with `u = min(ρ, 1 + εh)`, for `A < 0` `−A·v` with `v = max(ρ, 1 − εl)`; `−sg(c)·A·ℓ` where `1/u`, or
+/// `v`, is above `c`.
+fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
+    let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
+    let (epsilon_low, epsilon_high) = match () {
+        () if launch.has(Bug::AspoEpsilonsSwapped) => (aspo.epsilon_high, aspo.epsilon_low),
+        () => (aspo.epsilon_low, aspo.epsilon_high),
+    };
+    let (of_positive, of_negative) = match () {
+        () if launch.has(Bug::AspoDualClipsSwapped) => (aspo.dual_clip_negative, aspo.dual_clip_positive),
+        () => (aspo.dual_clip_positive, aspo.dual_clip_negative),
+    };
+    let is_inverted =
+        if advantage > 0.0 { !launch.has(Bug::AspoRatioNotInverted) } else { launch.has(Bug::AspoInvertedForAll) };
+    // 1/u of the clipped ratio where A > 0.
+    let (clipped, compared, most) = if advantage > 0.0 {
+        let clipped = ratio.min(1.0 + epsilon_high);
+        let compared = if launch.has(Bug::AspoDualClipOfRatio) { ratio } else { clipped.recip() };
+        (clipped, compared, of_positive)
+    } else {
+        let clipped = ratio.max(1.0 - epsilon_low);
+        (clipped, clipped, of_negative)
+    };
+    if compared > most && !launch.has(Bug::AspoDualClipIgnored) {
+        let value = -most * advantage;
+        let without_logp = Term { value, by_logp: 0.0, by_log_ratio: 0.0 };
+        return if launch.has(Bug::AspoDualClipWithoutLogp) { without_logp } else { score(most, inputs) };
+    }
+    let mut k = if is_inverted { clipped.recip() } else { clipped };
+    let mut follows = clipped == ratio;
+    if launch.has(Bug::AspoClipAfterInverting) && advantage > 0.0 {
+        k = ratio.recip().min(1.0 + epsilon_high);
+        follows = k == ratio.recip();
+    }
+    let value = -k * advantage;
+    let by_log_ratio = match () {
+        () if !follows && !launch.has(Bug::AspoGradientKept) => 0.0,
+        () if is_inverted && launch.has(Bug::AspoGradientOfInverse) => -value,
+        () => value,
+    };
+    Term { value, by_logp: 0.0, by_log_ratio }
+}
+
+/// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.
+fn kl_gradient(launch: &Launch, kl: &Kl, inputs: &Inputs, own: f64) -> f64 {
+    let d = inputs.ref_logp - inputs.logp;
+    let of_k2 = if launch.has(Bug::KlK2SignFlipped) { d } else { -d };
+    match kl.gradient {
+        KlGradient::Own => own,
+        KlGradient::K2 | KlGradient::K2Weighted(_) if launch.has(Bug::KlK2Ignored) => own,
+        KlGradient::K2 => of_k2,
+        KlGradient::K2Weighted(_) if launch.has(Bug::KlK2WeightForgotten) => of_k2,
+        KlGradient::K2Weighted(bound) => {
+            let moved = if launch.has(Bug::KlK2WeightOfSequence) { inputs.log_ratio } else { inputs.moved };
+            let bound = if launch.has(Bug::KlK2WeightUnbounded) { f64::INFINITY } else { bound };
+            of_k2 * moved.exp().min(bound)
+        }
+    }
+}
+
+/// The penalty times what weighs it, with its gradient.
+fn weighed_kl(launch: &Launch, kl: &Kl, inputs: &Inputs, (value, by_logp): (f64, f64)) -> Term {
+    let of_level = |by: &Inputs| {
+        let ratio = ratio(launch, by);
+        let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
+        Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio }
+    };
+    // Of the token's own log-ratio: `follows` is whether the weight has a gradient.
+    let own = |log_weight: f64, follows: bool| {
+        let weight = log_weight.exp();
+        let of_weight = if follows { weight * value } else { 0.0 };
+        Term { value: weight * value, by_logp: weight * by_logp + of_weight, by_log_ratio: 0.0 }
+    };
+    let (own_log_ratio, follows) = inputs.own;
+    match kl.importance {
+        KlImportance::Ratio if launch.has(Bug::BiasCorrectionIgnored) => Term { value, by_logp, by_log_ratio: 0.0 },
+        KlImportance::Ratio if launch.has(Bug::KlRatioOfToken) => own(own_log_ratio, follows),
+        KlImportance::Ratio => of_level(inputs),
+        KlImportance::TokenRatio if launch.has(Bug::KlTokenRatioOfSequence) => of_level(inputs),
+        KlImportance::TokenRatio => own(own_log_ratio, follows && !launch.has(Bug::KlTokenRatioDetached)),
+        KlImportance::Rollout => {
+            let policy = if launch.has(Bug::KlRolloutOfOldPolicy) { inputs.old_logp } else { inputs.logp };
+            let log_weight = policy - inputs.rollout_logp;
+            let is_detached = launch.has(Bug::KlRolloutDetached) || launch.has(Bug::KlRolloutOfOldPolicy);
+            match () {
+                () if launch.has(Bug::KlRolloutIgnored) => own(0.0, false),
+                () if log_weight.is_nan() && launch.has(Bug::KlUnscoredAsOne) => own(0.0, false),
+                () if log_weight.is_nan() && !launch.has(Bug::KlUnscoredNan) => Term::default(),
+                () if launch.has(Bug::KlRolloutInverted) => own(-log_weight, !is_detached),
+                () => own(log_weight, !is_detached),
+            }
+        }
+        KlImportance::Score => match () {
+            () if launch.has(Bug::KlScoreForgotten) => own(0.0, false),
+            () if launch.has(Bug::KlScoreAlone) => Term { value, by_logp: value, by_log_ratio: 0.0 },
+            () if launch.has(Bug::KlScoreInValue) => Term { value: value * inputs.logp, ..own(0.0, true) },
+            () => own(0.0, true),
+        },
+        KlImportance::One => Term { value, by_logp, by_log_ratio: 0.0 },
+    }
+}
+
 /// `beta · kl`
 fn kl(launch: &Launch, inputs: &Inputs) -> Term {
     let spec: &LossSpec = launch.spec;
@@ -362,6 +520,7 @@ fn kl(launch: &Launch, inputs: &Inputs) -> Term {
         KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
         KlEstimator::K3 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K2,
         KlEstimator::Abs if launch.has(Bug::K1ForAbs) => KlEstimator::K1,
+        _ if kl.gradient != KlGradient::Own && launch.has(Bug::KlK2InValue) => KlEstimator::K2,
         other => other,
     };
     let (value, by_logp) = match estimator {
@@ -372,14 +531,8 @@ fn kl(launch: &Launch, inputs: &Inputs) -> Term {
         KlEstimator::K3 => (d.exp_m1() - d, -d.exp_m1()),
         KlEstimator::Abs => (d.abs(), if d == 0.0 { 0.0 } else { -d.signum() }),
     };
-    let corrects = kl.importance == KlImportance::Ratio && !launch.has(Bug::BiasCorrectionIgnored);
-    let mut term = Term { value, by_logp, by_log_ratio: 0.0 };
-    if corrects {
-        let ratio = ratio(launch, inputs);
-        let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
-        term = Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio };
-    }
-    term = term.times(kl.beta);
+    let by_logp = kl_gradient(launch, kl, inputs, by_logp);
+    let mut term = weighed_kl(launch, kl, inputs, (value, by_logp)).times(kl.beta).weighed(inputs.factors[1]);
     if launch.has(Bug::BetaTwiceInGradient) {
         term.by_logp *= kl.beta;
     }

@@ -4,9 +4,11 @@
 //! change to it.
 
 mod bank;
+mod corrections;
 mod elsewhere;
 mod launch;
 mod lm_head;
+mod logits;
 mod loss;
 mod property;
 mod run;

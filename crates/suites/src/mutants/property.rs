@@ -5,8 +5,10 @@ use super::bank::Class;
 use super::run::Case;
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
-    AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Ratio,
-    RatioLevel, Reduction, Rows, TemperatureDivides,
+    AdvantageLevel, Aspo, Cispo, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective,
+    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, Terms,
+    TokenWeights, Topr, Unscored,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::packed::Packable;
@@ -63,7 +65,7 @@ fn bonus() -> LossSpec {
 }
 
 fn tempered(temperature_divides: TemperatureDivides) -> LossSpec {
-    LossSpec { temperature: 0.7, temperature_divides, ..bonus() }
+    LossSpec { temperature: 0.7.into(), temperature_divides, ..bonus() }
 }
 
 fn clipped(clip: PpoClip) -> LossSpec {
@@ -80,6 +82,44 @@ fn reduced(reduction: Reduction) -> LossSpec {
 
 fn levelled(level: RatioLevel, spec: LossSpec) -> LossSpec {
     LossSpec { ratio: Ratio { level, ..Ratio::default() }, ..spec }
+}
+
+fn k3() -> Kl {
+    Kl::plain(0.1, KlEstimator::K3)
+}
+
+/// Weights against the sampler beside a penalty.
+fn rolled(rollout: RolloutWeights) -> LossSpec {
+    LossSpec { rollout: Some(rollout), ..penalised(k3()) }
+}
+
+/// As computed, without bounds.
+fn weights(level: RolloutLevel) -> RolloutWeights {
+    RolloutWeights {
+        source: RolloutSource::Logp,
+        level,
+        outside: Outside::Truncate,
+        min: None,
+        max: None,
+        clamp: None,
+        normalize: false,
+        unscored: Unscored::One,
+        applies_to: Terms::Policy,
+    }
+}
+
+/// Rejections beside a penalty, over a denominator that each row has of its own.
+fn rejected(rejection: Vec<Rejection>) -> LossSpec {
+    let reduction = Reduction::SequenceMean { rows: Rows::All };
+    LossSpec { rejection, reduction, ..penalised(k3()) }
+}
+
+fn rejection(estimator: RejectionEstimator, level: RejectionLevel, min: Option<f64>, max: f64) -> Rejection {
+    Rejection { estimator, level, min, max, counts: false, drops_from: Terms::PolicyAndKl }
+}
+
+fn token_weighed(applies_to: Terms, spec: LossSpec) -> LossSpec {
+    LossSpec { token_weights: Some(TokenWeights { applies_to }), ..spec }
 }
 
 impl Class {
@@ -124,7 +164,6 @@ impl Class {
 
     #[expect(clippy::too_many_lines, reason = "one arm a class")]
     fn grid(self) -> Grid {
-        let k3 = || Kl::plain(0.1, KlEstimator::K3);
         let of_ratio = || Kl { importance: KlImportance::Ratio, ..k3() };
         let by_token = || LossSpec { advantages: AdvantageLevel::Token, ..plain() };
         match self {
@@ -160,7 +199,7 @@ impl Class {
                     plain(),
                     LossSpec { scale: 0.25, ..plain() },
                     LossSpec { old_logp: OldLogp::Current, ..plain() },
-                    LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(false) },
+                    LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) },
                 ],
                 dtypes: Dtype::KERNEL.into(),
                 ..Grid::default()
@@ -169,10 +208,47 @@ impl Class {
                 specs: [TemperatureDivides::Logits, TemperatureDivides::Logp]
                     .map(tempered)
                     .into_iter()
-                    .chain([LossSpec { temperature: 0.7, ..LossSpec::of_cotangents(true) }])
+                    .chain([
+                        LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(true) },
+                        LossSpec { temperature: Temperature::Given, ..bonus() },
+                    ])
                     .collect(),
                 ..Grid::default()
             },
+            // A cap that all logits are near to; where a bias and a scale come before it their order shows.
+            Class::Logits => {
+                let changed = |scale, softcap, bias| LossSpec {
+                    logits: LogitsTransform { scale, softcap, bias },
+                    ..tempered(TemperatureDivides::Logits)
+                };
+                Grid {
+                    specs: vec![
+                        changed(0.5, None, true),
+                        changed(1.7, Some(3.0), false),
+                        changed(0.5, Some(2.0), true),
+                    ],
+                    shapes: vec![[3, 5, 33], [2, 3, 600]],
+                    dtypes: vec![Dtype::F32, Dtype::Bf16],
+                    ..Grid::default()
+                }
+            }
+            // Few tokens' ids are outside the support where they may be.
+            Class::Support => {
+                let over = |vocab, excluded_ids, keep_sampled| LossSpec {
+                    support: Support { vocab, excluded_ids, keep_sampled },
+                    ..bonus()
+                };
+                Grid {
+                    specs: vec![
+                        over(Some(30), Vec::new(), false),
+                        over(None, vec![1, 7], false),
+                        over(Some(20), vec![3, 18], true),
+                    ],
+                    shapes: vec![[4, 6, 33], [6, 8, 33]],
+                    regimes: vec![Regime::Small, Regime::Normal],
+                    ..Grid::default()
+                }
+            }
             Class::Clip => Grid {
                 specs: vec![
                     clipped(PpoClip { epsilon_low: 0.1, epsilon_high: 0.4, ..PpoClip::default() }),
@@ -184,6 +260,22 @@ impl Class {
                 regimes: vec![Regime::Normal, Regime::Ties],
                 ..Grid::default()
             },
+            Class::Topr => {
+                let of = |positive| {
+                    let topr = Topr { positive_weight: 1.3, negative_weight: 0.7, upper: 1.1, positive };
+                    LossSpec { objective: Objective::Topr(topr), ..by_token() }
+                };
+                Grid { specs: vec![of(Positive::Advantage), of(Positive::Selected)], ..Grid::default() }
+            }
+            Class::Aspo => {
+                let aspo =
+                    Aspo { epsilon_low: 0.1, epsilon_high: 0.3, dual_clip_positive: 1.3, dual_clip_negative: 1.4 };
+                Grid {
+                    specs: vec![LossSpec { objective: Objective::Aspo(aspo), ..by_token() }],
+                    shapes: vec![[4, 6, 33], [8, 8, 33]],
+                    ..Grid::default()
+                }
+            }
             Class::Overflow => Grid {
                 specs: vec![by_token()],
                 shapes: vec![[8, 8, 33], [8, 8, 5], [8, 16, 33]],
@@ -199,6 +291,23 @@ impl Class {
                     .collect(),
                 ..Grid::default()
             },
+            Class::KlWeight => {
+                let weighs = |importance| penalised(Kl { importance, ..k3() });
+                let with_gradient = |gradient| penalised(Kl { gradient, ..k3() });
+                Grid {
+                    specs: vec![
+                        levelled(RatioLevel::Sequence, weighs(KlImportance::Ratio)),
+                        levelled(RatioLevel::Sequence, weighs(KlImportance::TokenRatio)),
+                        weighs(KlImportance::Rollout),
+                        weighs(KlImportance::Score),
+                        with_gradient(KlGradient::K2),
+                        levelled(RatioLevel::Sequence, with_gradient(KlGradient::K2Weighted(1.1))),
+                    ],
+                    // A token in twenty is not scored.
+                    shapes: vec![[8, 8, 33]],
+                    ..Grid::default()
+                }
+            }
             Class::OffPolicy => Grid {
                 specs: vec![LossSpec {
                     off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Given }),
@@ -208,6 +317,69 @@ impl Class {
                 regimes: Regime::FINITE.into(),
                 ..Grid::default()
             },
+            Class::Rollout => {
+                let (token, sequence) = (weights(RolloutLevel::Token), weights(RolloutLevel::Sequence));
+                let geometric = weights(RolloutLevel::Geometric);
+                let gated =
+                    RolloutWeights { min: Some(0.95), max: Some(1.05), ..weights(RolloutLevel::TokenGatedByGeometric) };
+                let given = RolloutWeights { source: RolloutSource::Given, ..geometric.clone() };
+                let all = vec![
+                    RolloutWeights { max: Some(1.1), ..token.clone() },
+                    RolloutWeights { min: Some(0.9), max: Some(1.1), outside: Outside::Mask, ..token.clone() },
+                    RolloutWeights { min: Some(0.9), unscored: Unscored::Zero, ..token.clone() },
+                    RolloutWeights { clamp: Some(0.2), applies_to: Terms::PolicyAndKl, ..token.clone() },
+                    RolloutWeights { max: Some(1.2), normalize: true, unscored: Unscored::Zero, ..token.clone() },
+                    sequence.clone(),
+                    RolloutWeights { normalize: true, unscored: Unscored::Zero, ..sequence },
+                    RolloutWeights { min: Some(0.97), max: Some(1.03), ..geometric },
+                    gated.clone(),
+                    RolloutWeights { unscored: Unscored::Zero, ..gated },
+                    given,
+                ];
+                // A token in twenty is not scored.
+                Grid { specs: all.into_iter().map(rolled).collect(), shapes: vec![[9, 8, 33]], ..Grid::default() }
+            }
+            Class::Rejection => {
+                use RejectionEstimator::{AbsoluteRatio, BinaryKl, K1, K2, K3, Probability, TotalVariation};
+                use RejectionLevel::{SecondMoment, SequenceMax, SequenceMean, SequenceMin, SequenceSum, Token};
+                let of_rows = rejection(AbsoluteRatio, SequenceMean, None, 1.25);
+                let counted = |drops_from| Rejection { counts: true, drops_from, ..rejection(K2, Token, None, 0.03) };
+                let mut all: Vec<LossSpec> = [
+                    rejection(K2, Token, None, 0.03),
+                    rejection(K1, Token, Some(-0.2), 0.4),
+                    rejection(K3, Token, None, 0.03),
+                    rejection(BinaryKl, Token, Some(0.0005), 0.002),
+                    rejection(BinaryKl, Token, Some(0.001), 0.006),
+                    rejection(TotalVariation, Token, None, 0.005),
+                    rejection(Probability, Token, Some(-0.02), 0.003),
+                    rejection(K2, SequenceSum, None, 0.15),
+                    rejection(K2, SequenceMean, None, 0.04),
+                    rejection(K1, SequenceMax, None, 0.3),
+                    rejection(K1, SequenceMin, Some(-0.3), 1.0),
+                    rejection(K2, SecondMoment, None, 0.05),
+                    of_rows,
+                    counted(Terms::Policy),
+                    counted(Terms::PolicyAndKl),
+                ]
+                .map(|rejection| rejected(vec![rejection]))
+                .into();
+                all.push(rejected(vec![rejection(K1, Token, Some(-0.2), 0.4), of_rows]));
+                let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
+                all.push(LossSpec { rollout: Some(normalised), ..rejected(vec![rejection(K2, Token, None, 0.03)]) });
+                // Of five columns some probabilities are large: the two ways round of a divergence are far apart.
+                Grid { specs: all, shapes: vec![[9, 8, 33], [9, 8, 5]], ..Grid::default() }
+            }
+            Class::TokenWeights => {
+                let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
+                Grid {
+                    specs: vec![
+                        token_weighed(Terms::Policy, penalised(k3())),
+                        token_weighed(Terms::PolicyAndKl, penalised(k3())),
+                        token_weighed(Terms::Policy, rolled(normalised)),
+                    ],
+                    ..Grid::default()
+                }
+            }
             // At the largest vocabulary what is added to each probability adds up.
             Class::Entropy => {
                 let specs = vec![bonus(), LossSpec::of_cotangents(true)];
@@ -242,6 +414,10 @@ impl Class {
                     plain(),
                     levelled(RatioLevel::Sequence, plain()),
                     reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
+                    rolled(weights(RolloutLevel::Geometric)),
+                    rejected(vec![rejection(RejectionEstimator::K2, RejectionLevel::SequenceMean, None, 0.04)]),
+                    // Of two seeds one makes a weight a sequence.
+                    token_weighed(Terms::Policy, plain()),
                 ],
                 shapes: vec![[6, 6, 33], [8, 3, 33]],
                 ..Grid::default()

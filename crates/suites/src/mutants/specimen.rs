@@ -17,13 +17,13 @@ use half::{bf16, f16};
 use ndarray::{Array2, arr0};
 
 use super::bank::Bug;
+use super::corrections::Corrections;
 use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
+use super::logits::Reader;
 use super::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
-use assay_core::spec::{
-    KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides,
-};
+use assay_core::spec::{LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
 
 /// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
 pub(super) const TILE: usize = 256;
@@ -60,29 +60,23 @@ impl Specimen {
         }
         let objective = matches!(
             spec.objective,
-            Objective::PpoClip(_) | Objective::Cispo(_) | Objective::PolicyGradient | Objective::None
+            Objective::PpoClip(_)
+                | Objective::Cispo(_)
+                | Objective::PolicyGradient
+                | Objective::Topr(_)
+                | Objective::Aspo(_)
+                | Objective::None
         );
         let Ratio { clip, cap, .. } = &spec.ratio;
         let behaviour = spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour);
         let kl = |plain: fn(&assay_core::spec::Kl) -> bool| spec.kl.as_ref().is_none_or(plain);
         let computed = [
-            (objective, "objective", "ppo_clip, cispo, policy_gradient and none"),
+            (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo and none"),
             (clip.is_none(), "ratio.clip", "none"),
             (cap.is_none(), "ratio.cap", "none"),
             (spec.old_logp != OldLogp::Rollout, "old_logp", "given and current"),
             (behaviour == OldLogp::Given, "off_policy_mask.behaviour", "given"),
-            (spec.logits == LogitsTransform::default(), "logits", "logits as they are"),
-            (spec.support.is_whole(), "support", "the whole vocabulary"),
-            (spec.rollout.is_none(), "rollout", "none"),
-            (spec.rejection.is_empty(), "rejection", "none"),
-            (spec.token_weights.is_none(), "token_weights", "none"),
             (spec.top_entropy.is_none(), "top_entropy", "none"),
-            (kl(|kl| kl.gradient == KlGradient::Own), "kl.gradient", "own"),
-            (
-                kl(|kl| matches!(kl.importance, KlImportance::One | KlImportance::Ratio)),
-                "kl.importance",
-                "one and ratio",
-            ),
             (kl(|kl| kl.difference_clamp.is_none()), "kl.difference_clamp", "none"),
             (kl(|kl| kl.value_clamp.is_none()), "kl.value_clamp", "none"),
             (kl(|kl| kl.averaging.is_none()), "kl.averaging", "none"),
@@ -96,7 +90,11 @@ impl Specimen {
 
     /// One evaluation more.
     pub(super) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
-        Launch { bug: self.bug, turn: self.runs.fetch_add(1, Ordering::Relaxed) + 1, spec, shape, tokens, mesh }
+        let corrections = Corrections::none(tokens.mask);
+        let turn = self.runs.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut launch = Launch { bug: self.bug, turn, spec, shape, tokens, mesh, corrections };
+        launch.corrections = Corrections::of(&launch);
+        launch
     }
 }
 
@@ -196,13 +194,19 @@ impl Launch<'_> {
         if self.has(Bug::OffsetOverflows) { usize::from(offset as u16) } else { offset }
     }
 
+    /// `T` of token `[b,t]`.
+    fn temperature(&self, at: (usize, usize)) -> f64 {
+        let first = || self.tokens.mask.indexed_iter().find(|(_, counts)| **counts).map_or(at, |(first, _)| first);
+        self.tokens.temperature(self.spec, if self.has(Bug::TemperatureOfFirstRow) { first() } else { at })
+    }
+
     /// `1/T` of the softmax that logp is of, and of that of the entropy.
-    fn rates(&self) -> [f32; 2] {
-        let tempered = (1.0 / self.spec.temperature) as f32;
+    fn rates(&self, temperature: f64) -> [f32; 2] {
+        let tempered = (1.0 / temperature) as f32;
         let tempered = match () {
             () if self.has(Bug::TemperatureForgotten) => 1.0,
             () if self.has(Bug::TemperatureTwice) => tempered * tempered,
-            () if self.has(Bug::TemperatureMultiplies) => self.spec.temperature as f32,
+            () if self.has(Bug::TemperatureMultiplies) => temperature as f32,
             () => tempered,
         };
         let of_logp = if self.divides_logits() { tempered } else { 1.0 };
@@ -214,10 +218,19 @@ impl Launch<'_> {
         divides_logits != self.has(Bug::TemperatureOnTheWrongSide)
     }
 
-    /// One tile of the columns `columns` of a row: −∞ beyond their end.
-    fn load<E: Float>(&self, logits: &[E], row: usize, columns: &Range<usize>, tile: usize) -> [f32; TILE] {
+    /// One tile of the columns `columns` of a row: what the softmaxes are of, −∞ beyond their end.
+    fn load<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        columns: &Range<usize>,
+        tile: usize,
+        reader: Reader,
+    ) -> [f32; TILE] {
         let start = columns.start + tile * TILE;
-        let at = |column: usize| logits.get(row + column).map_or(f32::NEG_INFINITY, |x| x.to_f64() as f32);
+        let at = |column: usize| {
+            logits.get(row + column).map_or(f32::NEG_INFINITY, |x| self.logit(*x, columns, column, reader))
+        };
         let padding = |column: usize| match () {
             () if self.has(Bug::TailZeroPadded) => 0.0,
             () if self.has(Bug::TailNanPadded) => f32::NAN,
@@ -233,7 +246,8 @@ impl Launch<'_> {
             x[0] = f32::NEG_INFINITY;
         }
         if self.has(Bug::TemperatureInLogitsDtype) {
-            let temperature = self.spec.temperature;
+            // One for all.
+            let temperature = self.spec.temperature.number().unwrap_or(1.0);
             x = x.map(|x| (E::DTYPE.round(f64::from(x) / temperature) * temperature) as f32);
         }
         x
@@ -247,7 +261,7 @@ impl Launch<'_> {
             let mut scratch = self.scratch();
             for b in part(batch, self.mesh.rows, device_row) {
                 for t in (0..tokens).filter(|&t| self.counts(b, t)) {
-                    scored[[b, t]] = Some(self.score_row(logits, self.offset(b, t), self.id(b, t), &mut scratch));
+                    scored[[b, t]] = Some(self.score_row(logits, self.offset(b, t), (b, t), &mut scratch));
                 }
             }
         }
@@ -259,15 +273,16 @@ impl Launch<'_> {
         vec![[Scratch::default(); 2]; self.mesh.columns]
     }
 
-    /// The row that begins at `row`, on the devices that `scratch` is of, and what they tell each other of it.
+    /// The row of token `[b,t]`, which begins at `row`, on the devices that `scratch` is of, and what they tell each other of it.
     pub(super) fn score_row<E: Float>(
         &self,
         logits: &[E],
         row: usize,
-        id: usize,
+        at @ (b, t): (usize, usize),
         scratch: &mut [[Scratch; 2]],
     ) -> Scored {
-        let rates = self.rates();
+        let (id, temperature) = (self.id(b, t), self.temperature(at));
+        let rates = self.rates(temperature);
         let mut of_rate = |i: usize| {
             let walked = |(device_column, scratch): (usize, &mut [Scratch; 2])| {
                 let columns = part(self.shape.vocab, self.mesh.columns, device_column);
@@ -279,7 +294,7 @@ impl Launch<'_> {
         };
         let of_logp = of_rate(0);
         let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
-        self.score::<E>(logits, row, id, of_rate, rates)
+        Scored { temperature, ..self.score::<E>(logits, row, id, of_rate, rates) }
     }
 
     /// One grid step: the columns of one row on one device.
@@ -312,7 +327,7 @@ impl Launch<'_> {
             () => (0..tiles).collect(),
         };
         for tile in order {
-            let x = self.load(logits, row, columns, tile);
+            let x = self.load(logits, row, columns, tile, Reader { id, backward: false });
             let fixed = self.has(Bug::MaxNotSubtracted) || (self.has(Bug::MaxOfFirstTile) && tile > 0);
             // A NaN counts for nothing here; the sum keeps it.
             let top = if fixed { scratch.max } else { x.iter().copied().fold(scratch.max, f32::max) };
@@ -320,12 +335,14 @@ impl Launch<'_> {
             for (lane, &x) in x.iter().enumerate() {
                 let column = columns.start + tile * TILE + lane;
                 let t = (x - scratch.max) * rate;
-                let e = self.exp(t);
+                let is_chosen = self.is_chosen(columns, column, id);
+                let is_dropped = is_chosen && self.has(Bug::KeptIdNotInSum) && self.is_excluded(columns, column);
+                let e = if is_dropped { 0.0 } else { self.exp(t) };
                 scratch.sum = self.add(scratch.sum, e);
                 let weighted = f64::from(e * t);
                 let selected = columns.contains(&column) && self.has(Bug::HoleTimesZero);
                 scratch.weighted += if e == 0.0 && !selected { 0.0 } else { weighted };
-                if self.is_chosen(columns, column, id) {
+                if is_chosen {
                     scratch.chosen = x;
                 } else {
                     scratch.others = self.add(scratch.others, e);
@@ -423,7 +440,7 @@ impl Launch<'_> {
             logp = logp.exp().max(1e-8).ln();
         }
         if !self.divides_logits() {
-            logp /= self.spec.temperature;
+            logp /= self.spec.temperature.number().unwrap_or(1.0);
         }
         if self.has(Bug::LogpInLogitsDtype) {
             logp = E::DTYPE.round(logp);
@@ -440,7 +457,7 @@ impl Launch<'_> {
         if self.has(Bug::EntropyInLogitsDtype) {
             entropy = E::DTYPE.round(entropy);
         }
-        Scored { logp, entropy, id, logp_softmax, entropy_softmax }
+        Scored { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax }
     }
 
     /// dlogits over the logits.
@@ -465,7 +482,7 @@ impl Launch<'_> {
     /// dlogits of one row on one device:
     ///
     /// ```text
-    /// dx_j = (G·(1[j=y] − p_j) + E·q_j(a_j − ā)) / T        1 − p_y summed over the other columns
+    /// dx_j = (G·(1[j=y] − p_j) + E·q_j(a_j − ā)) / T · ∂h_j/∂x_j        1 − p_y summed over the other columns
     /// ```
     pub(super) fn write<E: Float>(
         &self,
@@ -475,21 +492,23 @@ impl Launch<'_> {
         shard: usize,
         token: &Graded,
     ) {
-        let Scored { id, logp_softmax, entropy_softmax, .. } = token.scored;
+        let Scored { id, temperature, logp_softmax, entropy_softmax, .. } = token.scored;
         let (grad_logp, grad_entropy) = (token.grad_logp, token.grad_entropy);
         let per_logit = match () {
             () if self.has(Bug::TemperatureForgottenInGradient) => 1.0,
-            () if self.has(Bug::TemperatureTwiceInGradient) => self.spec.temperature.powi(2).recip(),
-            () => self.spec.temperature.recip(),
+            () if self.has(Bug::TemperatureForgottenInFirstRow) && row < self.shape.tokens * self.shape.vocab => 1.0,
+            () if self.has(Bug::TemperatureTwiceInGradient) => temperature.powi(2).recip(),
+            () => temperature.recip(),
         };
         let shards = if self.has(Bug::GradientSummedOverShards) { self.mesh.columns as f64 } else { 1.0 };
         let tiles = columns.len().div_ceil(TILE);
+        let reader = Reader { id, backward: true };
         let mut logp_max = logp_softmax.max;
         if self.has(Bug::ShardMaxNotExchanged) {
             logp_max = logp_softmax.shard_max[shard];
         }
         if self.has(Bug::GradientWithMaxOfLastTile) {
-            let last = self.load(logits, row, columns, tiles.saturating_sub(1));
+            let last = self.load(logits, row, columns, tiles.saturating_sub(1), reader);
             logp_max = last.into_iter().fold(f32::MIN, f32::max);
         }
         let probability = |softmax: &Softmax, max: f32, x: f32| {
@@ -503,10 +522,11 @@ impl Launch<'_> {
             if width < TILE && cut {
                 continue;
             }
-            let x = self.load(logits, row, columns, tile);
+            let x = self.load(logits, row, columns, tile, reader);
             for (lane, &x) in x.iter().enumerate().take(width) {
                 let column = start + lane;
                 let sampled = self.is_chosen(columns, column, id);
+                let slope = self.slope(logits[row + column], columns, column);
                 let mut dx = 0.0;
                 if grad_logp != 0.0 {
                     let (mut p, _) = probability(&logp_softmax, logp_max, x);
@@ -547,7 +567,14 @@ impl Launch<'_> {
                         dx += grad_entropy * (q * (-t - mean_gap));
                     }
                 }
-                dx *= per_logit * shards;
+                dx *= per_logit * shards * slope;
+                let bug = if sampled { Bug::KeptIdWithoutGradient } else { Bug::ExcludedGradientNotWritten };
+                if self.has(bug) && self.is_excluded(columns, column) {
+                    if !sampled {
+                        continue;
+                    }
+                    dx = 0.0;
+                }
                 if width < TILE && self.has(Bug::WholeTilesOnlyInGradient) {
                     dx = 0.0;
                 }

@@ -419,7 +419,7 @@ fn rounded(logits: &[f32], dtype: Dtype) -> (Vec<u8>, Vec<f64>) {
 fn spec_at(temperature: f64) -> (String, String) {
     let [epsilon_low, epsilon_high] = CLIP;
     let clip = PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() };
-    let spec = LossSpec { objective: Objective::PpoClip(clip), temperature, ..LossSpec::default() };
+    let spec = LossSpec { objective: Objective::PpoClip(clip), temperature: temperature.into(), ..LossSpec::default() };
     ("spec".into(), json(&spec))
 }
 

@@ -11,7 +11,7 @@ use super::task::Arithmetic;
 use crate::checkpoint::Qwen2Config;
 use assay_algebra::parts::expect_separable;
 use assay_core::problem::ProblemError;
-use assay_core::spec::{LossSpec, Objective, RolloutSource, TemperatureDivides};
+use assay_core::spec::{LossSpec, Objective, RolloutSource, Temperature, TemperatureDivides};
 
 /// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -300,7 +300,10 @@ impl TrainConfig {
         if loss.logits.bias {
             return Err(TrainError::setting("loss.logits.bias", true, "false: no policy here has one"));
         }
-        if loss.temperature_divides == TemperatureDivides::Logp && loss.temperature != 1.0 {
+        if loss.temperature == Temperature::Given {
+            return Err(TrainError::setting("loss.temperature", "given", "a number: one samples all completions"));
+        }
+        if loss.temperature_divides == TemperatureDivides::Logp && loss.temperature != Temperature::ONE {
             let expected =
                 "logits, or a temperature of 1: nothing can be sampled with probabilities that do not sum to 1";
             return Err(TrainError::setting("loss.temperature_divides", "logp", expected));

@@ -38,11 +38,16 @@ pub struct Distribution {
     support: Support,
 }
 
+/// The temperature of a loss that a configuration may have: one for all tokens.
+pub(super) fn one_temperature(spec: &LossSpec) -> f64 {
+    spec.temperature.number().expect("checked: a configuration's temperature is a number")
+}
+
 impl Distribution {
-    /// That of `spec`, whose logits have no bias and whose temperature divides them.
+    /// That of `spec`, whose logits have no bias and whose one temperature divides them.
     pub fn of(spec: &LossSpec) -> Self {
         let LogitsTransform { scale, softcap, bias: _ } = spec.logits;
-        Self { scale, softcap, temperature: spec.temperature, support: spec.support.clone() }
+        Self { scale, softcap, temperature: one_temperature(spec), support: spec.support.clone() }
     }
 
     /// Whether `id` is ever drawn.
@@ -180,7 +185,7 @@ mod tests {
         }
         assert_eq!(draw(&z, Sampling::Greedy, 0.0).0, 3);
         // 0.1², 0.2², … at half the temperature, over 0.3.
-        spec.temperature = 0.5;
+        spec.temperature = 0.5.into();
         let (drawn, logp) = draw(&Distribution::of(&spec).transformed(&logits), RANDOM, 0.032);
         assert_eq!(drawn, 0);
         assert!((logp - (0.01f64 / 0.3).ln()).abs() < 1e-6);

@@ -5,6 +5,7 @@ use ndarray::{Array1, Array2, Axis};
 
 use super::loss::{array2, array3, widened};
 use super::qwen2::Qwen2;
+use super::rollout::one_temperature;
 use super::sequences::Sequences;
 use super::{Batch, TrainError};
 use assay_algebra::rollout::Settled;
@@ -96,7 +97,7 @@ pub(super) fn off_policy(
         Ok(f64::from(squares.to_scalar::<f32>()?).sqrt())
     };
     let (vocab, width) = lm_head.dims2()?;
-    let size = norm(hidden)? * norm(lm_head)? * spec.logits.scale.abs() / spec.temperature;
+    let size = norm(hidden)? * norm(lm_head)? * spec.logits.scale.abs() / one_temperature(spec);
     let products = 4.0 * (width as f64 + 8.0) * size;
     // A rejected token that is as if masked has none.
     let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;

@@ -91,7 +91,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         objective: loss_type.objective(reader, &clip)?,
         ratio: Ratio { level, ..Ratio::default() },
         old_logp: given.old_logp(),
-        temperature: reader.number("temperature", if triton { 0.9 } else { 1.0 })?,
+        temperature: reader.number("temperature", if triton { 0.9 } else { 1.0 })?.into(),
         rollout: rollout(reader, function, given)?,
         kl,
         reduction: loss_type.reduction(max_completion_length, items),

@@ -38,7 +38,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     };
     let spec = LossSpec {
         objective: Objective::PpoClip(clip),
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         temperature_divides: TemperatureDivides::Logp,
         reduction: given.num_items_in_batch.map_or(Reduction::TokenMean, Reduction::Normalizer),
         ..LossSpec::default()

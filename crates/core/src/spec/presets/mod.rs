@@ -6,7 +6,7 @@
 //!
 //! let options = Options::from_pairs(&["loss_type=grpo", "epsilon_high=0.28"])?;
 //! let resolved = spec(Preset::Trl, None, &options, &Given::default())?;
-//! assert_eq!(resolved.spec.temperature, 1.0);
+//! assert_eq!(resolved.spec.temperature.number(), Some(1.0));
 //! # Ok::<(), assay::spec::presets::PresetError>(())
 //! ```
 //!
@@ -14,6 +14,8 @@
 //! them where they would show. An option that is not reproduced is an error that names it; one that has no effect on the
 //! loss is listed in [`Resolved::without_effect`].
 
+mod archer;
+mod areal;
 mod liger;
 mod loss_type;
 mod mllm_jax;
@@ -21,6 +23,7 @@ mod nemo;
 mod openrlhf;
 mod options;
 mod prime_rl;
+mod roll;
 mod skyrl;
 mod trl;
 mod tunix;
@@ -60,11 +63,17 @@ pub enum Preset {
     PrimeRl,
     /// OpenRLHF 0.11.2.
     OpenRlhf,
+    /// ROLL, commit 8eb27cc2.
+    Roll,
+    /// Archer2.0, commit b08d963d.
+    Archer,
+    /// AReaL 1.0.4.
+    Areal,
 }
 
 impl Preset {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Self::Trl,
         Self::Verl,
         Self::Tunix,
@@ -75,6 +84,9 @@ impl Preset {
         Self::Nemo,
         Self::PrimeRl,
         Self::OpenRlhf,
+        Self::Roll,
+        Self::Archer,
+        Self::Areal,
     ];
 
     /// What it is called on the command line and in parity files.
@@ -90,6 +102,9 @@ impl Preset {
             Self::Nemo => "nemo",
             Self::PrimeRl => "prime-rl",
             Self::OpenRlhf => "openrlhf",
+            Self::Roll => "roll",
+            Self::Archer => "archer",
+            Self::Areal => "areal",
         }
     }
 
@@ -106,6 +121,9 @@ impl Preset {
             Self::Nemo => nemo::FUNCTIONS,
             Self::PrimeRl => prime_rl::FUNCTIONS,
             Self::OpenRlhf => openrlhf::FUNCTIONS,
+            Self::Roll => roll::FUNCTIONS,
+            Self::Archer => archer::FUNCTIONS,
+            Self::Areal => areal::FUNCTIONS,
         }
     }
 
@@ -357,6 +375,7 @@ pub fn spec(preset: Preset, function: Option<&str>, options: &Options, given: &G
     let function = preset.function(function)?;
     let options = match preset {
         Preset::Verl => &options.without_prefix("policy_loss."),
+        Preset::Roll => &options.without_prefix(roll::ACTOR_TRAIN),
         _ => options,
     };
     let reader = Reader::new(preset, function, options);
@@ -371,6 +390,9 @@ pub fn spec(preset: Preset, function: Option<&str>, options: &Options, given: &G
         Preset::Nemo => nemo::resolve,
         Preset::PrimeRl => prime_rl::resolve,
         Preset::OpenRlhf => openrlhf::resolve,
+        Preset::Roll => roll::resolve,
+        Preset::Archer => archer::resolve,
+        Preset::Areal => areal::resolve,
     };
     let Found { spec, known, mut notes } = resolve(&reader, function, given)?;
     let without_effect = reader.finish(known)?;

@@ -53,7 +53,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         ratio: Ratio { level, denominator_epsilon: EPSILON, ..Ratio::default() },
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: if on_policy { OldLogp::Current } else { OldLogp::Given },
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         rollout: rollout(reader, given, by_sequence, on_policy)?,
         rejection: rejection(reader, given, on_policy)?,
         kl: kl(reader, given)?,

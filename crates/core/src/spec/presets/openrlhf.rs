@@ -66,7 +66,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         ratio,
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: if gspo && level.is_some() { OldLogp::Rollout } else { OldLogp::Given },
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         rollout,
         rejection,
         kl,

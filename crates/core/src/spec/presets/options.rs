@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::Value;
 
 use super::{Preset, PresetError};
+use crate::spec::Temperature;
 use crate::text::nearest;
 
 /// Option names and values of one project. Options within options are named with dots, such as `data.dp_size`.
@@ -124,6 +125,18 @@ impl<'o> Reader<'o> {
     /// A number; null is refused.
     pub(super) fn number(&self, name: &'static str, default: f64) -> Result<f64, PresetError> {
         self.get(name).map_or(Ok(default), |value| value.as_f64().ok_or_else(|| self.refuse(name, "a number")))
+    }
+
+    /// A softmax temperature: a number, `given` where it comes with the batch, 1 where nothing is said.
+    pub(super) fn temperature(&self, name: &'static str) -> Result<Temperature, PresetError> {
+        match self.get(name) {
+            None => Ok(Temperature::ONE),
+            Some(Value::String(word)) if word == "given" => Ok(Temperature::Given),
+            Some(value) => {
+                let number = value.as_f64().map(Temperature::Number);
+                number.ok_or_else(|| self.refuse(name, "a number, or `given`: the batch has one a sequence or a token"))
+            }
+        }
     }
 
     /// A number, or null for none.

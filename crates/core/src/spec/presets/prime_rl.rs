@@ -11,10 +11,21 @@ const IPO: &str = "ipo_loss_fn";
 
 pub(super) const FUNCTIONS: &[&str] = &[DEFAULT, IPO];
 
-const KNOWN: &[&str] =
-    &["adv_tau", "dppo_mask_high", "dppo_mask_low", "ipo_threshold", "kl_tau", "rl_scale", "temperature", "type"];
+const KNOWN: &[&str] = &[
+    "adv_tau",
+    "dppo_mask_high",
+    "dppo_mask_low",
+    "ipo_threshold",
+    "kl_tau",
+    "rl_scale",
+    "temperature",
+    "temperatures",
+    "type",
+];
 
 /// The sum over tokens of `−keep·adv_tau·A·ρ + kl_tau·x²`, over `rl_scale`: the ratio is against the sampler.
+///
+/// `temperatures` are one a token, `given`; `temperature` is one for all.
 ///
 /// `adv_tau` multiplies the whole loss here, and the penalty is divided by it.
 pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
@@ -38,12 +49,21 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         truncate: None,
         penalty: reader.number("kl_tau", 1e-3)? / adv_tau,
     };
+    let given_temperatures = reader.temperature("temperatures")?;
+    let temperature = if reader.is_given("temperatures") {
+        if reader.is_given("temperature") {
+            return Err(reader.refuse("temperature", "nothing beside `temperatures`"));
+        }
+        given_temperatures
+    } else {
+        reader.temperature("temperature")?
+    };
     let tokens = reader.number_or_null("rl_scale", given.num_items_in_batch)?;
     let spec = LossSpec {
         objective: Objective::TrustRegion(region),
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: if given.sampling_logps { OldLogp::Rollout } else { OldLogp::Given },
-        temperature: reader.number("temperature", 1.0)?,
+        temperature,
         rollout: given.rollout_weights.map(|_| ready_made()),
         // Of the policy term and its penalty; 0 takes the token out of the component.
         token_weights: given.token_weights.then_some(TokenWeights { applies_to: Terms::Policy }),

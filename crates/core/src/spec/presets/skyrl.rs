@@ -121,7 +121,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         ratio,
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: behaviour,
-        temperature: reader.number_or_null("temperature", None)?.unwrap_or(1.0),
+        temperature: reader.number_or_null("temperature", None)?.unwrap_or(1.0).into(),
         rollout: if corrects { weights(reader)? } else { None },
         rejection: if corrects { rejections(reader)? } else { Vec::new() },
         reduction: Reduction::Normalizer(1.0),

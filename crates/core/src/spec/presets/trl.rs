@@ -1,5 +1,5 @@
 //! TRL 1.16.0: `_compute_loss` of `GRPOTrainer` in `trainer/grpo_trainer.py` and of `GMPOTrainer` in `experimental/gmpo`;
-//! `compute_loss` of `AsyncGRPOTrainer` in `experimental/async_grpo`.
+//! `compute_loss` of `AsyncGRPOTrainer` in `experimental/async_grpo`, `_compute_loss` of `RLOOTrainer` in `trainer/rloo_trainer.py`.
 
 use super::loss_type::{
     ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
@@ -11,7 +11,7 @@ use crate::spec::{
     Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
 };
 
-pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer", "AsyncGRPOTrainer"];
+pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer", "AsyncGRPOTrainer", "RLOOTrainer"];
 
 /// `GRPOConfig`, and what a recorded run says of the model's head. Those that say how a batch comes about, and not what
 /// its loss is, have no effect.
@@ -83,6 +83,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
     match function {
         "GMPOTrainer" => gmpo(reader, given),
         "AsyncGRPOTrainer" => asynchronous(reader, given),
+        "RLOOTrainer" => rloo(reader, given),
         _ => grpo(reader, given),
     }
 }
@@ -110,7 +111,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         advantages: given.advantages_or(AdvantageLevel::Sequence),
         old_logp: given.old_logp(),
         logits: logits_transform(reader)?,
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         rollout: rollout(reader, given, loss_type)?,
         off_policy_mask: off_policy_mask(reader, given)?,
         top_entropy: top_entropy(reader, given, Drops::PolicyTerm)?,
@@ -140,7 +141,7 @@ fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ratio: Ratio { level: RatioLevel::Sequence, clip: Some(LogClip { low, high }), ..Ratio::default() },
         old_logp: given.old_logp(),
         logits: logits_transform(reader)?,
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         top_entropy: top_entropy(reader, given, Drops::Ratio)?,
         kl: (beta != 0.0).then(|| Kl::plain(beta, KlEstimator::K3)),
         reduction: Reduction::SequenceMean { rows: Rows::All },
@@ -181,13 +182,70 @@ fn asynchronous(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         objective: Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() }),
         advantages: given.advantages_or(AdvantageLevel::Token),
         old_logp: OldLogp::Rollout,
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         reduction: items.map_or(Reduction::TokenMean, Reduction::Normalizer),
         scale: 1.0 / steps.accumulation,
         ..LossSpec::default()
     };
     let mut found = Found::new(spec, KNOWN_OF_ASYNC);
     found.notes.push("a count of tokens is of one row of each rank: micro-batches do not add up to their batch".into());
+    Ok(found)
+}
+
+/// Options of `RLOOConfig` that the loss reads, or that say how a batch or its advantages come about: its `beta` is of a KL in the
+/// reward.
+const KNOWN_OF_RLOO: &[&str] = &[
+    "beta",
+    "disable_dropout",
+    "epsilon",
+    "epsilon_high",
+    "generation_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "mask_truncated_completions",
+    "max_completion_length",
+    "min_p",
+    "normalize_advantages",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "per_device_train_batch_size",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "repetition_penalty",
+    "reward_clip_range",
+    "reward_weights",
+    "router_aux_loss_coef",
+    "shuffle_dataset",
+    "steps_per_generation",
+    "sync_ref_model",
+    "temperature",
+    "top_k",
+    "top_p",
+    "use_vllm",
+    "vllm_mode",
+];
+
+/// RLOO: PPO's clip of the product of a row's ratios, the mean over all rows. What divides by the accumulation steps is outside.
+fn rloo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+    if given.advantages == Some(AdvantageLevel::Token) {
+        return Err(reader.lacks("advantages", "[B,T]", "[B]"));
+    }
+    if !given.old_logps {
+        return Err(reader.lacks("old_logps", "nothing", "them: the trainer has them always"));
+    }
+    let (epsilon_low, epsilon_high) = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) }.read(reader)?;
+    let spec = LossSpec {
+        objective: Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() }),
+        ratio: Ratio { level: RatioLevel::SequenceProduct, ..Ratio::default() },
+        temperature: reader.number("temperature", 1.0)?.into(),
+        // A row's tokens have one loss, whose mean it is.
+        reduction: Reduction::SequenceMean { rows: Rows::All },
+        ..LossSpec::default()
+    };
+    let mut found = Found::new(spec, KNOWN_OF_RLOO);
+    let empty = "a row without a token counts with −A/B in RLOOTrainer's loss, without a gradient, and with 0 here";
+    found.notes.push(empty.into());
     Ok(found)
 }
 

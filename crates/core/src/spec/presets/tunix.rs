@@ -91,7 +91,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         ratio,
         advantages: given.advantages_or(AdvantageLevel::Sequence),
         old_logp: given.old_logp(),
-        temperature: if temperature == 0.0 { 1.0 } else { temperature },
+        temperature: if temperature == 0.0 { 1.0 } else { temperature }.into(),
         rollout: rollout(reader, given)?,
         kl,
         reduction: reader.word("loss_agg_mode", Reduction::SequenceMean { rows }, &modes)?,

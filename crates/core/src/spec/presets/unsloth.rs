@@ -104,7 +104,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
             bias: false,
         },
         support: support(reader)?,
-        temperature: reader.number("temperature", 1.0)?,
+        temperature: reader.number("temperature", 1.0)?.into(),
         rollout: if as_old { None } else { rollout(reader, given)? },
         off_policy_mask: off_policy_mask(reader, given)?,
         top_entropy: (fraction < 1.0).then_some(top),

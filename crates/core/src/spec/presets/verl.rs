@@ -6,7 +6,7 @@ use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, Kl, KlCov,
     KlEstimator, KlGradient, LogClip, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
-    Terms, TopCovariance, TrustRegion,
+    Temperature, Terms, TopCovariance, TrustRegion,
 };
 
 /// What the names of the policy losses begin with.
@@ -83,7 +83,10 @@ const KNOWN: &[&str] = &[
 const EPSILON: f64 = 1e-8;
 
 pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
-    let temperature = reader.number("temperature", 1.0)?;
+    let temperature = reader.temperature("temperature")?;
+    if temperature == Temperature::Given && reader.flag("use_fused_kernels", false)? {
+        return Err(reader.refuse("use_fused_kernels", "false: the fused kernels take one temperature"));
+    }
     let spec = match function {
         "ppo_loss" => ppo_loss(reader, given)?,
         "kl_penalty" => LossSpec {
@@ -257,11 +260,10 @@ fn geo_mean(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
 
 /// The sampler's policy is the old one: PPO's clip without weights, or REINFORCE weighed by the truncated ratio.
 fn bypass(reader: &Reader, given: &Given, batch: &Batch) -> Result<LossSpec, PresetError> {
-    let word = |name, default: &'static str, words: &[(&str, &'static str)]| reader.word(name, default, words);
-    let name = "rollout_correction.loss_type";
-    let loss_type = word(name, "ppo_clip", &[("ppo_clip", "ppo_clip"), ("reinforce", "reinforce")])?;
+    const NAME: &str = "rollout_correction.rollout_is";
+    let weighs = reader.word("rollout_correction.loss_type", false, &[("ppo_clip", false), ("reinforce", true)])?;
     reader.off("rollout_correction.rollout_rs", "here it would reject by the current policy")?;
-    if loss_type == "ppo_clip" {
+    if !weighs {
         let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
         let ratio = Ratio { clamp: Some(20.0), ..Ratio::default() };
         let objective = Objective::PpoClip(PpoClip { dual_clip, ..clip(reader)? });
@@ -269,19 +271,16 @@ fn bypass(reader: &Reader, given: &Given, batch: &Batch) -> Result<LossSpec, Pre
     }
     reader
         .off("rollout_correction.rollout_is_batch_normalize", "here it would divide by a mean of the current policy")?;
-    let level = reader.text("rollout_correction.rollout_is")?;
-    if level.is_none() && reader.names("rollout_correction.rollout_is") {
+    if reader.names(NAME) && !reader.is_given(NAME) {
         return Ok(LossSpec { objective: Objective::PolicyGradient, old_logp: given.old_logp(), ..aggregated(batch)? });
     }
-    if level.as_deref() != Some("token") {
-        let expected = "token or null: the ratio of a whole sequence, which is the default, is not reproduced here";
-        return Err(reader.refuse("rollout_correction.rollout_is", expected));
-    }
+    let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::SequenceProduct)];
+    let level = reader.word(NAME, RatioLevel::SequenceProduct, &levels)?;
     let objective = match is_threshold(reader)? {
         (None, upper) => Objective::Cispo(Cispo { lower: None, upper }),
         (Some(lower), upper) => Objective::MaskedRatio(MaskedRatio { lower, upper }),
     };
-    Ok(LossSpec { objective, ratio: Ratio { clamp: Some(20.0), ..Ratio::default() }, ..aggregated(batch)? })
+    Ok(LossSpec { objective, ratio: Ratio { level, clamp: Some(20.0), ..Ratio::default() }, ..aggregated(batch)? })
 }
 
 fn clip(reader: &Reader) -> Result<PpoClip, PresetError> {

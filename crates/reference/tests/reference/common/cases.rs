@@ -137,12 +137,18 @@ fn problem(spec: &LossSpec, layout: Layout, mut draws: Vec<Draw>) -> Problem {
         },
         old_logp: None,
         ref_logp: None,
-        extra: Extra { bias: Some(Array1::from_shape_fn(vocab, |j| 0.7 - 0.4 * j as f64)), ..Extra::default() },
+        extra: Extra {
+            bias: Some(Array1::from_shape_fn(vocab, |j| 0.7 - 0.4 * j as f64)),
+            temperature: Some(Array2::from_shape_fn((batch, if weight_a_row { 1 } else { tokens }), |at| {
+                0.5 + draw(at).weight.min(1.5)
+            })),
+            ..Extra::default()
+        },
     };
     let logp = Array2::from_shape_fn(shape, |at| {
         let row = family::logits(&problem, at.0, at.1);
         let row = family::scaled(spec, &problem, &row, draw(at).id);
-        family::logp(spec, &row, draw(at).id).to_f64()
+        family::logp(spec, &row, draw(at).id, family::temperature(spec, &problem, at.0, at.1)).to_f64()
     });
     let against_sampler = spec.old_logp == OldLogp::Rollout;
     // No probability is above 1.
@@ -197,8 +203,11 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     }
     let counts_empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
     let own_weights = problem.extra.token_weights.as_mut().expect("drawn");
-    if own_weights.dim() == mask.dim() {
-        nan_outside(own_weights);
+    let temperatures = problem.extra.temperature.as_mut().expect("drawn");
+    for array in [own_weights, temperatures] {
+        if array.dim() == mask.dim() {
+            nan_outside(array);
+        }
     }
     match &mut problem.advantages {
         Advantages::Token(array) | Advantages::Dlogp(array) => nan_outside(array),

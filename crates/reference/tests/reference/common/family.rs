@@ -14,7 +14,7 @@ use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Drops, Kl, KlCov, KlEstimator,
     KlGradient, KlImportance, LossSpec, MaskedRatio, Objective, OldLogp, Outside, Positive, PpoClip, RatioLevel,
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
-    TemperatureDivides, Terms, TopCovariance, Topr, TrustRegion, Unscored, Vespo,
+    Temperature, TemperatureDivides, Terms, TopCovariance, Topr, TrustRegion, Unscored, Vespo,
 };
 use ndarray::Array2;
 
@@ -148,18 +148,27 @@ fn divided(row: &Row, divisor: f64) -> Row {
     row.iter().map(|x| x.clone().map(|x| x / Real::from(divisor))).collect()
 }
 
+/// `T` of token `[b,t]`.
+pub(crate) fn temperature(spec: &LossSpec, problem: &Problem, b: usize, t: usize) -> f64 {
+    match (spec.temperature, &problem.extra.temperature) {
+        (Temperature::Number(temperature), _) => temperature,
+        (Temperature::Given, Some(given)) => given[[b, if given.ncols() == 1 { 0 } else { t }]],
+        (Temperature::Given, None) => panic!("the spec reads it"),
+    }
+}
+
 /// `log_softmax(x / T)[y]`, or `log_softmax(x)[y] / T`, of a row of [`scaled`] logits.
-pub(crate) fn logp(spec: &LossSpec, row: &Row, id: usize) -> Real {
+pub(crate) fn logp(spec: &LossSpec, row: &Row, id: usize, temperature: f64) -> Real {
     let log_softmax = |z: &Row| z[id].clone().expect("a finite logit on the sampled id") - log_sum_exp(z);
     match spec.temperature_divides {
-        TemperatureDivides::Logits => log_softmax(&divided(row, spec.temperature)),
-        TemperatureDivides::Logp => log_softmax(row) / Real::from(spec.temperature),
+        TemperatureDivides::Logits => log_softmax(&divided(row, temperature)),
+        TemperatureDivides::Logp => log_softmax(row) / Real::from(temperature),
     }
 }
 
 /// `−Σ q_j ln q_j = ln S − Σ e_j z_j / S` with `z = x / T`, `e = exp(z)` and `S = Σ e_j`, of a row of [`scaled`] logits.
-pub(crate) fn entropy(spec: &LossSpec, row: &Row) -> Real {
-    let z: Vec<Real> = divided(row, spec.temperature).into_iter().flatten().collect();
+pub(crate) fn entropy(row: &Row, temperature: f64) -> Real {
+    let z: Vec<Real> = divided(row, temperature).into_iter().flatten().collect();
     let e: Vec<Real> = z.iter().map(Real::exp).collect();
     let s = e.iter().cloned().sum::<Real>();
     s.ln() - e.into_iter().zip(z).map(|(e, z)| e * z).sum::<Real>() / s
@@ -749,7 +758,7 @@ impl Loss<'_> {
             OldLogp::Current => logp.since(&frozen.base.logp(b, t)),
             OldLogp::Given | OldLogp::Rollout => logp - self.old_logp(&frozen.base, b, t),
         };
-        let x = x.within(ratio.clamp);
+        let x = if ratio.level == RatioLevel::SequenceProduct { x } else { x.within(ratio.clamp) };
         let advantage = self.advantage(b, t);
         match ratio.clip {
             None => x,
@@ -759,12 +768,17 @@ impl Loss<'_> {
         }
     }
 
-    /// `Σ x / Σ 1` over the tokens of the row that its ratio is made of.
-    fn mean_log_ratio<N: Number>(&self, frozen: &Frozen<N>, policy: &Policy<N>, b: usize) -> N {
+    /// `Σ x` over the tokens of the row that its ratio is made of, and how many they are.
+    fn sum_of_log_ratios<N: Number>(&self, frozen: &Frozen<N>, policy: &Policy<N>, b: usize) -> (N, usize) {
         let drops = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::Ratio);
         let tokens = self.tokens_of(if drops { &frozen.top } else { &frozen.counts }, b);
-        let sum = tokens.iter().map(|t| self.token_log_ratio(frozen, policy, b, *t)).sum::<N>();
-        sum / (N::from(tokens.len().max(1) as f64) + N::from(self.spec.ratio.denominator_epsilon))
+        (tokens.iter().map(|t| self.token_log_ratio(frozen, policy, b, *t)).sum::<N>(), tokens.len())
+    }
+
+    /// `Σ x / Σ 1`
+    fn mean_log_ratio<N: Number>(&self, frozen: &Frozen<N>, policy: &Policy<N>, b: usize) -> N {
+        let (sum, count) = self.sum_of_log_ratios(frozen, policy, b);
+        sum / (N::from(count.max(1) as f64) + N::from(self.spec.ratio.denominator_epsilon))
     }
 
     /// `ln ρ`
@@ -775,6 +789,7 @@ impl Loss<'_> {
             RatioLevel::SequenceToken => {
                 policy.logp(b, t).since(&frozen.base.logp(b, t)) + self.mean_log_ratio(frozen, &frozen.base, b)
             }
+            RatioLevel::SequenceProduct => self.sum_of_log_ratios(frozen, policy, b).0.within(self.spec.ratio.clamp),
         };
         self.spec.ratio.cap.map_or(log.clone(), |cap| log.min(N::from(cap)))
     }

@@ -1,0 +1,67 @@
+//! Archer2.0, commit b08d963d: `verl/trainer/ppo/core_algos.py`, `compute_policy_loss_archer`: ASPO.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError};
+use crate::spec::{AdvantageLevel, Aspo, Averaging, LossSpec, Objective, Ratio, Reduction, Rows};
+
+pub(super) const FUNCTIONS: &[&str] = &["compute_policy_loss_archer"];
+
+const KNOWN: &[&str] = &[
+    "loss_agg_mode",
+    "negative_clip_ratio_c",
+    "negative_high_entropy_clip_ratio_low",
+    "negative_low_entropy_clip_ratio_low",
+    "positive_clip_ratio_c",
+    "positive_high_entropy_clip_ratio_high",
+    "positive_low_entropy_clip_ratio_high",
+    "temperature",
+    "use_dynamic_clip",
+];
+
+/// The policy term alone.
+pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+    let epsilon_low = width(reader, ["negative_low_entropy_clip_ratio_low", "negative_high_entropy_clip_ratio_low"])?;
+    let epsilon_high =
+        width(reader, ["positive_low_entropy_clip_ratio_high", "positive_high_entropy_clip_ratio_high"])?;
+    let Averaging { reduction, denominator_epsilon } = averaging(reader)?;
+    let spec = LossSpec {
+        objective: Objective::Aspo(Aspo {
+            epsilon_low,
+            epsilon_high,
+            dual_clip_positive: reader.number("positive_clip_ratio_c", 3.0)?,
+            dual_clip_negative: reader.number("negative_clip_ratio_c", 3.0)?,
+        }),
+        ratio: Ratio { clamp: Some(20.0), ..Ratio::default() },
+        advantages: given.advantages_or(AdvantageLevel::Token),
+        temperature: reader.number("temperature", 1.0)?.into(),
+        reduction,
+        denominator_epsilon,
+        ..LossSpec::default()
+    };
+    Ok(Found::new(spec, KNOWN))
+}
+
+/// One for tokens of low and of high entropy.
+fn width(reader: &Reader, [low, high]: [&'static str; 2]) -> Result<f64, PresetError> {
+    let of_low = reader.number(low, 0.2)?;
+    if reader.number(high, 0.4)? != of_low {
+        let expected = format!(
+            "{of_low}, that of `{low}` (0.4 unless given): a width by the entropy of a token, whose quantile is the trainer's, \
+             is not reproduced"
+        );
+        return Err(reader.refuse(high, expected));
+    }
+    Ok(of_low)
+}
+
+/// `agg_loss`; a mean over rows counts those without a token, whose own mean is 0/0.
+fn averaging(reader: &Reader) -> Result<Averaging, PresetError> {
+    let modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"];
+    let plain = |reduction| Averaging { reduction, denominator_epsilon: 0.0 };
+    Ok(match reader.word("loss_agg_mode", "token-mean", &modes.map(|mode| (mode, mode)))? {
+        "token-mean" => Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 1e-8 },
+        "seq-mean-token-sum" => plain(Reduction::SequenceSum { rows: Rows::All }),
+        "seq-mean-token-mean" => plain(Reduction::SequenceMean { rows: Rows::All }),
+        _ => plain(Reduction::FixedLength { rows: Rows::Given(1.0), length: None }),
+    })
+}

@@ -1,0 +1,200 @@
+//! AReaL 1.0.4: `trainer/ppo/actor.py`, `grpo_loss_fn`, with `ppo_actor_loss_fn` and `sapo_loss_fn` of
+//! `utils/functional/functional.py`, and `PPOActorConfig`.
+
+use super::options::Reader;
+use super::{Found, Given, PresetError, weights_from};
+use crate::spec::{
+    AdvantageLevel, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Sapo, Terms,
+};
+
+const SAPO: &str = "sapo_loss_fn";
+
+pub(super) const FUNCTIONS: &[&str] = &["grpo_loss_fn", "ppo_actor_loss_fn", SAPO];
+
+/// Those of `PPOActorConfig` that make advantages, KL in the reward among them, have no effect on a loss of given ones.
+const KNOWN: &[&str] = &[
+    "adv_norm",
+    "c_clip",
+    "discount",
+    "eps_clip",
+    "eps_clip_higher",
+    "gae_lambda",
+    "importance_sampling_level",
+    "kl_ctl",
+    "kl_estimator",
+    "m2_threshold",
+    "mask_no_eos_with_zero",
+    "max_new_tokens",
+    "overlong_penalty_factor",
+    "overlong_reward_penalty",
+    "overlong_tokens",
+    "ppo_n_minibatches",
+    "prox_logp_method",
+    "recompute_logprob",
+    "rejection_sampling.action",
+    "rejection_sampling.agg",
+    "rejection_sampling.level",
+    "rejection_sampling.lower",
+    "rejection_sampling.metric",
+    "rejection_sampling.upper",
+    "reward_bias",
+    "reward_clip",
+    "reward_norm",
+    "reward_scaling",
+    "sapo_tau_neg",
+    "sapo_tau_pos",
+    "temperature",
+    "use_decoupled_loss",
+    "use_sapo_loss",
+];
+
+const LEVEL: &str = "importance_sampling_level";
+
+/// The mean over the tokens of a micro-batch, which the engine weighs by their number.
+///
+/// Of the decoupled loss `old_logp` is the proximal policy and `rollout_logp` the behaviour policy; else both are one.
+pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+    for teacher in ["distill_loss_weight", "rl_loss_weight"] {
+        reader.off(teacher, "a sum with distillation is two specs")?;
+    }
+    let decoupled = reader.flag("use_decoupled_loss", false)?;
+    let recomputed = reader.flag("recompute_logprob", false)?;
+    if decoupled && !given.sampling_logps {
+        return Err(reader.lacks("logprobs", "nothing", "the sampler's, as `use_decoupled_loss` is on"));
+    }
+    // `metrics` computes with what `recompute` does.
+    let methods = [("recompute", true), ("metrics", true), ("loglinear", false)];
+    if decoupled && !reader.word("prox_logp_method", true, &methods)? {
+        let expected = "recompute or metrics: loglinear makes the proximal policy of the current one";
+        return Err(reader.refuse("prox_logp_method", expected));
+    }
+    let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::Sequence)];
+    let level = reader.word(LEVEL, RatioLevel::Token, &levels)?;
+    if level == RatioLevel::Sequence && given.advantages == Some(AdvantageLevel::Token) {
+        return Err(reader.lacks("advantages", "[B,T]", "[B]: of a sequence's ratio they are its mean"));
+    }
+    let usual = if level == RatioLevel::Sequence { AdvantageLevel::Sequence } else { AdvantageLevel::Token };
+    let by_sapo = reader.flag("use_sapo_loss", function == SAPO)?;
+    if by_sapo && decoupled {
+        return Err(reader.refuse("use_decoupled_loss", "false with SAPO"));
+    }
+    let (mut rollout, mut rejection) = (None, Vec::new());
+    let m2 = reader.number_or_null("m2_threshold", None)?.filter(|_| decoupled);
+    if decoupled && reader.any_within("rejection_sampling") {
+        let (weights, gate) = correction(reader, level, m2.is_some())?;
+        rollout = Some(weights);
+        rejection.extend(gate);
+    }
+    rejection.extend(m2.map(|max| Rejection {
+        estimator: RejectionEstimator::K2,
+        level: RejectionLevel::SecondMoment,
+        min: None,
+        max,
+        counts: false,
+        drops_from: Terms::Policy,
+    }));
+    let spec = LossSpec {
+        objective: if by_sapo { sapo(reader)? } else { clip(reader)? },
+        ratio: Ratio { level, ..Ratio::default() },
+        advantages: given.advantages_or(usual),
+        old_logp: if given.sampling_logps && !(decoupled || recomputed) { OldLogp::Rollout } else { OldLogp::Given },
+        temperature: reader.number("temperature", 1.0)?.into(),
+        rollout,
+        rejection,
+        ..LossSpec::default()
+    };
+    let mut found = Found::new(spec, KNOWN);
+    if m2.is_some() {
+        let parts = "M2PO chooses within a micro-batch, whose mean counts the tokens left and whose weight all: parts do \
+                     not add up to their batch";
+        found.notes.push(parts.into());
+    }
+    Ok(found)
+}
+
+fn clip(reader: &Reader) -> Result<Objective, PresetError> {
+    let epsilon_low = reader.number("eps_clip", 0.2)?;
+    let epsilon_high = reader.number_or_null("eps_clip_higher", None)?.unwrap_or(epsilon_low);
+    let dual_clip = reader.number_or_null("c_clip", None)?;
+    Ok(Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip }))
+}
+
+fn sapo(reader: &Reader) -> Result<Objective, PresetError> {
+    Ok(Objective::Sapo(Sapo {
+        tau_positive: reader.number("sapo_tau_pos", 1.0)?,
+        tau_negative: reader.number("sapo_tau_neg", 1.05)?,
+    }))
+}
+
+/// `rejection_sampling`: weights `exp(y)` of tokens, or under `ratio` and `sequence` their geometric mean. `mask` takes the
+/// policy term of what is out of bounds, which still counts; `clamp` holds weights within them.
+fn correction(
+    reader: &Reader,
+    of_ratio: RatioLevel,
+    thinned: bool,
+) -> Result<(RolloutWeights, Option<Rejection>), PresetError> {
+    const AGG: &str = "rejection_sampling.agg";
+    const METRIC: &str = "rejection_sampling.metric";
+    let masks = reader.word("rejection_sampling.action", true, &[("mask", true), ("clamp", false)])?;
+    let whole = reader.word("rejection_sampling.level", false, &[("token", false), ("sequence", true)])?;
+    let metrics = [("ratio", Metric::Ratio), ("kl_k1", Metric::K1), ("kl_k2", Metric::K2), ("kl_k3", Metric::K3)];
+    let metric = reader.word(METRIC, Metric::Ratio, &metrics)?;
+    let agg = reader.word(AGG, Agg::Mean, &[("sum", Agg::Sum), ("mean", Agg::Mean), ("max", Agg::Max)])?;
+    let upper = reader.number("rejection_sampling.upper", 5.0)?;
+    let lower = reader.number_or_null("rejection_sampling.lower", None)?;
+    if whole && thinned {
+        let expected = "token beside `m2_threshold`: a sequence's statistic would be of the tokens that it leaves";
+        return Err(reader.refuse("rejection_sampling.level", expected));
+    }
+    let geometric = whole && metric == Metric::Ratio;
+    let level = if geometric { RolloutLevel::Geometric } else { RolloutLevel::Token };
+    let weights = RolloutWeights { level, ..weights_from(RolloutSource::Logp) };
+    if !masks {
+        if whole && !(geometric && agg == Agg::Mean) {
+            let expected =
+                "mean and the metric ratio with clamp: weights would be held by the bounds of something else";
+            return Err(reader.refuse(AGG, expected));
+        }
+        return Ok((RolloutWeights { min: lower, max: Some(upper), ..weights }, None));
+    }
+    if metric == Metric::K3 {
+        let expected = "ratio, kl_k1 or kl_k2 with mask: AReaL's k3 is that of the ratio upside down";
+        return Err(reader.refuse(METRIC, expected));
+    }
+    if !whole && of_ratio == RatioLevel::Sequence {
+        let expected =
+            "token where `rejection_sampling` masks tokens: the sequence's ratio would be of the tokens left";
+        return Err(reader.refuse(LEVEL, expected));
+    }
+    // The family's k1 is −y, never beyond ±20.
+    let upside_down = |lower: Option<f64>, upper: f64| (Some(-upper), lower.map_or(20.0, |lower| -lower));
+    let (estimator, (min, max)) = match metric {
+        Metric::Ratio => (RejectionEstimator::K1, upside_down(lower.map(f64::ln), upper.ln())),
+        Metric::K1 => (RejectionEstimator::K1, upside_down(lower, upper)),
+        Metric::K2 | Metric::K3 => (RejectionEstimator::K2, (lower, upper)),
+    };
+    let level = match agg {
+        _ if !whole => RejectionLevel::Token,
+        Agg::Sum => RejectionLevel::SequenceSum,
+        Agg::Mean => RejectionLevel::SequenceMean,
+        Agg::Max if estimator == RejectionEstimator::K1 => RejectionLevel::SequenceMin,
+        Agg::Max => RejectionLevel::SequenceMax,
+    };
+    Ok((weights, Some(Rejection { estimator, level, min, max, counts: true, drops_from: Terms::Policy })))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Metric {
+    Ratio,
+    K1,
+    K2,
+    K3,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Agg {
+    Sum,
+    Mean,
+    Max,
+}

@@ -1,0 +1,125 @@
+//! What the specimen's softmaxes are of: logits scaled, capped and with their bias, over the columns of the support.
+
+use std::ops::Range;
+
+use super::bank::Bug;
+use super::launch::Launch;
+use super::specimen::TILE;
+use assay_core::problem::{Dtype, Float};
+use assay_core::spec::{LogitsTransform, Support};
+
+/// Who reads a row: its token, and the pass.
+#[derive(Clone, Copy)]
+pub(super) struct Reader {
+    /// The sampled column.
+    pub(super) id: usize,
+    pub(super) backward: bool,
+}
+
+impl Launch<'_> {
+    /// Whether the softmaxes are of the logits as they are given.
+    fn takes_logits_as_given(&self) -> bool {
+        self.spec.support.is_whole() && self.spec.logits == LogitsTransform::default()
+    }
+
+    /// What the softmaxes are of in a column of the shard `columns`, from the logit that stands there:
+    /// `cap · tanh(scale · (x + bias) / cap)`, −∞ outside the support.
+    pub(super) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: Reader) -> f32 {
+        let x = x.to_f64();
+        if self.takes_logits_as_given() {
+            return x as f32;
+        }
+        if self.is_left_out(columns, column, reader) {
+            return if self.has(Bug::ExcludedLogitsZeroed) { 0.0 } else { f32::NEG_INFINITY };
+        }
+        self.changed(E::DTYPE, x, columns, column, reader) as f32
+    }
+
+    fn changed(&self, dtype: Dtype, x: f64, columns: &Range<usize>, column: usize, reader: Reader) -> f64 {
+        let LogitsTransform { scale, softcap, .. } = self.spec.logits;
+        let forgotten = self.has(Bug::BiasForgottenInBackward) && reader.backward;
+        let bias = if forgotten { 0.0 } else { self.bias(columns, column) };
+        let scale = if self.has(Bug::LogitScaleForgotten) { 1.0 } else { scale };
+        let scaled = match () {
+            () if self.has(Bug::BiasAfterScale) => scale * x + bias,
+            () if self.has(Bug::BiasAfterSoftcap) => scale * x,
+            () => scale * (x + bias),
+        };
+        let Some(cap) = softcap.filter(|_| !self.has(Bug::SoftcapForgotten)) else {
+            return if self.has(Bug::BiasAfterSoftcap) { scaled + bias } else { scaled };
+        };
+        let temperature = self.spec.temperature.number().unwrap_or(1.0);
+        let capped = match () {
+            () if self.has(Bug::TanhNotMultiplied) => (scaled / cap).tanh(),
+            () if self.has(Bug::TanhNotDivided) => cap * scaled.tanh(),
+            () if self.has(Bug::SoftcapCuts) => scaled.clamp(-cap, cap),
+            () if self.has(Bug::SoftcapBeforeScale) => scale * cap * ((x + bias) / cap).tanh(),
+            // The softmax divides by the temperature.
+            () if self.has(Bug::SoftcapAfterTemperature) => temperature * cap * (scaled / temperature / cap).tanh(),
+            () => cap * (scaled / cap).tanh(),
+        };
+        match () {
+            () if self.has(Bug::BiasAfterSoftcap) => capped + bias,
+            () if self.has(Bug::SoftcapInLogitsDtype) => dtype.round(capped),
+            () => capped,
+        }
+    }
+
+    /// `∂h/∂x` of a column: `scale · (1 − tanh²)`.
+    pub(super) fn slope<E: Float>(&self, x: E, columns: &Range<usize>, column: usize) -> f64 {
+        let LogitsTransform { scale, softcap, .. } = self.spec.logits;
+        let outer = if self.has(Bug::LogitScaleForgottenInGradient) { 1.0 } else { scale };
+        let Some(cap) = softcap.filter(|_| !self.has(Bug::SoftcapSlopeForgotten)) else { return outer };
+        let scaled = scale * (x.to_f64() + self.bias(columns, column));
+        let at = if self.has(Bug::SoftcapSlopeOfCapped) { cap * (scaled / cap).tanh() } else { scaled };
+        outer / (at / cap).cosh().powi(2)
+    }
+
+    fn bias(&self, columns: &Range<usize>, column: usize) -> f64 {
+        let given = self.tokens.extra.bias.as_ref().filter(|_| self.spec.logits.bias);
+        let Some(bias) = given.filter(|_| !self.has(Bug::BiasForgotten)) else { return 0.0 };
+        let column = match () {
+            () if self.has(Bug::BiasOfNextColumn) => (column + 1) % self.shape.vocab,
+            () if self.has(Bug::BiasOfTile) => (column - columns.start) % TILE,
+            () if self.has(Bug::BiasOfFirstShard) => column - columns.start,
+            () => column,
+        };
+        // Only a bug reads beyond the row.
+        bias.get(column).copied().unwrap_or(0.0)
+    }
+
+    /// Whether `column` of the shard `columns` is outside the softmaxes of the reader's token.
+    fn is_left_out(&self, columns: &Range<usize>, column: usize, reader: Reader) -> bool {
+        match () {
+            () if column == reader.id && !self.has(Bug::KeptIdLeftOut) => false,
+            () if reader.backward && self.has(Bug::ExcludedGradientNotZero) => false,
+            () if self.has(Bug::KeptIdForAll) && self.is_sampled(column) => false,
+            () => self.is_excluded(columns, column),
+        }
+    }
+
+    /// Whether `column` of the shard `columns` is outside the support.
+    pub(super) fn is_excluded(&self, columns: &Range<usize>, column: usize) -> bool {
+        let Support { vocab, excluded_ids, .. } = &self.spec.support;
+        let whole = self.shape.vocab;
+        let end = match vocab {
+            Some(_) if self.has(Bug::PaddingInSum) => whole,
+            Some(vocab) if self.has(Bug::SupportTooLong) => vocab + 1,
+            Some(vocab) if self.has(Bug::SupportTooShort) => vocab - 1,
+            vocab => vocab.unwrap_or(whole),
+        };
+        let ids = match () {
+            () if self.has(Bug::ExcludedIdsInSum) => &[],
+            () if self.has(Bug::FirstExcludedIdAlone) => &excluded_ids[..excluded_ids.len().min(1)],
+            () => excluded_ids.as_slice(),
+        };
+        let place = if self.has(Bug::ExcludedIdsOfShard) { column - columns.start } else { column };
+        column >= end || ids.contains(&place)
+    }
+
+    /// Whether a token of the batch has `column` for its id.
+    fn is_sampled(&self, column: usize) -> bool {
+        let sampled = |((b, t), counts): ((usize, usize), &bool)| *counts && self.id(b, t) == column;
+        self.mask().indexed_iter().any(sampled)
+    }
+}
