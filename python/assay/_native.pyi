@@ -13,9 +13,6 @@ __all__ = [
     "Verdicts",
     "answer",
     "load",
-    "gpu_enqueue",
-    "gpu_plan",
-    "gpu_settled",
     "op_gradient",
     "op_head_gradient",
     "op_head_loss",
@@ -312,19 +309,6 @@ def page(json: str) -> str: ...
 def plan(spec: Spec, width: int | None, native: bool) -> str: ...
 def mosaic_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
 def ptx_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
-def gpu_plan(spec: Spec, width: int | None) -> str: ...
-def gpu_settled(
-    spec: Spec, shape: tuple[int, int, int], arrays: dict[str, Any]
-) -> tuple[dict[str, Array], list[int] | None]: ...
-def gpu_enqueue(
-    spec: Spec,
-    kernel: str,
-    entropy: bool,
-    place: tuple[int, int],
-    extents: tuple[int, int],
-    dtype: str,
-    arrays: dict[str, tuple[int, int]],
-) -> None: ...
 def xla_handlers() -> list[tuple[str, int]]: ...
 def op_sequences(
     mask: Sequence[bool], *, cu_seqlens: Sequence[int] | None = None, segment_ids: Sequence[int] | None = None
@@ -339,8 +323,8 @@ def op_gradient(
     arrays: dict[str, Any],
     normalizer: float | None,
     loss: float,
-    logp: Any | None,
-    entropy: Any | None,
+    logp: Any,
+    entropy: Any,
 ) -> None: ...
 def op_head_loss(
     spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any], normalizer: float | None
@@ -351,6 +335,6 @@ def op_head_gradient(
     arrays: dict[str, Any],
     normalizer: float | None,
     loss: float,
-    logp: Any | None,
-    entropy: Any | None,
+    logp: Any,
+    entropy: Any,
 ) -> tuple[Array, Array]: ...

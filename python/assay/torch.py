@@ -6,22 +6,21 @@
     loss = assay.torch.grpo_loss(logits, ids, advantages, mask, old_logp, ref_logp, spec=spec).loss
     loss.backward()
 
-Without a copy of the logits: on the CPU by the kernel that `assay` judges under the name `native`, on an NVIDIA GPU by those of
-`gpu-two-pass`. The forward pass reads them once; the backward pass reads them once more and writes dlogits, which are so of whatever
-cotangent there is and rounded once.
+On the CPU, by the kernel that `assay` judges under the name `native`, without a copy of the logits. The forward pass reads them
+once; the backward pass reads them once more and writes dlogits, which are so of whatever cotangent there is and rounded once.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
 `segment_ids` S sequences are packed into one row of N tokens.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _gpu, _native, _pool
+from . import _native, _pool
 from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
@@ -74,9 +73,8 @@ _GIVEN = ", ".join(
     + ["Tensor? normalizer", "str spec"]
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
-# What is differentiated for; None is 0.
-_SENT = "Tensor? loss, Tensor? logp, Tensor? entropy"
-_EVALUATED = "Tensor, Tensor, Tensor, Tensor, Tensor"
+_SENT = "Tensor loss, Tensor logp, Tensor entropy"
+_EVALUATED = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,15 +82,12 @@ def _read(json: str) -> Spec:
     return Spec._of_json(json)
 
 
-def _detached(given: tuple[Any, ...]) -> dict[str, Tensor | None]:
-    """The arrays of an operation's last arguments."""
-    return {name: None if array is None else array.detach() for name, array in zip(_ARRAYS, given[:-2], strict=True)}
-
-
 def _given(given: tuple[Any, ...]) -> tuple[Spec, dict[str, Tensor | None], float | None]:
-    """Spec, arrays and normaliser, of those arguments."""
-    *_, normalizer, spec = given
-    return _read(spec), _detached(given), None if normalizer is None else float(normalizer)
+    """Spec, arrays and normaliser, of an operation's last arguments."""
+    *arrays, normalizer, spec = given
+    detached = (None if array is None else array.detach() for array in arrays)
+    count = None if normalizer is None else float(normalizer)
+    return _read(spec), dict(zip(_ARRAYS, detached, strict=True)), count
 
 
 def _tensors(arrays: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -109,127 +104,36 @@ def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
     return (ids.new_empty((), dtype=torch.float32), *per_token, ids.new_empty((len(METRICS),), dtype=torch.float32))
 
 
-class _Tensors:
-    """PyTorch's, on a GPU: see `_gpu.Arrays`."""
-
-    on = torch
-    _DTYPES = {
-        "bool": torch.bool,
-        "i32": torch.int32,
-        "i64": torch.int64,
-        "f16": torch.float16,
-        "bf16": torch.bfloat16,
-        "f32": torch.float32,
-        "f64": torch.float64,
-    }
-    _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self._device.index, torch.cuda.current_stream(self._device).cuda_stream
-
-    def full(self, shape: Sequence[int], value: float, dtype: str) -> Tensor:
-        return torch.full(tuple(shape), value, dtype=self._DTYPES[dtype], device=self._device)
-
-    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
-        return torch.empty(tuple(shape), dtype=self._DTYPES[dtype], device=self._device)
-
-    def arange(self, end: int) -> Tensor:
-        return torch.arange(end, device=self._device)
-
-    def cast(self, array: Tensor, dtype: str) -> Tensor:
-        return array.to(self._DTYPES[dtype])
-
-    def dtype(self, array: Tensor) -> str:
-        return self._NAMES.get(array.dtype, str(array.dtype))
-
-    def strides(self, array: Tensor) -> Sequence[int]:
-        return tuple(array.stride())
-
-    def address(self, array: Tensor) -> int:
-        return int(array.data_ptr())
-
-    def group_sums(self, values: Tensor, groups: Tensor, count: int) -> Tensor:
-        return self.full((count,), 0.0, "f64").index_add_(0, groups, values)
-
-    def groups(self, ends: Tensor, places: Tensor) -> Tensor:
-        return torch.searchsorted(ends, places, right=True)
-
-    def upload(self, array: Any) -> Tensor:
-        on_host = torch.tensor(array) if isinstance(array, list) else torch.from_dlpack(array)
-        return on_host.to(self._device, non_blocking=True)
-
-    def download(self, array: Tensor) -> Tensor:
-        return array.cpu()
+def _op(name: str, schema: str) -> Any:
+    return torch.library.custom_op(f"assay::{name}", mutates_args=(), device_types="cpu", schema=schema)
 
 
-def _on_gpu(tensor: Tensor) -> bool:
-    return bool(tensor.is_cuda)
-
-
-def _op(name: str, schema: str, devices: Sequence[str]) -> Any:
-    return torch.library.custom_op(f"assay::{name}", mutates_args=(), device_types=devices, schema=schema)
-
-
-_LOGITS = ("cpu", "cuda")
-
-
-def _loss_of(logits: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The outputs of `_loss`: the last is what the backward pass needs of each token on a GPU, nothing on the CPU."""
-    if _on_gpu(logits):
-        *_, of_batch, json = given
-        return tuple(_gpu.loss(_Tensors(logits.device), json, logits.detach(), _detached(given), of_batch))
-    spec, arrays, normalizer = _given(given)
-    outputs = _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
-    return *outputs, torch.empty((0, _gpu.COLUMNS), dtype=torch.float64, device="cpu")
-
-
-def _gradient_of(
-    logits: Tensor, dlogits: Tensor | None, kept: Tensor, sent: tuple[Tensor | None, ...], given: tuple[Any, ...]
-) -> None:
-    """Writes dlogits, over the logits where these are None."""
-    loss, logp, entropy = (None if cotangent is None else cotangent.detach() for cotangent in sent)
-    if _on_gpu(logits):
-        over, gpu = logits.detach() if dlogits is None else dlogits, _Tensors(logits.device)
-        _gpu.gradient(gpu, given[-1], logits.detach(), over, _detached(given), kept, (loss, logp, entropy))
-        return
-    spec, arrays, normalizer = _given(given)
-    number = 0.0 if loss is None else float(loss)
-    _native.op_gradient(spec, logits.detach(), dlogits, arrays, normalizer, number, logp, entropy)
-
-
-@_op("grpo_loss", f"(Tensor logits, {_GIVEN}) -> ({_EVALUATED}, Tensor)", _LOGITS)
+@_op("grpo_loss", f"(Tensor logits, {_GIVEN}) -> {_EVALUATED}")
 def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return _loss_of(logits, given)
+    spec, arrays, normalizer = _given(given)
+    return _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
 
 
-@_op("grpo_loss_gradient", f"({_SENT}, Tensor kept, Tensor logits, {_GIVEN}) -> Tensor", _LOGITS)
-def _gradient(
-    loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
-) -> Tensor:
-    if _on_gpu(logits):
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    else:
-        dlogits = _pool.empty(logits.shape, logits.dtype)
-    _gradient_of(logits, dlogits, kept, (loss, logp, entropy), given)
+@_op("grpo_loss_gradient", f"({_SENT}, Tensor logits, {_GIVEN}) -> Tensor")
+def _gradient(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
+    spec, arrays, normalizer = _given(given)
+    dlogits = _pool.empty(logits.shape, logits.dtype)
+    _native.op_gradient(spec, logits.detach(), dlogits, arrays, normalizer, float(loss), logp.detach(), entropy.detach())
     return dlogits
 
 
-@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> ({_EVALUATED})", ("cpu",))
+@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> {_EVALUATED}")
 def _head_loss(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
     spec, arrays, normalizer = _given(given)
     head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
     return _evaluated(_native.op_head_loss(spec, head, arrays, normalizer))
 
 
-@_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)", ("cpu",))
+@_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)")
 def _head_gradient(
-    loss: Tensor | None,
-    logp: Tensor | None,
-    entropy: Tensor | None,
+    loss: Tensor,
+    logp: Tensor,
+    entropy: Tensor,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
@@ -238,22 +142,18 @@ def _head_gradient(
 ) -> tuple[Tensor, Tensor]:
     spec, arrays, normalizer = _given(given)
     head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
-    of_logp, of_entropy = (None if cotangent is None else cotangent.detach() for cotangent in (logp, entropy))
-    of_loss = 0.0 if loss is None else float(loss)
-    dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, of_loss, of_logp, of_entropy))
+    sent = (float(loss), logp.detach(), entropy.detach())
+    dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, *sent))
     return dhidden, dlm_head.to(lm_head.dtype)
 
 
 @_loss.register_fake
 def _(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    rows = given[0].numel() if _on_gpu(logits) else 0
-    return *_fake_evaluated(given[0]), logits.new_empty((rows, _gpu.COLUMNS), dtype=torch.float64)
+    return _fake_evaluated(given[0])
 
 
 @_gradient.register_fake
-def _(
-    loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
-) -> Tensor:
+def _(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -264,9 +164,9 @@ def _(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: 
 
 @_head_gradient.register_fake
 def _(
-    loss: Tensor | None,
-    logp: Tensor | None,
-    entropy: Tensor | None,
+    loss: Tensor,
+    logp: Tensor,
+    entropy: Tensor,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
@@ -277,43 +177,29 @@ def _(
 
 
 # How many arguments the gradient is of: the logits, or hidden states and head. The rest have none.
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.save_for_backward(*tensors)
     ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.mark_non_differentiable(*output[3:])
-    ctx.set_materialize_grads(False)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), output[-1])
-    _keep(ctx, inputs, output)
-
-
-def _head_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
-    _keep(ctx, inputs, output)
 
 
 def _saved(ctx: Any) -> list[Any]:
-    tensors = ctx.saved_tensors[: len(ctx.rest)]
-    return [x if x is not None else rest for x, rest in zip(tensors, ctx.rest, strict=True)]
+    return [x if x is not None else rest for x, rest in zip(ctx.saved_tensors, ctx.rest, strict=True)]
 
 
-#: A cotangent: None where an output is not used.
-_Sent: TypeAlias = Tensor | None
-
-
-def _backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
     inputs = _saved(ctx)
-    return (_gradient(loss, logp, entropy, ctx.saved_tensors[-1], *inputs), *[None] * (len(inputs) - 1))
+    return (_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 1))
 
 
-def _head_backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
+def _head_backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
     inputs = _saved(ctx)
     return (*_head_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 2))
 
 
 _loss.register_autograd(_backward, setup_context=_setup)
-_head_loss.register_autograd(_head_backward, setup_context=_head_setup)
+_head_loss.register_autograd(_head_backward, setup_context=_setup)
 
 
 class _InPlace(torch.autograd.Function):
@@ -321,26 +207,28 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        outputs = _loss_of(logits, given)
-        ctx.save_for_backward(logits, outputs[-1])
+        spec, arrays, normalizer = _given(given)
+        outputs = _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
+        ctx.save_for_backward(logits)
         ctx.given, ctx.done = given, False
         ctx.mark_non_differentiable(*outputs[3:])
-        ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.done:
             raise RuntimeError(
                 "grpo_loss: got a second backward pass with `inplace=True`, expected one: the logits are dlogits by now"
             )
-        logits, kept = ctx.saved_tensors
-        _gradient_of(logits, None, kept, (loss, logp, entropy), ctx.given)
+        (logits,) = ctx.saved_tensors
+        spec, arrays, normalizer = _given(ctx.given)
+        dlogits = logits.detach()
+        _native.op_gradient(spec, dlogits, None, arrays, normalizer, float(loss), logp, entropy)
         ctx.done = True
         # Whoever saved the logits and is differentiated later is told so by autograd.
         torch.autograd.graph.increment_version(logits)
-        return (logits.detach(), *[None] * len(ctx.given))
+        return (dlogits, *[None] * len(ctx.given))
 
 
 # Nodes whose result is a view of their argument.
@@ -378,18 +266,9 @@ def _expect_in_place(logits: Tensor) -> None:
 def _expect_host(field: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ProblemError(
-            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: with an LM head there is nothing for GPUs here; "
-            "hand over logits"
+            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: for GPUs `assay emit --target` writes "
+            "kernels that examples/gpu/torch_kernel.py launches"
         )
-
-
-def _expect_together(logits: Tensor, given: Mapping[str, Tensor | None]) -> None:
-    """All on the CPU, or on one GPU."""
-    if logits.device.type not in _LOGITS:
-        raise ProblemError(f"`logits`: got a tensor on {logits.device}, expected one on the CPU or an NVIDIA GPU")
-    for field, array in given.items():
-        if array is not None and array.device != logits.device:
-            raise ProblemError(f"`{field}`: got a tensor on {array.device}, expected one on {logits.device}, as the logits are")
 
 
 @torch._dynamo.assume_constant_result
@@ -511,27 +390,24 @@ def grpo_loss(
         batch["num_items_in_batch"] = 1.0
         if not isinstance(normalizer, Tensor):
             normalizer = torch.tensor(normalizer, dtype=torch.float64, device="cpu")
-        elif normalizer.ndim != 0:
-            raise ProblemError(f"`normalizer`: got shape {list(normalizer.shape)}, expected one number")
     if isinstance(temperature, Tensor):
         json = _json_at_given_temperatures(_json(spec, batch, options), isinstance(spec, str))
     else:
         json = _json(spec, batch, options if temperature is None else {**options, "temperature": temperature})
     arguments = (*(given[name] for name in _ARRAYS), normalizer, json)
+    for field, array in given.items():
+        if array is not None:
+            _expect_host(field, array)
     if logits is not None:
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_together(logits, given)
+        _expect_host("logits", logits)
         if inplace:
             _expect_in_place(logits)
             outputs = _InPlace.apply(logits, *arguments)
         else:
             outputs = _loss(logits, *arguments)
-        outputs = outputs[:-1]
     else:
-        for field, array in given.items():
-            if array is not None:
-                _expect_host(field, array)
         outputs = _head_loss(*_head_of(hidden, lm_head, inplace), rounds_logits, chunk, *arguments)
     loss, logp, entropy, token_loss, metrics = outputs
     return GrpoLoss(loss, logp, entropy, token_loss, dict(zip(METRICS, metrics.unbind(), strict=True)))
@@ -579,17 +455,17 @@ def logp_and_entropy(
     asked: float | str = "given" if isinstance(temperature, Tensor) else temperature
     if isinstance(temperature, Tensor):
         given["temperature"] = temperature
+    for field, array in given.items():
+        if array is not None:
+            _expect_host(field, array)
     json = _json_of_options("logp", (), (("entropy", False), ("temperature", asked), ("logits", {"softcap": softcap})))
-    given["advantages"] = torch.zeros((ids.shape[0],), dtype=torch.float32, device=ids.device)
+    given["advantages"] = torch.zeros((ids.shape[0],), dtype=torch.float32, device="cpu")
     arguments = (*(given.get(name) for name in _ARRAYS), None, json)
     if logits is not None:
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_together(logits, given)
+        _expect_host("logits", logits)
         return _loss(logits, *arguments)[1:3]  # type: ignore[no-any-return]
-    for field, array in given.items():
-        if array is not None:
-            _expect_host(field, array)
     return _head_loss(*_head_of(hidden, lm_head, False), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
 
 

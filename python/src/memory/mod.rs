@@ -4,7 +4,6 @@
 #![allow(unsafe_code)]
 
 mod aligned;
-pub(crate) mod device;
 mod dlpack;
 mod lent;
 mod seen;
