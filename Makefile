@@ -74,7 +74,7 @@ test-extensive: test
 	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory libtpus jax-example jax-gpu-example panel
 	$(PANEL_PIP) -r python/tests/requirements.txt
-	ASSAY_CASES=40 setup/python.sh target/panel
+	ASSAY_CASES=40 ASSAY_FULL_OPTIMIZATION=1 setup/python.sh target/panel
 	@$(MAKE) --no-print-directory trl-example tunix-example jax-train
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader

@@ -6,7 +6,8 @@ over tokens (the default spec), dlogits by automatic differentiation.
     assay generate --shape 2x5x1031 --dtype f32 --regime normal -o problem.safetensors
     assay replay problem.safetensors --impl file:program.toml
 
-With `--devices N` the sequences are cut over N devices. A program named `.mlir` is written as text, any other as bytecode: a portable artifact, which a plugin of another version
+With `--devices N` the sequences are cut over N devices; with `--sequences S`, and a shape of 1xNxV, S of them are packed into one
+row, and `cu_seqlens` says where each lies. A program named `.mlir` is written as text, any other as bytecode: a portable artifact, which a plugin of another version
 of XLA can read too.
 """
 import argparse, os, pathlib
@@ -19,6 +20,7 @@ parser.add_argument("--shape", default="2x5x1031", help="BxTxV")
 parser.add_argument("--dtype", default="f32", choices=["f32", "bf16", "f16"], help="of logits and dlogits")
 parser.add_argument("--outputs", default="loss,dlogits", help=f"some of {','.join(OUTPUTS)}")
 parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--sequences", type=int, help="packed into one row")
 args = parser.parse_args()
 os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={args.devices}")
 
@@ -30,12 +32,15 @@ B, T, V = map(int, args.shape.split("x"))
 outputs = args.outputs.split(",")
 
 
-def grpo(logits, ids, mask, advantages, old_logp):
+def grpo(logits, ids, mask, advantages, old_logp, cu_seqlens=None):
     x = jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0)  # under the mask stands anything, NaN too
     logp_all = jax.nn.log_softmax(x)
     logp = jnp.take_along_axis(logp_all, ids[..., None], axis=-1)[..., 0]
     ratio = jnp.exp(logp - jnp.where(mask, old_logp, logp))
     a = advantages[:, None]
+    if cu_seqlens is not None:  # the last sequence that begins at or before the token, or none behind them all
+        owner = jnp.searchsorted(cu_seqlens, jnp.arange(T), side="right") - 1
+        a = advantages[jnp.minimum(owner, args.sequences - 1)][None]
     token_loss = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
     loss = jnp.where(mask, token_loss, 0.0).sum() / mask.sum()
     p = jnp.exp(logp_all)
@@ -58,9 +63,11 @@ inputs = dict(
     logits=jax.ShapeDtypeStruct((B, T, V), DTYPES[args.dtype]),
     ids=jax.ShapeDtypeStruct((B, T), jnp.int32),
     mask=jax.ShapeDtypeStruct((B, T), jnp.bool_),
-    advantages=jax.ShapeDtypeStruct((B,), jnp.float32),
+    advantages=jax.ShapeDtypeStruct((args.sequences or B,), jnp.float32),
     old_logp=jax.ShapeDtypeStruct((B, T), jnp.float32),
 )
+if args.sequences:
+    inputs["cu_seqlens"] = jax.ShapeDtypeStruct((args.sequences + 1,), jnp.int32)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # or the program holds the paths of its sources
 if args.devices > 1:
     program = jax.jit(program, in_shardings=rows, out_shardings=of_output)
@@ -84,6 +91,7 @@ def entry(kind, name, aval):
 
 entries = [entry("input", name, aval) for name, aval in kept]
 entries += [entry("output", name, aval) for name, aval in zip(outputs, exported.out_avals)]
-devices = f"devices = {args.devices}\n" if args.devices > 1 else ""
-head = f"program = \"{args.program.name}\"\nshape = [{B}, {T}, {V}]\n{devices}\n[spec.objective.ppo_clip]\nepsilon_low = 0.2\nepsilon_high = 0.2\n"
+more = f"sequences = {args.sequences}\n" if args.sequences else ""
+more += f"devices = {args.devices}\n" if args.devices > 1 else ""
+head = f"program = \"{args.program.name}\"\nshape = [{B}, {T}, {V}]\n{more}\n[spec.objective.ppo_clip]\nepsilon_low = 0.2\nepsilon_high = 0.2\n"
 args.program.with_suffix(".toml").write_text("\n".join([head, *entries]))

@@ -108,6 +108,7 @@ def problems(
     regimes: Sequence[str] | None = None,
     wide: int = 0,
     lm_head: bool = False,
+    packed: bool = False,
     **spec_options: object,
 ) -> Iterator[Problem]:
     """Generated problems for `spec`, the deck of a campaign: the same arguments give the same bits.
@@ -123,6 +124,7 @@ def problems(
             named.
         wide: How many of the problems, the last ones, have a vocabulary of 151,936.
         lm_head: Problems have hidden states and an LM head instead of logits.
+        packed: Their sequences are packed into one row, as in `assay.check`.
 
     Raises:
         ProblemError: A name or an extent that there is not.
@@ -141,6 +143,7 @@ def problems(
         None if regimes is None else list(regimes),
         wide,
         lm_head,
+        packed,
     )
 
 

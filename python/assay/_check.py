@@ -31,6 +31,7 @@ def check(
     regimes: Sequence[str] | None = None,
     wide: int = 1,
     lm_head: bool = False,
+    packed: bool = False,
     grade: str = "standard",
     allow: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
@@ -67,6 +68,8 @@ def check(
         regimes: How logits are drawn; all in which every logp is a number if none are named.
         wide: How many of the problems, the last ones, have a vocabulary of 151,936.
         lm_head: Problems have hidden states and an LM head instead of logits.
+        packed: The sequences of each problem are packed into one row, `[1,N,V]`, and `problem.cu_seqlens` says where each ends: the
+            B of a shape, in B·T tokens, of lengths that differ, some without a token, and tokens behind the last.
         grade: "standard", as textbook formulas are, carefully evaluated in f32, or "exact".
         allow: Names of what may fail, which is printed and counted: causes, mutants or edges.
         outputs: Which of the outputs are judged; all that are returned if none are named.
@@ -99,6 +102,7 @@ def check(
         regimes=None if regimes is None else list(regimes),
         wide=wide,
         lm_head=lm_head,
+        packed=packed,
         grade=grade,
         allow=list(allow),
         shrink=shrink,

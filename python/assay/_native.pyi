@@ -238,6 +238,7 @@ class Problems(Iterator[Problem]):
         regimes: list[str] | None,
         wide: int,
         lm_head: bool,
+        packed: bool,
     ) -> Problems: ...
     def __iter__(self) -> Problems: ...
     def __next__(self) -> Problem: ...
@@ -257,6 +258,7 @@ class Campaign:
         regimes: list[str] | None,
         wide: int,
         lm_head: bool,
+        packed: bool,
         grade: str,
         allow: list[str],
         shrink: bool,

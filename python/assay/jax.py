@@ -112,7 +112,8 @@ def grpo_loss(
     logits, tokens, flat = _in_a_row(logits, tokens)
     _expect_logits(logits, tokens.ids)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, logits.shape[2])
-    return batch.logged(*_loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays), flat)
+    loss, results = _loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays)
+    return batch.logged(loss, results, flat)
 
 
 def grpo_loss_of_hidden(
@@ -160,7 +161,8 @@ def grpo_loss_of_hidden(
     hidden, tokens, flat = _in_a_row(hidden, tokens)
     part = _chunk(hidden, lm_head, tokens.ids, chunk, logits_dtype)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, lm_head.shape[1])
-    return batch.logged(*_head_loss(batch.plan, axes, part, hidden, lm_head, _scale(loss_scale), *batch.arrays), flat)
+    loss, results = _head_loss(batch.plan, axes, part, hidden, lm_head, _scale(loss_scale), *batch.arrays)
+    return batch.logged(loss, results, flat)
 
 
 def logp_and_entropy(
@@ -574,14 +576,15 @@ class _Packing(NamedTuple):
     #: How many there may be.
     most: int
     #: How many there are; None: as many as the highest id says.
-    count: int | None
+    told: int | None
 
     @classmethod
     def of(cls, tokens: _Tokens, mask: Array, axes: _Axes) -> _Packing:
         cu_seqlens, ids = tokens.cu_seqlens, tokens.segment_ids
         if cu_seqlens is not None and ids is not None:
             raise ProblemError(f"`segment_ids`: got shape {list(ids.shape)}, expected none beside `cu_seqlens`, which says the same")
-        name, given = ("segment_ids", ids) if cu_seqlens is None else ("cu_seqlens", cu_seqlens)
+        name = "segment_ids" if cu_seqlens is None else "cu_seqlens"
+        given: Any = ids if cu_seqlens is None else cu_seqlens
         _dtype(name, given, (jnp.integer,), "integers")
         batch, length = mask.shape
         if batch != 1:
@@ -599,14 +602,14 @@ class _Packing(NamedTuple):
             return cls(False, cu_seqlens.shape[0] - 1, cu_seqlens.shape[0] - 1)
         if given.shape not in ((length,), (1, length)):
             raise ProblemError(f"`segment_ids`: got shape {list(given.shape)}, expected {[1, length]} or {[length]} (of the logits)")
-        count = tokens.advantages.shape[0] if tokens.advantages.ndim == 1 else None
-        most = length * _size(axes.tokens) if count is None else count
+        told = tokens.advantages.shape[0] if tokens.advantages.ndim == 1 else None
+        most = length * _size(axes.tokens) if told is None else told
         # A device's part of the tokens says nothing of the others'.
         if known is not None and not axes.tokens:
             highest = len(_native.op_sequences(hidden, segment_ids=known.reshape(-1).tolist())) - 1
             if highest > most:
                 raise ProblemError(f"`segment_ids`: got {highest} sequences, expected at most {most}, as many as `advantages`")
-        return cls(True, most, count)
+        return cls(True, most, told)
 
     def sequences(self, given: Array, length: int, axes: _Axes) -> tuple[rows.Sequences, float | Array]:
         """Those of a device's `length` tokens, from segment ids or cumulative lengths, and how many all devices have."""
@@ -619,8 +622,8 @@ class _Packing(NamedTuple):
             number = 1 + jnp.searchsorted(given[1:], place, side="right").astype(jnp.int32)
             ids = jnp.where(fits & (place < given[-1]), number, 0)[None]
         sequences = rows.Sequences(ids, self.most)
-        if self.count is not None:
-            return sequences, self.count * _size(axes.batch)
+        if self.told is not None:
+            return sequences, self.told * _size(axes.batch)
         highest = ids.max().astype(jnp.float32)
         highest = lax.pmax(highest, axes.tokens) if axes.tokens else highest
         return sequences, lax.psum(highest, axes.batch) if axes.batch else highest

@@ -10,7 +10,7 @@ On the CPU, by the kernel that `assay` judges under the name `native`, without a
 once; the backward pass reads them once more and writes dlogits, which are so of whatever cotangent there is and rounded once.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
-`segment_ids` S sequences are packed into one row of N tokens.
+`segment_ids` S sequences are packed into one row of N tokens, `[1,N]`, or flat, `[N]`.
 """
 
 import functools
@@ -40,7 +40,7 @@ class GrpoLoss(NamedTuple):
     loss: Tensor
     """The loss, a scalar."""
     logp: Tensor
-    """`[B,T]`, nats: log-probability of each sampled token."""
+    """`[B,T]`, nats: log-probability of each sampled token; `[N]` where ids are flat, as what follows."""
     entropy: Tensor
     """`[B,T]`, nats."""
     token_loss: Tensor
@@ -68,6 +68,8 @@ _ARRAYS = (
 )
 #: The first of these must be given.
 _REQUIRED = 3
+#: Those that are not of tokens, or may be of sequences, `[S]`.
+_NOT_OF_TOKENS = ("advantages", "bias", "cu_seqlens", "segment_ids")
 _GIVEN = ", ".join(
     [*(f"Tensor {name}" for name in _ARRAYS[:_REQUIRED]), *(f"Tensor? {name}" for name in _ARRAYS[_REQUIRED:])]
     + ["Tensor? normalizer", "str spec"]
@@ -83,20 +85,33 @@ def _read(json: str) -> Spec:
 
 
 def _given(given: tuple[Any, ...]) -> tuple[Spec, dict[str, Tensor | None], float | None]:
-    """Spec, arrays and normaliser, of an operation's last arguments."""
+    """Spec, arrays and normaliser, of an operation's last arguments. What is flat is one row."""
     *arrays, normalizer, spec = given
-    detached = (None if array is None else array.detach() for array in arrays)
+    flat = given[0].ndim == 1
+    rows: dict[str, Tensor | None] = {}
+    for name, array in zip(_ARRAYS, arrays, strict=True):
+        if array is not None:
+            array = array.detach()[None] if flat and array.ndim == 1 and name not in _NOT_OF_TOKENS else array.detach()
+        rows[name] = array
     count = None if normalizer is None else float(normalizer)
-    return _read(spec), dict(zip(_ARRAYS, detached, strict=True)), count
+    return _read(spec), rows, count
+
+
+def _row(array: Tensor, given: tuple[Any, ...]) -> Tensor:
+    """An array of all tokens, detached, with the axis of rows that flat ones lack."""
+    return array.detach()[None] if given[0].ndim == 1 else array.detach()
 
 
 def _tensors(arrays: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.from_dlpack(array) for array in arrays)
 
 
-def _evaluated(evaluated: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _evaluated(evaluated: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     loss, *arrays = evaluated
-    return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *_tensors(arrays))
+    *of_tokens, metrics = _tensors(arrays)
+    if given[0].ndim == 1:
+        of_tokens = [array[0] for array in of_tokens]
+    return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *of_tokens, metrics)
 
 
 def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
@@ -111,22 +126,23 @@ def _op(name: str, schema: str) -> Any:
 @_op("grpo_loss", f"(Tensor logits, {_GIVEN}) -> {_EVALUATED}")
 def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
     spec, arrays, normalizer = _given(given)
-    return _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
+    return _evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given)
 
 
 @_op("grpo_loss_gradient", f"({_SENT}, Tensor logits, {_GIVEN}) -> Tensor")
 def _gradient(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
     spec, arrays, normalizer = _given(given)
     dlogits = _pool.empty(logits.shape, logits.dtype)
-    _native.op_gradient(spec, logits.detach(), dlogits, arrays, normalizer, float(loss), logp.detach(), entropy.detach())
+    sent = (float(loss), _row(logp, given), _row(entropy, given))
+    _native.op_gradient(spec, _row(logits, given), _row(dlogits, given), arrays, normalizer, *sent)
     return dlogits
 
 
 @_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> {_EVALUATED}")
 def _head_loss(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
     spec, arrays, normalizer = _given(given)
-    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
-    return _evaluated(_native.op_head_loss(spec, head, arrays, normalizer))
+    head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
+    return _evaluated(_native.op_head_loss(spec, head, arrays, normalizer), given)
 
 
 @_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)")
@@ -141,10 +157,10 @@ def _head_gradient(
     *given: Any,
 ) -> tuple[Tensor, Tensor]:
     spec, arrays, normalizer = _given(given)
-    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
-    sent = (float(loss), logp.detach(), entropy.detach())
+    head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
+    sent = (float(loss), _row(logp, given), _row(entropy, given))
     dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, *sent))
-    return dhidden, dlm_head.to(lm_head.dtype)
+    return dhidden.view(hidden.shape), dlm_head.to(lm_head.dtype)
 
 
 @_loss.register_fake
@@ -208,7 +224,7 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
         spec, arrays, normalizer = _given(given)
-        outputs = _evaluated(_native.op_loss(spec, logits.detach(), arrays, normalizer))
+        outputs = _evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given)
         ctx.save_for_backward(logits)
         ctx.given, ctx.done = given, False
         ctx.mark_non_differentiable(*outputs[3:])
@@ -224,7 +240,8 @@ class _InPlace(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         spec, arrays, normalizer = _given(ctx.given)
         dlogits = logits.detach()
-        _native.op_gradient(spec, dlogits, None, arrays, normalizer, float(loss), logp, entropy)
+        sent = (float(loss), _row(logp, ctx.given), _row(entropy, ctx.given))
+        _native.op_gradient(spec, _row(dlogits, ctx.given), None, arrays, normalizer, *sent)
         ctx.done = True
         # Whoever saved the logits and is differentiated later is told so by autograd.
         torch.autograd.graph.increment_version(logits)
@@ -261,6 +278,14 @@ def _expect_in_place(logits: Tensor) -> None:
         raise ProblemError("`inplace`: got True for logits that are a leaf, expected logits that a model computed")
     if logits.requires_grad:
         _expect_unsaved(logits)
+
+
+def _expect_as_flat(field: str, tensor: Tensor, ids: Tensor) -> None:
+    """That an array of all tokens has an axis of rows where the ids have one."""
+    if tensor.ndim != ids.ndim + 1:
+        last = "V" if field == "logits" else "H"
+        expected = f"[N,{last}], as `ids` are [N]" if ids.ndim == 1 else f"[B,T,{last}], as `ids` are [B,T]"
+        raise ProblemError(f"`{field}`: got shape {list(tensor.shape)}, expected {expected}")
 
 
 def _expect_host(field: str, tensor: Tensor) -> None:
@@ -338,7 +363,8 @@ def grpo_loss(
         bias: `[V]`: of the LM head, where the spec has one.
         cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
             behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights`, `token_weights` and
-            `temperature` are `[1,N]` or `[S,1]`.
+            `temperature` are `[1,N]` or `[S,1]`. The row may be flat: logits `[N,V]`, hidden `[N,H]`, and `[N]` where there is `[1,N]`, also for
+            what is returned. Several packed rows are first laid one after another, their ends counted on.
         segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
         dentropy: `[B,T]`: the cotangent of each token's entropy, where the spec reads it.
         temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
@@ -382,9 +408,10 @@ def grpo_loss(
         "token_weights": token_weights is not None,
     }
     # A project's name says which loss, the arrays which form of it.
+    flat = ids.ndim == 1
     if rollout_weights is not None:
-        batch["rollout_weights"] = "sequence" if rollout_weights.shape[-1] == 1 else "token"
-    if advantages.ndim == 2:
+        batch["rollout_weights"] = "sequence" if rollout_weights.ndim == 2 and rollout_weights.shape[1] == 1 else "token"
+    if advantages.ndim == 2 or (flat and advantages.shape == ids.shape):
         batch["advantages"] = "token"
     if normalizer is not None:
         batch["num_items_in_batch"] = 1.0
@@ -398,7 +425,11 @@ def grpo_loss(
     for field, array in given.items():
         if array is not None:
             _expect_host(field, array)
+    if flat and cu_seqlens is None and segment_ids is None:
+        expected = "`cu_seqlens` or `segment_ids`, which say where each sequence lies, or [B,T]"
+        raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected beside them {expected}")
     if logits is not None:
+        _expect_as_flat("logits", logits, ids)
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
         _expect_host("logits", logits)
@@ -408,16 +439,17 @@ def grpo_loss(
         else:
             outputs = _loss(logits, *arguments)
     else:
-        outputs = _head_loss(*_head_of(hidden, lm_head, inplace), rounds_logits, chunk, *arguments)
+        outputs = _head_loss(*_head_of(hidden, lm_head, inplace, ids), rounds_logits, chunk, *arguments)
     loss, logp, entropy, token_loss, metrics = outputs
     return GrpoLoss(loss, logp, entropy, token_loss, dict(zip(METRICS, metrics.unbind(), strict=True)))
 
 
-def _head_of(hidden: Tensor | None, lm_head: Tensor | None, inplace: bool) -> tuple[Tensor, Tensor]:
+def _head_of(hidden: Tensor | None, lm_head: Tensor | None, inplace: bool, ids: Tensor) -> tuple[Tensor, Tensor]:
     if hidden is None or lm_head is None:
         raise ProblemError("`logits`: got None, expected a tensor, or both `hidden` and `lm_head`")
     if inplace:
         raise ProblemError("`inplace`: got True with an LM head, expected False: its logits are never all there")
+    _expect_as_flat("hidden", hidden, ids)
     _expect_host("hidden", hidden)
     _expect_host("lm_head", lm_head)
     return hidden, lm_head
@@ -443,7 +475,7 @@ def logp_and_entropy(
     `torch.no_grad` in old and reference passes, nothing is kept for one.
 
     Args:
-        logits: As the others, of `grpo_loss`.
+        logits: As the others, of `grpo_loss`; flat, `[N,V]` beside `[N]`, without more.
         temperature: What logits are divided by; a tensor is one a sequence or one a token, as of `grpo_loss`.
         softcap: `c` of `c·tanh(logits / c)`, before the temperature.
 
@@ -459,14 +491,15 @@ def logp_and_entropy(
         if array is not None:
             _expect_host(field, array)
     json = _json_of_options("logp", (), (("entropy", False), ("temperature", asked), ("logits", {"softcap": softcap})))
-    given["advantages"] = torch.zeros((ids.shape[0],), dtype=torch.float32, device="cpu")
+    given["advantages"] = torch.zeros((1 if ids.ndim == 1 else ids.shape[0],), dtype=torch.float32, device="cpu")
     arguments = (*(given.get(name) for name in _ARRAYS), None, json)
     if logits is not None:
+        _expect_as_flat("logits", logits, ids)
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
         _expect_host("logits", logits)
         return _loss(logits, *arguments)[1:3]  # type: ignore[no-any-return]
-    return _head_loss(*_head_of(hidden, lm_head, False), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
+    return _head_loss(*_head_of(hidden, lm_head, False, ids), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
 
 
 def empty_cache() -> None:

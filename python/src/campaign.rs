@@ -50,7 +50,7 @@ pub(crate) struct Dealt {
 }
 
 impl Dealt {
-    /// The deck of `shapes`, as [`Shapes::read`] takes them.
+    /// The deck of `shapes`, as [`Shapes::read`] takes them, packed or not.
     ///
     /// # Errors
     /// `ProblemError` naming what is none.
@@ -60,6 +60,7 @@ impl Dealt {
         shapes: &[String],
         regimes: Option<Vec<String>>,
         lm_head: bool,
+        packed: bool,
     ) -> PyResult<Self> {
         let wrong = |reason: String| error::of_problem(py, reason);
         let dtypes = dtypes.iter().map(|name| name.parse().map_err(wrong)).collect::<PyResult<_>>()?;
@@ -68,7 +69,7 @@ impl Dealt {
             let all = || Regime::ALL.map(|regime| regime.to_string()).join(", ");
             found.ok_or_else(|| wrong(format!("regimes: got `{name}`, expected one of {}", all())))
         };
-        let mut deck = Deck { dtypes, ..Deck::default() };
+        let mut deck = Deck { dtypes, packed, ..Deck::default() };
         if let Some(named) = regimes {
             deck.regimes = named.iter().map(regime).collect::<PyResult<_>>()?;
         }
@@ -107,7 +108,7 @@ type Found = (String, String);
 #[pymethods]
 impl Campaign {
     #[new]
-    #[pyo3(signature = (*, kernel, spec, dtypes, cases, seconds, seed, shapes, regimes, wide, lm_head, grade, allow, shrink, power, repros))]
+    #[pyo3(signature = (*, kernel, spec, dtypes, cases, seconds, seed, shapes, regimes, wide, lm_head, packed, grade, allow, shrink, power, repros))]
     #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`, each by its name")]
     fn new(
         py: Python<'_>,
@@ -121,13 +122,15 @@ impl Campaign {
         regimes: Option<Vec<String>>,
         wide: u64,
         lm_head: bool,
+        packed: bool,
         grade: &str,
         allow: Vec<String>,
         shrink: bool,
         power: bool,
         repros: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let Dealt { deck, heads } = Dealt::of(py, &dtypes, &shapes, regimes, lm_head)?.counted(cases, wide, seed);
+        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head, packed)?;
+        let Dealt { deck, heads } = dealt.counted(cases, wide, seed);
         let seconds = seconds.map(|given| {
             Duration::try_from_secs_f64(given)
                 .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))

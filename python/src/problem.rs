@@ -15,10 +15,10 @@ use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;
 use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
-use assay::campaign::{HeadDeck, simplify};
+use assay::campaign::{Deals, Subject, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
-use assay::judge::generate::HeadRecipe;
+use assay::judge::generate::RecipeError;
 use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part, Sequences};
 
 /// A batch of either kind.
@@ -376,7 +376,7 @@ impl Problem {
         judged.map_err(|reason| error::of_problem(py, reason))
     }
 
-    /// A part of it, a problem of its own.
+    /// A part of it, a problem of its own. Of a packed one `batch` are its sequences.
     #[pyo3(signature = (*, batch=None, tokens=None, columns=None, units=None))]
     fn select(
         &self,
@@ -387,8 +387,12 @@ impl Problem {
         units: Option<Vec<i64>>,
     ) -> PyResult<Self> {
         let [of_batch, of_tokens, of_columns] = self.extents().logits();
+        let sequences = match &self.batch {
+            Batch::Logits(problem) => problem.extra.sequences.count(of_batch),
+            Batch::Head(problem) => problem.extra.sequences.count(of_batch),
+        };
         let part = Part {
-            batch: indices(py, "batch", batch, of_batch)?,
+            batch: indices(py, "batch", batch, sequences)?,
             tokens: indices(py, "tokens", tokens, of_tokens)?,
             columns: indices(py, "columns", columns, of_columns)?,
         };
@@ -520,8 +524,9 @@ impl Problems {
         regimes: Option<Vec<String>>,
         wide: u64,
         lm_head: bool,
+        packed: bool,
     ) -> PyResult<Self> {
-        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head)?.counted(end, wide, seed);
+        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head, packed)?.counted(end, wide, seed);
         Ok(Self { spec, dealt, next: first })
     }
 
@@ -535,17 +540,11 @@ impl Problems {
         if *next >= deck.cases {
             return Ok(None);
         }
-        let recipe = heads.as_ref().map_or(deck, |heads| &heads.deck).recipe(*next);
         let made = match heads {
-            None => {
-                let made = error::apart(py, || recipe.problem(&spec.loss))?;
-                made.map(|problem| (Batch::Logits(Arc::new(problem)), json(&recipe)))
-            }
-            Some(HeadDeck { hidden, layout, rounds_logits, .. }) => {
-                let hidden = hidden[(*next % hidden.len() as u64) as usize];
-                let recipe = HeadRecipe { hidden, layout: *layout, rounds_logits: *rounds_logits, recipe };
-                let made = error::apart(py, || recipe.problem(&spec.loss))?;
-                made.map(|problem| (Batch::Head(Arc::new(problem)), json(&recipe)))
+            None => drawn::<problem::Problem>(py, deck, *next, spec)?
+                .map(|(problem, recipe)| (Batch::Logits(problem), recipe)),
+            Some(heads) => {
+                drawn::<HeadProblem>(py, heads, *next, spec)?.map(|(problem, recipe)| (Batch::Head(problem), recipe))
             }
         };
         let (batch, recipe) = made.map_err(|reason| error::of_problem(py, reason))?;
@@ -554,6 +553,18 @@ impl Problems {
     }
 }
 
-fn json(recipe: &impl serde::Serialize) -> String {
-    serde_json::to_string(recipe).expect("plain data has a JSON form")
+/// The problem of a number, and its recipe as JSON, which says whether it was packed.
+fn drawn<P: Subject>(
+    py: Python<'_>,
+    deals: &(dyn Deals<P> + Sync),
+    index: u64,
+    spec: &Spec,
+) -> PyResult<Result<(Arc<P>, String), RecipeError>> {
+    let recipe = deals.deal(index);
+    let problem = error::apart(py, || deals.draw(&recipe, &spec.loss))?;
+    let mut said = serde_json::to_value(&recipe).expect("plain data has a JSON form");
+    if deals.deck().packed {
+        said["packed"] = true.into();
+    }
+    Ok(problem.map(|problem| (Arc::new(problem), said.to_string())))
 }

@@ -3,9 +3,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# Before JAX is imported: eight devices, to cut arrays over.
+# Before JAX is imported: eight devices, to cut arrays over, and XLA's least optimisation, as of the tests of devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+FAST = "" if "ASSAY_FULL_OPTIMIZATION" in os.environ else " --xla_backend_optimization_level=0"
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8" + FAST)
 
 import pytest  # noqa: E402
 

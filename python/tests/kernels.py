@@ -15,7 +15,7 @@ def honest(problem: assay.Problem) -> dict[str, Any]:
     mask = arrays.mask
     x = np.where(mask[..., None], arrays.logits.astype(np.float64), 0.0)
     target = np.arange(x.shape[-1]) == np.where(mask, arrays.ids, 0)[..., None]
-    a = np.broadcast_to(arrays.advantages.astype(np.float64)[:, None], mask.shape)
+    a = np.broadcast_to(advantages(arrays), mask.shape)
     top = x.max(-1, keepdims=True)
     e = np.exp(x - top)
     p = e / e.sum(-1, keepdims=True)
@@ -32,6 +32,15 @@ def honest(problem: assay.Problem) -> dict[str, Any]:
         "logp": np.where(mask, logp, 0.0).astype(np.float32),
         "token_loss": token_loss.astype(np.float32),
     }
+
+
+def advantages(arrays: Any) -> Any:
+    """A column of one a row; of packed sequences a row of those of their tokens, 0 behind the last."""
+    of_sequences = arrays.advantages.astype(np.float64)
+    if not hasattr(arrays, "cu_seqlens"):
+        return of_sequences[:, None]
+    ends = arrays.cu_seqlens
+    return np.append(np.repeat(of_sequences, np.diff(ends)), np.zeros(arrays.mask.size - ends[-1]))
 
 
 def too_large(problem: assay.Problem) -> dict[str, Any]:

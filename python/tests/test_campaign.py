@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kernels
 import misbehaving
 import numpy as np
 import pytest
@@ -61,6 +62,18 @@ def test_the_numbers_of_another_spec_are_told() -> None:
     assert not report
     names = [name for cause in report.causes for names in cause.spec_that_would_pass for name in names]
     assert "loss_type=grpo" in names, report
+
+
+def test_a_kernel_that_reads_one_advantage_a_row_is_found_on_packed_sequences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = check(honest, packed=True)
+    assert report and "PASS  honest: 20 packed problems" in repr(report), report
+    monkeypatch.setattr(kernels, "advantages", lambda arrays: arrays.advantages[:1, None])
+    report = check(honest, packed=True, repro_dir=tmp_path)
+    assert not report and report.causes[0].gate == "token_loss", report
+    small = report.causes[0].problem
+    assert np.prod(small.shape) <= 4 and np.asarray(small.cu_seqlens).size == 3
+    with pytest.raises(assay.AssayError, match="packed sequences have no padded width"):
+        check(honest, spec=assay.spec(reduction={"fixed_length": {"rows": "all"}}), packed=True)
 
 
 def test_an_lm_head_is_asked_for() -> None:

@@ -67,6 +67,7 @@ def served(command: list[str], dtypes: list[str]) -> dict[str, object]:
         regimes=None,
         wide=0,
         lm_head=False,
+        packed=False,
         grade="standard",
         allow=[],
         shrink=False,

@@ -22,7 +22,7 @@ SHAPE = (1, 16, 4096)
 def compiled(target: str, *ways: str) -> list[dict[str, int]]:
     """Calls of kernels and bytes on each device of `IMPLEMENTATION:CUT:SHAPE`."""
     command = [sys.executable, str(Path(__file__).with_name("jax_ahead.py")), target, *ways]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

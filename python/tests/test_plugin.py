@@ -12,7 +12,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import assay, kernels, pytest
 
-@assay.kernel("trl", cases=30, wide=0, power=False, repro_dir=None)
+@assay.kernel("trl", packed=True, cases=30, wide=0, power=False, repro_dir=None)
 def test_honest(problem):
     "A kernel."
     return kernels.honest(problem)
@@ -21,8 +21,9 @@ def test_honest(problem):
 def test_wrong(problem):
     return kernels.too_large(problem)
 
-@pytest.mark.assay("trl", shapes=["2x3x33"])
+@pytest.mark.assay("trl", shapes=["2x3x33"], packed=True)
 def test_one(assay_problem):
+    assert assay_problem.shape == (1, 6, 33) and len(assay_problem.cu_seqlens) == 3
     assay_problem.check(kernels.honest(assay_problem)).raise_for_failure()
 """
 

@@ -422,6 +422,39 @@ def test_packed_sequences_have_the_bits_of_the_padded_batch(level: str) -> None:
         assert torch.equal(assay.torch.grpo_loss(packed.torch().logits, **by_ids, spec=packed.spec).loss, got["loss"])
 
 
+def flat(problem: assay.Problem) -> dict[str, Any]:
+    """The arguments of a packed problem without the axis of rows."""
+    per_token = ("ids", "mask", "old_logp", "ref_logp", "rollout_logp", "dentropy")
+    return {name: array[0] if array is not None and name in per_token else array for name, array in given(problem).items()}
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_a_flat_row_has_the_bits_of_the_packed_one(level: str) -> None:
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level=level, batch={"advantages": level})
+    for problem in problems(spec, 3, dtypes=("f32",), packed=True):
+        expected, arguments = on_logits(problem), flat(problem)
+        if level == "token":
+            arguments["advantages"] = arguments["advantages"][0]
+        for inplace in (False, True):
+            logits = problem.torch().logits[0].clone().requires_grad_()
+            result = assay.torch.grpo_loss(logits.view(logits.shape), **arguments, spec=problem.spec, inplace=inplace)
+            result.loss.backward()
+            for name in ("loss", "logp", "entropy", "token_loss"):
+                of_row = expected[name] if name == "loss" else expected[name][0]
+                assert torch.equal(getattr(result, name).detach(), of_row), name
+            assert torch.equal(logits.grad, expected["dlogits"][0])
+        named: dict[str, Any] = {"loss_type": "grpo", "importance_sampling_level": level, "beta": 0.04}
+        assert torch.equal(assay.torch.grpo_loss(problem.torch().logits[0], **arguments, **named).loss, expected["loss"])
+        logp, entropy = assay.torch.logp_and_entropy(problem.torch().logits[0], arguments["ids"], arguments["mask"])
+        assert logp.shape == entropy.shape == arguments["ids"].shape and torch.allclose(logp, expected["logp"][0])
+    problem = next(iter(problems(spec, 1, dtypes=("f32",), packed=True, lm_head=True)))
+    expected, arrays = on_head(problem), problem.torch()
+    hidden, lm_head = arrays.hidden[0].clone().requires_grad_(), arrays.lm_head.clone().requires_grad_()
+    result = assay.torch.grpo_loss(None, hidden=hidden, lm_head=lm_head, **flat(problem), spec=spec, chunk=5)
+    result.loss.backward()
+    assert torch.equal(hidden.grad, expected["dhidden"][0]) and torch.equal(lm_head.grad, expected["dlm_head"])
+
+
 def segment_ids(packed: assay.Problem) -> Any:
     ends = packed.torch().cu_seqlens
     return torch.repeat_interleave(torch.arange(1, len(ends)), ends.diff())[None]
@@ -441,6 +474,24 @@ def test_packed_sequences_that_do_not_fit_are_refused_by_name() -> None:
     assert refused([0, 2, 1]).startswith("`cu_seqlens[2]`: got 1, expected at least 2")
     assert refused([0, tokens + 1]).startswith(f"`cu_seqlens[1]`: got {tokens + 1}, expected at most N = {tokens}")
     assert refused([0, tokens], segment_ids=segment_ids(packed)).startswith("`segment_ids`: got shape")
+
+    rows = next(assay.problems("trl", 1, dtypes=("f32",), shapes=["2x4x33"]))
+
+    def refused_rows(logits: Any = rows.torch().logits, **more: Any) -> str:
+        with pytest.raises(assay.ProblemError) as error:
+            assay.torch.grpo_loss(logits, **{**given(rows), **more}, spec=rows.spec)
+        return str(error.value)
+
+    laid = "several rows one after another, their ends counted on"
+    assert refused_rows(cu_seqlens=torch.tensor([0, 1, 4])).startswith("`mask`: got shape [2, 4], expected [1,N]")
+    assert laid in refused_rows(cu_seqlens=torch.tensor([0, 1, 4]))
+    assert refused_rows(segment_ids=torch.ones(2, 4, dtype=torch.int64)).startswith("`segment_ids`: got shape [2, 4]")
+    assert refused_rows(logits=rows.torch().logits[0]) == "`logits`: got shape [4, 33], expected [B,T,V], as `ids` are [B,T]"
+    one = {name: given(rows)[name][0] for name in ("ids", "mask", "old_logp")}
+    assert refused_rows(logits=rows.torch().logits[0], **one).startswith("`ids`: got shape [4], expected beside them `cu_seqlens`")
+    ambiguous = {**one, "advantages": torch.ones(4), "cu_seqlens": torch.tensor([0, 0, 2, 3, 4])}
+    with pytest.raises(assay.ProblemError, match="of N sequences of N tokens some are empty"):
+        assay.torch.grpo_loss(rows.torch().logits[0], **{**given(rows), **ambiguous}, spec="trl")
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -28,6 +28,10 @@ pub(super) struct DeckChoice {
     /// How logits are drawn; every way in which all losses are finite if none is given
     #[arg(long, value_name = "REGIME,…", value_delimiter = ',', value_parser = one_of(&Regime::ALL))]
     regimes: Vec<Regime>,
+    /// The sequences of each problem packed: the B of a shape lie in one row of B·T tokens, of lengths that differ, some without a
+    /// token, and tokens behind the last
+    #[arg(long)]
+    packed: bool,
     /// Problems with an LM head, of these widths
     #[arg(long, value_name = "H,…", value_delimiter = ',')]
     hidden: Vec<usize>,
@@ -52,8 +56,8 @@ impl DeckChoice {
             return Err(wrong("got BxTxHxV, expected BxTxV, and the widths H in --hidden".into()));
         }
         let regimes = if self.regimes.is_empty() { Regime::FINITE.to_vec() } else { self.regimes.clone() };
-        let Self { cases, wide, seed, ref dtypes, .. } = *self;
-        let deck = Deck { dtypes: dtypes.clone(), shapes, regimes, cases, wide, seed };
+        let Self { cases, wide, seed, packed, ref dtypes, .. } = *self;
+        let deck = Deck { dtypes: dtypes.clone(), shapes, regimes, cases, wide, seed, packed };
         if self.hidden.is_empty() {
             return Ok(AnyDeck::Logits(deck));
         }

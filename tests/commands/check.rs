@@ -55,6 +55,16 @@ fn check_of_a_right_kernel_passes_and_says_what_it_would_have_caught() {
 }
 
 #[test]
+fn check_of_packed_problems_is_a_word_and_refuses_a_mean_over_the_width() {
+    let packed = ["check", "--packed", "--impl", "native", "--cases", "6", "--wide", "0", "--no-power"];
+    let output = assay(&packed);
+    let said = output.stdout.lines().last().unwrap_or_default();
+    assert!(output.code == 0 && said.starts_with("PASS  native: 6 packed problems"), "{said}{}", output.stderr);
+    let of_width = ["--preset", "verl", "--option", "loss_agg_mode=seq-mean-token-sum-norm"];
+    assert_refused(&[&packed[..], &of_width].concat(), &["`reduction.fixed_length.length`", "no padded width"]);
+}
+
+#[test]
 fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
     let (_folder, [suite, candidates]) = answered(&trl(&[]));
     let judged = |more: &[&str]| assay(&[&["judge", &suite, "--candidates", &candidates], more].concat());

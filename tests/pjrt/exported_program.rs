@@ -13,18 +13,19 @@ use assay::implementation::{Implementation, RunError};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::judge::{Cancels, Verdict};
 use assay::judge::tolerance::Limits;
-use assay::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
+use assay::problem::{Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Problem, Sequences};
 use assay::registry::find;
 use assay::spec::{
     Kl, KlCov, KlEstimator, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Reduction, Rows, Terms, TokenWeights,
 };
 use assay_testkit::Known;
 use assert_cmd::cargo::cargo_bin_cmd;
-use ndarray::{Array3, arr1, arr2, arr3};
+use ndarray::{Array1, Array2, Array3, arr1, arr2, arr3};
 use tempfile::TempDir;
 
 const F32: &str = "fixtures/exported/grpo_f32.toml";
 const BF16: &str = "fixtures/exported/grpo_bf16.toml";
+const PACKED: &str = "fixtures/exported/grpo_f32_packed.toml";
 const SHAPE: [usize; 3] = [2, 5, 1031];
 
 fn recipe(regime: Regime, dtype: Dtype, seed: u64) -> Recipe {
@@ -314,6 +315,88 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
     assert_eq!(candidate.gradient.row(0, 1), [0.5, -1.0, 2.0, 4.0]);
 }
 
+/// Packed sequences come back out: where each ends and its advantage in the places of dlogits' first token, weights of a sequence in its
+/// tokens' places as logp, segment ids as the token loss.
+#[test]
+fn packed_sequences_arrive_as_the_problem_holds_them_and_no_others_are_taken() {
+    let copy = Copy::new();
+    let program = "module { func.func public @main(%x: tensor<1x4x3xf32>, %ids: tensor<1x4xi32>, %a: tensor<3xf32>, %old: tensor<1x4xf32>,
+            %ends: tensor<4xi64>, %segments: tensor<1x4xi32>, %own: tensor<1x4xf32>)
+            -> (tensor<f32>, tensor<1x4x3xf32>, tensor<1x4xf32>, tensor<1x4xf32>, tensor<1x4xf32>) {
+          %loss = stablehlo.constant dense<0.0> : tensor<f32>
+          %d = stablehlo.broadcast_in_dim %a, dims = [2] : (tensor<3xf32>) -> tensor<1x4x3xf32>
+          %e = stablehlo.convert %ends : (tensor<4xi64>) -> tensor<4xf32>
+          %entropy = stablehlo.reshape %e : (tensor<4xf32>) -> tensor<1x4xf32>
+          %s = stablehlo.convert %segments : (tensor<1x4xi32>) -> tensor<1x4xf32>
+          return %loss, %d, %own, %entropy, %s : tensor<f32>, tensor<1x4x3xf32>, tensor<1x4xf32>, tensor<1x4xf32>, tensor<1x4xf32>
+        } }";
+    fs::write(copy.path("grpo_f32.mlir"), program).unwrap();
+    let entry = |kind: &str, name: &str, dtype: &str| format!("[[{kind}]]\nname = \"{name}\"\ndtype = \"{dtype}\"\n");
+    let entries = [
+        entry("input", "logits", "f32"),
+        entry("input", "ids", "i32"),
+        entry("input", "advantages", "f32"),
+        entry("input", "old_logp", "f32"),
+        entry("input", "cu_seqlens", "i64"),
+        entry("input", "segment_ids", "i32"),
+        entry("input", "token_weights", "f32"),
+    ];
+    let outputs = ["loss", "dlogits", "logp", "entropy", "token_loss"].map(|name| entry("output", name, "f32"));
+    let head = "program = \"grpo_f32.mlir\"\nshape = [1, 4, 3]\nsequences = 3\n[spec]\ntoken_weights = {applies_to = \"policy\"}\n";
+    fs::write(copy.manifest(), format!("{head}{}{}", entries.concat(), outputs.concat())).unwrap();
+    let exported = read(copy.manifest(), cpu_plugins()[0]);
+    let spec = LossSpec { token_weights: Some(TokenWeights { applies_to: Terms::Policy }), ..LossSpec::default() };
+    let problem = |cu_seqlens: &[i64]| Problem {
+        logits: FloatArray::rounded_from(&Array3::zeros((1, 4, 3)), Dtype::F32),
+        ids: arr2(&[[2, 0, 1, 0]]),
+        mask: arr2(&[[true, true, true, false]]),
+        advantages: Advantages::Sequence(Array1::from_iter((1..cu_seqlens.len()).map(|s| s as f64))),
+        old_logp: Some(arr2(&[[-1.0, -2.0, -1.0, 0.0]])),
+        ref_logp: None,
+        extra: Extra {
+            token_weights: Some(Array2::from_shape_fn((cu_seqlens.len() - 1, 1), |(s, _)| 0.5 + s as f64)),
+            sequences: Sequences::Packed(CuSeqlens::new(cu_seqlens).unwrap()),
+            ..Extra::default()
+        },
+    };
+    assert!(exported.takes_packed());
+    let candidate = exported.run(&spec, problem(&[0, 2, 2, 3]), 1).unwrap();
+    assert_eq!(candidate.gradient.row(0, 0), [1.0, 2.0, 3.0]);
+    assert_eq!(candidate.entropy.unwrap().to_f64(), arr2(&[[0.0, 2.0, 2.0, 3.0]]));
+    // The second is empty, and the token behind the last is nobody's.
+    assert_eq!(candidate.token_loss.unwrap().to_f64(), arr2(&[[1.0, 1.0, 3.0, 0.0]]));
+    assert_eq!(candidate.logp.unwrap().to_f64(), arr2(&[[0.5, 0.5, 2.5, 0.0]]));
+
+    let refused = |exported: &Exported, spec: &LossSpec, problem: Problem| {
+        exported.run(spec, problem, 1).unwrap_err().to_string().split_once(' ').expect("its id").1.to_string()
+    };
+    let says =
+        |given, supported| format!("does not support sequences {given}; it supports {supported}, as its manifest says");
+    assert_eq!(refused(&exported, &spec, problem(&[0, 2, 3])), says("2 packed into one row", "3 packed into one row"));
+    let padded = Problem { advantages: Advantages::Sequence(arr1(&[1.0])), ..problem(&[0, 3]) };
+    let extra = Extra { sequences: Sequences::Rows, ..padded.extra.clone() };
+    assert_eq!(refused(&exported, &spec, Problem { extra, ..padded }), says("one a row", "3 packed into one row"));
+    let of_rows =
+        read(Copy::with_manifest("shape = [2, 5, 1031]", "shape = [1, 10, 1031]").manifest(), cpu_plugins()[0]);
+    let packed = full_problem().laid_out(CuSeqlens::of_lengths([4, 6]));
+    assert_eq!(refused(&of_rows, &LossSpec::default(), packed), says("2 packed into one row", "one a row"));
+}
+
+/// The example of packed sequences, on sequences of all lengths; and without its boundaries.
+#[test]
+fn shipped_example_of_packed_sequences_passes_every_gate() {
+    let spec = LossSpec::default();
+    let recipe = Recipe { shape: [4, 5, 131], masked_garbage: true, ..recipe(Regime::Normal, Dtype::F32, 3) };
+    let problem = recipe.problem(&spec).unwrap().laid_out(CuSeqlens::of_lengths([0, 7, 2, 9]));
+    let plugin = cpu_plugins()[0];
+    assert_eq!(failed(&verdicts(&read(PACKED, plugin), &problem)), Vec::<String>::new());
+    let mut other = problem.clone();
+    other.extra.sequences = Sequences::Packed(CuSeqlens::of_lengths([0, 6, 3, 9]));
+    let candidate = run(&read(PACKED, plugin), &other).unwrap();
+    let judged = Known::of(&spec, &problem).unwrap().judge(candidate, &Limits::of("external").unwrap()).unwrap();
+    assert!(judged.failed().any(|verdict| verdict.gate.to_string() == "dlogits"));
+}
+
 #[test]
 fn a_loss_in_a_coarser_dtype_is_judged_by_the_ulp_of_f32() {
     let problem = Recipe { shape: [1, 2, 3], masked_garbage: false, ..recipe(Regime::Normal, Dtype::Bf16, 1) };
@@ -423,6 +506,7 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
     let ref_logp = format!("{old_logp}\n[[input]]\nname = \"ref_logp\"\ndtype = \"f32\"\n");
     let beside = |name: &str| format!("{old_logp}{}", old_logp.replace("old_logp", name));
     let twice = |entry: &str| format!("{entry}\n{entry}");
+    let ends = format!("{old_logp}[[input]]\nname = \"cu_seqlens\"\ndtype = \"i32\"\n");
     let cases: &[(&str, &str, &[&str])] = &[
         ("program = ", "= ", &["line 1", "`= \"grpo_f32.mlir\"`"]),
         ("program = \"grpo_f32.mlir\"\n", "", &["missing field `program`"]),
@@ -468,6 +552,9 @@ fn manifests_that_are_wrong_are_refused_by_file_and_field() {
         (old_logp, &beside("token_weights"), &["input: got an `token_weights`", "no `token_weights`"]),
         (old_logp, &beside("selected"), &["input: got an `selected`", "`selection`"]),
         (old_logp, &beside("bias"), &["input: got an `bias`", "`logits.bias: false`"]),
+        (old_logp, &ends, &["input: got an `cu_seqlens`", "no `sequences`"]),
+        ("shape =", "sequences = 2\nshape =", &["sequences: got 2 in 2 rows", "[1, N, V]"]),
+        ("shape = [2, 5,", "sequences = 2\nshape = [1, 10,", &["input: got no `cu_seqlens`", "or `segment_ids`"]),
         ("[spec", "[spec.logits]\nbias = true\n[spec", &["input: got no `bias`", "`logits.bias: true`"]),
         ("[spec", "[spec.rollout]\nsource = \"given\"\n[spec", &["input: got no `rollout_weights`"]),
         ("[spec", "[spec.token_weights]\n[spec", &["input: got no `token_weights`"]),

@@ -109,11 +109,18 @@ fn a_choice_that_nobody_makes_is_named() {
 }
 
 /// What is written for people.
-const DOCUMENTS: [&str; 6] = [
+const DOCUMENTS: [&str; 12] = [
     "LICENSE-Apache-2.0.txt",
     "LICENSE-GSM8K.txt",
     "README.md",
     "parity/README.md",
+    // How runs of other projects were made.
+    "parity/record/archer.py",
+    "parity/record/areal.py",
+    "parity/record/batch.py",
+    "parity/record/roll.py",
+    "parity/record/trl_rloo.py",
+    "parity/record/verl_bypass.py",
     "tpu/README.md",
     // How the `pallas_*` files were made.
     "tpu/pallas.py",

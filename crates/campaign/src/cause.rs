@@ -13,6 +13,7 @@ use rayon::prelude::*;
 #[cfg(feature = "mutants")]
 use assay_suites::mutants::{BANK, Mutant};
 
+use crate::deck::{Deals, Shapes};
 use crate::kernel::Fault;
 use crate::neighbours::{Computed, computed, neighbours};
 use crate::run::{Bench, Bucket, Campaign, CampaignError, Failing, Kind, SEEDS, keep, reseeded};
@@ -53,13 +54,13 @@ struct Draft<P> {
 /// The causes of what was found, the one with most cases first.
 pub(crate) fn causes<P: Subject>(
     campaign: &Campaign,
+    deals: &dyn Deals<P>,
     found: Found<P>,
     bench: &mut Bench<P>,
-    few_shapes: bool,
 ) -> Result<Vec<schema::Cause>, CampaignError> {
     let mut drafts: Vec<Draft<P>> = Vec::new();
     for (kind, bucket) in found.buckets {
-        let draft = draft(campaign, kind, bucket, found.passing, bench, few_shapes);
+        let draft = draft((campaign, deals), kind, bucket, found.passing, bench);
         match drafts.iter_mut().find(|other| are_one(&other.cause, &draft.cause)) {
             Some(other) => merge(other, draft),
             None => drafts.push(draft),
@@ -68,7 +69,7 @@ pub(crate) fn causes<P: Subject>(
     for draft in &mut drafts {
         if matches!(draft.kind, Kind::Gate(..)) {
             let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
-            (draft.cause.computes, draft.cause.computes_one_of) = computes(campaign, bench, problems);
+            (draft.cause.computes, draft.cause.computes_one_of) = computes((campaign, deals), bench, problems);
         }
     }
     // Who computes another loss does so by every gate.
@@ -106,12 +107,11 @@ fn merge<P>(into: &mut Draft<P>, other: Draft<P>) {
 }
 
 fn draft<P: Subject>(
-    campaign: &Campaign,
+    (campaign, deals): (&Campaign, &dyn Deals<P>),
     kind: Kind,
     bucket: Bucket<P>,
     passing: &[Arc<P>],
     bench: &mut Bench<P>,
-    few_shapes: bool,
 ) -> Draft<P> {
     let Failing { problem, fault, .. } = &bucket.kept[0];
     let mut problem = Arc::clone(problem);
@@ -119,14 +119,14 @@ fn draft<P: Subject>(
     let shrinks =
         matches!(kind, Kind::Gate(..) | Kind::Shape(_)) || matches!(kind, Kind::Fault("raised" | "output", _));
     if campaign.shrink && shrinks {
-        let effort = if few_shapes { Effort::FEW_SHAPES } else { Effort::WHOLE };
+        let effort = if deals.deck().shapes == Shapes::Few { Effort::FEW_SHAPES } else { Effort::WHOLE };
         problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
     }
     let mut cause = schema::Cause {
         gate: kind.name(),
         cases: bucket.cases,
         first: bucket.first.clone(),
-        problem: format!("{} {}", problem.extents_in_words(), problem.dtype()),
+        problem: words(&*problem),
         like: Vec::new(),
         diagnoses: Vec::new(),
         computes: Vec::new(),
@@ -144,7 +144,8 @@ fn draft<P: Subject>(
                 {
                     let cases: Vec<Arc<P>> =
                         bucket.kept.iter().take(NAMING).map(|failing| Arc::clone(&failing.problem)).collect();
-                    cause.like = names(bench, &kind, (&problem, candidate), &cases, passing);
+                    let mutants = crate::power::shown::<P>(bench.spec, deals.deck().packed);
+                    cause.like = names(bench, mutants, &kind, (&problem, candidate), &cases, passing);
                 }
             }
         }
@@ -164,6 +165,12 @@ fn draft<P: Subject>(
     #[cfg(not(feature = "mutants"))]
     let _ = passing;
     Draft { kind, bucket, problem, cause }
+}
+
+/// `1x1x2 bf16`, and how many packed sequences.
+fn words<P: Subject>(problem: &P) -> String {
+    let packed = problem.which_sequences().packed().map(|count| format!(", {count} packed"));
+    format!("{} {}{}", problem.extents_in_words(), problem.dtype(), packed.unwrap_or_default())
 }
 
 /// The verdict on the smallest problem, and what is likely behind it.
@@ -188,7 +195,7 @@ fn explain<P: Subject>(
 /// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell
 /// them apart, and whether they did not.
 fn computes<P: Subject>(
-    campaign: &Campaign,
+    (campaign, deals): (&Campaign, &dyn Deals<P>),
     bench: &mut Bench<P>,
     mut problems: Vec<Arc<P>>,
 ) -> (Vec<Vec<String>>, bool) {
@@ -215,7 +222,7 @@ fn computes<P: Subject>(
             break;
         }
         let Some(index) = telling.next() else { break };
-        problems.extend(first_drawn::<P>(campaign, P::telling(index)).map(Arc::new));
+        problems.extend(first_drawn(campaign, deals, P::telling(index)).map(Arc::new));
     }
     if !asked {
         left.clear();
@@ -225,19 +232,20 @@ fn computes<P: Subject>(
 }
 
 /// The first problem of `recipe` that can be made, of the seeds that are tried.
-fn first_drawn<P: Subject>(campaign: &Campaign, recipe: P::Recipe) -> Option<P> {
-    (0..SEEDS).find_map(|step| P::draw(&reseeded::<P>(recipe.clone(), step), &campaign.spec).ok())
+fn first_drawn<P: Subject>(campaign: &Campaign, deals: &dyn Deals<P>, recipe: P::Recipe) -> Option<P> {
+    (0..SEEDS).find_map(|step| deals.draw(&reseeded::<P>(recipe.clone(), step), &campaign.spec).ok())
 }
 
 /// Problems of a cause that wrong kernels are run on for its names.
 #[cfg(feature = "mutants")]
 const NAMING: usize = 3;
 
-/// The wrong kernels that fail as this one does: by the same gate, with values that are as far off and the same, on every one of
+/// Of `mutants` those that fail as this one does: by the same gate, with values that are as far off and the same, on every one of
 /// the cause's problems; and that pass where it passes.
 #[cfg(feature = "mutants")]
 fn names<P: Subject>(
     bench: &mut Bench<P>,
+    mutants: Vec<&'static Mutant>,
     kind: &Kind,
     smallest: (&Arc<P>, Candidate<P::Gradient>),
     cases: &[Arc<P>],
@@ -260,6 +268,5 @@ fn names<P: Subject>(
             .all(|(known, candidate)| crate::power::fails_alike(known, candidate, mutant, kind, &bench.limits))
             && passing.iter().all(|known| crate::power::passes(known, mutant, &bench.limits))
     };
-    let candidates: Vec<&Mutant> = BANK.iter().filter(|mutant| crate::power::shows::<P>(mutant, bench.spec)).collect();
-    candidates.into_par_iter().filter(is_alike).map(crate::power::named).collect()
+    mutants.into_par_iter().filter(is_alike).map(crate::power::named).collect()
 }

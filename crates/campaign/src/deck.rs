@@ -4,10 +4,11 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use assay_core::problem::{Dtype, Extents, HeadLayout, HeadProblem, Problem};
-use assay_judge::generate::{HeadRecipe, Recipe, Regime};
+use assay_core::problem::{CuSeqlens, Dtype, Extents, HeadLayout, HeadProblem, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 
-use crate::subject::Subject;
+use crate::subject::{Dealt, Subject};
 
 /// Around the tiles of vector units and GPU blocks, primes, one column, one token, many rows.
 const DIRECTED_SHAPES: [[usize; 3]; 12] = [
@@ -28,11 +29,33 @@ const DIRECTED_SHAPES: [[usize; 3]; 12] = [
 /// For kernels that are compiled for each shape.
 pub const FEW_SHAPES: [[usize; 3]; 4] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031]];
 
+/// The same of packed sequences, `[S,N/S,V]`: also rows longer than a tile of tokens, many sequences, and as many as there are tokens.
+const PACKED_SHAPES: [[usize; 3]; 12] = [
+    [4, 7, 257],
+    [3, 89, 8],
+    [4, 4, 1031],
+    [3, 3, 4099],
+    [9, 7, 32],
+    [4, 5, 127],
+    [4, 5, 129],
+    [3, 2, 1024],
+    [3, 2, 2049],
+    [16, 3, 37],
+    [3, 2, 2],
+    [8, 1, 131],
+];
+
+/// The same of packed sequences.
+const FEW_PACKED_SHAPES: [[usize; 3]; 4] = [[4, 7, 257], [3, 3, 4099], [9, 7, 32], [4, 4, 1031]];
+
 /// More rows than a grid's second axis counts.
 const MANY_ROWS: [usize; 3] = [16, 4_097, 8];
 
 /// Qwen's vocabulary.
 const WIDE: [usize; 3] = [1, 3, 151_936];
+
+/// The same of packed sequences, of which one is most often empty.
+const WIDE_PACKED: [usize; 3] = [3, 1, 151_936];
 
 /// Elements of a problem that is drawn at random.
 const RANDOM_ELEMENTS: usize = 1 << 14;
@@ -90,6 +113,9 @@ pub struct Deck {
     pub wide: u64,
     /// Seed of every draw.
     pub seed: u64,
+    /// Whether the `B` sequences of a shape lie in one row of `B·T` tokens, of lengths that differ.
+    #[serde(default)]
+    pub packed: bool,
 }
 
 impl Default for Deck {
@@ -102,6 +128,7 @@ impl Default for Deck {
             cases: 200,
             wide: 1,
             seed: 0,
+            packed: false,
         }
     }
 }
@@ -130,13 +157,16 @@ impl Deck {
             masked_garbage: false,
         };
         let wide = index >= self.cases.saturating_sub(self.wide);
+        let of = |padded: [usize; 3], packed: [usize; 3]| if self.packed { packed } else { padded };
         recipe.shape = match &self.shapes {
             Shapes::Given(shapes) => shapes[at(shapes.len())],
-            _ if wide => WIDE,
-            Shapes::Few => FEW_SHAPES[at(FEW_SHAPES.len())],
-            Shapes::Many if index < directed => DIRECTED_SHAPES[at(DIRECTED_SHAPES.len())],
+            _ if wide => of(WIDE, WIDE_PACKED),
+            Shapes::Few => of(FEW_SHAPES[at(FEW_SHAPES.len())], FEW_PACKED_SHAPES[at(FEW_PACKED_SHAPES.len())]),
+            Shapes::Many if index < directed => {
+                of(DIRECTED_SHAPES[at(DIRECTED_SHAPES.len())], PACKED_SHAPES[at(PACKED_SHAPES.len())])
+            }
             Shapes::Many if index == directed + 1 => MANY_ROWS,
-            Shapes::Many => random_shape(&mut rng),
+            Shapes::Many => random_shape(&mut rng, if self.packed { 8 } else { 4 }),
         };
         if index == directed {
             // Ratios beyond f32.
@@ -149,7 +179,8 @@ impl Deck {
     }
 }
 
-fn random_shape(rng: &mut ChaCha8Rng) -> [usize; 3] {
+/// Of at most so many sequences.
+fn random_shape(rng: &mut ChaCha8Rng, sequences: usize) -> [usize; 3] {
     let vocab = match rng.random_range(0..4) {
         0 => rng.random_range(2..40),
         1 => (1_usize << rng.random_range(5..12)) + rng.random_range(0..3) - 1,
@@ -157,8 +188,26 @@ fn random_shape(rng: &mut ChaCha8Rng) -> [usize; 3] {
         _ => rng.random_range(40..2500),
     };
     let rows = (RANDOM_ELEMENTS / vocab).max(1);
-    let batch = rng.random_range(1..=4.min(rows));
+    let batch = rng.random_range(1..=sequences.min(rows));
     [batch, rng.random_range(1..=12.min((rows / batch).max(1))), vocab]
+}
+
+/// Where so many sequences lie in a row of so many tokens: cut anywhere, in half of the draws one more of them without a token, and
+/// in two of three with tokens behind the last.
+fn cu_seqlens(seed: u64, [sequences, tokens]: [usize; 2]) -> CuSeqlens {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    // Draws of their own: the problem is that of its recipe, cut otherwise.
+    rng.set_stream(2);
+    let behind = if rng.random_range(0..3) > 0 { rng.random_range(0..=tokens / 4) } else { 0 };
+    let end = tokens - behind;
+    let mut ends: Vec<usize> = (1..sequences).map(|_| rng.random_range(0..=end)).chain([end]).collect();
+    ends.sort_unstable();
+    if sequences > 1 && rng.random_bool(0.5) {
+        let empty = rng.random_range(1..sequences);
+        ends[empty - 1] = ends[empty];
+    }
+    let starts = std::iter::once(0).chain(ends.iter().copied());
+    CuSeqlens::of_lengths(ends.iter().zip(starts).map(|(end, start)| end - start))
 }
 
 /// The deck of a kind of problem, by number.
@@ -168,6 +217,21 @@ pub trait Deals<P: Subject> {
 
     /// What both kinds have.
     fn deck(&self) -> &Deck;
+
+    /// The problem of a recipe, packed where those of the deck are.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    fn draw(&self, recipe: &P::Recipe, spec: &LossSpec) -> Result<P, RecipeError> {
+        let problem = P::draw(recipe, spec)?;
+        let Recipe { shape: [batch, tokens, _], seed, .. } = *recipe.of_logits();
+        Ok(if self.deck().packed { problem.laid_out(cu_seqlens(seed, [batch, batch * tokens])) } else { problem })
+    }
+
+    /// The problem of a recipe in a few words.
+    fn label(&self, recipe: &P::Recipe) -> String {
+        recipe.label() + if self.deck().packed { ", packed" } else { "" }
+    }
 }
 
 impl Deals<Problem> for Deck {

@@ -32,9 +32,9 @@ const WIDE: Range<usize> = 1 << 18..1 << 20;
 /// How far from the judged kernel's value a wrong kernel's may be to be the same, in units of how far both are off.
 const ALIKE: f64 = 0.05;
 
-/// Whether a mutant is one of such problems, and of what the loss has, at all.
-pub(crate) fn shows<P: Subject>(mutant: &Mutant, spec: &LossSpec) -> bool {
-    P::is_of(mutant.class) && mutant.class.is_reached(spec)
+/// The mutants that are of such problems, packed or not, and of what the loss has, at all.
+pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
+    BANK.iter().filter(|mutant| P::is_of(mutant.class, packed) && mutant.class.is_reached(spec)).collect()
 }
 
 /// What a mutant returns, with its verdicts; `None` where it does not compute that.
@@ -186,13 +186,13 @@ pub(crate) fn power<P: Subject>(
     outputs: &[&'static str],
 ) -> Result<Option<schema::Power>, CampaignError> {
     let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
-    let mutants: Vec<&Mutant> = BANK.iter().filter(|mutant| shows::<P>(mutant, spec)).collect();
+    let mutants = shown::<P>(spec, deals.deck().packed);
     let mut fates = vec![Fate::NotExercised; mutants.len()];
     let mut cases = 0;
     for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
         let recipes = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
         let recipes = recipes.filter(|recipe| sizes.contains(&recipe.of_logits().shape.iter().product())).take(most);
-        let problems = recipes.map(|recipe| Ok((recipe.label(), P::draw(&recipe, spec)?)));
+        let problems = recipes.map(|recipe| Ok((deals.label(&recipe), deals.draw(&recipe, spec)?)));
         let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
         let mut trials = Vec::new();
         for (label, problem) in &problems {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use assay_core::problem::{Candidate, HeadProblem, Problem};
+use assay_core::problem::{Candidate, HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::Preset;
 use assay_fixture::{FixtureError, ProblemFile, write_problem};
@@ -347,7 +347,7 @@ impl Campaign {
             skipped: BTreeMap::new(),
             coverage: schema::Coverage::default(),
         };
-        round.repros(progress)?;
+        round.repros(deals, progress)?;
         for index in 0..deals.deck().cases {
             if round.is_over() {
                 break;
@@ -360,9 +360,12 @@ impl Campaign {
     }
 
     fn check(&self, deck: &Deck) -> Result<(), CampaignError> {
-        let Deck { dtypes, shapes, regimes, cases, .. } = deck;
+        let Deck { dtypes, shapes, regimes, cases, packed, .. } = deck;
         let empty = |field, given: &str, expected| Err(CampaignError::Empty { field, given: given.into(), expected });
         self.spec.check().map_err(|reason| RecipeError::Problem(reason.into()))?;
+        if *packed {
+            self.spec.expect_no_width().map_err(|field| RecipeError::Problem(ProblemError::NoWidth { field }))?;
+        }
         match () {
             () if *cases == 0 => return empty("cases", "0", "at least one problem"),
             () if dtypes.is_empty() => return empty("dtypes", "none", "one of f32, bf16 and f16"),
@@ -408,7 +411,7 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// Problems that failed before.
-    fn repros(&mut self, progress: &mut dyn FnMut(Progress)) -> Result<(), CampaignError> {
+    fn repros(&mut self, deals: &dyn Deals<P>, progress: &mut dyn FnMut(Progress)) -> Result<(), CampaignError> {
         let Some(folder) = &self.campaign.repros else { return Ok(()) };
         for path in files(folder)? {
             if self.is_over() {
@@ -422,11 +425,12 @@ impl<P: Subject> Round<'_, P> {
                 .is_some_and(|spec| spec == self.campaign.spec);
             let old_logp = file.old_logp_names().first().copied();
             let problem = if of_this_spec { P::read(&file, old_logp)? } else { None };
-            if let Some(problem) = problem {
+            let as_dealt = |problem: &P| problem.which_sequences().packed().is_some() == deals.deck().packed;
+            if let Some(problem) = problem.filter(as_dealt) {
                 // What failed once is tried, whatever it has in it.
                 let _ = self.examine(path.display().to_string(), problem, None);
                 let (tried, failed) = (self.tried, self.failed);
-                progress(Progress { tried, cases: self.campaign.deck.cases, failed });
+                progress(Progress { tried, cases: deals.deck().cases, failed });
             }
         }
         Ok(())
@@ -436,9 +440,9 @@ impl<P: Subject> Round<'_, P> {
     fn deal(&mut self, deals: &dyn Deals<P>, index: u64) -> Result<(), CampaignError> {
         for step in 0..SEEDS {
             let recipe = reseeded::<P>(deals.deal(index), step);
-            let problem = P::draw(&recipe, &self.campaign.spec)?;
-            let again = (self.campaign.repeats && index.is_multiple_of(TWICE)).then_some(&recipe);
-            if self.examine(recipe.label(), problem, again) {
+            let problem = deals.draw(&recipe, &self.campaign.spec)?;
+            let again = (self.campaign.repeats && index.is_multiple_of(TWICE)).then_some((deals, &recipe));
+            if self.examine(deals.label(&recipe), problem, again) {
                 return Ok(());
             }
         }
@@ -448,7 +452,7 @@ impl<P: Subject> Round<'_, P> {
 
     /// One problem; where there is a recipe, the kernel is asked twice, and then something else in the same memory. Whether
     /// there was anything to see: a problem without a gradient is not tried.
-    fn examine(&mut self, label: String, problem: P, again: Option<&P::Recipe>) -> bool {
+    fn examine(&mut self, label: String, problem: P, again: Option<(&dyn Deals<P>, &P::Recipe)>) -> bool {
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
         let known = match Known::of(spec, &*problem) {
@@ -488,8 +492,8 @@ impl<P: Subject> Round<'_, P> {
         }
         drop(known);
         let mut kinds = self.waived(kinds);
-        if let (true, Some(recipe)) = (kinds.is_empty(), again) {
-            kinds = match self.once_more(&problem, recipe) {
+        if let (true, Some((deals, recipe))) = (kinds.is_empty(), again) {
+            kinds = match self.once_more(&problem, deals, recipe) {
                 Ok(kinds) => kinds,
                 Err(Fault::Unsupported(_)) => Vec::new(),
                 Err(Fault::Interrupted) => {
@@ -512,14 +516,14 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// A second call, and one with other content in the same memory.
-    fn once_more(&mut self, problem: &Arc<P>, recipe: &P::Recipe) -> Result<Vec<Kind>, Fault> {
+    fn once_more(&mut self, problem: &Arc<P>, deals: &dyn Deals<P>, recipe: &P::Recipe) -> Result<Vec<Kind>, Fault> {
         let [first, second] = [self.bench.candidate(problem)?, self.bench.candidate(problem)?];
         if !same_bits(&first, &second) {
             return Ok(vec![Kind::OtherBits]);
         }
         let mut other = recipe.clone();
         other.of_logits_mut().seed ^= 1 << 63;
-        let Ok(other) = P::draw(&other, self.bench.spec) else { return Ok(Vec::new()) };
+        let Ok(other) = deals.draw(&other, self.bench.spec) else { return Ok(Vec::new()) };
         let alone = Arc::new(other.clone());
         let before = Arc::new((**problem).clone());
         self.bench.candidate(&before)?;
@@ -560,8 +564,7 @@ impl<P: Subject> Round<'_, P> {
     fn finish(mut self, deals: &dyn Deals<P>) -> Result<schema::Campaign, CampaignError> {
         let campaign = self.campaign;
         let found = Found { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
-        let few = deals.deck().shapes == Shapes::Few;
-        let causes = cause::causes(campaign, found, &mut self.bench, few)?;
+        let causes = cause::causes(campaign, deals, found, &mut self.bench)?;
         let (allowed, causes): (Vec<_>, Vec<_>) =
             causes.into_iter().partition(|cause| campaign.allow.iter().any(|name| cause::is_called(cause, name)));
         let power = self.power(deals)?;
@@ -571,6 +574,7 @@ impl<P: Subject> Round<'_, P> {
             spec: campaign.spec.describe(),
             grade: campaign.grade,
             seed: deals.deck().seed,
+            packed: deals.deck().packed,
             cases: deals.deck().cases,
             tried: self.tried,
             failed: self.failed,
@@ -617,7 +621,7 @@ pub fn dealt<P: Subject>(
 ) -> Result<Option<(P::Recipe, P)>, RecipeError> {
     for step in 0..SEEDS {
         let recipe = reseeded::<P>(deals.deal(index), step);
-        let problem = P::draw(&recipe, spec)?;
+        let problem = deals.draw(&recipe, spec)?;
         let mut coverage = schema::Coverage::default();
         cover(&mut coverage, P::on_logits(&problem.evaluate(spec).map_err(RecipeError::Problem)?));
         if coverage.with_gradient > 0 {
@@ -637,9 +641,9 @@ pub(crate) fn reseeded<P: Subject>(mut recipe: P::Recipe, step: u64) -> P::Recip
 /// Adds what a problem has in it.
 fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
     let shape = reference.shape();
-    for b in 0..shape.batch {
+    for sequence in reference.problem().sequences() {
         let mut empty = true;
-        for t in 0..shape.tokens {
+        for (b, t) in sequence.places() {
             let Some(token) = reference.token(b, t) else { continue };
             empty = false;
             coverage.tokens += 1;
@@ -672,7 +676,8 @@ pub(crate) fn keep<P: Subject>(
     let spec = serde_json::to_string(spec).expect("plain data has a JSON form");
     let [batch, tokens, vocab] = problem.extents();
     let stem: String = name.chars().map(word).collect();
-    let path = folder.join(format!("{stem}-{batch}x{tokens}x{vocab}-{}.safetensors", problem.dtype()));
+    let packed = if problem.which_sequences().packed().is_some() { "-packed" } else { "" };
+    let path = folder.join(format!("{stem}-{batch}x{tokens}x{vocab}-{}{packed}.safetensors", problem.dtype()));
     write_problem(&path, problem, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
     Ok(path)
 }

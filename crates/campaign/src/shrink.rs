@@ -78,7 +78,7 @@ impl<P: Subject> Shrinker<'_, P> {
         for axis in axes {
             let mut size = usize::MAX;
             while size > 0 && !self.is_spent() {
-                let mut whole = Part::whole(self.problem.extents());
+                let mut whole = self.problem.whole();
                 let length = axis(&mut whole).len();
                 size = size.min(length / 2);
                 // From the end, so that what is left keeps its place.

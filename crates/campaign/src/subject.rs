@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{
-    Candidate, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadLayout, HeadProblem,
-    Part, Problem, Projection,
+    Candidate, CuSeqlens, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadLayout,
+    HeadProblem, Part, Problem, Projection,
 };
 use assay_core::spec::LossSpec;
 use assay_fixture::{FixtureError, ProblemFile, StoredProblem};
@@ -42,9 +42,19 @@ pub trait Subject: Judgeable + StoredProblem {
     /// clip.
     fn telling(index: u64) -> Self::Recipe;
 
-    /// Whether a wrong kernel of this class is one of such problems, on one device.
+    /// Whether a wrong kernel of this class is one of such problems, packed or not, on one device.
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class) -> bool;
+    fn is_of(class: Class, packed: bool) -> bool;
+
+    /// Its tokens in one row, of which `cu_seqlens` makes as many sequences as it has.
+    #[must_use]
+    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self;
+
+    /// All of it.
+    fn whole(&self) -> Part {
+        let [batch, tokens, vocab] = self.extents();
+        Part::whole([self.which_sequences().count(batch), tokens, vocab])
+    }
 
     /// Its tokens, whatever their logits are.
     #[must_use]
@@ -54,7 +64,7 @@ pub trait Subject: Judgeable + StoredProblem {
     #[must_use]
     fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self;
 
-    /// A part of it; hidden units are all kept.
+    /// A part of it, packed if it is; hidden units are all kept.
     #[must_use]
     fn part(&self, part: &Part) -> Self;
 
@@ -171,8 +181,12 @@ impl Subject for Problem {
     }
 
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class) -> bool {
-        !class.of_heads() && !matches!(class, Class::Devices | Class::Packing)
+    fn is_of(class: Class, packed: bool) -> bool {
+        !class.of_heads() && class != Class::Devices && (packed || class != Class::Packing)
+    }
+
+    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
+        self.laid_out(cu_seqlens)
     }
 
     fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
@@ -244,8 +258,12 @@ impl Subject for HeadProblem {
     }
 
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class) -> bool {
-        !matches!(class, Class::HeadDevices | Class::Devices | Class::Packing)
+    fn is_of(class: Class, packed: bool) -> bool {
+        !matches!(class, Class::HeadDevices | Class::Devices) && (packed || class != Class::Packing)
+    }
+
+    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
+        self.laid_out(cu_seqlens)
     }
 
     fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {

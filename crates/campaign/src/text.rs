@@ -31,9 +31,12 @@ pub fn text(campaign: &Campaign) -> String {
 
 /// `PASS  k: 200 problems, …`
 fn total(campaign: &Campaign) -> String {
-    let Campaign { passed, kernel, grade, seed, tried, failed, causes, allowed, seconds, coverage, .. } = campaign;
+    let Campaign { passed, kernel, grade, seed, packed, tried, failed, causes, allowed, seconds, coverage, .. } =
+        campaign;
     let verdict = if *passed { "PASS" } else { "FAIL" };
-    let mut line = format!("{verdict}  {kernel}: {tried} problems at grade {grade}, seed {seed}, {failed} failed");
+    let packed = if *packed { " packed" } else { "" };
+    let mut line =
+        format!("{verdict}  {kernel}: {tried}{packed} problems at grade {grade}, seed {seed}, {failed} failed");
     if !causes.is_empty() {
         let _ = write!(line, " by {} {}", causes.len(), if causes.len() == 1 { "cause" } else { "causes" });
     }
@@ -99,7 +102,7 @@ pub fn covered(coverage: &Coverage) -> String {
     let Coverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
     format!(
         "{tokens} tokens that count, {with_gradient} with a gradient, {} clipped low and {} high, {} with A > 0 and {} with \
-         A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} rows without a token",
+         A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} sequences without a token",
         clipped[0], clipped[1], advantages[0], advantages[1], first_and_last_tile[0], first_and_last_tile[1],
     )
 }

@@ -104,7 +104,7 @@ fn two_pass_operands<'n>(structure: Structure, numbers: &'n [&'static str]) -> V
     let by_token = structure.temperature == Temperature::Given;
     let numbers: Option<Label> = match *numbers {
         [] => None,
-        [name] => Some((name, &[])),
+        [name] if structure.transform.is_none() => Some((name, &[])),
         _ => Some(("softmax_numbers", numbers)),
     };
     let rates = by_token.then_some((Input::Rate.name(), &[][..]));

@@ -12,12 +12,13 @@ impl Part for Campaign {
     }
 
     fn summary(&self) -> String {
-        let Self { kernel, tried, failed, grade, seed, causes, .. } = self;
+        let Self { kernel, tried, failed, grade, seed, packed, causes, .. } = self;
+        let packed = if *packed { " packed" } else { "" };
         let causes = match causes.len() {
             1 => "1 cause".to_string(),
             n => format!("{n} causes"),
         };
-        format!("{kernel}: {tried} problems at grade {grade}, seed {seed}, {failed} failed by {causes}")
+        format!("{kernel}: {tried}{packed} problems at grade {grade}, seed {seed}, {failed} failed by {causes}")
     }
 
     fn body(&self) -> Markup {
@@ -75,7 +76,7 @@ fn covered(coverage: &Coverage) -> Markup {
         ("with A < 0", advantages[1]),
         ("targets in the first tile of columns", first_and_last_tile[0]),
         ("targets in the last", first_and_last_tile[1]),
-        ("rows without a token", *empty_rows),
+        ("sequences without a token", *empty_rows),
     ];
     html! {
         details {

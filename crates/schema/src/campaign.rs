@@ -17,6 +17,9 @@ pub struct Campaign {
     pub grade: Grade,
     /// Of the deck.
     pub seed: u64,
+    /// Whether the sequences of each problem lay in one row.
+    #[serde(default)]
+    pub packed: bool,
     /// Problems that were to be tried.
     pub cases: u64,
     /// Problems that were judged, or should have been.

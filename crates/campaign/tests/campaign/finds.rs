@@ -35,7 +35,7 @@ fn causes_of(name: &str, spec: LossSpec) -> Vec<Cause> {
 }
 
 /// A kernel that does as a function says.
-struct Does<F>(F);
+pub(crate) struct Does<F>(pub(crate) F);
 
 impl<F: FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>> Kernel for Does<F> {
     fn answer(
@@ -49,7 +49,7 @@ impl<F: FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>> Kernel for 
     }
 }
 
-fn right(spec: &LossSpec, problem: &Problem) -> Candidate {
+pub(crate) fn right(spec: &LossSpec, problem: &Problem) -> Candidate {
     use assay_core::implementation::Implementation;
     Native::default().run(spec, problem.clone(), 1).unwrap()
 }

@@ -2,4 +2,5 @@
 
 mod computes;
 mod finds;
+mod packed;
 mod select;

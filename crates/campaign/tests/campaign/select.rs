@@ -2,7 +2,7 @@
 
 use ndarray::{Array2, Array3, arr1, arr2};
 
-use assay_core::problem::{Advantages, Extra, HeadLayout, Part, Problem, Projection};
+use assay_core::problem::{Advantages, CuSeqlens, Extra, HeadLayout, Part, Problem, Projection, Sequences};
 use assay_core::spec::LossSpec;
 
 fn problem() -> Problem {
@@ -27,6 +27,28 @@ fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
     assert_eq!(selected.advantages, Advantages::Sequence(arr1(&[2.0])));
     assert_eq!(selected.old_logp, Some(arr2(&[[3.0, 5.0]])));
     assert_eq!(selected.extra.rollout_weights, Some(arr2(&[[8.0]])));
+}
+
+/// Sequences of 2, 0 and 3 tokens, and one token behind them.
+#[test]
+fn part_of_a_packed_problem_stays_packed() {
+    let mut packed = problem().laid_out(CuSeqlens::of_lengths([2, 3]));
+    packed.extra.sequences = Sequences::Packed(CuSeqlens::of_lengths([2, 0, 3]));
+    packed.advantages = Advantages::Sequence(arr1(&[1.0, 2.0, 3.0]));
+    packed.extra.rollout_weights = Some(arr2(&[[7.0], [8.0], [9.0]]));
+    let part = Part { batch: vec![1, 2], tokens: vec![0, 1, 3, 4, 5], columns: vec![0, 1, 2, 3] };
+    let selected = packed.select(&part);
+    assert_eq!(selected.extra.sequences, Sequences::Packed(CuSeqlens::of_lengths([0, 2])));
+    assert_eq!(selected.advantages, Advantages::Sequence(arr1(&[2.0, 3.0])));
+    assert_eq!(selected.extra.rollout_weights, Some(arr2(&[[8.0], [9.0]])));
+    assert_eq!(selected.old_logp, Some(arr2(&[[3.0, 4.0, 5.0]])));
+    assert_eq!(selected.logits.row(0, 0), [100.0, 101.0, 102.0, 103.0]);
+    assert_eq!(
+        (selected.mask.clone(), selected.check(&LossSpec::default()).is_ok()),
+        (arr2(&[[true, false, false]]), true)
+    );
+    let whole = packed.select(&Part::whole([3, 6, 4]));
+    assert_eq!((whole.extra, whole.advantages, whole.mask), (packed.extra, packed.advantages, packed.mask));
 }
 
 #[test]

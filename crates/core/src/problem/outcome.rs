@@ -153,8 +153,8 @@ impl Candidate {
     /// Where there is no part, or one is of another width.
     #[must_use]
     pub fn of_parts(sequences: &Sequences, parts: &[Self]) -> Self {
-        let axis = Axis(usize::from(sequences.packed().is_some()));
         type PerToken = Option<FloatArray<Ix2>>;
+        let axis = Axis(usize::from(sequences.packed().is_some()));
         let per_token = |of: fn(&Self) -> &PerToken| {
             let all: Option<Vec<&FloatArray<Ix2>>> = parts.iter().map(|part| of(part).as_ref()).collect();
             all.map(|all| joined(axis, &all))

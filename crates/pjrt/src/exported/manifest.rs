@@ -25,6 +25,8 @@ pub(super) struct Manifest {
     program: PathBuf,
     /// `[B, T, V]`.
     shape: [usize; 3],
+    /// How many sequences are packed into the one row; each row is one where it does not say.
+    pub(super) sequences: Option<usize>,
     #[serde(default = "one_device")]
     pub(super) devices: usize,
     #[serde(default)]
@@ -93,10 +95,12 @@ pub(super) enum InputName {
     Selected,
     Bias,
     Temperature,
+    CuSeqlens,
+    SegmentIds,
 }
 
 impl InputName {
-    const ALL: [InputName; 12] = [
+    const ALL: [InputName; 14] = [
         InputName::Logits,
         InputName::Ids,
         InputName::Mask,
@@ -109,6 +113,8 @@ impl InputName {
         InputName::Selected,
         InputName::Bias,
         InputName::Temperature,
+        InputName::CuSeqlens,
+        InputName::SegmentIds,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -125,6 +131,8 @@ impl InputName {
             InputName::Selected => "selected",
             InputName::Bias => "bias",
             InputName::Temperature => "temperature",
+            InputName::CuSeqlens => "cu_seqlens",
+            InputName::SegmentIds => "segment_ids",
         }
     }
 }
@@ -212,7 +220,15 @@ impl Manifest {
         if self.devices == 0 {
             return invalid("devices", &self.devices, "at least 1");
         }
+        if self.sequences.is_some_and(|sequences| sequences == 0 || self.shape().batch != 1) {
+            let given = format!("{} in {} rows", self.sequences.unwrap_or(0), self.shape().batch);
+            return invalid("sequences", &given, "at least 1, packed into one row: a `shape` of [1, N, V]");
+        }
         self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
+        if let (Some(_), Err(field)) = (self.sequences, self.spec.expect_no_width()) {
+            let expected = "a number ≥ 1, since packed sequences have no padded width";
+            return invalid(&format!("spec.{field}"), &"none", expected);
+        }
         if self.spec.dentropy {
             return invalid("spec.dentropy", &true, "false: programs are given no cotangent of the entropy");
         }
@@ -264,7 +280,14 @@ impl Manifest {
     pub(super) fn axes(&self, name: InputName) -> &'static [Cut] {
         match name {
             InputName::Logits => &Cut::ALL,
-            InputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => &Cut::ALL[..1],
+            InputName::CuSeqlens => &[],
+            InputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => {
+                if self.sequences.is_some() {
+                    &[]
+                } else {
+                    &Cut::ALL[..1]
+                }
+            }
             InputName::Bias => &Cut::ALL[2..],
             _ => &Cut::ALL[..2],
         }
@@ -279,6 +302,11 @@ impl Manifest {
                 DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
                 _ => Err("i32 or i64"),
             },
+            InputName::CuSeqlens | InputName::SegmentIds => match input.dtype {
+                DeviceDtype::I32 if i32::try_from(self.shape().tokens).is_err() => Err("i64, as N is beyond i32"),
+                DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
+                _ => Err("i32 or i64"),
+            },
             _ if input.dtype.is_float() => Ok(()),
             _ => Err("f64, f32, bf16 or f16"),
         }
@@ -289,7 +317,14 @@ impl Manifest {
     fn expects(&self, name: InputName, listed: bool) -> Result<(), &'static str> {
         let spec = &self.spec;
         let (old_logp, kl) = (spec.reads_old_logp(), spec.kl.is_some());
+        let has = |name: InputName| self.inputs.iter().any(|input| input.name == name);
         match (name, listed) {
+            (InputName::CuSeqlens, false) if self.sequences.is_some() && !has(InputName::SegmentIds) => {
+                Err("it or `segment_ids`, as the manifest has `sequences`")
+            }
+            (InputName::CuSeqlens | InputName::SegmentIds, true) if self.sequences.is_none() => {
+                Err("none, as the manifest has no `sequences`, which are packed into one row")
+            }
             (InputName::Logits | InputName::Ids | InputName::Advantages, false) => {
                 Err("at least `logits`, `ids` and `advantages`")
             }

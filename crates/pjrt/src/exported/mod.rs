@@ -34,6 +34,7 @@
 //! | `selected`, with TOPR by `selected`, or KL-Cov or Clip-Cov without a `selection` | `[B,T]`, 0 or 1 | any |
 //! | `bias`, with `logits.bias` | `[V]` | f64, f32, bf16, f16 |
 //! | `temperature`, with `temperature: given` | `[B,T]`, one a sequence repeated | the same |
+//! | `cu_seqlens` or `segment_ids` or both, with `sequences = S` | `[S+1]`; `[1,N]`, 0 behind the last | i32, i64 |
 //!
 //! | output | shape | dtype |
 //! |---|---|---|
@@ -44,6 +45,8 @@
 //! A program for several devices is one that XLA partitions, as `jax.export` writes it, or with `devices_are = "replicas"` what each of them
 //! runs. Inputs and outputs are whole on every device, or say `cut = "B"`, `"T"` or `"V"`: along that axis device `d` of `n` has the part `d`
 //! of `n` equal ones. What is whole must be the same on all devices.
+//!
+//! Packed sequences are as many as `sequences` says; advantages of sequences are then `[S]`.
 //!
 //! Values go in as the problem holds them, whatever stands under the mask included; floats are rounded to the input's
 //! dtype, to nearest even. An id beyond i32, which only a masked token can have, becomes the nearest i32.
@@ -66,7 +69,7 @@ use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{
     BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
 };
-use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Float, FloatArray, Problem, Shape};
+use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Float, FloatArray, Problem, Sequences, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
 use manifest::{Cut, DevicesAre, Input, InputName, Manifest, Output, OutputName, read_program};
@@ -262,13 +265,26 @@ fn upload(
                 InputName::TokenWeights => token_weights,
                 _ => temperature,
             };
-            let of_tokens =
-                given.as_ref().expect(CHECKED).broadcast(problem.ids.dim()).expect("checked: [B,T] or [B,1]");
+            let given = given.as_ref().expect(CHECKED);
+            let of_tokens = if given.dim() == problem.ids.dim() {
+                given.clone()
+            } else {
+                problem.extra.sequences.spread(problem.ids.dim(), &given.column(0).to_vec())
+            };
             send(per_token, &numbers(of_tokens.iter().copied(), dtype))
         }
         InputName::Selected => {
             let selected = problem.extra.selected.as_ref().expect(CHECKED).iter();
             send(per_token, &numbers(selected.map(|&selected| f64::from(selected)), dtype))
+        }
+        InputName::CuSeqlens => {
+            let Sequences::Packed(cu_seqlens) = &problem.extra.sequences else { unreachable!("checked: packed") };
+            let ends = cu_seqlens.values();
+            send(ends.shape(), &ids(ends.iter().map(|&end| end as i64), dtype))
+        }
+        InputName::SegmentIds => {
+            let number = |at| problem.extra.sequences.owner(at).map_or(0, |sequence| sequence as i64 + 1);
+            send(per_token, &ids(problem.ids.indexed_iter().map(|(at, _)| number(at)), dtype))
         }
         InputName::Bias => {
             let bias = problem.extra.bias.as_ref().expect(CHECKED);
@@ -353,6 +369,20 @@ impl Implementation for Exported {
         let fields = |spec: &LossSpec| serde_json::to_value(spec).expect("plain data");
         if let Some((path, given, supported)) = difference("", &fields(spec), &fields(&self.manifest.spec)) {
             return Err(self.unsupported("spec field", format!("`{path}` = {given}"), supported));
+        }
+        Ok(())
+    }
+
+    fn takes_packed(&self) -> bool {
+        self.manifest.sequences.is_some()
+    }
+
+    fn supports_given(&self, spec: &LossSpec, given: Given, devices: usize) -> Result<(), Unsupported> {
+        self.supports(spec, given.shape, given.dtype, devices)?;
+        let words =
+            |packed: Option<usize>| packed.map_or("one a row".into(), |count| format!("{count} packed into one row"));
+        if given.packed != self.manifest.sequences {
+            return Err(self.unsupported("sequences", words(given.packed), words(self.manifest.sequences)));
         }
         Ok(())
     }

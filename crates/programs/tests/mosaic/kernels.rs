@@ -5,7 +5,7 @@ use crate::common::batch::{Batch, plain, token_by_token};
 use crate::common::{PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, number, per_token, target_bias};
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem, Shape};
 use assay_core::spec::{
-    Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, Support, TemperatureDivides,
+    Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, Support, Temperature, TemperatureDivides,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -344,7 +344,7 @@ fn all_outputs_text_of_changed_logits_match_reference() {
     let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     let specs = [
-        LossSpec { logits: capped.clone(), ..LossSpec::default() },
+        LossSpec { logits: capped.clone(), temperature: Temperature::Given, ..LossSpec::default() },
         LossSpec { logits: capped, support: of_first.clone(), ..two },
         LossSpec { logits: turned, support: of_first, ..bonus },
     ];
@@ -438,8 +438,8 @@ fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
 
 #[test]
 fn logp_and_entropy_text_by_given_cotangents_match_reference() {
-    for (seed, entropy) in [(1, true), (2, false)] {
-        let spec = LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(entropy) };
+    for (seed, entropy, temperature) in [(1, true, Temperature::Given), (2, false, 0.7.into())] {
+        let spec = LossSpec { temperature, ..LossSpec::of_cotangents(entropy) };
         for (dtype, regime) in
             [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
         {

@@ -7,7 +7,7 @@ use crate::common::{
 };
 use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
-    LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Support, TemperatureDivides,
+    LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Support, Temperature, TemperatureDivides,
 };
 use assay_fixture::ProblemFile;
 use assay_judge::generate::{Recipe, Regime};
@@ -370,7 +370,11 @@ fn all_outputs_of_changed_logits_match_reference() {
     let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     let specs = [
-        LossSpec { logits: LogitsTransform { bias: false, ..capped.clone() }, ..LossSpec::default() },
+        LossSpec {
+            logits: LogitsTransform { bias: false, ..capped.clone() },
+            temperature: Temperature::Given,
+            ..LossSpec::default()
+        },
         LossSpec { logits: capped, support: of_first.clone(), ..two },
         LossSpec { logits: turned, support: of_first, ..bonus },
     ];
@@ -438,8 +442,8 @@ fn all_outputs_one_pass_every_variant_match_reference() {
 
 #[test]
 fn logp_and_entropy_by_given_cotangents_match_reference() {
-    for (seed, entropy) in [(1, true), (2, false)] {
-        let spec = LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(entropy) };
+    for (seed, entropy, temperature) in [(1, true, Temperature::Given), (2, false, 0.7.into())] {
+        let spec = LossSpec { temperature, ..LossSpec::of_cotangents(entropy) };
         for (dtype, regime) in
             [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
         {

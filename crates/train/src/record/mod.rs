@@ -158,7 +158,9 @@ fn advantages(lines: &[Line], completions: &[Completion]) -> Vec<f32> {
     let groups = completions.chunk_by(|a, b| text(a) == text(b));
     let of_group = |group: &[Completion]| {
         let rewards: Vec<f64> = group.iter().map(|completion| completion.reward).collect();
-        AdvantageConfig::default().advantages(&rewards, rewards.len()).into_iter().map(|advantage| advantage as f32)
+        let tokens: Vec<usize> = group.iter().map(|completion| completion.ids.len()).collect();
+        let advantages = AdvantageConfig::default().advantages(&rewards, &tokens, rewards.len());
+        advantages.into_iter().map(|advantage| advantage as f32)
     };
     groups.flat_map(of_group).collect()
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::optimizer::AdamWConfig;
-use super::reward::AdvantageConfig;
+use super::reward::{AdvantageConfig, GroupBaseline, ScaleRewards};
 use super::task::Arithmetic;
 use crate::checkpoint::Qwen2Config;
 use assay_algebra::parts::expect_separable;
@@ -280,6 +280,12 @@ impl TrainConfig {
         ];
         if let Some((field, given)) = at_least_0.into_iter().find(|(_, x)| !(x.is_finite() && *x >= 0.0)) {
             return wrong(field, given.to_string(), "a finite number, at least 0");
+        }
+        let over_tokens = self.advantages.scale_rewards == ScaleRewards::Tokens;
+        if !over_tokens && (self.advantages.floor || self.advantages.baseline == GroupBaseline::None) {
+            let (field, given) =
+                if self.advantages.floor { ("advantages.floor", "true") } else { ("advantages.baseline", "none") };
+            return wrong(field, given.into(), "another, or `scale_rewards: tokens`");
         }
         let betas = [("update.optimizer.beta1", optimizer.beta1), ("update.optimizer.beta2", optimizer.beta2)];
         if let Some((field, given)) = betas.into_iter().find(|(_, x)| !(0.0..1.0).contains(x)) {

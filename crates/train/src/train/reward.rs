@@ -35,6 +35,8 @@ impl Reward {
 ///
 /// ```text
 /// A = (r − baseline) / (deviation + epsilon)      or r − baseline, where rewards are not scaled
+/// A = (x − mean x) / √(var x + epsilon)           x = r − baseline, over all tokens that count: `tokens`
+/// A = (x − mean x) / √max(var x, epsilon)         the same with a floor
 /// ```
 ///
 /// The default is that of the seed project, MLLM-JAX: a group's mean, its population deviation, 1e-4.
@@ -47,8 +49,10 @@ pub struct AdvantageConfig {
     pub scale_rewards: ScaleRewards,
     /// Which deviation.
     pub deviation: Deviation,
-    /// Added to it, `≥ 0`.
+    /// Added to it, or to the variance over tokens, `≥ 0`.
     pub epsilon: f64,
+    /// Whether `epsilon` is the least variance over tokens and nothing is added to it.
+    pub floor: bool,
 }
 
 impl Default for AdvantageConfig {
@@ -58,6 +62,7 @@ impl Default for AdvantageConfig {
             scale_rewards: ScaleRewards::Group,
             deviation: Deviation::Population,
             epsilon: 1e-4,
+            floor: false,
         }
     }
 }
@@ -70,6 +75,19 @@ pub enum GroupBaseline {
     Mean,
     /// The mean of the others of its group (RLOO).
     LeaveOneOut,
+    /// 0 (REINFORCE++).
+    None,
+}
+
+impl GroupBaseline {
+    /// What a reward has above it, in a group of `n` with the mean given.
+    fn difference(self, reward: f64, mean: f64, n: f64) -> f64 {
+        match self {
+            Self::Mean => reward - mean,
+            Self::LeaveOneOut => (reward - mean) * n / (n - 1.0),
+            Self::None => reward,
+        }
+    }
 }
 
 /// Whose deviation divides, named as in TRL.
@@ -82,6 +100,9 @@ pub enum ScaleRewards {
     Group,
     /// That of all rewards of the batch.
     Batch,
+    /// That of all tokens of the batch that count, each of which has what its completion has; their mean is subtracted
+    /// (REINFORCE++ of outcomes, nothing discounted).
+    Tokens,
 }
 
 /// A standard deviation of `n` numbers.
@@ -98,11 +119,14 @@ impl Deviation {
     fn of(self, rewards: &[f64]) -> f64 {
         let mean = mean(rewards);
         let squares = rewards.iter().map(|r| (r - mean).powi(2)).sum::<f64>();
-        let count = match self {
-            Deviation::Sample => rewards.len() as f64 - 1.0,
-            Deviation::Population => rewards.len() as f64,
-        };
-        (squares / count).sqrt()
+        self.variance(squares, rewards.len() as f64).sqrt()
+    }
+
+    fn variance(self, squares: f64, count: f64) -> f64 {
+        match self {
+            Deviation::Sample => squares / (count - 1.0),
+            Deviation::Population => squares / count,
+        }
     }
 }
 
@@ -111,8 +135,11 @@ fn mean(rewards: &[f64]) -> f64 {
 }
 
 impl AdvantageConfig {
-    /// Advantages of `rewards`, in groups of `group` ≥ 2 side by side.
-    pub fn advantages(&self, rewards: &[f64], group: usize) -> Vec<f64> {
+    /// Advantages of `rewards`, in groups of `group` ≥ 2 side by side, of completions with `tokens` that count.
+    pub fn advantages(&self, rewards: &[f64], tokens: &[usize], group: usize) -> Vec<f64> {
+        if self.scale_rewards == ScaleRewards::Tokens {
+            return self.whitened(rewards, tokens, group);
+        }
         let of_batch = self.deviation.of(rewards);
         let of_group = |rewards: &[f64]| -> Vec<f64> {
             // A group of equal rewards has nothing to tell, and an epsilon of 0 would divide 0 by 0.
@@ -121,17 +148,36 @@ impl AdvantageConfig {
             }
             let (n, mean) = (rewards.len() as f64, mean(rewards));
             let divisor = match self.scale_rewards {
-                ScaleRewards::None => 1.0,
+                ScaleRewards::None | ScaleRewards::Tokens => 1.0,
                 ScaleRewards::Group => self.deviation.of(rewards) + self.epsilon,
                 ScaleRewards::Batch => of_batch + self.epsilon,
             };
-            let difference = |r: f64| match self.baseline {
-                GroupBaseline::Mean => r - mean,
-                GroupBaseline::LeaveOneOut => (r - mean) * n / (n - 1.0),
-            };
-            rewards.iter().map(|&r| difference(r) / divisor).collect()
+            rewards.iter().map(|&r| self.baseline.difference(r, mean, n) / divisor).collect()
         };
         rewards.chunks(group).flat_map(of_group).collect()
+    }
+
+    /// What a reward has above its baseline, over all tokens of mean 0 and variance 1; 0 where no two tokens differ.
+    fn whitened(&self, rewards: &[f64], tokens: &[usize], group: usize) -> Vec<f64> {
+        let above = |rewards: &[f64]| -> Vec<f64> {
+            let (n, mean) = (rewards.len() as f64, mean(rewards));
+            rewards.iter().map(|&r| self.baseline.difference(r, mean, n)).collect()
+        };
+        let above: Vec<f64> = rewards.chunks(group).flat_map(above).collect();
+        let mut counted = above.iter().zip(tokens).filter(|(_, tokens)| **tokens > 0).map(|(x, _)| x);
+        let first = counted.next();
+        // Nothing to tell, and of one token or none no deviation.
+        if counted.all(|x| Some(x) == first) {
+            return vec![0.0; rewards.len()];
+        }
+        let of_tokens =
+            |of: &dyn Fn(f64) -> f64| above.iter().zip(tokens).map(|(&x, &n)| of(x) * n as f64).sum::<f64>();
+        let count = of_tokens(&|_| 1.0);
+        let mean = of_tokens(&|x| x) / count;
+        let squares = of_tokens(&|x| (x - mean).powi(2));
+        let variance = self.deviation.variance(squares, count);
+        let variance = if self.floor { variance.max(self.epsilon) } else { variance + self.epsilon };
+        above.into_iter().map(|x| (x - mean) / variance.sqrt()).collect()
     }
 }
 
@@ -171,14 +217,38 @@ mod tests {
             (LeaveOneOut, Scale::Group, Population, 0.0, [2.0, 2.0]),
         ];
         for (baseline, scale_rewards, deviation, epsilon, [first, second]) in cases {
-            let config = AdvantageConfig { baseline, scale_rewards, deviation, epsilon };
-            let given = config.advantages(&[2.0, 0.0, 4.0, 0.0], 2);
+            let config = AdvantageConfig { baseline, scale_rewards, deviation, epsilon, floor: false };
+            let given = config.advantages(&[2.0, 0.0, 4.0, 0.0], &[1; 4], 2);
             for (given, expected) in given.iter().zip([first, -first, second, -second]) {
                 assert!((given - expected).abs() < 1e-15, "{config:?}: {given}, expected {expected}");
             }
-            assert_eq!(config.advantages(&[1.0; 4], 2), [0.0; 4]);
+            assert_eq!(config.advantages(&[1.0; 4], &[1; 4], 2), [0.0; 4]);
         }
         let all = AdvantageConfig::default();
         assert_eq!((all.deviation, all.scale_rewards, all.epsilon), (Population, Scale::Group, 1e-4));
+    }
+
+    /// The same rewards, of 1, 2, 1 and 4 tokens: of eight the sum is 6, the mean 3/4, the squares 25/16 + 2·9/16 + 169/16 + 4·9/16 =
+    /// 31/2. Above their groups' means `[1, −1, 2, −2]`: the sum is −7, the squares 23 − 49/8 = 135/8.
+    #[test]
+    fn reinforce_plus_plus_by_hand() {
+        use {Deviation::*, GroupBaseline as Of};
+        let cases = [
+            (Of::None, Sample, 1e-8, false, 0.75, (15.5 / 7.0 + 1e-8_f64).sqrt(), [2.0, 0.0, 4.0, 0.0]),
+            (Of::None, Population, 1e-8, true, 0.75, (15.5 / 8.0_f64).sqrt(), [2.0, 0.0, 4.0, 0.0]),
+            (Of::None, Population, 100.0, true, 0.75, 10.0, [2.0, 0.0, 4.0, 0.0]),
+            (Of::Mean, Sample, 1e-8, false, -0.875, (135.0 / 56.0 + 1e-8_f64).sqrt(), [1.0, -1.0, 2.0, -2.0]),
+        ];
+        for (baseline, deviation, epsilon, floor, mean, divisor, above) in cases {
+            let config = AdvantageConfig { baseline, scale_rewards: ScaleRewards::Tokens, deviation, epsilon, floor };
+            let given = config.advantages(&[2.0, 0.0, 4.0, 0.0], &[1, 2, 1, 4], 2);
+            for (given, x) in given.iter().zip(above) {
+                assert!((given - (x - mean) / divisor).abs() < 1e-15, "{config:?}: {given}, of {x}");
+            }
+            // A completion that is masked weighs nothing, and one token has no deviation.
+            assert_eq!(config.advantages(&[1.0, 1.0, 1.0, 1.0], &[3, 0, 0, 1], 2), [0.0; 4]);
+            assert_eq!(config.advantages(&[2.0, 0.0], &[1, 0], 2), [0.0; 2]);
+            assert_eq!(config.advantages(&[2.0, 0.0], &[0, 0], 2), [0.0; 2]);
+        }
     }
 }

@@ -190,7 +190,9 @@ impl Trainer {
             counts: completions.iter().map(|one| one.ended || !self.config.rollout.mask_truncated).collect(),
         };
         let totals = rolled_out.totals();
-        let advantages = self.config.advantages.advantages(&totals, group);
+        let counts = sequences.completions.iter().zip(&sequences.counts);
+        let tokens: Vec<usize> = counts.map(|(ids, counts)| if *counts { ids.len() } else { 0 }).collect();
+        let advantages = self.config.advantages.advantages(&totals, &tokens, group);
         let (batch, logp_gap) = self.scored(step, &sequences, completions, advantages)?;
         let score_s = score_started.elapsed().as_secs_f64();
 
