@@ -109,7 +109,11 @@ type Found = (String, String);
 impl Campaign {
     #[new]
     #[pyo3(signature = (*, kernel, spec, dtypes, cases, seconds, seed, shapes, regimes, wide, lm_head, packed, grade, allow, shrink, power, repros))]
-    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`, each by its name")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "they are the options of `assay.check`, each by its name"
+    )]
     fn new(
         py: Python<'_>,
         kernel: &str,

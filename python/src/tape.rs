@@ -272,12 +272,11 @@ fn token_losses(Shaped { spec, structure }: Shaped, extents: [usize; 2]) -> Tape
         on.add(count, numbers.get(Number::RatioEpsilon))
     });
     let over_count = |on: &mut Tape, sum: usize| count.map_or(sum, |count| on.div(sum, count));
-    let log_ratio = match structure.level {
-        RatioLevel::Token => own.value,
-        _ => {
-            let total = on.row_sum(own.value);
-            over_count(on, total)
-        }
+    let log_ratio = if structure.level == RatioLevel::Token {
+        own.value
+    } else {
+        let total = on.row_sum(own.value);
+        over_count(on, total)
     };
     let log_weight = input(Input::LogWeight).map(|of_sampler| {
         let x = on.sub(logp, old_logp);

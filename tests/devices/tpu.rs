@@ -216,7 +216,7 @@ fn cut_losses_compile() -> Result<(), Failed> {
     let local = shape(8, 16, 8192);
     let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
     let ids = [["xla-vocab", "tile-two-pass-mesh"], ["xla-mesh", "tile-two-pass-vocab"]];
-    for (target, ids) in Target::defaults().into_iter().zip(ids.into_iter().cycle()) {
+    for (target, ids) in Target::defaults().zip(ids.into_iter().cycle()) {
         for id in ids {
             let machine = target.chip.machine();
             let code = xla(id).program_for(Shaped::of(&spec), local, Dtype::Bf16, target.devices(), machine)?;

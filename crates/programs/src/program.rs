@@ -560,12 +560,11 @@ impl Program {
             Some(count) => on.builder.divide(sum, count),
             None => sum,
         };
-        let log_ratio = match structure.level {
-            RatioLevel::Token => own.value,
-            _ => {
-                let sum = self.row_sum(given.mask, own.value);
-                over_count(self, sum)
-            }
+        let log_ratio = if structure.level == RatioLevel::Token {
+            own.value
+        } else {
+            let sum = self.row_sum(given.mask, own.value);
+            over_count(self, sum)
         };
         let log_weight = given.input(Input::LogWeight).map(|of_sampler| {
             let x = self.builder.subtract(logp, old_logp);

@@ -7,10 +7,10 @@ use assay_core::spec::LossSpec;
 
 /// The columns that are drawn from `logits` over `temperature`: the `k` largest, and of these the fewest that have `p` of their
 /// probability; and `sampled`, which was drawn. Of equal ones the first.
-fn support(logits: &[f64], temperature: f64, sampled: usize, [k, p]: [f64; 2]) -> Vec<bool> {
+fn support(logits: &[f64], temperature: f64, sampled: usize, (k, p): (usize, f64)) -> Vec<bool> {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&i, &j| logits[j].total_cmp(&logits[i]));
-    order.truncate(k as usize);
+    order.truncate(k);
     let weight = |j: usize| ((logits[j] - logits[order[0]]) / temperature).exp();
     let all: f64 = order.iter().map(|&j| weight(j)).sum();
     let (mut inside, mut before) = (vec![false; logits.len()], 0.0);
@@ -29,7 +29,7 @@ pub fn within_top_k_and_top_p(spec: &LossSpec, problem: &Problem, k: usize, p: f
     for (at, _) in problem.mask.indexed_iter().filter(|(_, counts)| **counts) {
         let row = problem.logits.row(at.0, at.1);
         let sampled = usize::try_from(problem.ids[at]).expect("an id of the vocabulary");
-        let inside = support(&row, problem.tokens().temperature(spec, at), sampled, [k as f64, p]);
+        let inside = support(&row, problem.tokens().temperature(spec, at), sampled, (k, p));
         for (j, _) in inside.iter().enumerate().filter(|(_, inside)| !**inside) {
             logits[[at.0, at.1, j]] = f64::NEG_INFINITY;
         }

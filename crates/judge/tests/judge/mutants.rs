@@ -65,9 +65,12 @@ fn names_are_unique_and_say_what_is_computed() {
 fn every_class_falls_to_its_own_property() {
     let missed: Vec<&str> = Class::ALL
         .into_iter()
-        .flat_map(|class| match class.of_heads() {
-            true => missed_by(class, &class.head_property()),
-            false => missed_by(class, &class.property()),
+        .flat_map(|class| {
+            if class.of_heads() {
+                missed_by(class, &class.head_property())
+            } else {
+                missed_by(class, &class.property())
+            }
         })
         .collect();
     assert_eq!(missed, Vec::<&str>::new());

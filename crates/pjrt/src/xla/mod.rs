@@ -108,12 +108,11 @@ impl XlaEntropy {
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
         let loss = Shaped::of(spec);
-        let inverse_temperature = match Settled::of(loss, &problem.tokens()).input(Input::Rate) {
-            Some(rates) => shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?,
-            None => {
-                let one = Number::InverseTemperature.of(spec, [shape.batch, shape.tokens]) as f32;
-                shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
-            }
+        let inverse_temperature = if let Some(rates) = Settled::of(loss, &problem.tokens()).input(Input::Rate) {
+            shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?
+        } else {
+            let one = Number::InverseTemperature.of(spec, [shape.batch, shape.tokens]) as f32;
+            shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
         };
         let inputs = [
             shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,

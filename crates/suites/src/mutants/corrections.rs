@@ -278,7 +278,9 @@ fn below_second_moment(launch: &Launch, bound: f64, sequences: &[Sequence]) -> A
             |left: &[(f64, (usize, usize))]| left.iter().map(|(square, _)| square).sum::<f64>() / left.len() as f64;
         let above = squares.len() > 1 && mean(&squares) >= bound;
         if launch.has(Bug::SecondMomentOfToken) || (launch.has(Bug::SecondMomentOfAll) && above) {
-            squares.iter().for_each(|(square, at)| stays[*at] = *square < bound);
+            for (square, at) in &squares {
+                stays[*at] = *square < bound;
+            }
             continue;
         }
         while squares.len() > 1 && mean(&squares) >= bound {

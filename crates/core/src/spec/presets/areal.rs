@@ -1,4 +1,4 @@
-//! AReaL 1.0.4: `trainer/ppo/actor.py`, `grpo_loss_fn`, with `ppo_actor_loss_fn` and `sapo_loss_fn` of
+//! `AReaL` 1.0.4: `trainer/ppo/actor.py`, `grpo_loss_fn`, with `ppo_actor_loss_fn` and `sapo_loss_fn` of
 //! `utils/functional/functional.py`, and `PPOActorConfig`.
 
 use super::options::Reader;

@@ -67,7 +67,7 @@ pub enum Preset {
     Roll,
     /// Archer2.0, commit b08d963d.
     Archer,
-    /// AReaL 1.0.4.
+    /// `AReaL` 1.0.4.
     Areal,
 }
 
