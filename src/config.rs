@@ -61,7 +61,7 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("toml") => toml::from_str(&text).map_err(|error| invalid(error.to_string())),
         Some("json") => serde_json::from_str(&text).map_err(|error| invalid(error.to_string())),
-        _ => serde_saphyr::from_str(&text).map_err(|error| invalid(yaml_reason(&error, &text))),
+        _ => serde_saphyr::from_str_with_options(&text, yaml_options()).map_err(|error| invalid(yaml_reason(&error, &text))),
     }
 }
 
@@ -91,6 +91,11 @@ pub fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, ConfigError> 
 }
 
 /// The parser's message, and the line it speaks of: the message does not name the field.
+/// Infinities and NaN come to the field, whose error says what it expects.
+fn yaml_options() -> serde_saphyr::Options {
+    serde_saphyr::options! { non_finite_float_policy: serde_saphyr::options::NonFiniteFloatPolicy::PassThrough }
+}
+
 fn yaml_reason(error: &serde_saphyr::Error, text: &str) -> String {
     let line = error.location().and_then(|at| text.lines().nth(usize::try_from(at.line()).ok()?.checked_sub(1)?));
     let message = error.without_snippet();

@@ -241,19 +241,29 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
         if launch.has(Bug::OldLogpInBf16) { half::bf16::from_f64(old_logp).to_f64() } else { old_logp }
     };
     let old_logp = |t: usize, scored: &Scored| if spec.old_logp == OldLogp::Current { scored.logp } else { given(t) };
+    let held = |x: f64| match spec.ratio.clamp {
+        Some(clamp) if x.abs() > clamp && !launch.has(Bug::RatioClampIgnored) => (x.clamp(-clamp, clamp), false),
+        _ => (x, true),
+    };
+    // Of a product the sum is held.
+    let of_product = spec.ratio.level == RatioLevel::SequenceProduct;
     let own = |&(t, ref scored): &(usize, Scored)| {
         let x = scored.logp - old_logp(t, scored);
-        match spec.ratio.clamp {
-            Some(clamp) if x.abs() > clamp && !launch.has(Bug::RatioClampIgnored) => (x.clamp(-clamp, clamp), false),
-            _ => (x, true),
-        }
+        if of_product { (x, true) } else { held(x) }
     };
-    let owns: Vec<(f64, bool)> = row.iter().map(own).collect();
+    let mut owns: Vec<(f64, bool)> = row.iter().map(own).collect();
     let count = if launch.has(Bug::RatioOverWidth) { shape.tokens } else { row.len() } as f64;
     let count = count + spec.ratio.denominator_epsilon;
-    let total: f64 = owns.iter().map(|(x, _)| x).sum();
+    let mut total: f64 = owns.iter().map(|(x, _)| x).sum();
+    if of_product {
+        let (of_row, follows) = held(total);
+        total = of_row;
+        for own in &mut owns {
+            own.1 = follows;
+        }
+    }
     let mean = match () {
-        () if launch.has(Bug::RatioOfSum) || spec.ratio.level == RatioLevel::SequenceProduct => total,
+        () if launch.has(Bug::RatioOfSum) || of_product => total,
         () if launch.has(Bug::MeanOfRatios) => (owns.iter().map(|(x, _)| x.exp()).sum::<f64>() / count).ln(),
         () => total / count,
     };

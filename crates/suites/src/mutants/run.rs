@@ -27,12 +27,13 @@ const DRAWN: usize = 1200;
 const DRAWN_HEADS: usize = 400;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
-const SELDOM_DRAWN: [Class; 10] = [
+const SELDOM_DRAWN: [Class; 11] = [
     Class::Logits,
     Class::Support,
     Class::Topr,
     Class::Aspo,
     Class::KlWeight,
+    Class::OffPolicy,
     Class::Rollout,
     Class::Rejection,
     Class::TokenWeights,
