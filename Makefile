@@ -46,6 +46,7 @@ python: setup
 	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
 		$(MAKE) --no-print-directory target/python/venv/made && \
 		$(CARGO) build --locked --all-features --quiet && \
+		$(CARGO) build --locked --all-features --quiet --example fake_cuda && \
 		setup/python.sh target/python/venv; \
 	else \
 		echo "python: skipped, $(PYTHON) is older than 3.11 (make PYTHON=…)"; \

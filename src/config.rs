@@ -61,7 +61,8 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("toml") => toml::from_str(&text).map_err(|error| invalid(error.to_string())),
         Some("json") => serde_json::from_str(&text).map_err(|error| invalid(error.to_string())),
-        _ => serde_saphyr::from_str_with_options(&text, yaml_options()).map_err(|error| invalid(yaml_reason(&error, &text))),
+        _ => serde_saphyr::from_str_with_options(&text, yaml_options())
+            .map_err(|error| invalid(yaml_reason(&error, &text))),
     }
 }
 

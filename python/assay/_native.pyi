@@ -13,6 +13,9 @@ __all__ = [
     "Verdicts",
     "answer",
     "load",
+    "gpu_enqueue",
+    "gpu_plan",
+    "gpu_settled",
     "op_gradient",
     "op_head_gradient",
     "op_head_loss",
@@ -311,6 +314,19 @@ def page(json: str) -> str: ...
 def plan(spec: Spec, width: int | None, native: bool) -> str: ...
 def mosaic_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
 def ptx_kernels(spec: Spec, shape: tuple[int, int, int], dtype: str, target: str) -> str: ...
+def gpu_plan(spec: Spec, width: int | None) -> str: ...
+def gpu_settled(
+    spec: Spec, shape: tuple[int, int, int], arrays: dict[str, Any]
+) -> tuple[dict[str, Array], list[int] | None]: ...
+def gpu_enqueue(
+    spec: Spec,
+    kernel: str,
+    entropy: bool,
+    place: tuple[int, int],
+    extents: tuple[int, int],
+    dtype: str,
+    arrays: dict[str, tuple[int, int]],
+) -> None: ...
 def xla_handlers() -> list[tuple[str, int]]: ...
 def op_sequences(
     mask: Sequence[bool], *, cu_seqlens: Sequence[int] | None = None, segment_ids: Sequence[int] | None = None
@@ -325,8 +341,8 @@ def op_gradient(
     arrays: dict[str, Any],
     normalizer: float | None,
     loss: float,
-    logp: Any,
-    entropy: Any,
+    logp: Any | None,
+    entropy: Any | None,
 ) -> None: ...
 def op_head_loss(
     spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any], normalizer: float | None
@@ -337,6 +353,6 @@ def op_head_gradient(
     arrays: dict[str, Any],
     normalizer: float | None,
     loss: float,
-    logp: Any,
-    entropy: Any,
+    logp: Any | None,
+    entropy: Any | None,
 ) -> tuple[Array, Array]: ...

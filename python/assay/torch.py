@@ -6,21 +6,22 @@
     loss = assay.torch.grpo_loss(logits, ids, advantages, mask, old_logp, ref_logp, spec=spec).loss
     loss.backward()
 
-On the CPU, by the kernel that `assay` judges under the name `native`, without a copy of the logits. The forward pass reads them
-once; the backward pass reads them once more and writes dlogits, which are so of whatever cotangent there is and rounded once.
+Without a copy of the logits: on the CPU by the kernel that `assay` judges under the name `native`, on an NVIDIA GPU by those of
+`gpu-two-pass`. The forward pass reads them once; the backward pass reads them once more and writes dlogits, which are so of whatever
+cotangent there is and rounded once.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
 `segment_ids` S sequences are packed into one row of N tokens, `[1,N]`, or flat, `[N]`.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from . import _native, _pool
+from . import _gpu, _native, _pool
 from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
@@ -75,8 +76,9 @@ _GIVEN = ", ".join(
     + ["Tensor? normalizer", "str spec"]
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
-_SENT = "Tensor loss, Tensor logp, Tensor entropy"
-_EVALUATED = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+# What is differentiated for; None is 0.
+_SENT = "Tensor? loss, Tensor? logp, Tensor? entropy"
+_EVALUATED = "Tensor, Tensor, Tensor, Tensor, Tensor"
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,17 +86,21 @@ def _read(json: str) -> Spec:
     return Spec._of_json(json)
 
 
-def _given(given: tuple[Any, ...]) -> tuple[Spec, dict[str, Tensor | None], float | None]:
-    """Spec, arrays and normaliser, of an operation's last arguments. What is flat is one row."""
-    *arrays, normalizer, spec = given
+def _detached(given: tuple[Any, ...]) -> dict[str, Tensor | None]:
+    """The arrays of an operation's last arguments. What is flat is one row."""
     flat = given[0].ndim == 1
     rows: dict[str, Tensor | None] = {}
-    for name, array in zip(_ARRAYS, arrays, strict=True):
+    for name, array in zip(_ARRAYS, given[:-2], strict=True):
         if array is not None:
             array = array.detach()[None] if flat and array.ndim == 1 and name not in _NOT_OF_TOKENS else array.detach()
         rows[name] = array
-    count = None if normalizer is None else float(normalizer)
-    return _read(spec), rows, count
+    return rows
+
+
+def _given(given: tuple[Any, ...]) -> tuple[Spec, dict[str, Tensor | None], float | None]:
+    """Spec, arrays and normaliser, of those arguments."""
+    *_, normalizer, spec = given
+    return _read(spec), _detached(given), None if normalizer is None else float(normalizer)
 
 
 def _row(array: Tensor, given: tuple[Any, ...]) -> Tensor:
@@ -106,12 +112,15 @@ def _tensors(arrays: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.from_dlpack(array) for array in arrays)
 
 
+def _as_given(of_tokens: list[Tensor], given: tuple[Any, ...]) -> list[Tensor]:
+    """`[1,N]` where flat tokens were given, as these."""
+    return [array[0] for array in of_tokens] if given[0].ndim == 1 else of_tokens
+
+
 def _evaluated(evaluated: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     loss, *arrays = evaluated
     *of_tokens, metrics = _tensors(arrays)
-    if given[0].ndim == 1:
-        of_tokens = [array[0] for array in of_tokens]
-    return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *of_tokens, metrics)
+    return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *_as_given(of_tokens, given), metrics)
 
 
 def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
@@ -119,37 +128,133 @@ def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
     return (ids.new_empty((), dtype=torch.float32), *per_token, ids.new_empty((len(METRICS),), dtype=torch.float32))
 
 
-def _op(name: str, schema: str) -> Any:
-    return torch.library.custom_op(f"assay::{name}", mutates_args=(), device_types="cpu", schema=schema)
+class _Tensors:
+    """PyTorch's, on a GPU: see `_gpu.Arrays`."""
+
+    on = torch
+    _DTYPES = {
+        "bool": torch.bool,
+        "i32": torch.int32,
+        "i64": torch.int64,
+        "f16": torch.float16,
+        "bf16": torch.bfloat16,
+        "f32": torch.float32,
+        "f64": torch.float64,
+    }
+    _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._device.index, torch.cuda.current_stream(self._device).cuda_stream
+
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> Tensor:
+        return torch.full(tuple(shape), value, dtype=self._DTYPES[dtype], device=self._device)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self._DTYPES[dtype], device=self._device)
+
+    def arange(self, end: int) -> Tensor:
+        return torch.arange(end, device=self._device)
+
+    def cast(self, array: Tensor, dtype: str) -> Tensor:
+        return array.to(self._DTYPES[dtype])
+
+    def dtype(self, array: Tensor) -> str:
+        return self._NAMES.get(array.dtype, str(array.dtype))
+
+    def strides(self, array: Tensor) -> Sequence[int]:
+        return tuple(array.stride())
+
+    def address(self, array: Tensor) -> int:
+        return int(array.data_ptr())
+
+    def group_sums(self, values: Tensor, groups: Tensor, count: int) -> Tensor:
+        return self.full((count,), 0.0, "f64").index_add_(0, groups, values)
+
+    def groups(self, ends: Tensor, places: Tensor) -> Tensor:
+        return torch.searchsorted(ends, places, right=True)
+
+    def upload(self, array: Any) -> Tensor:
+        on_host = torch.tensor(array) if isinstance(array, list) else torch.from_dlpack(array)
+        return on_host.to(self._device, non_blocking=True)
+
+    def download(self, array: Tensor) -> Tensor:
+        return array.cpu()
 
 
-@_op("grpo_loss", f"(Tensor logits, {_GIVEN}) -> {_EVALUATED}")
+def _on_gpu(tensor: Tensor) -> bool:
+    return bool(tensor.is_cuda)
+
+
+def _op(name: str, schema: str, devices: Sequence[str]) -> Any:
+    return torch.library.custom_op(f"assay::{name}", mutates_args=(), device_types=devices, schema=schema)
+
+
+_LOGITS = ("cpu", "cuda")
+
+
+def _loss_of(logits: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The outputs of `_loss`: the last is what the backward pass needs of each token on a GPU, nothing on the CPU."""
+    if _on_gpu(logits):
+        *_, of_batch, json = given
+        evaluated = _gpu.loss(_Tensors(logits.device), json, _row(logits, given), _detached(given), of_batch)
+        loss, *of_tokens, metrics, kept = evaluated
+        return loss, *_as_given(of_tokens, given), metrics, kept
+    spec, arrays, normalizer = _given(given)
+    outputs = _evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given)
+    return *outputs, torch.empty((0, _gpu.COLUMNS), dtype=torch.float64, device="cpu")
+
+
+def _gradient_of(
+    logits: Tensor, dlogits: Tensor | None, kept: Tensor, sent: tuple[Tensor | None, ...], given: tuple[Any, ...]
+) -> None:
+    """Writes dlogits, over the logits where these are None."""
+    loss = sent[0]
+    logp, entropy = (None if cotangent is None else _row(cotangent, given) for cotangent in sent[1:])
+    rows, over = _row(logits, given), None if dlogits is None else _row(dlogits, given)
+    if _on_gpu(logits):
+        cotangents = (None if loss is None else loss.detach(), logp, entropy)
+        _gpu.gradient(
+            _Tensors(logits.device), given[-1], rows, rows if over is None else over, _detached(given), kept, cotangents
+        )
+        return
+    spec, arrays, normalizer = _given(given)
+    number = 0.0 if loss is None else float(loss)
+    _native.op_gradient(spec, rows, over, arrays, normalizer, number, logp, entropy)
+
+
+@_op("grpo_loss", f"(Tensor logits, {_GIVEN}) -> ({_EVALUATED}, Tensor)", _LOGITS)
 def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    spec, arrays, normalizer = _given(given)
-    return _evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given)
+    return _loss_of(logits, given)
 
 
-@_op("grpo_loss_gradient", f"({_SENT}, Tensor logits, {_GIVEN}) -> Tensor")
-def _gradient(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
-    spec, arrays, normalizer = _given(given)
-    dlogits = _pool.empty(logits.shape, logits.dtype)
-    sent = (float(loss), _row(logp, given), _row(entropy, given))
-    _native.op_gradient(spec, _row(logits, given), _row(dlogits, given), arrays, normalizer, *sent)
+@_op("grpo_loss_gradient", f"({_SENT}, Tensor kept, Tensor logits, {_GIVEN}) -> Tensor", _LOGITS)
+def _gradient(
+    loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
+) -> Tensor:
+    if _on_gpu(logits):
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    else:
+        dlogits = _pool.empty(logits.shape, logits.dtype)
+    _gradient_of(logits, dlogits, kept, (loss, logp, entropy), given)
     return dlogits
 
 
-@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> {_EVALUATED}")
+@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> ({_EVALUATED})", ("cpu",))
 def _head_loss(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
     spec, arrays, normalizer = _given(given)
     head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
     return _evaluated(_native.op_head_loss(spec, head, arrays, normalizer), given)
 
 
-@_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)")
+@_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)", ("cpu",))
 def _head_gradient(
-    loss: Tensor,
-    logp: Tensor,
-    entropy: Tensor,
+    loss: Tensor | None,
+    logp: Tensor | None,
+    entropy: Tensor | None,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
@@ -158,18 +263,22 @@ def _head_gradient(
 ) -> tuple[Tensor, Tensor]:
     spec, arrays, normalizer = _given(given)
     head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
-    sent = (float(loss), _row(logp, given), _row(entropy, given))
-    dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, *sent))
+    of_logp, of_entropy = (None if cotangent is None else _row(cotangent, given) for cotangent in (logp, entropy))
+    of_loss = 0.0 if loss is None else float(loss)
+    dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, of_loss, of_logp, of_entropy))
     return dhidden.view(hidden.shape), dlm_head.to(lm_head.dtype)
 
 
 @_loss.register_fake
 def _(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return _fake_evaluated(given[0])
+    rows = given[0].numel() if _on_gpu(logits) else 0
+    return *_fake_evaluated(given[0]), logits.new_empty((rows, _gpu.COLUMNS), dtype=torch.float64)
 
 
 @_gradient.register_fake
-def _(loss: Tensor, logp: Tensor, entropy: Tensor, logits: Tensor, *given: Any) -> Tensor:
+def _(
+    loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
+) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -180,9 +289,9 @@ def _(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: 
 
 @_head_gradient.register_fake
 def _(
-    loss: Tensor,
-    logp: Tensor,
-    entropy: Tensor,
+    loss: Tensor | None,
+    logp: Tensor | None,
+    entropy: Tensor | None,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
@@ -193,29 +302,43 @@ def _(
 
 
 # How many arguments the gradient is of: the logits, or hidden states and head. The rest have none.
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
-    ctx.save_for_backward(*tensors)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.mark_non_differentiable(*output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), output[-1])
+    _keep(ctx, inputs, output)
+
+
+def _head_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    _keep(ctx, inputs, output)
 
 
 def _saved(ctx: Any) -> list[Any]:
-    return [x if x is not None else rest for x, rest in zip(ctx.saved_tensors, ctx.rest, strict=True)]
+    tensors = ctx.saved_tensors[: len(ctx.rest)]
+    return [x if x is not None else rest for x, rest in zip(tensors, ctx.rest, strict=True)]
 
 
-def _backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
+#: A cotangent: None where an output is not used.
+_Sent: TypeAlias = Tensor | None
+
+
+def _backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
     inputs = _saved(ctx)
-    return (_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 1))
+    return (_gradient(loss, logp, entropy, ctx.saved_tensors[-1], *inputs), *[None] * (len(inputs) - 1))
 
 
-def _head_backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
+def _head_backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
     inputs = _saved(ctx)
     return (*_head_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 2))
 
 
 _loss.register_autograd(_backward, setup_context=_setup)
-_head_loss.register_autograd(_head_backward, setup_context=_setup)
+_head_loss.register_autograd(_head_backward, setup_context=_head_setup)
 
 
 class _InPlace(torch.autograd.Function):
@@ -223,29 +346,26 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        spec, arrays, normalizer = _given(given)
-        outputs = _evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given)
-        ctx.save_for_backward(logits)
+        outputs = _loss_of(logits, given)
+        ctx.save_for_backward(logits, outputs[-1])
         ctx.given, ctx.done = given, False
         ctx.mark_non_differentiable(*outputs[3:])
+        ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, loss: Tensor, logp: Tensor, entropy: Tensor, *detached: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
         if ctx.done:
             raise RuntimeError(
                 "grpo_loss: got a second backward pass with `inplace=True`, expected one: the logits are dlogits by now"
             )
-        (logits,) = ctx.saved_tensors
-        spec, arrays, normalizer = _given(ctx.given)
-        dlogits = logits.detach()
-        sent = (float(loss), _row(logp, ctx.given), _row(entropy, ctx.given))
-        _native.op_gradient(spec, _row(dlogits, ctx.given), None, arrays, normalizer, *sent)
+        logits, kept = ctx.saved_tensors
+        _gradient_of(logits, None, kept, (loss, logp, entropy), ctx.given)
         ctx.done = True
         # Whoever saved the logits and is differentiated later is told so by autograd.
         torch.autograd.graph.increment_version(logits)
-        return (dlogits, *[None] * len(ctx.given))
+        return (logits.detach(), *[None] * len(ctx.given))
 
 
 # Nodes whose result is a view of their argument.
@@ -291,9 +411,18 @@ def _expect_as_flat(field: str, tensor: Tensor, ids: Tensor) -> None:
 def _expect_host(field: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ProblemError(
-            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: for GPUs `assay emit --target` writes "
-            "kernels that examples/gpu/torch_kernel.py launches"
+            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: with an LM head there is nothing for GPUs here; "
+            "hand over logits"
         )
+
+
+def _expect_together(logits: Tensor, given: Mapping[str, Tensor | None]) -> None:
+    """All on the CPU, or on one GPU."""
+    if logits.device.type not in _LOGITS:
+        raise ProblemError(f"`logits`: got a tensor on {logits.device}, expected one on the CPU or an NVIDIA GPU")
+    for field, array in given.items():
+        if array is not None and array.device != logits.device:
+            raise ProblemError(f"`{field}`: got a tensor on {array.device}, expected one on {logits.device}, as the logits are")
 
 
 @torch._dynamo.assume_constant_result
@@ -417,14 +546,13 @@ def grpo_loss(
         batch["num_items_in_batch"] = 1.0
         if not isinstance(normalizer, Tensor):
             normalizer = torch.tensor(normalizer, dtype=torch.float64, device="cpu")
+        elif normalizer.ndim != 0:
+            raise ProblemError(f"`normalizer`: got shape {list(normalizer.shape)}, expected one number")
     if isinstance(temperature, Tensor):
         json = _json_at_given_temperatures(_json(spec, batch, options), isinstance(spec, str))
     else:
         json = _json(spec, batch, options if temperature is None else {**options, "temperature": temperature})
     arguments = (*(given[name] for name in _ARRAYS), normalizer, json)
-    for field, array in given.items():
-        if array is not None:
-            _expect_host(field, array)
     if flat and cu_seqlens is None and segment_ids is None:
         expected = "`cu_seqlens` or `segment_ids`, which say where each sequence lies, or [B,T]"
         raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected beside them {expected}")
@@ -432,13 +560,17 @@ def grpo_loss(
         _expect_as_flat("logits", logits, ids)
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_host("logits", logits)
+        _expect_together(logits, given)
         if inplace:
             _expect_in_place(logits)
             outputs = _InPlace.apply(logits, *arguments)
         else:
             outputs = _loss(logits, *arguments)
+        outputs = outputs[:-1]
     else:
+        for field, array in given.items():
+            if array is not None:
+                _expect_host(field, array)
         outputs = _head_loss(*_head_of(hidden, lm_head, inplace, ids), rounds_logits, chunk, *arguments)
     loss, logp, entropy, token_loss, metrics = outputs
     return GrpoLoss(loss, logp, entropy, token_loss, dict(zip(METRICS, metrics.unbind(), strict=True)))
@@ -487,18 +619,18 @@ def logp_and_entropy(
     asked: float | str = "given" if isinstance(temperature, Tensor) else temperature
     if isinstance(temperature, Tensor):
         given["temperature"] = temperature
-    for field, array in given.items():
-        if array is not None:
-            _expect_host(field, array)
     json = _json_of_options("logp", (), (("entropy", False), ("temperature", asked), ("logits", {"softcap": softcap})))
-    given["advantages"] = torch.zeros((1 if ids.ndim == 1 else ids.shape[0],), dtype=torch.float32, device="cpu")
+    given["advantages"] = torch.zeros((1 if ids.ndim == 1 else ids.shape[0],), dtype=torch.float32, device=ids.device)
     arguments = (*(given.get(name) for name in _ARRAYS), None, json)
     if logits is not None:
         _expect_as_flat("logits", logits, ids)
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_host("logits", logits)
+        _expect_together(logits, given)
         return _loss(logits, *arguments)[1:3]  # type: ignore[no-any-return]
+    for field, array in given.items():
+        if array is not None:
+            _expect_host(field, array)
     return _head_loss(*_head_of(hidden, lm_head, False, ids), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
 
 

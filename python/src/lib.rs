@@ -5,6 +5,7 @@
 mod campaign;
 mod emitted;
 mod error;
+mod gpu;
 mod memory;
 mod op;
 mod outputs;
@@ -34,6 +35,8 @@ mod _native {
     use super::campaign::{Campaign, answer, page};
     #[pymodule_export]
     use super::emitted::{mosaic_kernels, ptx_kernels};
+    #[pymodule_export]
+    use super::gpu::{gpu_enqueue, gpu_plan, gpu_settled};
     #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]

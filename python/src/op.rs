@@ -19,8 +19,8 @@ use assay::spec::{LossSpec, Reduction};
 type Evaluated = (f32, LentArray, LentArray, LentArray, LentArray);
 
 /// The arguments beside logits, or beside hidden states and head.
-struct Given {
-    spec: Arc<LossSpec>,
+pub(crate) struct Given {
+    pub(crate) spec: Arc<LossSpec>,
     ids: Taken,
     mask: Taken,
     advantages: Taken,
@@ -43,7 +43,7 @@ const OPTIONAL: [&str; 11] = [
 
 impl Given {
     /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
-    fn of(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
+    pub(crate) fn of(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
         let py = arrays.py();
         let taken = |field: &'static str| {
             let array = arrays.get_item(field)?.filter(|array| !array.is_none());
@@ -74,7 +74,7 @@ impl Given {
         Ok(Self { spec, ids, mask, advantages, optional })
     }
 
-    fn op(&self) -> Result<Op<'_>, String> {
+    pub(crate) fn op(&self) -> Result<Op<'_>, String> {
         let lent = |field: &str| self.optional.get(field).map(Taken::lent);
         let arguments = Arguments {
             ids: self.ids.lent(),
@@ -96,7 +96,7 @@ impl Given {
     }
 }
 
-/// The derivatives by loss, logp and entropy. A cotangent of zeros is none.
+/// The derivatives by loss, logp and entropy. A cotangent that is not given, or of zeros, is none.
 struct Sent {
     loss: f64,
     logp: Option<Array2<f64>>,
@@ -104,8 +104,14 @@ struct Sent {
 }
 
 impl Sent {
-    fn of(py: Python<'_>, loss: f64, logp: &Bound<'_, PyAny>, entropy: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let cotangent = |field: &'static str, array: &Bound<'_, PyAny>| {
+    fn of(
+        py: Python<'_>,
+        loss: f64,
+        logp: Option<&Bound<'_, PyAny>>,
+        entropy: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let cotangent = |field: &'static str, array: Option<&Bound<'_, PyAny>>| {
+            let Some(array) = array else { return Ok(None) };
             let taken = Taken::of(field, array)?;
             let floats = taken.floats::<Ix2>("floats [B,T]").map_err(|reason| error::of_problem(py, reason))?.to_f64();
             PyResult::Ok(Some(floats).filter(|floats| floats.iter().any(|x| *x != 0.0)))
@@ -123,9 +129,16 @@ impl Sent {
 }
 
 /// An array of this extension's, lent to be kept.
-fn kept<D: Dimension + 'static>(array: Array<f32, D>) -> LentArray {
-    let block = Block::of(&Arc::new(array), Element::Float(Dtype::F32), |array| array);
+pub(crate) fn lent<T: Send + Sync + 'static, D: Dimension + 'static>(
+    element: Element,
+    array: Array<T, D>,
+) -> LentArray {
+    let block = Block::of(&Arc::new(array), element, |array| array);
     LentArray::lend(block.expect("made densely"), true)
+}
+
+fn kept<D: Dimension + 'static>(array: Array<f32, D>) -> LentArray {
+    lent(Element::Float(Dtype::F32), array)
 }
 
 fn evaluated(evaluation: Evaluation) -> Evaluated {
@@ -142,7 +155,7 @@ fn evaluated(evaluation: Evaluation) -> Evaluated {
 }
 
 /// Does `work` without the interpreter's lock; what it does not do is a `ProblemError`.
-fn done<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, String> + Send) -> PyResult<T> {
+pub(crate) fn done<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, String> + Send) -> PyResult<T> {
     error::apart(py, work)?.map_err(|reason| error::of_problem(py, reason))
 }
 
@@ -193,8 +206,8 @@ pub(crate) fn op_gradient(
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
     loss: f64,
-    logp: &Bound<'_, PyAny>,
-    entropy: &Bound<'_, PyAny>,
+    logp: Option<&Bound<'_, PyAny>>,
+    entropy: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let given = Given::of(&spec, arrays, normalizer)?;
     let sent = Sent::of(py, loss, logp, entropy)?;
@@ -269,8 +282,8 @@ pub(crate) fn op_head_gradient(
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
     loss: f64,
-    logp: &Bound<'_, PyAny>,
-    entropy: &Bound<'_, PyAny>,
+    logp: Option<&Bound<'_, PyAny>>,
+    entropy: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(LentArray, LentArray)> {
     let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
     let sent = Sent::of(py, loss, logp, entropy)?;

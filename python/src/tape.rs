@@ -11,9 +11,8 @@ use serde::Serialize;
 
 use crate::error;
 use crate::spec::Spec;
-use assay::native::share::rate;
 use assay::problem::ProblemError;
-use assay::spec::{Averaging, RatioLevel, Reduction, Rows};
+use assay::spec::{Averaging, LossSpec, RatioLevel, Reduction, Rows};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::{Reach, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
@@ -124,7 +123,7 @@ struct Divisor {
 
 /// Everything that a framework needs of a spec to compute its loss around kernels.
 #[derive(Serialize)]
-struct Plan {
+pub(crate) struct Plan {
     /// `1/T` of the softmax that entropy is of.
     inverse_temperature: f64,
     /// That of logp, where it is another.
@@ -146,8 +145,19 @@ struct Plan {
     loss: Tape,
 }
 
-/// The plan of `spec` for a batch that is padded to `width`, or packed where there is none, as JSON. Where kernels are `native` they
-/// change logits as the spec says, and between statistics and dlogits their rate is a part of `1/T`.
+/// What the arithmetic is around.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Around {
+    /// Kernels that take logits as they come.
+    Plain,
+    /// Kernels that change logits as the spec says: between statistics and dlogits their rate is a part of `1/T`.
+    Native,
+    /// The same, whose numbers are f32: the arithmetic in f64 between them has these.
+    Device,
+}
+
+/// The plan of `spec` for a batch that is padded to `width`, or packed where there is none, as JSON, around kernels that are `native`, or
+/// take logits as they come.
 ///
 /// # Errors
 /// Where the spec has what is decided over more than a row, a mean over a width that there is not, or changes logits before their
@@ -155,57 +165,81 @@ struct Plan {
 #[pyfunction]
 #[pyo3(signature = (spec, width, native))]
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bool) -> PyResult<String> {
-    let spec = &*spec.loss;
-    if width.is_none() {
-        let no_width = |field| error::of_spec(py, ProblemError::NoWidth { field });
-        spec.expect_no_width().map_err(no_width)?;
-    }
-    let extents = [1, width.unwrap_or(1)];
-    let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
-    Reach::Row.expect(spec).and_then(|()| plain()).map_err(|beyond| {
-        let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
-        error::of_spec(
-            py,
-            format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
-        )
-    })?;
-    if spec.temperature == assay::spec::Temperature::Given {
-        return Err(error::of_spec(
-            py,
-            "`temperature`: got given, expected a number; `assay.torch` takes one a sequence or a token",
-        ));
-    }
-    let rate = if native { rate(spec) } else { 1.0 };
-    let loss @ Shaped { structure, .. } = Shaped::of(spec);
-    let number = |number: Number| number.of(spec, extents);
-    let divisor = |denominator: Denominator, averaging: Option<Averaging>, known, epsilon| Divisor {
-        tokens: denominator.tokens.map(|tokens| match tokens {
-            Tokens::OfBatch => "batch",
-            Tokens::OfRow => "row",
-        }),
-        rows: averaging.and_then(|averaging| rows(averaging.reduction)),
-        number: number(known),
-        epsilon: if denominator.epsilon { number(epsilon) } else { 0.0 },
-    };
-    let kl = structure.kl.and_then(|kl| kl.denominator);
-    let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
-    let plan = Plan {
-        inverse_temperature: rate * number(Number::InverseTemperature),
-        logp_inverse_temperature: rate,
-        two_softmaxes: structure.temperature == Temperature::Logp,
-        couples_rows: structure.couples_rows(),
-        inputs: structure.inputs().into_iter().map(Input::name).collect(),
-        has_kl: structure.kl.is_some(),
-        policy: divisor(structure.denominator, Some(spec.averaging()), Number::Denominator, Number::DenominatorEpsilon),
-        kl: kl.map(|kl| divisor(kl, Some(spec.kl_averaging()), Number::KlDenominator, Number::KlDenominatorEpsilon)),
-        entropy: structure
-            .entropy_bonus
-            .map(|bonus| divisor(bonus, own, Number::EntropyDenominator, Number::EntropyDenominatorEpsilon)),
-        entropy_coef: number(Number::EntropyCoef),
-        softmax: softmax(structure, number(Number::InverseTemperature), rate),
-        loss: token_losses(loss, extents),
-    };
+    let around = if native { Around::Native } else { Around::Plain };
+    let plan = Plan::of(py, &spec.loss, width, around)?;
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
+}
+
+impl Plan {
+    /// That of `spec` for a batch that is padded to `width`, or packed where there is none.
+    ///
+    /// # Errors
+    /// As [`plan`].
+    pub(crate) fn of(py: Python<'_>, spec: &LossSpec, width: Option<usize>, around: Around) -> PyResult<Self> {
+        if width.is_none() {
+            let no_width = |field| error::of_spec(py, ProblemError::NoWidth { field });
+            spec.expect_no_width().map_err(no_width)?;
+        }
+        let extents = [1, width.unwrap_or(1)];
+        let plain = || if around == Around::Plain { expect_plain_logits(spec) } else { Ok(()) };
+        Reach::Row.expect(spec).and_then(|()| plain()).map_err(|beyond| {
+            let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
+            error::of_spec(
+                py,
+                format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
+            )
+        })?;
+        if spec.temperature == assay::spec::Temperature::Given {
+            return Err(error::of_spec(
+                py,
+                "`temperature`: got given, expected a number; `assay.torch` takes one a sequence or a token on the CPU",
+            ));
+        }
+        let loss @ Shaped { structure, .. } = Shaped::of(spec);
+        let number = |number: Number| number.of(spec, extents);
+        let of_kernels = |which: Number| match around {
+            Around::Device => f64::from(number(which) as f32),
+            Around::Plain | Around::Native => number(which),
+        };
+        let divisor = |denominator: Denominator, averaging: Option<Averaging>, known, epsilon| Divisor {
+            tokens: denominator.tokens.map(|tokens| match tokens {
+                Tokens::OfBatch => "batch",
+                Tokens::OfRow => "row",
+            }),
+            rows: averaging.and_then(|averaging| rows(averaging.reduction)),
+            number: number(known),
+            epsilon: if denominator.epsilon { number(epsilon) } else { 0.0 },
+        };
+        let kl = structure.kl.and_then(|kl| kl.denominator);
+        let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
+        let [inverse_temperature, logp_inverse_temperature] = [Number::Rate, Number::LogpRate].map(of_kernels);
+        Ok(Self {
+            inverse_temperature,
+            logp_inverse_temperature,
+            two_softmaxes: structure.temperature == Temperature::Logp,
+            couples_rows: structure.couples_rows(),
+            inputs: structure.inputs().into_iter().map(Input::name).collect(),
+            has_kl: structure.kl.is_some(),
+            policy: divisor(
+                structure.denominator,
+                Some(spec.averaging()),
+                Number::Denominator,
+                Number::DenominatorEpsilon,
+            ),
+            kl: kl
+                .map(|kl| divisor(kl, Some(spec.kl_averaging()), Number::KlDenominator, Number::KlDenominatorEpsilon)),
+            entropy: structure
+                .entropy_bonus
+                .map(|bonus| divisor(bonus, own, Number::EntropyDenominator, Number::EntropyDenominatorEpsilon)),
+            entropy_coef: number(Number::EntropyCoef),
+            softmax: softmax(
+                structure,
+                [inverse_temperature, logp_inverse_temperature],
+                of_kernels(Number::InverseTemperature),
+            ),
+            loss: token_losses(loss, extents),
+        })
+    }
 }
 
 /// Which rows a mean is over, where they are counted in the batch.
@@ -222,18 +256,18 @@ fn rows(reduction: Reduction) -> Option<&'static str> {
     }
 }
 
-/// From the statistics of whole rows, of logits over their rate.
-fn softmax(structure: Structure, inverse_temperature: f64, rate: f64) -> Tape {
+/// From the statistics of whole rows, of logits over their rate; `gaps` are what these are multiplied by in the softmax that entropy is
+/// of and in that of logp.
+fn softmax(structure: Structure, gaps: [f64; 2], inverse_temperature: f64) -> Tape {
     let on = &mut Tape::default();
     let [max, target_logit] = ["max", "target_logit"].map(|name| on.input(name));
-    let factor = |on: &mut Tape, x: f64| (x != 1.0).then(|| on.constant(x));
-    let [of_logp, inverse] = [rate, rate * inverse_temperature].map(|x| factor(on, x));
+    let [of_entropy, of_logp] = gaps.map(|x| (x != 1.0).then(|| on.constant(x)));
     let inverse_temperature = on.constant(inverse_temperature);
     let end = |on: &mut Tape, [others, weighted]: [&str; 2], inverse| {
         let [others, weighted] = [others, weighted].map(|name| on.input(name));
         Sums { max, target_logit, others, weighted }.softmax(on, inverse)
     };
-    let of_entropy = end(on, ["others", "weighted"], inverse);
+    let of_entropy = end(on, ["others", "weighted"], of_entropy);
     let two = structure.temperature == Temperature::Logp;
     let of_logp = if two { end(on, ["logp_others", "logp_weighted"], of_logp) } else { of_entropy };
     let logp = of_logp.logp(on);

@@ -218,7 +218,7 @@ def test_a_tensor_of_temperatures_divides_each_sequence_or_token_by_its_own() ->
     assert torch.equal(logp(rows), logp(rows, assay.spec(temperature="given")))
     with pytest.raises(assay.ProblemError, match="`temperature`: got a tensor beside a Spec with a number"):
         logp(rows, assay.spec("trl"))
-    with pytest.raises(assay.ProblemError, match="`temperature`.*expected a finite number > 0"):
+    with pytest.raises(assay.ProblemError, match=r"`temperature\[0,0\]`: got -0.6.*, expected a finite number > 0"):
         logp(-rows)
 
 

@@ -1,10 +1,13 @@
 //! A `libcuda` without a device: its memory is this machine's, its modules are read and its launches run by the interpreter of PTX, so
 //! that grid, cluster, shared memory, arguments and arrays are those that a driver would have been handed. For tests alone.
 //!
-//! `ASSAY_FAKE_CUDA` holds settings, `name=value` with commas between: `devices`, `capability` (`9.0`), `shared` (bytes a CTA may have),
-//! `memory` (bytes), `version` (12040), `clock` (kHz), `refuses` (any text is no PTX), `odd` (arrays begin two bytes late), `fail`
-//! (`cuMemAlloc_v2:2`: the second call of that name fails), `shuffled` (threads run in the order of that seed). What is called is written
-//! to the file that `ASSAY_FAKE_CUDA_RECORD` names, a line a call, `+` what was made and `-` what was given back.
+//! `ASSAY_FAKE_CUDA` holds settings, `name=value` with commas between: `devices`, `capability` (`9.0`, or `9.0/7.5`: of each device),
+//! `shared` (bytes a CTA may have), `memory` (bytes), `version` (12040), `clock` (kHz), `refuses` (any text is no PTX), `odd` (arrays begin
+//! two bytes late), `fail` (`cuMemAlloc_v2:2`: the second call of that name fails), `shuffled` (threads run in the order of that seed). What
+//! is called is written to the file that `ASSAY_FAKE_CUDA_RECORD` names, a line a call, `+` what was made and `-` what was given back.
+//!
+//! Memory of this process's stands for a framework's on the device once it was lent (`fake_cuda_lend`), until it is taken back
+//! (`fake_cuda_take_back`); `fake_cuda_set` gives other settings to a process that runs.
 
 #![expect(unsafe_code, reason = "a foreign interface: the C API of CUDA's driver")]
 #![allow(non_snake_case, reason = "names of that interface")]
@@ -16,7 +19,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::ptr;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError, RwLock};
 
 use assay_ptx_interpreter::{Buffer, Launch, Module, Options, Order};
 
@@ -53,8 +56,11 @@ struct Loaded {
 struct State {
     /// How often each was called.
     calls: BTreeMap<&'static str, usize>,
-    retained: usize,
+    /// How often the context of each device is.
+    retained: BTreeMap<usize, usize>,
     arrays: BTreeMap<u64, Array>,
+    /// Bytes of the framework's arrays, by where they begin.
+    lent: BTreeMap<u64, usize>,
     modules: BTreeMap<usize, Loaded>,
     /// Of each its module and the entry.
     functions: BTreeMap<usize, (usize, String)>,
@@ -68,14 +74,19 @@ struct State {
 }
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(Mutex::default);
-static SETTINGS: LazyLock<String> = LazyLock::new(|| env::var("ASSAY_FAKE_CUDA").unwrap_or_default());
+static SETTINGS: LazyLock<RwLock<&'static str>> =
+    LazyLock::new(|| RwLock::new(env::var("ASSAY_FAKE_CUDA").unwrap_or_default().leak()));
+
+/// The context of device 0; those of others follow.
+const FIRST_CONTEXT: usize = 77;
 
 thread_local! {
     static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
 fn setting(name: &str) -> Option<&'static str> {
-    SETTINGS
+    let settings = *SETTINGS.read().unwrap_or_else(PoisonError::into_inner);
+    settings
         .split(',')
         .find_map(|setting| setting.split_once('=').filter(|(key, _)| *key == name))
         .map(|(_, value)| value)
@@ -118,6 +129,17 @@ fn put<T>(to: *mut T, value: T) {
     unsafe { to.write(value) };
 }
 
+/// The device whose context is current.
+fn device() -> usize {
+    CURRENT.with_borrow(|current| current.last().map_or(0, |context| context - FIRST_CONTEXT))
+}
+
+/// Its compute capability, or the last that the setting names.
+fn capability(device: usize) -> (&'static str, &'static str) {
+    let all: Vec<&str> = setting("capability").unwrap_or("9.0").split('/').collect();
+    all[device.min(all.len() - 1)].split_once('.').expect("a capability")
+}
+
 fn in_context() -> Result<(), c_int> {
     if CURRENT.with_borrow(Vec::is_empty) { Err(INVALID_CONTEXT) } else { Ok(()) }
 }
@@ -154,12 +176,15 @@ impl State {
             addresses.iter().map(|address| names.binary_search(address).expect("it is among them")).collect();
         let mut buffers = Vec::new();
         for address in &names {
-            let array = self.arrays.get(address).ok_or(INVALID_VALUE)?;
             let name = format!("array {address:#x}");
-            buffers.push(if array.written {
-                Buffer::input(&name, array.bytes.clone())
-            } else {
-                Buffer::output(&name, array.bytes.len())
+            buffers.push(match (self.arrays.get(address), self.lent.get(address)) {
+                (Some(array), _) if array.written => Buffer::input(&name, array.bytes.clone()),
+                (Some(array), _) => Buffer::output(&name, array.bytes.len()),
+                // SAFETY: so many bytes were lent there.
+                (None, Some(&bytes)) => Buffer::input(&name, unsafe {
+                    std::slice::from_raw_parts(ptr::with_exposed_provenance::<u8>(*address as usize), bytes).to_vec()
+                }),
+                (None, None) => return Err(INVALID_VALUE),
             });
         }
         let cluster = if config.attribute_count == 0 {
@@ -167,7 +192,7 @@ impl State {
         } else {
             // SAFETY: there is one of them at least.
             let attribute = unsafe { &*config.attributes };
-            if attribute.id != 4 || setting("capability").is_some_and(|given| given.starts_with('8')) {
+            if attribute.id != 4 || capability(device()).0 == "8" {
                 return Err(INVALID_VALUE);
             }
             [attribute.value[0], attribute.value[1], attribute.value[2]]
@@ -179,16 +204,25 @@ impl State {
         match ran {
             Ok(buffers) => {
                 for (address, buffer) in names.iter().zip(buffers) {
-                    let array = self.arrays.get_mut(address).expect("found before");
-                    *array = Array { bytes: buffer.bytes, written: true };
+                    if let Some(array) = self.arrays.get_mut(address) {
+                        *array = Array { bytes: buffer.bytes, written: true };
+                    } else {
+                        // SAFETY: so many bytes were lent there, to be written to.
+                        unsafe {
+                            let to = ptr::with_exposed_provenance_mut::<u8>(*address as usize);
+                            to.copy_from_nonoverlapping(buffer.bytes.as_ptr(), buffer.bytes.len());
+                        }
+                    }
                 }
             }
             Err(error) => self.fault = Some(CString::new(error.to_string()).unwrap_or_default()),
         }
         self.clock += 1.0;
-        let Config { grid, block, shared_bytes, .. } = config;
+        let Config { grid, block, shared_bytes, stream, .. } = config;
+        let (device, stream) = (device(), stream.addr());
         Ok(format!(
-            "{entry} grid {grid:?} block {block:?} cluster {cluster:?} shared {shared_bytes} arguments {places:?}"
+            "{entry} device {device} stream {stream} grid {grid:?} block {block:?} cluster {cluster:?} shared {shared_bytes} \
+             arguments {places:?}"
         ))
     }
 }
@@ -240,8 +274,8 @@ exported! {
     }
 
     fn cuDeviceGet(_state, device: *mut c_int, place: c_int) {
-        if place != 0 { return Err(INVALID_DEVICE) }
-        put(device, 0);
+        if u64::try_from(place).map_or(true, |place| place >= number("devices", 1)) { return Err(INVALID_DEVICE) }
+        put(device, place);
         Ok(String::new())
     }
 
@@ -253,8 +287,8 @@ exported! {
         Ok(String::new())
     }
 
-    fn cuDeviceGetAttribute(_state, value: *mut c_int, attribute: c_int, _device: c_int) {
-        let (major, minor) = setting("capability").unwrap_or("9.0").split_once('.').expect("a capability");
+    fn cuDeviceGetAttribute(_state, value: *mut c_int, attribute: c_int, device: c_int) {
+        let (major, minor) = capability(device.unsigned_abs() as usize);
         let given: u64 = match attribute {
             36 => number("clock", 2_619_000),
             37 => 5120,
@@ -267,19 +301,21 @@ exported! {
         Ok(attribute.to_string())
     }
 
-    fn cuDevicePrimaryCtxRetain(state, context: *mut *mut c_void, _device: c_int) {
-        state.retained += 1;
-        put(context, handle(77));
+    fn cuDevicePrimaryCtxRetain(state, context: *mut *mut c_void, device: c_int) {
+        *state.retained.entry(device.unsigned_abs() as usize).or_default() += 1;
+        put(context, handle(FIRST_CONTEXT + device.unsigned_abs() as usize));
         Ok("+context".into())
     }
 
-    fn cuDevicePrimaryCtxRelease_v2(state, _device: c_int) {
-        state.retained = state.retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
+    fn cuDevicePrimaryCtxRelease_v2(state, device: c_int) {
+        let retained = state.retained.entry(device.unsigned_abs() as usize).or_default();
+        *retained = retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
         Ok("-context".into())
     }
 
     fn cuCtxPushCurrent_v2(state, context: *mut c_void) {
-        if state.retained == 0 || context.addr() != 77 { return Err(INVALID_CONTEXT) }
+        let device = context.addr().checked_sub(FIRST_CONTEXT).ok_or(INVALID_CONTEXT)?;
+        if state.retained.get(&device).is_none_or(|&retained| retained == 0) { return Err(INVALID_CONTEXT) }
         CURRENT.with_borrow_mut(|current| current.push(context.addr()));
         Ok("+current".into())
     }
@@ -457,4 +493,34 @@ exported! {
         put(text, if status == ILLEGAL_ADDRESS { state.said.as_ptr() } else { c"as it was told to".as_ptr() });
         Ok(String::new())
     }
+}
+
+/// `bytes` at `address` are a framework's array on the device. Where another was lent there, it is this one now.
+///
+/// # Safety
+/// They are there, and nobody else reads or writes them, until all is taken back.
+// SAFETY: no driver has a symbol of this name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fake_cuda_lend(address: u64, bytes: usize) {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner).lent.insert(address, bytes);
+}
+
+/// Nothing is lent any more.
+// SAFETY: as above.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_take_back() {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner).lent.clear();
+}
+
+/// Other settings, and nothing has been called yet.
+///
+/// # Safety
+/// They are text that ends in 0.
+// SAFETY: as above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fake_cuda_set(settings: *const c_char) {
+    // SAFETY: the caller says so.
+    let settings = unsafe { CStr::from_ptr(settings) }.to_string_lossy().into_owned();
+    *SETTINGS.write().unwrap_or_else(PoisonError::into_inner) = settings.leak();
+    STATE.lock().unwrap_or_else(PoisonError::into_inner).calls.clear();
 }

@@ -41,6 +41,18 @@ pub enum CudaError {
         /// The library.
         library: PathBuf,
     },
+    /// It has no device of such a number.
+    #[error(
+        "CUDA driver {library}: it has no device {given}; expected one of 0 to {}", count - 1, library = library.display()
+    )]
+    NoSuchDevice {
+        /// The library.
+        library: PathBuf,
+        /// Which was asked for, from 0 on.
+        given: usize,
+        /// How many there are.
+        count: i32,
+    },
     /// A device too old for a kernel.
     #[error("{device}: it is of sm_{}{}, {kernel} needs {needed}; {instead}", given.0, given.1)]
     Capability {
@@ -108,6 +120,16 @@ pub enum CudaError {
         array: String,
         /// Where it begins.
         address: u64,
+    },
+    /// More rows than a grid has CTAs for.
+    #[error("kernel {kernel}: {given} rows, expected up to {most}")]
+    Rows {
+        /// The kernel's entry.
+        kernel: String,
+        /// How many were given.
+        given: usize,
+        /// How many a launch takes.
+        most: usize,
     },
     /// An array of another size than a kernel takes.
     #[error("kernel {kernel}, array {array}: {given} bytes, expected {expected}")]

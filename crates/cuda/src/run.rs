@@ -47,8 +47,27 @@ impl From<CudaError> for RunError {
     }
 }
 
-fn program(id: &str) -> LossProgram {
+pub(crate) fn program(id: &str) -> LossProgram {
     LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is listed")
+}
+
+/// What the kernels of `program`, which errors call `id`, are written for on `device`.
+///
+/// # Errors
+/// [`CudaError::Capability`]
+pub(crate) fn written_for(device: &Device, program: LossProgram, id: &str) -> Result<Target, CudaError> {
+    let given = device.capability();
+    let target = if given >= (9, 0) { Target::Sm90 } else { Target::Sm80 };
+    let needed = program.least_target().expect("a kernel of PTX");
+    if given >= (8, 0) && target >= needed {
+        return Ok(target);
+    }
+    let (needed, instead) = if needed == Target::Sm90 && given >= (8, 0) {
+        ("sm_90 and up, whose CTAs form clusters", "gpu-two-pass-driver runs on it")
+    } else {
+        ("sm_80 and up", "native computes the same on any CPU")
+    };
+    Err(CudaError::Capability { device: device.name().into(), given, kernel: id.into(), needed, instead })
 }
 
 impl Driven {
@@ -66,25 +85,13 @@ impl Driven {
         if let Some(device) = self.device.get() {
             return Ok(device);
         }
-        let device = Device::first(Driver::load()?)?;
+        let device = Device::of(Driver::load()?, 0)?;
         Ok(self.device.get_or_init(|| device))
     }
 
     /// What kernels for it are written for.
     fn target(&self) -> Result<Target, CudaError> {
-        let device = self.device()?;
-        let given = device.capability();
-        let target = if given >= (9, 0) { Target::Sm90 } else { Target::Sm80 };
-        let needed = self.program.least_target().expect("a kernel of PTX");
-        if given >= (8, 0) && target >= needed {
-            return Ok(target);
-        }
-        let (needed, instead) = if needed == Target::Sm90 && given >= (8, 0) {
-            ("sm_90 and up, whose CTAs form clusters", "gpu-two-pass-driver runs on it")
-        } else {
-            ("sm_80 and up", "native computes the same on any CPU")
-        };
-        Err(CudaError::Capability { device: device.name().into(), given, kernel: self.id.clone(), needed, instead })
+        written_for(self.device()?, self.program, &self.id)
     }
 
     fn context(&self) -> Result<Arc<Context>, CudaError> {

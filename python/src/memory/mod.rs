@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 mod aligned;
+pub(crate) mod device;
 mod dlpack;
 mod lent;
 mod seen;

@@ -2,8 +2,8 @@
 //! kernels, [`Memory`] an array there, a [`Loaded`] kernel one that the driver has assembled.
 //!
 //! Every object keeps alive what it was made from and frees itself, so that any order of drops is right, whatever failed before. Calls
-//! go to the device's default stream, one after another; the context is made current around each, and what was current before is so
-//! again afterwards. The library stays loaded until the process ends.
+//! go to the device's default stream, one after another, or to a [`Stream`] of somebody else's with arrays that are [`Lent`]; the context
+//! is made current around each, and what was current before is so again afterwards. The library stays loaded until the process ends.
 
 // The C API. Each block gives its reason.
 #![allow(unsafe_code)]
@@ -174,11 +174,11 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// The first of `driver`.
+    /// The one that `driver` has at `place`, from 0 on.
     ///
     /// # Errors
-    /// [`CudaError::NoDevice`]; [`CudaError::Call`].
-    pub fn first(driver: &'static Driver) -> Result<Self, CudaError> {
+    /// [`CudaError::NoDevice`]; [`CudaError::NoSuchDevice`]; [`CudaError::Call`].
+    pub fn of(driver: &'static Driver, place: usize) -> Result<Self, CudaError> {
         let table = &driver.table;
         let count = driver.number("count devices", |number| {
             // SAFETY: the number is alive over the call.
@@ -187,9 +187,12 @@ impl Device {
         if count < 1 {
             return Err(CudaError::NoDevice { library: driver.path.clone() });
         }
-        let handle = driver.number("open device 0", |number| {
-            // SAFETY: the number is alive over the call, and there is a first device.
-            unsafe { (table.device)(number, 0) }
+        let Some(which) = c_int::try_from(place).ok().filter(|&which| which < count) else {
+            return Err(CudaError::NoSuchDevice { library: driver.path.clone(), given: place, count });
+        };
+        let handle = driver.number(&format!("open device {place}"), |number| {
+            // SAFETY: the number is alive over the call, and there are more devices than `which`.
+            unsafe { (table.device)(number, which) }
         })?;
         let mut name = [0_u8; 256];
         // SAFETY: the driver writes as many bytes as it is told at most, the last of them 0.
@@ -460,6 +463,41 @@ impl Memory {
     }
 }
 
+/// Memory of a device that somebody else holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Lent {
+    address: u64,
+    bytes: usize,
+}
+
+impl Lent {
+    /// `bytes` of memory at `address`.
+    ///
+    /// # Safety
+    /// They are there, on the device whose kernels they are handed to, until the kernel that is then enqueued has run; and nothing else
+    /// reads what it writes, or writes what it reads, but in the order of its stream.
+    pub unsafe fn new(address: u64, bytes: usize) -> Self {
+        Self { address, bytes }
+    }
+}
+
+/// A stream that somebody else holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Stream {
+    /// A `CUstream`, as the number that it is: 0 is the default one.
+    handle: usize,
+}
+
+impl Stream {
+    /// That of a `CUstream`.
+    ///
+    /// # Safety
+    /// It is one of the primary context of the device whose kernels are enqueued on it, and is there until these have run.
+    pub unsafe fn new(handle: usize) -> Self {
+        Self { handle }
+    }
+}
+
 /// A kernel that the driver has assembled.
 pub struct Loaded {
     context: Arc<Context>,
@@ -494,32 +532,79 @@ impl Loaded {
     /// # Errors
     /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
     pub fn launch(&self, inputs: &[&Memory], outputs: &[&Memory]) -> Result<Duration, CudaError> {
-        let mut addresses = self.addresses(inputs, outputs)?;
+        let addresses = self.addresses(inputs, outputs)?;
         let current = self.context.enter()?;
         let (driver, name) = (current.driver, &self.kernel.name);
         let [before, after] = [Event::new(driver)?, Event::new(driver)?];
+        before.record()?;
+        // SAFETY: the arrays are as large as the kernel reads and writes and are alive until the launch has been waited for; 0 is the
+        // default stream.
+        unsafe { self.call(&current, self.kernel.grid, 0, addresses) }?;
+        after.record()?;
+        after.wait(name)?;
+        after.since(&before)
+    }
+
+    /// Launches a kernel that was written for one row on `rows` of them, on arrays that are lent under the parameters' names, and returns
+    /// before it is done: what goes wrong on the device is said to whoever waits for it. An array of the shape `[1, 1, …]` is then of
+    /// `[1, rows, …]`; one that lies over another may have a place of its own.
+    ///
+    /// # Errors
+    /// [`CudaError::Rows`]; [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
+    ///
+    /// # Panics
+    /// Where no array of a parameter's name is lent.
+    pub fn enqueue(&self, rows: usize, stream: Stream, lent: &[(&str, Lent)]) -> Result<(), CudaError> {
+        let Kernel { grid: [of_row, y, z], name, parameters, .. } = &self.kernel;
+        let most = c_int::MAX as usize / *of_row as usize;
+        if rows > most {
+            return Err(CudaError::Rows { kernel: name.clone(), given: rows, most });
+        }
+        let arrays = parameters.iter().map(|parameter| {
+            let Some((_, array)) = lent.iter().find(|(name, _)| *name == parameter.name) else {
+                panic!("{name} is given no {}", parameter.name);
+            };
+            let by_row = matches!(parameter.shape[..], [1, 1, _]);
+            self.expect(parameter, parameter.bytes() * if by_row { rows } else { 1 }, *array)?;
+            Ok(array.address)
+        });
+        let addresses = arrays.collect::<Result<Vec<_>, CudaError>>()?;
+        let current = self.context.enter()?;
+        // SAFETY: the arrays were lent as large as the kernel reads and writes, and arrays and stream until it has run.
+        unsafe { self.call(&current, [*of_row * rows as u32, *y, *z], stream.handle, addresses) }
+    }
+
+    /// Launches it on the arrays that begin at these addresses.
+    ///
+    /// # Safety
+    /// There is one for each parameter, as large as the kernel reads and writes with so many CTAs, alive until that has run; `stream` is
+    /// the default stream, 0, or another of the context.
+    unsafe fn call(
+        &self,
+        current: &Current,
+        grid: [u32; 3],
+        stream: usize,
+        mut addresses: Vec<u64>,
+    ) -> Result<(), CudaError> {
+        let driver = current.driver;
         let mut cluster = LaunchAttribute { id: CLUSTER_DIMENSION, padding: 0, value: [0; 16] };
         cluster.value[..3].copy_from_slice(&[self.kernel.cluster, 1, 1]);
         let config = LaunchConfig {
-            grid: self.kernel.grid,
+            grid,
             block: self.kernel.block,
             shared_bytes: self.kernel.shared_bytes,
-            stream: ptr::null_mut(),
+            stream: ptr::without_provenance_mut(stream),
             attributes: &raw mut cluster,
             // Chips without clusters do not know the attribute.
             attribute_count: c_uint::from(self.kernel.cluster > 1),
         };
         let mut arguments: Vec<*mut c_void> =
             addresses.iter_mut().map(|address| ptr::from_mut(address).cast()).collect();
-        before.record()?;
         let (launch, arguments) = (driver.table.launch, arguments.as_mut_ptr());
-        // SAFETY: the function is loaded; there is an argument for each of its parameters, which point to arrays that are as large as it
-        // reads and writes and are alive until the launch has been waited for; attribute and arguments are alive over the call.
+        // SAFETY: the function is loaded; there is an argument for each of its parameters, to arrays that the caller vouches for;
+        // attribute and arguments are alive over the call.
         let status = unsafe { launch(&raw const config, self.function, arguments, ptr::null_mut()) };
-        driver.check(status, || format!("launch {name}"))?;
-        after.record()?;
-        after.wait(name)?;
-        after.since(&before)
+        driver.check(status, || format!("launch {}", self.kernel.name))
     }
 
     /// Where the arrays of the parameters begin, after a check.
@@ -535,17 +620,22 @@ impl Loaded {
             });
         }
         assert!(inputs.next().is_none() && outputs.next().is_none(), "no more arrays than {} has", kernel.name);
-        for (array, parameter) in arrays.iter().zip(&kernel.parameters) {
-            let (kernel, name) = (kernel.name.clone(), parameter.name.clone());
-            let expected = parameter.bytes();
-            if array.bytes != expected {
-                return Err(CudaError::Size { kernel, array: name, given: array.bytes, expected });
-            }
-            if !array.address.is_multiple_of(ALIGNMENT) {
-                return Err(CudaError::Misaligned { kernel, array: name, address: array.address });
-            }
+        for (&&Memory { address, bytes, .. }, parameter) in arrays.iter().zip(&kernel.parameters) {
+            self.expect(parameter, parameter.bytes(), Lent { address, bytes })?;
         }
         Ok(arrays.iter().map(|array| array.address).collect())
+    }
+
+    /// Checks that `array` has as many bytes as the kernel takes of a parameter, and begins where it may.
+    fn expect(&self, parameter: &Parameter, expected: usize, array: Lent) -> Result<(), CudaError> {
+        let (kernel, name) = (|| self.kernel.name.clone(), || parameter.name.clone());
+        if array.bytes != expected {
+            return Err(CudaError::Size { kernel: kernel(), array: name(), given: array.bytes, expected });
+        }
+        if !array.address.is_multiple_of(ALIGNMENT) {
+            return Err(CudaError::Misaligned { kernel: kernel(), array: name(), address: array.address });
+        }
+        Ok(())
     }
 }
 

@@ -1,0 +1,492 @@
+"""The loss on a GPU: two kernels, enqueued on the framework's stream, and what lies between them by its own operations, in f64.
+
+Nothing waits for the device but what is settled before there are logits, for specs that settle something (`Batch.of`). So nothing can
+be refused for what a tensor on the device holds: a token whose mask, id or sequence is none has a loss that is NaN.
+
+Which framework it is, `Arrays` knows: `assay.torch` has PyTorch's, the tests have NumPy's, whose memory a driver without a device takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from . import _native
+from ._errors import ProblemError
+from ._native import Spec
+from ._tape import Array, compute, logged, row_weights, weighed
+
+#: Columns of what is handed over a token.
+COLUMNS = 8
+#: A kernel's statistics of a row, in order; those that are weighted are sums of exponents of 2.
+_STATISTICS = ("max", "target_logit", "others", "weighted", "logp_others", "logp_weighted")
+_METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
+_FLOATS = ("f32", "bf16", "f16", "f64")
+_INTEGERS = ("i64", "i32")
+
+
+class Arrays(Protocol):
+    """A framework's arrays on one device, by what is done with them. Dtypes are named as the package does: `f32`, `i64`, `bool`, …"""
+
+    @property
+    def on(self) -> Any:
+        """The framework's module."""
+    @property
+    def place(self) -> tuple[int, int]:
+        """The device's number, and the stream that is current there."""
+    def full(self, shape: Sequence[int], value: float, dtype: str) -> Array: ...
+    def empty(self, shape: Sequence[int], dtype: str) -> Array: ...
+    def arange(self, end: int) -> Array: ...
+    def cast(self, array: Array, dtype: str) -> Array: ...
+    def dtype(self, array: Array) -> str:
+        """The dtype's name, in the framework's words where it is none of the package's."""
+    def strides(self, array: Array) -> Sequence[int]:
+        """In elements."""
+    def address(self, array: Array) -> int: ...
+    def group_sums(self, values: Array, groups: Array, count: int) -> Array:
+        """`[count]`: the sum of the `values` of each group."""
+    def groups(self, ends: Array, places: Array) -> Array:
+        """Of each place how many of the ascending `ends` are not behind it."""
+    def upload(self, array: Any) -> Array:
+        """A list of integers, or an array in the host's memory, on the device; nothing is waited for."""
+    def download(self, array: Array) -> Any:
+        """On the host, once the device is done with it."""
+
+
+class Evaluated(NamedTuple):
+    """What `loss` computes, f32 but for the last."""
+
+    loss: Array
+    logp: Array
+    entropy: Array
+    token_loss: Array
+    #: In the order of `_METRICS`.
+    metrics: Array
+    #: `[B·T,8]`, f64: what `gradient` needs of each token.
+    kept: Array
+
+
+# ---- the batch beside its logits
+
+
+class _Rows:
+    """A sequence a row."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def sums(self, values: Array) -> Array:
+        """Of each sequence."""
+        return values.sum(1, keepdims=True)
+
+    def spread(self, of_sequences: Array) -> Array:
+        """A number of each sequence in the places of its tokens."""
+        return of_sequences.reshape(-1, 1)
+
+
+class _Packed:
+    """Sequences in one row, each up to one of `ends`."""
+
+    def __init__(self, arrays: Arrays, ends: Array, tokens: int) -> None:
+        places = arrays.arange(tokens)
+        self.count, self._arrays = int(ends.shape[0]) - 1, arrays
+        self._of_token = arrays.groups(ends[1:], places)
+        owned = self._of_token < self.count
+        #: Tokens behind the last sequence.
+        self.nobodys = ~owned[None]
+        #: Whether they are no ascending ends within the row.
+        self.wrong = (ends[0] != 0) | (ends[-1] > tokens) | (ends[1:] < ends[:-1]).any()
+        self._owner = arrays.on.where(owned, self._of_token, 0)
+
+    def sums(self, values: Array) -> Array:
+        return self._arrays.group_sums(values[0], self._of_token, self.count + 1)[:-1]
+
+    def spread(self, of_sequences: Array) -> Array:
+        return self._arrays.on.where(self.nobodys, 0.0, of_sequences[self._owner][None])
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(spec: str, width: int | None) -> dict[str, Any]:
+    """Of a batch that is padded to `width`, or packed where there is none."""
+    plan: dict[str, Any] = json.loads(_native.gpu_plan(_read(spec), width))
+    return plan
+
+
+def _packed(given: Mapping[str, Array | None]) -> bool:
+    return given.get("cu_seqlens") is not None or given.get("segment_ids") is not None
+
+
+def _of(spec: str, given: Mapping[str, Array | None], tokens: int) -> dict[str, Any]:
+    return _plan(spec, None if _packed(given) else tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(spec: str) -> Spec:
+    return Spec._of_json(spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _normalized(spec: str) -> tuple[str, float]:
+    """A spec whose normaliser is none that its KL penalty has by itself, and that number: the loss is divided by another."""
+    of = json.loads(spec)
+    if "normalizer" not in of["reduction"]:
+        raise ProblemError("`normalizer`: got one, expected none, or a spec whose `reduction` is `normalizer`")
+    own = 2.0 if '"normalizer": 1.0' in json.dumps(of["kl"]) else 1.0
+    of["reduction"] = {"normalizer": own}
+    return json.dumps(of), own
+
+
+def _expect_dtype(arrays: Arrays, field: str, array: Array, dtypes: Sequence[str]) -> None:
+    given = arrays.dtype(array)
+    if given not in dtypes:
+        raise ProblemError(f"`{field}`: got dtype {given}, expected {', '.join(dtypes[:-1])} or {dtypes[-1]}")
+
+
+def _expect_shape(field: str, array: Array, shape: Sequence[int], meaning: str) -> None:
+    if tuple(array.shape) != tuple(shape):
+        raise ProblemError(f"`{field}`: got shape {list(array.shape)}, expected {list(shape)} ({meaning})")
+
+
+def _expect_logits(arrays: Arrays, logits: Array) -> tuple[int, int, int]:
+    if len(logits.shape) != 3 or 0 in logits.shape:
+        raise ProblemError(f"`logits`: got shape {list(logits.shape)}, expected [B,T,V] with B, T, V ≥ 1")
+    _expect_dtype(arrays, "logits", logits, _FLOATS[:3])
+    batch, tokens, vocab = (int(extent) for extent in logits.shape)
+    return batch, tokens, vocab
+
+
+def _truths(arrays: Arrays, field: str, array: Array) -> tuple[Array, Array]:
+    """Which are true, and which are neither 0 nor 1."""
+    _expect_dtype(arrays, field, array, ("bool", *_INTEGERS, *_FLOATS))
+    if arrays.dtype(array) == "bool":
+        return array, array & ~array
+    numbers = arrays.cast(array, "f64")
+    return numbers != 0.0, (numbers != 0.0) & (numbers != 1.0)
+
+
+class _Targets:
+    """The sampled tokens of `[B,T]`, as kernels are given them."""
+
+    def __init__(self, arrays: Arrays, plan: Mapping[str, Any], ids: Array, bias: Array | None, shape: tuple[int, int, int]) -> None:
+        on, vocab = arrays.on, shape[2]
+        _expect_dtype(arrays, "ids", ids, _INTEGERS)
+        _expect_shape("ids", ids, shape[:2], "[B,T] of the logits")
+        found = (ids >= 0) & (ids < vocab)
+        #: i32, −1 where an id is none.
+        self.ids = arrays.cast(on.where(found, ids, -1), "i32")
+        #: Which are an id's of no column that may be sampled.
+        self.wrong = ~found
+        #: `[V]`, f32, −∞ outside the support, and `[B,T]`, the bias of each token's own column; where columns differ.
+        self.biases: tuple[Array, Array] | None = None
+        if plan["bias"] and bias is None:
+            raise ProblemError(f"`bias`: not given, expected shape [{vocab}]: the spec has `logits.bias`")
+        if not plan["by_column"]:
+            return
+        # As `Columns` of crates/algebra/src/transform.rs: a bias of −∞ is no mark.
+        own = arrays.cast(on.where(found, ids, 0), "i64")
+        by_column = arrays.full((vocab,), 0.0, "f32")
+        if plan["bias"]:
+            assert bias is not None
+            _expect_dtype(arrays, "bias", bias, _FLOATS)
+            _expect_shape("bias", bias, (vocab,), "[V] of the logits")
+            given = arrays.cast(bias, "f32")
+            by_column = on.where(given < _LEAST, _LEAST, given)
+        of_target = by_column[own]
+        support = plan["support"]
+        outside = arrays.arange(vocab) >= (vocab if support["vocab"] is None else support["vocab"])
+        excluded = [column for column in support["excluded_ids"] if column < vocab]
+        if excluded:
+            outside[arrays.upload(excluded)] = True
+        by_column = arrays.cast(on.where(outside, -math.inf, by_column), "f32")
+        if not support["keep_sampled"]:
+            self.wrong = self.wrong | outside[own]
+        self.biases = (by_column, of_target)
+
+
+#: The least f32.
+_LEAST = -(2.0**128 - 2.0**104)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What is known of the tokens before their logits are, `[B,T]` or of a shape that spreads to it; f64."""
+
+    plan: dict[str, Any]
+    sequences: Any
+    mask: Array
+    #: Tokens whose loss is no number.
+    wrong: Array
+    advantages: Array
+    weights: Array
+    kl_share: Array
+    entropy: Array
+    inputs: dict[str, Array]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        spec: str,
+        shape: tuple[int, int, int],
+        given: Mapping[str, Array | None],
+        targets: _Targets,
+        normalizer: Array | None,
+    ) -> _Batch:
+        """Of the arrays that are given. Where the spec rejects tokens or weighs them by themselves or against the sampler, and where
+        sequences are told by `segment_ids`, all of them are copied to the host, which waits for the device, and settled there."""
+        on, per_token = arrays.on, shape[:2]
+        advantages, ends = given["advantages"], given.get("cu_seqlens")
+        packed = _packed(given)
+        settled: dict[str, Any] = {}
+        plan = _of(spec, given, shape[1])
+        if plan["settles"] or given.get("segment_ids") is not None:
+            on_host = {name: None if array is None else arrays.download(array) for name, array in given.items()}
+            settled, of_ends = _native.gpu_settled(_read(spec), shape, on_host)
+            ends = None if of_ends is None else arrays.upload(of_ends)
+        sequences: Any = _Rows(shape[0])
+        mask = given["mask"]
+        assert mask is not None and advantages is not None
+        _expect_shape("mask", mask, per_token, "[B,T] of the logits")
+        mask, wrong = _truths(arrays, "mask", mask)
+        if "mask" in settled:
+            mask = arrays.upload(settled["mask"])
+        wrong = wrong | targets.wrong
+        if packed:
+            assert ends is not None
+            _expect_ends(arrays, ends, per_token)
+            sequences = _Packed(arrays, arrays.cast(ends, "i64"), shape[1])
+            wrong = wrong | sequences.nobodys | sequences.wrong
+        one = arrays.full((), 1.0, "f64")
+        counts = sequences.sums(on.where(mask, one, 0.0))
+        of_rows = row_weights(on, plan, counts, lambda values: values.sum(), sequences.count, normalizer=1.0 if normalizer is None else normalizer)
+        policy, kl_share, entropy = (sequences.spread(weight) for weight in of_rows)
+        inputs = {}
+        for name, source in zip(plan["inputs"], plan["sources"], strict=True):
+            if name in settled:
+                inputs[name] = arrays.upload(settled[name])
+            else:
+                inputs[name], unlike = _input(arrays, source, given.get(source), per_token)
+                wrong = wrong if unlike is None else wrong | unlike
+        if "dentropy" in inputs:
+            entropy = entropy * on.where(mask, inputs["dentropy"], 0.0)
+        return cls(
+            plan=plan,
+            sequences=sequences,
+            mask=mask,
+            wrong=wrong,
+            advantages=_advantages(arrays, advantages, sequences, per_token, plan["token_advantages"]),
+            weights=on.where(wrong, math.nan, policy),
+            kl_share=kl_share,
+            entropy=entropy,
+            inputs=inputs,
+        )
+
+
+def _expect_ends(arrays: Arrays, ends: Array, per_token: tuple[int, int]) -> None:
+    _expect_dtype(arrays, "cu_seqlens", ends, _INTEGERS)
+    if len(ends.shape) != 1 or ends.shape[0] < 2:
+        raise ProblemError(
+            f"`cu_seqlens`: got shape {list(ends.shape)}, expected [S+1] with S ≥ 1: 0, and where each sequence ends"
+        )
+    if per_token[0] != 1:
+        raise ProblemError(
+            f"`mask`: got shape {list(per_token)}, expected [1,N], as `cu_seqlens` packs sequences into one row"
+        )
+
+
+def _input(arrays: Arrays, field: str, array: Array | None, shape: tuple[int, int]) -> tuple[Array, Array | None]:
+    """In f64, and which of them are none, where they are truth values."""
+    if array is None:
+        raise ProblemError(f"`{field}`: not given, expected shape {list(shape)}: the spec reads it")
+    _expect_shape(field, array, shape, "[B,T] of the logits")
+    if field == "selected":
+        truths, wrong = _truths(arrays, field, array)
+        return arrays.cast(truths, "f64"), wrong
+    _expect_dtype(arrays, field, array, _FLOATS)
+    return arrays.cast(array, "f64"), None
+
+
+def _advantages(arrays: Arrays, array: Array, sequences: Any, per_token: tuple[int, int], of_tokens: bool) -> Array:
+    _expect_dtype(arrays, "advantages", array, _FLOATS)
+    if tuple(array.shape) == (sequences.count,):
+        return sequences.spread(arrays.cast(array, "f64"))
+    if of_tokens:
+        _expect_shape("advantages", array, per_token, "[B,T] of the logits, as the spec has `advantages: token`")
+        return arrays.cast(array, "f64")
+    meaning = "[B] of the logits" if isinstance(sequences, _Rows) else "[S] of `cu_seqlens`"
+    _expect_shape("advantages", array, (sequences.count,), f"{meaning}, as the spec has `advantages: sequence`")
+    raise AssertionError("it has another shape")
+
+
+# ---- the kernels
+
+
+def _enqueue(
+    arrays: Arrays,
+    spec: str,
+    kernel: str,
+    entropy: bool,
+    logits: Array,
+    targets: _Targets,
+    plan: Mapping[str, Any],
+    others: Mapping[str, Array],
+    dlogits: Array | None = None,
+) -> None:
+    """Enqueues a kernel on `[B,T,V]` of logits, at once where the rows of all sequences follow each other, else sequence by
+    sequence. `others` are arrays of a row a token."""
+    batch, tokens, vocab = (int(extent) for extent in logits.shape)
+    on, size = arrays.on, _SIZES[arrays.dtype(logits)]
+    strides = [_strides(arrays, "logits", logits)]
+    if dlogits is not None:
+        strides.append(_strides(arrays, "dlogits", dlogits))
+    pieces = 1 if batch == 1 or all(stride == tokens * vocab for stride in strides) else batch
+    rows = batch * tokens // pieces
+    # Each piece of these begins at a multiple of 16 bytes too.
+    of_rows = {"ids": targets.ids}
+    name, numbers = plan["numbers"]
+    whole = {
+        name: on.stack([arrays.full((), number, "f32") for number in numbers]),
+        "columns": arrays.full((1,), vocab, "i32"),
+    }
+    if targets.biases is not None:
+        whole["column_bias"], of_rows["target_bias"] = targets.biases
+    by_row = {name: _padded(arrays, array.reshape(pieces, rows)) for name, array in of_rows.items()}
+    launched = {}
+    for piece in range(pieces):
+        launched = {name: (arrays.address(array), array.shape[0] * 4) for name, array in whole.items()}
+        for name, array in by_row.items():
+            launched[name] = (arrays.address(array) + piece * int(array.shape[1]) * 4, rows * 4)
+        for name, array in others.items():
+            launched[name] = (arrays.address(array) + piece * rows * COLUMNS * 4, rows * COLUMNS * 4)
+        for name, array, stride in zip(("logits", "dlogits"), (logits, dlogits), strides, strict=False):
+            launched[name] = (arrays.address(array) + piece * stride * size, rows * vocab * size)
+        extents = (rows, vocab)
+        _native.gpu_enqueue(_read(spec), kernel, entropy, arrays.place, extents, arrays.dtype(logits), launched)
+
+
+_SIZES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+def _strides(arrays: Arrays, field: str, logits: Array) -> int:
+    """From sequence to sequence, in elements."""
+    _, tokens, vocab = logits.shape
+    of_sequence, of_row, of_column = arrays.strides(logits)
+    if vocab > 1 and of_column != 1:
+        raise ProblemError(f"`{field}`: got rows with a stride of {of_column}, expected 1: each row dense")
+    if tokens > 1 and of_row != vocab:
+        raise ProblemError(
+            f"`{field}`: got rows of {vocab} that begin {of_row} elements apart, expected {vocab}: on a GPU those of a sequence "
+            "follow each other; take `logits.contiguous()`"
+        )
+    return of_sequence
+
+
+def _padded(arrays: Arrays, array: Array) -> Array:
+    """With as many columns that each row begins at a multiple of 16 bytes, of elements of 4."""
+    rows, columns = array.shape
+    if rows == 1 or columns % 4 == 0:
+        return array
+    padded = arrays.full((rows, columns + -columns % 4), 0, arrays.dtype(array))
+    padded[:, :columns] = array
+    return padded
+
+
+# ---- the two halves
+
+
+def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | None], normalizer: Array | None) -> Evaluated:
+    """The loss of a spec, as JSON, and what its gradient needs: the logits are read once, and nothing of their size is written."""
+    on, shape = arrays.on, _expect_logits(arrays, logits)
+    batch, tokens, _ = shape
+    if normalizer is not None:
+        spec, of_spec = _normalized(spec)
+        normalizer = normalizer / of_spec
+    targets = _Targets(arrays, _of(spec, given, tokens), given["ids"], given.get("bias"), shape)
+    of = _Batch.of(arrays, spec, shape, given, targets, normalizer)
+    plan, mask = of.plan, of.mask
+    statistics = arrays.empty((batch * tokens, COLUMNS), "f32")
+    _enqueue(arrays, spec, "statistics", False, logits, targets, plan, {"statistics": statistics})
+    wide = arrays.cast(statistics, "f64").reshape(batch, tokens, COLUMNS)
+    columns = {
+        name: wide[..., i] * -math.log(2.0) if "weighted" in name else wide[..., i] for i, name in enumerate(_STATISTICS)
+    }
+
+    def constant(number: float) -> Array:
+        return arrays.full((), number, "f64")
+
+    def row_sum(values: Array) -> Array:
+        return of.sequences.spread(of.sequences.sums(on.where(mask, values, 0.0)))
+
+    softmax = compute(on, plan["softmax"], columns, constant)
+    logp = on.where(of.wrong, math.nan, softmax["logp"])
+    row_count = row_sum(on.ones_like(logp))
+    inputs = {
+        **of.inputs,
+        "logp": logp,
+        "advantages": of.advantages,
+        "weight": of.weights,
+        "kl_share": of.kl_share,
+        "row_count": row_count,
+    }
+    token = compute(on, plan["loss"], inputs, constant, row_sum)
+
+    def counted(values: Array) -> Array:
+        # A truth value becomes 1 or 0.
+        return on.where(mask, values * on.ones_like(logp), 0.0)
+
+    every = {name: counted(values) for name, values in {**token, "logp": logp, "entropy": softmax["entropy"]}.items()}
+    count = on.where(mask, on.ones_like(logp), 0.0).sum()
+    count = on.where(count > 1.0, count, 1.0)
+    means = {name: values.sum() / count for name, values in logged(on, plan, every).items()}
+    means.setdefault("kl_mean", constant(0.0))
+    inverse = plan["inverse_temperature"]
+    kept = (
+        columns["max"],
+        token["grad_logp"],
+        inverse / softmax["sum"],
+        softmax["others"],
+        on.ones_like(logp),
+        of.entropy,
+        inverse / softmax["entropy_sum"],
+        softmax["mean_gap"],
+    )
+    return Evaluated(
+        loss=arrays.cast(weighed(on, mask, every, of.weights, of.entropy).sum(), "f32"),
+        logp=arrays.cast(every["logp"], "f32"),
+        entropy=arrays.cast(every["entropy"], "f32"),
+        token_loss=arrays.cast(every["token_loss"], "f32"),
+        metrics=arrays.cast(on.stack([means[name] for name in _METRICS]), "f32"),
+        kept=on.stack([counted(column).reshape(-1) for column in kept], -1),
+    )
+
+
+def gradient(
+    arrays: Arrays,
+    spec: str,
+    logits: Array,
+    dlogits: Array,
+    given: Mapping[str, Array | None],
+    kept: Array,
+    sent: tuple[Array | None, Array | None, Array | None],
+) -> None:
+    """Writes dlogits, elsewhere or over the logits, for the derivatives by loss, logp and entropy, of which None is 0: the logits are
+    read once more. What is sent goes into the token weights in f64, and each dlogit is rounded once."""
+    on, shape = arrays.on, _expect_logits(arrays, logits)
+    plan = _of(spec, given, shape[1])
+    targets = _Targets(arrays, plan, given["ids"], given.get("bias"), shape)
+    max, grad_logp, by_sum, others, counts, entropy, by_entropy_sum, mean_gap = (kept[:, i] for i in range(COLUMNS))
+    mask = counts > 0.0
+
+    def beside(weight: Array, cotangent: Array | None) -> Array:
+        of_loss = weight * (0.0 if sent[0] is None else arrays.cast(sent[0], "f64"))
+        return of_loss if cotangent is None else of_loss + arrays.cast(cotangent, "f64").reshape(-1)
+
+    scales = [max, -beside(grad_logp, sent[1]) * by_sum, others, counts, beside(entropy, sent[2]) * by_entropy_sum, mean_gap]
+    columns = [on.where(mask, scale, 0.0) for scale in scales]
+    nothing = on.zeros_like(max)
+    stacked = arrays.cast(on.stack([*columns, nothing, nothing], -1), "f32")
+    _enqueue(arrays, spec, "dlogits", sent[2] is not None, logits, targets, plan, {"scales": stacked}, dlogits)

@@ -1,0 +1,134 @@
+"""`assay.torch` on a GPU without one: PyTorch's tensors on the CPU stand for those of a device behind a driver without any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import assay
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
+import assay.torch  # noqa: E402
+from on_fake_gpu import STREAM, Fake, fake  # noqa: E402, F401
+from test_torch_op import given, on_logits, one, outputs  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa: F811
+    monkeypatch.setattr(assay.torch, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(assay.torch._Tensors, "place", property(lambda self: (0, STREAM)))
+    return fake
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_campaign_passes(inplace: bool) -> None:
+    spec = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.01)
+    for problem in assay.problems(spec, 12, 7, dtypes=("f32", "bf16", "f16"), shapes=["2x3x65", "3x4x96"]):
+        for laid_out in (problem, problem.pack()):
+            verdicts = laid_out.check(on_logits(laid_out, inplace=inplace), grade="exact")
+            assert verdicts, verdicts
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_flat_tokens_are_one_row(inplace: bool) -> None:
+    problem = one().pack()
+    arguments, logits = given(problem), problem.torch().logits
+    in_rows = ("ids", "mask", "old_logp", "ref_logp")
+    flat = {name: array[0] if name in in_rows and array is not None else array for name, array in arguments.items()}
+
+    def gradient(logits: Any, arguments: Any) -> Any:
+        logits = logits.clone().requires_grad_()
+        result = assay.torch.grpo_loss(logits * 1.0 if inplace else logits, **arguments, spec=problem.spec, inplace=inplace)
+        (result.loss + result.logp.sum()).backward()
+        return result, logits.grad
+
+    (row, of_row), (tokens, of_tokens) = gradient(logits, arguments), gradient(logits[0], flat)
+    assert torch.equal(row.loss, tokens.loss) and torch.equal(row.entropy[0], tokens.entropy)
+    assert torch.equal(of_row[0], of_tokens)
+
+
+def test_what_is_settled_and_what_is_sent_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = assay.spec(
+        rollout={"source": "logp", "level": "token", "outside": "truncate", "max": 2.0},
+        kl={"beta": 0.04, "estimator": "k3"},
+    )
+    problem = one("f32", spec)
+    weights = torch.linspace(-1, 2, 15).reshape(3, 5)
+
+    def gradient() -> Any:
+        logits = problem.torch().logits.clone().requires_grad_()
+        result = assay.torch.grpo_loss(logits, **given(problem), spec=spec)
+        (3 * result.loss + (result.logp * weights).sum() + (result.entropy * weights).sum()).backward()
+        assert logits.grad is not None
+        return result, logits.grad
+
+    on_device, of_device = gradient()
+    monkeypatch.setattr(assay.torch, "_on_gpu", lambda tensor: False)
+    on_host, of_host = gradient()
+    torch.testing.assert_close(on_device.loss, on_host.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.stack([*on_device.metrics.values()]), torch.stack([*on_host.metrics.values()]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(of_device, of_host, rtol=3e-6, atol=1e-9)
+
+
+def test_a_normalizer_divides_the_loss() -> None:
+    problem = one()
+    logits, arguments = problem.torch().logits, given(problem)
+
+    def loss(normalizer: Any) -> float:
+        return float(assay.torch.grpo_loss(logits, **arguments, spec="trl", beta=0.04, normalizer=normalizer).loss)
+
+    assert loss(2.0) == loss(torch.tensor(2.0)) == pytest.approx(3 * loss(6.0), rel=1e-6)
+    with pytest.raises(assay.ProblemError, match="`normalizer`: got one, expected none, or a spec whose `reduction`"):
+        assay.torch.grpo_loss(logits, **arguments, spec="trl", loss_type="grpo", normalizer=5)
+
+
+def test_it_is_traced() -> None:
+    problem = one()
+    arguments = given(problem)
+    logits = problem.torch().logits.clone().requires_grad_()
+
+    def step(logits: Any, ids: Any, advantages: Any, **rest: Any) -> Any:
+        return assay.torch.grpo_loss(logits * 1.5, ids, advantages, **rest, spec=problem.spec).loss / 7
+
+    eager = step(logits, **arguments)
+    eager.backward()
+    expected, logits.grad = logits.grad, None
+    loss = torch.compile(step, backend="aot_eager", fullgraph=True)(logits, **arguments)
+    loss.backward()
+    assert torch.equal(loss, eager) and torch.equal(logits.grad, expected)
+
+
+def test_logp_and_entropy_are_exact(on_gpu: Fake) -> None:
+    report = assay.check_logp(
+        lambda logits, ids: assay.torch.logp_and_entropy(logits, ids, temperature=0.7, softcap=20.0),
+        entropy=True,
+        temperature=0.7,
+        logits={"softcap": 20.0},
+        cases=8,
+        wide=0,
+        shapes="few",
+        power=False,
+        repro_dir=None,
+        grade="exact",
+    )
+    assert report, report
+    arrays = one("bf16").torch()
+    on_gpu.set("devices=3,capability=9.0/8.0/7.5")
+    with torch.no_grad():
+        assay.torch.logp_and_entropy(arrays.logits, arrays.ids, arrays.mask)
+    assert [call.split()[1] for call in on_gpu.launches] == ["grpo_statistics"]
+
+
+def test_a_fake_tensor_of_a_gpu_has_results_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with torch._subclasses.FakeTensorMode():
+        logits = torch.empty(2, 3, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        ids, advantages = torch.zeros(2, 3, device="cuda", dtype=torch.int64), torch.zeros(2, device="cuda")
+        result = assay.torch.grpo_loss(logits, ids, advantages, spec="trl", loss_type="grpo")
+        assert result.loss.device == result.logp.device == result.metrics["ratio_mean"].device == logits.device
+        for field, arrays in {"ids": (ids.cpu(), advantages), "advantages": (ids, advantages.to("cuda:1"))}.items():
+            with pytest.raises(assay.ProblemError, match=f"`{field}`: got a tensor on c.*, expected one on cuda:0"):
+                assay.torch.grpo_loss(logits, *arrays, spec="trl", loss_type="grpo")
+        with pytest.raises(assay.ProblemError, match="`hidden`: got a tensor on cuda:0, expected one on the CPU"):
+            assay.torch.grpo_loss(None, ids.cpu(), advantages.cpu(), hidden=logits, lm_head=logits[0], spec="trl")
